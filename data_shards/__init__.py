@@ -1,0 +1,1 @@
+"""Images -> WebDataset shards -> samples -> batches. Knows nothing of `model` or `pipeline`."""

@@ -1,0 +1,228 @@
+"""The manifest: which shards a split consists of, how many samples each holds, and what the classes are
+called.
+
+`FOLDER/manifest.json` lies next to the tars it describes, and is written last, so a folder with a manifest is
+whole. Beside it go the small files that other tools look for: `sizes.json` (open_clip, webdataset) in the
+same folder and `_info.json` (timm) one folder up. Reading costs one small file and one `stat` per shard; the
+shards' digests are recorded here but not verified (that would read every byte). Needs neither torch nor
+numpy.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from data_shards.errors import UserError
+
+MANIFEST_FILE = "manifest.json"
+MANIFEST_VERSION = 1
+REMEDY = "make it with `shardvit pack SOURCE OUT`"
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One tar: `file` is its path relative to the manifest's folder, `sha256` the digest of all its bytes."""
+
+    file: str
+    num_samples: int
+    num_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """One split of a packed data set; label `i` means `classes[i]`."""
+
+    root: Path
+    name: str
+    split: str
+    classes: tuple[str, ...]
+    shards: tuple[Shard, ...]
+    source: str
+
+    @property
+    def num_samples(self) -> int:
+        return sum(shard.num_samples for shard in self.shards)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tars together."""
+        return sum(shard.num_bytes for shard in self.shards)
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.classes)
+
+    @property
+    def label_map(self) -> dict[str, int]:
+        return {name: label for label, name in enumerate(self.classes)}
+
+    @property
+    def shard_paths(self) -> tuple[Path, ...]:
+        return tuple(self.root / shard.file for shard in self.shards)
+
+    @property
+    def digest(self) -> str:
+        """32 hex digits (MLflow allows 36) that change with any byte of any shard, their order, or the
+        classes.
+        """
+        content = json.dumps([[shard.sha256 for shard in self.shards], self.classes])
+        return hashlib.sha256(content.encode()).hexdigest()[:32]
+
+
+def write_manifest(manifest: Manifest) -> Path:
+    """Write `manifest.json` and `sizes.json` into `manifest.root`, each at once or not at all; return the
+    former.
+    """
+    content = {
+        "version": MANIFEST_VERSION,
+        "name": manifest.name,
+        "split": manifest.split,
+        "source": manifest.source,
+        "num_samples": manifest.num_samples,
+        "classes": list(manifest.classes),
+        "label_map": manifest.label_map,
+        "shards": [vars(shard) for shard in manifest.shards],
+    }
+    write_json(manifest.root / "sizes.json", {shard.file: shard.num_samples for shard in manifest.shards})
+    path = manifest.root / MANIFEST_FILE
+    write_json(path, content)
+    return path
+
+
+def write_timm_info(folder: Path, manifests: Iterable[Manifest]) -> None:
+    """Write `folder/_info.json`, so that timm reads the splits below it: `--dataset wds/ --data-dir
+    FOLDER`.
+    """
+    splits = {
+        manifest.split: {
+            "name": manifest.split,
+            "num_samples": manifest.num_samples,
+            "filenames": [
+                (manifest.root / shard.file).relative_to(folder).as_posix() for shard in manifest.shards
+            ],
+            "shard_lengths": [shard.num_samples for shard in manifest.shards],
+        }
+        for manifest in manifests
+    }
+    write_json(folder / "_info.json", {"splits": splits})
+
+
+def write_json(path: Path, content: object) -> None:
+    """Replace `path` atomically: a reader, or a crash, sees the old file or the whole new one."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "w", encoding="utf-8") as stream:
+            json.dump(content, stream, indent=1, ensure_ascii=False)
+            stream.write("\n")
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def read_manifest(folder: Path | str) -> Manifest:
+    """Read and check `folder/manifest.json`.
+
+    Raises UserError if the folder or the manifest is missing or broken, is of another version, contradicts
+    itself, names a shard outside the folder, or if a shard is absent or has another size. (A shard may be a
+    symbolic link, as in the caches of model hubs: only what the manifest says is held to the folder.)
+    """
+    root = Path(folder)
+    path = root / MANIFEST_FILE
+    if not root.is_dir():
+        raise UserError(f"{root}: there is no such folder of shards; {REMEDY}")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        inside = [split for split in ("train", "val") if (root / split / MANIFEST_FILE).is_file()]
+        hint = f"did you mean {root / inside[0]}?" if inside else REMEDY
+        raise UserError(f"{root}: there is no {MANIFEST_FILE} in this folder; {hint}") from None
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise UserError(f"{path}: not a readable JSON file ({error}); {REMEDY} again") from None
+    if not isinstance(content, dict) or content.get("version") != MANIFEST_VERSION:
+        found = content.get("version") if isinstance(content, dict) else None
+        raise UserError(
+            f"{path}: the manifest has version {found!r}, known here is {MANIFEST_VERSION}; {REMEDY} again"
+        )
+    try:
+        manifest = _parse(root, content)
+    except KeyError as error:
+        raise UserError(f"{path}: the entry {error} is missing; {REMEDY} again") from None
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{path}: {error}; {REMEDY} again") from None
+    for shard in manifest.shards:
+        _check_shard(root / shard.file, shard)
+    return manifest
+
+
+def _parse(root: Path, content: dict[str, Any]) -> Manifest:
+    """Raises KeyError, TypeError or ValueError; the caller adds the file's name."""
+    shards = tuple(
+        Shard(
+            file=_inside(_typed(entry, "file", str)),
+            num_samples=_count(entry, "num_samples"),
+            num_bytes=_count(entry, "num_bytes"),
+            sha256=_typed(entry, "sha256", str),
+        )
+        for entry in _typed(content, "shards", list)
+    )
+    classes = tuple(_typed(content, "classes", list))
+    if not all(isinstance(name, str) for name in classes) or len(set(classes)) != len(classes) or not classes:
+        raise ValueError("'classes' must be a list of different names")
+    if len({shard.file for shard in shards}) != len(shards):
+        raise ValueError("'shards' names a file twice")
+    manifest = Manifest(
+        root=root,
+        name=_typed(content, "name", str),
+        split=_typed(content, "split", str),
+        classes=classes,
+        shards=shards,
+        source=_typed(content, "source", str),
+    )
+    if content["label_map"] != manifest.label_map:
+        raise ValueError("'label_map' contradicts 'classes'")
+    if content["num_samples"] != manifest.num_samples:
+        raise ValueError("'num_samples' is not the sum over the shards")
+    return manifest
+
+
+def _typed(content: dict[str, Any], key: str, kind: type) -> Any:
+    if not isinstance(content, dict):
+        raise TypeError("an entry of 'shards' is no table")
+    if not isinstance(content[key], kind):
+        raise TypeError(f"'{key}' is not of type {kind.__name__}")
+    return content[key]
+
+
+def _count(content: dict[str, Any], key: str) -> int:
+    value = _typed(content, key, int)
+    if isinstance(value, bool) or value < 0:
+        raise ValueError(f"'{key}' is no count: {value}")
+    return value
+
+
+def _inside(file: str) -> str:
+    parts = PurePosixPath(file).parts
+    if not parts or "\\" in file or "\0" in file or PurePosixPath(file).is_absolute() or ".." in parts:
+        raise ValueError(f"the shard {file!r} does not lie inside the folder")
+    return file
+
+
+def _check_shard(path: Path, shard: Shard) -> None:
+    try:
+        num_bytes = path.stat().st_size
+    except OSError:
+        raise UserError(
+            f"{path}: the manifest names this shard but it is not there; copy it here or {REMEDY}"
+        ) from None
+    if num_bytes != shard.num_bytes:
+        raise UserError(
+            f"{path}: the shard has {num_bytes} bytes where the manifest says {shard.num_bytes}; "
+            f"copy it again or {REMEDY}"
+        )

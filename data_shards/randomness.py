@@ -1,0 +1,85 @@
+"""Random numbers that are a function of what they are for: (seed, epoch, sample), never of who draws them.
+
+Every random choice of the data path goes through this file: the order of shards, the shuffling inside a window, each
+sample's crop and flip. A number depends on nothing but the words it is keyed with, so any process, worker or restart
+that asks for the same thing gets the same bits. The mixer is the finaliser of SplitMix64 (Steele, Lea and Flood,
+"Fast Splittable Pseudorandom Number Generators", 2014), chained over the words; written out here, in integers,
+because NumPy does not promise that a Generator's stream stays the same from one release to the next, and a resumed
+run must not depend on the release.
+
+Cost: about 10 ns a word, vectorised over whole batches. Not for cryptography.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+Uint64s = NDArray[np.uint64]
+
+# SplitMix64's increment (the odd integer nearest to 2^64 / golden ratio) and the two multipliers of its finaliser.
+_INCREMENT = np.uint64(0x9E3779B97F4A7C15)
+_MULTIPLIER_1 = np.uint64(0xBF58476D1CE4E5B9)
+_MULTIPLIER_2 = np.uint64(0x94D049BB133111EB)
+
+
+def mix(value: Uint64s) -> Uint64s:
+    """The finaliser of SplitMix64: a bijection of 64-bit words in which every input bit moves every output bit."""
+    with np.errstate(over="ignore"):
+        value = (value ^ (value >> np.uint64(30))) * _MULTIPLIER_1
+        value = (value ^ (value >> np.uint64(27))) * _MULTIPLIER_2
+    return value ^ (value >> np.uint64(31))
+
+
+def hash_words(*words: ArrayLike) -> Uint64s:
+    """One 64-bit hash of several words (integers or integer arrays, broadcast together); their order matters."""
+    state = np.zeros(1, dtype=np.uint64)
+    with np.errstate(over="ignore"):
+        for word in words:
+            state = mix((state ^ np.asarray(word).astype(np.uint64)) + _INCREMENT)
+    return state
+
+
+def uniforms(*words: ArrayLike, draws: int) -> NDArray[np.float64]:
+    """Uniform numbers in [0, 1), `draws` of them for each element of the broadcast words.
+
+    Args:
+        words: the key, for instance seed, epoch and sample; scalars or arrays of shape [n].
+        draws: how many numbers each element gets.
+
+    Returns:
+        Array of shape [n, draws]; row i depends on the i-th key alone.
+    """
+    key = hash_words(*words)[:, None]
+    bits = hash_words(key, np.arange(draws, dtype=np.uint64)[None, :])
+    return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def permute(index: ArrayLike, *, size: ArrayLike, key: ArrayLike) -> NDArray[np.int64]:
+    """Where a keyed random permutation of [0, size) sends `index`: one entry, without making the permutation.
+
+    A four-round balanced Feistel network over the smallest even number of bits that holds `size`, walked along its
+    cycle until it lands inside the range (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002): at most
+    four steps on average, constant memory. Elementwise over arrays of equal shape [n].
+    """
+    index, size, key = np.broadcast_arrays(
+        np.asarray(index, dtype=np.uint64),
+        np.asarray(size, dtype=np.uint64),
+        np.asarray(key, dtype=np.uint64),
+    )
+    bits = np.frexp((size - np.uint64(1)).astype(np.float64))[1]  # exact bit length: sizes stay below 2^53
+    half_bits = np.maximum((bits + 1) // 2, 1).astype(np.uint64)
+    value = index.copy()
+    outside = np.ones(value.shape, dtype=bool)
+    while outside.any():
+        value[outside] = _feistel(value[outside], half_bits=half_bits[outside], key=key[outside])
+        outside = value >= size
+    return value.astype(np.int64)
+
+
+def _feistel(value: Uint64s, *, half_bits: Uint64s, key: Uint64s) -> Uint64s:
+    mask = (np.uint64(1) << half_bits) - np.uint64(1)
+    left, right = value >> half_bits, value & mask
+    for round_number in range(4):
+        left, right = right, left ^ (hash_words(key, np.uint64(round_number), right) & mask)
+    return (left << half_bits) | right

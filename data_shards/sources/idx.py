@@ -1,0 +1,111 @@
+"""MNIST's file format: four IDX files (images and labels of train and t10k), plain or gzipped, kept in
+memory.
+
+Fashion-MNIST has the same files; its class names are used when the folder is called so. Other IDX sets (more
+than ten classes, other than 8-bit grey) are refused.
+"""
+
+import gzip
+import zlib
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from data_shards.errors import UserError
+from data_shards.sources.base import ArrayImages, ImageSet, Source, SplitName
+
+DEBIAN_FOLDER = Path("/usr/share/datasets/fashion-mnist")  # where Debian's dataset-fashion-mnist puts them
+DIGIT_CLASSES = tuple("0123456789")
+FASHION_CLASSES = (  # README of zalandoresearch/fashion-mnist, section "Labels"
+    "T-shirt/top",
+    "Trouser",
+    "Pullover",
+    "Dress",
+    "Coat",
+    "Sandal",
+    "Shirt",
+    "Sneaker",
+    "Bag",
+    "Ankle boot",
+)
+_STEMS: dict[SplitName, str] = {"train": "train", "val": "t10k"}
+_KINDS = {"images": "idx3-ubyte", "labels": "idx1-ubyte"}
+# Both spellings are about: MNIST's own server used "-", several unpackers write ".".
+IDX_NAMES = frozenset(
+    f"{s}-{kind}{mark}{kinds}" for s in _STEMS.values() for kind, kinds in _KINDS.items() for mark in "-."
+)
+
+
+def fashion_mnist_source() -> Source:
+    """Fashion-MNIST where Debian installs it. Raises UserError, saying how to install it, if it is not
+    there.
+    """
+    if not DEBIAN_FOLDER.is_dir():
+        raise UserError(
+            f"fashion-mnist: {DEBIAN_FOLDER} is not there; install it with "
+            f"`apt-get install dataset-fashion-mnist`, or give the folder that holds its four IDX files"
+        )
+    return idx_source(DEBIAN_FOLDER)
+
+
+def idx_source(root: Path) -> Source:
+    """The four files in `root`; t10k becomes split val. Raises UserError if one is missing or broken."""
+    folder = root.resolve()
+    # torchvision unpacks into FashionMNIST/raw.
+    name = folder.parent.name if folder.name == "raw" else folder.name
+    classes = FASHION_CLASSES if "fashion" in name.lower() else DIGIT_CLASSES
+    splits: dict[SplitName, ImageSet] = {
+        split: _read_split(root, stem, len(classes)) for split, stem in _STEMS.items()
+    }
+    return Source(spec=str(folder), name=name, classes=classes, splits=splits)
+
+
+def _read_split(root: Path, stem: str, num_classes: int) -> ArrayImages:
+    image_path, label_path = _find(root, stem, "images"), _find(root, stem, "labels")
+    pixels, labels = _read_idx(image_path, num_dims=3), _read_idx(label_path, num_dims=1)
+    if 0 in pixels.shape:
+        raise UserError(f"{image_path}: there is no image in it (shape {pixels.shape})")
+    if len(pixels) != len(labels):
+        raise UserError(
+            f"{label_path}: {len(labels)} labels for the {len(pixels)} images of {image_path.name}"
+        )
+    if labels.max() >= num_classes:
+        raise UserError(
+            f"{label_path}: the label {labels.max()} is not one of the {num_classes} classes 0..9"
+        )
+    return ArrayImages(origin=f"{stem}-images", pixels=pixels, labels=labels.astype(np.int64))
+
+
+def _find(root: Path, stem: str, kind: str) -> Path:
+    for mark in "-.":
+        for suffix in ("", ".gz"):
+            path = root / f"{stem}-{kind}{mark}{_KINDS[kind]}{suffix}"
+            if path.is_file():
+                return path
+    raise UserError(
+        f"{root}: {stem}-{kind}-{_KINDS[kind]} (or the same with .gz) is missing; all four files are needed"
+    )
+
+
+def _read_idx(path: Path, *, num_dims: int) -> NDArray[np.uint8]:
+    """The array of one file. IDX: bytes 0, 0, type (8: uint8), number of dims; each dim as big-endian uint32;
+    data.
+    """
+    try:
+        data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    except (OSError, EOFError, zlib.error) as error:
+        raise UserError(f"{path}: the file cannot be read ({error}); fetch it again") from None
+    magic = bytes((0, 0, 8, num_dims))
+    start = 4 + 4 * num_dims
+    if data[:4] != magic:
+        raise UserError(
+            f"{path}: it starts with {data[:4].hex(' ')}, an IDX file of this kind with {magic.hex(' ')}"
+        )
+    if len(data) < start:
+        raise UserError(f"{path}: the file ends within its header; fetch it again")
+    shape = [int(n) for n in np.frombuffer(data, dtype=">u4", count=num_dims, offset=4)]
+    expected = start + int(np.prod(shape, dtype=object))
+    if len(data) != expected:
+        raise UserError(f"{path}: {len(data)} bytes where its header says {expected}; fetch it again")
+    return np.frombuffer(data, dtype=np.uint8, offset=start).reshape(shape)

@@ -1,0 +1,136 @@
+"""A whole pipeline on this machine: check everything first, then start the stages one after the other.
+
+No torch in this process; each stage is started as processes of its own (`local`).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from data_shards.errors import UserError
+from launch.env import num_gpus
+from launch.local import Launch, run_stage_locally
+from launch.lock import locked
+from pipeline.identity import check_newest, checkpoint_identity
+from pipeline.plan import open_data, plan_stage
+from pipeline.recipe import Recipe, StageName, TrainStage
+from pipeline.recipe_io import dump_recipe, load_recipe
+from pipeline.run_folder import RunFolder, StageRecord
+
+EXIT_USER_ERROR = 2
+EXIT_STOPPED = 75  # as pipeline.stopping, which this process does not import because of torch
+
+
+@dataclass(frozen=True)
+class PipelineRun:
+    """A recipe and its run folder, found to fit together."""
+
+    recipe: Recipe
+    recipe_argument: str
+    overrides: tuple[str, ...]
+    folder: RunFolder
+    processes: int
+    restart: StageName | None
+
+    @classmethod
+    def open(
+        cls, recipe: str, *, overrides: Sequence[str], runs_root: Path, restart: StageName | None = None
+    ) -> PipelineRun:
+        """Read and check; changes nothing on disk.
+
+        Raises:
+            UserError: anything that would keep a stage from running.
+        """
+        loaded = load_recipe(recipe, overrides=overrides)
+        if restart is not None and restart not in loaded.stages.names:
+            raise UserError(f"--restart {restart}: the recipe has only the stages {', '.join(loaded.stages.names)}")
+        gpus = num_gpus()
+        processes = max(1, gpus) if loaded.processes == "auto" else loaded.processes
+        if gpus and processes > gpus:
+            raise UserError(f"processes is {processes}, but this machine has {gpus} GPUs: set processes={gpus}")
+        if loaded.engine.precision == "fp16" and not gpus:
+            raise UserError("engine.precision fp16 needs a GPU: use bf16 or fp32 on this machine")
+        folder = RunFolder(runs_root=runs_root, name=loaded.name)
+        folder.check_recipe(loaded, restart=restart)
+        run = cls(
+            recipe=loaded,
+            recipe_argument=recipe,
+            overrides=tuple(overrides),
+            folder=folder,
+            processes=processes,
+            restart=restart,
+        )
+        run._check_stages()
+        return run
+
+    def execute(self, *, only: StageName | None = None, mode: Literal["train", "dry-run"] = "train") -> int:
+        """Run the stages that are not done; returns the exit code."""
+        if only is not None and only not in self.recipe.stages.names:
+            raise UserError(f"--stage {only}: the recipe has only the stages {', '.join(self.recipe.stages.names)}")
+        if mode == "dry-run":
+            print(dump_recipe(self.recipe), end="")
+            return 0
+        with locked(self.folder.path / ".run.lock", what=f"run {self.folder.path}"):
+            for note in self.folder.open(self.recipe, restart=self.restart):
+                print(note)
+            for stage in self.recipe.stages.names if only is None else (only,):
+                code = self._run_stage(stage)
+                if code:
+                    return code
+        return 0
+
+    def _run_stage(self, stage: StageName) -> int:
+        record = self.folder.record(stage)
+        if record.state == "done":
+            print(f"{stage}: done already{_results(record)}", flush=True)
+            return 0
+        code = run_stage_locally(
+            Launch(
+                recipe=self.recipe,
+                recipe_argument=self.recipe_argument,
+                overrides=self.overrides,
+                runs_root=self.folder.runs_root,
+                stage=stage,
+                processes=self.processes,
+            )
+        )
+        record = self.folder.record(stage)
+        if record.state == "done":
+            print(f"{stage}: done{_results(record)}", flush=True)
+            return 0
+        if code == EXIT_USER_ERROR:
+            return code
+        saved = f"step {record.last_saved_step:,}" if record.last_saved_step else "its beginning"
+        print(
+            f"shardvit: {stage} is not finished (exit code {code}): the same command goes on from {saved}",
+            file=sys.stderr,
+        )
+        return EXIT_STOPPED if code == EXIT_STOPPED else 1
+
+    def _check_stages(self) -> None:
+        """Every stage's data, sizes and checkpoints, before the first one is started."""
+        for stage in self.recipe.stages.names:
+            config = getattr(self.recipe.stages, stage)
+            if not isinstance(config, TrainStage):
+                continue
+            data = open_data(self.recipe, stage=stage)
+            plan_stage(
+                self.recipe, stage=stage, samples_per_epoch=data.train.num_samples, world_size=self.processes
+            )
+            begins_again = self.restart is not None and self._is_from(stage, first=self.restart)
+            if self.folder.record(stage).state != "done" and not begins_again:
+                identity = checkpoint_identity(self.recipe, stage=stage, processes=self.processes)
+                check_newest(self.folder.checkpoints(stage), expected=identity)
+
+    def _is_from(self, stage: StageName, *, first: StageName) -> bool:
+        names = self.recipe.stages.names
+        return names.index(stage) >= names.index(first)
+
+
+def _results(record: StageRecord) -> str:
+    top1 = record.results.get("val/top1")
+    return "" if top1 is None else f", held-out top-1 {top1:.4f} after {record.images_seen:,} images"

@@ -1,0 +1,140 @@
+"""What every launcher starts on every rank: one stage of a recipe.
+
+    deepspeed --num_gpus 8 --no_local_rank --module launch.train RECIPE --stage pretrain
+    torchrun --nproc-per-node 8 -m launch.train RECIPE --stage pretrain
+    python -m launch.train RECIPE --stage pretrain
+
+`shardvit run` starts the first form by itself. Exit codes: 0 done, 2 the user's mistake, 75 stopped by a signal after
+saving (the same command goes on), 1 anything else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from data_shards.errors import SampleError, UserError
+from launch.env import experiment_name, job_tags, read_place, supervisor_pid, tracking_uri
+from launch.lock import locked
+from pipeline.process import Place
+from pipeline.recipe import Recipe, StageName
+from pipeline.recipe_io import load_recipe
+from pipeline.run_folder import ALL_STAGES, RunFolder
+
+if TYPE_CHECKING:
+    from pipeline.stopping import StopFlag
+
+EXIT_USER_ERROR = 2
+# A rank that merely notices that another one is gone leaves later, so that the launcher reports the other's exit code.
+_COLLATERAL_WAIT_SECONDS = 3.0
+_WATCH_SECONDS = 1.0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run this rank; returns the exit code."""
+    options = _parse(sys.argv[1:] if arguments is None else arguments)
+    place = Place()
+    try:
+        place = read_place()
+        recipe = load_recipe(options.recipe, overrides=options.overrides)
+        folder = RunFolder(runs_root=options.runs, name=recipe.name)
+        folder.check_recipe(recipe)
+        if options.stage not in recipe.stages.names:
+            raise UserError(f"the recipe has no stage {options.stage}: it has {', '.join(recipe.stages.names)}")
+        return _run(recipe, folder=folder, stage=options.stage, place=place)
+    except UserError as error:
+        if place.is_main or isinstance(error, SampleError):
+            print(f"shardvit: {error}", file=sys.stderr, flush=True)
+        return EXIT_USER_ERROR
+    except Exception as error:
+        if place.world_size > 1 and _peer_is_gone(error):
+            print(f"rank {place.rank}: another process is gone, stopping", file=sys.stderr, flush=True)
+            time.sleep(_COLLATERAL_WAIT_SECONDS)
+        else:
+            traceback.print_exc()
+        return 1
+
+
+def _run(recipe: Recipe, *, folder: RunFolder, stage: StageName, place: Place) -> int:
+    from pipeline.stopping import EXIT_STOPPED, StopFlag, Stopped
+
+    stop = StopFlag()
+    stop.listen()
+    _watch_parents(stop)
+    import torch
+
+    from pipeline.context import StageContext, Tracking
+    from pipeline.ranks import Ranks
+    from pipeline.stages import run_stage
+    from pipeline.train_loop import TrainingFailed
+
+    if not torch.cuda.is_available() and place.local_world_size > 1:
+        # The ranks of a machine without a GPU share its cores; more threads than cores would fight each other.
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // place.local_world_size))
+    with contextlib.ExitStack() as held:
+        if place.is_main:
+            # An orphaned earlier attempt may still be saving.
+            held.enter_context(locked(folder.path / ".train.lock", what=f"run {folder.path}", wait_seconds=60))
+            folder.open(recipe)
+        ranks = Ranks(place, timeout_seconds=recipe.engine.collective_timeout_seconds)
+        context = StageContext(
+            recipe=recipe,
+            folder=folder,
+            ranks=ranks,
+            tracking=Tracking(uri=tracking_uri(), experiment=experiment_name()),
+            stop=stop,
+            job_tags=job_tags(),
+        )
+        try:
+            run_stage(context, stage=stage)
+        except Stopped:
+            return EXIT_STOPPED
+        except TrainingFailed as error:
+            if place.is_main:
+                print(f"shardvit: {stage} failed: {error}", file=sys.stderr, flush=True)
+            return 1
+        ranks.leave()
+    return 0
+
+
+def _watch_parents(stop: StopFlag) -> None:
+    """Ask for a stop when the launcher or `shardvit run` dies: nobody would ever collect this process."""
+    launcher, supervisor = os.getppid(), supervisor_pid()
+
+    def watch() -> None:
+        while True:
+            time.sleep(_WATCH_SECONDS)
+            if os.getppid() != launcher:
+                return stop.request("the death of its launcher")
+            if supervisor is not None and not Path(f"/proc/{supervisor}").exists() and Path("/proc/self").exists():
+                return stop.request("the death of shardvit run")
+
+    threading.Thread(target=watch, daemon=True, name="watch-parents").start()
+
+
+def _peer_is_gone(error: Exception) -> bool:
+    text = str(error)
+    return isinstance(error, RuntimeError) and ("Connection closed by peer" in text or "onnection reset" in text)
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    # The deepspeed launcher puts its --local_rank first unless it is told not to; the environment says the same.
+    ours = [argument for argument in arguments if not argument.startswith(("--local_rank", "--local-rank"))]
+    parser = argparse.ArgumentParser(prog="shardvit train", description="Run one stage of a recipe on this rank.")
+    parser.add_argument("recipe", help="path of a YAML file, or the name of a recipe that ships with shardvit")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the recipe")
+    parser.add_argument("--stage", required=True, choices=ALL_STAGES)
+    parser.add_argument("--runs", type=Path, default=Path("runs"), help="folder of all runs")
+    return parser.parse_intermixed_args(ours)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

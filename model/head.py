@@ -1,0 +1,65 @@
+"""The classification heads: the MLP of pre-training, the one layer of fine-tuning, the swap between them.
+
+ViT paper, section 3.1: "The classification head is implemented by a MLP with one hidden layer at pre-training
+time and by a single linear layer at fine-tuning time"; section 3.2: "we remove the whole pre-trained
+prediction head and attach a zero-initialized D x K feedforward layer". Costs nothing at import beyond torch.
+It does not pool tokens (timm's `forward_head` does) and draws no random numbers: `model.init` initialises the
+MLP head.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from timm.models.vision_transformer import VisionTransformer
+
+
+class MlpHead(nn.Module):
+    """Linear(width, width), tanh, Linear(width, num_classes): [B, width] -> [B, num_classes].
+
+    Google's `representation_size` is the width (the released ImageNet-21k models; vision_transformer issue
+    124). The parameter names are `pre_logits.*` and `logits.*`; a fresh head computes zeros: its last layer
+    is zero.
+    """
+
+    def __init__(self, width: int, num_classes: int) -> None:
+        super().__init__()
+        self.pre_logits = nn.Linear(width, width)
+        self.logits = zero_linear(width, num_classes)
+
+    def forward(self, pooled: Tensor) -> Tensor:
+        return self.logits(torch.tanh(self.pre_logits(pooled)))
+
+
+def zero_linear(
+    in_features: int,
+    out_features: int,
+    *,
+    device: torch.device | None = None,
+    dtype: torch.dtype | None = None,
+) -> nn.Linear:
+    """A Linear whose weight and bias are zero; it draws nothing from any random generator."""
+    device = device or torch.get_default_device()
+    layer = nn.Linear(in_features, out_features, device="meta", dtype=dtype).to_empty(device=device)
+    nn.init.zeros_(layer.weight)
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
+def replace_head(model: VisionTransformer, num_classes: int) -> None:
+    """Drop the whole head of `model` (both layers of an `MlpHead`) and attach one zero Linear, in place.
+
+    The new `model.head` has the device and dtype of the old one and is trainable. `model.num_classes` is set.
+
+    Raises:
+        ValueError: `num_classes` is not positive.
+    """
+    if num_classes < 1:
+        raise ValueError(f"num_classes must be at least 1, not {num_classes}")
+    old = next(model.head.parameters())
+    model.head = zero_linear(model.embed_dim, num_classes, device=old.device, dtype=old.dtype)
+    model.num_classes = num_classes

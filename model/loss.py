@@ -1,0 +1,62 @@
+"""The losses of ViT pre-training and fine-tuning, on hard or soft targets, always in float32.
+
+The paper pre-trains with the sigmoid loss (one yes/no question per class; vision_transformer issue 34) and
+fine-tunes with softmax. Costs one pass over the logits. It knows nothing of mixing: a mixed batch simply has
+soft targets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Literal
+
+from torch import Tensor
+from torch.nn import functional as F
+
+LossKind = Literal["softmax", "sigmoid"]
+LossFunction = Callable[[Tensor, Tensor], Tensor]
+
+
+def loss_function(kind: LossKind, *, label_smoothing: float = 0.0) -> LossFunction:
+    """The loss of a stage: (logits [B, C], targets) -> float32 scalar, the mean over the batch.
+
+    Targets are class indices, int64 [B], or weights of the classes, floating [B, C].
+
+    Raises:
+        ValueError: `label_smoothing` is out of range for this kind.
+    """
+    match kind:
+        case "softmax":
+            if not 0.0 <= label_smoothing < 1.0:
+                raise ValueError(f"label_smoothing must be at least 0 and below 1, not {label_smoothing}")
+            return partial(softmax_cross_entropy, label_smoothing=label_smoothing)
+        case "sigmoid":
+            if not 0.0 <= label_smoothing < 0.5:
+                raise ValueError(
+                    "label_smoothing must be at least 0 and below 0.5 for the sigmoid loss, "
+                    f"not {label_smoothing}"
+                )
+            return partial(sigmoid_cross_entropy, label_smoothing=label_smoothing)
+
+
+def softmax_cross_entropy(logits: Tensor, targets: Tensor, *, label_smoothing: float = 0.0) -> Tensor:
+    """-sum_c t_c log softmax(logits)_c, mean over the batch, with t = (1 - s) * target + s / C."""
+    return F.cross_entropy(logits.float(), _float32_unless_indices(targets), label_smoothing=label_smoothing)
+
+
+def sigmoid_cross_entropy(logits: Tensor, targets: Tensor, *, label_smoothing: float = 0.0) -> Tensor:
+    """Binary cross-entropy, sum over the classes (as Google's `sigmoid_xent`), mean over the batch.
+
+    Smoothing is per class, as each is a question of its own: yes becomes 1 - s, no becomes s
+    (big_vision: `onehot(1000, on=0.9999, off=0.0001)`), not s / C as for softmax.
+    """
+    logits = logits.float()
+    if not targets.is_floating_point():
+        targets = F.one_hot(targets, logits.shape[-1])
+    targets = targets.float() * (1.0 - 2.0 * label_smoothing) + label_smoothing
+    return F.binary_cross_entropy_with_logits(logits, targets, reduction="none").sum(dim=-1).mean()
+
+
+def _float32_unless_indices(targets: Tensor) -> Tensor:
+    return targets.float() if targets.is_floating_point() else targets

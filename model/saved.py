@@ -1,0 +1,253 @@
+"""The result folder of a stage: `model.safetensors` and `config.json`.
+
+`config.json` carries our own record under the key "shardvit". For a linear head the rest of it is what timm
+and transformers read, so that these two need nothing of ours:
+    timm.create_model("local-dir:FOLDER", pretrained=True)
+    transformers.AutoModelForImageClassification.from_pretrained("FOLDER")
+For an MLP head that part is left out on purpose: neither library knows this head (transformers would load the
+trunk and attach a random head with no more than a warning), so both refuse the folder. Costs one copy of the
+weights on disk. No pickle is written or read. It does not keep dropout or optimiser state.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from model.config import ModelConfig
+
+if TYPE_CHECKING:
+    from timm.models.vision_transformer import VisionTransformer
+    from torch import Tensor
+
+CONFIG_FILE = "config.json"
+WEIGHTS_FILE = "model.safetensors"
+RECORD_KEY = "shardvit"
+
+# The entry point through which timm builds the trunk; every size it fixes is overridden by `model_args`.
+_TIMM_ENTRY_POINT = "vit_base_patch16_224"
+
+
+class SavedModelMeta(BaseModel):
+    """All that is needed to rebuild a saved model and to feed it pixels, and what its numbers mean.
+
+    Attributes:
+        model: the trunk.
+        image_size: side in pixels of the images it was trained on.
+        num_classes: outputs of the head.
+        class_names: name of each output, in order.
+        head: "mlp" or "linear".
+        gelu, layer_norm_eps, pos_embed_interpolation: Google's semantics, recorded because weights from
+            elsewhere differ in them; other values are refused, for they would not be obeyed.
+        mean, std: pixels in [0, 1] become (x - mean) / std, channel by channel.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    format_version: Literal[1] = 1
+    model: ModelConfig
+    image_size: int = Field(gt=0)
+    num_classes: int = Field(gt=0)
+    class_names: tuple[str, ...]
+    head: Literal["mlp", "linear"]
+    gelu: Literal["tanh"] = "tanh"
+    layer_norm_eps: float = Field(default=1e-6, ge=1e-6, le=1e-6)
+    pos_embed_interpolation: Literal["bilinear_align_corners"] = "bilinear_align_corners"
+    mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
+    std: tuple[float, float, float] = (0.5, 0.5, 0.5)
+
+    @model_validator(mode="after")
+    def _parts_fit(self) -> Self:
+        if len(self.class_names) != self.num_classes:
+            raise ValueError(f"{len(self.class_names)} class_names for num_classes {self.num_classes}")
+        self.model.sizes.grid_size(self.image_size)
+        return self
+
+
+def save_model(folder: Path, state_dict: Mapping[str, Tensor], *, meta: SavedModelMeta) -> None:
+    """Write `state_dict` (full tensors, on any device, each in its own dtype) and `meta` to `folder`.
+
+    The folder is written beside its place, flushed to disk and renamed, so it is there wholly or not at all.
+    An earlier result at that place is replaced. One process calls this, not every rank.
+
+    Raises:
+        ValueError: the state dict is not that of the model which `meta` describes, or something else than a
+            saved model is at `folder` (nothing is overwritten then).
+    """
+    from safetensors.torch import save_file
+
+    folder = Path(folder)
+    _check_state(state_dict, meta=meta, origin="the state dict to be saved")
+    if folder.exists() and not _may_be_replaced(folder):
+        raise ValueError(
+            f"{folder} exists and is not a saved model of shardvit: remove it or choose another folder"
+        )
+
+    beside = folder.with_name(f".{folder.name}.writing")
+    replaced = folder.with_name(f".{folder.name}.replaced")
+    for leftover in (beside, replaced):  # of an attempt that was killed
+        shutil.rmtree(leftover, ignore_errors=True)
+    beside.mkdir(parents=True)
+    # older releases of transformers refuse a file whose header does not say "pt" for PyTorch
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state_dict.items()}
+    save_file(tensors, beside / WEIGHTS_FILE, metadata={"format": "pt"})
+    (beside / CONFIG_FILE).write_text(
+        json.dumps(_config_json(meta), indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
+    )
+    for path in (beside / WEIGHTS_FILE, beside / CONFIG_FILE, beside):
+        _flush(path)
+    if folder.exists():
+        folder.rename(replaced)
+    beside.rename(folder)
+    _flush(folder.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def read_meta(folder: Path) -> SavedModelMeta:
+    """The record of a saved model; reads `config.json` only and imports neither torch nor timm.
+
+    Raises:
+        ValueError: the file is missing, is not JSON, or holds no valid record; the message names it.
+    """
+    path = Path(folder) / CONFIG_FILE
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"{path} is missing: {folder} is not a saved model of shardvit") from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+    if not isinstance(content, dict) or RECORD_KEY not in content:
+        raise ValueError(f"{path} has no key {RECORD_KEY!r}: the model was not saved by shardvit")
+    try:
+        return SavedModelMeta.model_validate(content[RECORD_KEY])
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join([RECORD_KEY, *map(str, first["loc"])])
+        raise ValueError(f"{path}: {where}: {first['msg']}") from error
+
+
+def load_model(folder: Path) -> tuple[SavedModelMeta, dict[str, Tensor]]:
+    """The record and the weights (on the CPU, in the dtypes they were saved in) of a saved model.
+
+    Raises:
+        ValueError: a file is missing or broken, or the weights are not those of the model in the record.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    meta = read_meta(folder)
+    path = Path(folder) / WEIGHTS_FILE
+    if not path.is_file():
+        raise ValueError(f"{path} is missing: the saved model has no weights")
+    try:
+        state_dict = load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path} cannot be read as safetensors: {error}") from error
+    _check_state(state_dict, meta=meta, origin=str(path))
+    return meta, state_dict
+
+
+def build_from_saved(folder: Path, *, dropout: float = 0.0) -> tuple[SavedModelMeta, VisionTransformer]:
+    """Load a saved model and build it, in float32 on the CPU and in training mode, as `build_vit` gives it.
+
+    Raises:
+        ValueError: as `load_model`.
+    """
+    from model.vit import build_vit
+
+    meta, state_dict = load_model(folder)
+    model = build_vit(
+        meta.model, image_size=meta.image_size, num_classes=meta.num_classes, head=meta.head, dropout=dropout
+    )
+    model.load_state_dict(state_dict, strict=True)
+    return meta, model
+
+
+def _config_json(meta: SavedModelMeta) -> dict[str, Any]:
+    """The content of `config.json`."""
+    record = {RECORD_KEY: meta.model_dump(mode="json", exclude_none=True)}
+    if meta.head != "linear":
+        return record
+
+    from model.vit import timm_arguments
+
+    image_shape = [3, meta.image_size, meta.image_size]
+    return {
+        "architecture": _TIMM_ENTRY_POINT,
+        # At the top level only: transformers passes num_classes to timm itself and crashes when model_args
+        # holds a second.
+        "num_classes": meta.num_classes,
+        "num_features": meta.model.sizes.width,
+        "global_pool": "token",
+        "label_names": list(meta.class_names),
+        "model_args": timm_arguments(meta.model, image_size=meta.image_size),
+        "pretrained_cfg": {
+            "tag": RECORD_KEY,
+            "custom_load": False,
+            "input_size": image_shape,
+            "fixed_input_size": True,
+            "num_classes": meta.num_classes,
+            "pool_size": None,
+            # How Google's vision_transformer evaluates: the whole image squashed to the square, no crop.
+            "interpolation": "bilinear",
+            "crop_pct": 1.0,
+            "crop_mode": "squash",
+            "mean": list(meta.mean),
+            "std": list(meta.std),
+            "first_conv": "patch_embed.proj",
+            "classifier": "head",
+        },
+        **record,
+    }
+
+
+def _check_state(state_dict: Mapping[str, Tensor], *, meta: SavedModelMeta, origin: str) -> None:
+    """Refuse weights whose names or shapes are not those of the model in `meta` (built without memory)."""
+    import torch
+
+    from model.vit import build_vit
+
+    with torch.device("meta"):
+        model = build_vit(
+            meta.model, image_size=meta.image_size, num_classes=meta.num_classes, head=meta.head
+        )
+    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    found = {name: tuple(tensor.shape) for name, tensor in state_dict.items()}
+    if expected == found:
+        return
+    name = sorted(name for name in expected | found if expected.get(name) != found.get(name))[0]
+    if name not in found:
+        problem = f"{name!r} is missing"
+    elif name not in expected:
+        problem = f"{name!r} does not belong to it"
+    else:
+        problem = f"{name!r} has the shape {found[name]} instead of {expected[name]}"
+    raise ValueError(f"{origin} does not fit the model that its record describes: {problem}")
+
+
+def _may_be_replaced(folder: Path) -> bool:
+    """Whether `folder` is empty or a saved model of ours."""
+    if not folder.is_dir():
+        return False
+    if not any(folder.iterdir()):
+        return True
+    try:
+        read_meta(folder)
+    except ValueError:
+        return False
+    return True
+
+
+def _flush(path: Path) -> None:
+    """Wait until the content of a file, or the names in a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,1 @@
+"""Recipe -> engine -> checkpoint -> MLflow: the three stages and the training loop."""

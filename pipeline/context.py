@@ -1,0 +1,30 @@
+"""What every stage is given: the recipe, the run folder, the processes, where to track, and the stop flag."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pipeline.ranks import Ranks
+from pipeline.recipe import Recipe
+from pipeline.run_folder import RunFolder
+from pipeline.stopping import StopFlag
+
+
+@dataclass(frozen=True)
+class Tracking:
+    """Where MLflow's records go."""
+
+    uri: str | None = None  # None: mlflow.db in the folder of all runs
+    experiment: str = "shardvit"
+
+
+@dataclass(frozen=True)
+class StageContext:
+    """Handed to each stage by `launch.train`."""
+
+    recipe: Recipe
+    folder: RunFolder
+    ranks: Ranks
+    tracking: Tracking
+    stop: StopFlag
+    job_tags: dict[str, str]  # facts of this attempt: host, launcher, job id

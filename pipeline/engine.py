@@ -1,0 +1,97 @@
+"""The seam between the training loop and what carries it out: one protocol, two backends.
+
+`deepspeed` (engine_deepspeed.py, the default on every device) shards and checkpoints; `accelerate`
+(engine_accelerate.py) is plain data parallelism, for debugging and as the yardstick. Nothing else in the project
+imports either library. The loop calls, per optimizer step: `forward` and `backward` for each micro-batch, then `step`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from data_shards.errors import UserError
+from pipeline.plan import StagePlan
+from pipeline.ranks import Ranks
+from pipeline.recipe import Recipe, StageName
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What an optimizer step did."""
+
+    applied: bool  # False: the gradient was not finite, nothing moved
+    grad_norm: float  # global norm before clipping; not finite when not applied
+
+
+class Engine(Protocol):
+    """What the loop, evaluation and checkpoints need of a backend."""
+
+    @property
+    def input_dtype(self) -> torch.dtype:
+        """What images are to be cast to."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """Where images and labels belong."""
+        ...
+
+    @property
+    def module(self) -> nn.Module:
+        """The model; its forward pass may be a collective operation (ZeRO-3)."""
+        ...
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """Images [n, 3, size, size] -> logits [n, classes]."""
+        ...
+
+    def predict(self, images: torch.Tensor) -> torch.Tensor:
+        """Logits without gradients, in evaluation mode; to be called equally often on all ranks (ZeRO-3 gathers)."""
+        ...
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Add the gradient of a micro-batch's mean loss, divided by the accumulation steps."""
+        ...
+
+    def step(self, *, lr: float) -> StepResult:
+        """Average over the ranks, clip, and move the weights, unless the gradient is not finite."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Write this rank's part of the state into `folder`, and wait for the other ranks."""
+        ...
+
+    def load(self, folder: Path) -> None:
+        """Restore what `save` wrote, on the same number of ranks."""
+        ...
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """All weights in float32 on the CPU, from the master copy; a collective; complete on rank 0."""
+        ...
+
+
+def open_engine(
+    recipe: Recipe, *, stage: StageName, plan: StagePlan, model: nn.Module, ranks: Ranks
+) -> Engine:
+    """Build the backend that the recipe names; the process group is joined already.
+
+    Raises:
+        UserError: a precision that this device cannot do.
+    """
+    if recipe.engine.precision == "fp16" and not torch.cuda.is_available():
+        raise UserError("engine.precision fp16 needs a GPU: use bf16 or fp32 on this machine")
+    optimizer = recipe.train_stage(stage).optimizer
+    match recipe.engine.backend:
+        case "deepspeed":
+            from pipeline.engine_deepspeed import DeepSpeedEngine
+
+            return DeepSpeedEngine(model, config=recipe.engine, optimizer=optimizer, plan=plan, ranks=ranks)
+        case "accelerate":
+            from pipeline.engine_accelerate import AccelerateEngine
+
+            return AccelerateEngine(model, config=recipe.engine, optimizer=optimizer, plan=plan, ranks=ranks)

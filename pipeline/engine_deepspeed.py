@@ -1,0 +1,144 @@
+"""DeepSpeed behind the `Engine` protocol: ZeRO 0 to 3, bf16/fp16/fp32, on GPUs (NCCL) and CPUs (gloo).
+
+DeepSpeed owns the sharded state, precision, accumulation and clipping; the learning rate, the data, the checkpoints'
+commit and what counts as progress are ours. What is mended here, because DeepSpeed 0.19 leaves it open:
+
+- ZeRO stage 0 in float32 does not look at its gradients, so one NaN would spoil the weights for ever: we look.
+- `load_checkpoint` returns None instead of failing when it finds nothing: that is an error here.
+- The float32 master weights of stage 0 in bf16 are not among those that its own helpers find.
+- On CPUs it compiles an all-reduce over shared memory at the first start (half a minute, a C++ compiler) and leaves a
+  69 MB file in /dev/shm per rank and run: switched off, gloo does the same.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from pipeline.engine import StepResult
+from pipeline.optim import build_optimizer
+from pipeline.plan import StagePlan
+from pipeline.ranks import Ranks
+from pipeline.recipe import EngineConfig, OptimizerConfig
+from pipeline.zero_config import deepspeed_config
+
+_TAG = "deepspeed"  # DeepSpeed's name for the folder of one checkpoint inside ours
+_INPUT_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+class DeepSpeedEngine:
+    """See `pipeline.engine.Engine`."""
+
+    def __init__(
+        self, model: nn.Module, *, config: EngineConfig, optimizer: OptimizerConfig, plan: StagePlan, ranks: Ranks
+    ) -> None:
+        deepspeed = _import_deepspeed()
+        # Wraps the process group that `Ranks` has joined.
+        deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
+        self._accumulation_steps = plan.accumulation_steps
+        self._micro_step = 0
+        self._checks_itself = config.zero_stage > 0 or config.precision != "fp32"
+        client = build_optimizer(model, optimizer)
+        self._group_settings = [
+            {key: value for key, value in group.items() if key != "params"} for group in client.param_groups
+        ]
+        self.input_dtype = _INPUT_DTYPES[config.precision]
+        self._engine: Any = deepspeed.initialize(
+            model=model,
+            optimizer=client,
+            config=deepspeed_config(config, optimizer=optimizer, plan=plan),
+        )[0]
+        self.device = torch.device(self._engine.device)
+
+    @property
+    def module(self) -> nn.Module:
+        """The model, with DeepSpeed's hooks on it under ZeRO-3."""
+        return self._engine.module
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """Logits of one micro-batch."""
+        return self._engine(images)
+
+    @torch.no_grad()
+    def predict(self, images: torch.Tensor) -> torch.Tensor:
+        """Logits for evaluation."""
+        return self._engine(images)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Accumulate; on the last micro-batch of a step DeepSpeed reduces over the ranks."""
+        self._engine.backward(loss)
+        self._micro_step += 1
+        if self._micro_step < self._accumulation_steps:
+            self._engine.step()  # not a boundary: DeepSpeed only counts
+
+    def step(self, *, lr: float) -> StepResult:
+        """The optimizer step at the accumulation boundary."""
+        assert self._micro_step == self._accumulation_steps, "step() before all micro-batches"
+        self._micro_step = 0
+        for group in self._engine.optimizer.param_groups:
+            group["lr"] = lr
+        if self._checks_itself:
+            self._engine.step()
+            return StepResult(
+                applied=bool(self._engine.was_step_applied()), grad_norm=float(self._engine.get_global_grad_norm())
+            )
+        grads = [p.grad for p in self._engine.module.parameters() if p.grad is not None]
+        grad_norm = float(torch.nn.utils.get_total_norm(grads))
+        if not math.isfinite(grad_norm):
+            for parameter in self._engine.module.parameters():
+                parameter.grad = None  # torch's optimizers pass over parameters without a gradient
+        self._engine.step()
+        return StepResult(applied=math.isfinite(grad_norm), grad_norm=grad_norm)
+
+    def save(self, folder: Path) -> None:
+        """DeepSpeed's sharded checkpoint, without the `latest` file that it would write too early."""
+        self._engine.save_checkpoint(str(folder), tag=_TAG, client_state={}, save_latest=False)
+
+    def load(self, folder: Path) -> None:
+        """Restore weights, master weights, optimizer state and loss scale."""
+        loaded, _ = self._engine.load_checkpoint(str(folder), tag=_TAG)
+        if loaded is None:
+            raise RuntimeError(f"DeepSpeed found nothing to load in {folder / _TAG}")
+        # Some of DeepSpeed's loaders give every group the first group's settings: say again what holds.
+        for group, settings in zip(self._engine.optimizer.param_groups, self._group_settings, strict=True):
+            group.update(settings)
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Float32 weights, assembled from wherever the stage keeps its master copy."""
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        masters = self._unsharded_masters()
+        state: dict[str, torch.Tensor] = {}
+        for name, parameter in self._engine.module.named_parameters():
+            full = masters.get(id(parameter))
+            if full is None:
+                full = safe_get_full_fp32_param(parameter)
+            state[name] = (parameter if full is None else full).detach().to("cpu", torch.float32).clone()
+        state.update({name: buffer.detach().cpu().clone() for name, buffer in self._engine.module.named_buffers()})
+        return state
+
+    def _unsharded_masters(self) -> dict[int, torch.Tensor]:
+        """Stage 0 in half precision: id of the half parameter -> its float32 master."""
+        optimizer = self._engine.optimizer
+        if not hasattr(optimizer, "fp32_groups") or not hasattr(optimizer, "fp16_groups"):
+            return {}
+        return {
+            id(half): master
+            for halves, masters in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True)
+            for half, master in zip(halves, masters, strict=True)
+        }
+
+
+def _import_deepspeed() -> Any:
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    import deepspeed
+
+    deepspeed.utils.logger.setLevel(logging.WARNING)
+    # Looked up by DeepSpeed before it compiles its shared-memory all-reduce; see the head of this file.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    return deepspeed

@@ -1,0 +1,192 @@
+"""Every logged value, kept in one text file per stage: RUNS/NAME/STAGE/metrics.jsonl.
+
+One row per `append`: {"step": 400, "images_seen": 25600, "time": 1760000000.5, "metrics": {"train/loss": 0.25}}.
+The file is the truth about the curves: MLflow is filled from it (pipeline/tracking.py), tables and figures read it.
+
+Costs one `write` of a few hundred bytes per row. A process that is killed loses nothing that was appended; a machine
+that loses power may lose the last seconds, since rows are not fsynced.
+NaN and infinities are written as Python's json writes them (NaN, Infinity), which strict JSON readers refuse.
+It does not know what the names mean, and does not thin out anything.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO
+
+
+@dataclass(frozen=True)
+class MetricRow:
+    """The values logged at one step; `time` in unix seconds, `images_seen` counted over all ranks."""
+
+    step: int
+    images_seen: int
+    time: float
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class MetricsTail:
+    """Rows found after an offset, the offset to go on from, and how many whole lines could not be read."""
+
+    rows: list[MetricRow]
+    end_offset_bytes: int
+    broken_rows: int
+
+
+class MetricsLog:
+    """The open file of one stage; made by `open_metrics_log`. Only rank 0 has one."""
+
+    def __init__(
+        self, path: Path, *, dropped_later_rows: int, dropped_broken_rows: int
+    ) -> None:
+        self.path = path
+        self.dropped_later_rows = dropped_later_rows
+        """Rows beyond the step resumed from; the training computes them again."""
+        self.dropped_broken_rows = dropped_broken_rows
+        """Rows that could not be read: a line torn by kill -9, or a damaged file."""
+        # Unbuffered and O_APPEND: one row is one write, so a reader never sees half of it mixed with another.
+        self._file: BinaryIO = open(path, "ab", buffering=0)  # noqa: SIM115  (closed by close())
+        self._torn = False
+
+    def append(
+        self, *, step: int, images_seen: int, metrics: Mapping[str, float]
+    ) -> MetricRow:
+        """Write one row, stamped with the present time, and return it. Raises OSError when the disk is full."""
+        row = MetricRow(
+            step=int(step),
+            images_seen=int(images_seen),
+            time=time.time(),
+            metrics={name: float(value) for name, value in metrics.items()},
+        )
+        # After a disk that was full for a moment: end the half-written row, so that this one stands on its own line.
+        line = (b"\n" if self._torn else b"") + _encode(row)
+        self._torn = True
+        while line:
+            line = line[self._file.write(line) :]
+        self._torn = False
+        return row
+
+    def close(self) -> None:
+        """Close the file; closing twice is harmless."""
+        self._file.close()
+
+    def __enter__(self) -> MetricsLog:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def open_metrics_log(path: Path, *, resume_step: int) -> MetricsLog:
+    """Open `path` for appending, after dropping what will be computed again.
+
+    Rows with step > `resume_step` go (a stage that starts from nothing passes -1, which empties the file), and so do
+    rows that cannot be read, the torn last line of a killed process above all. The file is rewritten beside and
+    renamed, so a kill in between leaves the old one; when there is nothing to drop it is not rewritten.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not path.exists():
+        return MetricsLog(path, dropped_later_rows=0, dropped_broken_rows=0)
+    beside = path.with_name(path.name + ".partial")
+    later = broken = 0
+    ends_whole = True
+    with path.open("rb") as old, beside.open("wb") as new:
+        for line in old:
+            row = _decode(line)
+            if row is None:
+                broken += 1
+            elif row.step > resume_step:
+                later += 1
+            else:
+                # A row whose newline alone was lost is whole: keep it, but mend its end.
+                ends_whole = line.endswith(b"\n")
+                new.write(line if ends_whole else line + b"\n")
+        new.flush()
+        os.fsync(new.fileno())
+    if later or broken or not ends_whole:
+        os.replace(beside, path)
+    else:
+        beside.unlink()
+    return MetricsLog(path, dropped_later_rows=later, dropped_broken_rows=broken)
+
+
+def read_metrics(path: Path) -> list[MetricRow]:
+    """All rows of a file, in the order written; none when the file does not exist.
+
+    Rows are not merged: a step that logs training and evaluation apart has two. A torn last line is passed over; a
+    damaged line anywhere else raises ValueError, for a curve with silent holes is worse than none.
+    """
+    tail = read_metrics_tail(path, offset_bytes=0)
+    if tail.broken_rows:
+        raise ValueError(
+            f"{path} has {tail.broken_rows} damaged line(s); mend or remove them"
+        )
+    return tail.rows
+
+
+def read_metrics_tail(
+    path: Path, *, offset_bytes: int, max_rows: int | None = None
+) -> MetricsTail:
+    """Whole rows after `offset_bytes`, at most `max_rows`; a line still being written is left for the next call."""
+    rows: list[MetricRow] = []
+    broken = 0
+    end = offset_bytes
+    for line in _lines_from(path, offset_bytes):
+        row = _decode(line)
+        if not line.endswith(b"\n") or (max_rows is not None and len(rows) >= max_rows):
+            break
+        end += len(line)
+        if row is None:
+            broken += 1
+        else:
+            rows.append(row)
+    return MetricsTail(rows=rows, end_offset_bytes=end, broken_rows=broken)
+
+
+def _lines_from(path: Path, offset_bytes: int) -> Iterator[bytes]:
+    try:
+        file = path.open("rb")
+    except FileNotFoundError:
+        return
+    with file:
+        file.seek(offset_bytes)
+        yield from file
+
+
+def _encode(row: MetricRow) -> bytes:
+    # json writes floats by repr, the shortest text that reads back to the same bits.
+    record = {
+        "step": row.step,
+        "images_seen": row.images_seen,
+        "time": row.time,
+        "metrics": row.metrics,
+    }
+    return json.dumps(record).encode() + b"\n"
+
+
+def _decode(line: bytes) -> MetricRow | None:
+    """The row of one line, or None when the line is not a whole row."""
+    try:
+        record = json.loads(line)
+        return MetricRow(
+            step=int(record["step"]),
+            images_seen=int(record["images_seen"]),
+            time=float(record["time"]),
+            metrics={
+                str(name): float(value) for name, value in record["metrics"].items()
+            },
+        )
+    except (ValueError, OverflowError, KeyError, TypeError, AttributeError):
+        return None

@@ -1,0 +1,132 @@
+"""The arithmetic of one stage on a number of processes: batches, steps, epochs; and every check that needs no GPU.
+
+Pure, given the manifests. It runs before anything is launched, and again on every rank, and it is where a wrong size
+is found: the message names the key and values that fit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from data_shards.errors import UserError
+from data_shards.manifest import Manifest, read_manifest
+from data_shards.order import check_sizes, check_world_size
+from pipeline.duration import in_steps, parse_duration
+from pipeline.recipe import Recipe, StageName, TrainStage
+
+
+@dataclass(frozen=True)
+class StageData:
+    """The data sets of one training stage."""
+
+    train: Manifest
+    eval: Manifest
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """What follows from a recipe, the shards and the number of processes."""
+
+    world_size: int
+    global_batch_images: int
+    micro_batch_size: int  # images of one process in one forward pass
+    accumulation_steps: int  # forward passes of one process in one optimizer step
+    lanes: int
+    total_steps: int
+    warmup_steps: int
+    log_steps: int
+    eval_steps: int
+    save_steps: int
+    samples_per_epoch: int
+
+    def describe(self) -> str:
+        """The sum, for the screen."""
+        images = self.total_steps * self.global_batch_images
+        return (
+            f"global batch {self.global_batch_images} = {self.world_size} processes x {self.accumulation_steps} "
+            f"accumulation x {self.micro_batch_size} images; {self.total_steps:,} steps = {images:,} images "
+            f"= {images / self.samples_per_epoch:.1f} epochs of {self.samples_per_epoch:,}; {self.lanes} lanes"
+        )
+
+
+def open_data(recipe: Recipe, *, stage: StageName) -> StageData:
+    """The manifests of a stage, checked against each other.
+
+    Raises:
+        UserError: a folder without shards, or an evaluation set with other classes.
+    """
+    config = recipe.train_stage(stage)
+    data = StageData(train=read_manifest(Path(config.train)), eval=read_manifest(Path(config.eval)))
+    if data.train.classes != data.eval.classes:
+        raise UserError(
+            f"stages.{stage}: the classes of train ({config.train}: {_some(data.train.classes)}) and eval "
+            f"({config.eval}: {_some(data.eval.classes)}) differ: pack both from the same list of classes"
+        )
+    return data
+
+
+def plan_stage(recipe: Recipe, *, stage: StageName, samples_per_epoch: int, world_size: int) -> StagePlan:
+    """Derive a training stage's numbers.
+
+    Raises:
+        UserError: sizes that do not fit together.
+    """
+    config = recipe.train_stage(stage)
+    lanes = recipe.lanes(config)
+    check_sizes(
+        samples_per_epoch,
+        lanes=lanes,
+        global_batch_images=config.global_batch_size,
+        window_images=recipe.data.shuffle_window_images,
+    )
+    if config.global_batch_size % world_size:
+        raise UserError(
+            f"stages.{stage}.global_batch_size {config.global_batch_size} does not divide among {world_size} "
+            f"processes: use a multiple of {world_size}, or another number of processes"
+        )
+    check_world_size(lanes, world_size=world_size)
+    per_process = config.global_batch_size // world_size
+    accumulation = _accumulation(per_process, most=recipe.engine.max_micro_batch_size)
+
+    def steps(text: str, *, of: int | None = None) -> int:
+        return in_steps(
+            parse_duration(text),
+            global_batch_images=config.global_batch_size,
+            samples_per_epoch=samples_per_epoch,
+            total_steps=of,
+        )
+
+    try:
+        total = steps(config.duration)
+    except ValueError as error:
+        raise UserError(f"stages.{stage}.duration: {error}") from error
+    if total == 0:
+        raise UserError(f"stages.{stage}.duration is nothing: give at least one step")
+    warmup = steps(config.schedule.warmup, of=total)
+    if warmup >= total:
+        raise UserError(
+            f"stages.{stage}.schedule.warmup takes {warmup} of {total} steps: make it shorter than the duration"
+        )
+    return StagePlan(
+        world_size=world_size,
+        global_batch_images=config.global_batch_size,
+        micro_batch_size=per_process // accumulation,
+        accumulation_steps=accumulation,
+        lanes=lanes,
+        total_steps=total,
+        warmup_steps=warmup,
+        log_steps=steps(config.log_every, of=total),
+        eval_steps=steps(config.eval_every, of=total),
+        save_steps=steps(config.save_every, of=total),
+        samples_per_epoch=samples_per_epoch,
+    )
+
+
+def _accumulation(per_process: int, *, most: int) -> int:
+    """The fewest equal micro-batches of at most `most` images."""
+    return next(n for n in range(1, per_process + 1) if per_process % n == 0 and per_process // n <= most)
+
+
+def _some(classes: tuple[str, ...]) -> str:
+    return ", ".join(classes[:5]) + (f" and {len(classes) - 5} more" if len(classes) > 5 else "")

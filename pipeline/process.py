@@ -1,0 +1,22 @@
+"""Where a process stands among all processes of a run. A value; who reads it from the environment is `launch.env`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Place:
+    """Rank numbers under their usual names."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    master_addr: str = "127.0.0.1"
+    master_port: int = 29500
+
+    @property
+    def is_main(self) -> bool:
+        """The one process that prints, logs and writes what is written once."""
+        return self.rank == 0

@@ -1,0 +1,218 @@
+"""The recipe: one typed description of a pipeline. Everything a run depends on stands here, and nothing else does.
+
+Unknown keys are errors. The global batch is given; micro-batch and accumulation follow from it and from the number of
+processes (see `plan`). Numbers that can be derived are not stored. This file imports neither torch nor deepspeed, so
+a recipe is read, checked and printed at once. Reading YAML and overrides is `recipe_io`'s.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+
+from model.config import ModelConfig
+from pipeline.duration import parse_duration
+from pipeline.schedule import Decay
+
+StageName = Literal["pretrain", "swap_head", "finetune"]
+
+
+def _checked_duration(text: str) -> str:
+    parse_duration(text)
+    return text
+
+
+DurationText = Annotated[str, AfterValidator(_checked_duration)]
+
+
+class Strict(BaseModel):
+    """Frozen, and refuses keys it does not know."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class EngineConfig(Strict):
+    """How the arithmetic is carried out; changes speed and memory, not what is learnt."""
+
+    backend: Literal["deepspeed", "accelerate"] = "deepspeed"
+    """deepspeed everywhere; accelerate (plain DDP) for debugging and as the yardstick."""
+    zero_stage: Literal[0, 1, 2, 3] = 1
+    """What DeepSpeed shards: 0 nothing, 1 optimizer state, 2 gradients too, 3 weights too."""
+    precision: Literal["bf16", "fp16", "fp32"] = "bf16"
+    """bf16 and fp16 keep float32 master weights; fp16 needs a GPU."""
+    max_micro_batch_size: int = Field(default=256, ge=1)
+    """The most images of one process in one forward pass; more are accumulated."""
+    activation_checkpointing: bool = False
+    """Recompute the blocks in the backward pass: less memory, a third more arithmetic."""
+    max_skipped_steps: int = Field(default=20, ge=1)
+    """Steps in a row with a gradient that is not finite (and so skipped) before training stops."""
+    collective_timeout_seconds: float = Field(default=1800, gt=0)
+    """How long a process waits for the others before it takes one of them for dead."""
+
+
+class DataConfig(Strict):
+    """How the training stream is laid out and read."""
+
+    lanes: int | Literal["auto"] = "auto"
+    """Spans of the epoch; divides the global batch, and the processes divide it. auto: gcd(global batch, 256)."""
+    shuffle_window_images: int = Field(default=16384, ge=1)
+    """Images of a lane that are shuffled among themselves."""
+    workers: int = Field(default=0, ge=0)
+    """Processes per rank that read and decode ahead."""
+
+
+class AugmentConfig(Strict):
+    """The random-resized crop and flip; defaults are Google's."""
+
+    crop_area: tuple[float, float] = (0.05, 1.0)
+    """Smallest and largest share of the image's area in a crop."""
+    crop_ratio: tuple[float, float] = (3 / 4, 4 / 3)
+    """Smallest and largest width/height of a crop."""
+    flip: float = Field(default=0.5, ge=0, le=1)
+    """Share of the images mirrored; 0 where left and right have a meaning."""
+
+    @model_validator(mode="after")
+    def _ranges(self) -> AugmentConfig:
+        if not 0 < self.crop_area[0] <= self.crop_area[1] <= 1:
+            raise ValueError("crop_area must be two shares in ascending order, above 0 and at most 1")
+        if not 0 < self.crop_ratio[0] <= self.crop_ratio[1]:
+            raise ValueError("crop_ratio must be two positive numbers in ascending order")
+        return self
+
+
+class OptimizerConfig(Strict):
+    """AdamW or SGD with momentum; weight decay touches the kernels of linear and convolution layers only."""
+
+    name: Literal["adamw", "sgd"]
+    lr: float = Field(gt=0)
+    """Peak learning rate."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """Decoupled and multiplied by the learning rate (torch's and the paper's unit, not big_vision's)."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """AdamW's (ViT paper, section 4.1)."""
+    momentum: float = Field(default=0.9, ge=0, lt=1)
+    """SGD's (ViT paper, table 4)."""
+    clip_grad_norm: float = Field(default=1.0, ge=0)
+    """Largest global gradient norm; 0 does not clip."""
+
+
+class ScheduleConfig(Strict):
+    """Warm-up and decay of the learning rate."""
+
+    warmup: DurationText = "0 steps"
+    decay: Decay = "cosine"
+    end_lr: float = Field(default=0.0, ge=0)
+
+
+class TrainStage(Strict):
+    """What pre-training and fine-tuning have in common."""
+
+    train: str
+    """Folder of shards with a manifest, relative to the working directory."""
+    eval: str
+    """The same for the held-out images."""
+    image_size: int = Field(gt=0)
+    global_batch_size: int = Field(gt=0)
+    """Images of one optimizer step, over all processes."""
+    duration: DurationText
+    optimizer: OptimizerConfig
+    schedule: ScheduleConfig = ScheduleConfig()
+    augment: AugmentConfig = AugmentConfig()
+    loss: Literal["softmax", "sigmoid"] = "softmax"
+    label_smoothing: float = Field(default=0.0, ge=0, lt=1)
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    log_every: DurationText = "20 steps"
+    eval_every: DurationText = "25%"
+    save_every: DurationText = "10%"
+    keep_checkpoints: int = Field(default=2, ge=1)
+
+
+class PretrainStage(TrainStage):
+    """Supervised pre-training with a head of one hidden layer."""
+
+    head_bias: float = 0.0
+    """Initial bias of the last layer; Google sets -10 (ImageNet-21k) with the sigmoid loss."""
+
+
+class SwapHeadStage(Strict):
+    """Drop the pre-training head, attach a zero-initialised linear layer for the classes of fine-tuning."""
+
+
+class FinetuneStage(TrainStage):
+    """Training of everything, usually at a higher resolution than before."""
+
+    start: Literal["swap_head", "scratch"] = "swap_head"
+    """From the swapped head's model, or from random weights with the same linear head (the comparison)."""
+
+
+class Stages(Strict):
+    """The stages to run, in this order; what is left out is not run."""
+
+    pretrain: PretrainStage | None = None
+    swap_head: SwapHeadStage | None = None
+    finetune: FinetuneStage | None = None
+
+    @model_validator(mode="after")
+    def _chain(self) -> Stages:
+        if not self.names:
+            raise ValueError("at least one of pretrain, swap_head and finetune is needed")
+        if self.swap_head and not (self.pretrain and self.finetune):
+            raise ValueError("swap_head stands between pretrain and finetune: give both, or leave swap_head out")
+        if self.finetune and self.finetune.start == "swap_head" and not self.swap_head:
+            raise ValueError("finetune.start is swap_head, but there is no swap_head stage: add one, or set start: scratch")
+        if self.finetune and self.finetune.start == "scratch" and self.swap_head:
+            raise ValueError("finetune.start is scratch: leave out swap_head, whose model nothing would use")
+        return self
+
+    @property
+    def names(self) -> tuple[StageName, ...]:
+        """The stages present, in running order."""
+        present: list[StageName] = []
+        for name in ("pretrain", "swap_head", "finetune"):
+            if getattr(self, name) is not None:
+                present.append(name)
+        return tuple(present)
+
+
+class Recipe(Strict):
+    """A whole pipeline."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """Name of the run folder and of the MLflow run."""
+    seed: int = Field(default=0, ge=0)
+    processes: int | Literal["auto"] = "auto"
+    """Processes that `shardvit run` starts on this machine; auto: one for each GPU, or one."""
+    model: ModelConfig
+    data: DataConfig = DataConfig()
+    engine: EngineConfig = EngineConfig()
+    stages: Stages
+
+    @model_validator(mode="after")
+    def _patches(self) -> Recipe:
+        for name in self.stages.names:
+            stage = getattr(self.stages, name)
+            if isinstance(stage, TrainStage) and stage.image_size % self.model.sizes.patch_size:
+                patch = self.model.sizes.patch_size
+                below = stage.image_size // patch * patch
+                raise ValueError(
+                    f"stages.{name}.image_size {stage.image_size} is no multiple of the patch size {patch}: "
+                    f"use {f'{below} or ' if below else ''}{below + patch}"
+                )
+        return self
+
+    def lanes(self, stage: TrainStage) -> int:
+        """The lanes of one stage's stream."""
+        return math.gcd(stage.global_batch_size, 256) if self.data.lanes == "auto" else self.data.lanes
+
+    def train_stage(self, name: StageName) -> TrainStage:
+        """A stage that trains.
+
+        Raises:
+            KeyError: the recipe has no such stage, or it is swap_head.
+        """
+        stage = getattr(self.stages, name)
+        if not isinstance(stage, TrainStage):
+            raise KeyError(name)
+        return stage

@@ -1,0 +1,141 @@
+"""What the world gets to see of a stage: metrics.jsonl, MLflow and the progress bar, from rank 0 alone.
+
+The tracker writes metrics.jsonl, the full record, and fills MLflow from it, which may fail without harm. Times are measured
+here: how long the loop waited for data, and images per second with evaluation and saving taken out.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+from pipeline.progress import Progress
+from pipeline.state import TrainState
+from pipeline.tracking import Tracker
+
+
+class Sink(Protocol):
+    """Where the values go; rank 0 has a `Recorder`, the others a `Silence`."""
+
+    def metrics(self, state: TrainState, values: dict[str, float]) -> None:
+        """Record values at the state's step."""
+        ...
+
+    def progress(self, state: TrainState, values: dict[str, float]) -> None:
+        """Show values of the training curve."""
+        ...
+
+    def note(self, text: str) -> None:
+        """Show a line."""
+        ...
+
+
+class Recorder:
+    """Rank 0's sink: metrics.jsonl, MLflow and the screen."""
+
+    def __init__(self, *, tracker: Tracker, progress: Progress) -> None:
+        self._tracker = tracker
+        self._progress = progress
+
+    def metrics(self, state: TrainState, values: dict[str, float]) -> None:
+        """See `Sink`."""
+        self._tracker.log(step=state.step, images_seen=state.images_seen, metrics=values)
+
+    def progress(self, state: TrainState, values: dict[str, float]) -> None:
+        """See `Sink`."""
+        self._progress.update(
+            state.step,
+            loss=values["train/loss"],
+            lr=values["opt/lr"],
+            images_per_second=values["perf/images_per_s"],
+            data_wait_share=values["perf/data_wait_frac"],
+        )
+
+    def note(self, text: str) -> None:
+        """See `Sink`."""
+        self._progress.note(text)
+
+
+class Silence:
+    """The other ranks' sink."""
+
+    def metrics(self, state: TrainState, values: dict[str, float]) -> None:
+        """See `Sink`."""
+
+    def progress(self, state: TrainState, values: dict[str, float]) -> None:
+        """See `Sink`."""
+
+    def note(self, text: str) -> None:
+        """See `Sink`."""
+
+
+class Report:
+    """What the loop tells of itself.
+
+    Args:
+        sink: where it goes.
+        samples_per_epoch: to say the epoch.
+        training_seconds: spent before this attempt.
+    """
+
+    def __init__(self, sink: Sink, *, samples_per_epoch: int, training_seconds: float) -> None:
+        self._sink = sink
+        self._samples_per_epoch = samples_per_epoch
+        self._earlier_seconds = training_seconds
+        self._start = self._window_start = time.perf_counter()
+        self._waited_seconds = self._aside_seconds = 0.0
+        self._images = 0
+
+    @property
+    def training_seconds(self) -> float:
+        """Seconds of this stage in all attempts, evaluation and saving included."""
+        return self._earlier_seconds + time.perf_counter() - self._start
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Time in here is spent waiting for a batch."""
+        start = time.perf_counter()
+        yield
+        self._waited_seconds += time.perf_counter() - start
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Time in here (evaluation, saving) does not count as training."""
+        start = time.perf_counter()
+        yield
+        self._aside_seconds += time.perf_counter() - start
+
+    def step(self, images: int) -> None:
+        """A step over so many images, on all ranks together, is done."""
+        self._images += images
+
+    def curve(self, state: TrainState, *, loss: float, lr: float, grad_norm: float) -> None:
+        """A point of the training curve; the window of the times ends here."""
+        now = time.perf_counter()
+        seconds = max(1e-9, now - self._window_start - self._aside_seconds)
+        values = {
+            "train/loss": loss,
+            "opt/lr": lr,
+            "opt/grad_norm": grad_norm,
+            "opt/skipped_steps": float(state.skipped_steps),
+            "train/epoch": state.images_seen / self._samples_per_epoch,
+            "perf/images_per_s": self._images / seconds,
+            "perf/data_wait_frac": min(1.0, self._waited_seconds / seconds),
+        }
+        self._window_start, self._waited_seconds, self._aside_seconds, self._images = now, 0.0, 0.0, 0
+        self._sink.metrics(state, values)
+        self._sink.progress(state, values)
+
+    def evaluation(self, state: TrainState) -> None:
+        """The state's evaluation is new."""
+        self._sink.metrics(state, state.evaluation)
+        self._sink.note(
+            f"step {state.step}: held-out loss {state.evaluation['val/loss']:.4f}, "
+            f"top-1 {state.evaluation['val/top1']:.4f} of {int(state.evaluation['val/images']):,} images"
+        )
+
+    def note(self, text: str) -> None:
+        """A line for the screen."""
+        self._sink.note(text)

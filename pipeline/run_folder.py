@@ -1,0 +1,181 @@
+"""The run folder: which stages are done, what went into them, and whether the recipe is still the same.
+
+    RUNS/NAME/recipe.yaml                 the resolved recipe
+    RUNS/NAME/STAGE/stage.json            state, images seen, digests of what went in, results
+    RUNS/NAME/STAGE/checkpoints/step-*/   see `checkpoint`
+    RUNS/NAME/STAGE/metrics.jsonl         see `metrics_log`
+    RUNS/NAME/STAGE/model/                the result: safetensors and config.json
+
+A finished stage is not run again; an interrupted one goes on; a changed recipe is refused with the difference shown.
+Nothing is deleted: what `--restart` begins again is moved aside. No torch here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Literal
+
+from data_shards.errors import UserError
+from pipeline.recipe import Recipe, StageName
+from pipeline.recipe_io import differences, dump_recipe, flatten, parse_recipe, without_free_keys
+
+ALL_STAGES: tuple[StageName, ...] = ("pretrain", "swap_head", "finetune")
+
+
+@dataclass(frozen=True)
+class StageRecord:
+    """What stage.json holds."""
+
+    state: Literal["new", "running", "done"] = "new"
+    last_saved_step: int = 0
+    images_seen: int = 0
+    seconds: float = 0.0
+    inputs: dict[str, str] = field(default_factory=dict)  # name -> digest
+    results: dict[str, float] = field(default_factory=dict)
+    model_digest: str = ""  # of the weights that the stage left
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Paths and records of one run.
+
+    Attributes:
+        runs_root: folder of all runs; the MLflow database lies here too.
+        name: the recipe's name.
+    """
+
+    runs_root: Path
+    name: str
+
+    @property
+    def path(self) -> Path:
+        """The run's own folder."""
+        return self.runs_root / self.name
+
+    def stage(self, name: StageName) -> Path:
+        """A stage's folder."""
+        return self.path / name
+
+    def checkpoints(self, name: StageName) -> Path:
+        """A stage's folder of checkpoints."""
+        return self.stage(name) / "checkpoints"
+
+    def model(self, name: StageName) -> Path:
+        """Where a stage leaves its model."""
+        return self.stage(name) / "model"
+
+    def record(self, name: StageName) -> StageRecord:
+        """A stage's record; a new one where there is none.
+
+        Raises:
+            UserError: the file is there but broken.
+        """
+        path = self.stage(name) / "stage.json"
+        try:
+            return StageRecord(**json.loads(path.read_text(encoding="utf-8")))
+        except FileNotFoundError:
+            return StageRecord()
+        except (ValueError, TypeError) as error:
+            raise UserError(f"{path} is broken ({error}): begin the stage again with --restart {name}") from error
+
+    def update(self, name: StageName, **changes: object) -> StageRecord:
+        """Change fields of a stage's record, on disk and at once."""
+        record = replace(self.record(name), **changes)  # pyright: ignore[reportArgumentType]
+        _write_text(self.stage(name) / "stage.json", json.dumps(asdict(record), indent=1) + "\n")
+        return record
+
+    def check_recipe(self, recipe: Recipe, *, restart: StageName | None = None) -> None:
+        """Refuse a recipe that is not the one this run was started with; changes nothing on disk.
+
+        With `restart`, changes that touch only that stage and those after it are accepted.
+
+        Raises:
+            UserError: showing the differences.
+        """
+        path = self.path / "recipe.yaml"
+        if not path.exists():
+            if self.path.is_dir() and any(self.stage(name).exists() for name in ALL_STAGES):
+                raise UserError(f"{path} is missing, but its stages are there: bring it back, or give another name")
+            return
+        changed = differences(parse_recipe(path), recipe)
+        if restart is not None:
+            again = ALL_STAGES[ALL_STAGES.index(restart) :]
+            # What the earlier stages were made from must stay; if none is kept, anything may change.
+            kept = [name for name in ALL_STAGES if name not in again and self.record(name).state != "new"]
+            changed = {
+                key: text
+                for key, text in changed.items()
+                if kept and not any(f"{key}.".startswith(f"stages.{name}.") for name in again)
+            }
+        if changed:
+            lines = "".join(f"\n  {key}: {text}" for key, text in changed.items())
+            raise UserError(
+                f"the recipe differs from the one that {self.path} was started with; go on with the old values, "
+                f"give the run another name, or begin a stage again with --restart STAGE:{lines}"
+            )
+
+    def open(self, recipe: Recipe, *, restart: StageName | None = None) -> list[str]:
+        """Make the folder ready for `recipe`, which `check_recipe` has passed; returns what was moved aside."""
+        notes: list[str] = []
+        if restart is not None:
+            stamp = time.strftime("%Y%m%d-%H%M%S")
+            for name in ALL_STAGES[ALL_STAGES.index(restart) :]:
+                if self.stage(name).exists():
+                    aside = self.path / "replaced" / f"{name}-{stamp}"
+                    aside.parent.mkdir(parents=True, exist_ok=True)
+                    self.stage(name).rename(aside)
+                    notes.append(f"moved {self.stage(name)} aside to {aside}")
+        _write_text(self.path / "recipe.yaml", dump_recipe(recipe))
+        return notes
+
+    def is_complete(self, recipe: Recipe) -> bool:
+        """Whether every stage of the recipe is done."""
+        return all(self.record(name).state == "done" for name in recipe.stages.names)
+
+
+def recipe_digest(recipe: Recipe, *, stage: StageName) -> str:
+    """A digest of everything in the recipe that bears on one stage; free keys and later stages left out."""
+    later = ALL_STAGES[ALL_STAGES.index(stage) + 1 :]
+    lines = [
+        f"{key}={value}"
+        for key, value in without_free_keys(flatten(recipe)).items()
+        if key != "name" and not any(f"{key}.".startswith(f"stages.{name}.") for name in later)
+    ]
+    return hashlib.blake2b("\n".join(lines).encode(), digest_size=8).hexdigest()
+
+
+def check_inputs(folder: RunFolder, *, stage: StageName, inputs: Mapping[str, str]) -> None:
+    """Refuse to go on with other data or weights than the stage began with.
+
+    Raises:
+        UserError: naming what has changed.
+    """
+    before = folder.record(stage).inputs
+    changed = [name for name, digest in inputs.items() if name in before and before[name] != digest]
+    if changed:
+        raise UserError(
+            f"{folder.stage(stage)} was begun with other {' and '.join(changed)} than there are now: bring the old "
+            f"ones back, or begin again with --restart {stage}"
+        )
+
+
+def weights_digest(model_folder: Path) -> str:
+    """Digest of a saved model's weights."""
+    with (model_folder / "model.safetensors").open("rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+
+
+def _write_text(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.writing")
+    with beside.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    beside.replace(path)

@@ -1,0 +1,77 @@
+"""A stage's tracker and progress bar, opened and closed together, on rank 0; silence on the others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal
+
+from pipeline.context import StageContext
+from pipeline.plan import StageData, StagePlan
+from pipeline.progress import Progress
+from pipeline.recipe import StageName
+from pipeline.recipe_io import flatten
+from pipeline.report import Recorder, Report, Silence
+from pipeline.state import TrainState
+from pipeline.stopping import Stopped
+from pipeline.tracking import DatasetInput, Tracker, TrackerSettings, open_tracker
+
+NOTHING_DONE = -1  # the tracker's word for a stage that starts from nothing: rows of every step are new
+
+
+@contextmanager
+def stage_report(
+    context: StageContext, *, stage: StageName, data: StageData, plan: StagePlan, state: TrainState
+) -> Iterator[Report]:
+    """The report of one training stage; closed as finished, killed (`Stopped`) or failed."""
+    if not context.ranks.place.is_main:
+        yield Report(Silence(), samples_per_epoch=plan.samples_per_epoch, training_seconds=state.training_seconds)
+        return
+    datasets = tuple(
+        DatasetInput(name=manifest.name, source=str(manifest.root), digest=manifest.digest, context=use)
+        for manifest, use in ((data.train, "train"), (data.eval, "eval"))
+    )
+    progress = Progress(
+        stage, total_steps=plan.total_steps, start_step=state.step, images_per_step=plan.global_batch_images
+    )
+    with stage_tracker(context, stage=stage, datasets=datasets, resume_step=state.step or NOTHING_DONE) as tracker:
+        recorder = Recorder(tracker=tracker, progress=progress)
+        try:
+            yield Report(
+                recorder, samples_per_epoch=plan.samples_per_epoch, training_seconds=state.training_seconds
+            )
+        finally:
+            progress.close()
+
+
+@contextmanager
+def stage_tracker(
+    context: StageContext, *, stage: StageName, datasets: tuple[DatasetInput, ...], resume_step: int
+) -> Iterator[Tracker]:
+    """MLflow's run of one stage, below the pipeline's run; closed with what became of it."""
+    recipe, folder = context.recipe, context.folder
+    tracker = open_tracker(
+        TrackerSettings(
+            runs_root=folder.runs_root,
+            run_dir=folder.path,
+            pipeline=recipe.name,
+            stage=stage,
+            params=flatten(recipe),
+            recipe_file=folder.path / "recipe.yaml",
+            datasets=datasets,
+            tags={"shardvit.world_size": str(context.ranks.place.world_size), **context.job_tags},
+            resume_step=resume_step,
+            tracking_uri=context.tracking.uri,
+            experiment=context.tracking.experiment,
+        )
+    )
+    status: Literal["FINISHED", "FAILED", "KILLED"] = "FAILED"
+    try:
+        yield tracker
+        status = "FINISHED"
+    except Stopped:
+        status = "KILLED"
+        raise
+    finally:
+        pipeline_goes_on = status == "FINISHED" and not folder.is_complete(recipe)
+        tracker.close(status, finish_parent=None if pipeline_goes_on else status)

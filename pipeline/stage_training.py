@@ -1,0 +1,198 @@
+"""One training stage, put together: plan, engine, data, checkpoints, report; then the loop; then the result.
+
+Assembly only. The loop is `train_loop`, the arithmetic `plan`, what tells the stages apart `stages`.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import nn
+
+from data_shards.errors import UserError
+from data_shards.loader import EvalBatches, Layout, TrainBatches, eval_loader, train_loader
+from data_shards.order import Order
+from data_shards.transforms import EvalTransform, TrainTransform
+from model.loss import loss_function
+from model.saved import SavedModelMeta, save_model
+from pipeline.checkpoint import Restored, restore_checkpoint, save_checkpoint
+from pipeline.context import StageContext
+from pipeline.engine import Engine, open_engine
+from pipeline.evaluate import evaluate
+from pipeline.identity import checkpoint_identity
+from pipeline.plan import StageData, StagePlan, plan_stage
+from pipeline.recipe import StageName
+from pipeline.report import Report
+from pipeline.run_folder import check_inputs, weights_digest
+from pipeline.schedule import Schedule
+from pipeline.stage_report import stage_report
+from pipeline.state import TrainState
+from pipeline.train_loop import TrainJob, train
+
+
+@dataclass(frozen=True)
+class StageStart:
+    """What a stage's model is before its first step."""
+
+    head: Literal["mlp", "linear"]
+    weights: str  # "random", or the digest of the model it was loaded from
+
+
+def train_stage(
+    context: StageContext, *, stage: StageName, data: StageData, model: nn.Module, start: StageStart
+) -> None:
+    """Train `model` to the end of the stage, or go on from its last checkpoint; leave STAGE/model; collective.
+
+    Raises:
+        UserError: data, weights or checkpoints are not those that the stage was begun with.
+        Stopped: by a signal, after saving.
+    """
+    recipe, folder, ranks = context.recipe, context.folder, context.ranks
+    plan = plan_stage(
+        recipe, stage=stage, samples_per_epoch=data.train.num_samples, world_size=ranks.place.world_size
+    )
+    inputs = {"training images": data.train.digest, "held-out images": data.eval.digest, "weights": start.weights}
+    record = folder.record(stage)
+    check_inputs(folder, stage=stage, inputs=inputs)
+    if recipe.engine.activation_checkpointing:
+        model.set_grad_checkpointing(True)  # pyright: ignore[reportCallIssue]
+    engine = open_engine(recipe, stage=stage, plan=plan, model=model, ranks=ranks)
+    restored = restore_checkpoint(
+        folder.checkpoints(stage),
+        engine=engine,
+        ranks=ranks,
+        identity=checkpoint_identity(recipe, stage=stage, processes=ranks.place.world_size),
+    )
+    if restored is None and record.last_saved_step > 0:
+        raise UserError(
+            f"{folder.checkpoints(stage)} holds no checkpoint, but one was saved at step {record.last_saved_step}: "
+            f"bring it back, or begin again with --restart {stage}"
+        )
+    state = restored.state if restored else TrainState()
+    ranks.barrier()  # every rank has read stage.json before it changes
+    if ranks.place.is_main:
+        folder.update(stage, state="running", inputs=inputs)
+
+    with stage_report(context, stage=stage, data=data, plan=plan, state=state) as report:
+        image_size = recipe.train_stage(stage).image_size
+        report.note(f"{stage}: {image_size} px, {data.train.num_classes} classes; {plan.describe()}")
+        if restored:
+            report.note(describe_restored(restored, plan=plan))
+        job = _training_job(context, stage=stage, data=data, plan=plan, engine=engine, state=state, report=report)
+        state = train(job, state)
+        weights = engine.weights()
+        if ranks.place.is_main:
+            meta = SavedModelMeta(
+                model=recipe.model,
+                image_size=image_size,
+                num_classes=data.train.num_classes,
+                class_names=data.train.classes,
+                head=start.head,
+            )
+            save_model(folder.model(stage), weights, meta=meta)
+            folder.update(
+                stage, state="done", results=state.evaluation, model_digest=weights_digest(folder.model(stage))
+            )
+
+
+def _training_job(
+    context: StageContext,
+    *,
+    stage: StageName,
+    data: StageData,
+    plan: StagePlan,
+    engine: Engine,
+    state: TrainState,
+    report: Report,
+) -> TrainJob:
+    """Everything the loop needs, from the state's step on."""
+    recipe, folder, ranks = context.recipe, context.folder, context.ranks
+    config = recipe.train_stage(stage)
+    layout = Layout(
+        rank=ranks.place.rank,
+        world_size=ranks.place.world_size,
+        micro_batch_size=plan.micro_batch_size,
+        accumulation_steps=plan.accumulation_steps,
+    )
+    order = Order(
+        [shard.num_samples for shard in data.train.shards],
+        seed=recipe.seed,
+        lanes=plan.lanes,
+        global_batch_images=plan.global_batch_images,
+        window_images=recipe.data.shuffle_window_images,
+    )
+    transform = TrainTransform(
+        image_size=config.image_size,
+        crop_area=config.augment.crop_area,
+        crop_ratio=config.augment.crop_ratio,
+        flip=config.augment.flip,
+    )
+    train_batches = TrainBatches(data.train, order=order, transform=transform, layout=layout, seed=recipe.seed)
+    eval_batches = EvalBatches(
+        data.eval,
+        transform=EvalTransform(config.image_size),
+        rank=layout.rank,
+        world_size=layout.world_size,
+        batch_size=plan.micro_batch_size,
+    )
+    hard_loss = loss_function(config.loss)  # without smoothing: held-out losses compare across recipes
+
+    def run_evaluation() -> dict[str, float]:
+        batches = eval_loader(eval_batches, workers=recipe.data.workers)
+        return evaluate(batches, engine=engine, ranks=ranks, loss_function=hard_loss)
+
+    def save(at: TrainState) -> None:
+        save_checkpoint(
+            folder.checkpoints(stage),
+            engine=engine,
+            state=at,
+            ranks=ranks,
+            identity=checkpoint_identity(recipe, stage=stage, processes=layout.world_size),
+            keep=config.keep_checkpoints,
+        )
+        if ranks.place.is_main:
+            folder.update(
+                stage, last_saved_step=at.step, images_seen=at.images_seen, seconds=at.training_seconds
+            )
+
+    return TrainJob(
+        engine=engine,
+        ranks=ranks,
+        plan=plan,
+        schedule=Schedule(
+            peak_lr=config.optimizer.lr,
+            total_steps=plan.total_steps,
+            warmup_steps=plan.warmup_steps,
+            decay=config.schedule.decay,
+            end_lr=config.schedule.end_lr,
+        ),
+        seed=recipe.seed,
+        max_skipped_steps=recipe.engine.max_skipped_steps,
+        batches=train_loader(
+            train_batches,
+            layout=layout,
+            start_step=state.step,
+            stop_step=plan.total_steps,
+            workers=recipe.data.workers,
+        ),
+        loss_function=loss_function(config.loss, label_smoothing=config.label_smoothing),
+        evaluate=run_evaluation,
+        save=save,
+        report=report,
+        stop=context.stop,
+    )
+
+
+def describe_restored(restored: Restored, *, plan: StagePlan) -> str:
+    """What was restored, for the screen."""
+    state = restored.state
+    age_minutes = (time.time() - restored.folder.stat().st_mtime) / 60
+    lines = [
+        *restored.notes,
+        f"going on from {restored.folder}, {age_minutes:.0f} minutes old: step {state.step:,} of "
+        f"{plan.total_steps:,}, {state.images_seen:,} images seen, epoch "
+        f"{state.images_seen / plan.samples_per_epoch:.2f}, {state.skipped_steps} steps skipped so far",
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,127 @@
+"""The three stages of the paper, each a run of its own: pretrain, swap_head, finetune.
+
+Each function builds its model, says what went into it, and hands over. What a stage leaves behind is `STAGE/model/`;
+the next one starts from that alone, so no optimizer state, learning rate or clipping is ever carried across.
+
+    pretrain    random weights + MLP head (Linear, tanh, Linear)   -> trained on the pre-training classes
+    swap_head   both layers of that head dropped                   -> one zero-initialised Linear for the new classes
+    finetune    position embeddings interpolated to the new grid   -> trained at the higher resolution
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from data_shards.errors import UserError
+from model.head import replace_head
+from model.init import initialise
+from model.pos_embed import resize_state
+from model.saved import build_from_saved, load_model, save_model
+from model.vit import build_vit
+from pipeline.context import StageContext
+from pipeline.plan import open_data
+from pipeline.recipe import StageName
+from pipeline.run_folder import weights_digest
+from pipeline.stage_report import NOTHING_DONE, stage_tracker
+from pipeline.stage_training import StageStart, train_stage
+
+
+def run_stage(context: StageContext, *, stage: StageName) -> None:
+    """Run one stage to its end, or go on with it; collective.
+
+    Raises:
+        UserError: a stage that must come first is not done, or something that went in has changed.
+        Stopped: by a signal, after saving.
+    """
+    earlier = context.recipe.stages.names[: context.recipe.stages.names.index(stage)]
+    missing = [name for name in earlier if context.folder.record(name).state != "done"]
+    if missing:
+        raise UserError(f"stage {stage} needs {' and '.join(missing)} first: run the recipe without --stage")
+    match stage:
+        case "pretrain":
+            pretrain(context)
+        case "swap_head":
+            swap_head(context)
+        case "finetune":
+            finetune(context)
+
+
+def pretrain(context: StageContext) -> None:
+    """Supervised pre-training from random weights, with a head of one hidden layer."""
+    recipe = context.recipe
+    config = recipe.stages.pretrain
+    assert config is not None
+    data = open_data(recipe, stage="pretrain")
+    model = build_vit(
+        recipe.model,
+        image_size=config.image_size,
+        num_classes=data.train.num_classes,
+        head="mlp",
+        dropout=config.dropout,
+    )
+    initialise(model, seed=recipe.seed, head_bias=config.head_bias)
+    train_stage(context, stage="pretrain", data=data, model=model, start=StageStart(head="mlp", weights="random"))
+
+
+def swap_head(context: StageContext) -> None:
+    """Drop the pre-training head, both layers of it, and attach one zero Linear for fine-tuning's classes."""
+    recipe, folder = context.recipe, context.folder
+    if not context.ranks.place.is_main:
+        return
+    classes = open_data(recipe, stage="finetune").train.classes
+    folder.update("swap_head", state="running", inputs={"weights": folder.record("pretrain").model_digest})
+    with stage_tracker(context, stage="swap_head", datasets=(), resume_step=NOTHING_DONE) as tracker:
+        old, model = build_from_saved(folder.model("pretrain"))
+        dropped = _num_parameters(model.head)
+        replace_head(model, len(classes))
+        attached = _num_parameters(model.head)
+        values = {
+            "model/head_parameters_dropped": float(dropped),
+            "model/head_parameters_attached": float(attached),
+            "model/parameters": float(_num_parameters(model)),
+        }
+        tracker.log(step=0, images_seen=0, metrics=values)
+        meta = old.model_copy(update={"num_classes": len(classes), "class_names": classes, "head": "linear"})
+        save_model(folder.model("swap_head"), model.state_dict(), meta=meta)
+        folder.update(
+            "swap_head", state="done", results=values, model_digest=weights_digest(folder.model("swap_head"))
+        )
+    print(
+        f"swap_head: dropped the pre-training head ({dropped:,} parameters), attached a zero-initialised linear "
+        f"layer ({attached:,} parameters) for {len(classes)} classes",
+        flush=True,
+    )
+
+
+def finetune(context: StageContext) -> None:
+    """Train everything at the new resolution, from the swapped head's model or, to compare, from scratch."""
+    recipe, folder = context.recipe, context.folder
+    config = recipe.stages.finetune
+    assert config is not None
+    data = open_data(recipe, stage="finetune")
+    model = build_vit(
+        recipe.model,
+        image_size=config.image_size,
+        num_classes=data.train.num_classes,
+        head="linear",
+        dropout=config.dropout,
+    )
+    match config.start:
+        case "scratch":
+            initialise(model, seed=recipe.seed)
+            weights = "random"
+        case "swap_head":
+            meta, state = load_model(folder.model("swap_head"))
+            resized = resize_state(
+                state,
+                from_image_size=meta.image_size,
+                to_image_size=config.image_size,
+                patch_size=recipe.model.sizes.patch_size,
+            )
+            model.load_state_dict(resized)
+            weights = folder.record("swap_head").model_digest
+    train_stage(context, stage="finetune", data=data, model=model, start=StageStart(head="linear", weights=weights))
+
+
+def _num_parameters(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())

@@ -1,0 +1,43 @@
+"""What the loop carries from one step to the next, and a checkpoint from one process to the next.
+
+Small and plain on purpose: weights and optimizer are the engine's, the position in the data is `step`, and there are
+no random generators to save, because every step is seeded anew from (seed, step, rank).
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from data_shards.randomness import hash_words
+
+_STEP_RANDOMNESS = 4  # dropout's use of the seed; 1 to 3 are the data path's
+
+
+@dataclass
+class TrainState:
+    """The position in training. `step` counts attempted optimizer steps, the skipped ones included."""
+
+    step: int = 0
+    images_seen: int = 0
+    skipped_steps: int = 0  # in all
+    skipped_in_a_row: int = 0
+    training_seconds: float = 0.0  # spent in this stage, over all attempts that were saved
+    losses_since_log: list[float] = field(default_factory=list)  # global means of steps not yet in the curve
+    evaluation: dict[str, float] = field(default_factory=dict)  # the last one
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values; floats survive JSON to the last bit."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, content: dict[str, Any]) -> TrainState:
+        """The inverse of `to_json`."""
+        return cls(**content)
+
+
+def seed_step(seed: int, *, step: int, rank: int) -> None:
+    """Seed torch's generators for one step, so that dropout is a function of (seed, step, rank)."""
+    torch.manual_seed(int(hash_words(_STEP_RANDOMNESS, seed, step, rank)[0]) >> 1)

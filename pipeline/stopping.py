@@ -1,0 +1,53 @@
+"""Stopping in good order: a signal on any rank makes all ranks finish the same step, save and leave.
+
+The flag travels once a step over the host group, without waiting: asked for after step s, answered after step s+1. A
+second Ctrl-C ends the process at once; what is on disk is whole at any time.
+"""
+
+from __future__ import annotations
+
+import signal
+from types import FrameType
+
+from pipeline.ranks import Agreement, Ranks
+
+EXIT_STOPPED = 75  # BSD's EX_TEMPFAIL: run the same command again
+
+
+class Stopped(Exception):
+    """Training was asked to stop and has saved; the process exits with `EXIT_STOPPED`."""
+
+
+class StopFlag:
+    """Raised by SIGTERM, SIGINT or SIGUSR1, or by `request`."""
+
+    def __init__(self) -> None:
+        self.reason: str | None = None
+        self._pending: Agreement | None = None
+
+    def listen(self) -> None:
+        """Install the handlers; in the main thread."""
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            signal.signal(number, self._on_signal)
+
+    def request(self, reason: str) -> None:
+        """Ask for a stop from any thread."""
+        self.reason = self.reason or reason
+
+    def agreed(self, ranks: Ranks) -> bool:
+        """Whether all ranks stop now; collective, once a step. Answers what was asked one step ago."""
+        answer = self._pending.result() if self._pending is not None else False
+        self._pending = ranks.start_any(self.reason is not None)
+        return answer
+
+    def settle(self) -> None:
+        """Take in the last pending answer, so that no exchange is left open at the end."""
+        if self._pending is not None:
+            self._pending.result()
+            self._pending = None
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT and self.reason == "SIGINT":  # launchers repeat SIGTERM by themselves
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+        self.request(signal.Signals(number).name)

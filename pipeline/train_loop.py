@@ -1,0 +1,105 @@
+"""THE loop. One optimizer step a turn, read from top to bottom: batch, forward, loss, backward, step, and what is due.
+
+Everything it needs is handed in; it knows the engine only through its protocol and writes nothing itself. Position,
+randomness and batches are functions of the step, so that to begin at step k is to go on as if never stopped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from data_shards.batch import Batch, model_input
+from pipeline.engine import Engine
+from pipeline.loss_window import LossWindow
+from pipeline.plan import StagePlan
+from pipeline.ranks import Ranks
+from pipeline.report import Report
+from pipeline.schedule import Schedule
+from pipeline.state import TrainState, seed_step
+from pipeline.stopping import Stopped, StopFlag
+
+
+class TrainingFailed(Exception):
+    """Training cannot go on; the message says why and what was saved."""
+
+
+@dataclass(frozen=True)
+class TrainJob:
+    """The parts of one stage's training, ready to run."""
+
+    engine: Engine
+    ranks: Ranks
+    plan: StagePlan
+    schedule: Schedule
+    seed: int
+    max_skipped_steps: int
+    batches: Iterator[Batch]  # micro-batches from the state's step on
+    loss_function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    evaluate: Callable[[], dict[str, float]]
+    save: Callable[[TrainState], None]
+    report: Report
+    stop: StopFlag
+
+
+def train(job: TrainJob, state: TrainState) -> TrainState:
+    """Train from `state` to the end of the plan; collective.
+
+    Raises:
+        Stopped: a signal asked for it; everything up to the current step is saved.
+        TrainingFailed: too many steps in a row had gradients that were not finite.
+    """
+    engine, ranks, plan, report = job.engine, job.ranks, job.plan, job.report
+    window = LossWindow(state.losses_since_log)
+    engine.module.train()
+
+    while state.step < plan.total_steps:
+        seed_step(job.seed, step=state.step, rank=ranks.place.rank)
+        for _ in range(plan.accumulation_steps):
+            with report.waiting():
+                batch = next(job.batches)
+            images = model_input(batch, device=engine.device, dtype=engine.input_dtype)
+            labels = batch.labels.to(engine.device, non_blocking=True)
+            loss = job.loss_function(engine.forward(images), labels)
+            engine.backward(loss)
+            window.add(loss)
+        lr = job.schedule(state.step)
+        result = engine.step(lr=lr)
+        window.end_step()
+
+        state.step += 1
+        state.images_seen += plan.global_batch_images
+        state.skipped_in_a_row = 0 if result.applied else state.skipped_in_a_row + 1
+        state.skipped_steps += not result.applied
+        report.step(plan.global_batch_images)
+
+        last = state.step == plan.total_steps
+        if last or _due(state.step, every=plan.log_steps):
+            report.curve(state, loss=window.take_mean(ranks), lr=lr, grad_norm=result.grad_norm)
+        if last or _due(state.step, every=plan.eval_steps):
+            with report.aside():
+                state.evaluation = job.evaluate()
+            report.evaluation(state)
+
+        stopping = job.stop.agreed(ranks)
+        if last or stopping or _due(state.step, every=plan.save_steps):
+            with report.aside():
+                state.losses_since_log = window.reduce(ranks)
+                state.training_seconds = report.training_seconds
+                job.save(state)
+        if state.skipped_in_a_row >= job.max_skipped_steps:
+            raise TrainingFailed(
+                f"{state.skipped_in_a_row} steps in a row had gradients that are not finite (last loss at step "
+                f"{state.step}): lower the learning rate, or lengthen the warm-up"
+            )
+        if stopping and not last:
+            raise Stopped
+    job.stop.settle()
+    return state
+
+
+def _due(step: int, *, every: int) -> bool:
+    """Whether something that happens every so many steps (0: never) happens after this one."""
+    return every > 0 and step % every == 0

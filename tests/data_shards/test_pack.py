@@ -1,0 +1,420 @@
+"""Packing: every image once, unchanged, in tars that other readers read; and nothing at all on bad input."""
+
+import hashlib
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import zlib
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from data_shards import pack as pack_module
+from data_shards.errors import UserError
+from data_shards.manifest import Manifest, read_manifest
+from data_shards.pack import PackReport, pack
+from data_shards.pack_plan import PackPlan, make_plan, sample_key
+from data_shards.shard_writer import UnreadableImage, image_extension
+from data_shards.sources import Source
+from data_shards.sources.base import ArrayImages
+from data_shards.tar_index import open_index
+
+Sample = tuple[str, bytes, int]
+
+
+def encoded(seed: int, format: str = "PNG", mode: str = "RGB") -> bytes:
+    pixels = np.random.default_rng(seed).integers(0, 256, (9, 11, 3), dtype=np.uint8)
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).convert(mode).save(buffer, format=format)
+    return buffer.getvalue()
+
+
+def write_folder(root: Path, counts: dict[str, int]) -> dict[bytes, str]:
+    """Class folders of different images; returns image -> class."""
+    owner: dict[bytes, str] = {}
+    for name, count in counts.items():
+        (root / name).mkdir(parents=True, exist_ok=True)
+        for i in range(count):
+            data = encoded(
+                len(owner) + zlib.crc32(root.name.encode()) % 1000 * 1000, "JPEG" if i % 2 else "PNG"
+            )
+            (root / name / f"im. {i}{'.jpeg' if i % 2 else '.png'}").write_bytes(data)
+            owner[data] = name
+    assert len(owner) == sum(counts.values())
+    return owner
+
+
+def by_index(manifest: Manifest) -> list[Sample]:
+    found = []
+    for path in manifest.shard_paths:
+        index = open_index(path)
+        data = path.read_bytes()
+        for i, key in enumerate(index.keys):
+            image = data[index.image_offset[i] : index.image_offset[i] + index.image_size[i]]
+            label = data[index.label_offset[i] : index.label_offset[i] + index.label_size[i]]
+            found.append((key, image, int(label)))
+    return found
+
+
+def by_webdataset(manifest: Manifest) -> list[Sample]:
+    import webdataset
+
+    data = webdataset.WebDataset(
+        [str(path) for path in manifest.shard_paths], shardshuffle=False, empty_check=False
+    )
+    found = []
+    for sample in data:
+        parts = set(sample) - {"__key__", "__url__", "__local_path__", "cls"}
+        assert len(parts) == 1
+        found.append((sample["__key__"], sample[parts.pop()], int(sample["cls"])))
+    return found
+
+
+def tree(root: Path) -> dict[str, str]:
+    files = (path for path in root.rglob("*") if path.is_file())
+    return {str(path.relative_to(root)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def quiet(*args, **kwargs) -> PackReport:
+    return pack(*args, report=lambda line: None, **kwargs)
+
+
+def test_round_trip_through_index_and_webdataset(tmp_path: Path):
+    owner = write_folder(tmp_path / "in", {"cat": 7, "hot dog": 5})
+    lines: list[str] = []
+    result = pack(str(tmp_path / "in"), tmp_path / "out", samples_per_shard=5, report=lines.append)
+    assert result.val is None and not result.reused and not (tmp_path / "out/val").exists()
+    manifest = read_manifest(tmp_path / "out/train")
+    assert manifest == result.train and manifest.classes == ("cat", "hot dog")
+    samples = by_index(manifest)
+    assert samples == by_webdataset(manifest)
+    assert {image: manifest.classes[label] for _, image, label in samples} == owner
+    assert len(samples) == result.num_images == 12
+    assert [shard.num_samples for shard in manifest.shards] == [4, 4, 4]
+    for shard, path in zip(manifest.shards, manifest.shard_paths, strict=True):
+        assert shard.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
+        with tarfile.open(path) as tar:  # fixed, else equal requests give equal bytes only within one second
+            assert {(m.mtime, m.uid, m.gid, m.uname, m.gname, m.mode) for m in tar} == {
+                (0, 0, 0, "", "", 0o444)
+            }
+    keys = [key for key, _, _ in samples]
+    assert len(set(keys)) == 12 and all(re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", key) for key in keys)
+    # number 8 of the listing: seven cats, then the second hot dog ("im. 1.jpeg" sorts behind "im. 0.png")
+    assert "cat_im-0_0000000" in keys and "hot-dog_im-1_0000008" in keys
+    assert any("12 images of 2 classes in 3 shards" in line for line in lines)
+
+
+def test_timm_reads_the_same_samples(tmp_path: Path):
+    reader = pytest.importorskip("timm.data.readers.reader_wds")
+    write_folder(tmp_path / "in", {"cat": 7, "dog": 9})
+    result = quiet(str(tmp_path / "in"), tmp_path / "out", samples_per_shard=4, holdout=0.25)
+    for manifest in result.manifests:
+        timm_reader = reader.ReaderWds(root=str(tmp_path / "out"), split=manifest.split)
+        assert len(timm_reader) == manifest.num_samples
+        timm_reader.set_loader_cfg(num_workers=1)
+        labels = [label for _, label, *_ in timm_reader]
+        assert labels == [label for _, _, label in by_index(manifest)]
+
+
+def test_equal_requests_give_equal_bytes_and_another_seed_another_order(tmp_path: Path):
+    write_folder(tmp_path / "in", {"cat": 9, "dog": 9})
+    spec = str(tmp_path / "in")
+    for out, seed in (("a", 0), ("b", 0), ("c", 1)):
+        quiet(spec, tmp_path / out, samples_per_shard=4, holdout=0.3, seed=seed)
+    assert tree(tmp_path / "a") == tree(tmp_path / "b")
+    first, other = (read_manifest(tmp_path / out / "train") for out in ("a", "c"))
+    assert first.digest != other.digest
+    assert [key for key, _, _ in by_index(first)] != [key for key, _, _ in by_index(other)]
+
+
+def test_number_of_threads_does_not_change_the_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    write_folder(tmp_path / "in", {"cat": 20, "dog": 20})
+    trees = []
+    for cores in (1, 7):
+        monkeypatch.setattr(pack_module, "_num_cores", lambda cores=cores: cores)
+        quiet(str(tmp_path / "in"), tmp_path / f"out{cores}", samples_per_shard=6)
+        trees.append(tree(tmp_path / f"out{cores}"))
+    assert trees[0] == trees[1]
+
+
+def test_imagenet_layout_gives_two_splits(tmp_path: Path):
+    train = write_folder(tmp_path / "in/train", {"a": 4, "b": 4})
+    val = write_folder(tmp_path / "in/val", {"a": 2, "b": 3})
+    result = quiet(str(tmp_path / "in"), tmp_path / "out")
+    assert result.val is not None
+    for manifest, owner in ((result.train, train), (result.val, val)):
+        assert {image: manifest.classes[label] for _, image, label in by_index(manifest)} == owner
+    keys = [key for manifest in result.manifests for key, _, _ in by_index(manifest)]
+    assert len(set(keys)) == 13
+    with pytest.raises(UserError, match="held-out split already"):
+        quiet(str(tmp_path / "in"), tmp_path / "out2", holdout=0.1)
+
+
+def test_classes_choose_and_number_and_keep_keys_and_holdout(tmp_path: Path):
+    owner = write_folder(tmp_path / "in", {"a": 8, "b": 8, "c": 8})
+    spec = str(tmp_path / "in")
+    whole = quiet(spec, tmp_path / "all", holdout=0.25)
+    part = quiet(spec, tmp_path / "part", holdout=0.25, classes=["c", "a"])
+    assert part.train.classes == ("c", "a")
+    for some, all_ in zip(part.manifests, whole.manifests, strict=True):
+        samples = by_index(some)
+        assert {owner[image] for _, image, _ in samples} == {"a", "c"}
+        assert all(some.classes[label] == owner[image] for _, image, label in samples)
+        expected = {(key, image) for key, image, label in by_index(all_) if all_.classes[label] != "b"}
+        assert {(key, image) for key, image, _ in samples} == expected
+
+
+def test_digits_as_the_demo_packs_them(tmp_path: Path):
+    seven = quiet("digits", tmp_path / "seven", classes=list("0123456"), holdout=0.15)
+    three = quiet("digits", tmp_path / "three", classes=list("789"), holdout=0.15)
+    assert three.train.classes == ("7", "8", "9")
+    assert seven.num_images + three.num_images == 1797
+    for result in (seven, three):
+        assert result.val is not None
+        train, val = (Counter(label for _, _, label in by_index(manifest)) for manifest in result.manifests)
+        assert all(abs(val[label] - 0.15 * (train[label] + val[label])) <= 0.5 for label in val)
+
+
+# ---- the plan, as laws
+
+
+def array_source(labels: list[int]) -> Source:
+    images = ArrayImages("train", np.zeros((len(labels), 1, 1), np.uint8), np.array(labels, np.int64))
+    return Source("x", "x", tuple("abc"[: max(labels) + 1]), {"train": images})
+
+
+def planned(plan: PackPlan, split: str) -> list[tuple[int, int]]:
+    shards = plan.splits.get(split, [])  # type: ignore[call-overload]
+    return [
+        pair for shard in shards for pair in zip(shard.indices.tolist(), shard.labels.tolist(), strict=True)
+    ]
+
+
+@settings(max_examples=60)
+@given(
+    labels=st.lists(st.integers(0, 2), max_size=60).map(lambda extra: [0, 0, 1, 1, 2, 2, *extra]),
+    holdout=st.none() | st.floats(0.01, 0.99),
+    samples_per_shard=st.integers(1, 30),
+    seed=st.integers(0, 2**64),
+)
+def test_each_image_exactly_once_stratified_in_even_shards(
+    labels: list[int], holdout: float | None, samples_per_shard: int, seed: int
+):
+    source = array_source(labels)
+    plan = make_plan(source, classes=None, holdout=holdout, samples_per_shard=samples_per_shard, seed=seed)
+    train, val = planned(plan, "train"), planned(plan, "val")
+    assert sorted(index for index, _ in train + val) == list(range(len(labels)))
+    assert all(label == labels[index] for index, label in train + val)
+    assert bool(val) == (holdout is not None)
+    if holdout is not None:
+        total, held = Counter(labels), Counter(label for _, label in val)
+        for label in range(3):
+            assert 1 <= held[label] < total[label]
+            assert held[label] in {1, total[label] - 1} or abs(held[label] - holdout * total[label]) <= 0.5
+    for shards in plan.splits.values():
+        sizes = [len(shard) for shard in shards]
+        assert max(sizes) <= samples_per_shard and max(sizes) - min(sizes) <= 1
+    keys = [shard.key(i) for shards in plan.splits.values() for shard in shards for i in range(len(shard))]
+    assert len(set(keys)) == len(labels)
+
+
+def test_shards_mix_the_classes():
+    labels = [0] * 500 + [1] * 500  # sorted by class, as folders are
+    plan = make_plan(array_source(labels), classes=None, holdout=None, samples_per_shard=100, seed=0)
+    for shard in plan.splits["train"]:
+        # 100 drawn from 500 + 500: 50 expected, standard deviation 4.7; 5 of them
+        assert abs(int(shard.labels.sum()) - 50) <= 24
+
+
+@given(st.text(), st.text(), st.integers(0, 10**10))
+def test_keys_are_safe_for_tar_webdataset_and_dali(name: str, stem: str, number: int):
+    from webdataset.tariterators import base_plus_ext
+
+    key = sample_key(name, f"folder/{stem}.jpg", number)
+    assert re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", key)
+    assert base_plus_ext(f"{key}.webp") == (key, "webp")
+    assert len(f"{key}.jpeg") <= 100  # the name field of ustar
+    assert key.endswith(f"_{number:07d}")
+
+
+# ---- images
+
+
+@pytest.mark.parametrize(
+    ("format", "mode", "extension"),
+    [
+        ("JPEG", "RGB", "jpg"),
+        ("JPEG", "CMYK", "jpg"),
+        ("JPEG", "L", "jpg"),
+        ("PNG", "RGBA", "png"),
+        ("WEBP", "RGB", "webp"),
+        ("BMP", "RGB", "bmp"),
+        ("GIF", "P", "gif"),
+        ("TIFF", "RGB", "tif"),
+        ("PPM", "RGB", "ppm"),
+    ],
+)
+def test_the_bytes_decide_the_extension(format: str, mode: str, extension: str):
+    assert image_extension(encoded(1, format, mode)) == extension
+
+
+@pytest.mark.parametrize("data", [b"", b"text", encoded(1)[:-30], encoded(1, "JPEG")[:200]])
+def test_broken_images_are_noticed(data: bytes):
+    with pytest.raises(UnreadableImage):
+        image_extension(data)
+
+
+def test_a_png_called_jpeg_is_packed_as_png(tmp_path: Path):
+    (tmp_path / "in/a").mkdir(parents=True)
+    (tmp_path / "in/a/1.JPEG").write_bytes(encoded(1))
+    result = quiet(str(tmp_path / "in"), tmp_path / "out")
+    assert open_index(result.train.shard_paths[0]).image_extension == ["png"]
+
+
+# ---- bad input, and what is there already
+
+
+def test_corrupt_images_are_all_counted_and_nothing_is_left(tmp_path: Path):
+    write_folder(tmp_path / "in/train", {"a": 40, "b": 40})
+    write_folder(tmp_path / "in/val", {"a": 4, "b": 4})
+    bad = [f"train/b/im. {i}.png" for i in range(0, 12, 2)] + ["val/a/im. 0.png"]
+    for file in bad:
+        (tmp_path / "in" / file).write_bytes(encoded(1)[:50])
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(UserError) as caught:
+        quiet(str(tmp_path / "in"), tmp_path / "out", samples_per_shard=7)
+    message = str(caught.value)
+    assert "7 of 88 images cannot be read" in message and "and 2 more" in message and "\n" not in message
+    assert sum(file in message for file in bad) == 5
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_an_unlistable_request_writes_nothing(tmp_path: Path):
+    write_folder(tmp_path / "in", {"cat": 2, "dog": 1})
+    before = sorted(tmp_path.iterdir())
+    for arguments, message in (
+        ({"classes": ["cta"]}, "did you mean 'cat'"),
+        ({"classes": ["cat", "cat"]}, "'cat' is named twice"),
+        ({"classes": []}, "classes: the list is empty"),
+        ({"holdout": 0.0}, "between 0 and 1"),
+        ({"holdout": 1.5}, "between 0 and 1"),
+        ({"holdout": float("nan")}, "between 0 and 1"),
+        ({"holdout": 0.5}, "'dog'.*one image only"),
+        ({"samples_per_shard": 0}, "samples_per_shard"),
+    ):
+        with pytest.raises(UserError, match=message):
+            quiet(str(tmp_path / "in"), tmp_path / "out", **arguments)
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_the_same_request_again_is_recognised_and_changes_nothing(tmp_path: Path):
+    write_folder(tmp_path / "in", {"cat": 4, "dog": 4})
+    spec = str(tmp_path / "in")
+    first = quiet(spec, tmp_path / "out", holdout=0.25, classes=["dog", "cat"])
+    stamps = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")}
+    lines: list[str] = []
+    again = pack(spec, tmp_path / "out", holdout=0.25, classes=["dog", "cat"], report=lines.append)
+    assert again.reused and (again.train, again.val) == (first.train, first.val)
+    assert stamps == {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")}
+    assert all("was packed before" in line for line in lines) and lines
+
+
+def test_another_request_or_a_changed_source_or_a_strange_folder_is_refused(tmp_path: Path):
+    write_folder(tmp_path / "in", {"cat": 4, "dog": 4})
+    spec = str(tmp_path / "in")
+    quiet(spec, tmp_path / "out")
+    before = tree(tmp_path / "out")
+    with pytest.raises(UserError, match="seed: 0 then, 1 now"):
+        quiet(spec, tmp_path / "out", seed=1)
+    with pytest.raises(UserError, match="source"):
+        quiet("digits", tmp_path / "out")
+    (tmp_path / "in/cat/new.png").write_bytes(encoded(99))
+    with pytest.raises(UserError, match="has changed since"):
+        quiet(spec, tmp_path / "out")
+    assert tree(tmp_path / "out") == before
+    (tmp_path / "strange").mkdir()
+    (tmp_path / "strange/thesis.txt").write_text("mine")
+    with pytest.raises(UserError, match="not packed by shardvit"):
+        quiet(spec, tmp_path / "strange")
+    assert (tmp_path / "strange/thesis.txt").read_text() == "mine"
+    with pytest.raises(UserError, match="not packed by shardvit"):
+        quiet(spec, tmp_path / "strange/thesis.txt")
+
+
+def test_an_empty_out_is_filled_and_parents_are_made(tmp_path: Path):
+    (tmp_path / "empty").mkdir()
+    quiet("digits", tmp_path / "empty", classes=["0"])
+    quiet("digits", tmp_path / "x/y/z", classes=["0"])
+    assert tree(tmp_path / "empty") == tree(tmp_path / "x/y/z")
+    assert not list(tmp_path.rglob("*.packing"))
+
+
+def test_a_damaged_result_is_not_reused(tmp_path: Path):
+    result = quiet("digits", tmp_path / "out", classes=["0", "1"])
+    result.train.shard_paths[0].unlink()
+    with pytest.raises(UserError, match="not there"):
+        quiet("digits", tmp_path / "out", classes=["0", "1"])
+
+
+def test_what_a_killed_pack_left_is_cleared(tmp_path: Path):
+    (tmp_path / ".out.packing/train").mkdir(parents=True)
+    (tmp_path / ".out.packing/train/x.tar").write_bytes(b"half")
+    quiet("digits", tmp_path / "out", classes=["0"])
+    assert {path.name for path in tmp_path.iterdir()} == {"out"}
+    assert not (tmp_path / "out/train/x.tar").exists()
+
+
+def test_two_at_once_do_not_mix(tmp_path: Path):
+    import fcntl
+
+    (tmp_path / ".out.packing").mkdir()
+    handle = os.open(tmp_path / ".out.packing", os.O_RDONLY)
+    fcntl.flock(handle, fcntl.LOCK_EX)
+    with pytest.raises(UserError, match="another process is packing"):
+        quiet("digits", tmp_path / "out", classes=["0"])
+    os.close(handle)
+    quiet("digits", tmp_path / "out", classes=["0"])
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(28, "No space left on device")])
+def test_an_interruption_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+):
+    def fail(*args: object) -> None:
+        raise error
+
+    monkeypatch.setattr("data_shards.shard_writer.build_index", fail)
+    with pytest.raises(type(error)):
+        quiet("digits", tmp_path / "out", classes=["0", "1"], samples_per_shard=20)
+    assert not list(tmp_path.iterdir())
+
+
+def test_file_names_and_pack_json(tmp_path: Path):
+    quiet("digits", tmp_path / "out", classes=["0", "1"], holdout=0.5, samples_per_shard=100)
+    assert set(tree(tmp_path / "out")) == {
+        "pack.json",
+        "_info.json",
+        *(f"{split}/{file}" for split in ("train", "val") for file in ("manifest.json", "sizes.json")),
+        *(
+            f"{split}/digits-{split}-00000{i}.{kind}"
+            for split in ("train", "val")
+            for i in (0, 1)
+            for kind in ("tar", "idx")
+        ),
+    }
+    assert json.loads((tmp_path / "out/pack.json").read_text())["request"]["classes"] == ["0", "1"]
+
+
+def test_importing_needs_no_torch():
+    heavy = "{'torch', 'webdataset', 'sklearn', 'PIL'}"
+    code = f"import sys, data_shards.pack, data_shards.sources; print({heavy} & set(sys.modules))"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "set()"

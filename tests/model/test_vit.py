@@ -1,0 +1,124 @@
+"""`model.vit`: sizes, semantics that can be read off the modules, and what building may not disturb.
+
+The numbers themselves are compared with independent implementations in tests/oracles.
+"""
+
+import pytest
+import torch
+from torch import nn
+
+from model.config import ModelConfig
+from model.init import initialise
+from model.vit import build_vit, timm_arguments
+
+SMALL = ModelConfig(width=48, depth=2, heads=4, mlp_dim=80, patch_size=4)
+
+
+@pytest.mark.parametrize(
+    ("variant", "num_parameters"),
+    [("B/16", 86_567_656), ("B/32", 88_224_232), ("L/16", 304_326_632), ("H/14", 632_045_800)],
+)
+def test_number_of_parameters_at_1000_classes(variant: str, num_parameters: int) -> None:
+    """The figures of google-research/vision_transformer `models_test.py`."""
+    with torch.device("meta"):
+        model = build_vit(ModelConfig(variant=variant), image_size=224, num_classes=1000, head="linear")
+    assert sum(parameter.numel() for parameter in model.parameters()) == num_parameters
+
+
+@pytest.mark.parametrize("variant", ["g/14", "G/14"])
+def test_mlp_sizes_that_are_no_whole_multiple_of_the_width(variant: str) -> None:
+    config = ModelConfig(variant=variant)
+    with torch.device("meta"):
+        model = build_vit(config, image_size=224, num_classes=10, head="linear")
+    assert {block.mlp.fc1.out_features for block in model.blocks} == {config.sizes.mlp_dim}
+
+
+def test_any_mlp_size_is_met_exactly() -> None:
+    """timm takes a ratio and truncates: a plain quotient misses some sizes by one."""
+    for width, mlp_dim in [(48, mlp_dim) for mlp_dim in range(1, 400)] + [
+        (1408, 6144),
+        (1664, 8192),
+        (49, 99),
+    ]:
+        config = ModelConfig(width=width, depth=1, heads=1, mlp_dim=mlp_dim, patch_size=4)
+        ratio = timm_arguments(config, image_size=8)["mlp_ratio"]
+        assert int(width * ratio) == mlp_dim
+
+
+def test_every_layer_norm_has_googles_epsilon() -> None:
+    model = build_vit(SMALL, image_size=16, num_classes=5, head="linear")
+    norms = [module for module in model.modules() if isinstance(module, nn.LayerNorm)]
+    assert len(norms) == 2 * 2 + 1
+    assert {norm.eps for norm in norms} == {1e-6}
+
+
+def test_dropout_sites() -> None:
+    model = build_vit(SMALL, image_size=16, num_classes=5, head="mlp", dropout=0.3)
+    rates = {name: module.p for name, module in model.named_modules() if isinstance(module, nn.Dropout)}
+    active = {name for name, rate in rates.items() if rate > 0}
+    per_block = ("attn.proj_drop", "mlp.drop1", "mlp.drop2")
+    assert active == {"pos_drop"} | {f"blocks.{i}.{site}" for i in range(2) for site in per_block}
+    assert {rates[name] for name in active} == {0.3}
+
+
+@pytest.mark.parametrize("head", ["mlp", "linear"])
+def test_logits_are_the_head_of_the_normed_class_token(head: str) -> None:
+    model = build_vit(SMALL, image_size=16, num_classes=5, head=head).eval()
+    _randomise(model)
+    images = torch.randn(2, 3, 16, 16)
+    with torch.no_grad():
+        features = model.forward_features(images)
+        assert features.shape == (2, 1 + 16, 48)
+        torch.testing.assert_close(features[:, 0], model.norm(_after_last_block(model, images)[:, 0]))
+        torch.testing.assert_close(model(images), model.head(features[:, 0]))
+        assert model(images).shape == (2, 5)
+
+
+def _after_last_block(model: nn.Module, images: torch.Tensor) -> torch.Tensor:
+    tokens = model.patch_embed(images)
+    tokens = torch.cat([model.cls_token.expand(len(images), -1, -1), tokens], dim=1) + model.pos_embed
+    for block in model.blocks:
+        tokens = block(tokens)
+    return tokens
+
+
+def test_building_and_initialising_leave_the_global_random_stream_alone() -> None:
+    torch.manual_seed(3)
+    expected = torch.randn(4)
+    torch.manual_seed(3)
+    initialise(build_vit(SMALL, image_size=16, num_classes=5, head="mlp"), seed=0)
+    assert torch.equal(torch.randn(4), expected)
+
+
+def test_gradient_checkpointing_changes_no_gradient() -> None:
+    images = torch.randn(2, 3, 16, 16)
+    gradients = []
+    for enable in (False, True):
+        model = build_vit(SMALL, image_size=16, num_classes=5, head="linear", dropout=0.1)
+        _randomise(model)
+        model.set_grad_checkpointing(enable)
+        torch.manual_seed(0)
+        model(images).square().sum().backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    for plain, checkpointed in zip(*gradients, strict=True):
+        torch.testing.assert_close(plain, checkpointed)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"image_size": 18}, "image size 18 is not a multiple of the patch size 4"),
+        ({"num_classes": 0}, "num_classes must be at least 1"),
+        ({"dropout": 1.0}, "dropout must be at least 0 and below 1"),
+    ],
+)
+def test_mistakes_are_refused_in_words(arguments: dict[str, float], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        build_vit(SMALL, **{"image_size": 16, "num_classes": 5, "head": "linear", **arguments})
+
+
+def _randomise(model: nn.Module) -> None:
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
