@@ -34,7 +34,7 @@ def decode_rgb(data: bytes) -> NDArray[np.uint8]:
 
     try:
         with Image.open(io.BytesIO(data)) as image:
-            return np.asarray(_eight_bit(image).convert("RGB"))
+            return np.array(_eight_bit(image).convert("RGB"))  # a copy: torch wants memory that it may write to
     except (OSError, SyntaxError, Image.DecompressionBombError) as error:
         raise ValueError(f"not a readable image ({error})") from error
 

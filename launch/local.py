@@ -18,7 +18,7 @@ from types import FrameType
 
 import psutil
 
-from launch.env import SUPERVISOR_PID, free_port
+from launch.env import SUPERVISOR_PID, free_port, num_gpus
 from pipeline.recipe import Recipe, StageName
 
 _RANK_COMMAND = ["-u", "-m", "launch.train"]
@@ -65,6 +65,7 @@ def run_stage_locally(launch: Launch) -> int:
         **os.environ,
         SUPERVISOR_PID: str(os.getpid()),
         "PYTHONUNBUFFERED": "1",
+        **({} if num_gpus() else {"DS_ACCELERATOR": "cpu"}),  # said aloud, or DeepSpeed wonders in every process
     }
     child = subprocess.Popen(launch_command(launch), env=environment, start_new_session=True)
     asked = 0

@@ -50,9 +50,7 @@ def _initial_value(name: str, shape: torch.Size, *, generator: torch.Generator, 
     """The initial value, float32 on the CPU, of a parameter of the given name and shape."""
     value = torch.zeros(shape, device="cpu", dtype=torch.float32)
     match name.split("."):
-        case (
-            ["cls_token"] | ["head", "weight"] | ["head", "logits", "weight"] | ["head", "pre_logits", "bias"]
-        ):
+        case ["cls_token"] | ["head", "weight"] | ["head", "logits", "weight"] | ["head", "pre_logits", "bias"]:
             return value
         case ["head", "bias"] | ["head", "logits", "bias"]:
             return value.fill_(head_bias)
@@ -75,9 +73,7 @@ def _initial_value(name: str, shape: torch.Size, *, generator: torch.Generator, 
         case ["norm", "bias"] | ["blocks", _, "norm1" | "norm2", "bias"]:
             return value
         case _:
-            raise ValueError(
-                f"no initial value is defined for the parameter {name!r} of shape {tuple(shape)}"
-            )
+            raise ValueError(f"no initial value is defined for the parameter {name!r} of shape {tuple(shape)}")
 
 
 def _lecun_normal(value: Tensor, *, generator: torch.Generator) -> Tensor:

@@ -34,8 +34,7 @@ def loss_function(kind: LossKind, *, label_smoothing: float = 0.0) -> LossFuncti
         case "sigmoid":
             if not 0.0 <= label_smoothing < 0.5:
                 raise ValueError(
-                    "label_smoothing must be at least 0 and below 0.5 for the sigmoid loss, "
-                    f"not {label_smoothing}"
+                    f"label_smoothing must be at least 0 and below 0.5 for the sigmoid loss, not {label_smoothing}"
                 )
             return partial(sigmoid_cross_entropy, label_smoothing=label_smoothing)
 

@@ -66,7 +66,5 @@ def resize_state(
         )
     old, new = from_image_size // patch_size, to_image_size // patch_size
     resized = dict(state_dict)
-    resized[POS_EMBED_KEY] = interpolate_pos_embed(
-        state_dict[POS_EMBED_KEY], new_grid=(new, new), old_grid=(old, old)
-    )
+    resized[POS_EMBED_KEY] = interpolate_pos_embed(state_dict[POS_EMBED_KEY], new_grid=(new, new), old_grid=(old, old))
     return resized

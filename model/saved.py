@@ -85,9 +85,7 @@ def save_model(folder: Path, state_dict: Mapping[str, Tensor], *, meta: SavedMod
     folder = Path(folder)
     _check_state(state_dict, meta=meta, origin="the state dict to be saved")
     if folder.exists() and not _may_be_replaced(folder):
-        raise ValueError(
-            f"{folder} exists and is not a saved model of shardvit: remove it or choose another folder"
-        )
+        raise ValueError(f"{folder} exists and is not a saved model of shardvit: remove it or choose another folder")
 
     beside = folder.with_name(f".{folder.name}.writing")
     replaced = folder.with_name(f".{folder.name}.replaced")
@@ -214,9 +212,7 @@ def _check_state(state_dict: Mapping[str, Tensor], *, meta: SavedModelMeta, orig
     from model.vit import build_vit
 
     with torch.device("meta"):
-        model = build_vit(
-            meta.model, image_size=meta.image_size, num_classes=meta.num_classes, head=meta.head
-        )
+        model = build_vit(meta.model, image_size=meta.image_size, num_classes=meta.num_classes, head=meta.head)
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     found = {name: tuple(tensor.shape) for name, tensor in state_dict.items()}
     if expected == found:

@@ -31,9 +31,7 @@ class Variant:
 
 
 _VIT = "An Image is Worth 16x16 Words (arXiv 2010.11929), Table 1"
-_AUGREG = (
-    "How to train your ViT? (arXiv 2106.10270), table of configurations; first in DeiT (arXiv 2012.12877)"
-)
+_AUGREG = "How to train your ViT? (arXiv 2106.10270), table of configurations; first in DeiT (arXiv 2012.12877)"
 _SCALING = "Scaling Vision Transformers (arXiv 2106.04560), table of model architectures"
 
 # The names are case-sensitive, as in the papers: g (giant, 1.0 billion) is not G (gigantic, 1.8 billion).
@@ -56,9 +54,7 @@ def parse_variant(name: str) -> tuple[Variant, int]:
     """
     match = re.fullmatch(r"([A-Za-z]+)/([1-9][0-9]*)", name)
     if match is None:
-        raise ValueError(
-            f"variant {name!r} must be a name, a slash and a patch size in pixels, such as 'B/16'"
-        )
+        raise ValueError(f"variant {name!r} must be a name, a slash and a patch size in pixels, such as 'B/16'")
     letters, patch_size = match.groups()
     if letters not in VARIANTS:
         near = difflib.get_close_matches(letters.capitalize(), VARIANTS, n=1, cutoff=0.3)

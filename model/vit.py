@@ -72,9 +72,7 @@ def build_vit(
         if head == "mlp":
             model.set_submodule("head", MlpHead(config.sizes.width, num_classes))
     assert model.pos_embed is not None and model.cls_token is not None
-    nn.init.zeros_(
-        model.pos_embed
-    )  # timm leaves these two as uninitialised memory when it skips its own init
+    nn.init.zeros_(model.pos_embed)  # timm leaves these two as uninitialised memory when it skips its own init
     nn.init.zeros_(model.cls_token)
     return model
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 from pathlib import Path
 from typing import Any
 
@@ -37,25 +36,13 @@ class AccelerateEngine:
         from accelerate import Accelerator
         from accelerate.utils import DistributedDataParallelKwargs
 
-        place = ranks.place
-        # accelerate learns its place from these names alone.
-        os.environ.update(
-            RANK=str(place.rank),
-            WORLD_SIZE=str(place.world_size),
-            LOCAL_RANK=str(place.local_rank),
-            LOCAL_WORLD_SIZE=str(place.local_world_size),
-            MASTER_ADDR=place.master_addr,
-            MASTER_PORT=str(place.master_port),
-        )
         self._accelerator: Any = Accelerator(
             cpu=not torch.cuda.is_available(),
             mixed_precision=_MIXED_PRECISION[config.precision],
-            kwargs_handlers=[
-                DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
-            ],
+            kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
         )
-        if self._accelerator.num_processes != place.world_size:
-            raise RuntimeError(f"accelerate sees {self._accelerator.num_processes} of {place.world_size} processes")
+        if self._accelerator.num_processes != ranks.place.world_size:
+            raise RuntimeError(f"accelerate sees {self._accelerator.num_processes} of {ranks.place.world_size} processes")
         self.device = torch.device(self._accelerator.device)
         self._ranks = ranks
         self._accumulation_steps = plan.accumulation_steps

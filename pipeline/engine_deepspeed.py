@@ -3,9 +3,12 @@
 DeepSpeed owns the sharded state, precision, accumulation and clipping; the learning rate, the data, the checkpoints'
 commit and what counts as progress are ours. What is mended here, because DeepSpeed 0.19 leaves it open:
 
-- ZeRO stage 0 in float32 does not look at its gradients, so one NaN would spoil the weights for ever: we look.
+- ZeRO stage 0 in float32 does not look at its gradients, so one NaN would spoil the weights for ever: we look,
+  and clip.
 - `load_checkpoint` returns None instead of failing when it finds nothing: that is an error here.
-- The float32 master weights of stage 0 in bf16 are not among those that its own helpers find.
+- Stage 0 in half precision: its master weights are not among those that DeepSpeed's helpers find, and its Adam begins
+  with a step already counted.
+- Master weights are made from the rounded half-precision ones: they get their exact values back.
 - On CPUs it compiles an all-reduce over shared memory at the first start (half a minute, a C++ compiler) and leaves a
   69 MB file in /dev/shm per rank and run: switched off, gloo does the same.
 """
@@ -25,7 +28,7 @@ from pipeline.optim import build_optimizer
 from pipeline.plan import StagePlan
 from pipeline.ranks import Ranks
 from pipeline.recipe import EngineConfig, OptimizerConfig
-from pipeline.zero_config import deepspeed_config
+from pipeline.zero_config import checks_gradients, deepspeed_config
 
 _TAG = "deepspeed"  # DeepSpeed's name for the folder of one checkpoint inside ours
 _INPUT_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -40,20 +43,27 @@ class DeepSpeedEngine:
         deepspeed = _import_deepspeed()
         # Wraps the process group that `Ranks` has joined.
         deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
+        self._ranks = ranks
         self._accumulation_steps = plan.accumulation_steps
         self._micro_step = 0
-        self._checks_itself = config.zero_stage > 0 or config.precision != "fp32"
+        self._checks_itself = checks_gradients(config)
+        self._clip_grad_norm = optimizer.clip_grad_norm
         client = build_optimizer(model, optimizer)
         self._group_settings = [
             {key: value for key, value in group.items() if key != "params"} for group in client.param_groups
         ]
         self.input_dtype = _INPUT_DTYPES[config.precision]
+        exact = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        deepspeed.utils.logger.setLevel(logging.ERROR)  # it warns of SGD, which its tests do not cover and ours do
         self._engine: Any = deepspeed.initialize(
             model=model,
             optimizer=client,
             config=deepspeed_config(config, optimizer=optimizer, plan=plan),
         )[0]
+        deepspeed.utils.logger.setLevel(logging.WARNING)
         self.device = torch.device(self._engine.device)
+        if config.precision != "fp32":
+            self._set_masters(exact)
 
     @property
     def module(self) -> nn.Module:
@@ -87,11 +97,14 @@ class DeepSpeedEngine:
             return StepResult(
                 applied=bool(self._engine.was_step_applied()), grad_norm=float(self._engine.get_global_grad_norm())
             )
-        grads = [p.grad for p in self._engine.module.parameters() if p.grad is not None]
-        grad_norm = float(torch.nn.utils.get_total_norm(grads))
+        parameters = [p for p in self._engine.module.parameters() if p.grad is not None]
+        total_norm = torch.nn.utils.get_total_norm([p.grad for p in parameters])
+        grad_norm = float(total_norm)
         if not math.isfinite(grad_norm):
-            for parameter in self._engine.module.parameters():
+            for parameter in parameters:
                 parameter.grad = None  # torch's optimizers pass over parameters without a gradient
+        elif self._clip_grad_norm:
+            torch.nn.utils.clip_grads_with_norm_(parameters, self._clip_grad_norm, total_norm)
         self._engine.step()
         return StepResult(applied=math.isfinite(grad_norm), grad_norm=grad_norm)
 
@@ -121,6 +134,31 @@ class DeepSpeedEngine:
             state[name] = (parameter if full is None else full).detach().to("cpu", torch.float32).clone()
         state.update({name: buffer.detach().cpu().clone() for name, buffer in self._engine.module.named_buffers()})
         return state
+
+    def _set_masters(self, exact: dict[str, torch.Tensor]) -> None:
+        """Give the master weights the float32 values that DeepSpeed made them from after rounding."""
+        from deepspeed.utils import (
+            safe_get_local_fp32_param,
+            safe_set_full_fp32_param,
+            safe_set_local_fp32_param,
+        )
+
+        masters = self._unsharded_masters()
+        if masters:
+            # This wrapper has taken a step on zero gradients to allocate Adam's state, which shifts its bias correction.
+            self._engine.optimizer.optimizer.state.clear()
+        for name, parameter in self._engine.module.named_parameters():
+            if id(parameter) in masters:
+                masters[id(parameter)].data.copy_(exact[name])
+            elif hasattr(parameter, "ds_id"):
+                # Stage 3. Its setter of whole parameters fails where the ranks do not divide the size: cut the part out.
+                local = safe_get_local_fp32_param(parameter)
+                padded = torch.zeros(local.numel() * self._ranks.place.world_size)
+                padded[: exact[name].numel()] = exact[name].flatten()
+                part = padded.view(self._ranks.place.world_size, -1)[self._ranks.place.rank]
+                safe_set_local_fp32_param(parameter, part.to(local.device))
+            else:
+                safe_set_full_fp32_param(parameter, exact[name].to(self.device))
 
     def _unsharded_masters(self) -> dict[int, torch.Tensor]:
         """Stage 0 in half precision: id of the half parameter -> its float32 master."""

@@ -1,12 +1,13 @@
 """Every logged value, kept in one text file per stage: RUNS/NAME/STAGE/metrics.jsonl.
 
-One row per `append`: {"step": 400, "images_seen": 25600, "time": 1760000000.5, "metrics": {"train/loss": 0.25}}.
-The file is the truth about the curves: MLflow is filled from it (pipeline/tracking.py), tables and figures read it.
+One row per `append`: {"step": 400, "images_seen": 25600, "time": 1760000000.5, "metrics": {"train/loss":
+0.25}}. The file is the truth about the curves: what MLflow missed is sent from it, tables and figures read
+it.
 
-Costs one `write` of a few hundred bytes per row. A process that is killed loses nothing that was appended; a machine
-that loses power may lose the last seconds, since rows are not fsynced.
-NaN and infinities are written as Python's json writes them (NaN, Infinity), which strict JSON readers refuse.
-It does not know what the names mean, and does not thin out anything.
+Costs one `write` of a few hundred bytes per row. A process that is killed loses nothing that was appended; a
+machine that loses power may lose the last seconds, since rows are not fsynced. NaN and infinities are written
+as Python's json writes them (NaN, Infinity), which strict JSON readers refuse. It does not know what the
+names mean, and does not thin out anything.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO
+from typing import BinaryIO, Self
 
 
 @dataclass(frozen=True)
@@ -31,21 +32,10 @@ class MetricRow:
     metrics: Mapping[str, float]
 
 
-@dataclass(frozen=True)
-class MetricsTail:
-    """Rows found after an offset, the offset to go on from, and how many whole lines could not be read."""
-
-    rows: list[MetricRow]
-    end_offset_bytes: int
-    broken_rows: int
-
-
 class MetricsLog:
     """The open file of one stage; made by `open_metrics_log`. Only rank 0 has one."""
 
-    def __init__(
-        self, path: Path, *, dropped_later_rows: int, dropped_broken_rows: int
-    ) -> None:
+    def __init__(self, path: Path, *, dropped_later_rows: int, dropped_broken_rows: int) -> None:
         self.path = path
         self.dropped_later_rows = dropped_later_rows
         """Rows beyond the step resumed from; the training computes them again."""
@@ -55,17 +45,17 @@ class MetricsLog:
         self._file: BinaryIO = open(path, "ab", buffering=0)  # noqa: SIM115  (closed by close())
         self._torn = False
 
-    def append(
-        self, *, step: int, images_seen: int, metrics: Mapping[str, float]
-    ) -> MetricRow:
-        """Write one row, stamped with the present time, and return it. Raises OSError when the disk is full."""
+    def append(self, *, step: int, images_seen: int, metrics: Mapping[str, float]) -> MetricRow:
+        """Write one row, stamped with the present time, and return it. Raises OSError when the disk is
+        full."""
         row = MetricRow(
             step=int(step),
             images_seen=int(images_seen),
             time=time.time(),
             metrics={name: float(value) for name, value in metrics.items()},
         )
-        # After a disk that was full for a moment: end the half-written row, so that this one stands on its own line.
+        # After a disk that was full for a moment: end the half-written row, so that this one stands on its
+        # own line.
         line = (b"\n" if self._torn else b"") + _encode(row)
         self._torn = True
         while line:
@@ -77,7 +67,7 @@ class MetricsLog:
         """Close the file; closing twice is harmless."""
         self._file.close()
 
-    def __enter__(self) -> MetricsLog:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -92,9 +82,9 @@ class MetricsLog:
 def open_metrics_log(path: Path, *, resume_step: int) -> MetricsLog:
     """Open `path` for appending, after dropping what will be computed again.
 
-    Rows with step > `resume_step` go (a stage that starts from nothing passes -1, which empties the file), and so do
-    rows that cannot be read, the torn last line of a killed process above all. The file is rewritten beside and
-    renamed, so a kill in between leaves the old one; when there is nothing to drop it is not rewritten.
+    Rows with step > `resume_step` go (-1 empties the file), and so do rows that cannot be read, the torn last
+    line of a killed process above all. The file is rewritten beside and renamed, so a kill in between leaves
+    the old one; when there is nothing to drop it is not rewritten.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     if not path.exists():
@@ -125,44 +115,31 @@ def open_metrics_log(path: Path, *, resume_step: int) -> MetricsLog:
 def read_metrics(path: Path) -> list[MetricRow]:
     """All rows of a file, in the order written; none when the file does not exist.
 
-    Rows are not merged: a step that logs training and evaluation apart has two. A torn last line is passed over; a
-    damaged line anywhere else raises ValueError, for a curve with silent holes is worse than none.
+    Rows are not merged: a step that logs training and evaluation apart has two. A torn last line is passed
+    over; a damaged line before it raises ValueError, for a curve with silent holes is worse than none.
     """
-    tail = read_metrics_tail(path, offset_bytes=0)
-    if tail.broken_rows:
-        raise ValueError(
-            f"{path} has {tail.broken_rows} damaged line(s); mend or remove them"
-        )
-    return tail.rows
-
-
-def read_metrics_tail(
-    path: Path, *, offset_bytes: int, max_rows: int | None = None
-) -> MetricsTail:
-    """Whole rows after `offset_bytes`, at most `max_rows`; a line still being written is left for the next call."""
     rows: list[MetricRow] = []
-    broken = 0
-    end = offset_bytes
-    for line in _lines_from(path, offset_bytes):
-        row = _decode(line)
-        if not line.endswith(b"\n") or (max_rows is not None and len(rows) >= max_rows):
-            break
-        end += len(line)
-        if row is None:
-            broken += 1
-        else:
+    for number, (line, row) in enumerate(_decoded_lines(path), start=1):
+        if row is not None:
             rows.append(row)
-    return MetricsTail(rows=rows, end_offset_bytes=end, broken_rows=broken)
+        elif line.endswith(b"\n"):
+            raise ValueError(f"{path}, line {number} is damaged: remove that line")
+    return rows
 
 
-def _lines_from(path: Path, offset_bytes: int) -> Iterator[bytes]:
+def iter_metrics(path: Path) -> Iterator[MetricRow]:
+    """The readable rows of a file one by one, also while it is being written; none when it does not exist."""
+    return (row for _, row in _decoded_lines(path) if row is not None)
+
+
+def _decoded_lines(path: Path) -> Iterator[tuple[bytes, MetricRow | None]]:
     try:
         file = path.open("rb")
     except FileNotFoundError:
         return
     with file:
-        file.seek(offset_bytes)
-        yield from file
+        for line in file:
+            yield line, _decode(line)
 
 
 def _encode(row: MetricRow) -> bytes:
@@ -184,9 +161,7 @@ def _decode(line: bytes) -> MetricRow | None:
             step=int(record["step"]),
             images_seen=int(record["images_seen"]),
             time=float(record["time"]),
-            metrics={
-                str(name): float(value) for name, value in record["metrics"].items()
-            },
+            metrics={str(name): float(value) for name, value in record["metrics"].items()},
         )
     except (ValueError, OverflowError, KeyError, TypeError, AttributeError):
         return None

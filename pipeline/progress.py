@@ -1,12 +1,12 @@
 """How far a stage is: one bar on a terminal, plain lines in a file, with the same content.
 
-A line: `pretrain step 400/1000 (40.0%) | loss 0.2513 | 512.3 images/s | ETA 0:01:33 | lr 3.00e-04 | data wait 2.1% |
-25,600 images | elapsed 0:01:02`. The ETA leaves out start-up: it is measured from the first update on, over the last
-minute, so evaluations and checkpoints count as they come, and a slow first step does not.
+A line: `pretrain step 400/1000 (40.0%) | loss 0.2513 | 512.3 images/s | ETA 0:01:33 | lr 3.00e-04 | data wait
+2.1% | 25,600 images | elapsed 0:01:02`. The ETA leaves out start-up: it is measured from the first update on,
+over the last minute, so evaluations and checkpoints count as they come, and a slow first step does not.
 
-Costs about 20 microseconds per update; the terminal is redrawn ten times a second at most, a file gets one line per
-`every_seconds`. It computes nothing: loss and speed are handed in as plain floats (reading them from a GPU is the
-caller's cost, so call it at the logging interval). Only rank 0 has one.
+Costs about 20 microseconds per update; the terminal is redrawn ten times a second at most, a file gets one
+line per `every_seconds`. It computes nothing: loss and speed are handed in as plain floats (reading them from
+a GPU is the caller's cost, so call it at the logging interval). Only rank 0 has one.
 """
 
 from __future__ import annotations
@@ -49,9 +49,7 @@ class Progress:
         self._shown_step = start_step
         self._bar: Any = None
         if display == "bar" or (display == "auto" and _is_terminal(stream)):
-            self._bar = _open_bar(
-                stage, total_steps=total_steps, start_step=start_step, stream=stream
-            )
+            self._bar = _open_bar(stage, total_steps=total_steps, start_step=start_step, stream=stream)
 
     def update(
         self,
@@ -82,22 +80,22 @@ class Progress:
             self._bar.update(step - self._shown_step)
             self._shown_step = step
             return
-        self._unprinted = (
-            f"{self._stage} {format_count(step, self._total_steps)} | {values}"
-        )
+        self._unprinted = f"{self._stage} {format_count(step, self._total_steps)} | {values}"
         due = self._printed_at is None or now - self._printed_at >= self._every_seconds
         if due or step >= self._total_steps:
             self._print_waiting_line(now)
 
     def note(self, text: str) -> None:
-        """Print a line of its own (evaluation result, checkpoint saved) without breaking the bar. Thread-safe."""
+        """Print a line of its own (evaluation result, checkpoint saved) without breaking the bar. Thread-
+        safe."""
         if self._bar is not None:
             self._bar.write(text, file=self._stream)
         else:
             self._print(text)
 
     def close(self) -> None:
-        """Leave the last state on the screen; the last update is always printed. Closing twice is harmless."""
+        """Leave the last state on the screen; the last update is always printed. Closing twice is
+        harmless."""
         if self._bar is not None:
             self._bar.refresh()
             self._bar.close()
@@ -123,7 +121,8 @@ class RecentSpeed:
         self._seen: deque[tuple[int, float]] = deque()
 
     def add(self, step: int, now: float) -> None:
-        """Step `step` was done at `now` (seconds of any clock). A step that goes back (a rollback) starts anew."""
+        """Step `step` was done at `now` (seconds of any clock). A step that goes back (a rollback) starts
+        anew."""
         if self._seen and step < self._seen[-1][0]:
             self._seen.clear()
         self._seen.append((step, now))

@@ -6,6 +6,7 @@ GPU's stream. Every method is collective: all ranks call it, in the same order.
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 
 import torch
@@ -25,6 +26,16 @@ class Ranks:
     def __init__(self, place: Place, *, timeout_seconds: float) -> None:
         self.place = place
         timeout = timedelta(seconds=timeout_seconds)
+        # DeepSpeed and accelerate learn their place from these names alone, whatever started us.
+        os.environ.update(
+            RANK=str(place.rank),
+            WORLD_SIZE=str(place.world_size),
+            LOCAL_RANK=str(place.local_rank),
+            LOCAL_WORLD_SIZE=str(place.local_world_size),
+            LOCAL_SIZE=str(place.local_world_size),
+            MASTER_ADDR=place.master_addr,
+            MASTER_PORT=str(place.master_port),
+        )
         cuda = torch.cuda.is_available()
         if cuda:
             torch.cuda.set_device(place.local_rank)

@@ -14,13 +14,19 @@ from pipeline.recipe import EngineConfig, OptimizerConfig
 _BUCKET_ELEMENTS = 25_000_000
 
 
+def checks_gradients(engine: EngineConfig) -> bool:
+    """Whether DeepSpeed itself skips a step whose gradient is not finite; stage 0 in float32 does not look."""
+    return engine.zero_stage > 0 or engine.precision != "fp32"
+
+
 def deepspeed_config(engine: EngineConfig, *, optimizer: OptimizerConfig, plan: StagePlan) -> dict[str, Any]:
     """The dictionary for `deepspeed.initialize`."""
     config: dict[str, Any] = {
         "train_batch_size": plan.global_batch_images,
         "train_micro_batch_size_per_gpu": plan.micro_batch_size,
         "gradient_accumulation_steps": plan.accumulation_steps,
-        "gradient_clipping": optimizer.clip_grad_norm,  # explicit: the default became 1.0 in 2026
+        # Explicit: the default became 1.0 in 2026. Where the engine looks at the gradients itself, it clips as well.
+        "gradient_clipping": optimizer.clip_grad_norm if checks_gradients(engine) else 0.0,
         "zero_optimization": {
             "stage": engine.zero_stage,
             "reduce_bucket_size": _BUCKET_ELEMENTS,

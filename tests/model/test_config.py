@@ -73,9 +73,7 @@ def test_grid_size() -> None:
     sizes = ModelConfig(variant="L/16").sizes
     assert (sizes.grid_size(224), sizes.grid_size(384)) == (14, 24)
     for image_size in (225, 0, -16, 8):
-        with pytest.raises(
-            ValueError, match=f"image size {image_size} is not a multiple of the patch size 16"
-        ):
+        with pytest.raises(ValueError, match=f"image size {image_size} is not a multiple of the patch size 16"):
             sizes.grid_size(image_size)
 
 

@@ -16,9 +16,7 @@ SMALL = ModelConfig(width=48, depth=1, heads=4, patch_size=4)
 def test_replace_head_drops_every_layer_of_the_old_head(head: str) -> None:
     model = build_vit(SMALL, image_size=16, num_classes=7, head=head)
     initialise(model, seed=0, head_bias=-10.0)
-    trunk = {
-        name: value.clone() for name, value in model.state_dict().items() if not name.startswith("head.")
-    }
+    trunk = {name: value.clone() for name, value in model.state_dict().items() if not name.startswith("head.")}
 
     replace_head(model, 3)
 
@@ -40,6 +38,15 @@ def test_replaced_head_keeps_dtype_and_device() -> None:
         model = build_vit(SMALL, image_size=16, num_classes=7, head="mlp")
     replace_head(model, 3)
     assert model.head.weight.device.type == "meta"
+
+
+def test_replacing_a_head_leaves_the_global_random_stream_alone() -> None:
+    model = build_vit(SMALL, image_size=16, num_classes=7, head="mlp")
+    torch.manual_seed(3)
+    expected = torch.randn(4)
+    torch.manual_seed(3)
+    replace_head(model, 3)
+    assert torch.equal(torch.randn(4), expected)
 
 
 def test_a_replaced_head_learns_though_it_starts_at_zero() -> None:

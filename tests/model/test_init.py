@@ -61,15 +61,11 @@ def test_half_precision_gets_the_rounded_float32_values() -> None:
     ).to(torch.bfloat16)
     initialise(model, seed=7)
     full = _state(seed=7)
-    assert all(
-        torch.equal(value, full[name].to(torch.bfloat16)) for name, value in model.state_dict().items()
-    )
+    assert all(torch.equal(value, full[name].to(torch.bfloat16)) for name, value in model.state_dict().items())
 
 
 def test_an_unknown_parameter_is_an_error() -> None:
-    model = build_vit(
-        ModelConfig(width=48, depth=1, heads=4, patch_size=4), image_size=16, num_classes=5, head="mlp"
-    )
+    model = build_vit(ModelConfig(width=48, depth=1, heads=4, patch_size=4), image_size=16, num_classes=5, head="mlp")
     model.register_parameter("surprise", nn.Parameter(torch.zeros(3)))
     with pytest.raises(ValueError, match="no initial value is defined for the parameter 'surprise'"):
         initialise(model, seed=0)

@@ -22,9 +22,7 @@ def test_a_plane_stays_a_plane_from_corner_to_corner() -> None:
 @pytest.mark.parametrize("num_prefix_tokens", [0, 1, 2])
 def test_the_rows_before_the_grid_are_kept_bit_for_bit(num_prefix_tokens: int) -> None:
     pos_embed = torch.randn(1, num_prefix_tokens + 16, 8)
-    resized = interpolate_pos_embed(
-        pos_embed, new_grid=(6, 6), old_grid=(4, 4), num_prefix_tokens=num_prefix_tokens
-    )
+    resized = interpolate_pos_embed(pos_embed, new_grid=(6, 6), old_grid=(4, 4), num_prefix_tokens=num_prefix_tokens)
     assert resized.shape == (1, num_prefix_tokens + 36, 8)
     assert torch.equal(resized[:, :num_prefix_tokens], pos_embed[:, :num_prefix_tokens])
 

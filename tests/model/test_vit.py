@@ -77,9 +77,7 @@ def test_logits_are_the_head_of_the_normed_class_token(head: str) -> None:
 def _after_last_block(model: nn.Module, images: torch.Tensor) -> torch.Tensor:
     tokens = model.patch_embed(images)
     tokens = torch.cat([model.cls_token.expand(len(images), -1, -1), tokens], dim=1) + model.pos_embed
-    for block in model.blocks:
-        tokens = block(tokens)
-    return tokens
+    return model.blocks(tokens)
 
 
 def test_building_and_initialising_leave_the_global_random_stream_alone() -> None:

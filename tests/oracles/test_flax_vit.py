@@ -1,7 +1,7 @@
 """Our model against a ViT made of flax's own parts: logits, every gradient, and initial distributions.
 
-flax is the library Google's code is made of, so its defaults (LayerNorm epsilon, tanh GELU, lecun_normal, fans
-of multi-head kernels) are the reference. The flax model is written here from the architecture's description.
+flax is the library Google's code is made of, so its defaults (LayerNorm epsilon, tanh GELU, lecun_normal,
+fans of multi-head kernels) are the reference. The flax model is written here from the architecture's description.
 """
 
 from collections.abc import Iterator
@@ -122,8 +122,8 @@ def _leaves(tree: Any) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def _randomise(model: torch.nn.Module) -> None:
-    """Random weights everywhere (heads and biases start at zero, which would hide mistakes). Tokens are small, of
-    variance about 1e-4, so that LayerNorm's epsilon matters."""
+    """Random weights everywhere (heads and biases start at zero, which would hide mistakes). Tokens are small,
+    of variance about 1e-4, so that LayerNorm's epsilon matters."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -148,7 +148,7 @@ def test_logits_and_all_gradients(head: HeadKind) -> None:
     parameters = _to_flax(dict(model.named_parameters()), depth=3, heads=4)
     pixels = jnp.asarray(images.numpy().transpose(0, 2, 3, 1))
 
-    def weighted_sum(tree: Any) -> tuple[jax.Array, jax.Array]:
+    def weighted_sum(tree: Any) -> tuple[Any, Any]:
         output = theirs.apply({"params": tree}, pixels)
         return (output * jnp.asarray(weights.numpy())).sum(), output
 
@@ -183,8 +183,8 @@ def test_initial_weights_have_flaxs_distributions(head: HeadKind) -> None:
             assert np.array_equal(value, theirs_value), name
             continue
         count = value.size
-        # The relative error of a sample's standard deviation is at most 1 / sqrt(2 n) for these distributions;
-        # of the quotient of two of them 1 / sqrt(n).
+        # The relative error of a sample's standard deviation is at most 1 / sqrt(2 n) for these distributions,
+        # that of the quotient of two of them 1 / sqrt(n).
         assert abs(value.std() / theirs_value.std() - 1) < 4.5 / np.sqrt(count), name
         assert abs(value.mean() - theirs_value.mean()) < 4.5 * theirs_value.std() * np.sqrt(2 / count), name
         assert ks_2samp(value.ravel(), theirs_value.ravel()).pvalue > 1e-3, name

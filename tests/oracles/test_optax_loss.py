@@ -25,9 +25,7 @@ def _sigmoid(logits: jax.Array, targets: jax.Array, smoothing: float) -> jax.Arr
 @pytest.mark.parametrize(("kind", "theirs"), [("softmax", _softmax), ("sigmoid", _sigmoid)])
 @pytest.mark.parametrize("label_smoothing", [0.0, 1e-4, 0.1])
 @pytest.mark.parametrize("targets", ["indices", "mixed", "several per image"])
-def test_values_and_gradients(
-    kind: LossKind, theirs: Callable[..., Any], label_smoothing: float, targets: str
-) -> None:
+def test_values_and_gradients(kind: LossKind, theirs: Callable[..., Any], label_smoothing: float, targets: str) -> None:
     generator = torch.Generator().manual_seed(0)
     logits = (3 * torch.randn(8, 11, generator=generator)).requires_grad_()
     indices = torch.randint(0, 11, (8,), generator=generator)

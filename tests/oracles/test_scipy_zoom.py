@@ -44,9 +44,7 @@ def test_equals_scipy_zoom_on_oblong_grids() -> None:
 def test_half_pixel_interpolation_would_be_noticed() -> None:
     """The kernel of timm's and open_clip's loaders is another one: the comparison above can tell."""
     grid = torch.randn(14, 14, 6, generator=torch.Generator().manual_seed(0))
-    half_pixel = F.interpolate(
-        grid.permute(2, 0, 1)[None], size=(24, 24), mode="bilinear", align_corners=False
-    )
+    half_pixel = F.interpolate(grid.permute(2, 0, 1)[None], size=(24, 24), mode="bilinear", align_corners=False)
     theirs = zoom(grid.numpy(), (24 / 14, 24 / 14, 1), order=1)
     difference = np.abs(half_pixel[0].permute(1, 2, 0).numpy() - theirs).mean() / np.abs(theirs).mean()
     assert difference > 0.1

@@ -67,9 +67,7 @@ def _pair(head: HeadKind, *, dropout: float = 0.0) -> tuple[nn.Module, nn.Module
             if "norm" in name and name.endswith("weight"):
                 parameter += 1
     theirs = _theirs(head, dropout=dropout)
-    theirs.load_state_dict(
-        {_their_name(name): value for name, value in ours.state_dict().items()}, strict=True
-    )
+    theirs.load_state_dict({_their_name(name): value for name, value in ours.state_dict().items()}, strict=True)
     return ours, theirs
 
 
@@ -103,9 +101,7 @@ def test_dropout_falls_on_the_same_places(head: HeadKind) -> None:
 def test_resized_position_embeddings(old: int, new: int) -> None:
     pos_embed = torch.randn(1, 1 + (old // 16) ** 2, 8, generator=torch.Generator().manual_seed(3))
     ours = resize_state({"pos_embed": pos_embed}, from_image_size=old, to_image_size=new, patch_size=16)
-    theirs = interpolate_embeddings(
-        new, 16, {"encoder.pos_embedding": pos_embed}, interpolation_mode="bilinear"
-    )
+    theirs = interpolate_embeddings(new, 16, {"encoder.pos_embedding": pos_embed}, interpolation_mode="bilinear")
     torch.testing.assert_close(ours["pos_embed"], theirs["encoder.pos_embedding"], rtol=0, atol=1e-5)
 
 

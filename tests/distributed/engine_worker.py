@@ -1,0 +1,171 @@
+"""One rank of the engines' tests: trains the same tiny model under every backend, stage and precision.
+
+Started by test_engines.py as `python engine_worker.py OUT RANK WORLD PORT`. Rank 0 writes OUT/results.pt:
+{case: {"losses", "resumed_losses", "weights", "nan": {...}}}.
+"""
+
+import copy
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+from model.config import ModelConfig
+from model.init import initialise
+from model.vit import build_vit
+from pipeline.engine import open_engine
+from pipeline.plan import StagePlan
+from pipeline.process import Place
+from pipeline.ranks import Ranks
+from pipeline.recipe import Recipe
+
+STEPS = 10
+GLOBAL_BATCH, CLASSES, SIZE = 16, 5, 8
+CASES = [
+    *(("deepspeed", stage, precision) for stage in (0, 1, 2, 3) for precision in ("fp32", "bf16")),
+    ("accelerate", 0, "fp32"),
+]
+
+
+def recipe_for(backend: str, stage: int, precision: str) -> Recipe:
+    return Recipe.model_validate(
+        {
+            "name": "test",
+            "model": {"width": 16, "depth": 2, "heads": 2, "patch_size": 4},
+            "engine": {"backend": backend, "zero_stage": stage, "precision": precision},
+            "stages": {
+                "pretrain": {
+                    "train": "unused",
+                    "eval": "unused",
+                    "image_size": SIZE,
+                    "global_batch_size": GLOBAL_BATCH,
+                    "duration": f"{STEPS} steps",
+                    "optimizer": {"name": "adamw", "lr": 0.01, "weight_decay": 0.1, "clip_grad_norm": 1.0},
+                }
+            },
+        }
+    )
+
+
+def plan_for(world_size: int, accumulation: int) -> StagePlan:
+    return StagePlan(
+        world_size=world_size,
+        global_batch_images=GLOBAL_BATCH,
+        micro_batch_size=GLOBAL_BATCH // world_size // accumulation,
+        accumulation_steps=accumulation,
+        lanes=GLOBAL_BATCH,
+        total_steps=STEPS,
+        warmup_steps=0,
+        log_steps=1,
+        eval_steps=0,
+        save_steps=0,
+        samples_per_epoch=100,
+    )
+
+
+def build_model(recipe: Recipe) -> torch.nn.Module:
+    model = build_vit(recipe.model, image_size=SIZE, num_classes=CLASSES, head="linear")
+    initialise(model, seed=3)
+    generator = torch.Generator().manual_seed(5)  # a zero head would hide the trunk's gradients at first
+    torch.nn.init.normal_(model.head.weight, std=0.5, generator=generator)
+    return model
+
+
+def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 + step)
+    images = torch.randn(GLOBAL_BATCH, 3, SIZE, SIZE, generator=generator)
+    return images, torch.randint(0, CLASSES, (GLOBAL_BATCH,), generator=generator)
+
+
+def lr_at(step: int) -> float:
+    return 0.01 * (1 - step / (2 * STEPS))
+
+
+def run_steps(engine, ranks: Ranks, plan: StagePlan, steps, *, poison_rank: int | None = None) -> list[dict]:
+    rows = []
+    for step in steps:
+        images, labels = batch(step)
+        first = ranks.place.rank * plan.micro_batch_size * plan.accumulation_steps
+        losses = []
+        for micro in range(plan.accumulation_steps):
+            start = first + micro * plan.micro_batch_size
+            part = slice(start, start + plan.micro_batch_size)
+            inputs = images[part].to(engine.input_dtype)
+            if poison_rank == ranks.place.rank:
+                inputs = inputs * float("nan")
+            loss = torch.nn.functional.cross_entropy(engine.forward(inputs).float(), labels[part])
+            engine.backward(loss)
+            losses.append(loss.detach())
+        result = engine.step(lr=lr_at(step))
+        mean = float(ranks.gather(torch.stack(losses)).mean())
+        rows.append({"loss": mean, "grad_norm": result.grad_norm, "applied": result.applied})
+    return rows
+
+
+def run_case(case: tuple[str, int, str], ranks: Ranks, folder: Path) -> dict:
+    recipe = recipe_for(*case)
+    plan = plan_for(ranks.place.world_size, accumulation=2)
+
+    def fresh():
+        return open_engine(recipe, stage="pretrain", plan=plan, model=build_model(recipe), ranks=ranks)
+
+    engine = fresh()
+    at_start = copy.deepcopy(engine.weights())
+    rows = run_steps(engine, ranks, plan, range(STEPS // 2))
+    engine.save(folder)
+    saved = copy.deepcopy(engine.weights())
+    rows += run_steps(engine, ranks, plan, range(STEPS // 2, STEPS))
+    weights = copy.deepcopy(engine.weights())
+
+    resumed = fresh()
+    resumed.load(folder)
+    restored = resumed.weights()
+    resumed_rows = run_steps(resumed, ranks, plan, range(STEPS // 2, STEPS))
+    resumed_weights = copy.deepcopy(resumed.weights())
+    poisoned = run_steps(resumed, ranks, plan, [STEPS], poison_rank=ranks.place.world_size - 1)
+    after_poison = copy.deepcopy(resumed.weights())
+    recovered = run_steps(resumed, ranks, plan, [STEPS + 1])
+    decays = [group["weight_decay"] for group in decay_groups(resumed)]
+    return {
+        "at_start": at_start,
+        "rows": rows,
+        "saved": saved,
+        "restored": restored,
+        "weights": weights,
+        "resumed_rows": resumed_rows,
+        "resumed_weights": resumed_weights,
+        "poisoned": poisoned,
+        "after_poison": after_poison,
+        "recovered": recovered,
+        "decays": decays,
+    }
+
+
+def decay_groups(engine) -> list[dict]:
+    optimizer = engine._engine.optimizer if hasattr(engine, "_engine") else engine._optimizer
+    return optimizer.param_groups
+
+
+def main() -> None:
+    out, rank, world_size, port = Path(sys.argv[1]), *(int(word) for word in sys.argv[2:5])
+    torch.set_num_threads(1)
+    ranks = Ranks(
+        Place(rank=rank, world_size=world_size, local_rank=rank, local_world_size=world_size, master_port=port),
+        timeout_seconds=120,
+    )
+    results = {}
+    for case in CASES:
+        folder = out / "-".join(map(str, case))
+        folder.mkdir(exist_ok=True)
+        ranks.barrier()
+        results[case] = run_case(case, ranks, folder)
+    if rank == 0:
+        with tempfile.NamedTemporaryFile(dir=out, delete=False) as file:
+            torch.save(results, file)
+        Path(file.name).rename(out / "results.pt")
+    ranks.leave()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,168 @@
+"""Two real processes under every ZeRO stage, precision and backend, against plain torch in one process."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from launch.env import free_port
+from pipeline.ranks import Ranks
+
+WORKER = Path(__file__).with_name("engine_worker.py")
+WORLD_SIZE = 2
+
+_spec = importlib.util.spec_from_file_location("engine_worker", WORKER)
+worker = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(worker)
+
+FP32 = [case for case in worker.CASES if case[2] == "fp32"]
+BF16 = [case for case in worker.CASES if case[2] == "bf16"]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """What the two ranks computed, for all cases: one start of the processes serves the whole module."""
+    out = tmp_path_factory.mktemp("engines")
+    port = free_port()
+    environment = {**os.environ, "PYTHONPATH": str(WORKER.parents[2]), "DS_ACCELERATOR": "cpu"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(WORKER), str(out), str(rank), str(WORLD_SIZE), str(port)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(WORLD_SIZE)
+    ]
+    try:
+        outputs = [process.communicate(timeout=240)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert all(process.returncode == 0 for process in processes), "\n".join(outputs)
+    return torch.load(out / "results.pt", weights_only=False)
+
+
+@pytest.fixture(scope="module")
+def oracle():
+    """The same training in one process with nothing but torch."""
+    recipe = worker.recipe_for("deepspeed", 0, "fp32")
+    model = worker.build_model(recipe)
+    kernels = [m.weight for m in model.modules() if isinstance(m, torch.nn.Linear | torch.nn.Conv2d)]
+    others = [p for p in model.parameters() if all(p is not kernel for kernel in kernels)]
+    optimizer = torch.optim.AdamW(
+        [{"params": kernels, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}], lr=0.01
+    )
+    rows, saved = [], {}
+    for step in range(worker.STEPS):
+        if step == worker.STEPS // 2:
+            saved = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        images, labels = worker.batch(step)
+        loss = torch.nn.functional.cross_entropy(model(images), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for group in optimizer.param_groups:
+            group["lr"] = worker.lr_at(step)
+        optimizer.step()
+        rows.append({"loss": loss.item(), "grad_norm": grad_norm.item()})
+    return {"rows": rows, "saved": saved, "weights": model.state_dict()}
+
+
+def without_key_bias(weights):
+    """Softmax ignores a bias of the keys: its true gradient is zero, and Adam blows up the rounding that is left."""
+    kept = dict(weights)
+    for name, tensor in weights.items():
+        if name.endswith("attn.qkv.bias"):
+            query, _, value = tensor.chunk(3)
+            kept[name] = torch.cat([query, value])
+    return kept
+
+
+def losses(rows):
+    return [row["loss"] for row in rows]
+
+
+def worst_difference(left, right):
+    assert left.keys() == right.keys()
+    return max((left[name].float() - right[name].float()).abs().max().item() for name in left)
+
+
+@pytest.mark.parametrize("case", FP32, ids=str)
+def test_float32_training_equals_plain_torch(case, results, oracle):
+    ours = results[case]
+    assert losses(ours["rows"]) == pytest.approx(losses(oracle["rows"]), rel=2e-5)
+    assert [row["grad_norm"] for row in ours["rows"]] == pytest.approx(
+        [row["grad_norm"] for row in oracle["rows"]], rel=2e-4
+    )
+    assert max(row["grad_norm"] for row in oracle["rows"]) > 1.0, "nothing was clipped: the test would not see it"
+    assert worst_difference(without_key_bias(ours["weights"]), without_key_bias(oracle["weights"])) < 2e-4
+
+
+@pytest.mark.parametrize("case", BF16, ids=str)
+def test_bfloat16_training_stays_near_plain_torch(case, results, oracle):
+    assert losses(results[case]["rows"]) == pytest.approx(losses(oracle["rows"]), abs=0.05)
+
+
+@pytest.mark.parametrize("case", worker.CASES, ids=str)
+def test_training_starts_from_the_exact_float32_weights(case, results):
+    model = worker.build_model(worker.recipe_for(*case))
+    assert worst_difference(results[case]["at_start"], model.state_dict()) == 0
+
+
+@pytest.mark.parametrize("case", BF16, ids=str)
+def test_bfloat16_keeps_float32_master_weights(case, results):
+    weights = results[case]["weights"]
+    rounded = {name: tensor.to(torch.bfloat16).float() for name, tensor in weights.items()}
+    assert all(tensor.dtype == torch.float32 for tensor in weights.values())
+    assert worst_difference(weights, rounded) > 0
+
+
+@pytest.mark.parametrize("case", worker.CASES, ids=str)
+def test_restoring_gives_back_the_saved_weights_bit_for_bit(case, results):
+    assert worst_difference(results[case]["saved"], results[case]["restored"]) == 0
+    assert worst_difference(results[case]["saved"], results[case]["weights"]) > 0
+
+
+@pytest.mark.parametrize("case", worker.CASES, ids=str)
+def test_resuming_equals_never_having_stopped_bit_for_bit(case, results):
+    ours = results[case]
+    assert ours["resumed_rows"] == ours["rows"][worker.STEPS // 2 :]
+    assert worst_difference(ours["resumed_weights"], ours["weights"]) == 0
+
+
+@pytest.mark.parametrize("case", worker.CASES, ids=str)
+def test_a_gradient_that_is_not_finite_on_one_rank_moves_no_weight_and_training_goes_on(case, results):
+    ours = results[case]
+    assert [row["applied"] for row in ours["rows"]] == [True] * worker.STEPS
+    assert ours["poisoned"][0]["applied"] is False
+    assert worst_difference(ours["resumed_weights"], ours["after_poison"]) == 0
+    assert ours["recovered"][0]["applied"] is True
+    assert torch.isfinite(torch.tensor(ours["recovered"][0]["loss"]))
+
+
+@pytest.mark.parametrize("case", worker.CASES, ids=str)
+def test_weight_decay_of_the_groups_survives_a_restore(case, results):
+    assert results[case]["decays"] == [0.1, 0.0]
+
+
+def test_no_shared_memory_is_left_behind(results):
+    assert not list(Path("/dev/shm").glob("deepspeed_allreduce_buffer_*"))
+
+
+def test_gathering_stacks_in_rank_order():
+    from pipeline.process import Place
+
+    ranks = Ranks(Place(master_port=free_port()), timeout_seconds=30)
+    try:
+        assert ranks.gather(torch.tensor([1.5, 2.5])).tolist() == [[1.5, 2.5]]
+        assert ranks.start_any(True).result() is True
+        assert ranks.start_any(False).result() is False
+        assert ranks.gather_objects({"a": 1}) == [{"a": 1}]
+    finally:
+        ranks.leave()
