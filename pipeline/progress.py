@@ -12,6 +12,7 @@ a GPU is the caller's cost, so call it at the logging interval). Only rank 0 has
 from __future__ import annotations
 
 import math
+import os
 import sys
 import time
 from collections import deque
@@ -168,6 +169,13 @@ def _is_terminal(stream: TextIO) -> bool:
         return False
 
 
+def _columns(stream: TextIO) -> int:
+    try:
+        return os.get_terminal_size(stream.fileno()).columns
+    except (OSError, ValueError):
+        return 0
+
+
 def _open_bar(stage: str, *, total_steps: int, start_step: int, stream: TextIO) -> Any:
     from tqdm import tqdm
 
@@ -175,12 +183,15 @@ def _open_bar(stage: str, *, total_steps: int, start_step: int, stream: TextIO) 
         # tqdm's watching thread redraws bars that stall; without it there is no thread to trouble a fork.
         monitor_interval = 0
 
+    # Some terminals (containers, CI) say that they are 0 columns wide, and tqdm would believe it and show nothing.
+    wide = _columns(stream) > 0
     return Bar(
         total=total_steps,
         initial=start_step,
         desc=stage,
         file=stream,
-        dynamic_ncols=True,
+        dynamic_ncols=wide,
+        ncols=None if wide else 120,
         miniters=1,
-        bar_format="{desc} {percentage:3.0f}%|{bar:10}| step {n_fmt}/{total_fmt}{postfix}",
+        bar_format="{desc} {percentage:3.0f}%|{bar:5}| {n_fmt}/{total_fmt}{postfix}",
     )

@@ -1,6 +1,6 @@
 """What the world gets to see of a stage: metrics.jsonl, MLflow and the progress bar, from rank 0 alone.
 
-The tracker writes metrics.jsonl, the full record, and fills MLflow from it, which may fail without harm. Times are measured
+metrics.jsonl is the full record; MLflow is filled with the same values and may fail without harm. Times are measured
 here: how long the loop waited for data, and images per second with evaluation and saving taken out.
 """
 
@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
+from pipeline.metrics_log import MetricsLog
 from pipeline.progress import Progress
 from pipeline.state import TrainState
 from pipeline.tracking import Tracker
@@ -35,13 +36,15 @@ class Sink(Protocol):
 class Recorder:
     """Rank 0's sink: metrics.jsonl, MLflow and the screen."""
 
-    def __init__(self, *, tracker: Tracker, progress: Progress) -> None:
+    def __init__(self, *, log: MetricsLog, tracker: Tracker, progress: Progress) -> None:
+        self._log = log
         self._tracker = tracker
         self._progress = progress
 
     def metrics(self, state: TrainState, values: dict[str, float]) -> None:
         """See `Sink`."""
-        self._tracker.log(step=state.step, images_seen=state.images_seen, metrics=values)
+        row = self._log.append(step=state.step, images_seen=state.images_seen, metrics=values)
+        self._tracker.log(row.step, row.images_seen, row.metrics, time_seconds=row.time)
 
     def progress(self, state: TrainState, values: dict[str, float]) -> None:
         """See `Sink`."""

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Literal
 
 from pipeline.context import StageContext
+from pipeline.metrics_log import open_metrics_log
 from pipeline.plan import StageData, StagePlan
 from pipeline.progress import Progress
 from pipeline.recipe import StageName
@@ -14,7 +15,7 @@ from pipeline.recipe_io import flatten
 from pipeline.report import Recorder, Report, Silence
 from pipeline.state import TrainState
 from pipeline.stopping import Stopped
-from pipeline.tracking import DatasetInput, Tracker, TrackerSettings, open_tracker
+from pipeline.tracking import DatasetInput, Say, Tracker, TrackerSettings, open_tracker
 
 NOTHING_DONE = -1  # the tracker's word for a stage that starts from nothing: rows of every step are new
 
@@ -31,22 +32,24 @@ def stage_report(
         DatasetInput(name=manifest.name, source=str(manifest.root), digest=manifest.digest, context=use)
         for manifest, use in ((data.train, "train"), (data.eval, "eval"))
     )
+    log = open_metrics_log(context.folder.stage(stage) / "metrics.jsonl", resume_step=state.step or NOTHING_DONE)
     progress = Progress(
         stage, total_steps=plan.total_steps, start_step=state.step, images_per_step=plan.global_batch_images
     )
-    with stage_tracker(context, stage=stage, datasets=datasets, resume_step=state.step or NOTHING_DONE) as tracker:
-        recorder = Recorder(tracker=tracker, progress=progress)
+    with stage_tracker(context, stage=stage, datasets=datasets, resume_step=state.step or NOTHING_DONE, say=progress.note) as tracker:
+        recorder = Recorder(log=log, tracker=tracker, progress=progress)
         try:
             yield Report(
                 recorder, samples_per_epoch=plan.samples_per_epoch, training_seconds=state.training_seconds
             )
         finally:
             progress.close()
+            log.close()
 
 
 @contextmanager
 def stage_tracker(
-    context: StageContext, *, stage: StageName, datasets: tuple[DatasetInput, ...], resume_step: int
+    context: StageContext, *, stage: StageName, datasets: tuple[DatasetInput, ...], resume_step: int, say: Say | None = None
 ) -> Iterator[Tracker]:
     """MLflow's run of one stage, below the pipeline's run; closed with what became of it."""
     recipe, folder = context.recipe, context.folder
@@ -63,7 +66,8 @@ def stage_tracker(
             resume_step=resume_step,
             tracking_uri=context.tracking.uri,
             experiment=context.tracking.experiment,
-        )
+        ),
+        say=say,
     )
     status: Literal["FINISHED", "FAILED", "KILLED"] = "FAILED"
     try:
@@ -73,5 +77,4 @@ def stage_tracker(
         status = "KILLED"
         raise
     finally:
-        pipeline_goes_on = status == "FINISHED" and not folder.is_complete(recipe)
-        tracker.close(status, finish_parent=None if pipeline_goes_on else status)
+        tracker.close(status, finish_parent=status != "FINISHED" or folder.is_complete(recipe))

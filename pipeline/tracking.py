@@ -36,6 +36,7 @@ from pipeline.tracking_thread import (
     Job,
     NullTracker,
     Status,
+    Store,
     Tracker,
     without_credentials,
 )
@@ -248,8 +249,9 @@ class MlflowStore:
         self._client.set_terminated(self._run_id, status=status)
 
 
-def _describing_jobs(store: MlflowStore, settings: TrackerSettings, *, attempt: int) -> list[Job]:
+def _describing_jobs(store: Store, settings: TrackerSettings, *, attempt: int) -> list[Job]:
     """What every attempt tells the store at its beginning."""
+    assert isinstance(store, MlflowStore)
     facts = [
         f"from_step={settings.resume_step}",
         *(f"{name}={value}" for name, value in settings.tags.items()),

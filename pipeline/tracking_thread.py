@@ -156,10 +156,15 @@ class BackgroundTracker:
     """A tracker whose store lives in a daemon thread. See `Tracker` for the methods.
 
     Args:
-        connect: opens the store; called in the thread, again and again until it succeeds, and sets
-            `state.run_id`. describe: the first calls on the open store. state: of the stage's run; its mark
-            is rewound already. metrics_file: where the rows stand before they come here. resume_step: rows up
-            to here are those of earlier attempts. say: prints one line; called from the thread too.
+        connect: opens the store; called in the thread, again and again until it succeeds, and sets `state.run_id`.
+        describe: the first calls on the open store.
+        state: of the stage's run; its mark is rewound already.
+        metrics_file: where the rows stand before they come here.
+        resume_step: rows up to here are those of earlier attempts.
+        flush_seconds: how often it sends.
+        close_timeout_seconds: how long `close` waits at most.
+        say: prints one line; called from the thread too.
+        max_waiting_rows: that the outbox holds.
     """
 
     def __init__(

@@ -1,0 +1,80 @@
+"""What every test gets: one torch thread, a clean environment, and `run_cli` for the real command line."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# Two processes with as many threads each as there are cores slow one another down several times. Set before torch is
+# imported, and inherited by the processes that tests start.
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["MKL_NUM_THREADS"] = "1"
+
+# A launcher or a cluster job around the tests, or somebody's MLflow server, must not be seen by the code under test.
+FOREIGN_PREFIXES = ("MLFLOW_", "SLURM_", "TORCHELASTIC_", "ACCELERATE_", "DEEPSPEED_", "DS_")
+FOREIGN_NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+for _name in [name for name in os.environ if name.startswith(FOREIGN_PREFIXES) or name in FOREIGN_NAMES]:
+    del os.environ[_name]
+
+RunCli = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what is marked `gpu` where torch sees no CUDA device (torch is imported for this only if there is any)."""
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if not marked:
+        return
+    if importlib.util.find_spec("torch"):
+        import torch
+
+        if torch.cuda.is_available():
+            return
+    for item in marked:
+        item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def _clean_process() -> Iterator[None]:
+    """One torch thread, and os.environ afterwards as it was before: DeepSpeed and MLflow write into it."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
+    before = dict(os.environ)
+    yield
+    if dict(os.environ) != before:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+@pytest.fixture
+def run_cli() -> RunCli:
+    """`run_cli(*args, cwd, env, timeout_seconds)`: the command line in a process of its own, output captured as text.
+
+    Works from any folder, with the package installed or not. `env` adds to the environment. Standard input is empty.
+    After `timeout_seconds` the process is killed and subprocess.TimeoutExpired raised.
+    """
+
+    def run(
+        *args: str | Path,
+        cwd: Path,
+        env: Mapping[str, str] | None = None,
+        timeout_seconds: float = 240,
+    ) -> subprocess.CompletedProcess[str]:
+        paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        return subprocess.run(
+            [sys.executable, "-m", "launch.cli", *map(str, args)],
+            cwd=cwd,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), **(env or {})},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=timeout_seconds,
+            check=False,
+        )
+
+    return run

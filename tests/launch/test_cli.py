@@ -1,0 +1,354 @@
+"""The command line: every command's help, and every mistake as one sentence, exit code 2, and nothing touched."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from launch import cli, pipeline_run
+from pipeline.identity import STATE, checkpoint_identity
+from pipeline.recipe_io import load_recipe
+from pipeline.run_folder import RunFolder
+
+# `main` reads sys.argv, which is what these tests set.
+pytestmark = pytest.mark.filterwarnings("ignore:Cyclopts application invoked without tokens")
+
+ROOT = Path(__file__).resolve().parents[2]
+RECIPE = """
+name: mine
+processes: 2
+model: {width: 16, depth: 1, heads: 2, patch_size: 4}
+stages:
+  pretrain: &stage
+    train: shards/train
+    eval: shards/val
+    image_size: 8
+    global_batch_size: 8
+    duration: 4 steps
+    optimizer: {name: sgd, lr: 0.1}
+  swap_head: {}
+  finetune:
+    <<: *stage
+    image_size: 12
+"""
+
+
+def make_images(root: Path, *, classes: tuple[str, ...] = ("cat", "dog"), each: int = 12) -> None:
+    draw = np.random.default_rng(0)
+    for name in classes:
+        (root / name).mkdir(parents=True)
+        for number in range(each):
+            Image.fromarray(draw.integers(0, 256, (8, 8, 3), dtype=np.uint8)).save(root / name / f"{number}.png")
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A working folder with images, shards of them, and a recipe."""
+    from data_shards.pack import pack
+
+    top = tmp_path_factory.mktemp("packed")
+    make_images(top / "images")
+    pack(str(top / "images"), top / "shards", holdout=0.25, report=lambda _: None)
+    (top / "mine.yaml").write_text(RECIPE)
+    return top
+
+
+@pytest.fixture
+def work(packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of `packed` as the working folder, on a machine without GPUs, where starting a process is a failure."""
+
+    def must_not_start(*args: object, **kwargs: object) -> None:
+        pytest.fail(f"a process was started: {args}")
+
+    folder = tmp_path / "work"
+    shutil.copytree(packed, folder)
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(pipeline_run, "num_gpus", lambda: 0)
+    monkeypatch.setattr(pipeline_run, "run_stage_locally", must_not_start)
+    monkeypatch.setattr(subprocess, "Popen", must_not_start)
+    return folder
+
+
+def tree(root: Path) -> dict[str, str]:
+    """Every path below `root`, with a digest of its bytes."""
+    return {
+        str(path.relative_to(root)): hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "folder"
+        for path in sorted(root.rglob("*"))
+    }
+
+
+Call = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
+    """`shardvit ...` in this process: exit code, standard output, standard error."""
+
+    def run(*args: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["shardvit", *map(str, args)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as caught:
+            cli.main()
+        output = capsys.readouterr()
+        return int(caught.value.code or 0), output.out, output.err
+
+    return run
+
+
+@pytest.fixture
+def refused(call: Call, work: Path) -> Callable[..., str]:
+    """The sentence with which a command is refused; everything around it is held to the contract."""
+
+    def run(*args: object) -> str:
+        before = tree(work)
+        code, _, error = call(*args)
+        assert code == 2, error
+        assert error.startswith("shardvit: ") and error.endswith("\n") and error.count("\n") == 1, error
+        assert "Traceback" not in error
+        assert tree(work) == before
+        return error
+
+    return run
+
+
+# Help.
+
+
+@pytest.mark.parametrize("command", [[], ["pack"], ["run"], ["demo"]], ids=lambda command: " ".join(command) or "all")
+def test_help(call: Call, command: list[str]):
+    code, output, error = call(*command, "--help")
+    assert code == 0 and error == ""
+    words = {
+        "": ["pack", "run", "demo", "Exit codes", "75"],
+        "pack": ["SOURCE", "OUT", "--holdout", "--classes", "xamples:", "shardvit pack photos/ shards/photos"],
+        "run": ["RECIPE", "--stage", "--restart", "--runs", "--dry-run", "xamples:", "shardvit run digits"],
+        "demo": ["--data", "fashion-mnist", "--shards"],
+    }
+    for word in words["".join(command)]:
+        assert word in output, word
+
+
+def test_no_command_shows_the_help(call: Call):
+    assert "Commands" in call()[1]
+
+
+def test_the_version(call: Call):
+    import tomllib
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert call("--version")[:2] == (0, project["version"] + "\n")
+
+
+MODULES = """
+import json, sys
+from launch.cli import main
+try:
+    main()
+finally:
+    print("MODULES", json.dumps(sorted({name.partition(".")[0] for name in sys.modules})))
+"""
+HEAVY = {"torch", "torchvision", "timm", "deepspeed", "accelerate", "mlflow", "transformers", "jax"}
+
+
+@pytest.mark.parametrize("args", [["--help"], ["demo", "--help"], ["run", "digits", "--dry-run"], ["run", "nothing"]])
+def test_no_heavy_library_before_training(packed: Path, args: list[str]):
+    """Neither for help nor for checking a recipe and its shards: a mistake is found at once."""
+    done = subprocess.run(
+        [sys.executable, "-c", MODULES, *args],
+        cwd=packed,
+        env={"PYTHONPATH": str(ROOT), "PATH": ""},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    modules = set(json.loads(done.stdout.partition("MODULES ")[2]))
+    assert "launch" in modules and not HEAVY & modules
+
+
+# Mistakes on the command line itself.
+
+
+@pytest.mark.parametrize(
+    ("args", "named"),
+    [
+        (["frobnicate"], "frobnicate"),
+        (["run"], "RECIPE"),
+        (["run", "mine.yaml", "--stge", "pretrain"], "--stge"),
+        (["run", "mine.yaml", "--stage", "train"], "train"),
+        (["run", "mine.yaml", "--restart", "all"], "all"),
+        (["pack", "images"], "OUT"),
+        (["pack", "images", "out", "--holdout", "much"], "much"),
+        (["demo", "--data", "imagenet"], "imagenet"),
+        (["run", "nothing.yaml"], "there is no recipe nothing.yaml"),
+        (["run", "mine.yaml", "seed"], "key=value"),
+    ],
+)
+def test_a_wrong_command(refused: Callable[..., str], args: list[str], named: str):
+    assert named in refused(*args)
+
+
+# Bad input to `pack`.
+
+
+def test_pack_a_missing_folder(refused: Callable[..., str]):
+    assert "photos" in refused("pack", "photos", "out")
+
+
+def test_pack_an_empty_folder(refused: Callable[..., str], work: Path):
+    (work / "photos").mkdir()
+    assert "photos: the folder is empty" in refused("pack", "photos", "out")
+
+
+def test_pack_a_class_folder_without_images(refused: Callable[..., str], work: Path):
+    (work / "images" / "emu").mkdir()
+    assert "images/emu" in refused("pack", "images", "out")
+
+
+def test_pack_an_unreadable_image(refused: Callable[..., str], work: Path):
+    (work / "images" / "dog" / "broken.png").write_bytes(b"\x89PNG and no more")
+    cut = work / "images" / "cat" / "0.png"
+    cut.write_bytes(cut.read_bytes()[:-40])
+    text = refused("pack", "images", "out")
+    assert "dog/broken.png" in text and "cat/0.png" in text and "2 of 25" in text
+
+
+def test_pack_over_something_else(refused: Callable[..., str], work: Path):
+    assert "shards" in refused("pack", "images", "shards", "--holdout", "0.5")
+    assert "images" in refused("pack", "images", "images")
+    (work / "out").write_text("a file")
+    assert "out" in refused("pack", "images", "out")
+
+
+@pytest.mark.parametrize(
+    ("option", "named"),
+    [
+        (["--holdout", "0"], "holdout"),
+        (["--holdout", "1.5"], "holdout"),
+        (["--holdout", "nan"], "holdout"),
+        (["--samples-per-shard", "0"], "samples_per_shard|samples-per-shard"),
+        (["--classes", "cat,cow"], "cow"),
+        (["--classes", "cat,cat"], "cat"),
+    ],
+)
+def test_pack_with_a_wrong_option(refused: Callable[..., str], option: list[str], named: str):
+    text = refused("pack", "images", "out", *option)
+    assert any(word in text for word in named.split("|"))
+
+
+# Bad input to `run`.
+
+
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        (["stages.pretrain.optimizer.wieght_decay=0.1"], "did you mean weight_decay?"),
+        (["stages.pretrain.global_batch_size=9"], "global_batch_size 9 does not divide among 2 processes"),
+        (["processes=3"], "global_batch_size 8 does not divide among 3 processes"),
+        (["stages.finetune.global_batch_size=64"], "only 18 images: set data.lanes"),
+        (["data.lanes=3"], "global_batch_size 8 is not a multiple of data.lanes 3"),
+        (
+            ["stages.finetune.image_size=14"],
+            "stages.finetune.image_size 14 is no multiple of the patch size 4: use 12 or 16",
+        ),
+        (["stages.pretrain.train=nowhere"], "nowhere"),
+        (["stages.finetune.eval=shards"], "did you mean shards/"),
+        (["stages.pretrain.duration=5%"], "stages.pretrain.duration"),
+        (["stages.pretrain.duration=1e999 images"], "stages.pretrain.duration"),
+        (["processes=0"], "processes"),
+        (["engine.precision=fp16"], "engine.precision fp16 needs a GPU"),
+        (["name=../../up"], "name"),
+        (["model.heads=3"], "heads"),
+        (["model.variant=B/16"], "variant"),
+    ],
+)
+def test_run_with_a_wrong_recipe(refused: Callable[..., str], overrides: list[str], named: str):
+    assert named in refused("run", "mine.yaml", *overrides)
+
+
+def test_run_with_a_misspelt_key_in_the_file(refused: Callable[..., str], work: Path):
+    (work / "mine.yaml").write_text(RECIPE.replace("image_size: 12", "image_sise: 12"))
+    text = refused("run", "mine.yaml")
+    assert "mine.yaml" in text and "stages.finetune.image_sise, did you mean image_size?" in text
+
+
+def test_run_on_shards_that_lost_a_tar(refused: Callable[..., str], work: Path):
+    (tar,) = (work / "shards" / "val").glob("*.tar")
+    tar.unlink()
+    assert tar.name in refused("run", "mine.yaml")
+
+
+def write_checkpoint(work: Path, *, content: dict[str, Any]) -> Path:
+    folder = work / "runs" / "mine" / "pretrain" / "checkpoints" / "step-00000002"
+    folder.mkdir(parents=True)
+    (folder / STATE).write_text(json.dumps(content))
+    return folder
+
+
+def begin(work: Path, *overrides: str) -> None:
+    """A run folder as `shardvit run` leaves it after an interruption."""
+    recipe = load_recipe("mine.yaml", overrides=overrides)
+    folder = RunFolder(runs_root=work / "runs", name="mine")
+    folder.open(recipe)
+    folder.update("pretrain", state="running", last_saved_step=2)
+    write_checkpoint(work, content={"identity": checkpoint_identity(recipe, stage="pretrain", processes=2)})
+
+
+def test_run_on_a_checkpoint_folder_of_another_recipe(refused: Callable[..., str], work: Path):
+    begin(work)
+    other = checkpoint_identity(load_recipe("mine.yaml", overrides=["seed=9"]), stage="pretrain", processes=2)
+    shutil.rmtree(work / "runs" / "mine" / "pretrain" / "checkpoints")
+    write_checkpoint(work, content={"identity": other})
+    text = refused("run", "mine.yaml")
+    assert "step-00000002" in text and "recipe" in text and "--restart pretrain" in text
+
+
+def test_run_with_another_number_of_processes(refused: Callable[..., str], work: Path):
+    begin(work)
+    assert "go on with processes=2" in refused("run", "mine.yaml", "processes=4")
+
+
+def test_run_with_a_changed_recipe_shows_the_difference(call: Call, work: Path):
+    begin(work)
+    before = tree(work)
+    code, _, error = call("run", "mine.yaml", "seed=4")
+    assert code == 2 and error.startswith("shardvit: ") and "seed: 0 -> 4" in error and "Traceback" not in error
+    assert tree(work) == before
+    (work / "runs" / "mine" / "recipe.yaml").unlink()
+    assert "recipe.yaml is missing" in call("run", "mine.yaml")[2]
+
+
+def test_restart_with_a_mistake_moves_nothing(refused: Callable[..., str], work: Path):
+    begin(work)
+    assert "image_size" in refused("run", "mine.yaml", "--restart", "pretrain", "stages.pretrain.image_size=7")
+
+
+def test_a_restart_of_finetune_may_not_change_what_pretrain_was_made_from(call: Call, work: Path):
+    begin(work)
+    before = tree(work)
+    code, _, error = call("run", "mine.yaml", "--restart", "finetune", "seed=3", "stages.finetune.dropout=0.1")
+    assert code == 2 and "seed: 0 -> 3" in error and "dropout" not in error
+    assert tree(work) == before
+
+
+def test_a_good_recipe_passes_every_check(call: Call, work: Path):
+    before = tree(work)
+    code, output, error = call("run", "mine.yaml", "--dry-run")
+    assert (code, error) == (0, "") and "name: mine" in output
+    assert tree(work) == before
+
+
+def test_everything_that_the_user_may_fix_is_reported_by_a_real_process_too(packed: Path, run_cli: Callable[..., Any]):
+    done = run_cli("run", "mine.yaml", "stages.pretrain.image_size=9", cwd=packed)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith("shardvit: mine.yaml") and done.stderr.count("\n") == 1

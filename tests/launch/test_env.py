@@ -1,0 +1,123 @@
+"""Which process this is, told from each launcher's names; what contradicts itself is refused."""
+
+from pathlib import Path
+
+import pytest
+
+from data_shards.errors import UserError
+from launch.env import experiment_name, free_port, job_tags, num_gpus, read_place, supervisor_pid, tracking_uri
+from pipeline.process import Place
+
+ADDRESS = {"MASTER_ADDR": "node7", "MASTER_PORT": "29501"}
+TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", **ADDRESS}
+DEEPSPEED = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_SIZE": "4", "CROSS_RANK": "1", **ADDRESS}
+SLURM = {
+    "SLURM_PROCID": "5",
+    "SLURM_NTASKS": "8",
+    "SLURM_LOCALID": "1",
+    "SLURM_NTASKS_PER_NODE": "4",
+    "SLURM_JOB_ID": "77",
+    **ADDRESS,
+}
+PLACE = Place(rank=5, world_size=8, local_rank=1, local_world_size=4, master_addr="node7", master_port=29501)
+
+
+@pytest.mark.parametrize("environ", [TORCHRUN, DEEPSPEED, SLURM], ids=["torchrun", "deepspeed", "slurm"])
+def test_every_launcher_says_the_same(environ: dict[str, str]):
+    assert read_place(environ) == PLACE
+    assert not PLACE.is_main
+
+
+def test_a_launcher_inside_a_slurm_job_comes_first():
+    assert read_place({**SLURM, **TORCHRUN, "RANK": "6"}).rank == 6
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {},
+        {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"},
+        {"SLURM_JOB_ID": "7"},
+        {"SLURM_NTASKS": "4"},
+        {"SLURM_NTASKS": ""},
+    ],
+)
+def test_without_a_launcher_there_is_one_process_with_a_port_of_its_own(environ: dict[str, str]):
+    place = read_place(environ)
+    assert (place.rank, place.world_size, place.local_rank, place.is_main) == (0, 1, 0, True)
+    assert place.master_addr == "127.0.0.1" and 1024 <= place.master_port < 65536
+
+
+def test_one_process_by_a_launcher():
+    environ = {**ADDRESS, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    assert read_place(environ) == Place(master_addr="node7", master_port=29501)
+
+
+def test_what_is_not_said_of_the_node_is_assumed_to_be_one_node():
+    environ = {key: value for key, value in TORCHRUN.items() if key != "LOCAL_WORLD_SIZE"}
+    assert read_place(environ).local_world_size == 8
+    # Slurm writes "2(x3)" for uneven tasks in some versions.
+    assert read_place({**SLURM, "SLURM_NTASKS_PER_NODE": "2(x3)"}).local_world_size == 8
+
+
+@pytest.mark.parametrize(
+    ("base", "change", "named"),
+    [
+        (TORCHRUN, {"RANK": None}, "RANK is missing"),
+        (TORCHRUN, {"WORLD_SIZE": None}, "WORLD_SIZE is missing"),
+        (TORCHRUN, {"LOCAL_RANK": None}, "LOCAL_RANK is missing"),
+        (TORCHRUN, {"RANK": "first"}, "RANK is first"),
+        (TORCHRUN, {"RANK": "-1"}, "RANK is -1"),
+        (TORCHRUN, {"RANK": "8"}, "RANK 8 is not below WORLD_SIZE 8"),
+        (TORCHRUN, {"WORLD_SIZE": "0", "RANK": "0"}, "RANK 0 is not below WORLD_SIZE 0"),
+        (TORCHRUN, {"MASTER_ADDR": None}, "MASTER_ADDR and MASTER_PORT"),
+        (TORCHRUN, {"MASTER_PORT": None}, "MASTER_ADDR and MASTER_PORT"),
+        (TORCHRUN, {"MASTER_PORT": "http"}, "MASTER_ADDR and MASTER_PORT"),
+        (SLURM, {"SLURM_LOCALID": None}, "SLURM_LOCALID is missing"),
+        (SLURM, {"MASTER_PORT": None}, "MASTER_ADDR and MASTER_PORT"),
+    ],
+)
+def test_contradictions_and_gaps_are_named(base: dict[str, str], change: dict[str, str | None], named: str):
+    environ = {key: value for key, value in {**base, **change}.items() if value is not None}
+    with pytest.raises(UserError) as caught:
+        read_place(environ)
+    assert named in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_free_port_can_be_bound():
+    import socket
+
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", free_port()))
+
+
+@pytest.mark.parametrize(
+    ("visible", "count"), [(None, 2), ("", 0), ("-1", 0), ("0", 1), ("0,1", 2), ("1, 0", 2), ("GPU-8932f937,", 1)]
+)
+def test_gpus_are_counted_without_a_driver(tmp_path: Path, visible: str | None, count: int):
+    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm", "nvidia-caps", "tty0"):
+        (tmp_path / name).touch()
+    environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    assert num_gpus(environ, devices=tmp_path) == count
+
+
+def test_a_machine_without_a_gpu_has_none_whatever_the_environment_says(tmp_path: Path):
+    assert num_gpus({}, devices=tmp_path) == 0
+    assert num_gpus({}, devices=tmp_path / "nowhere") == 0
+    assert num_gpus({"CUDA_VISIBLE_DEVICES": "0,1"}, devices=tmp_path) == 0
+    assert num_gpus({"CUDA_VISIBLE_DEVICES": "NoDevFiles"}, devices=tmp_path) == 0  # Slurm's word for none
+
+
+def test_tracking_and_tags():
+    assert tracking_uri({}) is None and tracking_uri({"MLFLOW_TRACKING_URI": ""}) is None
+    assert tracking_uri({"MLFLOW_TRACKING_URI": "http://a:5000"}) == "http://a:5000"
+    assert experiment_name({}) == "shardvit" and experiment_name({"MLFLOW_EXPERIMENT_NAME": "x"}) == "x"
+    tags = job_tags({"SLURM_JOB_ID": "77", "MLFLOW_TRACKING_PASSWORD": "secret"})
+    assert tags["shardvit.slurm_job_id"] == "77" and "secret" not in "".join(tags.values())
+    assert all(tags.values())
+    assert "shardvit.slurm_job_id" not in job_tags({})
+
+
+def test_the_supervisor():
+    assert supervisor_pid({}) is None and supervisor_pid({"SHARDVIT_SUPERVISOR_PID": "x"}) is None
+    assert supervisor_pid({"SHARDVIT_SUPERVISOR_PID": "17"}) == 17

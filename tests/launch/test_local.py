@@ -1,0 +1,242 @@
+"""The launcher's command line, and what becomes of the ranks when somebody presses Ctrl-C or kills the launcher."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+from launch.local import Launch, launch_command
+from launch.train import _parse
+from pipeline.recipe import StageName
+from pipeline.recipe_io import load_recipe
+
+ROOT = Path(__file__).resolve().parents[2]
+PATIENCE_SECONDS = 20.0
+
+
+def launch(stage: StageName = "pretrain", *, backend: str = "deepspeed", processes: int = 3) -> Launch:
+    overrides = [f"engine.backend={backend}", "stages.pretrain.optimizer.lr=-1e-3 # not a flag"]
+    return Launch(
+        recipe=load_recipe("digits", overrides=overrides[:1]),
+        recipe_argument="my recipes/a.yaml",
+        overrides=overrides,
+        runs_root=Path("some runs"),
+        stage=stage,
+        processes=processes,
+    )
+
+
+@pytest.mark.parametrize("backend", ["deepspeed", "accelerate"])
+@pytest.mark.parametrize("stage", ["pretrain", "swap_head", "finetune"])
+def test_the_command_hands_the_rank_everything(stage: StageName, backend: str):
+    command = launch_command(launch(stage, backend=backend))
+    assert command[:2] == [sys.executable, "-u" if stage == "swap_head" else "-m"]
+    options = _parse(command[command.index("launch.train") + 1 :])
+    assert options.recipe == "my recipes/a.yaml"
+    assert options.overrides == list(launch(stage, backend=backend).overrides)
+    assert options.stage == stage and options.runs == Path("some runs")
+
+
+def test_each_backend_has_its_launcher():
+    deepspeed = " ".join(launch_command(launch()))
+    assert "deepspeed.launcher.runner" in deepspeed and "--num_gpus 3" in deepspeed
+    torchrun = " ".join(launch_command(launch(backend="accelerate")))
+    assert (
+        "torch.distributed.run --nproc-per-node 3" in torchrun and "deepspeed" not in torchrun.split("launch.train")[0]
+    )
+    head = launch_command(launch("swap_head"))
+    assert head[1:4] == ["-u", "-m", "launch.train"]  # one plain process, recognised as a rank
+
+
+def test_two_launches_do_not_meet_at_one_port():
+    ports = {command[command.index("--master_port") + 1] for command in (launch_command(launch()) for _ in range(4))}
+    assert len(ports) > 1
+
+
+@pytest.mark.parametrize("spelling", ["--local_rank=1", "--local-rank=1"])
+def test_a_launchers_own_argument_is_passed_over(spelling: str):
+    options = _parse([spelling, "a.yaml", "seed=1", "--stage", "finetune", "seed=2"])
+    assert options.recipe == "a.yaml" and options.overrides == ["seed=1", "seed=2"] and options.stage == "finetune"
+
+
+# Stand-ins. The rank is called like ours (python -u -m launch.train), so it is found by its command line.
+RANK = """
+import json, os, signal, sys, time
+from pathlib import Path
+kind, number = sys.argv[1], sys.argv[2]
+def stop(*_):
+    Path(f"stopped-{number}").touch()
+    if kind == "graceful":
+        sys.exit(75)
+signal.signal(signal.SIGTERM, stop)
+seen = {name: os.environ.get(name) for name in ("SHARDVIT_SUPERVISOR_PID", "DS_ACCELERATOR", "PYTHONUNBUFFERED")}
+Path(f"rank-{number}.tmp").write_text(json.dumps({"pid": os.getpid(), **seen}))
+os.rename(f"rank-{number}.tmp", f"rank-{number}.json")
+while True:
+    time.sleep(0.05)
+"""
+LAUNCHER = """
+import os, subprocess, sys
+kind, session = sys.argv[1], sys.argv[2] == "own-session"
+ranks = [
+    subprocess.Popen([sys.executable, "-u", "-m", "launch.train", kind, str(n)], start_new_session=session)
+    for n in range(2)
+]
+sys.exit(max(rank.wait() for rank in ranks))
+"""
+DRIVER = """
+import sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from launch import local
+local.launch_command = lambda launch: [sys.executable, "launcher.py", *sys.argv[2:]]
+print("code", local.run_stage_locally(None), flush=True)
+"""
+
+
+@dataclass
+class Standing:
+    """`run_stage_locally` in a process of its own, with two ranks below it."""
+
+    driver: subprocess.Popen[str]
+    ranks: list[dict[str, str | int]]
+    folder: Path
+
+    def finish(self) -> str:
+        """What the driver printed; every rank is dead by then."""
+        output, _ = self.driver.communicate(timeout=PATIENCE_SECONDS)
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while alive := [rank["pid"] for rank in self.ranks if is_alive(int(rank["pid"]))]:
+            assert time.monotonic() < deadline, f"ranks {alive} are still there"
+            time.sleep(0.02)
+        return output
+
+    @property
+    def launcher(self) -> psutil.Process:
+        return psutil.Process(self.driver.pid).children()[0]
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+@contextmanager
+def standing(tmp_path: Path, kind: str, *, session: str = "same-session") -> Iterator[Standing]:
+    (tmp_path / "launch").mkdir()
+    (tmp_path / "launch" / "train.py").write_text(RANK)
+    (tmp_path / "launcher.py").write_text(LAUNCHER)
+    command = [sys.executable, "-c", DRIVER, str(ROOT), kind, session]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    # -c puts the working folder first; the driver itself needs the real package and puts that before it.
+    driver = subprocess.Popen(
+        command,
+        cwd=tmp_path,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,  # a terminal's Ctrl-C reaches the driver, not these tests
+    )
+    files = [tmp_path / f"rank-{number}.json" for number in range(2)]
+    ranks: list[dict[str, str | int]] = []
+    try:
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while not all(file.exists() for file in files):
+            assert driver.poll() is None and time.monotonic() < deadline, "the ranks did not start"
+            time.sleep(0.02)
+        ranks += [json.loads(file.read_text()) for file in files]
+        yield Standing(driver, ranks, tmp_path)
+    finally:
+        for pid in [int(rank["pid"]) for rank in ranks]:  # first: they hold the driver's output open
+            if is_alive(pid):
+                os.kill(pid, signal.SIGKILL)
+        driver.kill()
+        driver.communicate(timeout=PATIENCE_SECONDS)
+
+
+@pytest.mark.parametrize("session", ["same-session", "own-session"])  # deepspeed's ranks, and torchrun's
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_one_ctrl_c_asks_every_rank_to_stop(tmp_path: Path, number: signal.Signals, session: str):
+    with standing(tmp_path, "graceful", session=session) as run:
+        os.killpg(run.driver.pid, number)  # as a terminal does: the whole foreground group
+        output = run.finish()
+        assert "stopping: the ranks finish their step and save" in output
+        assert output.endswith("code 75\n") and "Traceback" not in output
+        assert all((tmp_path / f"stopped-{rank}").exists() for rank in range(2))
+
+
+@pytest.mark.parametrize("session", ["same-session", "own-session"])
+def test_a_second_ctrl_c_kills_ranks_that_do_not_stop(tmp_path: Path, session: str):
+    with standing(tmp_path, "stubborn", session=session) as run:
+        run.driver.send_signal(signal.SIGINT)
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while not all((tmp_path / f"stopped-{rank}").exists() for rank in range(2)):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        time.sleep(0.2)
+        assert run.driver.poll() is None and all(is_alive(int(rank["pid"])) for rank in run.ranks)
+        run.driver.send_signal(signal.SIGINT)
+        output = run.finish()
+        assert f"code {-signal.SIGKILL}" in output and "Traceback" not in output
+
+
+@pytest.mark.parametrize("session", ["same-session", "own-session"])
+def test_ranks_do_not_outlive_a_launcher_that_was_killed(tmp_path: Path, session: str):
+    with standing(tmp_path, "stubborn", session=session) as run:
+        run.launcher.kill()
+        assert f"code {-signal.SIGKILL}" in run.finish()
+
+
+def test_ranks_know_who_stands_by_and_that_there_is_no_gpu(tmp_path: Path):
+    with standing(tmp_path, "graceful") as run:
+        for rank in run.ranks:
+            assert rank["SHARDVIT_SUPERVISOR_PID"] == str(run.driver.pid)
+            assert rank["DS_ACCELERATOR"] == "cpu" and rank["PYTHONUNBUFFERED"] == "1"
+        run.driver.send_signal(signal.SIGINT)
+        run.finish()
+
+
+PLAIN_DRIVER = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from launch import local
+show = "from launch.env import read_place; place = read_place(); print('place', place.rank, place.world_size)"
+local.launch_command = lambda launch: [sys.executable, "-c", show]
+print("code", local.run_stage_locally(None), flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    "around",
+    [
+        {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"},
+        {"SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"},  # a batch script's own environment
+    ],
+    ids=["torchrun", "slurm"],
+)
+def test_a_launcher_around_shardvit_run_is_not_taken_for_ours(around: dict[str, str]):
+    """swap_head is started as one plain process: what a job has set around us would make it wait for others."""
+    done = subprocess.run(
+        [sys.executable, "-c", PLAIN_DRIVER, str(ROOT)],
+        cwd=ROOT,
+        env={**os.environ, **around},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert "place 0 1\n" in done.stdout and "code 0" in done.stdout, done.stderr

@@ -1,0 +1,213 @@
+"""A pipeline on one machine: stages in order, what is done is skipped, what failed is said, mistakes come first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from data_shards.errors import UserError
+from data_shards.manifest import Manifest, Shard, write_manifest
+from launch import pipeline_run
+from launch.local import Launch
+from launch.lock import locked
+from launch.pipeline_run import EXIT_STOPPED, PipelineRun
+from pipeline import stopping
+from pipeline.recipe import StageName
+from pipeline.run_folder import ALL_STAGES, RunFolder
+
+
+def make_shards(folder: Path) -> None:
+    folder.mkdir(parents=True)
+    (folder / "a.tar").write_bytes(b"12345")
+    shards = (Shard("a.tar", num_samples=100, num_bytes=5, sha256="0" * 64),)
+    write_manifest(Manifest(folder, name="a", split=folder.name, classes=("x", "y"), shards=shards, source="here"))
+
+
+@dataclass
+class Machine:
+    """Stands in for the processes: notes what was started, and does what the test says."""
+
+    root: Path
+    outcome: Callable[[Launch], int] | None = None
+    started: list[StageName] = field(default_factory=list)
+    launches: list[Launch] = field(default_factory=list)
+
+    def start(self, launch: Launch) -> int:
+        self.started.append(launch.stage)
+        self.launches.append(launch)
+        if self.outcome is not None:
+            return self.outcome(launch)
+        folder = RunFolder(runs_root=launch.runs_root, name=launch.recipe.name)
+        folder.update(launch.stage, state="done", images_seen=64, results={"val/top1": 0.75})
+        return 0
+
+    def open(self, *overrides: str, restart: StageName | None = None) -> PipelineRun:
+        shards = [
+            f"stages.{stage}.{key}={self.root / 'shards' / split}"
+            for stage in ("pretrain", "finetune")
+            for key, split in (("train", "train"), ("eval", "val"))
+        ]
+        return PipelineRun.open(
+            "digits", overrides=[*shards, *overrides], runs_root=self.root / "runs", restart=restart
+        )
+
+    @property
+    def folder(self) -> RunFolder:
+        return RunFolder(runs_root=self.root / "runs", name="digits")
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    """A machine without GPUs, and packed shards."""
+    machine = Machine(tmp_path)
+    for split in ("train", "val"):
+        make_shards(tmp_path / "shards" / split)
+    monkeypatch.setattr(pipeline_run, "run_stage_locally", machine.start)
+    monkeypatch.setattr(pipeline_run, "num_gpus", lambda: 0)
+    return machine
+
+
+def test_all_stages_in_order_then_nothing(machine: Machine, capsys: pytest.CaptureFixture[str]):
+    run = machine.open()
+    assert not run.folder.path.exists()  # opening writes nothing
+    assert run.execute() == 0
+    assert machine.started == list(ALL_STAGES)
+    assert all(launch.processes == 2 for launch in machine.launches)  # the recipe's
+    assert "finetune: done, held-out top-1 0.7500 after 64 images" in capsys.readouterr().out
+    assert machine.open().execute() == 0
+    assert machine.started == list(ALL_STAGES)
+    assert "pretrain: done already" in capsys.readouterr().out
+
+
+def test_one_stage(machine: Machine):
+    assert machine.open().execute(only="pretrain") == 0
+    assert machine.started == ["pretrain"]
+    assert machine.open().execute() == 0
+    assert machine.started == ["pretrain", "swap_head", "finetune"]
+
+
+def test_a_stage_that_the_recipe_lacks_is_refused(machine: Machine):
+    run = PipelineRun.open(
+        "digits_scratch",
+        overrides=[
+            f"stages.finetune.{key}={machine.root / 'shards' / split}"
+            for key, split in (("train", "train"), ("eval", "val"))
+        ],
+        runs_root=machine.root / "runs",
+    )
+    with pytest.raises(UserError, match="--stage pretrain: the recipe has only the stages finetune"):
+        run.execute(only="pretrain")
+    with pytest.raises(UserError, match="--restart pretrain: the recipe has only the stages finetune"):
+        PipelineRun.open("digits_scratch", overrides=[], runs_root=machine.root / "runs", restart="pretrain")
+    assert machine.started == [] and not run.folder.path.exists()
+
+
+@pytest.mark.parametrize(
+    ("launcher", "saved", "ours", "said"),
+    [
+        (0, 0, 1, "goes on from its beginning"),  # deepspeed's 0 when a signal killed it: not done is not done
+        (1, 400, 1, "goes on from step 400"),
+        (-9, 400, 1, "goes on from step 400"),
+        (EXIT_STOPPED, 1400, EXIT_STOPPED, "goes on from step 1,400"),
+        (2, 0, 2, None),  # the rank has said why
+    ],
+)
+def test_what_is_not_done_ends_the_run(
+    machine: Machine, capsys: pytest.CaptureFixture[str], launcher: int, saved: int, ours: int, said: str | None
+):
+    def outcome(launch: Launch) -> int:
+        machine.folder.update(launch.stage, state="running", last_saved_step=saved)
+        return launcher
+
+    machine.outcome = outcome
+    assert machine.open().execute() == ours
+    assert machine.started == ["pretrain"]
+    error = capsys.readouterr().err
+    assert (said in error and error.startswith("shardvit: pretrain is not finished")) if said else error == ""
+    machine.outcome = None
+    assert machine.open().execute() == 0
+    assert machine.started == ["pretrain", *ALL_STAGES]
+
+
+def test_done_is_believed_whatever_the_launcher_says(machine: Machine):
+    def outcome(launch: Launch) -> int:
+        machine.folder.update(launch.stage, state="done")
+        return 1
+
+    machine.outcome = outcome
+    assert machine.open().execute() == 0
+
+
+def test_the_exit_code_is_the_ranks(machine: Machine):
+    assert EXIT_STOPPED == stopping.EXIT_STOPPED
+
+
+def test_a_dry_run_shows_the_resolved_recipe_and_writes_nothing(machine: Machine, capsys: pytest.CaptureFixture[str]):
+    assert machine.open("seed=5").execute(mode="dry-run") == 0
+    output = capsys.readouterr().out
+    assert "seed: 5\n" in output and "collective_timeout_seconds" in output
+    assert machine.started == [] and not (machine.root / "runs").exists()
+
+
+def test_restarting_runs_that_stage_and_those_after_it(machine: Machine, capsys: pytest.CaptureFixture[str]):
+    machine.open().execute()
+    machine.started.clear()
+    changed = "stages.finetune.optimizer.lr=0.5"
+    with pytest.raises(UserError, match=r"lr: 0\.03 -> 0\.5"):
+        machine.open(changed)
+    assert machine.open(changed, restart="finetune").execute() == 0
+    assert machine.started == ["finetune"]
+    assert "aside" in capsys.readouterr().out
+    assert machine.open(changed, restart="swap_head").execute() == 0
+    assert machine.started == ["finetune", "swap_head", "finetune"]
+    assert len(list(machine.folder.path.glob("replaced/*/stage.json"))) == 3
+
+
+def test_a_broken_record_is_mended_by_the_restart_that_its_message_asks_for(machine: Machine):
+    machine.open().execute()
+    for stage in ("finetune", "pretrain"):
+        (machine.folder.stage(stage) / "stage.json").write_text("{")
+        with pytest.raises(UserError, match=f"--restart {stage}"):
+            machine.open()
+        machine.started.clear()
+        assert machine.open(restart=stage).execute() == 0
+        assert machine.started == list(ALL_STAGES[ALL_STAGES.index(stage) :])
+
+
+def test_two_runs_of_one_folder_are_refused(machine: Machine):
+    run = machine.open()
+    with locked(run.folder.path / ".run.lock", what="it"), pytest.raises(UserError, match="in use by process"):
+        run.execute()
+    assert machine.started == []
+
+    def outcome(launch: Launch) -> int:
+        with pytest.raises(UserError, match="in use by process"):
+            machine.open().execute()
+        return 1
+
+    machine.outcome = outcome
+    assert machine.open().execute() == 1
+    assert machine.started == ["pretrain"]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "overrides", "processes"),
+    [(0, ["processes=auto"], 1), (4, ["processes=auto"], 4), (4, ["processes=2"], 2), (0, ["processes=4"], 4)],
+)
+def test_processes_follow_recipe_and_machine(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, gpus: int, overrides: list[str], processes: int
+):
+    monkeypatch.setattr(pipeline_run, "num_gpus", lambda: gpus)
+    assert machine.open(*overrides).processes == processes
+
+
+def test_what_the_machine_cannot_do_is_refused(machine: Machine, monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(UserError, match="fp16 needs a GPU: use bf16 or fp32"):
+        machine.open("engine.precision=fp16")
+    monkeypatch.setattr(pipeline_run, "num_gpus", lambda: 1)
+    with pytest.raises(UserError, match=r"processes is 2, but this machine has 1 GPUs: set processes=1"):
+        machine.open()
+    machine.open("processes=1", "engine.precision=fp16")

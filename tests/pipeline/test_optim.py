@@ -1,0 +1,81 @@
+"""Weight decay touches kernels alone, and every parameter is optimised exactly once."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from model.config import ModelConfig
+from model.vit import build_vit
+from pipeline.optim import build_optimizer, parameter_groups
+from pipeline.recipe import OptimizerConfig
+
+
+@pytest.fixture(params=["mlp", "linear"])
+def model(request: pytest.FixtureRequest) -> torch.nn.Module:
+    config = ModelConfig(width=8, depth=2, heads=2, patch_size=4)
+    return build_vit(config, image_size=8, num_classes=3, head=request.param)
+
+
+def names(model: torch.nn.Module, parameters: Any) -> set[str]:
+    wanted = {id(parameter) for parameter in parameters}
+    return {name for name, parameter in model.named_parameters() if id(parameter) in wanted}
+
+
+def test_the_kernels_and_nothing_else_decay(model: torch.nn.Module):
+    kernels, others = parameter_groups(model, weight_decay=0.1)
+    assert kernels["weight_decay"] == 0.1 and others["weight_decay"] == 0.0
+    # Told by name and shape, not by layer class: flax's `kernel`s are the matrices and the patch convolution.
+    expected = {
+        name
+        for name, parameter in model.named_parameters()
+        if name.endswith("weight") and parameter.ndim >= 2 and "norm" not in name
+    }
+    assert names(model, kernels["params"]) == expected
+    left = names(model, others["params"])
+    assert {
+        "cls_token",
+        "pos_embed",
+        "norm.weight",
+        "norm.bias",
+        "blocks.0.norm1.weight",
+        "patch_embed.proj.bias",
+    } <= left
+    assert all(name.endswith("bias") or "norm" in name or name in {"cls_token", "pos_embed"} for name in left)
+
+
+def test_every_parameter_stands_in_one_group_once(model: torch.nn.Module):
+    groups: Any = parameter_groups(model, weight_decay=0.1)
+    listed = [id(p) for group in groups for p in group["params"]]
+    assert len(listed) == len(set(listed))
+    assert set(listed) == {id(parameter) for parameter in model.parameters()}
+
+
+def test_frozen_parameters_and_empty_groups_are_left_out():
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2, bias=False))
+    model[0].requires_grad_(requires_grad=False)
+    (only,) = parameter_groups(model, weight_decay=0.1)
+    assert only["params"] == [model[1].weight]
+
+
+def test_the_optimizer_takes_the_recipes_numbers(model: torch.nn.Module):
+    adamw = build_optimizer(model, OptimizerConfig(name="adamw", lr=0.002, weight_decay=0.3, betas=(0.8, 0.95)))
+    assert isinstance(adamw, torch.optim.AdamW)
+    assert [group["weight_decay"] for group in adamw.param_groups] == [0.3, 0.0]
+    assert all(group["betas"] == (0.8, 0.95) and group["lr"] == 0.002 for group in adamw.param_groups)
+    sgd = build_optimizer(model, OptimizerConfig(name="sgd", lr=0.03, momentum=0.7, weight_decay=0.1))
+    assert isinstance(sgd, torch.optim.SGD)
+    assert [group["weight_decay"] for group in sgd.param_groups] == [0.1, 0.0]
+    assert all(group["momentum"] == 0.7 and not group["nesterov"] for group in sgd.param_groups)
+
+
+def test_one_step_of_adamw_is_the_formula():
+    """Decoupled decay, multiplied by the learning rate: p <- p - lr * wd * p - lr * sign(g) on the first step."""
+    layer = torch.nn.Linear(1, 1)
+    torch.nn.init.constant_(layer.weight, 2.0)
+    torch.nn.init.constant_(layer.bias, 2.0)
+    optimizer = build_optimizer(layer, OptimizerConfig(name="adamw", lr=0.1, weight_decay=0.5))
+    layer.weight.grad, layer.bias.grad = torch.full((1, 1), 3.0), torch.full((1,), -3.0)
+    optimizer.step()
+    assert layer.weight.item() == pytest.approx(2.0 - 0.1 * 0.5 * 2.0 - 0.1, abs=1e-6)
+    assert layer.bias.item() == pytest.approx(2.0 + 0.1, abs=1e-6)
