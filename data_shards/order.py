@@ -167,8 +167,10 @@ def check_sizes(num_samples: int, *, lanes: int, global_batch_images: int, windo
     if lanes < 1 or global_batch_images < 1 or window_images < 1:
         raise UserError("data.lanes, global_batch_size and data.shuffle_window_images must each be 1 or more")
     if lanes > num_samples:
+        fitting = max((n for n in range(1, num_samples + 1) if global_batch_images % n == 0), default=None)
         raise UserError(
-            f"data.lanes is {lanes}, but the shards hold only {num_samples} images: set data.lanes to {num_samples} or less"
+            f"data.lanes is {lanes}, but the shards hold only {num_samples} images: "
+            + (f"set data.lanes to {fitting}, or to a smaller divisor of the global batch" if fitting else "pack some")
         )
     if global_batch_images % lanes:
         raise UserError(

@@ -38,6 +38,7 @@ def main() -> None:
 def pack(
     source: str,
     out: Path,
+    /,
     *,
     classes: Annotated[str | None, Parameter(help="Only these classes, comma separated; they get labels 0, 1, ...")] = None,
     holdout: Annotated[float | None, Parameter(help="Share of each class kept apart as the split 'val'.")] = None,
@@ -49,7 +50,7 @@ def pack(
     SOURCE is a folder of class folders (or train/ and val/ of them), a folder with the four IDX files of MNIST or
     Fashion-MNIST, "fashion-mnist" for the ones that Debian installs, or "digits" for scikit-learn's digits.
 
-    Examples:
+    Some examples:
         shardvit pack photos/ shards/photos --holdout 0.1
 
         shardvit pack digits shards/digits --classes 0,1,2,3,4,5,6 --holdout 0.2
@@ -71,6 +72,7 @@ def pack(
 @app.command
 def run(
     recipe: str,
+    /,
     *overrides: str,
     stage: Annotated[
         Literal["pretrain", "swap_head", "finetune"] | None, Parameter(help="Only this stage; default: all, in order.")
@@ -86,7 +88,7 @@ def run(
 
     RECIPE is a YAML file or the name of a recipe that ships with shardvit; OVERRIDES are changes to it, key=value.
 
-    Examples:
+    Some examples:
         shardvit run digits
 
         shardvit run my.yaml stages.pretrain.optimizer.lr=3e-4 processes=8

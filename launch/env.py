@@ -17,6 +17,10 @@ from data_shards.errors import UserError
 from pipeline.process import Place
 
 SUPERVISOR_PID = "SHARDVIT_SUPERVISOR_PID"
+_PLACE_NAMES = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    *("SLURM_PROCID", "SLURM_LOCALID"),
+)
 
 
 def read_place(environ: Mapping[str, str] = os.environ) -> Place:
@@ -28,7 +32,7 @@ def read_place(environ: Mapping[str, str] = os.environ) -> Place:
     if "RANK" in environ or "WORLD_SIZE" in environ:
         names = {"rank": "RANK", "world_size": "WORLD_SIZE", "local_rank": "LOCAL_RANK"}
         local_world_size = environ.get("LOCAL_WORLD_SIZE") or environ.get("LOCAL_SIZE")  # torchrun's and deepspeed's
-    elif int(environ.get("SLURM_NTASKS", "1")) > 1 and "SLURM_PROCID" in environ:
+    elif environ.get("SLURM_NTASKS", "1") != "1" and "SLURM_PROCID" in environ:
         names = {"rank": "SLURM_PROCID", "world_size": "SLURM_NTASKS", "local_rank": "SLURM_LOCALID"}
         local_world_size = environ.get("SLURM_NTASKS_PER_NODE")
     else:
@@ -55,6 +59,11 @@ def read_place(environ: Mapping[str, str] = os.environ) -> Place:
     )
 
 
+def without_place(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The environment without a launcher's or a batch script's numbers, for processes that get their own."""
+    return {name: value for name, value in environ.items() if name not in _PLACE_NAMES}
+
+
 def free_port() -> int:
     """A TCP port that is free now."""
     with socket.socket() as probe:
@@ -64,10 +73,11 @@ def free_port() -> int:
 
 def num_gpus(environ: Mapping[str, str] = os.environ, *, devices: Path = Path("/dev")) -> int:
     """NVIDIA GPUs that a process here would see, without asking the driver."""
+    there = len([path for path in devices.glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name)])
     visible = environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
+    if visible is not None and there:
         return len([gpu for gpu in visible.split(",") if gpu.strip() and gpu.strip() != "-1"])
-    return len([path for path in devices.glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name)])
+    return there
 
 
 def tracking_uri(environ: Mapping[str, str] = os.environ) -> str | None:

@@ -7,10 +7,12 @@ stage is done is read from its record, never from the launcher's exit code: deep
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,10 +20,11 @@ from types import FrameType
 
 import psutil
 
-from launch.env import SUPERVISOR_PID, free_port, num_gpus
+from launch.env import SUPERVISOR_PID, free_port, num_gpus, without_place
 from pipeline.recipe import Recipe, StageName
 
 _RANK_COMMAND = ["-u", "-m", "launch.train"]
+_KILL_SECONDS = 10.0  # a process that waits for a broken disk dies later
 
 
 @dataclass(frozen=True)
@@ -62,38 +65,41 @@ def launch_command(launch: Launch) -> list[str]:
 def run_stage_locally(launch: Launch) -> int:
     """Run one stage to its end; returns the exit code of the launcher (negative: it was killed)."""
     environment = {
-        **os.environ,
+        **without_place(),
         SUPERVISOR_PID: str(os.getpid()),
         "PYTHONUNBUFFERED": "1",
         **({} if num_gpus() else {"DS_ACCELERATOR": "cpu"}),  # said aloud, or DeepSpeed wonders in every process
     }
-    child = subprocess.Popen(launch_command(launch), env=environment, start_new_session=True)
     asked = 0
 
     def ask_to_stop(number: int, frame: FrameType | None) -> None:
         nonlocal asked
         asked += 1
-        ranks = _ranks_below(child.pid)
+        ranks = _ranks()
         if asked == 1 and ranks:
             print("\nstopping: the ranks finish their step and save (Ctrl-C again kills them)", file=sys.stderr)
             for rank in ranks:
-                rank.send_signal(signal.SIGTERM)
+                with contextlib.suppress(psutil.Error):  # it ended meanwhile
+                    rank.send_signal(signal.SIGTERM)
         else:
-            os.killpg(child.pid, signal.SIGKILL)
+            _kill_all()
 
     previous = {number: signal.signal(number, ask_to_stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
+        child = subprocess.Popen(launch_command(launch), env=environment, start_new_session=True)
+        if asked:  # before there was anything to stop
+            _kill_all()
         return child.wait()
     finally:
+        _kill_all()  # a rank whose launcher was killed, for instance
         for number, handler in previous.items():
             signal.signal(number, handler)
-        _kill_leftovers(child.pid)
 
 
-def _ranks_below(pid: int) -> list[psutil.Process]:
-    """The processes that train, among everything that the launcher has started."""
+def _ranks() -> list[psutil.Process]:
+    """The processes that train, among everything that was started."""
     ranks = []
-    for process in _children(pid):
+    for process in _ours():
         try:
             if process.cmdline()[1:4] == _RANK_COMMAND:
                 ranks.append(process)
@@ -102,17 +108,27 @@ def _ranks_below(pid: int) -> list[psutil.Process]:
     return ranks
 
 
-def _children(pid: int) -> list[psutil.Process]:
-    try:
-        parent = psutil.Process(pid)
-        return [parent, *parent.children(recursive=True)]
-    except psutil.Error:
-        return []
+def _ours() -> list[psutil.Process]:
+    """Every process that carries this one's number in its environment.
+
+    Neither the process group nor the tree would do: torchrun gives each rank a session of its own, and a killed
+    launcher leaves orphans.
+    """
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.pid != os.getpid() and process.environ().get(SUPERVISOR_PID) == str(os.getpid()):
+                found.append(process)
+        except (psutil.Error, OSError):  # gone, or somebody else's
+            continue
+    return found
 
 
-def _kill_leftovers(session: int) -> None:
-    """End whatever of the launcher's session outlived it, a rank whose launcher was killed, for instance."""
-    try:
-        os.killpg(session, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
+def _kill_all() -> None:
+    """End everything that was started, and what it starts meanwhile."""
+    deadline = time.monotonic() + _KILL_SECONDS
+    while (ours := _ours()) and time.monotonic() < deadline:
+        for process in ours:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        time.sleep(0.02)

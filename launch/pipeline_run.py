@@ -122,7 +122,7 @@ class PipelineRun:
                 self.recipe, stage=stage, samples_per_epoch=data.train.num_samples, world_size=self.processes
             )
             begins_again = self.restart is not None and self._is_from(stage, first=self.restart)
-            if self.folder.record(stage).state != "done" and not begins_again:
+            if not begins_again and self.folder.record(stage).state != "done":
                 identity = checkpoint_identity(self.recipe, stage=stage, processes=self.processes)
                 check_newest(self.folder.checkpoints(stage), expected=identity)
 

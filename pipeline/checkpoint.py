@@ -74,7 +74,8 @@ def save_checkpoint(
             _flush(folder)
         beside.rename(final)
         _flush(root)
-        for old in checkpoint_folders(root)[keep:]:
+        # Newer ones were passed over as damaged: they must not push out the good ones, and are redone when reached.
+        for old in [folder for folder in checkpoint_folders(root) if folder.name <= final.name][keep:]:
             shutil.rmtree(old, ignore_errors=True)
     ranks.barrier()
     return final
@@ -108,17 +109,21 @@ def restore_checkpoint(root: Path, *, engine: Engine, ranks: Ranks, identity: di
 def _damage(folder: Path, *, ranks: Ranks) -> str:
     """What is wrong with this rank's share of a checkpoint's files; empty when nothing is."""
     try:
-        files: dict[str, dict[str, Any]] = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
-    except (OSError, ValueError, KeyError):
+        content: dict[str, Any] = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        files = {name: (int(entry["bytes"]), str(entry["blake2b"])) for name, entry in content["files"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return f"no readable {MANIFEST}"
     for name in sorted(files)[ranks.place.rank :: ranks.place.world_size]:
-        path = folder / name
-        if not path.is_file():
-            return f"{name} is missing"
-        if path.stat().st_size != files[name]["bytes"]:
-            return f"{name} has {path.stat().st_size} bytes instead of {files[name]['bytes']}"
-        if _digest(path) != files[name]["blake2b"]:
-            return f"{name} has changed since it was written"
+        path, (num_bytes, digest) = folder / name, files[name]
+        try:
+            if not path.is_file():
+                return f"{name} is missing"
+            if path.stat().st_size != num_bytes:
+                return f"{name} has {path.stat().st_size} bytes instead of {num_bytes}"
+            if _digest(path) != digest:
+                return f"{name} has changed since it was written"
+        except OSError as error:  # one rank's bad disk must not leave the others waiting
+            return f"{name} cannot be read: {error.strerror}"
     return ""
 
 

@@ -33,6 +33,8 @@ def parse_duration(text: str) -> Duration:
     match = _PATTERN.fullmatch(str(text))
     if match is None:
         raise ValueError(f"{text!r} is no duration: write it like '400 steps', '7 epochs', '1e6 images' or '10%'")
+    if not math.isfinite(float(match[1].replace("_", ""))):
+        raise ValueError(f"{text!r} is too long: write it like '400 steps', '7 epochs', '1e6 images' or '10%'")
     unit = match[2] if match[2] == "%" else match[2].rstrip("s") + "s"
     return Duration(amount=float(match[1].replace("_", "")), unit=unit)  # pyright: ignore[reportArgumentType]
 
@@ -61,5 +63,5 @@ def in_steps(
         case "%":
             if total_steps is None:
                 raise ValueError("a stage's own length cannot be a percentage: give steps, epochs or images")
-            steps = duration.amount / 100 * total_steps
+            steps = duration.amount * total_steps / 100  # in this order 29% of 50 is 14.5
     return 0 if duration.amount == 0 else max(1, math.floor(steps + 0.5))

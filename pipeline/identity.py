@@ -62,7 +62,7 @@ def check_newest(root: Path, *, expected: dict[str, Any]) -> None:
     """
     for folder in checkpoint_folders(root):
         try:
-            found = json.loads((folder / STATE).read_text(encoding="utf-8"))["identity"]
-        except (OSError, ValueError, KeyError):
+            found = dict(json.loads((folder / STATE).read_text(encoding="utf-8"))["identity"])
+        except (OSError, ValueError, KeyError, TypeError):
             continue  # damaged: restoring says so and takes the next
         return check_identity(found, expected, folder=folder)

@@ -35,7 +35,11 @@ class LossWindow:
     def reduce(self, ranks: Ranks) -> list[float]:
         """The global mean loss of every step in the window; collective."""
         if self._local:
-            self._global += ranks.gather(torch.stack(self._local)).mean(dim=0).tolist()
+            everyone = ranks.gather(torch.stack(self._local))
+            total = everyone[0].clone()
+            for row in everyone[1:]:  # not .mean(dim=0): its order of addition depends on the number of steps
+                total += row
+            self._global += (total / len(everyone)).tolist()
             self._local.clear()
         return list(self._global)
 

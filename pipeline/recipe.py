@@ -7,7 +7,6 @@ a recipe is read, checked and printed at once. Reading YAML and overrides is `re
 
 from __future__ import annotations
 
-import math
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
@@ -30,7 +29,7 @@ DurationText = Annotated[str, AfterValidator(_checked_duration)]
 class Strict(BaseModel):
     """Frozen, and refuses keys it does not know."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
 
 class EngineConfig(Strict):
@@ -56,7 +55,7 @@ class DataConfig(Strict):
     """How the training stream is laid out and read."""
 
     lanes: int | Literal["auto"] = "auto"
-    """Spans of the epoch; divides the global batch, and the processes divide it. auto: gcd(global batch, 256)."""
+    """Spans of the epoch; divides the global batch, and the processes divide it. auto: its largest divisor up to 256."""
     shuffle_window_images: int = Field(default=16384, ge=1)
     """Images of a lane that are shuffled among themselves."""
     workers: int = Field(default=0, ge=0)
@@ -97,6 +96,13 @@ class OptimizerConfig(Strict):
     clip_grad_norm: float = Field(default=1.0, ge=0)
     """Largest global gradient norm; 0 does not clip."""
 
+    @model_validator(mode="after")
+    def _nothing_ignored(self) -> OptimizerConfig:
+        ignored = {"adamw": "momentum", "sgd": "betas"}[self.name]
+        if getattr(self, ignored) != type(self).model_fields[ignored].default:
+            raise ValueError(f"{ignored} means nothing to {self.name}: leave it out")
+        return self
+
 
 class ScheduleConfig(Strict):
     """Warm-up and decay of the learning rate."""
@@ -104,6 +110,13 @@ class ScheduleConfig(Strict):
     warmup: DurationText = "0 steps"
     decay: Decay = "cosine"
     end_lr: float = Field(default=0.0, ge=0)
+    """Where the decay ends."""
+
+    @model_validator(mode="after")
+    def _nothing_ignored(self) -> ScheduleConfig:
+        if self.decay == "constant" and self.end_lr:
+            raise ValueError("end_lr means nothing to a constant learning rate: leave it out")
+        return self
 
 
 class TrainStage(Strict):
@@ -190,6 +203,12 @@ class Recipe(Strict):
     stages: Stages
 
     @model_validator(mode="after")
+    def _some_processes(self) -> Recipe:
+        if self.processes != "auto" and self.processes < 1:
+            raise ValueError(f"processes is {self.processes}: give 1 or more, or auto")
+        return self
+
+    @model_validator(mode="after")
     def _patches(self) -> Recipe:
         for name in self.stages.names:
             stage = getattr(self.stages, name)
@@ -204,7 +223,9 @@ class Recipe(Strict):
 
     def lanes(self, stage: TrainStage) -> int:
         """The lanes of one stage's stream."""
-        return math.gcd(stage.global_batch_size, 256) if self.data.lanes == "auto" else self.data.lanes
+        if self.data.lanes != "auto":
+            return self.data.lanes
+        return max(n for n in range(1, 257) if stage.global_batch_size % n == 0)
 
     def train_stage(self, name: StageName) -> TrainStage:
         """A stage that trains.

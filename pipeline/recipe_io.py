@@ -125,11 +125,9 @@ def _assign(tree: dict[str, Any], override: str) -> None:
     node = tree
     for parent in parents:
         child = node.get(parent)
-        if child is None:
-            child = node[parent] = {}
-        elif not isinstance(child, dict):
+        if child is not None and not isinstance(child, dict):
             raise UserError(f"override {key}: {parent!r} is a value, not a group of keys")
-        node = child
+        node[parent] = node = dict(child or {})  # a copy: places that share a YAML alias share one dict
     try:
         node[leaf] = yaml.safe_load(text)
     except yaml.YAMLError as error:

@@ -129,6 +129,10 @@ class RunFolder:
                 if self.stage(name).exists():
                     aside = self.path / "replaced" / f"{name}-{stamp}"
                     aside.parent.mkdir(parents=True, exist_ok=True)
+                    number = 1
+                    while aside.exists():  # two restarts in one second
+                        number += 1
+                        aside = aside.with_name(f"{name}-{stamp}.{number}")
                     self.stage(name).rename(aside)
                     notes.append(f"moved {self.stage(name)} aside to {aside}")
         _write_text(self.path / "recipe.yaml", dump_recipe(recipe))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal
@@ -33,6 +34,8 @@ def stage_report(
         for manifest, use in ((data.train, "train"), (data.eval, "eval"))
     )
     log = open_metrics_log(context.folder.stage(stage) / "metrics.jsonl", resume_step=state.step or NOTHING_DONE)
+    if log.dropped_broken_rows:
+        print(f"{log.path}: {log.dropped_broken_rows} unreadable rows were dropped", file=sys.stderr)
     progress = Progress(
         stage, total_steps=plan.total_steps, start_step=state.step, images_per_step=plan.global_batch_images
     )

@@ -19,6 +19,7 @@ from model.pos_embed import resize_state
 from model.saved import build_from_saved, load_model, save_model
 from model.vit import build_vit
 from pipeline.context import StageContext
+from pipeline.metrics_log import open_metrics_log
 from pipeline.plan import open_data
 from pipeline.recipe import StageName
 from pipeline.run_folder import weights_digest
@@ -80,7 +81,9 @@ def swap_head(context: StageContext) -> None:
             "model/head_parameters_attached": float(attached),
             "model/parameters": float(_num_parameters(model)),
         }
-        tracker.log(step=0, images_seen=0, metrics=values)
+        with open_metrics_log(folder.stage("swap_head") / "metrics.jsonl", resume_step=NOTHING_DONE) as log:
+            row = log.append(step=0, images_seen=0, metrics=values)
+        tracker.log(row.step, row.images_seen, row.metrics, time_seconds=row.time)
         meta = old.model_copy(update={"num_classes": len(classes), "class_names": classes, "head": "linear"})
         save_model(folder.model("swap_head"), model.state_dict(), meta=meta)
         folder.update(

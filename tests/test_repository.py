@@ -20,13 +20,14 @@ MAX_PYTHON_LINES = 400
 
 
 def repository_files() -> list[Path]:
-    """Every file that is tracked, or would be with `git add .`; of an unpacked archive, every file outside .venv."""
+    """Every file that is tracked, or would be with `git add .`; of an unpacked archive, all but caches and results."""
     git = ["git", "-C", str(ROOT), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     if (ROOT / ".git").exists():
         names = subprocess.run(git, capture_output=True, text=True, check=True).stdout.split("\0")
         files = [ROOT / name for name in names if name]
     else:
-        files = [path for path in ROOT.rglob("*") if ".venv" not in path.parts and "__pycache__" not in path.parts]
+        tops = ["*", ".ci/*", *(f"{folder}/**/*" for folder in ("data_shards", "launch", "model", "pipeline", "tests"))]
+        files = [path for top in tops for path in ROOT.glob(top) if "__pycache__" not in path.parts]
     return [path for path in files if path.is_file()]
 
 

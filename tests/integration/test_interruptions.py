@@ -19,7 +19,7 @@ from data_shards.pack import pack
 from pipeline.metrics_log import read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
-STEPS = 320
+STEPS = 400
 
 
 def recipe(name: str, shards: Path) -> dict:
@@ -82,6 +82,12 @@ class Run:
         while self.last_saved() < step:
             assert process.poll() is None, f"ended before step {step}:\n{self.output.read_text()}"
             assert time.monotonic() < deadline, f"step {step} was not reached"
+            time.sleep(0.02)
+
+    def wait_for_text(self, process: subprocess.Popen, text: str) -> None:
+        deadline = time.monotonic() + 120
+        while text not in self.output.read_text():
+            assert process.poll() is None and time.monotonic() < deadline, self.output.read_text()
             time.sleep(0.02)
 
     def last_saved(self) -> int:
@@ -157,6 +163,7 @@ def test_a_run_interrupted_in_every_way_ends_as_the_undisturbed_one(tmp_path, sh
 
     # kill -9 of one rank
     process = run.start()
+    run.wait_for_text(process, "going on from")
     run.wait_for_step(process, run.last_saved() + 20)
     ranks_of(process)[-1].kill()
     output = run.finish(process)

@@ -78,7 +78,9 @@ def test_it_is_let_go_after_an_error_and_the_file_stays(path: Path):
 
 def test_children_do_not_inherit_it(path: Path):
     """A launcher that outlives `shardvit run` must not keep the run folder locked."""
+    command = [sys.executable, "-c", "print(flush=True); input()"]
     with locked(path, what="it"):
-        child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, close_fds=False)
+        child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, close_fds=False)
+        assert child.stdout and child.stdout.readline() == b"\n"  # it runs, so what it does not inherit is closed
     with child, locked(path, what="it"):
         child.kill()

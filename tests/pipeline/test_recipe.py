@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from pipeline.recipe import Recipe
+from pipeline.recipe import OptimizerConfig, Recipe, ScheduleConfig
 
 TRAIN: dict[str, Any] = {
     "train": "a/train",
@@ -57,8 +57,8 @@ def test_lanes_divide_the_global_batch_whatever_it_is():
     for batch in range(1, 1030):
         recipe = Recipe.model_validate(tree(stages__pretrain__global_batch_size=batch))
         lanes = recipe.lanes(recipe.train_stage("pretrain"))
-        assert batch % lanes == 0 and 256 % lanes == 0
-        assert batch % (2 * lanes) or lanes == 256  # the most that do
+        assert batch % lanes == 0 and 1 <= lanes <= 256
+        assert not any(batch % more == 0 for more in range(lanes + 1, 257))
     fixed = Recipe.model_validate(tree(data__lanes=3))
     assert fixed.lanes(fixed.train_stage("pretrain")) == 3
 
@@ -110,3 +110,20 @@ def test_a_recipe_cannot_be_changed_afterwards():
     recipe = Recipe.model_validate(TREE)
     with pytest.raises(ValidationError):
         recipe.seed = 1
+
+
+@pytest.mark.parametrize(
+    ("group", "key"),
+    [
+        ({"name": "sgd", "lr": 0.1, "betas": [0.8, 0.9]}, "betas"),
+        ({"name": "adamw", "lr": 0.1, "momentum": 0.5}, "momentum"),
+    ],
+)
+def test_a_setting_that_the_optimizer_would_ignore_is_refused(group, key):
+    with pytest.raises(ValidationError, match=f"{key} means nothing"):
+        OptimizerConfig.model_validate(group)
+
+
+def test_an_end_that_a_constant_learning_rate_would_ignore_is_refused():
+    with pytest.raises(ValidationError, match="end_lr means nothing"):
+        ScheduleConfig.model_validate({"decay": "constant", "end_lr": 0.1})

@@ -1,0 +1,236 @@
+"""Random access to samples: webdataset's own reading is the oracle; descriptors are bounded; damage is named."""
+
+import dataclasses
+import io
+import os
+import pickle
+import random
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from data_shards.errors import SampleError, UserError
+from data_shards.manifest import Manifest, Shard, read_manifest
+from data_shards.pack import pack
+from data_shards.shard_reader import RawSample, ShardReader
+from data_shards.tar_index import index_path
+
+
+@pytest.fixture
+def manifest(tmp_path: Path) -> Manifest:
+    """30 images, some of them JPEGs, of 3 classes in 6 shards."""
+    draw = np.random.default_rng(0)
+    for number in range(30):
+        folder = tmp_path / "in" / f"class{number % 3}"
+        folder.mkdir(parents=True, exist_ok=True)
+        side = 5 + number % 4
+        pixels = draw.integers(0, 256, (side, 9, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(folder / f"{number}.{'png' if number % 2 else 'jpg'}")
+    return pack(str(tmp_path / "in"), tmp_path / "out", samples_per_shard=5, report=lambda line: None).train
+
+
+def places(manifest: Manifest) -> list[tuple[int, int]]:
+    return [(shard, row) for shard, entry in enumerate(manifest.shards) for row in range(entry.num_samples)]
+
+
+def by_webdataset(manifest: Manifest) -> list[RawSample]:
+    """Through webdataset's tar reader and grouping; its WebDataset would leave the tars open."""
+    from webdataset.tariterators import group_by_keys, tar_file_expander
+
+    found = []
+    for path in manifest.shard_paths:
+        with open(path, "rb") as stream:
+            for sample in group_by_keys(tar_file_expander([{"url": str(path), "stream": stream}])):
+                (image,) = (sample[part] for part in sample if part in ("jpg", "png"))
+                found.append(RawSample(key=sample["__key__"], image=image, label=int(sample["cls"])))
+    return found
+
+
+def open_files(folder: Path) -> int:
+    paths = []
+    for descriptor in os.listdir("/proc/self/fd"):
+        try:
+            paths.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        except FileNotFoundError:  # the one that listed the folder
+            continue
+    return sum(path.startswith(str(folder)) for path in paths)
+
+
+needs_proc = pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="counts descriptors in Linux's /proc")
+
+
+def test_every_sample_is_webdatasets_in_any_order(manifest: Manifest):
+    expected = by_webdataset(manifest)
+    reader = ShardReader(manifest)
+    wanted = list(enumerate(places(manifest)))
+    assert len(expected) == len(wanted) == 30
+    random.Random(0).shuffle(wanted)
+    for number, (shard, row) in wanted:
+        assert reader.read(shard, row=row) == expected[number]
+        description = reader.describe(shard, row=row)
+        assert repr(expected[number].key) in description and str(manifest.shard_paths[shard]) in description
+
+
+def test_tars_of_another_make_are_read_the_same(tmp_path: Path):
+    """GNU tar's long names, folders, other parts of a sample, and no index beside it."""
+    parts = []
+    for number in range(4):
+        key = f"some/folder/{'long' * 40}-{number}"
+        parts += [
+            (f"{key}.json", b"{}"),
+            (f"{key}.cls", f"{number % 2}\n".encode()),
+            (f"{key}.png", bytes([number]) * 700),
+        ]
+    with tarfile.open(tmp_path / "a.tar", "w", format=tarfile.GNU_FORMAT) as tar:
+        for name, data in parts:
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            tar.addfile(member, io.BytesIO(data))
+    shard = Shard(file="a.tar", num_samples=4, num_bytes=(tmp_path / "a.tar").stat().st_size, sha256="")
+    manifest = Manifest(root=tmp_path, name="a", split="train", classes=("x", "y"), shards=(shard,), source="")
+    reader = ShardReader(manifest)
+    assert [reader.read(0, row=row) for row in range(4)] == by_webdataset(manifest)
+
+
+@needs_proc
+def test_descriptors_are_bounded_and_the_least_recently_used_shard_is_closed(manifest: Manifest):
+    reader = ShardReader(manifest, max_open_shards=3)
+    expected = by_webdataset(manifest)
+    draw = random.Random(1)
+    for _ in range(100):
+        number = draw.randrange(30)
+        shard, row = places(manifest)[number]
+        assert reader.read(shard, row=row) == expected[number]
+        assert open_files(manifest.root) <= 3
+    for shard in (0, 1, 2, 0, 3):  # 1 has waited longest when 3 comes
+        reader.read(shard, row=0)
+    for shard in (0, 2, 3):
+        manifest.shard_paths[shard].unlink()  # what is open can still be read
+        reader.read(shard, row=1)
+    for shard in (1, 2, 3):
+        if shard == 1:
+            reader.read(1, row=0)  # closed, and opened again: now 0 goes
+            with pytest.raises((UserError, FileNotFoundError)):
+                reader.read(0, row=0)
+
+
+@needs_proc
+def test_close_and_the_end_of_the_reader_leave_nothing_open(manifest: Manifest):
+    reader = ShardReader(manifest)
+    for shard in range(6):
+        reader.read(shard, row=0)
+    assert open_files(manifest.root) == 6
+    reader.close()
+    assert open_files(manifest.root) == 0
+    first = reader.read(0, row=0)  # can be used again
+    assert first == by_webdataset(manifest)[0] and open_files(manifest.root) == 1
+    del reader
+    assert open_files(manifest.root) == 0
+
+
+@needs_proc
+def test_a_pickled_reader_has_no_descriptors_and_reads_the_same(manifest: Manifest):
+    reader = ShardReader(manifest, max_open_shards=2)
+    samples = [reader.read(shard, row=row) for shard, row in places(manifest)]
+    copy = pickle.loads(pickle.dumps(reader))
+    assert open_files(manifest.root) == 2
+    assert [copy.read(shard, row=row) for shard, row in places(manifest)] == samples
+    assert open_files(manifest.root) == 4  # two each: the limit travels too
+    del copy
+    assert reader.read(5, row=4) == samples[-1]  # the copy closed only its own
+
+
+def test_a_missing_index_is_built_from_the_tar(manifest: Manifest):
+    expected = by_webdataset(manifest)
+    for path in manifest.shard_paths:
+        index_path(path).unlink()
+    reader = ShardReader(manifest)
+    assert [reader.read(shard, row=row) for shard, row in places(manifest)] == expected
+
+
+# ---- damage: a SampleError, because one process alone may come upon it, and launch/train lets only that kind speak
+
+
+def cut_tar(path: Path) -> None:
+    with open(path, "r+b") as stream:
+        stream.truncate(path.stat().st_size // 2)
+
+
+def cut_tar_without_index(path: Path) -> None:
+    cut_tar(path)
+    index_path(path).unlink()
+
+
+def spoil_header(path: Path) -> None:
+    index_path(path).unlink()
+    with open(path, "r+b") as stream:
+        stream.seek(1024)
+        stream.write(b"\xff" * 1024)
+
+
+def spoil_index(path: Path) -> None:
+    index_path(path).write_text("what is this\n")
+
+
+def other_index(path: Path) -> None:
+    lines = index_path(path).read_text().splitlines()
+    index_path(path).write_text("\n".join([f"v1.2 {len(lines) - 2}", *lines[1:-1]]) + "\n")
+
+
+def compress(path: Path) -> None:
+    import gzip
+
+    path.write_bytes(gzip.compress(path.read_bytes()))
+    index_path(path).unlink()
+
+
+@pytest.mark.parametrize("damage", [cut_tar, cut_tar_without_index, spoil_header, spoil_index, other_index, compress])
+def test_a_damaged_shard_is_named(manifest: Manifest, damage: Callable[[Path], None]):
+    path = manifest.shard_paths[2]
+    damage(path)
+    reader = ShardReader(manifest)
+    reader.read(1, row=0)
+    with pytest.raises(SampleError) as caught:
+        reader.read(2, row=0)
+    message = str(caught.value)
+    assert str(path.with_suffix("")) in message and "\n" not in message
+    reader.read(3, row=0)  # the others are as they were
+
+
+def test_a_tar_cut_while_it_is_open_is_noticed(manifest: Manifest):
+    reader = ShardReader(manifest)
+    reader.read(2, row=0)
+    os.truncate(manifest.shard_paths[2], 600)
+    with pytest.raises(SampleError, match="is cut short") as caught:
+        reader.read(2, row=4)
+    assert str(manifest.shard_paths[2]) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("label", "message"),
+    [(b"x", "no class number"), (b"", "no class number"), (b"-1", "no class number"), (b"3", "label 3.*3 classes")],
+)
+def test_a_label_that_is_no_class_is_refused(tmp_path: Path, label: bytes, message: str):
+    """A label beyond the classes would be an assertion inside a CUDA kernel."""
+    with tarfile.open(tmp_path / "a.tar", "w") as tar:
+        for name, data in (("good.png", b"x"), ("good.cls", b" 2\n"), ("bad.png", b"x"), ("bad.cls", label)):
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            tar.addfile(member, io.BytesIO(data))
+    shard = Shard(file="a.tar", num_samples=2, num_bytes=(tmp_path / "a.tar").stat().st_size, sha256="")
+    reader = ShardReader(Manifest(tmp_path, "a", "train", ("x", "y", "z"), (shard,), ""))
+    assert reader.read(0, row=0) == RawSample(key="good", image=b"x", label=2)
+    with pytest.raises(SampleError, match=f"'bad' of .*a.tar.*{message}"):
+        reader.read(0, row=1)
+
+
+def test_a_manifest_that_counts_otherwise_is_refused(manifest: Manifest):
+    shards = list(manifest.shards)
+    shards[2] = dataclasses.replace(shards[2], num_samples=shards[2].num_samples + 1)
+    reader = ShardReader(dataclasses.replace(read_manifest(manifest.root), shards=tuple(shards)))
+    with pytest.raises(SampleError, match=r"000002\.tar: its index lists 5 samples, manifest.json 6"):
+        reader.read(2, row=0)
