@@ -102,9 +102,7 @@ def write_timm_info(folder: Path, manifests: Iterable[Manifest]) -> None:
         manifest.split: {
             "name": manifest.split,
             "num_samples": manifest.num_samples,
-            "filenames": [
-                (manifest.root / shard.file).relative_to(folder).as_posix() for shard in manifest.shards
-            ],
+            "filenames": [(manifest.root / shard.file).relative_to(folder).as_posix() for shard in manifest.shards],
             "shard_lengths": [shard.num_samples for shard in manifest.shards],
         }
         for manifest in manifests
@@ -147,9 +145,7 @@ def read_manifest(folder: Path | str) -> Manifest:
         raise UserError(f"{path}: not a readable JSON file ({error}); {REMEDY} again") from None
     if not isinstance(content, dict) or content.get("version") != MANIFEST_VERSION:
         found = content.get("version") if isinstance(content, dict) else None
-        raise UserError(
-            f"{path}: the manifest has version {found!r}, known here is {MANIFEST_VERSION}; {REMEDY} again"
-        )
+        raise UserError(f"{path}: the manifest has version {found!r}, known here is {MANIFEST_VERSION}; {REMEDY} again")
     try:
         manifest = _parse(root, content)
     except KeyError as error:

@@ -82,9 +82,7 @@ class Order:
         self._first_sample = np.concatenate([[0], np.cumsum(self._sizes)[:-1]])
         self._layouts: dict[int, tuple[Int64s, Int64s]] = {}
 
-    def rank_batch(
-        self, step: int, *, rank: int, world_size: int, start: int = 0, stop: int | None = None
-    ) -> Visits:
+    def rank_batch(self, step: int, *, rank: int, world_size: int, start: int = 0, stop: int | None = None) -> Visits:
         """The visits of one rank in global batch `step`: its lanes' samples, in lane order.
 
         The ranks' parts, one after another, are the global batch, for every `world_size` that divides the lanes.
@@ -146,13 +144,9 @@ class Order:
         if epoch in self._layouts:
             return self._layouts[epoch]
         shards = np.arange(len(self._sizes), dtype=np.uint64)
-        permuted = np.argsort(hash_words(_SHARD_ORDER, self.seed, epoch, shards), kind="stable").astype(
-            np.int64
-        )
+        permuted = np.argsort(hash_words(_SHARD_ORDER, self.seed, epoch, shards), kind="stable").astype(np.int64)
         sizes = self._sizes[permuted]
-        if (
-            len(self._layouts) == 4
-        ):  # a batch spans two epochs at the most, unless an epoch is shorter than a batch
+        if len(self._layouts) == 4:  # a batch spans two epochs at the most, unless an epoch is shorter than a batch
             del self._layouts[min(self._layouts)]
         self._layouts[epoch] = permuted, np.cumsum(sizes) - sizes
         return self._layouts[epoch]

@@ -30,9 +30,7 @@ from data_shards.sources import Source, open_source
 
 PACK_FILE = "pack.json"
 PACK_VERSION = 1
-DEFAULT_SAMPLES_PER_SHARD = (
-    1000  # ImageNet: about 110 MB a shard, within the 0.1 to 1 GB that object stores like
-)
+DEFAULT_SAMPLES_PER_SHARD = 1000  # ImageNet: about 110 MB a shard, within the 0.1 to 1 GB that object stores like
 NAMED_FAILURES = 5
 
 
@@ -96,16 +94,12 @@ def pack(
     with _temporary_beside(out) as temporary:
         with Progress(plan.num_images, report) as progress:
             _write(plan, source, temporary, progress)
-        write_json(
-            temporary / PACK_FILE, {"version": PACK_VERSION, "request": request, "fingerprint": fingerprint}
-        )
+        write_json(temporary / PACK_FILE, {"version": PACK_VERSION, "request": request, "fingerprint": fingerprint})
         _sync_folders(temporary)
         try:
             os.rename(temporary, out)  # replaces an empty folder, fails on any other
         except OSError as error:
-            raise UserError(
-                f"{out}: the folder could not be put in place ({error.strerror}); choose another"
-            ) from None
+            raise UserError(f"{out}: the folder could not be put in place ({error.strerror}); choose another") from None
     _sync_folder(out.parent)
     manifests = _read_splits(out)
     for manifest in manifests.values():
@@ -186,9 +180,7 @@ def _temporary_beside(out: Path) -> Iterator[Path]:
         temporary.mkdir(parents=True, exist_ok=True)
         handle = os.open(temporary, os.O_RDONLY | os.O_DIRECTORY)
     except OSError as error:
-        raise UserError(
-            f"{temporary}: the folder cannot be made ({error.strerror}); choose another OUT"
-        ) from None
+        raise UserError(f"{temporary}: the folder cannot be made ({error.strerror}); choose another OUT") from None
     try:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -196,9 +188,7 @@ def _temporary_beside(out: Path) -> Iterator[Path]:
         except OSError:
             ours = False
         if not ours:
-            raise UserError(
-                f"{out}: another process is packing into it; wait for it or choose another folder"
-            )
+            raise UserError(f"{out}: another process is packing into it; wait for it or choose another folder")
         try:
             for left in temporary.iterdir():
                 shutil.rmtree(left) if left.is_dir() else left.unlink()

@@ -166,9 +166,7 @@ def _hash_order(images: ImageSet, indices: NDArray[np.int64], purpose: str, seed
     """A permutation of range(len(indices)): the order of their hashes."""
     prefix = f"{seed}\0{purpose}\0".encode()
     hashes = [
-        hashlib.blake2b(
-            prefix + images.trace(int(i)).encode(errors="surrogateescape"), digest_size=16
-        ).digest()
+        hashlib.blake2b(prefix + images.trace(int(i)).encode(errors="surrogateescape"), digest_size=16).digest()
         for i in indices
     ]
     return np.array(sorted(range(len(hashes)), key=hashes.__getitem__), dtype=np.int64)

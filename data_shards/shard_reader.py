@@ -51,7 +51,8 @@ class ShardReader:
         key = index.keys[row]
         if len(image) != index.image_size[row] or not label.strip().isdigit():
             raise SampleError(
-                f"sample {key!r} of {self._path(shard)} is cut short or its .cls is no class number: pack the shards again"
+                f"sample {key!r} of {self._path(shard)} is cut short or its .cls is no class number: "
+                "pack the shards again"
             )
         return RawSample(key=key, image=image, label=int(label))
 

@@ -69,13 +69,11 @@ def image_extension(data: bytes) -> str:
         raise UnreadableImage("not an image of a known format") from None
     except MemoryError:  # the machine's fault, not the image's
         raise
-    except Exception as error:  # Pillow's plugins raise a dozen kinds, struct.error and SyntaxError too
+    except Exception as error:  # noqa: BLE001 - Pillow's plugins raise a dozen kinds, struct.error and SyntaxError too
         raise UnreadableImage(str(error) or type(error).__name__) from None
 
 
-def write_shards(
-    plans: Sequence[ShardPlan], folder: Path, *, num_threads: int, progress: "Progress"
-) -> WrittenShards:
+def write_shards(plans: Sequence[ShardPlan], folder: Path, *, num_threads: int, progress: "Progress") -> WrittenShards:
     """Write each plan to `folder/plan.file` and its index beside it. OSError (a full disk) passes through."""
     failed, stop = threading.Event(), threading.Event()
     # Pillow warns of large photographs and odd metadata; here only what cannot be decoded matters. (The
@@ -105,9 +103,7 @@ def _write_shard(
     with open(path, "wb") as stream:
         hashing = _HashingStream(stream)
         with TarWriter(cast(Any, hashing), encoder=False, mtime=0, user="", group="") as tar:
-            for position, (index, label) in enumerate(
-                zip(plan.indices.tolist(), plan.labels.tolist(), strict=True)
-            ):
+            for position, (index, label) in enumerate(zip(plan.indices.tolist(), plan.labels.tolist(), strict=True)):
                 if stop.is_set():
                     return None, unreadable
                 try:

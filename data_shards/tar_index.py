@@ -127,9 +127,7 @@ def _parse_line(line: str) -> list[_Part]:
     if not fields or len(fields) % 4:
         raise ValueError(f"a line has {len(fields)} fields, not four per member")
     parts = []
-    for extension, offset, size, member in zip(
-        fields[0::4], fields[1::4], fields[2::4], fields[3::4], strict=True
-    ):
+    for extension, offset, size, member in zip(fields[0::4], fields[1::4], fields[2::4], fields[3::4], strict=True):
         if int(offset) < 0 or int(size) < 0:
             raise ValueError(f"a negative offset or size for {member}")
         key = member[: len(member) - len(extension) - 1]
@@ -164,9 +162,7 @@ def _parts(path: Path) -> Iterator[_Part]:
     if len(block) < _BLOCK_BYTES:
         raise UserError(f"{path}: the tar is cut short (no end marker at byte {end}); copy or pack it again")
     if any(block):
-        raise UserError(
-            f"{path}: the tar is damaged (no readable header at byte {end}); copy or pack it again"
-        )
+        raise UserError(f"{path}: the tar is damaged (no readable header at byte {end}); copy or pack it again")
 
 
 def _split(member: tarfile.TarInfo) -> _Part | None:

@@ -95,9 +95,7 @@ def random_crop(
             return Box(top=top, left=left, height=crop_height, width=crop_width)
     crop_width = min(width, max(1, round(height * ratio[1])))
     crop_height = min(height, max(1, round(width / ratio[0])))
-    return Box(
-        top=(height - crop_height) // 2, left=(width - crop_width) // 2, height=crop_height, width=crop_width
-    )
+    return Box(top=(height - crop_height) // 2, left=(width - crop_width) // 2, height=crop_height, width=crop_width)
 
 
 def resize(image: Pixels, *, image_size: int) -> Pixels:

@@ -40,7 +40,9 @@ def pack(
     out: Path,
     /,
     *,
-    classes: Annotated[str | None, Parameter(help="Only these classes, comma separated; they get labels 0, 1, ...")] = None,
+    classes: Annotated[
+        str | None, Parameter(help="Only these classes, comma separated; they get labels 0, 1, ...")
+    ] = None,
     holdout: Annotated[float | None, Parameter(help="Share of each class kept apart as the split 'val'.")] = None,
     samples_per_shard: Annotated[int, Parameter(help="Images in one tar.")] = 1000,
     seed: Annotated[int, Parameter(help="Of the shuffle and of the held-out choice.")] = 0,

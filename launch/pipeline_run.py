@@ -118,9 +118,7 @@ class PipelineRun:
             if not isinstance(config, TrainStage):
                 continue
             data = open_data(self.recipe, stage=stage)
-            plan_stage(
-                self.recipe, stage=stage, samples_per_epoch=data.train.num_samples, world_size=self.processes
-            )
+            plan_stage(self.recipe, stage=stage, samples_per_epoch=data.train.num_samples, world_size=self.processes)
             begins_again = self.restart is not None and self._is_from(stage, first=self.restart)
             if not begins_again and self.folder.record(stage).state != "done":
                 identity = checkpoint_identity(self.recipe, stage=stage, processes=self.processes)

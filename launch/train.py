@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if place.is_main or isinstance(error, SampleError):
             print(f"shardvit: {error}", file=sys.stderr, flush=True)
         return EXIT_USER_ERROR
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - the last stop: its traceback is printed
         if place.world_size > 1 and _peer_is_gone(error):
             print(f"rank {place.rank}: another process is gone, stopping", file=sys.stderr, flush=True)
             time.sleep(_COLLATERAL_WAIT_SECONDS)

@@ -2,7 +2,8 @@
 
 `deepspeed` (engine_deepspeed.py, the default on every device) shards and checkpoints; `accelerate`
 (engine_accelerate.py) is plain data parallelism, for debugging and as the yardstick. Nothing else in the project
-imports either library. The loop calls, per optimizer step: `forward` and `backward` for each micro-batch, then `step`.
+imports either library; `engine_open` chooses. The loop calls, per optimizer step: `forward` and `backward` for each
+micro-batch, then `step`.
 """
 
 from __future__ import annotations
@@ -13,11 +14,6 @@ from typing import Protocol
 
 import torch
 from torch import nn
-
-from data_shards.errors import UserError
-from pipeline.plan import StagePlan
-from pipeline.ranks import Ranks
-from pipeline.recipe import Recipe, StageName
 
 
 @dataclass(frozen=True)
@@ -73,25 +69,3 @@ class Engine(Protocol):
     def weights(self) -> dict[str, torch.Tensor]:
         """All weights in float32 on the CPU, from the master copy; a collective; complete on rank 0."""
         ...
-
-
-def open_engine(
-    recipe: Recipe, *, stage: StageName, plan: StagePlan, model: nn.Module, ranks: Ranks
-) -> Engine:
-    """Build the backend that the recipe names; the process group is joined already.
-
-    Raises:
-        UserError: a precision that this device cannot do.
-    """
-    if recipe.engine.precision == "fp16" and not torch.cuda.is_available():
-        raise UserError("engine.precision fp16 needs a GPU: use bf16 or fp32 on this machine")
-    optimizer = recipe.train_stage(stage).optimizer
-    match recipe.engine.backend:
-        case "deepspeed":
-            from pipeline.engine_deepspeed import DeepSpeedEngine
-
-            return DeepSpeedEngine(model, config=recipe.engine, optimizer=optimizer, plan=plan, ranks=ranks)
-        case "accelerate":
-            from pipeline.engine_accelerate import AccelerateEngine
-
-            return AccelerateEngine(model, config=recipe.engine, optimizer=optimizer, plan=plan, ranks=ranks)

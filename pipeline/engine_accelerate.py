@@ -42,7 +42,9 @@ class AccelerateEngine:
             kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
         )
         if self._accelerator.num_processes != ranks.place.world_size:
-            raise RuntimeError(f"accelerate sees {self._accelerator.num_processes} of {ranks.place.world_size} processes")
+            raise RuntimeError(
+                f"accelerate sees {self._accelerator.num_processes} of {ranks.place.world_size} processes"
+            )
         self.device = torch.device(self._accelerator.device)
         self._ranks = ranks
         self._accumulation_steps = plan.accumulation_steps

@@ -145,13 +145,13 @@ class DeepSpeedEngine:
 
         masters = self._unsharded_masters()
         if masters:
-            # This wrapper has taken a step on zero gradients to allocate Adam's state, which shifts its bias correction.
+            # This wrapper has stepped on zero gradients to allocate Adam's state, which shifts its bias correction.
             self._engine.optimizer.optimizer.state.clear()
         for name, parameter in self._engine.module.named_parameters():
             if id(parameter) in masters:
                 masters[id(parameter)].data.copy_(exact[name])
             elif hasattr(parameter, "ds_id"):
-                # Stage 3. Its setter of whole parameters fails where the ranks do not divide the size: cut the part out.
+                # Stage 3. Its setter of whole parameters fails where the ranks do not divide the size: cut it up here.
                 local = safe_get_local_fp32_param(parameter)
                 padded = torch.zeros(local.numel() * self._ranks.place.world_size)
                 padded[: exact[name].numel()] = exact[name].flatten()

@@ -13,7 +13,7 @@ from data_shards.errors import UserError
 from data_shards.manifest import Manifest, read_manifest
 from data_shards.order import check_sizes, check_world_size
 from pipeline.duration import in_steps, parse_duration
-from pipeline.recipe import Recipe, StageName, TrainStage
+from pipeline.recipe import Recipe, StageName
 
 
 @dataclass(frozen=True)

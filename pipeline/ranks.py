@@ -46,7 +46,9 @@ class Ranks:
             world_size=place.world_size,
             timeout=timeout,
         )
-        self._host_group = distributed.new_group(backend="gloo", timeout=timeout)
+        group = distributed.new_group(backend="gloo", timeout=timeout)
+        assert isinstance(group, distributed.ProcessGroup)  # a number would stand for "not a member"
+        self._host_group = group
 
     def gather(self, values: torch.Tensor) -> torch.Tensor:
         """Every rank's [k], stacked in rank order: float64 [ranks, k] on the CPU, the same bits on all ranks."""
@@ -61,7 +63,7 @@ class Ranks:
         distributed.all_gather_object(everyone, value, group=self._host_group)
         return everyone
 
-    def start_any(self, flag: bool) -> Agreement:  # noqa: FBT001 - a flag is what travels
+    def start_any(self, flag: bool) -> Agreement:
         """Begin to find out whether any rank's flag is up; the answer is there when it is asked for."""
         flags = torch.tensor([int(flag)], dtype=torch.int32)
         work = distributed.all_reduce(flags, op=distributed.ReduceOp.MAX, group=self._host_group, async_op=True)

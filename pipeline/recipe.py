@@ -55,7 +55,7 @@ class DataConfig(Strict):
     """How the training stream is laid out and read."""
 
     lanes: int | Literal["auto"] = "auto"
-    """Spans of the epoch; divides the global batch, and the processes divide it. auto: its largest divisor up to 256."""
+    """Spans of an epoch; divides the global batch; the processes divide it. auto: the largest divisor up to 256."""
     shuffle_window_images: int = Field(default=16384, ge=1)
     """Images of a lane that are shuffled among themselves."""
     workers: int = Field(default=0, ge=0)
@@ -174,7 +174,9 @@ class Stages(Strict):
         if self.swap_head and not (self.pretrain and self.finetune):
             raise ValueError("swap_head stands between pretrain and finetune: give both, or leave swap_head out")
         if self.finetune and self.finetune.start == "swap_head" and not self.swap_head:
-            raise ValueError("finetune.start is swap_head, but there is no swap_head stage: add one, or set start: scratch")
+            raise ValueError(
+                "finetune.start is swap_head, but there is no swap_head stage: add one, or set start: scratch"
+            )
         if self.finetune and self.finetune.start == "scratch" and self.swap_head:
             raise ValueError("finetune.start is scratch: leave out swap_head, whose model nothing would use")
         return self

@@ -120,7 +120,9 @@ def _merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 def _assign(tree: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
     if not equals or not key:
-        raise UserError(f"{override!r} is no override: write it as key=value, for instance stages.pretrain.image_size=32")
+        raise UserError(
+            f"{override!r} is no override: write it as key=value, for instance stages.pretrain.image_size=32"
+        )
     *parents, leaf = key.split(".")
     node = tree
     for parent in parents:

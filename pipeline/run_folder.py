@@ -86,7 +86,7 @@ class RunFolder:
 
     def update(self, name: StageName, **changes: object) -> StageRecord:
         """Change fields of a stage's record, on disk and at once."""
-        record = replace(self.record(name), **changes)  # pyright: ignore[reportArgumentType]
+        record = replace(self.record(name), **changes)
         _write_text(self.stage(name) / "stage.json", json.dumps(asdict(record), indent=1) + "\n")
         return record
 

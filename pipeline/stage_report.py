@@ -39,12 +39,12 @@ def stage_report(
     progress = Progress(
         stage, total_steps=plan.total_steps, start_step=state.step, images_per_step=plan.global_batch_images
     )
-    with stage_tracker(context, stage=stage, datasets=datasets, resume_step=state.step or NOTHING_DONE, say=progress.note) as tracker:
+    with stage_tracker(
+        context, stage=stage, datasets=datasets, resume_step=state.step or NOTHING_DONE, say=progress.note
+    ) as tracker:
         recorder = Recorder(log=log, tracker=tracker, progress=progress)
         try:
-            yield Report(
-                recorder, samples_per_epoch=plan.samples_per_epoch, training_seconds=state.training_seconds
-            )
+            yield Report(recorder, samples_per_epoch=plan.samples_per_epoch, training_seconds=state.training_seconds)
         finally:
             progress.close()
             log.close()
@@ -52,7 +52,12 @@ def stage_report(
 
 @contextmanager
 def stage_tracker(
-    context: StageContext, *, stage: StageName, datasets: tuple[DatasetInput, ...], resume_step: int, say: Say | None = None
+    context: StageContext,
+    *,
+    stage: StageName,
+    datasets: tuple[DatasetInput, ...],
+    resume_step: int,
+    say: Say | None = None,
 ) -> Iterator[Tracker]:
     """MLflow's run of one stage, below the pipeline's run; closed with what became of it."""
     recipe, folder = context.recipe, context.folder

@@ -19,7 +19,8 @@ from model.loss import loss_function
 from model.saved import SavedModelMeta, save_model
 from pipeline.checkpoint import Restored, restore_checkpoint, save_checkpoint
 from pipeline.context import StageContext
-from pipeline.engine import Engine, open_engine
+from pipeline.engine import Engine
+from pipeline.engine_open import open_engine
 from pipeline.evaluate import evaluate
 from pipeline.identity import checkpoint_identity
 from pipeline.plan import StageData, StagePlan, plan_stage
@@ -50,9 +51,7 @@ def train_stage(
         Stopped: by a signal, after saving.
     """
     recipe, folder, ranks = context.recipe, context.folder, context.ranks
-    plan = plan_stage(
-        recipe, stage=stage, samples_per_epoch=data.train.num_samples, world_size=ranks.place.world_size
-    )
+    plan = plan_stage(recipe, stage=stage, samples_per_epoch=data.train.num_samples, world_size=ranks.place.world_size)
     inputs = {"training images": data.train.digest, "held-out images": data.eval.digest, "weights": start.weights}
     record = folder.record(stage)
     check_inputs(folder, stage=stage, inputs=inputs)
@@ -153,9 +152,7 @@ def _training_job(
             keep=config.keep_checkpoints,
         )
         if ranks.place.is_main:
-            folder.update(
-                stage, last_saved_step=at.step, images_seen=at.images_seen, seconds=at.training_seconds
-            )
+            folder.update(stage, last_saved_step=at.step, images_seen=at.images_seen, seconds=at.training_seconds)
 
     return TrainJob(
         engine=engine,

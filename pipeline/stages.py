@@ -86,9 +86,7 @@ def swap_head(context: StageContext) -> None:
         tracker.log(row.step, row.images_seen, row.metrics, time_seconds=row.time)
         meta = old.model_copy(update={"num_classes": len(classes), "class_names": classes, "head": "linear"})
         save_model(folder.model("swap_head"), model.state_dict(), meta=meta)
-        folder.update(
-            "swap_head", state="done", results=values, model_digest=weights_digest(folder.model("swap_head"))
-        )
+        folder.update("swap_head", state="done", results=values, model_digest=weights_digest(folder.model("swap_head")))
     print(
         f"swap_head: dropped the pre-training head ({dropped:,} parameters), attached a zero-initialised linear "
         f"layer ({attached:,} parameters) for {len(classes)} classes",

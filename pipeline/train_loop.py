@@ -19,7 +19,7 @@ from pipeline.ranks import Ranks
 from pipeline.report import Report
 from pipeline.schedule import Schedule
 from pipeline.state import TrainState, seed_step
-from pipeline.stopping import Stopped, StopFlag
+from pipeline.stopping import StopFlag, Stopped
 
 
 class TrainingFailed(Exception):

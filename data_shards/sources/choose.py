@@ -24,9 +24,7 @@ def open_source(spec: str) -> Source:
         return fashion_mnist_source()
     root = Path(spec).expanduser()
     if not root.exists():
-        raise UserError(
-            f"{spec}: there is no such folder, and no source of that name (names: {', '.join(NAMES)})"
-        )
+        raise UserError(f"{spec}: there is no such folder, and no source of that name (names: {', '.join(NAMES)})")
     if not root.is_dir():
         raise UserError(f"{spec}: this is a file; give a folder laid out as {LAYOUT}")
     try:

@@ -20,9 +20,7 @@ def digits_source() -> Source:
     try:
         from sklearn.datasets import load_digits
     except ImportError:
-        raise UserError(
-            "digits: this source needs scikit-learn; install it with `pip install scikit-learn`"
-        ) from None
+        raise UserError("digits: this source needs scikit-learn; install it with `pip install scikit-learn`") from None
     data: Any = load_digits()  # a Bunch; its stubs are of no use
     pixels = np.rint(data.images * (255 / MAX_VALUE)).astype(np.uint8)
     images = ArrayImages(origin="digits", pixels=pixels, labels=data.target.astype(np.int64))

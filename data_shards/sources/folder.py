@@ -69,8 +69,7 @@ def folder_source(root: Path) -> Source:
     if not named:
         if set(folders) <= {"train", *VAL_NAMES}:
             raise UserError(
-                f"{root / folders[0]}: images lie in it without class folders; "
-                f"expected is ROOT/train/CLASS/*.jpg"
+                f"{root / folders[0]}: images lie in it without class folders; expected is ROOT/train/CLASS/*.jpg"
             )
         classes, splits["train"] = _read_split(root, "", notes)
     else:
@@ -123,16 +122,12 @@ def _read_split(root: Path, split: str, notes: list[str]) -> tuple[tuple[str, ..
             raise UserError(f"{base}: the class folder {name!a} has a name that cannot be written; rename it")
         listing = _walk(root, f"{split}/{name}" if split else name)
         if not listing.images:
-            raise UserError(
-                f"{base / name}: there is no image in this class folder; add some or remove the folder"
-            )
+            raise UserError(f"{base / name}: there is no image in this class folder; add some or remove the folder")
         files += listing.images
         labels += [label] * len(listing.images)
         skipped += listing.others
     if skipped:
-        notes.append(
-            f"{base}: {len(skipped)} files are not images and were left out (the first: {skipped[0]})"
-        )
+        notes.append(f"{base}: {len(skipped)} files are not images and were left out (the first: {skipped[0]})")
     return tuple(folders), FileImages(root=root, files=files, labels=np.array(labels, dtype=np.int64))
 
 
@@ -175,9 +170,7 @@ def _scan(folder: Path) -> tuple[list[str], list[str], list[str]]:
     return sorted(folders), sorted(images), sorted(others)
 
 
-def _demand_same_classes(
-    root: Path, val: str, train_classes: tuple[str, ...], val_classes: tuple[str, ...]
-) -> None:
+def _demand_same_classes(root: Path, val: str, train_classes: tuple[str, ...], val_classes: tuple[str, ...]) -> None:
     for here, there, missing in (
         ("train", val, sorted(set(train_classes) - set(val_classes))),
         (val, "train", sorted(set(val_classes) - set(train_classes))),

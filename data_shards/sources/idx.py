@@ -55,9 +55,7 @@ def idx_source(root: Path) -> Source:
     # torchvision unpacks into FashionMNIST/raw.
     name = folder.parent.name if folder.name == "raw" else folder.name
     classes = FASHION_CLASSES if "fashion" in name.lower() else DIGIT_CLASSES
-    splits: dict[SplitName, ImageSet] = {
-        split: _read_split(root, stem, len(classes)) for split, stem in _STEMS.items()
-    }
+    splits: dict[SplitName, ImageSet] = {split: _read_split(root, stem, len(classes)) for split, stem in _STEMS.items()}
     return Source(spec=str(folder), name=name, classes=classes, splits=splits)
 
 
@@ -67,13 +65,9 @@ def _read_split(root: Path, stem: str, num_classes: int) -> ArrayImages:
     if 0 in pixels.shape:
         raise UserError(f"{image_path}: there is no image in it (shape {pixels.shape})")
     if len(pixels) != len(labels):
-        raise UserError(
-            f"{label_path}: {len(labels)} labels for the {len(pixels)} images of {image_path.name}"
-        )
+        raise UserError(f"{label_path}: {len(labels)} labels for the {len(pixels)} images of {image_path.name}")
     if labels.max() >= num_classes:
-        raise UserError(
-            f"{label_path}: the label {labels.max()} is not one of the {num_classes} classes 0..9"
-        )
+        raise UserError(f"{label_path}: the label {labels.max()} is not one of the {num_classes} classes 0..9")
     return ArrayImages(origin=f"{stem}-images", pixels=pixels, labels=labels.astype(np.int64))
 
 
@@ -99,9 +93,7 @@ def _read_idx(path: Path, *, num_dims: int) -> NDArray[np.uint8]:
     magic = bytes((0, 0, 8, num_dims))
     start = 4 + 4 * num_dims
     if data[:4] != magic:
-        raise UserError(
-            f"{path}: it starts with {data[:4].hex(' ')}, an IDX file of this kind with {magic.hex(' ')}"
-        )
+        raise UserError(f"{path}: it starts with {data[:4].hex(' ')}, an IDX file of this kind with {magic.hex(' ')}")
     if len(data) < start:
         raise UserError(f"{path}: the file ends within its header; fetch it again")
     shape = [int(n) for n in np.frombuffer(data, dtype=">u4", count=num_dims, offset=4)]

@@ -132,9 +132,7 @@ def test_absent_and_resized_shards_are_named(tmp_path: Path):
         read_manifest(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "file", ["../secret.tar", "/etc/passwd", "a/../../secret.tar", "..", "", "a\\..\\b", "a\0b"]
-)
+@pytest.mark.parametrize("file", ["../secret.tar", "/etc/passwd", "a/../../secret.tar", "..", "", "a\\..\\b", "a\0b"])
 def test_a_shard_outside_the_folder_is_refused(tmp_path: Path, file: str):
     (tmp_path / "secret.tar").write_bytes(bytes(512))
     root = tmp_path / "shards"
@@ -171,9 +169,7 @@ def test_timm_info_lists_each_split_relative_to_the_parent(tmp_path: Path):
 
 
 @given(st.binary(max_size=300))
-def test_any_bytes_are_either_a_manifest_or_a_user_error(
-    tmp_path_factory: pytest.TempPathFactory, data: bytes
-):
+def test_any_bytes_are_either_a_manifest_or_a_user_error(tmp_path_factory: pytest.TempPathFactory, data: bytes):
     root = tmp_path_factory.mktemp("any")
     (root / "manifest.json").write_bytes(data)
     with pytest.raises(UserError, match=r"manifest\.json"):

@@ -44,9 +44,7 @@ def write_folder(root: Path, counts: dict[str, int]) -> dict[bytes, str]:
     for name, count in counts.items():
         (root / name).mkdir(parents=True, exist_ok=True)
         for i in range(count):
-            data = encoded(
-                len(owner) + zlib.crc32(root.name.encode()) % 1000 * 1000, "JPEG" if i % 2 else "PNG"
-            )
+            data = encoded(len(owner) + zlib.crc32(root.name.encode()) % 1000 * 1000, "JPEG" if i % 2 else "PNG")
             (root / name / f"im. {i}{'.jpeg' if i % 2 else '.png'}").write_bytes(data)
             owner[data] = name
     assert len(owner) == sum(counts.values())
@@ -68,9 +66,7 @@ def by_index(manifest: Manifest) -> list[Sample]:
 def by_webdataset(manifest: Manifest) -> list[Sample]:
     import webdataset
 
-    data = webdataset.WebDataset(
-        [str(path) for path in manifest.shard_paths], shardshuffle=False, empty_check=False
-    )
+    data = webdataset.WebDataset([str(path) for path in manifest.shard_paths], shardshuffle=False, empty_check=False)
     found = []
     for sample in data:
         parts = set(sample) - {"__key__", "__url__", "__local_path__", "cls"}
@@ -103,9 +99,7 @@ def test_round_trip_through_index_and_webdataset(tmp_path: Path):
     for shard, path in zip(manifest.shards, manifest.shard_paths, strict=True):
         assert shard.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
         with tarfile.open(path) as tar:  # fixed, else equal requests give equal bytes only within one second
-            assert {(m.mtime, m.uid, m.gid, m.uname, m.gname, m.mode) for m in tar} == {
-                (0, 0, 0, "", "", 0o444)
-            }
+            assert {(m.mtime, m.uid, m.gid, m.uname, m.gname, m.mode) for m in tar} == {(0, 0, 0, "", "", 0o444)}
     keys = [key for key, _, _ in samples]
     assert len(set(keys)) == 12 and all(re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", key) for key in keys)
     # number 8 of the listing: seven cats, then the second hot dog ("im. 1.jpeg" sorts behind "im. 0.png")
@@ -194,9 +188,7 @@ def array_source(labels: list[int]) -> Source:
 
 def planned(plan: PackPlan, split: str) -> list[tuple[int, int]]:
     shards = plan.splits.get(split, [])  # type: ignore[call-overload]
-    return [
-        pair for shard in shards for pair in zip(shard.indices.tolist(), shard.labels.tolist(), strict=True)
-    ]
+    return [pair for shard in shards for pair in zip(shard.indices.tolist(), shard.labels.tolist(), strict=True)]
 
 
 @settings(max_examples=60)
@@ -386,9 +378,7 @@ def test_two_at_once_do_not_mix(tmp_path: Path):
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(28, "No space left on device")])
-def test_an_interruption_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
-):
+def test_an_interruption_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException):
     def fail(*args: object) -> None:
         raise error
 

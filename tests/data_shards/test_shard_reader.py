@@ -17,7 +17,7 @@ from data_shards.errors import SampleError, UserError
 from data_shards.manifest import Manifest, Shard, read_manifest
 from data_shards.pack import pack
 from data_shards.shard_reader import RawSample, ShardReader
-from data_shards.tar_index import index_path
+from data_shards.tar_index import index_path, open_index
 
 
 @pytest.fixture
@@ -48,6 +48,18 @@ def by_webdataset(manifest: Manifest) -> list[RawSample]:
                 (image,) = (sample[part] for part in sample if part in ("jpg", "png"))
                 found.append(RawSample(key=sample["__key__"], image=image, label=int(sample["cls"])))
     return found
+
+
+def write_shard(folder: Path, parts: list[tuple[str, bytes]], *, num_samples: int) -> Manifest:
+    """A tar of another make: GNU's format, and no index beside it."""
+    path = folder / "a.tar"
+    with tarfile.open(path, "w", format=tarfile.GNU_FORMAT) as tar:
+        for name, data in parts:
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            tar.addfile(member, io.BytesIO(data))
+    shard = Shard(file="a.tar", num_samples=num_samples, num_bytes=path.stat().st_size, sha256="")
+    return Manifest(root=folder, name="a", split="train", classes=("x", "y", "z"), shards=(shard,), source="")
 
 
 def open_files(folder: Path) -> int:
@@ -85,13 +97,7 @@ def test_tars_of_another_make_are_read_the_same(tmp_path: Path):
             (f"{key}.cls", f"{number % 2}\n".encode()),
             (f"{key}.png", bytes([number]) * 700),
         ]
-    with tarfile.open(tmp_path / "a.tar", "w", format=tarfile.GNU_FORMAT) as tar:
-        for name, data in parts:
-            member = tarfile.TarInfo(name)
-            member.size = len(data)
-            tar.addfile(member, io.BytesIO(data))
-    shard = Shard(file="a.tar", num_samples=4, num_bytes=(tmp_path / "a.tar").stat().st_size, sha256="")
-    manifest = Manifest(root=tmp_path, name="a", split="train", classes=("x", "y"), shards=(shard,), source="")
+    manifest = write_shard(tmp_path, parts, num_samples=4)
     reader = ShardReader(manifest)
     assert [reader.read(0, row=row) for row in range(4)] == by_webdataset(manifest)
 
@@ -201,13 +207,19 @@ def test_a_damaged_shard_is_named(manifest: Manifest, damage: Callable[[Path], N
     reader.read(3, row=0)  # the others are as they were
 
 
-def test_a_tar_cut_while_it_is_open_is_noticed(manifest: Manifest):
+@pytest.mark.parametrize("order", ["png then cls", "cls then png"])
+def test_a_tar_cut_while_it_is_open_is_noticed(tmp_path: Path, order: str):
+    """Also where the label, ahead of its image, is still there."""
+    data = {"png": b"x" * 1000, "cls": b"0"}
+    parts = [(f"{key}.{part}", data[part]) for key in ("a", "b") for part in order.split(" then ")]
+    manifest = write_shard(tmp_path, parts, num_samples=2)
     reader = ShardReader(manifest)
-    reader.read(2, row=0)
-    os.truncate(manifest.shard_paths[2], 600)
-    with pytest.raises(SampleError, match="is cut short") as caught:
-        reader.read(2, row=4)
-    assert str(manifest.shard_paths[2]) in str(caught.value)
+    reader.read(0, row=1)
+    last = open_index(manifest.shard_paths[0]).image_offset[1]
+    os.truncate(manifest.shard_paths[0], int(last) + 10)
+    assert reader.read(0, row=0).key == "a"
+    with pytest.raises(SampleError, match="'b' of .*a.tar is cut short"):
+        reader.read(0, row=1)
 
 
 @pytest.mark.parametrize(
@@ -216,13 +228,8 @@ def test_a_tar_cut_while_it_is_open_is_noticed(manifest: Manifest):
 )
 def test_a_label_that_is_no_class_is_refused(tmp_path: Path, label: bytes, message: str):
     """A label beyond the classes would be an assertion inside a CUDA kernel."""
-    with tarfile.open(tmp_path / "a.tar", "w") as tar:
-        for name, data in (("good.png", b"x"), ("good.cls", b" 2\n"), ("bad.png", b"x"), ("bad.cls", label)):
-            member = tarfile.TarInfo(name)
-            member.size = len(data)
-            tar.addfile(member, io.BytesIO(data))
-    shard = Shard(file="a.tar", num_samples=2, num_bytes=(tmp_path / "a.tar").stat().st_size, sha256="")
-    reader = ShardReader(Manifest(tmp_path, "a", "train", ("x", "y", "z"), (shard,), ""))
+    parts = [("good.png", b"x"), ("good.cls", b" 2\n"), ("bad.png", b"x"), ("bad.cls", label)]
+    reader = ShardReader(write_shard(tmp_path, parts, num_samples=2))
     assert reader.read(0, row=0) == RawSample(key="good", image=b"x", label=2)
     with pytest.raises(SampleError, match=f"'bad' of .*a.tar.*{message}"):
         reader.read(0, row=1)

@@ -60,11 +60,7 @@ def test_class_folders(tmp_path: Path):
     ]
     assert "val" not in source.splits
     assert source.splits["train"].read(1) == b"a/x/deep/3.jpeg"
-    assert (
-        len(source.notes) == 1
-        and "1 files are not images" in source.notes[0]
-        and "a/notes.txt" in source.notes[0]
-    )
+    assert len(source.notes) == 1 and "1 files are not images" in source.notes[0] and "a/notes.txt" in source.notes[0]
 
 
 @pytest.mark.parametrize("val", ["val", "validation", "test"])
@@ -173,14 +169,10 @@ def test_arrays_survive_encoding(height: int, width: int, random):
 
 
 def idx_bytes(array: np.ndarray) -> bytes:
-    return (
-        struct.pack(f">HBB{array.ndim}I", 0, 8, array.ndim, *array.shape) + array.astype(np.uint8).tobytes()
-    )
+    return struct.pack(f">HBB{array.ndim}I", 0, 8, array.ndim, *array.shape) + array.astype(np.uint8).tobytes()
 
 
-def write_mnist(
-    root: Path, *, num_train: int = 12, num_val: int = 5, mark: str = "-", zipped: bool = False
-) -> Path:
+def write_mnist(root: Path, *, num_train: int = 12, num_val: int = 5, mark: str = "-", zipped: bool = False) -> Path:
     root.mkdir(parents=True, exist_ok=True)
     for stem, count in (("train", num_train), ("t10k", num_val)):
         pixels = np.random.default_rng(count).integers(0, 256, (count, 6, 7))
@@ -256,9 +248,7 @@ def test_fashion_mnist_absent_says_how_to_install(tmp_path: Path, monkeypatch: p
         open_source("fashion-mnist")
 
 
-@pytest.mark.skipif(
-    not DEBIAN_FOLDER.is_dir(), reason="Debian's package dataset-fashion-mnist is not installed"
-)
+@pytest.mark.skipif(not DEBIAN_FOLDER.is_dir(), reason="Debian's package dataset-fashion-mnist is not installed")
 def test_the_real_fashion_mnist():
     source = open_source("fashion-mnist")
     assert source.classes == FASHION_CLASSES and source.name == "fashion-mnist"

@@ -57,9 +57,7 @@ def test_pread_at_the_offsets_gives_the_bytes(
     tmp_path_factory: pytest.TempPathFactory, images: list[tuple[bytes, str]]
 ):
     path = tmp_path_factory.mktemp("t") / "a.tar"
-    members = [
-        m for i, (data, ext) in enumerate(images) for m in ((f"k{i}.cls", b"%d" % i), (f"k{i}.{ext}", data))
-    ]
+    members = [m for i, (data, ext) in enumerate(images) for m in ((f"k{i}.cls", b"%d" % i), (f"k{i}.{ext}", data))]
     write_tar(path, members)
     index = build_index(path)
     assert read_back(path, index) == members

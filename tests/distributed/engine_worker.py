@@ -11,10 +11,9 @@ from pathlib import Path
 
 import torch
 
-from model.config import ModelConfig
 from model.init import initialise
 from model.vit import build_vit
-from pipeline.engine import open_engine
+from pipeline.engine_open import open_engine
 from pipeline.plan import StagePlan
 from pipeline.process import Place
 from pipeline.ranks import Ranks

@@ -1,0 +1,70 @@
+# shardvit: one command each for the demo, the tests and the checks. Every target does its own set-up.
+#
+# Needs Python 3.11, 3.12 or 3.13, make, bash and a C compiler. The packages go into .venv, in the versions that
+# constraints.txt gives; a stamp in .venv makes the next call free until pyproject.toml or constraints.txt changes.
+#
+# New versions: make a fresh environment, `pip install -e .[test,dev]` in it without constraints, and put what
+# `pip freeze --all` prints (less pip and shardvit) below the comment of constraints.txt.
+
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+.PHONY: help demo test check format clean
+
+VENV := .venv
+DATA ?= digits
+ARGS ?=
+
+ifdef PYTHON
+# An environment that already has torch. Nothing is installed into it and nothing is replaced: it may have a torch that
+# was built for its GPU, or no network. What it lacks is told, with the pip command that adds just that. (A .venv on
+# top of it with --system-site-packages was the other way: it misses torch whenever PYTHON is itself a virtual
+# environment, and needs a network all the same.) The packages of this repository are imported from the folder itself.
+PY := $(PYTHON)
+BASE := missing-base
+ALL := missing-all
+export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
+else
+PY := $(CURDIR)/$(VENV)/bin/python
+BASE := $(VENV)/.stamp-base
+ALL := $(VENV)/.stamp-all
+# DeepSpeed calls ninja by its bare name.
+export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
+endif
+
+help: ## show this list
+	@echo "make TARGET [DATA=...] [ARGS=...] [PYTHON=/path/to/a/python/that/has/torch]"
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
+	@echo "Examples: make demo DATA=fashion-mnist    make test ARGS='-m slow'    make test ARGS=tests/model"
+
+demo: $(BASE) ## pack, pre-train, swap the head, fine-tune, report: all on real images (DATA=digits or fashion-mnist)
+	@$(PY) -m launch.cli demo --data $(DATA) $(ARGS)
+
+test: $(ALL) ## run the tests, without those marked slow (ARGS go to pytest)
+	@$(PY) -m pytest -m "not slow" $(ARGS)
+
+check: $(ALL) ## format, lint, spelling, import rules, types
+	@bash .ci/check $(PY)
+
+format: $(ALL) ## rewrite the files in the project's format, with the repairs that ruff is sure of
+	@$(PY) -m ruff check --fix --exit-zero --quiet .
+	@$(PY) -m ruff format .
+
+clean: ## remove .venv and all caches (never runs/ or your shards)
+	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	@find data_shards launch model pipeline tests .ci -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# ---- set-up ---------------------------------------------------------------------------------------------------------
+
+.PHONY: missing-base missing-all
+missing-base:
+	@$(PY) .ci/missing_packages.py
+missing-all:
+	@$(PY) .ci/missing_packages.py test dev
+
+$(VENV)/.stamp-base: pyproject.toml constraints.txt
+	@bash .ci/install "$(VENV)" "." "installing torch, DeepSpeed, MLflow and the rest into $(VENV) (once: 2 to 5 minutes, 6.5 GB)"
+	@touch $@
+
+$(VENV)/.stamp-all: $(VENV)/.stamp-base
+	@bash .ci/install "$(VENV)" ".[test,dev]" "adding what the tests and checks need (once: a minute, 0.8 GB)"
+	@touch $@
