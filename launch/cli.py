@@ -11,6 +11,7 @@ from cyclopts import App, CycloptsError, Parameter
 from data_shards.errors import UserError
 
 EXIT_USER_ERROR = 2
+EXIT_STOPPED = 75
 
 app = App(
     name="shardvit",
@@ -29,6 +30,9 @@ def main() -> None:
         sys.exit(train_main(sys.argv[2:]))
     try:
         sys.exit(app(exit_on_error=False, print_error=False, result_action="return_value") or 0)
+    except KeyboardInterrupt:  # between two stages, or while packing
+        print("\nshardvit: interrupted: the same command goes on from here", file=sys.stderr)
+        sys.exit(EXIT_STOPPED)
     except (UserError, CycloptsError) as error:
         print(f"shardvit: {error}", file=sys.stderr)
         sys.exit(EXIT_USER_ERROR)
@@ -111,7 +115,13 @@ def demo(
     runs: Annotated[Path, Parameter(help="Folder of all runs and of mlflow.db.")] = Path("runs"),
     shards: Annotated[Path, Parameter(help="Where the shards are packed to.")] = Path("shards"),
 ) -> int:
-    """Run the whole pipeline on small real images: pack, pretrain, swap head, finetune, and compare with scratch."""
+    """Run the whole pipeline on small real images: pack, pretrain, swap head, finetune, and compare with scratch.
+
+    Some examples:
+        shardvit demo
+
+        shardvit demo --data fashion-mnist
+    """
     from launch.demo import run_demo
 
     return run_demo(data, runs_root=runs, shards_root=shards)

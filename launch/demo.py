@@ -6,6 +6,7 @@ runs the same fine-tuning from scratch, and compares. Typed again after an inter
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -130,15 +131,24 @@ def format_table(rows: Sequence[Sequence[str]]) -> str:
 
 def next_commands(choice: DemoChoice, *, runs_root: Path) -> str:
     """What to type now."""
+    shardvit, mlflow = _command("shardvit", module="launch.cli"), _command("mlflow", module="mlflow")
     return (
         "Next:\n"
-        f"  look at the curves      .venv/bin/mlflow ui --backend-store-uri sqlite:///{runs_root}/mlflow.db\n"
+        f"  look at the curves      {mlflow} ui --backend-store-uri sqlite:///{runs_root}/mlflow.db\n"
         f"  resume                  interrupt a run (Ctrl-C or kill -9) and type the same command again\n"
-        f"  fine-tune once more     .venv/bin/shardvit run {choice.recipe} --restart finetune "
+        f"  fine-tune once more     {shardvit} run {choice.recipe} --restart finetune "
         "stages.finetune.optimizer.lr=0.01\n"
-        "  use your own images     .venv/bin/shardvit pack FOLDER_OF_CLASS_FOLDERS shards/mine --holdout 0.1\n"
-        "                          then copy pipeline/recipes/cifar10.yaml, point it at shards/mine, shardvit run it"
+        f"  use your own images     {shardvit} pack FOLDER_OF_CLASS_FOLDERS shards/mine --holdout 0.1\n"
+        f"                          then copy pipeline/recipes/cifar10.yaml, set its train and eval, {shardvit} run it"
     )
+
+
+def _command(name: str, *, module: str) -> str:
+    """How to type a command of this environment: its script, or python -m where there is none."""
+    script = Path(sys.executable).parent / name
+    if not script.exists():
+        return f"{sys.executable} -m {module}"
+    return str(script.relative_to(Path.cwd())) if script.is_relative_to(Path.cwd()) else str(script)
 
 
 def _top1(record: StageRecord) -> str:

@@ -21,7 +21,6 @@ import functools
 import json
 import os
 import sys
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -51,13 +50,6 @@ _MAX_METRICS_PER_BATCH = 1_000
 _MAX_PARAMS_PER_BATCH = 100
 _MAX_PARAM_CHARACTERS = 6_000
 _MAX_DIGEST_CHARACTERS = 36
-
-# A process that is forked while another thread imports a module finds that module locked for ever. Data
-# workers are forked, so a fork waits until the import of mlflow, once per process, is over.
-_import_lock = threading.RLock()
-os.register_at_fork(
-    before=_import_lock.acquire, after_in_parent=_import_lock.release, after_in_child=_import_lock.release
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -283,8 +275,7 @@ def _describing_jobs(store: Store, settings: TrackerSettings, *, attempt: int) -
 def _connect(settings: TrackerSettings, *, parent: RunState, child: RunState, say: Say) -> MlflowStore:
     """Find or make the experiment, the parent run and the stage's run; each id is saved as soon as it is
     known."""
-    with _import_lock:
-        _import_mlflow()
+    _import_mlflow()
     from mlflow.tracking import MlflowClient
 
     settings.runs_root.mkdir(parents=True, exist_ok=True)

@@ -116,6 +116,9 @@ def run_case(case: tuple[str, int, str], ranks: Ranks, folder: Path) -> dict:
     saved = copy.deepcopy(engine.weights())
     rows += run_steps(engine, ranks, plan, range(STEPS // 2, STEPS))
     weights = copy.deepcopy(engine.weights())
+    engine.module.eval()
+    predicted = engine.predict(batch(0)[0].to(engine.input_dtype)).float()
+    engine.module.train()
 
     resumed = fresh()
     resumed.load(folder)
@@ -132,6 +135,7 @@ def run_case(case: tuple[str, int, str], ranks: Ranks, folder: Path) -> dict:
         "saved": saved,
         "restored": restored,
         "weights": weights,
+        "predicted": predicted,
         "resumed_rows": resumed_rows,
         "resumed_weights": resumed_weights,
         "poisoned": poisoned,

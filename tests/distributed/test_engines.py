@@ -124,6 +124,16 @@ def test_bfloat16_keeps_float32_master_weights(case, results):
 
 
 @pytest.mark.parametrize("case", worker.CASES, ids=str)
+def test_predictions_are_those_of_the_consolidated_weights(case, results):
+    model = worker.build_model(worker.recipe_for(*case))
+    model.load_state_dict(results[case]["weights"])
+    with torch.no_grad():
+        expected = model.eval()(worker.batch(0)[0])
+    tolerance = 1e-4 if case[2] == "fp32" else 0.1
+    assert (results[case]["predicted"] - expected).abs().max() < tolerance
+
+
+@pytest.mark.parametrize("case", worker.CASES, ids=str)
 def test_restoring_gives_back_the_saved_weights_bit_for_bit(case, results):
     assert worst_difference(results[case]["saved"], results[case]["restored"]) == 0
     assert worst_difference(results[case]["saved"], results[case]["weights"]) > 0

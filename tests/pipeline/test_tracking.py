@@ -1,13 +1,11 @@
 """Real MLflow on SQLite. One store for the module, since MLflow makes its schema in some seconds."""
 
 import math
-import os
 import signal
 import socket
 import subprocess
 import sys
 import textwrap
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -373,27 +371,6 @@ def test_a_state_that_cannot_be_read_begins_a_new_run_and_says_so(client: Any, s
 def test_a_digest_that_is_too_long_is_refused() -> None:
     with pytest.raises(ValueError, match="digest of data set x"):
         DatasetInput(name="x", source="y", digest="0" * 37, context="train")
-
-
-def test_a_fork_waits_for_the_import_of_mlflow() -> None:
-    taken, started = threading.Event(), time.monotonic()
-
-    def importing() -> None:
-        with tracking._import_lock:
-            taken.set()
-            time.sleep(0.3)
-
-    thread = threading.Thread(target=importing)
-    thread.start()
-    assert taken.wait(5)
-    child = os.fork()
-    if child == 0:
-        os._exit(0 if tracking._import_lock.acquire(blocking=False) else 1)
-    assert time.monotonic() - started >= 0.3
-    assert os.waitpid(child, 0)[1] == 0
-    thread.join()
-    assert tracking._import_lock.acquire(blocking=False)
-    tracking._import_lock.release()
 
 
 def test_opening_imports_nothing_heavy_in_the_calling_thread() -> None:

@@ -1,0 +1,165 @@
+"""The three stages by the real command, with real processes and a real MLflow store, on a few digits."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from data_shards.pack import pack
+from model.saved import load_model
+from pipeline.metrics_log import read_metrics
+
+ROOT = Path(__file__).resolve().parents[2]
+STAGES = ("pretrain", "swap_head", "finetune")
+
+
+def train_stage(shards: Path, image_size: int, duration: str) -> dict:
+    return {
+        "train": str(shards / "train"),
+        "eval": str(shards / "val"),
+        "image_size": image_size,
+        "global_batch_size": 16,
+        "duration": duration,
+        "optimizer": {"name": "adamw", "lr": 0.002},
+        "log_every": "4 steps",
+        "eval_every": "50%",
+        "save_every": "8 steps",
+    }
+
+
+def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", "launch.cli", "run", "recipe.yaml", *arguments],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> Path:
+    """A folder in which a whole pipeline has run."""
+    folder = tmp_path_factory.mktemp("pipeline")
+    quiet = lambda text: None  # noqa: E731
+    pack("digits", folder / "many", classes=("0", "1", "2", "3"), holdout=0.2, samples_per_shard=100, report=quiet)
+    pack("digits", folder / "few", classes=("8", "9"), holdout=0.3, report=quiet)
+    recipe = {
+        "name": "three",
+        "processes": 2,
+        "model": {"width": 16, "depth": 2, "heads": 2, "patch_size": 4},
+        "stages": {
+            "pretrain": {**train_stage(folder / "many", 8, "16 steps"), "loss": "sigmoid", "head_bias": -2.0},
+            "swap_head": {},
+            "finetune": {
+                **train_stage(folder / "few", 12, "12 steps"),
+                "optimizer": {"name": "sgd", "lr": 0.01},
+                "label_smoothing": 0.1,
+            },
+        },
+    }
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    done = run(folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+def test_every_stage_is_done_and_says_what_it_saw(finished):
+    records = {name: json.loads((finished / "runs/three" / name / "stage.json").read_text()) for name in STAGES}
+    assert {record["state"] for record in records.values()} == {"done"}
+    assert records["pretrain"]["images_seen"] == 16 * 16
+    assert records["finetune"]["images_seen"] == 12 * 16
+    assert records["finetune"]["inputs"]["weights"] == records["swap_head"]["model_digest"]
+    assert records["swap_head"]["inputs"]["weights"] == records["pretrain"]["model_digest"]
+    assert 0 <= records["finetune"]["results"]["val/top1"] <= 1
+
+
+def test_the_head_is_swapped_for_zeros_and_the_trunk_is_untouched(finished):
+    _, before = load_model(finished / "runs/three/pretrain/model")
+    meta, after = load_model(finished / "runs/three/swap_head/model")
+    assert meta.class_names == ("8", "9") and meta.head == "linear"
+    assert {name for name in before if name.startswith("head.")} == {
+        "head.pre_logits.weight",
+        "head.pre_logits.bias",
+        "head.logits.weight",
+        "head.logits.bias",
+    }
+    assert not after["head.weight"].any() and not after["head.bias"].any()
+    assert after["head.weight"].shape == (2, 16)
+    trunk = [name for name in before if not name.startswith("head.")]
+    assert all(torch.equal(before[name], after[name]) for name in trunk)
+
+
+def test_fine_tuning_has_a_longer_sequence_and_trained_weights(finished):
+    _, before = load_model(finished / "runs/three/swap_head/model")
+    meta, after = load_model(finished / "runs/three/finetune/model")
+    assert before["pos_embed"].shape == (1, 1 + 2 * 2, 16)
+    assert after["pos_embed"].shape == (1, 1 + 3 * 3, 16)
+    assert meta.image_size == 12
+    assert after["head.weight"].any()
+    assert not torch.equal(before["blocks.0.mlp.fc1.weight"], after["blocks.0.mlp.fc1.weight"])
+
+
+def test_timm_loads_the_result_as_it_is(finished):
+    import timm
+
+    folder = finished / "runs/three/finetune/model"
+    model = timm.create_model(f"local-dir:{folder}", pretrained=True)
+    _, ours = load_model(folder)
+    assert all(torch.equal(tensor, ours[name]) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_mlflow_holds_one_parent_and_three_finished_children_with_their_curves(finished):
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{finished}/runs/mlflow.db")
+    experiment = client.get_experiment_by_name("shardvit")
+    assert experiment is not None
+    runs = client.search_runs([experiment.experiment_id])
+    parents = [run for run in runs if "mlflow.parentRunId" not in run.data.tags]
+    children = {run.data.tags["shardvit.stage"]: run for run in runs if "mlflow.parentRunId" in run.data.tags}
+    assert len(parents) == 1 and parents[0].info.status == "FINISHED"
+    assert set(children) == set(STAGES) and len(runs) == 4
+    for stage, child in children.items():
+        assert child.info.status == "FINISHED"
+        assert child.data.tags["mlflow.parentRunId"] == parents[0].info.run_id
+        assert child.data.params["model.width"] == "16"
+        rows = read_metrics(finished / "runs/three" / stage / "metrics.jsonl")
+        for name in {name for row in rows for name in row.metrics}:
+            ours = [(row.step, row.metrics[name]) for row in rows if name in row.metrics]
+            theirs = [(point.step, point.value) for point in client.get_metric_history(child.info.run_id, name)]
+            assert sorted(theirs) == ours
+    names = set(children["pretrain"].data.metrics)
+    assert {"train/loss", "opt/lr", "opt/grad_norm", "perf/images_per_s", "perf/data_wait_frac", "val/top1"} <= names
+    assert {data.dataset.name for data in children["finetune"].inputs.dataset_inputs}
+
+
+def test_typing_the_command_again_skips_what_is_done(finished):
+    again = run(finished)
+    assert again.returncode == 0
+    assert again.stdout.count("done already") == 3
+
+
+def test_a_changed_recipe_is_refused_with_the_difference_shown(finished):
+    refused = run(finished, "stages.finetune.optimizer.lr=0.5")
+    assert refused.returncode == 2
+    assert "stages.finetune.optimizer.lr: 0.01 -> 0.5" in refused.stderr
+
+
+def test_a_later_stage_is_begun_again_without_touching_the_earlier_ones(finished):
+    before = (finished / "runs/three/pretrain/stage.json").read_bytes()
+    old = json.loads((finished / "runs/three/finetune/stage.json").read_text())["model_digest"]
+    again = run(finished, "--restart", "finetune", "stages.finetune.optimizer.lr=0.05")
+    assert again.returncode == 0, again.stderr
+    assert (finished / "runs/three/pretrain/stage.json").read_bytes() == before
+    assert json.loads((finished / "runs/three/finetune/stage.json").read_text())["model_digest"] != old
+    (aside,) = (finished / "runs/three/replaced").glob("finetune-*")
+    assert json.loads((aside / "stage.json").read_text())["model_digest"] == old
