@@ -1,8 +1,8 @@
 """Encoded image bytes -> RGB pixels.
 
 JPEGs go through simplejpeg (libjpeg-turbo, about 1.25 times Pillow's speed), everything else, and the JPEGs that it
-declines (CMYK and the like), through Pillow. Grey becomes three equal channels; transparency is dropped; 16 bits
-become 8. An orientation tag in the file is not applied: the pixels are taken as they are stored, as in Google's code.
+declines, through Pillow. Grey becomes three equal channels; transparency is dropped; 16 bits become 8. An orientation
+tag in the file is not applied: the pixels are taken as they are stored, as in Google's code.
 
 This does not crop while decoding; the whole image is decoded.
 """
@@ -10,9 +10,13 @@ This does not crop while decoding; the whole image is decoded.
 from __future__ import annotations
 
 import io
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 _JPEG_MAGIC = b"\xff\xd8\xff"
 
@@ -29,7 +33,7 @@ def decode_rgb(data: bytes) -> NDArray[np.uint8]:
         try:
             return simplejpeg.decode_jpeg(data, colorspace="RGB")
         except ValueError:
-            pass  # CMYK, or damaged: Pillow reads the first and gives the reason for the second
+            pass  # damaged: Pillow forgives more, and gives the reason where it does not
     from PIL import Image
 
     try:
@@ -39,7 +43,15 @@ def decode_rgb(data: bytes) -> NDArray[np.uint8]:
         raise ValueError(f"not a readable image ({error})") from error
 
 
-def _eight_bit(image):  # noqa: ANN001, ANN202 - Pillow is imported inside the function above
-    if image.mode.startswith("I;16"):  # Pillow would clip 16-bit grey at 255 instead of scaling it
-        return image.point(lambda value: value / 256).convert("L")
+def _eight_bit(image: Image.Image) -> Image.Image:
+    """An image whose `convert("RGB")` neither clips nor warns."""
+    from PIL import Image
+
+    if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PPM"):
+        # Grey of 16 bits; Pillow would clip it at 255 instead of scaling it.
+        return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    if image.mode in ("I", "F"):
+        raise OSError(f"pixels of mode {image.mode} have no fixed range; convert them to 8 bits")
+    if image.mode == "P" and "transparency" in image.info:
+        return image.convert("RGBA")  # the same colours; straight to RGB, Pillow warns
     return image

@@ -11,9 +11,14 @@ first and then ends them.
 
 from __future__ import annotations
 
+import atexit
+import multiprocessing
+import os
 import signal
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
+from multiprocessing import forkserver, resource_tracker
 from typing import Protocol
 
 import numpy as np
@@ -31,6 +36,8 @@ from data_shards.transforms import DRAWS_PER_SAMPLE, EvalTransform, Pixels, Trai
 
 # Separates the augmentation's random numbers from those of the order, which are keyed with the same seed.
 _AUGMENT = 3
+
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 @dataclass(frozen=True)
@@ -184,6 +191,8 @@ class _WithErrors(Dataset["Batch | UserError"]):
 
 
 def _batches(dataset: Dataset[Batch], *, numbers: range, workers: int) -> Iterator[Batch]:
+    if workers:
+        _start_fork_server()
     loader = DataLoader(
         _WithErrors(dataset),
         batch_size=None,
@@ -202,10 +211,45 @@ def _batches(dataset: Dataset[Batch], *, numbers: range, workers: int) -> Iterat
         yield batch
 
 
+def _start_fork_server() -> None:
+    """Start it with torch loaded, and deaf to the signals that stop a job.
+
+    Loaded once and shared: a worker then starts in 0.03 s instead of 1, with 25 MB of its own instead of 310. Deaf,
+    because Slurm sends its signals to every process, and the workers are lost with their server. A blocked signal
+    stays blocked through fork and exec; one that comes meanwhile reaches this process afterwards.
+    """
+    atexit.unregister(_kill_workers)
+    atexit.register(_kill_workers)
+    forkserver.set_forkserver_preload(["torch", "data_shards.loader"])
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
+    try:
+        resource_tracker.ensure_running()  # the fork server would start it, but it unblocks signals when it is started
+        signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _kill_workers() -> None:
+    """At exit, ahead of multiprocessing's own way: SIGTERM, which they ignore, and then waiting for them, for ever."""
+    for process in multiprocessing.active_children():
+        if process.daemon:
+            process.kill()
+
+
 def _prepare_worker(worker: int) -> None:
-    for stop in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+    for stop in _STOP_SIGNALS:
         signal.signal(stop, signal.SIG_IGN)
     torch.set_num_threads(1)  # the workers share the cores among themselves
+    # torch's workers watch their parent, which here is the fork server; and that lives as long as any of them.
+    threading.Thread(target=_end_with_the_rank, daemon=True).start()
+
+
+def _end_with_the_rank() -> None:
+    rank = multiprocessing.parent_process()
+    assert rank is not None
+    rank.join()  # returns when the rank is gone, however it ended
+    os._exit(1)
 
 
 def global_batch_samples(order: Order, step: int) -> Int64s:

@@ -96,16 +96,17 @@ class Order:
         """
         check_world_size(self.lanes, world_size=world_size)
         own_lanes = self.lanes // world_size
-        in_part = np.arange(start, own_lanes * self.images_per_lane if stop is None else stop, dtype=np.int64)
+        part_images = own_lanes * self.images_per_lane
+        stop = part_images if stop is None else stop
+        assert 0 <= rank < world_size and 0 <= start <= stop <= part_images, "a slice of somebody else's part"
+        in_part = np.arange(start, stop, dtype=np.int64)
         lane = rank * own_lanes + in_part // self.images_per_lane
         return self.visits(lane, step * self.images_per_lane + in_part % self.images_per_lane)
 
     def visits(self, lane: Int64s, position: Int64s) -> Visits:
         """Resolve positions of lanes' streams; `lane` and `position` have shape [n], in any order."""
-        # Lane l reaches epoch e at floor((e*N + l) / lanes): invert that, then mend the rounding by at most one.
-        epoch = position * self.lanes // self.num_samples
-        epoch -= position < self._given(lane, epoch)
-        epoch += position >= self._given(lane, epoch + 1)
+        # The last epoch e that lane l has reached, floor((e*N + l) / lanes) <= position.
+        epoch = (position * self.lanes + self.lanes - 1 - lane) // self.num_samples
         offset = position - self._given(lane, epoch)
 
         place = np.empty_like(offset)

@@ -22,6 +22,10 @@ _INCREMENT = np.uint64(0x9E3779B97F4A7C15)
 _MULTIPLIER_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MULTIPLIER_2 = np.uint64(0x94D049BB133111EB)
 
+# Four make a permutation of large ranges random; of a range of 3 to 64, such as the last window of a lane may be, four
+# leave a bias that a chi-square test sees in 40,000 keys, six leave less of it, eight none.
+_FEISTEL_ROUNDS = 8
+
 
 def mix(value: Uint64s) -> Uint64s:
     """The finaliser of SplitMix64: a bijection of 64-bit words in which every input bit moves every output bit."""
@@ -58,7 +62,7 @@ def uniforms(*words: ArrayLike, draws: int) -> NDArray[np.float64]:
 def permute(index: ArrayLike, *, size: ArrayLike, key: ArrayLike) -> NDArray[np.int64]:
     """Where a keyed random permutation of [0, size) sends `index`: one entry, without making the permutation.
 
-    A four-round balanced Feistel network over the smallest even number of bits that holds `size`, walked along its
+    A balanced Feistel network over the smallest even number of bits that holds `size`, walked along its
     cycle until it lands inside the range (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002): at most
     four steps on average, constant memory. Elementwise over arrays of equal shape [n].
     """
@@ -80,6 +84,6 @@ def permute(index: ArrayLike, *, size: ArrayLike, key: ArrayLike) -> NDArray[np.
 def _feistel(value: Uint64s, *, half_bits: Uint64s, key: Uint64s) -> Uint64s:
     mask = (np.uint64(1) << half_bits) - np.uint64(1)
     left, right = value >> half_bits, value & mask
-    for round_number in range(4):
+    for round_number in range(_FEISTEL_ROUNDS):
         left, right = right, left ^ (hash_words(key, np.uint64(round_number), right) & mask)
     return (left << half_bits) | right

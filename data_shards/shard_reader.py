@@ -43,7 +43,7 @@ class ShardReader:
         """The sample in row `row` of shard `shard`.
 
         Raises:
-            UserError: the shard is not what its index or manifest says; names the file and the key.
+            SampleError: the shard is not what its index or manifest says; names the file and the key.
         """
         descriptor, index = self._open_shard(shard)
         image = os.pread(descriptor, int(index.image_size[row]), int(index.image_offset[row]))
@@ -53,6 +53,11 @@ class ShardReader:
             raise SampleError(
                 f"sample {key!r} of {self._path(shard)} is cut short or its .cls is no class number: "
                 "pack the shards again"
+            )
+        if int(label) >= self.manifest.num_classes:
+            raise SampleError(
+                f"sample {key!r} of {self._path(shard)} has label {int(label)}, but manifest.json names "
+                f"{self.manifest.num_classes} classes: pack the shards again"
             )
         return RawSample(key=key, image=image, label=int(label))
 
@@ -68,9 +73,12 @@ class ShardReader:
             self._open.move_to_end(shard)
             return self._open[shard]
         path = self._path(shard)
-        index = open_index(path)
+        try:
+            index = open_index(path)
+        except UserError as error:  # this process alone may have come upon it
+            raise SampleError(str(error)) from error
         if len(index.keys) != self.manifest.shards[shard].num_samples:
-            raise UserError(
+            raise SampleError(
                 f"{path}: its index lists {len(index.keys)} samples, manifest.json "
                 f"{self.manifest.shards[shard].num_samples}: pack the shards again"
             )

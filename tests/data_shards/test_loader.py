@@ -1,5 +1,6 @@
 """The law of the project: one stream of augmented samples, whatever the processes, workers, micro-batches, restarts."""
 
+import contextlib
 import io
 import math
 import random
@@ -335,13 +336,18 @@ if __name__ == "__main__":
     order = Order([s.num_samples for s in manifest.shards], seed=0, lanes=4, global_batch_images=8, window_images=9)
     layout = Layout(0, 1, 8, 1)
     dataset = TrainBatches(manifest, order=order, transform=TrainTransform(8), layout=layout, seed=0)
-    for number, _ in enumerate(train_loader(dataset, layout=layout, start_step=0, stop_step=10**9, workers=2)):
+    batches = train_loader(dataset, layout=layout, start_step=0, stop_step=10**9, workers=2)
+    for number, _ in enumerate(batches):  # the name keeps the loader and its workers until the very end
         print(number, flush=True)
-        sys.stdin.readline()
+        if not sys.stdin.readline():
+            raise RuntimeError("an exception of the rank's")
 """
 
 
-def test_a_jobs_signals_leave_workers_at_work_and_they_end_with_their_rank(manifest: Manifest, tmp_path: Path):
+@pytest.mark.parametrize("end", ["an exception", "SIGKILL"])
+def test_a_jobs_signals_leave_workers_at_work_and_they_end_with_their_rank(
+    manifest: Manifest, tmp_path: Path, end: str
+):
     """Slurm sends SIGTERM and the like to every process of a job; the rank must be able to finish its step and save."""
     (tmp_path / "endless.py").write_text(ENDLESS)
     root = Path(__file__).resolve().parents[2]
@@ -350,9 +356,11 @@ def test_a_jobs_signals_leave_workers_at_work_and_they_end_with_their_rank(manif
         env={"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
         text=True,
     )
     assert process.stdin and process.stdout
+    helpers: list[psutil.Process] = []
     try:
         assert process.stdout.readline() == "0\n"
         helpers = psutil.Process(process.pid).children(recursive=True)
@@ -366,11 +374,17 @@ def test_a_jobs_signals_leave_workers_at_work_and_they_end_with_their_rank(manif
             process.stdin.flush()
             assert process.stdout.readline() == f"{number}\n"
         assert all(helper.is_running() and helper.status() != psutil.STATUS_ZOMBIE for helper in helpers)
-        process.kill()
+        if end == "SIGKILL":
+            process.kill()
+        else:
+            process.stdin.close()
+            assert process.wait(timeout=20) == 1
         _, alive = psutil.wait_procs(helpers, timeout=20)
         assert not alive
     finally:
-        process.kill()
+        for left in (process, *helpers):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                left.kill()
         process.wait()
         process.stdin.close()
         process.stdout.close()

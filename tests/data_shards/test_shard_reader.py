@@ -218,7 +218,7 @@ def test_a_tar_cut_while_it_is_open_is_noticed(tmp_path: Path, order: str):
     last = open_index(manifest.shard_paths[0]).image_offset[1]
     os.truncate(manifest.shard_paths[0], int(last) + 10)
     assert reader.read(0, row=0).key == "a"
-    with pytest.raises(SampleError, match="'b' of .*a.tar is cut short"):
+    with pytest.raises(SampleError, match=r"'b' of .*a\.tar is cut short"):
         reader.read(0, row=1)
 
 
