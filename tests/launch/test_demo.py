@@ -8,7 +8,7 @@ from data_shards.sources import open_source
 from launch.demo import CHOICES, comparison, format_table, next_commands
 from launch.demo import _shard_paths as shard_paths
 from pipeline.recipe import FinetuneStage, Recipe
-from pipeline.recipe_io import dump_recipe, load_recipe
+from pipeline.recipe_io import load_recipe
 from pipeline.run_folder import RunFolder
 
 
