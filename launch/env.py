@@ -85,9 +85,9 @@ def tracking_uri(environ: Mapping[str, str] = os.environ) -> str | None:
     return environ.get("MLFLOW_TRACKING_URI") or None
 
 
-def experiment_name(environ: Mapping[str, str] = os.environ) -> str:
-    """MLflow's experiment."""
-    return environ.get("MLFLOW_EXPERIMENT_NAME") or "shardvit"
+def experiment_name(environ: Mapping[str, str] = os.environ) -> str | None:
+    """MLflow's experiment, if the user named one."""
+    return environ.get("MLFLOW_EXPERIMENT_NAME") or None
 
 
 def job_tags(environ: Mapping[str, str] = os.environ) -> dict[str, str]:

@@ -51,7 +51,7 @@ def launch_command(launch: Launch) -> list[str]:
     match launch.recipe.engine.backend:
         case "deepspeed":
             return [
-                *(sys.executable, "-m", "deepspeed.launcher.runner", "--quiet"),
+                *(sys.executable, "-m", "deepspeed.launcher.runner", "--log_level", "critical"),
                 *("--num_gpus", str(launch.processes), "--master_port", str(port), "--no_local_rank"),
                 *("--module", "launch.train", *rank),
             ]

@@ -5,6 +5,7 @@ No torch in this process; each stage is started as processes of its own (`local`
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -106,7 +107,7 @@ class PipelineRun:
             return code
         saved = f"step {record.last_saved_step:,}" if record.last_saved_step else "its beginning"
         print(
-            f"shardvit: {stage} is not finished (exit code {code}): the same command goes on from {saved}",
+            f"shardvit: {stage} is not finished ({_reason(code)}): the same command goes on from {saved}",
             file=sys.stderr,
         )
         return EXIT_STOPPED if code == EXIT_STOPPED else 1
@@ -127,6 +128,16 @@ class PipelineRun:
     def _is_from(self, stage: StageName, *, first: StageName) -> bool:
         names = self.recipe.stages.names
         return names.index(stage) >= names.index(first)
+
+
+def _reason(code: int) -> str:
+    """What a launcher's exit code means; a signal's number reaches us as itself, as 256 - n or as 128 + n."""
+    number = -code if code < 0 else 256 - code if code > 192 else code - 128 if code > 128 else 0
+    if code == EXIT_STOPPED:
+        return "stopped and saved"
+    if number == signal.SIGKILL:
+        return "a process was killed by signal 9, which is what the kernel does when memory runs out"
+    return f"a process was ended by signal {number}" if number else f"exit code {code}"
 
 
 def _results(record: StageRecord) -> str:

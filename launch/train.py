@@ -89,7 +89,7 @@ def _run(recipe: Recipe, *, folder: RunFolder, stage: StageName, place: Place) -
             recipe=recipe,
             folder=folder,
             ranks=ranks,
-            tracking=Tracking(uri=tracking_uri(), experiment=experiment_name()),
+            tracking=Tracking(uri=tracking_uri(), experiment=experiment_name() or recipe.experiment),
             stop=stop,
             job_tags=job_tags(),
         )

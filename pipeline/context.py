@@ -14,8 +14,8 @@ from pipeline.stopping import StopFlag
 class Tracking:
     """Where MLflow's records go."""
 
-    uri: str | None = None  # None: mlflow.db in the folder of all runs
-    experiment: str = "shardvit"
+    uri: str | None  # None: mlflow.db in the folder of all runs
+    experiment: str
 
 
 @dataclass(frozen=True)

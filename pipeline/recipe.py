@@ -196,6 +196,8 @@ class Recipe(Strict):
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     """Name of the run folder and of the MLflow run."""
+    experiment: str = Field(default="shardvit", min_length=1)
+    """MLflow's experiment; the environment's MLFLOW_EXPERIMENT_NAME comes first."""
     seed: int = Field(default=0, ge=0)
     processes: int | Literal["auto"] = "auto"
     """Processes that `shardvit run` starts on this machine; auto: one for each GPU, or one."""

@@ -20,7 +20,7 @@ from pipeline.recipe import Recipe
 SHIPPED = Path(__file__).parent / "recipes"
 
 # Keys that may differ when a run is taken up again: they decide how it is carried out and reported, not what is learnt.
-FREE_KEYS = ("processes", "data.workers", "engine.collective_timeout_seconds")
+FREE_KEYS = ("experiment", "processes", "data.workers", "engine.collective_timeout_seconds")
 FREE_STAGE_KEYS = ("log_every", "eval_every", "save_every", "keep_checkpoints")
 
 

@@ -111,7 +111,7 @@ def test_a_machine_without_a_gpu_has_none_whatever_the_environment_says(tmp_path
 def test_tracking_and_tags():
     assert tracking_uri({}) is None and tracking_uri({"MLFLOW_TRACKING_URI": ""}) is None
     assert tracking_uri({"MLFLOW_TRACKING_URI": "http://a:5000"}) == "http://a:5000"
-    assert experiment_name({}) == "shardvit" and experiment_name({"MLFLOW_EXPERIMENT_NAME": "x"}) == "x"
+    assert experiment_name({}) is None and experiment_name({"MLFLOW_EXPERIMENT_NAME": "x"}) == "x"
     tags = job_tags({"SLURM_JOB_ID": "77", "MLFLOW_TRACKING_PASSWORD": "secret"})
     assert tags["shardvit.slurm_job_id"] == "77" and "secret" not in "".join(tags.values())
     assert all(tags.values())

@@ -14,6 +14,7 @@ from launch import pipeline_run
 from launch.local import Launch
 from launch.lock import locked
 from launch.pipeline_run import EXIT_STOPPED, PipelineRun
+from launch.pipeline_run import _reason as reason
 from pipeline import stopping
 from pipeline.recipe import StageName
 from pipeline.run_folder import ALL_STAGES, RunFolder
@@ -211,3 +212,18 @@ def test_what_the_machine_cannot_do_is_refused(machine: Machine, monkeypatch: py
     with pytest.raises(UserError, match=r"processes is 2, but this machine has 1 GPUs: set processes=1"):
         machine.open()
     machine.open("processes=1", "engine.precision=fp16")
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (75, "stopped and saved"),
+        (1, "exit code 1"),
+        (247, "memory"),
+        (-9, "memory"),
+        (137, "memory"),
+        (143, "signal 15"),
+    ],
+)
+def test_a_launchers_exit_code_is_put_into_words(code: int, words: str):
+    assert words in reason(code)
