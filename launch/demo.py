@@ -44,8 +44,8 @@ CHOICES: dict[DemoData, DemoChoice] = {
     "fashion-mnist": DemoChoice(
         source="fashion-mnist",
         recipe="fashion_mnist",
-        pretrain_classes=("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Shirt", "Bag"),
-        transfer_classes=("Sandal", "Sneaker", "Ankle boot"),
+        pretrain_classes=("T-shirt/top", "Trouser", "Dress", "Sandal", "Shirt", "Sneaker", "Bag"),
+        transfer_classes=("Pullover", "Coat", "Ankle boot"),
         pretrain_holdout=None,
         transfer_holdout=None,
     ),
