@@ -24,10 +24,6 @@ app = App(
 
 def main() -> None:
     """Entry point of the console script."""
-    if sys.argv[1:2] == ["train"]:  # a rank: its launcher's arguments are not ours to parse
-        from launch.train import main as train_main
-
-        sys.exit(train_main(sys.argv[2:]))
     try:
         sys.exit(app(exit_on_error=False, print_error=False, result_action="return_value") or 0)
     except KeyboardInterrupt:  # between two stages, or while packing
@@ -106,6 +102,22 @@ def run(
     return PipelineRun.open(recipe, overrides=overrides, runs_root=runs, restart=restart).execute(
         only=stage, mode="dry-run" if dry_run else "train"
     )
+
+
+@app.command
+def train(
+    *arguments: Annotated[str, Parameter(allow_leading_hyphen=True, help="RECIPE --stage STAGE and the rest.")],
+) -> int:
+    """Run one stage of a recipe on this rank: what every launcher starts (`shardvit run` does it for you).
+
+    Some examples:
+        torchrun --nproc-per-node 8 -m launch.train my.yaml --stage pretrain --runs runs key=value
+
+        shardvit train my.yaml --stage swap_head
+    """
+    from launch.train import main as train_main
+
+    return train_main(arguments)
 
 
 @app.command
