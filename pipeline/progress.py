@@ -169,11 +169,11 @@ def _is_terminal(stream: TextIO) -> bool:
         return False
 
 
-def _columns(stream: TextIO) -> int:
+def _knows_its_size(stream: TextIO) -> bool:
     try:
-        return os.get_terminal_size(stream.fileno()).columns
+        return min(os.get_terminal_size(stream.fileno())) > 0
     except (OSError, ValueError):
-        return 0
+        return False
 
 
 def _open_bar(stage: str, *, total_steps: int, start_step: int, stream: TextIO) -> Any:
@@ -183,15 +183,15 @@ def _open_bar(stage: str, *, total_steps: int, start_step: int, stream: TextIO) 
         # tqdm's watching thread redraws bars that stall; without it there is no thread to trouble a fork.
         monitor_interval = 0
 
-    # Some terminals (containers, CI) say that they are 0 columns wide, and tqdm would believe it and show nothing.
-    wide = _columns(stream) > 0
+    # Some terminals (containers, CI, script) have 0 columns or 0 lines, and tqdm would believe it and show nothing.
+    sized = _knows_its_size(stream)
     return Bar(
         total=total_steps,
         initial=start_step,
         desc=stage,
         file=stream,
-        dynamic_ncols=wide,
-        ncols=None if wide else 120,
+        dynamic_ncols=sized,
+        ncols=None if sized else 120,
         miniters=1,
         bar_format="{desc} {percentage:3.0f}%|{bar:5}| {n_fmt}/{total_fmt}{postfix}",
     )

@@ -116,10 +116,10 @@ def test_a_note_in_a_file_is_a_line() -> None:
     assert stream.getvalue() == "checkpoint saved\n"
 
 
-@pytest.mark.parametrize("columns", [0, 80, 200])
-def test_a_terminal_gets_one_bar_that_notes_do_not_break(columns: int) -> None:
+@pytest.mark.parametrize(("lines", "columns"), [(24, 0), (24, 80), (24, 200), (0, 100), (0, 0)])
+def test_a_terminal_gets_one_bar_that_notes_do_not_break(lines: int, columns: int) -> None:
     leader, follower = os.openpty()
-    termios.tcsetwinsize(follower, (24, columns))
+    termios.tcsetwinsize(follower, (lines, columns))
     shown = bytearray()
 
     def read() -> None:
@@ -141,7 +141,7 @@ def test_a_terminal_gets_one_bar_that_notes_do_not_break(columns: int) -> None:
     reader.join(10)
     os.close(leader)
     text = shown.decode()
-    assert max(len(part) for part in re.split("[\r\n]", text)) <= (columns or 120)
+    assert max(len(part) for part in re.split("[\r\n]", text)) <= (columns if columns and lines else 120)
     assert re.search(r"finetune 100%\|.*20/20, loss 0.0500 \| 512.3 images/s \| ETA 0:00:00", text)
     assert re.search(r"(^|[\r\n])held-out top-1 0.9\r\n", text)
     assert not any(thread.name.startswith("TMonitor") for thread in threading.enumerate())
