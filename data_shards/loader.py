@@ -29,7 +29,7 @@ from data_shards.batch import Batch
 from data_shards.decode import decode_rgb
 from data_shards.errors import SampleError, UserError
 from data_shards.manifest import Manifest
-from data_shards.order import Int64s, Order, Visits
+from data_shards.order import Order, Visits
 from data_shards.randomness import uniforms
 from data_shards.shard_reader import ShardReader
 from data_shards.transforms import DRAWS_PER_SAMPLE, EvalTransform, Pixels, TrainTransform
@@ -250,8 +250,3 @@ def _end_with_the_rank() -> None:
     assert rank is not None
     rank.join()  # returns when the rank is gone, however it ended
     os._exit(1)
-
-
-def global_batch_samples(order: Order, step: int) -> Int64s:
-    """Numbers of the samples of one whole global batch, in order; for tests, reports and pictures."""
-    return order.rank_batch(step, rank=0, world_size=1).sample
