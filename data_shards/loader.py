@@ -1,43 +1,35 @@
-"""The iterator of batches: order -> read -> decode -> transform -> `Batch`, in as many workers as one likes.
+"""The stream of batches: order -> read -> decode -> transform -> `Batch`, in as many workers as one likes.
 
-A torch DataLoader over the numbers of the micro-batches. A worker is handed a number and computes everything else
-from it, so the stream is the same for any number of workers and processes, and to resume is to begin at another
-number: no state, no replay. Evaluation counts every sample exactly once, for any number of ranks.
+Everything is a function of the micro-batch's number. A worker is handed a number and computes the rest from it, so the
+stream is the same for any number of workers and processes, and to resume is to begin at another number: no replay, and
+a state of a few numbers. Evaluation counts every sample exactly once, for any number of ranks. Shards that are not
+local files are downloaded ahead of need by a thread of the rank, and shared by all processes of the node.
 
-Workers come from a fork server, not from a fork of the training process, whose other threads (MLflow's, CUDA's) may
-hold locks that a fork would copy for ever. They ignore the signals that stop a job: the rank that owns them saves
-first and then ends them.
+Cost: 1 to 3 ms of CPU a photograph, nearly all of it decoding; memory of `PREFETCH` micro-batches a worker.
 """
 
 from __future__ import annotations
 
-import atexit
-import multiprocessing
-import os
-import signal
-import threading
-from collections.abc import Iterator
+import hashlib
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
-from multiprocessing import forkserver, resource_tracker
-from typing import Protocol
+from typing import Any
 
 import numpy as np
-import torch
-from torch.utils.data import DataLoader, Dataset
 
+from data_shards.assemble import Access, Assembler
 from data_shards.batch import Batch
-from data_shards.decode import decode_rgb
-from data_shards.errors import SampleError, UserError
-from data_shards.manifest import Manifest
-from data_shards.order import Order, Visits
+from data_shards.errors import UserError
+from data_shards.mixing import MixupConfig, draw_mix
+from data_shards.mixture import AnyOrder, upcoming_shards
+from data_shards.order import Visits
+from data_shards.prefetch import Prefetcher, start_prefetch
 from data_shards.randomness import uniforms
-from data_shards.shard_reader import ShardReader
-from data_shards.transforms import DRAWS_PER_SAMPLE, EvalTransform, Pixels, TrainTransform
+from data_shards.transforms import DRAWS_PER_SAMPLE, EvalTransform, TrainTransform
+from data_shards.workers import WorkerKind, iterate
 
 # Separates the augmentation's random numbers from those of the order, which are keyed with the same seed.
 _AUGMENT = 3
-
-_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 @dataclass(frozen=True)
@@ -50,42 +42,53 @@ class Layout:
     accumulation_steps: int  # micro-batches in one optimizer step
 
 
-class TrainBatches(Dataset[Batch]):
-    """Micro-batch number i of this rank's training stream; micro-batch i belongs to step i // accumulation."""
+class TrainBatches:
+    """Micro-batch number i of this rank's training stream; micro-batch i belongs to step i // accumulation.
+
+    Args:
+        access: the shards, and how to read them.
+        order: of the stream.
+        transform: crop, resize, augment.
+        layout: which part of each global batch.
+        seed: of the augmentation.
+        mixup: mixing of neighbours in the global batch; none by default.
+    """
 
     def __init__(
-        self, manifest: Manifest, *, order: Order, transform: TrainTransform, layout: Layout, seed: int
+        self,
+        access: Access,
+        *,
+        order: AnyOrder,
+        transform: TrainTransform,
+        layout: Layout,
+        seed: int,
+        mixup: MixupConfig | None = None,
     ) -> None:
-        self._reader = ShardReader(manifest)
-        self._order = order
+        self.access, self.order, self.layout, self.seed = access, order, layout, seed
+        self._assembler = Assembler(access)
         self._transform = transform
-        self._layout = layout
-        self._seed = seed
+        self._mixup = mixup
 
     def __getitem__(self, number: int) -> Batch:
-        """Compute, read and transform one micro-batch."""
-        step, micro = divmod(number, self._layout.accumulation_steps)
-        start = micro * self._layout.micro_batch_size
-        visits = self._order.rank_batch(
-            step,
-            rank=self._layout.rank,
-            world_size=self._layout.world_size,
-            start=start,
-            stop=start + self._layout.micro_batch_size,
-        )
-        draws = uniforms(_AUGMENT, self._seed, visits.epoch, visits.sample, draws=DRAWS_PER_SAMPLE)
-        mirrored = np.zeros(len(visits.sample), dtype=bool)
+        """Compute, read and transform one micro-batch; with mixing it has one row more, the next slot's sample."""
+        layout, order = self.layout, self.order
+        step, micro = divmod(number, layout.accumulation_steps)
+        mix = draw_mix(self._mixup, seed=self.seed, step=step, image_size=self._transform.image_size)
+        part_images = order.global_batch_images // layout.world_size
+        start = layout.rank * part_images + micro * layout.micro_batch_size
+        rows = layout.micro_batch_size + (mix is not None)
+        slot = (start + np.arange(rows, dtype=np.int64)) % order.global_batch_images
+        per_lane = order.images_per_lane
+        visits = order.visits(slot // per_lane, step * per_lane + slot % per_lane)
+        draws = uniforms(_AUGMENT, self.seed, visits.epoch, visits.sample, draws=DRAWS_PER_SAMPLE)
+        return self._assembler.train(visits, order=order, transform=self._transform, draws=draws, mix=mix)
 
-        def transform(pixels: Pixels, slot: int) -> Pixels:
-            square, mirrored[slot] = self._transform(pixels, draws=draws[slot])
-            return square
-
-        batch = _assemble(self._reader, visits, transform=transform)
-        batch.mirrored.copy_(torch.from_numpy(mirrored))
-        return batch
+    def describe(self, shard: int, *, row: int) -> str:
+        """A sample's shard and key, for messages."""
+        return self._assembler.describe(shard, row=row)
 
 
-class EvalBatches(Dataset[Batch]):
+class EvalBatches:
     """Batch number i of this rank's part of an evaluation; every rank has the same number of batches.
 
     The samples are cut into one contiguous block a rank. Blocks are padded to equal length by repeating the last
@@ -93,15 +96,16 @@ class EvalBatches(Dataset[Batch]):
     """
 
     def __init__(
-        self, manifest: Manifest, *, transform: EvalTransform, rank: int, world_size: int, batch_size: int
+        self, access: Access, *, transform: EvalTransform, rank: int, world_size: int, batch_size: int
     ) -> None:
-        self._reader = ShardReader(manifest)
+        self.access = access
+        self._assembler = Assembler(access)
         self._transform = transform
-        self._num_samples = manifest.num_samples
-        self._block = -(-manifest.num_samples // world_size)
+        self._num_samples = access.shards.num_samples
+        self._block = -(-self._num_samples // world_size)
         self._first = rank * self._block
         self._batch_size = batch_size
-        sizes = np.array([shard.num_samples for shard in manifest.shards], dtype=np.int64)
+        sizes = np.array(access.shards.shard_sizes, dtype=np.int64)
         self._first_of_shard = np.cumsum(sizes) - sizes
 
     def __len__(self) -> int:
@@ -110,143 +114,161 @@ class EvalBatches(Dataset[Batch]):
 
     def __getitem__(self, number: int) -> Batch:
         """Read and transform one batch; always `batch_size` long, so that compiled shapes stay the same."""
+        visits, counted = self._visits(number)
+        return self._assembler.evaluate(visits, counted=counted, transform=self._transform)
+
+    def upcoming(self) -> Iterator[tuple[int, list[int]]]:
+        """The shards that each batch is the first to touch, for the prefetcher."""
+        last = -1
+        for number in range(len(self)):
+            shards = [shard for shard in np.unique(self._visits(number)[0].shard).tolist() if shard > last]
+            last = max([last, *shards])
+            yield number, shards
+
+    def describe(self, shard: int, *, row: int) -> str:
+        """A sample's shard and key, for messages."""
+        return self._assembler.describe(shard, row=row)
+
+    def _visits(self, number: int) -> tuple[Visits, np.ndarray[Any, np.dtype[np.bool_]]]:
         in_block = np.arange(number * self._batch_size, (number + 1) * self._batch_size, dtype=np.int64)
         wanted = self._first + in_block
         counted = (in_block < self._block) & (wanted < self._num_samples)
         sample = np.minimum(wanted, self._num_samples - 1)
         shard = np.searchsorted(self._first_of_shard, sample, side="right") - 1
+        zeros = np.zeros_like(sample)
         visits = Visits(
-            epoch=np.zeros_like(sample), shard=shard, row=sample - self._first_of_shard[shard], sample=sample
+            epoch=zeros,
+            shard=shard,
+            row=sample - self._first_of_shard[shard],
+            sample=sample,
+            lane=zeros,
+            position=sample,
         )
-        batch = _assemble(self._reader, visits, transform=lambda pixels, slot: self._transform(pixels))
-        batch.counted.copy_(torch.from_numpy(counted))
-        return batch
+        return visits, counted
 
 
-class _Transform(Protocol):
-    def __call__(self, pixels: Pixels, slot: int, /) -> Pixels: ...
-
-
-def _assemble(reader: ShardReader, visits: Visits, *, transform: _Transform) -> Batch:
-    images: list[Pixels] = []
-    labels: list[int] = []
-    keys: list[str] = []
-    for slot, (shard, row) in enumerate(zip(visits.shard.tolist(), visits.row.tolist(), strict=True)):
-        sample = reader.read(shard, row=row)
-        try:
-            pixels = decode_rgb(sample.image)
-        except ValueError as error:
-            raise SampleError(
-                f"sample {reader.describe(shard, row=row)} cannot be decoded: {error}; remove it and pack again"
-            ) from error
-        images.append(transform(pixels, slot))
-        labels.append(sample.label)
-        keys.append(sample.key)
-    return Batch(
-        images=torch.from_numpy(np.stack(images)),
-        mirrored=torch.zeros(len(keys), dtype=torch.bool),
-        labels=torch.tensor(labels, dtype=torch.int64),
-        counted=torch.ones(len(keys), dtype=torch.bool),
-        samples=torch.from_numpy(visits.sample),
-        epochs=torch.from_numpy(visits.epoch),
-        keys=tuple(keys),
-    )
-
-
-def train_loader(
-    dataset: TrainBatches, *, layout: Layout, start_step: int, stop_step: int, workers: int
-) -> Iterator[Batch]:
-    """The micro-batches of the steps [start_step, stop_step), in order.
+class TrainLoader:
+    """The micro-batches of a training stream from a step on; an iterator whose state is a few numbers.
 
     Args:
-        dataset: the stream.
-        layout: as given to the dataset.
-        start_step: first optimizer step; what a resumed run has done already.
-        stop_step: one past the last.
-        workers: processes that read and decode ahead; 0 does it in the calling process.
+        batches: the stream.
+        stop_step: one past the last optimizer step.
+        start_step: the first; what a resumed run has done already.
+        workers: how many read and decode ahead; 0 does it in the calling thread.
+        kind: what they are.
 
     Raises:
         UserError: while iterating, for a sample that cannot be read.
+        WorkerDied: while iterating; names the sample.
     """
-    steps = layout.accumulation_steps
-    return _batches(dataset, numbers=range(start_step * steps, stop_step * steps), workers=workers)
+
+    def __init__(
+        self,
+        batches: TrainBatches,
+        *,
+        stop_step: int,
+        start_step: int = 0,
+        workers: int = 0,
+        kind: WorkerKind = "process",
+    ) -> None:
+        self._batches = batches
+        self._stop_step = stop_step
+        self._workers = workers
+        self._kind: WorkerKind = kind
+        self._delivered = start_step * batches.layout.accumulation_steps
+        self._iterator: Generator[Batch] | None = None
+        self._prefetcher: Prefetcher | None = None
+
+    def __iter__(self) -> TrainLoader:
+        return self
+
+    def __next__(self) -> Batch:
+        if self._iterator is None:
+            self._start()
+        assert self._iterator is not None
+        batch = next(self._iterator)
+        self._delivered += 1
+        if self._prefetcher is not None:
+            self._prefetcher.reached(self.step)
+        return batch
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps whose micro-batches have all been handed out."""
+        return self._delivered // self._batches.layout.accumulation_steps
+
+    def state_dict(self) -> dict[str, int | str]:
+        """Where the stream stands, for any number of processes and workers."""
+        return {"images_seen": self.step * self._batches.order.global_batch_images, **self._identity()}
+
+    def load_state_dict(self, state: dict[str, int | str]) -> None:
+        """Go on where a state says; before the first batch is taken, or after `close`.
+
+        Raises:
+            UserError: the state is another stream's.
+        """
+        for name, value in self._identity().items():
+            if state.get(name) != value:
+                raise UserError(
+                    f"the loader's state was saved with {name} {state.get(name)}, but this stream has {value}: "
+                    "make the loader with the old value"
+                )
+        images_seen, batch = int(state["images_seen"]), self._batches.order.global_batch_images
+        if images_seen % batch:
+            raise UserError(
+                f"images_seen {images_seen} in the loader's state is no multiple of the global batch {batch}"
+            )
+        self.close()
+        self._delivered = images_seen // batch * self._batches.layout.accumulation_steps
+
+    def close(self) -> None:
+        """Stop the workers and the downloads; the loader can go on afterwards."""
+        if self._prefetcher is not None:
+            self._prefetcher.close()
+        if self._iterator is not None:
+            self._iterator.close()
+        self._iterator = self._prefetcher = None
+
+    def _identity(self) -> dict[str, int | str]:
+        order = self._batches.order
+        return {
+            "global_batch_images": order.global_batch_images,
+            "lanes": order.lanes,
+            "seed": self._batches.seed,
+            "shards": self._batches.access.shards.digest,
+            "order": _probe(order),
+        }
+
+    def _start(self) -> None:
+        layout, access = self._batches.layout, self._batches.access
+        upcoming = upcoming_shards(
+            self._batches.order, rank=layout.rank, world_size=layout.world_size, start_step=self.step
+        )
+        self._prefetcher = start_prefetch(access.store, access.shards.shards, upcoming=upcoming)
+        numbers = range(self._delivered, self._stop_step * layout.accumulation_steps)
+        self._iterator = iterate(self._batches, numbers=numbers, workers=self._workers, kind=self._kind)
 
 
-def eval_loader(dataset: EvalBatches, *, workers: int) -> Iterator[Batch]:
-    """All batches of an evaluation, in order."""
-    return _batches(dataset, numbers=range(len(dataset)), workers=workers)
+def _probe(order: AnyOrder) -> str:
+    """16 hex digits that change with whatever the order depends on, windows and weights of a mixture included."""
+    spread = np.arange(256, dtype=np.int64)
+    visits = order.visits(spread * 37 % order.lanes, spread * 1009)
+    return hashlib.blake2b(visits.sample.tobytes() + visits.epoch.tobytes(), digest_size=8).hexdigest()
 
 
-class _WithErrors(Dataset["Batch | UserError"]):
-    """Hands a `UserError` over as a value: raised in a worker, it would come wrapped in the worker's traceback."""
+def eval_batches(batches: EvalBatches, *, workers: int, kind: WorkerKind = "process") -> Iterator[Batch]:
+    """All batches of an evaluation, in order.
 
-    def __init__(self, dataset: Dataset[Batch]) -> None:
-        self._dataset = dataset
-
-    def __getitem__(self, number: int) -> Batch | UserError:
-        try:
-            return self._dataset[number]
-        except UserError as error:
-            return error
-
-
-def _batches(dataset: Dataset[Batch], *, numbers: range, workers: int) -> Iterator[Batch]:
-    if workers:
-        _start_fork_server()
-    loader = DataLoader(
-        _WithErrors(dataset),
-        batch_size=None,
-        sampler=numbers,
-        num_workers=workers,
-        prefetch_factor=4 if workers else None,
-        multiprocessing_context="forkserver" if workers else None,
-        worker_init_fn=_prepare_worker if workers else None,
-        pin_memory=torch.cuda.is_available(),
-        # The DataLoader draws a seed for its workers; from a generator of its own, or it would move the global one.
-        generator=torch.Generator(),
-    )
-    for batch in loader:
-        if isinstance(batch, UserError):
-            raise batch
-        yield batch
-
-
-def _start_fork_server() -> None:
-    """Start it with torch loaded, and deaf to the signals that stop a job.
-
-    Loaded once and shared: a worker then starts in 0.03 s instead of 1, with 25 MB of its own instead of 310. Deaf,
-    because Slurm sends its signals to every process, and the workers are lost with their server. A blocked signal
-    stays blocked through fork and exec; one that comes meanwhile reaches this process afterwards.
+    Raises:
+        UserError, WorkerDied: as `TrainLoader`.
     """
-    atexit.unregister(_kill_workers)
-    atexit.register(_kill_workers)
-    forkserver.set_forkserver_preload(["torch", "data_shards.loader"])
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
+    prefetcher = start_prefetch(batches.access.store, batches.access.shards.shards, upcoming=batches.upcoming())
     try:
-        resource_tracker.ensure_running()  # the fork server would start it, but it unblocks signals when it is started
-        signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
-        forkserver.ensure_running()
+        items = iterate(batches, numbers=range(len(batches)), workers=workers, kind=kind)
+        for number, batch in enumerate(items):
+            yield batch
+            if prefetcher is not None:
+                prefetcher.reached(number + 1)
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _kill_workers() -> None:
-    """At exit, ahead of multiprocessing's own way: SIGTERM, which they ignore, and then waiting for them, for ever."""
-    for process in multiprocessing.active_children():
-        if process.daemon:
-            process.kill()
-
-
-def _prepare_worker(worker: int) -> None:
-    for stop in _STOP_SIGNALS:
-        signal.signal(stop, signal.SIG_IGN)
-    torch.set_num_threads(1)  # the workers share the cores among themselves
-    # torch's workers watch their parent, which here is the fork server; and that lives as long as any of them.
-    threading.Thread(target=_end_with_the_rank, daemon=True).start()
-
-
-def _end_with_the_rank() -> None:
-    rank = multiprocessing.parent_process()
-    assert rank is not None
-    rank.join()  # returns when the rank is gone, however it ended
-    os._exit(1)
+        if prefetcher is not None:
+            prefetcher.close()

@@ -12,12 +12,17 @@ after e epochs lane l has been given floor((e*N + l) / lanes) samples, which sum
 (Hermite's identity). So each sample is visited exactly once an epoch, and the only trace of an epoch's end is that
 the batch on the boundary may hold the last samples of one epoch and the first of the next.
 
+A sample that turns out to be damaged is replaced by another one of its window, which its rank has at hand.
+
 Cost: constant time and memory a sample; per epoch in use one permutation of the shards (16 bytes a shard). Nothing
-grows with the number of samples. No I/O here.
+grows with the number of samples: launch/bench/order.py measures it for 10^9 samples in 10^5 shards. Every product
+here is at most the number of images seen, so 64-bit integers last for `MOST_IMAGES` (4 * 10^9 epochs of 10^9
+samples). No I/O here; several data sets are mixed in data_shards/mixture.py.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -30,7 +35,9 @@ from data_shards.randomness import hash_words, permute
 Int64s = NDArray[np.int64]
 
 # What a key is for, so that no two uses of one seed ever share their random numbers.
-_SHARD_ORDER, _WINDOW_SHUFFLE = 1, 2
+_SHARD_ORDER, _WINDOW_SHUFFLE, _SUBSTITUTE = 1, 2, 11
+
+MOST_IMAGES = 2**62  # that a stream can be resolved for; sums of two such numbers still fit into 64 bits
 
 
 @dataclass(frozen=True)
@@ -41,10 +48,79 @@ class Visits:
     shard: Int64s  # number of the shard in the manifest
     row: Int64s  # number of the sample in its shard
     sample: Int64s  # number of the sample in the manifest: the shards' samples counted through
+    lane: Int64s  # the place in the stream that was asked for ...
+    position: Int64s  # ... and the position in that lane's stream
 
 
-class Order:
-    """The order of one training stream.
+class LaneStream(ABC):
+    """What every order of samples has: lanes, the global batches cut from them, and the ranks' parts of those.
+
+    Args:
+        num_samples: of one epoch.
+        num_shards: which the samples lie in.
+        lanes: spans an epoch is cut into; every usable number of processes divides it.
+        global_batch_images: samples of one optimizer step, over all processes; a multiple of `lanes`.
+    """
+
+    def __init__(self, num_samples: int, *, num_shards: int, lanes: int, global_batch_images: int) -> None:
+        self.num_samples = num_samples
+        self.num_shards = num_shards
+        self.lanes = lanes
+        self.global_batch_images = global_batch_images
+        self.images_per_lane = global_batch_images // lanes
+
+    @abstractmethod
+    def visits(self, lane: Int64s, position: Int64s, *, attempt: int = 0) -> Visits:
+        """Resolve positions of lanes' streams; `lane` and `position` have shape [n], in any order.
+
+        Args:
+            lane: 0..lanes - 1.
+            position: in the lane's stream, from 0; images of all lanes together stay below `MOST_IMAGES`.
+            attempt: 0 for the visits themselves, above 0 for their substitutes.
+        """
+
+    def substitute(self, visits: Visits, *, attempt: int) -> Visits:
+        """Other samples for the same places of the stream, for when a visit's own sample is damaged.
+
+        Drawn by a hash of (seed, epoch, sample) and the attempt from the window that the place lies in, so that the
+        rank has the shard at hand; from the whole lane where the window has one place only, from the whole epoch where
+        the lane has. Never the visit's own sample if there is another, and never one twice before all were tried.
+        Epoch, lane and position stay the visits' own.
+
+        Args:
+            visits: resolved visits, or substitutes of them: only their places count.
+            attempt: from 1; another attempt is another sample.
+        """
+        assert attempt >= 1, "attempt 0 is the visit itself"
+        return self.visits(visits.lane, visits.position, attempt=attempt)
+
+    def rank_batch(self, step: int, *, rank: int, world_size: int, start: int = 0, stop: int | None = None) -> Visits:
+        """The visits of one rank in global batch `step`: its lanes' samples, in lane order.
+
+        The ranks' parts, one after another, are the global batch, for every `world_size` that divides the lanes.
+
+        Args:
+            step: number of the optimizer step, from 0.
+            rank: which part.
+            world_size: how many parts.
+            start: with `stop`, the slice of the rank's part that is wanted (one micro-batch).
+            stop: its end; the whole part when left out.
+
+        Raises:
+            UserError: a number of processes that does not divide the lanes; names those that do.
+        """
+        check_world_size(self.lanes, world_size=world_size)
+        own_lanes = self.lanes // world_size
+        part_images = own_lanes * self.images_per_lane
+        stop = part_images if stop is None else stop
+        assert 0 <= rank < world_size and 0 <= start <= stop <= part_images, "a slice of somebody else's part"
+        in_part = np.arange(start, stop, dtype=np.int64)
+        lane = rank * own_lanes + in_part // self.images_per_lane
+        return self.visits(lane, step * self.images_per_lane + in_part % self.images_per_lane)
+
+
+class Order(LaneStream):
+    """The order of one training stream over one data set.
 
     Args:
         shard_sizes: samples of each shard, in the order of the manifest.
@@ -66,95 +142,95 @@ class Order:
         global_batch_images: int,
         window_images: int,
     ) -> None:
+        self._sizes = np.asarray(shard_sizes, dtype=np.int64)
+        num_samples = int(self._sizes.sum())
         check_sizes(
-            sum(shard_sizes),
+            num_samples,
             lanes=lanes,
             global_batch_images=global_batch_images,
             window_images=window_images,
         )
-        self.num_samples = int(sum(shard_sizes))
+        super().__init__(num_samples, num_shards=len(self._sizes), lanes=lanes, global_batch_images=global_batch_images)
         self.seed = seed
-        self.lanes = lanes
-        self.global_batch_images = global_batch_images
-        self.images_per_lane = global_batch_images // lanes
         self._window_images = window_images
-        self._sizes = np.asarray(shard_sizes, dtype=np.int64)
-        self._first_sample = np.concatenate([[0], np.cumsum(self._sizes)[:-1]])
+        self._first_sample = np.cumsum(self._sizes) - self._sizes
         self._layouts: dict[int, tuple[Int64s, Int64s]] = {}
 
-    def rank_batch(self, step: int, *, rank: int, world_size: int, start: int = 0, stop: int | None = None) -> Visits:
-        """The visits of one rank in global batch `step`: its lanes' samples, in lane order.
-
-        The ranks' parts, one after another, are the global batch, for every `world_size` that divides the lanes.
-
-        Args:
-            step: number of the optimizer step, from 0.
-            rank: which part.
-            world_size: how many parts.
-            start: with `stop`, the slice of the rank's part that is wanted (one micro-batch).
-            stop: its end; the whole part when left out.
-        """
-        check_world_size(self.lanes, world_size=world_size)
-        own_lanes = self.lanes // world_size
-        part_images = own_lanes * self.images_per_lane
-        stop = part_images if stop is None else stop
-        assert 0 <= rank < world_size and 0 <= start <= stop <= part_images, "a slice of somebody else's part"
-        in_part = np.arange(start, stop, dtype=np.int64)
-        lane = rank * own_lanes + in_part // self.images_per_lane
-        return self.visits(lane, step * self.images_per_lane + in_part % self.images_per_lane)
-
-    def visits(self, lane: Int64s, position: Int64s) -> Visits:
-        """Resolve positions of lanes' streams; `lane` and `position` have shape [n], in any order."""
+    def visits(self, lane: Int64s, position: Int64s, *, attempt: int = 0) -> Visits:
+        """See `LaneStream.visits`."""
+        assert int(position.max(initial=0)) * self.lanes < MOST_IMAGES, "more images than 64-bit integers count"
         # The last epoch e that lane l has reached, floor((e*N + l) / lanes) <= position.
         epoch = (position * self.lanes + self.lanes - 1 - lane) // self.num_samples
         offset = position - self._given(lane, epoch)
-
-        place = np.empty_like(offset)
-        shard, row = np.empty_like(offset), np.empty_like(offset)
-        for one_epoch in np.unique(epoch):
-            here = epoch == one_epoch
-            place[here] = self._shuffled_place(lane[here], offset[here], epoch=int(one_epoch))
-            permuted_shards, first_place = self._epoch_layout(int(one_epoch))
-            laid = np.searchsorted(first_place, place[here], side="right") - 1
-            shard[here], row[here] = permuted_shards[laid], place[here] - first_place[laid]
-        return Visits(epoch=epoch, shard=shard, row=row, sample=self._first_sample[shard] + row)
-
-    def _given(self, lane: Int64s, epoch: Int64s) -> Int64s:
-        """Samples lane `lane` has been given when `epoch` epochs are over."""
-        return (epoch * self.num_samples + lane) // self.lanes
-
-    def _shuffled_place(self, lane: Int64s, offset: Int64s, *, epoch: int) -> Int64s:
-        """The place in the epoch where the `offset`-th visit of a lane falls."""
-        epochs = np.full_like(lane, epoch)
-        span = self._given(lane, epochs + 1) - self._given(lane, epochs)
-        # Lane spans lie end to end: lane l begins after the spans of lanes 0..l-1. A lane's span is the common
-        # floor plus 0 or 1, so count the longer ones below it.
-        all_lanes = np.arange(self.lanes, dtype=np.int64)
-        all_epochs = np.full_like(all_lanes, epoch)
-        spans = self._given(all_lanes, all_epochs + 1) - self._given(all_lanes, all_epochs)
-        first = (np.cumsum(spans) - spans)[lane]
+        span = self._given(lane, epoch + 1) - self._given(lane, epoch)
+        first = self._given_below(lane, epoch + 1) - self._given_below(lane, epoch)
 
         window = offset // self._window_images
         window_first = window * self._window_images
         window_size = np.minimum(span - window_first, self._window_images)
         key = hash_words(_WINDOW_SHUFFLE, self.seed, epoch, lane, window)
-        return first + window_first + permute(offset - window_first, size=window_size, key=key)
+        place = first + window_first + permute(offset - window_first, size=window_size, key=key)
+        shard, row = self._laid(epoch, place)
+        if attempt:
+            # What the substitute is drawn from: the window, or the lane's span, or the epoch.
+            narrow, lonely = window_size == 1, span == 1
+            low = np.where(lonely, 0, first + np.where(narrow, 0, window_first))
+            size = np.where(lonely, self.num_samples, np.where(narrow, span, window_size))
+            key = hash_words(_SUBSTITUTE, self.seed, epoch, self._first_sample[shard] + row)
+            shard, row = self._laid(epoch, _another(place, low=low, size=size, key=key, attempt=attempt))
+        sample = self._first_sample[shard] + row
+        return Visits(epoch=epoch, shard=shard, row=row, sample=sample, lane=lane, position=position)
+
+    def _given(self, lane: Int64s, epoch: Int64s) -> Int64s:
+        """Samples lane `lane` has been given when `epoch` epochs are over."""
+        return (epoch * self.num_samples + lane) // self.lanes
+
+    def _given_below(self, lane: Int64s, epoch: Int64s) -> Int64s:
+        """Samples the lanes 0..lane - 1 have been given together: the sum of `_given`, in closed form."""
+        each, rest = np.divmod(epoch * self.num_samples, self.lanes)
+        return each * lane + np.maximum(rest + lane - self.lanes, 0)
+
+    def _laid(self, epoch: Int64s, place: Int64s) -> tuple[Int64s, Int64s]:
+        """The shard and the row that lie at places of epochs."""
+        shard, row = np.empty_like(place), np.empty_like(place)
+        for one_epoch in np.unique(epoch):
+            here = epoch == one_epoch
+            permuted_shards, first_place = self._epoch_layout(int(one_epoch))
+            laid = np.searchsorted(first_place, place[here], side="right") - 1
+            shard[here], row[here] = permuted_shards[laid], place[here] - first_place[laid]
+        return shard, row
 
     def _epoch_layout(self, epoch: int) -> tuple[Int64s, Int64s]:
         """The shards in this epoch's order, and the place at which each begins; the last few epochs are kept."""
-        if epoch in self._layouts:
-            return self._layouts[epoch]
+        known = self._layouts.get(epoch)
+        if known is not None:
+            return known
         shards = np.arange(len(self._sizes), dtype=np.uint64)
         permuted = np.argsort(hash_words(_SHARD_ORDER, self.seed, epoch, shards), kind="stable").astype(np.int64)
         sizes = self._sizes[permuted]
-        if len(self._layouts) == 4:  # a batch spans two epochs at the most, unless an epoch is shorter than a batch
-            del self._layouts[min(self._layouts)]
-        self._layouts[epoch] = permuted, np.cumsum(sizes) - sizes
-        return self._layouts[epoch]
+        if len(self._layouts) >= 4:  # a batch spans two epochs at the most, unless an epoch is shorter than a batch
+            self._layouts.pop(min(self._layouts), None)  # another thread may have been here
+        layout = permuted, np.cumsum(sizes) - sizes
+        self._layouts[epoch] = layout
+        return layout
 
 
-def check_sizes(num_samples: int, *, lanes: int, global_batch_images: int, window_images: int) -> None:
-    """Refuse sizes that the law cannot hold for; see `Order` for the arguments.
+def _another(place: Int64s, *, low: Int64s, size: Int64s, key: NDArray[np.uint64], attempt: int) -> Int64s:
+    """A place of [low, low + size) that is not `place`: entry `attempt` of a keyed permutation of all the others."""
+    others = np.maximum(size - 1, 1)
+    skip = permute((attempt - 1) % others, size=others, key=key) + 1
+    return low + (place - low + skip) % size
+
+
+def check_sizes(
+    num_samples: int,
+    *,
+    lanes: int,
+    global_batch_images: int,
+    window_images: int,
+    holder: str = "the shards hold",
+) -> None:
+    """Refuse sizes that the law cannot hold for; see `Order` for the arguments, `holder` is for the message.
 
     Raises:
         UserError: naming the recipe's key and what to change.
@@ -164,7 +240,7 @@ def check_sizes(num_samples: int, *, lanes: int, global_batch_images: int, windo
     if lanes > num_samples:
         fitting = max((n for n in range(1, num_samples + 1) if global_batch_images % n == 0), default=None)
         raise UserError(
-            f"data.lanes is {lanes}, but the shards hold only {num_samples} images: "
+            f"data.lanes is {lanes}, but {holder} only {num_samples} images: "
             + (f"set data.lanes to {fitting}, or to a smaller divisor of the global batch" if fitting else "pack some")
         )
     if global_batch_images % lanes:

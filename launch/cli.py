@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import getpass
 import sys
+import tempfile
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -16,7 +18,8 @@ EXIT_STOPPED = 75
 app = App(
     name="shardvit",
     help="Pre-train Vision Transformers from WebDataset shards: pretrain, swap head, finetune.",
-    help_epilogue="Exit codes: 0 done, 2 a mistake in the command or recipe, 75 stopped by a signal after saving.",
+    help_epilogue="Exit codes: 0 done, 1 failed, or (check) problems found, 2 a mistake in the command or recipe, "
+    "75 stopped by a signal after saving.",
     version="0.1.0.dev0",
     help_format="plaintext",
 )
@@ -40,35 +43,186 @@ def pack(
     out: Path,
     /,
     *,
+    labels: Annotated[
+        Path | None, Parameter(help="CSV or JSONL file with path and label of each image, instead of class folders.")
+    ] = None,
+    path_column: Annotated[str | None, Parameter(help="Column or key of the paths in --labels; default: path.")] = None,
+    label_column: Annotated[
+        str | None, Parameter(help="Column or key of the labels in --labels; default: label.")
+    ] = None,
+    class_names: Annotated[
+        Path | None, Parameter(help="File with the names of class 0, 1, ... of --labels, one a line.")
+    ] = None,
     classes: Annotated[
         str | None, Parameter(help="Only these classes, comma separated; they get labels 0, 1, ...")
     ] = None,
     holdout: Annotated[float | None, Parameter(help="Share of each class kept apart as the split 'val'.")] = None,
-    samples_per_shard: Annotated[int, Parameter(help="Images in one tar.")] = 1000,
+    holdout_list: Annotated[
+        Path | None, Parameter(help="File with the paths of the images kept apart as 'val', one a line.")
+    ] = None,
+    samples_per_shard: Annotated[int | None, Parameter(help="Images in one tar at most; default: 1000.")] = None,
+    shard_size: Annotated[
+        str | None, Parameter(help="Size of one tar instead, such as 256MB; exact to within an image.")
+    ] = None,
+    resize_short: Annotated[
+        int | None,
+        Parameter(help="Reduce images with a longer short side to this many pixels; default: original bytes."),
+    ] = None,
+    quality: Annotated[int | None, Parameter(help="JPEG quality of the reduced images; default: 90.")] = None,
+    drop_duplicates: Annotated[
+        bool, Parameter(negative="", help="Of images with the same bytes pack only the first, train before val.")
+    ] = False,
+    skip_unreadable: Annotated[
+        bool, Parameter(negative="", help="Leave out images that cannot be read, and list them.")
+    ] = False,
     seed: Annotated[int, Parameter(help="Of the shuffle and of the held-out choice.")] = 0,
 ) -> int:
     """Pack images into WebDataset shards with a manifest.
 
-    SOURCE is a folder of class folders (or train/ and val/ of them), a folder with the four IDX files of MNIST or
-    Fashion-MNIST, "fashion-mnist" for the ones that Debian installs, or "digits" for scikit-learn's digits.
+    SOURCE is a folder of class folders (or train/ and val/ of them), any
+    folder with --labels, a folder with the four IDX files of MNIST or
+    Fashion-MNIST, "fashion-mnist" for the ones that Debian installs, or
+    "digits" for scikit-learn's digits. OUT gets a folder for each split.
+
+    All images are decoded once: one that cannot be read ends the command,
+    which then names all such images. Killed or stopped at any moment, the same
+    command goes on with the finished shards; the result is the same to the byte.
 
     Some examples:
         shardvit pack photos/ shards/photos --holdout 0.1
 
-        shardvit pack digits shards/digits --classes 0,1,2,3,4,5,6 --holdout 0.2
-    """
-    from data_shards.pack import pack as pack_images
+        shardvit pack photos/ shards/photos --labels photos.csv --holdout-list val.txt
 
+        shardvit pack imagenet/ shards/imagenet --shard-size 256MB --skip-unreadable
+
+        shardvit pack imagenet/ shards/imagenet-320 --resize-short 320 --quality 90
+
+        shardvit pack digits shards/digits --classes 0,1,2,3,4,5,6 --holdout 0.2
+
+    photos.csv begins with the line "path,label"; a line is "a/1.jpg,cat", or
+    "a/2.jpg,cat|dog" where images have several labels. JSONL has the same as
+    {"path": "a/2.jpg", "label": ["cat", "dog"]}. Paths are relative to SOURCE.
+    """
+    from data_shards.byte_sizes import parse_bytes
+    from data_shards.pack import pack as pack_images
+    from data_shards.pack_image import DEFAULT_QUALITY, Resize
+    from data_shards.sources import LabelList
+
+    if labels is None and (path_column, label_column, class_names) != (None, None, None):
+        raise UserError(
+            "--path-column, --label-column, --class-names: they describe a list of labels; give --labels too"
+        )
+    if resize_short is None and quality is not None:
+        raise UserError("--quality: it is that of reduced images; give --resize-short too")
+    try:
+        shard_size_bytes = None if shard_size is None else parse_bytes(shard_size)
+    except ValueError as error:
+        raise UserError(f"--shard-size: {error}") from None
     pack_images(
         source,
         out,
+        labels=None
+        if labels is None
+        else LabelList(labels, path_column or "path", label_column or "label", class_names),
         classes=[name.strip() for name in classes.split(",")] if classes else None,
         holdout=holdout,
+        holdout_list=holdout_list,
         samples_per_shard=samples_per_shard,
+        shard_size_bytes=shard_size_bytes,
+        resize=None if resize_short is None else Resize(resize_short, DEFAULT_QUALITY if quality is None else quality),
+        unreadable="skip" if skip_unreadable else "refuse",
+        duplicates="drop" if drop_duplicates else "keep",
         seed=seed,
         report=print,
     )
     return 0
+
+
+@app.command
+def check(
+    shards: str,
+    /,
+    *,
+    decode: Annotated[
+        bool, Parameter(negative="", help="Decode every image in full: finds those that are cut.")
+    ] = False,
+    digests: Annotated[bool, Parameter(help="Compare each shard's SHA-256 with the manifest's.")] = True,
+    world_size: Annotated[
+        int | None, Parameter(help="Processes to train with, over all nodes: say how the shards suit that number.")
+    ] = None,
+    lanes: Annotated[int | None, Parameter(help="data.lanes of that training; default: 256 or near it.")] = None,
+    gpus_per_node: Annotated[
+        int | None, Parameter(help="Processes on one machine, for --world-size; default: 8.")
+    ] = None,
+    label: Annotated[
+        str | None, Parameter(help="Where tars without a manifest have their labels: cls, txt or json:KEY.")
+    ] = None,
+    classes: Annotated[
+        Path | None, Parameter(help="File with the classes' names, for tars without a manifest.")
+    ] = None,
+    multi_label: Annotated[
+        bool, Parameter(negative="", help="Tars without a manifest have a list of labels for each image.")
+    ] = False,
+    cache: Annotated[
+        Path | None,
+        Parameter(help="Folder for shards that are fetched; default: shardvit-cache-USER in $TMPDIR or /tmp."),
+    ] = None,
+    cache_limit: Annotated[
+        str | None, Parameter(help="Size of that folder, beyond which the oldest shards are removed; default: 50GB.")
+    ] = None,
+    as_json_text: Annotated[bool, Parameter(name="--json", negative="", help="Print the result as JSON.")] = False,
+) -> int:
+    """Look through shards for damage, duplicates, wrong labels, and how they suit a number of GPUs.
+
+    SHARDS is what a recipe names: a packed folder, the folder with its train/
+    and val/ (each is checked, and whether images are in both), a folder of tars
+    made by other tools, a pattern such as "data/x-{000..127}.tar", or a URL.
+    All bytes are read and nothing is changed. Exit code 1 if there is a problem.
+
+    Some examples:
+        shardvit check shards/photos
+
+        shardvit check shards/photos --decode --world-size 64
+
+        shardvit check "laion/{00000..00099}.tar" --label json:label --json
+    """
+    import json
+
+    from data_shards.byte_sizes import parse_bytes
+    from data_shards.cache import CacheConfig
+    from data_shards.check import check as check_shards
+    from data_shards.check_report import as_json, as_text
+    from data_shards.location import is_local
+    from data_shards.shard_set import ShardsSpec
+    from data_shards.store import RetryPolicy, Store
+
+    for name, number in (("world-size", world_size), ("lanes", lanes), ("gpus-per-node", gpus_per_node)):
+        if number is not None and number < 1:
+            raise UserError(f"--{name}: it is {number}; give 1 or more")
+    if world_size is None and (lanes, gpus_per_node) != (None, None):
+        raise UserError("--lanes, --gpus-per-node: they say how --world-size processes would read; give that too")
+    if is_local(shards) and (cache, cache_limit) != (None, None):
+        raise UserError(f"--cache, --cache-limit: {shards} is local and is not copied; leave them out")
+    try:
+        limit_bytes = parse_bytes(cache_limit or "50GB")
+    except ValueError as error:
+        raise UserError(f"--cache-limit: {error}") from None
+    folder = cache or Path(tempfile.gettempdir()) / f"shardvit-cache-{getpass.getuser()}"
+    result = check_shards(
+        ShardsSpec(shards, label=label, kind="multi" if multi_label else "single", classes=classes),
+        decode=decode,
+        digests=digests,
+        world_size=world_size,
+        lanes=lanes,
+        processes_per_node=gpus_per_node or 8,
+        store=Store(
+            None if is_local(shards) else CacheConfig(folder=folder, limit_bytes=limit_bytes),
+            retry=RetryPolicy(give_up_seconds=60.0),  # somebody waits for the answer, no training is at stake
+        ),
+        report=lambda line: print(line, file=sys.stderr, flush=True),
+    )
+    print(json.dumps(as_json(result), indent=1) if as_json_text else as_text(result))
+    return result.exit_code
 
 
 @app.command

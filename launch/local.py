@@ -57,7 +57,7 @@ def launch_command(launch: Launch) -> list[str]:
             ]
         case "accelerate":
             return [
-                *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(launch.processes)),
+                *(sys.executable, "-m", "launch.torchrun", "--nproc-per-node", str(launch.processes)),
                 *("--master-addr", "127.0.0.1", "--master-port", str(port), "-m", "launch.train", *rank),
             ]
 

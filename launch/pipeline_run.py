@@ -17,10 +17,11 @@ from launch.env import num_gpus
 from launch.local import Launch, run_stage_locally
 from launch.lock import locked
 from pipeline.identity import check_newest, checkpoint_identity
-from pipeline.plan import open_data, plan_stage
+from pipeline.plan import plan_stage
 from pipeline.recipe import Recipe, StageName, TrainStage
 from pipeline.recipe_io import dump_recipe, load_recipe
 from pipeline.run_folder import RunFolder, StageRecord
+from pipeline.stage_data import open_data, training_order
 
 EXIT_USER_ERROR = 2
 EXIT_STOPPED = 75  # as pipeline.stopping, which this process does not import because of torch
@@ -119,7 +120,9 @@ class PipelineRun:
             if not isinstance(config, TrainStage):
                 continue
             data = open_data(self.recipe, stage=stage)
-            plan_stage(self.recipe, stage=stage, samples_per_epoch=data.train.num_samples, world_size=self.processes)
+            images = data.train.num_samples
+            plan = plan_stage(self.recipe, stage=stage, samples_per_epoch=images, world_size=self.processes)
+            training_order(self.recipe, data=data, plan=plan)
             begins_again = self.restart is not None and self._is_from(stage, first=self.restart)
             if not begins_again and self.folder.record(stage).state != "done":
                 identity = checkpoint_identity(self.recipe, stage=stage, processes=self.processes)

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from data_shards.errors import SampleError, UserError
+from data_shards.errors import SampleError, UserError, WorkerDied
 from launch.env import experiment_name, job_tags, read_place, supervisor_pid, tracking_uri
 from launch.lock import locked
 from pipeline.process import Place
@@ -54,6 +54,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if place.is_main or isinstance(error, SampleError):
             print(f"shardvit: {error}", file=sys.stderr, flush=True)
         return EXIT_USER_ERROR
+    except WorkerDied as error:
+        print(f"shardvit: rank {place.rank}: {error}", file=sys.stderr, flush=True)
+        return 1
     except Exception as error:  # noqa: BLE001 - the last stop: its traceback is printed
         if place.world_size > 1 and _peer_is_gone(error):
             print(f"rank {place.rank}: another process is gone, stopping", file=sys.stderr, flush=True)

@@ -28,3 +28,8 @@ class StageContext:
     tracking: Tracking
     stop: StopFlag
     job_tags: dict[str, str]  # facts of this attempt: host, launcher, job id
+
+    def say(self, line: str) -> None:
+        """Print a line, on rank 0 alone."""
+        if self.ranks.place.is_main:
+            print(line, flush=True)

@@ -7,21 +7,11 @@ is found: the message names the key and values that fit.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from data_shards.errors import UserError
-from data_shards.manifest import Manifest, read_manifest
 from data_shards.order import check_sizes, check_world_size
 from pipeline.duration import in_steps, parse_duration
 from pipeline.recipe import Recipe, StageName
-
-
-@dataclass(frozen=True)
-class StageData:
-    """The data sets of one training stage."""
-
-    train: Manifest
-    eval: Manifest
 
 
 @dataclass(frozen=True)
@@ -48,22 +38,6 @@ class StagePlan:
             f"accumulation x {self.micro_batch_size} images; {self.total_steps:,} steps = {images:,} images "
             f"= {images / self.samples_per_epoch:.1f} epochs of {self.samples_per_epoch:,}; {self.lanes} lanes"
         )
-
-
-def open_data(recipe: Recipe, *, stage: StageName) -> StageData:
-    """The manifests of a stage, checked against each other.
-
-    Raises:
-        UserError: a folder without shards, or an evaluation set with other classes.
-    """
-    config = recipe.train_stage(stage)
-    data = StageData(train=read_manifest(Path(config.train)), eval=read_manifest(Path(config.eval)))
-    if data.train.classes != data.eval.classes:
-        raise UserError(
-            f"stages.{stage}: the classes of train ({config.train}: {_some(data.train.classes)}) and eval "
-            f"({config.eval}: {_some(data.eval.classes)}) differ: pack both from the same list of classes"
-        )
-    return data
 
 
 def plan_stage(recipe: Recipe, *, stage: StageName, samples_per_epoch: int, world_size: int) -> StagePlan:
@@ -126,7 +100,3 @@ def plan_stage(recipe: Recipe, *, stage: StageName, samples_per_epoch: int, worl
 def _accumulation(per_process: int, *, most: int) -> int:
     """The fewest equal micro-batches of at most `most` images."""
     return next(n for n in range(1, per_process + 1) if per_process % n == 0 and per_process // n <= most)
-
-
-def _some(classes: tuple[str, ...]) -> str:
-    return ", ".join(classes[:5]) + (f" and {len(classes) - 5} more" if len(classes) > 5 else "")

@@ -7,29 +7,17 @@ a recipe is read, checked and printed at once. Reading YAML and overrides is `re
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
+from data_shards.transforms import EvalProtocol
 from model.config import ModelConfig
-from pipeline.duration import parse_duration
+from pipeline.recipe_base import DurationText, Strict
+from pipeline.recipe_data import AugmentConfig, DataConfig, OneSet, SomeSets
 from pipeline.schedule import Decay
 
 StageName = Literal["pretrain", "swap_head", "finetune"]
-
-
-def _checked_duration(text: str) -> str:
-    parse_duration(text)
-    return text
-
-
-DurationText = Annotated[str, AfterValidator(_checked_duration)]
-
-
-class Strict(BaseModel):
-    """Frozen, and refuses keys it does not know."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
 
 class EngineConfig(Strict):
@@ -49,36 +37,6 @@ class EngineConfig(Strict):
     """Steps in a row with a gradient that is not finite (and so skipped) before training stops."""
     collective_timeout_seconds: float = Field(default=1800, gt=0)
     """How long a process waits for the others before it takes one of them for dead."""
-
-
-class DataConfig(Strict):
-    """How the training stream is laid out and read."""
-
-    lanes: int | Literal["auto"] = "auto"
-    """Spans of an epoch; divides the global batch; the processes divide it. auto: the largest divisor up to 256."""
-    shuffle_window_images: int = Field(default=16384, ge=1)
-    """Images of a lane that are shuffled among themselves."""
-    workers: int = Field(default=0, ge=0)
-    """Processes per rank that read and decode ahead."""
-
-
-class AugmentConfig(Strict):
-    """The random-resized crop and flip; defaults are Google's."""
-
-    crop_area: tuple[float, float] = (0.05, 1.0)
-    """Smallest and largest share of the image's area in a crop."""
-    crop_ratio: tuple[float, float] = (3 / 4, 4 / 3)
-    """Smallest and largest width/height of a crop."""
-    flip: float = Field(default=0.5, ge=0, le=1)
-    """Share of the images mirrored; 0 where left and right have a meaning."""
-
-    @model_validator(mode="after")
-    def _ranges(self) -> AugmentConfig:
-        if not 0 < self.crop_area[0] <= self.crop_area[1] <= 1:
-            raise ValueError("crop_area must be two shares in ascending order, above 0 and at most 1")
-        if not 0 < self.crop_ratio[0] <= self.crop_ratio[1]:
-            raise ValueError("crop_ratio must be two positive numbers in ascending order")
-        return self
 
 
 class OptimizerConfig(Strict):
@@ -122,10 +80,15 @@ class ScheduleConfig(Strict):
 class TrainStage(Strict):
     """What pre-training and fine-tuning have in common."""
 
-    train: str
-    """Folder of shards with a manifest, relative to the working directory."""
-    eval: str
-    """The same for the held-out images."""
+    train: SomeSets
+    """Shards to train on: a folder or URL, a mapping (see `ShardsConfig`), or a list of them to mix."""
+    eval: OneSet
+    """The held-out shards."""
+    eval_protocol: EvalProtocol = "vit"
+    """What is evaluated of an image. vit: all of it, squashed to the square; big_vision: resized, centre crop; timm:
+    the same, bicubic."""
+    eval_crop_share: float | None = Field(default=None, gt=0, le=1)
+    """Crop's side over the resized short side; default 0.875 (big_vision: 224 of 256) or 0.9 (timm)."""
     image_size: int = Field(gt=0)
     global_batch_size: int = Field(gt=0)
     """Images of one optimizer step, over all processes."""
@@ -140,6 +103,17 @@ class TrainStage(Strict):
     eval_every: DurationText = "25%"
     save_every: DurationText = "10%"
     keep_checkpoints: int = Field(default=2, ge=1)
+
+    @model_validator(mode="after")
+    def _nothing_ignored(self) -> TrainStage:
+        if self.eval_protocol == "vit" and self.eval_crop_share is not None:
+            raise ValueError("eval_crop_share means nothing to eval_protocol vit: leave it out")
+        given = [each.weight is not None for each in self.train]
+        if any(given) and not all(given):
+            raise ValueError("train: give every set a weight, or none")
+        if any(each.weight is not None for each in (self.eval, *(self.train if len(self.train) == 1 else ()))):
+            raise ValueError("a weight means nothing to a single set of shards: leave it out")
+        return self
 
 
 class PretrainStage(TrainStage):

@@ -20,7 +20,16 @@ from pipeline.recipe import Recipe
 SHIPPED = Path(__file__).parent / "recipes"
 
 # Keys that may differ when a run is taken up again: they decide how it is carried out and reported, not what is learnt.
-FREE_KEYS = ("experiment", "processes", "data.workers", "engine.collective_timeout_seconds")
+FREE_KEYS = (
+    "experiment",
+    "processes",
+    "data.workers",
+    "data.worker_kind",
+    "data.max_corrupt_share",
+    "data.cache.folder",
+    "data.cache.limit",
+    "engine.collective_timeout_seconds",
+)
 FREE_STAGE_KEYS = ("log_every", "eval_every", "save_every", "keep_checkpoints")
 
 
@@ -163,7 +172,7 @@ def _problem(detail: Any) -> str:
 def _fields_at(location: Sequence[str]) -> list[str]:
     """The keys that the recipe knows below a dotted place."""
     group: type[BaseModel] | None = Recipe
-    for part in location:
+    for part in (part for part in location if not part.isdigit()):  # a place in a list
         field = group.model_fields.get(part) if group else None
         kinds = [] if field is None else [field.annotation, *get_args(field.annotation)]
         group = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)

@@ -7,14 +7,17 @@ here: how long the loop waited for data, and images per second with evaluation a
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
+from data_shards.batch import Fault
 from pipeline.metrics_log import MetricsLog
 from pipeline.progress import Progress
 from pipeline.state import TrainState
 from pipeline.tracking import Tracker
+
+_NAMED_FAULTS = 10
 
 
 class Sink(Protocol):
@@ -89,7 +92,7 @@ class Report:
         self._earlier_seconds = training_seconds
         self._start = self._window_start = time.perf_counter()
         self._waited_seconds = self._aside_seconds = 0.0
-        self._images = 0
+        self._images = self._named_faults = 0
 
     @property
     def training_seconds(self) -> float:
@@ -123,6 +126,7 @@ class Report:
             "opt/lr": lr,
             "opt/grad_norm": grad_norm,
             "opt/skipped_steps": float(state.skipped_steps),
+            "data/substituted_images": float(state.substituted_images),
             "train/epoch": state.images_seen / self._samples_per_epoch,
             "perf/images_per_s": self._images / seconds,
             "perf/data_wait_frac": min(1.0, self._waited_seconds / seconds),
@@ -138,6 +142,17 @@ class Report:
             f"step {state.step}: held-out loss {state.evaluation['val/loss']:.4f}, "
             f"top-1 {state.evaluation['val/top1']:.4f} of {int(state.evaluation['val/images']):,} images"
         )
+
+    def faults(self, state: TrainState, new: Sequence[tuple[str, Fault]]) -> None:
+        """Damaged images that were not known before; the first few are named on the screen."""
+        for use, fault in new[: max(0, _NAMED_FAULTS - self._named_faults)]:
+            done = "another one takes its place" if use == "train" else "it is left out"
+            self._sink.note(
+                f"step {state.step}: image {fault.key!r} of {fault.shard} is damaged ({fault.reason}): {done}"
+            )
+        if self._named_faults < _NAMED_FAULTS <= self._named_faults + len(new):
+            self._sink.note("more damaged images are listed in corrupt_samples.jsonl, and no longer here")
+        self._named_faults += len(new)
 
     def note(self, text: str) -> None:
         """A line for the screen."""

@@ -8,12 +8,14 @@ from contextlib import contextmanager
 from typing import Literal
 
 from pipeline.context import StageContext
+from pipeline.faults import FILE as FAULTS_FILE
 from pipeline.metrics_log import open_metrics_log
-from pipeline.plan import StageData, StagePlan
+from pipeline.plan import StagePlan
 from pipeline.progress import Progress
 from pipeline.recipe import StageName
 from pipeline.recipe_io import flatten
 from pipeline.report import Recorder, Report, Silence
+from pipeline.stage_data import StageData
 from pipeline.state import TrainState
 from pipeline.stopping import Stopped
 from pipeline.tracking import DatasetInput, Say, Tracker, TrackerSettings, open_tracker
@@ -30,8 +32,8 @@ def stage_report(
         yield Report(Silence(), samples_per_epoch=plan.samples_per_epoch, training_seconds=state.training_seconds)
         return
     datasets = tuple(
-        DatasetInput(name=manifest.name, source=str(manifest.root), digest=manifest.digest, context=use)
-        for manifest, use in ((data.train, "train"), (data.eval, "eval"))
+        DatasetInput(name=shards.name, source=shards.source, digest=shards.digest, context=use)
+        for shards, use in ((data.train, "train"), (data.eval, "eval"))
     )
     log = open_metrics_log(context.folder.stage(stage) / "metrics.jsonl", resume_step=state.step or NOTHING_DONE)
     if log.dropped_broken_rows:
@@ -48,6 +50,9 @@ def stage_report(
         finally:
             progress.close()
             log.close()
+            faults = context.folder.stage(stage) / FAULTS_FILE
+            if faults.exists():
+                tracker.log_artifact(faults)
 
 
 @contextmanager

@@ -11,10 +11,10 @@ from typing import Literal
 
 from torch import nn
 
+from data_shards.assemble import Access
 from data_shards.errors import UserError
-from data_shards.loader import EvalBatches, Layout, TrainBatches, eval_loader, train_loader
-from data_shards.order import Order
-from data_shards.transforms import EvalTransform, TrainTransform
+from data_shards.loader import EvalBatches, Layout, TrainBatches, TrainLoader, eval_batches
+from data_shards.shard_set import ShardSet
 from model.loss import loss_function
 from model.saved import SavedModelMeta, save_model
 from pipeline.checkpoint import Restored, restore_checkpoint, save_checkpoint
@@ -22,12 +22,16 @@ from pipeline.context import StageContext
 from pipeline.engine import Engine
 from pipeline.engine_open import open_engine
 from pipeline.evaluate import evaluate
+from pipeline.faults import FILE as FAULTS_FILE
+from pipeline.faults import FaultLedger
 from pipeline.identity import checkpoint_identity
-from pipeline.plan import StageData, StagePlan, plan_stage
-from pipeline.recipe import StageName
+from pipeline.images import eval_transform, mixup, train_transform
+from pipeline.plan import StagePlan, plan_stage
+from pipeline.recipe import Recipe, StageName
 from pipeline.report import Report
 from pipeline.run_folder import check_inputs, weights_digest
 from pipeline.schedule import Schedule
+from pipeline.stage_data import StageData, training_order
 from pipeline.stage_report import stage_report
 from pipeline.state import TrainState
 from pipeline.train_loop import TrainJob, train
@@ -77,6 +81,8 @@ def train_stage(
     with stage_report(context, stage=stage, data=data, plan=plan, state=state) as report:
         image_size = recipe.train_stage(stage).image_size
         report.note(f"{stage}: {image_size} px, {data.train.num_classes} classes; {plan.describe()}")
+        for damage in (*data.train.damage, *data.eval.damage):
+            report.note(damage)
         if restored:
             report.note(describe_restored(restored, plan=plan))
         job = _training_job(context, stage=stage, data=data, plan=plan, engine=engine, state=state, report=report)
@@ -115,23 +121,23 @@ def _training_job(
         micro_batch_size=plan.micro_batch_size,
         accumulation_steps=plan.accumulation_steps,
     )
-    order = Order(
-        [shard.num_samples for shard in data.train.shards],
+    label_kind = "multi" if data.train.is_multi_label else "single"
+    faults = FaultLedger(
+        folder.stage(stage) / FAULTS_FILE,
+        num_samples={"train": data.train.num_samples, "eval": data.eval.num_samples},
+        max_share=recipe.data.max_corrupt_share,
+    )
+    train_batches = TrainBatches(
+        _access(data.train, data=data, recipe=recipe),
+        order=training_order(recipe, data=data, plan=plan),
+        transform=train_transform(config),
+        layout=layout,
         seed=recipe.seed,
-        lanes=plan.lanes,
-        global_batch_images=plan.global_batch_images,
-        window_images=recipe.data.shuffle_window_images,
+        mixup=mixup(config),
     )
-    transform = TrainTransform(
-        image_size=config.image_size,
-        crop_area=config.augment.crop_area,
-        crop_ratio=config.augment.crop_ratio,
-        flip=config.augment.flip,
-    )
-    train_batches = TrainBatches(data.train, order=order, transform=transform, layout=layout, seed=recipe.seed)
-    eval_batches = EvalBatches(
-        data.eval,
-        transform=EvalTransform(config.image_size),
+    held_out = EvalBatches(
+        _access(data.eval, data=data, recipe=recipe),
+        transform=eval_transform(config),
         rank=layout.rank,
         world_size=layout.world_size,
         batch_size=plan.micro_batch_size,
@@ -139,8 +145,15 @@ def _training_job(
     hard_loss = loss_function(config.loss)  # without smoothing: held-out losses compare across recipes
 
     def run_evaluation() -> dict[str, float]:
-        batches = eval_loader(eval_batches, workers=recipe.data.workers)
-        return evaluate(batches, engine=engine, ranks=ranks, loss_function=hard_loss)
+        return evaluate(
+            eval_batches(held_out, workers=recipe.data.workers, kind=recipe.data.kind_of_workers),
+            engine=engine,
+            ranks=ranks,
+            faults=faults,
+            num_classes=data.train.num_classes,
+            label_kind=label_kind,
+            loss_function=hard_loss,
+        )
 
     def save(at: TrainState) -> None:
         save_checkpoint(
@@ -167,19 +180,27 @@ def _training_job(
         ),
         seed=recipe.seed,
         max_skipped_steps=recipe.engine.max_skipped_steps,
-        batches=train_loader(
+        batches=TrainLoader(
             train_batches,
-            layout=layout,
             start_step=state.step,
             stop_step=plan.total_steps,
             workers=recipe.data.workers,
+            kind=recipe.data.kind_of_workers,
         ),
+        faults=faults,
+        num_classes=data.train.num_classes,
+        label_kind=label_kind,
         loss_function=loss_function(config.loss, label_smoothing=config.label_smoothing),
         evaluate=run_evaluation,
         save=save,
         report=report,
         stop=context.stop,
     )
+
+
+def _access(shards: ShardSet, *, data: StageData, recipe: Recipe) -> Access:
+    on_corrupt = "substitute" if recipe.data.max_corrupt_share > 0 else "stop"
+    return Access(shards, store=data.store, decoder=recipe.data.decoder, on_corrupt=on_corrupt)
 
 
 def describe_restored(restored: Restored, *, plan: StagePlan) -> str:

@@ -20,9 +20,9 @@ from model.saved import build_from_saved, load_model, save_model
 from model.vit import build_vit
 from pipeline.context import StageContext
 from pipeline.metrics_log import open_metrics_log
-from pipeline.plan import open_data
 from pipeline.recipe import StageName
 from pipeline.run_folder import weights_digest
+from pipeline.stage_data import open_data
 from pipeline.stage_report import NOTHING_DONE, stage_tracker
 from pipeline.stage_training import StageStart, train_stage
 
@@ -52,7 +52,7 @@ def pretrain(context: StageContext) -> None:
     recipe = context.recipe
     config = recipe.stages.pretrain
     assert config is not None
-    data = open_data(recipe, stage="pretrain")
+    data = open_data(recipe, stage="pretrain", report=context.say)
     model = build_vit(
         recipe.model,
         image_size=config.image_size,
@@ -69,7 +69,7 @@ def swap_head(context: StageContext) -> None:
     recipe, folder = context.recipe, context.folder
     if not context.ranks.place.is_main:
         return
-    classes = open_data(recipe, stage="finetune").train.classes
+    classes = open_data(recipe, stage="finetune", report=context.say).train.classes
     folder.update("swap_head", state="running", inputs={"weights": folder.record("pretrain").model_digest})
     with stage_tracker(context, stage="swap_head", datasets=(), resume_step=NOTHING_DONE) as tracker:
         old, model = build_from_saved(folder.model("pretrain"))
@@ -99,7 +99,7 @@ def finetune(context: StageContext) -> None:
     recipe, folder = context.recipe, context.folder
     config = recipe.stages.finetune
     assert config is not None
-    data = open_data(recipe, stage="finetune")
+    data = open_data(recipe, stage="finetune", report=context.say)
     model = build_vit(
         recipe.model,
         image_size=config.image_size,

@@ -24,6 +24,7 @@ class TrainState:
     images_seen: int = 0
     skipped_steps: int = 0  # in all
     skipped_in_a_row: int = 0
+    substituted_images: int = 0  # damaged ones in whose place another image was trained on
     training_seconds: float = 0.0  # spent in this stage, over all attempts that were saved
     losses_since_log: list[float] = field(default_factory=list)  # global means of steps not yet in the curve
     evaluation: dict[str, float] = field(default_factory=dict)  # the last one

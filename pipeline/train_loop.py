@@ -11,8 +11,10 @@ from dataclasses import dataclass
 
 import torch
 
-from data_shards.batch import Batch, model_input
+from data_shards.batch import Batch, LabelKind, model_input, targets
+from data_shards.errors import UserError
 from pipeline.engine import Engine
+from pipeline.faults import FaultLedger
 from pipeline.loss_window import LossWindow
 from pipeline.plan import StagePlan
 from pipeline.ranks import Ranks
@@ -37,6 +39,9 @@ class TrainJob:
     seed: int
     max_skipped_steps: int
     batches: Iterator[Batch]  # micro-batches from the state's step on
+    faults: FaultLedger
+    num_classes: int
+    label_kind: LabelKind
     loss_function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     evaluate: Callable[[], dict[str, float]]
     save: Callable[[TrainState], None]
@@ -50,8 +55,9 @@ def train(job: TrainJob, state: TrainState) -> TrainState:
     Raises:
         Stopped: a signal asked for it; everything up to the current step is saved.
         TrainingFailed: too many steps in a row had gradients that were not finite.
+        UserError: more images are damaged than the recipe allows; everything up to here is saved.
     """
-    engine, ranks, plan, report = job.engine, job.ranks, job.plan, job.report
+    engine, ranks, plan, report, faults = job.engine, job.ranks, job.plan, job.report, job.faults
     window = LossWindow(state.losses_since_log)
     engine.module.train()
 
@@ -60,9 +66,10 @@ def train(job: TrainJob, state: TrainState) -> TrainState:
         for _ in range(plan.accumulation_steps):
             with report.waiting():
                 batch = next(job.batches)
+            faults.note(batch, use="train", rows=plan.micro_batch_size)
             images = model_input(batch, device=engine.device, dtype=engine.input_dtype)
-            labels = batch.labels.to(engine.device, non_blocking=True)
-            loss = job.loss_function(engine.forward(images), labels)
+            wanted = targets(batch, device=engine.device, num_classes=job.num_classes, label_kind=job.label_kind)
+            loss = job.loss_function(engine.forward(images), wanted)
             engine.backward(loss)
             window.add(loss)
         lr = job.schedule(state.step)
@@ -77,18 +84,23 @@ def train(job: TrainJob, state: TrainState) -> TrainState:
 
         last = state.step == plan.total_steps
         if last or _due(state.step, every=plan.log_steps):
+            _settle_faults(job, state)
             report.curve(state, loss=window.take_mean(ranks), lr=lr, grad_norm=result.grad_norm)
         if last or _due(state.step, every=plan.eval_steps):
             with report.aside():
                 state.evaluation = job.evaluate()
+            _settle_faults(job, state)
             report.evaluation(state)
 
         stopping = job.stop.agreed(ranks)
-        if last or stopping or _due(state.step, every=plan.save_steps):
+        if last or stopping or faults.complaint or _due(state.step, every=plan.save_steps):
             with report.aside():
+                _settle_faults(job, state)
                 state.losses_since_log = window.reduce(ranks)
                 state.training_seconds = report.training_seconds
                 job.save(state)
+        if faults.complaint:
+            raise UserError(faults.complaint)
         if state.skipped_in_a_row >= job.max_skipped_steps:
             raise TrainingFailed(
                 f"{state.skipped_in_a_row} steps in a row had gradients that are not finite (last loss at step "
@@ -98,6 +110,12 @@ def train(job: TrainJob, state: TrainState) -> TrainState:
             raise Stopped
     job.stop.settle()
     return state
+
+
+def _settle_faults(job: TrainJob, state: TrainState) -> None:
+    settled = job.faults.settle(job.ranks)
+    state.substituted_images += settled.substituted_images
+    job.report.faults(state, settled.new)
 
 
 def _due(step: int, *, every: int) -> bool:

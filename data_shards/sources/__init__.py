@@ -1,8 +1,9 @@
-"""Where raw images come from: class folders, IDX files, scikit-learn's digits. `open_source` finds out
+"""Where raw images come from: class folders, lists of labels, IDX files, scikit-learn's digits. `open_source` finds out
 which.
 """
 
 from data_shards.sources.base import ImageSet, Source
 from data_shards.sources.choose import open_source
+from data_shards.sources.label_list import LabelList
 
-__all__ = ["ImageSet", "Source", "open_source"]
+__all__ = ["ImageSet", "LabelList", "Source", "open_source"]

@@ -1,6 +1,6 @@
 """What a source is: named classes, and per split a set of images that are read one at a time.
 
-Nothing is read before `ImageSet.read`, apart from the listing (folders) or the array (IDX, digits). Images
+Nothing is read before `ImageSet.read`, apart from the listing (folders, lists) or the array (IDX, digits). Images
 are handed on as encoded bytes: a file's own bytes unchanged, an array's as PNG (lossless).
 """
 
@@ -13,6 +13,8 @@ from typing import Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from data_shards.labels import LabelKind
+
 SplitName = Literal["train", "val"]
 
 
@@ -21,7 +23,14 @@ class ImageSet(Protocol):
 
     @property
     def labels(self) -> NDArray[np.int64]:
-        """Shape (num_images,): indices into the source's `classes`."""
+        """Indices into the source's `classes`: shape (num_images,), or for several labels of an image
+        (num_images, most labels), filled up with -1.
+        """
+        ...
+
+    @property
+    def num_bytes(self) -> NDArray[np.int64]:
+        """Shape (num_images,): sizes of the files (-1: not there); of images in memory, of their pixels."""
         ...
 
     def __len__(self) -> int: ...
@@ -36,6 +45,10 @@ class ImageSet(Protocol):
         """
         ...
 
+    def stamp(self, index: int) -> bytes:
+        """Changes when the image does, as far as that can be told without reading it; holds its trace too."""
+        ...
+
     def update_digest(self, digest: "hashlib._Hash") -> None:
         """Feed what identifies the content, without reading image files."""
         ...
@@ -43,8 +56,16 @@ class ImageSet(Protocol):
 
 @dataclass(frozen=True)
 class Source:
-    """`spec` finds the source again, `name` becomes part of file names, `notes` says what was left out and
-    why.
+    """Named classes and the images of each split.
+
+    Args:
+        spec: finds the source again.
+        name: becomes part of file names.
+        classes: names of the labels.
+        splits: train, and val if the source has one.
+        notes: what was left out and why.
+        kind: one label for each image, or any number.
+        empty_classes: a class without an image is a mistake in folders, and usual in lists.
     """
 
     spec: str
@@ -52,12 +73,16 @@ class Source:
     classes: tuple[str, ...]
     splits: Mapping[SplitName, ImageSet]
     notes: tuple[str, ...] = ()
+    kind: LabelKind = "single"
+    empty_classes: Literal["refuse", "report"] = "refuse"
 
     def fingerprint(self) -> str:
         """Changes when classes, images, names or (of files) sizes change; of files the bytes are not read."""
         digest = hashlib.sha256(repr(self.classes).encode())
         for split, images in self.splits.items():
             digest.update(f"{split} {len(images)}".encode())
+            if self.kind == "multi":
+                digest.update(repr(images.labels.shape).encode())
             digest.update(np.ascontiguousarray(images.labels).tobytes())
             images.update_digest(digest)
         return digest.hexdigest()
@@ -83,6 +108,13 @@ class ArrayImages:
 
     def trace(self, index: int) -> str:
         return f"{self.origin}/{index}"
+
+    @property
+    def num_bytes(self) -> NDArray[np.int64]:
+        return np.full(len(self), self.pixels[0].nbytes, dtype=np.int64)
+
+    def stamp(self, index: int) -> bytes:
+        return self.trace(index).encode() + b"\0" + self.pixels[index].tobytes()
 
     def update_digest(self, digest: "hashlib._Hash") -> None:
         digest.update(repr((self.origin, self.pixels.shape)).encode())

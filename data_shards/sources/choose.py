@@ -7,17 +7,22 @@ from data_shards.sources.base import Source
 from data_shards.sources.digits import digits_source
 from data_shards.sources.folder import folder_source
 from data_shards.sources.idx import IDX_NAMES, fashion_mnist_source, idx_source
+from data_shards.sources.label_list import LabelList, label_list_source
 
 NAMES = ("digits", "fashion-mnist")
 LAYOUT = "ROOT/CLASS/*.jpg, ROOT/train/CLASS/*.jpg with ROOT/val/CLASS/*.jpg, or MNIST's four IDX files"
 
 
-def open_source(spec: str) -> Source:
+def open_source(spec: str, *, labels: LabelList | None = None) -> Source:
     """Open `digits`, `fashion-mnist`, or a folder (write `./digits` for a folder of that name).
+
+    With `labels`, a folder's images have their labels from that list, however they lie in it.
 
     Raises UserError, naming the path, for anything that cannot be packed; images themselves are not decoded
     here.
     """
+    if labels is not None and spec in NAMES:
+        raise UserError(f"{spec}: these images have labels of their own; leave out labels or give a folder")
     if spec == "digits":
         return digits_source()
     if spec == "fashion-mnist":
@@ -33,6 +38,8 @@ def open_source(spec: str) -> Source:
         raise UserError(f"{spec}: the folder cannot be listed ({error.strerror})") from None
     if not names:
         raise UserError(f"{spec}: the folder is empty; expected is {LAYOUT}")
+    if labels is not None:
+        return label_list_source(root, labels)
     if any(name.removesuffix(".gz") in IDX_NAMES for name in names):
         return idx_source(root)
     return folder_source(root)

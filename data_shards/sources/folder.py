@@ -6,42 +6,19 @@ Hidden files and folders are passed over; other files that are not images are pa
 Listing costs one `scandir` per folder; no image is opened here. Symbolic links are followed, once per folder.
 """
 
-import hashlib
 import os
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from data_shards.errors import UserError
 from data_shards.sources.base import ImageSet, Source, SplitName
+from data_shards.sources.files import FileImages
 from data_shards.tar_index import IMAGE_EXTENSIONS
 
 # In this order: what is called val is preferred to what is called test, whose labels are often not public.
 VAL_NAMES = ("val", "validation", "test")
-
-
-@dataclass(frozen=True)
-class FileImages:
-    """Image files below `root`; `files` are paths relative to it, with forward slashes."""
-
-    root: Path
-    files: list[str]
-    labels: NDArray[np.int64]
-
-    def __len__(self) -> int:
-        return len(self.files)
-
-    def read(self, index: int) -> bytes:
-        return (self.root / self.files[index]).read_bytes()
-
-    def trace(self, index: int) -> str:
-        return self.files[index]
-
-    def update_digest(self, digest: "hashlib._Hash") -> None:
-        for file in self.files:
-            digest.update(f"{file}\0{os.stat(self.root / file).st_size}\0".encode(errors="surrogateescape"))
 
 
 @dataclass(frozen=True)
@@ -131,6 +108,11 @@ def _read_split(root: Path, split: str, notes: list[str]) -> tuple[tuple[str, ..
     return tuple(folders), FileImages(root=root, files=files, labels=np.array(labels, dtype=np.int64))
 
 
+def walk_images(root: Path) -> list[str]:
+    """Paths of all image files below `root`, relative to it; hidden ones are passed over."""
+    return _walk(root, "").images
+
+
 def _walk(root: Path, start: str) -> _Listing:
     """All files below ROOT/start, depth first, each folder in code-point order."""
     listing = _Listing([], [])
@@ -143,9 +125,10 @@ def _walk(root: Path, start: str) -> _Listing:
             continue
         seen.add(real)
         folders, images, others = _scan(root / folder)
-        listing.images.extend(f"{folder}/{name}" for name in images)
-        listing.others.extend(f"{folder}/{name}" for name in others)
-        stack.extend(f"{folder}/{name}" for name in reversed(folders))
+        above = f"{folder}/" if folder else ""
+        listing.images.extend(f"{above}{name}" for name in images)
+        listing.others.extend(f"{above}{name}" for name in others)
+        stack.extend(f"{above}{name}" for name in reversed(folders))
     return listing
 
 

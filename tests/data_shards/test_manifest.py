@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data_shards.errors import UserError
+from data_shards.labels import LabelSpec
 from data_shards.manifest import Manifest, Shard, read_manifest, write_manifest, write_timm_info
 
 
@@ -179,3 +180,40 @@ def test_any_bytes_are_either_a_manifest_or_a_user_error(tmp_path_factory: pytes
 def test_needs_neither_torch_nor_numpy():
     code = "import sys, data_shards.manifest; print({'torch', 'numpy', 'PIL'} & set(sys.modules))"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "set()"
+
+
+def test_labels_are_kept_and_old_manifests_have_none(tmp_path: Path):
+    manifest = make(tmp_path)
+    write_manifest(manifest)
+    content = json.loads((tmp_path / "manifest.json").read_text())
+    assert content["labels"] == {"part": "cls", "key": None, "kind": "single"}
+    del content["labels"]
+    (tmp_path / "manifest.json").write_text(json.dumps(content))
+    assert read_manifest(tmp_path) == manifest
+    several = replace(manifest, labels=LabelSpec("json", "label", "multi"))
+    write_manifest(several)
+    assert read_manifest(tmp_path) == several and several.digest != manifest.digest
+
+
+def test_the_digest_of_sets_made_before_there_were_other_labels(tmp_path: Path):
+    assert make(tmp_path).digest == "55367d02e3c8fa44426571efafac735b"
+
+
+def test_without_digests_of_shards_their_names_and_sizes_count(tmp_path: Path):
+    manifest = make(tmp_path)
+    first, second = (replace(shard, sha256="") for shard in manifest.shards)
+    digests = [
+        replace(manifest, shards=shards).digest
+        for shards in [(first, second), (second, first), (first, replace(second, num_bytes=1)), manifest.shards]
+    ]
+    assert len(set(digests)) == 4
+
+
+@pytest.mark.parametrize(
+    "labels", [3, {}, {"part": "jpg", "key": None, "kind": "single"}, {"part": "json", "key": None, "kind": "single"}]
+)
+def test_labels_that_are_none(tmp_path: Path, labels: object):
+    write_manifest(make(tmp_path))
+    edit(tmp_path, labels=labels)
+    with pytest.raises(UserError, match=r"manifest\.json.*(labels|part)"):
+        read_manifest(tmp_path)

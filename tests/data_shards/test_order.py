@@ -253,6 +253,33 @@ def test_a_rank_reads_few_shards_at_a_time_and_no_other_ranks():
 # ---- size
 
 
+def test_visits_say_which_place_they_were_asked_for():
+    order = make_order([20, 20], lanes=4, batch=8)
+    part = order.rank_batch(3, rank=1, world_size=2)
+    assert part.lane.tolist() == [2, 2, 3, 3] and part.position.tolist() == [6, 7, 6, 7]
+
+
+@pytest.mark.parametrize("num_samples", [10**9, 10**9 + 1, 10**9 - 7])
+def test_no_overflow_with_most_samples_lanes_and_epochs(num_samples: int):
+    """10^9 samples, 4096 lanes, up to 4 * 10^9 epochs, against Python's integers; beyond, an error."""
+    order = Order([num_samples], seed=0, lanes=4096, global_batch_images=4096, window_images=16_384)
+    for position in (0, 10**6, num_samples * 5000 // 4096, 2**62 // 4096 - 1):
+        lane = np.array([0, 1, 2047, 4095])
+        visits = order.visits(lane, np.full(4, position))
+        others = order.substitute(visits, attempt=3)
+        for number, epoch, sample, other in zip(lane.tolist(), visits.epoch, visits.sample, others.sample, strict=True):
+            e = int(epoch)
+            begin, end = ((e_ * num_samples + number) // 4096 for e_ in (e, e + 1))
+            assert begin <= position < end
+            below = sum((((e + 1) * num_samples + i) // 4096) - ((e * num_samples + i) // 4096) for i in range(number))
+            window = (position - begin) // 16_384 * 16_384
+            assert (
+                below + window <= min(sample, other) <= max(sample, other) < below + min(window + 16_384, end - begin)
+            )
+    with pytest.raises(AssertionError, match="64-bit"):
+        order.visits(np.array([0]), np.array([2**62 // 4096]))
+
+
 def test_memory_does_not_grow_with_the_samples():
     sizes = [10_000] * 100_000
     tracemalloc.start()
@@ -315,6 +342,7 @@ def test_pinned_batches():
     batches = {step: order.rank_batch(step, rank=0, world_size=1) for step in (0, 2, 1000)}
     assert {step: batch.sample.tolist() for step, batch in batches.items()} == GOLDEN_SAMPLES
     assert batches[2].epoch.tolist() == GOLDEN_EPOCHS_OF_STEP_2
+    assert order.substitute(batches[2], attempt=2).sample.tolist() == GOLDEN_SUBSTITUTES_OF_STEP_2
 
 
 GOLDEN_SAMPLES = {
@@ -323,3 +351,4 @@ GOLDEN_SAMPLES = {
     1000: [26, 25, 28, 2, 1, 33, 7, 22, 21, 5, 15, 13],
 }
 GOLDEN_EPOCHS_OF_STEP_2 = [0, 0, 1, 0, 0, 1, 0, 0, 0, 0, 0, 0]
+GOLDEN_SUBSTITUTES_OF_STEP_2 = [30, 32, 0, 13, 12, 25, 3, 3, 0, 24, 21, 23]

@@ -17,10 +17,13 @@ import pytest
 from PIL import Image
 
 from data_shards import pack as pack_module
-from data_shards.errors import UserError
+from data_shards.errors import UnreadableImage, UserError
+from data_shards.labels import LabelSpec, parse_label
 from data_shards.manifest import Manifest, read_manifest
-from data_shards.pack import PackReport, pack
-from data_shards.shard_writer import UnreadableImage, image_extension
+from data_shards.pack import pack
+from data_shards.pack_image import Resize, prepare_image
+from data_shards.pack_report import PackReport
+from data_shards.sources import LabelList
 from data_shards.tar_index import open_index
 
 Sample = tuple[str, bytes, int]
@@ -99,7 +102,10 @@ def test_round_trip_through_index_and_webdataset(tmp_path: Path):
     assert len(set(keys)) == 12 and all(re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", key) for key in keys)
     # number 8 of the listing: seven cats, then the second hot dog ("im. 1.jpeg" sorts behind "im. 0.png")
     assert "cat_im-0_0000000" in keys and "hot-dog_im-1_0000008" in keys
-    assert any("12 images of 2 classes in 3 shards" in line for line in lines)
+    text = "\n".join(lines)
+    assert "12 images of 2 classes" in text and re.search(r"train +12 images +3 shards", text)
+    assert "duplicates: none" in text and "unreadable: none" in text
+    assert lines[-1] == f"Next: shardvit check {tmp_path / 'out'}"
 
 
 def test_timm_reads_the_same_samples(tmp_path: Path):
@@ -191,13 +197,13 @@ def test_digits_as_the_demo_packs_them(tmp_path: Path):
     ],
 )
 def test_the_bytes_decide_the_extension(format: str, mode: str, extension: str):
-    assert image_extension(encoded(1, format, mode)) == extension
+    assert prepare_image(encoded(1, format, mode)).extension == extension
 
 
 @pytest.mark.parametrize("data", [b"", b"text", encoded(1)[:-30], encoded(1, "JPEG")[:200]])
 def test_broken_images_are_noticed(data: bytes):
     with pytest.raises(UnreadableImage):
-        image_extension(data)
+        prepare_image(data)
 
 
 def test_a_png_called_jpeg_is_packed_as_png(tmp_path: Path):
@@ -208,21 +214,6 @@ def test_a_png_called_jpeg_is_packed_as_png(tmp_path: Path):
 
 
 # ---- bad input, and what is there already
-
-
-def test_corrupt_images_are_all_counted_and_nothing_is_left(tmp_path: Path):
-    write_folder(tmp_path / "in/train", {"a": 40, "b": 40})
-    write_folder(tmp_path / "in/val", {"a": 4, "b": 4})
-    bad = [f"train/b/im. {i}.png" for i in range(0, 12, 2)] + ["val/a/im. 0.png"]
-    for file in bad:
-        (tmp_path / "in" / file).write_bytes(encoded(1)[:50])
-    before = sorted(tmp_path.iterdir())
-    with pytest.raises(UserError) as caught:
-        quiet(str(tmp_path / "in"), tmp_path / "out", samples_per_shard=7)
-    message = str(caught.value)
-    assert "7 of 88 images cannot be read" in message and "and 2 more" in message and "\n" not in message
-    assert sum(file in message for file in bad) == 5
-    assert sorted(tmp_path.iterdir()) == before
 
 
 def test_an_unlistable_request_writes_nothing(tmp_path: Path):
@@ -252,7 +243,7 @@ def test_the_same_request_again_is_recognised_and_changes_nothing(tmp_path: Path
     again = pack(spec, tmp_path / "out", holdout=0.25, classes=["dog", "cat"], report=lines.append)
     assert again.reused and (again.train, again.val) == (first.train, first.val)
     assert stamps == {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")}
-    assert all("was packed before" in line for line in lines) and lines
+    assert "was packed before" in lines[0] and "8 images of 2 classes" in lines[0]
 
 
 def test_another_request_or_a_changed_source_or_a_strange_folder_is_refused(tmp_path: Path):
@@ -292,14 +283,6 @@ def test_a_damaged_result_is_not_reused(tmp_path: Path):
         quiet("digits", tmp_path / "out", classes=["0", "1"])
 
 
-def test_what_a_killed_pack_left_is_cleared(tmp_path: Path):
-    (tmp_path / ".out.packing/train").mkdir(parents=True)
-    (tmp_path / ".out.packing/train/x.tar").write_bytes(b"half")
-    quiet("digits", tmp_path / "out", classes=["0"])
-    assert {path.name for path in tmp_path.iterdir()} == {"out"}
-    assert not (tmp_path / "out/train/x.tar").exists()
-
-
 def test_two_at_once_do_not_mix(tmp_path: Path):
     import fcntl
 
@@ -310,17 +293,6 @@ def test_two_at_once_do_not_mix(tmp_path: Path):
         quiet("digits", tmp_path / "out", classes=["0"])
     os.close(handle)
     quiet("digits", tmp_path / "out", classes=["0"])
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(28, "No space left on device")])
-def test_an_interruption_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException):
-    def fail(*args: object) -> None:
-        raise error
-
-    monkeypatch.setattr("data_shards.shard_writer.build_index", fail)
-    with pytest.raises(type(error)):
-        quiet("digits", tmp_path / "out", classes=["0", "1"], samples_per_shard=20)
-    assert not list(tmp_path.iterdir())
 
 
 def test_file_names_and_pack_json(tmp_path: Path):
@@ -336,7 +308,116 @@ def test_file_names_and_pack_json(tmp_path: Path):
             for kind in ("tar", "idx")
         ),
     }
-    assert json.loads((tmp_path / "out/pack.json").read_text())["request"]["classes"] == ["0", "1"]
+    content = json.loads((tmp_path / "out/pack.json").read_text())
+    assert content["request"] == {
+        "source": "digits",
+        "classes": ["0", "1"],
+        "holdout": 0.5,
+        "samples_per_shard": 100,
+        "seed": 0,
+    }
+    assert set(content["found"].values()) == {0}
+
+
+def test_a_set_packed_before_the_newer_options_came_is_recognised(tmp_path: Path):
+    quiet("digits", tmp_path / "out", classes=["0", "1"], samples_per_shard=100)
+    content = json.loads((tmp_path / "out/pack.json").read_text())
+    del content["found"]
+    (tmp_path / "out/pack.json").write_text(json.dumps(content))
+    for split in ("train",):
+        manifest = json.loads((tmp_path / "out" / split / "manifest.json").read_text())
+        del manifest["labels"]
+        (tmp_path / "out" / split / "manifest.json").write_text(json.dumps(manifest))
+    assert quiet("digits", tmp_path / "out", classes=["0", "1"], samples_per_shard=100).reused
+    with pytest.raises(UserError, match="duplicates: None then, 'drop' now"):
+        quiet("digits", tmp_path / "out", classes=["0", "1"], samples_per_shard=100, duplicates="drop")
+    with pytest.raises(UserError, match="resize: None then"):
+        quiet("digits", tmp_path / "out", classes=["0", "1"], samples_per_shard=100, resize=Resize(8))
+
+
+# ---- several labels, sizes, reduced images: what comes out at the end
+
+
+def test_several_labels_round_trip_through_our_reader_and_webdataset(tmp_path: Path):
+    root = tmp_path / "in"
+    owner = list(write_folder(root, {"a": 6}))
+    rows = [["cat"], ["dog", "cat"], [], ["owl"], ["owl", "cat", "dog"], ["dog"]]
+    files = sorted((root / "a").iterdir())
+    images = [path.read_bytes() for path in files]
+    assert set(images) == set(owner)
+    lines = [json.dumps({"path": f"a/{path.name}", "label": labels}) for path, labels in zip(files, rows, strict=True)]
+    (tmp_path / "labels.jsonl").write_text("\n".join(lines))
+    result = quiet(str(root), tmp_path / "out", labels=LabelList(tmp_path / "labels.jsonl"), samples_per_shard=4)
+    manifest = read_manifest(tmp_path / "out/train")
+    assert manifest.labels == LabelSpec(part="json", key="label", kind="multi") == result.train.labels
+    assert manifest.classes == ("cat", "dog", "owl")
+    expected = {
+        image: tuple(sorted(manifest.classes.index(name) for name in labels))
+        for image, labels in zip(images, rows, strict=True)
+    }
+    found = {}
+    for path in manifest.shard_paths:
+        index, data = open_index(path, label="json"), path.read_bytes()
+        for i in range(len(index)):
+            image = data[index.image_offset[i] :][: index.image_size[i]]
+            label = data[index.label_offset[i] :][: index.label_size[i]]
+            found[image] = parse_label(label, spec=manifest.labels, label_map=manifest.label_map, num_classes=3)
+    assert found == expected
+
+    import webdataset
+
+    data = webdataset.WebDataset([str(path) for path in manifest.shard_paths], shardshuffle=False, empty_check=False)
+    by_others = {sample.get("jpg", sample.get("png")): tuple(json.loads(sample["json"])["label"]) for sample in data}
+    assert by_others == expected
+
+
+@pytest.mark.parametrize("size", [1, 20_000, 33_333, 10**9])
+def test_shards_by_size_hold_to_it_within_an_image(tmp_path: Path, size: int):
+    write_folder(tmp_path / "in", {"a": 20, "b": 31})
+    result = quiet(str(tmp_path / "in"), tmp_path / "out", shard_size_bytes=size)
+    assert result.num_images == 51
+    sizes = [shard.num_bytes for shard in result.train.shards]
+    largest = max(path.stat().st_size for path in (tmp_path / "in").rglob("*.*")) + 4 * 512
+    assert max(sizes) <= max(size, 10_240 + 1024) + largest
+    if size == 1:
+        assert len(sizes) == 51
+    else:  # no more shards than it takes
+        whole = quiet(str(tmp_path / "in"), tmp_path / "whole").train.num_bytes
+        assert len(sizes) <= -(-whole // (size - 10_240 - 1024))
+
+
+def test_reduced_images_are_in_the_tars_and_in_the_request(tmp_path: Path):
+    (tmp_path / "in/a").mkdir(parents=True)
+    for i, shape in enumerate([(60, 40, 3), (30, 90, 3), (200, 100, 3)]):
+        Image.fromarray(np.full(shape, 40 * i, dtype=np.uint8)).save(tmp_path / "in/a" / f"{i}.png")
+    result = quiet(str(tmp_path / "in"), tmp_path / "out", resize=Resize(32, quality=80))
+    sizes = {key[-1]: Image.open(io.BytesIO(data)).size for key, data, _ in by_index(result.train)}
+    assert sizes == {"0": (32, 48), "1": (90, 30), "2": (32, 64)}
+    assert open_index(result.train.shard_paths[0]).image_extension.count("png") == 1
+    request = json.loads((tmp_path / "out/pack.json").read_text())["request"]
+    assert request["resize"] == {"short_pixels": 32, "quality": 80}
+
+
+def test_options_that_do_not_go_together(tmp_path: Path):
+    (tmp_path / "val.txt").write_text("digits/1\n")
+    for arguments, message in (
+        ({"samples_per_shard": 5, "shard_size_bytes": 5}, "not both"),
+        ({"resize": Resize(8), "shard_size_bytes": 5}, "shard_size"),
+        ({"holdout": 0.5, "holdout_list": tmp_path / "val.txt"}, "not both"),
+        ({"labels": LabelList(tmp_path / "val.csv")}, "labels of their own"),
+        ({"shard_size_bytes": 0}, "shard_size"),
+    ):
+        with pytest.raises(UserError, match=message):
+            quiet("digits", tmp_path / "out", **arguments)
+    assert [path.name for path in tmp_path.iterdir()] == ["val.txt"]
+
+
+def test_too_little_space_is_said_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    usage = type("Usage", (), {"free": 100_000})
+    monkeypatch.setattr(pack_module.shutil, "disk_usage", lambda folder: usage)
+    with pytest.raises(UserError, match=r"need about \S+ [kM]B and 100 kB are free"):
+        quiet("digits", tmp_path / "out")
+    assert not list(tmp_path.iterdir())
 
 
 def test_importing_needs_no_torch():

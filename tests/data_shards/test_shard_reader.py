@@ -13,11 +13,16 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from data_shards.errors import SampleError, UserError
-from data_shards.manifest import Manifest, Shard, read_manifest
+from data_shards import shard_reader
+from data_shards.cache import CacheConfig
+from data_shards.errors import CorruptSample, SampleError, UserError
+from data_shards.manifest import Manifest, Shard, write_manifest
 from data_shards.pack import pack
 from data_shards.shard_reader import RawSample, ShardReader
+from data_shards.shard_set import Damaged, ShardSet, open_shards
+from data_shards.store import RetryPolicy, Store
 from data_shards.tar_index import index_path, open_index
+from tests.data_shards.http_server import FaultServer
 
 
 @pytest.fixture
@@ -46,8 +51,13 @@ def by_webdataset(manifest: Manifest) -> list[RawSample]:
         with open(path, "rb") as stream:
             for sample in group_by_keys(tar_file_expander([{"url": str(path), "stream": stream}])):
                 (image,) = (sample[part] for part in sample if part in ("jpg", "png"))
-                found.append(RawSample(key=sample["__key__"], image=image, label=int(sample["cls"])))
+                found.append(RawSample(key=sample["__key__"], image=image, labels=(int(sample["cls"]),)))
     return found
+
+
+def opened(manifest: Manifest, *, damaged: Damaged = "refuse") -> ShardSet:
+    write_manifest(manifest)
+    return open_shards(str(manifest.root), damaged=damaged)
 
 
 def write_shard(folder: Path, parts: list[tuple[str, bytes]], *, num_samples: int) -> Manifest:
@@ -77,7 +87,7 @@ needs_proc = pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="coun
 
 def test_every_sample_is_webdatasets_in_any_order(manifest: Manifest):
     expected = by_webdataset(manifest)
-    reader = ShardReader(manifest)
+    reader = ShardReader(opened(manifest))
     wanted = list(enumerate(places(manifest)))
     assert len(expected) == len(wanted) == 30
     random.Random(0).shuffle(wanted)
@@ -98,13 +108,13 @@ def test_tars_of_another_make_are_read_the_same(tmp_path: Path):
             (f"{key}.png", bytes([number]) * 700),
         ]
     manifest = write_shard(tmp_path, parts, num_samples=4)
-    reader = ShardReader(manifest)
+    reader = ShardReader(opened(manifest))
     assert [reader.read(0, row=row) for row in range(4)] == by_webdataset(manifest)
 
 
 @needs_proc
 def test_descriptors_are_bounded_and_the_least_recently_used_shard_is_closed(manifest: Manifest):
-    reader = ShardReader(manifest, max_open_shards=3)
+    reader = ShardReader(opened(manifest), max_open_shards=3)
     expected = by_webdataset(manifest)
     draw = random.Random(1)
     for _ in range(100):
@@ -126,7 +136,7 @@ def test_descriptors_are_bounded_and_the_least_recently_used_shard_is_closed(man
 
 @needs_proc
 def test_close_and_the_end_of_the_reader_leave_nothing_open(manifest: Manifest):
-    reader = ShardReader(manifest)
+    reader = ShardReader(opened(manifest))
     for shard in range(6):
         reader.read(shard, row=0)
     assert open_files(manifest.root) == 6
@@ -140,7 +150,7 @@ def test_close_and_the_end_of_the_reader_leave_nothing_open(manifest: Manifest):
 
 @needs_proc
 def test_a_pickled_reader_has_no_descriptors_and_reads_the_same(manifest: Manifest):
-    reader = ShardReader(manifest, max_open_shards=2)
+    reader = ShardReader(opened(manifest), max_open_shards=2)
     samples = [reader.read(shard, row=row) for shard, row in places(manifest)]
     copy = pickle.loads(pickle.dumps(reader))
     assert open_files(manifest.root) == 2
@@ -154,11 +164,12 @@ def test_a_missing_index_is_built_from_the_tar(manifest: Manifest):
     expected = by_webdataset(manifest)
     for path in manifest.shard_paths:
         index_path(path).unlink()
-    reader = ShardReader(manifest)
+    reader = ShardReader(opened(manifest))
     assert [reader.read(shard, row=row) for shard, row in places(manifest)] == expected
 
 
-# ---- damage: a SampleError, because one process alone may come upon it, and launch/train lets only that kind speak
+# ---- damage while training goes on: a SampleError, as one process alone may come upon it, and launch/train lets only
+# that kind speak
 
 
 def cut_tar(path: Path) -> None:
@@ -197,8 +208,9 @@ def compress(path: Path) -> None:
 @pytest.mark.parametrize("damage", [cut_tar, cut_tar_without_index, spoil_header, spoil_index, other_index, compress])
 def test_a_damaged_shard_is_named(manifest: Manifest, damage: Callable[[Path], None]):
     path = manifest.shard_paths[2]
+    shards = opened(manifest)
     damage(path)
-    reader = ShardReader(manifest)
+    reader = ShardReader(shards)
     reader.read(1, row=0)
     with pytest.raises(SampleError) as caught:
         reader.read(2, row=0)
@@ -213,31 +225,133 @@ def test_a_tar_cut_while_it_is_open_is_noticed(tmp_path: Path, order: str):
     data = {"png": b"x" * 1000, "cls": b"0"}
     parts = [(f"{key}.{part}", data[part]) for key in ("a", "b") for part in order.split(" then ")]
     manifest = write_shard(tmp_path, parts, num_samples=2)
-    reader = ShardReader(manifest)
+    reader = ShardReader(opened(manifest))
     reader.read(0, row=1)
     last = open_index(manifest.shard_paths[0]).image_offset[1]
     os.truncate(manifest.shard_paths[0], int(last) + 10)
     assert reader.read(0, row=0).key == "a"
-    with pytest.raises(SampleError, match=r"'b' of .*a\.tar is cut short"):
+    with pytest.raises(CorruptSample, match=r"'b' of .*a\.tar: it is cut short: (10|0) of (1000|1) bytes") as caught:
         reader.read(0, row=1)
+    assert (Path(caught.value.shard).name, caught.value.key) == ("a.tar", "b")
 
 
 @pytest.mark.parametrize(
     ("label", "message"),
-    [(b"x", "no class number"), (b"", "no class number"), (b"-1", "no class number"), (b"3", "label 3.*3 classes")],
+    [(b"w", "no class number"), (b"", "no class number"), (b"-1", "no class number"), (b"3", "label 3.*3 classes")],
 )
-def test_a_label_that_is_no_class_is_refused(tmp_path: Path, label: bytes, message: str):
+def test_a_label_that_is_no_class_makes_a_corrupt_sample(tmp_path: Path, label: bytes, message: str):
     """A label beyond the classes would be an assertion inside a CUDA kernel."""
     parts = [("good.png", b"x"), ("good.cls", b" 2\n"), ("bad.png", b"x"), ("bad.cls", label)]
-    reader = ShardReader(write_shard(tmp_path, parts, num_samples=2))
-    assert reader.read(0, row=0) == RawSample(key="good", image=b"x", label=2)
-    with pytest.raises(SampleError, match=f"'bad' of .*a.tar.*{message}"):
+    reader = ShardReader(opened(write_shard(tmp_path, parts, num_samples=2)))
+    assert reader.read(0, row=0) == RawSample(key="good", image=b"x", labels=(2,))
+    with pytest.raises(CorruptSample, match=f"'bad' of .*a.tar.*{message}"):
         reader.read(0, row=1)
+    assert reader.read(0, row=0).key == "good"
 
 
 def test_a_manifest_that_counts_otherwise_is_refused(manifest: Manifest):
     shards = list(manifest.shards)
     shards[2] = dataclasses.replace(shards[2], num_samples=shards[2].num_samples + 1)
-    reader = ShardReader(dataclasses.replace(read_manifest(manifest.root), shards=tuple(shards)))
+    reader = ShardReader(opened(dataclasses.replace(manifest, shards=tuple(shards))))
     with pytest.raises(SampleError, match=r"000002\.tar: its index lists 5 samples, manifest.json 6"):
         reader.read(2, row=0)
+
+
+# ---- damage that was there, and tolerated, when the set was opened: what is lost are corrupt samples, one by one
+
+
+def readable(reader: ShardReader, shard: int) -> tuple[list[str], list[CorruptSample]]:
+    keys: list[str] = []
+    corrupt: list[CorruptSample] = []
+    for row in range(5):
+        try:
+            keys.append(reader.read(shard, row=row).key)
+        except CorruptSample as error:
+            corrupt.append(error)
+    return keys, corrupt
+
+
+@pytest.mark.parametrize("has_index", [True, False])
+def test_the_samples_before_the_cut_stay(manifest: Manifest, has_index: bool):
+    path = manifest.shard_paths[2]
+    index = open_index(path)
+    os.truncate(path, int(index.image_offset[3]) + 7)
+    if not has_index:
+        index_path(path).unlink()
+    reader = ShardReader(opened(manifest, damaged="report"))
+    keys, corrupt = readable(reader, 2)
+    assert keys == list(index.keys[:3])
+    assert [error.key for error in corrupt] == (list(index.keys[3:]) if has_index else ["row 3", "row 4"])
+    assert {Path(error.shard).name for error in corrupt} == {path.name}
+    assert corrupt[-1].key in reader.describe(2, row=4)
+    assert readable(reader, 3) == (list(open_index(manifest.shard_paths[3]).keys), [])
+
+
+@pytest.mark.parametrize("has_index", [True, False])
+def test_all_of_a_shard_that_is_not_there_is_lost(manifest: Manifest, has_index: bool):
+    path = manifest.shard_paths[2]
+    expected = list(open_index(path).keys) if has_index else [f"row {row}" for row in range(5)]
+    path.unlink()
+    if not has_index:
+        index_path(path).unlink()
+    reader = ShardReader(opened(manifest, damaged="report"))
+    keys, corrupt = readable(reader, 2)
+    assert keys == [] and [error.key for error in corrupt] == expected
+    assert reader.read(1, row=0).labels
+
+
+# ---- shards from elsewhere
+
+
+@pytest.fixture
+def elsewhere(manifest: Manifest, server: FaultServer) -> str:
+    server.files = {f"/{path.name}": path.read_bytes() for path in manifest.root.iterdir() if path.suffix != ".idx"}
+    return server.url
+
+
+def test_shards_of_another_machine_read_the_same(
+    manifest: Manifest, elsewhere: str, server: FaultServer, tmp_path: Path, quick: RetryPolicy
+):
+    store = Store(CacheConfig(tmp_path / "cache", limit_bytes=10**8), retry=quick)
+    reader = ShardReader(open_shards(elsewhere, store=store), store=store)
+    copy = pickle.loads(pickle.dumps(reader))
+    for each in (reader, copy):
+        assert [each.read(shard, row=row) for shard, row in places(manifest)] == by_webdataset(manifest)
+    assert max(server.totals().values()) == 1
+    assert elsewhere in reader.describe(0, row=0)
+
+
+@needs_proc
+def test_what_the_cache_evicts_is_closed(
+    manifest: Manifest, elsewhere: str, tmp_path: Path, quick: RetryPolicy, monkeypatch: pytest.MonkeyPatch
+):
+    """Room for two shards or three: the disk has no more than that, whatever was read before."""
+    limit = 3 * max(path.stat().st_size for path in manifest.shard_paths)
+    store = Store(CacheConfig(tmp_path / "cache", limit_bytes=limit), retry=quick)
+    reader = ShardReader(open_shards(elsewhere, store=store), store=store)
+    draw = random.Random(2)
+    expected = by_webdataset(manifest)
+    for _ in range(60):
+        number = draw.randrange(30)
+        shard, row = places(manifest)[number]
+        assert reader.read(shard, row=row) == expected[number]
+        assert open_files(tmp_path / "cache") <= 4  # one more at most: evicted when the last one came
+    # While one shard alone is read, the others that another process evicts are let go as well.
+    monkeypatch.setattr(shard_reader, "TOUCH_SECONDS", -1.0)
+    reader.read(0, row=0)
+    for path in (tmp_path / "cache").glob("*.tar"):
+        path.unlink()
+    for _ in range(2):
+        assert reader.read(0, row=0) == expected[0]
+        assert open_files(tmp_path / "cache") == 1
+
+
+def test_a_shard_that_cannot_be_had_stops_with_its_name(
+    elsewhere: str, server: FaultServer, tmp_path: Path, quick: RetryPolicy
+):
+    store = Store(CacheConfig(tmp_path / "cache", limit_bytes=10**8), retry=quick)
+    shards = open_shards(elsewhere, store=store)
+    name = shards.shards[1].name.rpartition("/")[2]
+    del server.files[f"/{name}"]
+    with pytest.raises(SampleError, match=name):
+        ShardReader(shards, store=store).read(1, row=0)

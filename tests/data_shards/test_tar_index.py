@@ -11,7 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data_shards.errors import UserError
-from data_shards.tar_index import ShardIndex, build_index, index_path, open_index, read_index, write_index
+from data_shards.labels import LabelPart
+from data_shards.shard_index import ShardIndex, save_index
+from data_shards.tar_index import build_index, index_path, open_index, read_index, readable_index, write_index
 
 Members = list[tuple[str, bytes]]
 
@@ -85,7 +87,7 @@ def test_parts_that_are_neither_image_nor_label_are_left_out(tmp_path: Path):
     ]
     path = write_tar(tmp_path / "a.tar", members)
     index = build_index(path)
-    assert index.keys == ["d/k"] and index.image_extension == ["jpg"]
+    assert list(index.keys) == ["d/k"] and index.image_extension == ["jpg"]
     assert read_back(path, index) == [("d/k.cls", b"7"), ("d/k.jpg", b"image")]
 
 
@@ -198,3 +200,65 @@ def test_white_space_in_a_key_can_be_indexed_but_not_written(tmp_path: Path):
     assert index.keys == ["a b"]
     with pytest.raises(UserError, match="white space"):
         write_index(index, tmp_path / "a.idx")
+
+
+@pytest.mark.parametrize("label", ["cls", "json", "txt"])
+def test_the_label_is_the_part_that_is_asked_for(tmp_path: Path, label: LabelPart):
+    members = [("k.json", b'{"l": 1}'), ("k.jpg", b"image"), ("k.txt", b"cat"), ("k.cls", b"1")]
+    path = write_tar(tmp_path / "a.tar", members)
+    index = build_index(path, label=label)
+    content = path.read_bytes()
+    start = int(index.label_offset[0])
+    assert content[start : start + int(index.label_size[0])] == dict(members)[f"k.{label}"]
+    write_index(index, index_path(path), label=label)
+    assert equal(open_index(path, label=label), index)
+    if label != "cls":
+        with pytest.raises(UserError, match=r"a\.idx: the sample k has 1 images and 0 \.cls"):
+            open_index(path)
+    save_index(index, tmp_path / "elsewhere.npz")
+    assert equal(open_index(path, label=label, index=tmp_path / "elsewhere.npz"), index)
+    with pytest.raises(UserError, match=r"gone\.npz: there is no such index"):
+        open_index(path, label=label, index=tmp_path / "gone.npz")
+
+
+def test_an_index_of_webdatasets_tool_has_all_parts_in_any_order(tmp_path: Path):
+    """As its `widsindex`, and DALI's `wds2idx`, write them; each label is found in the same file."""
+    members = [
+        ("k0.txt", b"a"),
+        ("k0.jpg", b"0"),
+        ("k0.cls", b"1"),
+        ("k1.cls", b"2"),
+        ("k1.txt", b"b"),
+        ("k1.png", b"1"),
+    ]
+    path = write_tar(tmp_path / "a.tar", members)
+    with tarfile.open(path) as tar:
+        lines: dict[str, list[str]] = {}
+        for each in tar:
+            key, _, extension = each.name.partition(".")
+            lines.setdefault(key, []).append(f"{extension} {each.offset_data} {each.size} {each.name}")
+    index_path(path).write_text("v1.2 2\n" + "".join(" ".join(reversed(line)) + "\n" for line in lines.values()))
+    labels: list[LabelPart] = ["cls", "txt"]
+    for label in labels:
+        assert equal(open_index(path, label=label), build_index(path, label=label))
+
+
+def test_a_readable_index_has_what_is_before_the_damage(tmp_path: Path):
+    path = write_tar(tmp_path / "a.tar", [("x.cls", b"0"), *samples(4)])
+    whole = readable_index(path)
+    assert (whole.damage, whole.left_out) == ("", (("x", "has 0 images and 1 .cls members"),))
+    assert whole.index.keys == ["k0", "k1", "k2", "k3"]
+    with pytest.raises(UserError, match="the sample x has 0 images"):
+        build_index(path)
+    data = path.read_bytes()
+    for length in range(512, int(whole.index.end), 256):
+        path.write_bytes(data[:length])
+        part = readable_index(path)
+        ends = np.maximum(whole.index.image_offset + whole.index.image_size, whole.index.label_offset + 1)
+        assert part.index.keys == whole.index.keys[: int((ends <= length).sum())]
+        assert f"cut short at byte {length}," in part.damage
+        assert set(part.left_out) <= set(whole.left_out)  # the sample that the cut goes through is the damage's
+        with pytest.raises(UserError, match="cut short"):
+            build_index(path, name="shown")
+    with pytest.raises(UserError, match=r"^shown: there is no such tar"):
+        readable_index(tmp_path / "gone.tar", name="shown")

@@ -52,9 +52,7 @@ def test_each_backend_has_its_launcher():
     deepspeed = " ".join(launch_command(launch()))
     assert "deepspeed.launcher.runner" in deepspeed and "--num_gpus 3" in deepspeed
     torchrun = " ".join(launch_command(launch(backend="accelerate")))
-    assert (
-        "torch.distributed.run --nproc-per-node 3" in torchrun and "deepspeed" not in torchrun.split("launch.train")[0]
-    )
+    assert "launch.torchrun --nproc-per-node 3" in torchrun and "deepspeed" not in torchrun.split("launch.train")[0]
     head = launch_command(launch("swap_head"))
     assert head[1:4] == ["-u", "-m", "launch.train"]  # one plain process, recognised as a rank
 

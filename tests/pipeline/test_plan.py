@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from data_shards.errors import UserError
 from data_shards.manifest import Manifest, Shard, write_manifest
-from pipeline.plan import StagePlan, open_data, plan_stage
+from pipeline.plan import StagePlan, plan_stage
 from pipeline.recipe import Recipe
+from pipeline.stage_data import open_data
 
 
 def recipe(*, most: int = 256, lanes: int | str = "auto", stage: dict[str, Any] | None = None) -> Recipe:

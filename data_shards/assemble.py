@@ -1,0 +1,222 @@
+"""Visits -> `Batch`: read, decode, transform, and what happens when a sample turns out to be damaged.
+
+A damaged training image is replaced by another one of the same window of its lane, chosen by a hash of (seed, epoch,
+sample, attempt): the same one on any number of processes and after any restart. It takes the crop and the flip that
+were drawn for the damaged one. A damaged held-out image has no substitute, since each must count once: it is left out
+of the sums. Either way the sample is named in `Batch.faults`. With `on_corrupt="stop"` the first one ends it all.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from typing import Literal, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from data_shards.batch import Batch, Fault
+from data_shards.decode import DecoderName, EncodedImage, read_image
+from data_shards.errors import CorruptSample, SampleError, UnreadableImage
+from data_shards.mixing import Mix
+from data_shards.order import Visits
+from data_shards.shard_reader import ShardReader
+from data_shards.shard_set import ShardSet
+from data_shards.store import Store
+from data_shards.transforms import EvalTransform, Pixels, TrainTransform
+from data_shards.workers import now_reading
+
+OnCorrupt = Literal["stop", "substitute"]
+
+# Substitutes that are tried for one sample. At a share c of damaged samples all fail with c**16: never, unless the
+# shard is lost as a whole, and then the run must stop.
+_MOST_ATTEMPTS = 16
+PADDING = -1  # fills the label rows of samples with fewer labels than others
+
+
+class Substitutes(Protocol):
+    """The part of an order that is needed here."""
+
+    def substitute(self, visits: Visits, *, attempt: int) -> Visits:
+        """Other samples for the same places of the stream."""
+        ...
+
+
+@dataclass(frozen=True)
+class Access:
+    """How samples are read: everything that training and evaluation share."""
+
+    shards: ShardSet
+    store: Store | None = None  # None: every shard is a local file
+    decoder: DecoderName = "auto"
+    on_corrupt: OnCorrupt = "stop"
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One sample, ready for a batch."""
+
+    number: int  # in the set
+    key: str
+    pixels: Pixels
+    labels: tuple[int, ...]
+
+
+@dataclass
+class _Rows:
+    """A batch in the making."""
+
+    images: list[Pixels] = field(default_factory=list)
+    labels: list[tuple[int, ...]] = field(default_factory=list)
+    keys: list[str] = field(default_factory=list)
+    mirrored: list[bool] = field(default_factory=list)
+    counted: list[bool] = field(default_factory=list)
+    substituted: list[bool] = field(default_factory=list)
+    samples: list[int] = field(default_factory=list)
+    faults: list[Fault] = field(default_factory=list)
+
+    def add(self, sample: Sample, *, mirrored: bool = False, counted: bool = True, substituted: bool = False) -> None:
+        self.images.append(sample.pixels)
+        self.labels.append(sample.labels)
+        self.keys.append(sample.key)
+        self.samples.append(sample.number)
+        self.mirrored.append(mirrored)
+        self.counted.append(counted)
+        self.substituted.append(substituted)
+
+    def batch(self, *, epochs: NDArray[np.int64], is_multi_label: bool, mix: Mix | None = None) -> Batch:
+        return Batch(
+            images=torch.from_numpy(np.stack(self.images)),
+            mirrored=torch.tensor(self.mirrored, dtype=torch.bool),
+            labels=_label_tensor(self.labels, is_multi_label=is_multi_label),
+            counted=torch.tensor(self.counted, dtype=torch.bool),
+            substituted=torch.tensor(self.substituted, dtype=torch.bool),
+            samples=torch.tensor(self.samples, dtype=torch.int64),
+            epochs=torch.from_numpy(epochs),
+            keys=tuple(self.keys),
+            faults=tuple(self.faults),
+            mix=mix,
+        )
+
+
+class Assembler:
+    """Makes batches out of visits; one for each data set. Picklable, and safe in several threads."""
+
+    def __init__(self, access: Access) -> None:
+        self._access = access
+        self._is_multi_label = access.shards.is_multi_label
+        self._of_thread = threading.local()  # readers: each keeps track of its own open shards
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Assembler, (self._access,)
+
+    @property
+    def _reader(self) -> ShardReader:
+        if not hasattr(self._of_thread, "reader"):
+            self._of_thread.reader = ShardReader(self._access.shards, store=self._access.store)
+        return self._of_thread.reader
+
+    def train(
+        self,
+        visits: Visits,
+        *,
+        order: Substitutes,
+        transform: TrainTransform,
+        draws: NDArray[np.float64],
+        mix: Mix | None = None,
+    ) -> Batch:
+        """A training batch: the visits' samples, or substitutes; `draws` has a row for each visit.
+
+        With `mix` the last row is not trained on itself, it is only mixed into the one before it.
+
+        Raises:
+            SampleError: a damaged sample where none is allowed, or no substitute that is whole.
+        """
+        rows = _Rows()
+        for slot in range(len(visits.sample)):
+            self._train_one(_only(visits, slot), rows, order=order, transform=transform, draws=draws[slot])
+        return rows.batch(epochs=visits.epoch, is_multi_label=self._is_multi_label, mix=mix)
+
+    def _train_one(
+        self,
+        wanted: Visits,
+        rows: _Rows,
+        *,
+        order: Substitutes,
+        transform: TrainTransform,
+        draws: NDArray[np.float64],
+    ) -> None:
+        for attempt in range(_MOST_ATTEMPTS + 1):
+            at = order.substitute(wanted, attempt=attempt) if attempt else wanted
+            mirrored = False
+
+            def crop(image: EncodedImage) -> Pixels:
+                nonlocal mirrored
+                pixels, mirrored = transform(image, draws=draws)
+                return pixels
+
+            sample = self._sample(at, crop, rows)
+            if sample is not None:
+                return rows.add(sample, mirrored=mirrored, substituted=attempt > 0)
+        first = rows.faults[-1 - _MOST_ATTEMPTS]
+        raise SampleError(
+            f"sample {first.key!r} of {first.shard} is damaged ({first.reason}), and so are {_MOST_ATTEMPTS} others "
+            "that were tried in its place: run `shardvit check` on these shards, and bring back whole copies"
+        )
+
+    def evaluate(self, visits: Visits, *, counted: NDArray[np.bool_], transform: EvalTransform) -> Batch:
+        """A held-out batch; what is not `counted` is padding, and a damaged image is not counted either.
+
+        Raises:
+            SampleError: a damaged sample where none is allowed.
+        """
+        rows = _Rows()
+        blank = np.zeros((transform.image_size, transform.image_size, 3), dtype=np.uint8)
+        for slot in range(len(visits.sample)):
+            at = _only(visits, slot)
+            sample = self._sample(at, transform, rows)
+            if sample is None:
+                rows.add(Sample(int(at.sample[0]), rows.faults[-1].key, blank, labels=(0,)), counted=False)
+            else:
+                rows.add(sample, counted=bool(counted[slot]))
+        return rows.batch(epochs=visits.epoch, is_multi_label=self._is_multi_label)
+
+    def describe(self, shard: int, *, row: int) -> str:
+        """A sample's shard and key, for messages."""
+        return self._reader.describe(shard, row=row)
+
+    def _sample(self, at: Visits, transform: Callable[[EncodedImage], Pixels], rows: _Rows) -> Sample | None:
+        """Read and transform one sample; None, and a fault in `rows`, where it is damaged."""
+        shard, row = int(at.shard[0]), int(at.row[0])
+        now_reading(shard, row=row)
+        try:
+            raw = self._reader.read(shard, row=row)
+            try:
+                pixels = transform(read_image(raw.image, decoder=self._access.decoder))
+            except UnreadableImage as error:
+                name = self._access.shards.shards[shard].name
+                raise CorruptSample(name, key=raw.key, reason=str(error)) from error
+        except CorruptSample as corrupt:
+            if self._access.on_corrupt == "stop":
+                raise SampleError(
+                    f"{corrupt}; mend the shard (`shardvit check` finds all such samples), or set "
+                    "data.max_corrupt_share above 0 to train on with another sample in its place"
+                ) from corrupt
+            rows.faults.append(Fault(shard=corrupt.shard, key=corrupt.key, reason=corrupt.reason))
+            return None
+        return Sample(int(at.sample[0]), raw.key, pixels, labels=raw.labels)
+
+
+def _only(visits: Visits, slot: int) -> Visits:
+    """One of several visits, as arrays of length 1."""
+    return Visits(**{each.name: getattr(visits, each.name)[slot : slot + 1] for each in fields(Visits)})
+
+
+def _label_tensor(labels: list[tuple[int, ...]], *, is_multi_label: bool) -> torch.Tensor:
+    """int64 [n], or [n, most labels of a sample] filled up with `PADDING`."""
+    if not is_multi_label:
+        return torch.tensor([label for (label,) in labels], dtype=torch.int64)
+    width = max(1, *(len(row) for row in labels)) if labels else 1
+    return torch.tensor([[*row, *[PADDING] * (width - len(row))] for row in labels], dtype=torch.int64)

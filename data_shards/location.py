@@ -1,0 +1,129 @@
+"""Where shards lie, as text: local paths, URLs, `pipe:` commands; patterns of them; what may be shown of them.
+
+Only text is looked at: no file, no network. A location is a local path (or "file:PATH"), a URL that fsspec opens
+("s3://bucket/x.tar"), or "pipe:COMMAND", whose output is the shard. URLs and commands may hold passwords and
+signatures: whatever is printed, logged or stored goes through `shown` first.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from urllib.parse import quote
+
+from data_shards.errors import UserError
+
+PIPE = "pipe:"
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+# What a program of a pipe may look like; `NAME=value` before it sets an environment variable, often a secret one.
+_PROGRAM = re.compile(r"[\w./+-]+")
+_TAR_NAME = re.compile(r"[\w.+{},-]+\.tar\b")
+# Where a word of a command ends, from coarse to fine: a secret may hold any of these, or stand next to them.
+_WORD_ENDS = (r"\s+", r"[\s'\"]+", r"[\s'\"=:;|&<>()]+")
+# "http://[::1]/x.tar" has a "::" that separates nothing.
+_SEPARATOR = re.compile(r"::(?![0-9A-Fa-f:.]*\])")
+_NEXT_URL = re.compile(r"::(?=pipe:|[A-Za-z][A-Za-z0-9+.-]*://)")
+
+
+def protocol(location: str) -> str:
+    """The URL's scheme in lower case; "file" for a local path, "pipe" for a command."""
+    if location.startswith(PIPE):
+        return "pipe"
+    match = _SCHEME.match(location)
+    return match[1].lower() if match else "file"
+
+
+def is_local(location: str) -> bool:
+    """Whether it is a path of this machine."""
+    return protocol(location) == "file"
+
+
+def local_path(location: str) -> Path:
+    """The path that a local location means; "file:" and "file://" in front of it are dropped."""
+    assert is_local(location), shown(location)
+    return Path(re.sub(r"^file:(//)?", "", location))
+
+
+def shown(url: str) -> str:
+    """`url` without user, password, query and fragment; of a pipe, the program and the tar's name. Fit to be printed.
+
+    What holds no secret comes back as it is. Of a pattern with "::" each part is treated so.
+    """
+    first, *others = _NEXT_URL.split(url, maxsplit=1)
+    return "::".join([_shown_one(first), *map(shown, others)])
+
+
+def _shown_one(url: str) -> str:
+    if url.startswith(PIPE):
+        return _shown_pipe(url.removeprefix(PIPE))
+    match = _SCHEME.match(url)
+    if match is None or match[1].lower() == "file":
+        return url
+    scheme, rest = match[0], url[match.end() :]
+    authority = re.split(r"[/?#]", rest, maxsplit=1)[0]
+    if "@" in authority:
+        rest = rest[authority.rindex("@") + 1 :]
+    elif "@" in rest and re.search(r":(?!\d*$)", authority) and not authority.startswith("["):
+        rest = rest.rpartition("@")[2]  # no port follows the colon: a password with a "/", "?" or "#" in it
+    return scheme + re.split(r"[?#]", rest, maxsplit=1)[0]
+
+
+def _shown_pipe(command: str) -> str:
+    words = [word for word in command.split() if not re.match(r"\w+=", word)]
+    program = words[0] if words and _PROGRAM.fullmatch(words[0]) else ""
+    tars = _TAR_NAME.findall(command)
+    return " ".join([PIPE + program, "...", *tars[-1:]])
+
+
+def scrubbed(text: str, *, url: str = "") -> str:
+    """A library's or a program's message with the URLs in it as `shown`, and without words of a `pipe:` command."""
+    text = re.sub(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s'\"<>]+", lambda match: shown(match[0]), text)
+    if url.startswith(PIPE):
+        allowed = shown(url).removeprefix(PIPE).split()
+        words = {word for pattern in _WORD_ENDS for word in re.split(pattern, url.removeprefix(PIPE))}
+        for word in sorted(words, key=len, reverse=True):
+            if len(word) >= 6 and not any(word in each for each in allowed):
+                text = text.replace(word, "...")
+    return text
+
+
+def join(location: str, file: str) -> str:
+    """The location of `file`, a relative path with "/", in the folder `location`; a query stays at the end.
+
+    Raises:
+        UserError: a pipe, which has no files in it.
+    """
+    kind = protocol(location)
+    if kind == "pipe":
+        raise UserError(f"{shown(location)} is a command, not a folder: name the shards themselves, pipe:... each")
+    if kind == "file":
+        return os.path.join(local_path(location), file)
+    match = re.fullmatch(r"([^?#]*)(.*)", location, re.DOTALL)
+    assert match is not None
+    if kind in ("http", "https"):
+        file = quote(file)
+    return f"{match[1].rstrip('/')}/{file}{match[2]}"
+
+
+def expand_braces(pattern: str) -> list[str]:
+    """All locations of a pattern in webdataset's syntax: "x-{000..127}.tar", "{a,b}.tar", and "::" between patterns.
+
+    Zeros in front are kept. In a pipe, "::" separates only where another "pipe:" follows.
+
+    Raises:
+        UserError: a brace without its partner.
+    """
+    from braceexpand import braceexpand
+
+    separator = re.compile(r"::(?=pipe:)") if pattern.startswith(PIPE) else _SEPARATOR
+    locations: list[str] = []
+    for part in separator.split(pattern):
+        try:
+            # Without a brace there is nothing to expand, and backslashes mean themselves.
+            locations += braceexpand(part) if "{" in part or "}" in part else [part]
+        except ValueError:
+            raise UserError(
+                f"{shown(part)}: a brace has no partner; patterns look like train-{{000..127}}.tar"
+            ) from None
+    return locations

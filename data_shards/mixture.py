@@ -1,0 +1,228 @@
+"""Several data sets mixed by weight into one stream, as exact and elastic as one; and what a rank reads next.
+
+The law. Every data set has an `Order` of its own, with the same lanes. A fixed pattern of `PATTERN` positions says
+which set each position belongs to: set k holds quota_k of them, its weight rounded by largest remainder (so to 1 in
+100,000; 1 position at the least). Slot i of global batch s belongs to set pattern[(s*c + i) mod PATTERN], where
+c = global batch / lanes; in other words lane l begins l*c positions into the pattern. The n-th position that a lane
+gives to set k is position n of that lane in the set's own order: no sample of it is skipped or repeated, and each is
+visited exactly once in each of the set's own epochs. How many positions came before is looked up, so any position is
+resolved in constant time, for any number of processes.
+
+The pattern is cut at jittered times: of set k one position falls at random into each of quota_k equal spans of time.
+So a prefix of the pattern has a share of set k that is off by less than 1 + w_k * (sets - 2) positions (by less than
+1 for two sets), where independent draws would be off by a square root. Each global batch, each rank's part of it and
+each micro-batch is a contiguous run of the pattern, and so is every lane's stream: off by less than twice that.
+Neighbours are random all the same, so that mixup of neighbours does not always pair two sets.
+
+Since c is in the law, another global batch size is another stream, which it is not for one data set.
+
+Cost: 1.6 MB for the pattern, and the orders' own. No I/O here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from data_shards.errors import UserError
+from data_shards.order import Int64s, LaneStream, Order, Visits, check_sizes
+from data_shards.randomness import hash_words, uniforms
+
+# What a key is for; see data_shards/order.py.
+_SET_SEED, _PATTERN_TIMES = 12, 13
+
+PATTERN = 100_000  # positions until the pattern repeats: weights are rounded to multiples of 1 / PATTERN
+MOST_SETS = 256  # so that rounding up small weights to 1 position never uses up a large one
+
+
+class MixedOrder(LaneStream):
+    """The order of one training stream over several data sets.
+
+    Shards and samples are numbered through the sets laid end to end, those of the first set first. Epochs are the
+    sample's own set's. With one data set it is that set's `Order`, visit for visit.
+
+    Args:
+        component_sizes: for each set the samples of each of its shards.
+        weights: share of each set in the stream, in any unit; None: proportional to the numbers of samples.
+        seed: another seed is another order.
+        lanes: spans that each set's epoch is cut into; every usable number of processes divides it.
+        global_batch_images: samples of one optimizer step, over all processes; a multiple of `lanes`.
+        window_images: places of a set's lane that are shuffled among themselves.
+
+    Raises:
+        UserError: sizes or weights that do not fit; the sentence names the key or the set, and what does fit.
+    """
+
+    def __init__(
+        self,
+        component_sizes: Sequence[Sequence[int]],
+        *,
+        weights: Sequence[float] | None,
+        seed: int,
+        lanes: int,
+        global_batch_images: int,
+        window_images: int,
+    ) -> None:
+        sizes = [np.asarray(each, dtype=np.int64) for each in component_sizes]
+        samples = [int(each.sum()) for each in sizes]
+        for number, num_samples in enumerate(samples, start=1):
+            check_sizes(
+                num_samples,
+                lanes=lanes,
+                global_batch_images=global_batch_images,
+                window_images=window_images,
+                holder="the shards hold" if len(sizes) == 1 else f"data set {number} of the mixture holds",
+            )
+        super().__init__(
+            sum(samples),
+            num_shards=sum(len(each) for each in sizes),
+            lanes=lanes,
+            global_batch_images=global_batch_images,
+        )
+        self.orders = tuple(
+            Order(
+                shard_sizes,
+                seed=_set_seed(seed, number=number),
+                lanes=lanes,
+                global_batch_images=global_batch_images,
+                window_images=window_images,
+            )
+            for number, shard_sizes in enumerate(component_sizes)
+        )
+        self.quotas = pattern_quotas(samples, weights=weights)
+        self._first_sample = np.cumsum([0, *samples], dtype=np.int64)
+        self._first_shard = np.cumsum([0, *(len(each) for each in sizes)], dtype=np.int64)
+        self._pattern = _pattern(self.quotas, seed=seed)
+        # For each position of the pattern how many before it are of the same set; for each set and lane how many
+        # come before the lane's first position.
+        self._earlier = np.empty(PATTERN, dtype=np.int64)
+        self._before_lane = np.empty((len(sizes), lanes), dtype=np.int64)
+        rounds, start = np.divmod(np.arange(lanes, dtype=np.int64) * self.images_per_lane, PATTERN)
+        for number, quota in enumerate(self.quotas):
+            own = np.flatnonzero(self._pattern == number)
+            self._earlier[own] = np.arange(quota)
+            self._before_lane[number] = rounds * quota + np.searchsorted(own, start)
+
+    def visits(self, lane: Int64s, position: Int64s, *, attempt: int = 0) -> Visits:
+        """See `LaneStream.visits`; substitutes are of the same data set."""
+        rounds, at = np.divmod(position + lane * self.images_per_lane, PATTERN)
+        component = self._pattern[at]
+        own_position = rounds * self.quotas[component] + self._earlier[at] - self._before_lane[component, lane]
+        epoch, shard, row, sample = (np.empty_like(position) for _ in range(4))
+        for number in np.unique(component):
+            here = component == number
+            own = self.orders[number].visits(lane[here], own_position[here], attempt=attempt)
+            epoch[here], row[here] = own.epoch, own.row
+            shard[here] = self._first_shard[number] + own.shard
+            sample[here] = self._first_sample[number] + own.sample
+        return Visits(epoch=epoch, shard=shard, row=row, sample=sample, lane=lane, position=position)
+
+
+AnyOrder = Order | MixedOrder
+
+
+def make_order(
+    component_sizes: Sequence[Sequence[int]],
+    *,
+    weights: Sequence[float] | None,
+    seed: int,
+    lanes: int,
+    global_batch_images: int,
+    window_images: int,
+) -> AnyOrder:
+    """The order of a stream over one data set or several; see `MixedOrder` for the arguments.
+
+    Raises:
+        UserError: sizes or weights that do not fit.
+    """
+    if len(component_sizes) == 1:  # whatever its weight
+        return Order(
+            component_sizes[0],
+            seed=seed,
+            lanes=lanes,
+            global_batch_images=global_batch_images,
+            window_images=window_images,
+        )
+    return MixedOrder(
+        component_sizes,
+        weights=weights,
+        seed=seed,
+        lanes=lanes,
+        global_batch_images=global_batch_images,
+        window_images=window_images,
+    )
+
+
+def upcoming_shards(
+    order: LaneStream, *, rank: int, world_size: int, start_step: int
+) -> Iterator[tuple[int, list[int]]]:
+    """For each step from `start_step` on, without end, the shards that a rank is the first time to touch.
+
+    First in an epoch: a shard is named once for each epoch in which the rank reads from it (once more after a
+    restart), in the step that needs it first, in the order of need. Memory: 8 bytes a shard.
+
+    Yields:
+        The number of the step and the numbers of the shards.
+
+    Raises:
+        UserError: a number of processes that does not divide the lanes.
+    """
+    last_epoch = np.full(order.num_shards, -1, dtype=np.int64)
+    step = start_step
+    while True:
+        visits = order.rank_batch(step, rank=rank, world_size=world_size)
+        new = visits.shard[visits.epoch > last_epoch[visits.shard]]
+        np.maximum.at(last_epoch, visits.shard, visits.epoch)
+        yield step, list(dict.fromkeys(new.tolist()))
+        step += 1
+
+
+def pattern_quotas(samples: Sequence[int], *, weights: Sequence[float] | None) -> Int64s:
+    """Positions of the pattern that each data set gets, [sets]: the weights rounded by largest remainder.
+
+    Args:
+        samples: of each set.
+        weights: of each set; None: proportional to the samples.
+
+    Raises:
+        UserError: weights for some of the sets only, or weights that are no shares.
+    """
+    if len(samples) > MOST_SETS:
+        raise UserError(
+            f"{len(samples)} data sets are mixed, {MOST_SETS} at the most can be: pack some of them together"
+        )
+    if weights is None:
+        weights = samples
+    if len(weights) != len(samples):
+        raise UserError(
+            f"{len(weights)} of {len(samples)} mixed data sets have a weight: give one to each of them, "
+            "or to none (then each has a share proportional to its images)"
+        )
+    for number, weight in enumerate(weights, start=1):
+        if not (math.isfinite(weight) and weight > 0):
+            raise UserError(f"the weight of data set {number} of the mixture is {weight}: make it a number above 0")
+    exact = np.array(weights, dtype=np.float64) / math.fsum(weights) * PATTERN
+    quotas = np.maximum(np.floor(exact).astype(np.int64), 1)
+    missing = PATTERN - int(quotas.sum())
+    if missing > 0:
+        quotas[np.argsort(quotas - exact, kind="stable")[:missing]] += 1
+    else:  # small weights were rounded up
+        quotas[np.argmax(quotas)] += missing
+    return quotas
+
+
+def _pattern(quotas: Int64s, *, seed: int) -> Int64s:
+    """The set of each position, [PATTERN]: one position of set k at a random time in each of quota_k equal spans."""
+    times = [
+        (np.arange(quota) + uniforms(_PATTERN_TIMES, seed, number, draws=int(quota))[0]) / quota
+        for number, quota in enumerate(quotas)
+    ]
+    sets = np.repeat(np.arange(len(quotas), dtype=np.int64), quotas)
+    return sets[np.argsort(np.concatenate(times), kind="stable")]
+
+
+def _set_seed(seed: int, *, number: int) -> int:
+    """The first set has the seed itself, so that a mixture of one is that set's order."""
+    return seed if number == 0 else int(hash_words(_SET_SEED, seed, number)[0])

@@ -1,0 +1,72 @@
+"""How far a long piece of work on images is: a bar on a terminal, otherwise a line every few seconds."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+
+LINE_SECONDS = 5.0
+
+
+class Progress:
+    """Counts images, across threads; says images/s and the time that is left.
+
+    Args:
+        total_images: all there are.
+        report: takes the lines, where there is no terminal.
+        doing: what is done, such as "packing".
+        done_images: that were done before; they do not count for the speed.
+    """
+
+    def __init__(
+        self, total_images: int, report: Callable[[str], None], *, doing: str = "packing", done_images: int = 0
+    ) -> None:
+        self._total = total_images
+        self._report = report
+        self._doing = doing
+        self._lock = threading.Lock()
+        self._before = self._done = done_images
+        self._start = self._last_line = time.monotonic()
+        self._bar = None
+        if sys.stderr.isatty():
+            from tqdm import tqdm
+
+            self._bar = tqdm(total=total_images, initial=done_images, unit="img", desc=doing, leave=False)
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def add(self, num_images: int) -> None:
+        """Count `num_images` more."""
+        with self._lock:
+            self._done += num_images
+            if self._bar is not None:
+                self._bar.update(num_images)
+                return
+            now = time.monotonic()
+            if now - self._last_line >= LINE_SECONDS and self._before < self._done < self._total:
+                self._last_line = now
+                speed = (self._done - self._before) / (now - self._start)
+                left = show_seconds((self._total - self._done) / speed)
+                self._report(
+                    f"{self._doing}: {self._done:,} of {self._total:,} images, {speed:,.0f} images/s, {left} left"
+                )
+
+
+def show_seconds(seconds: float) -> str:
+    """`4.2 s`, `3:07 min`, `2:05 h`."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes}:{rest:02d} min"
+    return f"{minutes // 60}:{minutes % 60:02d} h"

@@ -1,0 +1,140 @@
+"""The table of one tar's samples in memory, and its binary form on disk.
+
+40 bytes for each sample, and its key; so a reader can hold the tables of a hundred shards. The binary form (numpy's
+.npz, without pickle) reads in a millisecond, and holds any key; the text form that other tools read is in `tar_index`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+_ARRAYS = ("image_offset", "image_size", "label_offset", "label_size")
+
+
+class Texts(Sequence[str]):
+    """Many short texts in one piece of memory: a Python list of them takes 60 bytes more for each."""
+
+    def __init__(self, data: bytes, ends: NDArray[np.int64]) -> None:
+        self.data = data
+        self.ends = ends
+
+    @classmethod
+    def of(cls, texts: Iterable[str]) -> Texts:
+        """Any texts, names of files that are no UTF-8 (with surrogates, as `os.fsdecode` makes them) too."""
+        parts = [text.encode("utf-8", "surrogateescape") for text in texts]
+        return cls(b"".join(parts), np.cumsum([len(part) for part in parts], dtype=np.int64))
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    @overload
+    def __getitem__(self, number: int) -> str: ...
+    @overload
+    def __getitem__(self, number: slice) -> list[str]: ...
+    def __getitem__(self, number: int | slice) -> str | list[str]:
+        if isinstance(number, slice):
+            return [self[each] for each in range(*number.indices(len(self)))]
+        if number < 0:
+            number += len(self)
+        if not 0 <= number < len(self):
+            raise IndexError(number)
+        start = int(self.ends[number - 1]) if number else 0
+        return self.data[start : int(self.ends[number])].decode("utf-8", "surrogateescape")
+
+    def __iter__(self) -> Iterator[str]:
+        start = 0
+        for end in self.ends.tolist():
+            yield self.data[start:end].decode("utf-8", "surrogateescape")
+            start = end
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Sequence):
+            return NotImplemented
+        return len(self) == len(other) and all(a == b for a, b in zip(self, other, strict=True))
+
+    __hash__ = None  # pyright: ignore[reportAssignmentType]  # as a list
+
+    def __repr__(self) -> str:
+        return f"Texts({list(self)!r})"
+
+
+@dataclass(frozen=True)
+class ShardIndex:
+    """One tar's samples in their order; all arrays are int64 of shape (num_samples,), in bytes from the tar's
+    start.
+    """
+
+    keys: Sequence[str]
+    image_extension: Sequence[str]
+    image_offset: NDArray[np.int64]
+    image_size: NDArray[np.int64]
+    label_offset: NDArray[np.int64]
+    label_size: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    @property
+    def end(self) -> int:
+        """The byte after the last that any sample needs; 0 without samples."""
+        ends = (self.image_offset + self.image_size, self.label_offset + self.label_size)
+        return max((int(end.max()) for end in ends if len(end)), default=0)
+
+
+def save_index(index: ShardIndex, path: Path, *, note: str = "") -> None:
+    """Write the binary form, at once or not at all; `note` is any text to keep with it."""
+    keys, extensions = Texts.of(index.keys), Texts.of(index.image_extension)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "wb") as stream:
+            np.savez(
+                stream,
+                note=np.frombuffer(note.encode(), dtype=np.uint8),
+                keys=np.frombuffer(keys.data, dtype=np.uint8),
+                key_ends=keys.ends,
+                extensions=np.frombuffer(extensions.data, dtype=np.uint8),
+                extension_ends=extensions.ends,
+                **{name: getattr(index, name) for name in _ARRAYS},
+            )
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def load_index(path: Path) -> ShardIndex:
+    """Read the binary form.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ValueError: it is broken.
+    """
+    content = _read(path, ["keys", "key_ends", "extensions", "extension_ends", *_ARRAYS])
+    sizes = {content[name].shape for name in ("key_ends", "extension_ends", *_ARRAYS)}
+    if len(sizes) != 1 or any(content[name].dtype != np.int64 for name in ("key_ends", "extension_ends", *_ARRAYS)):
+        raise ValueError("its arrays do not fit together")
+    return ShardIndex(
+        Texts(content["keys"].tobytes(), content["key_ends"]),
+        Texts(content["extensions"].tobytes(), content["extension_ends"]),
+        *(content[name] for name in _ARRAYS),
+    )
+
+
+def load_note(path: Path) -> str:
+    """The text that was kept with an index; raises as `load_index` does."""
+    return _read(path, ["note"])["note"].tobytes().decode()
+
+
+def _read(path: Path, names: list[str]) -> dict[str, NDArray[np.int64]]:
+    with open(path, "rb") as stream:  # np.load() would leave a broken file open
+        try:
+            arrays = np.load(stream, allow_pickle=False)
+            return {name: arrays[name] for name in names}
+        except Exception as error:  # noqa: BLE001 - zipfile and numpy raise a dozen kinds at what is broken
+            raise ValueError(f"not a readable index ({error})") from None

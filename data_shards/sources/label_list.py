@@ -1,0 +1,278 @@
+"""Labels from a list: a CSV or JSONL file that names images below a folder, one or several labels for each.
+
+    path,label                    {"path": "a/1.jpg", "label": "cat"}
+    a/1.jpg,cat                   {"path": "a/2.jpg", "label": ["cat", "dog"]}
+    a/2.jpg,cat|dog               {"path": "a/3.jpg", "label": []}
+
+CSV starts with a line of column names; other columns and keys are passed over. A `|` in any label of a CSV, or a JSON
+list, makes the whole set multi-label: an image then has any number of labels, none too. A label is the name of a class
+or its number. In JSONL 3 is a number and "3" a name. In CSV labels are numbers if all are whole numbers, unless a file
+of class names is given in which all of them stand. Without such a file, names are sorted in code-point order, and
+numbers give the classes "0", "1", ... up to the highest.
+
+Costs some 3 µs for a line, one `stat` for an image, and a listing of the folder, so that images in it which the list
+does not name are counted. Paths are relative to the folder and stay inside it.
+"""
+
+import csv
+import json
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from data_shards.errors import UserError
+from data_shards.sources.base import Source
+from data_shards.sources.files import ABSENT, FileImages
+from data_shards.sources.folder import walk_images
+
+LABEL_SEPARATOR = "|"
+MOST_CLASS_NUMBERS = 1_000_000  # a higher number is an id: ImageNet-21k has 21,843 classes
+
+Label = int | str
+
+
+@dataclass(frozen=True)
+class LabelList:
+    """Where labels stand.
+
+    Args:
+        file: a .csv or .jsonl file.
+        path_column: column (CSV) or key (JSONL) of the image's path, relative to the source's folder.
+        label_column: likewise of its label or labels.
+        class_names: a text file with the name of class 0, 1, ... on a line each.
+    """
+
+    file: Path
+    path_column: str = "path"
+    label_column: str = "label"
+    class_names: Path | None = None
+
+
+@dataclass(frozen=True)
+class _Row:
+    line: int
+    path: str
+    labels: tuple[Label, ...]
+
+
+def label_list_source(root: Path, labels: LabelList) -> Source:
+    """The images that `labels` names below `root`, all as split train.
+
+    Raises UserError, naming file and line, for a list that cannot be read, a path that leads outside, is not there or
+    is named twice, and a label that is no class.
+    """
+    is_multi, rows = _read_rows(labels)
+    if not rows:
+        raise UserError(f"{labels.file}: it names no image; each line should have a path and a label")
+    _demand_different(labels.file, rows)
+    numbers, classes = _number_labels(rows, labels)
+    images = FileImages(root=root, files=[row.path for row in rows], labels=_label_array(numbers, is_multi=is_multi))
+    absent = np.flatnonzero(images.num_bytes == ABSENT)
+    if len(absent):
+        row = rows[int(absent[0])]
+        more = f" (nor are {len(absent) - 1:,} others)" if len(absent) > 1 else ""
+        raise UserError(
+            f"{labels.file}, line {row.line}: {_shown(row.path)} is no file below {root}{more}; paths are relative to "
+            f"SOURCE: correct SOURCE or these lines"
+        )
+    resolved = root.resolve()
+    return Source(
+        spec=str(resolved),
+        name=resolved.name,
+        classes=classes,
+        splits={"train": images},
+        notes=tuple(_unnamed(root, rows, labels.file)),
+        kind="multi" if is_multi else "single",
+        empty_classes="report",
+    )
+
+
+def clean_path(text: str) -> str:
+    """A path as listings spell it (`./a//b.jpg` -> `a/b.jpg`). Raises ValueError if it leads outside its folder."""
+    path = PurePosixPath(text)
+    if not path.parts or path.is_absolute() or ".." in path.parts or "\0" in text:
+        raise ValueError(f"the path {_shown(text)} does not lead to a file inside SOURCE")
+    return str(path)
+
+
+def read_lines(file: Path) -> Iterator[tuple[int, str]]:
+    """Number and text of each line that is not blank. Raises UserError if the file is not there or no UTF-8."""
+    try:
+        with open(file, encoding="utf-8-sig") as stream:
+            for line, text in enumerate(stream, start=1):
+                if text.strip():
+                    yield line, text.rstrip("\n")
+    except OSError as error:
+        raise UserError(f"{file}: the file cannot be read ({error.strerror})") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{file}: the file is no UTF-8 text; save it as UTF-8") from None
+
+
+def _read_rows(labels: LabelList) -> tuple[bool, list[_Row]]:
+    """Whether there are several labels for an image, and the rows with labels as they stand there."""
+    match labels.file.suffix.lower():
+        case ".csv":
+            found = list(_csv_rows(labels))
+            is_multi = any(LABEL_SEPARATOR in value for _, _, value in found)
+            entries = [(line, path, _split(value) if is_multi else [value]) for line, path, value in found]
+            names = set(_class_names(labels.class_names) if labels.class_names else ())
+            texts = {text for _, _, values in entries for text in values}
+            if not texts <= names and all(re.fullmatch(r"[0-9]{1,18}", text) for text in texts):
+                entries = [(line, path, [int(text) for text in values]) for line, path, values in entries]
+        case ".jsonl":
+            found = list(_jsonl_rows(labels))
+            is_multi = any(isinstance(value, list) for _, _, value in found)
+            entries = [(line, path, value if isinstance(value, list) else [value]) for line, path, value in found]
+        case _:
+            raise UserError(f"{labels.file}: a list of labels must be a .csv or .jsonl file; convert it or rename it")
+    return is_multi, [_row(labels.file, *entry) for entry in entries]
+
+
+def _split(value: str) -> list[str]:
+    return [label.strip() for label in value.split(LABEL_SEPARATOR)] if value.strip() else []
+
+
+def _row(file: Path, line: int, path: Any, values: list[Any]) -> _Row:
+    try:
+        if not isinstance(path, str):
+            raise ValueError(f"the path {json.dumps(path)[:40]} is no text")
+        for value in values:
+            if isinstance(value, bool) or not isinstance(value, int | str) or (isinstance(value, int) and value < 0):
+                raise ValueError(f"the label {json.dumps(value)[:40]} is no name of a class and no class number")
+            if isinstance(value, str) and not (value and value.isprintable()):
+                raise ValueError(f"the label {value!a} is {'a name that cannot be written' if value else 'empty'}")
+        return _Row(line, clean_path(path), tuple(dict.fromkeys(values)))
+    except ValueError as error:
+        raise UserError(f"{file}, line {line}: {error}; correct that line") from None
+
+
+def _csv_rows(labels: LabelList) -> Iterator[tuple[int, str, str]]:
+    try:
+        with open(labels.file, encoding="utf-8-sig", newline="") as stream:
+            reader = csv.reader(stream, strict=True)
+            header = next(reader, [])
+            try:
+                path, label = header.index(labels.path_column), header.index(labels.label_column)
+            except ValueError:
+                missing = next(name for name in (labels.path_column, labels.label_column) if name not in header)
+                raise UserError(
+                    f"{labels.file}: there is no column {missing!r} in its first line, which has "
+                    f"{', '.join(map(repr, header)) or 'none'}; choose with --path-column and --label-column"
+                ) from None
+            for fields in reader:
+                if not fields:
+                    continue
+                if len(fields) != len(header):
+                    raise UserError(
+                        f"{labels.file}, line {reader.line_num}: {len(fields)} fields where the first line has "
+                        f"{len(header)}; correct that line"
+                    )
+                yield reader.line_num, fields[path], fields[label]
+    except OSError as error:
+        raise UserError(f"{labels.file}: the file cannot be read ({error.strerror})") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{labels.file}: the file is no UTF-8 text; save it as UTF-8") from None
+    except csv.Error as error:
+        raise UserError(f"{labels.file}: not a readable CSV file ({error}); correct it") from None
+
+
+def _jsonl_rows(labels: LabelList) -> Iterator[tuple[int, Any, Any]]:
+    for line, text in read_lines(labels.file):
+        try:
+            entry = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{labels.file}, line {line}: not readable as JSON ({error}); correct that line") from None
+        for key in (labels.path_column, labels.label_column):
+            if not isinstance(entry, dict) or key not in entry:
+                raise UserError(
+                    f"{labels.file}, line {line}: there is no key {key!r}; choose with --path-column and --label-column"
+                )
+        yield line, entry[labels.path_column], entry[labels.label_column]
+
+
+def _class_names(file: Path) -> tuple[str, ...]:
+    names: dict[str, int] = {}
+    for line, text in read_lines(file):
+        name = text.strip()
+        if name in names or not name.isprintable():
+            reason = f"stands on line {names[name]} already" if name in names else "cannot be written"
+            raise UserError(f"{file}, line {line}: the name {name!a} {reason}; give each class a name of its own")
+        names[name] = line
+    if not names:
+        raise UserError(f"{file}: there is no name in it; write the name of a class on each line")
+    return tuple(names)
+
+
+def _number_labels(rows: list[_Row], labels: LabelList) -> tuple[list[list[int]], tuple[str, ...]]:
+    """Class numbers of each row, and the classes' names."""
+    kinds = {type(label): row for row in rows for label in row.labels}
+    if len(kinds) > 1:
+        line = max(row.line for row in kinds.values())
+        raise UserError(f"{labels.file}, line {line}: names and numbers of classes are mixed; use one of them")
+    if labels.class_names is not None:
+        classes = _class_names(labels.class_names)
+    elif int in kinds:
+        highest, row = max(((label, row) for row in rows for label in row.labels), key=lambda pair: pair[0])
+        assert isinstance(highest, int)
+        if highest >= MOST_CLASS_NUMBERS:
+            raise UserError(
+                f"{labels.file}, line {row.line}: the number {highest} would make {highest + 1:,} classes; "
+                f"use names of classes, or give them with --class-names"
+            )
+        classes = tuple(str(number) for number in range(highest + 1))
+    else:
+        classes = tuple(sorted({str(label) for row in rows for label in row.labels}))
+    if not classes:
+        raise UserError(f"{labels.file}: no image has a label; correct the list")
+    known: dict[Label, int] = {name: number for number, name in enumerate(classes)}
+    if int in kinds:
+        known = {number: number for number in range(len(classes))}
+    return [[_known(label, row, known, labels) for label in row.labels] for row in rows], classes
+
+
+def _known(label: Label, row: _Row, known: dict[Label, int], labels: LabelList) -> int:
+    if label in known:
+        return known[label]
+    if isinstance(label, int):
+        reason = f"the number {label} is no class: {labels.class_names} has {len(known)}, from 0 to {len(known) - 1}"
+    else:
+        near = get_close_matches(label, [str(name) for name in known], n=1)
+        reason = f"{labels.class_names} has no class {label!r}" + (f", did you mean {near[0]!r}" if near else "")
+    raise UserError(f"{labels.file}, line {row.line}: {reason}; correct one of the two files")
+
+
+def _label_array(numbers: list[list[int]], *, is_multi: bool) -> NDArray[np.int64]:
+    if not is_multi:
+        return np.array([row[0] for row in numbers], dtype=np.int64)
+    array = np.full((len(numbers), max(map(len, numbers))), -1, dtype=np.int64)
+    for i, row in enumerate(numbers):
+        array[i, : len(row)] = sorted(row)
+    return array
+
+
+def _demand_different(file: Path, rows: list[_Row]) -> None:
+    lines: dict[str, int] = {}
+    for row in rows:
+        before = lines.setdefault(row.path, row.line)
+        if before != row.line:
+            raise UserError(
+                f"{file}, line {row.line}: {_shown(row.path)} stands on line {before} already; name each image once"
+            )
+
+
+def _unnamed(root: Path, rows: Iterable[_Row], file: Path) -> Iterator[str]:
+    """A note of the images that are there but not in the list."""
+    named = {row.path for row in rows}
+    left = [path for path in walk_images(root) if path not in named]
+    if left:
+        yield f"{file} does not name {len(left):,} images below {root}, which were left out (the first: {left[0]!a})"
+
+
+def _shown(path: str) -> str:
+    return path if path.isprintable() else ascii(path)

@@ -1,0 +1,221 @@
+"""The members of a plain tar, by its headers alone: a few microseconds each, where tarfile takes 35.
+
+Reads the dialects that exist: ustar, GNU (long names, sizes beyond 8 GB) and pax, which webdataset writes (a header of
+its own for each member's mtime). Damage is never passed over, as tarfile and webdataset do: a header that is no
+header, a file that ends too early, data after the end marker all raise `TarDamage` with the byte. Image bytes are not
+read, so what happened to them is not seen. Compressed tars have no usable offsets, sparse members no bytes in one
+piece: both are refused.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import zlib
+from collections.abc import Iterator
+from typing import NamedTuple
+
+BLOCK_BYTES = 512  # tar pads every member to whole blocks
+
+# A pax header, its data, the member's own header, and mostly a label's data come in one read.
+_READ_BYTES = 4096
+_MOST_EXTENDED_BYTES = 1 << 20  # of a pax header or a long name: far more than any; a damaged size could be anything
+_TAIL_READ_BYTES = 1 << 20
+_REGULAR = b"0\x007"
+_WITHOUT_DATA = b"123456"  # links, devices, folders: whatever their size says
+_ADLER_MODULUS = 65521
+_PAX = b"xX"
+_NO_TAR = "not a plain, uncompressed tar: there is no tar header at byte 0"
+_ZEROS = bytes(BLOCK_BYTES)
+
+
+class Member(NamedTuple):
+    """A regular file in a tar: its name, and where its bytes lie."""
+
+    name: str
+    offset: int
+    size: int
+
+
+class TarDamage(ValueError):
+    """`str(error)` says what is wrong and at which byte; `offset` is that byte."""
+
+    def __init__(self, reason: str, *, offset: int) -> None:
+        super().__init__(reason)
+        self.offset = offset
+
+
+class _Extended:
+    """What the headers before a member's own say of it."""
+
+    def __init__(self) -> None:
+        self.name: str | None = None
+        self.size: int | None = None
+
+    def add_pax(self, records: dict[bytes, bytes]) -> None:
+        if b"path" in records:
+            self.name = _decoded(records[b"path"]).rstrip("/")
+        if b"size" in records:
+            self.size = int(records[b"size"])
+            if self.size < 0:
+                raise ValueError("a size below zero")
+
+
+def walk_tar(descriptor: int) -> Iterator[Member]:
+    """The regular files of an open tar, in their order.
+
+    Raises:
+        TarDamage: after the last member that could be read.
+    """
+    num_bytes = os.fstat(descriptor).st_size
+    chunk, chunk_start = b"", 0
+
+    def read(start: int, size: int) -> bytes:
+        nonlocal chunk, chunk_start
+        first = start - chunk_start
+        if first < 0 or first + size > len(chunk):
+            chunk, chunk_start, first = os.pread(descriptor, max(size, _READ_BYTES), start), start, 0
+        return chunk[first : first + size]
+
+    position = 0
+    every: dict[bytes, bytes] = {}  # pax records that hold for all that follow
+    extended = _Extended()
+    while True:
+        header = read(position, BLOCK_BYTES)
+        if len(header) < BLOCK_BYTES:
+            if header and position == 0:
+                raise TarDamage(_NO_TAR, offset=0)
+            raise TarDamage(f"the tar is cut short at byte {num_bytes}, without an end marker", offset=num_bytes)
+        if header == _ZEROS:
+            _check_tail(descriptor, position)
+            return
+        try:
+            size = _size(header)
+            kind = header[156:157]
+            start = position + BLOCK_BYTES
+            if kind in b"LKxXg":
+                if size > _MOST_EXTENDED_BYTES:
+                    raise ValueError(f"an extended header of {size} bytes")
+                data = read(start, size)
+                _check_end(start + size, num_bytes, what="an extended header")
+                if kind == b"L":
+                    extended.name = _decoded(data.split(b"\0", 1)[0])
+                elif kind in _PAX:
+                    extended.add_pax(every | _pax_records(data))
+                elif kind == b"g":
+                    every |= _pax_records(data)
+                    extended.add_pax(every)
+                position = start + _padded(size)
+                continue
+            if kind == b"S":
+                raise ValueError("a sparse file; pack it anew")
+            name = extended.name if extended.name is not None else _name(header)
+            if extended.size is not None:
+                size = extended.size
+        except TarDamage:
+            raise
+        except ValueError as error:
+            if position == 0 and not header[257:262] == b"ustar":
+                raise TarDamage(_NO_TAR, offset=0) from None
+            raise TarDamage(
+                f"the tar is damaged (no readable header at byte {position}: {error})", offset=position
+            ) from None
+        extended = _Extended()
+        if every:
+            extended.add_pax(every)
+        if kind in _WITHOUT_DATA:
+            position = start
+            continue
+        _check_end(start + size, num_bytes, what=f"the member {name!r}")
+        if kind in _REGULAR and not (kind == b"\0" and name.endswith("/")):  # ancient tars mark folders so
+            yield Member(name, start, size)
+        position = start + _padded(size)
+
+
+def split_name(name: str) -> tuple[str, str] | None:
+    """(key, extension) of a member as webdataset has it: cut at the first dot of the file's name; or None.
+
+    None for what belongs to no sample: without a stem or a dot, or named __SO__, webdataset's mark for metadata.
+    """
+    folder, slash, file = name.rpartition("/")
+    stem, dot, extension = file.partition(".")
+    if not stem or not dot or (name.startswith("__") and re.match(r"__[^/]*__($|/)", name)):
+        return None
+    return folder + slash + stem, extension.lower()
+
+
+def _size(header: bytes) -> int:
+    """The size in a header, whose checksum must fit."""
+    field = header[148:156]
+    stated = _number(field)
+    # The low half of Adler-32 is 1 + the sum of all bytes, modulo 65521, and made in C. The field counts as spaces.
+    total = (zlib.adler32(header) & 0xFFFF) - 1 - sum(field) + 8 * ord(" ")
+    if (stated - total) % _ADLER_MODULUS:
+        signed = total - 256 * sum(byte > 127 for byte in header[:148] + header[156:])  # as ancient tars have it
+        if (stated - signed) % _ADLER_MODULUS:
+            raise ValueError("its checksum does not fit")
+    return _number(header[124:136])
+
+
+def _number(field: bytes) -> int:
+    digits = field.strip(b" \0")
+    if not digits.isdigit():
+        if field[0] == 0x80:  # GNU's form of numbers that octal digits cannot hold
+            return int.from_bytes(field[1:], "big")
+        digits = field.partition(b"\0")[0].strip() or b"0"
+        if not digits.isdigit():
+            raise ValueError(f"a number is {field!r}")
+    return int(digits, 8)
+
+
+def _name(header: bytes) -> str:
+    name = header[:100].partition(b"\0")[0]
+    if header[345] and header[257:263] == b"ustar\0":
+        name = header[345:500].partition(b"\0")[0] + b"/" + name
+    return _decoded(name)
+
+
+def _decoded(name: bytes) -> str:
+    return name.decode("utf-8", "surrogateescape")
+
+
+def _pax_records(data: bytes) -> dict[bytes, bytes]:
+    """The records of a pax header, each "LENGTH KEYWORD=VALUE" and a line feed."""
+    records: dict[bytes, bytes] = {}
+    start = 0
+    while start < len(data) and data[start]:
+        length, space, _ = data[start : start + 20].partition(b" ")
+        if not space or not length.isdigit():
+            raise ValueError("a pax record without its length")
+        end = start + int(length)
+        keyword, equals, value = data[start + len(length) + 1 : end].partition(b"=")
+        if end > len(data) or not keyword or not equals or not value.endswith(b"\n"):
+            raise ValueError("a broken pax record")
+        if keyword.startswith(b"GNU.sparse."):
+            raise ValueError("a sparse file; pack it anew")
+        records[keyword] = value[:-1]
+        start = end
+    return records
+
+
+def _padded(size: int) -> int:
+    return -(-size // BLOCK_BYTES) * BLOCK_BYTES
+
+
+def _check_end(end: int, num_bytes: int, *, what: str) -> None:
+    if end > num_bytes:
+        raise TarDamage(f"the tar is cut short at byte {num_bytes}, inside {what}", offset=num_bytes)
+
+
+def _check_tail(descriptor: int, position: int) -> None:
+    """After the end marker there are zeros only; else part of the tar was lost, or two were joined."""
+    start = position
+    while data := os.pread(descriptor, _TAIL_READ_BYTES, start):
+        if data.count(0) != len(data):
+            first = start + len(data) - len(data.lstrip(b"\0"))
+            raise TarDamage(
+                f"the tar is damaged (an end marker at byte {position}, but data at byte {first}: zeros in the "
+                "middle, or two tars joined)",
+                offset=position,
+            )
+        start += len(data)

@@ -1,0 +1,1 @@
+"""Scripts that measure; what they printed is kept in records/."""

@@ -1,0 +1,282 @@
+"""The data path side by side with what people use, on photographs that the user names.
+
+    python -m launch.bench.data FOLDER_OR_TAR [--images 4000] [--rounds 3] [--record FILE] [--quick]
+
+Measures the training transform alone (one core) beside stock torchvision and the limit; whole loaders with two workers,
+each in a fresh process, in rounds, so that the machine's moods hit all alike; reading without decoding; the time to
+resume in a set of 1,000 shards; and our memory over several epochs. A peer that is not installed, or that fails, is
+skipped with a line. None is a dependency: `pip install nvidia-dali-cuda130 grain mosaicml-streaming litdata` into
+an environment on top of this one. All on the CPU; a GPU is hidden from everyone.
+
+Costs about 8 minutes on two cores (2 with --quick) and 2.5 GB in the folder for temporary files. Files lie in the page
+cache: what a disk or a network costs is not measured here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import random
+import statistics
+import sys
+import tempfile
+import time
+from contextlib import ExitStack
+from dataclasses import asdict
+from importlib import metadata, util
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+from cyclopts import App, Parameter
+
+from data_shards.errors import UserError
+from launch.bench.data_methods import BATCH_IMAGES, METHODS, OURS, OURS_RESIZED, STOCK, WORKERS, Work
+from launch.bench.data_results import LoaderRound, Results, find_targets, report_lines
+from launch.bench.measure import Told, run_told
+from launch.env import without_place
+
+Part = Literal["transform", "loaders", "reading", "resume", "memory"]
+
+_QUICK_METHODS = (STOCK, "dali-uint8", "webdataset-fast", "grain-fast", OURS, OURS_RESIZED)
+_QUICK_IMAGES, _QUICK_ROUNDS = 1000, 1
+_LEAST_IMAGES = 8 * BATCH_IMAGES  # a batch a shard; and webdataset's workers need whole shards
+_READ_SAMPLES = 4000
+_RESUME_POSITIONS, _RESUME_EPOCHS = 3, 10
+_MEMORY_EPOCHS = 3
+_TIMEOUT_SECONDS = 300.0
+_ROOT = Path(__file__).resolve().parents[2]
+_PACKAGES = (
+    *("torch", "torchvision", "timm", "webdataset", "pillow", "simplejpeg", "nvidia-nvimgcodec-cu13"),
+    *("nvidia-dali-cuda130", "grain", "mosaicml-streaming", "litdata"),
+)
+
+app = App(name="python -m launch.bench.data", help_format="plaintext", version_flags=[])
+
+
+@app.default
+def bench(
+    source: Path,
+    /,
+    *,
+    images: Annotated[int, Parameter(help="Samples in the sets: the photographs, repeated.")] = 4000,
+    rounds: Annotated[int, Parameter(help="In which every method has its turn.")] = 3,
+    methods: Annotated[
+        str | None, Parameter(help=f"Loaders, comma separated: {', '.join(METHODS)}. Default: all.")
+    ] = None,
+    parts: Annotated[str | None, Parameter(help=f"Comma separated: {', '.join(get_args(Part))}. Default: all.")] = None,
+    quick: Annotated[bool, Parameter(help="One round of six loaders on 1,000 images.", negative=())] = False,
+    record: Annotated[Path | None, Parameter(help="Write FILE (JSON), and the report beside it as .txt.")] = None,
+) -> Results:
+    """Measure the data path and its peers on a folder or tar of JPEGs."""
+    from launch.bench.data_prepare import prepare, read_photographs
+
+    if quick:
+        images, rounds = _QUICK_IMAGES, _QUICK_ROUNDS
+    wanted_parts = _chosen(parts, known=get_args(Part), flag="--parts", default=get_args(Part))
+    wanted = _chosen(methods, known=METHODS, flag="--methods", default=_QUICK_METHODS if quick else tuple(METHODS))
+    if images < _LEAST_IMAGES or rounds < 1:
+        raise UserError(f"--images {images} --rounds {rounds}: at least {_LEAST_IMAGES} images and 1 round are needed")
+    start = time.monotonic()
+    photographs = read_photographs(source)
+    results = Results(setting=_setting(photographs, images=images, rounds=rounds))
+    with ExitStack() as stack:
+        work = Work(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shardvit-bench-"))))
+        print(f"preparing {images:,} images from {len(photographs.contents):,}", flush=True)
+        prepare(photographs, work, images=images)
+        for part in wanted_parts:
+            match part:
+                case "transform":
+                    _transform(results, photographs.contents, work=work, rounds=2 * rounds)
+                case "loaders":
+                    _loaders(results, wanted, work=work, images=images, rounds=rounds)
+                case "reading":
+                    _reading(results, work=work, samples=min(images, _READ_SAMPLES), rounds=2 * rounds + 1)
+                case "resume":
+                    _resume(results, work=work, rounds=rounds)
+                case "memory":
+                    _memory(results, work=work)
+    results.setting["minutes"] = round((time.monotonic() - start) / 60, 1)
+    lines = report_lines(results)
+    print("\n" + "\n".join(lines))
+    if record is not None:
+        content = {**asdict(results), "targets": [asdict(target) for target in find_targets(results)]}
+        record.parent.mkdir(parents=True, exist_ok=True)
+        record.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        record.with_suffix(".txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return results
+
+
+def _transform(results: Results, contents: list[bytes], *, work: Work, rounds: int) -> None:
+    from launch.bench.data_transform import measure_transform, psnr_summary
+
+    print("the transform alone", flush=True)
+    found = measure_transform(contents, rounds=rounds, folder=work.root)
+    results.transform_ms, results.psnr = found.milliseconds, psnr_summary(found.psnr)
+    if found.no_limit:
+        results.skipped["limit"] = found.no_limit
+
+
+def _loaders(results: Results, wanted: tuple[str, ...], *, work: Work, images: int, rounds: int) -> None:
+    for name in wanted:
+        missing = [package for package in METHODS[name].needs if not _is_installed(package)]
+        if missing:
+            _skip(results, name, reason=f"{', '.join(missing)} is not installed")
+    prepared: set[str] = set()
+    for name in wanted:
+        format_writer = METHODS[name].prepare
+        if name not in results.skipped and format_writer and format_writer not in prepared:
+            told = _child("prepare", work=work, last_mark="end", method=name)
+            if told.failure:
+                _skip(results, name, reason=told.failure)
+            else:
+                prepared.add(format_writer)
+    steps = images // BATCH_IMAGES
+    warm_up, batches = max(1, steps // 10), steps // 2  # it ends before the set does, so no worker runs dry
+    for round_number in range(rounds):
+        turns = [name for name in wanted if name not in results.skipped]
+        shift = round_number * len(turns) // rounds  # so that nobody always comes after the same one
+        for name in turns[shift:] + turns[:shift]:
+            told = _child("loader", work=work, last_mark="end", method=name, warm_up=warm_up, batches=batches)
+            if told.failure:
+                results.loaders.pop(name, None)
+                _skip(results, name, reason=told.failure)
+                continue
+            one = _loader_round(told, images=batches * BATCH_IMAGES)
+            results.loaders.setdefault(name, []).append(one)
+            print(
+                f"round {round_number + 1} {name}: {one.cpu_ms:.2f} CPU ms/image, {one.images_per_second:.0f} images/s",
+                flush=True,
+            )
+    results.loaders = {name: results.loaders[name] for name in wanted if name in results.loaders}
+
+
+def _loader_round(told: Told, *, images: int) -> LoaderRound:
+    go, end = told.marks["go"], told.marks["end"]
+    return LoaderRound(
+        cpu_ms=1000 * (end["cpu_seconds"] - go["cpu_seconds"]) / images,
+        images_per_second=images / (end["seconds"] - go["seconds"]),
+        first_seconds=told.marks["first"]["seconds"],
+        peak_pss_mib=told.peak_pss_mib,
+        processes=told.processes,
+    )
+
+
+def _reading(results: Results, *, work: Work, samples: int, rounds: int) -> None:
+    from launch.bench.data_reading import measure_reading
+
+    print("reading without decoding", flush=True)
+    for what, folder in (("photographs", work.shards), ("32 px", work.small)):
+        results.reading_us[what] = measure_reading(folder, samples=samples, rounds=rounds)
+
+
+def _resume(results: Results, *, work: Work, rounds: int) -> None:
+    from launch.bench.data_ours import steps_of_epoch
+
+    epoch_steps = steps_of_epoch(work.many)
+    anywhere = random.Random(3)
+    steps = [0, *sorted(anywhere.randrange(_RESUME_EPOCHS * epoch_steps) for _ in range(_RESUME_POSITIONS))]
+    found: dict[int, list[tuple[float, float]]] = {step: [] for step in steps}
+    for _ in range(rounds):
+        for step in steps:
+            marks = _demand(_child("resume", work=work, last_mark="first", step=step)).marks
+            first = marks["first"]["seconds"]
+            found[step].append((first, first - marks["ready"]["seconds"]))
+            print(f"resume at step {step:,}: {first:.2f} s", flush=True)
+    for step, times in found.items():
+        first, after_imports = (statistics.median(column) for column in zip(*times, strict=True))
+        results.resume.append({"step": step, "first_seconds": first, "after_imports_seconds": after_imports})
+
+
+def _memory(results: Results, *, work: Work) -> None:
+    print(f"memory over {_MEMORY_EPOCHS} epochs", flush=True)
+    told = _demand(_child("memory", work=work, last_mark="end", epochs=_MEMORY_EPOCHS))
+    results.memory_mib = [values["pss_mib"] for mark, values in told.marks.items() if mark.startswith("tenth")]
+
+
+def _child(task: str, *, work: Work, last_mark: str, **request: Any) -> Told:
+    """Run one task of `data_child` in a fresh process, without a GPU, and without the numbers of any launcher."""
+
+    def command(descriptor: int) -> list[str]:
+        content = {"task": task, "descriptor": descriptor, "work": str(work.root), **request}
+        return [sys.executable, "-m", "launch.bench.data_child", json.dumps(content)]
+
+    work.temporary.mkdir(parents=True, exist_ok=True)
+    environment = without_place()
+    paths = [str(_ROOT), *filter(None, [environment.get("PYTHONPATH")])]
+    return run_told(
+        command,
+        last_mark=last_mark,
+        env={
+            **environment,
+            "PYTHONPATH": os.pathsep.join(paths),
+            "CUDA_VISIBLE_DEVICES": "",
+            "TMPDIR": str(work.temporary),  # some peers leave files behind
+        },
+        timeout_seconds=_TIMEOUT_SECONDS,
+    )
+
+
+def _demand(told: Told) -> Told:
+    if told.failure:
+        raise RuntimeError(f"our own data path failed: {told.failure}")
+    return told
+
+
+def _skip(results: Results, name: str, *, reason: str) -> None:
+    results.skipped[name] = reason
+    print(f"skipped: {name}: {reason}", flush=True)
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return util.find_spec(package) is not None
+    except ModuleNotFoundError:  # of a package inside one that is not there
+        return False
+
+
+def _chosen(text: str | None, *, known: Any, flag: str, default: tuple[str, ...]) -> tuple[str, ...]:
+    if text is None:
+        return default
+    names = tuple(name.strip() for name in text.split(","))
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise UserError(f"{flag} {unknown[0]}: there is no such name; choose from {', '.join(known)}")
+    return names
+
+
+def _setting(photographs: Any, *, images: int, rounds: int) -> dict[str, Any]:
+    versions = {}
+    for package in _PACKAGES:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return {
+        "date": time.strftime("%Y-%m-%d"),
+        "cpu": _cpu_model(),
+        "cores": len(os.sched_getaffinity(0)),
+        "python": platform.python_version(),
+        "versions": versions,
+        "load average at the start": round(os.getloadavg()[0], 2),
+        "photographs": f"{len(photographs.contents)} of {photographs.mean_bytes / 1000:.0f} kB and "
+        f"{photographs.mean_megapixels:.2f} megapixels on average; {photographs.left_out} others left out",
+        "images": images,
+        "rounds": rounds,
+        "workers": WORKERS,
+        "batch": BATCH_IMAGES,
+    }
+
+
+def _cpu_model() -> str:
+    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor()
+
+
+if __name__ == "__main__":
+    try:
+        app(exit_on_error=True, result_action="return_value")
+    except UserError as error:
+        sys.exit(f"bench: {error}")

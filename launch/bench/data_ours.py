@@ -1,0 +1,56 @@
+"""Our data path as the pipeline uses it, for the benchmark: the loader, and the order of its samples."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from data_shards.assemble import Access
+from data_shards.batch import Batch
+from data_shards.loader import Layout, TrainBatches, TrainLoader
+from data_shards.mixture import AnyOrder, make_order
+from data_shards.shard_set import ShardSet, open_shards
+from launch.bench.data_fast import OURS
+from launch.bench.data_methods import BATCH_IMAGES, WORKERS
+
+_SEED = 1
+_LANES = 64  # what `data.lanes: auto` makes of this batch
+_WINDOW_IMAGES = 16384  # the recipe's default
+
+
+def order_of(shards: ShardSet) -> AnyOrder:
+    """The order that a recipe with a batch of 64 has."""
+    return make_order(
+        [shards.shard_sizes],
+        weights=None,
+        seed=_SEED,
+        lanes=_LANES,
+        global_batch_images=BATCH_IMAGES,
+        window_images=_WINDOW_IMAGES,
+    )
+
+
+def batches(folder: Path, *, start_step: int = 0) -> Iterator[Batch]:
+    """The training stream over packed shards, from a step on, without end."""
+    shards = open_shards(str(folder), report=lambda _: None)
+    stream = TrainBatches(
+        Access(shards),
+        order=order_of(shards),
+        transform=OURS,
+        layout=Layout(rank=0, world_size=1, micro_batch_size=BATCH_IMAGES, accumulation_steps=1),
+        seed=_SEED,
+    )
+    return iter(TrainLoader(stream, start_step=start_step, stop_step=1 << 40, workers=WORKERS))
+
+
+def steps_of_epoch(folder: Path) -> int:
+    """Batches that make an epoch, rounded down."""
+    return open_shards(str(folder), report=lambda _: None).num_samples // BATCH_IMAGES
+
+
+def shuffled_places(folder: Path, *, samples: int) -> list[tuple[int, int]]:
+    """(shard, row) of the first samples of the stream."""
+    order = order_of(open_shards(str(folder), report=lambda _: None))
+    visits: list[Any] = [order.rank_batch(step, rank=0, world_size=1) for step in range(-(-samples // BATCH_IMAGES))]
+    return [place for each in visits for place in zip(each.shard.tolist(), each.row.tolist(), strict=True)][:samples]

@@ -1,0 +1,26 @@
+"""torchrun, ending with the exit code of the rank that failed first, and without a traceback of its own.
+
+torchrun itself ends with 1 whatever a rank's code was, and the difference between the user's mistake (2), a stop after
+saving (75) and a crash would be lost.
+"""
+
+from __future__ import annotations
+
+import sys
+
+
+def main() -> int:
+    """Run with torchrun's own arguments."""
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import main as torchrun
+
+    try:
+        torchrun(sys.argv[1:])
+    except ChildFailedError as error:
+        _, failure = error.get_first_failure()
+        return failure.exitcode  # of a signal: -n, which the shell sees as 256 - n
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,109 @@
+"""The damaged images met so far: counted over all ranks, listed in the stage's folder, held against the budget.
+
+Each rank notes what its batches report; `settle` brings the notes together, a few times a minute. The list is
+STAGE/corrupt_samples.jsonl, one line for each image, written by rank 0 and read again when the stage is resumed, so
+that an image counts once however often it is met. A line stays when training is rolled back: the image is damaged all
+the same. What is substituted is the loader's business.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+from data_shards.batch import Batch, Fault
+from pipeline.ranks import Ranks
+
+Use = Literal["train", "eval"]
+FILE = "corrupt_samples.jsonl"
+
+
+@dataclass(frozen=True)
+class Settled:
+    """What `settle` found."""
+
+    new: tuple[tuple[Use, Fault], ...]  # images not seen damaged before
+    substituted_images: int  # in the batches since the last time
+
+
+class FaultLedger:
+    """The account of one stage.
+
+    Args:
+        file: the list.
+        num_samples: images of each set.
+        max_share: share of a set that may be damaged.
+    """
+
+    def __init__(self, file: Path, *, num_samples: dict[Use, int], max_share: float) -> None:
+        self.file = file
+        self._num_samples = num_samples
+        self._max_share = max_share
+        self._known: dict[tuple[Use, str, str], Fault] = _read(file)
+        self._mine: dict[tuple[Use, str, str], Fault] = {}
+        self._substituted = 0
+        self.complaint = self._complaint()
+        """One sentence, if more images are damaged than the recipe allows; the same on every rank."""
+
+    def note(self, batch: Batch, *, use: Use, rows: int) -> None:
+        """Take down what a batch reports; its first `rows` rows are this rank's own."""
+        for fault in batch.faults:
+            self._mine[use, fault.shard, fault.key] = fault
+        if batch.faults:
+            self._substituted += int(batch.substituted[:rows].sum())
+
+    def settle(self, ranks: Ranks) -> Settled:
+        """Bring all ranks' notes together; collective."""
+        parts = ranks.gather_objects((self._mine, self._substituted))
+        new: dict[tuple[Use, str, str], Fault] = {}
+        substituted = 0
+        for mine, count in parts:  # pyright: ignore[reportGeneralTypeIssues]
+            new |= {key: fault for key, fault in mine.items() if key not in self._known}
+            substituted += count
+        self._known |= new
+        self._mine, self._substituted = {}, 0
+        self.complaint = self._complaint()
+        if new and ranks.place.is_main:
+            _append(self.file, new)
+        return Settled(new=tuple((key[0], fault) for key, fault in new.items()), substituted_images=substituted)
+
+    def __len__(self) -> int:
+        """Images found damaged so far, over all attempts."""
+        return len(self._known)
+
+    def _complaint(self) -> str | None:
+        for use, num_samples in self._num_samples.items():
+            damaged = [fault for key, fault in self._known.items() if key[0] == use]
+            if len(damaged) > self._max_share * num_samples:
+                first = damaged[0]
+                return (
+                    f"{len(damaged)} of the {num_samples:,} images of {use} are damaged, which is more than "
+                    f"data.max_corrupt_share {self._max_share:g} allows (the first: {first.key!r} of {first.shard}, "
+                    f"{first.reason}); all are listed in {self.file}: bring back whole shards, or raise "
+                    "data.max_corrupt_share"
+                )
+        return None
+
+
+def _read(file: Path) -> dict[tuple[Use, str, str], Fault]:
+    known: dict[tuple[Use, str, str], Fault] = {}
+    if file.exists():
+        for line in file.read_text(encoding="utf-8").splitlines():
+            try:
+                row = json.loads(line)
+                known[row["set"], row["shard"], row["key"]] = Fault(row["shard"], row["key"], row["reason"])
+            except (ValueError, KeyError, TypeError):
+                continue  # torn by a kill: the image will be met again
+    return known
+
+
+def _append(file: Path, new: dict[tuple[Use, str, str], Fault]) -> None:
+    lines = [json.dumps({"set": use, **asdict(fault)}, ensure_ascii=False) for (use, _, _), fault in new.items()]
+    with file.open("ab") as stream:
+        torn = stream.tell() > 0 and not file.read_bytes().endswith(b"\n")
+        stream.write((b"\n" if torn else b"") + "\n".join([*lines, ""]).encode())
+        stream.flush()
+        os.fsync(stream.fileno())

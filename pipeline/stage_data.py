@@ -1,0 +1,104 @@
+"""A stage's shards, opened and checked against each other; what the recipe says of them, made into the loader's terms.
+
+Needs no torch: `shardvit run` opens the shards before it starts any process, and each rank opens them again.
+"""
+
+from __future__ import annotations
+
+import getpass
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from data_shards.byte_sizes import parse_bytes
+from data_shards.cache import CacheConfig
+from data_shards.errors import UserError
+from data_shards.mixture import AnyOrder, make_order
+from data_shards.shard_set import ShardSet, ShardsSpec, merge_shard_sets, open_shards
+from data_shards.store import Store
+from pipeline.plan import StagePlan
+from pipeline.recipe import Recipe, StageName
+from pipeline.recipe_data import ShardsConfig
+
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class StageData:
+    """The data sets of one training stage."""
+
+    train: ShardSet  # several sets laid end to end, if they are mixed
+    train_sizes: tuple[tuple[int, ...], ...]  # of each mixed set: samples of its shards
+    weights: tuple[float, ...] | None  # of the mixed sets
+    eval: ShardSet
+    store: Store
+
+
+def training_order(recipe: Recipe, *, data: StageData, plan: StagePlan) -> AnyOrder:
+    """The order of a stage's training stream.
+
+    Raises:
+        UserError: sizes that do not fit together, such as a mixed set with fewer images than lanes.
+    """
+    return make_order(
+        data.train_sizes,
+        weights=data.weights,
+        seed=recipe.seed,
+        lanes=plan.lanes,
+        global_batch_images=plan.global_batch_images,
+        window_images=recipe.data.shuffle_window_images,
+    )
+
+
+def open_data(recipe: Recipe, *, stage: StageName, report: Report = print) -> StageData:
+    """The shards of a stage, checked against each other.
+
+    Raises:
+        UserError: shards that are not there or damaged beyond what the recipe allows, an evaluation set with other
+            classes, labels that the loss has no use for.
+    """
+    config = recipe.train_stage(stage)
+    store = Store(_cache(recipe))
+
+    def open_one(shards: ShardsConfig) -> ShardSet:
+        spec = ShardsSpec(
+            location=shards.shards,
+            label=shards.label,
+            kind=shards.kind,
+            classes=Path(shards.classes) if shards.classes else None,
+        )
+        damaged = "report" if recipe.data.max_corrupt_share > 0 else "refuse"
+        return open_shards(spec, damaged=damaged, report=report, store=store)
+
+    parts = [open_one(each) for each in config.train]
+    weights = [each.weight for each in config.train if each.weight is not None]
+    train, held_out = merge_shard_sets(parts), open_one(config.eval)
+    if train.classes != held_out.classes:
+        raise UserError(
+            f"stages.{stage}: the classes of train ({train.source}: {_some(train.classes)}) and eval "
+            f"({held_out.source}: {_some(held_out.classes)}) differ: pack both from the same list of classes"
+        )
+    if train.is_multi_label != held_out.is_multi_label:
+        raise UserError(f"stages.{stage}: one of train and eval has a list of labels for each image, the other has one")
+    if train.is_multi_label and config.loss != "sigmoid":
+        raise UserError(f"stages.{stage}.loss is {config.loss}, but the images have several labels each: use sigmoid")
+    return StageData(
+        train=train,
+        train_sizes=tuple(tuple(part.shard_sizes) for part in parts),
+        weights=tuple(weights) or None,
+        eval=held_out,
+        store=store,
+    )
+
+
+def _cache(recipe: Recipe) -> CacheConfig:
+    folder = recipe.data.cache.folder
+    return CacheConfig(
+        folder=Path(folder) if folder else Path(tempfile.gettempdir()) / f"shardvit-cache-{getpass.getuser()}",
+        limit_bytes=parse_bytes(recipe.data.cache.limit),
+    )
+
+
+def _some(classes: tuple[str, ...]) -> str:
+    return ", ".join(classes[:5]) + (f" and {len(classes) - 5} more" if len(classes) > 5 else "")

@@ -1,0 +1,128 @@
+"""`shardvit pack` as it is typed: every option reaches the packer, and unfit ones are one sentence."""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from data_shards.manifest import read_manifest
+from launch import cli
+
+pytestmark = pytest.mark.filterwarnings("ignore:Cyclopts application invoked without tokens")
+
+
+@pytest.fixture
+def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """In a folder with 12 images of two classes: exit code and what was said."""
+    monkeypatch.chdir(tmp_path)
+    draw = np.random.default_rng(0)
+    for i in range(12):
+        folder = tmp_path / "photos" / ("cat" if i % 2 else "dog")
+        folder.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(draw.integers(0, 256, (40, 60, 3), dtype=np.uint8)).save(folder / f"{i}.png")
+    (tmp_path / "photos/dog/0.png").replace(tmp_path / "photos/dog/00.png")
+    (tmp_path / "photos/dog/copy.png").write_bytes((tmp_path / "photos/dog/2.png").read_bytes())
+
+    def run(*arguments: str) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["shardvit", "pack", *arguments])
+        with pytest.raises(SystemExit) as caught:
+            cli.main()
+        output = capsys.readouterr()
+        return int(caught.value.code or 0), output.out + output.err
+
+    return run
+
+
+def request(out: str) -> dict:
+    return json.loads(Path(out, "pack.json").read_text())["request"]
+
+
+def test_plainly(call):
+    code, text = call("photos", "out")
+    assert code == 0 and "13 images of 2 classes" in text and "Next: shardvit check out" in text
+    assert "1 image with the bytes of an earlier one (1 group)" in text
+    code, text = call("photos", "out")
+    assert code == 0 and "was packed before" in text
+
+
+def test_all_options_of_a_folder(call):
+    Path("val.txt").write_text("dog/00.png\ncat/1.png\n")
+    Path("photos/cat/bad.png").write_bytes(b"x")
+    code, text = call(
+        *("photos", "out", "--holdout-list", "val.txt", "--samples-per-shard", "4", "--resize-short", "20"),
+        *("--quality", "70", "--drop-duplicates", "--skip-unreadable", "--seed", "3", "--classes", "dog, cat"),
+    )
+    assert code == 0, text
+    asked = request("out")
+    assert asked.pop("holdout_list").startswith(str(Path("val.txt").resolve()))
+    assert asked == {
+        "source": str(Path("photos").resolve()),
+        "classes": ["dog", "cat"],
+        "holdout": None,
+        "samples_per_shard": 4,
+        "seed": 3,
+        "resize": {"short_pixels": 20, "quality": 70},
+        "unreadable": "skip",
+        "duplicates": "drop",
+    }
+    assert read_manifest("out/val").num_samples == 2 and read_manifest("out/train").num_samples == 10
+    assert "1 image left out: see out/unreadable.jsonl" in text
+
+
+def test_labels_from_a_list_and_shards_by_size(call):
+    Path("names.txt").write_text("dog\nbird\ncat\n")
+    Path("list.csv").write_text("file,what\ncat/1.png,cat|dog\ndog/2.png,dog\ncat/3.png,cat\n")
+    code, text = call(
+        *("photos", "out", "--labels", "list.csv", "--path-column", "file", "--label-column", "what"),
+        *("--class-names", "names.txt", "--shard-size", "20kB"),
+    )
+    assert code == 0, text
+    manifest = read_manifest("out/train")
+    assert manifest.classes == ("dog", "bird", "cat") and manifest.labels.kind == "multi"
+    assert len(manifest.shards) == 3
+    assert "does not name 10 images" in text and "1 of 3 classes have no image in split train (first: bird)" in text
+    asked = request("out")
+    assert asked["shard_size_bytes"] == 20_000 and asked["samples_per_shard"] is None
+    assert asked["labels"] == {
+        "file": str(Path("list.csv").resolve()),
+        "path_column": "file",
+        "label_column": "what",
+        "class_names": str(Path("names.txt").resolve()),
+    }
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["--quality", "80"], "--resize-short"),
+        (["--resize-short", "20", "--quality", "0"], "quality"),
+        (["--resize-short", "0"], "resize_short"),
+        (["--resize-short", "20", "--shard-size", "1MB"], "samples_per_shard"),
+        (["--shard-size", "many"], "--shard-size: 'many' is no size"),
+        (["--shard-size", "1MB", "--samples-per-shard", "3"], "not both"),
+        (["--path-column", "x"], "--labels"),
+        (["--class-names", "x"], "--labels"),
+        (["--labels", "none.csv"], "none.csv"),
+        (["--holdout-list", "none.txt"], "none.txt"),
+        (["--holdout-list", "none.txt", "--holdout", "0.1"], "not both"),
+    ],
+)
+def test_options_that_are_refused(call, options: list[str], named: str):
+    code, text = call("photos", "out", *options)
+    assert code == 2 and named in text
+    assert text.startswith("shardvit: ") and text.count("\n") == 1
+    assert {path.name for path in Path().iterdir()} == {"photos"}
+
+
+def test_an_unreadable_image_ends_it_and_is_listed(call):
+    Path("photos/cat/bad.png").write_bytes(b"x")
+    code, text = call("photos", "out")
+    assert code == 2 and text.count("\n") == 1
+    assert "1 of 14 images cannot be read: cat/bad.png" in text and "--skip-unreadable" in text
+    assert json.loads(Path("out.unreadable.jsonl").read_text())["path"] == "cat/bad.png"
+    Path("photos/cat/bad.png").unlink()
+    code, text = call("photos", "out")
+    assert code == 0 and {path.name for path in Path().iterdir()} == {"photos", "out"}
