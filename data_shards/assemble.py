@@ -18,14 +18,14 @@ import torch
 from numpy.typing import NDArray
 
 from data_shards.batch import Batch, Fault
-from data_shards.decode import DecoderName, EncodedImage, read_image
 from data_shards.errors import CorruptSample, SampleError, UnreadableImage
+from data_shards.images.decode import DecoderName, EncodedImage, read_image
+from data_shards.images.transforms import EvalTransform, Pixels, TrainTransform
 from data_shards.mixing import Mix
 from data_shards.order import Visits
 from data_shards.shard_reader import ShardReader
 from data_shards.shard_set import ShardSet
-from data_shards.store import Store
-from data_shards.transforms import EvalTransform, Pixels, TrainTransform
+from data_shards.store.store import Store
 from data_shards.workers import now_reading
 
 OnCorrupt = Literal["stop", "substitute"]

@@ -20,12 +20,12 @@ import numpy as np
 from data_shards.assemble import Access, Assembler
 from data_shards.batch import Batch
 from data_shards.errors import UserError
+from data_shards.images.transforms import DRAWS_PER_SAMPLE, EvalTransform, TrainTransform
 from data_shards.mixing import MixupConfig, draw_mix
 from data_shards.mixture import AnyOrder, upcoming_shards
 from data_shards.order import Visits
-from data_shards.prefetch import Prefetcher, start_prefetch
 from data_shards.randomness import uniforms
-from data_shards.transforms import DRAWS_PER_SAMPLE, EvalTransform, TrainTransform
+from data_shards.store.prefetch import Prefetcher, start_prefetch
 from data_shards.workers import WorkerKind, iterate
 
 # Separates the augmentation's random numbers from those of the order, which are keyed with the same seed.

@@ -18,8 +18,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from data_shards.box import Box
 from data_shards.errors import UserError
+from data_shards.images.box import Box
 from data_shards.randomness import uniforms
 
 # What the numbers are for: keeps them apart from those of the order and of the augmentation, which have the same seed.

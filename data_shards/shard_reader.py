@@ -14,14 +14,14 @@ import time
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from data_shards.cache_folder import TOUCH_SECONDS, is_evicted, touch
 from data_shards.errors import CorruptSample, SampleError, UserError
 from data_shards.labels import parse_label
-from data_shards.location import is_local, local_path
-from data_shards.shard_index import ShardIndex
 from data_shards.shard_set import ShardEntry, ShardSet
-from data_shards.store import Store
-from data_shards.tar_index import index_path, open_index, read_index, readable_index
+from data_shards.store.cache_folder import TOUCH_SECONDS, is_evicted, touch
+from data_shards.store.location import is_local, local_path
+from data_shards.store.store import Store
+from data_shards.tars.shard_index import ShardIndex
+from data_shards.tars.tar_index import index_path, open_index, read_index, readable_index
 
 
 @dataclass(frozen=True)

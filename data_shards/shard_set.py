@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Literal
 
 from data_shards.errors import UserError
 from data_shards.labels import LabelKind, LabelSpec
-from data_shards.location import PIPE, expand_braces, is_local, join, local_path, shown
 from data_shards.manifest import MANIFEST_FILE, Manifest, load_manifest, parse_manifest, shard_damage
+from data_shards.store.location import PIPE, expand_braces, is_local, join, local_path, shown
 
 if TYPE_CHECKING:
-    from data_shards.store import Store
+    from data_shards.store.store import Store
 
 Damaged = Literal["refuse", "report"]
 Report = Callable[[str], None]
@@ -148,7 +148,7 @@ def open_shards(
         spec = ShardsSpec(spec)
     location = spec.location
     if store is None and not is_local(location):
-        from data_shards.store import Store
+        from data_shards.store.store import Store
 
         store = Store()
     if _is_packed(location):
@@ -158,7 +158,7 @@ def open_shards(
         if spec.kind != "single":
             raise UserError(f"{shown(location)} has a {MANIFEST_FILE}, which says it: leave out kind")
         return _open_local(location, damaged=damaged) if is_local(location) else _open_remote(location, store=store)
-    from data_shards.foreign_set import open_foreign
+    from data_shards.tars.foreign_set import open_foreign
 
     return open_foreign(
         spec, urls=_urls(location), damaged=damaged, index_folder=index_folder, report=report, store=store
@@ -243,7 +243,7 @@ def _open_local(location: str, *, damaged: Damaged) -> ShardSet:
 
 
 def _open_remote(location: str, *, store: Store | None) -> ShardSet:
-    from data_shards.download import MissingObject
+    from data_shards.store.download import MissingObject
 
     assert store is not None
     url = join(location, MANIFEST_FILE)

@@ -3,9 +3,9 @@
 Threads share everything: no second torch, no copy through shared memory, a first batch at once. But a tenth of the work
 is Python, during which they and the training loop wait for one another; so from some number on, processes.
 
-Worker processes come from a fork server, not from a fork of the training process, whose other threads (MLflow's, CUDA's) may
-hold locks that a fork would copy for ever. They ignore the signals that stop a job: the rank that owns them saves
-first and then ends them. One that dies is reported with the sample that it was reading. They cost 0.03 s and 25 MB
+Worker processes come from a fork server, not from a fork of the training process, whose other threads (MLflow's,
+CUDA's) may hold locks that a fork would copy for ever. They ignore the signals that stop a job: the rank that owns
+them saves first and then ends them. One that dies is reported with the sample that it was reading. They cost 0.03 s and 25 MB
 each once the server has loaded torch, which takes it 2 s and 300 MB. `PREFETCH` items of memory for each worker of
 either kind. What an item is, this does not know.
 """

@@ -104,8 +104,8 @@ def pack(
     {"path": "a/2.jpg", "label": ["cat", "dog"]}. Paths are relative to SOURCE.
     """
     from data_shards.byte_sizes import parse_bytes
-    from data_shards.pack import pack as pack_images
-    from data_shards.pack_image import DEFAULT_QUALITY, Resize
+    from data_shards.packing.image import DEFAULT_QUALITY, Resize
+    from data_shards.packing.pack import pack as pack_images
     from data_shards.sources import LabelList
 
     if labels is None and (path_column, label_column, class_names) != (None, None, None):
@@ -189,12 +189,12 @@ def check(
     import json
 
     from data_shards.byte_sizes import parse_bytes
-    from data_shards.cache import CacheConfig
-    from data_shards.check import check as check_shards
-    from data_shards.check_report import as_json, as_text
-    from data_shards.location import is_local
+    from data_shards.checking.check import check as check_shards
+    from data_shards.checking.report import as_json, as_text
     from data_shards.shard_set import ShardsSpec
-    from data_shards.store import RetryPolicy, Store
+    from data_shards.store.cache import CacheConfig
+    from data_shards.store.location import is_local
+    from data_shards.store.store import RetryPolicy, Store
 
     for name, number in (("world-size", world_size), ("lanes", lanes), ("gpus-per-node", gpus_per_node)):
         if number is not None and number < 1:

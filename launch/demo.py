@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from data_shards.pack import pack
+from data_shards.packing.pack import pack
 from launch.pipeline_run import PipelineRun
 from pipeline.recipe_io import parse_recipe
 from pipeline.run_folder import RunFolder, StageRecord

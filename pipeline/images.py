@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from data_shards.images.rand_augment import RandAugment
+from data_shards.images.transforms import EvalTransform, TrainTransform
 from data_shards.mixing import MixupConfig
-from data_shards.rand_augment import RandAugment
-from data_shards.transforms import EvalTransform, TrainTransform
 from pipeline.recipe import TrainStage
 
 

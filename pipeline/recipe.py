@@ -11,7 +11,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from data_shards.transforms import EvalProtocol
+from data_shards.images.transforms import EvalProtocol
 from model.config import ModelConfig
 from pipeline.recipe_base import DurationText, Strict
 from pipeline.recipe_data import AugmentConfig, DataConfig, OneSet, SomeSets

@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PlainSerializer, field_validator, model_validator
 
-from data_shards.decode import DecoderName
-from data_shards.location import shown
+from data_shards.images.decode import DecoderName
+from data_shards.store.location import shown
 from pipeline.recipe_base import BytesText, Strict
 
 # A tenth of the work on a photograph is Python; with more threads they, and the training loop, wait for one another.

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from data_shards.byte_sizes import parse_bytes
-from data_shards.cache import CacheConfig
 from data_shards.errors import UserError
 from data_shards.mixture import AnyOrder, make_order
 from data_shards.shard_set import ShardSet, ShardsSpec, merge_shard_sets, open_shards
-from data_shards.store import Store
+from data_shards.store.cache import CacheConfig
+from data_shards.store.store import Store
 from pipeline.plan import StagePlan
 from pipeline.recipe import Recipe, StageName
 from pipeline.recipe_data import ShardsConfig

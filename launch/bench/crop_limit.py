@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data_shards.box import Box, Pixels
+from data_shards.images.box import Box, Pixels
 
 _SOURCE = Path(__file__).with_suffix(".c")
 _SPARE_COLUMNS = 64  # the crop is widened to whole blocks on both sides: 16 columns each, 32 where chroma is 4:1:1

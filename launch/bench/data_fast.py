@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from data_shards.decode import read_image
-from data_shards.transforms import DRAWS_PER_SAMPLE, TrainTransform
+from data_shards.images.decode import read_image
+from data_shards.images.transforms import DRAWS_PER_SAMPLE, TrainTransform
 from launch.bench.data_methods import CROP_AREA, PIXELS
 
 OURS = TrainTransform(PIXELS, crop_area=CROP_AREA)

@@ -22,8 +22,8 @@ from pathlib import Path
 
 from data_shards.errors import UserError
 from data_shards.manifest import read_manifest, write_manifest
-from data_shards.pack import pack
-from data_shards.pack_image import Resize
+from data_shards.packing.image import Resize
+from data_shards.packing.pack import pack
 from launch.bench.data_methods import QUALITY, SHORT_SIDE, Work
 
 CLASSES = 10  # dealt out in turns; labels mean nothing here

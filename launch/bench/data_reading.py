@@ -31,7 +31,7 @@ def measure_reading(folder: Path, *, samples: int, rounds: int) -> dict[str, lis
     """
     from data_shards.shard_reader import ShardReader
     from data_shards.shard_set import open_shards
-    from data_shards.tar_index import open_index
+    from data_shards.tars.tar_index import open_index
     from launch.bench.data_ours import order_of, shuffled_places
 
     shards = open_shards(str(folder), report=lambda _: None)

@@ -17,10 +17,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from data_shards.box import Box, Pixels
-from data_shards.decode import read_image
+from data_shards.images.box import Box, Pixels
+from data_shards.images.decode import read_image
+from data_shards.images.transforms import DRAWS_PER_SAMPLE, random_crop
 from data_shards.randomness import uniforms
-from data_shards.transforms import DRAWS_PER_SAMPLE, random_crop
 from launch.bench.crop_limit import NoLimit, compile_limit
 from launch.bench.measure import in_turns
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from data_shards.cache import CacheConfig
 from data_shards.labels import LabelSpec
 from data_shards.shard_set import ShardEntry
-from data_shards.store import RetryPolicy, Store
+from data_shards.store.cache import CacheConfig
+from data_shards.store.store import RetryPolicy, Store
 from tests.data_shards.http_server import FaultServer, serve
 
 # Faults are waited out here, too, but not for minutes.

@@ -3,7 +3,7 @@
 import os
 
 from data_shards.shard_set import ShardEntry
-from data_shards.store import Store
+from data_shards.store.store import Store
 
 
 def content_of(store: Store, entry: ShardEntry) -> bytes:

@@ -11,12 +11,12 @@ from PIL import Image
 
 from data_shards.assemble import Access
 from data_shards.batch import Batch
+from data_shards.images.transforms import TrainTransform
 from data_shards.loader import Layout, TrainBatches, TrainLoader
 from data_shards.mixing import MixupConfig
 from data_shards.order import Order
-from data_shards.pack import pack
+from data_shards.packing.pack import pack
 from data_shards.shard_set import ShardSet, open_shards
-from data_shards.transforms import TrainTransform
 from data_shards.workers import WorkerKind
 
 LANES, GLOBAL_BATCH, STEPS, SEED, SIZE = 4, 8, 50, 11, 12

@@ -13,11 +13,11 @@ from PIL import Image
 from data_shards.assemble import PADDING, Access
 from data_shards.batch import Fault, model_input, targets
 from data_shards.errors import SampleError
+from data_shards.images.transforms import EvalTransform
 from data_shards.loader import EvalBatches, eval_batches
 from data_shards.mixing import MixupConfig
 from data_shards.shard_set import ShardSet, ShardsSpec, open_shards
-from data_shards.tar_index import open_index, read_index
-from data_shards.transforms import EvalTransform
+from data_shards.tars.tar_index import open_index, read_index
 from data_shards.workers import WorkerKind
 from tests.data_shards.streams import GLOBAL_BATCH, SIZE, STEPS, global_batches, make_order, micro_batches, pack_noise
 

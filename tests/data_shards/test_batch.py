@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from timm.data.mixup import mixup_target
 
 from data_shards.batch import Batch, Fault, LabelKind, model_input, targets
-from data_shards.box import Box
+from data_shards.images.box import Box
 from data_shards.mixing import Mix, MixupConfig, draw_mix
 
 law = settings(max_examples=60, deadline=None)  # a deadline measures how busy the machine is

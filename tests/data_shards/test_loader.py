@@ -12,16 +12,16 @@ import torch
 from PIL import Image
 
 from data_shards.assemble import Access
-from data_shards.decode import read_image
 from data_shards.errors import UserError
+from data_shards.images.decode import read_image
+from data_shards.images.rand_augment import RandAugment
+from data_shards.images.transforms import DRAWS_PER_SAMPLE, EvalTransform
 from data_shards.loader import EvalBatches, TrainLoader, eval_batches
 from data_shards.order import Order
-from data_shards.rand_augment import RandAugment
 from data_shards.randomness import uniforms
 from data_shards.shard_reader import ShardReader
 from data_shards.shard_set import ShardSet
-from data_shards.tar_index import open_index
-from data_shards.transforms import DRAWS_PER_SAMPLE, EvalTransform
+from data_shards.tars.tar_index import open_index
 from tests.data_shards.streams import (
     GLOBAL_BATCH,
     SEED,

@@ -14,14 +14,14 @@ import pytest
 from PIL import Image
 
 from data_shards import shard_reader
-from data_shards.cache import CacheConfig
 from data_shards.errors import CorruptSample, SampleError, UserError
 from data_shards.manifest import Manifest, Shard, write_manifest
-from data_shards.pack import pack
+from data_shards.packing.pack import pack
 from data_shards.shard_reader import RawSample, ShardReader
 from data_shards.shard_set import Damaged, ShardSet, open_shards
-from data_shards.store import RetryPolicy, Store
-from data_shards.tar_index import index_path, open_index
+from data_shards.store.cache import CacheConfig
+from data_shards.store.store import RetryPolicy, Store
+from data_shards.tars.tar_index import index_path, open_index
 from tests.data_shards.http_server import FaultServer
 
 

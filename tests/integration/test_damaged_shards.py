@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from data_shards.pack import pack
-from data_shards.tar_index import open_index
+from data_shards.packing.pack import pack
+from data_shards.tars.tar_index import open_index
 from pipeline.metrics_log import read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]

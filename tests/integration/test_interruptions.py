@@ -15,7 +15,7 @@ import psutil
 import pytest
 import yaml
 
-from data_shards.pack import pack
+from data_shards.packing.pack import pack
 from pipeline.metrics_log import read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -10,7 +10,7 @@ import pytest
 import torch
 import yaml
 
-from data_shards.pack import pack
+from data_shards.packing.pack import pack
 from model.saved import load_model
 from pipeline.metrics_log import read_metrics
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from data_shards.pack import pack
+from data_shards.packing.pack import pack
 from pipeline.metrics_log import read_metrics
 from tests.integration.faulty_proxy import faulty_proxy
 

@@ -11,8 +11,8 @@ import psutil
 import pytest
 from PIL import Image
 
-from data_shards.box import Box
 from data_shards.errors import UserError
+from data_shards.images.box import Box
 from launch.bench import data
 from launch.bench.crop_limit import NoLimit, compile_limit
 from launch.bench.data_methods import METHODS, Work

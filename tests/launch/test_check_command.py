@@ -41,7 +41,7 @@ def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
 
 @pytest.fixture
 def packed(tmp_path: Path) -> Path:
-    from data_shards.pack import pack
+    from data_shards.packing.pack import pack
 
     draw = np.random.default_rng(0)
     for number in range(24):

@@ -54,7 +54,7 @@ def make_images(root: Path, *, classes: tuple[str, ...] = ("cat", "dog"), each: 
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A working folder with images, shards of them, and a recipe."""
-    from data_shards.pack import pack
+    from data_shards.packing.pack import pack
 
     top = tmp_path_factory.mktemp("packed")
     make_images(top / "images")

@@ -1,0 +1,1 @@
+"""The shard doctor: what `shardvit check` does."""

@@ -1,0 +1,216 @@
+"""How well a set of shards suits a number of processes: do the lanes divide, what does each node read. Pure.
+
+What a node reads follows from the order itself (`order.Order`): a process owns whole lanes, a lane is a span of the
+permuted shards, and within it the shuffle stays inside windows. The numbers are those of epoch 0 with seed 0; other
+epochs have other shards and, within a percent or so, the same amounts. Costs a second for any number of samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from data_shards.byte_sizes import show_bytes
+from data_shards.checking.findings import Finding, finding
+from data_shards.errors import UserError
+from data_shards.order import Int64s, Order, check_sizes
+
+DEFAULT_LANES = 256  # what `data.lanes: auto` comes to for batches that are multiples of 256
+WINDOW_IMAGES = 16384  # the recipe's default, data.shuffle_window_images
+_MOST_PLACES = 4_000_000  # that are resolved; of larger sets every so many, at least one of nearly every shard
+_GOOD_SHARDS_PER_NODE = 32  # the one or two that a node shares with its neighbours are then a few percent
+_FEWEST_SAMPLES = 50  # in a shard that is worth its file
+_LARGE_SHARE = 1.5  # times its fair share that the busiest node reads: locality is being lost
+
+
+@dataclass(frozen=True)
+class Fitness:
+    """How the samples fall on processes and nodes; shares and bytes count whole shards.
+
+    Attributes:
+        world_size: processes.
+        nodes: machines, `processes_per_node` on each.
+        processes_per_node: GPUs of a machine.
+        lanes: that the numbers hold for.
+        fitting_world_sizes: what divides the lanes.
+        images_per_process: samples of an epoch for each process, (least, most).
+        shards_per_process: distinct shards that a process reads in an epoch, (least, most).
+        shards_per_node: the same for a node.
+        node_share: of all bytes, what the busiest node reads in an epoch, 0 to 1.
+        node_bytes: the same in bytes.
+        window_shards: distinct shards that a node reads at a time, within one shuffle window, at the most.
+        window_bytes: the same in bytes.
+    """
+
+    world_size: int
+    nodes: int
+    processes_per_node: int
+    lanes: int
+    fitting_world_sizes: tuple[int, ...]
+    images_per_process: tuple[int, int]
+    shards_per_process: tuple[int, int]
+    shards_per_node: tuple[int, int]
+    node_share: float
+    node_bytes: int
+    window_shards: int
+    window_bytes: int
+
+
+def assess(
+    shard_sizes: Sequence[int],
+    *,
+    shard_bytes: Sequence[int],
+    split: str,
+    world_size: int,
+    lanes: int | None,
+    processes_per_node: int,
+    window_images: int = WINDOW_IMAGES,
+) -> tuple[Fitness | None, list[Finding]]:
+    """How well shards of these sizes suit `world_size` processes; None if they do not at all.
+
+    Args:
+        shard_sizes: samples of each shard.
+        shard_bytes: bytes of each.
+        split: for the findings.
+        world_size: processes.
+        lanes: spans of an epoch; None: the default, or a number near it that the processes divide.
+        processes_per_node: GPUs of a machine.
+        window_images: places of a lane that are shuffled among themselves.
+    """
+    findings: list[Finding] = []
+    if lanes is None:
+        lanes = DEFAULT_LANES if DEFAULT_LANES % world_size == 0 else max(1, DEFAULT_LANES // world_size) * world_size
+        if lanes != DEFAULT_LANES:
+            message = f"{world_size} processes do not divide {DEFAULT_LANES} lanes: {lanes} are assumed here"
+            remedy = f"set data.lanes to {lanes} and global_batch_size to a multiple of it"
+            findings.append(finding("fitness", split=split, count=1, severity="info", message=message, remedy=remedy))
+    elif lanes % world_size:
+        near = max(1, lanes // world_size) * world_size
+        message = f"{world_size} processes cannot share {lanes} lanes evenly"
+        remedy = f"set data.lanes to {near}, or use {_listed(_divisors(lanes))} processes"
+        return None, [*findings, finding("fitness", split=split, count=1, message=message, remedy=remedy)]
+    try:
+        check_sizes(sum(shard_sizes), lanes=lanes, global_batch_images=lanes, window_images=window_images)
+    except UserError:
+        message = f"there are only {sum(shard_sizes):,} samples for {lanes} lanes"
+        remedy = f"use at most {sum(shard_sizes):,} lanes, and as many processes at the most; or pack more images"
+        return None, [*findings, finding("fitness", split=split, count=1, message=message, remedy=remedy)]
+
+    fitness = _fitness(
+        np.asarray(shard_sizes, np.int64),
+        np.asarray(shard_bytes, np.int64),
+        world_size=world_size,
+        lanes=lanes,
+        processes_per_node=processes_per_node,
+        window_images=window_images,
+    )
+    if fitness.nodes > 1 and fitness.node_share > _LARGE_SHARE / fitness.nodes:
+        message = (
+            f"{len(shard_sizes):,} shards are few for {fitness.nodes} nodes: the busiest one reads "
+            f"{100 * fitness.node_share:.0f} % of the data in an epoch, where {100 / fitness.nodes:.0f} % would be fair"
+        )
+        samples = sum(shard_sizes) // (_GOOD_SHARDS_PER_NODE * fitness.nodes)
+        remedy = "harmless where every node has all shards on a disk of its own; where they are fetched, " + (
+            f"pack smaller shards: --samples-per-shard {samples}" if samples >= _FEWEST_SAMPLES else "use fewer nodes"
+        )
+        findings.append(finding("few-shards", split=split, count=1, message=message, remedy=remedy))
+    return fitness, findings
+
+
+def _fitness(
+    sizes: Int64s,
+    num_bytes: Int64s,
+    *,
+    world_size: int,
+    lanes: int,
+    processes_per_node: int,
+    window_images: int,
+) -> Fitness:
+    node, process, window, shard = _touched(
+        sizes, world_size=world_size, lanes=lanes, processes_per_node=processes_per_node, window_images=window_images
+    )
+    nodes = -(-world_size // processes_per_node)
+    per_process, _ = _distinct(process, shard, shards=len(sizes))
+    per_node, node_shard = _distinct(node, shard, shards=len(sizes))
+    per_window, window_shard = _distinct(node * (int(window.max()) + 1) + window, shard, shards=len(sizes))
+    node_bytes = np.bincount(per_node, weights=num_bytes[node_shard], minlength=nodes)
+    total, own_lanes = int(sizes.sum()), lanes // world_size
+    spans = [(total + lane) // lanes for lane in range(lanes)]
+    images = [sum(spans[rank * own_lanes : (rank + 1) * own_lanes]) for rank in range(world_size)]
+    return Fitness(
+        world_size=world_size,
+        nodes=nodes,
+        processes_per_node=processes_per_node,
+        lanes=lanes,
+        fitting_world_sizes=tuple(_divisors(lanes)),
+        images_per_process=(min(images), max(images)),
+        shards_per_process=_ends(np.bincount(per_process)),
+        shards_per_node=_ends(np.bincount(per_node)),
+        node_share=float(node_bytes.max() / max(1, num_bytes.sum())),
+        node_bytes=int(node_bytes.max()),
+        window_shards=int(np.bincount(per_window).max()),
+        window_bytes=int(np.bincount(per_window, weights=num_bytes[window_shard]).max()),
+    )
+
+
+def _touched(
+    sizes: Int64s, *, world_size: int, lanes: int, processes_per_node: int, window_images: int
+) -> tuple[Int64s, Int64s, Int64s, Int64s]:
+    """(node, process, window, shard) for places of epoch 0: all that there are, or of large sets a regular choice."""
+    total = int(sizes.sum())
+    # A window of one image leaves the places unshuffled; which shards a true window touches is the same.
+    order = Order(sizes.tolist(), seed=0, lanes=lanes, global_batch_images=lanes, window_images=1)
+    stride = max(1, int(sizes[sizes > 0].min()) // 2, total // _MOST_PLACES)
+    stride = min(stride, window_images)
+    lane = np.arange(lanes, dtype=np.int64)
+    span = (total + lane) // lanes  # of epoch 0
+    longest = int(span.max())
+    starts = np.arange(0, longest, window_images)  # of windows; the place before each ends one
+    steps = np.concatenate([np.arange(0, longest, stride), starts, starts[1:] - 1, [longest - 1]])
+    lane, position = (each.ravel() for each in np.meshgrid(lane, np.unique(steps), indexing="ij"))
+    position = np.minimum(position, span[lane] - 1)
+    shard = order.visits(lane, position).shard
+    process = lane // (lanes // world_size)
+    return process // processes_per_node, process, position // window_images, shard
+
+
+def describe(fitness: Fitness) -> list[tuple[str, str]]:
+    """(label, text) lines for people."""
+    rows = [
+        ("lanes", f"{fitness.lanes}: fit for {_listed(fitness.fitting_world_sizes)} processes"),
+        (
+            "a process",
+            f"{_range(fitness.images_per_process)} images and {_range(fitness.shards_per_process)} shards an epoch",
+        ),
+    ]
+    if fitness.nodes > 1:
+        share = f"at most {100 * fitness.node_share:.1f} % of the data, {show_bytes(fitness.node_bytes)}"
+        fair = f"fair would be {100 / fitness.nodes:.1f} %"
+        rows.append(("a node", f"{_range(fitness.shards_per_node)} shards an epoch, {share}; {fair}"))
+    window = f"{fitness.window_shards:,} shards, {show_bytes(fitness.window_bytes)}"
+    rows.append(("at a time", f"{window}: what a node's cache must hold at least"))
+    return rows
+
+
+def _distinct(who: Int64s, shard: Int64s, *, shards: int) -> tuple[Int64s, Int64s]:
+    """The distinct pairs."""
+    pairs = np.unique(who * shards + shard)
+    return pairs // shards, pairs % shards
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers[:-1])) + (" or " if len(numbers) > 1 else "") + str(numbers[-1])
+
+
+def _range(ends: tuple[int, int]) -> str:
+    return f"{ends[0]:,}" if ends[0] == ends[1] else f"{ends[0]:,} to {ends[1]:,}"
+
+
+def _ends(counts: Int64s) -> tuple[int, int]:
+    return int(counts.min()), int(counts.max())

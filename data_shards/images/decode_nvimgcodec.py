@@ -1,0 +1,140 @@
+"""nvImageCodec's part of decoding: a region of a JPEG, on the CPU (libjpeg-turbo) or on the GPU (nvJPEG).
+
+The package is NVIDIA's but the CPU part needs neither GPU nor driver. It costs 5 ms and 6 MB to load, once a process,
+and some 0.1 ms a photograph beyond libjpeg-turbo's own time. Loaded plainly it also loads OpenCV, TIFF and GPU codecs,
+and announces on stderr the libraries that those miss; so it is shown a folder that holds its libjpeg-turbo alone.
+
+The GPU part was written where there was no GPU: it has never been run. It copies the pixels back to the host, gives
+every worker a CUDA context (some 400 MB), and nvJPEG spreads chroma more plainly, so edges of colour differ a little.
+
+libjpeg-turbo itself writes a line to stderr for a damaged image, which says what but not where: `Fault`s say where.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from data_shards.images.box import Box, Pixels
+
+Device = Literal["cpu", "gpu"]
+
+_PACKAGE = "nvidia-nvimgcodec-cu13 (or -cu12)"
+_CPU_EXTENSION = "libjpeg_turbo_ext.so*"
+
+_importing = threading.Lock()
+_of_thread = threading.local()
+
+
+def decode_jpeg(data: bytes, *, box: Box, device: Device) -> Pixels | None:
+    """uint8 [h, w, 3] of a box inside the image; None where the library declines (it says no more than that)."""
+    decoder = _decoder(device)
+    library = decoder.library
+    try:
+        region = library.Region(box.top, box.left, box.bottom, box.right)
+        stream = library.CodeStream(data).get_sub_code_stream(region=region)
+        image = decoder.decoder.decode(stream, params=decoder.params)
+        if image is not None and device == "gpu":
+            image = image.cpu()
+    except RuntimeError:
+        return None
+    return None if image is None else np.asarray(image)
+
+
+@cache
+def complaint(device: Device) -> str | None:
+    """Why it cannot be used in this process; None if it can. Loads the library and decodes a few pixels."""
+    try:
+        if find_spec("nvidia.nvimgcodec") is None:
+            return f"the package {_PACKAGE} is not installed"
+        if device == "gpu" and not _has_gpu():
+            return "torch sees no CUDA device"
+        pixels = decode_jpeg(_sample(), box=Box(top=0, left=0, height=16, width=16), device=device)
+    except (ImportError, RuntimeError) as error:
+        return f"the package {_PACKAGE} does not work here ({error})"
+    if pixels is not None:
+        return None
+    if device == "cpu":
+        return f"the package {_PACKAGE} does not decode JPEGs on this machine"
+    return "no JPEG could be decoded on the GPU: install nvidia-nvjpeg, and use one decoder for training and evaluation"
+
+
+class _Decoder:
+    """The library's objects that are made once; not shared between threads, nor with a forked child."""
+
+    def __init__(self, device: Device) -> None:
+        self.library = _library(device)
+        library = self.library
+        if device == "cpu":
+            where = library.NVIMGCODEC_DEVICE_CPU_ONLY
+            kinds = [library.BackendKind.CPU_ONLY]  # without which it asks for a GPU all the same
+        else:
+            import torch
+
+            where = torch.cuda.current_device()
+            kinds = [library.BackendKind.HW_GPU_ONLY, library.BackendKind.GPU_ONLY, library.BackendKind.HYBRID_CPU_GPU]
+        backends = [library.Backend(kind) for kind in kinds]
+        self.decoder = library.Decoder(device_id=where, max_num_cpu_threads=1, backends=backends)
+        # It would turn the image by its orientation tag, and the box with it.
+        self.params = library.DecodeParams(apply_exif_orientation=False)
+
+
+def _decoder(device: Device) -> _Decoder:
+    """This thread's. A parent's decoder is left alone in a forked child, not even released: its threads are gone."""
+    made: dict[tuple[int, Device], _Decoder] = _of_thread.__dict__.setdefault("made", {})
+    key = os.getpid(), device
+    if key not in made:
+        made[key] = _Decoder(device)
+    return made[key]
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _library(device: Device) -> Any:
+    """The library; what it finds at its first import in a process is what it has from then on."""
+    with _importing, _only_what_is_needed(device):
+        from nvidia import nvimgcodec
+    return nvimgcodec
+
+
+@contextmanager
+def _only_what_is_needed(device: Device) -> Iterator[None]:
+    """For the import: its extension folder, and no chatter, unless the user has set either variable."""
+    wanted = {"PYNVIMGCODEC_VERBOSITY": "0"}
+    with tempfile.TemporaryDirectory(prefix="shardvit-nvimgcodec-") as folder:
+        spec = find_spec("nvidia.nvimgcodec")
+        homes = spec.submodule_search_locations if spec else None
+        for file in Path(homes[0], "extensions").glob(_CPU_EXTENSION) if homes and device == "cpu" else ():
+            Path(folder, file.name).symlink_to(file)
+            wanted["NVIMGCODEC_EXTENSIONS_PATH"] = folder
+        wanted = {name: value for name, value in wanted.items() if name not in os.environ}
+        os.environ.update(wanted)
+        try:
+            yield
+        finally:
+            for name in wanted:
+                del os.environ[name]
+
+
+def _sample() -> bytes:
+    """A grey JPEG of 16 x 16 pixels."""
+    import io
+
+    from PIL import Image
+
+    buffer = io.BytesIO()
+    Image.new("L", (16, 16)).save(buffer, "JPEG")
+    return buffer.getvalue()

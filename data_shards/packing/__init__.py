@@ -1,0 +1,1 @@
+"""Images -> shards: what `shardvit pack` does."""

@@ -1,0 +1,98 @@
+"""One source image -> the bytes that go into the tar: verified, and made smaller if that is asked for.
+
+Every image is decoded once, in full, by the decoder that training uses, because a broken one is cheap to mend now and
+expensive in the middle of a run. Without `Resize` its bytes are kept as they are. With it, an image whose short side
+is longer than `short_pixels` is reduced (Lanczos, antialiased) and encoded as JPEG with 4:2:0 chroma; its colours are
+those that the decoder gives (CMYK and palettes become RGB, grey three equal channels, alpha is dropped, 16 bits become
+8), and its metadata is gone: the orientation tag too, so that a viewer shows the pixels as they are stored and as
+training sees them. Costs a decode (1.2 ms for an ImageNet photograph, 25 µs for 32 x 32), and 3 ms for the reduction.
+"""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass
+
+from data_shards.errors import UnreadableImage, UserError
+from data_shards.images.box import Pixels
+from data_shards.images.decode import read_image
+
+# What the bytes are decides a member's extension, not the file's name: ImageNet has a PNG named .JPEG.
+# MPO is a JPEG with more JPEGs after it, as some cameras write.
+EXTENSIONS = {
+    "JPEG": "jpg",
+    "MPO": "jpg",
+    "PNG": "png",
+    "WEBP": "webp",
+    "BMP": "bmp",
+    "GIF": "gif",
+    "TIFF": "tif",
+    "PPM": "ppm",
+}
+DEFAULT_QUALITY = 90  # notes of the project: with 320 pixels 43 kB an ImageNet photograph, 5.4 times the stock loader
+_JPEG_MAGIC = b"\xff\xd8\xff"
+
+
+@dataclass(frozen=True)
+class Resize:
+    """Reduce images whose short side is longer than `short_pixels`; `quality` is libjpeg's, 1 to 100."""
+
+    short_pixels: int
+    quality: int = DEFAULT_QUALITY
+
+    def __post_init__(self) -> None:
+        if self.short_pixels < 1:
+            raise UserError(f"resize_short: must be at least 1 pixel, not {self.short_pixels}")
+        if not 1 <= self.quality <= 100:
+            raise UserError(f"quality: must be from 1 to 100, not {self.quality}")
+
+
+@dataclass(frozen=True)
+class PackedImage:
+    """`data` under the extension that says what it is."""
+
+    data: bytes
+    extension: str
+
+
+def prepare_image(data: bytes, *, resize: Resize | None = None) -> PackedImage:
+    """Decode all of an image; hand back its own bytes, or those of the reduced image.
+
+    Raises:
+        UnreadableImage: it cannot be decoded, is of a format that shards do not hold, or cannot be encoded again.
+    """
+    if not data:
+        raise UnreadableImage("the file is empty")
+    image = read_image(data)
+    pixels = image.pixels()
+    if resize is not None and min(image.height, image.width) > resize.short_pixels:
+        return PackedImage(_reduced(pixels, resize), "jpg")
+    return PackedImage(data, _extension(data))
+
+
+def _extension(data: bytes) -> str:
+    """Of bytes that have been decoded."""
+    if data.startswith(_JPEG_MAGIC):
+        return "jpg"
+    from PIL import Image
+
+    with Image.open(io.BytesIO(data)) as image:
+        name = str(image.format)
+    if name not in EXTENSIONS:
+        raise UnreadableImage(f"images of format {name} are not packed; convert it to PNG or JPEG")
+    return EXTENSIONS[name]
+
+
+def _reduced(pixels: Pixels, resize: Resize) -> bytes:
+    from PIL import Image
+
+    height, width = pixels.shape[:2]
+    scale = resize.short_pixels / min(height, width)
+    size = (max(round(width * scale), resize.short_pixels), max(round(height * scale), resize.short_pixels))
+    stream = io.BytesIO()
+    try:
+        reduced = Image.fromarray(pixels).resize(size, Image.Resampling.LANCZOS)
+        reduced.save(stream, format="JPEG", quality=resize.quality, subsampling="4:2:0")
+    except OSError:  # JPEG ends at 65,500 pixels
+        raise UnreadableImage(f"{size[0]} x {size[1]} pixels after the reduction do not fit into a JPEG") from None
+    return stream.getvalue()

@@ -1,0 +1,335 @@
+"""Shards of other machines as files of this node: whole or absent, shared by all its processes, within a limit.
+
+One file a shard. It is written as NAME.tar.part by the process that holds that file's lock (flock, which the kernel
+lets go of however the process ends), with its space reserved first; the rename to NAME.tar makes it visible when all
+is verified and on the disk. Other processes wait for it. What a dead process left is removed, or written over.
+
+Beyond the limit the least recently used shard is removed: by the file's mtime, which a reader refreshes with `touch`.
+Removing is unlinking, so who has the file open reads on, the right bytes, until it lets go (`is_evicted`); until then
+the disk has them too. Files in progress and indexes count. Deciding takes a lock and a listing of the folder: a few
+milliseconds for a thousand shards, once for each download. The folder must be on a local disk: locks, and the one
+writer, are those of one node.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from data_shards.byte_sizes import show_bytes
+from data_shards.errors import UserError
+from data_shards.store.cache_folder import (
+    PART,
+    TAR,
+    CachedFile,
+    Evict,
+    files_in,
+    is_at,
+    remove,
+    touch,
+    try_lock,
+    victims,
+)
+from data_shards.store.download import StoreError
+from data_shards.store.remote_errors import Stop, Stopped, Transient
+from data_shards.tars.shard_index import ShardIndex, load_index, save_index
+
+_GROWTH_BYTES = 64 * 2**20  # reserved at once, at most, where the size is not known beforehand
+_POLL_SECONDS = 0.05
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_CANNOT_RESERVE = {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS}
+_FULL_POLL_SECONDS = 0.5
+# Readers close what was evicted within a few seconds, and only then is it gone from the disk.
+_FULL_POLLS = {"evicted": 10**9, "busy": 300, "nothing": 30}
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    """Where shards are kept, and how many bytes of them."""
+
+    folder: Path
+    limit_bytes: int
+
+
+class NoRoom(Exception):
+    """Nothing can be evicted now."""
+
+
+class Cache:
+    """The files of one cache folder; several processes and threads may each have their own. Picklable."""
+
+    def __init__(self, config: CacheConfig) -> None:
+        self.config = config
+
+    def open(self, name: str, *, num_bytes: int | None) -> int | None:
+        """A descriptor of a shard that is whole, marked as in use; None if it is not here."""
+        path = self._path(name + TAR)
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise self.unusable(error) from None
+        if num_bytes is not None and os.fstat(descriptor).st_size != num_bytes:
+            os.close(descriptor)  # a disk that lost power, or somebody's hand
+            path.unlink(missing_ok=True)
+            return None
+        touch(descriptor)
+        return descriptor
+
+    def begin(self, name: str, *, evict: Evict, stop: Stop = lambda: False) -> Part | None:
+        """Become the writer of a shard; None while another process, or thread, is."""
+        path = self._path(name + PART)
+        try:
+            self.config.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise self.unusable(error) from None
+        # After the lock is there: the file may have been renamed or removed between its opening and the lock.
+        if try_lock(descriptor) and is_at(descriptor, path):
+            return Part(self, descriptor, name=name, evict=evict, stop=stop)
+        os.close(descriptor)
+        return None
+
+    def load_index(self, name: str, *, label: str) -> ShardIndex | None:
+        """The index that was kept for a shard, if there is one."""
+        path = self._index_path(name, label)
+        try:
+            return load_index(path)
+        except FileNotFoundError:
+            return None
+        except ValueError:
+            path.unlink(missing_ok=True)
+            return None
+
+    def save_index(self, index: ShardIndex, name: str, *, label: str, evict: Evict) -> None:
+        """Keep an index beside its shard, which is here or in progress; without room for it, it is not kept."""
+        path = self._index_path(name, label)
+        try:
+            save_index(index, path)
+            with self._locked():
+                files = files_in(self.config.folder)
+                others = [file for file in files if file.stem != name]
+                if not self._evict_bytes(sum(file.num_bytes for file in files), others, evict=evict):
+                    path.unlink(missing_ok=True)
+        except OSError:
+            path.unlink(missing_ok=True)
+
+    def reserve(
+        self, descriptor: int, *, path: Path, upto_bytes: int, evict: Evict, stop: Stop, may_wait: bool
+    ) -> None:
+        """Make the file at `path` `upto_bytes` long, with the space for it on the disk, within the limit.
+
+        Raises:
+            UserError: the limit is less than that.
+            StoreError: the disk is full, and nothing can be removed.
+            NoRoom: nothing can be removed now, and it may not wait for that.
+            Stopped: `stop` said so.
+        """
+        if upto_bytes > self.config.limit_bytes:
+            raise UserError(
+                f"data.cache.limit is {show_bytes(self.config.limit_bytes)}, but one shard alone needs "
+                f"{show_bytes(upto_bytes)}: raise it, to several shards for each process"
+            )
+        before = os.fstat(descriptor).st_size
+        relief = Relief(self, path=path, needed_bytes=upto_bytes, evict=evict, stop=stop)
+        while True:
+            if self._claim(descriptor, path=path, upto_bytes=upto_bytes, evict=evict):
+                if self._allocate(descriptor, upto_bytes=upto_bytes):
+                    return
+                # The disk has less than the limit. No claim while waiting: others may wait for us.
+                os.ftruncate(descriptor, before)
+                relief.bring()
+            elif may_wait:
+                if stop():
+                    raise Stopped
+                time.sleep(_POLL_SECONDS)  # for downloads of others, which can be evicted when they are done
+            else:
+                raise NoRoom
+
+    def _claim(self, descriptor: int, *, path: Path, upto_bytes: int, evict: Evict) -> bool:
+        """Whether there is room; if so the file is lengthened, which is how other processes learn of the claim."""
+        with self._locked():
+            others = [file for file in files_in(self.config.folder) if file.path != path]
+            if not self._evict_bytes(sum(file.num_bytes for file in others) + upto_bytes, others, evict=evict):
+                return False
+            if os.fstat(descriptor).st_size < upto_bytes:
+                os.ftruncate(descriptor, upto_bytes)
+        return True
+
+    def _allocate(self, descriptor: int, *, upto_bytes: int) -> bool:
+        """Whether the disk has the space; a disk that cannot reserve says so when it is written."""
+        try:
+            os.posix_fallocate(descriptor, 0, upto_bytes)
+        except OSError as error:
+            if error.errno in _FULL:
+                return False
+            if error.errno not in _CANNOT_RESERVE:
+                raise self.unusable(error) from None
+        return True
+
+    def evict_one(self, path: Path, *, evict: Evict) -> Literal["evicted", "busy", "nothing"]:
+        """Remove one shard, for the part at `path`; "busy": there is none, but downloads of others will be some."""
+        with self._locked():
+            others = [file for file in files_in(self.config.folder) if file.path != path]
+            victim = next(victims(others, evict=evict), None)
+            if victim is None:
+                return "busy" if any(file.kind == "part" for file in others) else "nothing"
+            remove(victim, others)
+        return "evicted"
+
+    def _evict_bytes(self, total_bytes: int, files: list[CachedFile], *, evict: Evict) -> bool:
+        """Remove shards until `total_bytes` is within the limit; whether it is."""
+        candidates = victims(files, evict=evict)
+        while total_bytes > self.config.limit_bytes:
+            victim = next(candidates, None)
+            if victim is None:
+                return False
+            total_bytes -= remove(victim, files)
+        return True
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        descriptor = os.open(self._path("cache.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(descriptor)
+
+    def _path(self, file: str) -> Path:
+        return self.config.folder / file
+
+    def _index_path(self, name: str, label: str) -> Path:
+        return self._path(f"{name}.{label}.npz")
+
+    def unusable(self, error: OSError) -> UserError:
+        """What to say when the folder cannot be used."""
+        return UserError(
+            f"the cache folder {self.config.folder} cannot be used ({error.strerror}): "
+            "set data.cache.folder to a folder on a local disk that you may write to"
+        )
+
+
+class Relief:
+    """What helps against a full disk, for one part: evicting one shard after the other, and waiting in between."""
+
+    def __init__(self, cache: Cache, *, path: Path, needed_bytes: int, evict: Evict, stop: Stop) -> None:
+        self._cache, self._path, self._needed_bytes = cache, path, needed_bytes
+        self._evict: Evict = evict
+        self._stop = stop
+        self._calls = 0
+        self._has_helped = False
+
+    def bring(self) -> None:
+        """Do something about it; afterwards the caller tries again.
+
+        Raises:
+            StoreError: there is nothing to evict, or none of it was let go of in 15 seconds.
+            NoRoom: all shards are in use, and they shall stay.
+            Stopped: `stop` said so.
+        """
+        if self._stop():
+            raise Stopped
+        if self._calls:
+            time.sleep(_FULL_POLL_SECONDS)
+        self._calls += 1
+        found = self._cache.evict_one(self._path, evict=self._evict)
+        if found != "evicted" and self._evict == "idle":
+            raise NoRoom
+        self._has_helped |= found != "nothing"
+        if self._calls > _FULL_POLLS[found] or not self._has_helped:
+            raise StoreError(
+                f"the disk of data.cache.folder, {self._cache.config.folder}, is full: "
+                f"{show_bytes(self._needed_bytes)} are needed for one shard; free some space, set data.cache.folder to "
+                f"another disk, or data.cache.limit below {show_bytes(self._cache.config.limit_bytes)}"
+            )
+
+
+class Part:
+    """A shard in progress, whose lock this process holds; a `download.Sink`. Leaving it unpublished removes it."""
+
+    def __init__(self, cache: Cache, descriptor: int, *, name: str, evict: Evict, stop: Stop) -> None:
+        self._cache, self._descriptor, self._name = cache, descriptor, name
+        self._evict: Evict = evict
+        self._stop = stop
+        self._done = self._reserved = 0
+        self._growth = max(1, min(_GROWTH_BYTES, cache.config.limit_bytes // 8))
+        self._wanted = self._growth
+        self.path = cache.config.folder / (name + PART)
+
+    def __enter__(self) -> Part:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._descriptor >= 0:
+            self.path.unlink(missing_ok=True)  # before the lock is let go, or it might be the next writer's
+            os.close(self._descriptor)
+
+    def begin(self, *, num_bytes: int | None) -> None:
+        """Start from the first byte, with room for all of them, or where their number is unknown for those that there
+        was no room for the last time; raises as `Cache.reserve` does.
+        """
+        self._done = self._reserved = 0
+        os.ftruncate(self._descriptor, 0)
+        self._reserve(self._wanted if num_bytes is None else num_bytes, may_wait=self._evict == "any")
+
+    def write(self, piece: bytes) -> None:
+        """Append; raises as `Cache.reserve` does, or Transient if there is no room at present."""
+        if self._done + len(piece) > self._reserved:
+            self._wanted = max(self._done + len(piece), min(self._reserved + self._growth, self._limit))
+            try:
+                # Not waiting: who holds some room and waits for more may wait for one that does the same.
+                self._reserve(self._wanted, may_wait=False)
+            except NoRoom:
+                if self._evict == "idle":
+                    raise
+                raise Transient("the cache has no room for it at present") from None
+        view = memoryview(piece)
+        relief = Relief(self._cache, path=self.path, needed_bytes=self._reserved, evict=self._evict, stop=self._stop)
+        while view:
+            try:
+                written = os.pwrite(self._descriptor, view, self._done)
+            except OSError as error:
+                if error.errno not in _FULL:
+                    raise self._cache.unusable(error) from None
+                relief.bring()  # a disk that cannot reserve
+                continue
+            self._done += written
+            view = view[written:]
+
+    def finish(self) -> None:
+        """Cut what was reserved and did not come; afterwards `path` has the whole shard, not yet for others to see."""
+        os.ftruncate(self._descriptor, self._done)
+
+    def publish(self) -> int:
+        """Make it visible to all, also after a power failure; returns a descriptor that is the caller's to close."""
+        os.fsync(self._descriptor)
+        os.utime(self._descriptor)
+        if is_at(self._descriptor, self.path):  # else somebody has cleared the folder: as good as evicted
+            os.replace(self.path, self.path.with_name(self._name + TAR))
+        fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+        descriptor, self._descriptor = self._descriptor, -1
+        return descriptor
+
+    @property
+    def _limit(self) -> int:
+        return self._cache.config.limit_bytes
+
+    def _reserve(self, upto_bytes: int, *, may_wait: bool) -> None:
+        self._cache.reserve(
+            self._descriptor,
+            path=self.path,
+            upto_bytes=upto_bytes,
+            evict=self._evict,
+            stop=self._stop,
+            may_wait=may_wait,
+        )
+        self._reserved = upto_bytes

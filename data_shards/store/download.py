@@ -1,0 +1,253 @@
+"""Trying until the bytes are there and right: back-off with jitter, going on where a transfer was cut, digests.
+
+A transient fault (5xx, 429, timeouts, cut connections) is waited out, about ten minutes by default; a transfer that
+got further begins that time anew. What is missing or refused ends at once. Bytes of a wrong size or digest, and
+failing commands, are tried a few times only: the source itself may be wrong. The digest is taken while the bytes pass,
+at 0.5 to 1.5 GB/s.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import random
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from data_shards.errors import SampleError
+from data_shards.store.location import PIPE, shown
+from data_shards.store.remote import Remotes
+from data_shards.store.remote_errors import Failure, Missing, Refused, Stop, Stopped, Transient, Wrong
+
+_log = logging.getLogger(__name__)
+
+
+class StoreError(SampleError):
+    """A shard or file could not be had; the message names it, the reason and what to do."""
+
+
+class MissingObject(StoreError):
+    """There is no such shard or file."""
+
+
+@dataclass(frozen=True)
+class RetryPolicy:
+    """How long to try.
+
+    Args:
+        first_delay_seconds: the longest wait after the first failure; doubles with each further one.
+        most_delay_seconds: no wait is longer.
+        give_up_seconds: of failing in a row, waits included. 0: one attempt.
+        wrong_attempts: at wrong bytes or a failing command.
+        connect_timeout_seconds: for a server to accept a connection.
+        stall_timeout_seconds: without a byte, until a transfer counts as lost.
+    """
+
+    first_delay_seconds: float = 1.0
+    most_delay_seconds: float = 60.0
+    give_up_seconds: float = 600.0
+    wrong_attempts: int = 4
+    connect_timeout_seconds: float = 20.0
+    stall_timeout_seconds: float = 60.0
+
+
+def delays(policy: RetryPolicy, *, draw: Callable[[], float]) -> Iterator[float]:
+    """Seconds to wait after each failure in a row: a draw from [0, 1) of a limit that doubles ("full jitter", which
+    spreads the clients of a store that comes back best: Brooker, "Exponential Backoff and Jitter", AWS blog, 2015).
+    """
+    limit = policy.first_delay_seconds
+    while True:
+        yield draw() * min(limit, policy.most_delay_seconds)
+        limit *= 2
+
+
+class Sink(Protocol):
+    """Where the bytes go."""
+
+    def begin(self, *, num_bytes: int | None) -> None:
+        """Forget what came so far; `num_bytes` will come (None: unknown)."""
+        ...
+
+    def write(self, piece: bytes) -> None:
+        """Append."""
+        ...
+
+
+class Patience:
+    """Counts the failures of one task, waits after each, and says when it is enough.
+
+    Args:
+        url: of the task, for messages.
+        policy: how long to try.
+        sleep: takes seconds.
+        draw: a number from [0, 1).
+    """
+
+    def __init__(
+        self, url: str, *, policy: RetryPolicy, sleep: Callable[[float], None], draw: Callable[[], float]
+    ) -> None:
+        self._url, self._policy, self._sleep, self._draw = url, policy, sleep, draw
+        self._wrong = 0
+        self.progress()
+
+    def progress(self) -> None:
+        """The task got further than ever: begin to count anew."""
+        self._failures, self._spent_seconds = 0, 0.0
+        self._delays = delays(self._policy, draw=self._draw)
+
+    def wait(self, failure: Failure, *, spent_seconds: float) -> None:
+        """Wait before the next attempt.
+
+        Args:
+            failure: of the attempt.
+            spent_seconds: how long the attempt took.
+
+        Raises:
+            StoreError: there shall be no further one.
+        """
+        if isinstance(failure, Missing):
+            raise MissingObject(f"{shown(self._url)} is not there ({failure}): check the location, or copy it there")
+        if isinstance(failure, Refused):
+            raise StoreError(
+                f"{shown(self._url)} cannot be read ({failure}): check the location, and the credentials and settings "
+                "in the environment, ~/.netrc, ~/.aws or ~/.config/fsspec"
+            )
+        self._wrong += isinstance(failure, Wrong)
+        self._failures += 1
+        delay = next(self._delays)
+        self._spent_seconds += spent_seconds + delay
+        if self._wrong >= self._policy.wrong_attempts:
+            advice = "run the command by hand" if self._url.startswith(PIPE) else "upload or pack it again"
+            raise StoreError(f"{shown(self._url)}: {failure}{_times(self._wrong)}: {advice}")
+        if self._spent_seconds >= self._policy.give_up_seconds:
+            raise StoreError(
+                f"{shown(self._url)}: {failure}{_times(self._failures)}: check the network and the server, "
+                "then run the same command again"
+            )
+        if self._failures == 3:  # by now it is no hiccup, and the wait should not look like a hang
+            _log.warning("%s: %s; trying again", shown(self._url), failure)
+        self._sleep(delay)
+
+
+def _times(count: int) -> str:
+    return "" if count == 1 else f", {count} times in a row"
+
+
+class Downloads:
+    """Reads remote objects with patience; picklable if `sleep` is.
+
+    Args:
+        policy: how long to try.
+        sleep: takes seconds.
+    """
+
+    def __init__(self, policy: RetryPolicy, *, sleep: Callable[[float], None] = time.sleep) -> None:
+        self.policy = policy
+        self._sleep = sleep
+        self._remotes = Remotes(
+            connect_seconds=policy.connect_timeout_seconds, stall_seconds=policy.stall_timeout_seconds
+        )
+
+    def about(self, url: str, *, patiently: bool = True, stop: Stop = lambda: False) -> tuple[int | None, str]:
+        """Size and fingerprint of an object (None and "" where unknown); arguments and errors as of `download`."""
+        patience = self._patience(url, patiently=patiently)
+        while True:
+            begun = time.monotonic()
+            try:
+                return self._remotes.about(url, stop=stop)
+            except Failure as failure:
+                patience.wait(failure, spent_seconds=time.monotonic() - begun)
+
+    def download(
+        self,
+        url: str,
+        *,
+        sink: Sink,
+        num_bytes: int | None = None,
+        sha256: str = "",
+        fingerprint: str = "",
+        verify: Callable[[], None] = lambda: None,
+        patiently: bool = True,
+        stop: Stop = lambda: False,
+    ) -> None:
+        """All bytes of `url`, in order, into `sink`, which may begin anew several times.
+
+        Args:
+            url: what to read.
+            sink: gets the bytes.
+            num_bytes: what the size must be; None: whatever it is.
+            sha256: what the digest must be; "": not looked at.
+            fingerprint: what it must be; "": not looked at.
+            verify: called when all is there; a `Wrong` that it raises counts like a wrong digest.
+            patiently: False: one attempt.
+            stop: asked several times a second.
+
+        Raises:
+            StoreError: all attempts failed.
+            Stopped: `stop` said so.
+        """
+        patience = self._patience(url, patiently=patiently)
+        attempt = _Attempt(sink, num_bytes=num_bytes, sha256=sha256, fingerprint=fingerprint)
+        furthest = 0
+        while True:
+            begun = time.monotonic()
+            try:
+                attempt.run(self._remotes, url, stop=stop)
+                verify()
+                return
+            except Failure as failure:
+                if stop():
+                    raise Stopped from None
+                if isinstance(failure, Wrong):
+                    attempt.forget()
+                if attempt.done > furthest and isinstance(failure, Transient):
+                    furthest = attempt.done
+                    patience.progress()
+                patience.wait(failure, spent_seconds=time.monotonic() - begun)
+
+    def _patience(self, url: str, *, patiently: bool) -> Patience:
+        policy = self.policy if patiently else replace(self.policy, give_up_seconds=0.0, wrong_attempts=1)
+        # A generator of its own: the jitter must differ between processes, and leave the global generator alone.
+        return Patience(url, policy=policy, sleep=self._sleep, draw=random.SystemRandom().random)
+
+
+class _Attempt:
+    """How far a transfer is, over all its attempts."""
+
+    def __init__(self, sink: Sink, *, num_bytes: int | None, sha256: str, fingerprint: str) -> None:
+        self._sink = sink
+        self._num_bytes, self._sha256, self._fingerprint = num_bytes, sha256, fingerprint
+        self.forget()
+
+    def forget(self) -> None:
+        self.done = 0
+        self._found = ""
+        self._digest = hashlib.sha256()
+
+    def run(self, remotes: Remotes, url: str, *, stop: Stop) -> None:
+        stream = remotes.open(url, offset=self.done, fingerprint=self._found, stop=stop)
+        with closing(stream.pieces):  # pyright: ignore[reportArgumentType] - they are generators
+            if self._num_bytes is not None and stream.num_bytes not in (None, self._num_bytes):
+                raise Wrong(f"it has {stream.num_bytes} bytes where {self._num_bytes} are expected")
+            if self._fingerprint and stream.fingerprint != self._fingerprint:
+                raise Wrong("it is not the file any more that it was when the shards were opened")
+            if stream.offset == 0:
+                self.forget()
+                self._sink.begin(num_bytes=stream.num_bytes if self._num_bytes is None else self._num_bytes)
+            self._found = stream.fingerprint
+            for piece in stream.pieces:
+                if self._num_bytes is not None and self.done + len(piece) > self._num_bytes:
+                    raise Wrong(f"it has more than the {self._num_bytes} bytes that are expected")
+                self._sink.write(piece)
+                if self._sha256:
+                    self._digest.update(piece)
+                self.done += len(piece)
+        if stream.num_bytes is not None and self.done != stream.num_bytes:
+            raise Transient(f"it was cut off after {self.done} of {stream.num_bytes} bytes")
+        if self._num_bytes is not None and self.done != self._num_bytes:
+            raise Wrong(f"it has {self.done} bytes where {self._num_bytes} are expected")
+        if self._sha256 and self._digest.hexdigest() != self._sha256:
+            raise Wrong("its sha256 digest is not the one that the manifest has")

@@ -1,0 +1,150 @@
+"""Downloads what comes next while training goes on: one background thread for each rank, over the shared cache.
+
+It walks the shards in the order in which training will need them, and keeps those that are ahead marked as wanted, so
+that nobody's prefetching removes them; only shards that nobody has used for a while make room. It looks ahead until so
+many bytes of shards lie there that are not reached yet. Errors are not its business: the reader that needs the shard
+comes upon them again, waits them out or reports them. Meanwhile it tries again, until training has come past.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+
+from data_shards.shard_set import ShardEntry
+from data_shards.store.cache import NoRoom
+from data_shards.store.cache_folder import TOUCH_SECONDS
+from data_shards.store.location import is_local
+from data_shards.store.remote_errors import Stopped
+from data_shards.store.store import Store
+
+# The shards in use need room as well, and those of the node's other ranks, which share the cache.
+_LOOKAHEAD_SHARE = 1 / 4
+# Where everything is local by now, steps cost nothing but planning them; further than this is of no use.
+_MOST_STEPS_AHEAD = 1000
+_NO_ROOM_SECONDS = 1.0
+_FIRST_DELAY_SECONDS, _MOST_DELAY_SECONDS = 1.0, 30.0
+_CLOSE_SECONDS = 5.0
+
+
+def start_prefetch(
+    store: Store | None, entries: Sequence[ShardEntry], *, upcoming: Iterator[tuple[int, Sequence[int]]]
+) -> Prefetcher | None:
+    """A running prefetcher; None where every shard is a local file, and `upcoming` is not touched."""
+    if store is None or store.cache is None or all(is_local(entry.url) for entry in entries):
+        return None
+    lookahead_bytes = int(store.cache.limit_bytes * _LOOKAHEAD_SHARE)
+    return Prefetcher(store, entries, upcoming=upcoming, lookahead_bytes=lookahead_bytes)
+
+
+class Prefetcher:
+    """Makes upcoming shards local, in a thread that lives until `close`.
+
+    Args:
+        store: which makes them local.
+        entries: all shards.
+        upcoming: (step, numbers of the shards that it needs first), steps ascending; may be endless. Only the thread
+            iterates.
+        lookahead_bytes: of shards that training has not reached; one shard is always allowed.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        entries: Sequence[ShardEntry],
+        *,
+        upcoming: Iterator[tuple[int, Sequence[int]]],
+        lookahead_bytes: int,
+    ) -> None:
+        self._store, self._entries, self._upcoming = store, entries, upcoming
+        self._lookahead_bytes = lookahead_bytes
+        self._changed = threading.Condition()
+        self._step = -1
+        self._closed = threading.Event()
+        self._ahead: dict[int, tuple[int, int]] = {}  # shard -> the step that needs it, its bytes
+        self._touched_at = time.monotonic()
+        self.error: Exception | None = None  # the last one, for whoever wonders
+        self._thread = threading.Thread(target=self._run, name="shard-prefetch", daemon=True)
+        self._thread.start()
+
+    def reached(self, step: int) -> None:
+        """All steps before `step` have their samples."""
+        with self._changed:
+            self._step = max(self._step, step)
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Stop; a transfer that is under way is given up, and leaves nothing behind."""
+        self._closed.set()
+        with self._changed:
+            self._changed.notify_all()
+        self._thread.join(timeout=_CLOSE_SECONDS)
+
+    def _run(self) -> None:
+        try:
+            for step, shards in self._upcoming:
+                self._wait_for(step - _MOST_STEPS_AHEAD)
+                for shard in shards:
+                    self._fetch(shard, step=step)
+        except Stopped:
+            pass
+        except Exception as error:  # noqa: BLE001 - without prefetching, training goes on more slowly
+            self.error = error
+
+    def _fetch(self, shard: int, *, step: int) -> None:
+        """Wait for this shard's turn, and make it local; or leave it to the reader when training is there first."""
+        while self._step <= step and not self._has_room(shard):
+            self._wait_for_news()
+        delay = _FIRST_DELAY_SECONDS
+        while self._step <= step:
+            try:
+                self._store.prefetch(self._entries[shard], stop=self._pulse)
+                self._ahead[shard] = step, self._store.keep(self._entries[shard]) or 0
+                return
+            except NoRoom:
+                self._pause(_NO_ROOM_SECONDS)
+            except Stopped:
+                raise
+            except Exception as error:  # noqa: BLE001 - the reader will have the same, and report it
+                self.error = error
+                self._pause(delay)
+                delay = min(2 * delay, _MOST_DELAY_SECONDS)
+
+    def _has_room(self, shard: int) -> bool:
+        self._ahead = {each: (step, size) for each, (step, size) in self._ahead.items() if step >= self._step}
+        ahead_bytes = sum(size for _, size in self._ahead.values())
+        return not self._ahead or ahead_bytes + (self._entries[shard].num_bytes or 0) <= self._lookahead_bytes
+
+    def _wait_for(self, step: int) -> None:
+        while self._step < step:
+            self._wait_for_news()
+
+    def _wait_for_news(self) -> None:
+        """Until training has moved on, or a while has passed.
+
+        Raises:
+            Stopped: on `close`.
+        """
+        with self._changed:
+            if not self._closed.is_set():
+                self._changed.wait(TOUCH_SECONDS)
+        if self._pulse():
+            raise Stopped
+
+    def _pause(self, seconds: float) -> None:
+        """However far training is; raises as `_wait_for_news` does."""
+        end = time.monotonic() + seconds
+        while (left := end - time.monotonic()) > 0:
+            self._closed.wait(min(left, TOUCH_SECONDS))
+            if self._pulse():
+                raise Stopped
+
+    def _pulse(self) -> bool:
+        """Whether to stop; from time to time it marks what is ahead as still wanted. Called several times a second."""
+        if not self._closed.is_set() and time.monotonic() - self._touched_at > TOUCH_SECONDS:
+            self._touched_at = time.monotonic()
+            for shard, (step, _) in list(self._ahead.items()):
+                if step >= self._step and self._store.keep(self._entries[shard]) is None:
+                    del self._ahead[shard]  # a reader needed its room
+        return self._closed.is_set()

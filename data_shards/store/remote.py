@@ -1,0 +1,312 @@
+"""Bytes from elsewhere, one attempt at a time: HTTP, fsspec's other stores, and the output of commands.
+
+HTTP(S) is one streamed GET through the session of fsspec's HTTP file system. Other stores (s3, gs, abfs, hf, ...) are
+read in ranges of 8 MiB, four at a time where fsspec has them asynchronous: one stream alone rarely fills a network
+card. A `pipe:` command runs in a shell. Nothing is tried twice here (see `download`), nothing is kept (see `cache`).
+
+Settings of a store are fsspec's own, from the environment or ~/.config/fsspec/*.json: `AWS_ENDPOINT_URL` or
+`FSSPEC_S3_ENDPOINT_URL` for MinIO and the like, `FSSPEC_S3_ANON=true` for public buckets without credentials,
+`FSSPEC_S3='{"profile": "x"}'` for anything else; HTTP takes passwords from the URL or ~/.netrc and proxies from the
+environment. File systems are made in the process that uses them, never shared with a fork or pickled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import os
+import re
+import time
+from collections import deque
+from collections.abc import Coroutine, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from data_shards.errors import UserError
+from data_shards.store.location import protocol, scrubbed, shown
+from data_shards.store.remote_errors import Missing, Refused, Stop, Stopped, Transient, Wrong, of_status, translated
+
+Result = TypeVar("Result")
+
+_RANGE_BYTES = 8 * 2**20
+_HTTP_PIECE_BYTES = 2**20
+_RANGES_IN_FLIGHT = 4
+# A server that sends, but less than this on average over a piece, counts as stalled.
+_LEAST_BYTES_PER_SECOND = 100_000
+_POLL_SECONDS = 0.1
+
+_PACKAGES = {
+    "s3": "s3fs",
+    "s3a": "s3fs",
+    "gs": "gcsfs",
+    "gcs": "gcsfs",
+    "http": "aiohttp",
+    "https": "aiohttp",
+    "abfs": "adlfs",
+    "az": "adlfs",
+    "hf": "huggingface_hub",
+}
+
+
+@dataclass(frozen=True)
+class Stream:
+    """One attempt to read an object.
+
+    Args:
+        offset: where in the object the first piece begins; 0 where the store could not go on at the wanted one.
+        num_bytes: the whole object's size; None where it is unknown.
+        fingerprint: changes with the object; "" where it is unknown.
+        pieces: the bytes, at most 8 MiB at once. Closing it ends the transfer.
+    """
+
+    offset: int
+    num_bytes: int | None
+    fingerprint: str
+    pieces: Iterator[bytes]
+
+
+class Remotes:
+    """All remote places, by URL; picklable.
+
+    Args:
+        connect_seconds: for a server to accept a connection.
+        stall_seconds: without a byte, until a transfer counts as lost.
+    """
+
+    def __init__(self, *, connect_seconds: float, stall_seconds: float) -> None:
+        self._connect_seconds = connect_seconds
+        self._stall_seconds = stall_seconds
+        self._file_systems: dict[tuple[object, ...], Any] = {}
+
+    def __getstate__(self) -> dict[str, object]:
+        """Without file systems: their sockets and threads belong to this process."""
+        return {**vars(self), "_file_systems": {}}
+
+    def open(self, url: str, *, offset: int = 0, fingerprint: str = "", stop: Stop = lambda: False) -> Stream:
+        """Begin to read `url`, at `offset` if the object still has this `fingerprint` and the store can do that.
+
+        Raises:
+            Failure: one of its kinds; also while iterating over the pieces.
+            Stopped: `stop` said so; also while iterating.
+            UserError: the package for this kind of URL is not installed.
+        """
+        kind = protocol(url)
+        if kind == "pipe":
+            from data_shards.store.remote_pipe import open_pipe
+
+            return Stream(0, None, "", open_pipe(url, stall_seconds=self._stall_seconds, stop=stop))
+        file_system = self._file_system(url)
+        if kind in ("http", "https"):
+            return self._open_http(file_system, url, offset=offset, fingerprint=fingerprint, stop=stop)
+        return self._open_ranges(file_system, url, offset=offset, fingerprint=fingerprint, stop=stop)
+
+    def about(self, url: str, *, stop: Stop = lambda: False) -> tuple[int | None, str]:
+        """Size (None: unknown) and fingerprint ("": unknown); raises as `open` does."""
+        if protocol(url) == "pipe":
+            return None, ""
+        if protocol(url) in ("http", "https"):
+            # A HEAD request would be refused where a signature in the URL allows GET alone.
+            return self._http_about(self._file_system(url), url, stop=stop)
+        return self._info(self._file_system(url), url, stop=stop)
+
+    # ---- HTTP -------------------------------------------------------------------------------------------------------
+
+    def _open_http(self, file_system: Any, url: str, *, offset: int, fingerprint: str, stop: Stop) -> Stream:
+        headers = {"Accept-Encoding": "identity"}
+        can_resume = offset > 0 and fingerprint.startswith('"')  # a strong ETag: the same one, the same bytes
+        if can_resume:
+            headers |= {"Range": f"bytes={offset}-", "If-Range": fingerprint}
+        with translated():
+            response = self._wait(_get(file_system, url, headers), file_system.loop, stop=stop)
+            try:
+                begin, num_bytes = _span(response)
+                if begin != (offset if can_resume and response.status == 206 else 0):
+                    raise Transient("the server sent another part of the file than it was asked for")
+                found = _http_fingerprint(response)
+                if begin and found != fingerprint:  # it knows Range, but not If-Range
+                    raise Wrong("the file has changed while it was read")
+            except BaseException:
+                file_system.loop.call_soon_threadsafe(response.close)
+                raise
+        return Stream(begin, num_bytes, found, self._http_pieces(file_system, response, stop=stop))
+
+    def _http_pieces(self, file_system: Any, response: Any, *, stop: Stop) -> Iterator[bytes]:
+        try:
+            while True:
+                with translated():
+                    piece = self._wait(_read(response, _HTTP_PIECE_BYTES), file_system.loop, stop=stop)
+                if not piece:
+                    return
+                yield piece
+        finally:
+            file_system.loop.call_soon_threadsafe(response.close)
+
+    def _http_about(self, file_system: Any, url: str, *, stop: Stop) -> tuple[int | None, str]:
+        with translated():
+            headers = {"Accept-Encoding": "identity", "Range": "bytes=0-0"}
+            response = self._wait(_get(file_system, url, headers, allow=(416,)), file_system.loop, stop=stop)
+            file_system.loop.call_soon_threadsafe(response.close)
+            return _span(response)[1], _http_fingerprint(response)
+
+    # ---- the other stores of fsspec ---------------------------------------------------------------------------------
+
+    def _open_ranges(self, file_system: Any, url: str, *, offset: int, fingerprint: str, stop: Stop) -> Stream:
+        num_bytes, found = self._info(file_system, url, stop=stop)
+        if num_bytes is None:
+            raise Refused("the store does not tell its size")
+        begin = offset if found and found == fingerprint else 0
+        pieces = self._range_pieces(file_system, url, begin=begin, num_bytes=num_bytes, found=found, stop=stop)
+        return Stream(begin, num_bytes, found, pieces)
+
+    def _range_pieces(
+        self, file_system: Any, url: str, *, begin: int, num_bytes: int, found: str, stop: Stop
+    ) -> Iterator[bytes]:
+        path = file_system._strip_protocol(url)
+        starts = iter(range(begin, num_bytes, _RANGE_BYTES))
+        running: deque[tuple[int, concurrent.futures.Future[bytes]]] = deque()
+        try:
+            while True:
+                with translated():
+                    while file_system.async_impl and len(running) < _RANGES_IN_FLIGHT:
+                        start = next(starts, None)
+                        if start is None:
+                            break
+                        coroutine = file_system._cat_file(path, start=start, end=min(start + _RANGE_BYTES, num_bytes))
+                        running.append((start, asyncio.run_coroutine_threadsafe(coroutine, file_system.loop)))
+                    if running:
+                        start, future = running.popleft()
+                        piece = self._result(future, stop=stop)
+                    else:
+                        start = next(starts, None)
+                        if start is None:
+                            break
+                        if stop():
+                            raise Stopped
+                        piece = file_system.cat_file(path, start=start, end=min(start + _RANGE_BYTES, num_bytes))
+                if len(piece) != min(_RANGE_BYTES, num_bytes - start):
+                    raise Transient(
+                        f"{len(piece)} bytes came where {min(_RANGE_BYTES, num_bytes - start)} were asked for"
+                    )
+                yield piece
+        finally:
+            for _, future in running:
+                future.cancel()
+        # The ranges may be of different objects if it was replaced meanwhile.
+        if self._info(file_system, url, stop=stop) != (num_bytes, found):
+            raise Wrong("it was replaced while it was read")
+
+    def _info(self, file_system: Any, url: str, *, stop: Stop) -> tuple[int | None, str]:
+        path = file_system._strip_protocol(url)
+        with translated():
+            if file_system.async_impl:
+                info = self._wait(file_system._info(path), file_system.loop, stop=stop)
+            else:
+                info = file_system.info(path)
+        if info.get("type") == "directory":
+            raise Missing("it is a folder")
+        for name in ("ETag", "etag", "md5Hash", "generation", "LastModified", "last_modified", "mtime", "updated"):
+            if info.get(name):
+                return info.get("size"), f"{name}={info[name]}"
+        return info.get("size"), ""
+
+    # ---- file systems and their event loop --------------------------------------------------------------------------
+
+    def _file_system(self, url: str) -> Any:
+        """The file system for a URL: one for each process and kind of URL, made when it is first needed."""
+        kind = protocol(url)
+        try:
+            import fsspec
+            from fsspec.config import conf
+
+            made_by: Any = fsspec.get_filesystem_class(kind)
+            options: dict[str, Any] = made_by._get_kwargs_from_urls(url)
+            key = (os.getpid(), kind, repr(sorted(options.items())))
+            if key not in self._file_systems:
+                options |= self._options(kind, conf.get(kind, {}))
+                self._file_systems[key] = made_by(**options, skip_instance_cache=True)
+                if kind in ("s3", "s3a"):
+                    self._file_systems[key].retries = 1  # trying again is `download`'s business
+        except ImportError as error:
+            package = _PACKAGES.get(kind) or "the package that fsspec asks for"
+            raise UserError(
+                f"{shown(url)}: for {kind}:// a package is missing: pip install {package} ({error})"
+            ) from None
+        except ValueError as error:
+            raise UserError(f"{shown(url)}: {scrubbed(str(error))}: check the part before ://") from None
+        return self._file_systems[key]
+
+    def _options(self, kind: str, configured: dict[str, Any]) -> dict[str, Any]:
+        """Timeouts and the like, below what the user has configured."""
+        if kind in ("http", "https"):
+            from aiohttp import ClientTimeout
+
+            timeout = ClientTimeout(total=None, sock_connect=self._connect_seconds, sock_read=self._stall_seconds)
+            client = {"timeout": timeout, "trust_env": True}  # proxies and ~/.netrc
+            return {"client_kwargs": {**client, **configured.get("client_kwargs", {})}}
+        if kind in ("s3", "s3a"):
+            config = {
+                "connect_timeout": self._connect_seconds,
+                "read_timeout": self._stall_seconds,
+                "retries": {"total_max_attempts": 1},
+            }
+            return {"config_kwargs": {**config, **configured.get("config_kwargs", {})}}
+        return {}
+
+    def _wait(self, coroutine: Coroutine[Any, Any, Result], loop: Any, *, stop: Stop) -> Result:
+        return self._result(asyncio.run_coroutine_threadsafe(coroutine, loop), stop=stop)
+
+    def _result(self, future: concurrent.futures.Future[Result], *, stop: Stop) -> Result:
+        deadline = time.monotonic() + self._connect_seconds + self._stall_seconds
+        deadline += _RANGES_IN_FLIGHT * _RANGE_BYTES / _LEAST_BYTES_PER_SECOND
+        try:
+            while not concurrent.futures.wait([future], timeout=_POLL_SECONDS).done:
+                if stop():
+                    raise Stopped
+                if time.monotonic() > deadline:
+                    raise Transient("the server hardly sends anything")
+            return future.result()
+        finally:
+            future.cancel()
+
+
+async def _get(file_system: Any, url: str, headers: dict[str, str], allow: tuple[int, ...] = ()) -> Any:
+    session = await file_system.set_session()
+    options = {**file_system.kwargs, "headers": {**file_system.kwargs.get("headers", {}), **headers}}
+    response = await session.get(file_system.encode_url(url), **options)
+    if response.status >= 400 and response.status not in allow:
+        response.close()
+        raise of_status(response.status)
+    return response
+
+
+async def _read(response: Any, most_bytes: int) -> bytes:
+    """A full piece, or what comes before the end or a fault; b"" at the end."""
+    parts, num_bytes = [], 0
+    while num_bytes < most_bytes:
+        try:
+            part = await response.content.read(most_bytes - num_bytes)
+        except Exception:
+            if not parts:
+                raise  # as it does again when the next piece is asked for
+            break
+        if not part:
+            break
+        parts.append(part)
+        num_bytes += len(part)
+    return b"".join(parts)
+
+
+def _span(response: Any) -> tuple[int, int | None]:
+    """(offset of the body in the file, size of the file) of an HTTP response."""
+    if response.status in (206, 416):
+        match = re.fullmatch(r"bytes (?:(\d+)-\d+|\*)/(\d+|\*)", response.headers.get("Content-Range", "").strip())
+        if match is None:
+            raise Transient("the server answered with a part of the file and does not say which")
+        return int(match[1] or 0), None if match[2] == "*" else int(match[2])
+    length = response.headers.get("Content-Length", "")
+    is_plain = response.headers.get("Content-Encoding", "identity") == "identity"
+    return 0, int(length) if is_plain and length.isdigit() else None
+
+
+def _http_fingerprint(response: Any) -> str:
+    return response.headers.get("ETag") or response.headers.get("Last-Modified") or ""

@@ -1,0 +1,85 @@
+"""Why an attempt to read from elsewhere failed, in the terms that decide whether to try again.
+
+Every library has its own exceptions; here they become one of four kinds of `Failure`, with a reason that is fit to be
+shown: no URL with a password, no query string.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from data_shards.errors import UserError
+from data_shards.store.location import scrubbed
+
+Stop = Callable[[], bool]
+
+# botocore's errors have no common base that tells settings from the network.
+_SETTINGS = {"NoCredentialsError", "PartialCredentialsError", "ProfileNotFound", "ParamValidationError", "InvalidURL"}
+# What s3fs makes of answers like "malformed" and "method not allowed".
+_REFUSALS = {errno.EINVAL, errno.EPERM, errno.EACCES, errno.ENOSYS, errno.ENAMETOOLONG}
+
+
+class Failure(Exception):
+    """An attempt failed; `str(error)` is the reason, fit to be shown."""
+
+
+class Missing(Failure):
+    """There is no such object."""
+
+
+class Refused(Failure):
+    """Credentials, settings or the location are wrong: trying again does not help."""
+
+
+class Transient(Failure):
+    """The network or the server: trying again may help."""
+
+
+class Wrong(Failure):
+    """What came is not what was to come, or a command failed: trying again helps now and then."""
+
+
+class Stopped(Exception):
+    """The caller's `stop` said so."""
+
+
+@contextmanager
+def translated() -> Iterator[None]:
+    """Whatever a library raises becomes a `Failure`. Its own text is not chained: it may hold a URL with a password."""
+    try:
+        yield
+    except (Failure, Stopped, UserError):
+        raise
+    except Exception as error:  # noqa: BLE001 - each library has its own hundred
+        raise failure_of(error) from None
+
+
+def failure_of(error: Exception) -> Failure:
+    """What an exception of a library means."""
+    status = getattr(error, "status", None) or getattr(error, "code", None)
+    if isinstance(status, int) and 400 <= status < 600:
+        return of_status(status)
+    text = scrubbed(" ".join(str(error).split()))[:300]
+    reason = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    if isinstance(error, FileNotFoundError | IsADirectoryError | NotADirectoryError):
+        return Missing(reason)
+    names = {each.__name__ for each in type(error).__mro__}
+    if "ClientPayloadError" in names:
+        return Transient("the connection was cut")
+    if names & _SETTINGS or (isinstance(error, OSError) and error.errno in _REFUSALS):
+        return Refused(reason)
+    # Some of aiohttp's errors of the connection are ValueErrors, too.
+    if isinstance(error, PermissionError | TypeError | ValueError | AttributeError) and "ClientError" not in names:
+        return Refused(reason)
+    return Transient(reason)
+
+
+def of_status(status: int) -> Failure:
+    """What an HTTP status of 400 or more means."""
+    if status in (404, 410):
+        return Missing(f"HTTP status {status}")
+    if status in (408, 425, 429) or status >= 500:
+        return Transient(f"HTTP status {status}")
+    return Refused(f"HTTP status {status}")

@@ -1,0 +1,291 @@
+"""Shard URL -> an open local file and its index, whatever lies between: a local path, HTTP, s3, gs, a command.
+
+Local shards are opened where they are. All others are downloaded once for each node, verified, indexed and kept in the
+cache (see `cache`); where a faulty network or store delays that, it is waited out (see `download`). How to reach a
+store of one's own (`AWS_ENDPOINT_URL`), or a public bucket (`FSSPEC_S3_ANON=true`), stands in `remote`. To open a
+shard that is here costs a few system calls and reading its index: about a millisecond. Needs no torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from data_shards.errors import UserError
+from data_shards.shard_set import ShardEntry
+from data_shards.store.cache import Cache, CacheConfig, Evict, Part
+from data_shards.store.download import Downloads, MissingObject, RetryPolicy, StoreError
+from data_shards.store.location import PIPE, is_local, local_path, shown
+from data_shards.store.remote_errors import Stop, Stopped, Wrong
+from data_shards.tars.shard_index import ShardIndex
+from data_shards.tars.tar_index import build_index, open_index, read_index
+
+__all__ = ["MissingObject", "OpenShard", "RetryPolicy", "Store", "StoreError"]
+
+_WAIT_SECONDS = 0.05
+
+
+@dataclass(frozen=True)
+class OpenShard:
+    """A shard that can be read; the descriptor is the caller's to close.
+
+    In the cache it may be evicted while it is open, and then still has the right bytes: see `cache.touch`, which keeps
+    it from that, and `cache.is_evicted`.
+    """
+
+    descriptor: int
+    index: ShardIndex
+
+
+class Store:
+    """All shards, by their entries; one for each process. Picklable: a copy has no descriptors and no connections.
+
+    Args:
+        cache: for shards that are not local files; None: there shall be none.
+        retry: how long to try.
+        sleep: takes seconds; waits between attempts.
+    """
+
+    def __init__(
+        self,
+        cache: CacheConfig | None = None,
+        *,
+        retry: RetryPolicy | None = None,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self.cache = cache
+        self._cache = None if cache is None else Cache(cache)
+        self._downloads = Downloads(retry or RetryPolicy(), sleep=sleep)
+        self._fingerprints: dict[str, str] = {}
+
+    def __getstate__(self) -> dict[str, object]:
+        """The table in a copy: a prefetching thread may add to it while it is pickled."""
+        return {**vars(self), "_fingerprints": dict(self._fingerprints)}
+
+    def read_small(self, url: str, *, most_bytes: int) -> bytes:
+        """A small file, such as a manifest, all of it.
+
+        Raises:
+            MissingObject: it is not there.
+            StoreError: it cannot be read.
+            UserError: it is larger than `most_bytes`.
+        """
+        if not is_local(url):
+            sink = _Memory(url, most_bytes=most_bytes)
+            self._downloads.download(url, sink=sink)
+            return bytes(sink.content)
+        try:
+            with open(local_path(url), "rb") as stream:
+                content = stream.read(most_bytes + 1)
+        except OSError as error:
+            raise _local_error(url, error) from None
+        if len(content) > most_bytes:
+            raise _too_large(url, most_bytes)
+        return content
+
+    def size(self, url: str) -> int | None:
+        """Bytes of an object; None where that is unknown, as of a pipe. Raises as `read_small` does."""
+        return self._about(url)[0]
+
+    def fingerprint(self, url: str) -> str:
+        """A text that changes with the object ("": unknown, as of a pipe): size and time of change, or the store's
+        ETag. Raises as `read_small` does.
+        """
+        num_bytes, fingerprint = self._about(url)
+        return f"{num_bytes} {fingerprint}" if fingerprint else ""
+
+    def open(self, entry: ShardEntry) -> OpenShard:
+        """A shard and its index, from wherever it has to be brought.
+
+        Raises:
+            StoreError: it could not be had.
+            UserError: it, or its index, is damaged; the cache cannot be used.
+        """
+        if is_local(entry.url):
+            index = open_index(local_path(entry.url), label=entry.labels.part, index=entry.index, name=entry.name)
+            return OpenShard(self._open_local(entry.url), index)
+        descriptor, name, index = self._cached(entry, evict="any", wants_index=True)
+        try:
+            return OpenShard(descriptor, index or self._index(entry, descriptor, name=name))
+        except BaseException:
+            os.close(descriptor)
+            raise
+
+    def open_file(self, entry: ShardEntry) -> int:
+        """A descriptor of a shard's file, whole but not indexed: for what is yet to be looked through.
+
+        Raises:
+            StoreError: it could not be had.
+            UserError: the cache cannot be used.
+        """
+        if is_local(entry.url):
+            return self._open_local(entry.url)
+        return self._cached(entry, evict="any", wants_index=False)[0]
+
+    def prefetch(self, entry: ShardEntry, *, stop: Stop = lambda: False) -> None:
+        """Make a shard local, or mark it as still wanted if it is; one attempt, and nothing in use is evicted for it.
+
+        Raises:
+            StoreError, UserError: it failed, which the one that needs the shard will come upon, too.
+            NoRoom: all shards in the cache are in use.
+            Stopped: `stop`, which is asked several times a second, said so.
+        """
+        if not is_local(entry.url):
+            os.close(self._cached(entry, evict="idle", wants_index=True, stop=stop)[0])
+
+    def keep(self, entry: ShardEntry) -> int | None:
+        """Mark a shard in the cache as still wanted; its bytes, or None if it is not there any more."""
+        assert self._cache is not None
+        descriptor = self._cache.open(self._name(entry, evict="idle"), num_bytes=entry.num_bytes)
+        if descriptor is None:
+            return None
+        try:
+            return os.fstat(descriptor).st_size
+        finally:
+            os.close(descriptor)
+
+    def _about(self, url: str) -> tuple[int | None, str]:
+        if not is_local(url):
+            return self._downloads.about(url)
+        try:
+            status = os.stat(local_path(url))
+        except OSError as error:
+            raise _local_error(url, error) from None
+        return status.st_size, str(status.st_mtime_ns)
+
+    def _open_local(self, url: str) -> int:
+        try:
+            return os.open(local_path(url), os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise _local_error(url, error) from None
+
+    def _cached(
+        self, entry: ShardEntry, *, evict: Evict, wants_index: bool, stop: Stop = lambda: False
+    ) -> tuple[int, str, ShardIndex | None]:
+        """A shard's descriptor, its name in the cache, and its index if it had to be built."""
+        if self._cache is None:
+            raise UserError(f"{entry.name} is no local file: set data.cache.folder to a folder for such shards")
+        name = self._name(entry, evict=evict, stop=stop)
+        while True:
+            descriptor = self._cache.open(name, num_bytes=entry.num_bytes)
+            if descriptor is not None:
+                return descriptor, name, None
+            part = self._cache.begin(name, evict=evict, stop=stop)
+            if part is not None:
+                with part:
+                    # Another process may have finished it between the two calls.
+                    descriptor = self._cache.open(name, num_bytes=entry.num_bytes)
+                    if descriptor is not None:
+                        return descriptor, name, None
+                    index = self._download(entry, part, name=name, evict=evict, wants_index=wants_index, stop=stop)
+                    return part.publish(), name, index
+            if stop():
+                raise Stopped
+            time.sleep(_WAIT_SECONDS)
+
+    def _download(
+        self, entry: ShardEntry, part: Part, *, name: str, evict: Evict, wants_index: bool, stop: Stop
+    ) -> ShardIndex | None:
+        """Download and verify, which the index is a part of: a tar that was cut short shows there."""
+        assert self._cache is not None
+        index: ShardIndex | None = None
+
+        def verify() -> None:
+            nonlocal index
+            part.finish()
+            if not wants_index:
+                return
+            try:
+                index = self._read_or_build(entry, str(part.path))
+            except UserError as error:
+                if entry.sha256:
+                    raise  # these are the bytes that were packed: another download would bring the same
+                raise Wrong(str(error).removeprefix(f"{entry.name}: ")) from None
+
+        self._downloads.download(
+            entry.url,
+            sink=part,
+            num_bytes=entry.num_bytes,
+            sha256=entry.sha256,
+            fingerprint="" if entry.sha256 else self._fingerprint(entry.url, evict=evict, stop=stop),
+            verify=verify,
+            patiently=evict == "any",
+            stop=stop,
+        )
+        if index is not None and entry.index is None:
+            self._cache.save_index(index, name, label=entry.labels.part, evict=evict)
+        return index
+
+    def _index(self, entry: ShardEntry, descriptor: int, *, name: str) -> ShardIndex:
+        """Of a shard in the cache, which may be evicted meanwhile: through its descriptor."""
+        assert self._cache is not None
+        if entry.index is None:
+            index = self._cache.load_index(name, label=entry.labels.part)
+            if index is not None:
+                return index
+        index = self._read_or_build(entry, f"/dev/fd/{descriptor}")
+        if entry.index is None:
+            self._cache.save_index(index, name, label=entry.labels.part, evict="any")
+        return index
+
+    def _read_or_build(self, entry: ShardEntry, path: str) -> ShardIndex:
+        if entry.index is None:
+            return build_index(path, label=entry.labels.part, name=entry.name)
+        index = read_index(entry.index, label=entry.labels.part)
+        if index.end > os.stat(path).st_size:
+            raise UserError(f"{entry.name}: it is shorter than its index {entry.index} says")
+        return index
+
+    def _name(self, entry: ShardEntry, *, evict: Evict, stop: Stop = lambda: False) -> str:
+        """The shard's name in the cache; another content has another name, another password does not."""
+        identity = [entry.sha256]
+        if entry.sha256:
+            identity.append(shown(entry.url))
+        else:
+            # A query may say which file it is, and nothing else here does for sure.
+            identity += [re.sub(r"(?<=://)[^/?#]*@", "", entry.url)]
+            identity.append(self._fingerprint(entry.url, evict=evict, stop=stop))
+        # Of a pipe only the program and the tar are shown, and neither need be there or differ.
+        if entry.url.startswith(PIPE):
+            identity.append(entry.url)
+        stem = re.sub(r"[^A-Za-z0-9_.+-]", "_", shown(entry.url).rstrip("/").rpartition("/")[2]).removesuffix(".tar")
+        return f"{stem[-80:]}-{hashlib.sha256(repr(identity).encode()).hexdigest()[:32]}"
+
+    def _fingerprint(self, url: str, *, evict: Evict, stop: Stop) -> str:
+        """The object's fingerprint when this process first saw it."""
+        if url not in self._fingerprints:
+            self._fingerprints[url] = self._downloads.about(url, patiently=evict == "any", stop=stop)[1]
+        return self._fingerprints[url]
+
+
+class _Memory:
+    """A `download.Sink` for small files."""
+
+    def __init__(self, url: str, *, most_bytes: int) -> None:
+        self._url, self._most_bytes = url, most_bytes
+        self.content = bytearray()
+
+    def begin(self, *, num_bytes: int | None) -> None:
+        self.content.clear()
+        if num_bytes is not None and num_bytes > self._most_bytes:
+            raise _too_large(self._url, self._most_bytes)
+
+    def write(self, piece: bytes) -> None:
+        self.content += piece
+        if len(self.content) > self._most_bytes:
+            raise _too_large(self._url, self._most_bytes)
+
+
+def _too_large(url: str, most_bytes: int) -> UserError:
+    return UserError(f"{shown(url)} has more than {most_bytes} bytes, which such a file never has: check the location")
+
+
+def _local_error(url: str, error: OSError) -> StoreError:
+    path = local_path(url)
+    if isinstance(error, FileNotFoundError):
+        return MissingObject(f"{path} is not there: check the location, or copy it there")
+    return StoreError(f"{path} cannot be read ({error.strerror}): check what it is, and your rights to it")

@@ -1,0 +1,1 @@
+"""Where samples lie in tars: walking headers, indexes, and tars that other tools made."""

@@ -1,0 +1,173 @@
+"""nvImageCodec in this process: whether it is there, what it loads, and what it leaves alone. Pixels: `test_decode`."""
+
+import io
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import pytest
+import sklearn.datasets
+from PIL import Image
+
+from data_shards.errors import UserError
+from data_shards.images import decode, decode_nvimgcodec
+from data_shards.images.box import Box
+from data_shards.images.decode import read_image
+
+ROOT = Path(__file__).resolve().parents[3]
+
+has_nvimgcodec = pytest.mark.skipif(find_spec("nvidia.nvimgcodec") is None, reason="nvImageCodec is not installed")
+
+TOP = Box(top=0, left=0, height=8, width=9)
+
+
+def photograph() -> bytes:
+    buffer = io.BytesIO()
+    image = Image.open(Path(sklearn.datasets.__file__).parent / "images" / "china.jpg").crop((100, 60, 308, 220))
+    image.save(buffer, "JPEG", quality=90, subsampling=0)
+    return buffer.getvalue()
+
+
+PHOTOGRAPH = photograph()
+
+
+@pytest.fixture
+def nothing_remembered() -> Iterator[None]:
+    """What was found out about decoders is found out again, by this test and by the next."""
+    for function in (decode.require_decoder, decode_nvimgcodec.complaint):
+        function.cache_clear()
+    yield
+    for function in (decode.require_decoder, decode_nvimgcodec.complaint):
+        function.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("decoder", "package"),
+    [("nvimgcodec", "nvidia-nvimgcodec-cu13"), ("gpu", "nvidia-nvimgcodec-cu13"), ("simplejpeg", "simplejpeg")],
+)
+def test_a_decoder_asked_for_by_name_that_is_missing_is_the_users_mistake(
+    decoder: decode.DecoderName, package: str, monkeypatch: pytest.MonkeyPatch, nothing_remembered: None
+):
+    monkeypatch.setattr(decode, "find_spec", lambda name: None)
+    monkeypatch.setattr(decode_nvimgcodec, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=f"decoder {decoder}: .*{package}.* is not installed"):
+        read_image(PHOTOGRAPH, decoder=decoder)
+    assert read_image(PHOTOGRAPH).pixels(TOP).shape == (8, 9, 3)
+
+
+@has_nvimgcodec
+def test_a_library_that_decodes_nothing_is_no_decoder(monkeypatch: pytest.MonkeyPatch, nothing_remembered: None):
+    monkeypatch.setattr(decode_nvimgcodec, "decode_jpeg", lambda *a, **k: None)
+    with pytest.raises(UserError, match="does not decode JPEGs on this machine"):
+        read_image(PHOTOGRAPH, decoder="nvimgcodec")
+    assert read_image(PHOTOGRAPH).pixels(TOP).shape == (8, 9, 3)
+
+
+@has_nvimgcodec
+def test_the_gpu_needs_a_gpu():
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    with pytest.raises(UserError, match="decoder gpu: torch sees no CUDA device"):
+        read_image(PHOTOGRAPH, decoder="gpu")
+
+
+@pytest.mark.gpu
+@has_nvimgcodec
+def test_the_gpu_decodes_nearly_the_same_pixels():
+    """In a process of its own: what nvImageCodec loads at its first import, it has."""
+    run_alone(
+        """
+        image = read_image(data, decoder="gpu")
+        for box in (None, Box(20, 30, 50, 60)):
+            pixels, expected = image.pixels(box).astype(int), read_image(data, decoder="pillow").pixels(box)
+            assert pixels.shape == expected.shape and ((pixels - expected) ** 2).mean() < 65, "below 30 dB"
+        """
+    )
+
+
+PREAMBLE = f"""
+import sys
+from data_shards.images.box import Box
+from data_shards.images.decode import read_image
+data = bytes.fromhex({PHOTOGRAPH.hex()!r})
+"""
+
+
+def run_alone(script: str) -> str:
+    """Run it in a new process; -> what it wrote to stderr."""
+    body = "\n".join(line.removeprefix("        ") for line in script.splitlines())
+    process = subprocess.run(
+        [sys.executable, "-"],
+        input=PREAMBLE + body,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert process.returncode == 0, process.stderr
+    return process.stderr
+
+
+@has_nvimgcodec
+def test_nvimgcodec_is_quiet_leaves_the_environment_alone_and_needs_no_torch():
+    stderr = run_alone(
+        """
+        import os, tempfile
+        before, folder = dict(os.environ), tempfile.mkdtemp()
+        tempfile.tempdir = folder
+        assert read_image(data, decoder="nvimgcodec").pixels(Box(9, 9, 20, 30)).shape == (20, 30, 3)
+        from data_shards.images.decode_nvimgcodec import decode_jpeg
+        assert decode_jpeg(data, box=Box(0, 0, 5000, 5000), device="cpu") is None, "which it would also announce"
+        assert dict(os.environ) == before and os.listdir(folder) == []
+        assert "torch" not in sys.modules and "nvidia.nvimgcodec" in sys.modules
+        os.rmdir(folder)
+        """
+    )
+    assert "nvjpeg" not in stderr.lower() and "ERROR" not in stderr and "WARNING" not in stderr
+
+
+def test_nothing_heavy_is_loaded_before_an_image_comes():
+    run_alone("assert not {'torch', 'PIL', 'nvidia.nvimgcodec', 'simplejpeg', 'timm'} & set(sys.modules)")
+
+
+@has_nvimgcodec
+def test_threads_and_forked_children_make_decoders_of_their_own():
+    run_alone(
+        """
+        import os
+        from concurrent.futures import ThreadPoolExecutor
+        from data_shards.images.decode_nvimgcodec import _decoder
+        mine, box = _decoder("cpu"), Box(9, 9, 20, 30)
+        assert _decoder("cpu") is mine
+        with ThreadPoolExecutor(1) as pool:
+            assert pool.submit(_decoder, "cpu").result() is not mine
+        expected = read_image(data, decoder="nvimgcodec").pixels(box)
+        child = os.fork()
+        if child == 0:
+            same = (read_image(data, decoder="nvimgcodec").pixels(box) == expected).all()
+            os._exit(0 if same and _decoder("cpu") is not mine else 1)
+        assert os.waitpid(child, 0)[1] == 0
+        """
+    )
+
+
+@has_nvimgcodec
+def test_it_neither_turns_the_image_nor_the_region():
+    """Here and not through `read_image`, where Pillow would step in for a region that is turned out of the image."""
+    image = Image.open(io.BytesIO(PHOTOGRAPH))
+    exif = Image.Exif()
+    exif[0x0112] = 6  # "turn by 90 degrees to show it"
+    buffer = io.BytesIO()
+    image.save(buffer, "JPEG", exif=exif)
+    whole = np.asarray(Image.open(buffer)).astype(int)
+    for box in (Box(30, 20, 40, 60), Box(0, 0, 160, 208), Box(150, 190, 10, 18)):
+        pixels = decode_nvimgcodec.decode_jpeg(buffer.getvalue(), box=box, device="cpu")
+        assert pixels is not None and pixels.shape == (box.height, box.width, 3)
+        assert np.abs(pixels - whole[box.top : box.bottom, box.left : box.right]).max() <= 4

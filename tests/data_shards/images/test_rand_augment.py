@@ -1,0 +1,132 @@
+"""RandAugment is timm's, to the bit, and nothing but its image and its number decides what it does."""
+
+import random
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from timm.data.auto_augment import RandAugment as TimmRandAugment
+from timm.data.auto_augment import rand_augment_transform
+
+from data_shards.errors import UserError
+from data_shards.images import rand_augment
+from data_shards.images.rand_augment import RandAugment
+from data_shards.randomness import uniforms
+
+
+def picture(size: int = 48) -> np.ndarray:
+    y, x = np.mgrid[0:size, 0:size] / size
+    waves = np.sin(x * 20) * np.cos(y * 13)
+    return (np.stack([x, (waves + 1) / 2, y], axis=2) * 220 + 15).astype(np.uint8)
+
+
+def draws(count: int) -> list[float]:
+    return uniforms(1, 2, draws=count)[0].tolist()
+
+
+@pytest.mark.parametrize(("num_ops", "magnitude"), [(1, 3), (2, 9), (2, 15), (3, 20)])
+def test_it_is_timms_with_the_documented_string(num_ops: int, magnitude: int):
+    augment = RandAugment(num_ops, magnitude)
+    theirs = rand_augment_transform(f"rand-m{magnitude}-n{num_ops}-p1-mmax{max(magnitude, 10)}")
+    for draw in draws(30):
+        seed = int(draw * 2**53)
+        random.seed(seed)
+        np.random.seed(seed >> 21)
+        expected = np.asarray(theirs(Image.fromarray(picture())))
+        ours = augment(picture(), draw=draw)
+        assert ours.dtype == np.uint8 and ours.flags.c_contiguous and ours.flags.writeable
+        np.testing.assert_array_equal(ours, expected)
+
+
+def test_the_string_means_what_the_docstring_says():
+    operations = rand_augment._operations(RandAugment(2, 15).timm_config)
+    names = [operation.name for operation in operations.ops]
+    google = "AutoContrast Equalize Invert Rotate Posterize Solarize Color Contrast Brightness Sharpness ShearX ShearY"
+    assert sorted(names) == sorted([*google.split(), "TranslateXRel", "TranslateYRel", "SolarizeAdd"])
+    assert operations.num_layers == 2 and operations.choice_weights is None
+    for operation in operations.ops:
+        assert (operation.prob, operation.magnitude, operation.magnitude_max) == (1, 15, 15)
+        assert operation.magnitude_std == 0 and operation.kwargs["fillcolor"] == (128, 128, 128)
+
+
+def test_the_same_number_gives_the_same_pixels_whatever_happened_before():
+    augment, image = RandAugment(2, 9), picture()
+    for draw in draws(20):
+        first = augment(image, draw=draw)
+        random.random()
+        np.random.rand()
+        augment(image, draw=0.77)
+        np.testing.assert_array_equal(augment(image, draw=draw), first)
+    np.testing.assert_array_equal(image, picture())  # the image itself is left alone
+
+
+def test_both_global_generators_are_put_back_even_after_a_failure(monkeypatch: pytest.MonkeyPatch):
+    def states() -> tuple[object, bytes, int]:
+        numpy_state = np.random.get_state(legacy=False)["state"]
+        return random.getstate(), numpy_state["key"].tobytes(), numpy_state["pos"]
+
+    random.seed(5)
+    np.random.seed(5)
+    before = states()
+    RandAugment(2, 9)(picture(), draw=0.3)
+    assert states() == before
+
+    def fail(image: object) -> None:
+        random.random()
+        np.random.rand()
+        raise RuntimeError
+
+    monkeypatch.setattr(rand_augment, "_operations", lambda config: fail)
+    with pytest.raises(RuntimeError):
+        RandAugment(2, 9)(picture(), draw=0.3)
+    assert states() == before
+
+
+def test_all_operations_come_about_equally_often(monkeypatch: pytest.MonkeyPatch):
+    chosen: Counter[str] = Counter()
+    operations = rand_augment._operations(RandAugment(2, 9).timm_config)
+
+    class Counting(TimmRandAugment):
+        def __call__(self, image: Image.Image) -> Image.Image:
+            chosen.update(operation.name for operation in np.random.choice(self.ops, self.num_layers))
+            return image
+
+    monkeypatch.setattr(rand_augment, "_operations", lambda config: Counting(operations.ops, 2))
+    for draw in draws(1500):
+        RandAugment(2, 9)(picture(4), draw=draw)
+    assert len(chosen) == 15 and chosen.total() == 3000
+    assert all(abs(count - 200) < 5 * 200**0.5 for count in chosen.values())
+
+
+def test_other_numbers_give_other_pixels():
+    results = {RandAugment(2, 9)(picture(), draw=draw).tobytes() for draw in draws(60)}
+    assert len(results) > 40  # some operations have no direction or strength to vary
+
+
+def test_every_operation_works_at_every_strength():
+    """timm's posterize keeps 0 bits below m = 3, which Pillow refuses and Google's code turns black."""
+    for magnitude in (0, 1, 2, 3, 10, 20, 30):
+        for operation in rand_augment._operations(RandAugment(1, magnitude).timm_config).ops:
+            result = np.asarray(operation(Image.fromarray(picture())))
+            assert result.shape == (48, 48, 3)
+            if operation.name == "Posterize":
+                assert (result == 0).all() == (magnitude < 3)
+
+
+@pytest.mark.parametrize(("num_ops", "magnitude"), [(0, 9), (2, -1), (2, 9.5)])
+def test_numbers_that_mean_nothing_are_refused(num_ops: int, magnitude: int):
+    with pytest.raises(UserError, match="rand_augment: num_ops"):
+        RandAugment(num_ops, magnitude)
+
+
+def test_a_worker_does_not_load_all_of_timm():
+    script = (
+        "import sys, numpy\nfrom data_shards.images.rand_augment import RandAugment\n"
+        "RandAugment(2, 9)(numpy.zeros((8, 8, 3), dtype=numpy.uint8), draw=0.5)\n"
+        "assert not {'timm', 'torch'} & set(sys.modules), sorted(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60, cwd=Path(rand_augment.__file__).parents[2])

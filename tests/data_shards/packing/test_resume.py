@@ -1,0 +1,349 @@
+"""Packing goes on after any end, and the result is the one of an undisturbed packing, to the byte."""
+
+import hashlib
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from data_shards.errors import UserError
+from data_shards.packing import shard_writer
+from data_shards.packing.image import Resize
+from data_shards.packing.pack import pack
+from data_shards.packing.report import PackReport
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def write_images(root: Path, *, count: int, side: int = 16, classes: tuple[str, ...] = ("cat", "dog")) -> None:
+    draw = np.random.default_rng(count)
+    for i in range(count):
+        folder = root / classes[i % len(classes)]
+        folder.mkdir(parents=True, exist_ok=True)
+        pixels = draw.integers(0, 256, (side // 4, side // 4, 3), dtype=np.uint8).repeat(4, 0).repeat(4, 1)
+        Image.fromarray(pixels).save(folder / f"{i:04d}.jpg", quality=95)
+
+
+def tree(root: Path) -> dict[str, str]:
+    files = (path for path in root.rglob("*") if path.is_file())
+    return {str(path.relative_to(root)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def quiet(*args, **kwargs) -> PackReport:
+    return pack(*args, report=lambda line: None, **kwargs)
+
+
+def spoken(*args, **kwargs) -> str:
+    lines: list[str] = []
+    pack(*args, report=lines.append, **kwargs)
+    return "\n".join(lines)
+
+
+# ---- kill -9
+
+
+# On one core, so that there is time between two shards.
+COMMAND = """
+import os
+if hasattr(os, "sched_setaffinity"):
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+from launch.cli import main
+main()
+"""
+
+
+def start(*arguments: object) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", COMMAND, "pack", *map(str, arguments)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def test_the_real_command_killed_again_and_again(tmp_path: Path):
+    write_images(tmp_path / "in", count=160, side=256)
+    options = ("--holdout", "0.2", "--samples-per-shard", "5", "--resize-short", "100")
+    plain = start(tmp_path / "in", tmp_path / "plain", *options)
+    output, _ = plain.communicate(timeout=60)
+    assert plain.returncode == 0, output
+    records = tmp_path / ".out.packing/records"
+    for least in (1, 5, 14):  # finished shards, of 33
+        process = start(tmp_path / "in", tmp_path / "out", *options)
+        while process.poll() is None and (not records.is_dir() or len(list(records.glob("*.json"))) < least):
+            time.sleep(0.001)
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        assert process.returncode == -signal.SIGKILL  # else it was over, and this tests nothing
+        assert not (tmp_path / "out").exists()
+    finished = len(list(records.glob("*.json")))
+    process = start(tmp_path / "in", tmp_path / "out", *options)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, output
+    assert f"going on: {finished} of 33 shards are there" in output
+    assert tree(tmp_path / "out") == tree(tmp_path / "plain")
+    assert {path.name for path in tmp_path.iterdir()} == {"in", "out", "plain"}
+
+
+EVERY_MOMENT = """
+import hashlib, os, sys
+from pathlib import Path
+from data_shards.packing.pack import pack
+from PIL import Image, JpegImagePlugin  # once, instead of in every child
+import simplejpeg
+
+top = Path(sys.argv[1])
+CHANGES = {"os.rename", "os.remove", "os.mkdir", "os.rmdir"}
+
+def packed(out, dies_at):
+    seen = [0]
+    def watch(event, arguments):
+        is_write = event == "open" and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR)
+        if (event in CHANGES or is_write) and ".packing" in str(arguments[0]):
+            seen[0] += 1
+            if seen[0] == dies_at:
+                os._exit(9)
+    sys.addaudithook(watch)
+    pack(str(top / "in"), out, samples_per_shard=3, holdout=0.4, unreadable="skip", report=lambda line: None)
+    return seen[0]
+
+def in_child(*arguments):
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            code = 100 if packed(*arguments) else 0
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+def tree(root):
+    files = (p for p in root.rglob("*") if p.is_file())
+    return {str(p.relative_to(root)): hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
+
+assert in_child(top / "plain", 0) == 100
+reference = tree(top / "plain")
+moment = 0
+while True:
+    moment += 1
+    out = top / f"out{moment}"
+    code = in_child(out, moment)
+    assert code in (9, 100), code
+    again = in_child(out, 0)
+    assert again in (0, 100), again
+    assert tree(out) == reference, moment
+    assert not (top / f".out{moment}.packing").exists(), moment
+    if code == 100:
+        break
+print(moment - 1)
+"""
+
+
+def test_death_at_every_single_change_of_the_disk(tmp_path: Path):
+    """The process dies right before each file that it opens for writing, renames, makes or removes."""
+    write_images(tmp_path / "in", count=9)
+    (tmp_path / "in/cat/0004.jpg").write_bytes(b"broken")
+    (tmp_path / "in/dog/same.jpg").write_bytes((tmp_path / "in/dog/0001.jpg").read_bytes())
+    output = subprocess.check_output([sys.executable, "-c", EVERY_MOMENT, tmp_path], text=True, cwd=ROOT)
+    assert int(output) >= 30
+
+
+# ---- other ends
+
+
+class Stopper:
+    """Makes the writer fail at its n-th shard, once the others have got somewhere."""
+
+    def __init__(self, error: BaseException, *, at: int) -> None:
+        self.error, self.at, self.count = error, at, 0
+        self.lock = threading.Lock()
+
+    def __call__(self, descriptor: int) -> None:
+        with self.lock:
+            self.count += 1
+            if self.count == self.at:
+                raise self.error
+
+
+def fail_at(monkeypatch: pytest.MonkeyPatch, error: BaseException, *, at: int) -> None:
+    """The tar's and the index's fsync are calls 1 and 2 of the first shard, and so on (on one thread)."""
+    stopper = Stopper(error, at=at)
+    monkeypatch.setattr("data_shards.packing.pack._num_cores", lambda: 1)
+    monkeypatch.setattr(shard_writer.os, "fsync", stopper)
+
+
+def test_a_full_disk_is_one_sentence_and_what_is_finished_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    arguments = {"classes": ["0", "1"], "samples_per_shard": 100}
+    with monkeypatch.context() as patch:
+        fail_at(patch, OSError(28, "No space left on device"), at=8)  # fsync: tar, index, record; so the third tar
+        with pytest.raises(UserError, match=r"the disk is full.*type the same command again") as caught:
+            quiet("digits", tmp_path / "out", **arguments)
+    assert "\n" not in str(caught.value)
+    assert [path.name for path in tmp_path.iterdir()] == [".out.packing"]
+    assert len(list((tmp_path / ".out.packing/result/train").glob("*.tar"))) == 2  # the third is not left about
+    text = spoken("digits", tmp_path / "out", **arguments)
+    assert "going on: 2 of 4 shards" in text and "thrown away" not in text
+    quiet("digits", tmp_path / "plain", **arguments)
+    assert tree(tmp_path / "out") == tree(tmp_path / "plain")
+
+
+def test_ctrl_c_keeps_what_is_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    arguments = {"classes": ["0", "1"], "samples_per_shard": 100}
+    with monkeypatch.context() as patch:
+        fail_at(patch, KeyboardInterrupt(), at=5)
+        with pytest.raises(KeyboardInterrupt):
+            quiet("digits", tmp_path / "out", **arguments)
+    assert "going on: 1 of 4 shards" in spoken("digits", tmp_path / "out", **arguments)
+    assert {path.name for path in tmp_path.iterdir()} == {"out"}
+
+
+def test_an_end_before_the_first_shard_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    with monkeypatch.context() as patch:
+        fail_at(patch, KeyboardInterrupt(), at=1)
+        with pytest.raises(KeyboardInterrupt):
+            quiet("digits", tmp_path / "out", classes=["0", "1"], samples_per_shard=100)
+    assert not list(tmp_path.iterdir())
+
+
+def test_other_errors_of_the_machine_keep_their_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    with monkeypatch.context() as patch:
+        fail_at(patch, OSError(5, "Input/output error"), at=1)
+        with pytest.raises(OSError, match="Input/output"):
+            quiet("digits", tmp_path / "out", classes=["0", "1"], samples_per_shard=100)
+
+
+# ---- what is kept, and what is not
+
+
+@pytest.fixture
+def half(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Two of the four shards of `in` are finished."""
+    write_images(tmp_path / "in", count=20)
+    with monkeypatch.context() as patch:
+        fail_at(patch, KeyboardInterrupt(), at=7)
+        with pytest.raises(KeyboardInterrupt):
+            quiet(str(tmp_path / "in"), tmp_path / "out", samples_per_shard=5)
+    return tmp_path
+
+
+def test_another_request_starts_afresh_and_says_so(half: Path):
+    for arguments in ({"seed": 1}, {"resize": Resize(8)}, {"holdout": 0.5}, {"samples_per_shard": 4}):
+        out = half / "copy"
+        subprocess.check_call(["cp", "-a", half / ".out.packing", half / ".copy.packing"])
+        options = {"samples_per_shard": 5, **arguments}
+        text = spoken(str(half / "in"), out, **options)
+        assert "2 shards of an earlier try were thrown away" in text and "going on" not in text
+        quiet(str(half / "in"), half / "plain", **options)
+        assert tree(out) == tree(half / "plain")
+        assert (out / "val").exists() == ("holdout" in arguments)
+        subprocess.check_call(["rm", "-r", out, half / "plain"])
+
+
+def finished_images(half: Path) -> set[str]:
+    """Stems of the images in the two finished shards."""
+    from data_shards.tars.tar_index import build_index
+
+    tars = sorted((half / ".out.packing/result/train").glob("*.tar"))
+    assert len(tars) == 2
+    return {key.split("_")[1] for tar in tars for key in build_index(tar).keys}
+
+
+def test_a_changed_image_of_the_same_size_is_packed_anew(half: Path):
+    stem = min(finished_images(half))
+    path = next((half / "in").rglob(f"{stem}.jpg"))
+    picture = Image.open(io.BytesIO(path.read_bytes()))
+    path.write_bytes(path.read_bytes()[:-2] + b"\xff\xd9")  # the same bytes, another time
+    assert picture.size == (16, 16)
+    text = spoken(str(half / "in"), half / "out", samples_per_shard=5)
+    assert "going on: 1 of 4" in text and "1 shards of an earlier try were thrown away" in text
+
+
+def test_a_new_image_changes_the_plan_and_nothing_stale_stays(half: Path):
+    Image.fromarray(np.zeros((8, 8, 3), dtype=np.uint8)).save(half / "in/cat/new.png")
+    quiet(str(half / "in"), half / "out", samples_per_shard=5)
+    quiet(str(half / "in"), half / "plain", samples_per_shard=5)
+    assert tree(half / "out") == tree(half / "plain")
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda work: os.truncate(next(work.glob("result/train/*0.tar")), 600),
+        lambda work: next(work.glob("result/train/*0.tar")).unlink(),
+        lambda work: next(work.glob("result/train/*0.idx")).unlink(),
+        lambda work: next(work.glob("result/train/*0.idx")).write_text("v1.2 0"),
+        lambda work: next(work.glob("records/*0.tar.json")).write_text("{"),
+        lambda work: next(work.glob("records/*0.tar.json")).write_text("[]"),
+        lambda work: next(work.glob("records/*0.tar.json")).write_bytes(b"\0" * 100),
+        lambda work: (work / "result/train/stale.tar").write_bytes(b"half"),
+        lambda work: (work / "train").mkdir(),
+    ],
+)
+def test_a_damaged_work_folder_does_no_harm(half: Path, damage):
+    damage(half / ".out.packing")
+    quiet(str(half / "in"), half / "out", samples_per_shard=5)
+    quiet(str(half / "in"), half / "plain", samples_per_shard=5)
+    assert tree(half / "out") == tree(half / "plain")
+    assert {path.name for path in half.iterdir()} == {"in", "out", "plain"}
+
+
+def test_what_a_killed_pack_left_behind_a_whole_out_is_cleared(tmp_path: Path):
+    quiet("digits", tmp_path / "out", classes=["0"])
+    (tmp_path / ".out.packing/records").mkdir(parents=True)
+    (tmp_path / ".out.packing/records/x.json").write_text("{}")
+    assert quiet("digits", tmp_path / "out", classes=["0"]).reused
+    assert {path.name for path in tmp_path.iterdir()} == {"out"}
+
+
+def test_unreadable_images_once_mended_cost_only_their_shards(tmp_path: Path):
+    write_images(tmp_path / "in", count=20)
+    whole = (tmp_path / "in/cat/0006.jpg").read_bytes()
+    (tmp_path / "in/cat/0006.jpg").write_bytes(whole[:100])
+    with pytest.raises(UserError, match="1 of 20 images cannot be read"):
+        quiet(str(tmp_path / "in"), tmp_path / "out", samples_per_shard=5)
+    (tmp_path / "in/cat/0006.jpg").write_bytes(whole)
+    text = spoken(str(tmp_path / "in"), tmp_path / "out", samples_per_shard=5)
+    assert "going on: 3 of 4 shards" in text
+    quiet(str(tmp_path / "in"), tmp_path / "plain", samples_per_shard=5)
+    assert tree(tmp_path / "out") == tree(tmp_path / "plain")
+    assert {path.name for path in tmp_path.iterdir()} == {"in", "out", "plain"}  # the list beside OUT is gone too
+
+
+def test_unreadable_images_left_out_in_the_second_try_cost_no_shard(tmp_path: Path):
+    write_images(tmp_path / "in", count=20)
+    (tmp_path / "in/cat/0006.jpg").write_bytes(b"no image")
+    with pytest.raises(UserError, match="--skip-unreadable"):
+        quiet(str(tmp_path / "in"), tmp_path / "out", samples_per_shard=5)
+    text = spoken(str(tmp_path / "in"), tmp_path / "out", samples_per_shard=5, unreadable="skip")
+    assert "going on: 4 of 4 shards" in text
+    assert json.loads((tmp_path / "out/pack.json").read_text())["found"]["unreadable"] == 1
+
+
+def test_a_file_that_could_not_be_opened_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from data_shards.sources.files import FileImages
+
+    write_images(tmp_path / "in", count=20)
+    read = FileImages.read
+
+    def deny(self: FileImages, index: int) -> bytes:
+        if self.files[index] == "cat/0006.jpg":
+            raise PermissionError(13, "Permission denied")
+        return read(self, index)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FileImages, "read", deny)
+        with pytest.raises(UserError, match=r"cat/0006\.jpg \(Permission denied\)"):
+            quiet(str(tmp_path / "in"), tmp_path / "out", samples_per_shard=5)
+    # As after a chmod: neither size nor time of the file have changed.
+    report = quiet(str(tmp_path / "in"), tmp_path / "out", samples_per_shard=5)
+    assert report.num_images == 20 and report.counts.unreadable == 0

@@ -1,0 +1,184 @@
+"""Prefetching: ahead but not too far, never at the expense of what is nearer, quiet about errors, gone at once."""
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from data_shards.shard_set import ShardEntry
+from data_shards.store import prefetch as prefetch_module
+from data_shards.store.cache import CacheConfig
+from data_shards.store.prefetch import Prefetcher, start_prefetch
+from data_shards.store.store import MissingObject, RetryPolicy, Store
+from tests.data_shards.http_server import FaultServer
+
+MakeTar = Callable[..., bytes]
+MakeEntry = Callable[..., ShardEntry]
+
+COUNT = 10
+SIZE = 115_000  # of a shard, roughly; with its index
+
+
+@pytest.fixture
+def entries(server: FaultServer, make_tar: MakeTar, make_entry: MakeEntry) -> list[ShardEntry]:
+    for number in range(COUNT):
+        server.files[f"/{number}.tar"] = make_tar(number)
+    return [make_entry(f"{server.url}/{number}.tar", content=make_tar(number)) for number in range(COUNT)]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "cache"
+
+
+def one_shard_a_step() -> Iterator[tuple[int, list[int]]]:
+    step = 0
+    while True:
+        yield step, [step % COUNT]
+        step += 1
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline, "nothing came of it"
+        time.sleep(0.01)
+
+
+def is_here(folder: Path, number: int) -> bool:
+    return any(folder.glob(f"{number}-*.tar"))
+
+
+def test_it_stays_so_far_ahead_and_follows(
+    server: FaultServer, folder: Path, entries: list[ShardEntry], quick: RetryPolicy
+):
+    store = Store(CacheConfig(folder=folder, limit_bytes=20 * SIZE), retry=quick)
+    size = entries[0].num_bytes or 0
+    prefetcher = Prefetcher(store, entries, upcoming=one_shard_a_step(), lookahead_bytes=3 * size)
+    wait_until(lambda: is_here(folder, 2))
+    time.sleep(0.3)
+    assert not is_here(folder, 3)
+    prefetcher.reached(2)  # steps 0 and 1 have their samples
+    wait_until(lambda: is_here(folder, 4))
+    time.sleep(0.3)
+    assert not is_here(folder, 5)
+    prefetcher.reached(8)
+    wait_until(lambda: is_here(folder, 9))
+    prefetcher.close()
+    assert prefetcher.error is None
+    assert not prefetcher._thread.is_alive()
+    assert not is_here(folder, 6)  # training came past it first
+    assert max(server.totals().values()) == 1
+
+
+def test_a_shard_larger_than_the_lookahead_is_fetched_alone(folder: Path, entries: list[ShardEntry]):
+    store = Store(CacheConfig(folder=folder, limit_bytes=20 * SIZE))
+    prefetcher = Prefetcher(store, entries, upcoming=one_shard_a_step(), lookahead_bytes=1)
+    wait_until(lambda: is_here(folder, 0))
+    time.sleep(0.2)
+    assert not is_here(folder, 1)
+    prefetcher.close()
+
+
+def test_what_is_nearer_is_not_evicted_for_what_is_further(
+    folder: Path, entries: list[ShardEntry], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(prefetch_module, "_NO_ROOM_SECONDS", 0.05)
+    store = Store(CacheConfig(folder=folder, limit_bytes=4 * SIZE + SIZE // 2))
+    prefetcher = Prefetcher(store, entries, upcoming=one_shard_a_step(), lookahead_bytes=10 * SIZE)
+    wait_until(lambda: is_here(folder, 3))
+    time.sleep(0.3)
+    assert [is_here(folder, number) for number in range(6)] == [True] * 4 + [False] * 2
+    # Training is past the first two, and nobody has used them for a while.
+    prefetcher.reached(2)
+    for path in [*folder.glob("0-*.tar"), *folder.glob("1-*.tar")]:
+        os.utime(path, (1, 1))
+    wait_until(lambda: is_here(folder, 5))
+    assert [is_here(folder, number) for number in range(7)] == [False] * 2 + [True] * 4 + [False]
+    prefetcher.close()
+
+
+def test_what_is_ahead_stays_marked_as_wanted(folder: Path, entries: list[ShardEntry], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(prefetch_module, "TOUCH_SECONDS", 0.05)
+    store = Store(CacheConfig(folder=folder, limit_bytes=20 * SIZE))
+    prefetcher = Prefetcher(store, entries, upcoming=one_shard_a_step(), lookahead_bytes=2 * SIZE)
+    wait_until(lambda: is_here(folder, 1))
+    for path in folder.glob("*.tar"):
+        os.utime(path, (1, 1))
+    wait_until(lambda: all(path.stat().st_mtime > 1 for path in folder.glob("*.tar")))
+    prefetcher.close()
+
+
+def test_errors_are_left_to_the_reader_and_tried_again(
+    server: FaultServer, folder: Path, entries: list[ShardEntry], monkeypatch: pytest.MonkeyPatch, quick: RetryPolicy
+):
+    monkeypatch.setattr(prefetch_module, "_FIRST_DELAY_SECONDS", 0.01)
+    server.faults["/0.tar"] = deque(["503", "cut:500"])
+    missing = server.files.pop("/1.tar")
+    store = Store(CacheConfig(folder=folder, limit_bytes=20 * SIZE), retry=quick)
+    prefetcher = Prefetcher(store, entries, upcoming=one_shard_a_step(), lookahead_bytes=10 * SIZE)
+    wait_until(lambda: isinstance(prefetcher.error, MissingObject))
+    assert is_here(folder, 0)
+    with pytest.raises(MissingObject, match=r"/1\.tar is not there"):
+        store.open(entries[1])
+    server.files["/1.tar"] = missing
+    wait_until(lambda: is_here(folder, 2))
+    prefetcher.close()
+
+
+def test_close_ends_a_transfer_that_is_under_way(server: FaultServer, folder: Path, entries: list[ShardEntry]):
+    server.always["/0.tar"] = "stall:70000"
+    store = Store(CacheConfig(folder=folder, limit_bytes=20 * SIZE))  # which would wait a minute
+    prefetcher = Prefetcher(store, entries, upcoming=one_shard_a_step(), lookahead_bytes=10 * SIZE)
+    wait_until(lambda: server.count("/0.tar") == 1)
+    prefetcher.close()
+    assert not prefetcher._thread.is_alive()
+    assert list(folder.glob("shard*")) == list(folder.glob("*.part")) == []
+
+
+def test_a_reader_waits_for_the_transfer_that_is_under_way(
+    server: FaultServer, folder: Path, entries: list[ShardEntry]
+):
+    server.pause_seconds = 0.2
+    store = Store(CacheConfig(folder=folder, limit_bytes=20 * SIZE))
+    prefetcher = Prefetcher(store, entries, upcoming=one_shard_a_step(), lookahead_bytes=1)
+    wait_until(lambda: server.count("/0.tar") == 1)
+    shard = store.open(entries[0])
+    assert os.pread(shard.descriptor, 10**6, 0) == server.files["/0.tar"]
+    os.close(shard.descriptor)
+    prefetcher.close()
+    assert server.count("/0.tar") == 1
+
+
+def test_an_error_while_planning_ends_only_the_prefetching(folder: Path, entries: list[ShardEntry]):
+    def upcoming() -> Iterator[tuple[int, list[int]]]:
+        yield 0, [0]
+        raise RuntimeError("a mistake of ours")
+
+    prefetcher = Prefetcher(
+        Store(CacheConfig(folder=folder, limit_bytes=20 * SIZE)), entries, upcoming=upcoming(), lookahead_bytes=SIZE
+    )
+    wait_until(lambda: prefetcher.error is not None)
+    prefetcher.reached(1)
+    prefetcher.close()
+    assert is_here(folder, 0)
+
+
+def test_local_sets_need_none(tmp_path: Path, make_entry: MakeEntry):
+    def upcoming() -> Iterator[tuple[int, list[int]]]:
+        raise AssertionError("planned for nothing")
+        yield 0, [0]
+
+    local = [make_entry(str(tmp_path / "a.tar"))]
+    before = threading.active_count()
+    store = Store(CacheConfig(folder=tmp_path, limit_bytes=10**6))
+    assert start_prefetch(store, local, upcoming=upcoming()) is None
+    assert start_prefetch(None, local, upcoming=upcoming()) is None
+    assert threading.active_count() == before
+    running = start_prefetch(store, [*local, make_entry("http://127.0.0.1:1/a.tar")], upcoming=one_shard_a_step())
+    assert running is not None
+    running.close()

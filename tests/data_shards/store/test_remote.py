@@ -1,0 +1,134 @@
+"""Shards that commands write, and shards in buckets (the S3 protocol), with faults."""
+
+import hashlib
+import os
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from data_shards.shard_set import ShardEntry
+from data_shards.store.store import MissingObject, Store, StoreError
+from tests.data_shards.http_server import FaultServer
+from tests.data_shards.opened import content_of, parts
+
+MakeTar = Callable[..., bytes]
+MakeEntry = Callable[..., ShardEntry]
+
+
+# ---- commands ------------------------------------------------------------------------------------------------------
+
+
+def test_the_output_of_a_command_is_a_shard(tmp_path: Path, store: Store, make_tar: MakeTar, make_entry: MakeEntry):
+    (tmp_path / "a.tar").write_bytes(make_tar(0))
+    entry = make_entry(f"pipe:cat '{tmp_path}/a.tar' && echo x >> '{tmp_path}/count'")
+    assert content_of(store, entry) == content_of(store, entry) == make_tar(0)
+    assert (tmp_path / "count").read_text() == "x\n"  # the cache has it
+
+
+def test_a_command_that_fails_after_it_wrote_a_whole_shard_has_failed(
+    tmp_path: Path, store: Store, make_tar: MakeTar, make_entry: MakeEntry
+):
+    (tmp_path / "a.tar").write_bytes(make_tar(0))
+    (tmp_path / "fail").write_text("echo first >&2; echo no credits for $1 left >&2; exit 3")
+    command = f"cat {tmp_path}/a.tar; sh {tmp_path}/fail SECRETTOKEN"
+    with pytest.raises(StoreError, match="exit status 3") as caught:
+        store.open(make_entry(f"pipe:{command}"))
+    message = str(caught.value)
+    assert message.startswith("pipe:cat ... a.tar: ") and "no credits for ... left" in message
+    assert "first" not in message and "SECRETTOKEN" not in message
+    assert parts(store) == []
+
+
+def test_a_command_that_fails_once(tmp_path: Path, store: Store, make_tar: MakeTar, make_entry: MakeEntry):
+    (tmp_path / "a.tar").write_bytes(make_tar(0))
+    mark = tmp_path / "mark"
+    command = (
+        f"if test -e {mark}; then cat {tmp_path}/a.tar; else touch {mark}; head -c 5000 {tmp_path}/a.tar; exit 1; fi"
+    )
+    assert content_of(store, make_entry(f"pipe:{command}")) == make_tar(0)
+
+
+def test_a_command_whose_output_is_cut_short_without_a_word(
+    tmp_path: Path, store: Store, make_tar: MakeTar, make_entry: MakeEntry
+):
+    (tmp_path / "a.tar").write_bytes(make_tar(0))
+    with pytest.raises(StoreError, match="byte"):
+        store.open(make_entry(f"pipe:head -c 60000 {tmp_path}/a.tar | cat"))
+
+
+def test_commands_that_hang_or_do_not_exist(tmp_path: Path, impatient: Store, make_entry: MakeEntry):
+    with pytest.raises(StoreError, match=r"wrote nothing for 0\.3 s"):
+        impatient.open(make_entry(f"pipe:echo $$ > {tmp_path}/pid; sleep 1000"))
+    pid = int((tmp_path / "pid").read_text())
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+    with pytest.raises(StoreError, match="exit status 127"):
+        impatient.open(make_entry("pipe:no-such-program-anywhere x.tar"))
+
+
+# ---- the S3 protocol -----------------------------------------------------------------------------------------------
+
+
+def test_a_shard_from_a_bucket_in_several_ranges(
+    s3: FaultServer, put: Callable[[str, bytes], None], store: Store, make_tar: MakeTar, make_entry: MakeEntry
+):
+    content = make_tar(0, num_bytes=20_000_000)
+    put("train/a b.tar", content)
+    assert content_of(store, make_entry("s3://shards/train/a b.tar", content=content)) == content
+    assert len({span for method, _, span in s3.requests if method == "GET"}) == 3
+    assert store.size("s3://shards/train/a b.tar") == len(content)
+    assert hashlib.md5(content).hexdigest() in store.fingerprint("s3://shards/train/a b.tar")
+
+
+@pytest.mark.parametrize(
+    "faults", [["503"], ["cut:5000"], ["stall:5000"], ["short:5000"], ["garbage"], ["500", "cut:0"]]
+)
+def test_faults_of_a_bucket_are_waited_out(
+    faults: list[str],
+    s3: FaultServer,
+    put: Callable[[str, bytes], None],
+    store: Store,
+    make_tar: MakeTar,
+    make_entry: MakeEntry,
+):
+    put("a.tar", make_tar(0))
+    s3.faults["/shards/a.tar"] = deque(faults)
+    assert content_of(store, make_entry("s3://shards/a.tar", content=make_tar(0))) == make_tar(0)
+    assert s3.count("/shards/a.tar") == len(faults) + 1
+
+
+def test_a_bucket_that_lacks_a_shard_has_a_truncated_one_or_is_down(
+    s3: FaultServer, put: Callable[[str, bytes], None], impatient: Store, make_tar: MakeTar, make_entry: MakeEntry
+):
+    with pytest.raises(MissingObject, match=r"s3://shards/none\.tar is not there"):
+        impatient.open(make_entry("s3://shards/none.tar", content=b"x"))
+    with pytest.raises(MissingObject, match="bucket"):
+        impatient.read_small("s3://no-such-bucket/manifest.json", most_bytes=10)
+    put("a.tar", make_tar(0)[:60_000])
+    with pytest.raises(StoreError, match=r"it has 60000 bytes where \d+ are expected"):
+        impatient.open(make_entry("s3://shards/a.tar", content=make_tar(0)))
+    s3.always["/shards/a.tar"] = "503"
+    with pytest.raises(StoreError, match=r"s3://shards/a\.tar: .*in a row"):
+        impatient.open(make_entry("s3://shards/a.tar"))
+
+
+def test_a_public_bucket_is_read_without_credentials(
+    s3: FaultServer,
+    put: Callable[[str, bytes], None],
+    store: Store,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    config = pytest.importorskip("fsspec.config")
+    put("x.json", b"{}")
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    with pytest.raises(StoreError, match="credentials"):
+        store.read_small("s3://shards/x.json", most_bytes=10)
+    settings: dict[str, dict[str, object]] = {}
+    config.set_conf_env(settings, {"FSSPEC_S3_ANON": "true", "FSSPEC_S3_ENDPOINT_URL": s3.url})
+    monkeypatch.delenv("AWS_ENDPOINT_URL")
+    monkeypatch.setitem(config.conf, "s3", settings["s3"])
+    assert Store(store.cache).read_small("s3://shards/x.json", most_bytes=10) == b"{}"
