@@ -11,11 +11,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from data_shards.byte_sizes import parse_bytes
+from data_shards.byte_sizes import parse_bytes, show_bytes
+from data_shards.checking.fitness import assess
 from data_shards.errors import UserError
 from data_shards.mixture import AnyOrder, make_order
 from data_shards.shard_set import ShardSet, ShardsSpec, merge_shard_sets, open_shards
 from data_shards.store.cache import CacheConfig
+from data_shards.store.location import is_local
 from data_shards.store.store import Store
 from pipeline.plan import StagePlan
 from pipeline.recipe import Recipe, StageName
@@ -89,6 +91,31 @@ def open_data(recipe: Recipe, *, stage: StageName, report: Report = print) -> St
         weights=tuple(weights) or None,
         eval=held_out,
         store=store,
+    )
+
+
+def cache_advice(recipe: Recipe, *, data: StageData, plan: StagePlan, processes_per_node: int) -> str | None:
+    """One sentence, if the cache cannot hold what the shuffle reads at a time and shards would be fetched again."""
+    sizes = [shard.num_bytes for shard in data.train.shards]
+    if all(is_local(shard.url) for shard in data.train.shards) or None in sizes:
+        return None
+    fitness, _ = assess(
+        data.train.shard_sizes,
+        shard_bytes=[size or 0 for size in sizes],
+        split=data.train.split,
+        world_size=plan.world_size,
+        lanes=plan.lanes,
+        processes_per_node=processes_per_node,
+        window_images=recipe.data.shuffle_window_images,
+    )
+    limit = parse_bytes(recipe.data.cache.limit)
+    # What is fetched ahead needs room as well: see store/prefetch.py.
+    if fitness is None or fitness.window_bytes * 4 / 3 <= limit or data.train.num_bytes in range(limit):
+        return None
+    return (
+        f"the shuffle reads {fitness.window_shards:,} shards ({show_bytes(fitness.window_bytes)}) at a time on a node, and "
+        f"data.cache.limit is {recipe.data.cache.limit}: shards will be fetched more than once; raise the limit, or "
+        f"lower data.shuffle_window_images ({recipe.data.shuffle_window_images:,}) or data.lanes ({plan.lanes})"
     )
 
 

@@ -31,7 +31,7 @@ from pipeline.recipe import Recipe, StageName
 from pipeline.report import Report
 from pipeline.run_folder import check_inputs, weights_digest
 from pipeline.schedule import Schedule
-from pipeline.stage_data import StageData, training_order
+from pipeline.stage_data import StageData, cache_advice, training_order
 from pipeline.stage_report import stage_report
 from pipeline.state import TrainState
 from pipeline.train_loop import TrainJob, train
@@ -83,6 +83,10 @@ def train_stage(
         report.note(f"{stage}: {image_size} px, {data.train.num_classes} classes; {plan.describe()}")
         for damage in (*data.train.damage, *data.eval.damage):
             report.note(damage)
+        if ranks.place.is_main:
+            advice = cache_advice(recipe, data=data, plan=plan, processes_per_node=ranks.place.local_world_size)
+            if advice:
+                report.note(advice)
         if restored:
             report.note(describe_restored(restored, plan=plan))
         job = _training_job(context, stage=stage, data=data, plan=plan, engine=engine, state=state, report=report)
