@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from data_shards.errors import UserError
 from data_shards.labels import LabelKind, LabelSpec
 from data_shards.manifest import MANIFEST_FILE, Manifest, load_manifest, parse_manifest, shard_damage
 from data_shards.store.location import PIPE, expand_braces, is_local, join, local_path, shown
+from data_shards.tars.tar_index import index_path, read_index
 
 if TYPE_CHECKING:
     from data_shards.store.store import Store
@@ -64,6 +66,8 @@ class ShardSet:
         shards: the tars, in the order that sample numbers follow.
         digest: at most 32 hex digits that change with the content, not with the place.
         damage: what is wrong with it and was tolerated, a sentence each.
+        lost_samples: of `num_samples`, those known to be gone; reading finds the others, and what foreign tars lost
+            was never counted.
     """
 
     name: str
@@ -73,6 +77,7 @@ class ShardSet:
     shards: tuple[ShardEntry, ...]
     digest: str
     damage: tuple[str, ...] = ()
+    lost_samples: int = 0
 
     @property
     def num_samples(self) -> int:
@@ -191,6 +196,7 @@ def merge_shard_sets(sets: Sequence[ShardSet]) -> ShardSet:
         shards=tuple(shard for one in sets for shard in one.shards),
         digest=hashlib.sha256(json.dumps([one.digest for one in sets]).encode()).hexdigest()[:32],
         damage=tuple(damage for one in sets for damage in one.damage),
+        lost_samples=sum(one.lost_samples for one in sets),
     )
 
 
@@ -220,7 +226,7 @@ def _urls(location: str) -> list[str]:
 
 
 def _open_local(location: str, *, damaged: Damaged) -> ShardSet:
-    manifest = load_manifest(local_path(location).absolute())
+    manifest = load_manifest(local_path(location))  # not made absolute: messages show paths as the user typed them
     damages = shard_damage(manifest)
     found = [damage for damage in damages if damage]
     if found and damaged == "refuse":
@@ -228,8 +234,8 @@ def _open_local(location: str, *, damaged: Damaged) -> ShardSet:
         raise UserError(found[0] + more)
     entries = tuple(
         ShardEntry(
-            url=str(manifest.root / shard.file),
-            name=str(local_path(location) / shard.file),
+            url=str((manifest.root / shard.file).absolute()),
+            name=str(manifest.root / shard.file),
             num_samples=shard.num_samples,
             num_bytes=shard.num_bytes,
             sha256=shard.sha256,
@@ -239,7 +245,18 @@ def _open_local(location: str, *, damaged: Damaged) -> ShardSet:
         )
         for shard, damage in zip(manifest.shards, damages, strict=True)
     )
-    return _packed(manifest, entries, source=str(local_path(location)), damage=tuple(found))
+    lost = sum(_lost_samples(entry) for entry in entries if entry.state == "damaged")
+    return _packed(manifest, entries, source=str(local_path(location)), damage=tuple(found), lost_samples=lost)
+
+
+def _lost_samples(entry: ShardEntry) -> int:
+    """Samples of a damaged local shard that are not there, by the index beside it; all of them without one."""
+    try:
+        num_bytes = os.stat(entry.url).st_size
+        index = read_index(index_path(entry.url), label=entry.labels.part)
+    except (OSError, UserError):
+        return entry.num_samples
+    return int((index.image_offset + index.image_size > num_bytes).sum())
 
 
 def _open_remote(location: str, *, store: Store | None) -> ShardSet:
@@ -265,10 +282,17 @@ def _open_remote(location: str, *, store: Store | None) -> ShardSet:
         )
         for shard in manifest.shards
     )
-    return _packed(manifest, entries, source=shown(location), damage=())
+    return _packed(manifest, entries, source=shown(location))
 
 
-def _packed(manifest: Manifest, entries: tuple[ShardEntry, ...], *, source: str, damage: tuple[str, ...]) -> ShardSet:
+def _packed(
+    manifest: Manifest,
+    entries: tuple[ShardEntry, ...],
+    *,
+    source: str,
+    damage: tuple[str, ...] = (),
+    lost_samples: int = 0,
+) -> ShardSet:
     return ShardSet(
         name=manifest.name,
         source=source,
@@ -277,4 +301,5 @@ def _packed(manifest: Manifest, entries: tuple[ShardEntry, ...], *, source: str,
         shards=entries,
         digest=manifest.digest,
         damage=damage,
+        lost_samples=lost_samples,
     )

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import getpass
 import sys
-import tempfile
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -22,6 +20,7 @@ app = App(
     "75 stopped by a signal after saving.",
     version="0.1.0.dev0",
     help_format="plaintext",
+    suppress_keyboard_interrupt=False,  # main() says what an interruption means
 )
 
 
@@ -192,7 +191,7 @@ def check(
     from data_shards.checking.check import check as check_shards
     from data_shards.checking.report import as_json, as_text
     from data_shards.shard_set import ShardsSpec
-    from data_shards.store.cache import CacheConfig
+    from data_shards.store.cache import CacheConfig, default_cache_folder
     from data_shards.store.location import is_local
     from data_shards.store.store import RetryPolicy, Store
 
@@ -207,7 +206,7 @@ def check(
         limit_bytes = parse_bytes(cache_limit or "50GB")
     except ValueError as error:
         raise UserError(f"--cache-limit: {error}") from None
-    folder = cache or Path(tempfile.gettempdir()) / f"shardvit-cache-{getpass.getuser()}"
+    folder = cache or default_cache_folder()
     result = check_shards(
         ShardsSpec(shards, label=label, kind="multi" if multi_label else "single", classes=classes),
         decode=decode,

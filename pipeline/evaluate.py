@@ -5,6 +5,7 @@ With several labels an image, top-1 is the share of images whose best class is o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 
 import torch
@@ -55,4 +56,6 @@ def evaluate(
             sums[2] += len(wanted)
     engine.module.train()
     loss, correct, images = ranks.gather(sums).sum(dim=0).tolist()
+    if not images:  # all are damaged, which the budget of damaged images will have its word about
+        return {"val/loss": math.nan, "val/top1": math.nan, "val/images": 0.0}
     return {"val/loss": loss / images, "val/top1": correct / images, "val/images": images}

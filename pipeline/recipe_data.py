@@ -54,6 +54,8 @@ def _one(value: Any) -> Any:
 
 
 def _some(value: Any) -> Any:
+    if value == []:
+        raise ValueError("the list is empty: name at least one set of shards")
     return [_one(each) for each in (value if isinstance(value, list | tuple) else [value])]
 
 
@@ -66,7 +68,7 @@ def _all_short(value: tuple[ShardsConfig, ...]) -> Any:
 
 
 OneSet = Annotated[ShardsConfig, BeforeValidator(_one), PlainSerializer(_short)]
-SomeSets = Annotated[tuple[ShardsConfig, ...], Field(min_length=1), BeforeValidator(_some), PlainSerializer(_all_short)]
+SomeSets = Annotated[tuple[ShardsConfig, ...], BeforeValidator(_some), PlainSerializer(_all_short)]
 
 
 class CacheRecipe(Strict):

@@ -5,8 +5,6 @@ Needs no torch: `shardvit run` opens the shards before it starts any process, an
 
 from __future__ import annotations
 
-import getpass
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +14,7 @@ from data_shards.checking.fitness import assess
 from data_shards.errors import UserError
 from data_shards.mixture import AnyOrder, make_order
 from data_shards.shard_set import ShardSet, ShardsSpec, merge_shard_sets, open_shards
-from data_shards.store.cache import CacheConfig
+from data_shards.store.cache import CacheConfig, default_cache_folder
 from data_shards.store.location import is_local
 from data_shards.store.store import Store
 from pipeline.plan import StagePlan
@@ -71,7 +69,13 @@ def open_data(recipe: Recipe, *, stage: StageName, report: Report = print) -> St
             classes=Path(shards.classes) if shards.classes else None,
         )
         damaged = "report" if recipe.data.max_corrupt_share > 0 else "refuse"
-        return open_shards(spec, damaged=damaged, report=report, store=store)
+        opened = open_shards(spec, damaged=damaged, report=report, store=store)
+        if opened.lost_samples > recipe.data.max_corrupt_share * opened.num_samples:
+            raise UserError(
+                f"{opened.damage[0]}; {opened.lost_samples:,} of {opened.num_samples:,} images are lost, more than "
+                f"data.max_corrupt_share {recipe.data.max_corrupt_share:g} allows: bring the shards back, or raise it"
+            )
+        return opened
 
     parts = [open_one(each) for each in config.train]
     weights = [each.weight for each in config.train if each.weight is not None]
@@ -113,17 +117,16 @@ def cache_advice(recipe: Recipe, *, data: StageData, plan: StagePlan, processes_
     if fitness is None or fitness.window_bytes * 4 / 3 <= limit or data.train.num_bytes in range(limit):
         return None
     return (
-        f"the shuffle reads {fitness.window_shards:,} shards ({show_bytes(fitness.window_bytes)}) at a time on a node, and "
-        f"data.cache.limit is {recipe.data.cache.limit}: shards will be fetched more than once; raise the limit, or "
-        f"lower data.shuffle_window_images ({recipe.data.shuffle_window_images:,}) or data.lanes ({plan.lanes})"
+        f"the shuffle reads {fitness.window_shards:,} shards ({show_bytes(fitness.window_bytes)}) at a time on a node, "
+        f"and data.cache.limit is {recipe.data.cache.limit}: shards will be fetched more than once; raise the limit, "
+        f"or lower data.shuffle_window_images ({recipe.data.shuffle_window_images:,}) or data.lanes ({plan.lanes})"
     )
 
 
 def _cache(recipe: Recipe) -> CacheConfig:
     folder = recipe.data.cache.folder
     return CacheConfig(
-        folder=Path(folder) if folder else Path(tempfile.gettempdir()) / f"shardvit-cache-{getpass.getuser()}",
-        limit_bytes=parse_bytes(recipe.data.cache.limit),
+        folder=Path(folder) if folder else default_cache_folder(), limit_bytes=parse_bytes(recipe.data.cache.limit)
     )
 
 

@@ -13,6 +13,7 @@ from torch import nn
 
 from data_shards.assemble import Access
 from data_shards.errors import UserError
+from data_shards.images.decode import require_decoder
 from data_shards.loader import EvalBatches, Layout, TrainBatches, TrainLoader, eval_batches
 from data_shards.shard_set import ShardSet
 from model.loss import loss_function
@@ -55,6 +56,7 @@ def train_stage(
         Stopped: by a signal, after saving.
     """
     recipe, folder, ranks = context.recipe, context.folder, context.ranks
+    require_decoder(recipe.data.decoder)
     plan = plan_stage(recipe, stage=stage, samples_per_epoch=data.train.num_samples, world_size=ranks.place.world_size)
     inputs = {"training images": data.train.digest, "held-out images": data.eval.digest, "weights": start.weights}
     record = folder.record(stage)

@@ -16,7 +16,9 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import getpass
 import os
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -56,6 +58,11 @@ class CacheConfig:
 
     folder: Path
     limit_bytes: int
+
+
+def default_cache_folder() -> Path:
+    """In the folder for temporary files ($TMPDIR or /tmp), one for each user."""
+    return Path(tempfile.gettempdir()) / f"shardvit-cache-{getpass.getuser()}"
 
 
 class NoRoom(Exception):

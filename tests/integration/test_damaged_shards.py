@@ -98,11 +98,19 @@ def test_training_ends_and_the_offenders_are_listed_exactly(damaged):
     assert "corrupt_samples.jsonl" in [file.path for file in client.list_artifacts(child.info.run_id)]
 
 
+def test_more_known_damage_than_allowed_is_refused_before_anything_is_started(damaged):
+    folder, _ = damaged
+    done = run(folder, "data.max_corrupt_share=0.01", "name=known")
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "-000005.tar" in done.stderr and "20 of 1,438 images are lost" in done.stderr
+    assert not (folder / "runs/known").exists()
+
+
 def test_more_damage_than_allowed_stops_with_everything_saved_and_a_raised_budget_goes_on(damaged):
     folder, lost = damaged
-    done = run(folder, "data.max_corrupt_share=0.004", "name=budget")
+    done = run(folder, "data.max_corrupt_share=0.016", "name=budget")
     assert done.returncode == 2, done.stdout + done.stderr
-    assert "max_corrupt_share 0.004" in done.stderr and "Traceback" not in done.stderr
+    assert "max_corrupt_share 0.016" in done.stderr and "Traceback" not in done.stderr
     stage = folder / "runs/budget/finetune"
     step = json.loads((stage / "stage.json").read_text())["last_saved_step"]
     assert step > 0

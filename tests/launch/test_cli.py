@@ -215,12 +215,14 @@ def test_pack_a_class_folder_without_images(refused: Callable[..., str], work: P
     assert "images/emu" in refused("pack", "images", "out")
 
 
-def test_pack_an_unreadable_image(refused: Callable[..., str], work: Path):
+def test_pack_an_unreadable_image(call: Call, work: Path):
     (work / "images" / "dog" / "broken.png").write_bytes(b"\x89PNG and no more")
     cut = work / "images" / "cat" / "0.png"
     cut.write_bytes(cut.read_bytes()[:-40])
-    text = refused("pack", "images", "out")
+    code, _, text = call("pack", "images", "out")
+    assert code == 2 and text.count("\n") == 1
     assert "dog/broken.png" in text and "cat/0.png" in text and "2 of 25" in text
+    assert not (work / "out").exists() and (work / "out.unreadable.jsonl").is_file()
 
 
 def test_pack_over_something_else(refused: Callable[..., str], work: Path):

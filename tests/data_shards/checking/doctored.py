@@ -1,0 +1,97 @@
+"""A small sound set, ways to damage it, and ways to ask the doctor."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from data_shards.checking.check import CheckResult, check
+from data_shards.checking.findings import Finding
+from data_shards.shard_set import ShardsSpec
+from data_shards.tars.tar_index import index_path, open_index
+
+CLASSES = ("ant", "bee", "cow")
+
+
+def encoded(seed: int, *, side: int = 24, image_format: str = "JPEG") -> bytes:
+    pixels = np.random.default_rng(seed).integers(0, 256, (side, side + 8, 3), dtype=np.uint8)
+    stream = io.BytesIO()
+    Image.fromarray(pixels).save(stream, image_format)
+    return stream.getvalue()
+
+
+def tars(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.tar"))
+
+
+def looked_at(location: Path | str, **options: Any) -> CheckResult:
+    spec = options.pop("spec", None) or ShardsSpec(str(location))
+    return check(spec, **{"processes": 1, "report": lambda line: None, **options})
+
+
+def by_kind(result: CheckResult) -> dict[str, Finding]:
+    kinds = [finding.kind for finding in result.findings]
+    assert len(kinds) == len(set(kinds)), kinds
+    return {finding.kind: finding for finding in result.findings}
+
+
+def only(result: CheckResult, kind: str) -> Finding:
+    found = by_kind(result)
+    assert list(found) == [kind], found
+    return found[kind]
+
+
+def overwrite(path: Path, offset: int, data: bytes) -> None:
+    with open(path, "r+b") as stream:
+        stream.seek(offset)
+        stream.write(data)
+
+
+def flip(path: Path, offset: int) -> None:
+    overwrite(path, offset, bytes([path.read_bytes()[offset] ^ 0x55]))
+
+
+def image_place(tar: Path, row: int) -> tuple[str, int, int]:
+    index = open_index(tar)
+    return index.keys[row], int(index.image_offset[row]), int(index.image_size[row])
+
+
+def members(tar: Path) -> list[tuple[str, bytes]]:
+    with tarfile.open(tar) as stream:
+        return [(member.name, stream.extractfile(member).read()) for member in stream]
+
+
+def write_tar(tar: Path, content: list[tuple[str, bytes]]) -> None:
+    with tarfile.open(tar, "w") as stream:
+        for name, data in content:
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            stream.addfile(member, io.BytesIO(data))
+
+
+def exchange(tar: Path, content: list[tuple[str, bytes]]) -> None:
+    """Another content that the manifest vouches for, and no index beside it."""
+    write_tar(tar, content)
+    index_path(tar).unlink(missing_ok=True)
+    path = tar.parent / "manifest.json"
+    manifest = json.loads(path.read_text())
+    (entry,) = (entry for entry in manifest["shards"] if entry["file"] == tar.name)
+    entry |= {"num_bytes": tar.stat().st_size, "sha256": hashlib.sha256(tar.read_bytes()).hexdigest()}
+    path.write_text(json.dumps(manifest))
+
+
+def part_of(content: list[tuple[str, bytes]], key: str, *, is_label: bool) -> int:
+    (number,) = (
+        i for i, (name, _) in enumerate(content) if name.startswith(f"{key}.") and name.endswith(".cls") == is_label
+    )
+    return number
+
+
+# A sound set.

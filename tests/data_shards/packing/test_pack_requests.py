@@ -1,0 +1,234 @@
+"""Requests: refused, recognised, and what the newer options give at the end."""
+
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from data_shards.errors import UserError
+from data_shards.labels import LabelSpec, parse_label
+from data_shards.manifest import read_manifest
+from data_shards.packing import pack as pack_module
+from data_shards.packing.image import Resize
+from data_shards.packing.pack import pack
+from data_shards.sources import LabelList
+from data_shards.tars.tar_index import open_index
+from tests.data_shards.packing.folders import by_index, encoded, quiet, tree, write_folder
+
+# ---- bad input, and what is there already
+
+
+def test_an_unlistable_request_writes_nothing(tmp_path: Path):
+    write_folder(tmp_path / "in", {"cat": 2, "dog": 1})
+    before = sorted(tmp_path.iterdir())
+    for arguments, message in (
+        ({"classes": ["cta"]}, "did you mean 'cat'"),
+        ({"classes": ["cat", "cat"]}, "'cat' is named twice"),
+        ({"classes": []}, "classes: the list is empty"),
+        ({"holdout": 0.0}, "between 0 and 1"),
+        ({"holdout": 1.5}, "between 0 and 1"),
+        ({"holdout": float("nan")}, "between 0 and 1"),
+        ({"holdout": 0.5}, "'dog'.*one image only"),
+        ({"samples_per_shard": 0}, "samples_per_shard"),
+    ):
+        with pytest.raises(UserError, match=message):
+            quiet(str(tmp_path / "in"), tmp_path / "out", **arguments)
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_the_same_request_again_is_recognised_and_changes_nothing(tmp_path: Path):
+    write_folder(tmp_path / "in", {"cat": 4, "dog": 4})
+    spec = str(tmp_path / "in")
+    first = quiet(spec, tmp_path / "out", holdout=0.25, classes=["dog", "cat"])
+    stamps = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")}
+    lines: list[str] = []
+    again = pack(spec, tmp_path / "out", holdout=0.25, classes=["dog", "cat"], report=lines.append)
+    assert again.reused and (again.train, again.val) == (first.train, first.val)
+    assert stamps == {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")}
+    assert "was packed before" in lines[0] and "8 images of 2 classes" in lines[0]
+
+
+def test_another_request_or_a_changed_source_or_a_strange_folder_is_refused(tmp_path: Path):
+    write_folder(tmp_path / "in", {"cat": 4, "dog": 4})
+    spec = str(tmp_path / "in")
+    quiet(spec, tmp_path / "out")
+    before = tree(tmp_path / "out")
+    with pytest.raises(UserError, match="seed: 0 then, 1 now"):
+        quiet(spec, tmp_path / "out", seed=1)
+    with pytest.raises(UserError, match="source"):
+        quiet("digits", tmp_path / "out")
+    (tmp_path / "in/cat/new.png").write_bytes(encoded(99))
+    with pytest.raises(UserError, match="has changed since"):
+        quiet(spec, tmp_path / "out")
+    assert tree(tmp_path / "out") == before
+    (tmp_path / "strange").mkdir()
+    (tmp_path / "strange/thesis.txt").write_text("mine")
+    with pytest.raises(UserError, match="not packed by shardvit"):
+        quiet(spec, tmp_path / "strange")
+    assert (tmp_path / "strange/thesis.txt").read_text() == "mine"
+    with pytest.raises(UserError, match="not packed by shardvit"):
+        quiet(spec, tmp_path / "strange/thesis.txt")
+
+
+def test_an_empty_out_is_filled_and_parents_are_made(tmp_path: Path):
+    (tmp_path / "empty").mkdir()
+    quiet("digits", tmp_path / "empty", classes=["0"])
+    quiet("digits", tmp_path / "x/y/z", classes=["0"])
+    assert tree(tmp_path / "empty") == tree(tmp_path / "x/y/z")
+    assert not list(tmp_path.rglob("*.packing"))
+
+
+def test_a_damaged_result_is_not_reused(tmp_path: Path):
+    result = quiet("digits", tmp_path / "out", classes=["0", "1"])
+    result.train.shard_paths[0].unlink()
+    with pytest.raises(UserError, match="not there"):
+        quiet("digits", tmp_path / "out", classes=["0", "1"])
+
+
+def test_two_at_once_do_not_mix(tmp_path: Path):
+    import fcntl
+
+    (tmp_path / ".out.packing").mkdir()
+    handle = os.open(tmp_path / ".out.packing", os.O_RDONLY)
+    fcntl.flock(handle, fcntl.LOCK_EX)
+    with pytest.raises(UserError, match="another process is packing"):
+        quiet("digits", tmp_path / "out", classes=["0"])
+    os.close(handle)
+    quiet("digits", tmp_path / "out", classes=["0"])
+
+
+def test_file_names_and_pack_json(tmp_path: Path):
+    quiet("digits", tmp_path / "out", classes=["0", "1"], holdout=0.5, samples_per_shard=100)
+    assert set(tree(tmp_path / "out")) == {
+        "pack.json",
+        "_info.json",
+        *(f"{split}/{file}" for split in ("train", "val") for file in ("manifest.json", "sizes.json")),
+        *(
+            f"{split}/digits-{split}-00000{i}.{kind}"
+            for split in ("train", "val")
+            for i in (0, 1)
+            for kind in ("tar", "idx")
+        ),
+    }
+    content = json.loads((tmp_path / "out/pack.json").read_text())
+    assert content["request"] == {
+        "source": "digits",
+        "classes": ["0", "1"],
+        "holdout": 0.5,
+        "samples_per_shard": 100,
+        "seed": 0,
+    }
+    assert set(content["found"].values()) == {0}
+
+
+def test_a_set_packed_before_the_newer_options_came_is_recognised(tmp_path: Path):
+    quiet("digits", tmp_path / "out", classes=["0", "1"], samples_per_shard=100)
+    content = json.loads((tmp_path / "out/pack.json").read_text())
+    del content["found"]
+    (tmp_path / "out/pack.json").write_text(json.dumps(content))
+    for split in ("train",):
+        manifest = json.loads((tmp_path / "out" / split / "manifest.json").read_text())
+        del manifest["labels"]
+        (tmp_path / "out" / split / "manifest.json").write_text(json.dumps(manifest))
+    assert quiet("digits", tmp_path / "out", classes=["0", "1"], samples_per_shard=100).reused
+    with pytest.raises(UserError, match="duplicates: None then, 'drop' now"):
+        quiet("digits", tmp_path / "out", classes=["0", "1"], samples_per_shard=100, duplicates="drop")
+    with pytest.raises(UserError, match="resize: None then"):
+        quiet("digits", tmp_path / "out", classes=["0", "1"], samples_per_shard=100, resize=Resize(8))
+
+
+# ---- several labels, sizes, reduced images: what comes out at the end
+
+
+def test_several_labels_round_trip_through_our_reader_and_webdataset(tmp_path: Path):
+    root = tmp_path / "in"
+    owner = list(write_folder(root, {"a": 6}))
+    rows = [["cat"], ["dog", "cat"], [], ["owl"], ["owl", "cat", "dog"], ["dog"]]
+    files = sorted((root / "a").iterdir())
+    images = [path.read_bytes() for path in files]
+    assert set(images) == set(owner)
+    lines = [json.dumps({"path": f"a/{path.name}", "label": labels}) for path, labels in zip(files, rows, strict=True)]
+    (tmp_path / "labels.jsonl").write_text("\n".join(lines))
+    result = quiet(str(root), tmp_path / "out", labels=LabelList(tmp_path / "labels.jsonl"), samples_per_shard=4)
+    manifest = read_manifest(tmp_path / "out/train")
+    assert manifest.labels == LabelSpec(part="json", key="label", kind="multi") == result.train.labels
+    assert manifest.classes == ("cat", "dog", "owl")
+    expected = {
+        image: tuple(sorted(manifest.classes.index(name) for name in labels))
+        for image, labels in zip(images, rows, strict=True)
+    }
+    found = {}
+    for path in manifest.shard_paths:
+        index, data = open_index(path, label="json"), path.read_bytes()
+        for i in range(len(index)):
+            image = data[index.image_offset[i] :][: index.image_size[i]]
+            label = data[index.label_offset[i] :][: index.label_size[i]]
+            found[image] = parse_label(label, spec=manifest.labels, label_map=manifest.label_map, num_classes=3)
+    assert found == expected
+
+    import webdataset
+
+    data = webdataset.WebDataset([str(path) for path in manifest.shard_paths], shardshuffle=False, empty_check=False)
+    by_others = {sample.get("jpg", sample.get("png")): tuple(json.loads(sample["json"])["label"]) for sample in data}
+    assert by_others == expected
+
+
+@pytest.mark.parametrize("size", [1, 20_000, 33_333, 10**9])
+def test_shards_by_size_hold_to_it_within_an_image(tmp_path: Path, size: int):
+    write_folder(tmp_path / "in", {"a": 20, "b": 31})
+    result = quiet(str(tmp_path / "in"), tmp_path / "out", shard_size_bytes=size)
+    assert result.num_images == 51
+    sizes = [shard.num_bytes for shard in result.train.shards]
+    largest = max(path.stat().st_size for path in (tmp_path / "in").rglob("*.*")) + 4 * 512
+    assert max(sizes) <= max(size, 10_240 + 1024) + largest
+    if size == 1:
+        assert len(sizes) == 51
+    else:  # no more shards than it takes
+        whole = quiet(str(tmp_path / "in"), tmp_path / "whole").train.num_bytes
+        assert len(sizes) <= -(-whole // (size - 10_240 - 1024))
+
+
+def test_reduced_images_are_in_the_tars_and_in_the_request(tmp_path: Path):
+    (tmp_path / "in/a").mkdir(parents=True)
+    for i, shape in enumerate([(60, 40, 3), (30, 90, 3), (200, 100, 3)]):
+        Image.fromarray(np.full(shape, 40 * i, dtype=np.uint8)).save(tmp_path / "in/a" / f"{i}.png")
+    result = quiet(str(tmp_path / "in"), tmp_path / "out", resize=Resize(32, quality=80))
+    sizes = {key[-1]: Image.open(io.BytesIO(data)).size for key, data, _ in by_index(result.train)}
+    assert sizes == {"0": (32, 48), "1": (90, 30), "2": (32, 64)}
+    assert open_index(result.train.shard_paths[0]).image_extension.count("png") == 1
+    request = json.loads((tmp_path / "out/pack.json").read_text())["request"]
+    assert request["resize"] == {"short_pixels": 32, "quality": 80}
+
+
+def test_options_that_do_not_go_together(tmp_path: Path):
+    (tmp_path / "val.txt").write_text("digits/1\n")
+    for arguments, message in (
+        ({"samples_per_shard": 5, "shard_size_bytes": 5}, "not both"),
+        ({"resize": Resize(8), "shard_size_bytes": 5}, "shard_size"),
+        ({"holdout": 0.5, "holdout_list": tmp_path / "val.txt"}, "not both"),
+        ({"labels": LabelList(tmp_path / "val.csv")}, "labels of their own"),
+        ({"shard_size_bytes": 0}, "shard_size"),
+    ):
+        with pytest.raises(UserError, match=message):
+            quiet("digits", tmp_path / "out", **arguments)
+    assert [path.name for path in tmp_path.iterdir()] == ["val.txt"]
+
+
+def test_too_little_space_is_said_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    usage = type("Usage", (), {"free": 100_000})
+    monkeypatch.setattr(pack_module.shutil, "disk_usage", lambda folder: usage)
+    with pytest.raises(UserError, match=r"need about \S+ [kM]B and 100 kB are free"):
+        quiet("digits", tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+def test_importing_needs_no_torch():
+    heavy = "{'torch', 'webdataset', 'sklearn', 'PIL'}"
+    code = f"import sys, data_shards.packing.pack, data_shards.sources; print({heavy} & set(sys.modules))"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "set()"
