@@ -30,7 +30,7 @@ from data_shards.errors import UserError
 from data_shards.order import Int64s, LaneStream, Order, Visits, check_sizes
 from data_shards.randomness import hash_words, uniforms
 
-# What a key is for; see data_shards/order.py.
+# What a key is for; see `order`.
 _SET_SEED, _PATTERN_TIMES = 12, 13
 
 PATTERN = 100_000  # positions until the pattern repeats: weights are rounded to multiples of 1 / PATTERN

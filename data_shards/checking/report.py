@@ -22,7 +22,7 @@ The keys of the JSON are stable; new ones may be added (`version` changes if any
                         window_bytes
     findings            a list of
         severity            "problem", "warning" or "info"
-        kind                see check_findings.Kind
+        kind                see findings.Kind
         split               "train", ..., "train and val"
         count               how often
         message, remedy     sentences

@@ -3,7 +3,7 @@
 The tar's own headers are the truth here; the index beside it, the manifest's numbers and the digest are compared with
 them. Every image is read and hashed (16 bytes are kept of it), with `decode` every one is decoded in full. Costs about
 25 us a small image and the disk's or SHA-256's time for large ones; decoding comes on top (1.9 ms a photograph).
-Damage never raises: it is what is looked for. Which of it matters how much is not judged here (see `check_findings`).
+Damage never raises: it is what is looked for. Which of it matters how much is not judged here (see `findings`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Images -> tar shards, indexes and manifests: `pack` decides, `pack_plan` plans, `shard_writer` writes.
+"""Images -> tar shards, indexes and manifests: `pack` decides, `plan` plans, `shard_writer` writes.
 
     OUT/pack.json                       the request, so that the same request again is recognised; what was found
     OUT/_info.json                      for timm

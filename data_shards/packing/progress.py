@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 import threading
 import time
@@ -34,7 +35,16 @@ class Progress:
         if sys.stderr.isatty():
             from tqdm import tqdm
 
-            self._bar = tqdm(total=total_images, initial=done_images, unit="img", desc=doing, leave=False)
+            # A terminal that reports 0 columns (a container's, or under `script`) would be believed, and show nothing.
+            columns = 0 if shutil.get_terminal_size((0, 0)).columns else 120
+            self._bar = tqdm(
+                total=total_images,
+                initial=done_images,
+                unit="img",
+                desc=doing,
+                leave=False,
+                ncols=columns or None,
+            )
 
     def __enter__(self) -> Progress:
         return self

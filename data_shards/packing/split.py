@@ -1,6 +1,6 @@
 """Which images are held out as split val: a fraction of each class, or those that a list names.
 
-A fraction is taken by sorting on a hash of (seed, where the image is from); see `pack_plan`. Where images have several
+A fraction is taken by sorting on a hash of (seed, where the image is from); see `plan`. Where images have several
 labels each, it is a fraction of all images, whatever their labels.
 """
 

@@ -198,7 +198,8 @@ class _Job:
         facts: dict[int, TarFacts] = {}
         found = FoundLabels()
         begun = last_line = time.monotonic()
-        self._report(f"{self._source}: indexing {count:,} tars, once; the indexes are kept in {self._folder}")
+        tars = "1 tar" if count == 1 else f"{count:,} tars"
+        self._report(f"{self._source}: indexing {tars}, once; the indexes are kept in {self._folder}")
         todo: list[int] = []
         for number, fingerprint in enumerate(self._fingerprints):
             if fingerprint == "absent":
@@ -318,6 +319,8 @@ def _duration(seconds: float) -> str:
 
 
 def _described(found: FoundLabels) -> str:
+    if not found.names and not found.numbers_below:
+        return "no labels"
     if not found.names:
         return f"class numbers up to {found.numbers_below - 1:,}"
     numbers = f", and class numbers up to {found.numbers_below - 1:,}," if found.numbers_below else ""

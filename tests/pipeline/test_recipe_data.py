@@ -73,7 +73,7 @@ def test_a_plain_location_stays_plain_in_what_is_printed(tmp_path: Path):
         ({"train": [{"shards": "a", "weight": 1}, "b"]}, "give every set a weight, or none"),
         ({"train": {"shards": "a", "weight": 1}}, "a weight means nothing to a single set"),
         ({"train": [{"shards": "a", "weight": 0}, {"shards": "b", "weight": 1}]}, "weight"),
-        ({"train": [{"shards": "a", "wieght": 1}]}, "wieght, did you mean weight?"),
+        ({"train": [{"shards": "a", "waight": 1}]}, "waight, did you mean weight?"),
         ({"train": []}, "stages.pretrain.train: the list is empty"),
         ({"train": "https://me:secret@host/x"}, "password or a query string"),
         ({"train": "https://host/x?signature=secret"}, "password or a query string"),
