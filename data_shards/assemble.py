@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import numpy as np
@@ -26,7 +26,7 @@ from data_shards.order import Visits
 from data_shards.shard_reader import ShardReader
 from data_shards.shard_set import ShardSet
 from data_shards.store.store import Store
-from data_shards.workers import now_reading
+from data_shards.workers import empty_images, now_reading
 
 OnCorrupt = Literal["stop", "substitute"]
 
@@ -34,6 +34,8 @@ OnCorrupt = Literal["stop", "substitute"]
 # shard is lost as a whole, and then the run must stop.
 _MOST_ATTEMPTS = 16
 PADDING = -1  # fills the label rows of samples with fewer labels than others
+
+_Transform = Callable[[EncodedImage, Pixels], None]  # of an image, into a row
 
 
 class Substitutes(Protocol):
@@ -54,47 +56,30 @@ class Access:
     on_corrupt: OnCorrupt = "stop"
 
 
-@dataclass(frozen=True)
-class Sample:
-    """One sample, ready for a batch."""
-
-    number: int  # in the set
-    key: str
-    pixels: Pixels
-    labels: tuple[int, ...]
-
-
-@dataclass
 class _Rows:
-    """A batch in the making."""
+    """A batch in the making, as if all were well; images are written where they stay."""
 
-    images: list[Pixels] = field(default_factory=list)
-    labels: list[tuple[int, ...]] = field(default_factory=list)
-    keys: list[str] = field(default_factory=list)
-    mirrored: list[bool] = field(default_factory=list)
-    counted: list[bool] = field(default_factory=list)
-    substituted: list[bool] = field(default_factory=list)
-    samples: list[int] = field(default_factory=list)
-    faults: list[Fault] = field(default_factory=list)
-
-    def add(self, sample: Sample, *, mirrored: bool = False, counted: bool = True, substituted: bool = False) -> None:
-        self.images.append(sample.pixels)
-        self.labels.append(sample.labels)
-        self.keys.append(sample.key)
-        self.samples.append(sample.number)
-        self.mirrored.append(mirrored)
-        self.counted.append(counted)
-        self.substituted.append(substituted)
+    def __init__(self, visits: Visits, *, image_size: int) -> None:
+        count = len(visits.sample)
+        self.images = empty_images(count, image_size)
+        self.pixels: Pixels = self.images.numpy()
+        self.labels: list[tuple[int, ...]] = [(0,)] * count
+        self.keys = [""] * count
+        self.samples: list[int] = visits.sample.tolist()
+        self.mirrored = [False] * count
+        self.counted = [True] * count
+        self.substituted = [False] * count
+        self.faults: list[Fault] = []
 
     def batch(self, *, epochs: NDArray[np.int64], is_multi_label: bool, mix: Mix | None = None) -> Batch:
         return Batch(
-            images=torch.from_numpy(np.stack(self.images)),
+            images=self.images,
             mirrored=torch.tensor(self.mirrored, dtype=torch.bool),
             labels=_label_tensor(self.labels, is_multi_label=is_multi_label),
             counted=torch.tensor(self.counted, dtype=torch.bool),
             substituted=torch.tensor(self.substituted, dtype=torch.bool),
             samples=torch.tensor(self.samples, dtype=torch.int64),
-            epochs=torch.from_numpy(epochs),
+            epochs=torch.tensor(epochs, dtype=torch.int64),
             keys=tuple(self.keys),
             faults=tuple(self.faults),
             mix=mix,
@@ -134,33 +119,23 @@ class Assembler:
         Raises:
             SampleError: a damaged sample where none is allowed, or no substitute that is whole.
         """
-        rows = _Rows()
-        for slot in range(len(visits.sample)):
-            self._train_one(_only(visits, slot), rows, order=order, transform=transform, draws=draws[slot])
+        rows = _Rows(visits, image_size=transform.image_size)
+        for slot, (shard, row) in enumerate(zip(visits.shard.tolist(), visits.row.tolist(), strict=True)):
+
+            def crop(image: EncodedImage, into: Pixels, slot: int = slot) -> None:
+                rows.mirrored[slot] = transform(image, draws=draws[slot], into=into)[1]
+
+            if not self._fill(rows, slot, shard=shard, row=row, transform=crop):
+                self._substitute(rows, slot, visits, order=order, transform=crop)
         return rows.batch(epochs=visits.epoch, is_multi_label=self._is_multi_label, mix=mix)
 
-    def _train_one(
-        self,
-        wanted: Visits,
-        rows: _Rows,
-        *,
-        order: Substitutes,
-        transform: TrainTransform,
-        draws: NDArray[np.float64],
-    ) -> None:
-        for attempt in range(_MOST_ATTEMPTS + 1):
-            at = order.substitute(wanted, attempt=attempt) if attempt else wanted
-            mirrored = False
-
-            def crop(image: EncodedImage) -> Pixels:
-                nonlocal mirrored
-                pixels, mirrored = transform(image, draws=draws)
-                return pixels
-
-            sample = self._sample(at, crop, rows)
-            if sample is not None:
-                return rows.add(sample, mirrored=mirrored, substituted=attempt > 0)
-        first = rows.faults[-1 - _MOST_ATTEMPTS]
+    def _substitute(self, rows: _Rows, slot: int, visits: Visits, *, order: Substitutes, transform: _Transform) -> None:
+        first, wanted = rows.faults[-1], visits.part(slice(slot, slot + 1))
+        for attempt in range(1, _MOST_ATTEMPTS + 1):
+            other = order.substitute(wanted, attempt=attempt)
+            if self._fill(rows, slot, shard=int(other.shard[0]), row=int(other.row[0]), transform=transform):
+                rows.samples[slot], rows.substituted[slot] = int(other.sample[0]), True
+                return
         raise SampleError(
             f"sample {first.key!r} of {first.shard} is damaged ({first.reason}), and so are {_MOST_ATTEMPTS} others "
             "that were tried in its place: run `shardvit check` on these shards, and bring back whole copies"
@@ -172,29 +147,30 @@ class Assembler:
         Raises:
             SampleError: a damaged sample where none is allowed.
         """
-        rows = _Rows()
-        blank = np.zeros((transform.image_size, transform.image_size, 3), dtype=np.uint8)
-        for slot in range(len(visits.sample)):
-            at = _only(visits, slot)
-            sample = self._sample(at, transform, rows)
-            if sample is None:
-                rows.add(Sample(int(at.sample[0]), rows.faults[-1].key, blank, labels=(0,)), counted=False)
-            else:
-                rows.add(sample, counted=bool(counted[slot]))
+        rows = _Rows(visits, image_size=transform.image_size)
+
+        def shown(image: EncodedImage, into: Pixels) -> None:
+            transform(image, into=into)
+
+        for slot, (shard, row) in enumerate(zip(visits.shard.tolist(), visits.row.tolist(), strict=True)):
+            whole = self._fill(rows, slot, shard=shard, row=row, transform=shown)
+            if not whole:
+                rows.keys[slot] = rows.faults[-1].key
+                rows.pixels[slot] = 0
+            rows.counted[slot] = whole and bool(counted[slot])
         return rows.batch(epochs=visits.epoch, is_multi_label=self._is_multi_label)
 
     def describe(self, shard: int, *, row: int) -> str:
         """A sample's shard and key, for messages."""
         return self._reader.describe(shard, row=row)
 
-    def _sample(self, at: Visits, transform: Callable[[EncodedImage], Pixels], rows: _Rows) -> Sample | None:
-        """Read and transform one sample; None, and a fault in `rows`, where it is damaged."""
-        shard, row = int(at.shard[0]), int(at.row[0])
+    def _fill(self, rows: _Rows, slot: int, *, shard: int, row: int, transform: _Transform) -> bool:
+        """Read and transform one sample into a row; False, and a fault in `rows`, where it is damaged."""
         now_reading(shard, row=row)
         try:
             raw = self._reader.read(shard, row=row)
             try:
-                pixels = transform(read_image(raw.image, decoder=self._access.decoder))
+                transform(read_image(raw.image, decoder=self._access.decoder), rows.pixels[slot])
             except UnreadableImage as error:
                 name = self._access.shards.shards[shard].name
                 raise CorruptSample(name, key=raw.key, reason=str(error)) from error
@@ -205,13 +181,9 @@ class Assembler:
                     "data.max_corrupt_share above 0 to train on with another sample in its place"
                 ) from corrupt
             rows.faults.append(Fault(shard=corrupt.shard, key=corrupt.key, reason=corrupt.reason))
-            return None
-        return Sample(int(at.sample[0]), raw.key, pixels, labels=raw.labels)
-
-
-def _only(visits: Visits, slot: int) -> Visits:
-    """One of several visits, as arrays of length 1."""
-    return Visits(**{each.name: getattr(visits, each.name)[slot : slot + 1] for each in fields(Visits)})
+            return False
+        rows.keys[slot], rows.labels[slot] = raw.key, raw.labels
+        return True
 
 
 def _label_tensor(labels: list[tuple[int, ...]], *, is_multi_label: bool) -> torch.Tensor:

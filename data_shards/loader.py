@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from data_shards.assemble import Access, Assembler
 from data_shards.batch import Batch
@@ -23,13 +24,16 @@ from data_shards.errors import UserError
 from data_shards.images.transforms import DRAWS_PER_SAMPLE, EvalTransform, TrainTransform
 from data_shards.mixing import MixupConfig, draw_mix
 from data_shards.mixture import AnyOrder, upcoming_shards
-from data_shards.order import Visits
+from data_shards.order import Int64s, Visits
 from data_shards.randomness import uniforms
 from data_shards.store.prefetch import Prefetcher, start_prefetch
 from data_shards.workers import WorkerKind, iterate
 
 # Separates the augmentation's random numbers from those of the order, which are keyed with the same seed.
 _AUGMENT = 3
+
+# Planned at once: 1 us a sample, where a micro-batch of 64 alone takes 7. Worker processes plan each for themselves.
+_PLANNED_IMAGES = 1024
 
 
 @dataclass(frozen=True)
@@ -68,20 +72,47 @@ class TrainBatches:
         self._assembler = Assembler(access)
         self._transform = transform
         self._mixup = mixup
+        is_mixing = draw_mix(mixup, seed=seed, step=0, image_size=transform.image_size) is not None
+        self._rows = layout.micro_batch_size + is_mixing  # of a micro-batch; the last is the next slot's sample
+        self._plans: dict[int, tuple[Visits, NDArray[np.float64]]] = {}
 
     def __getitem__(self, number: int) -> Batch:
         """Compute, read and transform one micro-batch; with mixing it has one row more, the next slot's sample."""
-        layout, order = self.layout, self.order
-        step, micro = divmod(number, layout.accumulation_steps)
+        step = number // self.layout.accumulation_steps
         mix = draw_mix(self._mixup, seed=self.seed, step=step, image_size=self._transform.image_size)
+        visits, draws = self.plan(number)
+        return self._assembler.train(visits, order=self.order, transform=self._transform, draws=draws, mix=mix)
+
+    def plan(self, number: int) -> tuple[Visits, NDArray[np.float64]]:
+        """Which samples make a micro-batch, [rows], and their random numbers, [rows, `DRAWS_PER_SAMPLE`]."""
+        rows = self._rows
+        batches = max(1, _PLANNED_IMAGES // rows)
+        block, place = divmod(number, batches)
+        plan = self._plans.get(block)
+        if plan is None:
+            plan = self._planned(np.arange(block * batches, (block + 1) * batches, dtype=np.int64))
+            if len(self._plans) >= 4:  # workers are a few micro-batches apart
+                self._plans.pop(min(self._plans), None)  # another thread may have been here
+            self._plans[block] = plan
+        visits, draws = plan
+        own = slice(place * rows, (place + 1) * rows)
+        return visits.part(own), draws[own]
+
+    def _planned(self, numbers: Int64s) -> tuple[Visits, NDArray[np.float64]]:
+        layout, order = self.layout, self.order
+        step, micro = np.divmod(numbers[:, None], layout.accumulation_steps)
         part_images = order.global_batch_images // layout.world_size
         start = layout.rank * part_images + micro * layout.micro_batch_size
-        rows = layout.micro_batch_size + (mix is not None)
-        slot = (start + np.arange(rows, dtype=np.int64)) % order.global_batch_images
+        slot = (start + np.arange(self._rows, dtype=np.int64)) % order.global_batch_images
         per_lane = order.images_per_lane
-        visits = order.visits(slot // per_lane, step * per_lane + slot % per_lane)
+        visits = order.visits((slot // per_lane).ravel(), (step * per_lane + slot % per_lane).ravel())
         draws = uniforms(_AUGMENT, self.seed, visits.epoch, visits.sample, draws=DRAWS_PER_SAMPLE)
-        return self._assembler.train(visits, order=order, transform=self._transform, draws=draws, mix=mix)
+        return visits, draws
+
+    @property
+    def rows_beyond(self) -> int:
+        """Rows of a micro-batch that are only mixed into others."""
+        return self._rows - self.layout.micro_batch_size
 
     def describe(self, shard: int, *, row: int) -> str:
         """A sample's shard and key, for messages."""
@@ -242,7 +273,11 @@ class TrainLoader:
     def _start(self) -> None:
         layout, access = self._batches.layout, self._batches.access
         upcoming = upcoming_shards(
-            self._batches.order, rank=layout.rank, world_size=layout.world_size, start_step=self.step
+            self._batches.order,
+            rank=layout.rank,
+            world_size=layout.world_size,
+            start_step=self.step,
+            beyond=self._batches.rows_beyond,
         )
         self._prefetcher = start_prefetch(access.store, access.shards.shards, upcoming=upcoming)
         numbers = range(self._delivered, self._stop_step * layout.accumulation_steps)

@@ -156,12 +156,13 @@ def make_order(
 
 
 def upcoming_shards(
-    order: LaneStream, *, rank: int, world_size: int, start_step: int
+    order: LaneStream, *, rank: int, world_size: int, start_step: int, beyond: int = 0
 ) -> Iterator[tuple[int, list[int]]]:
     """For each step from `start_step` on, without end, the shards that a rank is the first time to touch.
 
     First in an epoch: a shard is named once for each epoch in which the rank reads from it (once more after a
-    restart), in the step that needs it first, in the order of need. Memory: 8 bytes a shard.
+    restart), in the step that needs it first, in the order of need. Memory: 8 bytes a shard. With `beyond` the rank
+    reads so many slots of the next one as well, as mixing does.
 
     Yields:
         The number of the step and the numbers of the shards.
@@ -173,6 +174,11 @@ def upcoming_shards(
     step = start_step
     while True:
         visits = order.rank_batch(step, rank=rank, world_size=world_size)
+        if beyond:
+            neighbour = order.rank_batch(
+                step, rank=(rank + 1) % world_size, world_size=world_size, start=0, stop=beyond
+            )
+            visits = visits.joined(neighbour)
         new = visits.shard[visits.epoch > last_epoch[visits.shard]]
         np.maximum.at(last_epoch, visits.shard, visits.epoch)
         yield step, list(dict.fromkeys(new.tolist()))

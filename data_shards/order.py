@@ -17,14 +17,14 @@ A sample that turns out to be damaged is replaced by another one of its window, 
 Cost: constant time and memory a sample; per epoch in use one permutation of the shards (16 bytes a shard). Nothing
 grows with the number of samples: launch/bench/order.py measures it for 10^9 samples in 10^5 shards. Every product
 here is at most the number of images seen, so 64-bit integers last for `MOST_IMAGES` (4 * 10^9 epochs of 10^9
-samples). No I/O here; several data sets are mixed in data_shards/mixture.py.
+samples). No I/O here; several data sets are mixed in `mixture`.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,6 +50,15 @@ class Visits:
     sample: Int64s  # number of the sample in the manifest: the shards' samples counted through
     lane: Int64s  # the place in the stream that was asked for ...
     position: Int64s  # ... and the position in that lane's stream
+
+    def part(self, slots: slice) -> Visits:
+        """Some of them."""
+        return Visits(**{each.name: getattr(self, each.name)[slots] for each in fields(self)})
+
+    def joined(self, others: Visits) -> Visits:
+        """These and others."""
+        pairs = {each.name: (getattr(self, each.name), getattr(others, each.name)) for each in fields(self)}
+        return Visits(**{name: np.concatenate(pair) for name, pair in pairs.items()})
 
 
 class LaneStream(ABC):

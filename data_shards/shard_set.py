@@ -18,7 +18,7 @@ from data_shards.errors import UserError
 from data_shards.labels import LabelKind, LabelSpec
 from data_shards.manifest import MANIFEST_FILE, Manifest, load_manifest, parse_manifest, shard_damage
 from data_shards.store.location import PIPE, expand_braces, is_local, join, local_path, shown
-from data_shards.tars.tar_index import index_path, read_index
+from data_shards.tars.tar_index import index_path, read_index, readable_index
 
 if TYPE_CHECKING:
     from data_shards.store.store import Store
@@ -66,8 +66,8 @@ class ShardSet:
         shards: the tars, in the order that sample numbers follow.
         digest: at most 32 hex digits that change with the content, not with the place.
         damage: what is wrong with it and was tolerated, a sentence each.
-        lost_samples: of `num_samples`, those known to be gone; reading finds the others, and what foreign tars lost
-            was never counted.
+        lost_samples: how many are known to be gone (reading finds the others). Packed shards still count them in
+            `num_samples`; tars without a manifest do not, and a damaged one is taken to have been as large as the rest.
     """
 
     name: str
@@ -250,13 +250,17 @@ def _open_local(location: str, *, damaged: Damaged) -> ShardSet:
 
 
 def _lost_samples(entry: ShardEntry) -> int:
-    """Samples of a damaged local shard that are not there, by the index beside it; all of them without one."""
+    """Samples of a damaged local shard that are not there, by the index beside it, else by the tar's headers."""
     try:
         num_bytes = os.stat(entry.url).st_size
+    except OSError:
+        return entry.num_samples
+    try:
         index = read_index(index_path(entry.url), label=entry.labels.part)
     except (OSError, UserError):
-        return entry.num_samples
-    return int((index.image_offset + index.image_size > num_bytes).sum())
+        return max(0, entry.num_samples - len(readable_index(entry.url, label=entry.labels.part).index))
+    ends = (index.image_offset + index.image_size, index.label_offset + index.label_size)
+    return int(((ends[0] > num_bytes) | (ends[1] > num_bytes)).sum())
 
 
 def _open_remote(location: str, *, store: Store | None) -> ShardSet:

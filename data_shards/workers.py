@@ -5,28 +5,31 @@ is Python, during which they and the training loop wait for one another; so from
 
 Worker processes come from a fork server, not from a fork of the training process, whose other threads (MLflow's,
 CUDA's) may hold locks that a fork would copy for ever. They ignore the signals that stop a job: the rank that owns
-them saves first and then ends them. One that dies is reported with the sample that it was reading. They cost 0.03 s and 25 MB
-each once the server has loaded torch, which takes it 2 s and 300 MB. `PREFETCH` items of memory for each worker of
-either kind. What an item is, this does not know.
+them saves first and then ends them. One that dies is reported with the sample that it was reading. They cost 0.03 s and
+25 MB each once the server has loaded torch, which takes it 2 s and 300 MB. `PREFETCH` items of memory for each worker
+of either kind. What an item is, this does not know.
 """
 
 from __future__ import annotations
 
 import atexit
+import math
 import multiprocessing
 import os
 import signal
 import threading
+import time
 from collections import deque
 from collections.abc import Generator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from functools import partial
 from itertools import islice
 from multiprocessing import forkserver, resource_tracker
+from queue import SimpleQueue
 from typing import Any, Literal, Protocol, TypeVar
 
 import torch
-from torch.utils.data import DataLoader, Dataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset
 
 from data_shards.errors import UserError, WorkerDied
 
@@ -35,6 +38,11 @@ Produced = TypeVar("Produced", covariant=True)
 
 WorkerKind = Literal["thread", "process"]
 PREFETCH = 4  # items that a worker has ready or in the making
+
+_EXIT_SECONDS = 5.0  # that worker threads are given for the item they are at, which takes a fraction of one
+
+_at_work: set[threading.Thread] = set()
+_exiting = threading.Event()
 
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
@@ -52,13 +60,24 @@ class Described(Protocol[Produced]):
 # Where the workers note (shard, row) of the sample they are at: two numbers for each, in memory shared with the rank.
 # None in a process that is no worker.
 _notes: Any = None
+_worker = -1  # its number
 
 
 def now_reading(shard: int, *, row: int) -> None:
     """Note, in a worker, which sample comes next, so that its death can be told with a name."""
-    info = get_worker_info()
-    if _notes is not None and info is not None:
-        _notes[2 * info.id], _notes[2 * info.id + 1] = shard, row
+    if _notes is not None:
+        _notes[2 * _worker], _notes[2 * _worker + 1] = shard, row
+
+
+def empty_images(count: int, size: int) -> torch.Tensor:
+    """uint8 [count, size, size, 3], not filled, in memory that need not be copied on the way to the device.
+
+    Shared in a worker process, as the DataLoader's own collation has it; page-locked where there is a GPU.
+    """
+    shape = (count, size, size, 3)
+    if _notes is None:
+        return torch.empty(shape, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+    return torch.empty(0, dtype=torch.uint8).set_(torch.UntypedStorage._new_shared(math.prod(shape))).view(shape)
 
 
 def iterate(dataset: Described[Item], *, numbers: range, workers: int, kind: WorkerKind = "process") -> Generator[Item]:
@@ -84,20 +103,53 @@ def iterate(dataset: Described[Item], *, numbers: range, workers: int, kind: Wor
 
 
 def _in_threads(dataset: Described[Item], *, numbers: range, workers: int) -> Generator[Item]:
-    pool = ThreadPoolExecutor(workers, thread_name_prefix="data-worker")
+    """Daemon threads, since those of a ThreadPoolExecutor would hold up the exit until a store's last retry."""
+    upcoming = iter(numbers)
+    jobs: SimpleQueue[tuple[int, Future[Item]] | None] = SimpleQueue()
+    ahead: deque[Future[Item]] = deque()
+
+    def begin(count: int) -> None:
+        for number in islice(upcoming, count):
+            ahead.append(Future())
+            jobs.put((number, ahead[-1]))
+
+    for _ in range(workers):
+        threading.Thread(target=_work, args=(dataset, jobs), name="data-worker", daemon=True).start()
     try:
-        upcoming = iter(numbers)
-        ahead = deque(pool.submit(_one, dataset, number) for number in islice(upcoming, workers * PREFETCH))
+        begin(workers * PREFETCH)
         while ahead:
             item = ahead.popleft().result()
-            ahead.extend(pool.submit(_one, dataset, number) for number in islice(upcoming, 1))
+            begin(1)
             yield item
     finally:
-        pool.shutdown(wait=False, cancel_futures=True)
+        for future in ahead:
+            future.cancel()
+        for _ in range(workers):
+            jobs.put(None)
 
 
-def _one(dataset: Described[Item], number: int) -> Item:
-    return _pinned(dataset[number])
+def _work(dataset: Described[Item], jobs: SimpleQueue[tuple[int, Future[Item]] | None]) -> None:
+    me = threading.current_thread()
+    while (job := jobs.get()) is not None:
+        number, future = job
+        _at_work.add(me)
+        if _exiting.is_set():  # asked after the line above, or the exit might not see this thread
+            return
+        if future.set_running_or_notify_cancel():
+            try:
+                future.set_result(_pinned(dataset[number]))
+            except BaseException as error:  # noqa: BLE001 - the reader of the future gets it
+                future.set_exception(error)
+        del job, future
+        _at_work.discard(me)
+
+
+def _end_threads() -> None:
+    """At exit: a thread that is ended inside torch takes the process with it; one that waits for a store does not."""
+    _exiting.set()
+    end = time.monotonic() + _EXIT_SECONDS
+    for thread in list(_at_work):
+        thread.join(max(0.0, end - time.monotonic()))
 
 
 def _pinned(item: Item) -> Item:
@@ -192,8 +244,8 @@ def _kill_workers() -> None:
 
 
 def _prepare_worker(notes: Any, worker: int) -> None:
-    global _notes
-    _notes = notes
+    global _notes, _worker
+    _notes, _worker = notes, worker
     for stop in _STOP_SIGNALS:
         signal.signal(stop, signal.SIG_IGN)
     torch.set_num_threads(1)  # the workers share the cores among themselves
@@ -206,3 +258,6 @@ def _end_with_the_rank() -> None:
     assert rank is not None
     rank.join()  # returns when the rank is gone, however it ended
     os._exit(1)
+
+
+atexit.register(_end_threads)

@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise UserError(f"the recipe has no stage {options.stage}: it has {', '.join(recipe.stages.names)}")
         return _run(recipe, folder=folder, stage=options.stage, place=place)
     except UserError as error:
-        if place.is_main or isinstance(error, SampleError):
+        if place.local_rank == 0 or isinstance(error, SampleError):  # each node has its own disks
             print(f"shardvit: {error}", file=sys.stderr, flush=True)
         return EXIT_USER_ERROR
     except WorkerDied as error:

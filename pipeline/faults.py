@@ -77,7 +77,7 @@ class FaultLedger:
     def _complaint(self) -> str | None:
         for use, num_samples in self._num_samples.items():
             damaged = [fault for key, fault in self._known.items() if key[0] == use]
-            if len(damaged) > self._max_share * num_samples:
+            if len(damaged) / num_samples > self._max_share:
                 first = damaged[0]
                 return (
                     f"{len(damaged)} of the {num_samples:,} images of {use} are damaged, which is more than "
@@ -91,7 +91,7 @@ class FaultLedger:
 def _read(file: Path) -> dict[tuple[Use, str, str], Fault]:
     known: dict[tuple[Use, str, str], Fault] = {}
     if file.exists():
-        for line in file.read_text(encoding="utf-8").splitlines():
+        for line in file.read_text(encoding="utf-8", errors="replace").split("\n"):
             try:
                 row = json.loads(line)
                 known[row["set"], row["shard"], row["key"]] = Fault(row["shard"], row["key"], row["reason"])
@@ -101,7 +101,8 @@ def _read(file: Path) -> dict[tuple[Use, str, str], Fault]:
 
 
 def _append(file: Path, new: dict[tuple[Use, str, str], Fault]) -> None:
-    lines = [json.dumps({"set": use, **asdict(fault)}, ensure_ascii=False) for (use, _, _), fault in new.items()]
+    # ASCII: names in tars may be no UTF-8, and are then strings that cannot be encoded.
+    lines = [json.dumps({"set": use, **asdict(fault)}) for (use, _, _), fault in new.items()]
     with file.open("ab") as stream:
         torn = stream.tell() > 0 and not file.read_bytes().endswith(b"\n")
         stream.write((b"\n" if torn else b"") + "\n".join([*lines, ""]).encode())

@@ -12,12 +12,13 @@ a GPU is the caller's cost, so call it at the logging interval). Only rank 0 has
 from __future__ import annotations
 
 import math
-import os
 import sys
 import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any, Literal, TextIO
+
+from data_shards.packing.progress import knows_its_size
 
 _SPEED_WINDOW_SECONDS = 60.0
 
@@ -169,13 +170,6 @@ def _is_terminal(stream: TextIO) -> bool:
         return False
 
 
-def _knows_its_size(stream: TextIO) -> bool:
-    try:
-        return min(os.get_terminal_size(stream.fileno())) > 0
-    except (OSError, ValueError):
-        return False
-
-
 def _open_bar(stage: str, *, total_steps: int, start_step: int, stream: TextIO) -> Any:
     from tqdm import tqdm
 
@@ -183,8 +177,7 @@ def _open_bar(stage: str, *, total_steps: int, start_step: int, stream: TextIO) 
         # tqdm's watching thread redraws bars that stall; without it there is no thread to trouble a fork.
         monitor_interval = 0
 
-    # Some terminals (containers, CI, script) have 0 columns or 0 lines, and tqdm would believe it and show nothing.
-    sized = _knows_its_size(stream)
+    sized = knows_its_size(stream)
     return Bar(
         total=total_steps,
         initial=start_step,

@@ -23,7 +23,8 @@ class ShardsConfig(Strict):
     """One set of shards; where only `shards` is needed, the text alone will do."""
 
     shards: str = Field(min_length=1)
-    """A folder or URL with a manifest, or of tars (`folder/`, `s3://bucket/train-{000..127}.tar`, `pipe:COMMAND`)."""
+    """A folder or URL with a manifest, or of tars (`folder/`, `s3://bucket/train-{000..127}.tar`, `pipe:COMMAND`).
+    A command is written into the run folder and MLflow as it is: name secrets in it by `$VARIABLE`."""
     weight: float | None = Field(default=None, gt=0)
     """Share of the training images that come from this set, relative to the others; default: its size."""
     label: str | None = None

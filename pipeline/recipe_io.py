@@ -15,6 +15,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from data_shards.errors import UserError
+from data_shards.store.location import scrubbed
 from pipeline.recipe import Recipe
 
 SHIPPED = Path(__file__).parent / "recipes"
@@ -142,7 +143,7 @@ def _assign(tree: dict[str, Any], override: str) -> None:
     try:
         node[leaf] = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise UserError(f"override {key}: {text!r} is not valid YAML") from error
+        raise UserError(scrubbed(f"override {key}: {text!r} is not valid YAML")) from error
 
 
 def _validate(tree: dict[str, Any], *, origin: str) -> Recipe:
@@ -150,7 +151,7 @@ def _validate(tree: dict[str, Any], *, origin: str) -> Recipe:
         return Recipe.model_validate(tree)
     except ValidationError as error:
         problems = [_problem(detail) for detail in error.errors(include_url=False)]
-        raise UserError(f"{origin}: " + "; ".join(problems)) from error
+        raise UserError(scrubbed(f"{origin}: " + "; ".join(problems))) from error
 
 
 def _problem(detail: Any) -> str:

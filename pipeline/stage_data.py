@@ -69,17 +69,13 @@ def open_data(recipe: Recipe, *, stage: StageName, report: Report = print) -> St
             classes=Path(shards.classes) if shards.classes else None,
         )
         damaged = "report" if recipe.data.max_corrupt_share > 0 else "refuse"
-        opened = open_shards(spec, damaged=damaged, report=report, store=store)
-        if opened.lost_samples > recipe.data.max_corrupt_share * opened.num_samples:
-            raise UserError(
-                f"{opened.damage[0]}; {opened.lost_samples:,} of {opened.num_samples:,} images are lost, more than "
-                f"data.max_corrupt_share {recipe.data.max_corrupt_share:g} allows: bring the shards back, or raise it"
-            )
-        return opened
+        return open_shards(spec, damaged=damaged, report=report, store=store)
 
     parts = [open_one(each) for each in config.train]
     weights = [each.weight for each in config.train if each.weight is not None]
     train, held_out = merge_shard_sets(parts), open_one(config.eval)
+    for shards in (train, held_out):
+        _demand_few_lost(shards, max_share=recipe.data.max_corrupt_share)
     if train.classes != held_out.classes:
         raise UserError(
             f"stages.{stage}: the classes of train ({train.source}: {_some(train.classes)}) and eval "
@@ -121,6 +117,15 @@ def cache_advice(recipe: Recipe, *, data: StageData, plan: StagePlan, processes_
         f"and data.cache.limit is {recipe.data.cache.limit}: shards will be fetched more than once; raise the limit, "
         f"or lower data.shuffle_window_images ({recipe.data.shuffle_window_images:,}) or data.lanes ({plan.lanes})"
     )
+
+
+def _demand_few_lost(shards: ShardSet, *, max_share: float) -> None:
+    """Refuse, before anything is started, what `faults` would stop for later."""
+    if shards.lost_samples > max_share * shards.num_samples:
+        raise UserError(
+            f"{shards.damage[0]}; {shards.lost_samples:,} of {shards.num_samples:,} images count as lost, more than "
+            f"data.max_corrupt_share {max_share:g} allows: bring the shards back, or raise it"
+        )
 
 
 def _cache(recipe: Recipe) -> CacheConfig:

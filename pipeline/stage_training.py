@@ -6,6 +6,7 @@ Assembly only. The loop is `train_loop`, the arithmetic `plan`, what tells the s
 from __future__ import annotations
 
 import time
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Literal
 
@@ -92,7 +93,8 @@ def train_stage(
         if restored:
             report.note(describe_restored(restored, plan=plan))
         job = _training_job(context, stage=stage, data=data, plan=plan, engine=engine, state=state, report=report)
-        state = train(job, state)
+        with closing(job.batches):
+            state = train(job, state)
         weights = engine.weights()
         if ranks.place.is_main:
             meta = SavedModelMeta(

@@ -205,7 +205,9 @@ class MlflowStore:
 
         inputs = [
             entities.DatasetInput(
-                entities.Dataset(one.name, one.digest, "local", json.dumps({"uri": without_credentials(one.source)})),
+                entities.Dataset(
+                    one.name[:500], one.digest, "local", json.dumps({"uri": without_credentials(one.source)})
+                ),
                 [entities.InputTag("mlflow.data.context", one.context)],
             )
             for one in datasets

@@ -6,13 +6,14 @@ randomness and batches are functions of the step, so that to begin at step k is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from data_shards.batch import Batch, LabelKind, model_input, targets
+from data_shards.batch import LabelKind, model_input, targets
 from data_shards.errors import UserError
+from data_shards.loader import TrainLoader
 from pipeline.engine import Engine
 from pipeline.faults import FaultLedger
 from pipeline.loss_window import LossWindow
@@ -38,7 +39,7 @@ class TrainJob:
     schedule: Schedule
     seed: int
     max_skipped_steps: int
-    batches: Iterator[Batch]  # micro-batches from the state's step on
+    batches: TrainLoader  # micro-batches from the state's step on
     faults: FaultLedger
     num_classes: int
     label_kind: LabelKind
@@ -58,6 +59,8 @@ def train(job: TrainJob, state: TrainState) -> TrainState:
         UserError: more images are damaged than the recipe allows; everything up to here is saved.
     """
     engine, ranks, plan, report, faults = job.engine, job.ranks, job.plan, job.report, job.faults
+    if faults.complaint:  # of an earlier attempt
+        raise UserError(faults.complaint)
     window = LossWindow(state.losses_since_log)
     engine.module.train()
 

@@ -1,13 +1,13 @@
 """The shard doctor: a set of shards, or all splits of one, looked through by all cores, and what was found.
 
-    scan              one part of a shard -> what is in it, what is wrong with it
-    run               all parts of a set, on all cores
-    split             the parts of a split put together: the split in numbers
-    judge             the same: what is wrong with it, and what splits share that they should not
-    duplicates        equal images and keys
-    fitness           how the set suits a number of processes
-    findings          the kinds of findings, their severity and remedy
-    report            the result as text and as JSON
+    scan        one part of a shard -> what is in it, what is wrong with it
+    run         all parts of a set, on all cores
+    split       the parts of a split put together: the split in numbers
+    judge       the same: what is wrong with it, and what splits share that they should not
+    duplicates  equal images and keys
+    fitness     how the set suits a number of processes
+    findings    the kinds of findings, their severity and remedy
+    report      the result as text and as JSON
 
 A damaged shard never keeps the others from being checked. Every byte is read: a second for each 0.5 to 1.5 GB and core,
 or the disk's speed, and 22 us a sample; `decode` adds the decoding. Memory: some 90 bytes a sample (hashes, sizes,

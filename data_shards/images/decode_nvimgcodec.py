@@ -80,7 +80,8 @@ class _Decoder:
         else:
             import torch
 
-            where = torch.cuda.current_device()
+            # Not torch's current device, which is 0 in every new thread and process.
+            where = int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count()
             kinds = [library.BackendKind.HW_GPU_ONLY, library.BackendKind.GPU_ONLY, library.BackendKind.HYBRID_CPU_GPU]
         backends = [library.Backend(kind) for kind in kinds]
         self.decoder = library.Decoder(device_id=where, max_num_cpu_threads=1, backends=backends)

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +33,9 @@ from data_shards.errors import UserError
 from data_shards.images.box import Box, Pixels
 from data_shards.images.decode import EncodedImage
 from data_shards.images.rand_augment import RandAugment
+
+if TYPE_CHECKING:
+    import torch
 
 Interpolation = Literal["bilinear", "bicubic"]
 EvalProtocol = Literal["vit", "big_vision", "timm"]
@@ -71,17 +74,24 @@ class TrainTransform:
     flip: float = 0.5
     rand_augment: RandAugment | None = None
 
-    def __call__(self, image: EncodedImage, *, draws: NDArray[np.float64]) -> tuple[Pixels, bool]:
+    def __call__(
+        self, image: EncodedImage, *, draws: NDArray[np.float64], into: Pixels | None = None
+    ) -> tuple[Pixels, bool]:
         """One sample and its `DRAWS_PER_SAMPLE` uniforms -> uint8 [size, size, 3], and "mirror it on the device".
+
+        Args:
+            image: the sample.
+            draws: its random numbers.
+            into: where the pixels go, uint8 [size, size, 3]; new memory when left out.
 
         Raises:
             UnreadableImage: the image is damaged.
         """
         box = random_crop(image.height, image.width, area=self.crop_area, ratio=self.crop_ratio, draws=draws)
         size = self.image_size
-        square = resize(image.pixels(box), height=size, width=size, interpolation=self.interpolation)
+        square = resize(image.pixels(box), height=size, width=size, interpolation=self.interpolation, into=into)
         if self.rand_augment is not None:
-            square = self.rand_augment(square, draw=float(draws[_RAND_AUGMENT_DRAW]))
+            square = _placed(self.rand_augment(square, draw=float(draws[_RAND_AUGMENT_DRAW])), into)
         return square, bool(draws[_FLIP_DRAW] < self.flip)
 
 
@@ -109,8 +119,8 @@ class EvalTransform:
                 "protocol vit, which squashes the whole image"
             )
 
-    def __call__(self, image: EncodedImage) -> Pixels:
-        """One sample -> uint8 [size, size, 3].
+    def __call__(self, image: EncodedImage, *, into: Pixels | None = None) -> Pixels:
+        """One sample -> uint8 [size, size, 3]; `into` is where the pixels go, new memory when left out.
 
         Raises:
             UnreadableImage: the image is damaged.
@@ -121,7 +131,7 @@ class EvalTransform:
         short = min(box.height, box.width)
         match self.protocol:
             case "vit":
-                return resize(image.pixels(), height=size, width=size)
+                return resize(image.pixels(), height=size, width=size, into=into)
             case "big_vision":
                 ratio = round(size / share) / short
                 scaled = resize(image.pixels(box), height=round(box.height * ratio), width=round(box.width * ratio))
@@ -132,7 +142,7 @@ class EvalTransform:
                 scaled = resize(image.pixels(box), height=height, width=width, interpolation="bicubic")
                 # torchvision's rounding, of halves to the even number
                 top, left = round((height - size) / 2), round((width - size) / 2)
-        return np.ascontiguousarray(scaled[top : top + size, left : left + size])
+        return _placed(scaled[top : top + size, left : left + size], into)
 
 
 def _without_far_ends(image: EncodedImage) -> Box:
@@ -174,16 +184,41 @@ def random_crop(
     return Box(top=(height - crop_height) // 2, left=(width - crop_width) // 2, height=crop_height, width=crop_width)
 
 
-def resize(image: Pixels, *, height: int, width: int, interpolation: Interpolation = "bilinear") -> Pixels:
-    """Antialiased resize of uint8 [H, W, 3] to [height, width, 3]; of the size already, the image itself."""
+def resize(
+    image: Pixels, *, height: int, width: int, interpolation: Interpolation = "bilinear", into: Pixels | None = None
+) -> Pixels:
+    """Antialiased resize of uint8 [H, W, 3] to [height, width, 3]; of the size already, the image itself.
+
+    `into` is where the pixels go instead, uint8 [height, width, 3].
+    """
     if image.shape[:2] == (height, width):
-        return image
+        return _placed(image, into)
+    if into is None:
+        into = np.empty((height, width, 3), dtype=np.uint8)
     import torch
 
-    # This order keeps the strides that torch recognises as channels-last, here and in the result: 2 to 4 times faster.
-    # numpy's [None] would give the new axis the stride 0, permute before unsqueeze the stride 3.
-    pixels = torch.from_numpy(np.ascontiguousarray(image)).unsqueeze(0).permute(0, 3, 1, 2)
-    resized = torch.nn.functional.interpolate(
-        pixels, size=(height, width), mode=interpolation, antialias=True, align_corners=False
+    # What torch.nn.functional.interpolate calls, which has no way to say where the result goes.
+    aten = torch.ops.aten
+    operator = aten._upsample_bilinear2d_aa if interpolation == "bilinear" else aten._upsample_bicubic2d_aa
+    operator.out(
+        _channels_last(np.ascontiguousarray(image)), (height, width), False, None, None, out=_channels_last(into)
     )
-    return np.ascontiguousarray(resized.permute(0, 2, 3, 1).numpy()[0])  # a copy only if a side has one pixel
+    return into
+
+
+def _channels_last(image: Pixels) -> torch.Tensor:
+    """[h, w, 3] as torch's [1, 3, h, w] of the same memory, with the strides that it resizes 2 to 4 times faster.
+
+    In this order: numpy's [None] would give the new axis the stride 0, permute before unsqueeze the stride 3.
+    """
+    import torch
+
+    return torch.from_numpy(image).unsqueeze(0).permute(0, 3, 1, 2)
+
+
+def _placed(pixels: Pixels, into: Pixels | None) -> Pixels:
+    """The pixels in memory that is given, or contiguous in their own."""
+    if into is None:
+        return np.ascontiguousarray(pixels)
+    into[...] = pixels
+    return into

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
+import os
 import sys
 import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
+from typing import TextIO
 
 LINE_SECONDS = 5.0
 
@@ -35,15 +36,13 @@ class Progress:
         if sys.stderr.isatty():
             from tqdm import tqdm
 
-            # A terminal that reports 0 columns (a container's, or under `script`) would be believed, and show nothing.
-            columns = 0 if shutil.get_terminal_size((0, 0)).columns else 120
             self._bar = tqdm(
                 total=total_images,
                 initial=done_images,
                 unit="img",
                 desc=doing,
                 leave=False,
-                ncols=columns or None,
+                ncols=None if knows_its_size(sys.stderr) else 120,
             )
 
     def __enter__(self) -> Progress:
@@ -70,6 +69,14 @@ class Progress:
                 self._report(
                     f"{self._doing}: {self._done:,} of {self._total:,} images, {speed:,.0f} images/s, {left} left"
                 )
+
+
+def knows_its_size(terminal: TextIO) -> bool:
+    """Some (containers, CI, `script`) have 0 columns or 0 lines, and tqdm would believe it and show nothing."""
+    try:
+        return min(os.get_terminal_size(terminal.fileno())) > 0
+    except (OSError, ValueError):
+        return False
 
 
 def show_seconds(seconds: float) -> str:

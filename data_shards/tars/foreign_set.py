@@ -73,6 +73,7 @@ def open_foreign(
         shards=tuple(tar.entry for tar in used),
         digest=_digest(used, classes, indexed.labels),
         damage=tuple(damage),
+        lost_samples=sum(tar.facts.left_out for tar in indexed.tars) + _cut_samples(indexed.tars),
     )
 
 
@@ -120,6 +121,16 @@ def _damage(tar: Tar) -> list[str]:
         count = f"{facts.left_out:,} samples are" if facts.left_out > 1 else "1 sample is"
         sentences.append(f"{name}: {count} left out ({'; '.join(facts.examples)}{more})")
     return sentences
+
+
+def _cut_samples(tars: Sequence[Tar]) -> int:
+    """About how many samples damaged tars have lost: nothing says it, but tars of one set are of one size, but for the
+    last.
+    """
+    whole = [tar.facts.num_samples + tar.facts.left_out for tar in tars if not tar.facts.damage]
+    cut = [tar.facts.num_samples + tar.facts.left_out for tar in tars if tar.facts.damage]
+    usual = max(whole, default=0)
+    return sum(max(1, usual - found) for found in cut)
 
 
 def _found_classes(indexed: Indexed, *, source: str) -> tuple[str, ...]:

@@ -31,14 +31,14 @@ from typing import Annotated, Any, Literal, get_args
 from cyclopts import App, Parameter
 
 from data_shards.errors import UserError
-from launch.bench.data_methods import BATCH_IMAGES, METHODS, OURS, OURS_RESIZED, STOCK, WORKERS, Work
+from launch.bench.data_methods import BATCH_IMAGES, METHODS, OURS, OURS_PROCESSES, OURS_RESIZED, STOCK, WORKERS, Work
 from launch.bench.data_results import LoaderRound, Results, find_targets, report_lines
 from launch.bench.measure import Told, run_told
 from launch.env import without_place
 
 Part = Literal["transform", "loaders", "reading", "resume", "memory"]
 
-_QUICK_METHODS = (STOCK, "dali-uint8", "webdataset-fast", "grain-fast", OURS, OURS_RESIZED)
+_QUICK_METHODS = (STOCK, "dali-uint8", "webdataset-fast", "grain-fast", OURS, OURS_PROCESSES, OURS_RESIZED)
 _QUICK_IMAGES, _QUICK_ROUNDS = 1000, 1
 _LEAST_IMAGES = 8 * BATCH_IMAGES  # a batch a shard; and webdataset's workers need whole shards
 _READ_SAMPLES = 4000
@@ -65,7 +65,7 @@ def bench(
         str | None, Parameter(help=f"Loaders, comma separated: {', '.join(METHODS)}. Default: all.")
     ] = None,
     parts: Annotated[str | None, Parameter(help=f"Comma separated: {', '.join(get_args(Part))}. Default: all.")] = None,
-    quick: Annotated[bool, Parameter(help="One round of six loaders on 1,000 images.", negative=())] = False,
+    quick: Annotated[bool, Parameter(help="One round of seven loaders on 1,000 images.", negative=())] = False,
     record: Annotated[Path | None, Parameter(help="Write FILE (JSON), and the report beside it as .txt.")] = None,
 ) -> Results:
     """Measure the data path and its peers on a folder or tar of JPEGs."""

@@ -52,7 +52,7 @@ def _batches(method: Method, root: Path) -> Iterator[Any]:
     if method.batches is None:
         from launch.bench import data_ours
 
-        return data_ours.batches(work.resized if method.shards == "resized" else work.shards)
+        return data_ours.batches(work.resized if method.shards == "resized" else work.shards, kind=method.kind)
     transform: data_peers.Transform = _no_transform
     match method.transform:
         case "stock":

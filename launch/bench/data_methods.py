@@ -51,6 +51,7 @@ class Work:
 
 
 TransformName = Literal["stock", "fast", "own"]
+WorkerKind = Literal["thread", "process"]
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,7 @@ class Method:
         batches: name of the function in `data_peers`; None for ours.
         prepare: name of the function in `data_peers` that writes its own format.
         shards: which packed set it reads.
+        kind: what the workers of ours are.
     """
 
     label: str
@@ -72,10 +74,11 @@ class Method:
     batches: str | None = None
     prepare: str | None = None
     shards: Literal["originals", "resized"] = "originals"
+    kind: WorkerKind = "thread"
 
 
 STOCK = "webdataset"
-OURS, OURS_RESIZED = "ours", "ours-320"
+OURS, OURS_PROCESSES, OURS_RESIZED = "ours", "ours-processes", "ours-320"  # ours: what data.worker_kind auto gives
 
 METHODS: dict[str, Method] = {
     STOCK: Method("webdataset + WebLoader, torchvision", batches="webdataset"),
@@ -104,6 +107,7 @@ METHODS: dict[str, Method] = {
         transform="fast",
     ),
     "grain-fast": Method("Grain threads, our transform", needs=("grain",), batches="grain", transform="fast"),
-    OURS: Method("ours", transform="own"),
-    OURS_RESIZED: Method("ours, shards of --resize-short 320 --quality 90", transform="own", shards="resized"),
+    OURS: Method("ours, threads", transform="own"),
+    OURS_PROCESSES: Method("ours, processes", transform="own", kind="process"),
+    OURS_RESIZED: Method("ours, threads, shards of --resize-short 320 --quality 90", transform="own", shards="resized"),
 }

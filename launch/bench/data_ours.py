@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from data_shards.assemble import Access
 from data_shards.batch import Batch
@@ -12,7 +11,7 @@ from data_shards.loader import Layout, TrainBatches, TrainLoader
 from data_shards.mixture import AnyOrder, make_order
 from data_shards.shard_set import ShardSet, open_shards
 from launch.bench.data_fast import OURS
-from launch.bench.data_methods import BATCH_IMAGES, WORKERS
+from launch.bench.data_methods import BATCH_IMAGES, WORKERS, WorkerKind
 
 _SEED = 1
 _LANES = 64  # what `data.lanes: auto` makes of this batch
@@ -31,17 +30,21 @@ def order_of(shards: ShardSet) -> AnyOrder:
     )
 
 
-def batches(folder: Path, *, start_step: int = 0) -> Iterator[Batch]:
-    """The training stream over packed shards, from a step on, without end."""
-    shards = open_shards(str(folder), report=lambda _: None)
-    stream = TrainBatches(
+def stream_of(shards: ShardSet) -> TrainBatches:
+    """The training stream that such a recipe has."""
+    return TrainBatches(
         Access(shards),
         order=order_of(shards),
         transform=OURS,
         layout=Layout(rank=0, world_size=1, micro_batch_size=BATCH_IMAGES, accumulation_steps=1),
         seed=_SEED,
     )
-    return iter(TrainLoader(stream, start_step=start_step, stop_step=1 << 40, workers=WORKERS))
+
+
+def batches(folder: Path, *, kind: WorkerKind = "thread", start_step: int = 0) -> Iterator[Batch]:
+    """The training stream over packed shards, from a step on, without end."""
+    stream = stream_of(open_shards(str(folder), report=lambda _: None))
+    return iter(TrainLoader(stream, start_step=start_step, stop_step=1 << 40, workers=WORKERS, kind=kind))
 
 
 def steps_of_epoch(folder: Path) -> int:
@@ -49,8 +52,7 @@ def steps_of_epoch(folder: Path) -> int:
     return open_shards(str(folder), report=lambda _: None).num_samples // BATCH_IMAGES
 
 
-def shuffled_places(folder: Path, *, samples: int) -> list[tuple[int, int]]:
-    """(shard, row) of the first samples of the stream."""
-    order = order_of(open_shards(str(folder), report=lambda _: None))
-    visits: list[Any] = [order.rank_batch(step, rank=0, world_size=1) for step in range(-(-samples // BATCH_IMAGES))]
+def shuffled_places(stream: TrainBatches, *, samples: int) -> list[tuple[int, int]]:
+    """(shard, row) of the first samples of a stream."""
+    visits = [stream.plan(number)[0] for number in range(-(-samples // BATCH_IMAGES))]
     return [place for each in visits for place in zip(each.shard.tolist(), each.row.tolist(), strict=True)][:samples]

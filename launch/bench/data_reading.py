@@ -2,8 +2,9 @@
 
 webdataset's iterator gives the shards' samples in their order, `webdataset-shuffled` has its buffer of 1,000 samples
 besides; both count from the first sample, so their start is in it. Ours is the reader in shuffled order with its
-indexes read, and what the planning of that order costs is told apart. `pread` is what the kernel takes for copying the
-same images' bytes in the same order, and nothing else: the limit of a reader that hands over bytes.
+indexes read; what the planning of that order costs, with the crops' random numbers, is told apart. `pread` is what the
+kernel takes for copying the same images' bytes in the same order, and nothing else: the limit of a reader that hands
+over bytes.
 """
 
 from __future__ import annotations
@@ -15,8 +16,6 @@ from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
-
-from launch.bench.data_methods import BATCH_IMAGES
 
 _SHUFFLE_SAMPLES = 1000
 
@@ -32,10 +31,10 @@ def measure_reading(folder: Path, *, samples: int, rounds: int) -> dict[str, lis
     from data_shards.shard_reader import ShardReader
     from data_shards.shard_set import open_shards
     from data_shards.tars.tar_index import open_index
-    from launch.bench.data_ours import order_of, shuffled_places
+    from launch.bench.data_ours import shuffled_places, stream_of
 
     shards = open_shards(str(folder), report=lambda _: None)
-    reader, places = ShardReader(shards), shuffled_places(folder, samples=samples)
+    reader, places = ShardReader(shards), shuffled_places(stream_of(shards), samples=samples)
     for number in range(len(shards.shards)):
         reader.read(number, row=0)
 
@@ -55,9 +54,7 @@ def measure_reading(folder: Path, *, samples: int, rounds: int) -> dict[str, lis
             os.pread(descriptor, size, offset)
 
     def planning() -> None:
-        order = order_of(shards)
-        for step in range(samples // BATCH_IMAGES):
-            order.rank_batch(step, rank=0, world_size=1)
+        shuffled_places(stream_of(shards), samples=samples)
 
     ways: dict[str, Callable[[], object]] = {
         "webdataset": lambda: _exhaust(_webdataset(folder), samples=samples),

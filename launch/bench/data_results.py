@@ -77,7 +77,7 @@ def _loader_targets(results: Results) -> Iterator[Target]:
     if OURS_RESIZED in loaders and STOCK in loaders:
         ratio = _cpu_ratio(loaders, STOCK, OURS_RESIZED)
         yield _at_least("loader on resized shards to stock on the originals", ratio, RESIZED_TO_STOCK, unit="x")
-    peers = [name for name in loaders if name not in (OURS, OURS_RESIZED)]
+    peers = [name for name in loaders if METHODS[name].batches is not None]
     if OURS not in loaders or not peers:
         return
     nearest = max(peers, key=lambda name: _cpu_ratio(loaders, OURS, name))

@@ -5,12 +5,14 @@ import math
 import random
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
+from data_shards import loader
 from data_shards.assemble import Access
 from data_shards.errors import UserError
 from data_shards.images.decode import read_image
@@ -84,6 +86,19 @@ def test_worker_threads_do_not_change_the_stream(shards: ShardSet, rand_augment:
     transform = replace(TRANSFORM, rand_augment=rand_augment)
     alone = global_batches(shards, world_size=1, transform=transform)
     assert alone == global_batches(shards, world_size=2, transform=transform, workers=3, kind="thread")
+
+
+@pytest.mark.parametrize("planned_images", [1, 24, 100])
+@pytest.mark.parametrize("options", [{"accumulation_steps": 2}, {"workers": 2, "kind": "thread"}])
+def test_how_much_is_planned_at_once_does_not_change_the_stream(
+    shards: ShardSet,
+    reference: list[list[Seen]],
+    monkeypatch: pytest.MonkeyPatch,
+    planned_images: int,
+    options: dict[str, Any],
+):
+    monkeypatch.setattr(loader, "_PLANNED_IMAGES", planned_images)
+    assert global_batches(shards, world_size=2, **options) == reference
 
 
 @pytest.mark.parametrize(("world_size", "accumulation_steps"), [(1, 2), (1, 4), (1, 8), (2, 2), (2, 4), (4, 2)])

@@ -9,50 +9,19 @@ import tarfile
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
-from PIL import Image
 
-from data_shards import shard_reader
 from data_shards.errors import CorruptSample, SampleError, UserError
 from data_shards.manifest import Manifest, Shard, write_manifest
-from data_shards.packing.pack import pack
 from data_shards.shard_reader import RawSample, ShardReader
 from data_shards.shard_set import Damaged, ShardSet, open_shards
-from data_shards.store.cache import CacheConfig
-from data_shards.store.store import RetryPolicy, Store
 from data_shards.tars.tar_index import index_path, open_index
-from tests.data_shards.http_server import FaultServer
+from tests.data_shards.small_set import by_webdataset, needs_proc, open_files, pack_small, places
 
 
 @pytest.fixture
 def manifest(tmp_path: Path) -> Manifest:
-    """30 images, some of them JPEGs, of 3 classes in 6 shards."""
-    draw = np.random.default_rng(0)
-    for number in range(30):
-        folder = tmp_path / "in" / f"class{number % 3}"
-        folder.mkdir(parents=True, exist_ok=True)
-        side = 5 + number % 4
-        pixels = draw.integers(0, 256, (side, 9, 3), dtype=np.uint8)
-        Image.fromarray(pixels).save(folder / f"{number}.{'png' if number % 2 else 'jpg'}")
-    return pack(str(tmp_path / "in"), tmp_path / "out", samples_per_shard=5, report=lambda line: None).train
-
-
-def places(manifest: Manifest) -> list[tuple[int, int]]:
-    return [(shard, row) for shard, entry in enumerate(manifest.shards) for row in range(entry.num_samples)]
-
-
-def by_webdataset(manifest: Manifest) -> list[RawSample]:
-    """Through webdataset's tar reader and grouping; its WebDataset would leave the tars open."""
-    from webdataset.tariterators import group_by_keys, tar_file_expander
-
-    found = []
-    for path in manifest.shard_paths:
-        with open(path, "rb") as stream:
-            for sample in group_by_keys(tar_file_expander([{"url": str(path), "stream": stream}])):
-                (image,) = (sample[part] for part in sample if part in ("jpg", "png"))
-                found.append(RawSample(key=sample["__key__"], image=image, labels=(int(sample["cls"]),)))
-    return found
+    return pack_small(tmp_path)
 
 
 def opened(manifest: Manifest, *, damaged: Damaged = "refuse") -> ShardSet:
@@ -70,19 +39,6 @@ def write_shard(folder: Path, parts: list[tuple[str, bytes]], *, num_samples: in
             tar.addfile(member, io.BytesIO(data))
     shard = Shard(file="a.tar", num_samples=num_samples, num_bytes=path.stat().st_size, sha256="")
     return Manifest(root=folder, name="a", split="train", classes=("x", "y", "z"), shards=(shard,), source="")
-
-
-def open_files(folder: Path) -> int:
-    paths = []
-    for descriptor in os.listdir("/proc/self/fd"):
-        try:
-            paths.append(os.readlink(f"/proc/self/fd/{descriptor}"))
-        except FileNotFoundError:  # the one that listed the folder
-            continue
-    return sum(path.startswith(str(folder)) for path in paths)
-
-
-needs_proc = pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="counts descriptors in Linux's /proc")
 
 
 def test_every_sample_is_webdatasets_in_any_order(manifest: Manifest):
@@ -107,6 +63,23 @@ def test_tars_of_another_make_are_read_the_same(tmp_path: Path):
             (f"{key}.cls", f"{number % 2}\n".encode()),
             (f"{key}.png", bytes([number]) * 700),
         ]
+    manifest = write_shard(tmp_path, parts, num_samples=4)
+    reader = ShardReader(opened(manifest))
+    assert [reader.read(0, row=row) for row in range(4)] == by_webdataset(manifest)
+
+
+@pytest.mark.parametrize("image_bytes", [1, 8_000, 100_000])
+@pytest.mark.parametrize("between_bytes", [0, 40_000])
+def test_image_and_label_are_the_same_however_large_and_far_apart(tmp_path: Path, image_bytes: int, between_bytes: int):
+    """One read takes both where they are near one another; the label may come before the image or after."""
+    parts = []
+    for number in range(4):
+        sample = [
+            (f"{number}.png", random.Random(number).randbytes(image_bytes)),
+            (f"{number}.json", bytes(between_bytes)),
+            (f"{number}.cls", b"%d" % (number % 3)),
+        ]
+        parts += sample if number % 2 else sample[::-1]
     manifest = write_shard(tmp_path, parts, num_samples=4)
     reader = ShardReader(opened(manifest))
     assert [reader.read(0, row=row) for row in range(4)] == by_webdataset(manifest)
@@ -298,60 +271,3 @@ def test_all_of_a_shard_that_is_not_there_is_lost(manifest: Manifest, has_index:
     keys, corrupt = readable(reader, 2)
     assert keys == [] and [error.key for error in corrupt] == expected
     assert reader.read(1, row=0).labels
-
-
-# ---- shards from elsewhere
-
-
-@pytest.fixture
-def elsewhere(manifest: Manifest, server: FaultServer) -> str:
-    server.files = {f"/{path.name}": path.read_bytes() for path in manifest.root.iterdir() if path.suffix != ".idx"}
-    return server.url
-
-
-def test_shards_of_another_machine_read_the_same(
-    manifest: Manifest, elsewhere: str, server: FaultServer, tmp_path: Path, quick: RetryPolicy
-):
-    store = Store(CacheConfig(tmp_path / "cache", limit_bytes=10**8), retry=quick)
-    reader = ShardReader(open_shards(elsewhere, store=store), store=store)
-    copy = pickle.loads(pickle.dumps(reader))
-    for each in (reader, copy):
-        assert [each.read(shard, row=row) for shard, row in places(manifest)] == by_webdataset(manifest)
-    assert max(server.totals().values()) == 1
-    assert elsewhere in reader.describe(0, row=0)
-
-
-@needs_proc
-def test_what_the_cache_evicts_is_closed(
-    manifest: Manifest, elsewhere: str, tmp_path: Path, quick: RetryPolicy, monkeypatch: pytest.MonkeyPatch
-):
-    """Room for two shards or three: the disk has no more than that, whatever was read before."""
-    limit = 3 * max(path.stat().st_size for path in manifest.shard_paths)
-    store = Store(CacheConfig(tmp_path / "cache", limit_bytes=limit), retry=quick)
-    reader = ShardReader(open_shards(elsewhere, store=store), store=store)
-    draw = random.Random(2)
-    expected = by_webdataset(manifest)
-    for _ in range(60):
-        number = draw.randrange(30)
-        shard, row = places(manifest)[number]
-        assert reader.read(shard, row=row) == expected[number]
-        assert open_files(tmp_path / "cache") <= 4  # one more at most: evicted when the last one came
-    # While one shard alone is read, the others that another process evicts are let go as well.
-    monkeypatch.setattr(shard_reader, "TOUCH_SECONDS", -1.0)
-    reader.read(0, row=0)
-    for path in (tmp_path / "cache").glob("*.tar"):
-        path.unlink()
-    for _ in range(2):
-        assert reader.read(0, row=0) == expected[0]
-        assert open_files(tmp_path / "cache") == 1
-
-
-def test_a_shard_that_cannot_be_had_stops_with_its_name(
-    elsewhere: str, server: FaultServer, tmp_path: Path, quick: RetryPolicy
-):
-    store = Store(CacheConfig(tmp_path / "cache", limit_bytes=10**8), retry=quick)
-    shards = open_shards(elsewhere, store=store)
-    name = shards.shards[1].name.rpartition("/")[2]
-    del server.files[f"/{name}"]
-    with pytest.raises(SampleError, match=name):
-        ShardReader(shards, store=store).read(1, row=0)

@@ -3,6 +3,7 @@
 import builtins
 import io
 import json
+import os
 import subprocess
 import sys
 import tarfile
@@ -19,6 +20,7 @@ from data_shards.shard_reader import ShardReader
 from data_shards.shard_set import ShardSet, ShardsSpec, merge_shard_sets, open_shards
 from data_shards.store.cache import CacheConfig
 from data_shards.store.store import RetryPolicy, Store
+from data_shards.tars.tar_index import build_index, index_path, write_index
 from tests.data_shards.http_server import FaultServer
 
 
@@ -98,6 +100,20 @@ def test_damage_is_refused_or_reported(tmp_path: Path):
     assert [damage[: damage.index(":")] for damage in shards.damage] == [str(paths[7]), str(paths[70])]
     assert shards.num_samples == 160 and shards.digest == manifest.digest
     assert [number for number, shard in enumerate(shards.shards) if shard.state == "damaged"] == [7, 70]
+    assert shards.lost_samples == 3  # two of the absent tar, and the second of the cut one
+
+
+@pytest.mark.parametrize("has_index", [True, False])
+@pytest.mark.parametrize(("kept", "lost"), [(0, 2), (512 + 7, 2), (1024 + 512 + 99, 2), (3584 + 99, 1), (3584 + 100, 0)])
+def test_the_samples_that_a_cut_has_taken_are_counted(tmp_path: Path, has_index: bool, kept: int, lost: int):
+    (path,) = pack_by_hand(tmp_path / "a", shards=1).shard_paths  # blocks: label header, label, image header, image
+    if has_index:
+        write_index(build_index(path), index_path(path))
+    os.truncate(path, kept)
+    shards = open_shards(str(tmp_path / "a"), damaged="report")
+    assert shards.lost_samples == lost and shards.num_samples == 2
+    path.unlink()
+    assert open_shards(str(tmp_path / "a"), damaged="report").lost_samples == 2
 
 
 def test_what_the_manifest_says_is_not_said_again(tmp_path: Path):
@@ -162,6 +178,7 @@ def test_merged_sets_are_laid_end_to_end(tmp_path: Path):
     assert merge_shard_sets([first]) is first
     merged = merge_shard_sets([first, second])
     assert merged.shards == first.shards + second.shards and merged.damage == second.damage and merged.name == "x + x2"
+    assert (first.lost_samples, second.lost_samples, merged.lost_samples) == (0, 2, 2)
     digests = {first.digest, second.digest, merged.digest, merge_shard_sets([second, first]).digest}
     assert len(digests) == 4 and all(len(digest) == 32 for digest in digests)
 

@@ -3,7 +3,7 @@
 import io
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from PIL import Image
 
 from data_shards.assemble import Access
 from data_shards.batch import Batch, model_input, targets
-from data_shards.errors import SampleError
+from data_shards.errors import SampleError, UserError
 from data_shards.images.transforms import EvalTransform, TrainTransform
 from data_shards.labels import LabelSpec
 from data_shards.loader import EvalBatches, Layout, TrainBatches, TrainLoader, eval_batches
@@ -36,7 +36,7 @@ TRANSFORM = TrainTransform(SIZE)
 MIXUP = MixupConfig(mixup_alpha=0.5, cutmix_alpha=1.0)
 
 # A deadline measures how busy the machine is; the pool is made once, and no example changes it.
-law = settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+law = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +128,6 @@ class Reading:
 
 @st.composite
 def data(draw: st.DrawFn, *, most_sets: int = 3) -> Data:
-    # A set of whole images in part, or nothing could stand in for the others.
     tars = st.lists(st.integers(0, len(POOL_SIZES) - 1), min_size=1, max_size=5, unique=True)
     sets = draw(st.lists(tars.map(tuple), min_size=1, max_size=most_sets))
     weights = st.lists(st.floats(0.1, 10), min_size=len(sets), max_size=len(sets)).map(tuple)
@@ -280,9 +279,8 @@ def test_every_sample_once_in_each_epoch_of_its_set(pool: list[ShardEntry], draw
     )
     seen = [row for step in stream.rows for row in step]
     for row in seen:  # a sample is what its number says, and never a damaged one
-        number, tar, at = of.samples[row.sample]
+        _, tar, at = of.samples[row.sample]
         assert (row.key, row.label) == (f"t{tar}r{at}", (tar + at) % CLASSES) and (tar, at) not in SPOILT
-        assert 0 <= number < len(of.sets)
     for number, sizes in enumerate(of.sizes):
         own = [row for row in seen if of.samples[row.sample][0] == number]
         spoilt = sum((tar, at) in SPOILT for each, tar, at in of.samples if each == number)
@@ -301,25 +299,23 @@ def test_every_sample_once_in_each_epoch_of_its_set(pool: list[ShardEntry], draw
 @law
 @given(data(most_sets=3), st.data())
 def test_each_set_has_its_share_of_the_stream(pool: list[ShardEntry], of: Data, draw: st.DataObject):
-    """Of every run of global batches, to within two positions or so: far closer than independent draws."""
-    steps = 3 * -(-len(of.samples) // of.global_batch)
-    stream = read(
-        of.shards(pool), of.order(), how=draw.draw(readings(of)), seed=of.seed, steps=steps, stop_step=steps
-    )
+    """Of every global batch and of all together, to within two positions a lane: far closer than independent draws."""
+    steps = min(20, 2 * -(-len(of.samples) // of.global_batch))
+    stream = read(of.shards(pool), of.order(), how=draw.draw(readings(of)), seed=of.seed, steps=steps, stop_step=steps)
     weights = np.array(of.weights or [sum(sizes) for sizes in of.sizes], dtype=float)
     shares = weights / weights.sum()
     numbers = [[of.samples[row.sample][0] for row in step] for step in stream.rows]
-    counts = np.array([np.bincount(step, minlength=len(of.sets)) for step in numbers]).cumsum(axis=0)
+    counts = np.array([np.bincount(step, minlength=len(of.sets)) for step in numbers])
+    # A global batch is one run of the pattern, and so is each lane's stream: see data_shards/mixture.py.
+    most_off = 2 * (1 + shares * max(0, len(of.sets) - 2)) + 0.01  # weights are rounded to 1 / PATTERN
+    assert (abs(counts - shares * of.global_batch) <= most_off).all()
     expected = shares * of.global_batch * np.arange(1, steps + 1)[:, None]
-    # One batch after another is one run of the pattern for `lanes` lanes in a row; see data_shards/mixture.py.
-    assert (abs(counts - expected) <= 2 * of.lanes * (1 + shares * max(0, len(of.sets) - 2)) + 0.01).all()
+    assert (abs(counts.cumsum(axis=0) - expected) <= of.lanes * most_off).all()
 
 
 @law
 @given(st.data())
-def test_evaluation_counts_each_whole_image_once_for_any_ranks_and_workers(
-    pool: list[ShardEntry], draw: st.DataObject
-):
+def test_evaluation_counts_each_whole_image_once_for_any_ranks_and_workers(pool: list[ShardEntry], draw: st.DataObject):
     of = draw.draw(data(most_sets=1))
     world_size, batch_size = draw.draw(st.integers(1, 5)), draw.draw(st.integers(1, 9))
     counted: list[tuple[int, str, int]] = []
@@ -362,17 +358,13 @@ def test_worker_processes_read_a_mixture_alike(pool: list[ShardEntry]):
 
 def test_the_order_of_sets_and_shards_is_part_of_the_state(pool: list[ShardEntry]):
     """A state is of one stream: the same tars in another order, or with other weights, are another one."""
-    from data_shards.errors import UserError
-
-    state = read(
-        MIXED.shards(pool), MIXED.order(), how=Reading(1, 1), seed=MIXED.seed, steps=1, stop_step=9
-    ).state
+    state = read(MIXED.shards(pool), MIXED.order(), how=Reading(1, 1), seed=MIXED.seed, steps=1, stop_step=9).state
     others = [
         replace(MIXED, sets=MIXED.sets[::-1]),
         replace(MIXED, sets=((1, 5), *MIXED.sets[1:])),
         replace(MIXED, weights=(3.0, 1.4, 0.6)),
         replace(MIXED, weights=None),
-        replace(MIXED, window_images=5),
+        replace(MIXED, window_images=2),
         replace(MIXED, images_per_lane=1),
     ]
     for other in others:
@@ -400,23 +392,7 @@ def test_a_mixture_without_weights_goes_through_all_sets_together(pool: list[Sha
 def test_a_set_with_no_image_that_is_whole_stops(pool: list[ShardEntry], tmp_path: Path):
     path = write_tar(tmp_path / "lost.tar", [(f"k{row}{end}", b"1") for row in range(3) for end in (".png", ".cls")])
     lost = replace(pool[2], url=str(path), name="lost.tar", num_bytes=path.stat().st_size)
+    of = replace(MIXED, sets=((2,),), weights=None, lanes=1)
+    shards = replace(of.shards(pool), shards=(lost,))
     with pytest.raises(SampleError, match=r"'k\d' of lost\.tar is damaged .* and so are 16 others"):
-        of = replace(MIXED, sets=((2,),), weights=None, lanes=1)
-        shards = replace(of.shards(pool), shards=(lost,))
         read(shards, of.order(), how=Reading(1, 1, workers=2), seed=1, steps=1, stop_step=1)
-
-
-def test_a_row_is_told_from_another_by_all_that_training_sees():
-    """Guards `Row`: a field of `Batch` that is added must be compared here, or named as one that need not be."""
-    assert {each.name for each in fields(Batch)} == {
-        "images",
-        "mirrored",
-        "labels",
-        "counted",
-        "substituted",
-        "samples",
-        "epochs",
-        "keys",
-        "faults",
-        "mix",
-    }

@@ -15,10 +15,11 @@ from data_shards.errors import UserError
 from data_shards.images.box import Box
 from launch.bench import data
 from launch.bench.crop_limit import NoLimit, compile_limit
-from launch.bench.data_methods import METHODS, Work
+from launch.bench.data_methods import METHODS, WORKERS, Work
 from launch.bench.data_prepare import read_photographs
 from launch.bench.data_results import LoaderRound, Results, find_targets, report_lines
 from launch.bench.measure import in_turns, median_ratio, run_told, tree_cpu_seconds
+from pipeline.recipe_data import DataConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -74,7 +75,8 @@ def test_the_record_holds_what_the_report_says(tmp_path, photographs, monkeypatc
     assert set(content["loaders"]) == {"webdataset", "ours"}
     for (one,) in content["loaders"].values():
         assert min(one.values()) > 0
-    assert content["loaders"]["webdataset"][0]["processes"] == 3  # itself and two workers
+    # Itself and two workers; threads.
+    assert {name: one["processes"] for name, (one,) in content["loaders"].items()} == {"webdataset": 3, "ours": 1}
     assert set(content["reading_us"]) == {"photographs", "32 px"}
     for costs in (content["transform_ms"], *content["reading_us"].values()):
         assert all(min(values) > 0 for values in costs.values())
@@ -208,8 +210,9 @@ def results(*, ours_ms: float) -> Results:
         loaders={
             "webdataset": rounds(6.0, pss=900, processes=3),
             "grain-fast": rounds(2.0, pss=600, processes=1),
-            "ours": rounds(ours_ms, pss=500, processes=5),
-            "ours-320": rounds(1.0, pss=500, processes=5),
+            "ours": rounds(ours_ms, pss=500, processes=2),
+            "ours-processes": rounds(9.0, pss=900, processes=5),
+            "ours-320": rounds(1.0, pss=500, processes=2),
         },
         reading_us={"photographs": {name: [90.0] for name in ("webdataset", "webdataset-shuffled")}
                     | {"ours": [10.0], "pread": [8.0], "planning": [1.0]}},
@@ -238,6 +241,12 @@ def test_targets_are_met_or_missed_as_measured():
     assert not slow["loader, CPU per image to stock"].met
     nearest = slow["loader, CPU per image below every peer (nearest: grain-fast)"]
     assert not nearest.met and nearest.measured == "1.25 of it"
+
+
+def test_ours_is_what_the_recipe_makes_of_two_workers():
+    config = DataConfig(workers=WORKERS)
+    assert METHODS["ours"].kind == METHODS["ours-320"].kind == config.kind_of_workers == "thread"
+    assert METHODS["ours-processes"].kind == "process"
 
 
 def test_the_report_shows_every_method_and_target():

@@ -135,7 +135,14 @@ def test_a_missing_tar_is_more_than_the_default_budget_and_may_be_allowed(tmp_pa
     folder = tmp_path / "d/train"
     lost = sorted(folder.glob("*.tar"))[1]
     lost.unlink()
-    with pytest.raises(UserError, match=rf"{lost.name}.*images are lost.*max_corrupt_share 0.001"):
+    with pytest.raises(UserError, match=rf"{lost.name}.*images count as lost.*max_corrupt_share 0.001"):
         opened(recipe(str(folder), str(folder)))
     data = opened(recipe(str(folder), str(folder), data={"max_corrupt_share": 0.2}))
     assert lost.name in data.train.damage[0] and data.train.lost_samples > 20
+
+
+def test_a_missing_tar_of_another_tool_too(tagged: Path):
+    spec = {"shards": str(tagged / "{0..2}.tar"), "label": "json:one"}
+    with pytest.raises(UserError, match=r"2\.tar: there is no such tar; 10 of 20 images count as lost"):
+        opened(recipe(spec, spec))
+    assert opened(recipe(spec, spec, data={"max_corrupt_share": 0.5})).train.num_samples == 20

@@ -83,6 +83,7 @@ def test_samples_without_image_or_label_are_named(tmp_path: Path):
     shards = opened(path, damaged="report")
     assert [sample.key for sample in read_all(shards)] == ["a", "f"]
     assert shards.damage == opened(path, damaged="report").damage and len(shards.damage) == 1
+    assert shards.lost_samples == 4
 
 
 def cut(data: bytes) -> bytes:
@@ -135,6 +136,7 @@ def test_a_broken_tar_is_named_with_its_byte(tmp_path: Path, spoil: Callable[[by
         assert keys[:10] == [f"k{i}" for i in range(10)] and keys[-10:] == [f"k{i}" for i in range(20, 30)]
         assert keys[10:-10] == [f"k{i}" for i in range(10, 10 + len(keys) - 20)]
         assert 0 < len(keys) - 20 < 10 if left else len(keys) == 20
+        assert shards.lost_samples == 30 - len(keys)  # as many were in it as in the others
         assert all(shard.num_samples for shard in shards.shards)
     if spoil is not None:  # the whole copy is noticed
         by_shard_writer(folder, samples, per_shard=10)
