@@ -51,7 +51,7 @@ def _clean_process() -> Iterator[None]:
         os.environ.update(before)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def run_cli() -> RunCli:
     """`run_cli(*args, cwd, env, timeout_seconds)`: the command line in a process of its own, output captured as text.
 

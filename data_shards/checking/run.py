@@ -14,6 +14,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 
 from data_shards.checking.scan import Part, PartScan, ScanRequest, scan_part
+from data_shards.cores import num_cores
 from data_shards.packing.progress import Progress
 
 # Of work that is done without processes, each of which takes 0.3 s to start.
@@ -47,7 +48,7 @@ def scan_set(request: ScanRequest, *, processes: int | None, report: Callable[[s
     """
     shards = request.shards
     if processes is None:
-        processes = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        processes = num_cores()
         seconds = shards.num_samples * _SECONDS_PER_SAMPLE + (shards.num_bytes or 0) * _SECONDS_PER_BYTE
         if seconds < _LITTLE_SECONDS and not request.decode:
             processes = 1

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Literal
 
 from data_shards.byte_sizes import show_bytes
+from data_shards.cores import num_cores
 from data_shards.errors import UserError
 from data_shards.manifest import Manifest, read_manifest, write_json, write_timm_info
 from data_shards.packing.finish import list_beside, unreadable_error, write_manifests
@@ -135,7 +136,7 @@ def _pack(
     source: Source, out: Path, asked: PackRequest, content: dict[str, object], report: Callable[[str], None]
 ) -> Counts:
     """Plan, write and put OUT in place; `content` is what pack.json begins with."""
-    num_threads = _num_cores()
+    num_threads = num_cores()
     planned = partial(
         make_plan,
         source,
@@ -264,10 +265,3 @@ def _read_splits(out: Path) -> dict[str, Manifest]:
     if (out / "val").is_dir():
         manifests["val"] = read_manifest(out / "val")
     return manifests
-
-
-def _num_cores() -> int:
-    """The cores that this process may use (a container or a batch system may grant fewer than the machine
-    has).
-    """
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -36,13 +36,15 @@ class Progress:
         if sys.stderr.isatty():
             from tqdm import tqdm
 
+            sized = knows_its_size(sys.stderr)
             self._bar = tqdm(
                 total=total_images,
                 initial=done_images,
                 unit="img",
                 desc=doing,
                 leave=False,
-                ncols=None if knows_its_size(sys.stderr) else 120,
+                ncols=None if sized else 120,
+                nrows=None if sized else 24,
             )
 
     def __enter__(self) -> Progress:

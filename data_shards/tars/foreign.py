@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from data_shards.cores import num_cores
 from data_shards.errors import UserError
 from data_shards.labels import LabelKind, LabelSpec
 from data_shards.manifest import write_json
@@ -295,8 +296,7 @@ def _processes() -> int:
     """How many may work at once; a daemon, such as a worker of the loader, may have none."""
     if multiprocessing.current_process().daemon:
         return 1
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(cores, _MOST_PROCESSES)
+    return min(num_cores(), _MOST_PROCESSES)
 
 
 @contextmanager

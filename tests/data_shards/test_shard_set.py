@@ -104,7 +104,9 @@ def test_damage_is_refused_or_reported(tmp_path: Path):
 
 
 @pytest.mark.parametrize("has_index", [True, False])
-@pytest.mark.parametrize(("kept", "lost"), [(0, 2), (512 + 7, 2), (1024 + 512 + 99, 2), (3584 + 99, 1), (3584 + 100, 0)])
+@pytest.mark.parametrize(
+    ("kept", "lost"), [(0, 2), (512 + 7, 2), (1024 + 512 + 99, 2), (3584 + 99, 1), (3584 + 100, 0)]
+)
 def test_the_samples_that_a_cut_has_taken_are_counted(tmp_path: Path, has_index: bool, kept: int, lost: int):
     (path,) = pack_by_hand(tmp_path / "a", shards=1).shard_paths  # blocks: label header, label, image header, image
     if has_index:

@@ -1,9 +1,8 @@
 """Damaged shards in a real run: trained to the end with every offender listed, or stopped at the first one."""
 
 import json
-import os
 import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,11 +12,12 @@ from data_shards.packing.pack import pack
 from data_shards.tars.tar_index import open_index
 from pipeline.metrics_log import read_metrics
 
-ROOT = Path(__file__).resolve().parents[2]
+Damaged = tuple[Path, set[tuple[str, str]]]
+Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture(scope="module")
-def damaged(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, set[tuple[str, str]]]:
+def damaged(tmp_path_factory: pytest.TempPathFactory) -> Damaged:
     """Digits in 8 shards: about 1 % of the images spoiled, one tar cut short; and what is lost by that."""
     folder = tmp_path_factory.mktemp("damaged")
     pack("digits", folder / "digits", holdout=0.2, samples_per_shard=180, report=lambda line: None)
@@ -56,16 +56,9 @@ def damaged(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, set[tuple[s
     return folder, lost
 
 
-def run(folder: Path, *overrides: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, "-m", "launch.cli", "run", "recipe.yaml", *overrides],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+@pytest.fixture(scope="module")
+def run(run_cli: Callable[..., subprocess.CompletedProcess[str]]) -> Run:
+    return lambda folder, *overrides: run_cli("run", "recipe.yaml", *overrides, cwd=folder)
 
 
 def offenders(stage: Path) -> list[tuple[str, str]]:
@@ -75,7 +68,7 @@ def offenders(stage: Path) -> list[tuple[str, str]]:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_training_ends_and_the_offenders_are_listed_exactly(damaged):
+def test_training_ends_and_the_offenders_are_listed_exactly(damaged: Damaged, run: Run):
     folder, lost = damaged
     done = run(folder, "data.max_corrupt_share=0.05", "name=lenient")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -98,7 +91,7 @@ def test_training_ends_and_the_offenders_are_listed_exactly(damaged):
     assert "corrupt_samples.jsonl" in [file.path for file in client.list_artifacts(child.info.run_id)]
 
 
-def test_more_known_damage_than_allowed_is_refused_before_anything_is_started(damaged):
+def test_more_known_damage_than_allowed_is_refused_before_anything_is_started(damaged: Damaged, run: Run):
     folder, _ = damaged
     done = run(folder, "data.max_corrupt_share=0.01", "name=known")
     assert done.returncode == 2 and "Traceback" not in done.stderr
@@ -106,7 +99,7 @@ def test_more_known_damage_than_allowed_is_refused_before_anything_is_started(da
     assert not (folder / "runs/known").exists()
 
 
-def test_more_damage_than_allowed_stops_with_everything_saved_and_a_raised_budget_goes_on(damaged):
+def test_more_damage_than_allowed_stops_with_everything_saved_and_a_raised_budget_goes_on(damaged: Damaged, run: Run):
     folder, lost = damaged
     done = run(folder, "data.max_corrupt_share=0.016", "name=budget")
     assert done.returncode == 2, done.stdout + done.stderr
@@ -120,7 +113,7 @@ def test_more_damage_than_allowed_stops_with_everything_saved_and_a_raised_budge
     assert set(offenders(stage)) == lost
 
 
-def test_with_a_budget_of_nothing_the_first_one_is_named_at_once(damaged):
+def test_with_a_budget_of_nothing_the_first_one_is_named_at_once(damaged: Damaged, run: Run):
     folder, lost = damaged
     refused = run(folder, "data.max_corrupt_share=0", "name=strict")
     assert refused.returncode == 2 and "Traceback" not in refused.stderr

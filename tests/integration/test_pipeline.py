@@ -1,9 +1,8 @@
 """The three stages by the real command, with real processes and a real MLflow store, on a few digits."""
 
 import json
-import os
 import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ from data_shards.packing.pack import pack
 from model.saved import load_model
 from pipeline.metrics_log import read_metrics
 
-ROOT = Path(__file__).resolve().parents[2]
+Run = Callable[..., subprocess.CompletedProcess[str]]
 STAGES = ("pretrain", "swap_head", "finetune")
 
 
@@ -32,20 +31,13 @@ def train_stage(shards: Path, image_size: int, duration: str) -> dict:
     }
 
 
-def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, "-m", "launch.cli", "run", "recipe.yaml", *arguments],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+@pytest.fixture(scope="module")
+def run(run_cli: Callable[..., subprocess.CompletedProcess[str]]) -> Run:
+    return lambda folder, *overrides: run_cli("run", "recipe.yaml", *overrides, cwd=folder)
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory) -> Path:
+def finished(tmp_path_factory: pytest.TempPathFactory, run: Run) -> Path:
     """A folder in which a whole pipeline has run."""
     folder = tmp_path_factory.mktemp("pipeline")
     quiet = lambda text: None  # noqa: E731
@@ -142,19 +134,19 @@ def test_mlflow_holds_one_parent_and_three_finished_children_with_their_curves(f
     assert {data.dataset.name for data in children["finetune"].inputs.dataset_inputs}
 
 
-def test_typing_the_command_again_skips_what_is_done(finished):
+def test_typing_the_command_again_skips_what_is_done(finished: Path, run: Run):
     again = run(finished)
     assert again.returncode == 0
     assert again.stdout.count("done already") == 3
 
 
-def test_a_changed_recipe_is_refused_with_the_difference_shown(finished):
+def test_a_changed_recipe_is_refused_with_the_difference_shown(finished: Path, run: Run):
     refused = run(finished, "stages.finetune.optimizer.lr=0.5")
     assert refused.returncode == 2
     assert "stages.finetune.optimizer.lr: 0.01 -> 0.5" in refused.stderr
 
 
-def test_a_later_stage_is_begun_again_without_touching_the_earlier_ones(finished):
+def test_a_later_stage_is_begun_again_without_touching_the_earlier_ones(finished: Path, run: Run):
     before = (finished / "runs/three/pretrain/stage.json").read_bytes()
     old = json.loads((finished / "runs/three/finetune/stage.json").read_text())["model_digest"]
     again = run(finished, "--restart", "finetune", "stages.finetune.optimizer.lr=0.05")

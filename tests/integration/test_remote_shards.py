@@ -1,10 +1,10 @@
 """A run from an S3 bucket through a store that fails, with a cache smaller than the data: as if it were local."""
 
 import json
-import os
 import subprocess
-import sys
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
+from itertools import cycle
 from pathlib import Path
 
 import pytest
@@ -12,13 +12,19 @@ import yaml
 
 from data_shards.packing.pack import pack
 from pipeline.metrics_log import read_metrics
-from tests.integration.faulty_proxy import faulty_proxy
+from tests.data_shards.http_server import FaultServer, serve
 
-ROOT = Path(__file__).resolve().parents[2]
 CACHE_BYTES = 1_000_000
+KEYS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFAULT_REGION": "us-east-1"}
+# What the requests for one object meet, one after the other, before they are answered as they should be.
+FAULTS = (("503",), ("cut:{half}",), ("short:{half}",), ("reset:{half}", "503"), ("garbage",))
+
+RunCli = Callable[..., subprocess.CompletedProcess[str]]
 
 
-def run(folder: Path, name: str, train: str, held_out: str, *overrides: str, **environment: str) -> Path:
+def run(
+    run_cli: RunCli, name: str, *overrides: str, folder: Path, train: str, held_out: str, **environment: str
+) -> Path:
     """Run a small recipe to its end; the folder of its stage."""
     recipe = {
         "name": name,
@@ -41,15 +47,7 @@ def run(folder: Path, name: str, train: str, held_out: str, *overrides: str, **e
         },
     }
     (folder / f"{name}.yaml").write_text(yaml.safe_dump(recipe))
-    done = subprocess.run(
-        [sys.executable, "-m", "launch.cli", "run", f"{name}.yaml", *overrides],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
+    done = run_cli("run", f"{name}.yaml", *overrides, cwd=folder, env=environment, timeout_seconds=280)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder / "runs" / name / "finetune"
 
@@ -63,7 +61,7 @@ def curve(stage: Path) -> list[tuple[int, dict[str, float]]]:
 
 
 @pytest.fixture
-def bucket(tmp_path: Path) -> Iterator[tuple[Path, str]]:
+def bucket(tmp_path: Path) -> Iterator[tuple[Path, tuple[str, int]]]:
     """Digits, packed, and the same in a bucket; the store's address."""
     pytest.importorskip("moto")
     import boto3
@@ -77,43 +75,52 @@ def bucket(tmp_path: Path) -> Iterator[tuple[Path, str]]:
         client = boto3.client(
             "s3",
             endpoint_url=f"http://{host}:{port}",
-            region_name="us-east-1",
-            aws_access_key_id="test",
-            aws_secret_access_key="test",
+            region_name=KEYS["AWS_DEFAULT_REGION"],
+            aws_access_key_id=KEYS["AWS_ACCESS_KEY_ID"],
+            aws_secret_access_key=KEYS["AWS_SECRET_ACCESS_KEY"],
         )
         client.create_bucket(Bucket="images")
         for file in sorted((tmp_path / "digits").rglob("*")):
             if file.is_file() and file.suffix != ".idx":
                 client.upload_file(str(file), "images", f"packed/{file.relative_to(tmp_path / 'digits')}")
         client.close()
-        yield tmp_path, f"http://{host}:{port}"
+        yield tmp_path, (host, port)
     finally:
         server.stop()
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_run_from_a_failing_bucket_with_a_small_cache_is_the_local_run_to_the_last_digit(bucket):
+def test_a_run_from_a_failing_bucket_with_a_small_cache_is_the_local_run_to_the_last_digit(
+    bucket: tuple[Path, tuple[str, int]], run_cli: RunCli
+):
     folder, address = bucket
-    local = run(folder, "local", str(folder / "digits/train"), str(folder / "digits/val"))
-    assert sum(file.stat().st_size for file in (folder / "digits").rglob("*.tar")) > 2 * CACHE_BYTES
-    cache = folder / "cache"
-    with faulty_proxy(address) as (proxy, counts):
+    digits, cache = folder / "digits", folder / "cache"
+    local = run(run_cli, "local", folder=folder, train=str(digits / "train"), held_out=str(digits / "val"))
+    tars = {f"/images/packed/{tar.relative_to(digits)}": tar.stat().st_size for tar in sorted(digits.rglob("*.tar"))}
+    assert sum(tars.values()) > 2 * CACHE_BYTES
+    # Half of the tars meet a fault, the manifests too.
+    faults = {
+        path: deque(each.format(half=size // 2) for each in fault)
+        for (path, size), fault in zip(tars.items(), cycle((*FAULTS, *[()] * len(FAULTS))), strict=False)
+    }
+    faults |= {f"/images/packed/{split}/manifest.json": deque(["503"]) for split in ("train", "val")}
+    with serve(FaultServer(upstream=address, faults=faults)) as told:
         remote = run(
-            folder,
+            run_cli,
             "remote",
-            "s3://images/packed/train",
-            "s3://images/packed/val",
             f"data.cache.folder={cache}",
             f"data.cache.limit={CACHE_BYTES} B",
-            AWS_ENDPOINT_URL=proxy,
-            AWS_ACCESS_KEY_ID="test",
-            AWS_SECRET_ACCESS_KEY="test",
-            AWS_DEFAULT_REGION="us-east-1",
+            folder=folder,
+            train="s3://images/packed/train",
+            held_out="s3://images/packed/val",
+            AWS_ENDPOINT_URL=told.url,
+            **KEYS,
         )
+    assert not any(faults.values())  # all have been met
+    assert max(told.count(path) for path in tars) > 2  # and tars were fetched again, after they were evicted
     assert curve(remote) == curve(local)
     digests = [json.loads((stage / "stage.json").read_text())["model_digest"] for stage in (local, remote)]
     assert digests[0] == digests[1]
-    assert all(counts[fault] for fault in ("503", "cut", "short", "slow")), counts
     kept = sum(file.stat().st_size for file in cache.rglob("*") if file.is_file())
     assert 0 < kept <= CACHE_BYTES
     assert not list(cache.rglob("*.part"))

@@ -15,28 +15,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from launch import cli
-
 # `main` reads sys.argv, which is what these tests set.
 pytestmark = pytest.mark.filterwarnings("ignore:Cyclopts application invoked without tokens")
 
 ROOT = Path(__file__).resolve().parents[2]
 Call = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
-    """`shardvit ...` in this process: exit code, standard output, standard error."""
-
-    def run(*args: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["shardvit", *map(str, args)])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as caught:
-            cli.main()
-        output = capsys.readouterr()
-        return int(caught.value.code or 0), output.out, output.err
-
-    return run
 
 
 @pytest.fixture

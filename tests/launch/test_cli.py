@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from launch import cli, pipeline_run
+from launch import pipeline_run
 from pipeline.identity import STATE, checkpoint_identity
 from pipeline.recipe_io import load_recipe
 from pipeline.run_folder import RunFolder
@@ -88,21 +88,6 @@ def tree(root: Path) -> dict[str, str]:
 
 
 Call = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
-    """`shardvit ...` in this process: exit code, standard output, standard error."""
-
-    def run(*args: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["shardvit", *map(str, args)])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as caught:
-            cli.main()
-        output = capsys.readouterr()
-        return int(caught.value.code or 0), output.out, output.err
-
-    return run
 
 
 @pytest.fixture

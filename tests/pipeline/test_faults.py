@@ -123,15 +123,14 @@ def test_the_budget_is_a_share_of_each_set(tmp_path: Path, max_share: float, met
 
 def test_names_that_are_no_text_and_lines_torn_in_a_character_do_no_harm(tmp_path: Path):
     account = ledger(tmp_path)
-    odd = "caf\udce9 \u2028 \u00e9"
+    odd = "image \udce9 \u2028 \u00e9"
     account.note(batch_with(fault(odd)), use="train", rows=4)
     settle_alone(account)
     with (tmp_path / "corrupt_samples.jsonl").open("ab") as stream:
-        stream.write(b"{\"set\": \"train\", \"shard\": \"\xc3")
+        stream.write(b'{"set": "train", "shard": "\xc3')
     again = ledger(tmp_path)
     again.note(batch_with(fault(odd)), use="train", rows=4)
     assert len(again) == 1 and settle_alone(again).new == ()
-
 
 
 def test_a_resumed_stage_remembers(tmp_path: Path):

@@ -1,8 +1,6 @@
 import io
 import math
-import os
 import re
-import termios
 import threading
 from pathlib import Path
 
@@ -11,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.progress import Progress, RecentSpeed, format_count, format_duration
+from tests.terminal import terminal
 
 
 class Clock:
@@ -118,28 +117,13 @@ def test_a_note_in_a_file_is_a_line() -> None:
 
 @pytest.mark.parametrize(("lines", "columns"), [(24, 0), (24, 80), (24, 200), (0, 100), (0, 0)])
 def test_a_terminal_gets_one_bar_that_notes_do_not_break(lines: int, columns: int) -> None:
-    leader, follower = os.openpty()
-    termios.tcsetwinsize(follower, (lines, columns))
-    shown = bytearray()
-
-    def read() -> None:
-        try:
-            while part := os.read(leader, 4096):
-                shown.extend(part)
-        except OSError:  # the other end is closed
-            pass
-
-    reader = threading.Thread(target=read)
-    reader.start()
-    with os.fdopen(follower, "w") as terminal:
-        progress = Progress("finetune", total_steps=20, start_step=10, images_per_step=64, stream=terminal)
+    with terminal(lines=lines, columns=columns) as (stream, shown):
+        progress = Progress("finetune", total_steps=20, start_step=10, images_per_step=64, stream=stream)
         for step in range(11, 21):
             update(progress, step, loss=1 / step)
             if step == 15:
                 progress.note("held-out top-1 0.9")
         progress.close()
-    reader.join(10)
-    os.close(leader)
     text = shown.decode()
     assert max(len(part) for part in re.split("[\r\n]", text)) <= (columns if columns and lines else 120)
     assert re.search(r"finetune 100%\|.*20/20, loss 0.0500 \| 512.3 images/s \| ETA 0:00:00", text)

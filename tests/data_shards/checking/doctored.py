@@ -16,6 +16,7 @@ from data_shards.checking.check import CheckResult, check
 from data_shards.checking.findings import Finding
 from data_shards.shard_set import ShardsSpec
 from data_shards.tars.tar_index import index_path, open_index
+from tests.data_shards.foreign_tars import write_tar
 
 CLASSES = ("ant", "bee", "cow")
 
@@ -66,14 +67,6 @@ def image_place(tar: Path, row: int) -> tuple[str, int, int]:
 def members(tar: Path) -> list[tuple[str, bytes]]:
     with tarfile.open(tar) as stream:
         return [(member.name, stream.extractfile(member).read()) for member in stream]
-
-
-def write_tar(tar: Path, content: list[tuple[str, bytes]]) -> None:
-    with tarfile.open(tar, "w") as stream:
-        for name, data in content:
-            member = tarfile.TarInfo(name)
-            member.size = len(data)
-            stream.addfile(member, io.BytesIO(data))
 
 
 def exchange(tar: Path, content: list[tuple[str, bytes]]) -> None:

@@ -31,8 +31,8 @@ from tests.data_shards.checking.doctored import (
     overwrite,
     part_of,
     tars,
-    write_tar,
 )
+from tests.data_shards.foreign_tars import write_tar
 
 
 def test_images_that_are_none(shards: Path):

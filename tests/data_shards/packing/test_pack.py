@@ -70,7 +70,7 @@ def test_number_of_threads_does_not_change_the_bytes(tmp_path: Path, monkeypatch
     write_folder(tmp_path / "in", {"cat": 20, "dog": 20})
     trees = []
     for cores in (1, 7):
-        monkeypatch.setattr(pack_module, "_num_cores", lambda cores=cores: cores)
+        monkeypatch.setattr(pack_module, "num_cores", lambda cores=cores: cores)
         quiet(str(tmp_path / "in"), tmp_path / f"out{cores}", samples_per_shard=6)
         trees.append(tree(tmp_path / f"out{cores}"))
     assert trees[0] == trees[1]

@@ -7,6 +7,7 @@ import pytest
 
 from data_shards.packing import progress as pack_progress
 from data_shards.packing.progress import Progress, show_seconds
+from tests.terminal import terminal
 
 
 class Clock:
@@ -62,12 +63,15 @@ def test_threads_lose_no_count(clock: Clock):
     assert re.match(r"packing: 5,000 of", lines[0])
 
 
-def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    lines: list[str] = []
-    with Progress(100, lines.append, done_images=40) as progress:
-        progress.add(10)
-    assert "packing:  40%" in capsys.readouterr().err and lines == []
+@pytest.mark.parametrize(("lines", "columns"), [(24, 80), (24, 0), (0, 100), (0, 0)])
+def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch, lines: int, columns: int):
+    said: list[str] = []
+    with terminal(lines=lines, columns=columns) as (stream, shown):
+        monkeypatch.setattr("sys.stderr", stream)
+        with Progress(100, said.append, done_images=40) as progress:
+            progress.add(10)
+        monkeypatch.undo()
+    assert b"packing:  40%|" in shown and b"40/100" in shown and said == []
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,7 @@ def spoken(*args, **kwargs) -> str:
     return "\n".join(lines)
 
 
-# ---- kill -9
+# ---- kill -9 and Ctrl-C
 
 
 # On one core, so that there is time between two shards.
@@ -71,20 +71,23 @@ def start(*arguments: object) -> subprocess.Popen[str]:
     )
 
 
-def test_the_real_command_killed_again_and_again(tmp_path: Path):
+def test_the_real_command_killed_and_interrupted(tmp_path: Path):
     write_images(tmp_path / "in", count=160, side=256)
     options = ("--holdout", "0.2", "--samples-per-shard", "5", "--resize-short", "100")
     plain = start(tmp_path / "in", tmp_path / "plain", *options)
     output, _ = plain.communicate(timeout=60)
     assert plain.returncode == 0, output
     records = tmp_path / ".out.packing/records"
-    for least in (1, 5, 14):  # finished shards, of 33
+    # Finished shards, of 33; the signal; the exit code.
+    for least, sent, code in ((1, signal.SIGKILL, -9), (5, signal.SIGINT, 75), (14, signal.SIGKILL, -9)):
         process = start(tmp_path / "in", tmp_path / "out", *options)
         while process.poll() is None and (not records.is_dir() or len(list(records.glob("*.json"))) < least):
             time.sleep(0.001)
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
-        assert process.returncode == -signal.SIGKILL  # else it was over, and this tests nothing
+        process.send_signal(sent)
+        output, _ = process.communicate(timeout=60)
+        assert process.returncode == code, output  # 0: it was over, and this tests nothing
+        assert "Traceback" not in output
+        assert ("interrupted: the same command goes on from here" in output) == (sent == signal.SIGINT)
         assert not (tmp_path / "out").exists()
     finished = len(list(records.glob("*.json")))
     process = start(tmp_path / "in", tmp_path / "out", *options)
@@ -178,7 +181,7 @@ class Stopper:
 def fail_at(monkeypatch: pytest.MonkeyPatch, error: BaseException, *, at: int) -> None:
     """The tar's and the index's fsync are calls 1 and 2 of the first shard, and so on (on one thread)."""
     stopper = Stopper(error, at=at)
-    monkeypatch.setattr("data_shards.packing.pack._num_cores", lambda: 1)
+    monkeypatch.setattr("data_shards.packing.pack.num_cores", lambda: 1)
     monkeypatch.setattr(shard_writer.os, "fsync", stopper)
 
 

@@ -1,6 +1,5 @@
 """The index points at exactly the bytes that tarfile and webdataset find, and damage is never passed over."""
 
-import io
 import os
 import tarfile
 from pathlib import Path
@@ -14,17 +13,9 @@ from data_shards.errors import UserError
 from data_shards.labels import LabelPart
 from data_shards.tars.shard_index import ShardIndex, save_index
 from data_shards.tars.tar_index import build_index, index_path, open_index, read_index, readable_index, write_index
+from tests.data_shards.foreign_tars import write_tar
 
 Members = list[tuple[str, bytes]]
-
-
-def write_tar(path: Path, members: Members, *, format: int = tarfile.USTAR_FORMAT) -> Path:
-    with tarfile.open(path, "w", format=format) as tar:
-        for name, data in members:
-            info = tarfile.TarInfo(name)
-            info.size = len(data)
-            tar.addfile(info, io.BytesIO(data))
-    return path
 
 
 def samples(count: int = 3) -> Members:
