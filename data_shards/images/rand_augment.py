@@ -8,7 +8,7 @@ operation uncovers is filled with grey, (128, 128, 128). Shifts reach 45 % of a 
 pixels of 224.
 
 timm's operations draw from Python's `random` and from numpy's global generator. Both are seeded here from the sample's
-number and put back afterwards, so it must not run in two threads at once; data workers may be threads, so it is done under a lock. The numbers are
+number and put back afterwards, under a lock, since data workers may be threads. The numbers are
 those of the installed Python and timm: another version of either may augment a sample in another way.
 
 Cost: 0.1 ms for the seeds, and 0.1 to 1.4 ms an operation at 224 pixels: 1.2 ms an image for two of them.
