@@ -185,6 +185,7 @@ def _open_bar(stage: str, *, total_steps: int, start_step: int, stream: TextIO) 
         file=stream,
         dynamic_ncols=sized,
         ncols=None if sized else 120,
+        nrows=None if sized else 24,
         miniters=1,
         bar_format="{desc} {percentage:3.0f}%|{bar:5}| {n_fmt}/{total_fmt}{postfix}",
     )

@@ -43,6 +43,8 @@ def folder_source(root: Path) -> Source:
         raise UserError(f"{root}: there are no class folders in it; expected is ROOT/CLASS/*.jpg")
     notes: list[str] = []
     splits: dict[SplitName, ImageSet] = {}
+    if len(folders) == 1 and not named and "train" in _scan(root / folders[0])[0]:
+        raise UserError(f"{root}: its only folder holds train/ as a data set does; did you mean {root / folders[0]}?")
     if not named:
         if set(folders) <= {"train", *VAL_NAMES}:
             raise UserError(

@@ -39,6 +39,12 @@ def decode(data: bytes) -> np.ndarray:
 # ---- folders
 
 
+def test_the_folder_above_a_data_set_is_not_taken_for_one_class(tmp_path: Path):
+    touch(tmp_path, "cifar10/train/cat/1.jpg", "cifar10/test/cat/2.jpg")
+    with pytest.raises(UserError, match=rf"did you mean {tmp_path / 'cifar10'}\?"):
+        open_source(str(tmp_path))
+
+
 def test_class_folders(tmp_path: Path):
     touch(
         tmp_path,

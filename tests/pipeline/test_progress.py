@@ -116,14 +116,18 @@ def test_a_note_in_a_file_is_a_line() -> None:
 
 
 @pytest.mark.parametrize(("lines", "columns"), [(24, 0), (24, 80), (24, 200), (0, 100), (0, 0)])
-def test_a_terminal_gets_one_bar_that_notes_do_not_break(lines: int, columns: int) -> None:
+def test_a_terminal_gets_one_bar_that_notes_do_not_break(
+    monkeypatch: pytest.MonkeyPatch, lines: int, columns: int
+) -> None:
     with terminal(lines=lines, columns=columns) as (stream, shown):
+        monkeypatch.setattr("sys.stderr", stream)  # tqdm asks this one for its size even if it is told one
         progress = Progress("finetune", total_steps=20, start_step=10, images_per_step=64, stream=stream)
         for step in range(11, 21):
             update(progress, step, loss=1 / step)
             if step == 15:
                 progress.note("held-out top-1 0.9")
         progress.close()
+        monkeypatch.undo()
     text = shown.decode()
     assert max(len(part) for part in re.split("[\r\n]", text)) <= (columns if columns and lines else 120)
     assert re.search(r"finetune 100%\|.*20/20, loss 0.0500 \| 512.3 images/s \| ETA 0:00:00", text)
