@@ -165,3 +165,13 @@ def test_the_digest_of_weights_changes_with_one_bit(folder: RunFolder):
     content[50] ^= 1
     path.write_bytes(content)
     assert weights_digest(folder.model("pretrain")) != before
+
+
+def test_checkpoints_from_before_the_newer_keys_still_fit():
+    """Digests that the first version wrote into checkpoints, of recipes that ship and have not changed since."""
+    digits, cifar = load_recipe("digits"), load_recipe("cifar10")
+    assert recipe_digest(digits, stage="pretrain") == "bac24c9434f179ec"
+    assert recipe_digest(digits, stage="finetune") == "4e54e1c160ab0849"
+    assert recipe_digest(cifar, stage="pretrain") == "29dd372d9dd3b7be"
+    changed = load_recipe("digits", overrides=["stages.pretrain.augment.mixup_alpha=0.2"])
+    assert recipe_digest(changed, stage="pretrain") != "bac24c9434f179ec"
