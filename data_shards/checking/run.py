@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import signal
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 
 from data_shards.checking.scan import Part, PartScan, ScanRequest, scan_part
-from data_shards.cores import num_cores
 from data_shards.packing.progress import Progress
+from data_shards.processes import deaf_to_interrupts, num_cores
 
 # Of work that is done without processes, each of which takes 0.3 s to start.
 _LITTLE_SECONDS = 0.5
@@ -28,7 +27,6 @@ _request: ScanRequest | None = None  # of this worker process
 def _begin_worker(request: ScanRequest) -> None:
     global _request
     _request = request
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that the user sees
     # libjpeg tells of damage here, without saying in which image: the findings do.
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
@@ -80,7 +78,8 @@ def _scan_in_pool(
     scans: dict[Part, PartScan] = {}
     pool = _pool(request, processes=min(processes, len(parts)))
     try:
-        futures = {pool.submit(_scan_in_worker, part): part for part in parts}
+        with deaf_to_interrupts():
+            futures = {pool.submit(_scan_in_worker, part): part for part in parts}
         for future in as_completed(futures):
             scans[futures.pop(future)] = future.result()
             progress.add(future.result().num_samples)
@@ -100,7 +99,7 @@ def _pool(request: ScanRequest, *, processes: int) -> ProcessPoolExecutor:
 def _has_processes(request: ScanRequest) -> bool:
     """Whether a process can be started at all; not so below a program that comes from standard input."""
     try:
-        with _pool(request, processes=1) as pool:
+        with deaf_to_interrupts(), _pool(request, processes=1) as pool:
             return pool.submit(os.getpid).result() > 0
     except BrokenProcessPool:
         return False

@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import Literal
 
 from data_shards.byte_sizes import show_bytes
-from data_shards.cores import num_cores
 from data_shards.errors import UserError
 from data_shards.manifest import Manifest, read_manifest, write_json, write_timm_info
 from data_shards.packing.finish import list_beside, unreadable_error, write_manifests
@@ -48,6 +47,7 @@ from data_shards.packing.request import PackRequest
 from data_shards.packing.shard_writer import plan_mark, read_digests, write_shards
 from data_shards.packing.split import read_holdout_list
 from data_shards.packing.work import ShardRecord, WorkFolder, open_work, sync_file, sync_folders, work_path
+from data_shards.processes import num_cores
 from data_shards.sources import LabelList, Source, open_source
 
 PACK_FILE = "pack.json"

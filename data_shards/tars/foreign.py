@@ -22,10 +22,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from data_shards.cores import num_cores
 from data_shards.errors import UserError
 from data_shards.labels import LabelKind, LabelSpec
 from data_shards.manifest import write_json
+from data_shards.processes import deaf_to_interrupts, num_cores
 from data_shards.shard_set import ShardEntry
 from data_shards.store.location import PIPE, is_local, local_path, shown
 from data_shards.tars.foreign_tar import FoundLabels, TarFacts, facts_from, index_tar, labels_from, peek
@@ -242,7 +242,8 @@ class _Job:
         else:
             pool = ThreadPoolExecutor(_REMOTE_THREADS)
         try:
-            futures = {self._submit(pool, number, labels): number for number in todo}
+            with deaf_to_interrupts():
+                futures = {self._submit(pool, number, labels): number for number in todo}
             for future in as_completed(futures):
                 yield futures[future], future.result()
         finally:
