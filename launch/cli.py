@@ -29,7 +29,7 @@ def main() -> None:
     try:
         sys.exit(app(exit_on_error=False, print_error=False, result_action="return_value") or 0)
     except KeyboardInterrupt:  # between two stages, or while packing
-        print("\nshardvit: interrupted: the same command goes on from here", file=sys.stderr)
+        print("\nshardvit: interrupted: nothing is lost, type the same command again", file=sys.stderr)
         sys.exit(EXIT_STOPPED)
     except (UserError, CycloptsError) as error:
         print(f"shardvit: {error}", file=sys.stderr)
