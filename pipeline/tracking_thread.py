@@ -188,6 +188,7 @@ class BackgroundTracker:
         self._close_timeout_seconds = close_timeout_seconds
         self._say = say
         self._said: set[str] = set()
+        self._say_lock = threading.Lock()
         self._failures = 0
         self._last_step, self._last_images_seen = max(resume_step, 0), 0
         self._outbox = Outbox(max_rows=max_waiting_rows, gap_below_step=resume_step + 1)
@@ -256,6 +257,8 @@ class BackgroundTracker:
                 f"MLflow: {points} points and {jobs} other calls were not sent; the points that are in "
                 f"{self._metrics_file} are sent when the stage is opened again",
             )
+        with self._say_lock:  # a thread that was left behind has no say any more
+            self._say = lambda _: None
 
     def _add_job(self, name: str, call: Callable[[], None]) -> None:
         if len(self._jobs) >= _MAX_WAITING_JOBS:
@@ -278,9 +281,10 @@ class BackgroundTracker:
         self._once(kind, text)
 
     def _once(self, kind: str, text: str) -> None:
-        if kind not in self._said:
-            self._said.add(kind)
-            self._say(without_credentials(" ".join(text.split())))
+        with self._say_lock:
+            if kind not in self._said:
+                self._said.add(kind)
+                self._say(without_credentials(" ".join(text.split())))
 
     # From here on: the thread.
 

