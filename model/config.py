@@ -1,4 +1,4 @@
-"""What a user may say about a model's trunk: a named variant, or its sizes one by one.
+"""What a user may say about a model's trunk: a named variant, or its sizes one by one, and what the paper varies.
 
 Costs nothing: pydantic only, so that reading a recipe and `shardvit --help` import neither torch nor timm.
 It does not hold image size, number of classes, kind of head or dropout: these belong to a stage, because they
@@ -8,25 +8,36 @@ change between pre-training and fine-tuning while the trunk stays the same.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from model.variants import parse_variant
+from model.variants import Variant, parse_variant
 
 PositiveInt = Annotated[int, Field(gt=0)]
+Pool = Literal["cls", "gap", "map"]
+PositionKind = Literal["learned_1d", "learned_2d", "relative", "sincos_2d", "none"]
+PositionAt = Literal["stem", "every_layer", "every_layer_shared"]
+Gelu = Literal["tanh", "erf"]
+Interpolation = Literal["google", "timm"]
+
+_SIZES = ("width", "depth", "heads", "mlp_dim", "patch_size", "resnet_layers", "resnet_width_factor")
+_OF_TRANSFORMERS = ("pool", "position", "position_at", "layer_scale", "gelu", "layer_norm_eps", "interpolation")
 
 
 @dataclass(frozen=True)
 class VitSizes:
     """All sizes of a trunk, resolved: tokens of `width`, `depth` blocks of `heads` heads, MLPs of `mlp_dim`
-    hidden units, square patches of `patch_size` pixels."""
+    hidden units, square patches of `patch_size` pixels; `resnet_layers` is () without a ResNet stem, else the
+    stem's units in each of its stages."""
 
     width: int
     depth: int
     heads: int
     mlp_dim: int
     patch_size: int
+    resnet_layers: tuple[int, ...] = ()
+    resnet_width_factor: int = 1
 
     def grid_size(self, image_size: int) -> int:
         """Patches along one side of a square image of `image_size` pixels.
@@ -34,27 +45,55 @@ class VitSizes:
         Raises:
             ValueError: `image_size` is not a positive multiple of the patch size.
         """
-        if image_size <= 0 or image_size % self.patch_size:
-            below = max(1, image_size // self.patch_size) * self.patch_size
-            raise ValueError(
-                f"image size {image_size} is not a multiple of the patch size {self.patch_size}: "
-                f"take {below} or {below + self.patch_size}"
-            )
-        return image_size // self.patch_size
+        return _positions(image_size, stride=self.patch_size, what="the patch size")
+
+    @property
+    def stem_patch_size(self) -> int:
+        """The patch size on what the patch embedding sees: pixels, or the ResNet stem's features."""
+        return self.patch_size // resnet_stride(self.resnet_layers) if self.resnet_layers else self.patch_size
+
+
+@dataclass(frozen=True)
+class ResnetSizes:
+    """All sizes of a pure ResNet (BiT): units per stage, and the factor on all widths."""
+
+    layers: tuple[int, ...]
+    width_factor: int
+
+    @property
+    def num_features(self) -> int:
+        """Channels of the last stage: four times its bottleneck's, which doubles from 64 with each stage."""
+        return 64 * self.width_factor * 2 ** (len(self.layers) - 1) * 4
+
+
+def resnet_stride(layers: tuple[int, ...]) -> int:
+    """Pixels per feature, along a side, of a ResNet with these stages: 4 at the root, doubled by all but the first."""
+    return 4 * 2 ** (len(layers) - 1)
 
 
 class ModelConfig(BaseModel):
-    """A Vision Transformer's trunk: either `variant`, or `width`, `depth`, `heads` and `patch_size`.
+    """A trunk: either `variant`, or the sizes.
 
     Attributes:
-        variant: a name of `model.variants` and a patch size in pixels: "B/16", "L/32", "H/14", "Ti/4".
+        variant: a name of `model.variants`: "B/16", "L/32", "H/14", "Ti/4" (any patch size in pixels); the
+            hybrids "R50+B/16", "R50+L/32", "R26+S/32"; the pure ResNets "R50x1", "R152x4".
         width: size D of a token.
         depth: number of encoder blocks.
         heads: number of attention heads; divides `width`.
         mlp_dim: hidden size of the blocks' MLPs; 4 * width when left out, as in Table 1 of the ViT paper.
-        patch_size: side of a patch in pixels.
+        patch_size: side of a patch in pixels, ResNet stem included.
+        resnet_layers: units in each stage of a ResNet: a hybrid's stem, or, without `width`, the whole model.
+        resnet_width_factor: multiplies the ResNet's widths.
+        pool: what the head sees. cls: the class token; gap: the mean of the normed patch tokens; map: Google's
+            attention pooling. Only cls has a class token (vision_transformer and big_vision alike).
+        position: the position embedding, as in Table 8 of the ViT paper; sincos_2d: big_vision's fixed one.
+        position_at: where a learned one is added: once, or before each block (the same, or each its own).
+        layer_scale: initial value of a learned factor on each branch (CaiT, arXiv 2103.17239); None: without.
+        gelu: tanh is flax's default and so Google's; erf is torch's, timm's and transformers'.
+        layer_norm_eps: 1e-6 is flax's default; transformers writes 1e-12.
+        interpolation: of position embeddings. google: bilinear, corners aligned; timm: bicubic, antialiased.
 
-    Read the numbers from `sizes`, which holds them in both cases; the fields are what the user wrote.
+    Read the numbers from `sizes` or `resnet`, whichever way they were given; the fields are what the user wrote.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -65,11 +104,19 @@ class ModelConfig(BaseModel):
     heads: PositiveInt | None = None
     mlp_dim: PositiveInt | None = None
     patch_size: PositiveInt | None = None
+    resnet_layers: tuple[PositiveInt, ...] | None = Field(default=None, min_length=1, max_length=4)
+    resnet_width_factor: PositiveInt | None = None
+    pool: Pool = "cls"
+    position: PositionKind = "learned_1d"
+    position_at: PositionAt = "stem"
+    layer_scale: float | None = Field(default=None, gt=0)
+    gelu: Gelu = "tanh"
+    layer_norm_eps: float = Field(default=1e-6, gt=0)
+    interpolation: Interpolation = "google"
 
     @model_validator(mode="after")
     def _one_way_of_saying_it(self) -> Self:
-        names = ("width", "depth", "heads", "mlp_dim", "patch_size")
-        given = [name for name in names if getattr(self, name) is not None]
+        given = [name for name in _SIZES if getattr(self, name) is not None]
         if self.variant is not None:
             if given:
                 raise ValueError(
@@ -77,22 +124,107 @@ class ModelConfig(BaseModel):
                     "give either variant or the sizes, not both"
                 )
             parse_variant(self.variant)
-            return self
-        if not given:
+        elif not given:
             raise ValueError("give a variant (such as 'B/16'), or width, depth, heads and patch_size")
-        missing = [name for name in names if name != "mlp_dim" and name not in given]
-        if missing:
-            raise ValueError(f"without a variant, {', '.join(missing)} must be given too")
+        elif set(given) - {"resnet_layers", "resnet_width_factor"}:
+            missing = [name for name in ("width", "depth", "heads", "patch_size") if name not in given]
+            if missing:
+                raise ValueError(f"without a variant, {', '.join(missing)} must be given too")
+        if self.resnet_width_factor is not None and self.resnet_layers is None:
+            raise ValueError("resnet_width_factor means nothing without resnet_layers: leave it out, or give both")
+        return self
+
+    @model_validator(mode="after")
+    def _sizes_fit(self) -> Self:
+        if self.kind == "resnet":
+            ignored = [
+                name for name in _OF_TRANSFORMERS if getattr(self, name) != type(self).model_fields[name].default
+            ]
+            if ignored:
+                raise ValueError(f"{', '.join(ignored)}: a pure ResNet has nothing of the kind; leave it out")
+            return self
         sizes = self.sizes
         if sizes.width % sizes.heads:
             raise ValueError(f"heads {sizes.heads} must divide width {sizes.width}")
+        if sizes.resnet_layers and sizes.patch_size % resnet_stride(sizes.resnet_layers):
+            raise ValueError(
+                f"patch_size {sizes.patch_size} is no multiple of the {resnet_stride(sizes.resnet_layers)} pixels "
+                f"that a ResNet stem of {len(sizes.resnet_layers)} stages takes together"
+            )
+        if self.position_at != "stem" and self.position not in ("learned_1d", "learned_2d"):
+            raise ValueError(
+                f"position_at {self.position_at} is for position learned_1d and learned_2d (ViT paper, Table 8), "
+                f"not for {self.position}: leave it out"
+            )
+        if self.position == "sincos_2d" and sizes.width % 4:
+            raise ValueError(f"position sincos_2d needs a width that 4 divides, not {sizes.width}")
+        if self.position == "learned_2d" and sizes.width % 2:
+            raise ValueError(f"position learned_2d needs an even width, not {sizes.width}")
         return self
 
     @property
-    def sizes(self) -> VitSizes:
-        """The sizes in numbers, whichever way they were given."""
+    def kind(self) -> Literal["vit", "resnet"]:
+        """Whether this is a Transformer (a hybrid too) or a pure ResNet."""
         if self.variant is not None:
-            variant, patch_size = parse_variant(self.variant)
-            return VitSizes(variant.width, variant.depth, variant.heads, variant.mlp_dim, patch_size)
+            return "vit" if isinstance(parse_variant(self.variant), Variant) else "resnet"
+        return "resnet" if self.width is None else "vit"
+
+    @property
+    def sizes(self) -> VitSizes:
+        """A Transformer's sizes in numbers, whichever way they were given."""
+        if self.variant is not None:
+            variant = parse_variant(self.variant)
+            assert isinstance(variant, Variant), f"{self.variant} has no tokens"
+            return VitSizes(
+                variant.width,
+                variant.depth,
+                variant.heads,
+                variant.mlp_dim,
+                variant.patch_size,
+                variant.resnet_layers,
+                variant.resnet_width_factor,
+            )
         assert self.width and self.depth and self.heads and self.patch_size  # held by the validator
-        return VitSizes(self.width, self.depth, self.heads, self.mlp_dim or 4 * self.width, self.patch_size)
+        return VitSizes(
+            self.width,
+            self.depth,
+            self.heads,
+            self.mlp_dim or 4 * self.width,
+            self.patch_size,
+            self.resnet_layers or (),
+            self.resnet_width_factor or 1,
+        )
+
+    @property
+    def resnet(self) -> ResnetSizes:
+        """A pure ResNet's sizes in numbers, whichever way they were given."""
+        if self.variant is not None:
+            variant = parse_variant(self.variant)
+            assert not isinstance(variant, Variant), f"{self.variant} is no pure ResNet"
+            return ResnetSizes(variant.layers, variant.width_factor)
+        assert self.resnet_layers  # held by the validator
+        return ResnetSizes(self.resnet_layers, self.resnet_width_factor or 1)
+
+    @property
+    def num_features(self) -> int:
+        """Size of what the head sees."""
+        return self.sizes.width if self.kind == "vit" else self.resnet.num_features
+
+    def grid_size(self, image_size: int) -> int:
+        """Patches, or a ResNet's last features, along one side of a square image.
+
+        Raises:
+            ValueError: the model cannot take images of `image_size` pixels; says which it can.
+        """
+        if self.kind == "vit":
+            return self.sizes.grid_size(image_size)
+        return _positions(image_size, stride=resnet_stride(self.resnet.layers), what="the ResNet's stride")
+
+
+def _positions(image_size: int, *, stride: int, what: str) -> int:
+    if image_size <= 0 or image_size % stride:
+        below = max(1, image_size // stride) * stride
+        raise ValueError(
+            f"image size {image_size} is not a multiple of {what} {stride}: take {below} or {below + stride}"
+        )
+    return image_size // stride

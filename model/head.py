@@ -3,19 +3,18 @@
 ViT paper, section 3.1: "The classification head is implemented by a MLP with one hidden layer at pre-training
 time and by a single linear layer at fine-tuning time"; section 3.2: "we remove the whole pre-trained
 prediction head and attach a zero-initialized D x K feedforward layer". Costs nothing at import beyond torch.
-It does not pool tokens (timm's `forward_head` does) and draws no random numbers: `model.init` initialises the
+It does not pool tokens (the models' `forward_head` does) and draws no random numbers: `model.init` initialises the
 MLP head.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-if TYPE_CHECKING:
-    from timm.models.vision_transformer import VisionTransformer
+HeadKind = Literal["mlp", "linear"]
 
 
 class MlpHead(nn.Module):
@@ -50,7 +49,21 @@ def zero_linear(
     return layer
 
 
-def replace_head(model: VisionTransformer, num_classes: int) -> None:
+def pooled_features(model: nn.Module, images: Tensor) -> Tensor:
+    """Images [B, 3, S, S] -> what the head sees: the pooled, normed features [B, D]."""
+    return model.forward_head(model.forward_features(images), pre_logits=True)  # pyright: ignore[reportCallIssue]
+
+
+def pre_logits(model: nn.Module, images: Tensor) -> Tensor:
+    """Images [B, 3, S, S] -> what the last layer sees [B, D]: after an `MlpHead`'s tanh, else the pooled features.
+
+    This is Google's `pre_logits`, the representation that few-shot evaluation uses.
+    """
+    pooled = pooled_features(model, images)
+    return torch.tanh(model.head.pre_logits(pooled)) if isinstance(model.head, MlpHead) else pooled
+
+
+def replace_head(model: nn.Module, num_classes: int) -> None:
     """Drop the whole head of `model` (both layers of an `MlpHead`) and attach one zero Linear, in place.
 
     The new `model.head` has the device and dtype of the old one and is trainable. `model.num_classes` is set.
@@ -61,5 +74,5 @@ def replace_head(model: VisionTransformer, num_classes: int) -> None:
     if num_classes < 1:
         raise ValueError(f"num_classes must be at least 1, not {num_classes}")
     old = next(model.head.parameters())
-    model.head = zero_linear(model.embed_dim, num_classes, device=old.device, dtype=old.dtype)
+    model.head = zero_linear(model.num_features, num_classes, device=old.device, dtype=old.dtype)
     model.num_classes = num_classes

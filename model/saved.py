@@ -1,12 +1,12 @@
-"""The result folder of a stage: `model.safetensors` and `config.json`.
+"""A model's folder, a stage's result or an import's: `model.safetensors` and `config.json`.
 
-`config.json` carries our own record under the key "shardvit". For a linear head the rest of it is what timm
+`config.json` carries our own record under the key "shardvit". Where timm knows the model, the rest of it is what timm
 and transformers read, so that these two need nothing of ours:
     timm.create_model("local-dir:FOLDER", pretrained=True)
     transformers.AutoModelForImageClassification.from_pretrained("FOLDER")
-For an MLP head that part is left out on purpose: neither library knows this head (transformers would load the
-trunk and attach a random head with no more than a warning), so both refuse the folder. Costs one copy of the
-weights on disk. No pickle is written or read. It does not keep dropout or optimiser state.
+Otherwise that part is left out on purpose (transformers would load the trunk of a model with an MLP head and attach
+a random head with no more than a warning), so both refuse the folder; `timm_objection` says why. Costs one copy of
+the weights on disk. No pickle is written or read. It does not keep dropout or optimiser state.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from model.config import ModelConfig
 
 if TYPE_CHECKING:
-    from timm.models.vision_transformer import VisionTransformer
-    from torch import Tensor
+    from torch import Tensor, nn
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
@@ -42,31 +41,39 @@ class SavedModelMeta(BaseModel):
         image_size: side in pixels of the images it was trained on.
         num_classes: outputs of the head.
         class_names: name of each output, in order.
-        head: "mlp" or "linear".
-        gelu, layer_norm_eps, pos_embed_interpolation: Google's semantics, recorded because weights from
-            elsewhere differ in them; other values are refused, for they would not be obeyed.
+        head: "mlp" or "linear"; "masked_patch" is that of the self-supervised stage.
         mean, std: pixels in [0, 1] become (x - mean) / std, channel by channel.
+        eval_protocol, eval_crop_share: what is shown to it of an image (see `data_shards.images.transforms`).
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    format_version: Literal[1] = 1
+    format_version: Literal[2] = 2
     model: ModelConfig
     image_size: int = Field(gt=0)
     num_classes: int = Field(gt=0)
     class_names: tuple[str, ...]
-    head: Literal["mlp", "linear"]
-    gelu: Literal["tanh"] = "tanh"
-    layer_norm_eps: float = Field(default=1e-6, ge=1e-6, le=1e-6)
-    pos_embed_interpolation: Literal["bilinear_align_corners"] = "bilinear_align_corners"
+    head: Literal["mlp", "linear", "masked_patch"]
     mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
     std: tuple[float, float, float] = (0.5, 0.5, 0.5)
+    eval_protocol: Literal["vit", "big_vision", "timm"] = "vit"
+    eval_crop_share: float | None = Field(default=None, gt=0, le=1)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_version_1(cls, record: object) -> object:
+        """The first records had these at the top, at the only values there were."""
+        if isinstance(record, dict) and record.get("format_version") == 1:
+            fixed = {"gelu": "tanh", "layer_norm_eps": 1e-6, "pos_embed_interpolation": "bilinear_align_corners"}
+            same = {key: value for key, value in record.items() if fixed.get(key) != value}
+            return {**same, "format_version": 2}
+        return record
 
     @model_validator(mode="after")
     def _parts_fit(self) -> Self:
         if len(self.class_names) != self.num_classes:
             raise ValueError(f"{len(self.class_names)} class_names for num_classes {self.num_classes}")
-        self.model.sizes.grid_size(self.image_size)
+        self.model.grid_size(self.image_size)
         return self
 
 
@@ -151,26 +158,46 @@ def load_model(folder: Path) -> tuple[SavedModelMeta, dict[str, Tensor]]:
     return meta, state_dict
 
 
-def build_from_saved(folder: Path, *, dropout: float = 0.0) -> tuple[SavedModelMeta, VisionTransformer]:
-    """Load a saved model and build it, in float32 on the CPU and in training mode, as `build_vit` gives it.
+def build_from_saved(folder: Path) -> tuple[SavedModelMeta, nn.Module]:
+    """Load a saved model and build it, in float32 on the CPU and in training mode, as `build_model` gives it.
 
     Raises:
         ValueError: as `load_model`.
     """
-    from model.vit import build_vit
-
     meta, state_dict = load_model(folder)
-    model = build_vit(
-        meta.model, image_size=meta.image_size, num_classes=meta.num_classes, head=meta.head, dropout=dropout
-    )
+    model = build_described(meta)
     model.load_state_dict(state_dict, strict=True)
     return meta, model
+
+
+def build_described(meta: SavedModelMeta) -> nn.Module:
+    """The model that a record describes, with placeholder weights."""
+    from model.build import build_model
+
+    assert meta.head != "masked_patch"
+    return build_model(meta.model, image_size=meta.image_size, num_classes=meta.num_classes, head=meta.head)
+
+
+def timm_objection(meta: SavedModelMeta) -> str | None:
+    """Why timm cannot build this model with the same logits; None: it can."""
+    config = meta.model
+    if meta.head != "linear":
+        return f"its head is {meta.head}, and timm knows linear heads only"
+    if config.kind == "resnet":
+        return "it is a pure ResNet, whose weight standardisation has another epsilon in timm"
+    if config.sizes.resnet_layers:
+        return "it has a ResNet stem, whose weight standardisation and GroupNorm have other epsilons in timm"
+    if config.position != "learned_1d" or config.position_at != "stem":
+        return f"timm has no position embedding {config.position} at {config.position_at}"
+    if config.layer_norm_eps != 1e-6:
+        return f"its LayerNorm epsilon is {config.layer_norm_eps:g}, and timm's is 1e-6"
+    return None
 
 
 def _config_json(meta: SavedModelMeta) -> dict[str, Any]:
     """The content of `config.json`."""
     record = {RECORD_KEY: meta.model_dump(mode="json", exclude_none=True)}
-    if meta.head != "linear":
+    if timm_objection(meta) is not None:
         return record
 
     from model.vit import timm_arguments
@@ -182,7 +209,7 @@ def _config_json(meta: SavedModelMeta) -> dict[str, Any]:
         # holds a second.
         "num_classes": meta.num_classes,
         "num_features": meta.model.sizes.width,
-        "global_pool": "token",
+        "global_pool": timm_arguments(meta.model, image_size=meta.image_size)["global_pool"],
         "label_names": list(meta.class_names),
         "model_args": timm_arguments(meta.model, image_size=meta.image_size),
         "pretrained_cfg": {
@@ -192,10 +219,7 @@ def _config_json(meta: SavedModelMeta) -> dict[str, Any]:
             "fixed_input_size": True,
             "num_classes": meta.num_classes,
             "pool_size": None,
-            # How Google's vision_transformer evaluates: the whole image squashed to the square, no crop.
-            "interpolation": "bilinear",
-            "crop_pct": 1.0,
-            "crop_mode": "squash",
+            **_timm_evaluation(meta),
             "mean": list(meta.mean),
             "std": list(meta.std),
             "first_conv": "patch_embed.proj",
@@ -205,14 +229,23 @@ def _config_json(meta: SavedModelMeta) -> dict[str, Any]:
     }
 
 
+def _timm_evaluation(meta: SavedModelMeta) -> dict[str, Any]:
+    """What `timm.data.resolve_model_data_config` reads."""
+    match meta.eval_protocol:
+        case "vit":  # the whole image squashed to the square, no crop
+            return {"interpolation": "bilinear", "crop_pct": 1.0, "crop_mode": "squash"}
+        case "big_vision":
+            return {"interpolation": "bilinear", "crop_pct": meta.eval_crop_share or 0.875, "crop_mode": "center"}
+        case "timm":
+            return {"interpolation": "bicubic", "crop_pct": meta.eval_crop_share or 0.9, "crop_mode": "center"}
+
+
 def _check_state(state_dict: Mapping[str, Tensor], *, meta: SavedModelMeta, origin: str) -> None:
     """Refuse weights whose names or shapes are not those of the model in `meta` (built without memory)."""
     import torch
 
-    from model.vit import build_vit
-
     with torch.device("meta"):
-        model = build_vit(meta.model, image_size=meta.image_size, num_classes=meta.num_classes, head=meta.head)
+        model = build_described(meta)
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     found = {name: tuple(tensor.shape) for name, tensor in state_dict.items()}
     if expected == found:

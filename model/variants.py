@@ -1,19 +1,20 @@
-"""The named sizes of Vision Transformers, each with the paper that defines it.
+"""The named models: Vision Transformers, hybrids and the ResNet baseline, each with the paper that defines it.
 
-Costs nothing: plain data, no heavy import. It does not know patch sizes (those are the number after the slash
-of a name such as "B/16"), image sizes or numbers of classes.
+Costs nothing: plain data, no heavy import. It does not know image sizes or numbers of classes. A pure
+Transformer takes any patch size, the number after the slash of a name such as "B/16"; a hybrid's stem has its
+stages for one size.
 """
 
 from __future__ import annotations
 
 import difflib
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
 class Variant:
-    """The patch-free part of a named model.
+    """A named Transformer, with or without a ResNet stem.
 
     Attributes:
         width: the size D of a token.
@@ -21,6 +22,9 @@ class Variant:
         heads: the number of attention heads of a block.
         mlp_dim: the hidden size of a block's MLP.
         source: the paper and table that give these four numbers.
+        patch_size: in pixels, stem included; 0 in `VARIANTS`, where any is possible.
+        resnet_layers: units per stage of a hybrid's stem.
+        resnet_width_factor: of the stem.
     """
 
     width: int
@@ -28,11 +32,25 @@ class Variant:
     heads: int
     mlp_dim: int
     source: str
+    patch_size: int = 0
+    resnet_layers: tuple[int, ...] = ()
+    resnet_width_factor: int = 1
+
+
+@dataclass(frozen=True)
+class ResnetVariant:
+    """A named ResNet: units in each stage, the factor on all widths, and the paper."""
+
+    layers: tuple[int, ...]
+    width_factor: int
+    source: str
 
 
 _VIT = "An Image is Worth 16x16 Words (arXiv 2010.11929), Table 1"
 _AUGREG = "How to train your ViT? (arXiv 2106.10270), table of configurations; first in DeiT (arXiv 2012.12877)"
 _SCALING = "Scaling Vision Transformers (arXiv 2106.04560), table of model architectures"
+_HYBRID = "google-research/vision_transformer, vit_jax/configs/models.py; ViT paper, section 4.1"
+_BIT = "Big Transfer (arXiv 1912.11370), the ResNets of the ViT paper's Tables 2 and 6"
 
 # The names are case-sensitive, as in the papers: g (giant, 1.0 billion) is not G (gigantic, 1.8 billion).
 VARIANTS: dict[str, Variant] = {
@@ -45,16 +63,41 @@ VARIANTS: dict[str, Variant] = {
     "G": Variant(1664, 48, 16, 8192, _SCALING),
 }
 
+# R50's fourth stage is left out at /16 and its three units given to the third (ViT paper, section 4.1).
+HYBRIDS: dict[str, Variant] = {
+    "R50+B/16": replace(VARIANTS["B"], source=_HYBRID, patch_size=16, resnet_layers=(3, 4, 9)),
+    "R50+L/32": replace(VARIANTS["L"], source=_HYBRID, patch_size=32, resnet_layers=(3, 4, 6, 3)),
+    "R26+S/32": replace(VARIANTS["S"], source=_HYBRID, patch_size=32, resnet_layers=(2, 2, 2, 2)),
+}
 
-def parse_variant(name: str) -> tuple[Variant, int]:
-    """Split a name such as "B/16" into its `Variant` and its patch size in pixels.
+_RESNET_DEPTHS = {"50": (3, 4, 6, 3), "101": (3, 4, 23, 3), "152": (3, 8, 36, 3), "200": (3, 24, 36, 3)}
+_RESNETS = ("50x1", "50x2", "50x3", "101x1", "101x3", "152x1", "152x2", "152x4", "200x3")
+RESNETS: dict[str, ResnetVariant] = {
+    f"R{name}": ResnetVariant(_RESNET_DEPTHS[name.split("x")[0]], int(name.split("x")[1]), _BIT) for name in _RESNETS
+}
+
+
+def parse_variant(name: str) -> Variant | ResnetVariant:
+    """What a name such as "B/16", "R50+B/16" or "R50x1" stands for.
 
     Raises:
-        ValueError: the name is not of the form NAME/PATCH, or NAME is unknown.
+        ValueError: the name is not of one of these forms, or unknown.
     """
+    if name in HYBRIDS:
+        return HYBRIDS[name]
+    if name in RESNETS:
+        return RESNETS[name]
+    if name.startswith("R"):
+        known = (*HYBRIDS, *RESNETS)
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        raise ValueError(f"variant {name!r} is unknown{hint}; known hybrids and ResNets: {', '.join(known)}")
     match = re.fullmatch(r"([A-Za-z]+)/([1-9][0-9]*)", name)
     if match is None:
-        raise ValueError(f"variant {name!r} must be a name, a slash and a patch size in pixels, such as 'B/16'")
+        raise ValueError(
+            f"variant {name!r} must be a name, a slash and a patch size in pixels, such as 'B/16', or one of "
+            f"{', '.join((*HYBRIDS, *RESNETS))}"
+        )
     letters, patch_size = match.groups()
     if letters not in VARIANTS:
         near = difflib.get_close_matches(letters.capitalize(), VARIANTS, n=1, cutoff=0.3)
@@ -62,4 +105,4 @@ def parse_variant(name: str) -> tuple[Variant, int]:
         raise ValueError(
             f"variant {name!r} is unknown{hint}; known names: {', '.join(VARIANTS)}, each with any patch size"
         )
-    return VARIANTS[letters], int(patch_size)
+    return replace(VARIANTS[letters], patch_size=int(patch_size))

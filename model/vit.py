@@ -6,82 +6,124 @@ What is set and why (the paper leaves most of it to google-research/vision_trans
 - class token first, then one learned 1-D position embedding added to all 1 + N; q, k, v and out have biases.
 - dropout after that addition, after the attention's output projection, after the GELU and after the MLP;
   never on attention probabilities or on the pooled features.
-- final LayerNorm over all tokens, then the class token is what the head sees.
+- final LayerNorm over all tokens, then the pooling: the class token, or, without one, the mean of the normed
+  tokens (timm's "avg" would pool first) or attention pooling.
 
-timm's module names are kept, so a state dict with a linear head loads strictly into timm's own models.
-`model.forward_features` and `model.forward_head` split features from logits; `model.set_grad_checkpointing()`
-works. Building draws nothing from the global random generator and gives placeholder weights: call
-`model.init.initialise` or load a state dict. It does not build hybrids, other position embeddings or other
-poolings.
+timm's module names are kept, so a state dict with a linear head loads strictly into timm's own models; only
+positions that timm does not have (`model.position`) are ours. `forward_features` and `forward_head` split features
+from logits (`model.head` has more); `set_grad_checkpointing()` works. Building draws nothing from the global random
+generator and gives placeholder weights: call `model.init.initialise` or load a state dict.
 """
 
 from __future__ import annotations
 
 import math
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
 import torch
-from torch import nn
+from timm.models.vision_transformer import Attention, VisionTransformer
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from model.config import ModelConfig
-from model.head import MlpHead
+from model.head import HeadKind, MlpHead
+from model.position import make_position
+from model.regularisation import NO_REGULARISATION, Regularisation
+from model.relative_attention import RelativeAttention
+from model.resnet import stem_embedding
 
-if TYPE_CHECKING:
-    from timm.models.vision_transformer import VisionTransformer
+_TIMM_POOL = {"cls": "token", "gap": "avg", "map": "map"}
+_TIMM_GELU = {"tanh": "gelu_tanh", "erf": "gelu"}
 
-HeadKind = Literal["mlp", "linear"]
 
-LAYER_NORM_EPS = 1e-6  # flax.linen.LayerNorm's default
+class PositionedVit(VisionTransformer):
+    """A VisionTransformer with a position embedding of our own, `position`, in place of timm's `pos_embed`."""
+
+    position: nn.Module  # see model.position
+
+    def _pos_embed(self, x: Tensor) -> Tensor:
+        if self.cls_token is not None:
+            x = torch.cat([self.cls_token.expand(x.shape[0], -1, -1), x], dim=1)
+        return self.pos_drop(self.position.at_stem(x))
+
+    def forward_features(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+        """Images [B, 3, S, S] -> normed tokens [B, T, D]."""
+        assert attn_mask is None and not is_causal, "nobody here masks attention"
+        x = self.patch_drop(self._pos_embed(self.patch_embed(x)))
+        for layer, block in enumerate(self.blocks):
+            x = self.position.before_block(x, layer=layer)
+            x = checkpoint(block, x, use_reentrant=False) if self.grad_checkpointing else block(x)
+        return self.norm(x)
 
 
 def build_vit(
-    config: ModelConfig, *, image_size: int, num_classes: int, head: HeadKind, dropout: float = 0.0
+    config: ModelConfig,
+    *,
+    image_size: int,
+    num_classes: int,
+    head: HeadKind,
+    regularisation: Regularisation = NO_REGULARISATION,
 ) -> VisionTransformer:
     """Build the model for square RGB images: [B, 3, image_size, image_size] -> logits [B, num_classes].
 
     Args:
-        config: the trunk.
+        config: the trunk; `config.kind` is "vit".
         image_size: side of the images in pixels; a multiple of the patch size.
         num_classes: outputs of the head.
         head: "mlp" (pre-training: Linear, tanh, Linear) or "linear" (fine-tuning).
-        dropout: rate at every site named above (ViT paper, Table 3: 0.1 for ImageNet pre-training, else 0).
+        regularisation: dropout and the like.
 
     Raises:
         ValueError: an argument out of range, or an image size that is no multiple of the patch size.
     """
-    from timm.models.vision_transformer import VisionTransformer
-
     if num_classes < 1:
         raise ValueError(f"num_classes must be at least 1, not {num_classes}")
-    if not 0.0 <= dropout < 1.0:
-        raise ValueError(f"dropout must be at least 0 and below 1, not {dropout}")
-    config.sizes.grid_size(image_size)
+    regularisation.check(config)
+    sizes = config.sizes
+    grid_size = sizes.grid_size(image_size)
+    timms_own = config.position == "learned_1d" and config.position_at == "stem"
+    num_prefix_tokens = int(config.pool == "cls")
+    more: dict[str, Any] = {}
+    if sizes.resnet_layers:
+        more["embed_layer"] = stem_embedding(config, image_size=image_size)
+        more["patch_size"] = sizes.stem_patch_size
+    if config.position == "relative":
+        more["attn_layer"] = partial(RelativeAttention, num_tokens=num_prefix_tokens + grid_size**2)
+    else:
+        more["attn_layer"] = Attention
 
     # Layers fill themselves with random numbers when they are made. None of these survive, so they must not
     # move the caller's random stream either.
     with torch.random.fork_rng(devices=[]):
-        model = VisionTransformer(
-            **timm_arguments(config, image_size=image_size),
+        model = (VisionTransformer if timms_own else PositionedVit)(
+            **timm_arguments(config, image_size=image_size) | more,
             num_classes=num_classes,
-            norm_layer=partial(nn.LayerNorm, eps=LAYER_NORM_EPS),
-            pos_drop_rate=dropout,
-            proj_drop_rate=dropout,
+            norm_layer=partial(nn.LayerNorm, eps=config.layer_norm_eps),
+            pos_drop_rate=regularisation.dropout,
+            proj_drop_rate=regularisation.dropout,
+            drop_path_rate=regularisation.stochastic_depth,
+            patch_drop_rate=regularisation.patch_dropout,
             weight_init="skip",
         )
+        if not timms_own:
+            model.position = make_position(
+                config, grid_size=grid_size, num_prefix_tokens=num_prefix_tokens, depth=sizes.depth
+            )
         if head == "mlp":
-            model.set_submodule("head", MlpHead(config.sizes.width, num_classes))
-    assert model.pos_embed is not None and model.cls_token is not None
-    nn.init.zeros_(model.pos_embed)  # timm leaves these two as uninitialised memory when it skips its own init
-    nn.init.zeros_(model.cls_token)
+            model.set_submodule("head", MlpHead(sizes.width, num_classes))
+    for parameter in (model.pos_embed, model.cls_token):  # timm leaves them as uninitialised memory
+        if parameter is not None:
+            nn.init.zeros_(parameter)
     return model
 
 
 def timm_arguments(config: ModelConfig, *, image_size: int) -> dict[str, Any]:
-    """The arguments, all of them plain JSON values, with which timm builds this trunk; epsilon 1e-6 is timm's
-    own default. Both `build_vit` and the `config.json` of a saved model (`model.saved`) are made from it."""
+    """The arguments, all of them plain JSON values, with which timm builds this trunk, if it has no ResNet stem
+    and timm knows its positions; epsilon 1e-6 is timm's own default. Both `build_vit` and the `config.json` of a
+    saved model (`model.saved`) are made from it."""
     sizes = config.sizes
-    return {
+    arguments = {
         "img_size": image_size,
         "patch_size": sizes.patch_size,
         "embed_dim": sizes.width,
@@ -89,10 +131,17 @@ def timm_arguments(config: ModelConfig, *, image_size: int) -> dict[str, Any]:
         "num_heads": sizes.heads,
         "mlp_ratio": _mlp_ratio(sizes.width, sizes.mlp_dim),
         "qkv_bias": True,
-        "class_token": True,
-        "global_pool": "token",
-        "act_layer": "gelu_tanh",
+        "class_token": config.pool == "cls",
+        "global_pool": _TIMM_POOL[config.pool],
+        "act_layer": _TIMM_GELU[config.gelu],
     }
+    if config.pool == "gap":
+        arguments["fc_norm"] = False  # norm the tokens, then take their mean
+    if config.layer_scale is not None:
+        arguments["init_values"] = config.layer_scale
+    if config.position != "learned_1d" or config.position_at != "stem":
+        arguments["pos_embed"] = "none"
+    return arguments
 
 
 def _mlp_ratio(width: int, mlp_dim: int) -> float:

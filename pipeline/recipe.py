@@ -190,13 +190,11 @@ class Recipe(Strict):
     def _patches(self) -> Recipe:
         for name in self.stages.names:
             stage = getattr(self.stages, name)
-            if isinstance(stage, TrainStage) and stage.image_size % self.model.sizes.patch_size:
-                patch = self.model.sizes.patch_size
-                below = stage.image_size // patch * patch
-                raise ValueError(
-                    f"stages.{name}.image_size {stage.image_size} is no multiple of the patch size {patch}: "
-                    f"use {f'{below} or ' if below else ''}{below + patch}"
-                )
+            if isinstance(stage, TrainStage):
+                try:
+                    self.model.grid_size(stage.image_size)
+                except ValueError as error:
+                    raise ValueError(f"stages.{name}.image_size: {error}") from None
         return self
 
     def lanes(self, stage: TrainStage) -> int:

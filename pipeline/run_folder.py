@@ -157,7 +157,18 @@ def recipe_digest(recipe: Recipe, *, stage: StageName) -> str:
 
 
 # Keys that came after the first checkpoints, at the values that change nothing: left out, so that those still fit.
-_YOUNGER = {"data.decoder": "auto"}
+_YOUNGER = {
+    "data.decoder": "auto",
+    "model.resnet_layers": "None",
+    "model.resnet_width_factor": "None",
+    "model.pool": "cls",
+    "model.position": "learned_1d",
+    "model.position_at": "stem",
+    "model.layer_scale": "None",
+    "model.gelu": "tanh",
+    "model.layer_norm_eps": "1e-06",
+    "model.interpolation": "google",
+}
 _YOUNGER_OF_STAGES = {
     "eval_protocol": "vit",
     "eval_crop_share": "None",

@@ -13,11 +13,12 @@ from __future__ import annotations
 from torch import nn
 
 from data_shards.errors import UserError
+from model.build import build_model
 from model.head import replace_head
 from model.init import initialise
 from model.pos_embed import resize_state
+from model.regularisation import Regularisation
 from model.saved import build_from_saved, load_model, save_model
-from model.vit import build_vit
 from pipeline.context import StageContext
 from pipeline.metrics_log import open_metrics_log
 from pipeline.recipe import StageName
@@ -53,12 +54,12 @@ def pretrain(context: StageContext) -> None:
     config = recipe.stages.pretrain
     assert config is not None
     data = open_data(recipe, stage="pretrain", report=context.say)
-    model = build_vit(
+    model = build_model(
         recipe.model,
         image_size=config.image_size,
         num_classes=data.train.num_classes,
         head="mlp",
-        dropout=config.dropout,
+        regularisation=Regularisation(dropout=config.dropout),
     )
     initialise(model, seed=recipe.seed, head_bias=config.head_bias)
     train_stage(context, stage="pretrain", data=data, model=model, start=StageStart(head="mlp", weights="random"))
@@ -100,12 +101,12 @@ def finetune(context: StageContext) -> None:
     config = recipe.stages.finetune
     assert config is not None
     data = open_data(recipe, stage="finetune", report=context.say)
-    model = build_vit(
+    model = build_model(
         recipe.model,
         image_size=config.image_size,
         num_classes=data.train.num_classes,
         head="linear",
-        dropout=config.dropout,
+        regularisation=Regularisation(dropout=config.dropout),
     )
     match config.start:
         case "scratch":

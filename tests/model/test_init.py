@@ -5,8 +5,9 @@ import torch
 from torch import nn
 
 from model.config import ModelConfig
+from model.head import HeadKind
 from model.init import initialise
-from model.vit import HeadKind, build_vit
+from model.vit import build_vit
 
 
 def _state(

@@ -10,8 +10,9 @@ from pydantic import ValidationError
 from safetensors import safe_open
 
 from model.config import ModelConfig
+from model.head import HeadKind
 from model.saved import SavedModelMeta, build_from_saved, load_model, read_meta, save_model
-from model.vit import HeadKind, build_vit
+from model.vit import build_vit
 
 CONFIG = ModelConfig(width=48, depth=2, heads=4, mlp_dim=80, patch_size=4)
 
@@ -161,9 +162,9 @@ def test_broken_folders_are_refused_in_words(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"config\.json has no key 'shardvit'"):
         load_model(folder)
     content = json.loads(good_config)
-    content["shardvit"]["gelu"] = "erf"
+    content["shardvit"]["model"]["gelu"] = "relu"
     config.write_text(json.dumps(content))
-    with pytest.raises(ValueError, match=r"config\.json: shardvit\.gelu: Input should be 'tanh'"):
+    with pytest.raises(ValueError, match=r"config\.json: shardvit\.model\.gelu: Input should be 'tanh' or 'erf'"):
         load_model(folder)
     content = json.loads(good_config)
     content["shardvit"]["image_size"] = 24
@@ -177,8 +178,8 @@ def test_broken_folders_are_refused_in_words(tmp_path: Path) -> None:
     [
         ({"class_names": ("a",)}, "1 class_names for num_classes 5"),
         ({"image_size": 18}, "image size 18 is not a multiple of the patch size 4"),
-        ({"layer_norm_eps": 1e-5}, "layer_norm_eps\n.*less than or equal to 0.000001"),
-        ({"layer_norm_eps": 1e-12}, "layer_norm_eps\n.*greater than or equal to 0.000001"),
+        ({"format_version": 1, "gelu": "erf"}, "gelu\n.*Extra inputs"),
+        ({"format_version": 1, "layer_norm_eps": 1e-5}, "layer_norm_eps\n.*Extra inputs"),
     ],
 )
 def test_records_that_contradict_themselves_are_refused(changed: dict[str, object], says: str) -> None:

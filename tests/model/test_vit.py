@@ -3,12 +3,15 @@
 The numbers themselves are compared with independent implementations in tests/oracles.
 """
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
 from model.config import ModelConfig
 from model.init import initialise
+from model.regularisation import Regularisation
 from model.vit import build_vit, timm_arguments
 
 SMALL = ModelConfig(width=48, depth=2, heads=4, mlp_dim=80, patch_size=4)
@@ -53,7 +56,7 @@ def test_every_layer_norm_has_googles_epsilon() -> None:
 
 
 def test_dropout_sites() -> None:
-    model = build_vit(SMALL, image_size=16, num_classes=5, head="mlp", dropout=0.3)
+    model = build_vit(SMALL, image_size=16, num_classes=5, head="mlp", regularisation=Regularisation(dropout=0.3))
     rates = {name: module.p for name, module in model.named_modules() if isinstance(module, nn.Dropout)}
     active = {name for name, rate in rates.items() if rate > 0}
     per_block = ("attn.proj_drop", "mlp.drop1", "mlp.drop2")
@@ -92,7 +95,9 @@ def test_gradient_checkpointing_changes_no_gradient() -> None:
     images = torch.randn(2, 3, 16, 16)
     gradients = []
     for enable in (False, True):
-        model = build_vit(SMALL, image_size=16, num_classes=5, head="linear", dropout=0.1)
+        model = build_vit(
+            SMALL, image_size=16, num_classes=5, head="linear", regularisation=Regularisation(dropout=0.1)
+        )
         _randomise(model)
         model.set_grad_checkpointing(enable)
         torch.manual_seed(0)
@@ -107,10 +112,10 @@ def test_gradient_checkpointing_changes_no_gradient() -> None:
     [
         ({"image_size": 18}, "image size 18 is not a multiple of the patch size 4"),
         ({"num_classes": 0}, "num_classes must be at least 1"),
-        ({"dropout": 1.0}, "dropout must be at least 0 and below 1"),
+        ({"regularisation": Regularisation(dropout=1.0)}, "dropout must be at least 0 and below 1"),
     ],
 )
-def test_mistakes_are_refused_in_words(arguments: dict[str, float], says: str) -> None:
+def test_mistakes_are_refused_in_words(arguments: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         build_vit(SMALL, **{"image_size": 16, "num_classes": 5, "head": "linear", **arguments})
 

@@ -16,8 +16,9 @@ import torch
 from scipy.stats import ks_2samp
 
 from model.config import ModelConfig
+from model.head import HeadKind
 from model.init import initialise
-from model.vit import HeadKind, build_vit
+from model.vit import build_vit
 
 CLASSES = 5
 

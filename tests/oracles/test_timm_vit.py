@@ -5,13 +5,20 @@ import timm
 import torch
 
 from model.config import ModelConfig
+from model.regularisation import Regularisation
 from model.vit import build_vit
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_a_named_timm_model_loads_our_weights_strictly_and_agrees(dropout: float) -> None:
     """Dropout adds no parameter; the tanh GELU is the one thing timm must be told."""
-    ours = build_vit(ModelConfig(variant="Ti/16"), image_size=32, num_classes=7, head="linear", dropout=dropout)
+    ours = build_vit(
+        ModelConfig(variant="Ti/16"),
+        image_size=32,
+        num_classes=7,
+        head="linear",
+        regularisation=Regularisation(dropout=dropout),
+    )
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in ours.named_parameters():

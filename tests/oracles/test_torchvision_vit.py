@@ -9,8 +9,10 @@ from torch import nn
 from torchvision.models.vision_transformer import VisionTransformer, interpolate_embeddings
 
 from model.config import ModelConfig
+from model.head import HeadKind
 from model.pos_embed import resize_state
-from model.vit import HeadKind, build_vit
+from model.regularisation import Regularisation
+from model.vit import build_vit
 
 CONFIG = ModelConfig(width=48, depth=3, heads=4, mlp_dim=80, patch_size=4)
 
@@ -58,7 +60,7 @@ def _their_name(name: str) -> str:
 
 def _pair(head: HeadKind, *, dropout: float = 0.0) -> tuple[nn.Module, nn.Module]:
     """Our model and theirs with the same random weights; tokens are small, so that the epsilon matters."""
-    ours = build_vit(CONFIG, image_size=24, num_classes=5, head=head, dropout=dropout)
+    ours = build_vit(CONFIG, image_size=24, num_classes=5, head=head, regularisation=Regularisation(dropout=dropout))
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in ours.named_parameters():

@@ -13,8 +13,9 @@ from transformers import (
 )
 
 from model.config import ModelConfig
+from model.head import HeadKind
 from model.saved import SavedModelMeta, save_model
-from model.vit import HeadKind, build_vit
+from model.vit import build_vit
 
 CONFIG = ModelConfig(width=48, depth=3, heads=4, mlp_dim=80, patch_size=4)
 

@@ -65,8 +65,8 @@ def test_lanes_divide_the_global_batch_whatever_it_is():
 
 def test_an_image_size_that_is_no_multiple_of_the_patch_names_the_neighbours():
     text = refusal(stages__finetune__image_size=22)
-    assert "stages.finetune.image_size 22 is no multiple of the patch size 4: use 20 or 24" in text
-    assert "use 4" in refusal(stages__pretrain__image_size=3)
+    assert "stages.finetune.image_size: image size 22 is not a multiple of the patch size 4: take 20 or 24" in text
+    assert "take 4" in refusal(stages__pretrain__image_size=3)
     for size in (20, 24):
         Recipe.model_validate(tree(stages__finetune__image_size=size))
     assert "patch size 16" in refusal(model={"variant": "B/16"}, stages__finetune__image_size=24)

@@ -222,7 +222,7 @@ def test_a_store_that_hangs_holds_up_neither_log_nor_the_end(make_rig: Callable[
     until(lambda: len(rig.store.calls) == 1)
     release = threading.Event()
     entered = threading.Event()
-    rig.store.send = lambda rows: entered.set() or release.wait() and []
+    rig.store.send = lambda rows: entered.set() or (release.wait() and [])
     rig.log(1)
     assert entered.wait(20)  # from here on the store hangs until it is released below
     for step in range(2, 1002):

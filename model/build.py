@@ -1,0 +1,36 @@
+"""One way to build any model from its configuration: a Vision Transformer, a hybrid, or a pure ResNet.
+
+Costs what the weights take in memory (nothing under `torch.device("meta")`). Weights are placeholders until
+`model.init.initialise` or a state dict fills them.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from model.config import ModelConfig
+from model.head import HeadKind
+from model.regularisation import NO_REGULARISATION, Regularisation
+from model.resnet import build_resnet
+from model.vit import build_vit
+
+
+def build_model(
+    config: ModelConfig,
+    *,
+    image_size: int,
+    num_classes: int,
+    head: HeadKind,
+    regularisation: Regularisation = NO_REGULARISATION,
+) -> nn.Module:
+    """Build the model for square RGB images: [B, 3, image_size, image_size] -> logits [B, num_classes].
+
+    What it returns has `head`, `num_classes`, `num_features`, `forward_features`, `forward_head` and
+    `set_grad_checkpointing`; arguments and errors are those of `model.vit.build_vit`.
+    """
+    match config.kind:
+        case "vit":
+            build = build_vit
+        case "resnet":
+            build = build_resnet
+    return build(config, image_size=image_size, num_classes=num_classes, head=head, regularisation=regularisation)

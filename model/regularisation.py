@@ -1,0 +1,46 @@
+"""What makes training harder on purpose, all off by default and none of it kept with the weights.
+
+Costs nothing. It knows neither label smoothing (`model.loss`) nor mixing and augmentation (`data_shards`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from model.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class Regularisation:
+    """Rates, each at least 0 and below 1.
+
+    Attributes:
+        dropout: at every site that `model.vit` names (ViT paper, Table 3: 0.1 for ImageNet pre-training, else 0).
+        stochastic_depth: of the last block's branches; falls linearly to 0 at the first (arXiv 1603.09382).
+        patch_dropout: share of the patch tokens that a training step leaves out (FLIP, arXiv 2212.00794).
+    """
+
+    dropout: float = 0.0
+    stochastic_depth: float = 0.0
+    patch_dropout: float = 0.0
+
+    def check(self, config: ModelConfig) -> None:
+        """Whether `config` can have these.
+
+        Raises:
+            ValueError: a rate is out of range, or means nothing to such a model.
+        """
+        for name in ("dropout", "stochastic_depth", "patch_dropout"):
+            rate = getattr(self, name)
+            if not 0.0 <= rate < 1.0:
+                raise ValueError(f"{name} must be at least 0 and below 1, not {rate}")
+            if rate and config.kind == "resnet":
+                raise ValueError(f"{name} is not for a pure ResNet: leave it out")
+        if self.patch_dropout and (config.position == "relative" or config.position_at != "stem"):
+            raise ValueError(
+                "patch_dropout needs positions that are added once, before the patches are left out: "
+                f"not position {config.position} at {config.position_at}"
+            )
+
+
+NO_REGULARISATION = Regularisation()
