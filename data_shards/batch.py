@@ -50,15 +50,32 @@ class Batch:
         return replace(self, **{name: it.pin_memory() for name, it in mine.items() if isinstance(it, torch.Tensor)})
 
 
-def model_input(batch: Batch, *, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    """Flip, normalise and mix on the device: -> [n, 3, size, size] of `dtype`, values (x - 127.5) / 127.5.
+@dataclass(frozen=True)
+class Normalisation:
+    """Pixels x in 0 to 255 become (x - 255 mean) / (255 std), channel by channel."""
 
-    The scaling is Google's, in vision_transformer and big_vision alike. All is computed in float32 and rounded once.
+    mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
+    std: tuple[float, float, float] = (0.5, 0.5, 0.5)
+
+
+GOOGLES = Normalisation()  # (x - 127.5) / 127.5, in vision_transformer and big_vision alike
+
+
+def model_input(
+    batch: Batch, *, device: torch.device, dtype: torch.dtype, normalisation: Normalisation = GOOGLES
+) -> torch.Tensor:
+    """Flip, normalise and mix on the device: -> [n, 3, size, size] of `dtype`.
+
+    All is computed in float32 and rounded once.
     """
     pixels = batch.images.to(device, non_blocking=True).permute(0, 3, 1, 2)
     mirrored = batch.mirrored.to(device, non_blocking=True)
     pixels = torch.where(mirrored[:, None, None, None], pixels.flip(3), pixels)
-    values = (pixels.float() - 127.5) / 127.5
+    mean, std = (
+        torch.tensor(each, dtype=torch.float64).mul(255).float().to(device)[:, None, None]
+        for each in (normalisation.mean, normalisation.std)
+    )
+    values = (pixels.float() - mean) / std
     if batch.mix is not None:
         values = _mixed_images(values, batch.mix)
     return values.to(dtype).contiguous()

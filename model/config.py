@@ -20,6 +20,8 @@ PositionKind = Literal["learned_1d", "learned_2d", "relative", "sincos_2d", "non
 PositionAt = Literal["stem", "every_layer", "every_layer_shared"]
 Gelu = Literal["tanh", "erf"]
 Interpolation = Literal["google", "timm"]
+HeadKind = Literal["mlp", "linear"]
+InitStyle = Literal["google", "timm"]
 
 _SIZES = ("width", "depth", "heads", "mlp_dim", "patch_size", "resnet_layers", "resnet_width_factor")
 _OF_TRANSFORMERS = ("pool", "position", "position_at", "layer_scale", "gelu", "layer_norm_eps", "interpolation")

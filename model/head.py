@@ -9,12 +9,10 @@ MLP head.
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from torch import Tensor, nn
 
-HeadKind = Literal["mlp", "linear"]
+from model.config import HeadKind as HeadKind
 
 
 class MlpHead(nn.Module):

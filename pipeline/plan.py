@@ -29,6 +29,7 @@ class StagePlan:
     eval_steps: int
     save_steps: int
     samples_per_epoch: int
+    patch_dropout_steps: int = 0  # from then on all patches are there
 
     def describe(self) -> str:
         """The sum, for the screen."""
@@ -82,6 +83,11 @@ def plan_stage(recipe: Recipe, *, stage: StageName, samples_per_epoch: int, worl
         raise UserError(
             f"stages.{stage}.schedule.warmup takes {warmup} of {total} steps: make it shorter than the duration"
         )
+    unmasked = steps(config.unmasked_finish, of=total)
+    if unmasked > total:
+        raise UserError(
+            f"stages.{stage}.unmasked_finish takes {unmasked} of {total} steps: make it shorter than the duration"
+        )
     return StagePlan(
         world_size=world_size,
         global_batch_images=config.global_batch_size,
@@ -94,6 +100,7 @@ def plan_stage(recipe: Recipe, *, stage: StageName, samples_per_epoch: int, worl
         eval_steps=steps(config.eval_every, of=total),
         save_steps=steps(config.save_every, of=total),
         samples_per_epoch=samples_per_epoch,
+        patch_dropout_steps=total - unmasked if config.patch_dropout else 0,
     )
 
 

@@ -12,7 +12,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from data_shards.images.transforms import EvalProtocol
-from model.config import ModelConfig
+from model.config import HeadKind, InitStyle, ModelConfig
 from pipeline.recipe_base import DurationText, Strict
 from pipeline.recipe_data import AugmentConfig, DataConfig, OneSet, SomeSets
 from pipeline.schedule import Decay
@@ -99,6 +99,12 @@ class TrainStage(Strict):
     loss: Literal["softmax", "sigmoid"] = "softmax"
     label_smoothing: float = Field(default=0.0, ge=0, lt=1)
     dropout: float = Field(default=0.0, ge=0, lt=1)
+    stochastic_depth: float = Field(default=0.0, ge=0, lt=1)
+    """Rate at the last block, falling linearly to 0 at the first."""
+    patch_dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Share of the patches that a step leaves out; 0.5 halves the arithmetic (FLIP)."""
+    unmasked_finish: DurationText = "0 steps"
+    """How long, at the end, patch_dropout rests."""
     log_every: DurationText = "20 steps"
     eval_every: DurationText = "25%"
     save_every: DurationText = "10%"
@@ -108,6 +114,8 @@ class TrainStage(Strict):
     def _nothing_ignored(self) -> TrainStage:
         if self.eval_protocol == "vit" and self.eval_crop_share is not None:
             raise ValueError("eval_crop_share means nothing to eval_protocol vit: leave it out")
+        if not self.patch_dropout and self.unmasked_finish != type(self).model_fields["unmasked_finish"].default:
+            raise ValueError("unmasked_finish means nothing without patch_dropout: leave it out")
         given = [each.weight is not None for each in self.train]
         if any(given) and not all(given):
             raise ValueError("train: give every set a weight, or none")
@@ -119,12 +127,19 @@ class TrainStage(Strict):
 class PretrainStage(TrainStage):
     """Supervised pre-training with a head of one hidden layer."""
 
+    head: HeadKind = "mlp"
+    """mlp: one hidden layer (the paper); linear: none (Google's GAP models, and BiT's ResNets)."""
     head_bias: float = 0.0
     """Initial bias of the last layer; Google sets -10 (ImageNet-21k) with the sigmoid loss."""
+    init: InitStyle = "google"
+    """Initial weights: Google's, or timm's."""
 
 
 class SwapHeadStage(Strict):
     """Drop the pre-training head, attach a zero-initialised linear layer for the classes of fine-tuning."""
+
+    model: str | None = None
+    """A model's folder (`shardvit import` makes them), in place of what an earlier stage left."""
 
 
 class FinetuneStage(TrainStage):
@@ -132,6 +147,14 @@ class FinetuneStage(TrainStage):
 
     start: Literal["swap_head", "scratch"] = "swap_head"
     """From the swapped head's model, or from random weights with the same linear head (the comparison)."""
+    init: InitStyle = "google"
+    """Initial weights with start: scratch."""
+
+    @model_validator(mode="after")
+    def _init_is_used(self) -> FinetuneStage:
+        if self.start != "scratch" and self.init != "google":
+            raise ValueError("init means nothing to start swap_head, whose weights are there: leave it out")
+        return self
 
 
 class Stages(Strict):
@@ -145,8 +168,14 @@ class Stages(Strict):
     def _chain(self) -> Stages:
         if not self.names:
             raise ValueError("at least one of pretrain, swap_head and finetune is needed")
-        if self.swap_head and not (self.pretrain and self.finetune):
-            raise ValueError("swap_head stands between pretrain and finetune: give both, or leave swap_head out")
+        if self.swap_head and not self.finetune:
+            raise ValueError("swap_head stands before finetune: give that too, or leave swap_head out")
+        if self.swap_head and not (self.pretrain or self.swap_head.model):
+            raise ValueError(
+                "swap_head needs a model: give a pretrain stage before it, or swap_head.model, a model's folder"
+            )
+        if self.swap_head and self.swap_head.model and self.pretrain:
+            raise ValueError("swap_head.model and pretrain both give the model to go on with: leave one out")
         if self.finetune and self.finetune.start == "swap_head" and not self.swap_head:
             raise ValueError(
                 "finetune.start is swap_head, but there is no swap_head stage: add one, or set start: scratch"

@@ -147,7 +147,7 @@ def recipe_digest(recipe: Recipe, *, stage: StageName) -> str:
     """A digest of everything in the recipe that bears on one stage; free keys and later stages left out."""
     later = ALL_STAGES[ALL_STAGES.index(stage) + 1 :]
     lines = [
-        f"{key}={value}"
+        _FIRST_FORM.get(line := f"{key}={value}", line)
         for key, value in without_free_keys(flatten(recipe)).items()
         if key != "name"
         and not any(f"{key}.".startswith(f"stages.{name}.") for name in later)
@@ -177,7 +177,13 @@ _YOUNGER_OF_STAGES = {
     "augment.mixup_alpha": "0.0",
     "augment.cutmix_alpha": "0.0",
     "augment.cutmix_share": "0.5",
+    "stochastic_depth": "0.0",
+    "patch_dropout": "0.0",
+    "unmasked_finish": "0 steps",
+    "head": "mlp",
+    "init": "google",
 }
+_FIRST_FORM = {"stages.swap_head.model=None": "stages.swap_head={}"}  # the stage had no keys then
 
 
 def _is_younger(key: str, value: str) -> bool:

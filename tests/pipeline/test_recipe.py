@@ -76,8 +76,11 @@ def test_an_image_size_that_is_no_multiple_of_the_patch_names_the_neighbours():
     ("changes", "message"),
     [
         ({"stages": {}}, "at least one of pretrain, swap_head and finetune"),
-        ({"stages__finetune": ...}, "swap_head stands between pretrain and finetune"),
-        ({"stages__pretrain": ...}, "swap_head stands between pretrain and finetune"),
+        ({"stages__finetune": ...}, "swap_head stands before finetune"),
+        ({"stages__pretrain": ...}, "swap_head needs a model"),
+        ({"stages__swap_head__model": "imported"}, "swap_head.model and pretrain both"),
+        ({"stages__pretrain__unmasked_finish": "1 epoch"}, "unmasked_finish means nothing"),
+        ({"stages__finetune__init": "timm"}, "init means nothing to start swap_head"),
         ({"stages__swap_head": ...}, "add one, or set start: scratch"),
         ({"stages__finetune__start": "scratch"}, "leave out swap_head"),
         ({"stages__pretrain__start": "scratch"}, "stages.pretrain.start"),
