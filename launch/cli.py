@@ -9,6 +9,8 @@ from typing import Annotated, Literal
 from cyclopts import App, CycloptsError, Parameter
 
 from data_shards.errors import UserError
+from launch.models import export_model, import_model
+from launch.predict import predict
 
 EXIT_USER_ERROR = 2
 EXIT_STOPPED = 75
@@ -230,10 +232,11 @@ def run(
     /,
     *overrides: str,
     stage: Annotated[
-        Literal["pretrain", "swap_head", "finetune"] | None, Parameter(help="Only this stage; default: all, in order.")
+        Literal["masked_patch", "pretrain", "swap_head", "finetune"] | None,
+        Parameter(help="Only this stage; default: all, in order."),
     ] = None,
     restart: Annotated[
-        Literal["pretrain", "swap_head", "finetune"] | None,
+        Literal["masked_patch", "pretrain", "swap_head", "finetune"] | None,
         Parameter(help="Begin this stage and those after it again; what is there is moved aside."),
     ] = None,
     runs: Annotated[Path, Parameter(help="Folder of all runs and of mlflow.db.")] = Path("runs"),
@@ -290,6 +293,11 @@ def demo(
     from launch.demo import run_demo
 
     return run_demo(data, runs_root=runs, shards_root=shards)
+
+
+app.command(import_model, name="import")
+app.command(export_model, name="export")
+app.command(predict)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from pipeline.recipe import Recipe, StageName, TrainStage
 from pipeline.recipe_io import dump_recipe, load_recipe
 from pipeline.run_folder import RunFolder, StageRecord
 from pipeline.stage_data import open_data, training_order
+from pipeline.start_model import model_from_elsewhere
 
 EXIT_USER_ERROR = 2
 EXIT_STOPPED = 75  # as pipeline.stopping, which this process does not import because of torch
@@ -114,7 +115,9 @@ class PipelineRun:
         return EXIT_STOPPED if code == EXIT_STOPPED else 1
 
     def _check_stages(self) -> None:
-        """Every stage's data, sizes and checkpoints, before the first one is started."""
+        """Every stage's data, sizes, model and checkpoints, before the first one is started."""
+        if self.folder.record("swap_head").state != "done":
+            model_from_elsewhere(self.recipe)
         for stage in self.recipe.stages.names:
             config = getattr(self.recipe.stages, stage)
             if not isinstance(config, TrainStage):
@@ -144,5 +147,7 @@ def _reason(code: int) -> str:
 
 
 def _results(record: StageRecord) -> str:
-    top1 = record.results.get("val/top1")
-    return "" if top1 is None else f", held-out top-1 {top1:.4f} after {record.images_seen:,} images"
+    for key, name in (("val/top1", "top-1"), ("val/accuracy", "accuracy")):
+        if key in record.results:
+            return f", held-out {name} {record.results[key]:.4f} after {record.images_seen:,} images"
+    return ""  # swap_head

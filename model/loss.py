@@ -2,7 +2,8 @@
 
 The paper pre-trains with the sigmoid loss (one yes/no question per class; vision_transformer issue 34) and
 fine-tunes with softmax. Costs one pass over the logits. It knows nothing of mixing: a mixed batch simply has
-soft targets.
+soft targets. Logits in bf16 or fp16 are brought to float32 first, so that large ones neither overflow nor lose what
+the sum over thousands of classes would round away; their gradient is rounded once, on its way back.
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ LossFunction = Callable[[Tensor, Tensor], Tensor]
 def loss_function(kind: LossKind, *, label_smoothing: float = 0.0) -> LossFunction:
     """The loss of a stage: (logits [B, C], targets) -> float32 scalar, the mean over the batch.
 
-    Targets are class indices, int64 [B], or weights of the classes, floating [B, C].
+    Targets are class indices, int64 [B], or weights of the classes, floating [B, C]: 1 for each label of an image, or
+    shares after mixing. The sigmoid loss takes any in [0, 1]. To softmax they are shares of one answer and should sum
+    to 1; where they do not, each row counts by its sum (k labels cost the sum of k losses, none costs 0), as in
+    optax. The pipeline refuses softmax for images with several labels.
 
     Raises:
         ValueError: `label_smoothing` is out of range for this kind.

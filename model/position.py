@@ -1,11 +1,138 @@
-"""placeholder: helper POSITIONS writes this"""
+"""Position embeddings that timm's VisionTransformer lacks: what the ViT paper compares in appendix D.4, Table 8.
+
+- learned_1d: each token of the sequence has a vector of its own.
+- learned_2d: an X-embedding for each column and a Y-embedding for each row, each of half the width; a patch has the
+  two of its place one after the other, X first. The class token stands on no grid and has a vector of its own.
+- sincos_2d: nothing is learnt; big_vision's fixed form (`models/vit.py`, after MoCo v3, arXiv 2104.02057). big_vision
+  adds positions before the class token joins, so to that nothing is added.
+- none, and relative (`model.relative_attention`): nothing is added to tokens.
+
+D.4 names three places to add what is learnt: "right after the stem"; "at the beginning of each layer", each with its
+own; the same "shared between layers". In the last two the stem adds nothing.
+
+Costs one addition over the tokens each time. Each table is a module of its own and is used by calling it, as ZeRO-3
+needs: its hooks gather a module's parameters when it is called. Building draws no random numbers; learned tables are
+zero until `model.init.initialise` or a state dict fills them.
+"""
 
 from __future__ import annotations
 
-from torch import nn
+from collections.abc import Sequence
 
-from model.config import ModelConfig
+import torch
+from torch import Tensor, nn
+
+from model.config import ModelConfig, PositionAt
+
+SINCOS_TEMPERATURE = 10_000.0  # big_vision, models/vit.py
 
 
-def make_position(config: ModelConfig, *, grid_size: int, num_prefix_tokens: int, depth: int) -> nn.Module:
-    raise NotImplementedError
+class Learned1d(nn.Module):
+    """Adds `embedding` [1, T, D] to tokens [B, T, D]."""
+
+    def __init__(self, num_tokens: int, width: int) -> None:
+        super().__init__()
+        self.embedding = nn.Parameter(torch.zeros(1, num_tokens, width))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return tokens + self.embedding
+
+
+class Learned2d(nn.Module):
+    """Adds to each patch of a square grid its `column` and its `row`, both [grid_size, D/2], one after the other, and
+    to the tokens before the patches `prefix` [P, D], which is None if there are none."""
+
+    def __init__(self, grid_size: int, width: int, *, num_prefix_tokens: int) -> None:
+        super().__init__()
+        self.column = nn.Parameter(torch.zeros(grid_size, width // 2))
+        self.row = nn.Parameter(torch.zeros(grid_size, width // 2))
+        self.prefix = nn.Parameter(torch.zeros(num_prefix_tokens, width)) if num_prefix_tokens else None
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        grid_size = len(self.row)
+        columns = self.column.expand(grid_size, -1, -1)
+        rows = self.row[:, None].expand(-1, grid_size, -1)
+        embedding = torch.cat([columns, rows], dim=-1).flatten(0, 1)
+        if self.prefix is not None:
+            embedding = torch.cat([self.prefix, embedding])
+        return tokens + embedding
+
+
+class SinCos2d(nn.Module):
+    """Adds the fixed `table` [P + grid_size^2, D], which no state dict holds."""
+
+    table: Tensor
+
+    def __init__(self, grid_size: int, width: int, *, num_prefix_tokens: int) -> None:
+        super().__init__()
+        grid = sincos_2d(grid_size, width)
+        self.register_buffer("table", torch.cat([grid.new_zeros(num_prefix_tokens, width), grid]), persistent=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return tokens + self.table
+
+
+class Position(nn.Module):
+    """What a `model.vit.PositionedVit` adds to its tokens, and where.
+
+    `tables` holds one module for each layer (at "every_layer"), one for all of them or for the stem, or none.
+    """
+
+    at: PositionAt
+
+    def __init__(self, tables: Sequence[nn.Module], *, at: PositionAt) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(tables)
+        self.at = at
+
+    def at_stem(self, tokens: Tensor) -> Tensor:
+        """Embedded tokens [B, T, D], the class token first -> the same with the stem's positions, if there are."""
+        return self.tables[0](tokens) if self.at == "stem" and len(self.tables) else tokens
+
+    def before_block(self, tokens: Tensor, *, layer: int) -> Tensor:
+        """The input [B, T, D] of block number `layer` -> the same with that block's positions, if there are."""
+        match self.at:
+            case "stem":
+                return tokens
+            case "every_layer":
+                return self.tables[layer](tokens)
+            case "every_layer_shared":
+                return self.tables[0](tokens)
+
+
+def make_position(config: ModelConfig, *, grid_size: int, num_prefix_tokens: int, depth: int) -> Position:
+    """The position embedding of `config` for a square grid of patches behind `num_prefix_tokens` other tokens.
+
+    State: `tables.N.embedding`, or `tables.N.{column,row,prefix}`, with N from 0 to `depth` - 1 for "every_layer",
+    else 0.
+    """
+    width = config.sizes.width
+
+    def table() -> nn.Module | None:
+        match config.position:
+            case "learned_1d":
+                return Learned1d(num_prefix_tokens + grid_size**2, width)
+            case "learned_2d":
+                return Learned2d(grid_size, width, num_prefix_tokens=num_prefix_tokens)
+            case "sincos_2d":
+                return SinCos2d(grid_size, width, num_prefix_tokens=num_prefix_tokens)
+            case "relative" | "none":
+                return None
+
+    tables = [table() for _ in range(depth if config.position_at == "every_layer" else 1)]
+    return Position([made for made in tables if made is not None], at=config.position_at)
+
+
+def sincos_2d(grid_size: int, width: int) -> Tensor:
+    """big_vision's fixed embedding of a square grid: [grid_size^2, width], the patches row by row.
+
+    A quarter of the width each: sine of x, cosine of x, sine of y, cosine of y, in patches times frequencies from 1
+    down to 1 / 10000 in equal ratios, both ends included. Computed in float64, rounded to the default dtype.
+    """
+    quarter = width // 4
+    exponent = torch.arange(quarter, dtype=torch.float64) / max(1, quarter - 1)
+    angles = torch.arange(grid_size, dtype=torch.float64)[:, None] * SINCOS_TEMPERATURE**-exponent
+    waves = torch.cat([angles.sin(), angles.cos()], dim=1)
+    columns = waves.expand(grid_size, -1, -1)
+    rows = waves[:, None].expand(-1, grid_size, -1)
+    return torch.cat([columns, rows], dim=-1).flatten(0, 1).to(torch.get_default_dtype())

@@ -173,8 +173,10 @@ def build_from_saved(folder: Path) -> tuple[SavedModelMeta, nn.Module]:
 def build_described(meta: SavedModelMeta) -> nn.Module:
     """The model that a record describes, with placeholder weights."""
     from model.build import build_model
+    from model.masked_patch import build_masked_patch
 
-    assert meta.head != "masked_patch"
+    if meta.head == "masked_patch":
+        return build_masked_patch(meta.model, image_size=meta.image_size)
     return build_model(meta.model, image_size=meta.image_size, num_classes=meta.num_classes, head=meta.head)
 
 
@@ -242,12 +244,9 @@ def _timm_evaluation(meta: SavedModelMeta) -> dict[str, Any]:
 
 def _check_state(state_dict: Mapping[str, Tensor], *, meta: SavedModelMeta, origin: str) -> None:
     """Refuse weights whose names or shapes are not those of the model in `meta` (built without memory)."""
-    import torch
+    from model.formats.differences import describe_differences, expected_shapes, shapes_of
 
-    with torch.device("meta"):
-        model = build_described(meta)
-    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    found = {name: tuple(tensor.shape) for name, tensor in state_dict.items()}
+    expected, found = expected_shapes(meta), shapes_of(state_dict)
     if expected == found:
         return
     name = sorted(name for name in expected | found if expected.get(name) != found.get(name))[0]
@@ -257,7 +256,8 @@ def _check_state(state_dict: Mapping[str, Tensor], *, meta: SavedModelMeta, orig
         problem = f"{name!r} does not belong to it"
     else:
         problem = f"{name!r} has the shape {found[name]} instead of {expected[name]}"
-    raise ValueError(f"{origin} does not fit the model that its record describes: {problem}")
+    table = describe_differences(found, expected)
+    raise ValueError(f"{origin} does not fit the model that its record describes: {problem}\n{table}")
 
 
 def _may_be_replaced(folder: Path) -> bool:

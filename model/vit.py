@@ -22,7 +22,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from timm.models.vision_transformer import Attention, VisionTransformer
+from timm.layers import PatchDropout
+from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -30,7 +31,7 @@ from model.config import ModelConfig
 from model.head import HeadKind, MlpHead
 from model.position import make_position
 from model.regularisation import NO_REGULARISATION, Regularisation
-from model.relative_attention import RelativeAttention
+from model.relative_attention import relative_attention
 from model.resnet import stem_embedding
 
 _TIMM_POOL = {"cls": "token", "gap": "avg", "map": "map"}
@@ -89,9 +90,7 @@ def build_vit(
         more["embed_layer"] = stem_embedding(config, image_size=image_size)
         more["patch_size"] = sizes.stem_patch_size
     if config.position == "relative":
-        more["attn_layer"] = partial(RelativeAttention, num_tokens=num_prefix_tokens + grid_size**2)
-    else:
-        more["attn_layer"] = Attention
+        more["attn_layer"] = relative_attention(num_prefix_tokens + grid_size**2)
 
     # Layers fill themselves with random numbers when they are made. None of these survive, so they must not
     # move the caller's random stream either.
@@ -116,6 +115,13 @@ def build_vit(
         if parameter is not None:
             nn.init.zeros_(parameter)
     return model
+
+
+def set_patch_dropout(model: nn.Module, rate: float) -> None:
+    """From now on, leave out this share of the patches; `model` was built with some."""
+    for module in model.modules():
+        if isinstance(module, PatchDropout):
+            module.prob = rate
 
 
 def timm_arguments(config: ModelConfig, *, image_size: int) -> dict[str, Any]:

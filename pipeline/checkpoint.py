@@ -90,7 +90,8 @@ def restore_checkpoint(root: Path, *, engine: Engine, ranks: Ranks, identity: di
     notes: list[str] = []
     folders = checkpoint_folders(root)
     for folder in folders:
-        damage = [text for text in ranks.gather_objects(_damage(folder, ranks=ranks)) if text]
+        share = (ranks.place.rank, ranks.place.world_size)
+        damage = [text for text in ranks.gather_objects(damage_of(folder, share=share)) if text]
         if damage:
             notes.append(f"{folder} is damaged ({damage[0]}); the one before it is used")
             continue
@@ -106,14 +107,15 @@ def restore_checkpoint(root: Path, *, engine: Engine, ranks: Ranks, identity: di
     return None
 
 
-def _damage(folder: Path, *, ranks: Ranks) -> str:
-    """What is wrong with this rank's share of a checkpoint's files; empty when nothing is."""
+def damage_of(folder: Path, *, share: tuple[int, int] = (0, 1)) -> str:
+    """What is wrong with a checkpoint's files, or with a share of them (number, of how many); empty: nothing."""
     try:
         content: dict[str, Any] = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         files = {name: (int(entry["bytes"]), str(entry["blake2b"])) for name, entry in content["files"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return f"no readable {MANIFEST}"
-    for name in sorted(files)[ranks.place.rank :: ranks.place.world_size]:
+    first, step = share
+    for name in sorted(files)[first::step]:
         path, (num_bytes, digest) = folder / name, files[name]
         try:
             if not path.is_file():

@@ -42,12 +42,12 @@ class Engine(Protocol):
         """The model; its forward pass may be a collective operation (ZeRO-3)."""
         ...
 
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """Images [n, 3, size, size] -> logits [n, classes]."""
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        """The model's outputs for one micro-batch: of images [n, 3, size, size], logits [n, classes]."""
         ...
 
-    def predict(self, images: torch.Tensor) -> torch.Tensor:
-        """Logits without gradients, in evaluation mode; to be called equally often on all ranks (ZeRO-3 gathers)."""
+    def predict(self, *inputs: torch.Tensor) -> torch.Tensor:
+        """Outputs without gradients, in evaluation mode; to be called equally often on all ranks (ZeRO-3 gathers)."""
         ...
 
     def backward(self, loss: torch.Tensor) -> None:

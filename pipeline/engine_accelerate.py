@@ -21,7 +21,7 @@ from pipeline.plan import StagePlan
 from pipeline.ranks import Ranks
 from pipeline.recipe import EngineConfig, OptimizerConfig
 
-_FILE = "accelerate.pt"
+FILE = "accelerate.pt"
 _MIXED_PRECISION = {"bf16": "bf16", "fp16": "fp16", "fp32": "no"}
 
 
@@ -58,17 +58,17 @@ class AccelerateEngine:
         """The model, unwrapped."""
         return self._accelerator.unwrap_model(self._model)
 
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """Logits of one micro-batch; DDP decides here whether the backward pass will reduce over the ranks."""
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        """The outputs for one micro-batch; DDP decides here whether the backward pass will reduce over the ranks."""
         self._micro_step += 1
         last = self._micro_step == self._accumulation_steps
         with contextlib.nullcontext() if last else self._accelerator.no_sync(self._model):
-            return self._model(images)
+            return self._model(*inputs)
 
     @torch.no_grad()
-    def predict(self, images: torch.Tensor) -> torch.Tensor:
-        """Logits for evaluation."""
-        return self._model(images)
+    def predict(self, *inputs: torch.Tensor) -> torch.Tensor:
+        """The outputs for evaluation."""
+        return self._model(*inputs)
 
     def backward(self, loss: torch.Tensor) -> None:
         """Accumulate; on the last micro-batch of a step DDP reduces."""
@@ -98,12 +98,12 @@ class AccelerateEngine:
                 "optimizer": self._optimizer.state_dict(),
                 "scaler": scaler.state_dict() if scaler is not None else None,
             }
-            torch.save(state, folder / _FILE)
+            torch.save(state, folder / FILE)
         self._ranks.barrier()
 
     def load(self, folder: Path) -> None:
         """Every rank reads the one file."""
-        state = torch.load(folder / _FILE, map_location="cpu", weights_only=True)
+        state = torch.load(folder / FILE, map_location="cpu", weights_only=True)
         self.module.load_state_dict(state["model"])
         self._optimizer.load_state_dict(state["optimizer"])
         if self._accelerator.scaler is not None:

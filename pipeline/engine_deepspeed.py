@@ -30,7 +30,7 @@ from pipeline.ranks import Ranks
 from pipeline.recipe import EngineConfig, OptimizerConfig
 from pipeline.zero_config import checks_gradients, deepspeed_config
 
-_TAG = "deepspeed"  # DeepSpeed's name for the folder of one checkpoint inside ours
+TAG = "deepspeed"  # DeepSpeed's name for the folder of one checkpoint inside ours
 _INPUT_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -70,14 +70,14 @@ class DeepSpeedEngine:
         """The model, with DeepSpeed's hooks on it under ZeRO-3."""
         return self._engine.module
 
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """Logits of one micro-batch."""
-        return self._engine(images)
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        """The outputs for one micro-batch."""
+        return self._engine(*inputs)
 
     @torch.no_grad()
-    def predict(self, images: torch.Tensor) -> torch.Tensor:
-        """Logits for evaluation."""
-        return self._engine(images)
+    def predict(self, *inputs: torch.Tensor) -> torch.Tensor:
+        """The outputs for evaluation."""
+        return self._engine(*inputs)
 
     def backward(self, loss: torch.Tensor) -> None:
         """Accumulate; on the last micro-batch of a step DeepSpeed reduces over the ranks."""
@@ -110,13 +110,13 @@ class DeepSpeedEngine:
 
     def save(self, folder: Path) -> None:
         """DeepSpeed's sharded checkpoint, without the `latest` file that it would write too early."""
-        self._engine.save_checkpoint(str(folder), tag=_TAG, client_state={}, save_latest=False)
+        self._engine.save_checkpoint(str(folder), tag=TAG, client_state={}, save_latest=False)
 
     def load(self, folder: Path) -> None:
         """Restore weights, master weights, optimizer state and loss scale."""
-        loaded, _ = self._engine.load_checkpoint(str(folder), tag=_TAG)
+        loaded, _ = self._engine.load_checkpoint(str(folder), tag=TAG)
         if loaded is None:
-            raise RuntimeError(f"DeepSpeed found nothing to load in {folder / _TAG}")
+            raise RuntimeError(f"DeepSpeed found nothing to load in {folder / TAG}")
         # Some of DeepSpeed's loaders give every group the first group's settings: say again what holds.
         for group, settings in zip(self._engine.optimizer.param_groups, self._group_settings, strict=True):
             group.update(settings)
@@ -132,7 +132,9 @@ class DeepSpeedEngine:
             if full is None:
                 full = safe_get_full_fp32_param(parameter)
             state[name] = (parameter if full is None else full).detach().to("cpu", torch.float32).clone()
-        state.update({name: buffer.detach().cpu().clone() for name, buffer in self._engine.module.named_buffers()})
+        kept = set(self._engine.module.state_dict())  # what a module can compute again is not among them
+        buffers = self._engine.module.named_buffers()
+        state.update({name: buffer.detach().cpu().clone() for name, buffer in buffers if name in kept})
         return state
 
     def _set_masters(self, exact: dict[str, torch.Tensor]) -> None:

@@ -1,61 +1,48 @@
-"""Loss and top-1 over a held-out set: every sample exactly once, for any number of ranks.
-
-With several labels an image, top-1 is the share of images whose best class is one of theirs (big_vision's prec@1).
-"""
+"""Loss and share of right predictions over a held-out set: every sample exactly once, for any number of ranks."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import torch
 
-from data_shards.batch import Batch, LabelKind, model_input, targets
+from data_shards.batch import Batch
 from pipeline.engine import Engine
 from pipeline.faults import FaultLedger
 from pipeline.ranks import Ranks
+from pipeline.task import Task
 
 
 def evaluate(
-    batches: Iterable[Batch],
-    *,
-    engine: Engine,
-    ranks: Ranks,
-    faults: FaultLedger,
-    num_classes: int,
-    label_kind: LabelKind,
-    loss_function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    batches: Iterable[Batch], *, task: Task, engine: Engine, ranks: Ranks, faults: FaultLedger
 ) -> dict[str, float]:
     """Evaluate; collective.
 
     Args:
         batches: this rank's part, padded so that all ranks have equally many.
+        task: what is predicted.
         engine: with the model.
         ranks: the processes.
         faults: takes down damaged images, which are not counted.
-        num_classes: of the logits.
-        label_kind: one label an image, or several.
-        loss_function: mean loss of logits [n, classes] and targets.
 
     Returns:
-        "val/loss", "val/top1" (share of all samples that could be read) and "val/images".
+        "val/loss" and "val/SCORE" (the task's word for the share of right predictions), means over all predictions,
+        and "val/images", the number of samples that could be read.
     """
     engine.module.eval()
-    sums = torch.zeros(3, dtype=torch.float64, device=engine.device)  # loss, correct, images
+    sums = torch.zeros(4, dtype=torch.float64, device=engine.device)  # loss, right predictions, predictions, images
     for batch in batches:
         faults.note(batch, use="eval", rows=len(batch.counted))
-        logits = engine.predict(model_input(batch, device=engine.device, dtype=engine.input_dtype)).float()
-        wanted = targets(batch, device=engine.device, num_classes=num_classes, label_kind=label_kind)
+        example = task.example(batch, use="eval")
+        outputs = engine.predict(*example.inputs).float()
         counted = batch.counted.to(engine.device)
-        logits, wanted = logits[counted], wanted[counted]
-        if len(wanted):
-            best = logits.argmax(dim=1)
-            hit = wanted.gather(1, best[:, None])[:, 0] > 0 if wanted.is_floating_point() else best == wanted
-            sums[0] += loss_function(logits, wanted).double() * len(wanted)
-            sums[1] += hit.sum()
-            sums[2] += len(wanted)
+        outputs, targets = outputs[counted], example.targets[counted]
+        if len(targets):
+            sums[:3] += task.tally(outputs, targets)
+            sums[3] += len(targets)
     engine.module.train()
-    loss, correct, images = ranks.gather(sums).sum(dim=0).tolist()
+    loss, right, predictions, images = ranks.gather(sums).sum(dim=0).tolist()
     if not images:  # all are damaged, which the budget of damaged images will have its word about
-        return {"val/loss": math.nan, "val/top1": math.nan, "val/images": 0.0}
-    return {"val/loss": loss / images, "val/top1": correct / images, "val/images": images}
+        return {"val/loss": math.nan, f"val/{task.score}": math.nan, "val/images": 0.0}
+    return {"val/loss": loss / predictions, f"val/{task.score}": right / predictions, "val/images": images}

@@ -7,17 +7,18 @@ a recipe is read, checked and printed at once. Reading YAML and overrides is `re
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 from pydantic import Field, model_validator
 
 from data_shards.images.transforms import EvalProtocol
 from model.config import HeadKind, InitStyle, ModelConfig
+from model.regularisation import Regularisation
 from pipeline.recipe_base import DurationText, Strict
 from pipeline.recipe_data import AugmentConfig, DataConfig, OneSet, SomeSets
 from pipeline.schedule import Decay
 
-StageName = Literal["pretrain", "swap_head", "finetune"]
+StageName = Literal["masked_patch", "pretrain", "swap_head", "finetune"]
 
 
 class EngineConfig(Strict):
@@ -124,6 +125,25 @@ class TrainStage(Strict):
         return self
 
 
+class MaskedPatchStage(TrainStage):
+    """Self-supervised pre-training: the colours of corrupted patches (ViT paper, appendix B.1.2); labels are not
+    looked at."""
+
+    init: InitStyle = "google"
+    """Initial weights: Google's, or timm's."""
+
+    @model_validator(mode="after")
+    def _no_labels(self) -> MaskedPatchStage:
+        for group, prefix, keys in (
+            (self, "", ("loss", "label_smoothing", "patch_dropout")),
+            (self.augment, "augment.", ("mixup_alpha", "cutmix_alpha")),
+        ):
+            for key in keys:
+                if getattr(group, key) != type(group).model_fields[key].default:
+                    raise ValueError(f"{prefix}{key} means nothing to masked patch prediction: leave it out")
+        return self
+
+
 class PretrainStage(TrainStage):
     """Supervised pre-training with a head of one hidden layer."""
 
@@ -160,6 +180,7 @@ class FinetuneStage(TrainStage):
 class Stages(Strict):
     """The stages to run, in this order; what is left out is not run."""
 
+    masked_patch: MaskedPatchStage | None = None
     pretrain: PretrainStage | None = None
     swap_head: SwapHeadStage | None = None
     finetune: FinetuneStage | None = None
@@ -167,15 +188,19 @@ class Stages(Strict):
     @model_validator(mode="after")
     def _chain(self) -> Stages:
         if not self.names:
-            raise ValueError("at least one of pretrain, swap_head and finetune is needed")
+            raise ValueError("at least one of masked_patch, pretrain, swap_head and finetune is needed")
+        if self.masked_patch and self.pretrain:
+            raise ValueError("masked_patch and pretrain both begin from random weights: leave one out")
+        first = "masked_patch" if self.masked_patch else "pretrain" if self.pretrain else None
         if self.swap_head and not self.finetune:
             raise ValueError("swap_head stands before finetune: give that too, or leave swap_head out")
-        if self.swap_head and not (self.pretrain or self.swap_head.model):
+        if self.swap_head and not (first or self.swap_head.model):
             raise ValueError(
-                "swap_head needs a model: give a pretrain stage before it, or swap_head.model, a model's folder"
+                "swap_head needs a model: give a pretrain or masked_patch stage before it, or swap_head.model, a "
+                "model's folder"
             )
-        if self.swap_head and self.swap_head.model and self.pretrain:
-            raise ValueError("swap_head.model and pretrain both give the model to go on with: leave one out")
+        if self.swap_head and self.swap_head.model and first:
+            raise ValueError(f"swap_head.model and {first} both give the model to go on with: leave one out")
         if self.finetune and self.finetune.start == "swap_head" and not self.swap_head:
             raise ValueError(
                 "finetune.start is swap_head, but there is no swap_head stage: add one, or set start: scratch"
@@ -188,7 +213,7 @@ class Stages(Strict):
     def names(self) -> tuple[StageName, ...]:
         """The stages present, in running order."""
         present: list[StageName] = []
-        for name in ("pretrain", "swap_head", "finetune"):
+        for name in get_args(StageName):
             if getattr(self, name) is not None:
                 present.append(name)
         return tuple(present)
@@ -216,14 +241,37 @@ class Recipe(Strict):
         return self
 
     @model_validator(mode="after")
-    def _patches(self) -> Recipe:
+    def _model_fits_stages(self) -> Recipe:
+        sizes: set[int] = set()
         for name in self.stages.names:
             stage = getattr(self.stages, name)
             if isinstance(stage, TrainStage):
+                sizes.add(stage.image_size)
+                rates = Regularisation(stage.dropout, stage.stochastic_depth, stage.patch_dropout)
                 try:
                     self.model.grid_size(stage.image_size)
                 except ValueError as error:
                     raise ValueError(f"stages.{name}.image_size: {error}") from None
+                try:
+                    rates.check(self.model)
+                except ValueError as error:
+                    raise ValueError(f"stages.{name}: {error}") from None
+            if isinstance(stage, MaskedPatchStage):
+                if self.model.kind == "resnet":
+                    raise ValueError(
+                        "stages.masked_patch: a pure ResNet has no patch embeddings to corrupt; take a Transformer or "
+                        "a hybrid, or pre-train on labels, with stages.pretrain"
+                    )
+                if self.model.grid_size(stage.image_size) == 1:
+                    raise ValueError(
+                        f"stages.masked_patch.image_size: {stage.image_size} pixels are a single patch, which nothing "
+                        f"is left to predict it from; take {2 * stage.image_size}, or smaller patches"
+                    )
+        if self.model.position == "relative" and self.stages.swap_head and len(sizes) > 1:
+            raise ValueError(
+                f"model.position relative is not defined at another resolution than it was learnt at, and the stages' "
+                f"image_size are {sorted(sizes)}: give them one, or take another position"
+            )
         return self
 
     def lanes(self, stage: TrainStage) -> int:

@@ -18,6 +18,7 @@ from pipeline.state import TrainState
 from pipeline.tracking import Tracker
 
 _NAMED_FAULTS = 10
+_SCORES = {"val/top1": "top-1", "val/accuracy": "accuracy"}  # on the screen
 
 
 class Sink(Protocol):
@@ -138,10 +139,9 @@ class Report:
     def evaluation(self, state: TrainState) -> None:
         """The state's evaluation is new."""
         self._sink.metrics(state, state.evaluation)
-        self._sink.note(
-            f"step {state.step}: held-out loss {state.evaluation['val/loss']:.4f}, "
-            f"top-1 {state.evaluation['val/top1']:.4f} of {int(state.evaluation['val/images']):,} images"
-        )
+        loss, images = state.evaluation["val/loss"], int(state.evaluation["val/images"])
+        name, score = next((_SCORES[key], value) for key, value in state.evaluation.items() if key in _SCORES)
+        self._sink.note(f"step {state.step}: held-out loss {loss:.4f}, {name} {score:.4f} of {images:,} images")
 
     def faults(self, state: TrainState, new: Sequence[tuple[str, Fault]]) -> None:
         """Damaged images that were not known before; the first few are named on the screen."""

@@ -19,13 +19,13 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from data_shards.errors import UserError
 from pipeline.recipe import Recipe, StageName
 from pipeline.recipe_io import differences, dump_recipe, flatten, parse_recipe, without_free_keys
 
-ALL_STAGES: tuple[StageName, ...] = ("pretrain", "swap_head", "finetune")
+ALL_STAGES: tuple[StageName, ...] = get_args(StageName)
 
 
 @dataclass(frozen=True)
@@ -159,6 +159,7 @@ def recipe_digest(recipe: Recipe, *, stage: StageName) -> str:
 # Keys that came after the first checkpoints, at the values that change nothing: left out, so that those still fit.
 _YOUNGER = {
     "data.decoder": "auto",
+    "stages.masked_patch": "None",
     "model.resnet_layers": "None",
     "model.resnet_width_factor": "None",
     "model.pool": "cls",

@@ -18,7 +18,7 @@ from data_shards.store.cache import CacheConfig, default_cache_folder
 from data_shards.store.location import is_local
 from data_shards.store.store import Store
 from pipeline.plan import StagePlan
-from pipeline.recipe import Recipe, StageName
+from pipeline.recipe import MaskedPatchStage, Recipe, StageName, TrainStage
 from pipeline.recipe_data import ShardsConfig
 
 Report = Callable[[str], None]
@@ -76,6 +76,18 @@ def open_data(recipe: Recipe, *, stage: StageName, report: Report = print) -> St
     train, held_out = merge_shard_sets(parts), open_one(config.eval)
     for shards in (train, held_out):
         _demand_few_lost(shards, max_share=recipe.data.max_corrupt_share)
+    if not isinstance(config, MaskedPatchStage):  # which does not look at labels
+        _demand_like_labels(train, held_out, config=config, stage=stage)
+    return StageData(
+        train=train,
+        train_sizes=tuple(tuple(part.shard_sizes) for part in parts),
+        weights=tuple(weights) or None,
+        eval=held_out,
+        store=store,
+    )
+
+
+def _demand_like_labels(train: ShardSet, held_out: ShardSet, *, config: TrainStage, stage: StageName) -> None:
     if train.classes != held_out.classes:
         raise UserError(
             f"stages.{stage}: the classes of train ({train.source}: {_some(train.classes)}) and eval "
@@ -85,13 +97,6 @@ def open_data(recipe: Recipe, *, stage: StageName, report: Report = print) -> St
         raise UserError(f"stages.{stage}: one of train and eval has a list of labels for each image, the other has one")
     if train.is_multi_label and config.loss != "sigmoid":
         raise UserError(f"stages.{stage}.loss is {config.loss}, but the images have several labels each: use sigmoid")
-    return StageData(
-        train=train,
-        train_sizes=tuple(tuple(part.shard_sizes) for part in parts),
-        weights=tuple(weights) or None,
-        eval=held_out,
-        store=store,
-    )
 
 
 def cache_advice(recipe: Recipe, *, data: StageData, plan: StagePlan, processes_per_node: int) -> str | None:

@@ -13,11 +13,12 @@ from typing import Literal
 from torch import nn
 
 from data_shards.assemble import Access
+from data_shards.batch import GOOGLES, Normalisation
 from data_shards.errors import UserError
 from data_shards.images.decode import require_decoder
 from data_shards.loader import EvalBatches, Layout, TrainBatches, TrainLoader, eval_batches
 from data_shards.shard_set import ShardSet
-from model.loss import loss_function
+from model.config import HeadKind
 from model.saved import SavedModelMeta, save_model
 from pipeline.checkpoint import Restored, restore_checkpoint, save_checkpoint
 from pipeline.context import StageContext
@@ -36,6 +37,7 @@ from pipeline.schedule import Schedule
 from pipeline.stage_data import StageData, cache_advice, training_order
 from pipeline.stage_report import stage_report
 from pipeline.state import TrainState
+from pipeline.task import Task, make_task
 from pipeline.train_loop import TrainJob, train
 
 
@@ -43,8 +45,9 @@ from pipeline.train_loop import TrainJob, train
 class StageStart:
     """What a stage's model is before its first step."""
 
-    head: Literal["mlp", "linear"]
+    head: HeadKind | Literal["masked_patch"]
     weights: str  # "random", or the digest of the model it was loaded from
+    normalisation: Normalisation = GOOGLES  # of its pixels
 
 
 def train_stage(
@@ -82,8 +85,9 @@ def train_stage(
         folder.update(stage, state="running", inputs=inputs)
 
     with stage_report(context, stage=stage, data=data, plan=plan, state=state) as report:
-        image_size = recipe.train_stage(stage).image_size
-        report.note(f"{stage}: {image_size} px, {data.train.num_classes} classes; {plan.describe()}")
+        config = recipe.train_stage(stage)
+        task = make_task(recipe, stage=stage, data=data, normalisation=start.normalisation, engine=engine)
+        report.note(f"{stage}: {config.image_size} px, {len(task.outputs)} {task.kind_of_output}; {plan.describe()}")
         for damage in (*data.train.damage, *data.eval.damage):
             report.note(damage)
         if ranks.place.is_main:
@@ -92,17 +96,23 @@ def train_stage(
                 report.note(advice)
         if restored:
             report.note(describe_restored(restored, plan=plan))
-        job = _training_job(context, stage=stage, data=data, plan=plan, engine=engine, state=state, report=report)
+        job = _training_job(
+            context, stage=stage, data=data, plan=plan, task=task, engine=engine, state=state, report=report
+        )
         with closing(job.batches):
             state = train(job, state)
         weights = engine.weights()
         if ranks.place.is_main:
             meta = SavedModelMeta(
                 model=recipe.model,
-                image_size=image_size,
-                num_classes=data.train.num_classes,
-                class_names=data.train.classes,
+                image_size=config.image_size,
+                num_classes=len(task.outputs),
+                class_names=task.outputs,
                 head=start.head,
+                mean=start.normalisation.mean,
+                std=start.normalisation.std,
+                eval_protocol=config.eval_protocol,
+                eval_crop_share=config.eval_crop_share,
             )
             save_model(folder.model(stage), weights, meta=meta)
             folder.update(
@@ -116,6 +126,7 @@ def _training_job(
     stage: StageName,
     data: StageData,
     plan: StagePlan,
+    task: Task,
     engine: Engine,
     state: TrainState,
     report: Report,
@@ -129,7 +140,6 @@ def _training_job(
         micro_batch_size=plan.micro_batch_size,
         accumulation_steps=plan.accumulation_steps,
     )
-    label_kind = "multi" if data.train.is_multi_label else "single"
     faults = FaultLedger(
         folder.stage(stage) / FAULTS_FILE,
         num_samples={"train": data.train.num_samples, "eval": data.eval.num_samples},
@@ -150,17 +160,14 @@ def _training_job(
         world_size=layout.world_size,
         batch_size=plan.micro_batch_size,
     )
-    hard_loss = loss_function(config.loss)  # without smoothing: held-out losses compare across recipes
 
     def run_evaluation() -> dict[str, float]:
         return evaluate(
             eval_batches(held_out, workers=recipe.data.workers, kind=recipe.data.kind_of_workers),
+            task=task,
             engine=engine,
             ranks=ranks,
             faults=faults,
-            num_classes=data.train.num_classes,
-            label_kind=label_kind,
-            loss_function=hard_loss,
         )
 
     def save(at: TrainState) -> None:
@@ -188,6 +195,7 @@ def _training_job(
         ),
         seed=recipe.seed,
         max_skipped_steps=recipe.engine.max_skipped_steps,
+        patch_dropout=config.patch_dropout,
         batches=TrainLoader(
             train_batches,
             start_step=state.step,
@@ -196,9 +204,7 @@ def _training_job(
             kind=recipe.data.kind_of_workers,
         ),
         faults=faults,
-        num_classes=data.train.num_classes,
-        label_kind=label_kind,
-        loss_function=loss_function(config.loss, label_smoothing=config.label_smoothing),
+        task=task,
         evaluate=run_evaluation,
         save=save,
         report=report,

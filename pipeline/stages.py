@@ -1,31 +1,35 @@
-"""The three stages of the paper, each a run of its own: pretrain, swap_head, finetune.
+"""The stages of the paper, each a run of its own: masked_patch or pretrain, swap_head, finetune.
 
 Each function builds its model, says what went into it, and hands over. What a stage leaves behind is `STAGE/model/`;
 the next one starts from that alone, so no optimizer state, learning rate or clipping is ever carried across.
 
-    pretrain    random weights + MLP head (Linear, tanh, Linear)   -> trained on the pre-training classes
-    swap_head   both layers of that head dropped                   -> one zero-initialised Linear for the new classes
-    finetune    position embeddings interpolated to the new grid   -> trained at the higher resolution
+    masked_patch  random weights + mask token + Linear for tokens    -> trained on the colours of corrupted patches
+    pretrain      random weights + MLP head (Linear, tanh, Linear)   -> trained on the pre-training classes
+    swap_head     all that comes after the trunk dropped             -> one zero-initialised Linear for the new classes
+    finetune      position embeddings interpolated to the new grid   -> trained at the higher resolution
 """
 
 from __future__ import annotations
 
 from torch import nn
 
+from data_shards.batch import Normalisation
 from data_shards.errors import UserError
 from model.build import build_model
 from model.head import replace_head
 from model.init import initialise
+from model.masked_patch import MaskedPatchVit, build_masked_patch, classifier_of
 from model.pos_embed import resize_state
 from model.regularisation import Regularisation
 from model.saved import build_from_saved, load_model, save_model
 from pipeline.context import StageContext
 from pipeline.metrics_log import open_metrics_log
-from pipeline.recipe import StageName
+from pipeline.recipe import StageName, TrainStage
 from pipeline.run_folder import weights_digest
 from pipeline.stage_data import open_data
 from pipeline.stage_report import NOTHING_DONE, stage_tracker
 from pipeline.stage_training import StageStart, train_stage
+from pipeline.start_model import model_from_elsewhere
 
 
 def run_stage(context: StageContext, *, stage: StageName) -> None:
@@ -40,12 +44,26 @@ def run_stage(context: StageContext, *, stage: StageName) -> None:
     if missing:
         raise UserError(f"stage {stage} needs {' and '.join(missing)} first: run the recipe without --stage")
     match stage:
+        case "masked_patch":
+            masked_patch(context)
         case "pretrain":
             pretrain(context)
         case "swap_head":
             swap_head(context)
         case "finetune":
             finetune(context)
+
+
+def masked_patch(context: StageContext) -> None:
+    """Self-supervised pre-training from random weights: the mean colours of corrupted patches."""
+    recipe = context.recipe
+    config = recipe.stages.masked_patch
+    assert config is not None
+    data = open_data(recipe, stage="masked_patch", report=context.say)
+    model = build_masked_patch(recipe.model, image_size=config.image_size, regularisation=regularisation(config))
+    initialise(model, seed=recipe.seed, style=config.init)
+    start = StageStart(head="masked_patch", weights="random")
+    train_stage(context, stage="masked_patch", data=data, model=model, start=start)
 
 
 def pretrain(context: StageContext) -> None:
@@ -58,25 +76,34 @@ def pretrain(context: StageContext) -> None:
         recipe.model,
         image_size=config.image_size,
         num_classes=data.train.num_classes,
-        head="mlp",
-        regularisation=Regularisation(dropout=config.dropout),
+        head=config.head,
+        regularisation=regularisation(config),
     )
-    initialise(model, seed=recipe.seed, head_bias=config.head_bias)
-    train_stage(context, stage="pretrain", data=data, model=model, start=StageStart(head="mlp", weights="random"))
+    initialise(model, seed=recipe.seed, head_bias=config.head_bias, style=config.init)
+    start = StageStart(head=config.head, weights="random")
+    train_stage(context, stage="pretrain", data=data, model=model, start=start)
 
 
 def swap_head(context: StageContext) -> None:
-    """Drop the pre-training head, both layers of it, and attach one zero Linear for fine-tuning's classes."""
+    """Drop the pre-training head, both layers of it or with the mask token, and attach one zero Linear for
+    fine-tuning's classes."""
     recipe, folder = context.recipe, context.folder
     if not context.ranks.place.is_main:
         return
     classes = open_data(recipe, stage="finetune", report=context.say).train.classes
-    folder.update("swap_head", state="running", inputs={"weights": folder.record("pretrain").model_digest})
+    source = model_from_elsewhere(recipe) or folder.model("masked_patch" if recipe.stages.masked_patch else "pretrain")
+    folder.update("swap_head", state="running", inputs={"weights": weights_digest(source)})
     with stage_tracker(context, stage="swap_head", datasets=(), resume_step=NOTHING_DONE) as tracker:
-        old, model = build_from_saved(folder.model("pretrain"))
-        dropped = _num_parameters(model.head)
-        replace_head(model, len(classes))
-        attached = _num_parameters(model.head)
+        old, model = build_from_saved(source)
+        dropped = _num_parameters(model.get_submodule("head"))
+        if isinstance(model, MaskedPatchVit):
+            dropped += model.mask_token.numel()
+            model = classifier_of(
+                model, config=old.model, image_size=old.image_size, num_classes=len(classes), seed=recipe.seed
+            )
+        else:
+            replace_head(model, len(classes))
+        attached = _num_parameters(model.get_submodule("head"))
         values = {
             "model/head_parameters_dropped": float(dropped),
             "model/head_parameters_attached": float(attached),
@@ -96,7 +123,10 @@ def swap_head(context: StageContext) -> None:
 
 
 def finetune(context: StageContext) -> None:
-    """Train everything at the new resolution, from the swapped head's model or, to compare, from scratch."""
+    """Train everything at the new resolution, from the swapped head's model or, to compare, from scratch.
+
+    The images are normalised as those of the model that it starts from.
+    """
     recipe, folder = context.recipe, context.folder
     config = recipe.stages.finetune
     assert config is not None
@@ -106,23 +136,30 @@ def finetune(context: StageContext) -> None:
         image_size=config.image_size,
         num_classes=data.train.num_classes,
         head="linear",
-        regularisation=Regularisation(dropout=config.dropout),
+        regularisation=regularisation(config),
     )
     match config.start:
         case "scratch":
-            initialise(model, seed=recipe.seed)
-            weights = "random"
+            initialise(model, seed=recipe.seed, style=config.init)
+            start = StageStart(head="linear", weights="random")
         case "swap_head":
             meta, state = load_model(folder.model("swap_head"))
-            resized = resize_state(
-                state,
-                from_image_size=meta.image_size,
-                to_image_size=config.image_size,
-                patch_size=recipe.model.sizes.patch_size,
+            model.load_state_dict(
+                resize_state(
+                    state, config=recipe.model, from_image_size=meta.image_size, to_image_size=config.image_size
+                )
             )
-            model.load_state_dict(resized)
-            weights = folder.record("swap_head").model_digest
-    train_stage(context, stage="finetune", data=data, model=model, start=StageStart(head="linear", weights=weights))
+            start = StageStart(
+                head="linear",
+                weights=folder.record("swap_head").model_digest,
+                normalisation=Normalisation(mean=meta.mean, std=meta.std),
+            )
+    train_stage(context, stage="finetune", data=data, model=model, start=start)
+
+
+def regularisation(config: TrainStage) -> Regularisation:
+    """A training stage's, as `model` takes it."""
+    return Regularisation(config.dropout, config.stochastic_depth, config.patch_dropout)
 
 
 def _num_parameters(module: nn.Module) -> int:

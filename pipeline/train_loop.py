@@ -9,11 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
-
-from data_shards.batch import LabelKind, model_input, targets
 from data_shards.errors import UserError
 from data_shards.loader import TrainLoader
+from model.vit import set_patch_dropout
 from pipeline.engine import Engine
 from pipeline.faults import FaultLedger
 from pipeline.loss_window import LossWindow
@@ -23,6 +21,7 @@ from pipeline.report import Report
 from pipeline.schedule import Schedule
 from pipeline.state import TrainState, seed_step
 from pipeline.stopping import StopFlag, Stopped
+from pipeline.task import Task
 
 
 class TrainingFailed(Exception):
@@ -39,11 +38,10 @@ class TrainJob:
     schedule: Schedule
     seed: int
     max_skipped_steps: int
+    patch_dropout: float
     batches: TrainLoader  # micro-batches from the state's step on
     faults: FaultLedger
-    num_classes: int
-    label_kind: LabelKind
-    loss_function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    task: Task
     evaluate: Callable[[], dict[str, float]]
     save: Callable[[TrainState], None]
     report: Report
@@ -58,7 +56,7 @@ def train(job: TrainJob, state: TrainState) -> TrainState:
         TrainingFailed: too many steps in a row had gradients that were not finite.
         UserError: more images are damaged than the recipe allows; everything up to here is saved.
     """
-    engine, ranks, plan, report, faults = job.engine, job.ranks, job.plan, job.report, job.faults
+    engine, task, ranks, plan, report, faults = job.engine, job.task, job.ranks, job.plan, job.report, job.faults
     if faults.complaint:  # of an earlier attempt
         raise UserError(faults.complaint)
     window = LossWindow(state.losses_since_log)
@@ -66,13 +64,14 @@ def train(job: TrainJob, state: TrainState) -> TrainState:
 
     while state.step < plan.total_steps:
         seed_step(job.seed, step=state.step, rank=ranks.place.rank)
+        if plan.patch_dropout_steps:  # its finish sees whole images
+            set_patch_dropout(engine.module, job.patch_dropout if state.step < plan.patch_dropout_steps else 0.0)
         for _ in range(plan.accumulation_steps):
             with report.waiting():
                 batch = next(job.batches)
             faults.note(batch, use="train", rows=plan.micro_batch_size)
-            images = model_input(batch, device=engine.device, dtype=engine.input_dtype)
-            wanted = targets(batch, device=engine.device, num_classes=job.num_classes, label_kind=job.label_kind)
-            loss = job.loss_function(engine.forward(images), wanted)
+            example = task.example(batch, use="train")
+            loss = task.loss(engine.forward(*example.inputs), example.targets)
             engine.backward(loss)
             window.add(loss)
         lr = job.schedule(state.step)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from launch.env import free_port
+from pipeline.engine_weights import assemble
 from pipeline.ranks import Ranks
 
 WORKER = Path(__file__).with_name("engine_worker.py")
@@ -45,7 +46,7 @@ def results(tmp_path_factory):
         for process in processes:
             process.kill()
     assert all(process.returncode == 0 for process in processes), "\n".join(outputs)
-    return torch.load(out / "results.pt", weights_only=False)
+    return torch.load(out / "results.pt", weights_only=False) | {"folder": out}
 
 
 @pytest.fixture(scope="module")
@@ -176,3 +177,16 @@ def test_gathering_stacks_in_rank_order():
         assert ranks.gather_objects({"a": 1}) == [{"a": 1}]
     finally:
         ranks.leave()
+
+
+@pytest.mark.parametrize("case", worker.CASES, ids=str)
+def test_the_weights_in_a_saved_state_are_found_without_its_processes(results, case):
+    """Whole, in float32, equal to the last bit, from the shards of every ZeRO stage."""
+    recipe = worker.recipe_for(*case)
+    with torch.device("meta"):
+        model = worker.build_vit(recipe.model, image_size=worker.SIZE, num_classes=worker.CLASSES, head="linear")
+    found = assemble(results["folder"] / "-".join(map(str, case)), backend=case[0], zero_stage=case[1], model=model)
+    saved = results[case]["saved"]
+    assert found.keys() == saved.keys()
+    assert all(torch.equal(found[name], saved[name]) for name in saved)
+    assert {tensor.dtype for tensor in found.values()} == {torch.float32}

@@ -246,7 +246,7 @@ def test_pack_with_a_wrong_option(refused: Callable[..., str], option: list[str]
         (["data.lanes=3"], "global_batch_size 8 is not a multiple of data.lanes 3"),
         (
             ["stages.finetune.image_size=14"],
-            "stages.finetune.image_size 14 is no multiple of the patch size 4: use 12 or 16",
+            "stages.finetune.image_size: image size 14 is not a multiple of the patch size 4: take 12 or 16",
         ),
         (["stages.pretrain.train=nowhere"], "nowhere"),
         (["stages.finetune.eval=shards"], "did you mean shards/"),

@@ -6,8 +6,8 @@ import sys
 import pytest
 from pydantic import ValidationError
 
-from model.config import ModelConfig, VitSizes
-from model.variants import VARIANTS
+from model.config import ModelConfig, ResnetSizes, VitSizes, resnet_stride
+from model.variants import HYBRIDS, VARIANTS
 
 SMALL = {"width": 64, "depth": 4, "heads": 4, "patch_size": 4}
 
@@ -25,21 +25,61 @@ SMALL = {"width": 64, "depth": 4, "heads": 4, "patch_size": 4}
         ("H/14", VitSizes(1280, 32, 16, 5120, 14)),
         ("g/14", VitSizes(1408, 40, 16, 6144, 14)),
         ("G/14", VitSizes(1664, 48, 16, 8192, 14)),
+        ("R50+B/16", VitSizes(768, 12, 12, 3072, 16, (3, 4, 9))),
+        ("R50+L/32", VitSizes(1024, 24, 16, 4096, 32, (3, 4, 6, 3))),
+        ("R26+S/32", VitSizes(384, 12, 6, 1536, 32, (2, 2, 2, 2))),
     ],
 )
 def test_named_variants_have_the_sizes_of_the_papers(name: str, sizes: VitSizes) -> None:
-    assert ModelConfig(variant=name).sizes == sizes
+    config = ModelConfig(variant=name)
+    assert config.kind == "vit"
+    assert config.sizes == sizes
+    assert config.num_features == sizes.width
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "num_features"),
+    [
+        ("R50x1", ResnetSizes((3, 4, 6, 3), 1), 2048),
+        ("R101x3", ResnetSizes((3, 4, 23, 3), 3), 6144),
+        ("R152x4", ResnetSizes((3, 8, 36, 3), 4), 8192),
+        ("R200x3", ResnetSizes((3, 24, 36, 3), 3), 6144),
+    ],
+)
+def test_named_resnets_have_the_sizes_of_the_paper(name: str, sizes: ResnetSizes, num_features: int) -> None:
+    config = ModelConfig(variant=name)
+    assert config.kind == "resnet"
+    assert config.resnet == sizes
+    assert config.num_features == num_features
 
 
 def test_every_variant_names_its_source_and_divides_into_heads() -> None:
-    for name, variant in VARIANTS.items():
-        assert "arXiv" in variant.source, name
+    for name, variant in {**VARIANTS, **HYBRIDS}.items():
+        assert "arXiv" in variant.source or "ViT paper" in variant.source, name
         assert variant.width % variant.heads == 0, name
 
 
 def test_explicit_sizes() -> None:
     assert ModelConfig(**SMALL).sizes == VitSizes(64, 4, 4, 256, 4)
     assert ModelConfig(**SMALL, mlp_dim=100).sizes.mlp_dim == 100
+    hybrid = ModelConfig(**{**SMALL, "patch_size": 16}, resnet_layers=(1, 2), resnet_width_factor=2)
+    assert hybrid.kind == "vit"
+    assert hybrid.sizes == VitSizes(64, 4, 4, 256, 16, (1, 2), 2)
+    resnet = ModelConfig(resnet_layers=(1, 2, 1))
+    assert resnet.kind == "resnet"
+    assert (resnet.resnet, resnet.num_features) == (ResnetSizes((1, 2, 1), 1), 1024)
+
+
+def test_every_choice_can_be_said() -> None:
+    for pool in ("cls", "gap", "map"):
+        assert ModelConfig(**SMALL, pool=pool).pool == pool
+    for position in ("learned_1d", "learned_2d", "relative", "sincos_2d", "none"):
+        assert ModelConfig(**SMALL, position=position).position == position
+    for position in ("learned_1d", "learned_2d"):
+        for position_at in ("stem", "every_layer", "every_layer_shared"):
+            assert ModelConfig(**SMALL, position=position, position_at=position_at).position_at == position_at
+    config = ModelConfig(**SMALL, layer_scale=1e-5, gelu="erf", layer_norm_eps=1e-12, interpolation="timm")
+    assert ModelConfig.model_validate_json(config.model_dump_json()) == config
 
 
 @pytest.mark.parametrize(
@@ -56,6 +96,42 @@ def test_explicit_sizes() -> None:
         ({"variant": "B/0"}, "such as 'B/16'"),
         ({"variant": "b/16"}, r"did you mean 'B/16'\?"),
         ({"variant": "Q/16"}, "known names: Ti, S, B"),
+        ({"variant": "R50+B/16", "resnet_layers": (3, 4, 9)}, "already fixes resnet_layers"),
+        ({"variant": "R50x1", "resnet_width_factor": 2}, "already fixes resnet_width_factor"),
+        ({"variant": "R50+B16"}, r"did you mean 'R50\+B/16'\?.*known hybrids and ResNets: R50\+B/16"),
+        ({"variant": "R50x5"}, r"variant 'R50x5' is unknown \(did you mean 'R50x[123]'\?\)"),
+        ({"variant": "r50x1"}, "must be a name, a slash and a patch size.*R50x1"),
+        ({"width": 64, "resnet_layers": (2, 2)}, "depth, heads, patch_size must be given too"),
+        ({"depth": 4, "resnet_layers": (2, 2)}, "width, heads, patch_size must be given too"),
+        ({"resnet_width_factor": 2}, "resnet_width_factor means nothing without resnet_layers"),
+        ({**SMALL, "resnet_width_factor": 2}, "resnet_width_factor means nothing without resnet_layers"),
+        ({"resnet_layers": ()}, "at least 1 item"),
+        ({"resnet_layers": (1, 1, 1, 1, 1)}, "at most 4 items"),
+        ({"resnet_layers": (2, 0)}, "greater than 0"),
+        ({"resnet_layers": (2,), "resnet_width_factor": 0}, "greater than 0"),
+        ({**SMALL, "resnet_layers": (2, 2)}, "patch_size 4 is no multiple of the 8 pixels that a ResNet stem of 2"),
+        ({**SMALL, "patch_size": 24, "resnet_layers": (1, 1, 1)}, "patch_size 24 is no multiple of the 16 pixels"),
+        ({"variant": "R50x1", "pool": "gap"}, "pool: a pure ResNet has nothing of the kind"),
+        (
+            {"resnet_layers": (1,), "gelu": "erf", "position": "none"},
+            "position, gelu: a pure ResNet has nothing of the kind; leave it out",
+        ),
+        ({"variant": "R50x1", "position_at": "every_layer"}, "position_at: a pure ResNet"),
+        ({"variant": "R50x1", "layer_scale": 0.1}, "layer_scale: a pure ResNet"),
+        ({"variant": "R50x1", "layer_norm_eps": 1e-5}, "layer_norm_eps: a pure ResNet"),
+        ({"variant": "R50x1", "interpolation": "timm"}, "interpolation: a pure ResNet"),
+        ({**SMALL, "position": "relative", "position_at": "every_layer"}, "Table 8.*not for relative: leave it out"),
+        ({**SMALL, "position": "sincos_2d", "position_at": "every_layer_shared"}, "not for sincos_2d: leave it out"),
+        ({**SMALL, "position": "none", "position_at": "every_layer"}, "not for none: leave it out"),
+        ({**SMALL, "width": 66, "heads": 2, "position": "sincos_2d"}, "needs a width that 4 divides, not 66"),
+        ({**SMALL, "width": 65, "heads": 5, "position": "learned_2d"}, "needs an even width, not 65"),
+        ({**SMALL, "layer_scale": 0}, "layer_scale\n.*greater than 0"),
+        ({**SMALL, "layer_norm_eps": 0}, "layer_norm_eps\n.*greater than 0"),
+        ({**SMALL, "pool": "token"}, "'cls', 'gap' or 'map'"),
+        ({**SMALL, "position": "2d"}, "'learned_1d', 'learned_2d', 'relative', 'sincos_2d' or 'none'"),
+        ({**SMALL, "position_at": "all"}, "'stem', 'every_layer' or 'every_layer_shared'"),
+        ({**SMALL, "gelu": "relu"}, "'tanh' or 'erf'"),
+        ({**SMALL, "interpolation": "bicubic"}, "'google' or 'timm'"),
     ],
 )
 def test_mistakes_are_refused_in_words(given: dict[str, object], says: str) -> None:
@@ -63,7 +139,16 @@ def test_mistakes_are_refused_in_words(given: dict[str, object], says: str) -> N
         ModelConfig.model_validate(given)
 
 
-@pytest.mark.parametrize("config", [ModelConfig(variant="B/16"), ModelConfig(**SMALL)])
+@pytest.mark.parametrize(
+    "config",
+    [
+        ModelConfig(variant="B/16"),
+        ModelConfig(variant="R50+B/16", pool="gap"),
+        ModelConfig(variant="R152x4"),
+        ModelConfig(**SMALL),
+        ModelConfig(resnet_layers=(1, 2), resnet_width_factor=3),
+    ],
+)
 def test_what_is_written_down_reads_back_equal(config: ModelConfig) -> None:
     assert ModelConfig.model_validate_json(config.model_dump_json()) == config
     assert ModelConfig.model_validate(config.model_dump(exclude_none=True)) == config
@@ -77,9 +162,28 @@ def test_grid_size() -> None:
             sizes.grid_size(image_size)
 
 
+def test_grid_size_of_hybrids_and_resnets() -> None:
+    hybrid, resnet = ModelConfig(variant="R50+L/32"), ModelConfig(variant="R50x1")
+    assert (hybrid.grid_size(224), resnet.grid_size(224), resnet.grid_size(384)) == (7, 7, 12)
+    with pytest.raises(ValueError, match="image size 200 is not a multiple of the patch size 32: take 192 or 224"):
+        hybrid.grid_size(200)
+    with pytest.raises(ValueError, match="image size 200 is not a multiple of the ResNet's stride 32: take 192 or 224"):
+        resnet.grid_size(200)
+    with pytest.raises(ValueError, match=r"image size 8 .* stride 32: take 32 or 64"):
+        resnet.grid_size(8)
+
+
+def test_a_stage_doubles_the_stride() -> None:
+    assert [resnet_stride((1,) * stages) for stages in (1, 2, 3, 4)] == [4, 8, 16, 32]
+    stems = [ModelConfig(**{**SMALL, "patch_size": size}, resnet_layers=(1, 1)).sizes for size in (8, 16, 40)]
+    assert [stem.stem_patch_size for stem in stems] == [1, 2, 5]
+    assert ModelConfig(**SMALL).sizes.stem_patch_size == 4
+
+
 def test_reading_a_config_or_a_saved_record_imports_nothing_heavy() -> None:
     code = (
         "import sys, model.config, model.saved; model.config.ModelConfig(variant='B/16').sizes; "
+        "model.config.ModelConfig(variant='R50x1').num_features; "
         "print(sorted({'torch', 'timm', 'numpy', 'safetensors', 'transformers'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

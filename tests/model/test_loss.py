@@ -46,6 +46,55 @@ def test_sigmoid_smoothing_is_on_and_off_values_of_each_class() -> None:
     )
 
 
+def _in_float64(kind: LossKind, logits: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """The definitions, in the plainest form that does not overflow."""
+    logits, rows = logits.double(), rows.double()
+    if kind == "softmax":
+        return (rows * (logits.logsumexp(dim=1, keepdim=True) - logits)).sum(dim=1).mean()
+    return (logits.clamp(min=0) - logits * rows + torch.log1p(torch.exp(-logits.abs()))).sum(dim=1).mean()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("dtype", "rounding", "smallest"), [(torch.bfloat16, 2**-8, 0.0), (torch.float16, 2**-11, 2**-24)]
+)
+@pytest.mark.parametrize("targets", ["indices", "mixed", "several"])
+def test_half_precision_logits_of_100_give_the_loss_and_gradient_of_float64(
+    kind: LossKind, dtype: torch.dtype, rounding: float, smallest: float, targets: str
+) -> None:
+    """The loss to float32's accuracy; the gradient to the resolution of the dtype that it comes back in."""
+    generator = torch.Generator().manual_seed(3)
+    sign = torch.randint(-1, 2, (8, 200), generator=generator)
+    logits = (100 * sign + torch.randn(8, 200, generator=generator)).to(dtype).requires_grad_()
+    indices = torch.randint(0, 200, (8,), generator=generator)
+    one_hot = F.one_hot(indices, 200).float()
+    ours: torch.Tensor
+    match targets:
+        case "indices":
+            ours, rows = indices, one_hot
+        case "mixed":
+            ours = rows = 0.25 * one_hot + 0.75 * one_hot.roll(1, dims=0)
+        case _:
+            ours = rows = (torch.rand(8, 200, generator=generator) < 0.02).float()
+    exact_logits = logits.detach().double().requires_grad_()
+    exact = _in_float64(kind, exact_logits, rows)
+    (exact_gradient,) = torch.autograd.grad(exact, exact_logits)
+
+    value = loss_function(kind)(logits, ours)
+    (gradient,) = torch.autograd.grad(value, logits)
+    assert value.item() == pytest.approx(exact.item(), rel=1e-6)
+    assert gradient.dtype == dtype and gradient.isfinite().all()
+    torch.testing.assert_close(gradient.double(), exact_gradient, rtol=rounding, atol=max(smallest, 1e-7))
+
+
+def test_softmax_weighs_each_row_by_the_sum_of_its_targets() -> None:
+    loss, logits = loss_function("softmax"), torch.randn(1, 5)
+    first, second = loss(logits, torch.tensor([1])), loss(logits, torch.tensor([3]))
+    both, none = torch.tensor([[0.0, 1, 0, 1, 0]]), torch.zeros(1, 5)
+    torch.testing.assert_close(loss(logits, both), first + second)
+    assert loss(logits, none).item() == 0
+
+
 def test_extreme_logits_stay_finite() -> None:
     logits = torch.tensor([[1e4, -1e4, 0.0]], requires_grad=True)
     for kind in KINDS:

@@ -1,9 +1,13 @@
 """`model.pos_embed`: laws of the interpolation (its values are compared with scipy's in tests/oracles)."""
 
+from typing import Any, get_args
+
 import pytest
 import torch
+from timm.layers import resample_abs_pos_embed
 
-from model.config import ModelConfig
+from model.build import build_model
+from model.config import Interpolation, ModelConfig, Pool
 from model.init import initialise
 from model.pos_embed import interpolate_pos_embed, resize_state
 from model.vit import build_vit
@@ -40,20 +44,118 @@ def test_half_precision_is_rounded_only_once() -> None:
     assert torch.equal(resized, exact.to(torch.bfloat16))
 
 
-def test_a_resized_state_loads_into_a_model_of_the_new_resolution() -> None:
-    config = ModelConfig(width=48, depth=1, heads=4, patch_size=4)
-    model = build_vit(config, image_size=16, num_classes=3, head="linear")
+GRIDS = [(14, 24), (16, 37), (7, 12), (24, 14), (37, 16), (4, 3), (2, 7), (1, 4)]
+
+
+@pytest.mark.parametrize(("old", "new"), GRIDS)
+@pytest.mark.parametrize("num_prefix_tokens", [0, 1])
+def test_timms_kernel_is_timms(old: int, new: int, num_prefix_tokens: int) -> None:
+    pos_embed = torch.randn(1, num_prefix_tokens + old**2, 6, generator=torch.Generator().manual_seed(old))
+    ours = interpolate_pos_embed(
+        pos_embed, new_grid=(new, new), old_grid=(old, old), num_prefix_tokens=num_prefix_tokens, kernel="timm"
+    )
+    theirs = resample_abs_pos_embed(pos_embed, [new, new], [old, old], num_prefix_tokens=num_prefix_tokens)
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+    if old > 1:  # one vector spread over a grid is that vector with any kernel
+        google = interpolate_pos_embed(
+            pos_embed, new_grid=(new, new), old_grid=(old, old), num_prefix_tokens=num_prefix_tokens
+        )
+        assert (google - theirs).abs().max() > 1e-2
+
+
+LEARNED = [
+    {"position": "learned_1d"},
+    {"position": "learned_1d", "position_at": "every_layer"},
+    {"position": "learned_1d", "position_at": "every_layer_shared"},
+    {"position": "learned_2d"},
+    {"position": "learned_2d", "position_at": "every_layer"},
+    {"position": "learned_2d", "position_at": "every_layer_shared"},
+]
+NOT_LEARNED = [{"position": "sincos_2d"}, {"position": "none"}]
+
+
+def _config(**more: Any) -> ModelConfig:
+    return ModelConfig.model_validate({"width": 16, "depth": 2, "heads": 2, "patch_size": 4} | more)
+
+
+def _state(config: ModelConfig, *, image_size: int) -> dict[str, torch.Tensor]:
+    model = build_model(config, image_size=image_size, num_classes=3, head="linear")
     initialise(model, seed=0)
-    state = model.state_dict()
-    before = state["pos_embed"].clone()
+    return model.state_dict()
 
-    resized = resize_state(state, from_image_size=16, to_image_size=24, patch_size=4)
 
-    larger = build_vit(config, image_size=24, num_classes=3, head="linear")
-    larger.load_state_dict(resized, strict=True)
-    assert larger(torch.randn(2, 3, 24, 24)).shape == (2, 3)
-    assert state["pos_embed"].shape == (1, 17, 48) and torch.equal(state["pos_embed"], before)
-    assert all(resized[name] is state[name] for name in state if name != "pos_embed")
+@pytest.mark.parametrize(("old", "new"), [(16, 24), (24, 16), (16, 16)])
+@pytest.mark.parametrize("pool", get_args(Pool))
+@pytest.mark.parametrize("more", LEARNED + NOT_LEARNED, ids=lambda more: "-".join(more.values()))
+def test_a_resized_state_loads_into_a_model_of_the_new_resolution(
+    more: dict[str, str], pool: Pool, old: int, new: int
+) -> None:
+    config = _config(pool=pool, **more)
+    state = _state(config, image_size=old)
+    before = {name: value.clone() for name, value in state.items()}
+
+    resized = resize_state(state, config=config, from_image_size=old, to_image_size=new)
+
+    other = build_vit(config, image_size=new, num_classes=3, head="linear")
+    other.load_state_dict(resized, strict=True)
+    assert other(torch.randn(2, 3, new, new)).shape == (2, 3)
+    assert all(torch.equal(state[name], value) for name, value in before.items())
+    changed = {name for name in state if resized[name] is not state[name]}
+    if old == new or more in NOT_LEARNED:
+        assert not changed
+    else:
+        suffixes = ("embedding", "pos_embed", "column", "row")
+        assert changed == {name for name in state if name.endswith(suffixes)}
+
+
+@pytest.mark.parametrize("kernel", get_args(Interpolation))
+@pytest.mark.parametrize(("old", "new"), [(16, 36), (36, 16), (20, 28)])
+def test_two_resized_tables_are_the_resized_grid(kernel: Interpolation, old: int, new: int) -> None:
+    """What a learned 2-D embedding adds to the patches, before and after, against the 2-D kernel on just that."""
+    config = _config(position="learned_2d", interpolation=kernel)
+    state = _state(config, image_size=old)
+
+    def added(state: dict[str, torch.Tensor], *, image_size: int) -> torch.Tensor:
+        model = build_vit(config, image_size=image_size, num_classes=3, head="linear")
+        model.load_state_dict(state)
+        with torch.no_grad():
+            return model.position.at_stem(torch.zeros(1, 1 + config.grid_size(image_size) ** 2, 16))
+
+    ours = added(resize_state(state, config=config, from_image_size=old, to_image_size=new), image_size=new)
+    grids = {"old_grid": (old // 4, old // 4), "new_grid": (new // 4, new // 4)}
+    theirs = interpolate_pos_embed(added(state, image_size=old), kernel=kernel, **grids)
+    assert theirs.std() > 0.01
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
+
+
+def test_the_configurations_kernel_is_used() -> None:
+    states = {}
+    for kernel in get_args(Interpolation):
+        config = _config(interpolation=kernel)
+        state = _state(config, image_size=16)
+        states[kernel] = resize_state(state, config=config, from_image_size=16, to_image_size=24)["pos_embed"]
+        expected = interpolate_pos_embed(state["pos_embed"], new_grid=(6, 6), old_grid=(4, 4), kernel=kernel)
+        assert torch.equal(states[kernel], expected)
+    assert not torch.equal(states["google"], states["timm"])
+
+
+def test_a_hybrid_has_the_grid_of_its_whole_stem_and_a_resnet_none() -> None:
+    hybrid = _config(patch_size=8, resnet_layers=(1, 1))
+    state = _state(hybrid, image_size=16)
+    resized = resize_state(state, config=hybrid, from_image_size=16, to_image_size=32)
+    assert state["pos_embed"].shape == (1, 1 + 4, 16) and resized["pos_embed"].shape == (1, 1 + 16, 16)
+    resnet = ModelConfig(resnet_layers=(1, 1))
+    state = _state(resnet, image_size=16)
+    resized = resize_state(state, config=resnet, from_image_size=16, to_image_size=32)
+    assert resized == state
+
+
+def test_relative_positions_have_no_other_grid() -> None:
+    config = _config(position="relative")
+    state = _state(config, image_size=16)
+    assert resize_state(state, config=config, from_image_size=16, to_image_size=16) == state
+    with pytest.raises(ValueError, match=r"from 16 to 24 pixels.* stay at 16 pixels, or take position learned_1d"):
+        resize_state(state, config=config, from_image_size=16, to_image_size=24)
 
 
 def test_mistakes_are_refused_in_words() -> None:
@@ -61,7 +163,33 @@ def test_mistakes_are_refused_in_words() -> None:
         interpolate_pos_embed(torch.zeros(1, 17, 8), new_grid=(4, 4), old_grid=(5, 5))
     with pytest.raises(ValueError, match="at least 1 x 1"):
         interpolate_pos_embed(torch.zeros(1, 17, 8), new_grid=(0, 4), old_grid=(4, 4))
-    with pytest.raises(ValueError, match="image size 18 is not a multiple of the patch size 4"):
-        resize_state({"pos_embed": torch.zeros(1, 17, 8)}, from_image_size=16, to_image_size=18, patch_size=4)
-    with pytest.raises(ValueError, match="has no 'pos_embed'"):
-        resize_state({}, from_image_size=16, to_image_size=24, patch_size=4)
+
+
+@pytest.mark.parametrize(
+    ("state", "sizes", "says"),
+    [
+        ({"pos_embed": (1, 17, 16)}, (16, 18), "image size 18 is not a multiple of the patch size 4"),
+        ({}, (16, 24), "has no 'pos_embed', where a model of position learned_1d at stem has its positions"),
+        ({"pos_embed": (1, 1 + 4 * 6, 16)}, (16, 24), r"not that of a square grid of patches and 1 more token\(s\)"),
+        ({"pos_embed": (1, 16, 16)}, (16, 24), r"square grid of patches and 1 more token\(s\) \(pool cls\)"),
+        ({"pos_embed": (17, 16)}, (16, 24), "is not that of a square grid"),
+        (
+            {"pos_embed": (1, 37, 16)},
+            (16, 32),
+            "grid of 6 x 6 patches, that of images of 24 pixels, not to 4 x 4: give 24",
+        ),
+    ],
+)
+def test_states_that_do_not_fit_are_refused_in_words(
+    state: dict[str, tuple[int, ...]], sizes: tuple[int, int], says: str
+) -> None:
+    tensors = {name: torch.zeros(shape) for name, shape in state.items()}
+    with pytest.raises(ValueError, match=says):
+        resize_state(tensors, config=_config(), from_image_size=sizes[0], to_image_size=sizes[1])
+
+
+def test_a_2d_table_of_another_grid_is_refused_in_words() -> None:
+    config = _config(position="learned_2d")
+    state = _state(config, image_size=24)
+    with pytest.raises(ValueError, match=r"'position.tables.0.column' of shape \(6, 8\).* needs the shape \(4, D/2\)"):
+        resize_state(state, config=config, from_image_size=16, to_image_size=32)

@@ -1,4 +1,4 @@
-"""Our losses against optax's, values and gradients, on hard, smoothed and mixed targets."""
+"""Our losses against optax's, values and gradients, on hard, smoothed and mixed targets, at logits up to 100."""
 
 from collections.abc import Callable
 from typing import Any
@@ -24,10 +24,16 @@ def _sigmoid(logits: jax.Array, targets: jax.Array, smoothing: float) -> jax.Arr
 
 @pytest.mark.parametrize(("kind", "theirs"), [("softmax", _softmax), ("sigmoid", _sigmoid)])
 @pytest.mark.parametrize("label_smoothing", [0.0, 1e-4, 0.1])
-@pytest.mark.parametrize("targets", ["indices", "mixed", "several per image"])
-def test_values_and_gradients(kind: LossKind, theirs: Callable[..., Any], label_smoothing: float, targets: str) -> None:
+@pytest.mark.parametrize("targets", ["indices", "mixed", "several per image", "none"])
+@pytest.mark.parametrize("largest", ["a few", "a hundred"])
+def test_values_and_gradients(
+    kind: LossKind, theirs: Callable[..., Any], label_smoothing: float, targets: str, largest: str
+) -> None:
     generator = torch.Generator().manual_seed(0)
-    logits = (3 * torch.randn(8, 11, generator=generator)).requires_grad_()
+    logits = 3 * torch.randn(8, 11, generator=generator)
+    if largest == "a hundred":
+        logits += 100 * logits.sign()
+    logits.requires_grad_()
     indices = torch.randint(0, 11, (8,), generator=generator)
     one_hot = torch.nn.functional.one_hot(indices, 11).float()
     ours: torch.Tensor
@@ -36,6 +42,8 @@ def test_values_and_gradients(kind: LossKind, theirs: Callable[..., Any], label_
             ours, rows = indices, one_hot
         case "mixed":
             ours = rows = 0.3 * one_hot + 0.7 * one_hot.roll(1, dims=0)
+        case "none":
+            ours = rows = torch.zeros(8, 11)
         case _:
             ours = rows = (torch.rand(8, 11, generator=generator) < 0.3).float()
 

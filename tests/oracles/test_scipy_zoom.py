@@ -6,22 +6,15 @@ import torch
 from scipy.ndimage import zoom
 from torch.nn import functional as F
 
-from model.pos_embed import interpolate_pos_embed
+from model.config import ModelConfig
+from model.pos_embed import interpolate_pos_embed, resize_state
 
-GRIDS = [
-    (14, 24),
-    (14, 32),
-    (16, 37),
-    (24, 14),
-    (7, 12),
-    (2, 3),
-    (4, 6),
-    (6, 4),
-    (1, 4),
-    (3, 3),
-    (2, 7),
-    (5, 2),
-]
+IMAGE_SIZES, PATCH_SIZES = (224, 384, 512, 518), (14, 16, 32)
+# Every grid that these images have (the patch size need not divide them: what is left over is no patch), from that of
+# 224 pixels and back, and some small ones.
+OF_IMAGES = {(224 // patch, size // patch) for patch in PATCH_SIZES for size in IMAGE_SIZES}
+SMALL = {(2, 3), (4, 6), (6, 4), (1, 4), (3, 3), (2, 7), (5, 2)}
+GRIDS = sorted(OF_IMAGES | {(new, old) for old, new in OF_IMAGES} | SMALL)
 
 
 @pytest.mark.parametrize(("old", "new"), GRIDS)
@@ -32,6 +25,25 @@ def test_equals_scipy_zoom(old: int, new: int) -> None:
     theirs = zoom(grid, (new / old, new / old, 1), order=1)
     assert theirs.shape == (new, new, 6)
     np.testing.assert_allclose(ours[0, 1:].reshape(new, new, 6).numpy(), theirs, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize(("old", "new"), [(14, 24), (16, 37), (37, 16), (7, 12)])
+def test_a_table_of_columns_and_one_of_rows_are_the_zoomed_grid(old: int, new: int) -> None:
+    config = ModelConfig(width=8, depth=1, heads=1, patch_size=2, position="learned_2d")
+    generator = torch.Generator().manual_seed(0)
+    column, row = torch.randn(old, 4, generator=generator), torch.randn(old, 4, generator=generator)
+    names = ("position.tables.0.column", "position.tables.0.row")
+    resized = resize_state(
+        dict(zip(names, (column, row), strict=True)), config=config, from_image_size=2 * old, to_image_size=2 * new
+    )
+
+    def grid(columns: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        shape = (len(rows), len(columns), 4)
+        return np.concatenate([np.broadcast_to(columns, shape), np.broadcast_to(rows[:, None], shape)], axis=-1)
+
+    ours = grid(*(resized[name].numpy() for name in names))
+    theirs = zoom(grid(column.numpy(), row.numpy()), (new / old, new / old, 1), order=1)
+    np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=1e-7)
 
 
 def test_equals_scipy_zoom_on_oblong_grids() -> None:

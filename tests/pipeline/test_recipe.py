@@ -75,7 +75,7 @@ def test_an_image_size_that_is_no_multiple_of_the_patch_names_the_neighbours():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"stages": {}}, "at least one of pretrain, swap_head and finetune"),
+        ({"stages": {}}, "at least one of masked_patch, pretrain, swap_head and finetune"),
         ({"stages__finetune": ...}, "swap_head stands before finetune"),
         ({"stages__pretrain": ...}, "swap_head needs a model"),
         ({"stages__swap_head__model": "imported"}, "swap_head.model and pretrain both"),

@@ -1,0 +1,213 @@
+"""`shardvit import` and `shardvit export`: weights from and to everybody's formats. Heavy libraries inside."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from cyclopts import Parameter
+
+from data_shards.errors import UserError
+
+if TYPE_CHECKING:
+    from model.config import ModelConfig
+    from model.saved import SavedModelMeta
+
+_ENDINGS = {
+    "npz": ".npz",
+    "big_vision": ".npz",
+    "timm": "-timm",
+    "transformers": "-transformers",
+    "torchvision": ".pth",
+    "onnx": ".onnx",
+    "torch_export": ".pt2",
+}
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class TrunkOptions:
+    """What the user says of a file's model: keys of the recipe's `model`."""
+
+    variant: Annotated[str | None, Parameter(help='What FILE is, such as "B/16".')] = None
+    width: Annotated[int | None, Parameter(help="Size of a token; with the next four, in place of --variant.")] = None
+    depth: int | None = None
+    heads: Annotated[int | None, Parameter(help="Attention heads, which weights alone do not tell.")] = None
+    mlp_dim: int | None = None
+    patch_size: int | None = None
+    gelu: Annotated[Literal["tanh", "erf"] | None, Parameter(help="Default: the format's.")] = None
+    layer_norm_eps: Annotated[float | None, Parameter(help="Default: the format's.")] = None
+    interpolation: Annotated[
+        Literal["google", "timm"] | None, Parameter(help="Of position embeddings; default: the format's.")
+    ] = None
+
+    def config(self) -> ModelConfig | None:
+        """The model, where its sizes were given; None: they are the file's.
+
+        Raises:
+            UserError: it does not make a model.
+        """
+        from model.config import ModelConfig
+
+        given = self._given()
+        if not given.keys() - {"gelu", "layer_norm_eps", "interpolation"}:
+            return None
+        return self._checked(lambda: ModelConfig(**given))
+
+    def changed(self, found: ModelConfig) -> ModelConfig:
+        """What was found in a file, with what was given in its place.
+
+        Raises:
+            UserError: it does not make a model.
+        """
+        return self._checked(lambda: type(found)(**found.model_dump(exclude_unset=True) | self._given()))
+
+    def _given(self) -> dict[str, Any]:
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+    def _checked(self, make: Callable[[], ModelConfig]) -> ModelConfig:
+        from pydantic import ValidationError
+
+        try:
+            return make()
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            flag = f"--{'-'.join(map(str, first['loc'])).replace('_', '-')}: " if first["loc"] else ""
+            raise UserError(f"{flag}{first['msg'].removeprefix('Value error, ')}") from None
+
+
+def import_model(
+    file: Path,
+    out: Path,
+    /,
+    *,
+    trunk: TrunkOptions = TrunkOptions(),
+    image_size: Annotated[
+        int | None, Parameter(help="Resolution in pixels to interpolate the position embeddings to.")
+    ] = None,
+    num_classes: Annotated[
+        int | None, Parameter(help="Another number of classes: the head is replaced by a linear layer of zeros.")
+    ] = None,
+    class_names: Annotated[
+        str | None,
+        Parameter(help="File with the classes' names, one a line, or imagenet-1k, or imagenet-21k (Google's order)."),
+    ] = None,
+) -> int:
+    """Make a model of ours from weights in somebody else's format.
+
+    FILE is Google's npz (vision_transformer or big_vision), a folder or state
+    dict of timm or transformers, a state dict of torchvision, or anything that
+    `shardvit export` wrote but ONNX and torch.export. OUT is the new folder; name
+    it in a recipe as stages.swap_head.model, or give it to `shardvit predict`.
+
+    What the weights were trained with (GELU's form, epsilons, normalisation,
+    interpolation) is kept with them and obeyed from then on.
+
+    Some examples:
+        shardvit import ViT-B_16.npz models/vit-b16
+
+        shardvit import ViT-B_16.npz models/vit-b16-384 --image-size 384 --num-classes 10
+
+        shardvit import ViT-B_16-imagenet.npz models/b16 --class-names imagenet-1k
+    """
+    from model.formats.detect import read_foreign
+    from model.formats.surgery import adapt
+    from model.saved import save_model
+
+    config = trunk.config()
+    try:
+        foreign = read_foreign(file, config=config)
+        if config is None:
+            foreign = replace(foreign, config=trunk.changed(foreign.config))
+        meta, state = adapt(
+            foreign,
+            image_size=image_size,
+            num_classes=num_classes,
+            class_names=None if class_names is None else _class_names(class_names),
+        )
+        save_model(out, state, meta=meta)
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    for note in foreign.notes:
+        print(f"note: {note}")
+    print(f"{out}: {foreign.format}; {_summary(meta)}")
+    return 0
+
+
+def export_model(
+    model: Path,
+    /,
+    *,
+    to: Annotated[
+        Literal["npz", "big_vision", "timm", "transformers", "torchvision", "onnx", "torch_export"],
+        Parameter(name="--format", help="npz: vision_transformer's names; big_vision: big_vision's."),
+    ],
+    out: Annotated[
+        Path | None, Parameter(help="File or folder to write; default: the model's name and the format's ending, here.")
+    ] = None,
+) -> int:
+    """Write a model in another project's format.
+
+    MODEL is a run's folder (its last trained stage), a stage's, one of its
+    checkpoints RUN/STAGE/checkpoints/step-... (sharded ones are put together),
+    a model's folder, or a file that `shardvit import` reads.
+
+    timm and transformers are folders that `timm.create_model("local-dir:OUT",
+    pretrained=True)` and `AutoModelForImageClassification.from_pretrained` load;
+    both load a stage's folder STAGE/model as it is, too. ONNX and torch.export
+    take any batch size, and pixels that are normalised already. Beside npz and
+    torchvision files a small FILE.json keeps what they have no place for.
+
+    Some examples:
+        shardvit export runs/digits --format onnx
+
+        shardvit export runs/imagenet21k/pretrain/checkpoints/step-00010000 --format npz --out vit-b16.npz
+    """
+    from model.formats.export import export_model as write
+    from pipeline.find_model import find_model
+
+    found = find_model(model)
+    target = out or Path(f"{_name_of(model)}{_ENDINGS[to]}")
+    try:
+        notes = write(found.meta, found.state, to=to, out=target)
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    for note in (*found.notes, *notes):
+        print(f"note: {note}")
+    print(f"{target}: {found.origin} as {to}: {_summary(found.meta)}")
+    return 0
+
+
+def _name_of(model: Path) -> str:
+    """A short name for the file: the run's, or that of a run's stage or checkpoint; a file's without its ending."""
+    path = model.resolve()
+    parts = [path.name if path.is_dir() else path.stem]
+    while parts[0] in ("model", "checkpoints", "masked_patch", "pretrain", "finetune") or parts[0].startswith("step-"):
+        path = path.parent
+        parts.insert(0, path.name)
+    return "-".join(part for part in parts if part not in ("model", "checkpoints"))
+
+
+def _class_names(text: str) -> tuple[str, ...]:
+    if text in ("imagenet-1k", "imagenet-21k"):
+        from timm.data import ImageNetInfo
+
+        info = ImageNetInfo("imagenet-21k-goog" if text == "imagenet-21k" else text)
+        return tuple(info.index_to_description(index) for index in range(info.num_classes()))
+    try:
+        names = Path(text).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--class-names: {text} cannot be read: {error}") from None
+    if not all(name.strip() for name in names):
+        raise UserError(f"--class-names: {text} has an empty line: give one name a line")
+    return tuple(name.strip() for name in names)
+
+
+def _summary(meta: SavedModelMeta) -> str:
+    from model.flops import account
+
+    head = "linear" if meta.head == "masked_patch" else meta.head
+    parts = account(meta.model, image_size=meta.image_size, num_classes=meta.num_classes, head=head)
+    return f"{meta.image_size} px, {meta.num_classes} classes; {parts.describe()}"

@@ -1,0 +1,127 @@
+"""What one layer costs an image: parameters, arithmetic, and the bytes that it keeps for the backward pass.
+
+Costs nothing: plain integers, no torch. Arithmetic is counted as torch's FlopCounterMode does it: two FLOPs for each
+multiplication of a matrix product or convolution, none for anything else. For the backward pass a layer keeps its
+input, in bf16; what two layers keep in common is the caller's to count once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+VALUE_BYTES = 2  # bf16
+STATISTIC_BYTES = 4  # a norm's mean and reciprocal deviation, softmax's log-sum: float32 on the GPU
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Sums of these are what a model costs.
+
+    Attributes:
+        parameters: numbers that are learnt.
+        flops: of the forward pass of one image.
+        attention_flops: those among them that multiply queries with keys, or weights with values.
+        saved_bytes: kept of one image until its backward pass.
+    """
+
+    parameters: int = 0
+    flops: int = 0
+    attention_flops: int = 0
+    saved_bytes: int = 0
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(
+            self.parameters + other.parameters,
+            self.flops + other.flops,
+            self.attention_flops + other.attention_flops,
+            self.saved_bytes + other.saved_bytes,
+        )
+
+    def times(self, number: int) -> Cost:
+        """`number` layers of this kind, each with its own parameters."""
+        return Cost(
+            self.parameters * number,
+            self.flops * number,
+            self.attention_flops * number,
+            self.saved_bytes * number,
+        )
+
+
+NOTHING = Cost()
+
+
+def learnt(parameters: int) -> Cost:
+    """Parameters that are added or multiplied, element by element: no counted arithmetic."""
+    return Cost(parameters=parameters)
+
+
+def kept(elements: int) -> Cost:
+    """A layer without parameters that keeps this many numbers: GELU its input, ReLU its output."""
+    return Cost(saved_bytes=VALUE_BYTES * elements)
+
+
+def linear(rows: int, fan_in: int, fan_out: int) -> Cost:
+    """A Linear with bias: [rows, fan_in] -> [rows, fan_out]."""
+    return Cost(
+        parameters=fan_in * fan_out + fan_out,
+        flops=2 * rows * fan_in * fan_out,
+        saved_bytes=VALUE_BYTES * rows * fan_in,
+    )
+
+
+def layer_norm(rows: int, width: int) -> Cost:
+    """A LayerNorm of [rows, width]."""
+    return Cost(parameters=2 * width, saved_bytes=VALUE_BYTES * rows * width + 2 * STATISTIC_BYTES * rows)
+
+
+def fused_attention(queries: int, keys: int, *, width: int, heads: int) -> Cost:
+    """Softmax attention that keeps q, k, v and a log-sum for each query, and never the [queries, keys] weights.
+
+    Its output, [queries, width], is kept by the Linear that follows.
+    """
+    flops = 2 * 2 * queries * keys * width
+    saved = VALUE_BYTES * (queries + 2 * keys) * width + STATISTIC_BYTES * heads * queries
+    return Cost(flops=flops, attention_flops=flops, saved_bytes=saved)
+
+
+def convolution(
+    size: int, channels_in: int, channels_out: int, *, kernel: int, stride: int = 1, bias: bool = False, copied: int = 0
+) -> Cost:
+    """A convolution of [channels_in, size, size] with square kernels, whose output has size / stride a side.
+
+    `copied`: zeros along each axis, where they are added by making a copy, which is then what is kept.
+    """
+    weights = kernel * kernel * channels_in * channels_out
+    return Cost(
+        parameters=weights + (channels_out if bias else 0),
+        flops=2 * weights * (size // stride) ** 2,
+        saved_bytes=VALUE_BYTES * channels_in * (size + copied) ** 2,
+    )
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Blocks one after the other, which activation checkpointing may reduce to their inputs.
+
+    Attributes:
+        cost: of all blocks, without checkpointing.
+        input_bytes: of all blocks' inputs.
+        live_bytes: the most that one block keeps beyond its input while it is computed again.
+    """
+
+    cost: Cost = NOTHING
+    input_bytes: int = 0
+    live_bytes: int = 0
+
+    def then(self, block: Cost, *, input_elements: int, own_output_elements: int = 0, times: int = 1) -> Chain:
+        """The chain with a block more, or `times` blocks of the same kind.
+
+        `own_output_elements`: of an output that the block itself keeps, which is the next one's input and counted
+        there; computed again it is a second copy.
+        """
+        input_bytes = VALUE_BYTES * input_elements
+        return Chain(
+            self.cost + block.times(times),
+            self.input_bytes + input_bytes * times,
+            max(self.live_bytes, block.saved_bytes - input_bytes + VALUE_BYTES * own_output_elements),
+        )

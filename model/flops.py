@@ -1,0 +1,220 @@
+"""What a model costs an image: parameters, arithmetic and activation memory, by formula.
+
+Costs nothing: plain integers, no torch, so that a recipe can be judged before anything is built. Parameters and FLOPs
+equal, to every digit, those of the modules and torch's FlopCounterMode (tests/oracles/test_flop_counter.py): two FLOPs
+for each multiplication in a matrix product or convolution. A training step multiplies each weight three times, forward,
+for the weight's gradient and for the input's, of which the first convolution needs none; what a step computes again
+(activation checkpointing, a fused attention's backward pass) is no work of the model and not counted.
+
+Activation bytes are what autograd keeps of one image until its backward pass: in bf16, with fused attention, without
+dropout. For a block of a Transformer of the usual shape that is 32 * tokens * width. In it: the images, the inputs of
+all layers, the statistics of norms and attention. Not in it: the weights' own memory (weights, gradients, optimizer
+state), the loss, dropout's masks, what kernels use for a moment, the gradients that flow in the backward pass.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from model.config import HeadKind, ModelConfig, VitSizes
+from model.cost import NOTHING, Chain, Cost, convolution, fused_attention, kept, layer_norm, learnt, linear
+from model.regularisation import Regularisation
+from model.resnet_flops import resnet_cost, stem_cost
+
+_PREFIXES = ((10**12, "T"), (10**9, "G"), (10**6, "M"), (10**3, "k"))
+
+
+@dataclass(frozen=True)
+class Accounting:
+    """What one model costs at one image size.
+
+    Attributes:
+        parameters: learnt numbers, head included.
+        forward_flops: of one image.
+        training_flops: of one image, forward and backward; a step of B images needs B times as many.
+        attention_flops: those of the forward pass that multiply queries with keys, or weights with values.
+        tokens: that the blocks see, class token included; 0 in a pure ResNet.
+        activation_bytes: kept of one image until its backward pass; see above for what is in it.
+        checkpointed_activation_bytes: the same with activation checkpointing of the blocks: their inputs, and all of
+            the one block that is computed again at the moment.
+    """
+
+    parameters: int
+    forward_flops: int
+    training_flops: int
+    attention_flops: int
+    tokens: int
+    activation_bytes: int
+    checkpointed_activation_bytes: int
+
+    @property
+    def attention_share(self) -> float:
+        """Share of attention's own products in the forward pass: what grows with the square of the tokens."""
+        return self.attention_flops / self.forward_flops
+
+    def describe(self) -> str:
+        """One line for people, four significant digits."""
+        tokens = f", {self.tokens:,} tokens" if self.tokens else ""
+        return (
+            f"{_short(self.parameters)} parameters, {_short(self.forward_flops)}FLOP forward and "
+            f"{_short(self.training_flops)}FLOP training per image{tokens}, {_short(self.activation_bytes)}B "
+            "activations per image in bf16"
+        )
+
+
+def account(
+    config: ModelConfig, *, image_size: int, num_classes: int, head: HeadKind, patch_dropout: float = 0.0
+) -> Accounting:
+    """What `model.build.build_model` with these arguments costs an image; `patch_dropout` is as in training.
+
+    Raises:
+        ValueError: an argument that the model would refuse too.
+    """
+    if num_classes < 1:
+        raise ValueError(f"num_classes must be at least 1, not {num_classes}")
+    Regularisation(patch_dropout=patch_dropout).check(config)
+    config.grid_size(image_size)
+    match config.kind:
+        case "vit":
+            return _account_vit(
+                config, image_size=image_size, num_classes=num_classes, head=head, patch_dropout=patch_dropout
+            )
+        case "resnet":
+            resnet = resnet_cost(config.resnet, image_size=image_size)
+            ends = resnet.ends + _head(config.num_features, num_classes=num_classes, head=head)
+            return _accounting(resnet.units, ends=ends, first=resnet.first, tokens=0)
+
+
+def _account_vit(
+    config: ModelConfig, *, image_size: int, num_classes: int, head: HeadKind, patch_dropout: float
+) -> Accounting:
+    sizes = config.sizes
+    patches = sizes.grid_size(image_size) ** 2
+    prefix = int(config.pool == "cls")
+    tokens = prefix + max(1, int(patches * (1 - patch_dropout)))  # the model rounds down, but keeps one
+
+    match sizes.resnet_layers:
+        case ():
+            first = embedding = _patch_embedding(image_size, 3, sizes)
+            chain = Chain()
+        case layers:
+            stem = stem_cost(layers, width_factor=sizes.resnet_width_factor, image_size=image_size)
+            first, chain = stem.first, stem.units
+            embedding = stem.ends + _patch_embedding(stem.size, stem.channels, sizes)
+    ends = (
+        embedding
+        + learnt(prefix * sizes.width)
+        + learnt(_position_parameters(config, patches=patches))
+        + layer_norm(tokens, sizes.width)
+        + _pooling(config, tokens=tokens)
+        + _head(sizes.width, num_classes=num_classes, head=head)
+    )
+    chain = chain.then(_block(config, tokens=tokens), input_elements=tokens * sizes.width, times=sizes.depth)
+    return _accounting(chain, ends=ends, first=first, tokens=tokens)
+
+
+def _accounting(chain: Chain, *, ends: Cost, first: Cost, tokens: int) -> Accounting:
+    total = ends + chain.cost
+    return Accounting(
+        parameters=total.parameters,
+        forward_flops=total.flops,
+        training_flops=3 * total.flops - first.flops,
+        attention_flops=total.attention_flops,
+        tokens=tokens,
+        activation_bytes=total.saved_bytes,
+        checkpointed_activation_bytes=ends.saved_bytes + chain.input_bytes + chain.live_bytes,
+    )
+
+
+def _patch_embedding(size: int, channels: int, sizes: VitSizes) -> Cost:
+    """[channels, size, size], pixels or the stem's features, to tokens."""
+    patch_size = sizes.stem_patch_size
+    return convolution(size, channels, sizes.width, kernel=patch_size, stride=patch_size, bias=True)
+
+
+def _block(config: ModelConfig, *, tokens: int) -> Cost:
+    """One block: attention and MLP, each behind a norm; a sum keeps nothing."""
+    sizes = config.sizes
+    width = sizes.width
+    scale = learnt(width) + kept(tokens * width) if config.layer_scale is not None else NOTHING
+    return (
+        layer_norm(tokens, width)
+        + linear(tokens, width, 3 * width)
+        + fused_attention(tokens, tokens, width=width, heads=sizes.heads)
+        + (_relative(sizes, tokens=tokens) if config.position == "relative" else NOTHING)
+        + linear(tokens, width, width)
+        + scale
+        + layer_norm(tokens, width)
+        + _mlp(tokens, sizes)
+        + scale
+    )
+
+
+def _mlp(rows: int, sizes: VitSizes) -> Cost:
+    gelu = kept(rows * sizes.mlp_dim)
+    return linear(rows, sizes.width, sizes.mlp_dim) + gelu + linear(rows, sizes.mlp_dim, sizes.width)
+
+
+def _relative(sizes: VitSizes, *, tokens: int) -> Cost:
+    """What relative positions add to attention: a table of offsets, queries times that, a bias for each pair.
+
+    Kept are the queries once more, and the bias as torch's memory-efficient kernel wants it, rows of a multiple of 8.
+    """
+    offsets = 2 * tokens - 1
+    flops = 2 * tokens * offsets * sizes.width
+    bias = kept(tokens * sizes.width + sizes.heads * tokens * (tokens + -tokens % 8))
+    return Cost(parameters=offsets * (sizes.width // sizes.heads), flops=flops, attention_flops=flops) + bias
+
+
+def _position_parameters(config: ModelConfig, *, patches: int) -> int:
+    """Those that are added to tokens; relative positions belong to the blocks."""
+    sizes = config.sizes
+    prefix = int(config.pool == "cls")
+    match config.position:
+        case "learned_1d":  # one row for each token
+            once = (prefix + patches) * sizes.width
+        case "learned_2d":  # half the width from the row, half from the column
+            once = prefix * sizes.width + 2 * math.isqrt(patches) * (sizes.width // 2)
+        case "relative" | "sincos_2d" | "none":
+            once = 0
+    return once * (sizes.depth if config.position_at == "every_layer" else 1)
+
+
+def _pooling(config: ModelConfig, *, tokens: int) -> Cost:
+    """Normed tokens to what the head sees, and what of it the head's first layer keeps."""
+    sizes = config.sizes
+    width = sizes.width
+    match config.pool:
+        case "cls":  # one row of the normed tokens: a view, which keeps them all
+            return kept((tokens - 1) * width)
+        case "gap":  # a sum keeps nothing
+            return NOTHING
+        case "map":
+            return (
+                learnt(width)  # the one query
+                + linear(1, width, width)
+                + linear(tokens, width, 2 * width)
+                + fused_attention(1, tokens, width=width, heads=sizes.heads)
+                + linear(1, width, width)
+                + layer_norm(1, width)
+                + _mlp(1, sizes)
+            )
+
+
+def _head(width: int, *, num_classes: int, head: HeadKind) -> Cost:
+    """A head of [width] -> [num_classes]."""
+    last = linear(1, width, num_classes)
+    match head:
+        case "linear":
+            return last
+        case "mlp":  # tanh keeps its output, which the last layer keeps too
+            return linear(1, width, width) + last
+
+
+def _short(number: int) -> str:
+    """86567656 as "86.57 M"."""
+    for size, prefix in _PREFIXES:
+        if number >= size:
+            return f"{number / size:#.4g} {prefix}"
+    return f"{number} "

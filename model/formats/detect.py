@@ -1,0 +1,170 @@
+"""Whatever file or folder a user names: find out whose it is, and read it.
+
+The names of the tensors decide, not the name of the file; a folder is told by its `config.json`, and a record of ours
+beside a file (FILE.json) is believed in place of guesses. Costs one copy of the weights. It reads weights, not
+programs: ONNX and torch.export files are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from model.config import ModelConfig
+from model.formats.foreign import Foreign
+from model.formats.side_record import read_side_record
+from model.formats.state_sizes import settle
+from model.formats.surgery import adapt
+from model.formats.timm_state import is_timm_state, read_timm_folder, read_timm_state
+from model.formats.torchvision_state import is_torchvision_state, read_torchvision_state
+from model.formats.transformers_state import (
+    MODEL_TYPE,
+    is_transformers_state,
+    read_transformers_folder,
+    read_transformers_state,
+)
+from model.formats.weights_file import FOLDER_FILES, SUFFIXES, load_weights, read_json
+from model.saved import CONFIG_FILE, RECORD_KEY, SavedModelMeta, load_model
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_BESIDES_SIZES = ("pool", "position", "position_at", "layer_scale", "gelu", "layer_norm_eps", "interpolation")
+
+
+def import_file(
+    path: Path,
+    *,
+    config: ModelConfig | None = None,
+    image_size: int | None = None,
+    num_classes: int | None = None,
+    class_names: Sequence[str] | None = None,
+) -> tuple[SavedModelMeta, dict[str, Tensor]]:
+    """Read any file or folder and adapt it: `read_foreign`, then `adapt` of `model.formats.surgery`.
+
+    Raises:
+        ValueError: as these two.
+    """
+    foreign = read_foreign(path, config=config)
+    return adapt(foreign, image_size=image_size, num_classes=num_classes, class_names=class_names)
+
+
+def read_foreign(path: Path, *, config: ModelConfig | None = None) -> Foreign:
+    """The model in a file or folder, under our names, as it was found.
+
+    Args:
+        path: a folder of ours, of timm or of transformers; Google's npz; safetensors or a torch file with a state dict
+            under the names of timm, transformers or torchvision.
+        config: what the user says of the trunk, for what the file does not tell.
+
+    Raises:
+        ValueError: nothing of the kind is there, it cannot be read, or it contradicts `config`; says what was looked
+            for.
+    """
+    path = Path(path)
+    if not path.exists():
+        raise ValueError(f"{path} does not exist")
+    if path.name in FOLDER_FILES and (path.parent / CONFIG_FILE).is_file():
+        path = path.parent
+    if path.is_dir():
+        return _folder(path, config=config)
+    if path.suffix == ".npz":
+        from model.formats.google.npz import read_google_npz
+
+        return _settled(read_google_npz(path), config=config, origin=str(path))
+    if path.suffix == ".pt2":
+        from model.formats.torch_export import read_torch_export
+
+        return _settled(
+            _recorded(*read_torch_export(path), format="torch.export file"), config=config, origin=str(path)
+        )
+    if path.suffix == ".onnx":
+        raise ValueError(f"{path} is a program without named weights: import the model that it was exported from")
+    if path.suffix not in SUFFIXES:
+        raise ValueError(
+            f"{path} is of no kind that can be imported: looked for a folder with config.json, or a file .npz, .pt2, "
+            f"{', '.join(SUFFIXES)}"
+        )
+    return _bare(path, config=config)
+
+
+def _folder(folder: Path, *, config: ModelConfig | None) -> Foreign:
+    if not (folder / CONFIG_FILE).is_file():
+        raise ValueError(
+            f"{folder} has no config.json: looked for a model saved by shardvit, timm or transformers; for a file in "
+            "it give the file's path"
+        )
+    content = read_json(folder / CONFIG_FILE)
+    if RECORD_KEY in content:
+        meta, state = load_model(folder)
+        return _settled(_recorded(meta, state, format="model saved by shardvit"), config=config, origin=str(folder))
+    if content.get("model_type") == MODEL_TYPE:
+        return read_transformers_folder(folder, content=content, config=config)
+    if "architecture" in content:
+        return read_timm_folder(folder, content=content, config=config)
+    raise ValueError(
+        f"{folder / CONFIG_FILE} has neither the key {RECORD_KEY!r} (shardvit), nor model_type {MODEL_TYPE!r} "
+        f"(transformers; it is {content.get('model_type')!r}), nor architecture (timm): we build no such model"
+    )
+
+
+def _bare(path: Path, *, config: ModelConfig | None) -> Foreign:
+    """A state dict alone, or with a record of ours beside it."""
+    state, origin = load_weights(path), str(path)
+    for belongs, read in (
+        (is_torchvision_state, read_torchvision_state),
+        (is_transformers_state, read_transformers_state),
+        (is_timm_state, read_timm_state),
+    ):
+        if belongs(state):
+            meta = read_side_record(path)
+            if meta is None:
+                return read(state, config=config, origin=origin)
+            if belongs is is_timm_state:  # our own names: any of our models, those that timm cannot build too
+                described = _recorded(meta, state, format="state dict under our names")
+            else:
+                foreign = read(state, config=meta.model, origin=origin)
+                described = _recorded(meta, foreign.state, format=foreign.format)
+            return _settled(described, config=config, origin=origin)
+    raise ValueError(
+        f"{path} has tensors such as {', '.join(sorted(state)[:3])}: looked for the names of timm (blocks.0.*, "
+        "patch_embed.proj.weight), transformers (vit.embeddings.*) and torchvision (class_token, encoder.layers.*)"
+    )
+
+
+def _recorded(meta: SavedModelMeta, state: dict[str, Tensor], *, format: str) -> Foreign:
+    """A model that has a record of ours; the trunk alone of one from the masked-patch stage."""
+    described = Foreign(
+        format=format,
+        state=state,
+        config=meta.model,
+        image_size=meta.image_size,
+        num_classes=meta.num_classes,
+        head="mlp" if meta.head == "mlp" else "linear",
+        class_names=meta.class_names,
+        mean=meta.mean,
+        std=meta.std,
+        eval_protocol=meta.eval_protocol,
+        eval_crop_share=meta.eval_crop_share,
+    )
+    if meta.head != "masked_patch":
+        return described
+    trunk = {name: value for name, value in state.items() if name != "mask_token" and not name.startswith("head.")}
+    note = "it is of the masked-patch stage: the mask token and the head for patches were left out"
+    return replace(described, state=trunk, num_classes=0, class_names=(), notes=(note,))
+
+
+def _settled(foreign: Foreign, *, config: ModelConfig | None, origin: str) -> Foreign:
+    """`foreign`, whose file tells all of its trunk, with what the user says besides."""
+    if config is None:
+        return foreign
+    found = foreign.config
+    told = {name: getattr(found, name) for name in _BESIDES_SIZES} if found.kind == "vit" else {}
+    heads = found.sizes.heads if found.kind == "vit" else None
+    settled, notes = settle(config, told=told, heads=heads, kind=found.kind, origin=origin)
+    image_size = foreign.image_size
+    if found.kind == "vit":  # the grid of positions is what the weights have; patches of another size are found later
+        image_size = image_size // found.sizes.patch_size * settled.sizes.patch_size
+    return replace(foreign, config=settled, image_size=image_size, notes=(*foreign.notes, *notes))

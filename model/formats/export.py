@@ -1,0 +1,218 @@
+"""A model of ours in somebody else's format, for those who never install shardvit.
+
+Every format that has no place for our record gets it beside the file (FILE.json), or inside (ONNX, torch.export).
+Costs one copy of the weights on disk; ONNX and torch.export trace the model besides. What a format cannot hold is
+refused: no export computes other logits than the model, or the notes say what to change.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, get_args
+
+from model.formats.differences import describe_differences, expected_shapes, shapes_of
+from model.formats.record_inside import written_beside
+from model.formats.side_record import read_side_record, side_path, write_side_record
+from model.formats.torchvision_state import (
+    how_to_load,
+    is_torchvision_state,
+    torchvision_objection,
+    write_torchvision_state,
+)
+from model.formats.transformers_state import MODEL_TYPE, transformers_objection, write_transformers_folder
+from model.formats.weights_file import TORCH_SUFFIXES, load_weights
+from model.saved import CONFIG_FILE, WEIGHTS_FILE, SavedModelMeta, build_described, save_model, timm_objection
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+ExportFormat = Literal["npz", "big_vision", "timm", "transformers", "torchvision", "onnx", "torch_export"]
+
+_ENDINGS: dict[ExportFormat, tuple[str, ...]] = {
+    "npz": (".npz",),
+    "big_vision": (".npz",),
+    "torchvision": tuple(suffix for suffix in TORCH_SUFFIXES if suffix in (".pth", ".pt")),
+    "onnx": (".onnx",),
+    "torch_export": (".pt2",),
+}
+
+
+def export_model(meta: SavedModelMeta, state: Mapping[str, Tensor], *, to: ExportFormat, out: Path) -> list[str]:
+    """Write the model that `meta` describes, with the weights `state`, to `out`.
+
+    Args:
+        meta: its record.
+        state: its whole state dict, on any device.
+        to: npz (names of vision_transformer) or big_vision, both Google's npz; timm: a folder that timm and, by its
+            TimmWrapper, transformers load; transformers: a folder of its own ViT; torchvision: a state dict; onnx and
+            torch_export: programs for any batch size.
+        out: the folder or file; an earlier export of the same kind there is replaced.
+
+    Returns:
+        Sentences for the user: what the format does not carry, and how to load it.
+
+    Raises:
+        ValueError: the format cannot hold the model, the weights are not those of `meta`, `out` has another ending
+            than such files, or something else is at `out`; nothing is written then.
+    """
+    out = Path(out)
+    if to not in get_args(ExportFormat):
+        raise ValueError(f"there is no format {to!r}: take one of {', '.join(get_args(ExportFormat))}")
+    if objection := export_objection(meta, to=to):
+        raise ValueError(f"{to} cannot hold this model: {objection}")
+    if differences := describe_differences(shapes_of(state), expected_shapes(meta)):
+        raise ValueError(f"the weights do not fit the model that its record describes:\n{differences}")
+    endings = _ENDINGS.get(to)
+    if endings and out.suffix not in endings:
+        raise ValueError(f"{out}: the name of such a file must end in {' or '.join(endings)}")
+    if out.exists() and to != "timm" and not _may_be_replaced(out, to=to):  # save_model looks for itself
+        raise ValueError(f"{out} exists and is no earlier {to} export: remove it or choose another name")
+    match to:
+        case "npz" | "big_vision":
+            return _write_npz(meta, state, out=out, to=to)
+        case "timm":
+            save_model(out, state, meta=meta)
+            return [f'load it with timm.create_model("local-dir:{out}", pretrained=True)']
+        case "transformers":
+            _write_transformers(meta, state, out=out)
+            return [
+                f"load it with AutoModelForImageClassification and AutoImageProcessor, .from_pretrained({str(out)!r})",
+                *_double_names(meta),
+            ]
+        case "torchvision":
+            return _write_torchvision(meta, state, out=out)
+        case "onnx":
+            from model.formats.onnx_file import write_onnx
+
+            write_onnx(out, _in_evaluation(meta, state), meta=meta)
+            return [_pixels(meta)]
+        case "torch_export":
+            from model.formats.torch_export import write_torch_export
+
+            write_torch_export(out, _in_evaluation(meta, state), meta=meta)
+            return [_pixels(meta)]
+
+
+def export_objection(meta: SavedModelMeta, *, to: ExportFormat) -> str | None:
+    """Why a format cannot hold this model with the same logits; None: it can."""
+    if meta.head == "masked_patch":
+        return "it is of the masked-patch stage and has no classes yet: fine-tune it first"
+    match to:
+        case "npz" | "big_vision":
+            from model.formats.google.npz import npz_objection
+
+            return npz_objection(meta, names="vision_transformer" if to == "npz" else "big_vision")
+        case "timm":
+            return timm_objection(meta)
+        case "transformers":
+            return transformers_objection(meta)
+        case "torchvision":
+            return torchvision_objection(meta)
+        case "onnx" | "torch_export":
+            return None
+
+
+def _write_npz(
+    meta: SavedModelMeta, state: Mapping[str, Tensor], *, out: Path, to: Literal["npz", "big_vision"]
+) -> list[str]:
+    from model.formats.google.npz import write_google_npz
+
+    write_google_npz(out, state, meta=meta, names="vision_transformer" if to == "npz" else "big_vision")
+    return [f"class names and preprocessing are in {side_path(out).name}: keep the two together"]
+
+
+def _write_torchvision(meta: SavedModelMeta, state: Mapping[str, Tensor], *, out: Path) -> list[str]:
+    side_path(out).unlink(missing_ok=True)  # rather no record for a moment than that of an earlier file
+    with written_beside(out) as beside:
+        write_torchvision_state(beside, state, meta=meta)
+    write_side_record(out, meta=meta)
+    notes = [f"class names, preprocessing and GELU are in {side_path(out).name}: keep the two together"]
+    if meta.model.gelu == "tanh":
+        notes.append(
+            "torchvision's class has GELU in the erf form, this model the tanh form: the last two lines swap it"
+        )
+    return [*notes, "\n".join(["load it with", *how_to_load(meta, file=out)]), _pixels(meta)]
+
+
+def _write_transformers(meta: SavedModelMeta, state: Mapping[str, Tensor], *, out: Path) -> None:
+    """Written beside its place, flushed and renamed, as `save_model` does."""
+    beside = out.with_name(f".{out.name}.writing")
+    replaced = out.with_name(f".{out.name}.replaced")
+    for leftover in (beside, replaced):  # of an attempt that was killed
+        shutil.rmtree(leftover, ignore_errors=True)
+    beside.mkdir(parents=True)
+    write_transformers_folder(beside, state, meta=meta)
+    write_side_record(beside / WEIGHTS_FILE, meta=meta)
+    for path in beside.iterdir():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+    if out.exists():
+        out.rename(replaced)
+    beside.rename(out)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _may_be_replaced(out: Path, *, to: ExportFormat) -> bool:
+    """Whether an earlier export to the same format is at `out`."""
+    try:
+        match to:
+            case "npz" | "big_vision":
+                from model.formats.google.archive import NpzReader
+                from model.formats.google.npz import is_google_npz
+
+                with NpzReader.open(out) as npz:
+                    return read_side_record(out) is not None and is_google_npz(npz.names)
+            case "torchvision":
+                return out.is_file() and read_side_record(out) is not None and is_torchvision_state(load_weights(out))
+            case "transformers":
+                return _is_transformers_export(out)
+            case "onnx":
+                from model.formats.onnx_file import read_onnx_meta
+
+                return out.is_file() and read_onnx_meta(out) is not None
+            case "torch_export":
+                from model.formats.torch_export import read_torch_export_meta
+
+                return out.is_file() and read_torch_export_meta(out) is not None
+            case "timm":
+                raise AssertionError("save_model looks for itself")
+    except ValueError:
+        return False
+
+
+def _is_transformers_export(out: Path) -> bool:
+    if not out.is_dir():
+        return False
+    if not any(out.iterdir()):
+        return True
+    if read_side_record(out / WEIGHTS_FILE) is None:
+        return False
+    try:
+        return json.loads((out / CONFIG_FILE).read_text(encoding="utf-8")).get("model_type") == MODEL_TYPE
+    except OSError:
+        return False
+
+
+def _in_evaluation(meta: SavedModelMeta, state: Mapping[str, Tensor]) -> nn.Module:
+    """The model in float32 on the CPU, as the exporters want it."""
+    model = build_described(meta)
+    model.load_state_dict(state, strict=True)
+    return model.eval()
+
+
+def _pixels(meta: SavedModelMeta) -> str:
+    """What has to be done with an image first."""
+    mean, std = (f"({', '.join(f'{value:g}' for value in values)})" for values in (meta.mean, meta.std))
+    return (
+        f"it takes RGB squares of {meta.image_size} pixels, (x - {mean}) / {std} with x from 0 to 1, prepared by the "
+        f"evaluation protocol {meta.eval_protocol}"
+    )
+
+
+def _double_names(meta: SavedModelMeta) -> list[str]:
+    double = sorted({name for name in meta.class_names if meta.class_names.count(name) > 1})
+    return [f"label2id keeps one class only of each name that several have: {', '.join(double)}"] if double else []

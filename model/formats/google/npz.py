@@ -1,0 +1,218 @@
+"""Google's npz files, of google-research/vision_transformer and of google-research/big_vision: reading and writing.
+
+Reading costs the model in float32 and one array on top; names and shapes are compared with those of our model before
+a weight is read, so nothing is half-loaded. Writing costs one array. Numbers are moved, never computed with, so a file
+comes back to the bit; only big_vision's class token takes up its position embedding, for which that code base has no
+place. It does not know optimiser states (left out) or pure ResNets (BiT's own files).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from model.build import build_model
+from model.formats.differences import describe_differences, shapes_of
+from model.formats.foreign import Foreign
+from model.formats.google.archive import NpzReader, write_npz
+from model.formats.google.axes import Shape, from_google, to_google
+from model.formats.google.differences import describe_array_differences, expected_arrays
+from model.formats.google.infer import Inferred, infer_model
+from model.formats.google.names import BIG_VISION, VISION_TRANSFORMER, Layout, Slot, find_layout, slots_of
+from model.formats.side_record import read_side_record, side_path, write_side_record
+from model.saved import SavedModelMeta
+
+GoogleNames = Literal["vision_transformer", "big_vision"]
+
+_LAYOUTS: dict[GoogleNames, Layout] = {"vision_transformer": VISION_TRANSFORMER, "big_vision": BIG_VISION}
+_POSITIONS = {"vision_transformer": ("learned_1d",), "big_vision": ("learned_1d", "sincos_2d")}
+
+
+def is_google_npz(names: Collection[str]) -> bool:
+    """Whether arrays of these names are a Vision Transformer in one of Google's layouts."""
+    return find_layout(names) is not None
+
+
+def read_google_npz(path: Path) -> Foreign:
+    """The model in a file of either code base.
+
+    A record beside it (`side_record`) is believed; else the sizes are those of the arrays. Weights are float32,
+    whatever the file's precision.
+
+    Raises:
+        ValueError: the file is no npz, is damaged or holds something else, or arrays are missing, too many or of
+            another shape than the model's; the message names the file.
+    """
+    path = Path(path)
+    with NpzReader.open(path) as npz:
+        meta = read_side_record(path)
+        try:
+            return _read(npz, meta=meta)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
+
+
+def write_google_npz(path: Path, state: Mapping[str, Tensor], *, meta: SavedModelMeta, names: GoogleNames) -> None:
+    """Write weights under the names that a code base itself loads, in float32, and our record beside them.
+
+    The file is written beside its place and renamed; an earlier one is replaced. One process calls this.
+
+    Raises:
+        ValueError: these names cannot hold the model (`npz_objection`), or `state` is not that of `meta`'s model;
+            nothing is written then.
+    """
+    path = Path(path)
+    if objection := npz_objection(meta, names=names):
+        raise ValueError(f"{path} cannot be written with {names}'s names: {objection}")
+    if differences := describe_differences(shapes_of(state), _our_shapes(_recorded(meta))):
+        raise ValueError(f"{path} is not written: the weights are not those of the model\n{differences}")
+    layout = _LAYOUTS[names] if meta.model.position == "learned_1d" else replace(_LAYOUTS[names], position=None)
+    if names == "big_vision":
+        state = _without_class_position(state)
+    beside = path.with_name(f".{path.name}.writing")
+    write_npz(beside, _arrays(state, layout=layout, heads=meta.model.sizes.heads))
+    side_path(path).unlink(missing_ok=True)  # rather no record for a moment than that of an earlier file
+    beside.replace(path)
+    write_side_record(path, meta=meta)
+
+
+def npz_objection(meta: SavedModelMeta, *, names: GoogleNames) -> str | None:
+    """Why this code base would not compute the same logits from such a file; None: it would."""
+    config = meta.model
+    if meta.head == "masked_patch":
+        return "its head predicts masked patches, which neither code base does"
+    if config.kind == "resnet":
+        return "it is a pure ResNet, and these are names of Vision Transformers"
+    if config.gelu != "tanh":
+        return f"its GELU is the {config.gelu} form, and Google's is tanh"
+    if config.layer_norm_eps != 1e-6:
+        return f"its LayerNorm epsilon is {config.layer_norm_eps:g}, and Google's is 1e-06"
+    if config.layer_scale is not None:
+        return "it has layer scale, and Google's models have none"
+    if config.position not in _POSITIONS[names] or config.position_at != "stem":
+        known = " or ".join(_POSITIONS[names])
+        return f"its position embedding is {config.position} at {config.position_at}, and theirs is {known} at stem"
+    if names == "vision_transformer" and config.pool == "map":
+        return "it pools by attention (map), for which only big_vision has names"
+    if names == "big_vision" and config.sizes.resnet_layers:
+        return "it has a ResNet stem, for which only vision_transformer has names"
+    return None
+
+
+def _read(npz: NpzReader, *, meta: SavedModelMeta | None) -> Foreign:
+    layout = find_layout(npz.names)
+    if layout is None:
+        raise ValueError(
+            "no Vision Transformer of Google's is in it: looked for the arrays embedding/kernel and "
+            "Transformer/encoder_norm/scale, as such and under opt/target/, params/ and target/, but found "
+            f"{', '.join(sorted(npz.names)[:4]) or 'none'}"
+        )
+    headers = {name: npz.header(name) for name in npz.names if name.startswith(layout.prefix)}
+    shapes = {name: _unpadded(name, header.shape) for name, header in headers.items()}
+    if meta is None:
+        model = infer_model({name.removeprefix(layout.prefix): shape for name, shape in shapes.items()}, layout=layout)
+    else:
+        model = _recorded(meta)
+
+    ours = _our_shapes(model)
+    patches = model.config.grid_size(model.image_size) ** 2
+    position = shapes.get(f"{layout.prefix}{layout.position}")
+    # big_vision adds positions before the class token comes, so that it has none
+    without_class_position = model.config.pool == "cls" and position is not None and position[1:2] == (patches,)
+    if without_class_position and "pos_embed" in ours:
+        ours["pos_embed"] = (1, patches, model.config.sizes.width)
+    slots = slots_of(ours, layout=layout)
+    sizes = model.config.sizes
+    expected = expected_arrays(slots, ours, heads=sizes.heads, depth=sizes.depth)
+    if shapes != expected:
+        raise ValueError(describe_array_differences(shapes, expected, slots=slots, ours=ours))
+
+    state = _read_state(npz, slots, ours)
+    if without_class_position:
+        state["pos_embed"] = F.pad(state["pos_embed"], (0, 0, 1, 0))
+    notes = list(model.notes)
+    if model.num_classes == 0:
+        notes.append("The file has no head.")
+    elif not state["head.weight" if model.head == "linear" else "head.logits.weight"].any():
+        notes.append("The head is all zero: its predictions mean nothing, fine-tune it.")
+    if others := sorted({header.precision for header in headers.values()} - {"float32"}):
+        notes.append(f"Its numbers are {' and '.join(others)}, and are float32 here.")
+    if left_out := len(npz.names) - len(headers):
+        notes.append(f"{left_out} arrays outside {layout.prefix} (the optimiser's) are left out.")
+    return Foreign(
+        format=f"Google's npz ({layout.code_base})",
+        state=state,
+        config=model.config,
+        image_size=model.image_size,
+        num_classes=model.num_classes,
+        head=model.head,
+        notes=tuple(notes),
+        **_evaluation(meta, layout=layout),
+    )
+
+
+def _recorded(meta: SavedModelMeta) -> Inferred:
+    """The model that our record describes."""
+    if meta.head == "masked_patch":
+        raise ValueError("its record has the head masked_patch, which no file of Google's can have")
+    return Inferred(meta.model, meta.image_size, meta.num_classes, meta.head, ())
+
+
+def _evaluation(meta: SavedModelMeta | None, *, layout: Layout) -> dict[str, Any]:
+    """What is known of the classes and of the pixels."""
+    if meta is None:
+        return {"eval_protocol": "vit" if layout.code_base == "vision_transformer" else "big_vision"}
+    names = ("class_names", "mean", "std", "eval_protocol", "eval_crop_share")
+    return {name: getattr(meta, name) for name in names}
+
+
+def _our_shapes(model: Inferred) -> dict[str, Shape]:
+    """The state dict of our model, without memory for it; without a head where the file has none."""
+    with torch.device("meta"):
+        built = build_model(
+            model.config, image_size=model.image_size, num_classes=model.num_classes or 1, head=model.head
+        )
+    shapes = shapes_of(built.state_dict())
+    return shapes if model.num_classes else {name: s for name, s in shapes.items() if not name.startswith("head.")}
+
+
+def _unpadded(name: str, shape: Shape) -> Shape:
+    """GroupNorm of older flax has (1, 1, 1, C): flax issue 1721."""
+    return shape[3:] if shape[:3] == (1, 1, 1) and len(shape) == 4 and not name.endswith("kernel") else shape
+
+
+def _read_state(npz: NpzReader, slots: list[Slot], ours: Mapping[str, Shape]) -> dict[str, Tensor]:
+    """All weights; an array is read once, though it may hold a part of each block (stacked)."""
+    state = {name: torch.empty(shape, dtype=torch.float32) for name, shape in ours.items()}
+    by_array: dict[str, list[Slot]] = {}
+    for slot in slots:
+        by_array.setdefault(slot.array, []).append(slot)
+    for name, its_slots in by_array.items():
+        values = npz.read(name)
+        for slot in its_slots:
+            value = values if slot.layer is None else values[slot.layer]
+            target = state[slot.parameter].chunk(slot.parts)[slot.part]
+            target.copy_(from_google(slot.axes, value).reshape(target.shape))
+    return state
+
+
+def _arrays(state: Mapping[str, Tensor], *, layout: Layout, heads: int) -> Iterator[tuple[str, Tensor]]:
+    """The arrays of a file, one by one."""
+    for slot in slots_of(state, layout=layout):
+        part = state[slot.parameter].detach().chunk(slot.parts)[slot.part]
+        yield slot.array, to_google(slot.axes, part.to("cpu", torch.float32), heads=heads)
+
+
+def _without_class_position(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The class token's position embedding is added to the token itself: what big_vision does to such files."""
+    changed = dict(state)
+    if "cls_token" in state and "pos_embed" in state:
+        of_class, of_patches = state["pos_embed"].float().split([1, state["pos_embed"].shape[1] - 1], dim=1)
+        changed |= {"cls_token": state["cls_token"].float() + of_class, "pos_embed": of_patches}
+    return changed

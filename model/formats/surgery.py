@@ -1,0 +1,97 @@
+"""From a model in somebody else's file to one of ours: the paper's surgery for another resolution or class count.
+
+ViT paper, section 3.2: position embeddings are interpolated, "we remove the whole pre-trained prediction head and
+attach a zero-initialized D x K feedforward layer". Costs milliseconds; tensors that do not change are shared with the
+input. It trains nothing: a replaced head answers 0 to everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
+
+from model.formats.differences import describe_differences, expected_shapes, shapes_of
+from model.formats.foreign import Foreign
+from model.saved import SavedModelMeta
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def adapt(
+    foreign: Foreign,
+    *,
+    image_size: int | None = None,
+    num_classes: int | None = None,
+    class_names: Sequence[str] | None = None,
+) -> tuple[SavedModelMeta, dict[str, Tensor]]:
+    """The record and the weights of `foreign`, for `image_size` pixels and `num_classes` classes where these are given.
+
+    Args:
+        foreign: what a reader returned.
+        image_size: another resolution: positions are interpolated with the kernel of `foreign.config`.
+        num_classes: another count: both layers of the head are dropped, a zero linear one is attached. The same count
+            keeps the head.
+        class_names: name of each class; their number is `num_classes` where that is not given. Left out, they are the
+            file's, else "0", "1", ...
+
+    Raises:
+        ValueError: the weights are not those of the model that `foreign` says they are (with a table of the
+            differences), it has no head and no count is given, or an argument does not fit.
+    """
+    import torch
+
+    if class_names is not None:
+        if num_classes is not None and num_classes != len(class_names):
+            raise ValueError(f"{len(class_names)} class names for --num-classes {num_classes}: give as many")
+        num_classes = len(class_names)
+    if num_classes is not None and num_classes < 1:
+        raise ValueError(f"--num-classes must be at least 1, not {num_classes}")
+    wanted = num_classes if num_classes is not None else foreign.num_classes
+    if wanted == 0:
+        raise ValueError(f"the {foreign.format} has no head: give --num-classes to attach a zero one")
+
+    state = dict(foreign.state)
+    new_head = wanted != foreign.num_classes
+    if new_head:
+        state = {name: tensor for name, tensor in state.items() if not name.startswith("head.")}
+        like = next(tensor for tensor in state.values() if tensor.is_floating_point())
+        state["head.weight"] = torch.zeros(wanted, foreign.config.num_features, dtype=like.dtype)
+        state["head.bias"] = torch.zeros(wanted, dtype=like.dtype)
+    described = _record(foreign, num_classes=wanted, head="linear" if new_head else foreign.head)
+    differences = describe_differences(shapes_of(state), expected_shapes(described))
+    if differences:
+        raise ValueError(f"the {foreign.format} does not fit the model that it was taken for:\n{differences}")
+
+    if class_names is None:
+        class_names = foreign.class_names if foreign.class_names and not new_head else list(map(str, range(wanted)))
+    changes: dict[str, Any] = {"class_names": tuple(class_names)}
+    if image_size is not None and image_size != foreign.image_size:
+        state = _resized(foreign, state, image_size=image_size)
+        changes["image_size"] = image_size
+    return SavedModelMeta.model_validate(described.model_dump() | changes), state
+
+
+def _record(foreign: Foreign, *, num_classes: int, head: str) -> SavedModelMeta:
+    """The record of `foreign` at its own resolution, with that head; class names still to come."""
+    names = ("image_size", "mean", "std", "eval_protocol", "eval_crop_share")
+    try:
+        return SavedModelMeta.model_validate(
+            {name: getattr(foreign, name) for name in names}
+            | {"model": foreign.config, "num_classes": num_classes, "head": head}
+            | {"class_names": tuple(map(str, range(num_classes)))}
+        )
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(map(str, first["loc"])) or "model"
+        reason = first["msg"].removeprefix("Value error, ")
+        raise ValueError(f"the {foreign.format} tells of {where} what cannot be: {reason}") from None
+
+
+def _resized(foreign: Foreign, state: dict[str, Tensor], *, image_size: int) -> dict[str, Tensor]:
+    from model.pos_embed import resize_state
+
+    foreign.config.grid_size(image_size)  # refuses what is no multiple of the patch size
+    return resize_state(state, config=foreign.config, from_image_size=foreign.image_size, to_image_size=image_size)

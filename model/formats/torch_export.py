@@ -1,0 +1,121 @@
+"""torch.export: a model as a graph of torch's operators, of any batch size, with our record inside (.pt2).
+
+`torch.export.load(FILE).module()` gives the model without any code of ours, and is for files that one trusts: it
+unpickles the sample inputs, other payloads if the file asks for it, and evaluates the file's formulas of shapes by
+`eval` (sympy); compiled parts would be loaded as a library. So it is not how we read: here the weights are taken as
+the bytes they are, and the record says which of our models they belong to. Nothing in the file is executed or
+unpickled, the graph is not looked at. The tests hold both ways of reading against the model.
+
+Costs one copy of the weights on disk; some seconds to write. Archive layout: torch/export/pt2_archive/_package.py.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+import zlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from zipfile import BadZipFile, ZipFile
+
+from model.formats.record_inside import check_request, parse_record, record_text, written_beside
+from model.saved import RECORD_KEY, SavedModelMeta
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+ENDING = ".pt2"
+RECORD_FILE = f"{RECORD_KEY}.json"
+
+_RECORD = f"extra/{RECORD_FILE}"
+_WEIGHTS = "data/weights/"
+_WEIGHTS_CONFIG = f"{_WEIGHTS}model_weights_config.json"
+
+# What zipfile, json and torch raise for damaged files.
+_BROKEN = (OSError, BadZipFile, EOFError, RuntimeError, zlib.error, ValueError, KeyError, TypeError, AttributeError)
+
+
+def write_torch_export(path: Path, model: nn.Module, *, meta: SavedModelMeta) -> None:
+    """Export `model`, which `meta` describes, in evaluation mode.
+
+    The program takes float32 [batch, 3, S, S], already normalised with the record's mean and std, and gives logits
+    [batch, classes]; the record is the extra file "shardvit.json". An earlier file at `path` is replaced.
+
+    Raises:
+        ValueError: the name does not end in ".pt2".
+    """
+    import torch
+
+    check_request(path, model, ending=ENDING)
+    example = torch.zeros(2, 3, meta.image_size, meta.image_size)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the exporter, about itself
+        program = torch.export.export(model, (example,), dynamic_shapes=({0: torch.export.Dim("batch", min=1)},))
+        with written_beside(path) as beside:
+            torch.export.save(program, beside, extra_files={RECORD_FILE: record_text(meta)})
+
+
+def read_torch_export_meta(path: Path) -> SavedModelMeta:
+    """The record in a file that `write_torch_export` wrote; reads little more than that.
+
+    Raises:
+        ValueError: the file cannot be read, or has no record.
+    """
+    try:
+        with ZipFile(path) as archive:
+            name = _root(archive) + _RECORD
+            record = archive.read(name) if name in archive.namelist() else None
+    except _BROKEN as error:
+        raise _unreadable(path, error) from None
+    return parse_record(record, path=path)
+
+
+def read_torch_export(path: Path) -> tuple[SavedModelMeta, dict[str, Tensor]]:
+    """The record and the weights, on the CPU, under the names of our state dict.
+
+    Raises:
+        ValueError: the file cannot be read, has no record, or its weights are not those of the model in the record.
+    """
+    import torch
+
+    from model.saved import build_described
+
+    meta = read_torch_export_meta(path)
+    with torch.device("meta"):
+        expected = build_described(meta).state_dict()
+    try:
+        with ZipFile(path) as archive:
+            content = json.loads(archive.read(_root(archive) + _WEIGHTS_CONFIG))
+            entries: dict[str, Any] = content["config"]
+            if entries.keys() != expected.keys():
+                name = min(entries.keys() ^ expected.keys())
+                raise ValueError(f"weight {name!r} is {'missing' if name in expected else 'not one of its model'}")
+            state = {name: _tensor(archive, entries[name], like=like) for name, like in expected.items()}
+    except _BROKEN as error:
+        raise _unreadable(path, error) from None
+    return meta, state
+
+
+def _root(archive: ZipFile) -> str:
+    """The one folder that all of the archive lies in; torch names it after the file."""
+    names = archive.namelist()
+    return f"{names[0].partition('/')[0]}/" if names else ""
+
+
+def _tensor(archive: ZipFile, entry: dict[str, Any], *, like: Tensor) -> Tensor:
+    """One weight: raw bytes in native (little-endian) order, in the dtype that our model has it in."""
+    import torch
+
+    if entry["use_pickle"]:
+        raise ValueError("a weight is pickled")
+    found = entry["tensor_meta"]
+    sizes, strides = ([each["as_int"] for each in found[key]] for key in ("sizes", "strides"))
+    if tuple(sizes) != tuple(like.shape):
+        raise ValueError(f"{entry['path_name']} has the shape {tuple(sizes)} instead of {tuple(like.shape)}")
+    data = archive.read(_root(archive) + _WEIGHTS + entry["path_name"])
+    flat = torch.frombuffer(bytearray(data), dtype=like.dtype)
+    return flat.as_strided(sizes, strides, found["storage_offset"]["as_int"]).contiguous()
+
+
+def _unreadable(path: Path, error: Exception) -> ValueError:
+    return ValueError(f"{path} cannot be read as an export of shardvit: {error}")

@@ -1,0 +1,125 @@
+"""Tensors out of safetensors and torch files, whatever they are wrapped in; no pickle of anybody is executed.
+
+Costs one copy of the weights in memory. It knows no model: names are changed only by taking off what training code
+puts around a whole state dict.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+TORCH_SUFFIXES = (".pth", ".pt", ".bin", ".ckpt", ".tar")
+SUFFIXES = (".safetensors", *TORCH_SUFFIXES)
+FOLDER_FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin")
+
+# Under these keys training code keeps the state dict; an average, where there is one, is what it evaluates.
+_WRAPPERS = ("state_dict_ema", "model_ema", "state_dict", "model_state_dict", "model", "module")
+# DistributedDataParallel, torch.compile, Lightning and transformers' TimmWrapper put these before all names.
+_PREFIXES = ("module.", "_orig_mod.", "model.", "timm_model.")
+
+
+def load_weights(path: Path) -> dict[str, Tensor]:
+    """The tensors of a file, on the CPU, in their own dtypes, without what is wrapped around them.
+
+    Raises:
+        ValueError: the file cannot be read, or holds something else than tensors by name; the message names it.
+    """
+    content: object = _safetensors(path) if path.suffix == ".safetensors" else _torch_file(path)
+    while isinstance(content, Mapping):
+        inner = next((content[key] for key in _WRAPPERS if isinstance(content.get(key), Mapping)), None)
+        if inner is None:
+            break
+        content = inner
+    return _without_prefixes(_only_tensors(content, path=path))
+
+
+def load_folder_weights(folder: Path) -> dict[str, Tensor]:
+    """As `load_weights`, from the weights file of a timm or transformers folder, in one piece or in several.
+
+    Raises:
+        ValueError: there is none, or one cannot be read.
+    """
+    for name in FOLDER_FILES:
+        path = folder / name
+        if not path.is_file():
+            continue
+        if not name.endswith(".index.json"):
+            return load_weights(path)
+        weight_map = read_json(path).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise ValueError(f"{path} has no key 'weight_map': it is no index of weights")
+        whole: dict[str, Tensor] = {}
+        for part in sorted(set(map(str, weight_map.values()))):
+            whole |= _safetensors(folder / Path(part).name)
+        return _without_prefixes(whole)
+    raise ValueError(f"{folder} has no weights: looked for {', '.join(FOLDER_FILES)}")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Raises:
+        ValueError: it cannot be read, or is something else; the message names it.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} is not a JSON object")
+    return content
+
+
+def _safetensors(path: Path) -> dict[str, Tensor]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        return load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path} cannot be read as safetensors: {error}") from error
+
+
+def _torch_file(path: Path) -> object:
+    import torch
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of pickle protocols: what cannot be read is refused below
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise ValueError(
+            f"{path} holds more than tensors, or is no file of torch; loading it could run code, so it is not read: "
+            f"save its state dict alone, best as safetensors (torch says: {str(error).splitlines()[0]})"
+        ) from error
+    except (RuntimeError, EOFError, OSError, KeyError, AttributeError) as error:
+        raise ValueError(f"{path} cannot be read as a file of torch: {str(error).splitlines()[0]}") from error
+
+
+def _only_tensors(content: object, *, path: Path) -> dict[str, Tensor]:
+    import torch
+
+    if not isinstance(content, Mapping) or not content:
+        raise ValueError(f"{path} holds no state dict (tensors by name), nor one under {', '.join(_WRAPPERS)}")
+    others = [name for name, value in content.items() if not isinstance(value, torch.Tensor)]
+    if others:
+        raise ValueError(
+            f"{path} holds no state dict: {others[0]!r} is no tensor, and looked-for keys "
+            f"({', '.join(_WRAPPERS)}) are missing"
+        )
+    return {str(name): value for name, value in content.items()}
+
+
+def _without_prefixes(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    prefix = next((prefix for prefix in _PREFIXES if state and all(name.startswith(prefix) for name in state)), None)
+    if prefix is None:
+        return state
+    return _without_prefixes({name.removeprefix(prefix): value for name, value in state.items()})

@@ -1,0 +1,145 @@
+"""Masked patch prediction, the paper's self-supervised task (ViT, appendix B.1.2): the model and its targets.
+
+Half of an image's patch embeddings are corrupted: most replaced by one learnable embedding, `mask_token`, some by
+that of another patch of the image, some kept; who is drawn is the caller's. As in BERT this is done between the patch
+embedding and the position embeddings, so a masked patch still knows where it is. From the final, normed token of each
+corrupted patch one linear layer predicts the mean colour of the patch: 3 bits a channel, 512 classes. That layer starts
+at zero, as every last layer of Google's code does: the loss begins at exactly ln 512, whatever the trunk.
+
+Nothing is pooled: a trunk with attention pooling (`pool: map`) is built without it here, so that weights which no
+gradient reaches are neither decayed nor saved; `classifier_of` adds them. A class token takes
+part in the attention. The stem of a hybrid sees beyond its patch, so its task is easier.
+
+Costs one trunk's forward pass, a product of half one block's attention to corrupt, and the linear layer over half the
+tokens. It draws no random numbers.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+
+import torch
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from model.build import build_model
+from model.config import ModelConfig
+from model.init import initialise
+from model.regularisation import NO_REGULARISATION, Regularisation
+from model.vit import PositionedVit, build_vit
+
+LEVELS = 8  # of a channel: 3 bits
+COLOURS = tuple(f"r{red} g{green} b{blue}" for red, green, blue in product(range(LEVELS), repeat=3))
+"""The name of each class; class 64 r + 8 g + b."""
+
+
+class MaskedPatchVit(VisionTransformer):
+    """A trunk with `mask_token` [1, 1, D], and a head of 512 outputs for single tokens."""
+
+    mask_token: nn.Parameter
+
+    def forward(self, images: Tensor, source: Tensor, corrupted: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Predict the colours of corrupted patches.
+
+        Args:
+            images: [n, 3, S, S].
+            source: int64 [n, N], for each patch the number of the patch whose embedding it is given: its own, that of
+                another one, or N for the mask's.
+            corrupted: int64 [n, K], the patches to predict, each once.
+
+        Returns:
+            Logits [n, K, 512].
+        """
+        x = self._pos_embed(corrupt(self.patch_embed(images), source=source, mask_token=self.mask_token))
+        for layer, block in enumerate(self.blocks):
+            if isinstance(self, PositionedVit):
+                x = self.position.before_block(x, layer=layer)  # pyright: ignore[reportCallIssue]
+            x = checkpoint(block, x, use_reentrant=False) if self.grad_checkpointing else block(x)
+        patches = self.norm(x)[:, self.num_prefix_tokens :]
+        return self.head(patches.gather(1, corrupted[..., None].expand(-1, -1, patches.shape[-1])))
+
+
+class MaskedPatchPositionedVit(MaskedPatchVit, PositionedVit):  # pyright: ignore[reportIncompatibleMethodOverride]
+    """The same with a position embedding of our own."""
+
+
+def build_masked_patch(
+    config: ModelConfig, *, image_size: int, regularisation: Regularisation = NO_REGULARISATION
+) -> MaskedPatchVit:
+    """Build the model for square RGB images, with placeholder weights.
+
+    Its state dict is that of `build_vit` with a linear head of 512 outputs (and no attention pooling), and
+    "mask_token". It draws nothing from the global random generator.
+
+    Raises:
+        ValueError: a pure ResNet, which has no patches; fewer than two patches; patch dropout, which would take away
+            what is to be predicted; an argument that `build_vit` refuses.
+    """
+    if config.kind == "resnet" or config.grid_size(image_size) < 2:
+        raise ValueError("masked patch prediction needs at least two patches: take another model, or more pixels")
+    if regularisation.patch_dropout:
+        raise ValueError("patch_dropout would drop the patches that masked patch prediction predicts: leave it out")
+    trunk = build_vit(
+        config.model_copy(update={"pool": "gap"}) if config.pool == "map" else config,
+        image_size=image_size,
+        num_classes=len(COLOURS),
+        head="linear",
+        regularisation=regularisation,
+    )
+    # Another forward pass over the same modules; torch.nn.utils.parametrize changes classes in the same way.
+    kind = MaskedPatchPositionedVit if isinstance(trunk, PositionedVit) else MaskedPatchVit
+    trunk.__class__ = kind  # pyright: ignore[reportAttributeAccessIssue]
+    assert isinstance(trunk, MaskedPatchVit)
+    trunk.mask_token = nn.Parameter(torch.zeros(1, 1, config.sizes.width))
+    return trunk
+
+
+def corrupt(embeddings: Tensor, *, source: Tensor, mask_token: Tensor) -> Tensor:
+    """Patch embeddings [n, N, D] -> those that `source` [n, N] chooses among them and the mask's, number N.
+
+    A product with ones and zeros: exact, and unlike that of an indexed read its gradient is summed in a fixed order on
+    every device, so that a resumed run repeats the undisturbed one bit for bit.
+    """
+    choices = torch.cat([embeddings, mask_token.expand(len(embeddings), -1, -1).to(embeddings.dtype)], dim=1)
+    chosen = source[..., None] == torch.arange(choices.shape[1], device=source.device)
+    return chosen.to(embeddings.dtype) @ choices
+
+
+def colour_classes(pixels: Tensor, *, patch_size: int) -> Tensor:
+    """The targets: the 3-bit mean colour of every patch.
+
+    Per channel the level is min(7, floor(8 m)), m the mean over the patch of the pixels in [0, 1]; the class is
+    64 r + 8 g + b. In integers, so the same on every device.
+
+    Args:
+        pixels: uint8 [n, S, S, 3], augmented and not normalised.
+        patch_size: side of a patch in pixels; divides S.
+
+    Returns:
+        int64 [n, N], the patches row by row.
+    """
+    count, size = pixels.shape[:2]
+    grid = size // patch_size
+    sums = pixels.reshape(count, grid, patch_size, grid, patch_size, 3).sum(dim=(2, 4), dtype=torch.int64)
+    red, green, blue = (LEVELS * sums // (255 * patch_size**2)).clamp(max=LEVELS - 1).unbind(dim=-1)
+    return (LEVELS**2 * red + LEVELS * green + blue).flatten(1)
+
+
+def classifier_of(
+    masked: MaskedPatchVit, *, config: ModelConfig, image_size: int, num_classes: int, seed: int
+) -> nn.Module:
+    """The trunk of `masked`, of `config`, below one zero-initialised linear layer for classes, without mask token.
+
+    Attention pooling, where `config` has it, begins at Google's initial values for `seed`, as if it had been there from
+    the start. The tensors are copies, in float32.
+
+    Raises:
+        ValueError: `num_classes` is not positive.
+    """
+    model = build_model(config, image_size=image_size, num_classes=num_classes, head="linear")
+    initialise(model, seed=seed)
+    fresh = {name: tensor for name, tensor in model.state_dict().items() if name.startswith(("head.", "attn_pool."))}
+    trunk = {name: it for name, it in masked.state_dict().items() if not name.startswith(("head.", "mask_token"))}
+    model.load_state_dict(fresh | trunk)
+    return model

@@ -1,0 +1,86 @@
+"""The convolution of Google's ResNets: its kernels are standardised before each use, its padding is TensorFlow's.
+
+Weight standardisation (arXiv 1903.10520): every output channel of the kernel has mean 0 and standard deviation 1 over
+the inputs that it sums, (w - mean) / (std + 1e-5), as google-research/vision_transformer `models_resnet.py` computes
+it; timm has an epsilon under a root instead. Costs one pass over the kernel per forward, little beside the convolution,
+and a padded copy of the input where the padding is not the same on both sides (stride 2). It has no bias: a
+normalisation or an addition follows.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+STANDARDISATION_EPS = 1e-5  # models_resnet.py, added to the standard deviation
+
+# same: ceil(input / stride) positions come out; an odd zero goes to the right and the bottom (TensorFlow, XLA).
+# fixed: kernel - 1 zeros in all, whatever the input and the stride (BiT, arXiv 1912.11370; also torch's habit).
+Padding = Literal["same", "fixed"]
+
+
+class StandardisedConv2d(nn.Conv2d):
+    """[B, in_channels, H, W] -> [B, out_channels, H', W'], both sides of a kernel equal and odd.
+
+    `weight` holds the kernel as it is trained, not standardised. It is standardised in float32 at least.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int,
+        stride: int = 1,
+        *,
+        pad: Padding,
+        dilation: int = 1,
+        groups: int = 1,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(
+            in_channels,
+            out_channels,
+            kernel_size,
+            stride,
+            padding=dilation * (kernel_size - 1) // 2,  # "fixed", and "same" where its zeros are as many on both sides
+            dilation=dilation,
+            groups=groups,
+            bias=False,
+            device=device,
+            dtype=dtype,
+        )
+        self.pad = pad
+
+    def forward(self, input: Tensor) -> Tensor:
+        weight = standardise(self.weight)
+        if self.pad == "same":
+            before_and_after = [self._zeros(input.shape[axis], axis=axis - 2) for axis in (2, 3)]
+            if before_and_after != [(side, side) for side in self.padding]:
+                (top, bottom), (left, right) = before_and_after
+                input = F.pad(input, (left, right, top, bottom))
+                return F.conv2d(input, weight, None, self.stride, 0, self.dilation, self.groups)
+        return F.conv2d(input, weight, None, self.stride, self.padding, self.dilation, self.groups)
+
+    def _zeros(self, positions: int, *, axis: int) -> tuple[int, int]:
+        """Zeros of "same" before and after `positions` of the input along an axis."""
+        stride, reach = self.stride[axis], self.dilation[axis] * (self.kernel_size[axis] - 1)
+        total = max(0, (math.ceil(positions / stride) - 1) * stride + reach + 1 - positions)
+        return total // 2, total - total // 2
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, pad={self.pad}"
+
+
+def standardise(weight: Tensor) -> Tensor:
+    """A kernel [out, in, H, W] with each output channel brought to (w - mean) / (std + 1e-5), in its own dtype.
+
+    The standard deviation is the population's (numpy's, ddof 0). Bfloat16 kernels are rounded only once.
+    """
+    exact = weight.to(torch.promote_types(weight.dtype, torch.float32))
+    std, mean = torch.std_mean(exact, dim=(1, 2, 3), correction=0, keepdim=True)
+    return ((exact - mean) / (std + STANDARDISATION_EPS)).to(weight.dtype)

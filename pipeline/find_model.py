@@ -1,0 +1,149 @@
+"""The model that a user means by a path: a run, a stage of it, one of its checkpoints, or any file of weights.
+
+    RUNS/NAME                                  what its last finished training stage left
+    RUNS/NAME/STAGE                            what that stage left; before it is done, its newest good checkpoint
+    RUNS/NAME/STAGE/checkpoints/step-00000400  that checkpoint, put together from its shards
+    FOLDER or FILE                             a model of ours, or of any format that `model.formats` reads
+
+Costs the reading of the weights, on the CPU. Nothing is written.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from data_shards.errors import UserError
+from model.saved import CONFIG_FILE, SavedModelMeta, build_described, load_model, read_meta
+from pipeline.checkpoint import damage_of
+from pipeline.identity import FOLDER_PREFIX, checkpoint_folders
+from pipeline.recipe import FinetuneStage, PretrainStage, Recipe, StageName, TrainStage
+from pipeline.recipe_io import parse_recipe
+from pipeline.run_folder import ALL_STAGES, RunFolder
+from pipeline.stage_data import open_data
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class FoundModel:
+    """A model and where it was found.
+
+    Attributes:
+        meta: its record.
+        state: its weights under our names, on the CPU.
+        origin: where it is from, for people.
+        notes: what was assumed, a sentence each.
+    """
+
+    meta: SavedModelMeta
+    state: dict[str, Tensor]
+    origin: str
+    notes: tuple[str, ...] = ()
+
+
+def find_model(path: Path) -> FoundModel:
+    """The model at `path`, see above.
+
+    Raises:
+        UserError: there is none, or it is broken; says what was looked for.
+    """
+    if not path.exists():
+        raise UserError(f"{path} is not there: give a run's folder, a checkpoint, or a file of weights")
+    if (path / "recipe.yaml").is_file():
+        return _of_run(path)
+    if path.name in ALL_STAGES and (path.parent / "recipe.yaml").is_file():
+        return _of_stage(path.parent, stage=path.name)  # pyright: ignore[reportArgumentType]
+    if path.name.startswith(FOLDER_PREFIX) and path.parent.name == "checkpoints":
+        return _of_checkpoint(path)
+    if (path / CONFIG_FILE).is_file():
+        try:
+            read_meta(path)
+        except ValueError:
+            pass  # timm's or transformers': below
+        else:
+            return _of_folder(path)
+    return _of_others(path)
+
+
+def _of_run(run: Path) -> FoundModel:
+    folder = RunFolder(runs_root=run.parent, name=run.name)
+    done = [name for name in ALL_STAGES if name != "swap_head" and folder.record(name).state == "done"]
+    if done:
+        return _of_folder(folder.model(done[-1]))
+    begun = [name for name in ALL_STAGES if checkpoint_folders(folder.checkpoints(name))]
+    advice = f"give {run / begun[-1]} for its newest checkpoint" if begun else "run it first"
+    raise UserError(f"{run}: none of its stages is done: {advice}")
+
+
+def _of_stage(run: Path, *, stage: StageName) -> FoundModel:
+    folder = RunFolder(runs_root=run.parent, name=run.name)
+    if folder.record(stage).state == "done":
+        return _of_folder(folder.model(stage))
+    damaged: list[str] = []
+    for checkpoint in checkpoint_folders(folder.checkpoints(stage)):
+        damage = damage_of(checkpoint)
+        if not damage:
+            found = _of_checkpoint(checkpoint)
+            notes = (f"{stage} is not done: this is its checkpoint {checkpoint.name}", *damaged, *found.notes)
+            return FoundModel(found.meta, found.state, found.origin, notes)
+        damaged.append(f"{checkpoint} is damaged ({damage}); the one before it is used")
+    raise UserError(f"{run / stage} is not done and has no whole checkpoint: run it first")
+
+
+def _of_folder(folder: Path) -> FoundModel:
+    try:
+        meta, state = load_model(folder)
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    return FoundModel(meta, state, origin=str(folder))
+
+
+def _of_checkpoint(checkpoint: Path) -> FoundModel:
+    import torch
+
+    from pipeline.engine_weights import checkpoint_weights
+
+    stage_folder = checkpoint.parent.parent
+    run, stage = stage_folder.parent, stage_folder.name
+    if stage not in ALL_STAGES or not (run / "recipe.yaml").is_file():
+        raise UserError(f"{checkpoint} is not in a run's folder RUNS/NAME/STAGE/checkpoints: its recipe.yaml is needed")
+    recipe = parse_recipe(run / "recipe.yaml")
+    meta = _describe_stage(recipe, run, stage=stage)  # pyright: ignore[reportArgumentType]
+    with torch.device("meta"):
+        model = build_described(meta)
+    return FoundModel(meta, checkpoint_weights(checkpoint, model=model), origin=str(checkpoint))
+
+
+def _describe_stage(recipe: Recipe, run: Path, *, stage: StageName) -> SavedModelMeta:
+    """The record that the stage will write when it is done."""
+    config = recipe.train_stage(stage)
+    folder = RunFolder(runs_root=run.parent, name=run.name)
+    start = read_meta(folder.model("swap_head")) if _starts_from_swap(config) else None
+    classes = open_data(recipe, stage=stage).train.classes
+    return SavedModelMeta(
+        model=recipe.model,
+        image_size=config.image_size,
+        num_classes=len(classes),
+        class_names=classes,
+        head=config.head if isinstance(config, PretrainStage) else "linear",
+        eval_protocol=config.eval_protocol,
+        eval_crop_share=config.eval_crop_share,
+        **({} if start is None else {"mean": start.mean, "std": start.std}),
+    )
+
+
+def _starts_from_swap(config: TrainStage) -> bool:
+    return isinstance(config, FinetuneStage) and config.start == "swap_head"
+
+
+def _of_others(path: Path) -> FoundModel:
+    from model.formats.detect import import_file
+
+    try:
+        meta, state = import_file(path)
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    return FoundModel(meta, state, origin=str(path))

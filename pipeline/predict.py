@@ -1,0 +1,221 @@
+"""Classes of image files by a trained model, whichever format it is in.
+
+An image is decoded, resized, cropped and normalised by the same code as in the evaluation during training, in the way
+that the model's record says; numbers are float32. Probabilities are the softmax of the logits. A model that was
+trained with the sigmoid loss ranks its classes the same, but the record does not say which loss it was.
+
+Memory: the model, two batches of images, and the names of all files, however many images there are. Decoding takes a
+thread for each core and runs one batch ahead of the model.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+
+from data_shards.batch import Batch, Normalisation, model_input
+from data_shards.errors import UnreadableImage, UserError
+from data_shards.images.box import Pixels
+from data_shards.images.decode import read_image
+from data_shards.images.transforms import EvalTransform
+from data_shards.processes import num_cores
+from data_shards.sources.folder import walk_images
+from model.formats import onnx_file
+from model.saved import SavedModelMeta, build_described
+from pipeline.find_model import find_model
+
+DeviceChoice = Literal["auto", "cpu", "cuda"]
+
+
+@dataclass(frozen=True)
+class Predictor:
+    """A model that is ready to use.
+
+    Attributes:
+        meta: what it is and what it is fed.
+        logits: normalised images, float32 [B, 3, S, S] on `device` -> logits [B, classes] on it.
+        device: where it runs.
+        origin: where its weights are from, for people.
+        notes: what was assumed when they were read, a sentence each.
+    """
+
+    meta: SavedModelMeta
+    logits: Callable[[torch.Tensor], torch.Tensor]
+    device: torch.device
+    origin: str
+    notes: tuple[str, ...] = ()
+
+    @torch.inference_mode()
+    def __call__(self, images: torch.Tensor) -> torch.Tensor:
+        """Normalised images, float32 [B, 3, S, S] on any device -> logits, float32 [B, classes] on the CPU."""
+        return self.logits(images.to(self.device)).float().cpu()
+
+
+@dataclass(frozen=True)
+class ClassShare:
+    """A class and its probability."""
+
+    name: str
+    index: int
+    probability: float
+
+
+@dataclass(frozen=True)
+class ImagePrediction:
+    """The most probable classes of one image, the first of them first; or none, and why it could not be read."""
+
+    image: Path
+    classes: tuple[ClassShare, ...] = ()
+    fault: str | None = None
+
+
+def open_predictor(path: Path, *, device: DeviceChoice = "auto") -> Predictor:
+    """Load a model.
+
+    Args:
+        path: an ONNX file of ours, or anything that `pipeline.find_model` finds.
+        device: where to run; auto: the GPU if there is one. ONNX runs on the CPU.
+
+    Raises:
+        UserError: there is no model, it is broken, it does not classify, or there is no such device.
+    """
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device cuda: torch sees no CUDA device here; leave it out")
+    if path.suffix == onnx_file.ENDING and path.is_file():
+        return _open_onnx(path, device=device)
+    found = find_model(path)
+    if found.meta.head == "masked_patch":
+        raise UserError(
+            f"{found.origin} was trained to fill in masked patches and knows no classes: fine-tune it first"
+        )
+    chosen = torch.device("cpu" if device == "cpu" or not torch.cuda.is_available() else "cuda")
+    model = build_described(found.meta)
+    model.load_state_dict(found.state)
+    logits = model.requires_grad_(False).eval().to(chosen)
+    return Predictor(found.meta, logits, device=chosen, origin=found.origin, notes=found.notes)
+
+
+def image_files(paths: Sequence[Path]) -> list[Path]:
+    """The files, and all image files below the folders, each folder's sorted; hidden ones are passed over.
+
+    Raises:
+        UserError: one is not there, or a folder has no image in it.
+    """
+    files: list[Path] = []
+    for path in paths:
+        if path.is_dir():
+            found = walk_images(path)
+            if not found:
+                raise UserError(f"{path}: there is no image in this folder (jpg, png, webp, bmp, gif, tif or ppm)")
+            files += [path / name for name in found]
+        elif path.exists():
+            files.append(path)
+        else:
+            raise UserError(f"{path}: there is no such image or folder")
+    return files
+
+
+def predict_images(
+    predictor: Predictor, images: Iterable[Path], *, top: int, batch_images: int
+) -> Iterator[ImagePrediction]:
+    """Predict one image after the other, in order; those that cannot be read come with their fault.
+
+    Args:
+        predictor: the model.
+        images: files.
+        top: classes of each image, all of them if the model has fewer.
+        batch_images: images that the model sees at a time.
+
+    Raises:
+        UserError: the model's logits are not finite.
+    """
+    meta = predictor.meta
+    transform = EvalTransform(meta.image_size, protocol=meta.eval_protocol, crop_share=meta.eval_crop_share)
+    squares = _squares(images, transform=transform, ahead=batch_images)
+    while chunk := list(islice(squares, batch_images)):
+        rows = [square for _, square in chunk if not isinstance(square, str)]
+        answers = iter(_most_probable(predictor, rows, top=top) if rows else ())
+        for image, square in chunk:
+            if isinstance(square, str):
+                yield ImagePrediction(image, fault=square)
+            else:
+                yield ImagePrediction(image, classes=next(answers))
+
+
+def _open_onnx(path: Path, *, device: DeviceChoice) -> Predictor:
+    if device == "cuda":
+        raise UserError(f"--device cuda: {path} is ONNX, which runs on the CPU here; leave it out")
+    try:
+        program = onnx_file.open_onnx(path)
+    except ValueError as error:  # of model/, which does not know UserError
+        raise UserError(str(error)) from None
+    return Predictor(program.meta, program, device=torch.device("cpu"), origin=str(path))
+
+
+def _squares(images: Iterable[Path], *, transform: EvalTransform, ahead: int) -> Iterator[tuple[Path, Pixels | str]]:
+    """Each image and its pixels, or why there are none; `ahead` of them are decoded before they are asked for."""
+    waiting: deque[tuple[Path, Future[Pixels | str]]] = deque()
+    pool = ThreadPoolExecutor(num_cores())
+    try:
+        for image in images:
+            waiting.append((image, pool.submit(_square, image, transform)))
+            if len(waiting) > ahead:
+                path, square = waiting.popleft()
+                yield path, square.result()
+        for path, square in waiting:
+            yield path, square.result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _square(image: Path, transform: EvalTransform) -> Pixels | str:
+    """What evaluation would see of an image, uint8 [S, S, 3]; or why it cannot be read."""
+    try:
+        return transform(read_image(image.read_bytes()))
+    except UnreadableImage as error:
+        return str(error)
+    except OSError as error:
+        return f"cannot be read ({error.strerror})"
+
+
+def _most_probable(predictor: Predictor, rows: Sequence[Pixels], *, top: int) -> Iterator[tuple[ClassShare, ...]]:
+    """Of each image, the `top` classes; of equally probable ones, the first class first."""
+    meta = predictor.meta
+    images = model_input(
+        _as_batch(rows),
+        device=predictor.device,
+        dtype=torch.float32,
+        normalisation=Normalisation(mean=meta.mean, std=meta.std),
+    )
+    logits = predictor(images)
+    if not logits.isfinite().all():
+        raise UserError(f"{predictor.origin}: the model gives logits that are not finite: its weights are damaged")
+    shares, order = logits.softmax(dim=1).sort(dim=1, descending=True, stable=True)
+    for share_row, order_row in zip(shares[:, :top].tolist(), order[:, :top].tolist(), strict=True):
+        yield tuple(
+            ClassShare(name=meta.class_names[index], index=index, probability=share)
+            for share, index in zip(share_row, order_row, strict=True)
+        )
+
+
+def _as_batch(rows: Sequence[Pixels]) -> Batch:
+    """Pixels in the form that evaluation takes them, without labels."""
+    count = len(rows)
+    return Batch(
+        images=torch.from_numpy(np.stack(rows)),
+        mirrored=torch.zeros(count, dtype=torch.bool),
+        labels=torch.zeros(count, dtype=torch.int64),
+        counted=torch.ones(count, dtype=torch.bool),
+        substituted=torch.zeros(count, dtype=torch.bool),
+        samples=torch.arange(count),
+        epochs=torch.zeros(count, dtype=torch.int64),
+        keys=("",) * count,
+    )

@@ -1,0 +1,157 @@
+"""What is trained for: how a batch becomes the model's inputs and targets, the loss, and what is counted of it.
+
+The loop and the evaluation ask a `Task` and know nothing else of the kind of training. There are two: classification,
+of pre-training and fine-tuning, and the self-supervised masked patch prediction. The models' sides of them are in
+`model`; here they meet the batches of `data_shards`. A task has no state: what it makes of a batch depends on nothing
+but the batch and the seed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+
+from data_shards.batch import Batch, LabelKind, Normalisation, model_input, targets
+from model.loss import LossFunction, loss_function, softmax_cross_entropy
+from model.masked_patch import COLOURS, colour_classes
+from pipeline.engine import Engine
+from pipeline.patch_corruption import corruption_held_out, corruption_in_training
+from pipeline.recipe import MaskedPatchStage, Recipe, StageName
+from pipeline.stage_data import StageData
+
+Use = Literal["train", "eval"]
+
+
+@dataclass(frozen=True)
+class Example:
+    """A micro-batch of n images, as the model and the loss take it."""
+
+    inputs: tuple[torch.Tensor, ...]  # of the model's forward pass; each has n rows
+    targets: torch.Tensor  # of the loss; n rows
+
+
+class Task(Protocol):
+    """What the loop and the evaluation need to know of the kind of training."""
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """What each of the model's outputs stands for."""
+        ...
+
+    @property
+    def kind_of_output(self) -> str:
+        """What these are, in the plural."""
+        ...
+
+    @property
+    def score(self) -> str:
+        """What the held-out share of right predictions is called: it is logged as val/SCORE."""
+        ...
+
+    def example(self, batch: Batch, *, use: Use) -> Example:
+        """The batch, on the device."""
+        ...
+
+    def loss(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """The mean training loss, in float32; images weigh alike."""
+        ...
+
+    def tally(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Sum of the held-out losses, right predictions, predictions: float64 [3], to be added up over batches."""
+        ...
+
+
+@dataclass(frozen=True)
+class Classification:
+    """An image's labels, from all of it."""
+
+    engine: Engine
+    classes: tuple[str, ...]
+    label_kind: LabelKind
+    normalisation: Normalisation
+    train_loss: LossFunction
+    held_out_loss: LossFunction  # without smoothing: held-out losses compare across recipes
+
+    kind_of_output = "classes"
+    score = "top1"
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """The classes."""
+        return self.classes
+
+    def example(self, batch: Batch, *, use: Use) -> Example:
+        """Images, and classes or shares of classes; mixed where the batch says so."""
+        engine = self.engine
+        return Example(
+            (model_input(batch, device=engine.device, dtype=engine.input_dtype, normalisation=self.normalisation),),
+            targets(batch, device=engine.device, num_classes=len(self.classes), label_kind=self.label_kind),
+        )
+
+    def loss(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """The recipe's, of logits [n, classes]."""
+        return self.train_loss(outputs, targets)
+
+    def tally(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Top-1; with several labels an image, whether its best class is one of them (big_vision's prec@1)."""
+        best = outputs.argmax(dim=1)
+        hit = targets.gather(1, best[:, None])[:, 0] > 0 if targets.is_floating_point() else best == targets
+        loss_sum = self.held_out_loss(outputs, targets).double() * len(targets)
+        return torch.stack([loss_sum, hit.sum().double(), loss_sum.new_tensor(len(targets))])
+
+
+@dataclass(frozen=True)
+class MaskedPatches:
+    """The mean colour of each corrupted patch, from the others: see `model.masked_patch`."""
+
+    engine: Engine
+    seed: int
+    patch_size: int
+
+    outputs = COLOURS
+    kind_of_output = "colours"
+    score = "accuracy"
+
+    def example(self, batch: Batch, *, use: Use) -> Example:
+        """Images and what is done to their patches; classes [n, K] of the corrupted ones."""
+        engine = self.engine
+        pixels = batch.images.to(engine.device, non_blocking=True)
+        mirrored = batch.mirrored.to(engine.device, non_blocking=True)
+        pixels = torch.where(mirrored[:, None, None, None], pixels.flip(2), pixels)
+        colours = colour_classes(pixels, patch_size=self.patch_size)
+
+        corruption_of = {"train": corruption_in_training, "eval": corruption_held_out}[use]
+        corruption = corruption_of(batch, seed=self.seed, num_patches=colours.shape[1])
+        source = corruption.source.to(engine.device, non_blocking=True)
+        corrupted = corruption.corrupted.to(engine.device, non_blocking=True)
+        images = model_input(batch, device=engine.device, dtype=engine.input_dtype)
+        return Example((images, source, corrupted), colours.gather(1, corrupted))
+
+    def loss(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Cross-entropy of logits [n, K, 512], mean over all corrupted patches; every image has equally many."""
+        return softmax_cross_entropy(outputs.flatten(0, 1), targets.flatten())
+
+    def tally(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Counts patches, not images."""
+        loss_sum = self.loss(outputs, targets).double() * targets.numel()
+        hits = (outputs.argmax(dim=-1) == targets).sum().double()
+        return torch.stack([loss_sum, hits, loss_sum.new_tensor(targets.numel())])
+
+
+def make_task(
+    recipe: Recipe, *, stage: StageName, data: StageData, normalisation: Normalisation, engine: Engine
+) -> Task:
+    """What a stage is trained for."""
+    config = recipe.train_stage(stage)
+    if isinstance(config, MaskedPatchStage):
+        return MaskedPatches(engine=engine, seed=recipe.seed, patch_size=recipe.model.sizes.patch_size)
+    return Classification(
+        engine=engine,
+        classes=data.train.classes,
+        label_kind="multi" if data.train.is_multi_label else "single",
+        normalisation=normalisation,
+        train_loss=loss_function(config.loss, label_smoothing=config.label_smoothing),
+        held_out_loss=loss_function(config.loss),
+    )

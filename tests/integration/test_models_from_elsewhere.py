@@ -1,0 +1,138 @@
+"""Weights of another library through the whole pipeline: import, fine-tuning, export of a sharded checkpoint, predict."""
+
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from PIL import Image
+from sklearn.datasets import load_digits
+from torchvision.models.vision_transformer import VisionTransformer
+
+from data_shards.packing.pack import pack
+from model.formats.detect import import_file
+from model.saved import build_from_saved, load_model, read_meta
+
+RunCli = Callable[..., subprocess.CompletedProcess[str]]
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+SIZES = ("--width", "32", "--depth", "2", "--heads", "4", "--patch-size", "4", "--mlp-dim", "64")
+
+
+def their_model() -> VisionTransformer:
+    """torchvision's class, erf GELU and all, with random weights, the same at each call."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        model = VisionTransformer(
+            image_size=8, patch_size=4, num_layers=2, num_heads=4, hidden_dim=32, mlp_dim=64, num_classes=7
+        )
+        with torch.no_grad():  # its head and positions begin at zero, or nearly
+            for parameter in model.parameters():
+                parameter.add_(0.05 * torch.randn_like(parameter))
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, run_cli: RunCli) -> Path:
+    """Where their model was imported and fine-tuned at a higher resolution on two processes under ZeRO-2."""
+    folder = tmp_path_factory.mktemp("elsewhere")
+    torch.save(their_model().state_dict(), folder / "theirs.pth")
+    pack("digits", folder / "digits", classes=("3", "8"), holdout=0.3, report=lambda line: None)
+    recipe = {
+        "name": "tuned",
+        "processes": 2,
+        "model": {"width": 32, "depth": 2, "heads": 4, "patch_size": 4, "mlp_dim": 64, "gelu": "erf"},
+        "engine": {"zero_stage": 2, "precision": "bf16"},
+        "stages": {
+            "swap_head": {"model": "imported"},
+            "finetune": {
+                "train": "digits/train",
+                "eval": "digits/val",
+                "image_size": 16,
+                "global_batch_size": 16,
+                "duration": "8 steps",
+                "optimizer": {"name": "adamw", "lr": 0.002},
+                "stochastic_depth": 0.1,
+                "patch_dropout": 0.5,
+                "unmasked_finish": "2 steps",
+                "save_every": "4 steps",
+                "log_every": "2 steps",
+            },
+        },
+    }
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    for arguments in (("import", "theirs.pth", "imported", *SIZES), ("run", "recipe.yaml")):
+        done = run_cli(*arguments, cwd=folder)
+        assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+def test_the_imported_model_answers_as_theirs(folder: Path):
+    meta, model = build_from_saved(folder / "imported")
+    assert (meta.mean, meta.std, meta.model.gelu, meta.num_classes) == (MEAN, STD, "erf", 7)
+    images = torch.randn(3, 3, 8, 8, generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        ours, theirs = model.eval()(images), their_model()(images)
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_fine_tuning_keeps_their_normalisation_and_trains_from_their_weights(folder: Path):
+    meta, tuned = load_model(folder / "runs/tuned/finetune/model")
+    _, imported = load_model(folder / "imported")
+    assert (meta.mean, meta.std, meta.image_size, meta.class_names) == (MEAN, STD, 16, ("3", "8"))
+    change = (tuned["blocks.0.mlp.fc1.weight"] - imported["blocks.0.mlp.fc1.weight"]).abs()
+    assert 0 < change.max() < 0.05
+    assert tuned["head.weight"].shape == (2, 32) and tuned["head.weight"].any()
+
+
+def test_a_sharded_checkpoint_is_exported_as_the_stage_left_it(folder: Path, run_cli: RunCli):
+    checkpoint = "runs/tuned/finetune/checkpoints/step-00000008"
+    done = run_cli("export", checkpoint, "--format", "torchvision", "--out", "tuned.pth", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    meta, state = import_file(folder / "tuned.pth")
+    expected_meta, expected = load_model(folder / "runs/tuned/finetune/model")
+    assert meta == expected_meta
+    assert all(torch.equal(state[name], expected[name]) for name in expected)
+
+    shard = next((folder / checkpoint / "deepspeed").glob("*optim_states.pt"))
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    refused = run_cli("export", checkpoint, "--format", "npz", "--out", "tuned.npz", cwd=folder)
+    assert refused.returncode == 2 and "is damaged" in refused.stderr and "Traceback" not in refused.stderr
+    assert not (folder / "tuned.npz").exists()
+
+
+def test_predict_reads_run_and_export_alike(folder: Path, run_cli: RunCli):
+    digits = load_digits()
+    (folder / "pictures").mkdir()
+    for number, (pixels, label) in enumerate(zip(digits.images, digits.target, strict=True)):
+        if label in (3, 8) and number < 60:
+            image = Image.fromarray((pixels * 15.9).astype(np.uint8))
+            image.save(folder / "pictures" / f"{number:02}-{label}.png")
+    export = run_cli("export", "runs/tuned", "--format", "transformers", "--out", "tuned-hf", cwd=folder)
+    assert export.returncode == 0, export.stderr
+    answers = [
+        json.loads(run_cli("predict", model, "pictures", "--json", cwd=folder).stdout)
+        for model in ("runs/tuned", "tuned-hf")
+    ]
+    assert len(answers[0]) == len(list((folder / "pictures").iterdir())) > 5
+    for ours, theirs in zip(*answers, strict=True):
+        assert ours["image"] == theirs["image"]
+        assert [each["class"] for each in ours["predictions"]] == [each["class"] for each in theirs["predictions"]]
+        for one, other in zip(ours["predictions"], theirs["predictions"], strict=True):
+            assert one["probability"] == pytest.approx(other["probability"], abs=1e-5)
+
+
+def test_a_recipe_of_another_model_is_refused_before_anything_starts(folder: Path, run_cli: RunCli):
+    refused = run_cli("run", "recipe.yaml", "name=other", "model.gelu=tanh", cwd=folder)
+    assert refused.returncode == 2 and "set gelu erf (not tanh)" in refused.stderr
+    assert not (folder / "runs/other").exists()
+
+
+def test_the_record_says_how_it_is_evaluated(folder: Path):
+    meta = read_meta(folder / "runs/tuned/finetune/model")
+    assert (meta.eval_protocol, meta.eval_crop_share) == ("vit", None)

@@ -1,0 +1,173 @@
+"""`model.formats.export`: what is written where, what is refused, and what is never overwritten."""
+
+import os
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+import onnxruntime
+import pytest
+import timm
+import torch
+from transformers import AutoModelForImageClassification
+
+from model.config import ModelConfig
+from model.formats.detect import import_file
+from model.formats.export import ExportFormat, export_model, export_objection
+from model.formats.side_record import read_side_record
+from tests.model.formats.small_model import (
+    CONFIG,
+    NAMES,
+    described,
+    images,
+    logits,
+    random_model,
+    relative_difference,
+)
+
+SIZES = {"width": 48, "depth": 4, "heads": 4, "mlp_dim": 80, "patch_size": 4}
+OUT = {
+    "npz": "m.npz",
+    "big_vision": "m.npz",
+    "timm": "m",
+    "transformers": "m",
+    "torchvision": "m.pth",
+    "onnx": "m.onnx",
+    "torch_export": "m.pt2",
+}
+FORMATS = get_args(ExportFormat)
+
+
+def test_a_timm_export_is_read_by_both(tmp_path: Path) -> None:
+    meta = described()
+    model = random_model(meta)
+    export_model(meta, model.state_dict(), to="timm", out=tmp_path / "m")
+    expected = logits(model, images())
+    theirs = timm.create_model(f"local-dir:{tmp_path / 'm'}", pretrained=True).eval()
+    assert relative_difference(logits(theirs, images()), expected) < 1e-5
+    wrapped = AutoModelForImageClassification.from_pretrained(tmp_path / "m").eval()
+    assert relative_difference(logits(wrapped, images()), expected) < 1e-5
+    assert wrapped.config.id2label == dict(enumerate(NAMES))
+
+
+def test_programs_give_the_logits_of_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    meta = described(ModelConfig(**SIZES | {"depth": 2}), mean=(0.1, 0.2, 0.3))
+    model = random_model(meta)
+    expected = logits(model, images())
+    notes = export_model(meta, model.state_dict(), to="onnx", out=tmp_path / "m.onnx")
+    assert any("(x - (0.1, 0.2, 0.3)) / (0.5, 0.5, 0.5)" in note for note in notes)
+    session = onnxruntime.InferenceSession(tmp_path / "m.onnx", providers=["CPUExecutionProvider"])
+    (answer,) = session.run(None, {"images": images().numpy()})
+    assert relative_difference(torch.from_numpy(np.asarray(answer)), expected) < 1e-5
+    export_model(meta, model.state_dict(), to="torch_export", out=tmp_path / "m.pt2")
+    program = torch.export.load(tmp_path / "m.pt2").module()
+    assert relative_difference(logits(program, images()), expected) < 1e-5
+
+    written: list[Path] = []  # a second export takes as long as the first: only that it is allowed is seen here
+    monkeypatch.setattr("model.formats.onnx_file.write_onnx", lambda path, *_, **__: written.append(path))
+    export_model(meta, model.state_dict(), to="onnx", out=tmp_path / "m.onnx")
+    assert written == [tmp_path / "m.onnx"]
+
+
+@pytest.mark.parametrize("to", [to for to in FORMATS if to != "onnx"])
+def test_an_earlier_export_is_replaced_and_nothing_else(tmp_path: Path, to: ExportFormat) -> None:
+    meta = described()
+    state = random_model(meta).state_dict()
+    out = tmp_path / OUT[to]
+    export_model(meta, state, to=to, out=out)
+    names = sorted(os.listdir(tmp_path))
+    export_model(meta, state | {"head.bias": torch.ones(5)}, to=to, out=out)
+    assert sorted(os.listdir(tmp_path)) == names
+    assert torch.equal(import_file(out)[1]["head.bias"], torch.ones(5))
+
+
+@pytest.mark.parametrize("to", FORMATS)
+def test_something_else_there_stays(tmp_path: Path, to: ExportFormat) -> None:
+    meta = described()
+    out = tmp_path / OUT[to]
+    out.write_text("three years of work")
+    with pytest.raises(ValueError, match="exists and is n"):
+        export_model(meta, random_model(meta).state_dict(), to=to, out=out)
+    assert out.read_text() == "three years of work"
+    out.unlink()
+    out.mkdir()
+    (out / "thesis.tex").write_text("three years of work")
+    with pytest.raises(ValueError, match="exists and is n"):
+        export_model(meta, random_model(meta).state_dict(), to=to, out=out)
+    assert (out / "thesis.tex").read_text() == "three years of work"
+
+
+@pytest.mark.parametrize(("first", "second"), [("timm", "transformers"), ("transformers", "timm")])
+def test_an_export_of_another_kind_stays(tmp_path: Path, first: ExportFormat, second: ExportFormat) -> None:
+    meta = described()
+    state = random_model(meta).state_dict()
+    export_model(meta, state, to=first, out=tmp_path / "m")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "m").iterdir()}
+    with pytest.raises(ValueError, match="exists and is n"):
+        export_model(meta, state, to=second, out=tmp_path / "m")
+    assert before == {path.name: path.read_bytes() for path in (tmp_path / "m").iterdir()}
+
+
+def test_a_failing_write_leaves_the_earlier_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    meta = described()
+    state = random_model(meta).state_dict()
+    export_model(meta, state, to="transformers", out=tmp_path / "m")
+    before = (tmp_path / "m" / "model.safetensors").read_bytes()
+
+    def full_disk(*_args: object, **_kwargs: object) -> None:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr("safetensors.torch.save_file", full_disk)
+    with pytest.raises(OSError, match="No space left"):
+        export_model(meta, state | {"head.bias": torch.ones(5)}, to="transformers", out=tmp_path / "m")
+    assert (tmp_path / "m" / "model.safetensors").read_bytes() == before
+    monkeypatch.undo()
+    export_model(meta, state, to="transformers", out=tmp_path / "m")
+    assert os.listdir(tmp_path) == ["m"]  # what the failed attempt left is gone
+
+
+def test_records_lie_beside_files_that_have_no_place_for_them(tmp_path: Path) -> None:
+    meta = described(eval_protocol="timm", eval_crop_share=0.8)
+    state = random_model(meta).state_dict()
+    for to in ("npz", "torchvision"):
+        export_model(meta, state, to=to, out=tmp_path / OUT[to])
+        assert read_side_record(tmp_path / OUT[to]) == meta
+
+
+@pytest.mark.parametrize(
+    ("to", "config", "changes", "says"),
+    [
+        ("timm", CONFIG, {"head": "mlp"}, "its head is mlp"),
+        ("npz", ModelConfig(**SIZES, gelu="erf"), {}, "GELU"),
+        ("big_vision", ModelConfig(**SIZES, layer_scale=0.1), {}, "layer scale"),
+        *((to, CONFIG, {"head": "masked_patch"}, "fine-tune it first") for to in FORMATS),
+        *((to, ModelConfig(**SIZES, position="relative"), {}, "relative") for to in FORMATS[:5]),
+    ],
+)
+def test_what_a_format_cannot_hold_is_refused(
+    tmp_path: Path, to: ExportFormat, config: ModelConfig, changes: dict[str, Any], says: str
+) -> None:
+    meta = described(config, **changes)
+    assert says in (export_objection(meta, to=to) or "")
+    with pytest.raises(ValueError, match=f"^{to} cannot hold this model: .*{says}"):
+        export_model(meta, {}, to=to, out=tmp_path / OUT[to])
+    assert not any(tmp_path.iterdir())
+
+
+def test_wrong_weights_names_and_formats_are_refused(tmp_path: Path) -> None:
+    meta = described()
+    state = random_model(meta).state_dict()
+    with pytest.raises(ValueError, match=r"the weights do not fit .*\n(.*\n)*  head\.bias +missing +\(5,\)"):
+        export_model(meta, {k: v for k, v in state.items() if k != "head.bias"}, to="npz", out=tmp_path / "m.npz")
+    for to in ("npz", "torchvision", "onnx", "torch_export"):
+        with pytest.raises(ValueError, match="the name of such a file must end in"):
+            export_model(meta, state, to=to, out=tmp_path / "m.weights")
+    with pytest.raises(ValueError, match="no format 'keras': take one of npz, big_vision, timm"):
+        export_model(meta, state, to="keras", out=tmp_path / "m")  # pyright: ignore[reportArgumentType]
+    assert not any(tmp_path.iterdir())
+
+
+def test_doubled_class_names_are_told(tmp_path: Path) -> None:
+    meta = described(class_names=("crane", "crane", "a", "b", "c"))
+    notes = export_model(meta, random_model(meta).state_dict(), to="transformers", out=tmp_path / "m")
+    assert any("label2id keeps one class only" in note and "crane" in note for note in notes)

@@ -1,0 +1,164 @@
+"""`model.position`: which vector is added to which token, and before which block (ViT paper, appendix D.4)."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from model.config import ModelConfig, Pool
+from model.init import initialise
+from model.position import Learned1d, Learned2d, SinCos2d, make_position
+from model.vit import build_vit
+
+GRID, WIDTH, DEPTH = 3, 8, 2
+
+
+def _config(**more: Any) -> ModelConfig:
+    return ModelConfig.model_validate({"width": WIDTH, "depth": DEPTH, "heads": 2, "patch_size": 4} | more)
+
+
+def _randomise(module: nn.Module) -> None:
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+
+
+@pytest.mark.parametrize("num_prefix_tokens", [0, 1])
+def test_a_patch_gets_the_vector_of_its_column_and_then_that_of_its_row(num_prefix_tokens: int) -> None:
+    table = Learned2d(GRID, WIDTH, num_prefix_tokens=num_prefix_tokens)
+    _randomise(table)
+    added = table(torch.zeros(2, num_prefix_tokens + GRID**2, WIDTH))
+    for y in range(GRID):
+        for x in range(GRID):
+            patch = added[1, num_prefix_tokens + GRID * y + x]
+            assert torch.equal(patch, torch.cat([table.column[x], table.row[y]]))
+    if table.prefix is not None:
+        assert torch.equal(added[0, 0], table.prefix[0])
+
+
+@pytest.mark.parametrize("num_prefix_tokens", [0, 1])
+def test_a_learned_1d_table_has_a_vector_for_each_token(num_prefix_tokens: int) -> None:
+    table = Learned1d(num_prefix_tokens + GRID**2, WIDTH)
+    _randomise(table)
+    tokens = torch.randn(2, num_prefix_tokens + GRID**2, WIDTH)
+    assert torch.equal(table(tokens), tokens + table.embedding)
+    assert table.embedding.shape == (1, num_prefix_tokens + GRID**2, WIDTH)
+
+
+def test_sincos_is_fixed_and_adds_nothing_to_the_class_token() -> None:
+    table = SinCos2d(GRID, WIDTH, num_prefix_tokens=1)
+    tokens = torch.randn(2, 1 + GRID**2, WIDTH)
+    added = table(tokens) - tokens
+    assert not added[:, 0].any()
+    # at the origin all sines are 0 and all cosines 1; one step to the right changes the x half only
+    torch.testing.assert_close(added[0, 1], torch.tensor([0.0, 0, 1, 1, 0, 0, 1, 1]), atol=1e-6, rtol=0)
+    torch.testing.assert_close(added[0, 2, 4:], added[0, 1, 4:], atol=1e-6, rtol=0)
+    expected = torch.tensor([1.0, 1e-4]).sin()
+    torch.testing.assert_close(table.table[2, :2], expected)
+    assert not list(table.parameters()) and not table.state_dict()
+
+
+@pytest.mark.parametrize("pool", ["cls", "gap"])
+@pytest.mark.parametrize(
+    ("position", "at"),
+    [
+        ("learned_1d", "every_layer"),
+        ("learned_1d", "every_layer_shared"),
+        ("learned_2d", "stem"),
+        ("learned_2d", "every_layer"),
+        ("learned_2d", "every_layer_shared"),
+    ],
+)
+def test_where_a_learned_table_is_added(position: str, at: str, pool: Pool) -> None:
+    model = build_vit(_config(position=position, position_at=at, pool=pool), image_size=12, num_classes=3, head="mlp")
+    _randomise(model)
+    model.eval()
+    tables = model.position.tables
+    assert len(tables) == (DEPTH if at == "every_layer" else 1)
+    images = torch.randn(2, 3, 12, 12)
+
+    tokens = model.patch_embed(images)
+    if model.cls_token is not None:
+        tokens = torch.cat([model.cls_token.expand(2, -1, -1), tokens], dim=1)
+    nothing = torch.zeros_like(tokens)
+    if at == "stem":
+        tokens = tokens + tables[0](nothing)
+    for layer, block in enumerate(model.blocks):
+        if at != "stem":
+            tokens = tokens + tables[layer if at == "every_layer" else 0](nothing)
+        tokens = block(tokens)
+    torch.testing.assert_close(model.forward_features(images), model.norm(tokens))
+
+
+def test_the_stem_may_be_timms() -> None:
+    """Learned 1-D positions at the stem are timm's `pos_embed`; the same values in our table give the same logits."""
+    standard = build_vit(_config(), image_size=12, num_classes=3, head="linear")
+    _randomise(standard)
+    config = _config(position="none")
+    ours = build_vit(config, image_size=12, num_classes=3, head="linear")
+    ours.load_state_dict({name: value for name, value in standard.state_dict().items() if name != "pos_embed"})
+    images = torch.randn(2, 3, 12, 12)
+    assert (ours(images) - standard(images)).abs().max() > 1e-3
+    ours.position = make_position(_config(), grid_size=GRID, num_prefix_tokens=1, depth=DEPTH)
+    ours.position.load_state_dict({"tables.0.embedding": standard.state_dict()["pos_embed"]})
+    torch.testing.assert_close(ours(images), standard(images))
+
+
+@pytest.mark.parametrize("position", ["none", "relative"])
+def test_nothing_is_added_without_positions(position: str) -> None:
+    made = make_position(_config(position=position), grid_size=GRID, num_prefix_tokens=1, depth=DEPTH)
+    tokens = torch.randn(2, 1 + GRID**2, WIDTH)
+    assert made.at_stem(tokens) is tokens
+    assert made.before_block(tokens, layer=1) is tokens
+    assert not made.state_dict()
+
+
+@pytest.mark.parametrize("position", ["none", "learned_2d", "sincos_2d", "relative"])
+def test_without_positions_and_only_then_the_order_of_patches_means_nothing(position: str) -> None:
+    """With the mean as pooling, a network without positions is invariant under a permutation of the patches."""
+    model = build_vit(_config(position=position, pool="gap"), image_size=12, num_classes=3, head="mlp").eval()
+    _randomise(model)
+    images = torch.randn(2, 3, 12, 12)
+    patches = images.unfold(2, 4, 4).unfold(3, 4, 4).flatten(2, 3)
+    order = torch.tensor([4, 2, 7, 0, 8, 1, 3, 6, 5])
+    shuffled = patches[:, :, order].unflatten(2, (GRID, GRID)).permute(0, 1, 2, 4, 3, 5).reshape(images.shape)
+    with torch.no_grad():
+        difference = (model(images) - model(shuffled)).abs().max()
+    assert (difference < 1e-4) == (position == "none")
+
+
+@pytest.mark.parametrize("position", ["learned_2d", "sincos_2d", "relative"])
+def test_building_without_memory_and_copying(position: str) -> None:
+    config = _config(position=position)
+    with torch.device("meta"):
+        shell = build_vit(config, image_size=12, num_classes=3, head="mlp")
+    assert all(value.is_meta for value in shell.state_dict().values())
+    model = build_vit(config, image_size=12, num_classes=3, head="mlp")
+    assert {n: v.shape for n, v in shell.state_dict().items()} == {n: v.shape for n, v in model.state_dict().items()}
+    initialise(model, seed=0)
+    images = torch.randn(2, 3, 12, 12)
+    assert torch.equal(copy.deepcopy(model)(images), model(images))
+
+
+@pytest.mark.parametrize(
+    ("position", "at"),
+    [("learned_1d", "every_layer"), ("learned_2d", "every_layer_shared"), ("sincos_2d", "stem"), ("relative", "stem")],
+)
+def test_gradient_checkpointing_changes_nothing(position: str, at: str) -> None:
+    model = build_vit(_config(position=position, position_at=at), image_size=12, num_classes=3, head="linear")
+    _randomise(model)
+    images = torch.randn(2, 3, 12, 12)
+    results: list[list[Tensor]] = []
+    for enable in (False, True):
+        model.set_grad_checkpointing(enable)
+        model.zero_grad()
+        logits = model(images)
+        logits.square().sum().backward()
+        gradients = [parameter.grad for parameter in model.parameters()]
+        assert all(gradient is not None for gradient in gradients)
+        results.append([logits.detach(), *(gradient.clone() for gradient in gradients if gradient is not None)])
+    for plain, checkpointed in zip(*results, strict=True):
+        torch.testing.assert_close(plain, checkpointed)

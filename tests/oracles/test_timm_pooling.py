@@ -1,0 +1,56 @@
+"""Models that timm builds from `timm_arguments`, our state dict in them: every pooling, GELU and layer scale."""
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from timm.models.vision_transformer import VisionTransformer
+
+from model.config import Gelu, ModelConfig, Pool
+from model.vit import build_vit, timm_arguments
+
+
+def _randomised(model: torch.nn.Module) -> torch.nn.Module:
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            offset = 1.0 if "norm" in name and name.endswith("weight") else 0.0
+            parameter.copy_(offset + 0.2 * torch.randn(parameter.shape, generator=generator))
+    return model.eval()
+
+
+def _timms(config: ModelConfig, state: dict[str, Any]) -> torch.nn.Module:
+    arguments = json.loads(json.dumps(timm_arguments(config, image_size=24)))
+    theirs = VisionTransformer(**arguments, num_classes=5)
+    theirs.load_state_dict(state, strict=True)
+    return theirs.eval()
+
+
+@pytest.mark.parametrize("pool", ["cls", "gap", "map"])
+@pytest.mark.parametrize(("gelu", "layer_scale"), [("tanh", None), ("erf", None), ("tanh", 0.1)])
+def test_timms_model_loads_our_state_strictly_and_agrees(pool: Pool, gelu: Gelu, layer_scale: float | None) -> None:
+    config = ModelConfig(
+        width=48, depth=4, heads=4, mlp_dim=80, patch_size=4, pool=pool, gelu=gelu, layer_scale=layer_scale
+    )
+    ours = _randomised(build_vit(config, image_size=24, num_classes=5, head="linear"))
+    theirs = _timms(config, ours.state_dict())
+    images = torch.randn(3, 3, 24, 24, generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        expected = theirs(images)
+        assert expected.abs().mean() > 0.1
+        torch.testing.assert_close(ours(images), expected, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(ours.forward_features(images), theirs.forward_features(images))  # pyright: ignore
+
+
+def test_another_pooling_would_be_noticed() -> None:
+    """The mean of the normed tokens is not the norm of the mean, timm's own habit."""
+    config = ModelConfig(width=48, depth=4, heads=4, mlp_dim=80, patch_size=4, pool="gap")
+    ours = _randomised(build_vit(config, image_size=24, num_classes=5, head="linear"))
+    state = ours.state_dict()
+    arguments = timm_arguments(config, image_size=24) | {"fc_norm": True}
+    theirs = VisionTransformer(**arguments, num_classes=5)
+    theirs.load_state_dict({name.replace("norm.", "fc_norm.", name.startswith("norm.")): state[name] for name in state})
+    images = torch.randn(3, 3, 24, 24)
+    with torch.no_grad():
+        assert (ours(images) - theirs.eval()(images)).abs().max() > 1e-2
