@@ -11,6 +11,7 @@ from cyclopts import App, CycloptsError, Parameter
 from data_shards.errors import UserError
 from launch.models import export_model, import_model
 from launch.predict import predict
+from launch.table8 import table8
 
 EXIT_USER_ERROR = 2
 EXIT_STOPPED = 75
@@ -298,6 +299,7 @@ def demo(
 app.command(import_model, name="import")
 app.command(export_model, name="export")
 app.command(predict)
+app.command(table8)
 
 
 if __name__ == "__main__":

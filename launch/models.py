@@ -99,7 +99,7 @@ def import_model(
 
     FILE is Google's npz (vision_transformer or big_vision), a folder or state
     dict of timm or transformers, a state dict of torchvision, or anything that
-    `shardvit export` wrote but ONNX and torch.export. OUT is the new folder; name
+    `shardvit export` wrote, ONNX aside. OUT is the new folder; name
     it in a recipe as stages.swap_head.model, or give it to `shardvit predict`.
 
     What the weights were trained with (GELU's form, epsilons, normalisation,

@@ -42,7 +42,8 @@ def predict(
     model's, or a file that `shardvit export` made in any of its formats. IMAGES
     are files, and folders with all images below them. They are resized and
     cropped as in the evaluation during training. Probabilities are the softmax
-    over the classes.
+    over the classes; those of a model trained with the sigmoid loss are each
+    class's own and do not add up to one.
 
     Exit code 1 if an image could not be read; it is named, the others are
     answered. JSON is a list with one line for each image, in order:

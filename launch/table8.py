@@ -129,16 +129,16 @@ def run_cells(
         key = override.partition("=")[0]
         if key in ("model.position", "model.position_at"):
             raise UserError(f"{key} is what table8 varies itself: leave it out")
+    base = load_recipe(recipe, overrides=overrides)
+    last = base.stages.names[-1]
+    if last not in ("pretrain", "finetune"):
+        raise UserError(f"{recipe}: its last stage is {last}, which has no top-1 to compare: end in another")
     if recipe == RECIPE:
         folder = (shards_root or Path("shards")) / "digits"
         pack("digits", folder, holdout=_HOLDOUT)
         overrides = [f"stages.pretrain.train={folder / 'train'}", f"stages.pretrain.eval={folder / 'val'}", *overrides]
     elif shards_root is not None:
         raise UserError(f"--shards: only {RECIPE}'s are packed, and {recipe} names its own; leave it out")
-    base = load_recipe(recipe, overrides=overrides)
-    last = base.stages.names[-1]
-    if last not in ("pretrain", "finetune"):
-        raise UserError(f"{recipe}: its last stage is {last}, which has no top-1 to compare: end in another")
     opened = [
         PipelineRun.open(
             recipe,
@@ -206,7 +206,7 @@ def as_tree(results: Sequence[Result]) -> list[dict[str, object]]:
 
 
 def _cell_text(result: Result) -> str:
-    paper = "" if result.cell.paper is None else f" ({result.cell.paper:.5f})"
+    paper = " " * 10 if result.cell.paper is None else f" ({result.cell.paper:.5f})"
     return f"{result.top1:.4f}{paper}"
 
 

@@ -69,7 +69,10 @@ class SinCos2d(nn.Module):
         self.register_buffer("table", torch.cat([grid.new_zeros(num_prefix_tokens, width), grid]), persistent=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return tokens + self.table
+        # DeepSpeed's ZeRO-3 lowers the precision of parameters and leaves buffers as they are. Autocast leaves both,
+        # and its sums of tokens and learned positions are float32; so is this one.
+        autocast = torch.is_autocast_enabled(tokens.device.type)
+        return tokens + (self.table if autocast else self.table.to(tokens.dtype))
 
 
 class Position(nn.Module):

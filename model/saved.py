@@ -43,6 +43,7 @@ class SavedModelMeta(BaseModel):
         class_names: name of each output, in order.
         head: "mlp" or "linear"; "masked_patch" is that of the self-supervised stage.
         mean, std: pixels in [0, 1] become (x - mean) / std, channel by channel.
+        loss: that it was trained with: probabilities are logits' softmax, or each logit's sigmoid.
         eval_protocol, eval_crop_share: what is shown to it of an image (see `data_shards.images.transforms`).
     """
 
@@ -56,6 +57,7 @@ class SavedModelMeta(BaseModel):
     head: Literal["mlp", "linear", "masked_patch"]
     mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
     std: tuple[float, float, float] = (0.5, 0.5, 0.5)
+    loss: Literal["softmax", "sigmoid"] = "softmax"
     eval_protocol: Literal["vit", "big_vision", "timm"] = "vit"
     eval_crop_share: float | None = Field(default=None, gt=0, le=1)
 

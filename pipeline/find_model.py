@@ -18,7 +18,7 @@ from data_shards.errors import UserError
 from model.saved import CONFIG_FILE, SavedModelMeta, build_described, load_model, read_meta
 from pipeline.checkpoint import damage_of
 from pipeline.identity import FOLDER_PREFIX, checkpoint_folders
-from pipeline.recipe import FinetuneStage, PretrainStage, Recipe, StageName, TrainStage
+from pipeline.recipe import FinetuneStage, MaskedPatchStage, PretrainStage, Recipe, StageName, TrainStage
 from pipeline.recipe_io import parse_recipe
 from pipeline.run_folder import ALL_STAGES, RunFolder
 from pipeline.stage_data import open_data
@@ -119,16 +119,23 @@ def _of_checkpoint(checkpoint: Path) -> FoundModel:
 
 def _describe_stage(recipe: Recipe, run: Path, *, stage: StageName) -> SavedModelMeta:
     """The record that the stage will write when it is done."""
+    from model.masked_patch import COLOURS
+
     config = recipe.train_stage(stage)
     folder = RunFolder(runs_root=run.parent, name=run.name)
     start = read_meta(folder.model("swap_head")) if _starts_from_swap(config) else None
-    classes = open_data(recipe, stage=stage).train.classes
+    if isinstance(config, MaskedPatchStage):
+        classes, head = COLOURS, "masked_patch"
+    else:
+        classes = open_data(recipe, stage=stage).train.classes
+        head = config.head if isinstance(config, PretrainStage) else "linear"
     return SavedModelMeta(
         model=recipe.model,
         image_size=config.image_size,
         num_classes=len(classes),
         class_names=classes,
-        head=config.head if isinstance(config, PretrainStage) else "linear",
+        head=head,
+        loss=config.loss,
         eval_protocol=config.eval_protocol,
         eval_crop_share=config.eval_crop_share,
         **({} if start is None else {"mean": start.mean, "std": start.std}),

@@ -1,8 +1,8 @@
 """Classes of image files by a trained model, whichever format it is in.
 
 An image is decoded, resized, cropped and normalised by the same code as in the evaluation during training, in the way
-that the model's record says; numbers are float32. Probabilities are the softmax of the logits. A model that was
-trained with the sigmoid loss ranks its classes the same, but the record does not say which loss it was.
+that the model's record says; numbers are float32. Probabilities are the softmax of the logits, or, of a model that was
+trained with the sigmoid loss, each logit's sigmoid: they do not add up to one.
 
 Memory: the model, two batches of images, and the names of all files, however many images there are. Decoding takes a
 thread for each core and runs one batch ahead of the model.
@@ -198,7 +198,8 @@ def _most_probable(predictor: Predictor, rows: Sequence[Pixels], *, top: int) ->
     logits = predictor(images)
     if not logits.isfinite().all():
         raise UserError(f"{predictor.origin}: the model gives logits that are not finite: its weights are damaged")
-    shares, order = logits.softmax(dim=1).sort(dim=1, descending=True, stable=True)
+    probabilities = logits.sigmoid() if meta.loss == "sigmoid" else logits.softmax(dim=1)
+    shares, order = probabilities.sort(dim=1, descending=True, stable=True)
     for share_row, order_row in zip(shares[:, :top].tolist(), order[:, :top].tolist(), strict=True):
         yield tuple(
             ClassShare(name=meta.class_names[index], index=index, probability=share)

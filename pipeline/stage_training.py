@@ -19,6 +19,7 @@ from data_shards.images.decode import require_decoder
 from data_shards.loader import EvalBatches, Layout, TrainBatches, TrainLoader, eval_batches
 from data_shards.shard_set import ShardSet
 from model.config import HeadKind
+from model.flops import account
 from model.saved import SavedModelMeta, save_model
 from pipeline.checkpoint import Restored, restore_checkpoint, save_checkpoint
 from pipeline.context import StageContext
@@ -88,6 +89,9 @@ def train_stage(
         config = recipe.train_stage(stage)
         task = make_task(recipe, stage=stage, data=data, normalisation=start.normalisation, engine=engine)
         report.note(f"{stage}: {config.image_size} px, {len(task.outputs)} {task.kind_of_output}; {plan.describe()}")
+        if start.head != "masked_patch":
+            cost = account(recipe.model, image_size=config.image_size, num_classes=len(task.outputs), head=start.head)
+            report.note(f"{stage}: {cost.describe()}")
         for damage in (*data.train.damage, *data.eval.damage):
             report.note(damage)
         if ranks.place.is_main:
@@ -111,6 +115,7 @@ def train_stage(
                 head=start.head,
                 mean=start.normalisation.mean,
                 std=start.normalisation.std,
+                loss=config.loss,
                 eval_protocol=config.eval_protocol,
                 eval_crop_share=config.eval_crop_share,
             )

@@ -146,6 +146,7 @@ def _recorded(meta: SavedModelMeta, state: dict[str, Tensor], *, format: str) ->
         class_names=meta.class_names,
         mean=meta.mean,
         std=meta.std,
+        loss=meta.loss,
         eval_protocol=meta.eval_protocol,
         eval_crop_share=meta.eval_crop_share,
     )

@@ -32,7 +32,7 @@ class Foreign:
         head: its kind.
         class_names: name of each output; () where the file has none.
         mean, std: of its pixels.
-        eval_protocol, eval_crop_share: as in `SavedModelMeta`.
+        loss, eval_protocol, eval_crop_share: as in `SavedModelMeta`.
         notes: what was assumed or folded, a sentence each, for the user.
     """
 
@@ -45,6 +45,7 @@ class Foreign:
     class_names: tuple[str, ...] = ()
     mean: tuple[float, float, float] = GOOGLE_MEAN
     std: tuple[float, float, float] = GOOGLE_STD
+    loss: str = "softmax"
     eval_protocol: str = "vit"
     eval_crop_share: float | None = None
     notes: tuple[str, ...] = field(default=())

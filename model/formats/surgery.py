@@ -68,6 +68,8 @@ def adapt(
     if class_names is None:
         class_names = foreign.class_names if foreign.class_names and not new_head else list(map(str, range(wanted)))
     changes: dict[str, Any] = {"class_names": tuple(class_names)}
+    if new_head:
+        changes["loss"] = "softmax"
     if image_size is not None and image_size != foreign.image_size:
         state = _resized(foreign, state, image_size=image_size)
         changes["image_size"] = image_size
@@ -76,7 +78,7 @@ def adapt(
 
 def _record(foreign: Foreign, *, num_classes: int, head: str) -> SavedModelMeta:
     """The record of `foreign` at its own resolution, with that head; class names still to come."""
-    names = ("image_size", "mean", "std", "eval_protocol", "eval_crop_share")
+    names = ("image_size", "mean", "std", "loss", "eval_protocol", "eval_crop_share")
     try:
         return SavedModelMeta.model_validate(
             {name: getattr(foreign, name) for name in names}

@@ -281,7 +281,7 @@ def _pixels(folder: Path, *, record: SavedModelMeta | None, notes: list[str]) ->
         return {"mean": GOOGLE_MEAN, "std": GOOGLE_STD}
     content = read_json(path)
     if record and content == _preprocessor_json(record):
-        return {name: getattr(record, name) for name in ("mean", "std", "eval_protocol", "eval_crop_share")}
+        return {name: getattr(record, name) for name in ("mean", "std", "loss", "eval_protocol", "eval_crop_share")}
     pixels: dict[str, Any] = {
         "mean": _by_channel(content.get("image_mean", GOOGLE_MEAN)),
         "std": _by_channel(content.get("image_std", GOOGLE_STD)),

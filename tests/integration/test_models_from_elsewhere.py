@@ -1,4 +1,4 @@
-"""Weights of another library through the whole pipeline: import, fine-tuning, export of a sharded checkpoint, predict."""
+"""Weights of another library through the pipeline: import, fine-tuning, export of a sharded checkpoint, predict."""
 
 import json
 import subprocess

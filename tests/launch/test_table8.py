@@ -89,13 +89,13 @@ def test_the_table_has_the_papers_form(
     text = (tmp_path / "runs/table8.txt").read_text()
     assert capsys.readouterr().out.endswith(f"\n\n{text}")
     assert text == (
-        "position embedding                  stem       every layer  every layer, shared\n"
-        "-------------------------------------------------------------------------------\n"
+        "position embedding              stem       every layer  every layer, shared\n"
+        "---------------------------------------------------------------------------\n"
         "none                0.5100 (0.61382)               N/A                  N/A\n"
         "1-D                 0.5200 (0.64206)  0.5300 (0.63964)     0.5400 (0.64292)\n"
         "2-D                 0.5500 (0.64001)  0.5600 (0.64046)     0.5700 (0.64022)\n"
         "relative            0.5800 (0.64032)               N/A                  N/A\n"
-        "sin-cos 2-D, fixed            0.5900               N/A                  N/A\n"
+        "sin-cos 2-D, fixed  0.5900                         N/A                  N/A\n"
         "Top-1 on 400 held-out images, one run each: one standard error is up to 0.0250.\n"
         "In brackets the ViT paper's Table 8: B/16, JFT-300M, ImageNet 5-shot; another measure, so only the order\n"
         "can be compared. The fixed sin-cos embedding is not in the paper's table.\n"

@@ -61,6 +61,18 @@ def test_sincos_is_fixed_and_adds_nothing_to_the_class_token() -> None:
     assert not list(table.parameters()) and not table.state_dict()
 
 
+@pytest.mark.parametrize("position", ["learned_2d", "sincos_2d"])
+def test_precision_follows_the_parameters(position: str) -> None:
+    """Buffers that stay in float32 when parameters are lowered, as under ZeRO-3, do not raise what is computed."""
+    made = make_position(_config(position=position), grid_size=GRID, num_prefix_tokens=1, depth=DEPTH)
+    tokens = torch.randn(2, 1 + GRID**2, WIDTH).bfloat16()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert made.at_stem(tokens).dtype == torch.float32
+    for parameter in made.parameters():
+        parameter.data = parameter.data.bfloat16()
+    assert made.at_stem(tokens).dtype == torch.bfloat16
+
+
 @pytest.mark.parametrize("pool", ["cls", "gap"])
 @pytest.mark.parametrize(
     ("position", "at"),

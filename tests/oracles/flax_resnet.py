@@ -13,6 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
+from tests.oracles.conftest import Measured
+
 HEADS = 4
 
 
@@ -98,7 +100,16 @@ def to_flax(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     return tree
 
 
-def compare(model: torch.nn.Module, theirs: nn.Module, *, image_size: int, classes: int, dtype: torch.dtype) -> None:
+def compare(
+    measured: Measured,
+    semantic: str,
+    *,
+    model: torch.nn.Module,
+    theirs: nn.Module,
+    image_size: int,
+    classes: int,
+    dtype: torch.dtype,
+) -> None:
     """Hold the logits of `model` against flax's: within 1e-5 in float32; in float64, with every gradient, within 1e-9.
 
     A ReLU's gradient jumps: in float32, now and then, the two libraries round a value to different sides of zero, and
@@ -115,9 +126,10 @@ def compare(model: torch.nn.Module, theirs: nn.Module, *, image_size: int, class
         pixels, parameters = channels_last(images), to_flax(dict(model.named_parameters()))
         expected = jax.jit(theirs.apply)({"params": parameters}, pixels)
     assert np.abs(expected).mean() > 0.1
-    assert relative(logits.detach().numpy(), expected) < (1e-5 if dtype == torch.float32 else 1e-9)
     if dtype == torch.float32:
+        measured(semantic, "flax", "logits", logits, expected)
         return
+    measured(semantic, "flax", "logits in float64", logits, expected, below=1e-9)
 
     (logits * weights).sum().backward()
     with jax.enable_x64(True):
@@ -127,8 +139,10 @@ def compare(model: torch.nn.Module, theirs: nn.Module, *, image_size: int, class
     assert ours.keys() == gradients.keys()
     for name, gradient in gradients.items():
         # a key's bias shifts all scores of a row alike: its gradient is zero but for rounding
-        scale = max(np.abs(gradient).max(), 1.0 if name.endswith("['key']['bias']") else 0.0)
-        assert np.abs(ours[name] - gradient).max() < 1e-9 * scale, name
+        if name.endswith("['key']['bias']"):
+            assert np.abs(ours[name] - gradient).max() < 1e-9, name
+        else:
+            measured(semantic, "flax", "gradients in float64", ours[name], gradient, below=1e-9)
 
 
 def _leaves(tree: Any) -> Iterator[tuple[str, np.ndarray]]:
@@ -148,8 +162,3 @@ def randomise(model: torch.nn.Module) -> None:
 
 def channels_last(images: torch.Tensor) -> jax.Array:
     return jnp.asarray(images.numpy().transpose(0, 2, 3, 1))
-
-
-def relative(ours: np.ndarray, theirs: np.ndarray) -> float:
-    """The largest difference, in units of the largest reference value."""
-    return float(np.abs(ours - np.asarray(theirs)).max() / np.abs(theirs).max())

@@ -12,13 +12,13 @@ from model.config import ModelConfig
 from model.resnet import stem_embedding
 from model.standardised_conv import StandardisedConv2d
 from model.vit import build_vit
+from tests.oracles.conftest import Measured
 from tests.oracles.flax_resnet import (
     HEADS,
     FlaxStdConv,
     channels_last,
     compare,
     randomise,
-    relative,
     stem,
     to_flax,
 )
@@ -60,13 +60,14 @@ class FlaxHybrid(nn.Module):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_logits_and_all_gradients(dtype: torch.dtype) -> None:
+def test_logits_and_all_gradients(dtype: torch.dtype, measured: Measured) -> None:
     model = build_vit(HYBRID, image_size=48, num_classes=CLASSES, head="mlp")
-    compare(model, FlaxHybrid(layers=(2, 1), patch_size=2), image_size=48, classes=CLASSES, dtype=dtype)
+    theirs = FlaxHybrid(layers=(2, 1), patch_size=2)
+    compare(measured, "hybrid", model=model, theirs=theirs, image_size=48, classes=CLASSES, dtype=dtype)
 
 
 @pytest.mark.parametrize("size", [(32, 32), (37, 50), (50, 37), (33, 35)])
-def test_the_stem_pads_as_xla_does_at_any_size(size: tuple[int, int]) -> None:
+def test_the_stem_pads_as_xla_does_at_any_size(size: tuple[int, int], measured: Measured) -> None:
     """A hybrid only meets even sizes; that its padding is SAME and not something equal there is seen at odd ones."""
     ours = stem_embedding(HYBRID, image_size=48).keywords["backbone"]
     randomise(ours)
@@ -76,12 +77,12 @@ def test_the_stem_pads_as_xla_does_at_any_size(size: tuple[int, int]) -> None:
     with torch.no_grad():
         features = ours(images).numpy().transpose(0, 2, 3, 1)
     assert features.shape == theirs.shape
-    assert relative(features, theirs) < 1e-5
+    measured("SAME padding of the ResNet stem, odd sizes", "flax", "features", features, theirs)
 
 
 @pytest.mark.parametrize("kernel_size", [1, 3, 7])
 @pytest.mark.parametrize("stride", [1, 2, 3])
-def test_one_convolution_and_its_gradients(kernel_size: int, stride: int) -> None:
+def test_one_convolution_and_its_gradients(kernel_size: int, stride: int, measured: Measured) -> None:
     generator = torch.Generator().manual_seed(3)
     conv = StandardisedConv2d(6, 8, kernel_size, stride, pad="same")
     for size in ((9, 10), (2, 5)):
@@ -99,6 +100,10 @@ def test_one_convolution_and_its_gradients(kernel_size: int, stride: int) -> Non
         (_, expected), theirs = jax.jit(jax.value_and_grad(energy, argnums=(0, 1), has_aux=True))(
             channels_last(images.detach()), kernel
         )
-        assert relative(output.detach().numpy().transpose(0, 2, 3, 1), expected) < 1e-5
-        assert relative(gradients[0].numpy().transpose(0, 2, 3, 1), theirs[0]) < 1e-4
-        assert relative(gradients[1].numpy().transpose(2, 3, 1, 0), theirs[1]) < 1e-4
+        measured("standardised convolution", "flax", "features", output.permute(0, 2, 3, 1), expected)
+        measured(
+            "standardised convolution", "flax", "gradients", gradients[0].permute(0, 2, 3, 1), theirs[0], below=1e-4
+        )
+        measured(
+            "standardised convolution", "flax", "gradients", gradients[1].permute(2, 3, 1, 0), theirs[1], below=1e-4
+        )

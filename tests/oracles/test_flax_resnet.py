@@ -8,6 +8,7 @@ import torch
 
 from model.config import ModelConfig
 from model.resnet import build_resnet
+from tests.oracles.conftest import Measured
 from tests.oracles.flax_resnet import FlaxStdConv, compare, pre_activation_unit
 
 LAYERS, CLASSES = (2, 1), 5
@@ -29,6 +30,7 @@ class FlaxBit(nn.Module):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_logits_and_all_gradients(dtype: torch.dtype) -> None:
+def test_logits_and_all_gradients(dtype: torch.dtype, measured: Measured) -> None:
     model = build_resnet(ModelConfig(resnet_layers=LAYERS), image_size=48, num_classes=CLASSES, head="mlp")
-    compare(model, FlaxBit(), image_size=48, classes=CLASSES, dtype=dtype)
+    semantic = "ResNet baseline (BiT)"
+    compare(measured, semantic, model=model, theirs=FlaxBit(), image_size=48, classes=CLASSES, dtype=dtype)

@@ -26,10 +26,10 @@ from model.formats.foreign import Foreign
 from model.formats.google.npz import GoogleNames, read_google_npz, write_google_npz
 from model.head import HeadKind
 from model.saved import SavedModelMeta
+from tests.oracles.conftest import Measured
 
 CLASSES, SIZE = 5, 24
 SIZES: dict[str, Any] = {"width": 48, "depth": 4, "heads": 4, "mlp_dim": 80, "patch_size": 4}
-RELATIVE = 1e-5  # of the largest logit: the issue's tolerance
 Naming = Literal["pre_linen", "linen", "big_vision"]
 
 
@@ -157,13 +157,6 @@ def _our_logits(foreign: Foreign, images: Any) -> np.ndarray:
         return model(torch.from_numpy(np.array(images)).permute(0, 3, 1, 2)).numpy()
 
 
-def _agree(ours: Any, theirs: Any) -> None:
-    ours, theirs = np.asarray(ours), np.asarray(theirs)
-    difference = np.abs(ours - theirs).max() / np.abs(theirs).max()
-    print(f"largest difference over largest logit: {difference:.1e}")
-    assert difference < RELATIVE
-
-
 CASES = [
     ("pre_linen", "cls", "linear"),
     ("pre_linen", "cls", "mlp"),
@@ -178,26 +171,29 @@ CASES = [
 
 
 @pytest.mark.parametrize(("naming", "pool", "head"), CASES)
-def test_a_file_of_flax_gives_its_logits(tmp_path: Path, naming: Naming, pool: Pool, head: HeadKind) -> None:
+def test_a_file_of_flax_gives_its_logits(
+    tmp_path: Path, naming: Naming, pool: Pool, head: HeadKind, measured: Measured
+) -> None:
     arrays, images, logits = _flax_file(FlaxVit(naming, pool, head))
     np.savez(tmp_path / "model.npz", **arrays)
     foreign = read_google_npz(tmp_path / "model.npz")
     assert foreign.config == ModelConfig(**SIZES, pool=pool)
     assert (foreign.image_size, foreign.num_classes, foreign.head) == (SIZE, CLASSES, head)
     assert ("big_vision" in foreign.format) == (naming == "big_vision")
-    _agree(_our_logits(foreign, images), logits)
+    semantic = "npz read, vision_transformer's names" if naming != "big_vision" else "npz read, big_vision's names"
+    measured(semantic, "flax", "logits", _our_logits(foreign, images), logits)
 
 
 @pytest.mark.parametrize("pool", ["gap", "map", "cls"])
-def test_stacked_blocks_give_the_same(tmp_path: Path, pool: Pool) -> None:
+def test_stacked_blocks_give_the_same(tmp_path: Path, pool: Pool, measured: Measured) -> None:
     arrays, images, logits = _flax_file(FlaxVit("big_vision", pool, "linear"))
     np.savez_compressed(tmp_path / "model.npz", **{f"params/{name}": value for name, value in _stacked(arrays).items()})
     foreign = read_google_npz(tmp_path / "model.npz")
     assert foreign.config.sizes.depth == SIZES["depth"]
-    _agree(_our_logits(foreign, images), logits)
+    measured("npz read, blocks stacked by scan", "flax", "logits", _our_logits(foreign, images), logits)
 
 
-def test_fixed_positions_give_the_same_with_a_note(tmp_path: Path) -> None:
+def test_fixed_positions_give_the_same_with_a_note(tmp_path: Path, measured: Measured) -> None:
     arrays, images, logits = _flax_file(FlaxVit("big_vision", "gap", "mlp", "sincos_2d"))
     np.savez(tmp_path / "model.npz", **arrays)
     foreign = read_google_npz(tmp_path / "model.npz")
@@ -207,10 +203,10 @@ def test_fixed_positions_give_the_same_with_a_note(tmp_path: Path) -> None:
     at_our_size = Foreign(
         foreign.format, foreign.state, foreign.config, image_size=SIZE, num_classes=CLASSES, head=foreign.head
     )
-    _agree(_our_logits(at_our_size, images), logits)
+    measured("npz read, sincos_2d", "flax", "logits", _our_logits(at_our_size, images), logits)
 
 
-def test_bfloat16_as_big_vision_saves_it(tmp_path: Path) -> None:
+def test_bfloat16_as_big_vision_saves_it(tmp_path: Path, measured: Measured) -> None:
     arrays, images, _ = _flax_file(FlaxVit("big_vision", "gap", "linear"))
     rounded = {f"params/{name}": value.astype(ml_dtypes.bfloat16) for name, value in arrays.items()}
     np.savez(tmp_path / "model.npz", **rounded)
@@ -221,7 +217,7 @@ def test_bfloat16_as_big_vision_saves_it(tmp_path: Path) -> None:
     assert any("bfloat16" in note for note in foreign.notes)
     exact = {name.removeprefix("params/"): value.astype(np.float32) for name, value in rounded.items()}
     theirs = FlaxVit("big_vision", "gap", "linear").apply({"params": unflatten_dict(exact, sep="/")}, images)
-    _agree(_our_logits(foreign, images), theirs)
+    measured("npz read, bfloat16", "flax", "logits", _our_logits(foreign, images), theirs)
 
 
 def _our_model(pool: Pool, head: HeadKind, **more: Any) -> tuple[SavedModelMeta, torch.nn.Module]:
@@ -257,6 +253,7 @@ def test_flax_reads_ours(
     pool: Pool,
     head: HeadKind,
     position: Literal["learned_1d", "sincos_2d"],
+    measured: Measured,
 ) -> None:
     """Through flax's own `convert_pre_linen`, which both code bases call on what they load."""
     meta, model = _our_model(pool, head, position=position)
@@ -272,19 +269,19 @@ def test_flax_reads_ours(
     assert jax.tree.map(jnp.shape, tree) == jax.tree.map(jnp.shape, expected)
     with torch.no_grad():
         ours = model(torch.from_numpy(images).permute(0, 3, 1, 2))
-    _agree(ours, theirs.apply({"params": tree}, images))
+    measured(f"npz written, {names}'s names", "flax", "logits", ours, theirs.apply({"params": tree}, images))
 
 
 @pytest.mark.parametrize(("names", "pool"), [(names, pool) for names, pool, head in WRITABLE if head == "linear"])
-def test_timms_loader_reads_ours(tmp_path: Path, names: GoogleNames, pool: Pool) -> None:
-    _timm_reads(tmp_path, names, pool)
+def test_timms_loader_reads_ours(tmp_path: Path, names: GoogleNames, pool: Pool, measured: Measured) -> None:
+    _timm_reads(measured, tmp_path, names, pool)
 
 
-def test_timms_loader_reads_big_visions_class_token(tmp_path: Path) -> None:
-    _timm_reads(tmp_path, "big_vision", "cls", no_embed_class=True)
+def test_timms_loader_reads_big_visions_class_token(tmp_path: Path, measured: Measured) -> None:
+    _timm_reads(measured, tmp_path, "big_vision", "cls", no_embed_class=True)
 
 
-def _timm_reads(tmp_path: Path, names: GoogleNames, pool: Pool, **arguments: Any) -> None:
+def _timm_reads(measured: Measured, tmp_path: Path, names: GoogleNames, pool: Pool, **arguments: Any) -> None:
     meta, model = _our_model(pool, "linear")
     path = tmp_path / "model.npz"
     write_google_npz(path, model.state_dict(), meta=meta, names=names)
@@ -308,7 +305,7 @@ def _timm_reads(tmp_path: Path, names: GoogleNames, pool: Pool, **arguments: Any
     with torch.no_grad():
         ours, logits = model(images), theirs(images)
     assert ours.abs().mean() > 0.1
-    _agree(ours, logits)
+    measured(f"npz written, {names}'s names", "timm's loader", "logits", ours, logits)
 
 
 def test_timms_loader_finds_the_same_hybrid(tmp_path: Path) -> None:

@@ -25,32 +25,44 @@ from tests.model.formats.small_model import (
     rebuilt,
     relative_difference,
 )
+from tests.oracles.conftest import Measured
 
 TOLERANCE = 1e-5
 
 
 @pytest.mark.parametrize("google", ["npz", "big_vision"])
-def test_the_same_logits_at_every_stop(tmp_path: Path, google: Literal["npz", "big_vision"]) -> None:
+def test_the_same_logits_at_every_stop(
+    tmp_path: Path, google: Literal["npz", "big_vision"], measured: Measured
+) -> None:
     meta = described()
     model = random_model(meta)
     pixels = images()
     expected = logits(model, pixels)
+    stop = partial(measured, "round trip of formats", "the first model")
     export_model(meta, model.state_dict(), to=google, out=tmp_path / "first.npz")
     found, state = import_file(tmp_path / "first.npz")
     assert found == meta
-    assert relative_difference(logits(rebuilt(found, state), pixels), expected) < TOLERANCE
+    measured(
+        "round trip of formats", "the first model", "1. npz to ours", logits(rebuilt(found, state), pixels), expected
+    )
 
     export_model(found, state, to="timm", out=tmp_path / "timm")
     theirs = timm.create_model(f"local-dir:{tmp_path / 'timm'}", pretrained=True).eval()
-    assert relative_difference(logits(theirs, pixels), expected) < TOLERANCE
+    stop("2. to timm, its own class", logits(theirs, pixels), expected)
     wrapped = AutoModelForImageClassification.from_pretrained(tmp_path / "timm").eval()
     assert isinstance(wrapped, TimmWrapperForImageClassification)
-    assert relative_difference(logits(wrapped, pixels), expected) < TOLERANCE
+    stop("2. to timm, its own class", logits(wrapped, pixels), expected)
 
     export_model(*import_file(tmp_path / "timm"), to="transformers", out=tmp_path / "transformers")
     native = AutoModelForImageClassification.from_pretrained(tmp_path / "transformers").eval()
     assert isinstance(native, ViTForImageClassification)
-    assert relative_difference(logits(native, pixels), expected) < TOLERANCE
+    measured(
+        "round trip of formats",
+        "the first model",
+        "3. to transformers, its own class",
+        logits(native, pixels),
+        expected,
+    )
 
     export_model(*import_file(tmp_path / "transformers"), to="torchvision", out=tmp_path / "vision.pth")
     vision = torchvision.models.VisionTransformer(
@@ -67,14 +79,16 @@ def test_the_same_logits_at_every_stop(tmp_path: Path, google: Literal["npz", "b
     assert relative_difference(logits(vision, pixels), expected) > 10 * TOLERANCE  # its class has GELU in the erf form
     for name in [name for name, module in vision.named_modules() if isinstance(module, nn.GELU)]:
         vision.set_submodule(name, nn.GELU(approximate="tanh"))
-    assert relative_difference(logits(vision, pixels), expected) < TOLERANCE
+    measured(
+        "round trip of formats", "the first model", "4. to torchvision, its own class", logits(vision, pixels), expected
+    )
 
     last, state = import_file(tmp_path / "vision.pth")
-    assert relative_difference(logits(rebuilt(last, state), pixels), expected) < TOLERANCE
+    stop("5. to ours", logits(rebuilt(last, state), pixels), expected)
     export_model(last, state, to=google, out=tmp_path / "last.npz")
     again, state = import_file(tmp_path / "last.npz")
     assert again == meta  # class names, pixels, GELU, epsilon and kernel of interpolation travelled along
-    assert relative_difference(logits(rebuilt(again, state), pixels), expected) < TOLERANCE
+    stop("6. to npz", logits(rebuilt(again, state), pixels), expected)
     with np.load(tmp_path / "first.npz") as first, np.load(tmp_path / "last.npz") as last_arrays:
         assert set(first) == set(last_arrays)
         for name in first:

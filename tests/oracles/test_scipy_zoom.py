@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 from model.config import ModelConfig
 from model.pos_embed import interpolate_pos_embed, resize_state
+from tests.oracles.conftest import Measured
 
 IMAGE_SIZES, PATCH_SIZES = (224, 384, 512, 518), (14, 16, 32)
 # Every grid that these images have (the patch size need not divide them: what is left over is no patch), from that of
@@ -18,17 +19,18 @@ GRIDS = sorted(OF_IMAGES | {(new, old) for old, new in OF_IMAGES} | SMALL)
 
 
 @pytest.mark.parametrize(("old", "new"), GRIDS)
-def test_equals_scipy_zoom(old: int, new: int) -> None:
+def test_equals_scipy_zoom(old: int, new: int, measured: Measured) -> None:
     pos_embed = torch.randn(1, 1 + old * old, 6, generator=torch.Generator().manual_seed(old * 100 + new))
     ours = interpolate_pos_embed(pos_embed, new_grid=(new, new), old_grid=(old, old))
     grid = pos_embed[0, 1:].reshape(old, old, 6).numpy()
     theirs = zoom(grid, (new / old, new / old, 1), order=1)
     assert theirs.shape == (new, new, 6)
-    np.testing.assert_allclose(ours[0, 1:].reshape(new, new, 6).numpy(), theirs, rtol=1e-6, atol=1e-7)
+    found = ours[0, 1:].reshape(new, new, 6)
+    measured("interpolation of positions", "scipy.ndimage.zoom, order 1", "embeddings", found, theirs, below=1e-6)
 
 
 @pytest.mark.parametrize(("old", "new"), [(14, 24), (16, 37), (37, 16), (7, 12)])
-def test_a_table_of_columns_and_one_of_rows_are_the_zoomed_grid(old: int, new: int) -> None:
+def test_a_table_of_columns_and_one_of_rows_are_the_zoomed_grid(old: int, new: int, measured: Measured) -> None:
     config = ModelConfig(width=8, depth=1, heads=1, patch_size=2, position="learned_2d")
     generator = torch.Generator().manual_seed(0)
     column, row = torch.randn(old, 4, generator=generator), torch.randn(old, 4, generator=generator)
@@ -43,14 +45,15 @@ def test_a_table_of_columns_and_one_of_rows_are_the_zoomed_grid(old: int, new: i
 
     ours = grid(*(resized[name].numpy() for name in names))
     theirs = zoom(grid(column.numpy(), row.numpy()), (new / old, new / old, 1), order=1)
-    np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=1e-7)
+    measured("interpolation of learned_2d", "scipy.ndimage.zoom, order 1", "embeddings", ours, theirs, below=1e-6)
 
 
-def test_equals_scipy_zoom_on_oblong_grids() -> None:
+def test_equals_scipy_zoom_on_oblong_grids(measured: Measured) -> None:
     pos_embed = torch.randn(1, 1 + 5 * 8, 6, generator=torch.Generator().manual_seed(0))
     ours = interpolate_pos_embed(pos_embed, new_grid=(9, 6), old_grid=(5, 8))
     theirs = zoom(pos_embed[0, 1:].reshape(5, 8, 6).numpy(), (9 / 5, 6 / 8, 1), order=1)
-    np.testing.assert_allclose(ours[0, 1:].reshape(9, 6, 6).numpy(), theirs, rtol=1e-6, atol=1e-7)
+    found = ours[0, 1:].reshape(9, 6, 6)
+    measured("interpolation of positions", "scipy.ndimage.zoom, order 1", "embeddings", found, theirs, below=1e-6)
 
 
 def test_half_pixel_interpolation_would_be_noticed() -> None:

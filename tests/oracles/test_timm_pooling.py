@@ -9,6 +9,7 @@ from timm.models.vision_transformer import VisionTransformer
 
 from model.config import Gelu, ModelConfig, Pool
 from model.vit import build_vit, timm_arguments
+from tests.oracles.conftest import Measured
 
 
 def _randomised(model: torch.nn.Module) -> torch.nn.Module:
@@ -29,7 +30,9 @@ def _timms(config: ModelConfig, state: dict[str, Any]) -> torch.nn.Module:
 
 @pytest.mark.parametrize("pool", ["cls", "gap", "map"])
 @pytest.mark.parametrize(("gelu", "layer_scale"), [("tanh", None), ("erf", None), ("tanh", 0.1)])
-def test_timms_model_loads_our_state_strictly_and_agrees(pool: Pool, gelu: Gelu, layer_scale: float | None) -> None:
+def test_timms_model_loads_our_state_strictly_and_agrees(
+    pool: Pool, gelu: Gelu, layer_scale: float | None, measured: Measured
+) -> None:
     config = ModelConfig(
         width=48, depth=4, heads=4, mlp_dim=80, patch_size=4, pool=pool, gelu=gelu, layer_scale=layer_scale
     )
@@ -39,7 +42,7 @@ def test_timms_model_loads_our_state_strictly_and_agrees(pool: Pool, gelu: Gelu,
     with torch.no_grad():
         expected = theirs(images)
         assert expected.abs().mean() > 0.1
-        torch.testing.assert_close(ours(images), expected, rtol=1e-5, atol=1e-6)
+        measured(f"pooling {pool}", "timm", "logits", ours(images), expected)
         torch.testing.assert_close(ours.forward_features(images), theirs.forward_features(images))  # pyright: ignore
 
 

@@ -7,10 +7,11 @@ import torch
 from model.config import ModelConfig
 from model.regularisation import Regularisation
 from model.vit import build_vit
+from tests.oracles.conftest import Measured
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_a_named_timm_model_loads_our_weights_strictly_and_agrees(dropout: float) -> None:
+def test_a_named_timm_model_loads_our_weights_strictly_and_agrees(dropout: float, measured: Measured) -> None:
     """Dropout adds no parameter; the tanh GELU is the one thing timm must be told."""
     ours = build_vit(
         ModelConfig(variant="Ti/16"),
@@ -34,7 +35,7 @@ def test_a_named_timm_model_loads_our_weights_strictly_and_agrees(dropout: float
 
     with torch.no_grad():
         expected = ours.eval()(images)
-    torch.testing.assert_close(logits(act_layer="gelu_tanh"), expected, rtol=1e-5, atol=1e-5)
+    measured("Ti/16", "timm", "logits", logits(act_layer="gelu_tanh"), expected)
     assert (logits() - expected).abs().max() > 1e-4  # timm's default is the erf GELU
 
 

@@ -212,6 +212,20 @@ def test_only_some_images_are_in_memory(monkeypatch: pytest.MonkeyPatch) -> None
     assert threading.active_count() < before
 
 
+def test_the_sigmoid_loss_gives_each_class_its_own_probability(tmp_path: Path, photos: Path) -> None:
+    answers = []
+    for loss in ("softmax", "sigmoid"):
+        save_random(tmp_path / loss, meta_of(loss=loss))
+        predictor = open_predictor(tmp_path / loss, device="cpu")
+        answers.append(next(predict_images(predictor, image_files([photos]), top=6, batch_images=1)).classes)
+    softmax, sigmoid = answers
+    assert [each.name for each in softmax] == [each.name for each in sigmoid]
+    assert sum(each.probability for each in softmax) == pytest.approx(1)
+    odds = [each.probability / (1 - each.probability) for each in sigmoid]  # exp(logit)
+    assert [each / sum(odds) for each in odds] == pytest.approx([each.probability for each in softmax], rel=1e-4)
+    assert sum(each.probability for each in sigmoid) != pytest.approx(1, abs=0.01)
+
+
 def test_equally_probable_classes_come_in_their_order() -> None:
     predictor = Predictor(meta_of(), lambda images: torch.zeros(len(images), 6), device=CPU, origin="")
     rows = [np.zeros((32, 32, 3), np.uint8)]
