@@ -6,12 +6,12 @@ Costs what the weights take in memory (nothing under `torch.device("meta")`). We
 
 from __future__ import annotations
 
-from torch import nn
+from timm.models.vision_transformer import VisionTransformer
 
 from model.config import ModelConfig
 from model.head import HeadKind
 from model.regularisation import NO_REGULARISATION, Regularisation
-from model.resnet import build_resnet
+from model.resnet import BitResnet, build_resnet
 from model.vit import build_vit
 
 
@@ -22,7 +22,7 @@ def build_model(
     num_classes: int,
     head: HeadKind,
     regularisation: Regularisation = NO_REGULARISATION,
-) -> nn.Module:
+) -> VisionTransformer | BitResnet:
     """Build the model for square RGB images: [B, 3, image_size, image_size] -> logits [B, num_classes].
 
     What it returns has `head`, `num_classes`, `num_features`, `forward_features`, `forward_head` and

@@ -9,10 +9,17 @@ MLP head.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor, nn
 
 from model.config import HeadKind as HeadKind
+
+if TYPE_CHECKING:
+    from timm.models.vision_transformer import VisionTransformer
+
+    from model.resnet import BitResnet
 
 
 class MlpHead(nn.Module):
@@ -47,12 +54,12 @@ def zero_linear(
     return layer
 
 
-def pooled_features(model: nn.Module, images: Tensor) -> Tensor:
+def pooled_features(model: VisionTransformer | BitResnet, images: Tensor) -> Tensor:
     """Images [B, 3, S, S] -> what the head sees: the pooled, normed features [B, D]."""
-    return model.forward_head(model.forward_features(images), pre_logits=True)  # pyright: ignore[reportCallIssue]
+    return model.forward_head(model.forward_features(images), pre_logits=True)
 
 
-def pre_logits(model: nn.Module, images: Tensor) -> Tensor:
+def pre_logits(model: VisionTransformer | BitResnet, images: Tensor) -> Tensor:
     """Images [B, 3, S, S] -> what the last layer sees [B, D]: after an `MlpHead`'s tanh, else the pooled features.
 
     This is Google's `pre_logits`, the representation that few-shot evaluation uses.
@@ -61,7 +68,7 @@ def pre_logits(model: nn.Module, images: Tensor) -> Tensor:
     return torch.tanh(model.head.pre_logits(pooled)) if isinstance(model.head, MlpHead) else pooled
 
 
-def replace_head(model: nn.Module, num_classes: int) -> None:
+def replace_head(model: VisionTransformer | BitResnet, num_classes: int) -> None:
     """Drop the whole head of `model` (both layers of an `MlpHead`) and attach one zero Linear, in place.
 
     The new `model.head` has the device and dtype of the old one and is trainable. `model.num_classes` is set.

@@ -54,7 +54,7 @@ class MaskedPatchVit(VisionTransformer):
         x = self._pos_embed(corrupt(self.patch_embed(images), source=source, mask_token=self.mask_token))
         for layer, block in enumerate(self.blocks):
             if isinstance(self, PositionedVit):
-                x = self.position.before_block(x, layer=layer)  # pyright: ignore[reportCallIssue]
+                x = self.position.before_block(x, layer=layer)
             x = checkpoint(block, x, use_reentrant=False) if self.grad_checkpointing else block(x)
         patches = self.norm(x)[:, self.num_prefix_tokens :]
         return self.head(patches.gather(1, corrupted[..., None].expand(-1, -1, patches.shape[-1])))

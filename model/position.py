@@ -71,7 +71,8 @@ class SinCos2d(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         # DeepSpeed's ZeRO-3 lowers the precision of parameters and leaves buffers as they are. Autocast leaves both,
         # and its sums of tokens and learned positions are float32; so is this one.
-        autocast = torch.is_autocast_enabled(tokens.device.type)
+        kind = tokens.device.type  # "meta" has no autocast to ask for
+        autocast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
         return tokens + (self.table if autocast else self.table.to(tokens.dtype))
 
 

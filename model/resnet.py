@@ -25,7 +25,7 @@ import torch
 from timm.layers import GroupNormAct, HybridEmbed
 from timm.models import FeatureInfo
 from timm.models.resnetv2 import ResNetV2
-from torch import Tensor
+from torch import Tensor, nn
 
 from model.config import ModelConfig, resnet_stride
 from model.head import HeadKind, MlpHead, zero_linear
@@ -37,6 +37,8 @@ GROUP_NORM_EPS = 1e-6  # flax's default, which models_resnet.py uses
 
 class BitResnet(ResNetV2):
     """A pre-activation ResNetV2 whose `head` (a Linear or an `MlpHead`) sees features that are pooled here."""
+
+    head: nn.Module
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         """Features [B, C, H, W] -> logits [B, num_classes], or with `pre_logits` the pooled features [B, C]."""

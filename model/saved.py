@@ -23,7 +23,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from model.config import ModelConfig
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from timm.models.vision_transformer import VisionTransformer
+    from torch import Tensor
+
+    from model.resnet import BitResnet
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
@@ -160,7 +163,7 @@ def load_model(folder: Path) -> tuple[SavedModelMeta, dict[str, Tensor]]:
     return meta, state_dict
 
 
-def build_from_saved(folder: Path) -> tuple[SavedModelMeta, nn.Module]:
+def build_from_saved(folder: Path) -> tuple[SavedModelMeta, VisionTransformer | BitResnet]:
     """Load a saved model and build it, in float32 on the CPU and in training mode, as `build_model` gives it.
 
     Raises:
@@ -172,7 +175,7 @@ def build_from_saved(folder: Path) -> tuple[SavedModelMeta, nn.Module]:
     return meta, model
 
 
-def build_described(meta: SavedModelMeta) -> nn.Module:
+def build_described(meta: SavedModelMeta) -> VisionTransformer | BitResnet:
     """The model that a record describes, with placeholder weights."""
     from model.build import build_model
     from model.masked_patch import build_masked_patch

@@ -29,7 +29,7 @@ from torch.utils.checkpoint import checkpoint
 
 from model.config import ModelConfig
 from model.head import HeadKind, MlpHead
-from model.position import make_position
+from model.position import Position, make_position
 from model.regularisation import NO_REGULARISATION, Regularisation
 from model.relative_attention import relative_attention
 from model.resnet import stem_embedding
@@ -41,7 +41,7 @@ _TIMM_GELU = {"tanh": "gelu_tanh", "erf": "gelu"}
 class PositionedVit(VisionTransformer):
     """A VisionTransformer with a position embedding of our own, `position`, in place of timm's `pos_embed`."""
 
-    position: nn.Module  # see model.position
+    position: Position
 
     def _pos_embed(self, x: Tensor) -> Tensor:
         if self.cls_token is not None:

@@ -63,7 +63,9 @@ def _sharded(folder: Path) -> dict[str, Tensor]:
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
-        return get_fp32_state_dict_from_zero_checkpoint(str(folder), tag=TAG)
+        state = get_fp32_state_dict_from_zero_checkpoint(str(folder), tag=TAG)
+    assert state is not None
+    return dict(state)
 
 
 def _unsharded(file: Path, *, model: nn.Module) -> dict[str, Tensor]:

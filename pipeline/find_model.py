@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from data_shards.batch import GOOGLES
 from data_shards.errors import UserError
 from model.saved import CONFIG_FILE, SavedModelMeta, build_described, load_model, read_meta
 from pipeline.checkpoint import damage_of
@@ -55,7 +56,7 @@ def find_model(path: Path) -> FoundModel:
     if (path / "recipe.yaml").is_file():
         return _of_run(path)
     if path.name in ALL_STAGES and (path.parent / "recipe.yaml").is_file():
-        return _of_stage(path.parent, stage=path.name)  # pyright: ignore[reportArgumentType]
+        return _of_stage(path.parent, stage=path.name)
     if path.name.startswith(FOLDER_PREFIX) and path.parent.name == "checkpoints":
         return _of_checkpoint(path)
     if (path / CONFIG_FILE).is_file():
@@ -70,7 +71,7 @@ def find_model(path: Path) -> FoundModel:
 
 def _of_run(run: Path) -> FoundModel:
     folder = RunFolder(runs_root=run.parent, name=run.name)
-    done = [name for name in ALL_STAGES if name != "swap_head" and folder.record(name).state == "done"]
+    done: list[StageName] = [name for name in ALL_STAGES if name != "swap_head" and folder.record(name).state == "done"]
     if done:
         return _of_folder(folder.model(done[-1]))
     begun = [name for name in ALL_STAGES if checkpoint_folders(folder.checkpoints(name))]
@@ -111,7 +112,7 @@ def _of_checkpoint(checkpoint: Path) -> FoundModel:
     if stage not in ALL_STAGES or not (run / "recipe.yaml").is_file():
         raise UserError(f"{checkpoint} is not in a run's folder RUNS/NAME/STAGE/checkpoints: its recipe.yaml is needed")
     recipe = parse_recipe(run / "recipe.yaml")
-    meta = _describe_stage(recipe, run, stage=stage)  # pyright: ignore[reportArgumentType]
+    meta = _describe_stage(recipe, run, stage=stage)
     with torch.device("meta"):
         model = build_described(meta)
     return FoundModel(meta, checkpoint_weights(checkpoint, model=model), origin=str(checkpoint))
@@ -138,7 +139,8 @@ def _describe_stage(recipe: Recipe, run: Path, *, stage: StageName) -> SavedMode
         loss=config.loss,
         eval_protocol=config.eval_protocol,
         eval_crop_share=config.eval_crop_share,
-        **({} if start is None else {"mean": start.mean, "std": start.std}),
+        mean=GOOGLES.mean if start is None else start.mean,
+        std=GOOGLES.std if start is None else start.std,
     )
 
 

@@ -90,7 +90,13 @@ def train_stage(
         task = make_task(recipe, stage=stage, data=data, normalisation=start.normalisation, engine=engine)
         report.note(f"{stage}: {config.image_size} px, {len(task.outputs)} {task.kind_of_output}; {plan.describe()}")
         if start.head != "masked_patch":
-            cost = account(recipe.model, image_size=config.image_size, num_classes=len(task.outputs), head=start.head)
+            cost = account(
+                recipe.model,
+                image_size=config.image_size,
+                num_classes=len(task.outputs),
+                head=start.head,
+                patch_dropout=config.patch_dropout,
+            )
             report.note(f"{stage}: {cost.describe()}")
         for damage in (*data.train.damage, *data.eval.damage):
             report.note(damage)

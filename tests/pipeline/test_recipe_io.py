@@ -96,7 +96,7 @@ def test_round_trip(file: Path, tmp_path: Path):
         ("stages.pretrain.duration=10", "stages.pretrain.duration"),
         ("processes=many", "processes"),
         ("processes=0", "processes"),
-        ("stages.pretrain.image_size=18", "use 16 or 20"),
+        ("stages.pretrain.image_size=18", "take 16 or 20"),
         ("stages.pretrain=3", "stages.pretrain"),
         ("stages.pretrain.augment.flip.x=3", "flip"),
         ("name.x=3", "'name' is a value, not a group of keys"),
@@ -228,7 +228,7 @@ def test_differences_show_everything_else(file: Path):
 def test_flatten_has_one_text_for_each_leaf(file: Path):
     leaves = flatten(load_recipe(str(file)))
     assert leaves["stages.pretrain.optimizer.lr"] == "0.0003"
-    assert leaves["stages.swap_head"] == "{}"
+    assert leaves["stages.swap_head.model"] == "None"
     assert leaves["model.variant"] == "Ti/4"
     assert all(isinstance(value, str) for value in leaves.values())
     assert {key.split(".")[0] for key in leaves} == set(Recipe.model_fields)
