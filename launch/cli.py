@@ -31,8 +31,8 @@ def main() -> None:
     """Entry point of the console script."""
     try:
         sys.exit(app(exit_on_error=False, print_error=False, result_action="return_value") or 0)
-    except KeyboardInterrupt:  # between two stages, or while packing
-        print("\nshardvit: interrupted: nothing is lost, type the same command again", file=sys.stderr)
+    except KeyboardInterrupt:  # between two stages, while packing or exporting: files are renamed when they are whole
+        print("\nshardvit: interrupted: nothing is broken, type the same command again", file=sys.stderr)
         sys.exit(EXIT_STOPPED)
     except (UserError, CycloptsError) as error:
         print(f"shardvit: {error}", file=sys.stderr)

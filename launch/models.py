@@ -182,9 +182,11 @@ def export_model(
 
 def _name_of(model: Path) -> str:
     """A short name for the file: the run's, or that of a run's stage or checkpoint; a file's without its ending."""
+    from pipeline.run_folder import ALL_STAGES
+
     path = model.resolve()
     parts = [path.name if path.is_dir() else path.stem]
-    while parts[0] in ("model", "checkpoints", "masked_patch", "pretrain", "finetune") or parts[0].startswith("step-"):
+    while parts[0] in ("model", "checkpoints", *ALL_STAGES) or parts[0].startswith("step-"):
         path = path.parent
         parts.insert(0, path.name)
     return "-".join(part for part in parts if part not in ("model", "checkpoints"))
@@ -208,6 +210,6 @@ def _class_names(text: str) -> tuple[str, ...]:
 def _summary(meta: SavedModelMeta) -> str:
     from model.flops import account
 
-    head = "linear" if meta.head == "masked_patch" else meta.head
-    parts = account(meta.model, image_size=meta.image_size, num_classes=meta.num_classes, head=head)
+    assert meta.head != "masked_patch"  # such a head is neither imported nor exported
+    parts = account(meta.model, image_size=meta.image_size, num_classes=meta.num_classes, head=meta.head)
     return f"{meta.image_size} px, {meta.num_classes} classes; {parts.describe()}"

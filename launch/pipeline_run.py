@@ -116,24 +116,24 @@ class PipelineRun:
 
     def _check_stages(self) -> None:
         """Every stage's data, sizes, model and checkpoints, before the first one is started."""
-        if self.folder.record("swap_head").state != "done":
-            model_from_elsewhere(self.recipe)
         for stage in self.recipe.stages.names:
+            is_open = self._begins_again(stage) or self.folder.record(stage).state != "done"
             config = getattr(self.recipe.stages, stage)
-            if not isinstance(config, TrainStage):
+            if not isinstance(config, TrainStage):  # swap_head
+                if is_open:
+                    model_from_elsewhere(self.recipe)
                 continue
             data = open_data(self.recipe, stage=stage)
             images = data.train.num_samples
             plan = plan_stage(self.recipe, stage=stage, samples_per_epoch=images, world_size=self.processes)
             training_order(self.recipe, data=data, plan=plan)
-            begins_again = self.restart is not None and self._is_from(stage, first=self.restart)
-            if not begins_again and self.folder.record(stage).state != "done":
+            if is_open and not self._begins_again(stage):
                 identity = checkpoint_identity(self.recipe, stage=stage, processes=self.processes)
                 check_newest(self.folder.checkpoints(stage), expected=identity)
 
-    def _is_from(self, stage: StageName, *, first: StageName) -> bool:
+    def _begins_again(self, stage: StageName) -> bool:
         names = self.recipe.stages.names
-        return names.index(stage) >= names.index(first)
+        return self.restart is not None and names.index(stage) >= names.index(self.restart)
 
 
 def _reason(code: int) -> str:

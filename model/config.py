@@ -24,7 +24,8 @@ HeadKind = Literal["mlp", "linear"]
 InitStyle = Literal["google", "timm"]
 
 _SIZES = ("width", "depth", "heads", "mlp_dim", "patch_size", "resnet_layers", "resnet_width_factor")
-_OF_TRANSFORMERS = ("pool", "position", "position_at", "layer_scale", "gelu", "layer_norm_eps", "interpolation")
+OF_TRANSFORMERS = ("pool", "position", "position_at", "layer_scale", "gelu", "layer_norm_eps", "interpolation")
+"""Fields beside the sizes, which a pure ResNet does not have."""
 
 
 @dataclass(frozen=True)
@@ -139,9 +140,7 @@ class ModelConfig(BaseModel):
     @model_validator(mode="after")
     def _sizes_fit(self) -> Self:
         if self.kind == "resnet":
-            ignored = [
-                name for name in _OF_TRANSFORMERS if getattr(self, name) != type(self).model_fields[name].default
-            ]
+            ignored = [name for name in OF_TRANSFORMERS if getattr(self, name) != type(self).model_fields[name].default]
             if ignored:
                 raise ValueError(f"{', '.join(ignored)}: a pure ResNet has nothing of the kind; leave it out")
             return self

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 from model.config import HeadKind, ModelConfig, VitSizes
 from model.cost import NOTHING, Chain, Cost, convolution, fused_attention, kept, layer_norm, learnt, linear
@@ -53,13 +54,18 @@ class Accounting:
         """Share of attention's own products in the forward pass: what grows with the square of the tokens."""
         return self.attention_flops / self.forward_flops
 
-    def describe(self) -> str:
-        """One line for people, four significant digits."""
+    def describe(self, activations: Literal["all", "checkpointed"] = "all") -> str:
+        """One line for people, four significant digits; `checkpointed`: the activations that are kept then."""
         tokens = f", {self.tokens:,} tokens" if self.tokens else ""
+        match activations:
+            case "all":
+                kept_bytes, which = self.activation_bytes, "activations"
+            case "checkpointed":
+                kept_bytes, which = self.checkpointed_activation_bytes, "checkpointed activations"
         return (
             f"{_short(self.parameters)} parameters, {_short(self.forward_flops)}FLOP forward and "
-            f"{_short(self.training_flops)}FLOP training per image{tokens}, {_short(self.activation_bytes)}B "
-            "activations per image in bf16"
+            f"{_short(self.training_flops)}FLOP training per image{tokens}, {_short(kept_bytes)}B {which} per image "
+            "in bf16"
         )
 
 

@@ -87,7 +87,7 @@ def _of_stage(run: Path, *, stage: StageName) -> FoundModel:
     for checkpoint in checkpoint_folders(folder.checkpoints(stage)):
         damage = damage_of(checkpoint)
         if not damage:
-            found = _of_checkpoint(checkpoint)
+            found = _of_whole_checkpoint(checkpoint)
             notes = (f"{stage} is not done: this is its checkpoint {checkpoint.name}", *damaged, *found.notes)
             return FoundModel(found.meta, found.state, found.origin, notes)
         damaged.append(f"{checkpoint} is damaged ({damage}); the one before it is used")
@@ -103,6 +103,13 @@ def _of_folder(folder: Path) -> FoundModel:
 
 
 def _of_checkpoint(checkpoint: Path) -> FoundModel:
+    damage = damage_of(checkpoint)
+    if damage:
+        raise UserError(f"checkpoint {checkpoint} is damaged ({damage}): take another one")
+    return _of_whole_checkpoint(checkpoint)
+
+
+def _of_whole_checkpoint(checkpoint: Path) -> FoundModel:
     import torch
 
     from pipeline.engine_weights import checkpoint_weights
@@ -128,7 +135,7 @@ def _describe_stage(recipe: Recipe, run: Path, *, stage: StageName) -> SavedMode
     if isinstance(config, MaskedPatchStage):
         classes, head = COLOURS, "masked_patch"
     else:
-        classes = open_data(recipe, stage=stage).train.classes
+        classes = open_data(recipe, stage=stage).train.classes if start is None else start.class_names
         head = config.head if isinstance(config, PretrainStage) else "linear"
     return SavedModelMeta(
         model=recipe.model,

@@ -84,9 +84,10 @@ def plan_stage(recipe: Recipe, *, stage: StageName, samples_per_epoch: int, worl
             f"stages.{stage}.schedule.warmup takes {warmup} of {total} steps: make it shorter than the duration"
         )
     unmasked = steps(config.unmasked_finish, of=total)
-    if unmasked > total:
+    if config.patch_dropout and unmasked >= total:
         raise UserError(
-            f"stages.{stage}.unmasked_finish takes {unmasked} of {total} steps: make it shorter than the duration"
+            f"stages.{stage}.unmasked_finish takes {unmasked} of {total} steps, and nothing is left for "
+            "patch_dropout: make it shorter than the duration"
         )
     return StagePlan(
         world_size=world_size,

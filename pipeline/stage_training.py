@@ -97,7 +97,8 @@ def train_stage(
                 head=start.head,
                 patch_dropout=config.patch_dropout,
             )
-            report.note(f"{stage}: {cost.describe()}")
+            kept = "checkpointed" if recipe.engine.activation_checkpointing else "all"
+            report.note(f"{stage}: {cost.describe(activations=kept)}")
         for damage in (*data.train.damage, *data.eval.damage):
             report.note(damage)
         if ranks.place.is_main:

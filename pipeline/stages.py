@@ -94,7 +94,10 @@ def swap_head(context: StageContext) -> None:
     source = model_from_elsewhere(recipe) or folder.model("masked_patch" if recipe.stages.masked_patch else "pretrain")
     folder.update("swap_head", state="running", inputs={"weights": weights_digest(source)})
     with stage_tracker(context, stage="swap_head", datasets=(), resume_step=NOTHING_DONE) as tracker:
-        old, model = build_from_saved(source)
+        try:
+            old, model = build_from_saved(source)
+        except ValueError as error:
+            raise UserError(f"stages.swap_head: {error}") from None
         dropped = _num_parameters(model.get_submodule("head"))
         if isinstance(model, MaskedPatchVit):
             dropped += model.mask_token.numel()

@@ -8,15 +8,15 @@ from pathlib import Path
 
 from data_shards.errors import UserError
 from model.config import ModelConfig
-from model.saved import read_meta
+from model.saved import WEIGHTS_FILE, read_meta
 from pipeline.recipe import Recipe
 
 
 def model_from_elsewhere(recipe: Recipe) -> Path | None:
-    """The folder that stages.swap_head.model names; None where it names none.
+    """The folder that stages.swap_head.model names, relative to the working folder as shards are; None: it names none.
 
     Raises:
-        UserError: the folder holds no model, or another one than the recipe's; says what to change.
+        UserError: the folder holds no model, or one that the recipe's cannot go on from; says what to change.
     """
     config = recipe.stages.swap_head
     if config is None or config.model is None:
@@ -33,10 +33,23 @@ def model_from_elsewhere(recipe: Recipe) -> Path | None:
         raise UserError(
             f"stages.swap_head.model: {folder} is another model than the recipe's; under model, set {shown}"
         )
+    if not (folder / WEIGHTS_FILE).is_file():
+        raise UserError(f"stages.swap_head.model: {folder / WEIGHTS_FILE} is missing: the model has no weights")
+    finetune = recipe.stages.finetune
+    assert finetune is not None  # held by the recipe's validator
+    if meta.model.position == "relative" and meta.image_size != finetune.image_size:
+        raise UserError(
+            f"stages.finetune.image_size: relative positions are not defined at another resolution than they were "
+            f"learnt at, and {folder} is of {meta.image_size} px: take {meta.image_size}, not {finetune.image_size}"
+        )
     return folder
 
 
 def _resolved(config: ModelConfig) -> dict[str, object]:
-    """What a configuration comes to, however it was written."""
-    sizes = asdict(config.sizes if config.kind == "vit" else config.resnet)
-    return sizes | config.model_dump(exclude={"variant", *sizes})
+    """What a configuration comes to, however it was written, under the recipe's keys."""
+    match config.kind:
+        case "vit":
+            sizes = asdict(config.sizes)
+        case "resnet":
+            sizes = {"resnet_layers": config.resnet.layers, "resnet_width_factor": config.resnet.width_factor}
+    return config.model_dump(exclude={"variant"}) | sizes

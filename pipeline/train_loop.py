@@ -64,7 +64,7 @@ def train(job: TrainJob, state: TrainState) -> TrainState:
 
     while state.step < plan.total_steps:
         seed_step(job.seed, step=state.step, rank=ranks.place.rank)
-        if plan.patch_dropout_steps:  # its finish sees whole images
+        if job.patch_dropout:  # of the step alone; the finish sees whole images
             set_patch_dropout(engine.module, job.patch_dropout if state.step < plan.patch_dropout_steps else 0.0)
         for _ in range(plan.accumulation_steps):
             with report.waiting():

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from model.config import ModelConfig
+from model.config import OF_TRANSFORMERS, ModelConfig
 from model.formats.foreign import Foreign
 from model.formats.side_record import read_side_record
 from model.formats.state_sizes import settle
@@ -30,8 +30,6 @@ from model.saved import CONFIG_FILE, RECORD_KEY, SavedModelMeta, load_model
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-_BESIDES_SIZES = ("pool", "position", "position_at", "layer_scale", "gelu", "layer_norm_eps", "interpolation")
 
 
 def import_file(
@@ -162,7 +160,7 @@ def _settled(foreign: Foreign, *, config: ModelConfig | None, origin: str) -> Fo
     if config is None:
         return foreign
     found = foreign.config
-    told = {name: getattr(found, name) for name in _BESIDES_SIZES} if found.kind == "vit" else {}
+    told = {name: getattr(found, name) for name in OF_TRANSFORMERS} if found.kind == "vit" else {}
     heads = found.sizes.heads if found.kind == "vit" else None
     settled, notes = settle(config, told=told, heads=heads, kind=found.kind, origin=origin)
     image_size = foreign.image_size

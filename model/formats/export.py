@@ -24,7 +24,7 @@ from model.formats.torchvision_state import (
     write_torchvision_state,
 )
 from model.formats.transformers_state import MODEL_TYPE, transformers_objection, write_transformers_folder
-from model.formats.weights_file import TORCH_SUFFIXES, load_weights
+from model.formats.weights_file import load_weights
 from model.saved import CONFIG_FILE, WEIGHTS_FILE, SavedModelMeta, build_described, save_model, timm_objection
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ ExportFormat = Literal["npz", "big_vision", "timm", "transformers", "torchvision
 _ENDINGS: dict[ExportFormat, tuple[str, ...]] = {
     "npz": (".npz",),
     "big_vision": (".npz",),
-    "torchvision": tuple(suffix for suffix in TORCH_SUFFIXES if suffix in (".pth", ".pt")),
+    "torchvision": (".pth", ".pt"),
     "onnx": (".onnx",),
     "torch_export": (".pt2",),
 }

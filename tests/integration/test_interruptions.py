@@ -39,6 +39,9 @@ def recipe(name: str, shards: Path) -> dict:
                 "optimizer": {"name": "adamw", "lr": 0.003, "weight_decay": 0.05},
                 "schedule": {"warmup": "10%"},
                 "dropout": 0.1,
+                "stochastic_depth": 0.1,
+                "patch_dropout": 0.5,
+                "unmasked_finish": "20%",
                 "log_every": "7 steps",  # no multiple of save_every: a point of the curve spans a checkpoint
                 "eval_every": "40%",
                 "save_every": "20 steps",

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,8 +18,10 @@ from launch.local import Launch
 from launch.lock import locked
 from launch.pipeline_run import EXIT_STOPPED, PipelineRun
 from launch.pipeline_run import _reason as reason
+from model.saved import SavedModelMeta
 from pipeline import stopping
 from pipeline.recipe import StageName
+from pipeline.recipe_io import load_recipe
 from pipeline.run_folder import RunFolder
 
 STAGES = ("pretrain", "swap_head", "finetune")
@@ -47,10 +52,15 @@ class Machine:
         folder.update(launch.stage, state="done", images_seen=64, results={"val/top1": 0.75})
         return 0
 
-    def open(self, *overrides: str, restart: StageName | None = None) -> PipelineRun:
+    def open(
+        self,
+        *overrides: str,
+        restart: StageName | None = None,
+        shards_of: tuple[StageName, ...] = ("pretrain", "finetune"),
+    ) -> PipelineRun:
         shards = [
             f"stages.{stage}.{key}={self.root / 'shards' / split}"
-            for stage in ("pretrain", "finetune")
+            for stage in shards_of
             for key, split in (("train", "train"), ("eval", "val"))
         ]
         return PipelineRun.open(
@@ -167,6 +177,26 @@ def test_restarting_runs_that_stage_and_those_after_it(machine: Machine, capsys:
     assert machine.open(changed, restart="swap_head").execute() == 0
     assert machine.started == ["finetune", "swap_head", "finetune"]
     assert len(list(machine.folder.path.glob("replaced/*/stage.json"))) == 3
+
+
+def test_a_model_from_elsewhere_must_be_there_whenever_swap_head_is_to_run(machine: Machine):
+    model = machine.root / "imported"
+    run = partial(machine.open, "stages.pretrain=null", f"stages.swap_head.model={model}", shards_of=("finetune",))
+    with pytest.raises(UserError, match=r"stages\.swap_head\.model: .*config\.json is missing"):
+        run()  # so a dry run says it, too
+    meta = SavedModelMeta(
+        model=load_recipe("digits").model, image_size=16, num_classes=1, class_names=("x",), head="linear"
+    )
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps({"shardvit": meta.model_dump(mode="json")}))
+    (model / "model.safetensors").touch()
+    assert run().execute() == 0
+    shutil.rmtree(model)
+    run()  # what is done needs it no more
+    run(restart="finetune")
+    with pytest.raises(UserError, match=r"config\.json is missing"):
+        run(restart="swap_head")
+    assert machine.started == ["swap_head", "finetune"]
 
 
 def test_a_broken_record_is_mended_by_the_restart_that_its_message_asks_for(machine: Machine):

@@ -1,4 +1,4 @@
-"""`shardvit table8`: what it runs, what it refuses, and the table it prints; two cells are trained for real."""
+"""`shardvit table8`: what it runs, what it refuses, and the table it prints; one cell is trained for real."""
 
 from __future__ import annotations
 
@@ -180,17 +180,17 @@ def test_a_table_of_some_cells_shows_only_their_rows() -> None:
     assert "2-D" not in format_results(results)
 
 
-def test_two_cells_for_real(tmp_path: Path) -> None:
-    """The second is one of ours from end to end: built, initialised, trained, saved."""
+def test_one_cell_for_real(tmp_path: Path) -> None:
+    """One that timm does not have, from end to end: built, initialised, trained, saved."""
     overrides = [
         *("processes=1", "model.depth=2", "model.width=16"),
         *("stages.pretrain.duration=6 steps", "stages.pretrain.global_batch_size=16"),
     ]
-    cells = [cell for cell in CELLS if cell.name in ("learned-1d-stem", "learned-2d-every-layer")]
+    cells = [cell for cell in CELLS if cell.name == "learned-2d-every-layer"]
     code, results = run_cells(
         cells, RECIPE, overrides=overrides, runs_root=tmp_path / "runs", shards_root=tmp_path / "shards"
     )
     assert code == 0
     assert [result.cell for result in results] == cells
     assert all(result.images == 539 and 0 < result.top1 < 1 and result.seconds > 0 for result in results)
-    assert (tmp_path / "runs" / results[1].run / "pretrain/model/model.safetensors").is_file()
+    assert (tmp_path / "runs" / results[0].run / "pretrain/model/model.safetensors").is_file()

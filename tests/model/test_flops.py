@@ -93,6 +93,10 @@ def test_one_line_for_people() -> None:
         "86.57 M parameters, 35.13 GFLOP forward and 105.2 GFLOP training per image, 197 tokens, "
         "59.16 MB activations per image in bf16"
     )
+    assert at_1000_classes("B/16").describe("checkpointed") == (
+        "86.57 M parameters, 35.13 GFLOP forward and 105.2 GFLOP training per image, 197 tokens, "
+        "9.090 MB checkpointed activations per image in bf16"
+    )
     tiny = account(ModelConfig(width=8, depth=1, heads=2, patch_size=4), image_size=4, num_classes=2, head="linear")
     assert tiny.describe().startswith("1.322 k parameters, ") and ", 2 tokens, " in tiny.describe()
     assert at_1000_classes("R50x1").describe() == (

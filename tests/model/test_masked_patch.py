@@ -17,6 +17,7 @@ from model.init import initialise
 from model.masked_patch import COLOURS, MaskedPatchVit, build_masked_patch, classifier_of, colour_classes, corrupt
 from model.regularisation import Regularisation
 from model.saved import SavedModelMeta, build_from_saved, load_model, save_model
+from tests.model.comparing import randomise
 
 SIZES: dict[str, Any] = {"width": 32, "depth": 3, "heads": 2, "patch_size": 4}
 IMAGE_SIZE = 16
@@ -37,18 +38,8 @@ CONFIGS = {
 every_config = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 
 
-def randomised(model: nn.Module) -> nn.Module:
-    """Every parameter random: heads and tokens begin at zero, which would hide what they see."""
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            scale = 1.0 if name.endswith(("norm.weight", "norm1.weight", "norm2.weight")) else 0.0
-            parameter.copy_(scale + 0.2 * torch.randn(parameter.shape, generator=generator))
-    return model.eval()
-
-
 def masked(config: ModelConfig) -> MaskedPatchVit:
-    model = randomised(build_masked_patch(config, image_size=IMAGE_SIZE))
+    model = randomise(build_masked_patch(config, image_size=IMAGE_SIZE)).eval()
     assert isinstance(model, MaskedPatchVit)
     return model
 

@@ -1,10 +1,9 @@
-"""`model.pos_embed`: laws of the interpolation (its values are compared with scipy's in tests/oracles)."""
+"""`model.pos_embed`: laws of the interpolation (its values are compared with scipy's and timm's in tests/oracles)."""
 
 from typing import Any, get_args
 
 import pytest
 import torch
-from timm.layers import resample_abs_pos_embed
 
 from model.build import build_model
 from model.config import Interpolation, ModelConfig, Pool
@@ -42,25 +41,6 @@ def test_half_precision_is_rounded_only_once() -> None:
     exact = interpolate_pos_embed(pos_embed.float(), new_grid=(7, 7), old_grid=(4, 4))
     assert resized.dtype == torch.bfloat16
     assert torch.equal(resized, exact.to(torch.bfloat16))
-
-
-GRIDS = [(14, 24), (16, 37), (7, 12), (24, 14), (37, 16), (4, 3), (2, 7), (1, 4)]
-
-
-@pytest.mark.parametrize(("old", "new"), GRIDS)
-@pytest.mark.parametrize("num_prefix_tokens", [0, 1])
-def test_timms_kernel_is_timms(old: int, new: int, num_prefix_tokens: int) -> None:
-    pos_embed = torch.randn(1, num_prefix_tokens + old**2, 6, generator=torch.Generator().manual_seed(old))
-    ours = interpolate_pos_embed(
-        pos_embed, new_grid=(new, new), old_grid=(old, old), num_prefix_tokens=num_prefix_tokens, kernel="timm"
-    )
-    theirs = resample_abs_pos_embed(pos_embed, [new, new], [old, old], num_prefix_tokens=num_prefix_tokens)
-    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
-    if old > 1:  # one vector spread over a grid is that vector with any kernel
-        google = interpolate_pos_embed(
-            pos_embed, new_grid=(new, new), old_grid=(old, old), num_prefix_tokens=num_prefix_tokens
-        )
-        assert (google - theirs).abs().max() > 1e-2
 
 
 LEARNED = [

@@ -5,12 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from model.config import ModelConfig, Pool
 from model.init import initialise
 from model.position import Learned1d, Learned2d, SinCos2d, make_position
 from model.vit import build_vit
+from tests.model.comparing import randomise
 
 GRID, WIDTH, DEPTH = 3, 8, 2
 
@@ -19,17 +20,10 @@ def _config(**more: Any) -> ModelConfig:
     return ModelConfig.model_validate({"width": WIDTH, "depth": DEPTH, "heads": 2, "patch_size": 4} | more)
 
 
-def _randomise(module: nn.Module) -> None:
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator))
-
-
 @pytest.mark.parametrize("num_prefix_tokens", [0, 1])
 def test_a_patch_gets_the_vector_of_its_column_and_then_that_of_its_row(num_prefix_tokens: int) -> None:
     table = Learned2d(GRID, WIDTH, num_prefix_tokens=num_prefix_tokens)
-    _randomise(table)
+    randomise(table, scale=1.0)
     added = table(torch.zeros(2, num_prefix_tokens + GRID**2, WIDTH))
     for y in range(GRID):
         for x in range(GRID):
@@ -42,7 +36,7 @@ def test_a_patch_gets_the_vector_of_its_column_and_then_that_of_its_row(num_pref
 @pytest.mark.parametrize("num_prefix_tokens", [0, 1])
 def test_a_learned_1d_table_has_a_vector_for_each_token(num_prefix_tokens: int) -> None:
     table = Learned1d(num_prefix_tokens + GRID**2, WIDTH)
-    _randomise(table)
+    randomise(table, scale=1.0)
     tokens = torch.randn(2, num_prefix_tokens + GRID**2, WIDTH)
     assert torch.equal(table(tokens), tokens + table.embedding)
     assert table.embedding.shape == (1, num_prefix_tokens + GRID**2, WIDTH)
@@ -86,7 +80,7 @@ def test_precision_follows_the_parameters(position: str) -> None:
 )
 def test_where_a_learned_table_is_added(position: str, at: str, pool: Pool) -> None:
     model = build_vit(_config(position=position, position_at=at, pool=pool), image_size=12, num_classes=3, head="mlp")
-    _randomise(model)
+    randomise(model, scale=1.0)
     model.eval()
     tables = model.position.tables
     assert len(tables) == (DEPTH if at == "every_layer" else 1)
@@ -108,7 +102,7 @@ def test_where_a_learned_table_is_added(position: str, at: str, pool: Pool) -> N
 def test_the_stem_may_be_timms() -> None:
     """Learned 1-D positions at the stem are timm's `pos_embed`; the same values in our table give the same logits."""
     standard = build_vit(_config(), image_size=12, num_classes=3, head="linear")
-    _randomise(standard)
+    randomise(standard, scale=1.0)
     config = _config(position="none")
     ours = build_vit(config, image_size=12, num_classes=3, head="linear")
     ours.load_state_dict({name: value for name, value in standard.state_dict().items() if name != "pos_embed"})
@@ -132,7 +126,7 @@ def test_nothing_is_added_without_positions(position: str) -> None:
 def test_without_positions_and_only_then_the_order_of_patches_means_nothing(position: str) -> None:
     """With the mean as pooling, a network without positions is invariant under a permutation of the patches."""
     model = build_vit(_config(position=position, pool="gap"), image_size=12, num_classes=3, head="mlp").eval()
-    _randomise(model)
+    randomise(model, scale=1.0)
     images = torch.randn(2, 3, 12, 12)
     patches = images.unfold(2, 4, 4).unfold(3, 4, 4).flatten(2, 3)
     order = torch.tensor([4, 2, 7, 0, 8, 1, 3, 6, 5])
@@ -161,7 +155,7 @@ def test_building_without_memory_and_copying(position: str) -> None:
 )
 def test_gradient_checkpointing_changes_nothing(position: str, at: str) -> None:
     model = build_vit(_config(position=position, position_at=at), image_size=12, num_classes=3, head="linear")
-    _randomise(model)
+    randomise(model, scale=1.0)
     images = torch.randn(2, 3, 12, 12)
     results: list[list[Tensor]] = []
     for enable in (False, True):

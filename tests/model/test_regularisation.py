@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from model.config import ModelConfig, Pool
 from model.regularisation import Regularisation
 from model.vit import build_vit, timm_arguments
+from tests.model.comparing import randomise
 
 DEPTH, PATCHES = 4, 36
 
@@ -21,11 +22,7 @@ def _config(**more: Any) -> ModelConfig:
 
 def _build(config: ModelConfig, **rates: float) -> VisionTransformer:
     model = build_vit(config, image_size=24, num_classes=3, head="linear", regularisation=Regularisation(**rates))
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
-    return model
+    return randomise(model)
 
 
 def _drop_paths(model: nn.Module) -> dict[str, float]:

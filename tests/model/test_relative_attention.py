@@ -12,17 +12,14 @@ from model.config import ModelConfig, Pool
 from model.init import initialise
 from model.relative_attention import RelativeAttention, by_key, relative_attention
 from model.vit import build_vit
+from tests.model.comparing import randomise
 
 TOKENS, WIDTH, HEADS = 7, 12, 3
 
 
-def _attention(*, seed: int = 0) -> RelativeAttention:
+def _attention() -> RelativeAttention:
     attention = relative_attention(TOKENS)(WIDTH, num_heads=HEADS, qkv_bias=True)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in attention.parameters():
-            parameter.copy_(0.5 * torch.randn(parameter.shape, generator=generator))
-    return attention
+    return randomise(attention, scale=0.5)
 
 
 def _by_hand(attention: RelativeAttention, tokens: Tensor) -> np.ndarray:

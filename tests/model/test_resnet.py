@@ -17,6 +17,7 @@ from model.head import MlpHead, pooled_features, pre_logits, replace_head
 from model.regularisation import Regularisation
 from model.resnet import BitResnet, build_resnet, stem_embedding
 from model.standardised_conv import Padding, StandardisedConv2d, standardise
+from tests.model.comparing import randomise
 
 HYBRID = ModelConfig(width=48, depth=2, heads=4, mlp_dim=80, patch_size=16, resnet_layers=(1, 1))
 RESNET = ModelConfig(resnet_layers=(1, 2))
@@ -25,12 +26,7 @@ BOTH = pytest.mark.parametrize("config", [HYBRID, RESNET], ids=["hybrid", "resne
 
 def _build(config: ModelConfig, *, head: str = "linear") -> nn.Module:
     model = build_model(config, image_size=32, num_classes=5, head=head)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            offset = 1.0 if "norm" in name and name.endswith("weight") else 0.0
-            parameter.copy_(offset + 0.1 * torch.randn(parameter.shape, generator=generator))
-    return model
+    return randomise(model, scale=0.1)
 
 
 def _images(batch: int = 2) -> torch.Tensor:

@@ -13,6 +13,7 @@ from model.config import ModelConfig
 from model.head import HeadKind
 from model.saved import SavedModelMeta, build_from_saved, load_model, read_meta, save_model
 from model.vit import build_vit
+from tests.model.comparing import randomise
 
 CONFIG = ModelConfig(width=48, depth=2, heads=4, mlp_dim=80, patch_size=4)
 
@@ -24,11 +25,7 @@ def _meta(head: HeadKind = "linear", num_classes: int = 5) -> SavedModelMeta:
 
 def _random_model(meta: SavedModelMeta) -> torch.nn.Module:
     model = build_vit(meta.model, image_size=meta.image_size, num_classes=meta.num_classes, head=meta.head)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
-    return model.eval()
+    return randomise(model).eval()
 
 
 @pytest.mark.parametrize("head", ["mlp", "linear"])

@@ -13,6 +13,7 @@ from model.config import ModelConfig
 from model.init import initialise
 from model.regularisation import Regularisation
 from model.vit import build_vit, timm_arguments
+from tests.model.comparing import randomise
 
 SMALL = ModelConfig(width=48, depth=2, heads=4, mlp_dim=80, patch_size=4)
 
@@ -67,7 +68,7 @@ def test_dropout_sites() -> None:
 @pytest.mark.parametrize("head", ["mlp", "linear"])
 def test_logits_are_the_head_of_the_normed_class_token(head: str) -> None:
     model = build_vit(SMALL, image_size=16, num_classes=5, head=head).eval()
-    _randomise(model)
+    randomise(model)
     images = torch.randn(2, 3, 16, 16)
     with torch.no_grad():
         features = model.forward_features(images)
@@ -98,7 +99,7 @@ def test_gradient_checkpointing_changes_no_gradient() -> None:
         model = build_vit(
             SMALL, image_size=16, num_classes=5, head="linear", regularisation=Regularisation(dropout=0.1)
         )
-        _randomise(model)
+        randomise(model)
         model.set_grad_checkpointing(enable)
         torch.manual_seed(0)
         model(images).square().sum().backward()
@@ -118,10 +119,3 @@ def test_gradient_checkpointing_changes_no_gradient() -> None:
 def test_mistakes_are_refused_in_words(arguments: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         build_vit(SMALL, **{"image_size": 16, "num_classes": 5, "head": "linear", **arguments})
-
-
-def _randomise(model: nn.Module) -> None:
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))

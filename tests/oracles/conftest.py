@@ -9,8 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
+
+from tests.model.comparing import relative_difference
 
 Measured = Callable[..., None]
 Row = tuple[str, str, str]  # semantic, oracle, what was compared
@@ -37,13 +38,6 @@ def measured(request: pytest.FixtureRequest) -> Measured:
         rows[semantic, oracle, what] = (max(worst, difference), below)
 
     return compare
-
-
-def relative_difference(ours: Any, theirs: Any) -> float:
-    """The largest absolute difference over the largest absolute value of `theirs`; tensors or arrays of one shape."""
-    one, other = (np.asarray(each.detach() if hasattr(each, "detach") else each, np.float64) for each in (ours, theirs))
-    assert one.shape == other.shape, f"{one.shape} and {other.shape}"
-    return float(np.abs(one - other).max() / np.abs(other).max())
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

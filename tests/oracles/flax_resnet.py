@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
+from tests.model.comparing import SMALL_TOKENS, randomise
 from tests.oracles.conftest import Measured
 
 HEADS = 4
@@ -115,7 +116,7 @@ def compare(
     A ReLU's gradient jumps: in float32, now and then, the two libraries round a value to different sides of zero, and
     whole gradients differ by percents. In float64 that does not happen, so every difference would be a mistake.
     """
-    randomise(model)
+    randomise(model, token_scale=SMALL_TOKENS)
     model.to(dtype)
     generator = torch.Generator().manual_seed(2)
     images = torch.randn(2, 3, image_size, image_size, generator=generator, dtype=dtype)
@@ -148,16 +149,6 @@ def compare(
 def _leaves(tree: Any) -> Iterator[tuple[str, np.ndarray]]:
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         yield jax.tree_util.keystr(path), np.asarray(leaf)
-
-
-def randomise(model: torch.nn.Module) -> None:
-    """Random weights everywhere, kernels as small as initial ones are; no norm's scale is zero."""
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            scale = 0.01 if parameter.ndim == 4 or name in ("pos_embed", "cls_token") else 0.2
-            offset = 1.0 if "norm" in name and name.endswith("weight") else 0.0
-            parameter.copy_(offset + scale * torch.randn(parameter.shape, generator=generator))
 
 
 def channels_last(images: torch.Tensor) -> jax.Array:

@@ -5,6 +5,7 @@ fans of multi-head kernels) are the reference. The flax model is written here fr
 """
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any, Literal
 
 import flax.linen as nn
@@ -34,12 +35,46 @@ class FlaxBlock(nn.Module):
     heads: int
     mlp_dim: int
     gelu: Literal["tanh", "erf"]
+    relative: bool
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
+        attention: Any = nn.dot_product_attention
+        if self.relative:
+            shape = (2 * x.shape[1] - 1, x.shape[2] // self.heads)
+            attention = partial(_relative_attention, self.param("relative", nn.initializers.normal(), shape))
         y = nn.LayerNorm(name="norm1")(x)
-        x = x + nn.MultiHeadDotProductAttention(num_heads=self.heads, kernel_init=_XAVIER, name="attn")(y, y)
+        x = x + nn.MultiHeadDotProductAttention(
+            num_heads=self.heads, kernel_init=_XAVIER, attention_fn=attention, name="attn"
+        )(y, y)
         return x + FlaxMlp(self.mlp_dim, self.gelu, name="mlp")(nn.LayerNorm(name="norm2")(x))
+
+
+def _relative_attention(table: jax.Array, query: jax.Array, key: jax.Array, value: jax.Array, **_: Any) -> jax.Array:
+    """Each query [B, T, heads, d] against the embedding of each offset j - i, one row of `table` after the other."""
+    tokens = query.shape[1]
+    rows = [[tokens - 1 + j - i for j in range(tokens)] for i in range(tokens)]
+    bias = jnp.einsum("bihd,ijd->bhij", query, table[np.array(rows)]) / np.sqrt(query.shape[-1])
+    return nn.dot_product_attention(query, key, value, bias=bias)
+
+
+class FlaxPosition(nn.Module):
+    """Adds what is learned: a vector for each token, or for each column and each row of the patches' grid."""
+
+    kind: Literal["learned_1d", "learned_2d"]
+    grid: int
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        draw, width = nn.initializers.normal(stddev=0.02), x.shape[2]
+        if self.kind == "learned_1d":
+            return x + self.param("embedding", draw, (1, x.shape[1], width))
+        column = self.param("column", draw, (self.grid, width // 2))
+        row = self.param("row", draw, (self.grid, width // 2))
+        patches = [jnp.concatenate([column[x], row[y]]) for y in range(self.grid) for x in range(self.grid)]
+        prefix = x.shape[1] - len(patches)
+        others = [self.param("prefix", draw, (prefix, width))] if prefix else []
+        return x + jnp.concatenate([*others, jnp.stack(patches)])
 
 
 class FlaxAttentionPooling(nn.Module):
@@ -67,9 +102,10 @@ class FlaxVit(nn.Module):
     patch_size: int
     head: Literal["mlp", "linear"]
     pool: Literal["cls", "gap", "map"] = "cls"
-    position: Literal["learned_1d", "sincos_2d"] = "learned_1d"
+    position: Literal["learned_1d", "learned_2d", "relative", "sincos_2d", "none"] = "learned_1d"
     gelu: Literal["tanh", "erf"] = "tanh"
     head_bias: float = 0.0
+    position_at: Literal["stem", "every_layer", "every_layer_shared"] = "stem"
 
     @nn.compact
     def __call__(self, images: jax.Array) -> jax.Array:
@@ -77,14 +113,21 @@ class FlaxVit(nn.Module):
         x = nn.Conv(self.width, patch, strides=patch, padding="VALID", name="patch_embed")(images)
         if self.position == "sincos_2d":  # added to the patches only
             x = x + _sincos(x.shape[1], x.shape[2], self.width)
+        grid = x.shape[1]
         x = x.reshape(x.shape[0], -1, self.width)
         if self.pool == "cls":
             cls = self.param("cls_token", nn.initializers.zeros, (1, 1, self.width))
             x = jnp.concatenate([jnp.tile(cls, (x.shape[0], 1, 1)), x], axis=1)
-        if self.position == "learned_1d":
-            x = x + self.param("pos_embed", nn.initializers.normal(stddev=0.02), (1, x.shape[1], self.width))
+        # one table, or one for each layer; none if nothing is learned
+        learned = self.position in ("learned_1d", "learned_2d")
+        number = (self.depth if self.position_at == "every_layer" else 1) if learned else 0
+        tables = [FlaxPosition(self.position, grid, name=f"position{i}") for i in range(number)]
+        if tables and self.position_at == "stem":
+            x = tables[0](x)
         for i in range(self.depth):
-            x = FlaxBlock(self.heads, self.mlp_dim, self.gelu, name=f"block{i}")(x)
+            if tables and self.position_at != "stem":
+                x = tables[i % number](x)
+            x = FlaxBlock(self.heads, self.mlp_dim, self.gelu, self.position == "relative", name=f"block{i}")(x)
         x = nn.LayerNorm(name="norm")(x)
         if self.pool == "cls":
             x = x[:, 0]
@@ -150,9 +193,14 @@ def to_flax(tensors: Mapping[str, torch.Tensor | None], *, depth: int, heads: in
         "norm": norm("norm"),
         "logits": dense("head" if "head.weight" in arrays else "head.logits"),
     }
-    for name in ("cls_token", "pos_embed"):
-        if name in arrays:
-            tree[name] = arrays[name]
+    if "cls_token" in arrays:
+        tree["cls_token"] = arrays["cls_token"]
+    if "pos_embed" in arrays:
+        tree["position0"] = {"embedding": arrays["pos_embed"]}
+    for name in arrays:
+        if name.startswith("position.tables."):
+            _, _, table, leaf = name.split(".")
+            tree.setdefault(f"position{table}", {})[leaf] = arrays[name]
     if "head.pre_logits.weight" in arrays:
         tree["pre_logits"] = dense("head.pre_logits")
     if "attn_pool.latent" in arrays:
@@ -169,6 +217,8 @@ def to_flax(tensors: Mapping[str, torch.Tensor | None], *, depth: int, heads: in
             "norm2": norm(f"blocks.{i}.norm2"),
             "mlp": mlp(f"blocks.{i}.mlp"),
         }
+        if f"blocks.{i}.attn.relative" in arrays:
+            tree[f"block{i}"]["relative"] = arrays[f"blocks.{i}.attn.relative"]
     return tree
 
 

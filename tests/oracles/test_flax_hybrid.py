@@ -12,13 +12,13 @@ from model.config import ModelConfig
 from model.resnet import stem_embedding
 from model.standardised_conv import StandardisedConv2d
 from model.vit import build_vit
+from tests.model.comparing import SMALL_TOKENS, randomise
 from tests.oracles.conftest import Measured
 from tests.oracles.flax_resnet import (
     HEADS,
     FlaxStdConv,
     channels_last,
     compare,
-    randomise,
     stem,
     to_flax,
 )
@@ -70,7 +70,7 @@ def test_logits_and_all_gradients(dtype: torch.dtype, measured: Measured) -> Non
 def test_the_stem_pads_as_xla_does_at_any_size(size: tuple[int, int], measured: Measured) -> None:
     """A hybrid only meets even sizes; that its padding is SAME and not something equal there is seen at odd ones."""
     ours = stem_embedding(HYBRID, image_size=48).keywords["backbone"]
-    randomise(ours)
+    randomise(ours, token_scale=SMALL_TOKENS)
     images = torch.randn(2, 3, *size, generator=torch.Generator().manual_seed(2))
     parameters = {"params": to_flax(dict(ours.named_parameters()))}
     theirs = jax.jit(FlaxStem(layers=(2, 1)).apply)(parameters, channels_last(images))

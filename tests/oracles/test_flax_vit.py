@@ -1,4 +1,4 @@
-"""Our model against a ViT made of flax's own parts: logits and every gradient."""
+"""Our model against a ViT made of flax's own parts, every kind of position included: logits and every gradient."""
 
 from typing import Any
 
@@ -8,24 +8,15 @@ import numpy as np
 import pytest
 import torch
 
-from model.config import Gelu, ModelConfig, Pool, PositionKind
+from model.config import Gelu, ModelConfig, Pool, PositionAt, PositionKind
 from model.head import HeadKind
 from model.vit import build_vit
+from tests.model.comparing import SMALL_TOKENS, randomise
 from tests.oracles.conftest import Measured
 from tests.oracles.flax_vit import CLASSES, FlaxVit, leaves, to_flax
 
 DEPTH, HEADS = 4, 4
-
-
-def _randomise(model: torch.nn.Module) -> None:
-    """Random weights everywhere (heads and biases start at zero, which would hide mistakes). Tokens are small,
-    of variance about 1e-4, so that LayerNorm's epsilon matters."""
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            scale = 0.01 if name in ("pos_embed", "cls_token") or name.startswith("patch_embed") else 0.2
-            offset = 1.0 if "norm" in name and name.endswith("weight") else 0.0
-            parameter.copy_(offset + scale * torch.randn(parameter.shape, generator=generator))
+SIZES: dict[str, Any] = {"width": 48, "depth": DEPTH, "heads": HEADS, "mlp_dim": 80, "patch_size": 4}
 
 
 @pytest.mark.parametrize(
@@ -42,11 +33,33 @@ def _randomise(model: torch.nn.Module) -> None:
 def test_logits_and_all_gradients(
     pool: Pool, head: HeadKind, position: PositionKind, gelu: Gelu, measured: Measured
 ) -> None:
-    config = ModelConfig(
-        width=48, depth=DEPTH, heads=HEADS, mlp_dim=80, patch_size=4, pool=pool, position=position, gelu=gelu
-    )
-    model = build_vit(config, image_size=24, num_classes=CLASSES, head=head)
-    _randomise(model)
+    config = ModelConfig(**SIZES, pool=pool, position=position, gelu=gelu)
+    _compare(measured, f"ViT: {pool}, {head} head, {position}, {gelu} GELU", config, head=head)
+
+
+@pytest.mark.parametrize(
+    ("pool", "position", "at"),
+    [
+        ("cls", "none", "stem"),
+        ("cls", "sincos_2d", "stem"),
+        ("cls", "learned_2d", "stem"),
+        ("gap", "relative", "stem"),
+        ("cls", "relative", "stem"),
+        ("cls", "learned_1d", "every_layer"),
+        ("gap", "learned_2d", "every_layer"),
+        ("cls", "learned_1d", "every_layer_shared"),
+        ("cls", "learned_2d", "every_layer_shared"),
+    ],
+)
+def test_positions_of_the_papers_table_8(
+    pool: Pool, position: PositionKind, at: PositionAt, measured: Measured
+) -> None:
+    config = ModelConfig(**SIZES, pool=pool, position=position, position_at=at)
+    _compare(measured, f"positions: {position} at {at}", config, head="linear")
+
+
+def _compare(measured: Measured, semantic: str, config: ModelConfig, *, head: HeadKind) -> None:
+    model = randomise(build_vit(config, image_size=24, num_classes=CLASSES, head=head), token_scale=SMALL_TOKENS)
     generator = torch.Generator().manual_seed(2)
     images = torch.randn(3, 3, 24, 24, generator=generator)
     weights = torch.randn(3, CLASSES, generator=generator)
@@ -54,7 +67,9 @@ def test_logits_and_all_gradients(
     logits = model(images)
     (logits * weights).sum().backward()
 
-    theirs = FlaxVit(48, DEPTH, HEADS, 80, 4, head, pool, position, gelu)  # pyright: ignore
+    theirs = FlaxVit(
+        48, DEPTH, HEADS, 80, 4, head, config.pool, config.position, config.gelu, position_at=config.position_at
+    )
     parameters = to_flax(dict(model.named_parameters()), depth=DEPTH, heads=HEADS)
     pixels = jnp.asarray(images.numpy().transpose(0, 2, 3, 1))
 
@@ -65,7 +80,6 @@ def test_logits_and_all_gradients(
     (_, their_logits), their_gradients = jax.value_and_grad(weighted_sum, has_aux=True)(parameters)
 
     assert np.abs(their_logits).mean() > 0.1
-    semantic = f"ViT: {pool}, {head} head, {position}, {gelu} GELU"
     measured(semantic, "flax", "logits", logits, their_logits)
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
     ours = dict(leaves(to_flax(gradients, depth=DEPTH, heads=HEADS)))
@@ -78,14 +92,14 @@ def test_logits_and_all_gradients(
 
 
 def test_the_other_gelu_would_be_noticed() -> None:
-    config = ModelConfig(width=48, depth=DEPTH, heads=HEADS, mlp_dim=80, patch_size=4)
+    config = ModelConfig(**SIZES)
     images = torch.randn(3, 3, 24, 24, generator=torch.Generator().manual_seed(2))
     logits = []
     for gelu in ("tanh", "erf"):
         model = build_vit(
             config.model_copy(update={"gelu": gelu}), image_size=24, num_classes=CLASSES, head="linear"
         ).eval()
-        _randomise(model)
+        randomise(model, token_scale=SMALL_TOKENS)
         with torch.no_grad():
             logits.append(model(images))
     assert (logits[0] - logits[1]).abs().max() > 1e-4

@@ -26,6 +26,7 @@ from model.formats.foreign import Foreign
 from model.formats.google.npz import GoogleNames, read_google_npz, write_google_npz
 from model.head import HeadKind
 from model.saved import SavedModelMeta
+from tests.model.comparing import SMALL_TOKENS, randomise
 from tests.oracles.conftest import Measured
 
 CLASSES, SIZE = 5, 24
@@ -223,12 +224,7 @@ def test_bfloat16_as_big_vision_saves_it(tmp_path: Path, measured: Measured) -> 
 def _our_model(pool: Pool, head: HeadKind, **more: Any) -> tuple[SavedModelMeta, torch.nn.Module]:
     config = ModelConfig.model_validate(SIZES | {"pool": pool} | more)
     model = build_model(config, image_size=SIZE, num_classes=CLASSES, head=head).eval()
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            scale = 0.01 if name in ("pos_embed", "cls_token") or name.startswith("patch_embed.proj") else 0.2
-            offset = 1.0 if "norm" in name and name.endswith("weight") else 0.0
-            parameter.copy_(offset + scale * torch.randn(parameter.shape, generator=generator))
+    randomise(model, token_scale=SMALL_TOKENS)
     meta = SavedModelMeta(model=config, image_size=SIZE, num_classes=CLASSES, class_names=tuple("abcde"), head=head)
     return meta, model
 
@@ -313,10 +309,7 @@ def test_timms_loader_finds_the_same_hybrid(tmp_path: Path) -> None:
     hybrid = {"patch_size": 16, "resnet_layers": (1, 2, 1)}
     config = ModelConfig.model_validate(SIZES | hybrid)
     model = build_model(config, image_size=32, num_classes=CLASSES, head="linear")
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    randomise(model)
     meta = SavedModelMeta(model=config, image_size=32, num_classes=CLASSES, class_names=tuple("abcde"), head="linear")
     path = tmp_path / "model.npz"
     write_google_npz(path, model.state_dict(), meta=meta, names="vision_transformer")

@@ -17,14 +17,8 @@ from transformers import AutoModelForImageClassification, TimmWrapperForImageCla
 
 from model.formats.detect import import_file
 from model.formats.export import export_model
-from tests.model.formats.small_model import (
-    described,
-    images,
-    logits,
-    random_model,
-    rebuilt,
-    relative_difference,
-)
+from tests.model.comparing import relative_difference
+from tests.model.formats.small_model import described, images, logits, random_model, rebuilt
 from tests.oracles.conftest import Measured
 
 TOLERANCE = 1e-5
@@ -38,13 +32,11 @@ def test_the_same_logits_at_every_stop(
     model = random_model(meta)
     pixels = images()
     expected = logits(model, pixels)
-    stop = partial(measured, "round trip of formats", "the first model")
+    stop = partial(measured, "round trip of formats", "the model it began with")
     export_model(meta, model.state_dict(), to=google, out=tmp_path / "first.npz")
     found, state = import_file(tmp_path / "first.npz")
     assert found == meta
-    measured(
-        "round trip of formats", "the first model", "1. npz to ours", logits(rebuilt(found, state), pixels), expected
-    )
+    stop("1. npz to ours", logits(rebuilt(found, state), pixels), expected)
 
     export_model(found, state, to="timm", out=tmp_path / "timm")
     theirs = timm.create_model(f"local-dir:{tmp_path / 'timm'}", pretrained=True).eval()
@@ -56,13 +48,7 @@ def test_the_same_logits_at_every_stop(
     export_model(*import_file(tmp_path / "timm"), to="transformers", out=tmp_path / "transformers")
     native = AutoModelForImageClassification.from_pretrained(tmp_path / "transformers").eval()
     assert isinstance(native, ViTForImageClassification)
-    measured(
-        "round trip of formats",
-        "the first model",
-        "3. to transformers, its own class",
-        logits(native, pixels),
-        expected,
-    )
+    stop("3. to transformers, its own class", logits(native, pixels), expected)
 
     export_model(*import_file(tmp_path / "transformers"), to="torchvision", out=tmp_path / "vision.pth")
     vision = torchvision.models.VisionTransformer(
@@ -79,9 +65,7 @@ def test_the_same_logits_at_every_stop(
     assert relative_difference(logits(vision, pixels), expected) > 10 * TOLERANCE  # its class has GELU in the erf form
     for name in [name for name, module in vision.named_modules() if isinstance(module, nn.GELU)]:
         vision.set_submodule(name, nn.GELU(approximate="tanh"))
-    measured(
-        "round trip of formats", "the first model", "4. to torchvision, its own class", logits(vision, pixels), expected
-    )
+    stop("4. to torchvision, its own class", logits(vision, pixels), expected)
 
     last, state = import_file(tmp_path / "vision.pth")
     stop("5. to ours", logits(rebuilt(last, state), pixels), expected)

@@ -10,6 +10,8 @@ from model.config import ModelConfig
 from model.pos_embed import interpolate_pos_embed, resize_state
 from tests.oracles.conftest import Measured
 
+SEMANTIC, ORACLE = "interpolation of positions, kernel google", "scipy.ndimage.zoom, order 1"
+
 IMAGE_SIZES, PATCH_SIZES = (224, 384, 512, 518), (14, 16, 32)
 # Every grid that these images have (the patch size need not divide them: what is left over is no patch), from that of
 # 224 pixels and back, and some small ones.
@@ -26,7 +28,14 @@ def test_equals_scipy_zoom(old: int, new: int, measured: Measured) -> None:
     theirs = zoom(grid, (new / old, new / old, 1), order=1)
     assert theirs.shape == (new, new, 6)
     found = ours[0, 1:].reshape(new, new, 6)
-    measured("interpolation of positions", "scipy.ndimage.zoom, order 1", "embeddings", found, theirs, below=1e-6)
+    measured(
+        "interpolation of positions, kernel google",
+        "scipy.ndimage.zoom, order 1",
+        "embeddings",
+        found,
+        theirs,
+        below=1e-6,
+    )
 
 
 @pytest.mark.parametrize(("old", "new"), [(14, 24), (16, 37), (37, 16), (7, 12)])
@@ -45,7 +54,14 @@ def test_a_table_of_columns_and_one_of_rows_are_the_zoomed_grid(old: int, new: i
 
     ours = grid(*(resized[name].numpy() for name in names))
     theirs = zoom(grid(column.numpy(), row.numpy()), (new / old, new / old, 1), order=1)
-    measured("interpolation of learned_2d", "scipy.ndimage.zoom, order 1", "embeddings", ours, theirs, below=1e-6)
+    measured(
+        "interpolation of positions, kernel google, learned_2d",
+        "scipy.ndimage.zoom, order 1",
+        "embeddings",
+        ours,
+        theirs,
+        below=1e-6,
+    )
 
 
 def test_equals_scipy_zoom_on_oblong_grids(measured: Measured) -> None:
@@ -53,7 +69,14 @@ def test_equals_scipy_zoom_on_oblong_grids(measured: Measured) -> None:
     ours = interpolate_pos_embed(pos_embed, new_grid=(9, 6), old_grid=(5, 8))
     theirs = zoom(pos_embed[0, 1:].reshape(5, 8, 6).numpy(), (9 / 5, 6 / 8, 1), order=1)
     found = ours[0, 1:].reshape(9, 6, 6)
-    measured("interpolation of positions", "scipy.ndimage.zoom, order 1", "embeddings", found, theirs, below=1e-6)
+    measured(
+        "interpolation of positions, kernel google",
+        "scipy.ndimage.zoom, order 1",
+        "embeddings",
+        found,
+        theirs,
+        below=1e-6,
+    )
 
 
 def test_half_pixel_interpolation_would_be_noticed() -> None:

@@ -9,16 +9,8 @@ from timm.models.vision_transformer import VisionTransformer
 
 from model.config import Gelu, ModelConfig, Pool
 from model.vit import build_vit, timm_arguments
+from tests.model.comparing import SMALL_TOKENS, randomise
 from tests.oracles.conftest import Measured
-
-
-def _randomised(model: torch.nn.Module) -> torch.nn.Module:
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            offset = 1.0 if "norm" in name and name.endswith("weight") else 0.0
-            parameter.copy_(offset + 0.2 * torch.randn(parameter.shape, generator=generator))
-    return model.eval()
 
 
 def _timms(config: ModelConfig, state: dict[str, Any]) -> torch.nn.Module:
@@ -36,20 +28,21 @@ def test_timms_model_loads_our_state_strictly_and_agrees(
     config = ModelConfig(
         width=48, depth=4, heads=4, mlp_dim=80, patch_size=4, pool=pool, gelu=gelu, layer_scale=layer_scale
     )
-    ours = _randomised(build_vit(config, image_size=24, num_classes=5, head="linear"))
+    ours = randomise(build_vit(config, image_size=24, num_classes=5, head="linear"), token_scale=SMALL_TOKENS).eval()
     theirs = _timms(config, ours.state_dict())
     images = torch.randn(3, 3, 24, 24, generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
         expected = theirs(images)
         assert expected.abs().mean() > 0.1
-        measured(f"pooling {pool}", "timm", "logits", ours(images), expected)
+        scale = ", layer scale" if layer_scale else ""
+        measured(f"ViT: {pool}, linear head, learned_1d, {gelu} GELU{scale}", "timm", "logits", ours(images), expected)
         torch.testing.assert_close(ours.forward_features(images), theirs.forward_features(images))  # pyright: ignore
 
 
 def test_another_pooling_would_be_noticed() -> None:
     """The mean of the normed tokens is not the norm of the mean, timm's own habit."""
     config = ModelConfig(width=48, depth=4, heads=4, mlp_dim=80, patch_size=4, pool="gap")
-    ours = _randomised(build_vit(config, image_size=24, num_classes=5, head="linear"))
+    ours = randomise(build_vit(config, image_size=24, num_classes=5, head="linear"), token_scale=SMALL_TOKENS).eval()
     state = ours.state_dict()
     arguments = timm_arguments(config, image_size=24) | {"fc_norm": True}
     theirs = VisionTransformer(**arguments, num_classes=5)

@@ -16,22 +16,16 @@ from model.config import ModelConfig
 from model.head import HeadKind
 from model.saved import SavedModelMeta, save_model
 from model.vit import build_vit
+from tests.model.comparing import SMALL_TOKENS, randomise
 from tests.oracles.conftest import Measured
 
-CONFIG = ModelConfig(width=48, depth=3, heads=4, mlp_dim=80, patch_size=4)
+CONFIG = ModelConfig(width=48, depth=4, heads=4, mlp_dim=80, patch_size=4)
 
 
 def _random_model(head: HeadKind = "linear") -> nn.Module:
     """Random weights everywhere; tokens are small, so that LayerNorm's epsilon matters."""
     model = build_vit(CONFIG, image_size=24, num_classes=5, head=head)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            scale = 0.01 if name in ("pos_embed", "cls_token") or name.startswith("patch_embed") else 0.2
-            parameter.copy_(scale * torch.randn(parameter.shape, generator=generator))
-            if "norm" in name and name.endswith("weight"):
-                parameter += 1
-    return model.eval()
+    return randomise(model, token_scale=SMALL_TOKENS).eval()
 
 
 def _images() -> torch.Tensor:
@@ -68,7 +62,7 @@ def test_logits(measured: Measured) -> None:
     theirs = ViTForImageClassification(
         ViTConfig(
             hidden_size=48,
-            num_hidden_layers=3,
+            num_hidden_layers=4,
             num_attention_heads=4,
             intermediate_size=80,
             hidden_act="gelu_pytorch_tanh",
@@ -82,7 +76,8 @@ def test_logits(measured: Measured) -> None:
     with torch.no_grad():
         logits = ours(_images())
         assert logits.abs().mean() > 0.1
-        measured("encoder, tanh GELU, eps 1e-6", "transformers", "logits", logits, theirs(_images()).logits)
+        semantic = "ViT: cls, linear head, learned_1d, tanh GELU"
+        measured(semantic, "transformers", "logits", logits, theirs(_images()).logits)
 
 
 def _save(folder: Path, head: HeadKind) -> nn.Module:

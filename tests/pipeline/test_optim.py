@@ -1,11 +1,14 @@
 """Weight decay touches kernels alone, and every parameter is optimised exactly once."""
 
+import re
 from typing import Any
 
 import pytest
 import torch
 
+from model.build import build_model
 from model.config import ModelConfig
+from model.masked_patch import build_masked_patch
 from model.vit import build_vit
 from pipeline.optim import build_optimizer, parameter_groups
 from pipeline.recipe import OptimizerConfig
@@ -79,3 +82,41 @@ def test_one_step_of_adamw_is_the_formula():
     optimizer.step()
     assert layer.weight.item() == pytest.approx(2.0 - 0.1 * 0.5 * 2.0 - 0.1, abs=1e-6)
     assert layer.bias.item() == pytest.approx(2.0 + 0.1, abs=1e-6)
+
+
+VIT: dict[str, Any] = {"width": 8, "depth": 2, "heads": 2, "patch_size": 4}
+KERNELS = r"(attn\.qkv|attn\.proj|attn_pool\.(q|kv|proj)|mlp\.fc[12]|patch_embed\.proj|head|conv\d?)\.weight"
+
+
+@pytest.mark.parametrize(
+    ("config", "decayed", "left"),
+    [
+        ({**VIT, "resnet_layers": [1]}, {"patch_embed.backbone.stem.conv.weight"}, {"patch_embed.proj.bias"}),
+        ({"resnet_layers": [1, 1]}, {"stages.0.blocks.0.conv2.weight", "head.weight"}, {"norm.weight", "norm.bias"}),
+        ({**VIT, "pool": "gap", "layer_scale": 0.1}, {"head.weight"}, {"blocks.0.ls1.gamma", "pos_embed"}),
+        ({**VIT, "pool": "map"}, {"attn_pool.kv.weight"}, {"attn_pool.latent", "attn_pool.norm.weight"}),
+        (
+            {**VIT, "position": "learned_2d", "position_at": "every_layer"},
+            {"blocks.1.mlp.fc2.weight"},
+            {"position.tables.0.row", "position.tables.1.column", "position.tables.0.prefix", "cls_token"},
+        ),
+        ({**VIT, "position_at": "every_layer_shared"}, {"head.weight"}, {"position.tables.0.embedding"}),
+        ({**VIT, "position": "relative"}, {"blocks.0.attn.qkv.weight"}, {"blocks.0.attn.relative"}),
+    ],
+)
+def test_kernels_of_every_kind_of_model_decay_and_nothing_else(
+    config: dict[str, Any], decayed: set[str], left: set[str]
+):
+    """Google's code decays what flax calls `kernel`: neither norms, biases, positions, tokens, probes nor scales."""
+    model = build_model(ModelConfig(**config), image_size=8, num_classes=3, head="linear")
+    kernels, others = parameter_groups(model, weight_decay=0.1)
+    ours, rest = names(model, kernels["params"]), names(model, others["params"])
+    assert decayed <= ours and left <= rest
+    assert ours == {name for name in ours | rest if re.search(KERNELS + "$", name)}
+    assert ours | rest == {name for name, _ in model.named_parameters()} and not ours & rest
+
+
+def test_the_mask_token_does_not_decay():
+    model = build_masked_patch(ModelConfig(**VIT), image_size=8)
+    kernels, others = parameter_groups(model, weight_decay=0.1)
+    assert "mask_token" in names(model, others["params"]) and "head.weight" in names(model, kernels["params"])

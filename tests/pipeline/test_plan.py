@@ -144,6 +144,8 @@ def test_no_lanes(lanes: int):
         ({"duration": "0 steps"}, "stages.pretrain.duration is nothing"),
         ({"schedule": {"warmup": "100 steps"}}, "stages.pretrain.schedule.warmup takes 100 of 100 steps"),
         ({"schedule": {"warmup": "7 epochs"}}, "stages.pretrain.schedule.warmup takes 109 of 100 steps"),
+        ({"patch_dropout": 0.5, "unmasked_finish": "100%"}, "unmasked_finish takes 100 of 100 steps, and nothing is"),
+        ({"patch_dropout": 0.5, "unmasked_finish": "7 epochs"}, "unmasked_finish takes 109 of 100 steps"),
     ],
 )
 def test_lengths_that_do_not_fit_name_their_key(stage: dict[str, Any], message: str):
@@ -173,3 +175,16 @@ def test_train_and_held_out_classes_must_be_the_same_in_the_same_order(tmp_path:
 def test_missing_shards_name_the_folder(tmp_path: Path):
     with pytest.raises(UserError, match=str(tmp_path / "nowhere")):
         open_data(recipe(stage={"train": str(tmp_path / "nowhere")}), stage="pretrain")
+
+
+@pytest.mark.parametrize(
+    ("stage", "masked_steps"),
+    [
+        ({}, 0),
+        ({"patch_dropout": 0.5}, 100),
+        ({"patch_dropout": 0.5, "unmasked_finish": "10%"}, 90),
+        ({"patch_dropout": 0.5, "unmasked_finish": "99 steps"}, 1),
+    ],
+)
+def test_patch_dropout_rests_for_the_finish(stage: dict[str, Any], masked_steps: int):
+    assert plan(stage=stage).patch_dropout_steps == masked_steps

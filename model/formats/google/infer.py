@@ -1,7 +1,7 @@
 """The model in one of Google's npz files, from the shapes of its arrays: the files carry no configuration.
 
 Costs nothing: shapes only, no tensor, no torch. It reads just the arrays that fix a size; whether all the others fit is
-asked afterwards, of the model that this describes (`google_npz`). What no shape tells is what both code bases always do
+asked afterwards, of the model that this describes (`npz`). What no shape tells is what both code bases always do
 (tanh GELU, epsilon 1e-6, their interpolation), except the resolution of a model without learned positions.
 """
 

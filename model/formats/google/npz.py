@@ -165,10 +165,10 @@ def _recorded(meta: SavedModelMeta) -> Inferred:
 
 
 def _evaluation(meta: SavedModelMeta | None, *, layout: Layout) -> dict[str, Any]:
-    """What is known of the classes and of the pixels."""
+    """What is known of the classes, of the pixels and of the loss."""
     if meta is None:
         return {"eval_protocol": "vit" if layout.code_base == "vision_transformer" else "big_vision"}
-    names = ("class_names", "mean", "std", "eval_protocol", "eval_crop_share")
+    names = ("class_names", "mean", "std", "loss", "eval_protocol", "eval_crop_share")
     return {name: getattr(meta, name) for name in names}
 
 

@@ -87,7 +87,7 @@ def test_the_real_command_killed_and_interrupted(tmp_path: Path):
         output, _ = process.communicate(timeout=60)
         assert process.returncode == code, output  # 0: it was over, and this tests nothing
         assert "Traceback" not in output
-        assert ("interrupted: nothing is lost, type the same command again" in output) == (sent == signal.SIGINT)
+        assert ("interrupted: nothing is broken, type the same command again" in output) == (sent == signal.SIGINT)
         assert not (tmp_path / "out").exists()
     finished = len(list(records.glob("*.json")))
     process = start(tmp_path / "in", tmp_path / "out", *options)

@@ -4,6 +4,7 @@ import torch
 
 from model.config import ModelConfig
 from model.saved import SavedModelMeta, build_described
+from tests.model.comparing import randomise
 
 SIZES = {"width": 32, "depth": 2, "heads": 4, "patch_size": 4}
 MODELS = {
@@ -41,11 +42,4 @@ def described(config: ModelConfig, image_size: int, head: str) -> SavedModelMeta
 
 def randomised(meta: SavedModelMeta) -> torch.nn.Module:
     """The model with every parameter drawn, the head and the norms' scales too."""
-    model = build_described(meta)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            drawn = torch.randn(parameter.shape, generator=generator)
-            around = 1.0 if "norm" in name and name.endswith("weight") else 0.0
-            parameter.copy_(around + 0.2 * drawn)
-    return model.eval()
+    return randomise(build_described(meta)).eval()

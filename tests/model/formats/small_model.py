@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from model.config import ModelConfig
 from model.saved import SavedModelMeta, build_described
+from tests.model.comparing import SMALL_TOKENS, randomise
 
 CONFIG = ModelConfig(width=48, depth=4, heads=4, mlp_dim=80, patch_size=4)
 NAMES = ("cat", "dog", "cow", "hen", "emu \N{LATIN SMALL LETTER E WITH ACUTE}")
@@ -20,15 +21,7 @@ def described(config: ModelConfig = CONFIG, **changes: Any) -> SavedModelMeta:
 
 def random_model(meta: SavedModelMeta) -> nn.Module:
     """In evaluation mode. Tokens are small, so that LayerNorm's epsilon matters."""
-    model = build_described(meta)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            scale = 0.01 if name in ("pos_embed", "cls_token") or name.startswith("patch_embed") else 0.2
-            parameter.copy_(scale * torch.randn(parameter.shape, generator=generator))
-            if "norm" in name and name.endswith("weight"):
-                parameter += 1
-    return model.eval()
+    return randomise(build_described(meta), token_scale=SMALL_TOKENS).eval()
 
 
 def images(size: int = 24) -> Tensor:
@@ -48,9 +41,3 @@ def rebuilt(meta: SavedModelMeta, state: dict[str, Tensor]) -> nn.Module:
     model = build_described(meta)
     model.load_state_dict(state, strict=True)
     return model.eval()
-
-
-def relative_difference(found: Tensor, expected: Tensor) -> float:
-    """The largest difference over the largest value."""
-    assert expected.abs().max() > 0.1
-    return float((found - expected).abs().max() / expected.abs().max())

@@ -15,6 +15,7 @@ from model.config import ModelConfig
 from model.formats.detect import import_file
 from model.formats.export import ExportFormat, export_model, export_objection
 from model.formats.side_record import read_side_record
+from tests.model.comparing import relative_difference
 from tests.model.formats.small_model import (
     CONFIG,
     NAMES,
@@ -22,7 +23,6 @@ from tests.model.formats.small_model import (
     images,
     logits,
     random_model,
-    relative_difference,
 )
 
 SIZES = {"width": 48, "depth": 4, "heads": 4, "mlp_dim": 80, "patch_size": 4}
@@ -79,6 +79,37 @@ def test_an_earlier_export_is_replaced_and_nothing_else(tmp_path: Path, to: Expo
     export_model(meta, state | {"head.bias": torch.ones(5)}, to=to, out=out)
     assert sorted(os.listdir(tmp_path)) == names
     assert torch.equal(import_file(out)[1]["head.bias"], torch.ones(5))
+
+
+@pytest.mark.parametrize("to", [to for to in FORMATS if to != "onnx"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {
+            "config": ModelConfig(**SIZES, interpolation="timm"),
+            "mean": (0.1, 0.2, 0.3),
+            "std": (0.4, 0.5, 0.6),
+            "loss": "sigmoid",
+            "eval_protocol": "big_vision",
+            "eval_crop_share": 0.8,
+        },
+        {"eval_protocol": "timm", "eval_crop_share": 0.9},
+    ],
+    ids=["interpolation, pixels, loss, crop", "another crop"],
+)
+def test_what_the_weights_were_trained_with_travels_along(
+    tmp_path: Path, to: ExportFormat, changes: dict[str, Any]
+) -> None:
+    meta = described(**changes)
+    export_model(meta, random_model(meta).state_dict(), to=to, out=tmp_path / OUT[to])
+    assert import_file(tmp_path / OUT[to])[0] == meta
+
+
+@pytest.mark.parametrize("to", ["timm", "transformers", "torchvision", "torch_export"])
+def test_erf_gelu_travels_along(tmp_path: Path, to: ExportFormat) -> None:
+    meta = described(ModelConfig(**SIZES, gelu="erf"))
+    export_model(meta, random_model(meta).state_dict(), to=to, out=tmp_path / OUT[to])
+    assert import_file(tmp_path / OUT[to])[0] == meta
 
 
 @pytest.mark.parametrize("to", FORMATS)

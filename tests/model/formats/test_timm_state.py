@@ -13,7 +13,8 @@ from transformers import AutoModelForImageClassification
 
 from model.config import ModelConfig
 from model.formats.detect import import_file, read_foreign
-from tests.model.formats.small_model import described, images, logits, random_model, rebuilt, relative_difference
+from tests.model.comparing import SMALL_TOKENS, randomise, relative_difference
+from tests.model.formats.small_model import described, images, logits, random_model, rebuilt
 
 SIZES = {"img_size": 24, "patch_size": 4, "embed_dim": 48, "depth": 4, "num_heads": 4, "mlp_ratio": 2.0}
 
@@ -21,14 +22,7 @@ SIZES = {"img_size": 24, "patch_size": 4, "embed_dim": 48, "depth": 4, "num_head
 def _timm_model(architecture: str = "vit_base_patch16_224", **arguments: Any) -> nn.Module:
     """Random weights everywhere, a head of five classes."""
     model = timm.create_model(architecture, **{"num_classes": 5, **SIZES, **arguments}).eval()
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            scale = 0.01 if name in ("pos_embed", "cls_token") or name.startswith("patch_embed") else 0.2
-            parameter.copy_(scale * torch.randn(parameter.shape, generator=generator))
-            if "norm" in name and name.endswith("weight"):
-                parameter += 1
-    return model
+    return randomise(model, token_scale=SMALL_TOKENS)
 
 
 def _saved(model: nn.Module, folder: Path, **arguments: Any) -> Path:

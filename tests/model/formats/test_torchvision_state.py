@@ -14,6 +14,7 @@ from model.formats.export import export_model
 from model.formats.foreign import IMAGENET_MEAN, IMAGENET_STD
 from model.formats.side_record import side_path
 from model.formats.torchvision_state import how_to_load
+from tests.model.comparing import SMALL_TOKENS, randomise, relative_difference
 from tests.model.formats.small_model import (
     CONFIG,
     described,
@@ -21,7 +22,6 @@ from tests.model.formats.small_model import (
     logits,
     random_model,
     rebuilt,
-    relative_difference,
 )
 
 SIZES = {"width": 48, "depth": 4, "heads": 4, "mlp_dim": 80, "patch_size": 4}
@@ -42,13 +42,7 @@ def _theirs(**changes: Any) -> VisionTransformer:
             **changes,
         }
     )
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_((0.01 if "pos" in name else 0.2) * torch.randn(parameter.shape, generator=generator))
-            if ("ln" in name) and name.endswith("weight"):
-                parameter += 1
-    return model.eval()
+    return randomise(model, token_scale=SMALL_TOKENS).eval()
 
 
 @pytest.mark.parametrize("representation_size", [None, 48])

@@ -20,6 +20,7 @@ from transformers import (
 from model.config import ModelConfig
 from model.formats.detect import import_file, read_foreign
 from model.formats.export import export_model
+from tests.model.comparing import SMALL_TOKENS, randomise, relative_difference
 from tests.model.formats.small_model import (
     CONFIG,
     NAMES,
@@ -28,7 +29,6 @@ from tests.model.formats.small_model import (
     logits,
     random_model,
     rebuilt,
-    relative_difference,
 )
 
 
@@ -48,14 +48,7 @@ def _config(**changes: Any) -> ViTConfig:
 
 
 def _random(model: torch.nn.Module) -> Any:
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            scale = 0.01 if "embeddings" in name else 0.2
-            parameter.copy_(scale * torch.randn(parameter.shape, generator=generator))
-            if "layernorm" in name and name.endswith("weight"):
-                parameter += 1
-    return model.eval()
+    return randomise(model, token_scale=SMALL_TOKENS).eval()
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,117 @@
+"""What the loop decides itself: which steps leave out patches. It follows from the step alone, so a resume repeats it.
+
+The rest of the loop is tested where it runs, by tests/integration.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from model.build import build_model
+from model.config import ModelConfig
+from model.regularisation import Regularisation
+from pipeline.engine import StepResult
+from pipeline.evaluate import evaluate
+from pipeline.plan import StagePlan
+from pipeline.state import TrainState
+from pipeline.task import Example
+from pipeline.train_loop import TrainJob, train
+
+STEPS, MASKED = 6, 4
+ALL, HALF = 1 + 16, 1 + 8  # tokens
+
+
+def job(*, patch_dropout: float, first_step: int) -> tuple[Any, list[tuple[str, int]]]:
+    """A job on stand-ins around a real model, and the list in which the tokens of each forward pass are noted."""
+    seen: list[tuple[str, int]] = []
+    module = build_model(
+        ModelConfig(width=8, depth=1, heads=2, patch_size=4),
+        image_size=16,
+        num_classes=2,
+        head="linear",
+        regularisation=Regularisation(patch_dropout=patch_dropout),
+    )
+    module.get_submodule("blocks.0").register_forward_pre_hook(
+        lambda block, inputs: seen.append(("train" if block.training else "eval", inputs[0].shape[1]))
+    )
+    engine: Any = SimpleNamespace(
+        module=module,
+        device=torch.device("cpu"),
+        forward=module,
+        predict=module,
+        backward=lambda loss: loss.backward(),
+        step=lambda lr: StepResult(applied=True, grad_norm=1.0),
+    )
+    ranks: Any = SimpleNamespace(place=SimpleNamespace(rank=0), gather=lambda values: values.double()[None])
+    faults: Any = SimpleNamespace(
+        complaint="",
+        note=lambda batch, *, use, rows: None,
+        settle=lambda ranks: SimpleNamespace(substituted_images=0, new=()),
+    )
+    report: Any = SimpleNamespace(
+        waiting=contextlib.nullcontext,
+        aside=contextlib.nullcontext,
+        training_seconds=0.0,
+        **dict.fromkeys(("step", "curve", "evaluation", "faults"), lambda *args, **more: None),
+    )
+    task: Any = SimpleNamespace(
+        score="top1",
+        example=lambda batch, *, use: Example((batch.images,), torch.zeros(4, dtype=torch.int64)),
+        loss=torch.nn.functional.cross_entropy,
+        tally=lambda outputs, targets: torch.ones(3, dtype=torch.float64),
+    )
+    batch: Any = SimpleNamespace(images=torch.randn(4, 3, 16, 16), counted=torch.ones(4, dtype=torch.bool))
+    plan = StagePlan(
+        world_size=1,
+        global_batch_images=8,
+        micro_batch_size=4,
+        accumulation_steps=2,
+        lanes=8,
+        total_steps=STEPS,
+        warmup_steps=0,
+        log_steps=2,
+        eval_steps=2,
+        save_steps=0,
+        samples_per_epoch=100,
+        patch_dropout_steps=MASKED if patch_dropout else 0,
+    )
+    whole: Any = TrainJob(
+        engine=engine,
+        ranks=ranks,
+        plan=plan,
+        schedule=lambda step: 0.1,
+        seed=1,
+        max_skipped_steps=1,
+        patch_dropout=patch_dropout,
+        batches=iter([batch] * (STEPS - first_step) * 2),  # pyright: ignore[reportArgumentType]
+        faults=faults,
+        task=task,
+        evaluate=lambda: evaluate([batch], task=task, engine=engine, ranks=ranks, faults=faults),
+        save=lambda state: None,
+        report=report,
+        stop=SimpleNamespace(agreed=lambda ranks: False, settle=lambda: None),  # pyright: ignore[reportArgumentType]
+    )
+    return whole, seen
+
+
+@pytest.mark.parametrize("first_step", [0, 3, 5])
+def test_patches_are_left_out_until_the_finish_and_never_in_an_evaluation(first_step: int) -> None:
+    whole, seen = job(patch_dropout=0.5, first_step=first_step)
+    state = train(whole, TrainState(step=first_step))
+    assert state.step == STEPS
+    expected = []
+    for step in range(first_step, STEPS):
+        expected += [("train", HALF if step < MASKED else ALL)] * 2  # micro-batches
+        expected += [("eval", ALL)] * ((step + 1) % 2 == 0)
+    assert seen == expected
+
+
+def test_without_it_all_patches_are_seen() -> None:
+    whole, seen = job(patch_dropout=0.0, first_step=0)
+    train(whole, TrainState())
+    assert {tokens for _, tokens in seen} == {ALL}
