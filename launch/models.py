@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _ENDINGS = {
     "npz": ".npz",
-    "big_vision": ".npz",
+    "big_vision": "-big_vision.npz",  # not the file that npz writes
     "timm": "-timm",
     "transformers": "-transformers",
     "torchvision": ".pth",
@@ -117,21 +117,26 @@ def import_model(
     from model.saved import save_model
 
     config = trunk.config()
+    names = None if class_names is None else _class_names(class_names)
     try:
         foreign = read_foreign(file, config=config)
         if config is None:
             foreign = replace(foreign, config=trunk.changed(foreign.config))
-        meta, state = adapt(
-            foreign,
-            image_size=image_size,
-            num_classes=num_classes,
-            class_names=None if class_names is None else _class_names(class_names),
-        )
+        if names is not None and num_classes is None and foreign.num_classes not in (0, len(names)):
+            raise UserError(
+                f"--class-names: {len(names):,} names, but {file} has {foreign.num_classes:,} classes: give as many, "
+                f"or --num-classes {len(names)} to replace its head by zeros"
+            )
+        meta, state = adapt(foreign, image_size=image_size, num_classes=num_classes, class_names=names)
         save_model(out, state, meta=meta)
     except ValueError as error:
         raise UserError(str(error)) from None
+    except OSError as error:
+        raise UserError(f"{out} cannot be written: {error}") from None
     for note in foreign.notes:
         print(f"note: {note}")
+    if meta.num_classes != foreign.num_classes:
+        print(f"note: the head is new, for {meta.num_classes:,} classes and all zeros: fine-tune it")
     print(f"{out}: {foreign.format}; {_summary(meta)}")
     return 0
 
@@ -174,6 +179,8 @@ def export_model(
         notes = write(found.meta, found.state, to=to, out=target)
     except ValueError as error:
         raise UserError(str(error)) from None
+    except OSError as error:
+        raise UserError(f"{target} cannot be written: {error}") from None
     for note in (*found.notes, *notes):
         print(f"note: {note}")
     print(f"{target}: {found.origin} as {to}: {_summary(found.meta)}")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from data_shards.errors import UserError
 from model.config import ModelConfig
-from model.saved import WEIGHTS_FILE, read_meta
+from model.saved import CONFIG_FILE, WEIGHTS_FILE, read_meta
 from pipeline.recipe import Recipe
 
 
@@ -22,10 +22,13 @@ def model_from_elsewhere(recipe: Recipe) -> Path | None:
     if config is None or config.model is None:
         return None
     folder = Path(config.model)
+    if folder.is_file():
+        raise UserError(f"stages.swap_head.model: {folder} is a file: {_advice(folder)}")
     try:
         meta = read_meta(folder)
     except ValueError as error:
-        raise UserError(f"stages.swap_head.model: {error}") from None
+        advice = f"; if it is another program's: {_advice(folder)}" if (folder / CONFIG_FILE).is_file() else ""
+        raise UserError(f"stages.swap_head.model: {error}{advice}") from None
     theirs, ours = _resolved(meta.model), _resolved(recipe.model)
     different = [key for key in theirs | ours if theirs.get(key) != ours.get(key)]
     if different:
@@ -43,6 +46,10 @@ def model_from_elsewhere(recipe: Recipe) -> Path | None:
             f"learnt at, and {folder} is of {meta.image_size} px: take {meta.image_size}, not {finetune.image_size}"
         )
     return folder
+
+
+def _advice(theirs: Path) -> str:
+    return f"make a model of it with `shardvit import {theirs} FOLDER` and name that folder"
 
 
 def _resolved(config: ModelConfig) -> dict[str, object]:

@@ -59,7 +59,7 @@ def test_one_key_alone_changes_that_key_and_nothing_else(work: Path, call: Call)
 
 def test_another_resolution_and_another_number_of_classes(work: Path, call: Call) -> None:
     code, output, _ = call("import", "ours", "out", "--image-size", "16", "--num-classes", "5")
-    assert code == 0 and "16 px, 5 classes" in output
+    assert code == 0 and "16 px, 5 classes" in output and "the head is new, for 5 classes and all zeros" in output
     meta, state = load_model(work / "out")
     assert state["pos_embed"].shape == (1, 1 + 16, 32) and not state["head.weight"].any()
     assert (meta.class_names, meta.loss) == (("0", "1", "2", "3", "4"), "softmax")
@@ -77,7 +77,7 @@ def test_class_names_from_a_file(work: Path, call: Call) -> None:
     ("known", "count", "some"), [("imagenet-1k", 1000, "goldfish"), ("imagenet-21k", 21843, "hen")]
 )
 def test_class_names_of_imagenet(work: Path, call: Call, known: str, count: int, some: str) -> None:
-    assert call("import", "ours", "out", "--class-names", known)[0] == 0
+    assert call("import", "ours", "out", "--class-names", known, "--num-classes", str(count))[0] == 0
     meta = read_meta(work / "out")
     assert meta.num_classes == count and any(some in name for name in meta.class_names)
     if known == "imagenet-1k":
@@ -91,6 +91,11 @@ def test_class_names_of_imagenet(work: Path, call: Call, known: str, count: int,
         (("ours", "out", "--class-names", "nowhere.txt"), "--class-names: nowhere.txt cannot be read"),
         (("ours", "out", "--class-names", "gap.txt"), "--class-names: gap.txt has an empty line"),
         (("ours", "out", "--class-names", "two.txt", "--num-classes", "3"), "2 class names for --num-classes 3"),
+        (
+            ("ours", "out", "--class-names", "two.txt"),
+            "2 names, but ours has 3 classes: give as many, or --num-classes 2",
+        ),
+        (("ours", "two.txt/out"), "two.txt/out cannot be written: "),
         (("ours", "out", "--num-classes", "0"), "--num-classes must be at least 1"),
         (("ours", "out", "--image-size", "9"), "image size 9 is not a multiple of the patch size 4: take 8 or 12"),
         (("weights.pth", "out", "--variant", "Q/16"), "Q/16"),

@@ -109,6 +109,18 @@ def test_rates_of_zero_are_the_plain_model(position: str) -> None:
     assert isinstance(model.patch_drop, nn.Identity)
 
 
+@pytest.mark.parametrize("position", ["learned_1d", "learned_2d", "relative", "sincos_2d", "none"])
+def test_dropout_comes_between_the_stems_positions_and_the_first_block(position: str) -> None:
+    model = _build(_config(position=position), dropout=0.5).train()
+    seen: list[Tensor] = []
+    model.pos_drop.register_forward_hook(lambda _, arguments, output: seen.extend((arguments[0], output)))
+    model.blocks[0].register_forward_pre_hook(lambda _, arguments: seen.append(arguments[0]))
+    model(torch.randn(4, 3, 24, 24))
+    before, after, first = seen
+    assert torch.equal(first, after)
+    assert 0.4 < (after == 0).float().mean() < 0.6 and (before == 0).float().mean() < 0.01
+
+
 def test_dropout_sites_of_a_relative_model_are_those_of_the_plain_one() -> None:
     def sites(position: str) -> dict[str, float]:
         model = _build(_config(position=position), dropout=0.3)
