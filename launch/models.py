@@ -135,6 +135,9 @@ def import_model(
         raise UserError(f"{out} cannot be written: {error}") from None
     for note in foreign.notes:
         print(f"note: {note}")
+    broken = [name for name, tensor in state.items() if not tensor.isfinite().all()]
+    if broken:
+        print(f"note: {len(broken)} tensors, such as {broken[0]}, have numbers that are not finite: FILE is damaged")
     if meta.num_classes != foreign.num_classes:
         print(f"note: the head is new, for {meta.num_classes:,} classes and all zeros: fine-tune it")
     print(f"{out}: {foreign.format}; {_summary(meta)}")

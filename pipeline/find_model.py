@@ -55,9 +55,10 @@ def find_model(path: Path) -> FoundModel:
         raise UserError(f"{path} is not there: give a run's folder, a checkpoint, or a file of weights")
     if (path / "recipe.yaml").is_file():
         return _of_run(path)
-    if path.name in ALL_STAGES and (path.parent / "recipe.yaml").is_file():
-        return _of_stage(path.parent, stage=path.name)
-    if path.name.startswith(FOLDER_PREFIX) and path.parent.name == "checkpoints":
+    place = path.absolute()  # also for "." and for a folder's bare name within its run
+    if place.name in ALL_STAGES and (place.parent / "recipe.yaml").is_file():
+        return _of_stage(path.parent if path.name else place.parent, stage=place.name)
+    if place.name.startswith(FOLDER_PREFIX) and place.parent.name == "checkpoints":
         return _of_checkpoint(path)
     if (path / CONFIG_FILE).is_file():
         try:
@@ -114,7 +115,7 @@ def _of_whole_checkpoint(checkpoint: Path) -> FoundModel:
 
     from pipeline.engine_weights import checkpoint_weights
 
-    stage_folder = checkpoint.parent.parent
+    stage_folder = checkpoint.absolute().parent.parent
     run, stage = stage_folder.parent, stage_folder.name
     if stage not in ALL_STAGES or not (run / "recipe.yaml").is_file():
         raise UserError(f"{checkpoint} is not in a run's folder RUNS/NAME/STAGE/checkpoints: its recipe.yaml is needed")

@@ -89,6 +89,8 @@ def read_foreign(path: Path, *, config: ModelConfig | None = None) -> Foreign:
 
 
 def _folder(folder: Path, *, config: ModelConfig | None) -> Foreign:
+    if (folder / "recipe.yaml").is_file():
+        raise ValueError(f"{folder} is a run's folder: give a stage's model, {folder}/STAGE/model")
     if not (folder / CONFIG_FILE).is_file():
         raise ValueError(
             f"{folder} has no config.json: looked for a model saved by shardvit, timm or transformers; for a file in "

@@ -63,7 +63,7 @@ def adapt(
     described = _record(foreign, num_classes=wanted, head="linear" if new_head else foreign.head)
     differences = describe_differences(shapes_of(state), expected_shapes(described))
     if differences:
-        raise ValueError(f"the {foreign.format} does not fit the model that it was taken for:\n{differences}")
+        raise ValueError(f"{foreign.format}: does not fit the model that it was taken for:\n{differences}")
 
     if class_names is None:
         class_names = foreign.class_names if foreign.class_names and not new_head else list(map(str, range(wanted)))

@@ -98,10 +98,11 @@ def _torch_file(path: Path) -> object:
     except pickle.UnpicklingError as error:
         raise ValueError(
             f"{path} holds more than tensors, or is no file of torch; loading it could run code, so it is not read: "
-            f"save its state dict alone, best as safetensors (torch says: {str(error).splitlines()[0]})"
+            "save its state dict alone, best as safetensors"
         ) from error
     except (RuntimeError, EOFError, OSError, KeyError, AttributeError) as error:
-        raise ValueError(f"{path} cannot be read as a file of torch: {str(error).splitlines()[0]}") from error
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise ValueError(f"{path} cannot be read as a file of torch ({reason})") from error
 
 
 def _only_tensors(content: object, *, path: Path) -> dict[str, Tensor]:

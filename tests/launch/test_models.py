@@ -65,6 +65,21 @@ def test_another_resolution_and_another_number_of_classes(work: Path, call: Call
     assert (meta.class_names, meta.loss) == (("0", "1", "2", "3", "4"), "softmax")
 
 
+def test_weights_that_are_not_finite_are_named(work: Path, call: Call) -> None:
+    _, state = load_model(work / "ours")
+    state["blocks.0.mlp.fc1.bias"][3] = float("nan")
+    torch.save(state, work / "broken.pth")
+    code, output, _ = call("import", "broken.pth", "out", *SIZES)
+    assert code == 0 and "1 tensors, such as blocks.0.mlp.fc1.bias, have numbers that are not finite" in output
+
+
+def test_a_runs_folder_is_told_from_a_models(work: Path, call: Call) -> None:
+    (work / "run").mkdir()
+    (work / "run/recipe.yaml").touch()
+    code, _, error = call("import", "run", "out")
+    assert code == 2 and "run is a run's folder: give a stage's model, run/STAGE/model" in error
+
+
 def test_class_names_from_a_file(work: Path, call: Call) -> None:
     (work / "names.txt").write_text("Ameise\n Biene\nKuh \n", encoding="utf-8")
     assert call("import", "ours", "out", "--class-names", "names.txt")[0] == 0

@@ -184,6 +184,12 @@ def test_a_model_from_elsewhere_must_be_there_whenever_swap_head_is_to_run(machi
     run = partial(machine.open, "stages.pretrain=null", f"stages.swap_head.model={model}", shards_of=("finetune",))
     with pytest.raises(UserError, match=r"stages\.swap_head\.model: .*config\.json is missing"):
         run()  # so a dry run says it, too
+    (machine.root / "theirs.pth").touch()
+    (machine.root / "theirs").mkdir()
+    (machine.root / "theirs/config.json").write_text("{}")
+    for theirs in (machine.root / "theirs.pth", machine.root / "theirs"):
+        with pytest.raises(UserError, match=f"shardvit import {theirs} FOLDER"):
+            run(f"stages.swap_head.model={theirs}")
     meta = SavedModelMeta(
         model=load_recipe("digits").model, image_size=16, num_classes=1, class_names=("x",), head="linear"
     )

@@ -112,6 +112,17 @@ def test_a_run_its_stage_and_its_models_folder_are_one_model(finished: Path, nam
         assert same_weights(found, model)
 
 
+def test_the_working_folder_may_be_the_stage_or_its_checkpoints(
+    finished: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = next(iter(STAGES))
+    stage = finished / name / STAGES[name]
+    monkeypatch.chdir(stage)
+    assert same_weights(find_model(Path()), stage / "model")
+    monkeypatch.chdir(stage / "checkpoints")
+    assert same_weights(find_model(Path("step-00000006")), stage / "model")
+
+
 @pytest.mark.parametrize("name", STAGES)
 def test_the_last_checkpoint_is_described_as_the_stage_describes_its_model(finished: Path, name: str) -> None:
     stage = finished / name / STAGES[name]

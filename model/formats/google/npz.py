@@ -124,7 +124,12 @@ def _read(npz: NpzReader, *, meta: SavedModelMeta | None) -> Foreign:
     patches = model.config.grid_size(model.image_size) ** 2
     position = shapes.get(f"{layout.prefix}{layout.position}")
     # big_vision adds positions before the class token comes, so that it has none
-    without_class_position = model.config.pool == "cls" and position is not None and position[1:2] == (patches,)
+    without_class_position = (
+        layout.code_base == BIG_VISION.code_base
+        and model.config.pool == "cls"
+        and position is not None
+        and position[1:2] == (patches,)
+    )
     if without_class_position and "pos_embed" in ours:
         ours["pos_embed"] = (1, patches, model.config.sizes.width)
     slots = slots_of(ours, layout=layout)

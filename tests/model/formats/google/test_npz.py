@@ -375,3 +375,12 @@ def test_recognised_by_names() -> None:
     assert not is_google_npz(names[:1])
     assert not is_google_npz(["params/embedding/kernel", "Transformer/encoder_norm/scale"])
     assert not is_google_npz(["blocks.0.norm1.weight"])
+
+
+def test_a_row_of_positions_that_is_lost_is_no_grid_without_class_position(tmp_path: Path) -> None:
+    """Only big_vision adds positions before the class token comes."""
+    arrays = _arrays(tmp_path)
+    name = "Transformer/posembed_input/pos_embedding"
+    path = _save(tmp_path / "model.npz", arrays | {name: arrays[name][:, 1:]})
+    with pytest.raises(ValueError, match=r"posembed_input/pos_embedding|pos_embed"):
+        read_google_npz(path)
