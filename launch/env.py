@@ -5,9 +5,11 @@ Launchers differ in the names they set; here they become a `Place`. No torch: `s
 
 from __future__ import annotations
 
+import contextlib
 import getpass
 import os
 import platform
+import random
 import re
 import socket
 from collections.abc import Mapping
@@ -65,10 +67,16 @@ def without_place(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
 
 
 def free_port() -> int:
-    """A TCP port that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A TCP port that is free now, drawn at random: two runs that begin at the same moment must not share one.
+
+    Below 32768, where Linux begins to hand out ports by itself; it may give two askers the same one in turn.
+    """
+    draw = random.SystemRandom()
+    while True:
+        port = draw.randrange(20_000, 32_768)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def num_gpus(environ: Mapping[str, str] = os.environ, *, devices: Path = Path("/dev")) -> int:

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -15,6 +16,10 @@ ROOT = Path(__file__).resolve().parent.parent
 # imported, and inherited by the processes that tests start.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["MKL_NUM_THREADS"] = "1"
+
+# A shell that runs the tests in the background has Ctrl-C ignored for them, and so for the processes that they start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A launcher or a cluster job around the tests, or somebody's MLflow server, must not be seen by the code under test.
 FOREIGN_PREFIXES = ("MLFLOW_", "SLURM_", "TORCHELASTIC_", "ACCELERATE_", "DEEPSPEED_", "DS_")
