@@ -8,7 +8,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format clean
+.PHONY: help demo test faults soak check format clean
 
 VENV := .venv
 DATA ?= digits
@@ -39,8 +39,14 @@ help: ## show this list
 demo: $(BASE) ## pack, pre-train, swap the head, fine-tune, report: all on real images (DATA=digits or fashion-mnist)
 	@$(PY) -m launch.cli demo --data $(DATA) $(ARGS)
 
-test: $(ALL) ## run the tests, without those marked slow (ARGS go to pytest)
-	@$(PY) -m pytest -m "not slow" $(ARGS)
+test: $(ALL) ## run the tests, without those marked slow or faults (ARGS go to pytest)
+	@$(PY) -m pytest -m "not slow and not faults" $(ARGS)
+
+faults: $(ALL) ## try every fault on real processes and print what became of each (half an hour; ARGS='--table FILE')
+	@$(PY) -m pytest tests/faults $(ARGS)
+
+soak: $(ALL) ## disturb one run every 30 s at random and compare it with an undisturbed one (ARGS='--minutes 20 --seed 0 --record FILE')
+	@$(PY) -m tests.faults.soak $(ARGS)
 
 check: $(ALL) ## format, lint, spelling, import rules, types
 	@bash .ci/check $(PY)

@@ -241,6 +241,9 @@ def run(
         Parameter(help="Begin this stage and those after it again; what is there is moved aside."),
     ] = None,
     runs: Annotated[Path, Parameter(help="Folder of all runs and of mlflow.db.")] = Path("runs"),
+    max_restarts: Annotated[
+        int, Parameter(help="How often a stage that failed is started again by itself, over all stages.")
+    ] = 0,
     dry_run: Annotated[bool, Parameter(help="Check everything, print the resolved recipe, start nothing.")] = False,
 ) -> int:
     """Run a recipe's stages on this machine: finished ones are skipped, an interrupted one goes on.
@@ -253,11 +256,13 @@ def run(
         shardvit run my.yaml stages.pretrain.optimizer.lr=3e-4 processes=8
 
         shardvit run my.yaml --stage finetune --restart finetune
+
+        shardvit run my.yaml --max-restarts 20
     """
     from launch.pipeline_run import PipelineRun
 
     return PipelineRun.open(recipe, overrides=overrides, runs_root=runs, restart=restart).execute(
-        only=stage, mode="dry-run" if dry_run else "train"
+        only=stage, mode="dry-run" if dry_run else "train", max_restarts=max_restarts
     )
 
 

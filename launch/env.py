@@ -5,23 +5,22 @@ Launchers differ in the names they set; here they become a `Place`. No torch: `s
 
 from __future__ import annotations
 
-import contextlib
 import getpass
 import os
 import platform
-import random
 import re
-import socket
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from data_shards.errors import UserError
 from pipeline.process import Place
 
 SUPERVISOR_PID = "SHARDVIT_SUPERVISOR_PID"
+RENDEZVOUS = "SHARDVIT_RENDEZVOUS"  # a folder, see `pipeline.rendezvous`
 _PLACE_NAMES = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT"),
-    *("SLURM_PROCID", "SLURM_LOCALID"),
+    *("SLURM_PROCID", "SLURM_LOCALID", RENDEZVOUS),
 )
 
 
@@ -38,7 +37,7 @@ def read_place(environ: Mapping[str, str] = os.environ) -> Place:
         names = {"rank": "SLURM_PROCID", "world_size": "SLURM_NTASKS", "local_rank": "SLURM_LOCALID"}
         local_world_size = environ.get("SLURM_NTASKS_PER_NODE")
     else:
-        return Place(master_port=free_port())
+        return Place()
     values: dict[str, int] = {}
     for field, name in names.items():
         text = environ.get(name, "")
@@ -47,36 +46,28 @@ def read_place(environ: Mapping[str, str] = os.environ) -> Place:
         values[field] = int(text)
     if values["rank"] >= values["world_size"]:
         raise UserError(f"{names['rank']} {values['rank']} is not below {names['world_size']} {values['world_size']}")
+    place = Place(
+        rank=values["rank"],
+        world_size=values["world_size"],
+        local_rank=values["local_rank"],
+        local_world_size=int(local_world_size) if (local_world_size or "").isdigit() else values["world_size"],  # pyright: ignore[reportArgumentType]
+    )
+    if place.world_size == 1:  # nobody to meet
+        return place
+    if environ.get(RENDEZVOUS):
+        return replace(place, rendezvous=Path(environ[RENDEZVOUS]))
     port = environ.get("MASTER_PORT", "")
     if "MASTER_ADDR" not in environ or not port.isdigit():
         raise UserError(
             "MASTER_ADDR and MASTER_PORT must name the first process's host and a free port: start through "
             "deepspeed or torchrun, or export both"
         )
-    return Place(
-        **values,
-        local_world_size=int(local_world_size) if (local_world_size or "").isdigit() else values["world_size"],  # pyright: ignore[reportArgumentType]
-        master_addr=environ["MASTER_ADDR"],
-        master_port=int(port),
-    )
+    return replace(place, master_addr=environ["MASTER_ADDR"], master_port=int(port))
 
 
 def without_place(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """The environment without a launcher's or a batch script's numbers, for processes that get their own."""
     return {name: value for name, value in environ.items() if name not in _PLACE_NAMES}
-
-
-def free_port() -> int:
-    """A TCP port that is free now, drawn at random: two runs that begin at the same moment must not share one.
-
-    Below 32768, where Linux begins to hand out ports by itself; it may give two askers the same one in turn.
-    """
-    draw = random.SystemRandom()
-    while True:
-        port = draw.randrange(20_000, 32_768)
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
 
 
 def num_gpus(environ: Mapping[str, str] = os.environ, *, devices: Path = Path("/dev")) -> int:

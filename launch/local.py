@@ -3,27 +3,34 @@
 The launcher runs in a session of its own, so Ctrl-C reaches this process alone. It passes the wish on to the ranks,
 which finish their step and save; a second Ctrl-C kills everything at once, which harms nothing on disk. Whether the
 stage is done is read from its record, never from the launcher's exit code: deepspeed's is 0 when a signal killed it.
+
+The ranks find one another through a folder inside the run folder that lives as long as the launcher (see
+`pipeline.rendezvous`), so two runs never ask for the same port.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
 import psutil
 
-from launch.env import SUPERVISOR_PID, free_port, num_gpus, without_place
+from launch.endings import signal_of
+from launch.env import RENDEZVOUS, SUPERVISOR_PID, num_gpus, without_place
 from pipeline.recipe import Recipe, StageName
 
 _RANK_COMMAND = ["-u", "-m", "launch.train"]
+_RENDEZVOUS_PREFIX = ".rendezvous-"
 _KILL_SECONDS = 10.0  # a process that waits for a broken disk dies later
 
 
@@ -47,33 +54,34 @@ def launch_command(launch: Launch) -> list[str]:
     ]
     if launch.stage == "swap_head":  # arithmetic on saved weights: nothing to distribute
         return [sys.executable, *_RANK_COMMAND, *rank]
-    port = free_port()
     match launch.recipe.engine.backend:
         case "deepspeed":
             return [
                 *(sys.executable, "-m", "deepspeed.launcher.runner", "--log_level", "critical"),
-                *("--num_gpus", str(launch.processes), "--master_port", str(port), "--no_local_rank"),
-                *("--module", "launch.train", *rank),
+                *("--num_gpus", str(launch.processes), "--no_local_rank", "--module", "launch.train", *rank),
             ]
         case "accelerate":
             return [
-                *(sys.executable, "-m", "launch.torchrun", "--nproc-per-node", str(launch.processes)),
-                *("--master-addr", "127.0.0.1", "--master-port", str(port), "-m", "launch.train", *rank),
+                *(sys.executable, "-m", "launch.torchrun", "--standalone", "--nproc-per-node", str(launch.processes)),
+                *("-m", "launch.train", *rank),
             ]
 
 
 def run_stage_locally(launch: Launch) -> int:
-    """Run one stage to its end; returns the exit code of the launcher (negative: it was killed)."""
-    environment = {
-        **without_place(),
-        SUPERVISOR_PID: str(os.getpid()),
-        "PYTHONUNBUFFERED": "1",
-        **({} if num_gpus() else {"DS_ACCELERATOR": "cpu"}),  # said aloud, or DeepSpeed wonders in every process
-    }
+    """Run one stage to its end; returns the exit code of the launcher (negative: it was killed).
+
+    The caller holds the run folder's lock.
+
+    Raises:
+        KeyboardInterrupt: the user stopped it and no rank answered that it has saved: there was none yet, or it was
+            asked for a second time, or the stage came to its end instead.
+        OSError: nothing can be written to the run folder.
+    """
     asked = 0
+    killed = False
 
     def ask_to_stop(number: int, frame: FrameType | None) -> None:
-        nonlocal asked
+        nonlocal asked, killed
         asked += 1
         ranks = _ranks()
         if asked == 1 and ranks:
@@ -82,18 +90,45 @@ def run_stage_locally(launch: Launch) -> int:
                 with contextlib.suppress(psutil.Error):  # it ended meanwhile
                     rank.send_signal(signal.SIGTERM)
         else:
+            killed = True
             _kill_all()
 
-    previous = {number: signal.signal(number, ask_to_stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    with _rendezvous(launch.runs_root / launch.recipe.name) as rendezvous:
+        environment = {
+            **without_place(),
+            SUPERVISOR_PID: str(os.getpid()),
+            RENDEZVOUS: str(rendezvous),
+            "PYTHONUNBUFFERED": "1",
+            **({} if num_gpus() else {"DS_ACCELERATOR": "cpu"}),  # said aloud, or DeepSpeed wonders in every process
+        }
+        previous = {number: signal.signal(number, ask_to_stop) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            child = subprocess.Popen(launch_command(launch), env=environment, start_new_session=True)
+            if asked:  # before there was anything to stop
+                killed = True
+                _kill_all()
+            code = child.wait()
+        finally:
+            _kill_all()  # a rank whose launcher was killed, for instance
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+    # A rank that is still importing dies of the SIGTERM that it was sent.
+    if killed or (asked and (code == 0 or signal_of(code) == signal.SIGTERM)):
+        raise KeyboardInterrupt
+    return code
+
+
+@contextlib.contextmanager
+def _rendezvous(run_folder: Path) -> Iterator[Path]:
+    """A fresh folder that only this user can read; those of attempts that were killed are removed."""
+    run_folder.mkdir(parents=True, exist_ok=True)
+    for leftover in run_folder.glob(f"{_RENDEZVOUS_PREFIX}*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+    folder = Path(tempfile.mkdtemp(prefix=_RENDEZVOUS_PREFIX, dir=run_folder)).absolute()
     try:
-        child = subprocess.Popen(launch_command(launch), env=environment, start_new_session=True)
-        if asked:  # before there was anything to stop
-            _kill_all()
-        return child.wait()
+        yield folder
     finally:
-        _kill_all()  # a rank whose launcher was killed, for instance
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _ranks() -> list[psutil.Process]:

@@ -1,21 +1,25 @@
 """A whole pipeline on this machine: check everything first, then start the stages one after the other.
 
-No torch in this process; each stage is started as processes of its own (`local`).
+No torch in this process; each stage is started as processes of its own (`local`), and again when it fails, if the
+user allows it (`restarts`).
 """
 
 from __future__ import annotations
 
-import signal
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from data_shards.errors import UserError
+from launch.disk_errors import disk_problem
+from launch.endings import EXIT_STOPPED, memory_kills, reason
 from launch.env import num_gpus
 from launch.local import Launch, run_stage_locally
 from launch.lock import locked
+from launch.restarts import PAUSE_SECONDS, Restarts
 from pipeline.identity import check_newest, checkpoint_identity
 from pipeline.plan import plan_stage
 from pipeline.recipe import Recipe, StageName, TrainStage
@@ -25,7 +29,6 @@ from pipeline.stage_data import open_data, training_order
 from pipeline.start_model import model_from_elsewhere
 
 EXIT_USER_ERROR = 2
-EXIT_STOPPED = 75  # as pipeline.stopping, which this process does not import because of torch
 
 
 @dataclass(frozen=True)
@@ -70,49 +73,91 @@ class PipelineRun:
         run._check_stages()
         return run
 
-    def execute(self, *, only: StageName | None = None, mode: Literal["train", "dry-run"] = "train") -> int:
-        """Run the stages that are not done; returns the exit code."""
+    def execute(
+        self, *, only: StageName | None = None, mode: Literal["train", "dry-run"] = "train", max_restarts: int = 0
+    ) -> int:
+        """Run the stages that are not done; returns the exit code.
+
+        Args:
+            only: this stage alone.
+            mode: "dry-run" prints the resolved recipe and starts nothing.
+            max_restarts: how often, over all stages, one that failed is started again by itself.
+
+        Raises:
+            UserError: there is no such stage, another process is at work in the run folder, or nothing can be
+                written there.
+            KeyboardInterrupt: the user stopped it between two stages or before a restart.
+        """
         if only is not None and only not in self.recipe.stages.names:
             raise UserError(f"--stage {only}: the recipe has only the stages {', '.join(self.recipe.stages.names)}")
+        if max_restarts < 0:
+            raise UserError(f"--max-restarts: it is {max_restarts}; give 0 or more")
         if mode == "dry-run":
             print(dump_recipe(self.recipe), end="")
             return 0
-        with locked(self.folder.path / ".run.lock", what=f"run {self.folder.path}"):
-            for note in self.folder.open(self.recipe, restart=self.restart):
-                print(note)
-            for stage in self.recipe.stages.names if only is None else (only,):
-                code = self._run_stage(stage)
-                if code:
-                    return code
+        restarts = Restarts(max_restarts)
+        try:
+            with locked(self.folder.path / ".run.lock", what=f"run {self.folder.path}"):
+                for note in self.folder.open(self.recipe, restart=self.restart):
+                    print(note)
+                for stage in self.recipe.stages.names if only is None else (only,):
+                    code = self._run_stage(stage, restarts=restarts)
+                    if code:
+                        return code
+        except OSError as error:
+            problem = disk_problem(error, folder=self.folder.path)
+            if problem is None:
+                raise
+            raise UserError(problem) from error
         return 0
 
-    def _run_stage(self, stage: StageName) -> int:
+    def _run_stage(self, stage: StageName, *, restarts: Restarts) -> int:
         record = self.folder.record(stage)
         if record.state == "done":
             print(f"{stage}: done already{_results(record)}", flush=True)
             return 0
-        code = run_stage_locally(
-            Launch(
-                recipe=self.recipe,
-                recipe_argument=self.recipe_argument,
-                overrides=self.overrides,
-                runs_root=self.folder.runs_root,
-                stage=stage,
-                processes=self.processes,
-            )
+        launch = Launch(
+            recipe=self.recipe,
+            recipe_argument=self.recipe_argument,
+            overrides=self.overrides,
+            runs_root=self.folder.runs_root,
+            stage=stage,
+            processes=self.processes,
         )
-        record = self.folder.record(stage)
-        if record.state == "done":
-            print(f"{stage}: done{_results(record)}", flush=True)
-            return 0
-        if code == EXIT_USER_ERROR:
-            return code
-        saved = f"step {record.last_saved_step:,}" if record.last_saved_step else "its beginning"
-        print(
-            f"shardvit: {stage} is not finished ({_reason(code)}): the same command goes on from {saved}",
-            file=sys.stderr,
-        )
-        return EXIT_STOPPED if code == EXIT_STOPPED else 1
+        while True:
+            kills_before = memory_kills()
+            interrupted = False
+            try:
+                code = run_stage_locally(launch)
+            except KeyboardInterrupt:
+                interrupted, code = True, EXIT_STOPPED
+            record = self.folder.record(stage)
+            if record.state == "done":
+                print(f"{stage}: done{_results(record)}", flush=True)
+                if interrupted and stage != self.recipe.stages.names[-1]:
+                    raise KeyboardInterrupt
+                return 0
+            if code == EXIT_USER_ERROR:
+                return code
+            saved = f"step {record.last_saved_step:,}" if record.last_saved_step else "its beginning"
+            kills = memory_kills()
+            out_of_memory = None if kills is None or kills_before is None else kills > kills_before
+            why = "stopped at once" if interrupted else reason(code, out_of_memory=out_of_memory)
+            command = "the same command without --restart" if self.restart else "the same command"
+            goes_on = f"{command} goes on from {saved}"
+            if code != EXIT_STOPPED:
+                refusal = restarts.after_failure(stage, last_saved_step=record.last_saved_step)
+                if refusal is None:
+                    _say(
+                        f"{stage} is not finished ({why}): restart {restarts.used} of {restarts.allowed} from {saved} "
+                        f"in {PAUSE_SECONDS:g} seconds"
+                    )
+                    time.sleep(PAUSE_SECONDS)  # Ctrl-C ends it
+                    continue
+                if restarts.allowed:
+                    goes_on = f"{refusal}; once the cause is mended, {goes_on}"
+            _say(f"{stage} is not finished ({why}): {goes_on}")
+            return EXIT_STOPPED if code == EXIT_STOPPED else 1
 
     def _check_stages(self) -> None:
         """Every stage's data, sizes, model and checkpoints, before the first one is started."""
@@ -136,14 +181,8 @@ class PipelineRun:
         return self.restart is not None and names.index(stage) >= names.index(self.restart)
 
 
-def _reason(code: int) -> str:
-    """What a launcher's exit code means; a signal's number reaches us as itself, as 256 - n or as 128 + n."""
-    number = -code if code < 0 else 256 - code if code > 192 else code - 128 if code > 128 else 0
-    if code == EXIT_STOPPED:
-        return "stopped and saved"
-    if number == signal.SIGKILL:
-        return "a process was killed by signal 9, which is what the kernel does when memory runs out"
-    return f"a process was ended by signal {number}" if number else f"exit code {code}"
+def _say(text: str) -> None:
+    print(f"shardvit: {text}", file=sys.stderr, flush=True)
 
 
 def _results(record: StageRecord) -> str:

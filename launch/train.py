@@ -4,8 +4,8 @@
     torchrun --nproc-per-node 8 -m launch.train RECIPE --stage pretrain
     python -m launch.train RECIPE --stage pretrain
 
-`shardvit run` starts the first form by itself. Exit codes: 0 done, 2 the user's mistake, 75 stopped by a signal after
-saving (the same command goes on), 1 anything else.
+`shardvit run` starts the first form by itself. Exit codes: 0 done, 2 the user's mistake or a disk that cannot be
+written, 75 stopped by a signal after saving (the same command goes on), 1 anything else.
 """
 
 from __future__ import annotations
@@ -13,15 +13,17 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import signal
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from data_shards.errors import SampleError, UserError, WorkerDied
+from launch.disk_errors import disk_problem
 from launch.env import experiment_name, job_tags, read_place, supervisor_pid, tracking_uri
 from launch.lock import locked
 from pipeline.process import Place
@@ -42,6 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run this rank; returns the exit code."""
     options = _parse(sys.argv[1:] if arguments is None else arguments)
     place = Place()
+    folder = RunFolder(runs_root=options.runs, name="")
     try:
         place = read_place()
         recipe = load_recipe(options.recipe, overrides=options.overrides)
@@ -52,18 +55,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _run(recipe, folder=folder, stage=options.stage, place=place)
     except UserError as error:
         if place.local_rank == 0 or isinstance(error, SampleError):  # each node has its own disks
-            print(f"shardvit: {error}", file=sys.stderr, flush=True)
+            _say(str(error))
         return EXIT_USER_ERROR
     except WorkerDied as error:
-        print(f"shardvit: rank {place.rank}: {error}", file=sys.stderr, flush=True)
+        _say(f"rank {place.rank}: {error}")
         return 1
-    except Exception as error:  # noqa: BLE001 - the last stop: its traceback is printed
-        if place.world_size > 1 and _peer_is_gone(error):
-            print(f"rank {place.rank}: another process is gone, stopping", file=sys.stderr, flush=True)
+    except Exception as error:  # noqa: BLE001 - the last stop
+        return _failed(error, folder=folder, stage=options.stage, place=place)
+
+
+def _failed(error: Exception, *, folder: RunFolder, stage: StageName, place: Place) -> int:
+    """Say why this rank ends, unless another one does; returns the exit code."""
+    problem = disk_problem(error, folder=folder.path)
+    if problem is not None:
+        if place.local_rank:
+            # The first rank, which may have met the same, says it; then the launcher ends this one with a SIGTERM.
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(_COLLATERAL_WAIT_SECONDS)
-        else:
-            traceback.print_exc()
-        return 1
+        _say(problem)
+        return EXIT_USER_ERROR
+    if place.world_size > 1:
+        from pipeline.rendezvous import PeerGone
+        from pipeline.watch import peer_is_gone, report_gone
+
+        if isinstance(error, PeerGone):
+            _say(f"rank {place.rank}: {error}")
+            return 1
+        if peer_is_gone(error):
+            report_gone(folder.stage(stage) / "ranks", place=place, say=_say)
+            time.sleep(_COLLATERAL_WAIT_SECONDS)
+            return 1
+    traceback.print_exception(error)
+    return 1
 
 
 def _run(recipe: Recipe, *, folder: RunFolder, stage: StageName, place: Place) -> int:
@@ -83,11 +106,12 @@ def _run(recipe: Recipe, *, folder: RunFolder, stage: StageName, place: Place) -
         # The ranks of a machine without a GPU share its cores; more threads than cores would fight each other.
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // place.local_world_size))
     with contextlib.ExitStack() as held:
-        if place.is_main:
-            # An orphaned earlier attempt may still be saving.
-            held.enter_context(locked(folder.path / ".train.lock", what=f"run {folder.path}", wait_seconds=60))
-            folder.open(recipe)
-        ranks = Ranks(place, timeout_seconds=recipe.engine.collective_timeout_seconds)
+        with _signals_end_it():
+            if place.is_main:
+                # An orphaned earlier attempt may still be saving.
+                held.enter_context(locked(folder.path / ".train.lock", what=f"run {folder.path}", wait_seconds=60))
+                folder.open(recipe)
+            ranks = Ranks(place, timeout_seconds=recipe.engine.collective_timeout_seconds)
         context = StageContext(
             recipe=recipe,
             folder=folder,
@@ -102,7 +126,7 @@ def _run(recipe: Recipe, *, folder: RunFolder, stage: StageName, place: Place) -
             return EXIT_STOPPED
         except TrainingFailed as error:
             if place.is_main:
-                print(f"shardvit: {stage} failed: {error}", file=sys.stderr, flush=True)
+                _say(f"{stage} failed: {error}")
             return 1
         ranks.leave()
     return 0
@@ -123,9 +147,20 @@ def _watch_parents(stop: StopFlag) -> None:
     threading.Thread(target=watch, daemon=True, name="watch-parents").start()
 
 
-def _peer_is_gone(error: Exception) -> bool:
-    text = str(error)
-    return isinstance(error, RuntimeError) and ("Connection closed by peer" in text or "onnection reset" in text)
+@contextlib.contextmanager
+def _signals_end_it() -> Iterator[None]:
+    """While this rank waits for others there is nothing to save, and it would not look at a flag."""
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    handlers = [signal.signal(number, signal.SIG_DFL) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, handlers, strict=True):
+            signal.signal(number, handler)
+
+
+def _say(text: str) -> None:
+    print(f"shardvit: {text}", file=sys.stderr, flush=True)
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:

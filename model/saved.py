@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -85,15 +86,16 @@ class SavedModelMeta(BaseModel):
 def save_model(folder: Path, state_dict: Mapping[str, Tensor], *, meta: SavedModelMeta) -> None:
     """Write `state_dict` (full tensors, on any device, each in its own dtype) and `meta` to `folder`.
 
-    The folder is written beside its place, flushed to disk and renamed, so it is there wholly or not at all.
-    An earlier result at that place is replaced. One process calls this, not every rank.
+    The folder is written beside its place, flushed to disk and renamed, so it is there wholly or not at all, killed
+    or without power at any moment. An earlier result at that place is replaced; killed between the two renames of
+    that, the place is empty, and the next call begins by putting the earlier result back. One process calls this, not
+    every rank.
 
     Raises:
         ValueError: the state dict is not that of the model which `meta` describes, or something else than a
             saved model is at `folder` (nothing is overwritten then).
+        OSError: the disk is full or cannot be written; what was there stays.
     """
-    from safetensors.torch import save_file
-
     folder = Path(folder)
     _check_state(state_dict, meta=meta, origin="the state dict to be saved")
     if folder.exists() and not _may_be_replaced(folder):
@@ -101,21 +103,26 @@ def save_model(folder: Path, state_dict: Mapping[str, Tensor], *, meta: SavedMod
 
     beside = folder.with_name(f".{folder.name}.writing")
     replaced = folder.with_name(f".{folder.name}.replaced")
-    for leftover in (beside, replaced):  # of an attempt that was killed
+    if replaced.exists() and not folder.exists():  # of an attempt that was killed
+        replaced.rename(folder)
+    for leftover in (beside, replaced):
         shutil.rmtree(leftover, ignore_errors=True)
     beside.mkdir(parents=True)
-    # older releases of transformers refuse a file whose header does not say "pt" for PyTorch
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state_dict.items()}
-    save_file(tensors, beside / WEIGHTS_FILE, metadata={"format": "pt"})
-    (beside / CONFIG_FILE).write_text(
-        json.dumps(_config_json(meta), indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
-    )
-    for path in (beside / WEIGHTS_FILE, beside / CONFIG_FILE, beside):
-        _flush(path)
+    try:
+        _write_weights(beside / WEIGHTS_FILE, state_dict)
+        (beside / CONFIG_FILE).write_text(
+            json.dumps(_config_json(meta), indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
+        )
+        for path in (beside / WEIGHTS_FILE, beside / CONFIG_FILE, beside):
+            _flush(path)
+    except OSError:
+        shutil.rmtree(beside, ignore_errors=True)
+        raise
     if folder.exists():
         folder.rename(replaced)
     beside.rename(folder)
-    _flush(folder.parent)
+    for path in (folder.parent, folder.parent.parent):  # the latter may have got the former just now
+        _flush(path)
     shutil.rmtree(replaced, ignore_errors=True)
 
 
@@ -263,6 +270,21 @@ def _check_state(state_dict: Mapping[str, Tensor], *, meta: SavedModelMeta, orig
         problem = f"{name!r} has the shape {found[name]} instead of {expected[name]}"
     table = describe_differences(found, expected)
     raise ValueError(f"{origin} does not fit the model that its record describes: {problem}\n{table}")
+
+
+def _write_weights(path: Path, state_dict: Mapping[str, Tensor]) -> None:
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state_dict.items()}
+    try:
+        # older releases of transformers refuse a file whose header does not say "pt" for PyTorch
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as error:  # its only sign of a full disk is this text
+        number = re.search(r"\(os error (\d+)\)", str(error))
+        if number is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
 
 
 def _may_be_replaced(folder: Path) -> bool:

@@ -1,33 +1,39 @@
-"""Checkpoints that are whole or not there.
+"""Checkpoints that are whole or not there: the layout, the commit, the pruning, the restoring. `saver` writes them.
 
-One checkpoint is a folder `step-00000400`: the engine's sharded state, our own `state.json`, and `manifest.json` with
-the size and digest of every file. It is written beside its place (`.writing-step-...`), the manifest last, everything
-flushed to disk, and then renamed; so a folder of that name is complete, whatever was killed and whenever. Restoring
-checks every digest, falls back to the next older checkpoint when one is damaged, and says so; when there are
-checkpoints but none is good, that is an error and never a silent start from zero.
+One checkpoint is a folder `step-00000400`: the engine's sharded state, our own `state.json`, the resolved recipe, and
+`manifest.json` with the size and digest of every file. It is written beside its place (`.writing-step-...`), the
+manifest last, everything flushed to disk and read back, and then renamed; so a folder of that name is complete,
+whatever was killed and whenever. Older ones are pruned after that, each under another name first (`.removing-...`).
 
-Cost: the state is read once for its digests when it is saved (half a GiB a second and core, shared by the ranks).
-This does not change the number of processes: a checkpoint is restored on as many as wrote it.
+Restoring checks every digest, falls back to the next older checkpoint when one is damaged, and says so; when there are
+checkpoints but none is good, that is an error and never a silent start from zero. It reads the state twice: for its
+digests (half a GiB a second and core, shared by the ranks), and to load it. There is no pointer to the newest one that
+could be wrong: the highest number is it.
 """
 
 from __future__ import annotations
 
-import hashlib
+import contextlib
+import errno
 import json
 import os
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from data_shards.errors import UserError
 from pipeline.engine import Engine
-from pipeline.identity import FOLDER_PREFIX, STATE, check_identity, checkpoint_folders
+from pipeline.identity import FOLDER_PREFIX, STATE, check_identity, checkpoint_folders, is_cut_alike
 from pipeline.ranks import Ranks
+from pipeline.retention import Kept, Retention, superfluous
 from pipeline.state import TrainState
+from pipeline.state_files import Seal, digest_of, flush
 
 MANIFEST = "manifest.json"
 _WRITING = ".writing-"
+_REMOVING = ".removing-"
 
 
 @dataclass(frozen=True)
@@ -37,57 +43,91 @@ class Restored:
     folder: Path
     state: TrainState
     notes: tuple[str, ...]  # damaged newer checkpoints that were passed over
+    identity: dict[str, Any]  # of the run that wrote it
+    written_by: dict[str, str]  # facts of the process that wrote it; empty in an old one
 
 
-def save_checkpoint(
-    root: Path, *, engine: Engine, state: TrainState, ranks: Ranks, identity: dict[str, Any], keep: int
-) -> Path:
-    """Write and commit one checkpoint; collective.
+def beside_of(root: Path, step: int) -> Path:
+    """Where the checkpoint of `step` is written."""
+    return root / f"{_WRITING}{FOLDER_PREFIX}{step:08d}"
+
+
+def open_beside(root: Path, *, step: int) -> None:
+    """Make `beside_of` a new folder; what a killed writer left is removed. On one rank."""
+    collect_leftovers(root)
+    beside_of(root, step).mkdir(parents=True)
+
+
+def commit_checkpoint(root: Path, *, step: int, seals: Mapping[str, Seal]) -> Path:
+    """Make what lies beside visible, and look at it once more. On one rank, when all have written.
 
     Args:
         root: the stage's folder of checkpoints.
-        engine: what to save.
-        state: our part.
-        ranks: the processes.
-        identity: what a run must agree on to restore it (stage, recipe, layout).
-        keep: older checkpoints beyond this many are removed, once the new one is committed.
+        step: of the checkpoint.
+        seals: every file that was written, flushed and read back, by its path in the checkpoint.
 
     Returns:
         The committed folder.
+
+    Raises:
+        OSError: the disk is full or fails, or the committed files are not those that were written.
     """
-    final = root / f"{FOLDER_PREFIX}{state.step:08d}"
-    beside = root / f"{_WRITING}{final.name}"
-    if ranks.place.is_main:
-        for leftover in [*root.glob(f"{_WRITING}*"), final]:  # of a killed writer, or a damaged one being redone
-            shutil.rmtree(leftover, ignore_errors=True)
-        beside.mkdir(parents=True)
-        _write_json(beside / STATE, {"identity": identity, "state": state.to_json()})
-    ranks.barrier()
-    engine.save(beside)
-    ranks.barrier()
-    mine = _files(beside)[ranks.place.rank :: ranks.place.world_size]
-    parts = ranks.gather_objects({str(path.relative_to(beside)): _seal(path) for path in mine})
-    if ranks.place.is_main:
-        files = {name: entry for part in parts for name, entry in part.items()}  # pyright: ignore[reportAttributeAccessIssue]
-        _write_json(beside / MANIFEST, {"version": 1, "files": dict(sorted(files.items()))})
-        for folder in {path.parent for path in _files(beside)}:
-            _flush(folder)
-        beside.rename(final)
-        _flush(root)
-        # Newer ones were passed over as damaged: they must not push out the good ones, and are redone when reached.
-        for old in [folder for folder in checkpoint_folders(root) if folder.name <= final.name][keep:]:
-            shutil.rmtree(old, ignore_errors=True)
-    ranks.barrier()
+    beside, final = beside_of(root, step), root / f"{FOLDER_PREFIX}{step:08d}"
+    files = {name: {"bytes": seal.num_bytes, "blake2b": seal.blake2b} for name, seal in sorted(seals.items())}
+    manifest = json.dumps({"version": 1, "files": files}, indent=1) + "\n"
+    with (beside / MANIFEST).open("w", encoding="utf-8") as file:
+        file.write(manifest)
+        file.flush()
+        os.fsync(file.fileno())
+    for folder in {above for name in files for above in (beside / name).parents if above.is_relative_to(beside)}:
+        flush(folder)
+    if final.exists():  # passed over as damaged, and reached again
+        _set_aside(final)
+    beside.rename(final)
+    flush(root)
+    sizes = {name: (final / name).stat().st_size for name in files}
+    if sizes != {name: seal.num_bytes for name, seal in seals.items()} or (
+        (final / MANIFEST).read_text(encoding="utf-8") != manifest
+    ):
+        raise OSError(errno.EIO, f"{final.name} is not what was written")
     return final
+
+
+def prune_checkpoints(root: Path, *, newest_step: int, retention: Retention) -> None:
+    """Remove what retention does not keep, now that the checkpoint of `newest_step` is verified. On one rank.
+
+    Newer ones were passed over as damaged: they must not push out the good ones, and are redone when reached. A folder
+    gets another name before its first file goes, so that whatever is killed, none looks whole that is not.
+    """
+    there: dict[int, Path] = {}
+    for folder in checkpoint_folders(root):
+        number = folder.name.removeprefix(FOLDER_PREFIX)
+        if number.isdecimal() and int(number) <= newest_step:  # a copy of the user's has another name
+            there[int(number)] = folder
+    kept = (Kept(step, metric=_metric(folder, name=retention.best)) for step, folder in there.items())
+    for step in superfluous(kept, retention=retention):
+        with contextlib.suppress(OSError):  # it is there again for the next time
+            _set_aside(there[step])
+    for leftover in root.glob(f"{_REMOVING}*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+
+
+def collect_leftovers(root: Path) -> None:
+    """Remove what a killed writer or remover left."""
+    for prefix in (_WRITING, _REMOVING):
+        for leftover in root.glob(f"{prefix}*"):
+            shutil.rmtree(leftover, ignore_errors=True)
 
 
 def restore_checkpoint(root: Path, *, engine: Engine, ranks: Ranks, identity: dict[str, Any]) -> Restored | None:
     """Load the newest checkpoint that is whole; None when there is none at all; collective.
 
     Raises:
-        UserError: every checkpoint is damaged, or the newest good one belongs to another recipe or layout.
+        UserError: every checkpoint is damaged, or the newest good one belongs to another recipe.
     """
     notes: list[str] = []
+    if ranks.place.is_main:
+        collect_leftovers(root)
     folders = checkpoint_folders(root)
     for folder in folders:
         share = (ranks.place.rank, ranks.place.world_size)
@@ -97,8 +137,17 @@ def restore_checkpoint(root: Path, *, engine: Engine, ranks: Ranks, identity: di
             continue
         content = json.loads((folder / STATE).read_text(encoding="utf-8"))
         check_identity(content["identity"], identity, folder=folder)
-        engine.load(folder)
-        return Restored(folder=folder, state=TrainState.from_json(content["state"]), notes=tuple(notes))
+        if is_cut_alike(content["identity"], identity):
+            engine.load(folder)
+        else:
+            engine.load_converted(folder, written=content["identity"])
+        return Restored(
+            folder=folder,
+            state=TrainState.from_json(content["state"]),
+            notes=tuple(notes),
+            identity=content["identity"],
+            written_by=content.get("written_by", {}),
+        )
     if folders:
         raise UserError(
             f"all {len(folders)} checkpoints in {root} are damaged ({'; '.join(notes)}): bring one back, or begin "
@@ -122,36 +171,25 @@ def damage_of(folder: Path, *, share: tuple[int, int] = (0, 1)) -> str:
                 return f"{name} is missing"
             if path.stat().st_size != num_bytes:
                 return f"{name} has {path.stat().st_size} bytes instead of {num_bytes}"
-            if _digest(path) != digest:
+            if digest_of(path) != digest:
                 return f"{name} has changed since it was written"
         except OSError as error:  # one rank's bad disk must not leave the others waiting
             return f"{name} cannot be read: {error.strerror}"
     return ""
 
 
-def _files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.is_file())
-
-
-def _seal(path: Path) -> dict[str, Any]:
-    """Flush a file to disk; its size and digest."""
-    _flush(path)
-    return {"bytes": path.stat().st_size, "blake2b": _digest(path)}
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    _flush(path)
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
+def _metric(folder: Path, *, name: str | None) -> float | None:
+    """A metric of the evaluation at the very step that a checkpoint was saved at."""
+    if name is None:
+        return None
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        state = json.loads((folder / STATE).read_text(encoding="utf-8"))["state"]
+        return float(state["evaluation"][name]) if state["evaluation_step"] == state["step"] else None
+    except (OSError, ValueError, KeyError, TypeError):  # damaged, older than the field, or without an evaluation
+        return None
+
+
+def _set_aside(folder: Path) -> None:
+    aside = folder.with_name(f"{_REMOVING}{folder.name}")
+    shutil.rmtree(aside, ignore_errors=True)
+    folder.rename(aside)

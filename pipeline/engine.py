@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
+
+from pipeline.state_files import StateFile
 
 
 @dataclass(frozen=True)
@@ -58,12 +60,24 @@ class Engine(Protocol):
         """Average over the ranks, clip, and move the weights, unless the gradient is not finite."""
         ...
 
-    def save(self, folder: Path) -> None:
-        """Write this rank's part of the state into `folder`, and wait for the other ranks."""
+    def snapshot(self) -> tuple[StateFile, ...]:
+        """This rank's part of the state, as files to be written; they share the engine's memory; collective."""
         ...
 
     def load(self, folder: Path) -> None:
-        """Restore what `save` wrote, on the same number of ranks."""
+        """Restore what `snapshot` gave and was written into `folder`: same number of ranks, same ZeRO stage."""
+        ...
+
+    def load_converted(self, folder: Path, *, written: dict[str, Any]) -> None:
+        """Restore what another number of ranks or another ZeRO stage wrote; collective.
+
+        Weights, moments and counters are the written ones to the last bit. `written` is the checkpoint's identity
+        (`pipeline.identity.checkpoint_identity`); its `processes` and `zero_stage` say how to read it, its backend and
+        precision are this engine's.
+
+        Raises:
+            UserError: the checkpoint is of another model.
+        """
         ...
 
     def weights(self) -> dict[str, torch.Tensor]:

@@ -16,10 +16,12 @@ import torch
 from torch import nn
 
 from pipeline.engine import StepResult
+from pipeline.engine_portable import open_accelerate
 from pipeline.optim import build_optimizer
 from pipeline.plan import StagePlan
 from pipeline.ranks import Ranks
 from pipeline.recipe import EngineConfig, OptimizerConfig
+from pipeline.state_files import StateFile, state_file
 
 FILE = "accelerate.pt"
 _MIXED_PRECISION = {"bf16": "bf16", "fp16": "fp16", "fp32": "no"}
@@ -89,17 +91,17 @@ class AccelerateEngine:
         self._optimizer.zero_grad()
         return StepResult(applied=math.isfinite(grad_norm), grad_norm=grad_norm)
 
-    def save(self, folder: Path) -> None:
-        """Rank 0 writes the weights, the optimizer and the loss scale."""
-        if self._ranks.place.is_main:
-            scaler = self._accelerator.scaler
-            state = {
-                "model": self.module.state_dict(),
-                "optimizer": self._optimizer.state_dict(),
-                "scaler": scaler.state_dict() if scaler is not None else None,
-            }
-            torch.save(state, folder / FILE)
-        self._ranks.barrier()
+    def snapshot(self) -> tuple[StateFile, ...]:
+        """Of rank 0 the weights, the optimizer and the loss scale."""
+        if not self._ranks.place.is_main:
+            return ()
+        scaler = self._accelerator.scaler
+        state = {
+            "model": self.module.state_dict(),
+            "optimizer": self._optimizer.state_dict(),
+            "scaler": scaler.state_dict() if scaler is not None else None,
+        }
+        return (state_file(FILE, state),)
 
     def load(self, folder: Path) -> None:
         """Every rank reads the one file."""
@@ -108,6 +110,11 @@ class AccelerateEngine:
         self._optimizer.load_state_dict(state["optimizer"])
         if self._accelerator.scaler is not None:
             self._accelerator.scaler.load_state_dict(state["scaler"])
+
+    def load_converted(self, folder: Path, *, written: dict[str, Any]) -> None:
+        """Nothing is sharded: what any number of processes wrote is read as `load` does, once its model is checked."""
+        open_accelerate(folder / FILE, model=self.module)
+        self.load(folder)
 
     def weights(self) -> dict[str, torch.Tensor]:
         """The weights; they are float32 and whole on every rank."""

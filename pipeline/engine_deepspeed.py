@@ -9,6 +9,8 @@ commit and what counts as progress are ours. What is mended here, because DeepSp
 - Stage 0 in half precision: its master weights are not among those that DeepSpeed's helpers find, and its Adam begins
   with a step already counted.
 - Master weights are made from the rounded half-precision ones: they get their exact values back.
+- Its checkpoints load only on as many processes, and under the same ZeRO stage, as wrote them: `load_converted` reads
+  the shards of any (engine_portable.py) and puts them where this engine keeps its own (engine_masters.py).
 - On CPUs it compiles an all-reduce over shared memory at the first start (half a minute, a C++ compiler) and leaves a
   69 MB file in /dev/shm per rank and run: switched off, gloo does the same.
 """
@@ -17,17 +19,20 @@ from __future__ import annotations
 
 import logging
 import math
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import torch
 from torch import nn
 
 from pipeline.engine import StepResult
+from pipeline.engine_masters import put_state, slots, unsharded_masters
+from pipeline.engine_portable import open_deepspeed
 from pipeline.optim import build_optimizer
 from pipeline.plan import StagePlan
 from pipeline.ranks import Ranks
 from pipeline.recipe import EngineConfig, OptimizerConfig
+from pipeline.state_files import StateFile, state_file
 from pipeline.zero_config import checks_gradients, deepspeed_config
 
 TAG = "deepspeed"  # DeepSpeed's name for the folder of one checkpoint inside ours
@@ -108,24 +113,42 @@ class DeepSpeedEngine:
         self._engine.step()
         return StepResult(applied=math.isfinite(grad_norm), grad_norm=grad_norm)
 
-    def save(self, folder: Path) -> None:
-        """DeepSpeed's sharded checkpoint, without the `latest` file that it would write too early."""
-        self._engine.save_checkpoint(str(folder), tag=TAG, client_state={}, save_latest=False)
+    def snapshot(self) -> tuple[StateFile, ...]:
+        """DeepSpeed's sharded checkpoint, caught on its way to the disk."""
+        writer, collector = self._engine.checkpoint_engine, _Collector()
+        self._engine.checkpoint_engine = collector
+        # It would copy two scripts into the folder, past its own writer; `shardvit export` does what they do.
+        self._engine._copy_recovery_script = lambda save_path: None
+        try:
+            self._engine.save_checkpoint(".", tag=TAG, client_state={}, save_latest=False)
+        finally:
+            self._engine.checkpoint_engine = writer
+            del self._engine._copy_recovery_script
+        return tuple(collector.files)
 
     def load(self, folder: Path) -> None:
         """Restore weights, master weights, optimizer state and loss scale."""
         loaded, _ = self._engine.load_checkpoint(str(folder), tag=TAG)
         if loaded is None:
             raise RuntimeError(f"DeepSpeed found nothing to load in {folder / TAG}")
-        # Some of DeepSpeed's loaders give every group the first group's settings: say again what holds.
-        for group, settings in zip(self._engine.optimizer.param_groups, self._group_settings, strict=True):
-            group.update(settings)
+        self._restore_group_settings()
+
+    def load_converted(self, folder: Path, *, written: dict[str, Any]) -> None:
+        """Restore from the shards of another number of processes or another ZeRO stage; see `engine_portable`."""
+        saved = open_deepspeed(
+            folder / TAG,
+            zero_stage=written["zero_stage"],
+            processes=written["processes"],
+            model=self._engine.module,
+        )
+        put_state(self._engine, saved, rank=self._ranks.place.rank)
+        self._restore_group_settings()
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Float32 weights, assembled from wherever the stage keeps its master copy."""
         from deepspeed.utils import safe_get_full_fp32_param
 
-        masters = self._unsharded_masters()
+        masters = unsharded_masters(self._engine.optimizer)
         state: dict[str, torch.Tensor] = {}
         for name, parameter in self._engine.module.named_parameters():
             full = masters.get(id(parameter))
@@ -139,39 +162,41 @@ class DeepSpeedEngine:
 
     def _set_masters(self, exact: dict[str, torch.Tensor]) -> None:
         """Give the master weights the float32 values that DeepSpeed made them from after rounding."""
-        from deepspeed.utils import (
-            safe_get_local_fp32_param,
-            safe_set_full_fp32_param,
-            safe_set_local_fp32_param,
-        )
-
-        masters = self._unsharded_masters()
-        if masters:
+        if unsharded_masters(self._engine.optimizer):
             # This wrapper has stepped on zero gradients to allocate Adam's state, which shifts its bias correction.
             self._engine.optimizer.optimizer.state.clear()
-        for name, parameter in self._engine.module.named_parameters():
-            if id(parameter) in masters:
-                masters[id(parameter)].data.copy_(exact[name])
-            elif hasattr(parameter, "ds_id"):
-                # Stage 3. Its setter of whole parameters fails where the ranks do not divide the size: cut it up here.
-                local = safe_get_local_fp32_param(parameter)
-                padded = torch.zeros(local.numel() * self._ranks.place.world_size)
-                padded[: exact[name].numel()] = exact[name].flatten()
-                part = padded.view(self._ranks.place.world_size, -1)[self._ranks.place.rank]
-                safe_set_local_fp32_param(parameter, part.to(local.device))
-            else:
-                safe_set_full_fp32_param(parameter, exact[name].to(self.device))
+        for name, slot in slots(self._engine, rank=self._ranks.place.rank).items():
+            slot.fill(slot.master, exact[name].flatten()[slot.first : slot.first + slot.count])
 
-    def _unsharded_masters(self) -> dict[int, torch.Tensor]:
-        """Stage 0 in half precision: id of the half parameter -> its float32 master."""
-        optimizer = self._engine.optimizer
-        if not hasattr(optimizer, "fp32_groups") or not hasattr(optimizer, "fp16_groups"):
-            return {}
-        return {
-            id(half): master
-            for halves, masters in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True)
-            for half, master in zip(halves, masters, strict=True)
-        }
+    def _restore_group_settings(self) -> None:
+        """Say again what holds for each group: some of DeepSpeed's loaders give all of them the first group's."""
+        for group, settings in zip(self._engine.optimizer.param_groups, self._group_settings, strict=True):
+            group.update(settings)
+
+
+class _Collector:
+    """Stands in for DeepSpeed's writer of checkpoints during a snapshot: keeps what is to be written."""
+
+    def __init__(self) -> None:
+        self.files: list[StateFile] = []
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        """Nothing: no folder is needed yet."""
+
+    def create(self, info: Any) -> None:
+        """Nothing: it is not ours to begin."""
+
+    def save(self, state_dict: dict[str, Any], path: str) -> None:
+        """One file of this rank."""
+        self.files.append(state_file(PurePath(path).as_posix(), state_dict))
+
+    def commit(self, info: Any) -> bool:
+        """Nothing: what makes a checkpoint whole is `pipeline.checkpoint`'s."""
+        return True
+
+    def is_decoupled(self) -> bool:
+        """No: DeepSpeed need not wait for anything afterwards."""
+        return False
 
 
 def _import_deepspeed() -> Any:

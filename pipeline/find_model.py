@@ -53,13 +53,13 @@ def find_model(path: Path) -> FoundModel:
     """
     if not path.exists():
         raise UserError(f"{path} is not there: give a run's folder, a checkpoint, or a file of weights")
+    place = path.absolute()  # also for "." and for a folder's bare name within its run
+    if place.name.startswith(FOLDER_PREFIX) and place.parent.name == "checkpoints":  # has a recipe too
+        return _of_checkpoint(path)
     if (path / "recipe.yaml").is_file():
         return _of_run(path)
-    place = path.absolute()  # also for "." and for a folder's bare name within its run
     if place.name in ALL_STAGES and (place.parent / "recipe.yaml").is_file():
         return _of_stage(path.parent if path.name else place.parent, stage=place.name)
-    if place.name.startswith(FOLDER_PREFIX) and place.parent.name == "checkpoints":
-        return _of_checkpoint(path)
     if (path / CONFIG_FILE).is_file():
         try:
             read_meta(path)

@@ -1,6 +1,9 @@
 """Whose checkpoint is this? What a run must agree on with the run that wrote one, and the check. No torch here.
 
-`launch` asks before it starts any process; `checkpoint` asks again when it restores.
+`launch` asks before it starts any process; `checkpoint` asks again when it restores. Another number of processes or
+another ZeRO stage is no obstacle: the engine converts while it loads (`Engine.load_converted`). Losses then agree with
+the undisturbed run's to rounding, not to the last bit, and with dropout only in distribution, because each process
+draws its own. Backend and precision keep their state in other forms; those do not change within a stage.
 """
 
 from __future__ import annotations
@@ -15,13 +18,17 @@ from pipeline.run_folder import recipe_digest
 
 STATE = "state.json"
 FOLDER_PREFIX = "step-"
+_LAYOUT = ("zero_stage", "processes")  # how the state is cut up
+_FIXED_ENGINE = ("backend", "precision")
+_OLDER_DIGEST = "recipe_before"  # of the recipe, as checkpoints from before elastic resume have it
 
 
 def checkpoint_identity(recipe: Recipe, *, stage: StageName, processes: int) -> dict[str, Any]:
-    """What must agree between the run that wrote a checkpoint and the one that restores it."""
+    """What a checkpoint is known by: `check_identity` says what of it must agree with the run that restores it."""
     return {
         "stage": stage,
         "recipe": recipe_digest(recipe, stage=stage),
+        _OLDER_DIGEST: recipe_digest(recipe, stage=stage, form="before"),
         "backend": recipe.engine.backend,
         "zero_stage": recipe.engine.zero_stage,
         "precision": recipe.engine.precision,
@@ -35,18 +42,32 @@ def check_identity(found: dict[str, Any], expected: dict[str, Any], *, folder: P
     Raises:
         UserError: naming what differs.
     """
-    different = [key for key in expected if found.get(key) != expected[key]]
+    missing = [key for key in _LAYOUT if key not in found]
+    bound = [key for key in expected if key not in (*_LAYOUT, _OLDER_DIGEST)]
+    different = [key for key in bound if found.get(key) != expected[key]] + missing
+    if found.get("recipe") == expected.get(_OLDER_DIGEST):
+        different = [key for key in different if key != "recipe"]
     if not different:
         return
-    shown = ", ".join(f"{key} {found.get(key)} (now {expected[key]})" for key in different)
+    engine = [key for key in different if key in _FIXED_ENGINE and key in found]
+    if not {"recipe", *engine}.issuperset(different):
+        engine = []
+    # Where it is the engine that differs, the recipe's digest does too, but tells a reader less.
+    shown = ", ".join(f"{key} {found.get(key)} (now {expected[key]})" for key in engine or different)
     advice = (
-        f"go on with processes={found.get('processes')}"
-        if different == ["processes"]
-        else "go on with the recipe that wrote it, or give the run another name"
+        "set " + " and ".join(f"engine.{key}={found.get(key)}" for key in engine)
+        if engine
+        else "go on with the recipe that wrote it"
     )
     raise UserError(
-        f"checkpoint {folder} was written with {shown}: {advice}, or begin again with --restart {expected['stage']}"
+        f"checkpoint {folder} was written with {shown}: {advice}, give the run another name, or begin again with "
+        f"--restart {expected['stage']}"
     )
+
+
+def is_cut_alike(found: dict[str, Any], expected: dict[str, Any]) -> bool:
+    """Whether as many processes wrote a checkpoint, under the same ZeRO stage: it is loaded as it is, bit for bit."""
+    return all(found.get(key) == expected.get(key) for key in _LAYOUT)
 
 
 def checkpoint_folders(root: Path) -> list[Path]:

@@ -43,8 +43,8 @@ class LossWindow:
             self._local.clear()
         return list(self._global)
 
-    def take_mean(self, ranks: Ranks) -> float:
-        """The mean over the window, which is then empty; collective."""
+    def take(self, ranks: Ranks) -> list[float]:
+        """The global mean losses of the window's steps; it is empty then; collective."""
         losses = self.reduce(ranks)
         self._global.clear()
-        return sum(losses) / len(losses)
+        return losses

@@ -30,6 +30,7 @@ class StagePlan:
     save_steps: int
     samples_per_epoch: int
     patch_dropout_steps: int = 0  # from then on all patches are there
+    keep_steps: int = 0  # checkpoints at multiples of this stay for good
 
     def describe(self) -> str:
         """The sum, for the screen."""
@@ -102,6 +103,7 @@ def plan_stage(recipe: Recipe, *, stage: StageName, samples_per_epoch: int, worl
         save_steps=steps(config.save_every, of=total),
         samples_per_epoch=samples_per_epoch,
         patch_dropout_steps=total - unmasked if config.patch_dropout else 0,
+        keep_steps=steps(config.keep_every, of=total),
     )
 
 

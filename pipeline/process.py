@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True)
 class Place:
-    """Rank numbers under their usual names."""
+    """Rank numbers under their usual names.
+
+    Attributes:
+        master_addr, master_port: of the first process, where a launcher named them.
+        rendezvous: a folder of this machine in which rank 0 writes its address instead.
+    """
 
     rank: int = 0
     world_size: int = 1
@@ -15,6 +21,7 @@ class Place:
     local_world_size: int = 1
     master_addr: str = "127.0.0.1"
     master_port: int = 29500
+    rendezvous: Path | None = None
 
     @property
     def is_main(self) -> bool:

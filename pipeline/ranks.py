@@ -13,6 +13,7 @@ import torch
 from torch import distributed
 
 from pipeline.process import Place
+from pipeline.rendezvous import join_group
 
 
 class Ranks:
@@ -21,6 +22,9 @@ class Ranks:
     Args:
         place: where this process stands.
         timeout_seconds: how long to wait for the others before one of them is taken for dead.
+
+    Raises:
+        PeerGone: rank 0 never came.
     """
 
     def __init__(self, place: Place, *, timeout_seconds: float) -> None:
@@ -39,13 +43,7 @@ class Ranks:
         cuda = torch.cuda.is_available()
         if cuda:
             torch.cuda.set_device(place.local_rank)
-        distributed.init_process_group(
-            backend="nccl" if cuda else "gloo",
-            init_method=f"tcp://{place.master_addr}:{place.master_port}",
-            rank=place.rank,
-            world_size=place.world_size,
-            timeout=timeout,
-        )
+        join_group(place, backend="nccl" if cuda else "gloo", timeout_seconds=timeout_seconds)
         group = distributed.new_group(backend="gloo", timeout=timeout)
         assert isinstance(group, distributed.ProcessGroup)  # a number would stand for "not a member"
         self._host_group = group
@@ -63,11 +61,11 @@ class Ranks:
         distributed.all_gather_object(everyone, value, group=self._host_group)
         return everyone
 
-    def start_any(self, flag: bool) -> Agreement:
-        """Begin to find out whether any rank's flag is up; the answer is there when it is asked for."""
-        flags = torch.tensor([int(flag)], dtype=torch.int32)
-        work = distributed.all_reduce(flags, op=distributed.ReduceOp.MAX, group=self._host_group, async_op=True)
-        return Agreement(flags, work)
+    def start_any(self, *flags: bool) -> Agreement:
+        """Begin to find out which flags are up on any rank; the answer is there when it is asked for."""
+        raised = torch.tensor([int(flag) for flag in flags], dtype=torch.int32)
+        work = distributed.all_reduce(raised, op=distributed.ReduceOp.MAX, group=self._host_group, async_op=True)
+        return Agreement(raised, work)
 
     def barrier(self) -> None:
         """Wait for all ranks."""
@@ -85,8 +83,8 @@ class Agreement:
         self._flags = flags
         self._work = work
 
-    def result(self) -> bool:
-        """Wait for the answer, the same on every rank."""
+    def result(self) -> tuple[bool, ...]:
+        """Wait for the answer, the same on every rank: for each flag, whether any rank had it up."""
         if self._work is not None:
             self._work.wait()
-        return bool(self._flags.item())
+        return tuple(bool(flag) for flag in self._flags.tolist())

@@ -38,6 +38,14 @@ class EngineConfig(Strict):
     """Steps in a row with a gradient that is not finite (and so skipped) before training stops."""
     collective_timeout_seconds: float = Field(default=1800, gt=0)
     """How long a process waits for the others before it takes one of them for dead."""
+    hang_seconds: float = Field(default=900, ge=0)
+    """A process that gets no further for so long is named, and the run ends so that it can be restarted; 0: never."""
+    slow_rank_factor: float = Field(default=2.0, gt=1)
+    """A process whose own part of a step takes so many times as long as the others' is named."""
+    slow_rank: Literal["report", "stop"] = "report"
+    """What then: report it and go on; or stop: save, and end so that the run can be restarted elsewhere."""
+    saving: Literal["background", "blocking"] = "background"
+    """background: checkpoints are copied to host memory and written while training goes on; blocking: it waits."""
 
 
 class OptimizerConfig(Strict):
@@ -109,7 +117,15 @@ class TrainStage(Strict):
     log_every: DurationText = "20 steps"
     eval_every: DurationText = "25%"
     save_every: DurationText = "10%"
+    """Between two checkpoints; one is also written by a signal and at the end."""
+    save_every_minutes: float = Field(default=0.0, ge=0)
+    """Also a checkpoint whenever the last one is so old; 0: steps alone count."""
     keep_checkpoints: int = Field(default=2, ge=1)
+    """The newest so many stay."""
+    keep_every: DurationText = "0 steps"
+    """Checkpoints are also written at multiples of this, and these stay for good."""
+    keep_best: Literal["loss", "score"] | None = None
+    """Checkpoints are also written after each evaluation, and the best by held-out loss or score (top-1) stays."""
 
     @model_validator(mode="after")
     def _nothing_ignored(self) -> TrainStage:

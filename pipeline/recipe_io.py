@@ -30,8 +30,18 @@ FREE_KEYS = (
     "data.cache.folder",
     "data.cache.limit",
     "engine.collective_timeout_seconds",
+    "engine.zero_stage",
+    "engine.max_micro_batch_size",
+    "engine.activation_checkpointing",
+    "engine.hang_seconds",
+    "engine.slow_rank",
+    "engine.slow_rank_factor",
+    "engine.saving",
 )
-FREE_STAGE_KEYS = ("log_every", "eval_every", "save_every", "keep_checkpoints")
+FREE_STAGE_KEYS = (
+    *("log_every", "eval_every"),
+    *("save_every", "save_every_minutes", "keep_checkpoints", "keep_every", "keep_best"),
+)
 
 
 def load_recipe(source: str, *, overrides: Sequence[str] = ()) -> Recipe:

@@ -14,6 +14,7 @@ from typing import Protocol
 from data_shards.batch import Fault
 from pipeline.metrics_log import MetricsLog
 from pipeline.progress import Progress
+from pipeline.spikes import Spike
 from pipeline.state import TrainState
 from pipeline.tracking import Tracker
 
@@ -118,8 +119,26 @@ class Report:
         """A step over so many images, on all ranks together, is done."""
         self._images += images
 
-    def curve(self, state: TrainState, *, loss: float, lr: float, grad_norm: float) -> None:
-        """A point of the training curve; the window of the times ends here."""
+    def curve(
+        self,
+        state: TrainState,
+        *,
+        loss: float,
+        lr: float,
+        grad_norm: float,
+        slowest_rank_ratio: float | None,
+        stall_seconds: float,
+    ) -> None:
+        """A point of the training curve; the window of the times ends here.
+
+        Args:
+            state: the position.
+            loss: mean since the last point.
+            lr: of the last step.
+            grad_norm: of the last step.
+            slowest_rank_ratio: its own part of a step over the median rank's; None: there is nothing to compare.
+            stall_seconds: in which this attempt stood still for its checkpoints, in all.
+        """
         now = time.perf_counter()
         seconds = max(1e-9, now - self._window_start - self._aside_seconds)
         values = {
@@ -131,7 +150,10 @@ class Report:
             "train/epoch": state.images_seen / self._samples_per_epoch,
             "perf/images_per_s": self._images / seconds,
             "perf/data_wait_frac": min(1.0, self._waited_seconds / seconds),
+            "perf/save_stall_frac": stall_seconds / max(1e-9, now - self._start),
         }
+        if slowest_rank_ratio is not None:
+            values["perf/slowest_rank_ratio"] = slowest_rank_ratio
         self._window_start, self._waited_seconds, self._aside_seconds, self._images = now, 0.0, 0.0, 0
         self._sink.metrics(state, values)
         self._sink.progress(state, values)
@@ -142,6 +164,11 @@ class Report:
         loss, images = state.evaluation["val/loss"], int(state.evaluation["val/images"])
         name, score = next((_SCORES[key], value) for key, value in state.evaluation.items() if key in _SCORES)
         self._sink.note(f"step {state.step}: held-out loss {loss:.4f}, {name} {score:.4f} of {images:,} images")
+
+    def spikes(self, found: Sequence[Spike]) -> None:
+        """Losses far above those before them."""
+        for spike in found:
+            self._sink.note(spike.describe())
 
     def faults(self, state: TrainState, new: Sequence[tuple[str, Fault]]) -> None:
         """Damaged images that were not known before; the first few are named on the screen."""

@@ -3,6 +3,7 @@
     RUNS/NAME/recipe.yaml                 the resolved recipe
     RUNS/NAME/STAGE/stage.json            state, images seen, digests of what went in, results
     RUNS/NAME/STAGE/checkpoints/step-*/   see `checkpoint`
+    RUNS/NAME/STAGE/ranks/                see `watch`
     RUNS/NAME/STAGE/metrics.jsonl         see `metrics_log`
     RUNS/NAME/STAGE/model/                the result: safetensors and config.json
 
@@ -66,6 +67,10 @@ class RunFolder:
         """A stage's folder of checkpoints."""
         return self.stage(name) / "checkpoints"
 
+    def ranks(self, name: StageName) -> Path:
+        """Where a stage's processes leave their heartbeats and stacks."""
+        return self.stage(name) / "ranks"
+
     def model(self, name: StageName) -> Path:
         """Where a stage leaves its model."""
         return self.stage(name) / "model"
@@ -125,7 +130,8 @@ class RunFolder:
         notes: list[str] = []
         if restart is not None:
             stamp = time.strftime("%Y%m%d-%H%M%S")
-            for name in ALL_STAGES[ALL_STAGES.index(restart) :]:
+            # The last one first: killed in between, no stage is left that was made from one that is gone.
+            for name in reversed(ALL_STAGES[ALL_STAGES.index(restart) :]):
                 if self.stage(name).exists():
                     aside = self.path / "replaced" / f"{name}-{stamp}"
                     aside.parent.mkdir(parents=True, exist_ok=True)
@@ -143,19 +149,34 @@ class RunFolder:
         return all(self.record(name).state == "done" for name in recipe.stages.names)
 
 
-def recipe_digest(recipe: Recipe, *, stage: StageName) -> str:
-    """A digest of everything in the recipe that bears on one stage; free keys and later stages left out."""
+def recipe_digest(recipe: Recipe, *, stage: StageName, form: Literal["now", "before"] = "now") -> str:
+    """A digest of everything in the recipe that bears on one stage; free keys and later stages left out.
+
+    Args:
+        recipe: what is digested.
+        stage: the stage.
+        form: before: as in checkpoints from when `_FREED` keys were not free.
+    """
     later = ALL_STAGES[ALL_STAGES.index(stage) + 1 :]
+    leaves = flatten(recipe)
+    bound = without_free_keys(leaves)
     lines = [
-        _FIRST_FORM.get(line := f"{key}={value}", line)
-        for key, value in without_free_keys(flatten(recipe)).items()
-        if key != "name"
+        _FIRST_FORM.get(line := f"{key}={_FREED.get(key, value) if form == 'now' else value}", line)
+        for key, value in leaves.items()
+        if (key in bound or key in _FREED)
+        and key != "name"
         and not any(f"{key}.".startswith(f"stages.{name}.") for name in later)
         and not _is_younger(key, value)
     ]
     return hashlib.blake2b("\n".join(lines).encode(), digest_size=8).hexdigest()
 
 
+# Keys that became free after the first checkpoints: they stand in the digest as if they had their defaults.
+_FREED = {
+    "engine.zero_stage": "1",
+    "engine.max_micro_batch_size": "256",
+    "engine.activation_checkpointing": "False",
+}
 # Keys that came after the first checkpoints, at the values that change nothing: left out, so that those still fit.
 _YOUNGER = {
     "data.decoder": "auto",
@@ -214,7 +235,28 @@ def weights_digest(model_folder: Path) -> str:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
+def check_model(folder: RunFolder, *, stage: StageName) -> Path:
+    """The model that a finished stage left, which must still be the one that it recorded.
+
+    Raises:
+        UserError: its weights are gone or have changed.
+    """
+    model = folder.model(stage)
+    try:
+        digest = weights_digest(model)
+    except OSError as error:
+        raise UserError(f"{error.filename} cannot be read ({error.strerror}): {_again(stage)}") from None
+    if digest != folder.record(stage).model_digest:
+        raise UserError(f"the weights in {model} are not those that {stage} left: {_again(stage)}")
+    return model
+
+
+def _again(stage: StageName) -> str:
+    return f"bring the old ones back, or begin again with --restart {stage}"
+
+
 def _write_text(path: Path, text: str) -> None:
+    """Write a file that is there wholly or as it was before, killed or without power at any moment."""
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.writing")
     with beside.open("w", encoding="utf-8") as file:
@@ -222,3 +264,9 @@ def _write_text(path: Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     beside.replace(path)
+    for folder in (path.parent, path.parent.parent):  # the latter may have got the former just now
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

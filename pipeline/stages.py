@@ -25,7 +25,7 @@ from model.saved import build_from_saved, load_model, save_model
 from pipeline.context import StageContext
 from pipeline.metrics_log import open_metrics_log
 from pipeline.recipe import StageName, TrainStage
-from pipeline.run_folder import weights_digest
+from pipeline.run_folder import check_model, weights_digest
 from pipeline.stage_data import open_data
 from pipeline.stage_report import NOTHING_DONE, stage_tracker
 from pipeline.stage_training import StageStart, train_stage
@@ -91,7 +91,9 @@ def swap_head(context: StageContext) -> None:
     if not context.ranks.place.is_main:
         return
     classes = open_data(recipe, stage="finetune", report=context.say).train.classes
-    source = model_from_elsewhere(recipe) or folder.model("masked_patch" if recipe.stages.masked_patch else "pretrain")
+    source = model_from_elsewhere(recipe)
+    if source is None:
+        source = check_model(folder, stage="masked_patch" if recipe.stages.masked_patch else "pretrain")
     folder.update("swap_head", state="running", inputs={"weights": weights_digest(source)})
     with stage_tracker(context, stage="swap_head", datasets=(), resume_step=NOTHING_DONE) as tracker:
         try:
@@ -146,7 +148,7 @@ def finetune(context: StageContext) -> None:
             initialise(model, seed=recipe.seed, style=config.init)
             start = StageStart(head="linear", weights="random")
         case "swap_head":
-            meta, state = load_model(folder.model("swap_head"))
+            meta, state = load_model(check_model(folder, stage="swap_head"))
             model.load_state_dict(
                 resize_state(
                     state, config=recipe.model, from_image_size=meta.image_size, to_image_size=config.image_size

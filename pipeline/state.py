@@ -28,6 +28,8 @@ class TrainState:
     training_seconds: float = 0.0  # spent in this stage, over all attempts that were saved
     losses_since_log: list[float] = field(default_factory=list)  # global means of steps not yet in the curve
     evaluation: dict[str, float] = field(default_factory=dict)  # the last one
+    evaluation_step: int = 0  # when that was
+    recent_losses: list[float] = field(default_factory=list)  # of the last steps, to tell a spike by
 
     def to_json(self) -> dict[str, Any]:
         """Plain values; floats survive JSON to the last bit."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 from data_shards.errors import UserError
 from data_shards.loader import TrainLoader
@@ -15,13 +16,17 @@ from model.vit import set_patch_dropout
 from pipeline.engine import Engine
 from pipeline.faults import FaultLedger
 from pipeline.loss_window import LossWindow
+from pipeline.pace import Pace
 from pipeline.plan import StagePlan
 from pipeline.ranks import Ranks
 from pipeline.report import Report
+from pipeline.saver import CheckpointSaver
 from pipeline.schedule import Schedule
+from pipeline.spikes import SpikeFinder
 from pipeline.state import TrainState, seed_step
-from pipeline.stopping import StopFlag, Stopped
+from pipeline.stopping import SaveClock, StopFlag, Stopped
 from pipeline.task import Task
+from pipeline.watch import Watch
 
 
 class TrainingFailed(Exception):
@@ -42,8 +47,13 @@ class TrainJob:
     batches: TrainLoader  # micro-batches from the state's step on
     faults: FaultLedger
     task: Task
-    evaluate: Callable[[], dict[str, float]]
-    save: Callable[[TrainState], None]
+    evaluate: Callable[[int], dict[str, float]]  # at a step
+    saver: CheckpointSaver
+    save_clock: SaveClock
+    save_after: Literal["steps", "steps and evaluations"]
+    pace: Pace
+    on_slow_rank: Literal["report", "stop"]
+    watch: Watch
     report: Report
     stop: StopFlag
 
@@ -53,13 +63,16 @@ def train(job: TrainJob, state: TrainState) -> TrainState:
 
     Raises:
         Stopped: a signal asked for it; everything up to the current step is saved.
-        TrainingFailed: too many steps in a row had gradients that were not finite.
-        UserError: more images are damaged than the recipe allows; everything up to here is saved.
+        TrainingFailed: too many steps in a row had gradients that were not finite, or a rank is too slow and the
+            recipe says to stop then (everything up to the current step is saved).
+        UserError: more images are damaged than the recipe allows (everything up to here is saved), or a checkpoint
+            cannot be written.
     """
     engine, task, ranks, plan, report, faults = job.engine, job.task, job.ranks, job.plan, job.report, job.faults
+    watch = job.watch
     if faults.complaint:  # of an earlier attempt
         raise UserError(faults.complaint)
-    window = LossWindow(state.losses_since_log)
+    window, spikes = LossWindow(state.losses_since_log), SpikeFinder(state.recent_losses)
     engine.module.train()
 
     while state.step < plan.total_steps:
@@ -67,14 +80,20 @@ def train(job: TrainJob, state: TrainState) -> TrainState:
         if job.patch_dropout:  # of the step alone; the finish sees whole images
             set_patch_dropout(engine.module, job.patch_dropout if state.step < plan.patch_dropout_steps else 0.0)
         for _ in range(plan.accumulation_steps):
-            with report.waiting():
+            watch.beat(state.step, doing="reading a batch")
+            with job.pace.reading(), report.waiting():
                 batch = next(job.batches)
             faults.note(batch, use="train", rows=plan.micro_batch_size)
             example = task.example(batch, use="train")
-            loss = task.loss(engine.forward(*example.inputs), example.targets)
+            watch.beat(state.step, doing="the forward pass")
+            with job.pace.computing():
+                outputs = engine.forward(*example.inputs)
+            loss = task.loss(outputs, example.targets)
+            watch.beat(state.step, doing="the backward pass")
             engine.backward(loss)
             window.add(loss)
         lr = job.schedule(state.step)
+        watch.beat(state.step, doing="the optimizer's step")
         result = engine.step(lr=lr)
         window.end_step()
 
@@ -83,32 +102,59 @@ def train(job: TrainJob, state: TrainState) -> TrainState:
         state.skipped_in_a_row = 0 if result.applied else state.skipped_in_a_row + 1
         state.skipped_steps += not result.applied
         report.step(plan.global_batch_images)
+        job.saver.poll()
 
         last = state.step == plan.total_steps
+        too_slow = ""
         if last or _due(state.step, every=plan.log_steps):
             _settle_faults(job, state)
-            report.curve(state, loss=window.take_mean(ranks), lr=lr, grad_norm=result.grad_norm)
-        if last or _due(state.step, every=plan.eval_steps):
+            losses = window.take(ranks)
+            slowest = job.pace.judge(ranks)
+            report.curve(
+                state,
+                loss=sum(losses) / len(losses),
+                lr=lr,
+                grad_norm=result.grad_norm,
+                slowest_rank_ratio=slowest.ratio if slowest else None,
+                stall_seconds=job.saver.stall_seconds,
+            )
+            report.spikes(spikes.look(losses, last_step=state.step))
+            state.recent_losses = spikes.recent_losses
+            if slowest and slowest.is_news:
+                report.note(f"step {state.step}: {slowest.describe()}")
+                too_slow = slowest.describe() if job.on_slow_rank == "stop" else ""
+        evaluated = last or _due(state.step, every=plan.eval_steps)
+        if evaluated:
             with report.aside():
-                state.evaluation = job.evaluate()
+                state.evaluation, state.evaluation_step = job.evaluate(state.step), state.step
             _settle_faults(job, state)
             report.evaluation(state)
 
-        stopping = job.stop.agreed(ranks)
-        if last or stopping or faults.complaint or _due(state.step, every=plan.save_steps):
+        agreed = job.stop.agreed(ranks, save=job.save_clock.due())
+        ending = bool(last or agreed.stop or faults.complaint or too_slow)
+        due = agreed.save or _due(state.step, every=plan.save_steps) or _due(state.step, every=plan.keep_steps)
+        if ending or due or (evaluated and job.save_after == "steps and evaluations"):
+            watch.beat(state.step, doing="saving a checkpoint")
             with report.aside():
                 _settle_faults(job, state)
                 state.losses_since_log = window.reduce(ranks)
                 state.training_seconds = report.training_seconds
-                job.save(state)
+                job.saver.save(state)
+            job.save_clock.restart()
+        given_up = state.skipped_in_a_row >= job.max_skipped_steps
+        if ending or given_up:
+            with report.aside():
+                job.saver.finish()
         if faults.complaint:
             raise UserError(faults.complaint)
-        if state.skipped_in_a_row >= job.max_skipped_steps:
+        if given_up:
             raise TrainingFailed(
                 f"{state.skipped_in_a_row} steps in a row had gradients that are not finite (last loss at step "
                 f"{state.step}): lower the learning rate, or lengthen the warm-up"
             )
-        if stopping and not last:
+        if too_slow:
+            raise TrainingFailed(f"{too_slow}; everything up to step {state.step} is saved (engine.slow_rank: stop)")
+        if agreed.stop and not last:
             raise Stopped
     job.stop.settle()
     return state

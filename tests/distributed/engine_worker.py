@@ -1,7 +1,7 @@
 """One rank of the engines' tests: trains the same tiny model under every backend, stage and precision.
 
 And one model of every other kind, for a few steps. Started by test_engines.py as `python engine_worker.py OUT RANK
-WORLD PORT`. Rank 0 writes OUT/results.pt: what `run_case` returns for each case, and `run_kind` for each kind of model.
+WORLD`. Rank 0 writes OUT/results.pt: what `run_case` returns for each case, and `run_kind` for each kind of model.
 """
 
 import copy
@@ -18,6 +18,7 @@ from pipeline.plan import StagePlan
 from pipeline.process import Place
 from pipeline.ranks import Ranks
 from pipeline.recipe import Recipe
+from pipeline.state_files import write_file
 
 STEPS = 10
 GLOBAL_BATCH, CLASSES, SIZE = 16, 5, 8
@@ -124,6 +125,12 @@ def run_steps(engine, ranks: Ranks, plan: StagePlan, steps, *, lr=lr_at, poison_
     return rows
 
 
+def write_state(engine, folder: Path, *, ranks: Ranks) -> None:
+    for file in engine.snapshot():
+        write_file(folder, file)
+    ranks.barrier()
+
+
 def run_case(case: tuple[str, int, str], ranks: Ranks, folder: Path) -> dict:
     recipe = recipe_for(*case)
     plan = plan_for(ranks.place.world_size, accumulation=2)
@@ -134,7 +141,7 @@ def run_case(case: tuple[str, int, str], ranks: Ranks, folder: Path) -> dict:
     engine = fresh()
     at_start = copy.deepcopy(engine.weights())
     rows = run_steps(engine, ranks, plan, range(STEPS // 2))
-    engine.save(folder)
+    write_state(engine, folder, ranks=ranks)
     saved = copy.deepcopy(engine.weights())
     rows += run_steps(engine, ranks, plan, range(STEPS // 2, STEPS))
     weights = copy.deepcopy(engine.weights())
@@ -173,7 +180,7 @@ def run_kind(case: tuple[str, int, str], ranks: Ranks, folder: Path) -> dict:
     plan = plan_for(ranks.place.world_size, accumulation=1)
     engine = open_engine(recipe, stage="pretrain", plan=plan, model=build_model(recipe), ranks=ranks)
     rows = run_steps(engine, ranks, plan, range(KIND_STEPS), lr=kind_lr)
-    engine.save(folder)
+    write_state(engine, folder, ranks=ranks)
     weights = copy.deepcopy(engine.weights())
     engine.module.eval()
     predicted = engine.predict(batch(0)[0].to(engine.input_dtype)).float()
@@ -186,10 +193,10 @@ def decay_groups(engine) -> list[dict]:
 
 
 def main() -> None:
-    out, rank, world_size, port = Path(sys.argv[1]), *(int(word) for word in sys.argv[2:5])
+    out, rank, world_size = Path(sys.argv[1]), *(int(word) for word in sys.argv[2:4])
     torch.set_num_threads(1)
     ranks = Ranks(
-        Place(rank=rank, world_size=world_size, local_rank=rank, local_world_size=world_size, master_port=port),
+        Place(rank=rank, world_size=world_size, local_rank=rank, local_world_size=world_size, rendezvous=out),
         timeout_seconds=120,
     )
     results = {}

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from launch.env import free_port
 from model.saved import SavedModelMeta, build_from_saved, save_model
 from pipeline.engine_weights import assemble
 from pipeline.ranks import Ranks
@@ -29,11 +28,10 @@ BF16 = [case for case in worker.CASES if case[2] == "bf16"]
 def results(tmp_path_factory):
     """What the two ranks computed, for all cases: one start of the processes serves the whole module."""
     out = tmp_path_factory.mktemp("engines")
-    port = free_port()
     environment = {**os.environ, "PYTHONPATH": str(WORKER.parents[2]), "DS_ACCELERATOR": "cpu"}
     processes = [
         subprocess.Popen(
-            [sys.executable, str(WORKER), str(out), str(rank), str(WORLD_SIZE), str(port)],
+            [sys.executable, str(WORKER), str(out), str(rank), str(WORLD_SIZE)],
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -175,11 +173,11 @@ def test_no_shared_memory_is_left_behind(results):
 def test_gathering_stacks_in_rank_order():
     from pipeline.process import Place
 
-    ranks = Ranks(Place(master_port=free_port()), timeout_seconds=30)
+    ranks = Ranks(Place(), timeout_seconds=30)
     try:
         assert ranks.gather(torch.tensor([1.5, 2.5])).tolist() == [[1.5, 2.5]]
-        assert ranks.start_any(True).result() is True
-        assert ranks.start_any(False).result() is False
+        assert ranks.start_any(True, False).result() == (True, False)
+        assert ranks.start_any(False).result() == (False,)
         assert ranks.gather_objects({"a": 1}) == [{"a": 1}]
     finally:
         ranks.leave()
@@ -191,7 +189,8 @@ def test_the_weights_in_a_saved_state_are_found_without_its_processes(results, c
     recipe = worker.recipe_for(*case)
     with torch.device("meta"):
         model = worker.placeholder(recipe)
-    found = assemble(results["folder"] / "-".join(map(str, case)), backend=case[0], zero_stage=case[1], model=model)
+    folder = results["folder"] / "-".join(map(str, case))
+    found = assemble(folder, backend=case[0], zero_stage=case[1], processes=WORLD_SIZE, model=model)
     saved = results[case]["saved"]
     assert found.keys() == saved.keys()
     assert all(torch.equal(found[name], saved[name]) for name in saved)
@@ -239,6 +238,7 @@ def test_every_kind_of_model_is_saved_whole(case, results, tmp_path):
 
     with torch.device("meta"):
         empty = worker.placeholder(recipe)
-    found = assemble(results["folder"] / "-".join(map(str, case)), backend="deepspeed", zero_stage=stage, model=empty)
+    folder = results["folder"] / "-".join(map(str, case))
+    found = assemble(folder, backend="deepspeed", zero_stage=stage, processes=WORLD_SIZE, model=empty)
     assert found.keys() == weights.keys()
     assert all(torch.equal(found[name], weights[name]) for name in weights)

@@ -3,6 +3,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from launch.bench.crop_limit import NoLimit, compile_limit
 from launch.bench.data_methods import METHODS, WORKERS, Work
 from launch.bench.data_prepare import read_photographs
 from launch.bench.data_results import LoaderRound, Results, find_targets, report_lines
-from launch.bench.measure import in_turns, median_ratio, run_told, tree_cpu_seconds
+from launch.bench.measure import Memory, in_turns, median_ratio, run_told, tree_cpu_seconds, tree_memory
 from pipeline.recipe_data import DataConfig
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -144,35 +145,55 @@ def test_cpu_time_of_children_counts_while_they_live_and_after_they_were_waited_
 
 
 TELLS = """
-import subprocess, sys, time
+import os, subprocess, sys, time
 from launch.bench.measure import Teller
 teller = Teller(int(sys.argv[1]))
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
 teller.mark("first", value=7)
-time.sleep(1.2)
+while not os.path.exists(sys.argv[2]):
+    time.sleep(0.01)
 teller.mark("child", pid=child.pid)
 teller.mark("end")
 time.sleep(60)
 """
 
 
-def told(code: str, *, timeout_seconds: float = 30.0):
+def told(code: str, *arguments: str, timeout_seconds: float = 60.0):
     return run_told(
-        lambda descriptor: [sys.executable, "-c", code, str(descriptor)],
+        lambda descriptor: [sys.executable, "-c", code, str(descriptor), *arguments],
         last_mark="end",
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         timeout_seconds=timeout_seconds,
     )
 
 
-def test_a_measured_process_is_watched_and_ended_with_its_children(monkeypatch):
+def test_a_measured_process_is_watched_and_ended_with_its_children(tmp_path, monkeypatch):
+    watched = tmp_path / "watched"
+
+    def look(root: psutil.Process) -> Memory:
+        found = tree_memory(root)
+        if found.processes == 2:
+            watched.touch()  # for this the process waits
+        return found
+
+    monkeypatch.setattr("launch.bench.measure.tree_memory", look)
+    monkeypatch.setattr("launch.bench.measure._SAMPLE_SECONDS", 0.05)
     monkeypatch.setattr("launch.bench.measure._LEAVE_SECONDS", 0.1)
-    found = told(TELLS)
+    found = told(TELLS, str(watched))
     assert found.failure is None and found.marks["first"]["value"] == 7
     assert found.processes == 2 and found.peak_pss_mib > 5
-    assert 0 < found.marks["first"]["seconds"] < found.marks["end"]["seconds"] - 1
-    child = found.marks["child"]["pid"]
-    assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
+    assert 0 < found.marks["first"]["seconds"] < found.marks["end"]["seconds"]
+    deadline = time.monotonic() + 60
+    while is_alive(found.marks["child"]["pid"]):  # a kill takes effect when the kernel comes to it
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def test_a_measured_process_that_fails_or_hangs_is_told_with_its_last_words(monkeypatch):

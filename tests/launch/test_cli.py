@@ -300,11 +300,6 @@ def test_run_on_a_checkpoint_folder_of_another_recipe(refused: Callable[..., str
     assert "step-00000002" in text and "recipe" in text and "--restart pretrain" in text
 
 
-def test_run_with_another_number_of_processes(refused: Callable[..., str], work: Path):
-    begin(work)
-    assert "go on with processes=2" in refused("run", "mine.yaml", "processes=4")
-
-
 def test_run_with_a_changed_recipe_shows_the_difference(call: Call, work: Path):
     begin(work)
     before = tree(work)

@@ -5,7 +5,15 @@ from pathlib import Path
 import pytest
 
 from data_shards.errors import UserError
-from launch.env import experiment_name, free_port, job_tags, num_gpus, read_place, supervisor_pid, tracking_uri
+from launch.env import (
+    experiment_name,
+    job_tags,
+    num_gpus,
+    read_place,
+    supervisor_pid,
+    tracking_uri,
+    without_place,
+)
 from pipeline.process import Place
 
 ADDRESS = {"MASTER_ADDR": "node7", "MASTER_PORT": "29501"}
@@ -42,15 +50,27 @@ def test_a_launcher_inside_a_slurm_job_comes_first():
         {"SLURM_NTASKS": ""},
     ],
 )
-def test_without_a_launcher_there_is_one_process_with_a_port_of_its_own(environ: dict[str, str]):
+def test_without_a_launcher_there_is_one_process(environ: dict[str, str]):
     place = read_place(environ)
     assert (place.rank, place.world_size, place.local_rank, place.is_main) == (0, 1, 0, True)
-    assert place.master_addr == "127.0.0.1" and 1024 <= place.master_port < 65536
 
 
-def test_one_process_by_a_launcher():
-    environ = {**ADDRESS, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
-    assert read_place(environ) == Place(master_addr="node7", master_port=29501)
+@pytest.mark.parametrize("address", [ADDRESS, {}], ids=["named", "not named"])
+def test_one_process_by_a_launcher_has_nobody_to_meet(address: dict[str, str]):
+    assert read_place({**address, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}) == Place()
+
+
+def test_the_folder_of_shardvit_run_comes_before_a_launchers_port():
+    met = read_place({**DEEPSPEED, "SHARDVIT_RENDEZVOUS": "/runs/a/.rendezvous-x"})
+    assert met == Place(5, 8, local_rank=1, local_world_size=4, rendezvous=Path("/runs/a/.rendezvous-x"))
+    without_port = {key: value for key, value in TORCHRUN.items() if key not in ADDRESS}
+    assert read_place({**without_port, "SHARDVIT_RENDEZVOUS": "/x"}).rendezvous == Path("/x")
+    assert read_place({**TORCHRUN, "SHARDVIT_RENDEZVOUS": ""}) == PLACE
+
+
+def test_nothing_of_a_launcher_or_an_outer_run_is_passed_on():
+    around = {**TORCHRUN, **SLURM, "SHARDVIT_RENDEZVOUS": "/x", "HOME": "/root"}
+    assert read_place(without_place(around)).world_size == 1 and without_place(around)["HOME"] == "/root"
 
 
 def test_what_is_not_said_of_the_node_is_assumed_to_be_one_node():
@@ -82,13 +102,6 @@ def test_contradictions_and_gaps_are_named(base: dict[str, str], change: dict[st
     with pytest.raises(UserError) as caught:
         read_place(environ)
     assert named in str(caught.value) and "\n" not in str(caught.value)
-
-
-def test_a_free_port_can_be_bound():
-    import socket
-
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", free_port()))
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,10 +16,10 @@ import pytest
 from data_shards.errors import UserError
 from data_shards.manifest import Manifest, Shard, write_manifest
 from launch import pipeline_run
+from launch.endings import EXIT_STOPPED
 from launch.local import Launch
 from launch.lock import locked
-from launch.pipeline_run import EXIT_STOPPED, PipelineRun
-from launch.pipeline_run import _reason as reason
+from launch.pipeline_run import PipelineRun
 from model.saved import SavedModelMeta
 from pipeline import stopping
 from pipeline.recipe import StageName
@@ -179,6 +181,15 @@ def test_restarting_runs_that_stage_and_those_after_it(machine: Machine, capsys:
     assert len(list(machine.folder.path.glob("replaced/*/stage.json"))) == 3
 
 
+def test_an_interrupted_restart_goes_on_without_that_flag(machine: Machine, capsys: pytest.CaptureFixture[str]):
+    """With it, it would begin again."""
+    machine.outcome = Failing(machine, (1, 400))
+    assert machine.open(restart="pretrain").execute() == 1
+    assert "the same command without --restart goes on from step 400" in capsys.readouterr().err
+    machine.outcome = None
+    assert machine.open().execute() == 0
+
+
 def test_a_model_from_elsewhere_must_be_there_whenever_swap_head_is_to_run(machine: Machine):
     model = machine.root / "imported"
     run = partial(machine.open, "stages.pretrain=null", f"stages.swap_head.model={model}", shards_of=("finetune",))
@@ -252,16 +263,149 @@ def test_what_the_machine_cannot_do_is_refused(machine: Machine, monkeypatch: py
     machine.open("processes=1", "engine.precision=fp16")
 
 
+class Failing:
+    """A stage that ends as told at each start, the last ending for ever; each entry is (exit code, step saved)."""
+
+    def __init__(self, machine: Machine, *endings: tuple[int, int]) -> None:
+        self._machine, self._endings = machine, list(endings)
+
+    def __call__(self, launch: Launch) -> int:
+        code, saved = self._endings.pop(0) if len(self._endings) > 1 else self._endings[0]
+        done = code == 0
+        self._machine.folder.update(launch.stage, state="done" if done else "running", last_saved_step=saved)
+        return code
+
+
+@pytest.fixture
+def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    asked: list[float] = []
+    monkeypatch.setattr(pipeline_run.time, "sleep", asked.append)
+    return asked
+
+
+def test_a_failed_stage_is_started_again_from_where_it_saved(
+    machine: Machine, capsys: pytest.CaptureFixture[str], pauses: list[float]
+):
+    machine.outcome = Failing(machine, (247, 0), (1, 1400), (1, 2000), (0, 3000))
+    assert machine.open().execute(max_restarts=3) == 0
+    assert machine.started == ["pretrain"] * 4 + ["swap_head", "finetune"] and len(pauses) == 3
+    error = capsys.readouterr().err.splitlines()
+    assert len(error) == 3
+    assert error[0].startswith("shardvit: pretrain is not finished (a process was killed by signal 9")
+    assert "restart 1 of 3 from its beginning in" in error[0]
+    assert "(exit code 1): restart 2 of 3 from step 1,400 in" in error[1]
+    assert "restart 3 of 3 from step 2,000 in" in error[2]
+
+
+def test_restarts_are_counted_over_all_stages_and_end(
+    machine: Machine, capsys: pytest.CaptureFixture[str], pauses: list[float]
+):
+    machine.outcome = Failing(machine, (1, 10), (0, 20), (1, 0), (0, 0), (1, 5), (1, 6))
+    assert machine.open().execute(max_restarts=2) == 1
+    assert machine.started == ["pretrain", "pretrain", "swap_head", "swap_head", "finetune"] and len(pauses) == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert "finetune is not finished" in last and "all 2 restarts are used up" in last and "step 5" in last
+
+
+def test_restarts_that_do_not_help_end_early(machine: Machine, capsys: pytest.CaptureFixture[str], pauses: list[float]):
+    machine.outcome = Failing(machine, (1, 400))
+    assert machine.open().execute(max_restarts=50) == 1
+    assert len(machine.started) == 3  # the first start, and two restarts that failed at the same place
+    assert "2 restarts in a row saved no later step" in capsys.readouterr().err
+    machine.started.clear()
+    machine.outcome = Failing(machine, (1, 400), (1, 400), (1, 800), (1, 800), (1, 800))
+    assert machine.open().execute(max_restarts=50) == 1
+    assert len(machine.started) == 5  # progress begins the count again
+
+
+@pytest.mark.parametrize("code", [2, EXIT_STOPPED])
+def test_what_is_no_failure_is_not_started_again(machine: Machine, pauses: list[float], code: int):
+    machine.outcome = Failing(machine, (code, 10))
+    assert machine.open().execute(max_restarts=5) == code
+    assert machine.started == ["pretrain"] and pauses == []
+
+
+def test_nothing_is_started_again_unasked(machine: Machine, capsys: pytest.CaptureFixture[str], pauses: list[float]):
+    machine.outcome = Failing(machine, (1, 10))
+    assert machine.open().execute() == 1
+    assert machine.started == ["pretrain"] and pauses == [] and "restart" not in capsys.readouterr().err
+    with pytest.raises(UserError, match="--max-restarts: it is -1"):
+        machine.open().execute(max_restarts=-1)
+
+
+def test_ctrl_c_in_the_pause_ends_it(machine: Machine, monkeypatch: pytest.MonkeyPatch):
+    def interrupted(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pipeline_run.time, "sleep", interrupted)
+    machine.outcome = Failing(machine, (1, 10))
+    with pytest.raises(KeyboardInterrupt):
+        machine.open().execute(max_restarts=5)
+    assert machine.started == ["pretrain"]
+    with locked(machine.folder.path / ".run.lock", what="it"):
+        pass
+
+
+@pytest.mark.parametrize(("state", "stages"), [("running", ["pretrain"]), ("done", ["pretrain"])])
+def test_a_user_who_stops_it_at_once_is_told_no_false_reason(
+    machine: Machine, capsys: pytest.CaptureFixture[str], state: str, stages: list[str]
+):
+    def outcome(launch: Launch) -> int:
+        machine.folder.update(launch.stage, state=state, last_saved_step=300)
+        raise KeyboardInterrupt
+
+    machine.outcome = outcome
+    if state == "done":  # it came to its end instead; the next stage is not begun
+        with pytest.raises(KeyboardInterrupt):
+            machine.open().execute(max_restarts=5)
+        assert "pretrain: done" in capsys.readouterr().out
+    else:
+        assert machine.open().execute(max_restarts=5) == EXIT_STOPPED
+        error = capsys.readouterr().err
+        assert error == (
+            "shardvit: pretrain is not finished (stopped at once): the same command goes on from step 300\n"
+        )
+    assert machine.started == stages
+
+
+def test_the_last_stage_that_came_to_its_end_is_done_though_somebody_wished_to_stop(machine: Machine):
+    def outcome(launch: Launch) -> int:
+        machine.folder.update(launch.stage, state="done")
+        if launch.stage == "finetune":
+            raise KeyboardInterrupt
+        return 0
+
+    machine.outcome = outcome
+    assert machine.open().execute() == 0
+
+
 @pytest.mark.parametrize(
-    ("code", "words"),
+    ("number", "words"),
     [
-        (75, "stopped and saved"),
-        (1, "exit code 1"),
-        (247, "memory"),
-        (-9, "memory"),
-        (137, "memory"),
-        (143, "signal 15"),
+        (errno.EROFS, "read-only file system"),
+        (errno.ENOSPC, "the disk is full"),
+        (errno.EDQUOT, "quota"),
+        (errno.EACCES, "permission denied"),
     ],
 )
-def test_a_launchers_exit_code_is_put_into_words(code: int, words: str):
-    assert words in reason(code)
+def test_a_run_folder_that_cannot_be_written_is_named_before_anything_starts(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, number: int, words: str
+):
+    def refuse(path: Path, *args: object, **more: object) -> int:
+        raise OSError(number, os.strerror(number), os.fspath(path))
+
+    run = machine.open()
+    monkeypatch.setattr("launch.lock.os.open", refuse)
+    with pytest.raises(UserError, match=rf"{machine.folder.path}\S* cannot be written: .*{words}"):
+        run.execute()
+    assert machine.started == []
+
+
+def test_other_errors_of_the_system_keep_their_traceback(machine: Machine, monkeypatch: pytest.MonkeyPatch):
+    def refuse(*args: object, **more: object) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    run = machine.open()
+    monkeypatch.setattr("launch.lock.os.open", refuse)
+    with pytest.raises(OSError, match="Input/output"):
+        run.execute()

@@ -1,15 +1,11 @@
-"""Checkpoints are whole or not there: a kill at any moment, a damaged byte anywhere, another run's folder."""
+"""Checkpoints are whole or not there: what is committed in which order, damage anywhere, another run's folder."""
 
 from __future__ import annotations
 
 import json
 import os
 import shutil
-import subprocess
-import sys
-import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,100 +13,20 @@ import pytest
 import torch
 
 from data_shards.errors import UserError
-from launch.env import free_port
-from pipeline import checkpoint
-from pipeline.checkpoint import MANIFEST, Restored, restore_checkpoint, save_checkpoint
+from pipeline import checkpoint, state_files
+from pipeline.checkpoint import MANIFEST, restore_checkpoint
 from pipeline.identity import STATE
 from pipeline.process import Place
 from pipeline.ranks import Ranks
-from pipeline.state import TrainState
-
-ROOT = Path(__file__).resolve().parents[2]
-IDENTITY: dict[str, Any] = {"stage": "pretrain", "recipe": "abc", "processes": 1}
-EXACT = 0.1 + 0.2  # 0.30000000000000004: no short decimal
-
-
-@dataclass
-class TinyEngine:
-    """One number as the model, saved like DeepSpeed's: files in a folder below, one a rank, and a shared one."""
-
-    value: int = 0
-    rank: int = 0
-    fails: bool = False
-    loads: list[Path] = field(default_factory=list)
-
-    def save(self, folder: Path) -> None:
-        inner = folder / "deepspeed"
-        inner.mkdir(exist_ok=True)
-        (inner / f"rank{self.rank}.pt").write_bytes(bytes([self.value]) * 300)
-        if self.fails:
-            raise RuntimeError("no space left on device")
-        if self.rank == 0:
-            (inner / "shared.pt").write_text(str(self.value))
-
-    def load(self, folder: Path) -> None:
-        self.loads.append(folder)
-        (self.value,) = set((folder / "deepspeed" / f"rank{self.rank}.pt").read_bytes())
-        assert self.value == int((folder / "deepspeed" / "shared.pt").read_text())
+from pipeline.retention import Retention
+from tests.saving import EXACT, IDENTITY, TinyEngine, names, on_ranks, restore, save, saver_of, state_at, steps
 
 
 @pytest.fixture(scope="module")
 def alone() -> Iterator[Ranks]:
-    ranks = Ranks(Place(master_port=free_port()), timeout_seconds=60)
+    ranks = Ranks(Place(), timeout_seconds=60)
     yield ranks
     ranks.leave()
-
-
-class ThreadRanks:
-    """`Ranks` for several ranks in the threads of one process."""
-
-    def __init__(self, place: Place, *, barrier: threading.Barrier, board: list[object]) -> None:
-        self.place, self._barrier, self._board = place, barrier, board
-
-    def barrier(self) -> None:
-        self._barrier.wait(timeout=20)
-
-    def gather_objects(self, value: object) -> list[object]:
-        self._board[self.place.rank] = value
-        self.barrier()
-        everyone = list(self._board)
-        self.barrier()
-        return everyone
-
-
-def on_ranks(num_ranks: int, work: Callable[[ThreadRanks], Any]) -> list[Any]:
-    """What `work` returned or raised on each rank."""
-    barrier, board = threading.Barrier(num_ranks), [None] * num_ranks
-    results: list[Any] = [None] * num_ranks
-
-    def run(rank: int) -> None:
-        try:
-            results[rank] = work(ThreadRanks(Place(rank=rank, world_size=num_ranks), barrier=barrier, board=board))
-        except Exception as error:  # noqa: BLE001 - shown by the assertions on it
-            results[rank] = error
-            barrier.abort()
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(num_ranks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return results
-
-
-def save(root: Path, step: int, *, ranks: Any, keep: int = 9, engine: TinyEngine | None = None) -> Path:
-    state = TrainState(step=step, images_seen=64 * step, losses_since_log=[EXACT, 1 / 3], training_seconds=EXACT)
-    engine = engine or TinyEngine(value=step % 256, rank=ranks.place.rank)
-    return save_checkpoint(root, engine=engine, state=state, ranks=ranks, identity=IDENTITY, keep=keep)
-
-
-def restore(root: Path, *, ranks: Any, identity: dict[str, Any] = IDENTITY) -> tuple[Restored | None, TinyEngine]:
-    engine = TinyEngine(value=255, rank=ranks.place.rank)
-    return restore_checkpoint(root, engine=engine, ranks=ranks, identity=identity), engine
-
-
-def steps(root: Path) -> list[int]:
-    return sorted(int(path.name.removeprefix("step-")) for path in root.glob("step-*"))
 
 
 def test_what_is_saved_is_restored_to_the_last_bit(tmp_path: Path, alone: Ranks):
@@ -121,9 +37,9 @@ def test_what_is_saved_is_restored_to_the_last_bit(tmp_path: Path, alone: Ranks)
     folder = save(root, 400, ranks=alone)
     restored, engine = restore(root, ranks=alone)
     assert restored is not None and restored.folder == folder and restored.notes == ()
-    assert restored.state == TrainState(
-        step=400, images_seen=25600, losses_since_log=[EXACT, 1 / 3], training_seconds=EXACT
-    )
+    assert restored.state == state_at(400) and restored.state.losses_since_log[0] == EXACT
+    assert restored.identity == IDENTITY and restored.written_by == {"torch": "2.0", "host": "here"}
+    assert (folder / "recipe.yaml").read_text() == "name: test\n"
     assert engine.value == 400 % 256 and engine.loads == [folder]
     assert sorted(path.name for path in root.iterdir()) == ["step-00000001", "step-00000400"]
 
@@ -132,21 +48,10 @@ def test_the_manifest_lists_every_other_file_with_size_and_digest(tmp_path: Path
     folder = save(tmp_path, 3, ranks=alone)
     listed = json.loads((folder / MANIFEST).read_text())["files"]
     there = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
-    assert set(listed) == there - {MANIFEST} == {STATE, "deepspeed/rank0.pt", "deepspeed/shared.pt"}
+    assert set(listed) == there - {MANIFEST} == {STATE, "recipe.yaml", "deepspeed/rank0.pt", "deepspeed/shared.pt"}
     assert {name: entry["bytes"] for name, entry in listed.items()} == {
         name: (folder / name).stat().st_size for name in listed
     }
-
-
-def test_a_failed_save_leaves_nothing_visible_and_the_last_one_as_it_was(tmp_path: Path, alone: Ranks):
-    save(tmp_path, 1, ranks=alone)
-    with pytest.raises(RuntimeError, match="no space left"):
-        save(tmp_path, 2, ranks=alone, engine=TinyEngine(value=2, fails=True), keep=1)
-    assert steps(tmp_path) == [1]
-    restored, engine = restore(tmp_path, ranks=alone)
-    assert restored is not None and restored.state.step == 1 and restored.notes == () and engine.value == 1
-    save(tmp_path, 3, ranks=alone)  # another step: the leftover of step 2 is collected all the same
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-00000003"]
 
 
 def test_everything_is_on_disk_before_the_rename_and_the_rename_before_pruning(
@@ -154,7 +59,7 @@ def test_everything_is_on_disk_before_the_rename_and_the_rename_before_pruning(
 ):
     save(tmp_path, 1, ranks=alone)
     events: list[tuple[str, str]] = []
-    fsync, rename, rmtree = os.fsync, Path.rename, shutil.rmtree
+    fsync, rename, rmtree, digest_of = os.fsync, Path.rename, shutil.rmtree, state_files.digest_of
 
     def note_fsync(descriptor: int) -> None:
         events.append(("fsync", os.readlink(f"/proc/self/fd/{descriptor}")))
@@ -168,16 +73,36 @@ def test_everything_is_on_disk_before_the_rename_and_the_rename_before_pruning(
         events.append(("remove", str(path)))
         rmtree(path, *args, **kwargs)
 
+    def note_digest(path: Path) -> str:
+        events.append(("read back", str(path)))
+        return digest_of(path)
+
+    def note_advice(descriptor: int, offset: int, length: int, advice: int) -> None:
+        assert (offset, length, advice) == (0, 0, os.POSIX_FADV_DONTNEED)
+        events.append(("dropped from the page cache", os.readlink(f"/proc/self/fd/{descriptor}")))
+
     monkeypatch.setattr(os, "fsync", note_fsync)
+    monkeypatch.setattr(os, "posix_fadvise", note_advice)
     monkeypatch.setattr(Path, "rename", note_rename)
     monkeypatch.setattr(checkpoint.shutil, "rmtree", note_rmtree)
+    monkeypatch.setattr(state_files, "digest_of", note_digest)
     save(tmp_path, 2, ranks=alone, keep=1)
-    beside = tmp_path / ".writing-step-00000002"
+
+    beside, old = tmp_path / ".writing-step-00000002", tmp_path / "step-00000001"
+    files = [str(beside / name) for name in (STATE, "recipe.yaml", "deepspeed/rank0.pt", "deepspeed/shared.pt")]
+    manifest = events.index(("fsync", str(beside / MANIFEST)))
+    for file in files:
+        dropped = events.index(("dropped from the page cache", file))
+        assert events.index(("fsync", file)) < dropped < events.index(("read back", file)) < manifest
     renamed = events.index(("rename", str(beside)))
-    names = ["", STATE, MANIFEST, "deepspeed", "deepspeed/rank0.pt", "deepspeed/shared.pt"]
-    assert {("fsync", str(beside / name)) for name in names} <= set(events[:renamed])
+    assert manifest < renamed
+    assert {("fsync", str(folder)) for folder in (beside, beside / "deepspeed")} <= set(events[manifest:renamed])
     flushed_root = events.index(("fsync", str(tmp_path)))
-    assert renamed < flushed_root < events.index(("remove", str(tmp_path / "step-00000001")))
+    hidden = events.index(("rename", str(old)))
+    removed = events.index(("remove", str(tmp_path / ".removing-step-00000001")), hidden)
+    assert renamed < flushed_root < hidden < removed
+    assert ("remove", str(old)) not in events
+    assert names(tmp_path) == ["step-00000002"]
 
 
 @pytest.mark.parametrize("keep", [1, 2, 3])
@@ -249,14 +174,14 @@ def test_a_file_that_the_disk_cannot_read_counts_as_damaged(
 ):
     save(tmp_path, 1, ranks=alone)
     save(tmp_path, 2, ranks=alone)
-    digest = checkpoint._digest
+    digest = checkpoint.digest_of
 
     def broken_disk(path: Path) -> str:
         if "step-00000002" in str(path):
             raise OSError(5, "Input/output error")
         return digest(path)
 
-    monkeypatch.setattr(checkpoint, "_digest", broken_disk)
+    monkeypatch.setattr(checkpoint, "digest_of", broken_disk)
     restored, _ = restore(tmp_path, ranks=alone)
     assert restored is not None and restored.state.step == 1
     assert "step-00000002 is damaged" in restored.notes[0]
@@ -277,7 +202,9 @@ def test_after_falling_back_the_new_checkpoints_outlive_the_damaged_one(tmp_path
     assert restored is not None and restored.state.step == 200 and restored.notes == ()
 
 
-@pytest.mark.parametrize(("key", "value"), [("recipe", "def"), ("stage", "finetune"), ("processes", 2)])
+@pytest.mark.parametrize(
+    ("key", "value"), [("recipe", "def"), ("stage", "finetune"), ("precision", "fp32"), ("backend", "accelerate")]
+)
 def test_another_runs_checkpoint_is_refused_before_anything_is_loaded(
     tmp_path: Path, alone: Ranks, key: str, value: object
 ):
@@ -296,7 +223,9 @@ def test_several_ranks_share_the_digests_and_agree_on_the_damage(tmp_path: Path,
         on_ranks(num_ranks, lambda ranks, step=step: save(tmp_path, step, ranks=ranks))
     newest = tmp_path / "step-00000002"
     listed = sorted(json.loads((newest / MANIFEST).read_text())["files"])
-    assert listed == sorted([STATE, "deepspeed/shared.pt", *(f"deepspeed/rank{n}.pt" for n in range(num_ranks))])
+    assert listed == sorted(
+        [STATE, "recipe.yaml", "deepspeed/shared.pt", *(f"deepspeed/rank{n}.pt" for n in range(num_ranks))]
+    )
     for name in listed:  # each file is somebody's share
         kept = (newest / name).read_bytes()
         (newest / name).write_bytes(kept[:-1] + bytes([kept[-1] ^ 1]))
@@ -309,78 +238,56 @@ def test_several_ranks_share_the_digests_and_agree_on_the_damage(tmp_path: Path,
         assert restored.state.step == engine.value == 2 and restored.notes == ()
 
 
-KILL_EVERYWHERE = """
-import importlib.util, json, os, shutil, signal, sys
-from pathlib import Path
-
-spec = importlib.util.spec_from_file_location("under_test", sys.argv[1])
-tests = importlib.util.module_from_spec(spec)
-sys.modules["under_test"] = tests
-spec.loader.exec_module(tests)
-top = Path(sys.argv[2])
-
-class Alone:
-    place = tests.Place()
-    def barrier(self): pass
-    def gather_objects(self, value): return [value]
-
-WRITING = {"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "shutil.rmtree", "os.truncate", "os.listdir"}
-
-def run(folder, moment):
-    "Save step 2 over step 1, and die before the operation number `moment` on the file system."
-    count = 0
-    def hook(event, args):
-        nonlocal count
-        if event in WRITING:
-            if count == moment:
-                os.kill(os.getpid(), signal.SIGKILL)
-            count += 1
-    sys.addaudithook(hook)
-    tests.save(folder, 2, ranks=Alone(), keep=1)
-    os._exit(0)
-
-moment, report = 0, []
-while True:
-    folder = top / f"{moment:03d}"
-    tests.save(folder, 1, ranks=Alone())
-    (folder / ".writing-step-00000007" / "deepspeed").mkdir(parents=True)  # of an earlier kill
-    child = os.fork()
-    if child == 0:
-        run(folder, moment)
-    status = os.waitpid(child, 0)[1]
-    restored, engine = tests.restore(folder, ranks=Alone())
-    seen = {
-        "killed": os.WIFSIGNALED(status),
-        "step": restored and restored.state.step,
-        "value": engine.value,
-        "notes": list(restored.notes) if restored else [],
-    }
-    tests.save(folder, 3, ranks=Alone(), keep=1)
-    seen["after"] = sorted(path.name for path in folder.iterdir())
-    report.append(seen)
-    shutil.rmtree(folder)
-    if not seen["killed"] or moment > 500:
-        assert status == 0, status
-        break
-    moment += 1
-print(json.dumps(report))
-"""
+def test_a_checkpoint_that_is_cut_up_otherwise_is_converted(tmp_path: Path, alone: Ranks):
+    save(tmp_path, 1, ranks=alone)
+    for now, converted in (
+        (IDENTITY, []),
+        ({**IDENTITY, "processes": 2}, [IDENTITY]),
+        ({**IDENTITY, "zero_stage": 3}, [IDENTITY]),
+    ):
+        restored, engine = restore(tmp_path, ranks=alone, identity=now)
+        assert restored is not None and restored.identity == IDENTITY
+        assert engine.conversions == converted and engine.value == 1
 
 
-def test_killed_before_any_operation_on_the_disk_one_whole_checkpoint_remains(tmp_path: Path):
-    done = subprocess.run(
-        [sys.executable, "-c", KILL_EVERYWHERE, __file__, str(tmp_path)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
+def test_a_checkpoint_of_the_first_form_is_restored(tmp_path: Path, alone: Ranks):
+    """Written before there were `written_by`, the copy of the recipe and the younger fields of the state."""
+    folder = save(tmp_path, 7, ranks=alone)
+    content = json.loads((folder / STATE).read_text())
+    del content["written_by"], content["state"]["evaluation_step"], content["state"]["recent_losses"]
+    text = json.dumps(content, indent=1) + "\n"
+    (folder / STATE).write_text(text)
+    (folder / "recipe.yaml").unlink()
+    manifest = json.loads((folder / MANIFEST).read_text())
+    del manifest["files"]["recipe.yaml"]
+    manifest["files"][STATE] = {"bytes": len(text), "blake2b": state_files.digest_of(folder / STATE)}
+    (folder / MANIFEST).write_text(json.dumps(manifest))
+    restored, engine = restore(tmp_path, ranks=alone)
+    assert restored is not None and restored.state == state_at(7) and engine.value == 7
+    assert restored.written_by == {} and restored.notes == ()
+
+
+def test_what_a_killed_process_left_is_never_taken_for_a_checkpoint_and_goes_at_the_next_start(
+    tmp_path: Path, alone: Ranks
+):
+    save(tmp_path, 1, ranks=alone)
+    shutil.copytree(tmp_path / "step-00000001", tmp_path / ".writing-step-00000002")  # whole, but not committed
+    shutil.copytree(tmp_path / "step-00000001", tmp_path / ".removing-step-00000003")
+    (tmp_path / "latest").write_text("step-00000009")  # nobody's business
+    restored, _ = restore(tmp_path, ranks=alone)
+    assert restored is not None and restored.state.step == 1 and restored.notes == ()
+    assert names(tmp_path) == ["latest", "step-00000001"]
+
+
+def test_the_best_and_every_nth_outlive_the_last_ones_and_a_copy_of_the_users_is_not_touched(
+    tmp_path: Path, alone: Ranks
+):
+    shutil.copytree(save(tmp_path, 1, ranks=alone), tmp_path / "step-00000001-mine")
+    losses = {2: 0.5, 3: 0.2, 4: 0.7, 5: 0.1, 6: 0.9, 7: 0.8}
+    saver = saver_of(
+        tmp_path, ranks=alone, engine=TinyEngine(), retention=Retention(last=1, every_steps=4, best="val/loss")
     )
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
-    assert len(report) > 15 and not report[-1]["killed"] and all(seen["killed"] for seen in report[:-1])
-    for seen in report:
-        assert seen["step"] == seen["value"] and seen["notes"] == []  # the newest folder is whole
-        assert seen["after"] == ["step-00000003"]  # what the kill left is collected by the next save
-    reached = [seen["step"] for seen in report]
-    assert reached == sorted(reached) and set(reached) == {1, 2}
+    for step, loss in losses.items():
+        # The evaluation of step 5 is an older one's: it says nothing of the checkpoint.
+        saver.save(state_at(step, evaluation={"val/loss": loss}, evaluation_step=4 if step == 5 else step))
+    assert names(tmp_path) == ["step-00000001-mine", "step-00000003", "step-00000004", "step-00000007"]

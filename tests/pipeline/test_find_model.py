@@ -180,7 +180,7 @@ def test_a_run_without_a_finished_stage_names_what_there_is(runs: Path) -> None:
 def test_a_checkpoint_of_another_model_than_its_recipe_is_refused(runs: Path) -> None:
     path = runs / "labels/recipe.yaml"
     path.write_text(path.read_text().replace("position: learned_1d", "position: none"))
-    with pytest.raises(UserError, match="another model than its recipe says: pos_embed is in one of them only"):
+    with pytest.raises(UserError, match="another model than its recipe says: it has pos_embed besides"):
         find_model(runs / "labels/pretrain/checkpoints/step-00000004")
 
 

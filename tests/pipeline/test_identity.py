@@ -7,7 +7,14 @@ from typing import Any
 import pytest
 
 from data_shards.errors import UserError
-from pipeline.identity import STATE, check_identity, check_newest, checkpoint_folders, checkpoint_identity
+from pipeline.identity import (
+    STATE,
+    check_identity,
+    check_newest,
+    checkpoint_folders,
+    checkpoint_identity,
+    is_cut_alike,
+)
 from pipeline.recipe_io import load_recipe
 
 
@@ -30,10 +37,9 @@ def test_the_same_run_passes(tmp_path: Path):
 @pytest.mark.parametrize(
     ("override", "named"),
     [
-        ("seed=1", "recipe"),
-        ("engine.zero_stage=2", "zero_stage 1 (now 2)"),
-        ("engine.precision=fp32", "precision bf16 (now fp32)"),
-        ("engine.backend=accelerate", "backend deepspeed (now accelerate)"),
+        ("seed=1", "with recipe"),
+        ("engine.precision=fp32", "with precision bf16 (now fp32): set engine.precision=bf16,"),
+        ("engine.backend=accelerate", "with backend deepspeed (now accelerate): set engine.backend=deepspeed,"),
     ],
 )
 def test_another_run_is_named_with_what_differs(tmp_path: Path, override: str, named: str):
@@ -43,9 +49,28 @@ def test_another_run_is_named_with_what_differs(tmp_path: Path, override: str, n
     assert named in text and str(tmp_path) in text and "--restart pretrain" in text and "\n" not in text
 
 
-def test_another_number_of_processes_alone_says_how_to_go_on(tmp_path: Path):
-    with pytest.raises(UserError, match=r"processes 2 \(now 4\): go on with processes=2"):
-        check_identity(identity(), identity(processes=4), folder=tmp_path)
+@pytest.mark.parametrize(
+    ("overrides", "processes"),
+    [((), 4), ((), 1), (("engine.zero_stage=3",), 2), (("engine.zero_stage=0",), 3)],
+    ids=str,
+)
+def test_another_number_of_processes_or_another_zero_stage_may_go_on(
+    tmp_path: Path, overrides: tuple[str, ...], processes: int
+):
+    """Before the launch as well as when the checkpoint is restored, where it is converted."""
+    now = identity(*overrides, processes=processes)
+    check_identity(identity(), now, folder=tmp_path)
+    write(tmp_path, 1, {"identity": identity()})
+    check_newest(tmp_path, expected=now)
+    assert not is_cut_alike(identity(), now)
+    assert is_cut_alike(now, now) and is_cut_alike(identity(), identity("seed=1"))
+
+
+def test_a_layout_that_may_differ_does_not_hide_what_may_not(tmp_path: Path):
+    now = identity("engine.zero_stage=3", "engine.precision=fp32", processes=4)
+    with pytest.raises(UserError, match=r"precision bf16 \(now fp32\)") as caught:
+        check_identity(identity(), now, folder=tmp_path)
+    assert "processes" not in str(caught.value) and "zero_stage" not in str(caught.value)
     with pytest.raises(UserError, match="go on with the recipe that wrote it"):
         check_identity(identity(), identity("seed=1", processes=4), folder=tmp_path)
 
@@ -53,6 +78,9 @@ def test_another_number_of_processes_alone_says_how_to_go_on(tmp_path: Path):
 def test_an_identity_without_a_key_is_another_one(tmp_path: Path):
     with pytest.raises(UserError, match="stage None"):
         check_identity({}, identity(), folder=tmp_path)
+    for key in identity().keys() - {"recipe_before"}:
+        with pytest.raises(UserError, match=f"{key} None"):
+            check_identity({k: v for k, v in identity().items() if k != key}, identity(), folder=tmp_path)
 
 
 def test_checkpoints_are_listed_newest_first_and_nothing_else_is(tmp_path: Path):
@@ -75,3 +103,13 @@ def test_the_newest_readable_one_decides(tmp_path: Path):
         write(tmp_path, step, damaged.encode(errors="surrogateescape").decode("latin-1"))
     (tmp_path / "step-00000020").mkdir()
     check_newest(tmp_path, expected=identity())
+
+
+def test_a_checkpoint_from_before_elastic_resume_still_fits(tmp_path: Path):
+    now = identity("engine.zero_stage=2", "engine.max_micro_batch_size=8")
+    older = {**now, "recipe": now.pop("recipe_before")}
+    del older["recipe_before"]
+    assert older["recipe"] != now["recipe"]
+    check_identity(older, identity("engine.zero_stage=2", "engine.max_micro_batch_size=8"), folder=tmp_path)
+    with pytest.raises(UserError, match="recipe"):
+        check_identity(older, identity("engine.zero_stage=2", "seed=5"), folder=tmp_path)

@@ -8,7 +8,7 @@ import pytest
 from data_shards.errors import UserError
 from pipeline.recipe import Recipe
 from pipeline.recipe_io import load_recipe
-from pipeline.run_folder import RunFolder, StageRecord, check_inputs, recipe_digest, weights_digest
+from pipeline.run_folder import RunFolder, StageRecord, check_inputs, check_model, recipe_digest, weights_digest
 
 STAGES = ("pretrain", "swap_head", "finetune")
 
@@ -138,6 +138,14 @@ def test_the_digest_of_a_stage_leaves_out_free_keys_and_later_stages():
         "processes=3",
         "data.workers=2",
         "stages.pretrain.save_every=1 step",
+        "stages.pretrain.save_every_minutes=5",
+        "stages.pretrain.keep_best=score",
+        "stages.pretrain.keep_every=50%",
+        "engine.zero_stage=3",
+        "engine.max_micro_batch_size=4",
+        "engine.activation_checkpointing=true",
+        "engine.hang_seconds=5",
+        "engine.saving=blocking",
         "stages.finetune.image_size=32",
     ):
         assert digest(same) == base, same
@@ -169,11 +177,29 @@ def test_the_digest_of_weights_changes_with_one_bit(folder: RunFolder):
     assert weights_digest(folder.model("pretrain")) != before
 
 
+def test_a_model_that_has_changed_since_its_stage_left_it_is_refused(folder: RunFolder):
+    folder.update("pretrain", model_digest=weights_digest(folder.model("pretrain")))
+    assert check_model(folder, stage="pretrain") == folder.model("pretrain")
+    path = folder.model("pretrain") / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=r"are not those that pretrain left: .*--restart pretrain"):
+        check_model(folder, stage="pretrain")
+    path.unlink()
+    with pytest.raises(UserError, match="cannot be read"):
+        check_model(folder, stage="pretrain")
+
+
 def test_checkpoints_from_before_the_newer_keys_still_fit():
     """Digests that the first version wrote into checkpoints, of recipes that ship and have not changed since."""
     digits, cifar = load_recipe("digits"), load_recipe("cifar10")
     assert recipe_digest(digits, stage="pretrain") == "bac24c9434f179ec"
     assert recipe_digest(digits, stage="finetune") == "4e54e1c160ab0849"
     assert recipe_digest(cifar, stage="pretrain") == "29dd372d9dd3b7be"
+    sharded = load_recipe("cifar10", overrides=["engine.zero_stage=2", "engine.max_micro_batch_size=8"])
+    assert (
+        recipe_digest(sharded, stage="pretrain", form="before") == "fa54a4e56fc04e42"
+    )  # when these keys were not free
     changed = load_recipe("digits", overrides=["stages.pretrain.augment.mixup_alpha=0.2"])
     assert recipe_digest(changed, stage="pretrain") != "bac24c9434f179ec"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.ranks import Ranks
-from pipeline.stopping import EXIT_STOPPED, StopFlag
+from pipeline.stopping import EXIT_STOPPED, Agreed, SaveClock, StopFlag
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -58,12 +58,12 @@ print("alive after two", flush=True)
 
 
 class Answer:
-    def __init__(self, flag: bool) -> None:
-        self.flag, self.taken = flag, False
+    def __init__(self, *flags: bool) -> None:
+        self.flags, self.taken = flags, False
 
-    def result(self) -> bool:
+    def result(self) -> tuple[bool, ...]:
         self.taken = True
-        return self.flag
+        return self.flags
 
 
 class Several:
@@ -72,26 +72,46 @@ class Several:
     def __init__(self, at: int | None = None) -> None:
         self.at, self.asked = at, list[Answer]()
 
-    def start_any(self, flag: bool) -> Answer:
-        self.asked.append(Answer(flag or len(self.asked) == self.at))
+    def start_any(self, stop: bool, save: bool) -> Answer:
+        self.asked.append(Answer(stop or len(self.asked) == self.at, save))
         return self.asked[-1]
+
+
+def stops(flag: StopFlag, ranks: object, *, times: int) -> list[bool]:
+    return [flag.agreed(ranks, save=False).stop for _ in range(times)]  # pyright: ignore[reportArgumentType]
 
 
 def test_all_ranks_stop_one_step_after_the_first_one_asked():
     here, ranks = StopFlag(), Several()
-    assert [here.agreed(ranks) for _ in range(3)] == [False, False, False]
+    assert stops(here, ranks, times=3) == [False, False, False]
     here.request("SIGTERM")
-    assert [here.agreed(ranks), here.agreed(ranks)] == [False, True]
+    assert stops(here, ranks, times=2) == [False, True]
     elsewhere, ranks = StopFlag(), Several(at=2)
-    assert [elsewhere.agreed(ranks) for _ in range(4)] == [False, False, False, True]
+    assert stops(elsewhere, ranks, times=4) == [False, False, False, True]
     assert elsewhere.reason is None
+
+
+def test_a_wish_to_save_is_carried_beside_and_stops_nobody():
+    flag, ranks = StopFlag(), Several()
+    answers = [flag.agreed(ranks, save=save) for save in (False, True, False, False)]
+    assert answers == [Agreed(stop=False, save=save) for save in (False, False, True, False)]
+
+
+def test_the_clock_asks_for_a_checkpoint_when_the_last_one_is_old(monkeypatch: pytest.MonkeyPatch):
+    ticks = iter([1000.0, 1000.0, 1119.0, 1120.0, 1500.0, 1500.0, 1619.0, 1620.0])
+    monkeypatch.setattr("pipeline.stopping.time.monotonic", lambda: next(ticks))
+    clock = SaveClock(2.0)
+    assert [clock.due() for _ in range(4)] == [False, False, True, True]
+    clock.restart()
+    assert [clock.due(), clock.due()] == [False, True]
+    ticks = iter([0.0, 1e9])
+    assert not SaveClock(0.0).due()
 
 
 def test_settling_takes_in_the_last_answer():
     flag, ranks = StopFlag(), Several()
     flag.settle()  # nothing asked yet
-    flag.agreed(ranks)
-    flag.agreed(ranks)
+    stops(flag, ranks, times=2)
     assert [answer.taken for answer in ranks.asked] == [True, False]
     flag.settle()
     assert [answer.taken for answer in ranks.asked] == [True, True]
@@ -99,19 +119,17 @@ def test_settling_takes_in_the_last_answer():
 
 def test_real_ranks_agree_one_step_later(alone: Ranks):
     flag = StopFlag()
-    assert not flag.agreed(alone)
+    assert stops(flag, alone, times=1) == [False]
     flag.request("SIGTERM")
-    assert not flag.agreed(alone)
-    assert flag.agreed(alone)
+    assert stops(flag, alone, times=2) == [False, True]
     flag.settle()
 
 
 @pytest.fixture
 def alone() -> Iterator[Ranks]:
-    from launch.env import free_port
     from pipeline.process import Place
 
-    ranks = Ranks(Place(master_port=free_port()), timeout_seconds=60)
+    ranks = Ranks(Place(), timeout_seconds=60)
     yield ranks
     ranks.leave()
 

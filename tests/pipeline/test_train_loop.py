@@ -19,11 +19,17 @@ from pipeline.engine import StepResult
 from pipeline.evaluate import evaluate
 from pipeline.plan import StagePlan
 from pipeline.state import TrainState
+from pipeline.stopping import Agreed, SaveClock
 from pipeline.task import Example
 from pipeline.train_loop import TrainJob, train
 
 STEPS, MASKED = 6, 4
 ALL, HALF = 1 + 16, 1 + 8  # tokens
+
+
+def quiet(*names: str) -> dict[str, Any]:
+    """Methods that do nothing."""
+    return dict.fromkeys(names, lambda *args, **more: None)
 
 
 def job(*, patch_dropout: float, first_step: int) -> tuple[Any, list[tuple[str, int]]]:
@@ -57,7 +63,7 @@ def job(*, patch_dropout: float, first_step: int) -> tuple[Any, list[tuple[str, 
         waiting=contextlib.nullcontext,
         aside=contextlib.nullcontext,
         training_seconds=0.0,
-        **dict.fromkeys(("step", "curve", "evaluation", "faults"), lambda *args, **more: None),
+        **quiet("step", "curve", "spikes", "evaluation", "faults", "note"),
     )
     task: Any = SimpleNamespace(
         score="top1",
@@ -91,10 +97,19 @@ def job(*, patch_dropout: float, first_step: int) -> tuple[Any, list[tuple[str, 
         batches=iter([batch] * (STEPS - first_step) * 2),  # pyright: ignore[reportArgumentType]
         faults=faults,
         task=task,
-        evaluate=lambda: evaluate([batch], task=task, engine=engine, ranks=ranks, faults=faults),
-        save=lambda state: None,
+        evaluate=lambda step: evaluate([batch], task=task, engine=engine, ranks=ranks, faults=faults),
+        saver=SimpleNamespace(stall_seconds=0.0, **quiet("save", "poll", "finish")),  # pyright: ignore[reportArgumentType]
+        save_clock=SaveClock(0.0),
+        save_after="steps",
+        pace=SimpleNamespace(  # pyright: ignore[reportArgumentType]
+            reading=contextlib.nullcontext, computing=contextlib.nullcontext, **quiet("judge")
+        ),
+        on_slow_rank="report",
+        watch=SimpleNamespace(**quiet("beat")),  # pyright: ignore[reportArgumentType]
         report=report,
-        stop=SimpleNamespace(agreed=lambda ranks: False, settle=lambda: None),  # pyright: ignore[reportArgumentType]
+        stop=SimpleNamespace(  # pyright: ignore[reportArgumentType]
+            agreed=lambda ranks, *, save: Agreed(stop=False, save=save), **quiet("settle")
+        ),
     )
     return whole, seen
 

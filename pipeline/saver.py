@@ -1,0 +1,313 @@
+"""Saving checkpoints: in the background while training goes on, or with training standing still.
+
+In the background a save costs training the time to copy the state to host memory; a thread of each rank then writes,
+and the main threads commit as soon as all have: they agree on that with one tiny all-reduce a step, only while a save
+is in flight. There is never more than one. Where the host memory does not hold the copy, the save is a blocking one,
+and that is said once. Blocking saves copy nothing.
+
+A disk that is full or fails on any rank ends the save on all of them with the same error, what was written of it is
+removed, and the earlier checkpoints stay as they were. How the bytes get onto the disk and are proven there is
+`state_files`, what becomes visible when is `checkpoint`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import platform
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+from data_shards.byte_sizes import show_bytes
+from data_shards.errors import UserError
+from pipeline.checkpoint import beside_of, collect_leftovers, commit_checkpoint, open_beside, prune_checkpoints
+from pipeline.disk_space import free_bytes
+from pipeline.engine import Engine
+from pipeline.host_memory import spare_host_bytes
+from pipeline.identity import STATE, checkpoint_folders
+from pipeline.ranks import Agreement, Ranks
+from pipeline.retention import Retention
+from pipeline.state import TrainState
+from pipeline.state_files import Abandoned, Seal, StateFile, text_file, write_file
+
+RECIPE = "recipe.yaml"
+_BEAT_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class _Needs:
+    """What one rank brings to the decision how to save."""
+
+    host: str
+    file_bytes: int
+    copy_bytes: int
+    spare_bytes: int  # of the host's memory
+    free_bytes: int  # of the disk; rank 0's counts
+    problem: str  # rank 0 could not make the folder; empty: it could
+
+
+class CheckpointSaver:
+    """Saves the state of a stage; all methods but `close` are collective.
+
+    Args:
+        root: the stage's folder of checkpoints.
+        engine: what to save.
+        ranks: the processes.
+        identity: what a run must agree on to restore it (stage, recipe, layout).
+        written_by: facts of this process, for the reader of a checkpoint.
+        recipe_text: the resolved recipe.
+        retention: which older checkpoints are kept.
+        mode: whether training goes on while the files are written.
+        say: prints a line; called on rank 0.
+        on_commit: called on every rank with the state that is safe now.
+        beat: told that a save of that step gets on, while training stands still for it.
+
+    Attributes:
+        stall_seconds: how long training stood still for saves, here and so far.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        *,
+        engine: Engine,
+        ranks: Ranks,
+        identity: dict[str, Any],
+        written_by: dict[str, str],
+        recipe_text: str,
+        retention: Retention,
+        mode: Literal["background", "blocking"],
+        say: Callable[[str], None],
+        on_commit: Callable[[TrainState], None],
+        beat: Callable[[int], None] = lambda step: None,
+    ) -> None:
+        self.stall_seconds = 0.0
+        self._root = root
+        self._engine = engine
+        self._ranks = ranks
+        self._about: dict[str, Any] = {"identity": identity, "written_by": written_by}
+        self._recipe_text = recipe_text
+        self._retention = retention
+        self._mode = mode
+        self._say = say
+        self._on_commit = on_commit
+        self._beat = beat
+        self._writing: _Writing | None = None
+        self._pending: Agreement | None = None
+        self._told_of_memory = False
+
+    def save(self, state: TrainState) -> None:
+        """Save `state` and the engine's; one still in flight is finished first.
+
+        Raises:
+            UserError: the disk has no room for it or failed, now or for the one in flight.
+        """
+        with self._standing_still():
+            self._finish()
+            state = copy.deepcopy(state)  # the loop goes on counting in its own
+            problem = self._open_folder(state.step)
+            files = self._engine.snapshot()
+            if self._ranks.place.is_main:
+                files = (*files, *self._our_files(state))
+            needs: list[_Needs] = self._ranks.gather_objects(self._needs(files, problem=problem))  # pyright: ignore[reportAssignmentType]
+            needed_bytes = sum(need.file_bytes for need in needs)
+            if needs[0].problem:
+                self._fail(state.step, needs[0].problem)
+            if needs[0].free_bytes < needed_bytes:
+                self._fail(
+                    state.step, f"it needs {show_bytes(needed_bytes)}, {show_bytes(needs[0].free_bytes)} are free"
+                )
+            background = self._mode == "background" and self._memory_holds(needs)
+            if background:
+                files = tuple(file.on_host() for file in files)
+            self._writing = _Writing(beside_of(self._root, state.step), files=files, state=state)
+            del files
+            self._writing.start()
+            if not background:
+                self._finish()
+
+    def poll(self) -> None:
+        """Commit the save in flight if all ranks have written it; once a step.
+
+        Raises:
+            UserError: it could not be written.
+        """
+        if self._writing is None:
+            return
+        with self._standing_still():
+            busy = True
+            if self._pending is not None:  # asked a step ago, so that nobody waits for the answer
+                (busy,) = self._pending.result()
+                self._pending = None
+            if busy:
+                self._pending = self._ranks.start_any(self._writing.is_alive())
+            else:
+                self._commit(self._writing)
+
+    def finish(self) -> None:
+        """Wait for the save in flight, if there is one, and commit it.
+
+        Raises:
+            UserError: it could not be written.
+        """
+        with self._standing_still():
+            self._finish()
+
+    def close(self) -> None:
+        """Call off this rank's part of a save in flight: the way out after a failure. Not collective."""
+        if self._writing is not None:
+            self._writing.abandon()
+            self._writing = None
+
+    def _finish(self) -> None:
+        if self._pending is not None:
+            self._pending.result()
+            self._pending = None
+        if self._writing is not None:
+            self._commit(self._writing)
+
+    def _commit(self, writing: _Writing) -> None:
+        """Make the save visible, or end it, on all ranks alike."""
+        moved_bytes = -1
+        while not writing.join(timeout_seconds=_BEAT_SECONDS):
+            if writing.moved_bytes > moved_bytes:  # a disk that takes nothing more is a hang
+                moved_bytes = writing.moved_bytes
+                self._beat(writing.state.step)
+        self._writing = None
+        parts: list[tuple[dict[str, Seal], str]] = self._ranks.gather_objects((writing.seals, writing.failure))  # pyright: ignore[reportAssignmentType]
+        failures = [f"rank {rank}: {failure}" for rank, (_, failure) in enumerate(parts) if failure]
+        problem = failures[0] if failures else ""
+        step = writing.state.step
+        if self._ranks.place.is_main and not problem:
+            try:
+                commit_checkpoint(
+                    self._root, step=step, seals={name: seal for seals, _ in parts for name, seal in seals.items()}
+                )
+            except OSError as error:
+                problem = _reason(error)
+        problem = str(self._ranks.gather_objects(problem)[0])
+        if problem:
+            self._fail(step, problem)
+        if self._ranks.place.is_main:
+            prune_checkpoints(self._root, newest_step=step, retention=self._retention)
+        self._on_commit(writing.state)
+
+    def _fail(self, step: int, problem: str) -> NoReturn:
+        """Remove what was written of a save and raise; with the same words on every rank."""
+        words = ""
+        if self._ranks.place.is_main:
+            collect_leftovers(self._root)
+            newest = next(iter(checkpoint_folders(self._root)), None)
+            stands = f"{newest.name} stands" if newest else "there is no earlier one"
+            words = (
+                f"the checkpoint of step {step} could not be written to {self._root} ({problem}); {stands}: make room "
+                "or mend the disk, and run the same command again"
+            )
+        raise UserError(str(self._ranks.gather_objects(words)[0]))
+
+    def _open_folder(self, step: int) -> str:
+        """Make the folder to write into, on rank 0; why that failed, or nothing."""
+        if self._ranks.place.is_main:
+            try:
+                open_beside(self._root, step=step)
+            except OSError as error:
+                return _reason(error)
+        return ""
+
+    def _our_files(self, state: TrainState) -> tuple[StateFile, ...]:
+        content = json.dumps({**self._about, "state": state.to_json()}, indent=1) + "\n"
+        return text_file(STATE, content), text_file(RECIPE, self._recipe_text)
+
+    def _needs(self, files: Sequence[StateFile], *, problem: str) -> _Needs:
+        return _Needs(
+            host=platform.node(),
+            file_bytes=sum(file.num_bytes for file in files),
+            copy_bytes=sum(file.tensor_bytes for file in files),
+            spare_bytes=spare_host_bytes(),
+            free_bytes=free_bytes(self._root),
+            problem=problem,
+        )
+
+    def _memory_holds(self, needs: Sequence[_Needs]) -> bool:
+        """Whether every host has the memory for its ranks' copies; if not, it is said, once."""
+        for host in {need.host for need in needs}:
+            local = [need for need in needs if need.host == host]
+            copies, spare = sum(need.copy_bytes for need in local), min(need.spare_bytes for need in local)
+            if copies > spare:
+                if self._ranks.place.is_main and not self._told_of_memory:
+                    self._say(
+                        f"checkpoints are written while training stands still: a copy takes {show_bytes(copies)} of "
+                        f"{host}'s memory, {show_bytes(spare)} are left"
+                    )
+                self._told_of_memory = True
+                return False
+        return True
+
+    @contextlib.contextmanager
+    def _standing_still(self) -> Iterator[None]:
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.stall_seconds += time.perf_counter() - begin
+
+
+class _Writing:
+    """One rank's files on their way to the disk, in a thread."""
+
+    def __init__(self, folder: Path, *, files: Sequence[StateFile], state: TrainState) -> None:
+        self.state = state
+        self.seals: dict[str, Seal] = {}
+        self.failure = ""
+        self.moved_bytes = 0
+        self._folder = folder
+        self._files = list(files)
+        self._abandoned = threading.Event()
+        # Not a daemon: one that is in torch's C++ when the interpreter ends would abort the process.
+        self._thread = threading.Thread(target=self.run, name="checkpoint")
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def join(self, *, timeout_seconds: float | None = None) -> bool:
+        """Wait; whether all is written, or has failed."""
+        self._thread.join(timeout_seconds)
+        return not self._thread.is_alive()
+
+    def abandon(self) -> None:
+        """Stop writing at the next piece."""
+        self._abandoned.set()
+        self.join()
+
+    def run(self) -> None:
+        """Write file after file; each one's memory is free when it is on the disk."""
+        try:
+            while self._files:
+                file = self._files.pop()
+                self.seals[file.path] = write_file(self._folder, file, abandoned=self._abandoned, on_bytes=self._count)
+        except Abandoned:
+            self.failure = "called off"
+        except OSError as error:
+            self.failure = _reason(error)
+        except Exception as error:  # noqa: BLE001 - our mistake: told by all ranks, instead of one that leaves the others waiting
+            traceback.print_exc()
+            self.failure = f"{type(error).__name__}: {error}"
+        finally:
+            self._files.clear()
+
+    def _count(self, num_bytes: int) -> None:
+        self.moved_bytes += num_bytes
+
+
+def _reason(error: OSError) -> str:
+    return error.strerror or str(error)

@@ -1,0 +1,85 @@
+"""Loss spikes: steps whose loss stands far above the last ones. Pure arithmetic on plain floats; nothing is skipped.
+
+The rule is that of OLMo-core's SkipStepOptimizer (src/olmo_core/optim/skip_step_optimizer.py): more than 6 standard
+deviations from the mean of the last 128 losses, once there are 64. Ours looks at rises alone, and asks for 4.5
+deviations among the losses' logarithms too: near zero losses are skewed, and the first rule by itself would cry out at
+every thousandth step of an ordinary run whose losses scatter by half. A loss that is not finite is always a spike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+_HISTORY_STEPS, _LEAST_STEPS = 128, 64  # OLMo-core's
+_SIGMAS = 6.0  # OLMo-core's
+_LOG_SIGMAS = 4.5
+_SMALLEST_SIGMA = 1e-4  # of the mean: after losses that have hardly moved not every rise is a spike
+_CUT_SIGMAS = 4 * _SIGMAS  # what of a spike enters the history: one of 1e30 would hide all others for 128 steps
+
+
+@dataclass(frozen=True)
+class Spike:
+    """A step whose loss is out of line."""
+
+    step: int
+    loss: float
+    mean: float  # of the steps before it; nan when there was none
+    sigma: float
+
+    def describe(self) -> str:
+        """For the screen."""
+        if not math.isfinite(self.loss):
+            return f"step {self.step}: the loss is {self.loss}, it was {self.mean:.4f} before"
+        return (
+            f"step {self.step}: the loss jumps to {self.loss:.4f}, {(self.loss - self.mean) / self.sigma:.0f} standard "
+            f"deviations above the mean of the steps before it, {self.mean:.4f}"
+        )
+
+
+class SpikeFinder:
+    """Looks at every step's loss once, in order.
+
+    Args:
+        recent_losses: global means of the last steps, carried over from a checkpoint.
+    """
+
+    def __init__(self, recent_losses: Sequence[float] = ()) -> None:
+        self._recent = list(recent_losses)[-_HISTORY_STEPS:]
+
+    @property
+    def recent_losses(self) -> list[float]:
+        """What to carry over: at most 128 finite floats."""
+        return list(self._recent)
+
+    def look(self, losses: Sequence[float], *, last_step: int) -> list[Spike]:
+        """The spikes among the next steps' losses, of which the last is `last_step`'s."""
+        spikes = []
+        for step, loss in enumerate(losses, start=last_step - len(losses) + 1):
+            mean, sigma = _mean_and_sigma(self._recent)
+            if not math.isfinite(loss):
+                spikes.append(Spike(step=step, loss=loss, mean=mean, sigma=sigma))
+                continue
+            entering = loss
+            if len(self._recent) >= _LEAST_STEPS:
+                if loss > mean + _SIGMAS * sigma and self._stands_out_in_logarithms(loss):
+                    spikes.append(Spike(step=step, loss=loss, mean=mean, sigma=sigma))
+                entering = min(loss, mean + _CUT_SIGMAS * sigma)
+            self._recent = [*self._recent[-_HISTORY_STEPS + 1 :], entering]
+        return spikes
+
+    def _stands_out_in_logarithms(self, loss: float) -> bool:
+        if min(self._recent) <= 0:  # not a cross-entropy
+            return True
+        mean, sigma = _mean_and_sigma([math.log(each) for each in self._recent])
+        return math.log(loss) > mean + _LOG_SIGMAS * sigma
+
+
+def _mean_and_sigma(values: Sequence[float]) -> tuple[float, float]:
+    """Mean and standard deviation, the latter never zero; nan where there are no values."""
+    if not values:
+        return math.nan, math.nan
+    mean = math.fsum(values) / len(values)
+    sigma = math.sqrt(math.fsum((each - mean) ** 2 for each in values) / max(1, len(values) - 1))
+    return mean, max(sigma, _SMALLEST_SIGMA * abs(mean))

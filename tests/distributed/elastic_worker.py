@@ -1,0 +1,285 @@
+"""All ranks of the elastic tests: groups of one, two and three processes that write states and read one another's.
+
+Started by test_elastic.py as `python elastic_worker.py OUT`; the libraries are imported once, and the
+six ranks are forked. Rank 0 of each group writes OUT/world-N.pt: what `write_case` and `read_case` return.
+"""
+
+import contextlib
+import importlib.util
+import multiprocessing
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import deepspeed
+import torch
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+from data_shards.errors import UserError
+from pipeline.engine_open import open_engine
+from pipeline.process import Place
+from pipeline.ranks import Ranks
+from pipeline.recipe import Recipe
+
+_spec = importlib.util.spec_from_file_location("engine_worker", Path(__file__).with_name("engine_worker.py"))
+common = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(common)
+common.GLOBAL_BATCH = 12  # one, two and three processes divide it
+common.CLASSES = 2  # so that of three processes one has nothing of the head's bias
+
+STEPS_BEFORE, STEPS_AFTER = 4, 5  # between them one that is skipped
+MODEL = {"width": 16, "depth": 1, "heads": 2, "patch_size": 4}
+WAIT_SECONDS = 240
+OPTIMIZERS = {
+    "adamw": {"name": "adamw", "lr": 0.01, "weight_decay": 0.1, "clip_grad_norm": 1.0},
+    "sgd": {"name": "sgd", "lr": 0.01, "momentum": 0.9, "weight_decay": 0.1, "clip_grad_norm": 1.0},
+}
+MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
+
+
+@dataclass(frozen=True)
+class Written:
+    """What a state was written with."""
+
+    world: int
+    stage: int
+    precision: str = "fp32"
+    optimizer: str = "adamw"
+    backend: str = "deepspeed"
+
+
+@dataclass(frozen=True)
+class Read:
+    """And by what it is read."""
+
+    written: Written
+    world: int
+    stage: int
+
+
+def _written(world: int, stages: str, *others: str) -> list[Written]:
+    return [Written(world, int(stage), *others) for stage in stages]
+
+
+WRITTEN = [
+    *_written(2, "0123"),
+    *_written(2, "0123", "bf16"),
+    *_written(2, "03", "fp32", "sgd"),
+    *_written(1, "013"),
+    *_written(1, "2", "bf16"),
+    *_written(1, "1", "bf16", "sgd"),
+    Written(2, 0, backend="accelerate"),
+]
+
+
+def _read(writer: int, reader: int, stages: str, *others: str) -> list[Read]:
+    """`stages`: pairs such as "01 23", from stage 0 to stage 1 and from 2 to 3."""
+    return [Read(Written(writer, int(old), *others), reader, int(new)) for old, new in stages.split()]
+
+
+READ = [
+    *_read(2, 2, "00 11 22 33"),  # as it was: also by the engine's own way
+    *_read(2, 2, "00 11 22 33", "bf16"),
+    *_read(2, 2, "00 33", "fp32", "sgd"),
+    *_read(2, 2, "01 12 23 32 30 13"),
+    *_read(2, 2, "02 10 20 21 31", "bf16"),
+    *_read(2, 1, "01 12 23 32 30 11"),
+    *_read(2, 1, "01 13 33", "bf16"),
+    *_read(2, 1, "03", "fp32", "sgd"),
+    *_read(1, 2, "01 13 30 11"),
+    *_read(1, 2, "23", "bf16"),
+    *_read(1, 2, "13", "bf16", "sgd"),
+    *_read(2, 3, "01 12 23 32 30 13"),
+    *_read(2, 3, "03 32", "bf16"),
+    *_read(2, 3, "31", "fp32", "sgd"),
+    *(Read(Written(2, 0, backend="accelerate"), world, 0) for world in (1, 3)),
+]
+
+
+def recipe_for(written: Written, *, stage: int, model: dict = MODEL) -> Recipe:
+    recipe = common.recipe_for(written.backend, stage, written.precision, model=model).model_dump(exclude_unset=True)
+    recipe["stages"]["pretrain"]["optimizer"] = OPTIMIZERS[written.optimizer]
+    return Recipe.model_validate(recipe)
+
+
+def fresh(written: Written, ranks: Ranks, *, stage: int, model: dict = MODEL):
+    recipe = recipe_for(written, stage=stage, model=model)
+    plan = common.plan_for(ranks.place.world_size, accumulation=2)
+    engine = open_engine(recipe, stage="pretrain", plan=plan, model=common.build_model(recipe), ranks=ranks)
+    return engine, plan
+
+
+def identity(written: Written) -> dict:
+    return {
+        "backend": written.backend,
+        "zero_stage": written.stage,
+        "precision": written.precision,
+        "processes": written.world,
+    }
+
+
+def torch_optimizer(engine):
+    """AdamW or SGD itself, below whatever is wrapped around it."""
+    optimizer = engine._engine.optimizer if hasattr(engine, "_engine") else engine._optimizer
+    return getattr(optimizer, "optimizer", optimizer)
+
+
+def full_state(engine, *, stage: int, moments: tuple[str, ...]) -> dict[str, dict[str, torch.Tensor]]:
+    """Master weights and moments, whole, by the libraries' own means: nothing of `engine_portable` is used."""
+    inner = torch_optimizer(engine)
+    parameters = dict(engine.module.named_parameters())
+    if stage == 0:
+        order = [p for group in inner.param_groups for p in group["params"]]
+        wrapper = getattr(engine, "_engine", None) and engine._engine.optimizer
+        halves = [p for group in getattr(wrapper, "fp16_groups", []) for p in group] or order
+        master = {id(half): whole for half, whole in zip(halves, order, strict=True)}
+        return {
+            name: {"weight": master[id(p)].detach().clone()}
+            | {moment: inner.state[master[id(p)]][moment].clone() for moment in moments}
+            for name, p in parameters.items()
+        }
+    if stage in (1, 2):
+        engine._engine.optimizer._hp_optimizer_states_linked = False
+        engine._engine.optimizer._lazy_init_hp_params_optimizer_state()
+    return {
+        name: {"weight": safe_get_full_fp32_param(p).detach().clone()}
+        | {moment: safe_get_full_optimizer_state(p, moment).clone() for moment in moments}
+        for name, p in parameters.items()
+    }
+
+
+def computing_weights(engine, *, stage: int) -> dict[str, torch.Tensor]:
+    """The weights that the forward pass uses, whole."""
+    gathered = (
+        deepspeed.zero.GatheredParameters(list(engine.module.parameters())) if stage == 3 else contextlib.nullcontext()
+    )
+    with gathered:
+        return {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+
+
+def numbers(engine) -> dict:
+    """Counters: of the optimizer's steps on every tensor that it moves, and DeepSpeed's."""
+    steps = [float(state["step"]) for state in torch_optimizer(engine).state.values() if "step" in state]
+    counted = getattr(engine, "_engine", None)
+    names = ("global_steps", "global_samples", "skipped_steps") if counted else ()
+    return {"steps": sorted(set(steps)), **{name: getattr(counted, name) for name in names}}
+
+
+def losses(engine, ranks, plan, steps, **how) -> list[float]:
+    return [row["loss"] for row in common.run_steps(engine, ranks, plan, steps, **how)]
+
+
+AFTER = range(STEPS_BEFORE + 1, STEPS_BEFORE + 1 + STEPS_AFTER)
+
+
+def write_case(written: Written, ranks: Ranks, folder: Path) -> dict:
+    engine, plan = fresh(written, ranks, stage=written.stage)
+    losses(engine, ranks, plan, range(STEPS_BEFORE))
+    losses(engine, ranks, plan, [STEPS_BEFORE], poison_rank=ranks.place.world_size - 1)
+    common.write_state(engine, folder, ranks=ranks)
+    result = {
+        "state": full_state(engine, stage=written.stage, moments=MOMENTS[written.optimizer]),
+        "numbers": numbers(engine),
+    }
+    ranks.barrier()
+    if ranks.place.is_main:
+        (folder / "written").touch()
+    return {**result, "losses": losses(engine, ranks, plan, AFTER)}
+
+
+def read_case(read: Read, ranks: Ranks, folder: Path) -> dict:
+    written = read.written
+    until = time.monotonic() + WAIT_SECONDS
+    while not (folder / "written").exists():
+        assert time.monotonic() < until, f"nobody wrote {folder}"
+        time.sleep(0.05)
+    engine, plan = fresh(written, ranks, stage=read.stage)
+    engine.load_converted(folder, written=identity(written))
+    result = {
+        "computing": computing_weights(engine, stage=read.stage),
+        "state": full_state(engine, stage=read.stage, moments=MOMENTS[written.optimizer]),
+        "numbers": numbers(engine),
+        "decays": [group["weight_decay"] for group in common.decay_groups(engine)],
+        "losses": losses(engine, ranks, plan, AFTER),
+        "weights": engine.weights(),
+    }
+    if (read.world, read.stage) == (written.world, written.stage):
+        native, _ = fresh(written, ranks, stage=read.stage)
+        native.load(folder)
+        result["native"] = {"losses": losses(native, ranks, plan, AFTER), "weights": native.weights()}
+    return result
+
+
+MISFITS = {
+    "lacks": {**MODEL, "depth": 2},
+    "besides": {**MODEL, "position": "none"},
+    "instead": {**MODEL, "width": 32},
+}
+
+
+def refusals(ranks: Ranks, out: Path) -> dict:
+    """What is said to states of another model, and of another number of processes than they are said to be of."""
+    said = {}
+    for stage in (0, 1, 3):
+        written = Written(2, stage)
+        for name, model in MISFITS.items():
+            engine, _ = fresh(written, ranks, stage=2, model=model)
+            before = engine.weights()
+            try:
+                engine.load_converted(out / str(written), written=identity(written))
+            except UserError as error:
+                said[stage, name] = str(error)
+            after = engine.weights()
+            assert all(torch.equal(before[name], after[name]) for name in before)
+        if stage:
+            engine, _ = fresh(written, ranks, stage=2)
+            try:
+                engine.load_converted(out / str(written), written={**identity(written), "processes": 3})
+            except UserError as error:
+                said[stage, "processes"] = str(error)
+    return said
+
+
+def run_rank(out: Path, world_size: int, rank: int) -> None:
+    torch.set_num_threads(1)
+    meeting = out / f"meeting-{world_size}"
+    meeting.mkdir(exist_ok=True)
+    ranks = Ranks(
+        Place(rank=rank, world_size=world_size, local_rank=rank, local_world_size=world_size, rendezvous=meeting),
+        timeout_seconds=WAIT_SECONDS,
+    )
+    results = {}
+    for case in (case for case in WRITTEN if case.world == world_size):
+        (out / str(case)).mkdir(exist_ok=True)
+        ranks.barrier()
+        results[case] = write_case(case, ranks, out / str(case))
+    for case in (case for case in READ if case.world == world_size):
+        results[case] = read_case(case, ranks, out / str(case.written))
+    if world_size == 1:
+        results["refusals"] = refusals(ranks, out)
+    if rank == 0:
+        torch.save({str(case): result for case, result in results.items()}, out / f"world-{world_size}.pt")
+    ranks.leave()
+
+
+def main() -> None:
+    out = Path(sys.argv[1])
+    context = multiprocessing.get_context("fork")
+    processes = [
+        context.Process(target=run_rank, args=(out, world_size, rank), daemon=True)
+        for world_size in (1, 2, 3)
+        for rank in range(world_size)
+    ]
+    for process in processes:
+        process.start()
+    while any(process.exitcode is None for process in processes):
+        time.sleep(0.1)
+        if any(process.exitcode for process in processes):
+            for process in processes:
+                process.kill()
+            raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,335 @@
+"""One case of the fault suite: a run folder of its own, real processes, and the four questions that a row answers.
+
+    case.start(faults=[case.fault("kill", "backward", rank=1, step=25)])   -> Attempt, running
+    attempt.wait()                                                         -> Ended: exit code, output
+    row.ends(...); row.loses(...); row.equals(...); row.leaves_nothing(...)
+
+Two ranks on gloo train a tiny ViT on packed digits for 60 steps, which takes 2 s, and save every 10. Everything
+else is start-up: 7 s for the ranks alone (`how="srun"`), 20 s through `shardvit run` (`how="run"`). Every process of a
+case carries its mark in the environment, and has its folder for temporary files.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import psutil
+import yaml
+
+from pipeline.metrics_log import read_metrics
+
+ROOT = Path(__file__).resolve().parents[2]
+INJECT = Path(__file__).with_name("inject")
+MARK = "SHARDVIT_FAULT_CASE"
+STEPS, SAVE_STEPS = 60, 10
+PATIENCE_SECONDS = 240.0  # of an attempt; a row that reaches it has failed
+_RANK_COMMANDS = (["-u", "-m", "launch.train"], ["-u", "-m", "tests.faults.rank"])
+
+How = Literal["srun", "run"]
+Fault = dict[str, Any]  # one entry of SHARDVIT_FAULT, see inject/injected_faults/fault.py
+
+
+def recipe(shards: Path, changes: Mapping[str, object] | None = None) -> dict[str, Any]:
+    """The suite's recipe; `changes` are values by their dotted keys."""
+    content: dict[str, Any] = {
+        "name": "law",
+        "seed": 7,
+        "processes": 2,
+        "model": {"width": 32, "depth": 1, "heads": 2, "patch_size": 4},
+        # Blocking: which checkpoint a fault finds does not hang on how fast the disk is.
+        "engine": {"zero_stage": 2, "precision": "bf16", "max_micro_batch_size": 8, "saving": "blocking"},
+        "stages": {
+            "pretrain": {
+                "train": str(shards / "train"),
+                "eval": str(shards / "val"),
+                "image_size": 8,
+                "global_batch_size": 32,
+                "duration": f"{STEPS} steps",
+                "optimizer": {"name": "adamw", "lr": 0.003, "weight_decay": 0.05},
+                "schedule": {"warmup": "10%"},
+                "augment": {"mixup_alpha": 0.2},
+                "dropout": 0.1,
+                "log_every": "7 steps",  # no divisor of save_every: points of the curve span checkpoints
+                "eval_every": "40%",
+                "save_every": f"{SAVE_STEPS} steps",
+                "keep_checkpoints": 2,
+            }
+        },
+    }
+    for key, value in (changes or {}).items():
+        *groups, last = key.split(".")
+        place = content
+        for group in groups:
+            place = place.setdefault(group, {})
+        place[last] = copy.deepcopy(value)
+    return content
+
+
+@dataclass(frozen=True)
+class Ended:
+    """An attempt that is over."""
+
+    code: int  # negative: killed by that signal
+    output: str
+    seconds: float
+
+    def sentence(self, pattern: str) -> str:
+        """The first line of the output in which `pattern` (a regular expression) is found.
+
+        Raises:
+            AssertionError: there is none; shows the output.
+        """
+        for line in self.output.splitlines():
+            if re.search(pattern, line):
+                return line.strip()
+        raise AssertionError(f"nothing matches {pattern!r} in:\n{self.output}")
+
+
+class Attempt:
+    """Processes that were started."""
+
+    def __init__(self, process: subprocess.Popen[bytes], *, output: Path, case: Case, faults: Sequence[Fault]) -> None:
+        self.process, self._output, self._case, self._faults = process, output, case, faults
+        self._start = time.monotonic()
+
+    @property
+    def output(self) -> str:
+        """What they have printed so far."""
+        return self._output.read_text(encoding="utf-8", errors="replace")
+
+    def wait(self, patience_seconds: float = PATIENCE_SECONDS) -> Ended:
+        """Wait for the end.
+
+        Raises:
+            AssertionError: it has not ended after `patience_seconds` (everything is killed then), or a fault that was
+                put in has not struck.
+        """
+        try:
+            code = self.process.wait(timeout=patience_seconds)
+        except subprocess.TimeoutExpired:
+            self.kill_everything()
+            raise AssertionError(f"has not ended after {patience_seconds:.0f} s:\n{self.output}") from None
+        for fault in self._faults:
+            struck = fault["once"] is None or Path(fault["once"]).exists()
+            assert struck, f"{fault['action']} at {fault['point']} has not struck:\n{self.output}"
+        return Ended(code, self.output, time.monotonic() - self._start)
+
+    def wait_for(self, condition: Callable[[], object], *, what: str) -> None:
+        """Wait until `condition` holds, while the attempt runs."""
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while not condition():
+            assert self.process.poll() is None, f"ended before {what}:\n{self.output}"
+            assert time.monotonic() < deadline, f"no {what}:\n{self.output}"
+            time.sleep(0.02)
+
+    def wait_for_text(self, text: str) -> None:
+        """Wait until `text` is printed."""
+        self.wait_for(lambda: text in self.output, what=f"text {text!r}")
+
+    def wait_for_fault(self, fault: Fault) -> None:
+        """Wait until `fault` has struck."""
+        self.wait_for(Path(fault["once"]).exists, what=f"fault at {fault['point']}")
+
+    def ranks(self) -> list[psutil.Process]:
+        """The ranks, in order; worker processes are not among them."""
+        found = [process for process in self._case.processes() if _command(process)[1:4] in _RANK_COMMANDS]
+        pids = {process.pid for process in found}
+        tops = [process for process in found if process.ppid() not in pids]
+        return sorted(tops, key=lambda process: int(process.environ().get("RANK", "0")))
+
+    def launchers(self) -> list[psutil.Process]:
+        """deepspeed's two processes."""
+        return [p for p in self._case.processes() if any("deepspeed.launcher" in part for part in _command(p))]
+
+    def kill_everything(self) -> None:
+        """As a power failure."""
+        while alive := self._case.processes():
+            for process in alive:
+                try:
+                    process.kill()
+                except psutil.Error:
+                    continue
+            time.sleep(0.02)
+        self.process.wait()
+
+
+class Case:
+    """One run folder, and the attempts at it.
+
+    Args:
+        folder: is made; everything of the case lies in it.
+        shards: the digits.
+        changes: to the recipe, by dotted keys.
+        content: another recipe altogether, instead.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        shards: Path,
+        *,
+        changes: Mapping[str, object] | None = None,
+        content: dict[str, Any] | None = None,
+    ) -> None:
+        self.folder, self.shards = folder, shards
+        self.mark = f"{folder.name}-{uuid.uuid4().hex[:12]}"
+        self.temporary = folder / "tmp"
+        self.temporary.mkdir(parents=True)
+        self._faults = self._attempts = 0
+        self.write_recipe(recipe(shards, changes) if content is None else content)
+        self.shm_before = _shm()
+
+    def write_recipe(self, content: dict[str, Any]) -> None:
+        """Write recipe.yaml."""
+        self.content = content
+        (self.folder / "recipe.yaml").write_text(yaml.safe_dump(content), encoding="utf-8")
+
+    @property
+    def run(self) -> Path:
+        """The run folder."""
+        return self.folder / "runs" / str(self.content["name"])
+
+    @property
+    def stage(self) -> Path:
+        """The folder of the first stage."""
+        return self.run / str(next(iter(self.content["stages"])))
+
+    def fault(self, action: str, point: str, **settings: Any) -> Fault:
+        """An entry for `start(faults=...)` that strikes once in the life of the case."""
+        self._faults += 1
+        return {"action": action, "point": point, "once": str(self.folder / f"struck-{self._faults}"), **settings}
+
+    def start(
+        self,
+        *arguments: str,
+        how: How = "srun",
+        stage: str | None = None,
+        processes: int | None = None,
+        faults: Sequence[Fault] = (),
+        environment: Mapping[str, str] | None = None,
+    ) -> Attempt:
+        """Start an attempt.
+
+        Args:
+            arguments: of `shardvit run` (options and key=value), or key=value for the ranks.
+            how: the ranks of one stage by themselves, or `shardvit run` on the whole recipe.
+            stage: for srun; default: the first one.
+            processes: for srun; default: the recipe's.
+            faults: to be put in.
+            environment: to add.
+        """
+        self._attempts += 1
+        output = self.folder / f"output-{self._attempts}.txt"
+        if how == "run":
+            command = ["-m", "launch.cli", "run", "recipe.yaml", *arguments]
+        else:
+            count = str(processes or self.content["processes"])
+            command = ["-m", "tests.faults.srun", count, "recipe.yaml", "--stage", stage or self.stage.name, *arguments]
+        paths = [*([str(INJECT)] if faults else []), str(ROOT)]
+        with output.open("w") as file:
+            process = subprocess.Popen(
+                [sys.executable, *command],
+                cwd=self.folder,
+                env={
+                    **os.environ,
+                    **{"PYTHONPATH": os.pathsep.join(paths), "TMPDIR": str(self.temporary), MARK: self.mark},
+                    "MLFLOW_TRACKING_URI": "http://127.0.0.1:9",  # nobody there
+                    **({"SHARDVIT_FAULT": json.dumps(list(faults))} if faults else {}),
+                    **(environment or {}),
+                },
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        return Attempt(process, output=output, case=self, faults=faults)
+
+    def processes(self) -> list[psutil.Process]:
+        """Everything alive that carries the case's mark."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get(MARK) == self.mark and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+            except (psutil.Error, OSError):  # gone, or somebody else's
+                continue
+        return found
+
+    def saved(self) -> list[int]:
+        """The steps of the checkpoints, oldest first."""
+        return sorted(int(path.name.removeprefix("step-")) for path in self.stage.glob("checkpoints/step-*"))
+
+    def record(self) -> dict[str, Any]:
+        """stage.json of the first stage."""
+        return json.loads((self.stage / "stage.json").read_text(encoding="utf-8"))
+
+    def curve(self) -> list[tuple[int, dict[str, float]]]:
+        """The rows of metrics.jsonl of the first stage, without times."""
+        return [
+            (row.step, {name: value for name, value in row.metrics.items() if not name.startswith("perf/")})
+            for row in read_metrics(self.stage / "metrics.jsonl")
+        ]
+
+    def files(self) -> set[str]:
+        """All files and empty folders of the run folder, relative to it."""
+        return {
+            str(path.relative_to(self.run))
+            for path in self.run.rglob("*")
+            if not path.is_dir() or not any(path.iterdir())
+        }
+
+    def new_in_shm(self) -> list[str]:
+        """What is in /dev/shm now, was not when the case began, and belongs to no living process."""
+        new = _shm() - self.shm_before
+        if not new:
+            return []
+        in_use = set()
+        for process in psutil.process_iter():
+            try:
+                maps = Path(f"/proc/{process.pid}/maps").read_text(encoding="utf-8", errors="replace")
+            except OSError:
+                continue
+            in_use |= {name for name in new if f"/dev/shm/{name}" in maps}
+        return sorted((new - in_use) & _shm())
+
+
+def send(process: psutil.Process, number: int) -> None:
+    """Send a signal to a process that may be gone already."""
+    try:
+        process.send_signal(number)
+    except psutil.Error:
+        return
+
+
+def went_on_from(ended: Ended) -> int:
+    """The step that an attempt went on from; 0: from the beginning."""
+    found = re.findall(r"going on from .*?step ([\d,]+) of", ended.output, flags=re.DOTALL)
+    return int(found[-1].replace(",", "")) if found else 0
+
+
+def signal_name(code: int) -> str:
+    """An exit code, in words where it is a signal's."""
+    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit {code}"
+
+
+def _command(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
+
+
+def _shm() -> set[str]:
+    folder = Path("/dev/shm")
+    return {path.name for path in folder.iterdir()} if folder.is_dir() else set()

@@ -1,0 +1,141 @@
+"""One fault: where, when, what; and doing it."""
+
+from __future__ import annotations
+
+import errno
+import functools
+import json
+import os
+import signal
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+Action = Literal["kill", "kill_all", "stop", "sleep", "raise", "enospc", "nan", "clock", "signal"]
+SUPERVISOR_PID = "SHARDVIT_SUPERVISOR_PID"
+
+
+@dataclass
+class Fault:
+    """One entry of SHARDVIT_FAULT.
+
+    Attributes:
+        action: kill (this process, by SIGKILL), kill_all (all processes of the run and `shardvit run`), stop (SIGSTOP),
+            sleep, raise (RuntimeError), enospc (OSError of a full disk), nan (the gradient, at point backward), clock
+            (time.time jumps), signal (`number`, to this process).
+        point: see `calls.POINTS` and `files.POINTS`.
+        rank: the one to strike; "any": whoever comes by. A process without a rank counts as 0.
+        step: at points of the loop the number of steps that are done, at points of a save the saved step; None: any.
+        last_step: strike at all steps from `step` to this one.
+        nth: pass over the first so many less one occasions of this process.
+        once: a marker file; the fault strikes only if it is not there yet, and makes it.
+        trigger: a file; the fault strikes only if it is there, and removes it (for faults in mid-run).
+        path: must be in the path of the file, at points of files.
+        seconds: of the sleep, or of the clock's jump.
+        number: of the signal.
+    """
+
+    action: Action
+    point: str
+    rank: int | Literal["any"] = "any"
+    step: int | None = None
+    last_step: int | None = None
+    nth: int = 1
+    once: str | None = None
+    trigger: str | None = None
+    path: str = ""
+    seconds: float = 0.0
+    number: int = signal.SIGTERM
+    _occasions: int = field(default=0, init=False)
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
+
+    def is_due(self, *, step: int | None, path: str = "") -> bool:
+        """Whether to strike now; counts the occasion, and takes the marker."""
+        if self.rank not in ("any", int(os.environ.get("RANK", "0"))):
+            return False
+        if self.step is not None:
+            last = self.step if self.last_step is None else self.last_step
+            if step is None or not self.step <= step <= last:
+                return False
+        if self.path not in path:
+            return False
+        with self._lock:
+            self._occasions += 1
+            return self._occasions >= self.nth and self._is_triggered() and self._is_first()
+
+    def strike(self) -> None:
+        """Do it."""
+        match self.action:
+            case "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "kill_all":
+                _kill_all()
+            case "stop":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            case "signal":
+                os.kill(os.getpid(), self.number)
+            case "sleep":
+                time.sleep(self.seconds)
+            case "raise":
+                raise RuntimeError(f"a fault of the tests at {self.point}")
+            case "enospc":
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            case "clock":
+                now, jump = time.time, self.seconds
+                time.time = lambda: now() + jump
+            case "nan":
+                raise ValueError("the action nan belongs to the point backward")
+
+    def _is_triggered(self) -> bool:
+        if self.trigger is None:
+            return True
+        try:
+            os.unlink(self.trigger)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def _is_first(self) -> bool:
+        if self.once is None:
+            return True
+        try:
+            os.close(os.open(self.once, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+        except FileExistsError:
+            return False
+        return True
+
+
+@functools.cache
+def planned() -> tuple[Fault, ...]:
+    """The faults of this process's environment."""
+    entries: list[dict[str, Any]] = json.loads(os.environ["SHARDVIT_FAULT"])
+    return tuple(Fault(**entry) for entry in entries)
+
+
+def reach(point: str, *, step: int | None = None, path: str = "") -> None:
+    """Execution is at `point`: do what is due."""
+    for fault in planned():
+        if fault.point == point and fault.is_due(step=step, path=path):
+            fault.strike()
+
+
+def _kill_all() -> None:
+    """As a power failure: `shardvit run`, the launcher, every rank and worker, at once; this process last."""
+    supervisor = os.environ.get(SUPERVISOR_PID, "")
+    if not supervisor:
+        raise ValueError(f"kill_all needs {SUPERVISOR_PID}: the process was not started by shardvit run")
+    mark, ours = f"{SUPERVISOR_PID}={supervisor}".encode(), {int(supervisor)}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if mark in (folder / "environ").read_bytes().split(b"\0"):
+                ours.add(int(folder.name))
+        except OSError:  # gone, or somebody else's
+            continue
+    for pid in sorted(ours - {os.getpid()}, key=lambda pid: pid != int(supervisor)):
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+    os.kill(os.getpid(), signal.SIGKILL)

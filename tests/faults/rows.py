@@ -1,0 +1,156 @@
+"""A row of the table: what was promised, and what was seen. A row that leaves a question open has not passed."""
+
+from __future__ import annotations
+
+import fcntl
+import re
+import time
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.faults.harness import SAVE_STEPS, Case, Ended, signal_name, went_on_from
+
+LEAVING_SECONDS = 20.0  # for processes that notice that all is over
+_LOCK = re.compile(r"^\.(run|train)\.lock(\.\d+)?$")  # these stay, and are let go of
+_OUR_CODE = re.compile(r'File "[^"]*/(data_shards|launch|model|pipeline)/[^"]*\.py", line')
+COLUMNS = ("fault", "ended", "lost", "continued run", "left behind", "verdict")
+
+
+@dataclass
+class Row:
+    """One line of the table, filled by the test as it goes.
+
+    Attributes:
+        name: the test's id.
+        fault: what was done, in a few words.
+        promise: one sentence for the user.
+    """
+
+    name: str
+    fault: str = ""
+    promise: str = ""
+    ended: str = ""
+    lost: str = ""
+    continued: str = ""
+    left_behind: str = ""
+    verdict: str = "FAILED"
+    seconds: float = 0.0
+    _open: tuple[str, ...] = field(
+        default=("fault", "promise", "ended", "lost", "continued", "left_behind"), init=False
+    )
+
+    def is_about(self, fault: str, promise: str) -> None:
+        """Say what the row is about."""
+        self.fault, self.promise = fault, promise
+
+    def ends(self, ended: Ended, *, code: int | Collection[int], says: str = "") -> None:
+        """The attempt ended with one of these codes (negative: a signal's) and printed what matches `says`."""
+        codes = {code} if isinstance(code, int) else set(code)
+        self.ended = signal_name(ended.code)
+        assert ended.code in codes, f"{signal_name(ended.code)}, not {sorted(codes)}:\n{ended.output}"
+        if says:
+            self.ended += f": {ended.sentence(says).removeprefix('shardvit: ')}"
+        if ended.code in (0, 2, 75):  # deepspeed's launcher answers SIGINT with one of its own
+            assert "Traceback" not in ended.output or not _OUR_CODE.search(ended.output), ended.output
+
+    def loses(self, continued: Ended, *, reached: int, at_most: int = SAVE_STEPS) -> None:
+        """`continued` came to its end, from no more than `at_most` steps before `reached`."""
+        assert continued.code == 0, f"continued, {signal_name(continued.code)}:\n{continued.output}"
+        lost = max(0, reached - went_on_from(continued))
+        self.lost = f"{lost} steps" if lost else "nothing"
+        assert lost <= at_most, f"lost {lost} steps of {reached}:\n{continued.output}"
+
+    def equals(self, case: Case, undisturbed: Case, *, tolerance: float = 0.0) -> None:
+        """The curve, the held-out result and the final weights are those of the undisturbed run."""
+        ours, theirs = case.curve(), undisturbed.curve()
+        assert [step for step, _ in ours] == [step for step, _ in theirs], "the curves have other steps"
+        if tolerance == 0:
+            for (step, left), (_, right) in zip(ours, theirs, strict=True):
+                assert left == right, f"step {step}: {left} instead of {right}"
+            assert case.record()["results"] == undisturbed.record()["results"]
+            assert case.record()["model_digest"] == undisturbed.record()["model_digest"]
+            self.continued = "bit-exact"
+            return
+        worst = _worst_difference(case, undisturbed)
+        self.continued = f"within {worst:.1e} (limit {tolerance:.0e})"
+        assert worst <= tolerance
+
+    def leaves_nothing(self, case: Case, undisturbed: Case | None = None, *, besides: Collection[str] = ()) -> None:
+        """No process, no file that an undisturbed run would not have too, no lock, no shared memory.
+
+        Args:
+            case: what was disturbed, all its attempts over.
+            undisturbed: its files are what is expected; None: only hidden names and temporary files are looked for.
+            besides: further files that are right here (paths relative to the run folder, or parts of such paths).
+        """
+        deadline = time.monotonic() + LEAVING_SECONDS
+        while (alive := case.processes()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not alive, f"processes are left: {[(process.pid, process.cmdline()) for process in alive]}"
+        files = case.files()
+        left = {name for name in files if _looks_temporary(name)} - (undisturbed.files() if undisturbed else set())
+        if undisturbed is not None:
+            left |= files - undisturbed.files()
+        left = {name for name in left if not _LOCK.search(name) and not any(part in name for part in besides)}
+        assert not left, f"files are left in the run folder: {sorted(left)}"
+        temporary = [path.name for path in case.temporary.iterdir() if not path.name.startswith("torchinductor_")]
+        assert not temporary, f"temporary files are left: {temporary}"
+        assert not case.new_in_shm(), f"left in /dev/shm: {case.new_in_shm()}"
+        for lock in case.run.glob(".*.lock"):
+            assert _is_free(lock), f"{lock} is held"
+        self.left_behind = "nothing"
+
+    def has_no(self, *questions: str) -> None:
+        """Questions that this fault does not raise (`lost`, `continued`, `left_behind`), shown as a dash."""
+        for question in questions:
+            setattr(self, question, "-")
+
+    def unanswered(self) -> list[str]:
+        """What the test has not looked at."""
+        return [question for question in self._open if not getattr(self, question)]
+
+    def cells(self) -> tuple[str, ...]:
+        """The row's cells, in the order of `COLUMNS`."""
+        return (self.fault or self.name, self.ended, self.lost, self.continued, self.left_behind, self.verdict)
+
+
+def table(rows: Collection[Row], *, widest: int = 72) -> list[str]:
+    """The rows as aligned lines; a long cell is cut."""
+    lines = [COLUMNS, *(tuple(_cut(cell, widest) for cell in row.cells()) for row in rows)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(COLUMNS))]
+    shown = [" | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
+    return [shown[0], "-+-".join("-" * width for width in widths), *shown[1:]]
+
+
+def _cut(text: str, widest: int) -> str:
+    return text if len(text) <= widest else f"{text[: widest - 3]}..."
+
+
+def _looks_temporary(name: str) -> bool:
+    parts = Path(name).parts
+    return any(part.startswith(".") for part in parts) or name.endswith((".tmp", ".partial", ".writing"))
+
+
+def _is_free(lock: Path) -> bool:
+    with lock.open("r+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return False
+    return True
+
+
+def _worst_difference(case: Case, undisturbed: Case) -> float:
+    """The largest difference of any value of the curve, and of any weight."""
+    from safetensors.torch import load_file
+
+    differences = [0.0]
+    for (step, left), (_, right) in zip(case.curve(), undisturbed.curve(), strict=True):
+        assert left.keys() == right.keys(), f"step {step}: {sorted(left)} instead of {sorted(right)}"
+        differences += [abs(left[name] - right[name]) for name in left]
+    ours, theirs = (load_file(each.stage / "model" / "model.safetensors") for each in (case, undisturbed))
+    assert ours.keys() == theirs.keys()
+    differences += [(ours[name] - theirs[name]).abs().max().item() for name in ours]
+    return max(differences)

@@ -1,0 +1,163 @@
+"""Disks that are full, too small or read-only: one sentence, the older checkpoints intact, and the command goes on."""
+
+from __future__ import annotations
+
+import hashlib
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.faults.commands import pack_digits
+from tests.faults.conftest import NewCase, Undisturbed
+from tests.faults.disks import fill, read_only, require_mounts, small_disk
+from tests.faults.harness import Attempt, Case, send
+from tests.faults.rows import Row
+
+FULL = (
+    "A disk that is full during a save ends the run on all ranks with one sentence; the older checkpoints stay, what "
+    "was half-written is removed, and with room made the same command goes on."
+)
+FULL_LOG = (
+    "A disk that is full for the metrics ends the run with one sentence; with room made the same command goes on."
+)
+FULL_MLFLOW = "MLflow's disk being full is told and harms nothing: metrics.jsonl has every value."
+FULL_PACK = "A disk that is full while packing keeps the finished shards; the same command goes on, to the same bytes."
+READ_ONLY = "A run folder that cannot be written is told in one sentence before training starts."
+SHM = "/dev/shm too small for worker processes ends the run with a message; with enough, or with threads, it goes on."
+
+DISK_BYTES = 16_000_000
+
+
+@pytest.mark.parametrize("saving", ["background", "blocking"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_disk_is_full_for_one_rank(
+    rank: int, saving: str, new_case: NewCase, undisturbed: Undisturbed, row: Row
+) -> None:
+    row.is_about(f"disk full during a save of rank {rank}, {saving}", FULL)
+    baseline, case = undisturbed(), new_case(changes={"engine.saving": saving})
+    fault = case.fault("enospc", "save.writing", rank=rank, step=20)
+    row.ends(case.start(faults=[fault]).wait(), code=2, says="No space left|full")
+    assert case.saved() == [10]
+    assert not list(case.stage.glob("checkpoints/.*"))
+    continued = case.start().wait()
+    assert continued.code == 0, continued.output
+    row.loses(continued, reached=20)
+    row.equals(case, baseline)
+    row.leaves_nothing(case, baseline)
+
+
+@pytest.mark.parametrize("saving", ["background", "blocking"])
+def test_a_small_disk_is_full(saving: str, new_case: NewCase, undisturbed: Undisturbed, row: Row) -> None:
+    row.is_about(f"a small disk filled in mid-run, {saving}", FULL)
+    require_mounts()
+    baseline, case = undisturbed(), new_case(changes={"engine.saving": saving})
+    with small_disk(case.folder / "runs", size_bytes=DISK_BYTES) as disk:
+        attempt, go_on = stopped_at(case, step=15)
+        filler = fill(disk, leave_bytes=100_000)  # for metrics and records, not for a checkpoint
+        go_on()
+        row.ends(attempt.wait(), code=2, says="No space left|full|free")
+        assert case.saved() == [10]
+        assert not list(case.stage.glob("checkpoints/.*"))
+        filler.unlink()
+        continued = case.start().wait()
+        assert continued.code == 0, continued.output
+        row.loses(continued, reached=20)
+        row.equals(case, baseline)
+        row.leaves_nothing(case, baseline)
+
+
+def test_the_disk_is_full_for_metrics(case: Case, undisturbed: Undisturbed, row: Row) -> None:
+    row.is_about("disk full when a metric is written", FULL_LOG)
+    baseline = undisturbed()
+    fault = case.fault("enospc", "metrics.writing", nth=4)  # steps 7, 14, 21, 24
+    row.ends(case.start(faults=[fault]).wait(), code=2, says="No space left|full")
+    continued = case.start().wait()
+    assert continued.code == 0, continued.output
+    row.loses(continued, reached=24)
+    row.equals(case, baseline)
+    row.leaves_nothing(case, baseline)
+
+
+def test_the_disk_is_full_for_mlflow(case: Case, undisturbed: Undisturbed, row: Row) -> None:
+    row.is_about("disk full for mlflow.db", FULL_MLFLOW)
+    require_mounts()
+    baseline = undisturbed()
+    with small_disk(case.folder / "mlflow", size_bytes=65_536) as disk:
+        ended = case.start(environment={"MLFLOW_TRACKING_URI": f"sqlite:///{disk}/mlflow.db"}).wait()
+    row.ends(ended, code=0, says="MLflow.*")
+    row.has_no("lost")
+    row.equals(case, baseline)
+    row.leaves_nothing(case, baseline)
+
+
+def test_a_read_only_run_folder(case: Case, undisturbed: Undisturbed, row: Row) -> None:
+    row.is_about("read-only run folder", READ_ONLY)
+    require_mounts()
+    baseline = undisturbed()
+    with small_disk(case.folder / "runs", size_bytes=DISK_BYTES) as disk:
+        killed = case.start(faults=[case.fault("kill_all", "between_steps", rank=0, step=26)]).wait()
+        assert killed.code == -9, killed.output
+        before = contents(disk)
+        with read_only(disk):
+            row.ends(case.start(how="run").wait(), code=2, says="read-only")
+            # Alone: a rank 0 that ends before the others have met it leaves them to srun's --kill-on-bad-exit.
+            row.ends(case.start(processes=1).wait(), code=2, says="read-only")
+        assert contents(disk) == before
+        continued = case.start().wait()
+        assert continued.code == 0, continued.output
+        row.loses(continued, reached=26)
+        row.equals(case, baseline)
+        row.leaves_nothing(case, baseline)
+
+
+def test_the_disk_is_full_while_packing(case: Case, shards: Path, row: Row) -> None:
+    row.is_about("disk full during pack", FULL_PACK)
+    out = case.folder / "packed"
+    fault = case.fault("enospc", "pack.shard", nth=3)
+    row.ends(pack_digits(case, faults=[fault]), code=2, says="disk is full")
+    assert not out.exists()
+    again = pack_digits(case)
+    assert again.code == 0 and "going on" in again.output, again.output
+    row.has_no("lost")
+    assert tars(out) == tars(shards)
+    row.continued = "same bytes"
+    assert [path.name for path in case.folder.iterdir() if "pack" in path.name] == ["packed"]
+    row.left_behind = "nothing"
+
+
+def test_dev_shm_is_too_small(new_case: NewCase, undisturbed: Undisturbed, row: Row) -> None:
+    row.is_about("/dev/shm too small for worker processes", SHM)
+    require_mounts()
+    baseline = undisturbed()
+    case = new_case(changes={"data.workers": 1, "data.worker_kind": "process"})
+    with small_disk(Path("/dev/shm"), size_bytes=4096):
+        row.ends(case.start().wait(), code={1, 2}, says="/dev/shm")
+    continued = case.start("data.worker_kind=thread").wait()
+    assert continued.code == 0, continued.output
+    row.loses(continued, reached=0)
+    row.equals(case, baseline)
+    row.leaves_nothing(case, baseline)
+
+
+def stopped_at(case: Case, *, step: int) -> tuple[Attempt, Callable[[], None]]:
+    """A run of which rank 0 has been stopped after `step` steps, and what lets it go on."""
+    fault = case.fault("stop", "between_steps", rank=0, step=step)
+    attempt = case.start(faults=[fault])
+    attempt.wait_for_fault(fault)
+    rank = attempt.ranks()[0]
+    attempt.wait_for(lambda: rank.status() == psutil.STATUS_STOPPED, what="stop of rank 0")
+    return attempt, lambda: send(rank, signal.SIGCONT)
+
+
+def tars(folder: Path) -> dict[str, str]:
+    """Digest of every tar and index below, by name."""
+    files = [path for path in folder.rglob("*") if path.suffix in (".tar", ".idx")]
+    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file below, by name."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}

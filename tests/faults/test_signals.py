@@ -1,0 +1,74 @@
+"""SIGTERM, SIGINT and SIGUSR1, to one rank, to `shardvit run`, and to everything; and a second Ctrl-C."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from tests.faults.conftest import NewCase, Undisturbed
+from tests.faults.harness import send
+from tests.faults.rows import Row
+
+STOPPED = (
+    "SIGTERM, SIGINT or SIGUSR1 to any rank, to `shardvit run` or to everything: all ranks finish the step, save and "
+    "exit 75; the same command goes on with nothing lost."
+)
+SECOND = "A second Ctrl-C ends everything at once, also in the middle of a save, and harms nothing on disk."
+
+STEP = 26  # in which the signal comes; it is agreed upon in the next one
+STOP_STEPS = 2
+
+
+@pytest.mark.parametrize(
+    ("number", "target"),
+    [
+        pytest.param(signal.SIGTERM, "a rank", id="SIGTERM-rank", marks=pytest.mark.fast),
+        pytest.param(signal.SIGINT, "a rank", id="SIGINT-rank"),
+        pytest.param(signal.SIGUSR1, "a rank", id="SIGUSR1-rank"),
+        pytest.param(signal.SIGTERM, "shardvit run", id="SIGTERM-run"),
+        pytest.param(signal.SIGINT, "shardvit run", id="SIGINT-run"),
+        pytest.param(signal.SIGUSR1, "shardvit run", id="SIGUSR1-run"),
+        pytest.param(signal.SIGTERM, "everything", id="SIGTERM-everything"),
+        pytest.param(signal.SIGINT, "everything", id="SIGINT-everything"),
+        pytest.param(signal.SIGUSR1, "everything", id="SIGUSR1-everything"),
+    ],
+)
+def test_asked_to_stop(
+    number: signal.Signals, target: str, new_case: NewCase, undisturbed: Undisturbed, row: Row
+) -> None:
+    row.is_about(f"{number.name} to {target}", STOPPED)
+    baseline, case = undisturbed(), new_case(changes={"engine.saving": "background"})
+    pause = case.fault("sleep", "between_steps", rank=0, step=STEP, seconds=2)
+    attempt = case.start(how="srun" if target == "a rank" else "run", faults=[pause])
+    attempt.wait_for_fault(pause)
+    match target:
+        case "a rank":
+            send(attempt.ranks()[-1], number)
+        case "shardvit run":
+            attempt.process.send_signal(number)
+        case _:
+            for process in case.processes():
+                send(process, number)
+    row.ends(attempt.wait(), code=75, says="" if target == "a rank" else "the same command goes on")
+    stopped = case.saved()[-1]
+    assert STEP < stopped <= STEP + STOP_STEPS
+    row.loses(case.start().wait(), reached=stopped, at_most=0)
+    row.equals(case, baseline)
+    row.leaves_nothing(case, baseline)
+
+
+@pytest.mark.parametrize("saving", ["background", "blocking"])
+def test_ctrl_c_twice_in_a_save(saving: str, new_case: NewCase, undisturbed: Undisturbed, row: Row) -> None:
+    row.is_about(f"second Ctrl-C in a save, {saving}", SECOND)
+    baseline, case = undisturbed(), new_case(changes={"engine.saving": saving})
+    pause = case.fault("sleep", "save.writing", rank=1, step=30, seconds=60)
+    attempt = case.start(how="run", faults=[pause])
+    attempt.wait_for_fault(pause)
+    attempt.process.send_signal(signal.SIGINT)
+    attempt.wait_for_text("Ctrl-C again")
+    attempt.process.send_signal(signal.SIGINT)
+    row.ends(attempt.wait(patience_seconds=30), code=1, says="the same command goes on")
+    row.loses(case.start().wait(), reached=30)
+    row.equals(case, baseline)
+    row.leaves_nothing(case, baseline)

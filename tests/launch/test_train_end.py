@@ -1,0 +1,123 @@
+"""What a rank says when it fails: one sentence for a disk that cannot be written, nothing of its own for another's end.
+
+Real ranks on a real full disk are in tests/faults.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from launch import train
+from launch.disk_errors import disk_problem
+from pipeline.rendezvous import PeerGone
+
+ARGUMENTS = ["digits", "--stage", "pretrain", "--runs", "some runs"]
+
+
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    asked: list[float] = []
+    monkeypatch.setattr(train.time, "sleep", asked.append)
+    return asked
+
+
+def end(error: Exception, *, rank: int, monkeypatch: pytest.MonkeyPatch) -> int:
+    """The exit code of a rank of two whose stage fails."""
+
+    def fail(*arguments: object, **more: object) -> int:
+        raise error
+
+    monkeypatch.setattr(train, "_run", fail)
+    for name, value in (("RANK", rank), ("WORLD_SIZE", 2), ("LOCAL_RANK", rank), ("SHARDVIT_RENDEZVOUS", "x")):
+        monkeypatch.setenv(name, str(value))
+    return train.main(ARGUMENTS)
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (errno.ENOSPC, "the disk is full: make room there"),
+        (errno.EDQUOT, "quota"),
+        (errno.EROFS, "read-only file system: mount it writable, or choose another folder with --runs"),
+        (errno.EACCES, "permission denied: change its owner or mode"),
+        (errno.EPERM, "does not permit it"),
+    ],
+)
+def test_a_disk_that_cannot_be_written_is_named_in_one_sentence(
+    number: int,
+    words: str,
+    waits: list[float],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    error = OSError(number, os.strerror(number), "/runs/a/stage.json")
+    assert end(error, rank=0, monkeypatch=monkeypatch) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("shardvit: /runs/a/stage.json cannot be written: ") and words in said
+    assert said.count("\n") == 1 and waits == []
+
+
+def test_a_write_whose_path_is_not_known_names_the_place_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    error = OSError(errno.ENOSPC, "No space left on device")
+    assert str(disk_problem(error, folder=tmp_path)).startswith(f"{tmp_path} cannot be written: the disk is full")
+    elsewhere = tmp_path / "elsewhere"
+    monkeypatch.setattr("launch.disk_errors.tempfile.gettempdir", lambda: str(elsewhere))
+    real = os.statvfs
+
+    def statvfs(path: Path) -> os.statvfs_result:
+        return os.statvfs_result((*real(tmp_path)[:4], 0, *real(tmp_path)[5:])) if path == elsewhere else real(path)
+
+    monkeypatch.setattr("launch.disk_errors.os.statvfs", statvfs)
+    assert str(disk_problem(error, folder=tmp_path)).startswith(f"{elsewhere} cannot be written")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.EIO, "Input/output error", "/runs/a"),  # a broken disk: somebody has to look at it
+        FileNotFoundError(errno.ENOENT, "No such file", "/runs/a"),
+        PermissionError(errno.EPERM, "Operation not permitted"),  # of a signal to somebody's process
+        ValueError("no space"),
+    ],
+)
+def test_other_errors_keep_their_traceback(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    assert end(error, rank=0, monkeypatch=monkeypatch) == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_what_the_disks_error_was_turned_into_is_told_too(tmp_path: Path):
+    error = RuntimeError("the writer failed")
+    error.__cause__ = OSError(errno.EROFS, "Read-only file system", "/runs/a/x")
+    assert "/runs/a/x cannot be written" in str(disk_problem(error, folder=tmp_path))
+
+
+def test_a_later_rank_lets_the_first_one_say_it(
+    waits: list[float], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        assert end(OSError(errno.ENOSPC, "full", "/runs/a/x"), rank=1, monkeypatch=monkeypatch) == 2
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL  # so the launcher's SIGTERM ends it in silence
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert waits == [train._COLLATERAL_WAIT_SECONDS]
+    assert capsys.readouterr().err.count("/runs/a/x cannot be written") == 1
+
+
+@pytest.mark.parametrize(
+    "error", [PeerGone("rank 0 did not begin"), RuntimeError("[pair.cc] Connection closed by peer [127.0.0.1]:1")]
+)
+def test_a_rank_whose_peer_is_gone_adds_no_traceback(
+    error: Exception, waits: list[float], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr("pipeline.watch._LEAVE_SECONDS", 0.1)
+    assert end(error, rank=1, monkeypatch=monkeypatch) == 1
+    said = capsys.readouterr().err
+    assert "Traceback" not in said and said.startswith("shardvit: ") and said.count("\n") == 1
