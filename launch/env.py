@@ -35,7 +35,8 @@ def read_place(environ: Mapping[str, str] = os.environ) -> Place:
         local_world_size = environ.get("LOCAL_WORLD_SIZE") or environ.get("LOCAL_SIZE")  # torchrun's and deepspeed's
     elif environ.get("SLURM_NTASKS", "1") != "1" and "SLURM_PROCID" in environ:
         names = {"rank": "SLURM_PROCID", "world_size": "SLURM_NTASKS", "local_rank": "SLURM_LOCALID"}
-        local_world_size = environ.get("SLURM_NTASKS_PER_NODE")
+        # The first is there only if --ntasks-per-node was given.
+        local_world_size = environ.get("SLURM_NTASKS_PER_NODE") or _most_tasks(environ)
     else:
         return Place()
     values: dict[str, int] = {}
@@ -63,6 +64,12 @@ def read_place(environ: Mapping[str, str] = os.environ) -> Place:
             "deepspeed or torchrun, or export both"
         )
     return replace(place, master_addr=environ["MASTER_ADDR"], master_port=int(port))
+
+
+def _most_tasks(environ: Mapping[str, str]) -> str | None:
+    """The most tasks on any node, of "8(x63),4"."""
+    counts = re.findall(r"(?:^|,)(\d+)", environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    return max(counts, key=int, default=None)
 
 
 def without_place(environ: Mapping[str, str] = os.environ) -> dict[str, str]:

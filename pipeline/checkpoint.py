@@ -74,6 +74,10 @@ def commit_checkpoint(root: Path, *, step: int, seals: Mapping[str, Seal]) -> Pa
     """
     beside, final = beside_of(root, step), root / f"{FOLDER_PREFIX}{step:08d}"
     files = {name: {"bytes": seal.num_bytes, "blake2b": seal.blake2b} for name, seal in sorted(seals.items())}
+    if absent := [name for name in files if not (beside / name).exists()]:
+        raise OSError(
+            errno.ENOENT, f"{absent[0]} was written and is not there: do all machines have the same folder there?"
+        )
     manifest = json.dumps({"version": 1, "files": files}, indent=1) + "\n"
     with (beside / MANIFEST).open("w", encoding="utf-8") as file:
         file.write(manifest)
@@ -84,12 +88,17 @@ def commit_checkpoint(root: Path, *, step: int, seals: Mapping[str, Seal]) -> Pa
     if final.exists():  # passed over as damaged, and reached again
         _set_aside(final)
     beside.rename(final)
-    flush(root)
-    sizes = {name: (final / name).stat().st_size for name in files}
-    if sizes != {name: seal.num_bytes for name, seal in seals.items()} or (
-        (final / MANIFEST).read_text(encoding="utf-8") != manifest
-    ):
-        raise OSError(errno.EIO, f"{final.name} is not what was written")
+    try:
+        flush(root)
+        sizes = {name: (final / name).stat().st_size for name in files}
+        if sizes != {name: seal.num_bytes for name, seal in seals.items()} or (
+            (final / MANIFEST).read_text(encoding="utf-8") != manifest
+        ):
+            raise OSError(errno.EIO, f"{final.name} is not what was written")
+    except OSError:
+        with contextlib.suppress(OSError):  # it may be whole, but nobody can tell
+            _set_aside(final)
+        raise
     return final
 
 
@@ -99,11 +108,8 @@ def prune_checkpoints(root: Path, *, newest_step: int, retention: Retention) -> 
     Newer ones were passed over as damaged: they must not push out the good ones, and are redone when reached. A folder
     gets another name before its first file goes, so that whatever is killed, none looks whole that is not.
     """
-    there: dict[int, Path] = {}
-    for folder in checkpoint_folders(root):
-        number = folder.name.removeprefix(FOLDER_PREFIX)
-        if number.isdecimal() and int(number) <= newest_step:  # a copy of the user's has another name
-            there[int(number)] = folder
+    numbered = {int(folder.name.removeprefix(FOLDER_PREFIX)): folder for folder in checkpoint_folders(root)}
+    there = {step: folder for step, folder in numbered.items() if step <= newest_step}
     kept = (Kept(step, metric=_metric(folder, name=retention.best)) for step, folder in there.items())
     for step in superfluous(kept, retention=retention):
         with contextlib.suppress(OSError):  # it is there again for the next time
@@ -126,9 +132,13 @@ def restore_checkpoint(root: Path, *, engine: Engine, ranks: Ranks, identity: di
         UserError: every checkpoint is damaged, or the newest good one belongs to another recipe.
     """
     notes: list[str] = []
+    listed: list[str] = []
     if ranks.place.is_main:
         collect_leftovers(root)
-    folders = checkpoint_folders(root)
+        listed = [folder.name for folder in checkpoint_folders(root)]
+    # One rank's list for all: another machine's may be a minute old, and two ranks would restore different steps.
+    listed = ranks.gather_objects(listed)[0]  # pyright: ignore[reportAssignmentType]
+    folders = [root / name for name in listed]
     for folder in folders:
         share = (ranks.place.rank, ranks.place.world_size)
         damage = [text for text in ranks.gather_objects(damage_of(folder, share=share)) if text]

@@ -11,21 +11,23 @@ from typing import Literal
 
 from data_shards.byte_sizes import show_bytes
 from data_shards.errors import UserError
+from pipeline.recipe import EngineConfig
 
 _WEIGHT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}  # those of the forward pass; the master copy comes on top
 _MASTER_BYTES = 4
 _OPTIMIZER_BYTES = {"adamw": 8, "sgd": 4}  # both of Adam's averages, or the momentum, in float32
 
 
-def estimate_bytes(
-    num_parameters: int, *, precision: Literal["fp32", "bf16", "fp16"], optimizer: Literal["adamw", "sgd"]
-) -> int:
-    """Size of one checkpoint of all processes together, before there is one; never too small by more than 1 %.
+def estimate_bytes(num_parameters: int, *, engine: EngineConfig, optimizer: Literal["adamw", "sgd"]) -> int:
+    """Size of one checkpoint of all processes together, before there is one, from what each parameter takes.
 
-    DeepSpeed's ZeRO 1 to 3 write just that (measured: launch/bench/records/save_stall.txt); ZeRO 0 in float32 and
-    `accelerate` have no master copy, 4 bytes a parameter less.
+    For bf16 and ZeRO 1 that is what DeepSpeed writes, to 1 % (measured: launch/bench/records/save_stall.txt).
+    `accelerate` and ZeRO 0 in float32 have no master copy beside the weights.
     """
-    return num_parameters * (_WEIGHT_BYTES[precision] + _MASTER_BYTES + _OPTIMIZER_BYTES[optimizer])
+    optimizer_bytes = _OPTIMIZER_BYTES[optimizer]
+    if engine.backend == "accelerate" or (engine.zero_stage == 0 and engine.precision == "fp32"):
+        return num_parameters * (_MASTER_BYTES + optimizer_bytes)
+    return num_parameters * (_WEIGHT_BYTES[engine.precision] + _MASTER_BYTES + optimizer_bytes)
 
 
 def free_bytes(root: Path) -> int:

@@ -71,8 +71,15 @@ def is_cut_alike(found: dict[str, Any], expected: dict[str, Any]) -> bool:
 
 
 def checkpoint_folders(root: Path) -> list[Path]:
-    """The committed checkpoints below `root`, newest first."""
-    return sorted((path for path in root.glob(f"{FOLDER_PREFIX}*") if path.is_dir()), reverse=True)
+    """The committed checkpoints below `root`, newest first; a copy of the user's has another name."""
+    return sorted(
+        (
+            path
+            for path in root.glob(f"{FOLDER_PREFIX}*")
+            if path.name.removeprefix(FOLDER_PREFIX).isdecimal() and path.is_dir()
+        ),
+        reverse=True,
+    )
 
 
 def check_newest(root: Path, *, expected: dict[str, Any]) -> None:

@@ -47,6 +47,12 @@ class EngineConfig(Strict):
     saving: Literal["background", "blocking"] = "background"
     """background: checkpoints are copied to host memory and written while training goes on; blocking: it waits."""
 
+    @model_validator(mode="after")
+    def _nothing_ignored(self) -> EngineConfig:
+        if self.backend == "accelerate" and self.zero_stage > 1:
+            raise ValueError("zero_stage means nothing to accelerate, which shards nothing: leave it out")
+        return self
+
 
 class OptimizerConfig(Strict):
     """AdamW or SGD with momentum; weight decay touches the kernels of linear and convolution layers only."""

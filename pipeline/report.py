@@ -99,7 +99,12 @@ class Report:
     @property
     def training_seconds(self) -> float:
         """Seconds of this stage in all attempts, evaluation and saving included."""
-        return self._earlier_seconds + time.perf_counter() - self._start
+        return self._earlier_seconds + self.attempt_seconds
+
+    @property
+    def attempt_seconds(self) -> float:
+        """Of these, the present attempt's."""
+        return time.perf_counter() - self._start
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -150,7 +155,7 @@ class Report:
             "train/epoch": state.images_seen / self._samples_per_epoch,
             "perf/images_per_s": self._images / seconds,
             "perf/data_wait_frac": min(1.0, self._waited_seconds / seconds),
-            "perf/save_stall_frac": stall_seconds / max(1e-9, now - self._start),
+            "perf/save_stall_frac": stall_seconds / max(1e-9, self.attempt_seconds),
         }
         if slowest_rank_ratio is not None:
             values["perf/slowest_rank_ratio"] = slowest_rank_ratio

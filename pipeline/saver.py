@@ -48,7 +48,7 @@ class _Needs:
     file_bytes: int
     copy_bytes: int
     spare_bytes: int  # of the host's memory
-    free_bytes: int  # of the disk; rank 0's counts
+    free_bytes: int  # of the disk, on rank 0
     problem: str  # rank 0 could not make the folder; empty: it could
 
 
@@ -111,11 +111,13 @@ class CheckpointSaver:
         with self._standing_still():
             self._finish()
             state = copy.deepcopy(state)  # the loop goes on counting in its own
-            problem = self._open_folder(state.step)
+            room_bytes, problem = self._open_folder(state.step)
             files = self._engine.snapshot()
             if self._ranks.place.is_main:
                 files = (*files, *self._our_files(state))
-            needs: list[_Needs] = self._ranks.gather_objects(self._needs(files, problem=problem))  # pyright: ignore[reportAssignmentType]
+            needs: list[_Needs] = self._ranks.gather_objects(  # pyright: ignore[reportAssignmentType]
+                self._needs(files, room_bytes=room_bytes, problem=problem)
+            )
             needed_bytes = sum(need.file_bytes for need in needs)
             if needs[0].problem:
                 self._fail(state.step, needs[0].problem)
@@ -194,43 +196,47 @@ class CheckpointSaver:
         problem = str(self._ranks.gather_objects(problem)[0])
         if problem:
             self._fail(step, problem)
+        self._on_commit(writing.state)  # before the pruning, which may take its time on a file server
         if self._ranks.place.is_main:
             prune_checkpoints(self._root, newest_step=step, retention=self._retention)
-        self._on_commit(writing.state)
 
     def _fail(self, step: int, problem: str) -> NoReturn:
         """Remove what was written of a save and raise; with the same words on every rank."""
         words = ""
         if self._ranks.place.is_main:
-            collect_leftovers(self._root)
-            newest = next(iter(checkpoint_folders(self._root)), None)
-            stands = f"{newest.name} stands" if newest else "there is no earlier one"
+            try:
+                collect_leftovers(self._root)
+                newest = next(iter(checkpoint_folders(self._root)), None)
+                stands = f"{newest.name} stands" if newest else "there is no earlier one"
+            except OSError as error:  # the others wait for these words
+                stands = f"which earlier ones stand cannot be read ({_reason(error)})"
             words = (
                 f"the checkpoint of step {step} could not be written to {self._root} ({problem}); {stands}: make room "
                 "or mend the disk, and run the same command again"
             )
         raise UserError(str(self._ranks.gather_objects(words)[0]))
 
-    def _open_folder(self, step: int) -> str:
-        """Make the folder to write into, on rank 0; why that failed, or nothing."""
+    def _open_folder(self, step: int) -> tuple[int, str]:
+        """Make the folder to write into, on rank 0: the room there, and why it failed, or nothing."""
         if self._ranks.place.is_main:
             try:
                 open_beside(self._root, step=step)
+                return free_bytes(self._root), ""
             except OSError as error:
-                return _reason(error)
-        return ""
+                return 0, _reason(error)
+        return 0, ""
 
     def _our_files(self, state: TrainState) -> tuple[StateFile, ...]:
         content = json.dumps({**self._about, "state": state.to_json()}, indent=1) + "\n"
         return text_file(STATE, content), text_file(RECIPE, self._recipe_text)
 
-    def _needs(self, files: Sequence[StateFile], *, problem: str) -> _Needs:
+    def _needs(self, files: Sequence[StateFile], *, room_bytes: int, problem: str) -> _Needs:
         return _Needs(
             host=platform.node(),
             file_bytes=sum(file.num_bytes for file in files),
             copy_bytes=sum(file.tensor_bytes for file in files),
             spare_bytes=spare_host_bytes(),
-            free_bytes=free_bytes(self._root),
+            free_bytes=room_bytes,
             problem=problem,
         )
 

@@ -23,6 +23,7 @@ from model.flops import account
 from model.saved import SavedModelMeta, save_model
 from pipeline.checkpoint import Restored, restore_checkpoint
 from pipeline.context import StageContext
+from pipeline.disk_space import check_free_space, estimate_bytes
 from pipeline.engine_open import open_engine
 from pipeline.identity import checkpoint_identity
 from pipeline.plan import StagePlan, plan_stage
@@ -74,6 +75,8 @@ def train_stage(
         watch.beat(0, doing="opening the engine")
         if recipe.engine.activation_checkpointing:
             model.set_grad_checkpointing(True)  # pyright: ignore[reportCallIssue]
+        if record.last_saved_step < plan.total_steps:
+            _demand_room(context, stage=stage, model=model)
         engine = open_engine(recipe, stage=stage, plan=plan, model=model, ranks=ranks)
         watch.beat(0, doing="restoring a checkpoint")
         identity = checkpoint_identity(recipe, stage=stage, processes=ranks.place.world_size)
@@ -102,12 +105,19 @@ def train_stage(
                 watch=watch,
                 report=report,
             )
-            for line in _opening_lines(
-                context, stage=stage, data=data, plan=plan, task=task, start=start, restored=restored, job=job
-            ):
-                report.note(line)
+            if ranks.place.is_main:
+                for line in _opening_lines(
+                    context, stage=stage, data=data, plan=plan, task=task, start=start, restored=restored, job=job
+                ):
+                    report.note(line)
             with closing(job.batches), closing(job.saver):
                 state = train(job, state)
+            stall_seconds = job.saver.stall_seconds
+            report.note(
+                f"{stage}: training stood still for its checkpoints for {stall_seconds:.1f} s, "
+                f"{stall_seconds / report.attempt_seconds:.1%} of the time"
+            )
+            watch.beat(state.step, doing="writing the model")
             weights = engine.weights()
             if ranks.place.is_main:
                 meta = SavedModelMeta(
@@ -128,6 +138,24 @@ def train_stage(
                 )
 
 
+def _demand_room(context: StageContext, *, stage: StageName, model: nn.Module) -> None:
+    """Refuse, on all ranks alike, to begin what could not be saved."""
+    recipe, problem = context.recipe, ""
+    if context.ranks.place.is_main:
+        needed_bytes = estimate_bytes(
+            sum(parameter.numel() for parameter in model.parameters()),
+            engine=recipe.engine,
+            optimizer=recipe.train_stage(stage).optimizer.name,
+        )
+        try:
+            check_free_space(context.folder.checkpoints(stage), needed_bytes=needed_bytes)
+        except UserError as error:
+            problem = str(error)
+    problem = str(context.ranks.gather_objects(problem)[0])
+    if problem:
+        raise UserError(problem)
+
+
 def _opening_lines(
     context: StageContext,
     *,
@@ -139,7 +167,7 @@ def _opening_lines(
     restored: Restored | None,
     job: TrainJob,
 ) -> Iterator[str]:
-    """What is about to be done, for the screen."""
+    """What is about to be done, for the screen; asked on rank 0 alone."""
     recipe, ranks = context.recipe, context.ranks
     config = recipe.train_stage(stage)
     yield f"{stage}: {config.image_size} px, {len(task.outputs)} {task.kind_of_output}; {plan.describe()}"
@@ -154,10 +182,9 @@ def _opening_lines(
         kept = "checkpointed" if recipe.engine.activation_checkpointing else "all"
         yield f"{stage}: {cost.describe(activations=kept)}"
     yield from (*data.train.damage, *data.eval.damage)
-    if ranks.place.is_main:
-        advice = cache_advice(recipe, data=data, plan=plan, processes_per_node=ranks.place.local_world_size)
-        if advice:
-            yield advice
+    advice = cache_advice(recipe, data=data, plan=plan, processes_per_node=ranks.place.local_world_size)
+    if advice:
+        yield advice
     if restored:
         yield describe_restored(
             restored,

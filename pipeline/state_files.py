@@ -29,6 +29,7 @@ import torch
 _FILE_OVERHEAD_BYTES = 4096
 _TENSOR_OVERHEAD_BYTES = 256  # header and alignment of one record in torch's zip format
 _BUFFER_BYTES = 1 << 20
+_PIECE_BYTES = 64 << 20  # torch hands over a whole tensor at once
 
 
 @dataclass(frozen=True)
@@ -178,16 +179,20 @@ class _Tee:
         view = memoryview(content).cast("B")
         if self.failure is None:
             try:
-                if self._abandoned is not None and self._abandoned.is_set():
-                    raise Abandoned
-                self._stream.write(view)
-                self._digest.update(view)
-                self._num_bytes += len(view)
-                if self._on_bytes is not None:
-                    self._on_bytes(len(view))
+                for start in range(0, len(view), _PIECE_BYTES):
+                    self._write_piece(view[start : start + _PIECE_BYTES])
             except Exception as error:  # noqa: BLE001 - raised again by `write_file`
                 self.failure = error
         return len(view)
+
+    def _write_piece(self, piece: memoryview) -> None:
+        if self._abandoned is not None and self._abandoned.is_set():
+            raise Abandoned
+        self._stream.write(piece)
+        self._digest.update(piece)
+        self._num_bytes += len(piece)
+        if self._on_bytes is not None:
+            self._on_bytes(len(piece))
 
     def flush(self) -> None:
         """Nothing: `write_file` flushes when all is written."""

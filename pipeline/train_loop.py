@@ -74,6 +74,7 @@ def train(job: TrainJob, state: TrainState) -> TrainState:
         raise UserError(faults.complaint)
     window, spikes = LossWindow(state.losses_since_log), SpikeFinder(state.recent_losses)
     engine.module.train()
+    saved_step = state.step
 
     while state.step < plan.total_steps:
         seed_step(job.seed, step=state.step, rank=ranks.place.rank)
@@ -132,7 +133,9 @@ def train(job: TrainJob, state: TrainState) -> TrainState:
 
         agreed = job.stop.agreed(ranks, save=job.save_clock.due())
         ending = bool(last or agreed.stop or faults.complaint or too_slow)
-        due = agreed.save or _due(state.step, every=plan.save_steps) or _due(state.step, every=plan.keep_steps)
+        # What the clock asked for a step ago is done if that step saved.
+        due = agreed.save and saved_step < state.step - 1
+        due = due or _due(state.step, every=plan.save_steps) or _due(state.step, every=plan.keep_steps)
         if ending or due or (evaluated and job.save_after == "steps and evaluations"):
             watch.beat(state.step, doing="saving a checkpoint")
             with report.aside():
@@ -141,8 +144,9 @@ def train(job: TrainJob, state: TrainState) -> TrainState:
                 state.training_seconds = report.training_seconds
                 job.saver.save(state)
             job.save_clock.restart()
+            saved_step = state.step
         given_up = state.skipped_in_a_row >= job.max_skipped_steps
-        if ending or given_up:
+        if ending or given_up or faults.complaint:  # which may have come up while saving
             with report.aside():
                 job.saver.finish()
         if faults.complaint:

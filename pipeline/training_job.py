@@ -125,7 +125,7 @@ def training_job(
             engine=engine,
             ranks=ranks,
             identity=checkpoint_identity(recipe, stage=stage, processes=ranks.place.world_size),
-            written_by=written_by(),
+            written_by=written_by() if ranks.place.is_main else {},  # who writes them down
             recipe_text=dump_recipe(recipe),
             retention=Retention(last=config.keep_checkpoints, every_steps=plan.keep_steps, best=best),
             mode=recipe.engine.saving,
@@ -139,7 +139,7 @@ def training_job(
             host=platform.node(),
             device=engine.device,
             factor=recipe.engine.slow_rank_factor,
-            forward="shared" if recipe.engine.zero_stage == 3 else "own",
+            forward="shared" if recipe.engine.backend == "deepspeed" and recipe.engine.zero_stage == 3 else "own",
         ),
         on_slow_rank=recipe.engine.slow_rank,
         watch=watch,

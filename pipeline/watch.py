@@ -244,7 +244,9 @@ class Watch:
         if suspect.why == "failed":
             return beat.note if beat.state == "ended" else _failure(beat)
         seconds = f"for {suspect.idle_seconds:.0f} s"
-        what = f"has not been heard of {seconds}" if suspect.why == "silent" else f"has got no further {seconds}"
+        what = f"has got no further {seconds}, longer than engine.hang_seconds allows"
+        if suspect.why == "silent":
+            what = f"has not been heard of {seconds}"
         facts = [f"{beat.name} hangs: it {what}", _last_step(beat)]
         if kernel.get(suspect.rank):
             facts.append(kernel[suspect.rank])
@@ -324,7 +326,7 @@ def who_is_gone(folder: Path, *, place: Place) -> str:
 
     A process on another host is known to have ended if it failed by an exception, or if its host's ranks said so.
     """
-    mine = read_heartbeat(folder, place.rank)
+    mine = _own_heartbeat(folder, place=place)
     if mine is None:
         return ""
     beats = [read_heartbeat(folder, rank, attempt=mine.attempt) for rank in range(place.world_size)]
@@ -340,7 +342,7 @@ def report_gone(folder: Path, *, place: Place, say: Callable[[str], None]) -> No
     deadline = time.monotonic() + _LEAVE_SECONDS
     while not (sentence := who_is_gone(folder, place=place)) and time.monotonic() < deadline:
         time.sleep(0.1)
-    mine = read_heartbeat(folder, place.rank)
+    mine = _own_heartbeat(folder, place=place)
     for rank in _ranks_of_host(place):
         beat = read_heartbeat(folder, rank, attempt=mine.attempt) if mine else None
         if beat is None or mine is None or beat.machine != mine.machine:
@@ -353,6 +355,12 @@ def report_gone(folder: Path, *, place: Place, say: Callable[[str], None]) -> No
             with suppress(OSError):
                 write_heartbeat(folder, Heartbeat(**{**vars(mine), "state": "ended", "note": sentence}))
         say(sentence)
+
+
+def _own_heartbeat(folder: Path, *, place: Place) -> Heartbeat | None:
+    """This process's; None: it has not written any, and one that lies there is an earlier attempt's."""
+    beat, here = read_heartbeat(folder, place.rank), (this_machine(), os.getpid(), process_started(os.getpid()))
+    return beat if beat is not None and (beat.machine, beat.pid, beat.started) == here else None
 
 
 def _ranks_of_host(place: Place) -> range:

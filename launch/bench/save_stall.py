@@ -11,8 +11,8 @@ in each round:
 - background: seconds that training stood still in all (`stall_seconds`: snapshot, copy and commit), seconds until it
   was committed, and the time of a step meanwhile beside the time of a step without saving.
 
-Where other work shares the machine, the best round tells most. Needs about 40 bytes of memory and of disk a parameter:
-13 GB each for ViT-L/16. Costs 10 minutes on 2 cores.
+Where other work shares the machine, as it did for the record, the best round tells most. Needs about 40 bytes of
+memory and of disk a parameter: 13 GB each for ViT-L/16. Costs 10 minutes on 2 cores.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from pipeline.engine_open import open_engine
 from pipeline.plan import StagePlan
 from pipeline.process import Place
 from pipeline.ranks import Ranks
-from pipeline.recipe import Recipe
+from pipeline.recipe import EngineConfig, Recipe
 from pipeline.retention import Retention
 from pipeline.saver import CheckpointSaver
 from pipeline.state import TrainState
@@ -143,7 +143,7 @@ def measure(name: str, *, ranks: Ranks, folder: Path, rounds: int) -> None:
         # The first step may have run its course before the writer began in earnest, the last after it ended.
         note("background: a step meanwhile, s", statistics.median(steps))
         note("background: slower meanwhile, %", 100 * (statistics.median(steps) / calm - 1))
-    estimate = estimate_bytes(training.num_parameters, precision="bf16", optimizer="adamw")
+    estimate = estimate_bytes(training.num_parameters, engine=EngineConfig(), optimizer="adamw")
     print(
         f"\n{name}: {training.num_parameters:,} parameters, {num_bytes:,} bytes of a checkpoint, "
         f"{num_bytes / training.num_parameters:.2f} a parameter; estimate_bytes says {estimate:,}"

@@ -37,6 +37,7 @@ _STARTUP_SECONDS = 15.0  # of a restart, and what has to be done again: about so
 _HANG_SECONDS = 15.0  # starting up is progress too, and slow on a busy machine
 _POINTS = ("save.writing", "save.written", "save.manifest", "save.before_rename", "save.after_rename", "save.pruning")
 _STOPPED = 75
+_KEPT = 3
 
 
 @dataclass
@@ -237,7 +238,7 @@ def changes(steps: int, save_steps: int) -> dict[str, object]:
         "stages.pretrain.save_every": f"{save_steps} steps",
         "stages.pretrain.log_every": "20 steps",
         "stages.pretrain.eval_every": "5%",
-        "stages.pretrain.keep_checkpoints": 3,
+        "stages.pretrain.keep_checkpoints": _KEPT,
         "stages.pretrain.stochastic_depth": 0.1,
     }
 
@@ -256,6 +257,7 @@ def main() -> int:
     """See the head of this file."""
     parser = argparse.ArgumentParser(prog="make soak", description="A run that faults befall at random.")
     parser.add_argument("--minutes", type=float, default=20.0, help="that the disturbed run takes, about")
+    parser.add_argument("--steps", type=int, help="of the run; default: as many as that time has room for")
     parser.add_argument("--every", type=float, default=30.0, help="seconds between two faults")
     parser.add_argument("--seed", type=int, default=0, help="of the faults")
     parser.add_argument("--record", type=Path, help="file for the log")
@@ -287,7 +289,7 @@ def soak(options: argparse.Namespace, folder: Path, tally: Tally) -> int:
     pack("digits", shards, classes=("0", "1", "2"), holdout=0.2, samples_per_shard=100, report=lambda text: None)
     _, _, speed = undisturbed(folder / "measured", shards, steps=400, save_steps=100)
     share = max(0.25, 1 - _STARTUP_SECONDS / options.every)
-    steps = max(200, int(speed * options.minutes * 60 * share / 100) * 100)
+    steps = options.steps or max(200, int(speed * options.minutes * 60 * share / 100) * 100)
     save_steps = max(10, int(speed * 2))
     tally.say(f"{speed:.0f} steps a second: {steps:,} steps, a checkpoint every {save_steps}")
     baseline, quiet_seconds, _ = undisturbed(folder / "undisturbed", shards, steps=steps, save_steps=save_steps)
@@ -303,7 +305,10 @@ def soak(options: argparse.Namespace, folder: Path, tally: Tally) -> int:
     seconds = time.monotonic() - start
     row = Row(name="soak")
     row.equals(case, baseline)
-    row.leaves_nothing(case, baseline)
+    # Signals save at steps of their own; stacks of what hung stay for whoever looks into it.
+    row.leaves_nothing(case, baseline, besides=["checkpoints/step-", "ranks/stack-rank-"])
+    if len(case.saved()) > _KEPT:
+        raise AssertionError(f"{len(case.saved())} checkpoints are kept instead of {_KEPT}")
     for name, count in sorted(tally.faults.items()):
         tally.say(f"{count:4d} x {name}")
     num_faults = sum(tally.faults.values())

@@ -30,6 +30,12 @@ SLURM = {
 PLACE = Place(rank=5, world_size=8, local_rank=1, local_world_size=4, master_addr="node7", master_port=29501)
 
 
+@pytest.mark.parametrize(("text", "most"), [("4(x2)", 4), ("12,4(x3)", 12), ("", 8)])
+def test_slurms_tasks_of_each_node_count_where_their_number_was_not_asked_for(text: str, most: int):
+    environ = {key: value for key, value in SLURM.items() if key != "SLURM_NTASKS_PER_NODE"}
+    assert read_place({**environ, "SLURM_STEP_TASKS_PER_NODE": text}).local_world_size == most
+
+
 @pytest.mark.parametrize("environ", [TORCHRUN, DEEPSPEED, SLURM], ids=["torchrun", "deepspeed", "slurm"])
 def test_every_launcher_says_the_same(environ: dict[str, str]):
     assert read_place(environ) == PLACE

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,12 +16,24 @@ import torch
 
 from data_shards.errors import UserError
 from pipeline import checkpoint, state_files
-from pipeline.checkpoint import MANIFEST, restore_checkpoint
+from pipeline.checkpoint import MANIFEST, commit_checkpoint, open_beside, restore_checkpoint
 from pipeline.identity import STATE
 from pipeline.process import Place
 from pipeline.ranks import Ranks
 from pipeline.retention import Retention
-from tests.saving import EXACT, IDENTITY, TinyEngine, names, on_ranks, restore, save, saver_of, state_at, steps
+from tests.saving import (
+    EXACT,
+    IDENTITY,
+    TinyEngine,
+    names,
+    on_ranks,
+    one_rank,
+    restore,
+    save,
+    saver_of,
+    state_at,
+    steps,
+)
 
 
 @pytest.fixture(scope="module")
@@ -291,3 +305,42 @@ def test_the_best_and_every_nth_outlive_the_last_ones_and_a_copy_of_the_users_is
         # The evaluation of step 5 is an older one's: it says nothing of the checkpoint.
         saver.save(state_at(step, evaluation={"val/loss": loss}, evaluation_step=4 if step == 5 else step))
     assert names(tmp_path) == ["step-00000001-mine", "step-00000003", "step-00000004", "step-00000007"]
+
+
+def test_all_ranks_restore_what_rank_0_sees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """On a network file system another machine's list of names may be a minute old."""
+    for step in (1, 2):
+        on_ranks(2, lambda ranks, step=step: save(tmp_path, step, ranks=ranks))
+    lists = {"rank 0": ["step-00000002", "step-00000001"], "rank 1": ["step-00000001"]}
+    monkeypatch.setattr(
+        checkpoint, "checkpoint_folders", lambda root: [root / name for name in lists[threading.current_thread().name]]
+    )
+
+    def restored(ranks: Any) -> Any:
+        threading.current_thread().name = f"rank {ranks.place.rank}"
+        return restore(tmp_path, ranks=ranks)
+
+    for found, engine in on_ranks(2, restored):
+        assert found.state.step == engine.value == 2
+
+
+def test_what_is_not_on_rank_0s_disk_is_never_visible(tmp_path: Path):
+    """As when the run folder is each machine's own."""
+    open_beside(tmp_path, step=1)
+    seals = {"rank1.pt": state_files.Seal(num_bytes=3, blake2b="0" * 32)}
+    with pytest.raises(OSError, match=r"rank1.pt was written and is not there"):
+        commit_checkpoint(tmp_path, step=1, seals=seals)
+    assert names(tmp_path) == [".writing-step-00000001"]
+
+
+def test_a_commit_that_fails_after_the_rename_leaves_nothing_visible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    save(tmp_path, 1, ranks=one_rank())
+
+    def flush(path: Path) -> None:
+        if path == tmp_path:
+            raise OSError(errno.EIO, "the disk is gone")
+
+    monkeypatch.setattr(checkpoint, "flush", flush)
+    with pytest.raises(UserError, match=r"step 2 could not be written .*the disk is gone.*step-00000001 stands"):
+        save(tmp_path, 2, ranks=one_rank())
+    assert names(tmp_path) == ["step-00000001"]

@@ -7,14 +7,23 @@ import pytest
 from data_shards.errors import UserError
 from pipeline import disk_space
 from pipeline.disk_space import check_free_space, estimate_bytes, free_bytes
+from pipeline.recipe import EngineConfig
 
 
 @pytest.mark.parametrize(
-    ("precision", "optimizer", "bytes_each"),
-    [("bf16", "adamw", 14), ("fp16", "adamw", 14), ("fp32", "adamw", 16), ("bf16", "sgd", 10), ("fp32", "sgd", 12)],
+    ("engine", "optimizer", "bytes_each"),
+    [
+        ({"precision": "bf16"}, "adamw", 14),
+        ({"precision": "fp16", "zero_stage": 3}, "adamw", 14),
+        ({"precision": "fp32"}, "adamw", 16),
+        ({"precision": "bf16"}, "sgd", 10),
+        ({"precision": "fp32", "zero_stage": 2}, "sgd", 12),
+        ({"precision": "fp32", "zero_stage": 0}, "adamw", 12),
+        ({"precision": "bf16", "backend": "accelerate"}, "sgd", 8),
+    ],
 )
-def test_the_estimate_counts_weights_masters_and_optimizer(precision, optimizer, bytes_each):
-    assert estimate_bytes(1000, precision=precision, optimizer=optimizer) == 1000 * bytes_each
+def test_the_estimate_counts_weights_masters_and_optimizer(engine, optimizer, bytes_each):
+    assert estimate_bytes(1000, engine=EngineConfig(**engine), optimizer=optimizer) == 1000 * bytes_each
 
 
 def test_the_free_space_of_a_folder_that_is_still_to_be_made_is_its_disks(tmp_path: Path, monkeypatch):

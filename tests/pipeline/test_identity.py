@@ -89,6 +89,8 @@ def test_checkpoints_are_listed_newest_first_and_nothing_else_is(tmp_path: Path)
         write(tmp_path, step, {})
     (tmp_path / ".writing-step-00000200").mkdir()
     (tmp_path / "step-00000300").write_text("a file")
+    for copy in ("step-best", "step-12345678-mine"):  # the user's: would sort before the newest
+        (tmp_path / copy).mkdir()
     assert [int(path.name[5:]) for path in checkpoint_folders(tmp_path)] == [12345678, 100, 20, 9]
 
 

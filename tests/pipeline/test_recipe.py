@@ -96,6 +96,7 @@ def test_an_image_size_that_is_no_multiple_of_the_patch_names_the_neighbours():
         ({"stages__pretrain__duration": "soon"}, "400 steps"),
         ({"stages__pretrain__global_batch_size": 0}, "global_batch_size"),
         ({"engine__zero_stage": 4}, "zero_stage"),
+        ({"engine": {"backend": "accelerate", "zero_stage": 3}}, "zero_stage means nothing to accelerate"),
         ({"processes": 0}, "processes"),
         ({"processes": -2}, "processes"),
         ({"seed": -1}, "seed"),

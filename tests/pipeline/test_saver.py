@@ -11,7 +11,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -196,6 +196,23 @@ def test_without_room_on_the_disk_nothing_is_begun(tmp_path: Path, monkeypatch: 
     assert "the checkpoint of step 2 could not be written" in str(errors[0]) and "are free" in str(errors[0])
     assert str(tmp_path) in str(errors[0]) and "step-00000001 stands" in str(errors[0])
     assert names(tmp_path) == ["step-00000001"] and damage_of(tmp_path / "step-00000001") == ""
+
+
+@pytest.mark.parametrize("of", ["free_bytes", "collect_leftovers"])
+def test_a_disk_that_rank_0_cannot_even_look_at_ends_all_ranks_in_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, of: str
+):
+    on_ranks(2, lambda ranks: save(tmp_path, 1, ranks=ranks))
+
+    def fail(root: Path) -> NoReturn:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    monkeypatch.setattr(saver, "free_bytes", fail)
+    monkeypatch.setattr(saver, of, fail)
+    errors = on_ranks(2, lambda ranks: save(tmp_path, 2, ranks=ranks))
+    assert len({str(error) for error in errors}) == 1 and all(isinstance(error, UserError) for error in errors)
+    expected = "step-00000001 stands" if of == "free_bytes" else "which earlier ones stand cannot be read"
+    assert "(Stale file handle)" in str(errors[0]) and expected in str(errors[0])
 
 
 class FullDisk:
@@ -445,3 +462,13 @@ def test_killed_before_any_operation_on_the_disk_every_checkpoint_that_is_visibl
         assert seen["after"] == ["step-00000003"]
     reached = [seen["step"] for seen in report]
     assert reached == sorted(reached) and set(reached) == {1, 2}
+
+
+def test_what_is_safe_is_told_before_old_checkpoints_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Pruning may take long enough for a launcher to lose its patience."""
+    committed: list[TrainState] = []
+    known: list[int] = []
+    monkeypatch.setattr(saver, "prune_checkpoints", lambda root, **keywords: known.append(committed[-1].step))
+    one = saver_of(tmp_path, ranks=one_rank(), engine=TinyEngine(), committed=committed)
+    one.save(state_at(4))
+    assert known == [4]

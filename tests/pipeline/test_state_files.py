@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.state_files import Seal, digest_of, state_file, text_file, write_file
+from pipeline import state_files
+from pipeline.state_files import Abandoned, Seal, digest_of, state_file, text_file, write_file
 
 BASE = torch.arange(240, dtype=torch.float32)
 
@@ -92,6 +94,19 @@ def test_the_seal_is_that_of_the_file_and_parameters_become_plain_tensors(tmp_pa
     back = torch.load(tmp_path / "a" / "b" / "x.pt", weights_only=True)["p"]
     assert type(back) is torch.Tensor and not back.requires_grad and torch.equal(back, parameter)
     assert (tmp_path / "y.json").read_text(encoding="utf-8") == "ä\n"
+
+
+def test_a_large_tensor_is_written_piece_by_piece_and_can_be_called_off_in_between(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(state_files, "_PIECE_BYTES", 1000)
+    file, pieces, abandoned = state_file("x.pt", torch.arange(1000.0)), list[int](), threading.Event()
+    seal = write_file(tmp_path, file, on_bytes=pieces.append)
+    assert sum(pieces) == seal.num_bytes and pieces.count(1000) == 4 and max(pieces) == 1000
+    assert seal.blake2b == digest_of(tmp_path / "x.pt")
+    with pytest.raises(Abandoned):
+        write_file(tmp_path, file, abandoned=abandoned, on_bytes=lambda n: abandoned.set() if n == 1000 else None)
+    assert (tmp_path / "x.pt").stat().st_size < 3000
 
 
 @pytest.mark.gpu

@@ -6,12 +6,14 @@ The rest of the loop is tested where it runs, by tests/integration.
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from data_shards.errors import UserError
 from model.build import build_model
 from model.config import ModelConfig
 from model.regularisation import Regularisation
@@ -19,7 +21,7 @@ from pipeline.engine import StepResult
 from pipeline.evaluate import evaluate
 from pipeline.plan import StagePlan
 from pipeline.state import TrainState
-from pipeline.stopping import Agreed, SaveClock
+from pipeline.stopping import Agreed, SaveClock, StopFlag
 from pipeline.task import Example
 from pipeline.train_loop import TrainJob, train
 
@@ -130,3 +132,54 @@ def test_without_it_all_patches_are_seen() -> None:
     whole, seen = job(patch_dropout=0.0, first_step=0)
     train(whole, TrainState())
     assert {tokens for _, tokens in seen} == {ALL}
+
+
+class Clock:
+    """Due from step 2 on until there is a checkpoint, and then no more."""
+
+    def __init__(self) -> None:
+        self.asked, self.saved = 0, False
+
+    def due(self) -> bool:
+        self.asked += 1
+        return self.asked >= 2 and not self.saved
+
+    def restart(self) -> None:
+        self.saved = True
+
+
+def saving(*, save_clock: Any, save_steps: int) -> tuple[Any, list[str]]:
+    """A job whose ranks agree as they do in earnest, and the list of what is asked of its saver."""
+    calls: list[str] = []
+    whole, _ = job(patch_dropout=0.0, first_step=0)
+    whole.ranks.start_any = lambda *flags: SimpleNamespace(result=lambda: flags)
+    saver: Any = SimpleNamespace(
+        stall_seconds=0.0,
+        poll=lambda: None,
+        save=lambda state: calls.append(f"save {state.step}"),
+        finish=lambda: calls.append("finish"),
+    )
+    plan = replace(whole.plan, log_steps=0, eval_steps=0, save_steps=save_steps)
+    return replace(whole, plan=plan, saver=saver, save_clock=save_clock, stop=StopFlag()), calls
+
+
+@pytest.mark.parametrize(("save_steps", "saves"), [(0, ["save 3", "save 6"]), (2, ["save 2", "save 4", "save 6"])])
+def test_the_clocks_wish_is_granted_once_and_not_at_all_if_a_checkpoint_came_before_the_answer(
+    save_steps: int, saves: list[str]
+) -> None:
+    whole, calls = saving(save_clock=Clock(), save_steps=save_steps)
+    train(whole, TrainState())
+    assert calls == [*saves, "finish"]
+
+
+def test_too_many_damaged_images_found_while_saving_end_the_run_when_the_checkpoint_is_committed() -> None:
+    whole, calls = saving(save_clock=SaveClock(0.0), save_steps=3)
+
+    def settle(ranks: Any) -> Any:
+        whole.faults.complaint = "too many"
+        return SimpleNamespace(substituted_images=0, new=())
+
+    whole.faults.settle = settle
+    with pytest.raises(UserError, match="too many"):
+        train(whole, TrainState())
+    assert calls == ["save 3", "finish"]

@@ -278,6 +278,15 @@ def test_what_another_host_has_found_out_is_passed_on(tmp_path, dead):
     assert who_is_gone(tmp_path, place=PLACE) == "rank 7 (host x) hangs"
 
 
+def test_heartbeats_of_an_earlier_attempt_are_not_spoken_of(tmp_path, dead):
+    """A rank that fails before its watch begins finds its own earlier one's."""
+    for rank in range(3):
+        write_heartbeat(tmp_path, make_beat(rank, **dead))
+    assert who_is_gone(tmp_path, place=PLACE) == ""
+    write_heartbeat(tmp_path, make_beat(0, machine="another"))
+    assert who_is_gone(tmp_path, place=PLACE) == ""
+
+
 def test_without_heartbeats_nobody_knows(tmp_path):
     assert who_is_gone(tmp_path / "nowhere", place=PLACE) == ""
 
