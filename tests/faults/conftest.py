@@ -1,6 +1,6 @@
 """The fault suite's fixtures, and the table at its end.
 
-All rows are marked `faults`, which `make test` leaves out, but for those marked `fast`. `--table FILE` keeps the table,
+All rows are marked `faults`, which `make test` leaves out, but for those marked `fast`. `--faults-table FILE` keeps the table,
 with each row's promise.
 """
 
@@ -24,8 +24,8 @@ NewCase = Callable[..., Case]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`pytest tests/faults --table FILE`."""
-    parser.addoption("--table", default=None, metavar="FILE", help="write the fault suite's table to FILE")
+    """`pytest tests/faults --faults-table FILE`."""
+    parser.addoption("--faults-table", default=None, metavar="FILE", help="write the fault suite's table to FILE")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -48,7 +48,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Print the table; write it to --table's file."""
+    """Print the table; write it to --faults-table's file."""
     rows = config.stash.get(ROWS, [])
     if not rows:
         return
@@ -58,7 +58,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     terminalreporter.section("faults")
     for line in [*lines, total]:
         terminalreporter.write_line(line)
-    file = config.getoption("--table", None)
+    file = config.getoption("--faults-table", None)
     if file:
         promises = dict.fromkeys(row.promise for row in rows)
         Path(file).write_text("\n".join([*lines, "", total, "", *promises]) + "\n", encoding="utf-8")

@@ -69,7 +69,8 @@ def test_another_layout(
     worst = worst_difference(case, baseline)
     assert worst <= TOLERANCE
     row.continued = f"within {worst:.1e}, limit {TOLERANCE:.0e}"
-    row.leaves_nothing(case, baseline)
+    # Another layout has other shards and other ranks, the killed ones' stacks among them.
+    row.leaves_nothing(case, baseline, besides=["/deepspeed/", "pretrain/ranks/"])
 
 
 def worst_difference(case: Case, baseline: Case) -> float:
