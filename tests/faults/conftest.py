@@ -1,7 +1,7 @@
 """The fault suite's fixtures, and the table at its end.
 
-All rows are marked `faults`, which `make test` leaves out, but for those marked `fast`. `--faults-table FILE` keeps the table,
-with each row's promise.
+All rows are marked `faults`, which `make test` leaves out, but for those marked `fast`. `--faults-table FILE` keeps
+the table, with each row's promise.
 """
 
 from __future__ import annotations

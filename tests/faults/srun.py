@@ -22,7 +22,8 @@ from launch.env import RENDEZVOUS, SUPERVISOR_PID, without_place
 def main() -> int:
     """Start, wait, and pass signals on."""
     count, arguments = int(sys.argv[1]), sys.argv[2:]
-    rendezvous = tempfile.mkdtemp(prefix="srun-")
+    # In the case's folder: a stand-in that is killed leaves it, as srun leaves what is its own.
+    rendezvous = tempfile.mkdtemp(prefix="srun-", dir=os.getcwd())
     environment = {
         **without_place(),
         **{SUPERVISOR_PID: str(os.getpid()), "PYTHONUNBUFFERED": "1", "DS_ACCELERATOR": "cpu"},
