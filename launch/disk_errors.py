@@ -19,6 +19,8 @@ _ADVICE = {
     errno.EACCES: "permission denied: change its owner or mode, or choose another folder with --runs",
     errno.EPERM: "the system does not permit it: change its owner or mode, or choose another folder with --runs",
 }
+_SHARED_MEMORY = Path("/dev/shm")  # through which worker processes hand over what they have read
+_SHM_ADVICE = "it is full: give it more room (docker run --shm-size), or read with threads (data.worker_kind=thread)"
 _FULL_BYTES = 2**20
 
 
@@ -36,7 +38,8 @@ def disk_problem(error: BaseException, *, folder: Path) -> str | None:
             if isinstance(path, str | os.PathLike):
                 return f"{os.fspath(path)} cannot be written: {_ADVICE[seen.errno]}"
             if seen.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):  # of a write to an open file, for certain
-                return f"{_full_place([folder, Path(tempfile.gettempdir())])} cannot be written: {_ADVICE[seen.errno]}"
+                place = _full_place([folder, Path(tempfile.gettempdir()), _SHARED_MEMORY])
+                return f"{place} cannot be written: {_SHM_ADVICE if place == _SHARED_MEMORY else _ADVICE[seen.errno]}"
         seen = seen.__cause__
     return None
 

@@ -31,6 +31,8 @@ from pipeline.recipe import Recipe, StageName
 
 _RANK_COMMAND = ["-u", "-m", "launch.train"]
 _RENDEZVOUS_PREFIX = ".rendezvous-"
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+_LOOK_SECONDS = 0.2
 _KILL_SECONDS = 10.0  # a process that waits for a broken disk dies later
 
 
@@ -77,13 +79,16 @@ def run_stage_locally(launch: Launch) -> int:
             asked for a second time, or the stage came to its end instead.
         OSError: nothing can be written to the run folder.
     """
-    asked = 0
+    asked = interrupts = 0
     killed = False
 
     def ask_to_stop(number: int, frame: FrameType | None) -> None:
-        nonlocal asked, killed
+        nonlocal asked, interrupts, killed
         asked += 1
+        interrupts += number == signal.SIGINT
         ranks = _ranks()
+        if ranks and asked > 1 and interrupts < 2:  # batch systems repeat themselves; only Ctrl-C again is impatience
+            return
         if asked == 1 and ranks:
             print("\nstopping: the ranks finish their step and save (Ctrl-C again kills them)", file=sys.stderr)
             for rank in ranks:
@@ -101,19 +106,21 @@ def run_stage_locally(launch: Launch) -> int:
             "PYTHONUNBUFFERED": "1",
             **({} if num_gpus() else {"DS_ACCELERATOR": "cpu"}),  # said aloud, or DeepSpeed wonders in every process
         }
-        previous = {number: signal.signal(number, ask_to_stop) for number in (signal.SIGINT, signal.SIGTERM)}
+        previous = {number: signal.signal(number, ask_to_stop) for number in _STOP_SIGNALS}
         try:
             child = subprocess.Popen(launch_command(launch), env=environment, start_new_session=True)
             if asked:  # before there was anything to stop
                 killed = True
                 _kill_all()
             code = child.wait()
+            while asked and not killed and _ranks():  # the launcher was sent the signal too, and left before them
+                time.sleep(_LOOK_SECONDS)
         finally:
             _kill_all()  # a rank whose launcher was killed, for instance
             for number, handler in previous.items():
                 signal.signal(number, handler)
-    # A rank that is still importing dies of the SIGTERM that it was sent.
-    if killed or (asked and (code == 0 or signal_of(code) == signal.SIGTERM)):
+    # A rank that is still importing dies of the SIGTERM that it was sent, and a launcher of what everything was sent.
+    if killed or (asked and (code == 0 or signal_of(code) in _STOP_SIGNALS)):
         raise KeyboardInterrupt
     return code
 

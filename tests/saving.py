@@ -8,14 +8,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import pytest
 import torch
 
+from pipeline import saver
 from pipeline.checkpoint import Restored, restore_checkpoint
 from pipeline.process import Place
 from pipeline.retention import Retention
 from pipeline.saver import CheckpointSaver
 from pipeline.state import TrainState
-from pipeline.state_files import StateFile, state_file, text_file
+from pipeline.state_files import StateFile, state_file, text_file, write_file
 
 IDENTITY: dict[str, Any] = {
     "stage": "pretrain",
@@ -144,6 +146,7 @@ def saver_of(
     retention: Retention = KEEP_ALL,
     said: list[str] | None = None,
     committed: list[TrainState] | None = None,
+    beat: Callable[[int], None] = lambda step: None,
 ) -> CheckpointSaver:
     return CheckpointSaver(
         root,
@@ -156,7 +159,23 @@ def saver_of(
         mode=mode,
         say=(said if said is not None else []).append,
         on_commit=(committed if committed is not None else []).append,
+        beat=beat,
     )
+
+
+class Gate:
+    """Holds the writers back until it is opened."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, path: str = "") -> None:
+        self.opened, self.reached = threading.Event(), threading.Event()
+
+        def write(folder: Path, file: StateFile, **keywords: Any) -> Any:
+            if path in file.path:
+                self.reached.set()
+                assert self.opened.wait(60)
+            return write_file(folder, file, **keywords)
+
+        monkeypatch.setattr(saver, "write_file", write)
 
 
 def state_at(step: int, **changes: Any) -> TrainState:
