@@ -300,7 +300,8 @@ class Case:
                 maps = Path(f"/proc/{process.pid}/maps").read_text(encoding="utf-8", errors="replace")
             except OSError:
                 continue
-            in_use |= {name for name in new if f"/dev/shm/{name}" in maps}
+            # Other programs' semaphores carry their number and are mapped only while they are waited for.
+            in_use |= {name for name in new if f"/dev/shm/{name}" in maps or f"-{process.pid}-" in name}
         return sorted((new - in_use) & _shm())
 
 
