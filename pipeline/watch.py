@@ -106,6 +106,8 @@ class Watch:
         """Begin; in the main thread."""
         with suppress(OSError):
             self._folder.mkdir(parents=True, exist_ok=True)
+            if self._place.is_main:
+                _forget_ranks_from(self._place.world_size, folder=self._folder)
         self._stacks.open()  # before the first heartbeat, which invites the others to ask for a stack
         self._write("running")
         self._thread.start()
@@ -366,6 +368,14 @@ def _own_heartbeat(folder: Path, *, place: Place) -> Heartbeat | None:
 def _ranks_of_host(place: Place) -> range:
     first = max(0, place.rank - place.local_rank)
     return range(first, min(place.world_size, first + place.local_world_size))
+
+
+def _forget_ranks_from(first: int, *, folder: Path) -> None:
+    """Remove what an attempt with more processes has left."""
+    for path in folder.iterdir():
+        number = re.search(r"rank-(\d+)\.", path.name)
+        if number and int(number[1]) >= first:
+            path.unlink()
 
 
 def _last_step(beat: Heartbeat) -> str:
