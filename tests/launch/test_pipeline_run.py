@@ -6,15 +6,12 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 import pytest
 
 from data_shards.errors import UserError
-from data_shards.manifest import Manifest, Shard, write_manifest
 from launch import pipeline_run
 from launch.endings import EXIT_STOPPED
 from launch.local import Launch
@@ -22,56 +19,10 @@ from launch.lock import locked
 from launch.pipeline_run import PipelineRun
 from model.saved import SavedModelMeta
 from pipeline import stopping
-from pipeline.recipe import StageName
 from pipeline.recipe_io import load_recipe
-from pipeline.run_folder import RunFolder
+from tests.launch.machine import Machine, make_shards
 
 STAGES = ("pretrain", "swap_head", "finetune")
-
-
-def make_shards(folder: Path) -> None:
-    folder.mkdir(parents=True)
-    (folder / "a.tar").write_bytes(b"12345")
-    shards = (Shard("a.tar", num_samples=100, num_bytes=5, sha256="0" * 64),)
-    write_manifest(Manifest(folder, name="a", split=folder.name, classes=("x", "y"), shards=shards, source="here"))
-
-
-@dataclass
-class Machine:
-    """Stands in for the processes: notes what was started, and does what the test says."""
-
-    root: Path
-    outcome: Callable[[Launch], int] | None = None
-    started: list[StageName] = field(default_factory=list)
-    launches: list[Launch] = field(default_factory=list)
-
-    def start(self, launch: Launch) -> int:
-        self.started.append(launch.stage)
-        self.launches.append(launch)
-        if self.outcome is not None:
-            return self.outcome(launch)
-        folder = RunFolder(runs_root=launch.runs_root, name=launch.recipe.name)
-        folder.update(launch.stage, state="done", images_seen=64, results={"val/top1": 0.75})
-        return 0
-
-    def open(
-        self,
-        *overrides: str,
-        restart: StageName | None = None,
-        shards_of: tuple[StageName, ...] = ("pretrain", "finetune"),
-    ) -> PipelineRun:
-        shards = [
-            f"stages.{stage}.{key}={self.root / 'shards' / split}"
-            for stage in shards_of
-            for key, split in (("train", "train"), ("eval", "val"))
-        ]
-        return PipelineRun.open(
-            "digits", overrides=[*shards, *overrides], runs_root=self.root / "runs", restart=restart
-        )
-
-    @property
-    def folder(self) -> RunFolder:
-        return RunFolder(runs_root=self.root / "runs", name="digits")
 
 
 @pytest.fixture
