@@ -19,8 +19,8 @@ EXIT_STOPPED = 75
 app = App(
     name="shardvit",
     help="Pre-train Vision Transformers from WebDataset shards: pretrain, swap head, finetune.",
-    help_epilogue="Exit codes: 0 done, 1 failed, or (check) problems found, 2 a mistake in the command or recipe, "
-    "75 stopped by a signal after saving.",
+    help_epilogue="Exit codes: 0 done, 1 failed, or (check) problems found, 2 something to change (a mistake, a "
+    "full disk), 75 stopped by a signal: run the same command again.",
     version="0.1.0.dev0",
     help_format="plaintext",
     suppress_keyboard_interrupt=False,  # main() says what an interruption means

@@ -142,7 +142,7 @@ class PipelineRun:
             saved = f"step {record.last_saved_step:,}" if record.last_saved_step else "its beginning"
             kills = memory_kills()
             out_of_memory = None if kills is None or kills_before is None else kills > kills_before
-            why = "stopped at once" if interrupted else reason(code, out_of_memory=out_of_memory)
+            why = "stopped" if interrupted else reason(code, out_of_memory=out_of_memory)
             command = "the same command without --restart" if self.restart else "the same command"
             goes_on = f"{command} goes on from {saved}"
             if code != EXIT_STOPPED:

@@ -68,7 +68,7 @@ def test_ctrl_c_twice_in_a_save(saving: str, new_case: NewCase, undisturbed: Und
     attempt.process.send_signal(signal.SIGINT)
     attempt.wait_for_text("Ctrl-C again")
     attempt.process.send_signal(signal.SIGINT)
-    row.ends(attempt.wait(), code=75, says="stopped at once")
+    row.ends(attempt.wait(), code=75, says=r"not finished \(stopped\)")
     row.loses(case.start().wait(), reached=30)
     row.equals(case, baseline)
     row.leaves_nothing(case, baseline)
