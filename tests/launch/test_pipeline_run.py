@@ -313,9 +313,7 @@ def test_a_user_who_stops_it_at_once_is_told_no_false_reason(
     else:
         assert machine.open().execute(max_restarts=5) == EXIT_STOPPED
         error = capsys.readouterr().err
-        assert error == (
-            "shardvit: pretrain is not finished (stopped): the same command goes on from step 300\n"
-        )
+        assert error == ("shardvit: pretrain is not finished (stopped): the same command goes on from step 300\n")
     assert machine.started == stages
 
 
