@@ -15,6 +15,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
+from pipeline.living import process_started, this_machine
+
 _FREE = "free"
 
 
@@ -24,16 +26,16 @@ class Owner:
 
     Attributes:
         host: name of its machine, for people.
-        kernel: which start of which kernel it runs under, and its pid namespace: pids mean the same within one.
+        machine: see `pipeline.living.this_machine`.
         pid: its number there.
-        started: when it was started, in the kernel's ticks; a later process with the same number has another.
+        started: when it was started; a later process with the same number has another.
         token: of this claim alone.
     """
 
     host: str
-    kernel: str
+    machine: str
     pid: int
-    started: int
+    started: float
     token: str
 
     def __str__(self) -> str:
@@ -59,18 +61,8 @@ class Claim:
 
 def this_process() -> Owner:
     """The owner that this process would be."""
-    kernel = f"{_read('/proc/sys/kernel/random/boot_id')} {_link('/proc/self/ns/pid')}"
     pid = os.getpid()
-    return Owner(os.uname().nodename, kernel, pid, start_of(pid) or 0, token=secrets.token_hex(8))
-
-
-def start_of(pid: int) -> int | None:
-    """When a process of this machine was started, in ticks; None: it is gone."""
-    text = _read(f"/proc/{pid}/stat")
-    if not text:
-        return None
-    words = text.rpartition(")")[2].split()  # the name before it may hold anything
-    return None if words[0] in "ZX" else int(words[19])
+    return Owner(os.uname().nodename, this_machine(), pid, process_started(pid) or 0.0, token=secrets.token_hex(8))
 
 
 def highest_claim(path: Path) -> Claim:
@@ -151,17 +143,3 @@ def _numbers(path: Path) -> list[int]:
     start = f"{path.name}."
     suffixes = [name.removeprefix(start) for name in os.listdir(path.parent) if name.startswith(start)]
     return [int(suffix) for suffix in suffixes if suffix.isdecimal()]
-
-
-def _read(path: str) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8", errors="replace").strip()
-    except OSError:
-        return ""
-
-
-def _link(path: str) -> str:
-    try:
-        return os.readlink(path)
-    except OSError:
-        return ""

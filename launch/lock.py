@@ -24,7 +24,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from data_shards.errors import UserError
-from launch.claims import Claim, OwnClaim, highest_claim, start_of, this_process
+from launch.claims import Claim, OwnClaim, highest_claim, this_process
+from pipeline.living import process_started
 
 _BEAT_SECONDS = 5.0
 _WATCH_SECONDS = 30.0  # file servers stand still for a while, too
@@ -116,8 +117,8 @@ def _make_sure_it_is_dead(
     found: Claim, *, path: Path, has_flock: bool | None, what: str, say: Callable[[str], None]
 ) -> None:
     owner, here = found.owner, this_process()
-    if owner is not None and owner.kernel == here.kernel:
-        if has_flock is None and start_of(owner.pid) == owner.started:
+    if owner is not None and owner.machine == here.machine:
+        if has_flock is None and process_started(owner.pid) == owner.started:
             raise _InUse(owner)
         return
     who, seconds = (owner, _WATCH_SECONDS) if owner else ("a process that could not begin", _BEGIN_SECONDS)

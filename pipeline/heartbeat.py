@@ -12,18 +12,16 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import asdict, dataclass
-from functools import cache
 from pathlib import Path
 from typing import Literal
 
-import psutil
+from pipeline.living import process_started, this_machine
 
 State = Literal["running", "left", "failed", "ended"]
 """left: in good order; failed: by an exception; ended: it has ended the run because of another rank, and said so."""
 
 _FILE_BYTES = 4096
 _LONGEST_DOING, _LONGEST_NOTE = 60, 240  # characters; twelve bytes each at most as JSON
-_START_FIELD = 19  # of /proc/PID/stat, counted from the state on: ticks since the machine was started
 
 
 @dataclass(frozen=True)
@@ -86,54 +84,6 @@ def read_heartbeat(folder: Path, rank: int, *, attempt: str | None = None) -> He
     return beat if attempt in (None, beat.attempt) else None
 
 
-@cache
-def this_machine() -> str:
-    """What two processes have in common if each can find the other by its number: kernel and name space.
-
-    Names of hosts would not do: containers on one host may share its name, and not its processes.
-    """
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:  # not Linux
-        return os.uname().nodename
-
-
-def process_started(pid: int) -> float | None:
-    """When a process began, in a unit of the system's; None: there is none, or it is dead and not yet collected.
-
-    Not psutil's create_time where it can be helped: that is a time of day, and moves when the clock is set.
-    """
-    if Path("/proc/self/stat").exists():
-        fields = _stat(pid)
-        return None if fields is None or fields[0] in "ZX" else float(fields[_START_FIELD])
-    try:
-        process = psutil.Process(pid)
-        return None if process.status() == psutil.STATUS_ZOMBIE else process.create_time()
-    except psutil.Error:
-        return None
-
-
 def is_gone(beat: Heartbeat) -> bool:
     """Whether the process is known to be dead; never of a process on another machine."""
     return beat.machine == this_machine() and process_started(beat.pid) != beat.started
-
-
-def describe_process(pid: int) -> str:
-    """What the kernel says a process does, for a message; empty where that tells nothing."""
-    fields = _stat(pid)
-    return {
-        "T": "it is stopped by a signal (SIGSTOP or Ctrl-Z)",
-        "t": "it is held by a debugger",
-        "D": "it waits for a disk or a driver and cannot be interrupted",
-        "R": "it is computing",
-    }.get(fields[0] if fields else "", "")
-
-
-def _stat(pid: int) -> list[str] | None:
-    """The fields of /proc/PID/stat from the state on; the name before them may contain anything."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return None
-    return text.rpartition(")")[2].split()

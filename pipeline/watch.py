@@ -26,16 +26,8 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
-from pipeline.heartbeat import (
-    Heartbeat,
-    State,
-    describe_process,
-    is_gone,
-    process_started,
-    read_heartbeat,
-    this_machine,
-    write_heartbeat,
-)
+from pipeline.heartbeat import Heartbeat, State, is_gone, read_heartbeat, write_heartbeat
+from pipeline.living import describe_process, process_started, this_machine
 from pipeline.process import Place
 from pipeline.sightings import Sightings, Suspect, WakingClock, find_suspects
 from pipeline.stacks import DUMP_SIGNAL, StackDumps, main_thread_waits, stack_excerpt, stack_file

@@ -29,7 +29,7 @@ lock._BEAT_SECONDS, lock._WATCH_SECONDS, lock._BEGIN_SECONDS, lock._LOOK_SECONDS
 def on(machine, locks):
     real = claims.this_process
     if machine != "here":
-        lock.this_process = lambda: replace(real(), host=machine, kernel=machine)
+        lock.this_process = lambda: replace(real(), host=machine, machine=machine)
     def flock(descriptor, how):
         if locks == "none":
             raise OSError(errno.ENOLCK, "No locks available")
@@ -192,7 +192,7 @@ def test_another_process_with_the_dead_ones_number_is_not_taken_for_it(
         owner.wait()
     started = claims.highest_claim(path).owner
     assert started
-    monkeypatch.setattr(lock, "start_of", lambda pid: started.started + 1)
+    monkeypatch.setattr(lock, "process_started", lambda pid: started.started + 1)
     with locked(path, what="run a", say=pytest.fail):
         pass
 

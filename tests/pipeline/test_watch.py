@@ -13,15 +13,8 @@ from dataclasses import replace
 import pytest
 
 from pipeline import watch as watch_module
-from pipeline.heartbeat import (
-    Heartbeat,
-    heartbeat_file,
-    is_gone,
-    process_started,
-    read_heartbeat,
-    this_machine,
-    write_heartbeat,
-)
+from pipeline.heartbeat import Heartbeat, heartbeat_file, is_gone, read_heartbeat, write_heartbeat
+from pipeline.living import process_started, this_machine
 from pipeline.process import Place
 from pipeline.sightings import Sightings, WakingClock, find_suspects
 from pipeline.stacks import main_thread_waits, stack_excerpt
