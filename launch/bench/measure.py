@@ -126,6 +126,8 @@ def run_told(
                     marks[told.pop("mark")] = told
                     if last_mark in marks:
                         break
+                else:
+                    process.wait()  # on its way out with an exit code of its own; the clock ends it if it hangs there
                 clock.cancel()
         finally:
             with contextlib.suppress(subprocess.TimeoutExpired):
