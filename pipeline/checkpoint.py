@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
-import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,12 +23,13 @@ from pathlib import Path
 from typing import Any
 
 from data_shards.errors import UserError
+from pipeline.durable import flush, write_text
 from pipeline.engine import Engine
 from pipeline.identity import FOLDER_PREFIX, STATE, check_identity, checkpoint_folders, is_cut_alike
 from pipeline.ranks import Ranks
 from pipeline.retention import Kept, Retention, superfluous
 from pipeline.state import TrainState
-from pipeline.state_files import Seal, digest_of, flush
+from pipeline.state_files import Seal, digest_of
 
 MANIFEST = "manifest.json"
 _WRITING = ".writing-"
@@ -79,10 +79,7 @@ def commit_checkpoint(root: Path, *, step: int, seals: Mapping[str, Seal]) -> Pa
             errno.ENOENT, f"{absent[0]} was written and is not there: do all machines have the same folder there?"
         )
     manifest = json.dumps({"version": 1, "files": files}, indent=1) + "\n"
-    with (beside / MANIFEST).open("w", encoding="utf-8") as file:
-        file.write(manifest)
-        file.flush()
-        os.fsync(file.fileno())
+    write_text(beside / MANIFEST, manifest)
     for folder in {above for name in files for above in (beside / name).parents if above.is_relative_to(beside)}:
         flush(folder)
     if final.exists():  # passed over as damaged, and reached again

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from data_shards.errors import UserError
+from pipeline.durable import replace_text
 from pipeline.recipe import Recipe, StageName
 from pipeline.recipe_io import differences, dump_recipe, flatten, parse_recipe, without_free_keys
 
@@ -92,7 +92,7 @@ class RunFolder:
     def update(self, name: StageName, **changes: object) -> StageRecord:
         """Change fields of a stage's record, on disk and at once."""
         record = replace(self.record(name), **changes)
-        _write_text(self.stage(name) / "stage.json", json.dumps(asdict(record), indent=1) + "\n")
+        replace_text(self.stage(name) / "stage.json", json.dumps(asdict(record), indent=1) + "\n")
         return record
 
     def check_recipe(self, recipe: Recipe, *, restart: StageName | None = None) -> None:
@@ -141,7 +141,7 @@ class RunFolder:
                         aside = aside.with_name(f"{name}-{stamp}.{number}")
                     self.stage(name).rename(aside)
                     notes.append(f"moved {self.stage(name)} aside to {aside}")
-        _write_text(self.path / "recipe.yaml", dump_recipe(recipe))
+        replace_text(self.path / "recipe.yaml", dump_recipe(recipe))
         return notes
 
     def is_complete(self, recipe: Recipe) -> bool:
@@ -253,20 +253,3 @@ def check_model(folder: RunFolder, *, stage: StageName) -> Path:
 
 def _again(stage: StageName) -> str:
     return f"bring the old ones back, or begin again with --restart {stage}"
-
-
-def _write_text(path: Path, text: str) -> None:
-    """Write a file that is there wholly or as it was before, killed or without power at any moment."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.writing")
-    with beside.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    beside.replace(path)
-    for folder in (path.parent, path.parent.parent):  # the latter may have got the former just now
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)

@@ -151,15 +151,6 @@ def digest_of(path: Path) -> str:
         return hashlib.file_digest(file, _hasher).hexdigest()
 
 
-def flush(path: Path) -> None:
-    """Wait until a file, or a folder's list of names, is on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 class _Tee:
     """Writes and digests in one go.
 

@@ -1,0 +1,45 @@
+"""Small files and names that outlive a loss of power. Costs one flush of the disk per file and folder."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def flush(path: Path) -> None:
+    """Wait until a file, or a folder's list of names, is on the disk.
+
+    Raises:
+        OSError: the disk is full or fails.
+    """
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a new file of text, and wait until its content is on the disk.
+
+    Raises:
+        OSError: the disk is full or fails.
+    """
+    with path.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a file that is there wholly or as it was before, killed or without power at any moment.
+
+    Raises:
+        OSError: the disk is full or fails.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.writing")
+    write_text(beside, text)
+    beside.replace(path)
+    for folder in (path.parent, path.parent.parent):  # the latter may have got the former just now
+        flush(folder)
