@@ -99,6 +99,7 @@ def _run(recipe: Recipe, *, folder: RunFolder, stage: StageName, place: Place) -
 
     from pipeline.context import StageContext, Tracking
     from pipeline.ranks import Ranks
+    from pipeline.saver import SaveFailed
     from pipeline.stages import run_stage
     from pipeline.train_loop import TrainingFailed
 
@@ -124,7 +125,7 @@ def _run(recipe: Recipe, *, folder: RunFolder, stage: StageName, place: Place) -
             run_stage(context, stage=stage)
         except Stopped:
             return EXIT_STOPPED
-        except TrainingFailed as error:
+        except (TrainingFailed, SaveFailed) as error:
             if place.is_main:
                 _say(f"{stage} failed: {error}")
             return 1

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import errno
 import json
 import platform
 import threading
@@ -38,6 +39,29 @@ from pipeline.state_files import Abandoned, Seal, StateFile, text_file, write_fi
 
 RECIPE = "recipe.yaml"
 _BEAT_SECONDS = 5.0
+# Of a file server that is away, or of one bad transfer: another attempt may do without anybody's help.
+_PASSING = {
+    errno.EIO,
+    errno.ESTALE,
+    errno.ETIMEDOUT,
+    errno.ENOTCONN,
+    errno.ECONNRESET,
+    errno.EHOSTDOWN,
+    errno.EHOSTUNREACH,
+    errno.EREMOTEIO,
+}
+
+
+class SaveFailed(Exception):
+    """A checkpoint could not be written, for a reason that may pass; the message says what stands."""
+
+
+@dataclass(frozen=True)
+class _Problem:
+    """Why a save cannot be done."""
+
+    text: str
+    passes: bool = False  # perhaps, by itself
 
 
 @dataclass(frozen=True)
@@ -49,7 +73,7 @@ class _Needs:
     copy_bytes: int
     spare_bytes: int  # of the host's memory
     free_bytes: int  # of the disk, on rank 0
-    problem: str  # rank 0 could not make the folder; empty: it could
+    problem: _Problem | None  # rank 0 could not make the folder
 
 
 class CheckpointSaver:
@@ -106,7 +130,8 @@ class CheckpointSaver:
         """Save `state` and the engine's; one still in flight is finished first.
 
         Raises:
-            UserError: the disk has no room for it or failed, now or for the one in flight.
+            UserError: the disk has no room for it or cannot be written, now or for the one in flight.
+            SaveFailed: the disk failed.
         """
         with self._standing_still():
             self._finish()
@@ -122,9 +147,8 @@ class CheckpointSaver:
             if needs[0].problem:
                 self._fail(state.step, needs[0].problem)
             if needs[0].free_bytes < needed_bytes:
-                self._fail(
-                    state.step, f"it needs {show_bytes(needed_bytes)}, {show_bytes(needs[0].free_bytes)} are free"
-                )
+                room = f"it needs {show_bytes(needed_bytes)}, {show_bytes(needs[0].free_bytes)} are free"
+                self._fail(state.step, _Problem(room))
             background = self._mode == "background" and self._memory_holds(needs)
             if background:
                 files = tuple(file.on_host() for file in files)
@@ -138,7 +162,8 @@ class CheckpointSaver:
         """Commit the save in flight if all ranks have written it; once a step.
 
         Raises:
-            UserError: it could not be written.
+            UserError: the disk has no room for it or cannot be written.
+            SaveFailed: the disk failed.
         """
         if self._writing is None:
             return
@@ -156,7 +181,8 @@ class CheckpointSaver:
         """Wait for the save in flight, if there is one, and commit it.
 
         Raises:
-            UserError: it could not be written.
+            UserError: the disk has no room for it or cannot be written.
+            SaveFailed: the disk failed.
         """
         with self._standing_still():
             self._finish()
@@ -182,25 +208,30 @@ class CheckpointSaver:
                 moved_bytes = writing.moved_bytes
                 self._beat(writing.state.step)
         self._writing = None
-        parts: list[tuple[dict[str, Seal], str]] = self._ranks.gather_objects((writing.seals, writing.failure))  # pyright: ignore[reportAssignmentType]
-        failures = [f"rank {rank}: {failure}" for rank, (_, failure) in enumerate(parts) if failure]
-        problem = failures[0] if failures else ""
+        parts: list[tuple[dict[str, Seal], _Problem | None]] = self._ranks.gather_objects(
+            (writing.seals, writing.failure)
+        )  # pyright: ignore[reportAssignmentType]
+        failures = [(rank, failure) for rank, (_, failure) in enumerate(parts) if failure]
+        found: _Problem | None = None
+        if failures:
+            rank, first = failures[0]
+            found = _Problem(f"rank {rank}: {first.text}", passes=all(failure.passes for _, failure in failures))
         step = writing.state.step
-        if self._ranks.place.is_main and not problem:
+        if self._ranks.place.is_main and not found:
             try:
                 commit_checkpoint(
                     self._root, step=step, seals={name: seal for seals, _ in parts for name, seal in seals.items()}
                 )
             except OSError as error:
-                problem = _reason(error)
-        problem = str(self._ranks.gather_objects(problem)[0])
+                found = _problem(error)
+        problem: _Problem | None = self._ranks.gather_objects(found)[0]  # pyright: ignore[reportAssignmentType]
         if problem:
             self._fail(step, problem)
         self._on_commit(writing.state)  # before the pruning, which may take its time on a file server
         if self._ranks.place.is_main:
             prune_checkpoints(self._root, newest_step=step, retention=self._retention)
 
-    def _fail(self, step: int, problem: str) -> NoReturn:
+    def _fail(self, step: int, problem: _Problem) -> NoReturn:
         """Remove what was written of a save and raise; with the same words on every rank."""
         words = ""
         if self._ranks.place.is_main:
@@ -209,28 +240,29 @@ class CheckpointSaver:
                 newest = next(iter(checkpoint_folders(self._root)), None)
                 stands = f"{newest.name} stands" if newest else "there is no earlier one"
             except OSError as error:  # the others wait for these words
-                stands = f"which earlier ones stand cannot be read ({_reason(error)})"
-            words = (
-                f"the checkpoint of step {step} could not be written to {self._root} ({problem}); {stands}: make room "
-                "or mend the disk, and run the same command again"
+                stands = f"which earlier ones stand cannot be read ({_problem(error).text})"
+            words = f"the checkpoint of step {step} could not be written to {self._root} ({problem.text}); {stands}: "
+            words += (
+                "it may pass, or something there has to be mended" if problem.passes else "make room or mend the disk"
             )
-        raise UserError(str(self._ranks.gather_objects(words)[0]))
+            words += "; the same command goes on"
+        raise (SaveFailed if problem.passes else UserError)(str(self._ranks.gather_objects(words)[0]))
 
-    def _open_folder(self, step: int) -> tuple[int, str]:
-        """Make the folder to write into, on rank 0: the room there, and why it failed, or nothing."""
+    def _open_folder(self, step: int) -> tuple[int, _Problem | None]:
+        """Make the folder to write into, on rank 0: the room there, and why it failed."""
         if self._ranks.place.is_main:
             try:
                 open_beside(self._root, step=step)
-                return free_bytes(self._root), ""
+                return free_bytes(self._root), None
             except OSError as error:
-                return 0, _reason(error)
-        return 0, ""
+                return 0, _problem(error)
+        return 0, None
 
     def _our_files(self, state: TrainState) -> tuple[StateFile, ...]:
         content = json.dumps({**self._about, "state": state.to_json()}, indent=1) + "\n"
         return text_file(STATE, content), text_file(RECIPE, self._recipe_text)
 
-    def _needs(self, files: Sequence[StateFile], *, room_bytes: int, problem: str) -> _Needs:
+    def _needs(self, files: Sequence[StateFile], *, room_bytes: int, problem: _Problem | None) -> _Needs:
         return _Needs(
             host=platform.node(),
             file_bytes=sum(file.num_bytes for file in files),
@@ -270,7 +302,7 @@ class _Writing:
     def __init__(self, folder: Path, *, files: Sequence[StateFile], state: TrainState) -> None:
         self.state = state
         self.seals: dict[str, Seal] = {}
-        self.failure = ""
+        self.failure: _Problem | None = None
         self.moved_bytes = 0
         self._folder = folder
         self._files = list(files)
@@ -302,12 +334,12 @@ class _Writing:
                 file = self._files.pop()
                 self.seals[file.path] = write_file(self._folder, file, abandoned=self._abandoned, on_bytes=self._count)
         except Abandoned:
-            self.failure = "called off"
+            self.failure = _Problem("called off")
         except OSError as error:
-            self.failure = _reason(error)
+            self.failure = _problem(error)
         except Exception as error:  # noqa: BLE001 - our mistake: told by all ranks, instead of one that leaves the others waiting
             traceback.print_exc()
-            self.failure = f"{type(error).__name__}: {error}"
+            self.failure = _Problem(f"{type(error).__name__}: {error}", passes=True)
         finally:
             self._files.clear()
 
@@ -315,5 +347,5 @@ class _Writing:
         self.moved_bytes += num_bytes
 
 
-def _reason(error: OSError) -> str:
-    return error.strerror or str(error)
+def _problem(error: OSError) -> _Problem:
+    return _Problem(error.strerror or str(error), passes=error.errno in _PASSING)

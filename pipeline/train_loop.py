@@ -67,6 +67,7 @@ def train(job: TrainJob, state: TrainState) -> TrainState:
             recipe says to stop then (everything up to the current step is saved).
         UserError: more images are damaged than the recipe allows (everything up to here is saved), or a checkpoint
             cannot be written.
+        SaveFailed: the disk failed while a checkpoint was written, which may pass.
     """
     engine, task, ranks, plan, report, faults = job.engine, job.task, job.ranks, job.plan, job.report, job.faults
     watch = job.watch

@@ -20,6 +20,10 @@ FULL = (
     "A disk that is full during a save ends the run on all ranks with one sentence; the older checkpoints stay, what "
     "was half-written is removed, and with room made the same command goes on."
 )
+FAILS = (
+    "A disk that fails during a save, as when a file server is away, ends the run with exit code 1 and the older "
+    "checkpoints intact; --max-restarts goes on by itself."
+)
 FULL_LOG = (
     "A disk that is full for the metrics ends the run with one sentence; with room made the same command goes on."
 )
@@ -45,6 +49,17 @@ def test_the_disk_is_full_for_one_rank(
     continued = case.start().wait()
     assert continued.code == 0, continued.output
     row.loses(continued, reached=20)
+    row.equals(case, baseline)
+    row.leaves_nothing(case, baseline)
+
+
+def test_the_disk_fails_for_a_moment(new_case: NewCase, undisturbed: Undisturbed, row: Row) -> None:
+    row.is_about("disk error during a save, --max-restarts 1", FAILS)
+    baseline, case = undisturbed(), new_case(changes={"engine.saving": "background"})
+    fault = case.fault("eio", "save.writing", rank=1, step=20)
+    ended = case.start("--max-restarts", "1", how="run", faults=[fault]).wait()
+    row.ends(ended, code=0, says="Input/output error")
+    row.loses(ended, reached=20)
     row.equals(case, baseline)
     row.leaves_nothing(case, baseline)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-Action = Literal["kill", "kill_all", "stop", "sleep", "raise", "enospc", "nan", "clock", "signal"]
+Action = Literal["kill", "kill_all", "stop", "sleep", "raise", "enospc", "eio", "nan", "clock", "signal"]
 SUPERVISOR_PID = "SHARDVIT_SUPERVISOR_PID"
 
 
@@ -23,8 +23,8 @@ class Fault:
 
     Attributes:
         action: kill (this process, by SIGKILL), kill_all (all processes of the run and `shardvit run`), stop (SIGSTOP),
-            sleep, raise (RuntimeError), enospc (OSError of a full disk), nan (the gradient, at point backward), clock
-            (time.time jumps), signal (`number`, to this process).
+            sleep, raise (RuntimeError), enospc (OSError of a full disk), eio (of one that failed), nan (the gradient,
+            at point backward), clock (time.time jumps), signal (`number`, to this process).
         point: see `calls.POINTS` and `files.POINTS`.
         rank: the one to strike; "any": whoever comes by. A process without a rank counts as 0.
         step: at points of the loop the number of steps that are done, at points of a save the saved step; None: any.
@@ -80,8 +80,9 @@ class Fault:
                 time.sleep(self.seconds)
             case "raise":
                 raise RuntimeError(f"a fault of the tests at {self.point}")
-            case "enospc":
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            case "enospc" | "eio":
+                number: int = getattr(errno, self.action.upper())
+                raise OSError(number, os.strerror(number))
             case "clock":
                 now, jump = time.time, self.seconds
                 time.time = lambda: now() + jump
