@@ -238,7 +238,9 @@ def run(
     ] = None,
     restart: Annotated[
         Literal["masked_patch", "pretrain", "swap_head", "finetune"] | None,
-        Parameter(help="Begin this stage and those after it again; what is there is moved aside."),
+        Parameter(
+            help="Begin this stage and those after it again; what is there is moved aside. Leave it out to go on later."
+        ),
     ] = None,
     runs: Annotated[Path, Parameter(help="Folder of all runs and of mlflow.db.")] = Path("runs"),
     max_restarts: Annotated[
@@ -268,12 +270,14 @@ def run(
 
 @app.command
 def train(
-    *arguments: Annotated[str, Parameter(allow_leading_hyphen=True, help="RECIPE --stage STAGE and the rest.")],
+    *arguments: Annotated[
+        str, Parameter(allow_leading_hyphen=True, help="RECIPE [key=value ...] --stage STAGE [--runs FOLDER].")
+    ],
 ) -> int:
     """Run one stage of a recipe on this rank: what every launcher starts (`shardvit run` does it for you).
 
     Some examples:
-        torchrun --nproc-per-node 8 -m launch.train my.yaml --stage pretrain --runs runs key=value
+        python -m launch.torchrun --nproc-per-node 8 -m launch.train my.yaml --stage pretrain --runs runs key=value
 
         shardvit train my.yaml --stage swap_head
     """

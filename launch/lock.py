@@ -8,7 +8,7 @@ So the owner also writes a claim (`claims`) and counts on in it. Who finds the c
 A kill at any moment leaves nothing locked; after one on another machine the next start takes half a minute longer.
 
 Costs a small write and fsync every few seconds from a thread. An owner whose machine was suspended for longer than
-the watch may find that somebody else took over: its process ends at once, before it writes anything else.
+the watch may find that somebody else took over: its process ends within a few seconds, without another save.
 """
 
 from __future__ import annotations

@@ -6,9 +6,11 @@ user allows it (`restarts`).
 
 from __future__ import annotations
 
+import contextlib
+import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -97,7 +99,7 @@ class PipelineRun:
             return 0
         restarts = Restarts(max_restarts)
         try:
-            with locked(self.folder.path / ".run.lock", what=f"run {self.folder.path}"):
+            with _signals_interrupt(), locked(self.folder.path / ".run.lock", what=f"run {self.folder.path}"):
                 for note in self.folder.open(self.recipe, restart=self.restart):
                     print(note)
                 for stage in self.recipe.stages.names if only is None else (only,):
@@ -179,6 +181,18 @@ class PipelineRun:
     def _begins_again(self, stage: StageName) -> bool:
         names = self.recipe.stages.names
         return self.restart is not None and names.index(stage) >= names.index(self.restart)
+
+
+@contextlib.contextmanager
+def _signals_interrupt() -> Iterator[None]:
+    """Between two stages SIGTERM and SIGUSR1 do what Ctrl-C does: nothing is at work that could be saved."""
+    numbers = (signal.SIGTERM, signal.SIGUSR1)
+    handlers = [signal.signal(number, signal.default_int_handler) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, handlers, strict=True):
+            signal.signal(number, handler)
 
 
 def _say(text: str) -> None:

@@ -11,6 +11,7 @@ import sys
 
 def main() -> int:
     """Run with torchrun's own arguments."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
 
@@ -19,6 +20,8 @@ def main() -> int:
     except ChildFailedError as error:
         _, failure = error.get_first_failure()
         return failure.exitcode  # of a signal: -n, which the shell sees as 256 - n
+    except SignalException as error:  # it has waited half a minute for the ranks to save, and killed the rest
+        return 128 + int(error.sigval)
     return 0
 
 

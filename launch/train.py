@@ -1,11 +1,12 @@
 """What every launcher starts on every rank: one stage of a recipe.
 
     deepspeed --num_gpus 8 --no_local_rank --module launch.train RECIPE --stage pretrain
-    torchrun --nproc-per-node 8 -m launch.train RECIPE --stage pretrain
+    python -m launch.torchrun --nproc-per-node 8 -m launch.train RECIPE --stage pretrain
     python -m launch.train RECIPE --stage pretrain
 
-`shardvit run` starts the first form by itself. Exit codes: 0 done, 2 the user's mistake or a disk that cannot be
-written, 75 stopped by a signal after saving (the same command goes on), 1 anything else.
+`shardvit run` does that by itself (`local`). Exit codes, of a rank and of `launch.torchrun`: 0 done, 2 the user's
+mistake or a disk that cannot be written, 75 stopped by a signal after saving (the same command goes on), 1 anything
+else.
 """
 
 from __future__ import annotations

@@ -140,7 +140,7 @@ def restore_checkpoint(root: Path, *, engine: Engine, ranks: Ranks, identity: di
         share = (ranks.place.rank, ranks.place.world_size)
         damage = [text for text in ranks.gather_objects(damage_of(folder, share=share)) if text]
         if damage:
-            notes.append(f"{folder} is damaged ({damage[0]}); the one before it is used")
+            notes.append(f"{folder} is damaged ({damage[0]}): it is passed over")
             continue
         content = json.loads((folder / STATE).read_text(encoding="utf-8"))
         check_identity(content["identity"], identity, folder=folder)

@@ -91,8 +91,9 @@ def _of_stage(run: Path, *, stage: StageName) -> FoundModel:
             found = _of_whole_checkpoint(checkpoint)
             notes = (f"{stage} is not done: this is its checkpoint {checkpoint.name}", *damaged, *found.notes)
             return FoundModel(found.meta, found.state, found.origin, notes)
-        damaged.append(f"{checkpoint} is damaged ({damage}); the one before it is used")
-    raise UserError(f"{run / stage} is not done and has no whole checkpoint: run it first")
+        damaged.append(f"{checkpoint} is damaged ({damage})")
+    why = f" ({'; '.join(damaged)})" if damaged else ""
+    raise UserError(f"{run / stage} is not done and has no whole checkpoint{why}: run it first")
 
 
 def _of_folder(folder: Path) -> FoundModel:

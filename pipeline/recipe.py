@@ -121,7 +121,9 @@ class TrainStage(Strict):
     unmasked_finish: DurationText = "0 steps"
     """How long, at the end, patch_dropout rests."""
     log_every: DurationText = "20 steps"
+    """Between two points of the curve, which is when spikes and slow processes are looked for; 0: at the end alone."""
     eval_every: DurationText = "25%"
+    """Between two evaluations; 0: at the end alone."""
     save_every: DurationText = "10%"
     """Between two checkpoints; one is also written by a signal and at the end."""
     save_every_minutes: float = Field(default=0.0, ge=0)
@@ -137,6 +139,10 @@ class TrainStage(Strict):
     def _nothing_ignored(self) -> TrainStage:
         if self.eval_protocol == "vit" and self.eval_crop_share is not None:
             raise ValueError("eval_crop_share means nothing to eval_protocol vit: leave it out")
+        if self.loss == "sigmoid" and self.label_smoothing >= 0.5:
+            raise ValueError(
+                f"label_smoothing {self.label_smoothing} turns the sigmoid's targets around: stay below 0.5"
+            )
         if not self.patch_dropout and self.unmasked_finish != type(self).model_fields["unmasked_finish"].default:
             raise ValueError("unmasked_finish means nothing without patch_dropout: leave it out")
         given = [each.weight is not None for each in self.train]

@@ -29,7 +29,7 @@ def join_group(place: Place, *, backend: str, timeout_seconds: float) -> None:
     """Make the default process group.
 
     Raises:
-        PeerGone: rank 0 did not open its door in time.
+        PeerGone: rank 0 did not open its door, or others did not come, in time.
     """
     timeout = timedelta(seconds=timeout_seconds)
     if place.world_size == 1:
@@ -37,13 +37,20 @@ def join_group(place: Place, *, backend: str, timeout_seconds: float) -> None:
     elif place.rendezvous is not None:
         store = _store_in(place.rendezvous, place=place, timeout=timeout)
     else:
-        distributed.init_process_group(
-            backend=backend,
-            init_method=f"tcp://{place.master_addr}:{place.master_port}",
-            rank=place.rank,
-            world_size=place.world_size,
-            timeout=timeout,
-        )
+        try:
+            distributed.init_process_group(
+                backend=backend,
+                init_method=f"tcp://{place.master_addr}:{place.master_port}",
+                rank=place.rank,
+                world_size=place.world_size,
+                timeout=timeout,
+            )
+        except distributed.DistError as error:
+            raise PeerGone(
+                f"the {place.world_size} processes did not meet at {place.master_addr}:{place.master_port} "
+                f"(MASTER_ADDR, MASTER_PORT) within {timeout_seconds:.0f} seconds (engine.collective_timeout_seconds): "
+                f"{str(error).splitlines()[0]}"
+            ) from error
         return
     distributed.init_process_group(
         backend=backend, store=store, rank=place.rank, world_size=place.world_size, timeout=timeout

@@ -4,7 +4,7 @@ A `StateFile` holds a structure of tensors and plain values, or text. Taking it 
 copied, so that what the training replaces or counts up later does not change it, and the tensors share the training's
 memory. `on_host` copies them too, exactly as many bytes as are written: then training may go on.
 
-Writing reads every byte three times: once to write and digest it in one go (0.3 to 0.9 GiB a second and core, by
+Writing reads every byte twice: once to write and digest it in one go (0.3 to 0.9 GiB a second and core, by
 blake2b), and, after it was flushed to the disk and dropped from the page cache, once more from the disk, whose digest
 must be the same. The files that are written are equal to the last bit, shared or copied, as long as the tensors lie
 on the CPU.

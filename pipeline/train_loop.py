@@ -153,9 +153,10 @@ def train(job: TrainJob, state: TrainState) -> TrainState:
         if faults.complaint:
             raise UserError(faults.complaint)
         if given_up:
+            saved = f"step {saved_step} is saved" if saved_step else "nothing is saved"
             raise TrainingFailed(
-                f"{state.skipped_in_a_row} steps in a row had gradients that are not finite (last loss at step "
-                f"{state.step}): lower the learning rate, or lengthen the warm-up"
+                f"{state.skipped_in_a_row} steps in a row had gradients that are not finite (the last is {state.step}, "
+                f"{saved}): lower the stage's optimizer.lr or lengthen schedule.warmup, and begin it with --restart"
             )
         if too_slow:
             raise TrainingFailed(f"{too_slow}; everything up to step {state.step} is saved (engine.slow_rank: stop)")

@@ -78,7 +78,6 @@ class Watch:
         # The first step comes after imports, loading and compiling, which give no sign of progress.
         self._patience_seconds = max(hang_seconds, _FIRST_STEP_SECONDS)
         self._ended = ""  # what was said when this rank ended the run
-        self._gone_at: float | None = None
         self._stacks = StackDumps(stack_file(folder, place.rank))
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True, name="watch")

@@ -30,7 +30,10 @@ CORRUPT = (
 MISSING = "A shard that is cut short or gone is named in one sentence; brought back, the same command goes on."
 STORE = "A store that answers with errors is waited out: the run is the same as from local shards."
 TRACKER = "A tracking server that is down or silent neither stops nor changes a run; what it missed is sent later."
-NAN = "A step whose gradient is not finite on any rank is skipped on all; too many in a row end the run, saved before."
+NAN = (
+    "A step whose gradient is not finite on any rank is skipped on all; too many in a row end the run, and what is "
+    "saved stands."
+)
 
 KILLED_AT = 26
 

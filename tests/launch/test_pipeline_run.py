@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import shutil
+import signal
 from functools import partial
 from pathlib import Path
 
@@ -284,15 +285,19 @@ def test_nothing_is_started_again_unasked(machine: Machine, capsys: pytest.Captu
         machine.open().execute(max_restarts=-1)
 
 
-def test_ctrl_c_in_the_pause_ends_it(machine: Machine, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_in_the_pause_ends_it(number: signal.Signals, machine: Machine, monkeypatch: pytest.MonkeyPatch):
     def interrupted(seconds: float) -> None:
-        raise KeyboardInterrupt
+        signal.raise_signal(number)
+
+    handlers = [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGUSR1)]
 
     monkeypatch.setattr(pipeline_run.time, "sleep", interrupted)
     machine.outcome = Failing(machine, (1, 10))
     with pytest.raises(KeyboardInterrupt):
         machine.open().execute(max_restarts=5)
     assert machine.started == ["pretrain"]
+    assert [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGUSR1)] == handlers
     with locked(machine.folder.path / ".run.lock", what="it"):
         pass
 

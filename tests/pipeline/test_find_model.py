@@ -155,13 +155,13 @@ def test_of_an_unfinished_stage_the_newest_whole_checkpoint_is_taken_and_it_is_s
     assert found.origin == str(stage / "checkpoints/step-00000004")
     assert found.notes[0].endswith("this is its checkpoint step-00000004")
     (passed_over,) = found.notes[1:]
-    assert "step-00000006 is damaged" in passed_over and "the one before it is used" in passed_over
+    assert "step-00000006 is damaged" in passed_over
     with pytest.raises(UserError, match=r"step-00000006 is damaged .*: take another one"):
         find_model(stage / "checkpoints/step-00000006")
 
     for checkpoint in ("step-00000002", "step-00000004"):
         damage(stage / "checkpoints" / checkpoint)
-    with pytest.raises(UserError, match="is not done and has no whole checkpoint: run it first"):
+    with pytest.raises(UserError, match=r"no whole checkpoint \(.*step-00000006 is damaged .*\): run it first"):
         find_model(stage)
 
 

@@ -80,6 +80,10 @@ def test_an_image_size_that_is_no_multiple_of_the_patch_names_the_neighbours():
         ({"stages__pretrain": ...}, "swap_head needs a model"),
         ({"stages__swap_head__model": "imported"}, "swap_head.model and pretrain both"),
         ({"stages__pretrain__unmasked_finish": "1 epoch"}, "unmasked_finish means nothing"),
+        (
+            {"stages__pretrain__loss": "sigmoid", "stages__pretrain__label_smoothing": 0.5},
+            "label_smoothing 0.5 turns the sigmoid's targets around",
+        ),
         ({"stages__finetune__init": "timm"}, "init means nothing to start swap_head"),
         ({"stages__swap_head": ...}, "add one, or set start: scratch"),
         ({"stages__finetune__start": "scratch"}, "leave out swap_head"),

@@ -90,3 +90,13 @@ def test_nobody_reads_half_an_address(tmp_path: Path, monkeypatch: pytest.Monkey
         Ranks(Place(world_size=2, local_world_size=2, rendezvous=tmp_path), timeout_seconds=1)
     (text, name) = seen[0]
     assert name == ADDRESS_FILE and text.split()[0] == "127.0.0.1" and int(text.split()[1]) > 0
+
+
+def test_a_named_host_where_nobody_listens_is_told_with_what_to_change():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # nobody else gets it, and nobody answers
+        place = Place(rank=1, world_size=2, master_addr="127.0.0.1", master_port=taken.getsockname()[1])
+        with pytest.raises(
+            PeerGone, match=rf"127\.0\.0\.1:{place.master_port} \(MASTER_ADDR, MASTER_PORT\) within 1 s"
+        ):
+            Ranks(place, timeout_seconds=1)
