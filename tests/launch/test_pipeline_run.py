@@ -277,6 +277,28 @@ def test_what_is_no_failure_is_not_started_again(machine: Machine, pauses: list[
     assert machine.started == ["pretrain"] and pauses == []
 
 
+@pytest.mark.parametrize(
+    ("kills", "said"),
+    [
+        ((3, 4), "(the kernel killed a process because memory ran out)"),
+        ((3, 3), "(a process was killed by signal 9)"),
+        ((None, None), "which is what the kernel does when memory runs out)"),
+    ],
+)
+def test_memory_is_blamed_if_the_kernel_killed_for_it_while_the_stage_ran(
+    machine: Machine,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    kills: tuple[int | None, int | None],
+    said: str,
+):
+    counts = iter(kills)
+    monkeypatch.setattr(pipeline_run, "memory_kills", lambda: next(counts))
+    machine.outcome = Failing(machine, (247, 10))
+    assert machine.open().execute() == 1
+    assert said in capsys.readouterr().err
+
+
 def test_nothing_is_started_again_unasked(machine: Machine, capsys: pytest.CaptureFixture[str], pauses: list[float]):
     machine.outcome = Failing(machine, (1, 10))
     assert machine.open().execute() == 1

@@ -8,13 +8,18 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from launch import train
 from launch.disk_errors import disk_problem
 from pipeline.rendezvous import PeerGone
+from pipeline.saver import SaveFailed
+from pipeline.stopping import Stopped
+from pipeline.train_loop import TrainingFailed
 
 ARGUMENTS = ["digits", "--stage", "pretrain", "--runs", "some runs"]
 
@@ -118,6 +123,41 @@ def test_a_rank_whose_peer_is_gone_adds_no_traceback(
     error: Exception, waits: list[float], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.setattr("pipeline.watch._LEAVE_SECONDS", 0.1)
+    monkeypatch.setattr("pipeline.watch._first_word", threading.Lock())  # as in a process of its own
     assert end(error, rank=1, monkeypatch=monkeypatch) == 1
     said = capsys.readouterr().err
     assert "Traceback" not in said and said.startswith("shardvit: ") and said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (None, 0, ""),
+        (Stopped(), 75, ""),
+        (TrainingFailed("a rank is slow"), 1, "shardvit: pretrain failed: a rank is slow\n"),
+        (SaveFailed("a disk is away"), 1, "shardvit: pretrain failed: a disk is away\n"),
+    ],
+)
+def test_what_ends_training_in_good_order_has_its_own_exit_code_and_no_traceback(
+    error: Exception | None,
+    code: int,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    def run_stage(*arguments: object, **more: object) -> None:
+        if error is not None:
+            raise error
+
+    def alone(place: object, *, timeout_seconds: float) -> SimpleNamespace:
+        assert timeout_seconds == 7.0  # the recipe's
+        return SimpleNamespace(leave=lambda: None)
+
+    monkeypatch.setattr("pipeline.stages.run_stage", run_stage)
+    monkeypatch.setattr("pipeline.ranks.Ranks", alone)
+    monkeypatch.setattr("pipeline.stopping.StopFlag.listen", lambda flag: None)
+    monkeypatch.setattr(train, "_watch_parents", lambda flag: None)
+    arguments = ["digits", "engine.collective_timeout_seconds=7", "--stage", "pretrain", "--runs", str(tmp_path)]
+    assert train.main(arguments) == code
+    assert capsys.readouterr().err == said

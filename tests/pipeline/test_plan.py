@@ -77,6 +77,7 @@ def test_the_plan_of_a_known_recipe():
             "log_every": "640 images",
             "eval_every": "1 epoch",
             "save_every": "0 steps",
+            "keep_every": "50%",
         },
     )
     assert got == StagePlan(
@@ -91,6 +92,7 @@ def test_the_plan_of_a_known_recipe():
         eval_steps=16,  # 1000 / 64 = 15.6
         save_steps=0,
         samples_per_epoch=1000,
+        keep_steps=39,
     )
     text = got.describe()
     assert "64 = 2 processes x 4 accumulation x 8 images" in text

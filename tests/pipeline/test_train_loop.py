@@ -19,11 +19,13 @@ from model.config import ModelConfig
 from model.regularisation import Regularisation
 from pipeline.engine import StepResult
 from pipeline.evaluate import evaluate
+from pipeline.pace import Slowest
 from pipeline.plan import StagePlan
+from pipeline.spikes import Spike
 from pipeline.state import TrainState
 from pipeline.stopping import Agreed, SaveClock, StopFlag
 from pipeline.task import Example
-from pipeline.train_loop import TrainJob, train
+from pipeline.train_loop import TrainingFailed, TrainJob, train
 
 STEPS, MASKED = 6, 4
 ALL, HALF = 1 + 16, 1 + 8  # tokens
@@ -183,3 +185,107 @@ def test_too_many_damaged_images_found_while_saving_end_the_run_when_the_checkpo
     with pytest.raises(UserError, match="too many"):
         train(whole, TrainState())
     assert calls == ["save 3", "finish"]
+
+
+NEVER = SaveClock(0.0)
+
+
+def test_a_save_in_flight_is_looked_after_in_every_step() -> None:
+    whole, calls = saving(save_clock=NEVER, save_steps=4)
+    whole.saver.poll = lambda: calls.append("poll")
+    train(whole, TrainState())
+    assert calls == [*["poll"] * 4, "save 4", *["poll"] * 2, "save 6", "finish"]
+
+
+@pytest.mark.parametrize(
+    ("keep_steps", "save_after", "saves"),
+    [
+        (4, "steps", ["save 4", "save 6"]),
+        (0, "steps", ["save 6"]),
+        (0, "steps and evaluations", ["save 2", "save 4", "save 6"]),
+    ],
+)
+def test_what_stays_for_good_is_saved_at_its_steps_and_what_may_be_best_after_each_evaluation(
+    keep_steps: int, save_after: Any, saves: list[str]
+) -> None:
+    whole, calls = saving(save_clock=NEVER, save_steps=0)
+    plan = replace(whole.plan, keep_steps=keep_steps, eval_steps=2)
+    train(replace(whole, plan=plan, save_after=save_after), TrainState())
+    assert calls == [*saves, "finish"]
+
+
+def test_a_checkpoint_after_an_evaluation_has_its_values() -> None:
+    whole, _ = saving(save_clock=NEVER, save_steps=0)
+    saved: list[tuple[int, int, bool]] = []
+    whole.saver.save = lambda state: saved.append((state.step, state.evaluation_step, "val/loss" in state.evaluation))
+    train(replace(whole, plan=replace(whole.plan, eval_steps=3), save_after="steps and evaluations"), TrainState())
+    assert saved == [(3, 3, True), (6, 6, True)]
+
+
+SLOW = Slowest(rank=1, host="far", seconds=0.6, usual_seconds=0.2, ratio=3.0, windows=2, is_news=True)
+
+
+@pytest.mark.parametrize("on_slow_rank", ["report", "stop"])
+def test_a_slow_rank_is_told_once_and_ends_the_run_if_that_is_wished_when_all_is_saved(on_slow_rank: Any) -> None:
+    whole, calls = saving(save_clock=NEVER, save_steps=0)
+    verdicts = iter([None, SLOW, replace(SLOW, is_news=False)])
+    notes: list[str] = []
+    ratios: list[float | None] = []
+    whole.pace.judge = lambda ranks: next(verdicts)
+    whole.report.note = notes.append
+    whole.report.curve = lambda state, *, slowest_rank_ratio, **more: ratios.append(slowest_rank_ratio)
+    whole = replace(whole, plan=replace(whole.plan, log_steps=2), on_slow_rank=on_slow_rank)
+    if on_slow_rank == "stop":
+        with pytest.raises(TrainingFailed, match=r"rank 1 \(host far\) is slow.*everything up to step 4 is saved"):
+            train(whole, TrainState())
+        assert calls == ["save 4", "finish"] and ratios == [None, 3.0]
+    else:
+        train(whole, TrainState())
+        assert calls == ["save 6", "finish"] and ratios == [None, 3.0, 3.0]
+    assert notes == [f"step 4: {SLOW.describe()}"]
+
+
+def test_losses_are_held_against_those_before_the_checkpoint_and_go_into_the_next_one() -> None:
+    before = [0.010, 0.011] * 40
+    for earlier, spiking in ((before, True), ([], False)):
+        whole, _ = saving(save_clock=NEVER, save_steps=0)
+        told: list[Spike] = []
+        saved: list[float] = []
+        whole.report.spikes = told.extend
+        whole.saver.save = lambda state, saved=saved: saved.extend(state.recent_losses)
+        whole = replace(whole, plan=replace(whole.plan, log_steps=2))
+        train(whole, TrainState(recent_losses=earlier))
+        assert [spike.step for spike in told[:1]] == ([1] if spiking else [])
+        assert saved[: len(earlier)] == earlier and len(saved) == len(earlier) + STEPS
+
+
+def test_every_point_of_the_curve_is_told_how_long_training_stood_still_so_far() -> None:
+    whole, _ = saving(save_clock=NEVER, save_steps=1)
+    told: list[float] = []
+    whole.report.curve = lambda state, *, stall_seconds, **more: told.append(stall_seconds)
+
+    def save(state: TrainState) -> None:
+        whole.saver.stall_seconds += 1.0
+
+    whole.saver.save = save
+    train(replace(whole, plan=replace(whole.plan, log_steps=2)), TrainState())
+    assert told == [1.0, 3.0, 5.0]
+
+
+@pytest.mark.parametrize(
+    ("state", "words"),
+    [
+        (TrainState(), "3 steps in a row .*the last is 3, nothing is saved"),
+        (TrainState(step=2, skipped_in_a_row=2), "3 steps in a row .*the last is 3, step 2 is saved"),
+        (TrainState(step=3, skipped_in_a_row=0), "3 steps in a row .*the last is 6, step 4 is saved"),
+    ],
+)
+def test_too_many_steps_without_a_finite_gradient_end_the_run_also_across_a_resume(
+    state: TrainState, words: str
+) -> None:
+    whole, calls = saving(save_clock=NEVER, save_steps=4)
+    whole.engine.step = lambda lr: StepResult(applied=False, grad_norm=float("nan"))
+    plan = replace(whole.plan, total_steps=STEPS + 1)
+    with pytest.raises(TrainingFailed, match=words):
+        train(replace(whole, plan=plan, max_skipped_steps=3), replace(state))
+    assert calls[-1] == "finish"
