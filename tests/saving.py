@@ -89,7 +89,7 @@ class ThreadRanks:
         self.asked = 0
 
     def barrier(self) -> None:
-        self._barrier.wait(timeout=60)
+        self._barrier.wait(timeout=240)
 
     def gather_objects(self, value: object) -> list[object]:
         self._board[self.place.rank] = value

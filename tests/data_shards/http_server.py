@@ -114,7 +114,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _upstream(self, body: bytes) -> Answer:
         assert self.told.upstream
-        connection = http.client.HTTPConnection(*self.told.upstream, timeout=20)
+        connection = http.client.HTTPConnection(*self.told.upstream, timeout=240)
         try:
             connection.request(self.command, self.path, body=body, headers=dict(self.headers))
             response = connection.getresponse()

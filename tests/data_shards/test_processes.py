@@ -14,7 +14,7 @@ INTERRUPTS_ITSELF = "import os, signal; os.kill(os.getpid(), signal.SIGINT); pri
 
 def child() -> str:
     command = [sys.executable, "-c", INTERRUPTS_ITSELF]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60).stdout
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=240).stdout
 
 
 def test_what_is_started_meanwhile_is_deaf():

@@ -102,8 +102,8 @@ def test_a_jobs_signals_leave_workers_at_work_and_they_end_with_their_rank(shard
             process.kill()
         else:
             process.stdin.close()
-            assert process.wait(timeout=20) == 1
-        _, alive = psutil.wait_procs(helpers, timeout=20)
+            assert process.wait(timeout=240) == 1
+        _, alive = psutil.wait_procs(helpers, timeout=240)
         assert not alive
     finally:
         for left in (process, *helpers):

@@ -50,7 +50,7 @@ class Ranks:
         (self.folder / f"go-{rank}").touch()
 
     def finish(self, rank: int) -> tuple[int, str]:
-        code = self.processes[rank].wait(timeout=90)
+        code = self.processes[rank].wait(timeout=240)
         return code, self.outputs[rank].read_text()
 
     def stop(self) -> list[tuple[int, str]]:
@@ -69,7 +69,7 @@ class Ranks:
 
 
 def wait_for(condition, ranks: Ranks) -> None:
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + 240
     while not condition():
         assert time.monotonic() < deadline, [path.read_text() for path in ranks.outputs]
         time.sleep(0.02)

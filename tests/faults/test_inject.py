@@ -62,7 +62,7 @@ print(said)
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=240,
     )
     assert done.stdout.strip() == "[4, 'OSError', 4, 'RuntimeError', 4]", done.stdout + done.stderr
     assert (tmp_path / "metrics.jsonl").read_bytes() == b"1234" + b"12" + b"1234" + b"12" + b"1234"
@@ -77,7 +77,7 @@ def test_a_point_that_there_is_not_is_an_error() -> None:
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=240,
     )
     assert "SHARDVIT_FAULT names points that there are not: nowhere" in done.stderr
 

@@ -154,7 +154,7 @@ def test_no_heavy_library_before_training(packed: Path, args: list[str]):
         env={"PYTHONPATH": str(ROOT), "PATH": ""},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         check=False,
     )
     modules = set(json.loads(done.stdout.partition("MODULES ")[2]))

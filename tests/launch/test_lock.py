@@ -286,7 +286,7 @@ def test_an_owner_that_stood_still_for_too_long_leaves_before_it_does_harm(path:
         owner.send_signal(signal.SIGSTOP)
         with locked(path, what="run a", say=lambda text: None):
             owner.send_signal(signal.SIGCONT)
-            assert owner.wait(timeout=30) == 1  # as soon as it looks
+            assert owner.wait(timeout=240) == 1  # as soon as it looks
         with locked(path, what="run a", say=pytest.fail):
             pass
 

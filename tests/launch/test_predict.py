@@ -178,7 +178,7 @@ def test_nothing_is_loaded_before_mistakes_are_found(run_cli: RunCli, work: Path
         capture_output=True,
         text=True,
         check=True,
-        timeout=60,
+        timeout=240,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
     assert done.stdout == "[]\n"

@@ -75,7 +75,7 @@ def test_the_real_command_killed_and_interrupted(tmp_path: Path):
     write_images(tmp_path / "in", count=160, side=256)
     options = ("--holdout", "0.2", "--samples-per-shard", "5", "--resize-short", "100")
     plain = start(tmp_path / "in", tmp_path / "plain", *options)
-    output, _ = plain.communicate(timeout=60)
+    output, _ = plain.communicate(timeout=240)
     assert plain.returncode == 0, output
     records = tmp_path / ".out.packing/records"
     # Finished shards, of 33; the signal; the exit code.
@@ -84,14 +84,14 @@ def test_the_real_command_killed_and_interrupted(tmp_path: Path):
         while process.poll() is None and (not records.is_dir() or len(list(records.glob("*.json"))) < least):
             time.sleep(0.001)
         process.send_signal(sent)
-        output, _ = process.communicate(timeout=60)
+        output, _ = process.communicate(timeout=240)
         assert process.returncode == code, output  # 0: it was over, and this tests nothing
         assert "Traceback" not in output
         assert ("interrupted: nothing is broken, type the same command again" in output) == (sent == signal.SIGINT)
         assert not (tmp_path / "out").exists()
     finished = len(list(records.glob("*.json")))
     process = start(tmp_path / "in", tmp_path / "out", *options)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=240)
     assert process.returncode == 0, output
     assert f"going on: {finished} of 33 shards are there" in output
     assert tree(tmp_path / "out") == tree(tmp_path / "plain")

@@ -129,7 +129,7 @@ def test_a_reservation_counts_and_who_finds_no_room_waits_for_it(tmp_path: Path)
         first.write(b"x" * 2000)
         first.finish()
         descriptor = first.publish()
-    thread.join(timeout=20)
+    thread.join(timeout=240)
     assert present(cache) == ["shard1"] and is_evicted(descriptor)
     os.close(descriptor)
     os.close(second[0])
@@ -319,7 +319,7 @@ def test_readers_get_right_bytes_while_shards_are_evicted_under_them(
     processes = [context.Process(target=read_many, args=each) for each in args]
     for process in processes:
         process.start()
-    words = [results.get(timeout=60).split() for _ in processes]
+    words = [results.get(timeout=240).split() for _ in processes]
     for process in processes:
         process.join()
     results.close()

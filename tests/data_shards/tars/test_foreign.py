@@ -258,7 +258,7 @@ def test_of_processes_that_open_at_once_one_indexes(tmp_path: Path):
     processes = [context.Process(target=_open_in_process, args=(folder, tmp_path / "kept", queue)) for _ in range(2)]
     for process in processes:
         process.start()
-    results = [queue.get(timeout=60) for _ in processes]
+    results = [queue.get(timeout=240) for _ in processes]
     for process in processes:
         process.join()
     assert len({digest for digest, _ in results}) == 1
