@@ -1,0 +1,82 @@
+"""A stage's batches and steps for a number of GPUs, also where the recipe and that number do not fit together, or the
+size of the training set is not known: a plan says so and counts what can be counted all the same."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from data_shards.errors import UserError
+from pipeline.duration import parse_duration
+from pipeline.plan import StagePlan, plan_stage
+from pipeline.recipe import Recipe, StageName
+
+_ANY_IMAGES = 10**9  # in the place of an unknown number, once nothing depends on it
+
+
+@dataclass(frozen=True)
+class Length:
+    """A stage's batches and length, as far as they can be known.
+
+    Attributes:
+        plan: as the training itself would make it; where `problem` is not None, as near as that can be.
+        problem: why the stage cannot run like that on so many processes.
+        known: whether the plan's number of steps holds.
+    """
+
+    plan: StagePlan
+    problem: str | None = None
+    known: bool = True
+
+
+def stage_length(recipe: Recipe, *, stage: StageName, num_images: int | None, processes: int) -> Length:
+    """The plan of a stage whose training set has `num_images` images; None: not known."""
+    known = True
+    if num_images is None:
+        known = not _in_epochs(recipe.train_stage(stage).duration)
+        recipe, num_images = _without_epochs(recipe, stage=stage), _ANY_IMAGES
+    try:
+        return Length(plan_stage(recipe, stage=stage, samples_per_epoch=num_images, world_size=processes), known=known)
+    except UserError as error:
+        problem = str(error)
+    batch = recipe.train_stage(stage).global_batch_size
+    if batch % processes == 0:  # then it may be the lanes alone
+        with_lanes = recipe.model_copy(update={"data": recipe.data.model_copy(update={"lanes": processes})})
+        try:
+            plan = plan_stage(with_lanes, stage=stage, samples_per_epoch=num_images, world_size=processes)
+        except UserError:
+            pass
+        else:
+            return Length(plan, problem, known)
+    micro_batch = min(max(1, batch // processes), recipe.engine.max_micro_batch_size)
+    accumulation = max(1, round(batch / processes / micro_batch))
+    plan = StagePlan(
+        world_size=processes,
+        global_batch_images=micro_batch * accumulation * processes,
+        micro_batch_size=micro_batch,
+        accumulation_steps=accumulation,
+        lanes=processes,
+        total_steps=1,
+        warmup_steps=0,
+        log_steps=0,
+        eval_steps=0,
+        save_steps=0,
+        samples_per_epoch=num_images,
+    )
+    return Length(plan, problem, known=False)
+
+
+def _in_epochs(duration: str) -> bool:
+    return parse_duration(duration).unit == "epochs"
+
+
+def _without_epochs(recipe: Recipe, *, stage: StageName) -> Recipe:
+    """The recipe with steps in the place of a stage's epochs, which nobody can count without the number of images."""
+    config = recipe.train_stage(stage)
+    keys = ("unmasked_finish", "log_every", "eval_every", "save_every", "keep_every")
+    changes: dict[str, object] = {key: "0 steps" for key in keys if _in_epochs(getattr(config, key))}
+    if _in_epochs(config.duration):
+        changes["duration"] = "1000000 steps"
+    if _in_epochs(config.schedule.warmup):
+        changes["schedule"] = config.schedule.model_copy(update={"warmup": "0 steps"})
+    stages = recipe.stages.model_copy(update={stage: config.model_copy(update=changes)})
+    return recipe.model_copy(update={"stages": stages})

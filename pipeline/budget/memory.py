@@ -1,0 +1,147 @@
+"""Bytes on one GPU, by ZeRO stage: what rests there, what a step adds, and the largest micro-batch that leaves room.
+
+The formulas are those of DeepSpeed 0.19 as this project sets it (`zero_config`), read in its source and compared with
+real engines on two processes (tests/pipeline/budget/test_engine_memory.py). They differ from the textbook's in three
+places. Where nothing is accumulated, ZeRO 1 too keeps the gradients of its own share only. A step holds its gradients
+up to three times: averaged, flattened, and in float32. And ZeRO 3 keeps gathered weights through the whole backward
+pass, unless there are more than 10^9 of them. Not in it: activations (`cost`), the reserve for CUDA and NCCL (`gpus`).
+
+N parameters, n processes, w bytes of a weight in the forward pass (2, or 4 in fp32), b the bucket's bytes:
+
+                 rests there       gradients            buckets  gathered  in the step, gradients included
+    ZeRO 0       wN + 12N          wN                   -        -         wN + 4N
+    ZeRO 0 fp32  4N + 8N           4N                   -        -         4N + 4N
+    ZeRO 1       wN + 12N/n        wN/n; wN (*)         2b       -         2wN/n + 4N/n; fp32: 8N/n
+    ZeRO 2       wN + 12N/n        wN/n; 2wN/n (*)      2b       -         the same
+    ZeRO 3       wN/n + 12N/n      wN/n, always there   b        wN        the same, and b
+    accelerate   4N + 8N           4N, always there     -        2N casts  4N
+
+(*) where micro-batches are accumulated. 12N: float32 masters (4) and AdamW's two moments (8); SGD has one moment.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from pipeline.plan import StagePlan
+from pipeline.recipe import EngineConfig, OptimizerConfig
+from pipeline.zero_config import deepspeed_config
+
+ZeroStage = Literal[0, 1, 2, 3]
+ZERO_STAGES: tuple[ZeroStage, ...] = (0, 1, 2, 3)
+Activations = Literal["all", "checkpointed"]
+
+_WEIGHT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+_MASTER_BYTES = 4
+_MOMENT_BYTES = {"adamw": 8, "sgd": 4}
+# Defaults of DeepSpeed 0.19 that `zero_config` leaves as they are.
+_ALLREDUCE_ELEMENTS = 500_000_000  # engine.MEMORY_OPT_ALLREDUCE_SIZE
+MAX_LIVE_ELEMENTS = 1_000_000_000  # stage3_max_live_parameters
+_PREFETCH_ELEMENTS = 50_000_000  # stage3_prefetch_bucket_size
+
+
+@dataclass(frozen=True)
+class State:
+    """Bytes on one GPU apart from activations.
+
+    Attributes:
+        weights: that stay on this GPU and that the forward pass computes with.
+        optimizer: master weights and moments.
+        gradients: the most of them in the backward pass.
+        early_gradients: of them, what is there already while the activations are at their most.
+        buckets: buffers that gradients are averaged in during the backward pass.
+        gathered: other GPUs' weights during the forward and backward pass (ZeRO 3), or weights cast by autocast.
+        step: all gradients and copies of them while they are averaged or the optimizer steps.
+    """
+
+    weights: int
+    optimizer: int
+    gradients: int
+    early_gradients: int
+    buckets: int
+    gathered: int
+    step: int
+
+    @property
+    def resting_bytes(self) -> int:
+        """What is there between two steps, apart from gradients and buckets."""
+        return self.weights + self.optimizer
+
+    @property
+    def passing_bytes(self) -> int:
+        """What a step needs for a while beside weights, optimizer and gradients."""
+        return max(self.buckets + self.gathered, self.step - self.gradients)
+
+    def backward_peak_bytes(self, activation_bytes: int) -> int:
+        """The most before the optimizer steps, with so many bytes of activations of one micro-batch.
+
+        Gradients appear as activations go, unless they are there from earlier micro-batches.
+        """
+        passes = max(self.early_gradients + activation_bytes, self.gradients)
+        return self.resting_bytes + self.buckets + self.gathered + passes
+
+    def peak_bytes(self, activation_bytes: int) -> int:
+        """The most at any moment of a step."""
+        return max(self.backward_peak_bytes(activation_bytes), self.resting_bytes + self.step)
+
+    def largest_micro_batch(self, usable_bytes: int, *, image_bytes: int) -> int:
+        """The most images of one forward pass for which the peak stays within `usable_bytes`; 0: none."""
+        if self.peak_bytes(0) > usable_bytes:
+            return 0
+        used = self.resting_bytes + self.buckets + self.gathered + self.early_gradients
+        return max(0, usable_bytes - used) // image_bytes
+
+
+def state_of(
+    num_parameters: int, *, engine: EngineConfig, optimizer: OptimizerConfig, plan: StagePlan, zero_stage: ZeroStage
+) -> State:
+    """The state under one ZeRO stage, whichever the recipe's own is."""
+    number, share = num_parameters, -(-num_parameters // plan.world_size)
+    moments = _MOMENT_BYTES[optimizer.name]
+    weight = _WEIGHT_BYTES[engine.precision]
+    whole_is_early = weight * number if plan.accumulation_steps > 1 else 0
+    if engine.backend == "accelerate":
+        cast = 0 if engine.precision == "fp32" else 2 * number
+        gradients = _MASTER_BYTES * number
+        return State(gradients, moments * number, gradients, gradients, buckets=0, gathered=cast, step=gradients)
+    settings = deepspeed_config(engine.model_copy(update={"zero_stage": zero_stage}), optimizer=optimizer, plan=plan)[
+        "zero_optimization"
+    ]
+    bucket = weight * settings["reduce_bucket_size"]
+    step = (2 * weight + (0 if engine.precision == "fp32" else _MASTER_BYTES)) * share
+    match zero_stage:
+        case 0:
+            masters = 0 if engine.precision == "fp32" else _MASTER_BYTES
+            copies = weight * min(number, _ALLREDUCE_ELEMENTS)  # for the all-reduce, which comes before the step
+            return State(
+                weights=weight * number,
+                optimizer=(masters + moments) * number,
+                gradients=weight * number,
+                early_gradients=whole_is_early,
+                buckets=0,
+                gathered=0,
+                step=weight * number + max(masters * number, copies),
+            )
+        case 1 | 2:
+            sharded = weight * share
+            return State(
+                weights=weight * number,
+                optimizer=(_MASTER_BYTES + moments) * share,
+                gradients=sharded if not whole_is_early else whole_is_early if zero_stage == 1 else 2 * sharded,
+                early_gradients=whole_is_early if zero_stage == 1 else sharded if whole_is_early else 0,
+                buckets=bucket * (2 if settings["overlap_comm"] else 1),
+                gathered=0,
+                step=step,
+            )
+        case 3:
+            gathered = min(number, MAX_LIVE_ELEMENTS) + min(number, _PREFETCH_ELEMENTS)
+            return State(
+                weights=weight * share,
+                optimizer=(_MASTER_BYTES + moments) * share,
+                gradients=weight * share,
+                early_gradients=weight * share,
+                buckets=bucket,
+                gathered=weight * gathered if plan.world_size > 1 else 0,
+                step=step + bucket,
+            )

@@ -1,0 +1,99 @@
+"""Images a second of one GPU: from a share of its peak (MFU), or from a recorded measurement.
+
+MFU, model FLOPs utilisation, is the arithmetic that the model needs, over what the GPU could do in the same time at its
+peak. Recomputation does not count as work. The default shares are anchors, not promises: what a carefully tuned run of
+such a model reaches on a Hopper GPU in bf16. Unpublished for most models, so each is named on the page.
+
+A small model, or few images at a time, is bound by the processor that launches the kernels instead: `host_seconds`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from model.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class Anchor:
+    """A share of the peak that is realistic for one model and image size."""
+
+    model: str
+    image_size: int
+    mfu: float
+    width: int
+    tokens: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.model} at {self.image_size} px"
+
+
+# Targets for one H200 in bf16 with input at hand; S/16: what 6 to 7 hours of a TPU v3-8 for 90 epochs of ImageNet, and
+# measurements of small ViTs on an H100 (23 %), leave to hope for.
+ANCHORS = (
+    Anchor("S/16", 224, 0.35, width=384, tokens=197),
+    Anchor("B/16", 224, 0.45, width=768, tokens=197),
+    Anchor("L/16", 224, 0.50, width=1024, tokens=197),
+    Anchor("L/16", 384, 0.50, width=1024, tokens=577),
+    Anchor("H/14", 224, 0.50, width=1280, tokens=257),
+    Anchor("H/14", 518, 0.46, width=1280, tokens=1370),
+)
+_TINY_MFU, _TINY_WIDTH = 0.20, 256  # below it kernels are too small to fill a GPU
+_CONVOLUTION_MFU = 0.30
+
+# CPU time of ViT-L/16's 296 parameter tensors on a 2.5 GHz core (torch 2.11, DeepSpeed 0.19, eager): of one forward and
+# backward pass, and of what each engine adds to an optimizer step. A server's core is taken to be twice as fast.
+_MEASURED_TENSORS, _CORE_SPEED = 296, 2.0
+_PASS_SECONDS = 0.041
+_ENGINE_SECONDS = {0: 0.034, 1: 0.034, 2: 0.048, 3: 0.329, "ddp": 0.0}
+_TENSORS_PER_BLOCK, _OTHER_TENSORS = 12, 8
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What one GPU does without waiting for others.
+
+    Attributes:
+        images_per_second: of one GPU.
+        mfu: share of its peak; None: the GPU is not known.
+        basis: where the number comes from, for people.
+    """
+
+    images_per_second: float
+    mfu: float | None
+    basis: str
+    kind: Literal["anchor", "given", "measured"]
+
+
+def nearest_anchor(model: ModelConfig, *, tokens: int) -> tuple[float, str]:
+    """(share of the peak, where it is from) for a model that sees so many tokens; 0 tokens: a pure ResNet."""
+    if model.kind == "resnet" or model.sizes.resnet_layers:
+        return _CONVOLUTION_MFU, "a guess for convolutions"
+    if model.sizes.width < _TINY_WIDTH:
+        return _TINY_MFU, f"a guess for widths below {_TINY_WIDTH}"
+
+    def distance(anchor: Anchor) -> tuple[float, float]:
+        return abs(math.log(anchor.width / model.sizes.width)), abs(math.log(anchor.tokens / max(tokens, 1)))
+
+    anchor = min(ANCHORS, key=distance)
+    return anchor.mfu, f"anchor {anchor.name}"
+
+
+def speed_at(mfu: float, *, training_flops: float, peak_flops: float, basis: str, given: bool) -> Speed:
+    """Images a second at a share of the peak."""
+    return Speed(mfu * peak_flops / training_flops, mfu, basis, "given" if given else "anchor")
+
+
+def measured_speed(images_per_second: float, *, training_flops: float, peak_flops: float | None, basis: str) -> Speed:
+    """A measured number, and the share of the peak that it comes to."""
+    mfu = images_per_second * training_flops / peak_flops if peak_flops else None
+    return Speed(images_per_second, mfu, basis, "measured")
+
+
+def host_seconds(depth: int, *, zero_stage: Literal[0, 1, 2, 3, "ddp"], passes: int) -> float:
+    """What a processor core needs to launch one optimizer step of `passes` forward and backward passes; an estimate."""
+    share = (_TENSORS_PER_BLOCK * depth + _OTHER_TENSORS) / _MEASURED_TENSORS
+    return share * (_PASS_SECONDS * passes + _ENGINE_SECONDS[zero_stage]) / _CORE_SPEED

@@ -1,0 +1,122 @@
+"""What somebody should know before starting, a sentence each, the worst first: what cannot run, what does not fit, what
+wastes GPUs. Each says what to change."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from data_shards.byte_sizes import show_bytes
+from pipeline.budget.communication import GOOD_KEPT_SHARE
+from pipeline.budget.forecast import Machine, StageForecast
+from pipeline.budget.gpus import RESERVE_SHARE
+from pipeline.recipe import Recipe
+
+_FULL_IMAGES = 64  # of a micro-batch, from which on a GPU is well filled (B/16 and larger)
+_ROOMY = 2  # times a smaller micro-batch that would fit, from which on accumulating is a waste
+_FEW_SHARDS = 4  # of a process
+
+
+def stage_warnings(forecast: StageForecast, *, recipe: Recipe, machine: Machine) -> Iterator[str]:
+    """The warnings of one stage."""
+    if forecast.problem:
+        yield _of_stage(forecast, forecast.problem)
+    yield from _memory(forecast, recipe=recipe, machine=machine)
+    yield from _waste(forecast, recipe=recipe, machine=machine)
+    yield from _data(forecast, recipe=recipe, machine=machine)
+
+
+def engine_warnings(recipe: Recipe, *, machine: Machine) -> Iterator[str]:
+    """Those of all stages alike."""
+    gpu, engine = machine.gpu, recipe.engine
+    if gpu and engine.precision == "bf16" and not gpu.bf16_tflops:
+        yield f"{gpu.name} has no bf16 arithmetic, so its float32 peak is counted: set engine.precision=fp16"
+    if gpu and engine.precision == "fp32":
+        times = gpu.peak_flops("bf16") / gpu.peak_flops("fp32")
+        if times > 1:
+            yield f"engine.precision fp32: the peak of bf16 is {times:.0f} times as high on {gpu.name}"
+
+
+def _memory(forecast: StageForecast, *, recipe: Recipe, machine: Machine) -> Iterator[str]:
+    if machine.gpu is None or forecast.own.largest_micro_batch is None:
+        return
+    usable = machine.gpu.usable_bytes
+    peak, most = forecast.own.peak_bytes[forecast.activations], forecast.own.largest_micro_batch[forecast.activations]
+    micro_batch = forecast.plan.micro_batch_size
+    if peak > usable:
+        advice: list[str] = []
+        if most:
+            advice.append(f"engine.max_micro_batch_size={most}")
+        if forecast.activations == "all" and forecast.own.peak_bytes["checkpointed"] <= usable:
+            advice.append("engine.activation_checkpointing=true (a third more arithmetic)")
+        advice += [
+            f"engine.zero_stage={stage}"
+            for stage, row in forecast.memory.items()
+            if stage > forecast.zero_stage and row.peak_bytes[forecast.activations] <= usable
+        ][:1]
+        reserve = f"{show_bytes(machine.gpu.memory_bytes)} less {RESERVE_SHARE:.0%} in reserve"
+        yield _of_stage(
+            forecast,
+            f"a micro-batch of {micro_batch} does not fit: {show_bytes(peak)} of {show_bytes(usable)} ({reserve}); "
+            + ("take " + ", or ".join(advice) if advice else "take a GPU with more memory, or more GPUs and ZeRO 3"),
+        )
+    elif forecast.plan.accumulation_steps > 1 and micro_batch < _FULL_IMAGES and most >= _ROOMY * micro_batch:
+        yield _of_stage(
+            forecast,
+            f"{forecast.plan.accumulation_steps} micro-batches of {micro_batch} are accumulated, but {most:,} would "
+            "fit at once: raise engine.max_micro_batch_size",
+        )
+
+
+def _waste(forecast: StageForecast, *, recipe: Recipe, machine: Machine) -> Iterator[str]:
+    if recipe.engine.zero_stage == 2 and forecast.plan.accumulation_steps > 1 and machine.gpus > 1:
+        yield _of_stage(
+            forecast,
+            f"ZeRO 2 averages gradients after each of {forecast.plan.accumulation_steps} micro-batches: "
+            "engine.zero_stage=1 does it once",
+        )
+    time = forecast.time
+    if time is None:
+        return
+    if time.kept_share < GOOD_KEPT_SHARE:
+        batch = forecast.config.global_batch_size
+        kept = f"{machine.gpus:,} GPUs keep" if machine.gpus > 1 else "one GPU keeps"
+        why = "waiting for one another"
+        if time.host_seconds >= time.step_seconds:
+            why = f"waiting for the processor, which needs about {1000 * time.host_seconds:.0f} ms to launch a step"
+        if time.useful_gpus >= machine.gpus:
+            advice = "take a larger micro-batch"
+        elif time.useful_gpus == 1:
+            advice = "more than one GPU gains nothing; a larger batch would help"
+        else:
+            advice = f"take {_counted(time.useful_gpus)} at most, or a larger batch"
+        yield _of_stage(
+            forecast, f"{kept} {time.kept_share:.0%} of the speed at a global batch of {batch:,}, {why}: {advice}"
+        )
+
+
+def _data(forecast: StageForecast, *, recipe: Recipe, machine: Machine) -> Iterator[str]:
+    shards, needed = forecast.shards, forecast.reading
+    if shards.num_shards is not None and shards.num_shards < _FEW_SHARDS * machine.gpus and machine.gpus > 1:
+        few = "not one" if shards.num_shards < machine.gpus else f"{shards.num_shards / machine.gpus:.1f}"
+        yield _of_stage(
+            forecast,
+            f"{_counted(shards.num_shards, 'shard')} for {machine.gpus:,} processes ({few} each), so that several read "
+            f"the same: harmless on local disks; else pack smaller ones (`shardvit check --world-size {machine.gpus}`)",
+        )
+    if needed and needed.cores is not None:
+        each = needed.cores / machine.gpus
+        if each > max(recipe.data.workers, 1):
+            yield _of_stage(
+                forecast,
+                f"decoding keeps about {each:.1f} cores busy for each process, and data.workers is "
+                f"{recipe.data.workers}: set data.workers={math.ceil(1.3 * each)}, or pack with --resize-short",
+            )
+
+
+def _of_stage(forecast: StageForecast, text: str) -> str:
+    return text if text.startswith(f"stages.{forecast.name}") else f"{forecast.name}: {text}"
+
+
+def _counted(number: int, what: str = "GPU") -> str:
+    return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"

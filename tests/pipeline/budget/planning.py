@@ -1,0 +1,87 @@
+"""Recipes and forecasts for the tests of the budget."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pipeline.budget.communication import links_of
+from pipeline.budget.forecast import Machine, Pace, Shards, StageForecast, forecast_stage
+from pipeline.budget.gpus import find_gpu
+from pipeline.budget.length import stage_length
+from pipeline.plan import StagePlan
+from pipeline.recipe import Recipe
+
+IMAGES = 1_281_167
+
+
+def recipe(
+    variant: str | dict[str, Any] = "L/16",
+    *,
+    image_size: int = 224,
+    batch: int = 4096,
+    lanes: int | str = "auto",
+    engine: dict[str, Any] | None = None,
+    stage: dict[str, Any] | None = None,
+    data: dict[str, Any] | None = None,
+) -> Recipe:
+    """One stage of pre-training with a linear head."""
+    return Recipe.model_validate(
+        {
+            "name": "planned",
+            "model": {"variant": variant} if isinstance(variant, str) else variant,
+            "data": {"lanes": lanes, **(data or {})},
+            "engine": engine or {},
+            "stages": {
+                "pretrain": {
+                    "train": "none",
+                    "eval": "none",
+                    "image_size": image_size,
+                    "global_batch_size": batch,
+                    "duration": "1000 steps",
+                    "optimizer": {"name": "adamw", "lr": 0.001},
+                    "head": "linear",
+                    **(stage or {}),
+                }
+            },
+        }
+    )
+
+
+def forecast(
+    made: Recipe,
+    *,
+    gpus: int = 1,
+    gpu: str | None = "h200",
+    classes: int = 1000,
+    shards: Shards | None = None,
+    pace: Pace | None = None,
+) -> StageForecast:
+    """Of the recipe's `pretrain`."""
+    kind = find_gpu(gpu) if gpu else None
+    links = links_of(kind, gpus_per_node=8, node_gbps=None) if kind else None
+    known = shards or Shards(IMAGES, classes)
+    return forecast_stage(
+        made,
+        stage="pretrain",
+        length=stage_length(made, stage="pretrain", num_images=known.num_images, processes=gpus),
+        shards=known,
+        machine=Machine(gpus, kind, links),
+        pace=pace or Pace(),
+    )
+
+
+def stage_plan(*, processes: int = 1, accumulation: int = 1, micro_batch: int = 64) -> StagePlan:
+    """Sizes alone."""
+    return StagePlan(
+        world_size=processes,
+        global_batch_images=processes * accumulation * micro_batch,
+        micro_batch_size=micro_batch,
+        accumulation_steps=accumulation,
+        lanes=processes,
+        total_steps=1000,
+        warmup_steps=0,
+        log_steps=0,
+        eval_steps=0,
+        save_steps=0,
+        samples_per_epoch=IMAGES,
+    )

@@ -1,0 +1,63 @@
+"""What a stage adds to its model: the masked-patch head against torch's counter and the modules' parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from model.config import ModelConfig
+from model.masked_patch import COLOURS, build_masked_patch
+from pipeline.budget.cost import MASKED_PATCH_CLASSES, stage_cost
+from pipeline.recipe import EngineConfig, MaskedPatchStage
+from tests.pipeline.budget.planning import forecast, recipe
+
+SMALL: dict[str, Any] = {"width": 64, "depth": 2, "heads": 2, "patch_size": 4}
+
+
+def masked_stage(image_size: int) -> MaskedPatchStage:
+    return MaskedPatchStage.model_validate(
+        {
+            "train": "none",
+            "eval": "none",
+            "image_size": image_size,
+            "global_batch_size": 64,
+            "duration": "10 steps",
+            "optimizer": {"name": "adamw", "lr": 0.001},
+        }
+    )
+
+
+def test_the_number_of_colours_is_the_models():
+    assert len(COLOURS) == MASKED_PATCH_CLASSES
+
+
+@pytest.mark.parametrize("pool", ["cls", "map"])
+def test_masked_patch_prediction_costs_what_torch_counts(pool: Any):
+    config, size = ModelConfig(**SMALL, pool=pool), 32
+    patches = config.grid_size(size) ** 2
+    with torch.device("meta"):
+        model = build_masked_patch(config, image_size=size).train()
+        images = torch.empty(1, 3, size, size)
+        source = torch.zeros(1, patches, dtype=torch.int64)
+        corrupted = torch.zeros(1, patches // 2, dtype=torch.int64)
+        with FlopCounterMode(display=False) as counter:
+            model(images, source, corrupted).sum().backward()
+    cost = stage_cost(config, stage=masked_stage(size), engine=EngineConfig(), num_classes=7)
+    assert cost.parameters == sum(parameter.numel() for parameter in model.parameters())
+    assert cost.training_flops == pytest.approx(counter.get_total_flops(), rel=0.001)
+
+
+def test_the_head_is_the_stages():
+    linear, mlp = (forecast(recipe("B/16", stage={"head": head}), classes=10).cost for head in ("linear", "mlp"))
+    assert mlp.parameters - linear.parameters == 768 * 769
+    many = forecast(recipe("B/16"), classes=21_841).cost
+    assert many.parameters - linear.parameters == (21_841 - 10) * 769
+
+
+def test_a_pure_resnet_has_no_tokens_and_its_units_as_depth():
+    cost = forecast(recipe("R50x1")).cost
+    assert (cost.tokens, cost.depth) == (0, 16)
+    assert 0 < cost.working_bytes < cost.checkpointed_activation_bytes < cost.activation_bytes

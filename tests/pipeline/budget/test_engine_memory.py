@@ -1,0 +1,92 @@
+"""The plan's bytes against those that real engines allocate and send on two processes (gloo, CPU): within 5 %."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline import zero_config
+from pipeline.budget import memory
+from pipeline.budget.communication import Job, links_of, traffic
+from pipeline.budget.gpus import find_gpu
+from tests.conftest import ROOT
+from tests.pipeline.budget import engine_memory_worker as worker
+from tests.pipeline.budget.planning import forecast, stage_plan
+
+WORLD_SIZE = 2
+pytestmark = pytest.mark.slow
+CASES = pytest.mark.parametrize("case", worker.CASES, ids=lambda case: "-".join(map(str, case)))
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """What rank 0 found, for all cases: one start of the processes serves the whole module."""
+    out = tmp_path_factory.mktemp("memory")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(Path(worker.__file__)), str(out), str(rank), str(WORLD_SIZE)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(WORLD_SIZE)
+    ]
+    try:
+        outputs = [process.communicate(timeout=400)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert all(process.returncode == 0 for process in processes), "\n".join(outputs)
+    return json.loads((out / "results.json").read_text(encoding="utf-8"))
+
+
+def planned(case: Any, *, number: int, monkeypatch: pytest.MonkeyPatch) -> memory.State:
+    monkeypatch.setattr(zero_config, "_BUCKET_ELEMENTS", worker.BUCKET_ELEMENTS)
+    made = worker.recipe_of(case)
+    return memory.state_of(
+        number,
+        engine=made.engine,
+        optimizer=made.train_stage("pretrain").optimizer,
+        plan=stage_plan(processes=WORLD_SIZE, accumulation=case[3], micro_batch=worker.IMAGES),
+        zero_stage=case[1],
+    )
+
+
+@CASES
+def test_what_rests_and_the_peak(case: Any, results: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch):
+    found = results["-".join(map(str, case))]
+    held = planned(case, number=found["parameters"], monkeypatch=monkeypatch)
+    resting = held.resting_bytes
+    if case[1] == 3:  # whose gradients and bucket are never given back
+        resting += held.gradients + held.buckets
+    elif case[0] == "accelerate":  # whose gradients are not either
+        resting += held.gradients
+    assert resting == pytest.approx(found["resting_bytes"], rel=0.03)
+    cost = forecast(worker.recipe_of(case), gpu=None, classes=worker.CLASSES).cost
+    assert cost.parameters == found["parameters"]
+    activation_bytes = worker.IMAGES * cost.image_bytes("all")
+    assert held.peak_bytes(activation_bytes) == pytest.approx(found["peak_bytes"], rel=0.03)
+    if case[1]:  # ZeRO 0 averages its gradients before the step, which the plan counts with it
+        assert held.backward_peak_bytes(activation_bytes) == pytest.approx(found["backward_peak_bytes"], rel=0.05)
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+def test_what_is_sent(zero_stage: Any, results: dict[str, dict[str, Any]]):
+    """An all-reduce sends its tensor twice (less a share), an all-gather and a reduce-scatter once."""
+    found = results[f"deepspeed-{zero_stage}-bf16-1"]
+    job = Job(found["parameters"], 2, 6, zero_stage, worker.BUCKET_ELEMENTS)
+    links = links_of(find_gpu("h200"), gpus_per_node=8, node_gbps=None)
+    got = traffic(job, gpus=WORLD_SIZE, links=links, compute_seconds=1.0)
+    share = (WORLD_SIZE - 1) / WORLD_SIZE
+    sent = found["sent"]
+    reduced = 2 * sent.get("allreduce", 0) + sent.get("reduce_scatter_base", 0)
+    assert got.reduce_bytes == pytest.approx(share * reduced, rel=0.01)
+    assert got.gather_bytes == pytest.approx(share * sent.get("allgather_base", 0), rel=0.03)

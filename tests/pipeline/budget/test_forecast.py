@@ -1,0 +1,68 @@
+"""What the assembly of a stage's forecast adds to its parts: disk, and which traffic an engine has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pipeline.budget.forecast import Pace
+from pipeline.disk_space import estimate_bytes
+from tests.pipeline.budget.planning import forecast, recipe
+
+
+@pytest.mark.parametrize(
+    ("stage", "most"),
+    [
+        ({}, 2 + 1),  # one is in the making
+        ({"keep_checkpoints": 5}, 5 + 1),
+        ({"keep_best": "loss"}, 2 + 1 + 1),
+        ({"keep_every": "100 steps"}, 2 + 10 + 1),
+        ({"keep_checkpoints": 1, "keep_every": "300 steps", "keep_best": "score"}, 1 + 3 + 1 + 1),
+    ],
+)
+def test_disk_for_what_is_kept_and_one_more(stage: dict[str, Any], most: int):
+    made = recipe("B/16", stage=stage)
+    disk = forecast(made).disk
+    assert disk.most_checkpoints == most
+    assert disk.checkpoint_bytes == estimate_bytes(86_567_656, engine=made.engine, optimizer="adamw")
+    assert disk.num_bytes == most * disk.checkpoint_bytes
+
+
+def sent(engine: dict[str, Any], *, variant: Any = "B/16") -> float:
+    made = forecast(recipe(variant, batch=256, engine=engine), gpus=2)  # nothing accumulated
+    assert made.own.traffic
+    return made.own.traffic.num_bytes / made.cost.parameters
+
+
+def test_the_bytes_that_an_engine_sends_for_each_parameter():
+    """On two GPUs half of: 6N of halves, 12N of float32; DDP averages float32 gradients, 8N, under autocast too."""
+    assert sent({}) == pytest.approx(3)
+    assert sent({"precision": "fp32"}) == pytest.approx(6)
+    assert sent({"zero_stage": 0}) == pytest.approx(2)
+    assert sent({"backend": "accelerate"}) == pytest.approx(4)
+    assert sent({"zero_stage": 3}) == pytest.approx(2)
+    assert sent({"zero_stage": 3}, variant="G/14") == pytest.approx(3)  # above 10^9: gathered twice
+
+
+def test_every_zero_stage_has_a_row_and_the_recipes_own_is_the_forecasts():
+    made = forecast(recipe("L/16", engine={"zero_stage": 2}), gpus=64)
+    assert list(made.memory) == [0, 1, 2, 3] and made.own is made.memory[2]
+    assert made.time and made.own.step_seconds == made.time.step_seconds
+    assert made.time.images_per_second == pytest.approx(4096 / made.time.step_seconds)
+    alone = forecast(recipe("L/16", engine={"backend": "accelerate"}), gpus=64)
+    assert list(alone.memory) == [0]
+
+
+def test_hours_are_the_steps_times_a_step():
+    made = forecast(recipe("L/16", batch=1024), gpus=8, pace=Pace(mfu=0.5))
+    assert made.time and made.time.hours and made.time.gpu_hours
+    assert made.time.hours == pytest.approx(1000 * made.time.step_seconds / 3600)
+    assert made.time.gpu_hours == pytest.approx(8 * made.time.hours)
+    assert made.total_images == 1000 * 1024
+
+
+def test_the_peak_has_what_a_backward_pass_holds_for_a_moment():
+    cost = forecast(recipe("B/16")).cost
+    assert cost.image_bytes("all") - cost.activation_bytes == cost.working_bytes
+    assert cost.working_bytes == pytest.approx(0.85 * 2 * 197 * 3072, rel=0.01)
