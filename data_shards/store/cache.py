@@ -62,7 +62,11 @@ class CacheConfig:
 
 def default_cache_folder() -> Path:
     """In the folder for temporary files ($TMPDIR or /tmp), one for each user."""
-    return Path(tempfile.gettempdir()) / f"shardvit-cache-{getpass.getuser()}"
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a container's user without a name
+        user = str(os.getuid())
+    return Path(tempfile.gettempdir()) / f"shardvit-cache-{user}"
 
 
 class NoRoom(Exception):

@@ -328,3 +328,11 @@ def test_readers_get_right_bytes_while_shards_are_evicted_under_them(
     assert sum(int(count) for _, count in words) > 0  # some were read after they had been evicted
     assert total_bytes(tmp_path / "cache") <= 500_000
     assert sum(server.totals().values()) > len(entries)
+
+
+def test_a_container_user_without_a_name_has_a_cache_folder_too(monkeypatch: pytest.MonkeyPatch):
+    def no_name() -> str:
+        raise KeyError("uid not found")
+
+    monkeypatch.setattr("getpass.getuser", no_name)
+    assert cache_module.default_cache_folder().name == f"shardvit-cache-{os.getuid()}"

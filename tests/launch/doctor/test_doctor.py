@@ -1,0 +1,174 @@
+"""`shardvit doctor` as a whole: text, JSON, exit code; and that nothing ends it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from cyclopts import App
+
+from launch.doctor import examine as examining
+from launch.doctor.command import doctor
+from launch.doctor.report import Report, as_json, as_text
+from launch.doctor.result import Check, Section
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def report(*checks: Check, left_out: tuple[str, ...] = ()) -> Report:
+    return Report((Section("machine", checks[:1]), Section("network", checks[1:])), left_out=left_out, seconds=12.0)
+
+
+FINE = Check("Python", "fine", "3.12.4")
+NOTE = Check("limits", "note", "open files 1,024", "raise the open files (ulimit -n 4096)")
+PROBLEM = Check("2 processes, gloo", "problem", "died of signal 11", "put the name into /etc/hosts")
+ABSENT = Check("SLURM", "absent", "not on PATH")
+
+
+@pytest.mark.parametrize(
+    ("checks", "code", "last"),
+    [
+        ([FINE, ABSENT], 0, "doctor: all is well (12.0 s)"),
+        ([FINE, NOTE, NOTE], 0, "doctor: 2 notes (12.0 s)"),
+        ([FINE, NOTE, PROBLEM], 1, "doctor: 1 problem, 1 note (12.0 s)"),
+    ],
+)
+def test_a_problem_alone_is_exit_code_1(checks: list[Check], code: int, last: str):
+    made = report(*checks)
+    assert made.exit_code == code and as_text(made).splitlines()[-1] == last
+    assert as_json(made)["ok"] == (code == 0)
+
+
+def test_the_text_shows_each_finding_with_its_remedy_below_it():
+    assert as_text(report(FINE, PROBLEM)).splitlines() == [
+        "machine",
+        "  fine     Python             3.12.4",
+        "",
+        "network",
+        "  PROBLEM  2 processes, gloo  died of signal 11",
+        "                              -> put the name into /etc/hosts",
+        "",
+        "doctor: 1 problem (12.0 s)",
+    ]
+
+
+def test_long_findings_are_wrapped():
+    long = Check("GPUs", "note", "word " * 60, "word " * 60)
+    assert max(map(len, as_text(report(FINE, long)).splitlines())) <= 116
+
+
+def test_what_was_left_out_is_said():
+    made = report(FINE, left_out=("imports", "attention"))
+    assert as_text(made).endswith("; --quick left out imports, attention")
+    assert as_json(made)["left_out"] == ["imports", "attention"]
+
+
+def test_json():
+    content = as_json(report(FINE, PROBLEM, NOTE))
+    assert (content["version"], content["problems"], content["notes"]) == (1, 1, 1)
+    assert content["checks"][1] == {
+        "subject": "network",
+        "name": "2 processes, gloo",
+        "verdict": "problem",
+        "found": "died of signal 11",
+        "remedy": "put the name into /etc/hosts",
+    }
+
+
+@pytest.mark.parametrize("verdict", ["note", "problem"])
+def test_a_finding_that_says_nothing_of_what_to_do_is_our_own_mistake(verdict):
+    with pytest.raises(AssertionError):
+        Check("x", verdict, "found")
+
+
+def test_quick_on_this_machine(tmp_path: Path):
+    code = "import sys; from launch.doctor.command import doctor; from pathlib import Path\n"
+    code += (
+        f"code = doctor(quick=True, runs=Path({str(tmp_path)!r}), cache=Path({str(tmp_path)!r}), as_json_text=True)\n"
+    )
+    code += "assert not {'torch', 'deepspeed', 'mlflow'} & set(sys.modules); sys.exit(code)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=240, check=False
+    )
+    content = json.loads(done.stdout)
+    assert done.returncode == (0 if content["ok"] else 1), done.stderr
+    checks = {check["name"]: check for check in content["checks"]}
+    assert {"Python", "cores", "/dev/shm", "packages", "GPUs", "MLflow", "SLURM", "ssh, pdsh"} <= set(checks)
+    # What must be right wherever these tests run.
+    for name in ("Python", "packages", "torch and torchvision", "deepspeed launcher", "MLflow"):
+        assert checks[name]["verdict"] == "fine", checks[name]
+    assert not any("could not look" in check["found"] for check in content["checks"])
+    assert content["left_out"] and "arithmetic" not in checks and not list(tmp_path.iterdir())
+
+
+def test_the_command_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    asked: list[dict[str, object]] = []
+
+    def look(**options: object) -> Report:
+        asked.append(options)
+        return report(FINE, PROBLEM)
+
+    monkeypatch.setattr(examining, "examine", look)
+    app = App(name="shardvit", result_action="return_value")
+    app.command(doctor)
+    assert app(["doctor", "--json", "--runs", str(tmp_path)], exit_on_error=False) == 1
+    assert json.loads(capsys.readouterr().out)["problems"] == 1
+    assert app(["doctor", "--quick", "--cache", "c"], exit_on_error=False) == 1
+    assert capsys.readouterr().out.endswith("doctor: 1 problem (12.0 s)\n")
+    assert [(each["depth"], each["runs"]) for each in asked] == [("all", tmp_path), ("quick", Path("runs"))]
+    assert asked[1]["cache"] == Path("c") and str(asked[0]["cache"]).rpartition("/")[2].startswith("shardvit-cache-")
+
+
+def test_a_user_without_a_name_can_ask_too(monkeypatch: pytest.MonkeyPatch):
+    def nameless() -> str:
+        raise KeyError("getpwuid(): uid not found: 12345")
+
+    asked: list[Path] = []
+    monkeypatch.setattr("getpass.getuser", nameless)
+    monkeypatch.setattr(examining, "examine", lambda cache, **_: asked.append(cache) or report(FINE))
+    assert doctor(quick=True) == 0 and asked[0].is_dir()
+
+
+def test_a_look_that_fails_is_a_finding_and_the_others_are_made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    def broken(**_: object) -> None:
+        raise OSError("a file of /proc is odd")
+
+    monkeypatch.setattr(examining, "read_machine", broken)
+    made = examining.examine(runs=tmp_path, cache=tmp_path, depth="quick", say=lambda line: None)
+    assert [section.subject for section in made.sections] == [
+        *("machine", "libraries", "GPUs and arithmetic", "network", "cluster")
+    ]
+    [check] = made.sections[0].checks
+    assert check.verdict == "problem" and check.found.endswith("OSError: a file of /proc is odd")
+    assert made.exit_code == 1 and len(made.sections[1].checks) > 1
+
+
+@pytest.mark.parametrize(("visible", "backends"), [(0, ["gloo"]), (1, ["gloo"]), (2, ["gloo", "nccl"])])
+def test_gpus_are_counted_with_and_without_what_hides_them(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, visible: int, backends: list[str]
+):
+    from launch.doctor.gpus import Smi
+    from launch.doctor.probing import Tried
+
+    tried: list[str] = []
+    row = ("NVIDIA H200", "143771", "580.95", "9.0")
+    monkeypatch.setattr(examining, "num_gpus", lambda environ=None: visible if environ is None else 8)
+    monkeypatch.setattr(examining, "read_smi", lambda: Smi(rows=(row,) * 8))
+    monkeypatch.setattr(examining, "try_parts", lambda parts, environment: dict.fromkeys(parts, Tried(failure="gone")))
+    monkeypatch.setattr(examining, "check_all_reduce", lambda backend, environment: tried.append(backend) or FINE)
+    made = examining.examine(runs=tmp_path, cache=tmp_path, depth="all", say=lambda line: None)
+    assert made.sections[2].checks[0].found.endswith(f"CUDA_VISIBLE_DEVICES leaves {visible} of 8")
+    assert tried == backends
+
+
+def test_all_parts_are_tried_and_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """Without the children: whatever part is missing is told as a problem, never left out."""
+    from launch.doctor.probing import Tried
+
+    monkeypatch.setattr(examining, "try_parts", lambda parts, environment: dict.fromkeys(parts, Tried(failure="gone")))
+    monkeypatch.setattr(examining, "check_all_reduce", lambda backend, environment: PROBLEM)
+    made = examining.examine(runs=tmp_path, cache=tmp_path, depth="all", say=lambda line: None)
+    problems = {check.name for section in made.sections for check in section.checks if check.found.endswith("gone")}
+    assert {"torch and CUDA", "arithmetic", "attention", "decoding", "import deepspeed", "GPU details"} <= problems
+    assert PROBLEM in made.sections[3].checks and made.left_out == ()
