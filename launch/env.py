@@ -12,64 +12,117 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 from data_shards.errors import UserError
+from launch.slurm.node import NodeShare
+from launch.slurm.step import Step, gpu_of_task, read_step
 from pipeline.process import Place
 
 SUPERVISOR_PID = "SHARDVIT_SUPERVISOR_PID"
 RENDEZVOUS = "SHARDVIT_RENDEZVOUS"  # a folder, see `pipeline.rendezvous`
+_RANK_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+_LAUNCHER_NAMES = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")  # torchrun's and accelerate's; deepspeed's
 _PLACE_NAMES = (
-    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT"),
-    *("SLURM_PROCID", "SLURM_LOCALID", RENDEZVOUS),
+    *_RANK_NAMES,
+    *_LAUNCHER_NAMES,
+    *("MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS", RENDEZVOUS),
 )
 
 
-def read_place(environ: Mapping[str, str] = os.environ) -> Place:
+def read_place(environ: Mapping[str, str] = os.environ, *, gpus: int | None = None) -> Place:
     """Where the launcher (deepspeed, torchrun, accelerate, srun, or none) put this process.
+
+    A launcher that srun started comes first; srun itself comes before names that somebody exported by hand.
+
+    Args:
+        environ: the environment.
+        gpus: that this process sees; default: they are counted.
 
     Raises:
         UserError: the variables contradict each other or are incomplete.
     """
-    if "RANK" in environ or "WORLD_SIZE" in environ:
-        names = {"rank": "RANK", "world_size": "WORLD_SIZE", "local_rank": "LOCAL_RANK"}
-        local_world_size = environ.get("LOCAL_WORLD_SIZE") or environ.get("LOCAL_SIZE")  # torchrun's and deepspeed's
-    elif environ.get("SLURM_NTASKS", "1") != "1" and "SLURM_PROCID" in environ:
-        names = {"rank": "SLURM_PROCID", "world_size": "SLURM_NTASKS", "local_rank": "SLURM_LOCALID"}
-        # The first is there only if --ntasks-per-node was given.
-        local_world_size = environ.get("SLURM_NTASKS_PER_NODE") or _most_tasks(environ)
+    step = None if _has_launcher(environ) else read_step(environ)
+    if step is not None and step.tasks > 1:
+        world_size = environ.get("WORLD_SIZE", str(step.tasks))
+        if world_size != str(step.tasks):
+            raise UserError(
+                f"WORLD_SIZE is {world_size}, but srun started {step.tasks} tasks: leave WORLD_SIZE out, or give "
+                f"--ntasks {world_size}"
+            )
+        place = Place(
+            rank=step.task,
+            world_size=step.tasks,
+            local_rank=step.local_task,
+            local_world_size=step.tasks_here,
+            gpu=gpu_of_task(step, visible_gpus=num_gpus(environ) if gpus is None else gpus),
+        )
+    elif "RANK" in environ or "WORLD_SIZE" in environ:
+        place = _launchers_place(environ)
     else:
         return Place()
-    values: dict[str, int] = {}
-    for field, name in names.items():
-        text = environ.get(name, "")
-        if not text.isdigit():
-            raise UserError(f"the launcher set {', '.join(names.values())} incompletely: {name} is {text or 'missing'}")
-        values[field] = int(text)
-    if values["rank"] >= values["world_size"]:
-        raise UserError(f"{names['rank']} {values['rank']} is not below {names['world_size']} {values['world_size']}")
-    place = Place(
-        rank=values["rank"],
-        world_size=values["world_size"],
-        local_rank=values["local_rank"],
-        local_world_size=int(local_world_size) if (local_world_size or "").isdigit() else values["world_size"],  # pyright: ignore[reportArgumentType]
-    )
     if place.world_size == 1:  # nobody to meet
         return place
     if environ.get(RENDEZVOUS):
         return replace(place, rendezvous=Path(environ[RENDEZVOUS]))
-    port = environ.get("MASTER_PORT", "")
-    if "MASTER_ADDR" not in environ or not port.isdigit():
+    address, port = _meeting_place(environ, step=step)
+    return replace(place, master_addr=address, master_port=port)
+
+
+def node_share(
+    environ: Mapping[str, str] = os.environ, *, processes: int | Literal["auto"], gpus: int | None = None
+) -> NodeShare | None:
+    """What to start here, where srun gave each node one task and that task sees several GPUs; None: this is a process.
+
+    Args:
+        environ: the environment.
+        processes: the recipe's; as many as there are tasks: every task is meant to be one.
+        gpus: that this process sees; default: they are counted.
+    """
+    step = None if _has_launcher(environ) or "RANK" in environ else read_step(environ)
+    if step is None or step.tasks_here != 1 or processes == step.tasks:
+        return None
+    count = num_gpus(environ) if gpus is None else gpus
+    if count < 2:
+        return None
+    address, port = _meeting_place(environ, step=step)
+    return NodeShare(step.task, step.tasks, processes=count, address=address, port=port)
+
+
+def says_mistakes(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether it is for this process to say what all of them find wrong, also where `read_place` refuses."""
+    by_srun = "SLURM_STEP_NUM_TASKS" in environ and not _has_launcher(environ)
+    return environ.get("SLURM_PROCID" if by_srun else "RANK", "0") == "0"
+
+
+def _has_launcher(environ: Mapping[str, str]) -> bool:
+    return any(name in environ for name in _LAUNCHER_NAMES)
+
+
+def _meeting_place(environ: Mapping[str, str], *, step: Step | None) -> tuple[str, int]:
+    address, port = environ.get("MASTER_ADDR", ""), environ.get("MASTER_PORT", "")
+    if step is not None:
+        address, port = address or step.first_host, port or str(step.port)
+    if not address or not port.isdigit():
         raise UserError(
             "MASTER_ADDR and MASTER_PORT must name the first process's host and a free port: start through "
-            "deepspeed or torchrun, or export both"
+            "deepspeed, torchrun or srun, or export both"
         )
-    return replace(place, master_addr=environ["MASTER_ADDR"], master_port=int(port))
+    return address, int(port)
 
 
-def _most_tasks(environ: Mapping[str, str]) -> str | None:
-    """The most tasks on any node, of "8(x63),4"."""
-    counts = re.findall(r"(?:^|,)(\d+)", environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
-    return max(counts, key=int, default=None)
+def _launchers_place(environ: Mapping[str, str]) -> Place:
+    values: list[int] = []
+    for name in _RANK_NAMES:
+        text = environ.get(name, "")
+        if not text.isdigit():
+            raise UserError(f"the launcher set {', '.join(_RANK_NAMES)} incompletely: {name} is {text or 'missing'}")
+        values.append(int(text))
+    rank, world_size, local_rank = values
+    if rank >= world_size:
+        raise UserError(f"RANK {rank} is not below WORLD_SIZE {world_size}")
+    local_world_size = next((environ[name] for name in _LAUNCHER_NAMES if name in environ), "")
+    return Place(rank, world_size, local_rank, int(local_world_size) if local_world_size.isdigit() else world_size)
 
 
 def without_place(environ: Mapping[str, str] = os.environ) -> dict[str, str]:

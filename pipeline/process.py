@@ -13,6 +13,7 @@ class Place:
     Attributes:
         master_addr, master_port: of the first process, where a launcher named them.
         rendezvous: a folder of this machine in which rank 0 writes its address instead.
+        gpu: number of this process's GPU among those that it sees; None: the local rank's, as when it sees all.
     """
 
     rank: int = 0
@@ -22,6 +23,7 @@ class Place:
     master_addr: str = "127.0.0.1"
     master_port: int = 29500
     rendezvous: Path | None = None
+    gpu: int | None = None
 
     @property
     def is_main(self) -> bool:

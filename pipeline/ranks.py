@@ -30,19 +30,21 @@ class Ranks:
     def __init__(self, place: Place, *, timeout_seconds: float) -> None:
         self.place = place
         timeout = timedelta(seconds=timeout_seconds)
-        # DeepSpeed and accelerate learn their place from these names alone, whatever started us.
+        cuda = torch.cuda.is_available()
+        device = place.local_rank if place.gpu is None or not cuda else place.gpu
+        # DeepSpeed and accelerate learn their place from these names alone, whatever started us. By the local rank they
+        # choose the GPU; on a CPU DeepSpeed tells the processes of a machine apart by it.
         os.environ.update(
             RANK=str(place.rank),
             WORLD_SIZE=str(place.world_size),
-            LOCAL_RANK=str(place.local_rank),
+            LOCAL_RANK=str(device),
             LOCAL_WORLD_SIZE=str(place.local_world_size),
             LOCAL_SIZE=str(place.local_world_size),
             MASTER_ADDR=place.master_addr,
             MASTER_PORT=str(place.master_port),
         )
-        cuda = torch.cuda.is_available()
         if cuda:
-            torch.cuda.set_device(place.local_rank)
+            torch.cuda.set_device(device)
         join_group(place, backend="nccl" if cuda else "gloo", timeout_seconds=timeout_seconds)
         group = distributed.new_group(backend="gloo", timeout=timeout)
         assert isinstance(group, distributed.ProcessGroup)  # a number would stand for "not a member"

@@ -10,6 +10,7 @@ from launch.env import (
     job_tags,
     num_gpus,
     read_place,
+    says_mistakes,
     supervisor_pid,
     tracking_uri,
     without_place,
@@ -19,21 +20,74 @@ from pipeline.process import Place
 ADDRESS = {"MASTER_ADDR": "node7", "MASTER_PORT": "29501"}
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", **ADDRESS}
 DEEPSPEED = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_SIZE": "4", "CROSS_RANK": "1", **ADDRESS}
-SLURM = {
-    "SLURM_PROCID": "5",
-    "SLURM_NTASKS": "8",
-    "SLURM_LOCALID": "1",
-    "SLURM_NTASKS_PER_NODE": "4",
+BATCH = {  # what a batch script has, as seen on SLURM 22.05
     "SLURM_JOB_ID": "77",
+    "SLURM_JOB_NODELIST": "node[7-8]",
+    "SLURM_NTASKS": "8",
+    "SLURM_NTASKS_PER_NODE": "4",
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
+    "SLURM_TASKS_PER_NODE": "4(x2)",
+}
+SLURM = {
+    **BATCH,
+    "SLURM_PROCID": "5",
+    "SLURM_LOCALID": "1",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NODELIST": "node[7-8]",
+    "SLURM_STEP_NUM_TASKS": "8",
+    "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
     **ADDRESS,
 }
 PLACE = Place(rank=5, world_size=8, local_rank=1, local_world_size=4, master_addr="node7", master_port=29501)
 
 
 @pytest.mark.parametrize(("text", "most"), [("4(x2)", 4), ("12,4(x3)", 12), ("", 8)])
-def test_slurms_tasks_of_each_node_count_where_their_number_was_not_asked_for(text: str, most: int):
-    environ = {key: value for key, value in SLURM.items() if key != "SLURM_NTASKS_PER_NODE"}
-    assert read_place({**environ, "SLURM_STEP_TASKS_PER_NODE": text}).local_world_size == most
+def test_slurms_tasks_of_each_node_are_the_steps(text: str, most: int):
+    assert read_place({**SLURM, "SLURM_STEP_TASKS_PER_NODE": text}).local_world_size == most
+
+
+@pytest.mark.parametrize("address", [ADDRESS, {}], ids=["named", "not named"])
+def test_a_batch_script_is_one_process_whatever_its_tasks(address: dict[str, str]):
+    assert read_place({**BATCH, **address}) == Place()
+
+
+def test_one_task_of_srun_is_one_process():
+    assert read_place({**SLURM, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}) == Place()
+
+
+def test_srun_alone_names_the_meeting_place():
+    bare = {key: value for key, value in SLURM.items() if key not in ADDRESS}
+    assert read_place(bare) == Place(5, 8, local_rank=1, local_world_size=4, master_addr="node7", master_port=21232)
+    assert read_place({**bare, "MASTER_ADDR": "head"}).master_addr == "head"
+    assert read_place({**bare, "MASTER_PORT": "7"}).master_port == 7
+
+
+def test_sruns_numbers_come_before_a_rank_that_a_batch_script_exported():
+    assert read_place({**SLURM, "RANK": "0", "WORLD_SIZE": "8", "LOCAL_RANK": "0"}) == PLACE
+
+
+def test_a_task_that_sees_one_gpu_uses_that_one():
+    assert read_place(SLURM, gpus=1).gpu == 0
+    assert read_place(SLURM, gpus=4).gpu is None and read_place(SLURM, gpus=0).gpu is None
+    assert read_place(TORCHRUN, gpus=1).gpu is None
+
+
+@pytest.mark.parametrize(
+    ("environ", "says"),
+    [
+        ({}, True),
+        (SLURM, False),
+        ({**SLURM, "RANK": "0"}, False),
+        ({**SLURM, "SLURM_PROCID": "0"}, True),
+        (BATCH, True),
+        (TORCHRUN, False),
+        ({**TORCHRUN, "RANK": "0"}, True),
+        ({**SLURM, **TORCHRUN, "RANK": "0"}, True),
+    ],
+)
+def test_one_process_says_what_all_find_wrong(environ: dict[str, str], says: bool):
+    assert says_mistakes(environ) is says
 
 
 @pytest.mark.parametrize("environ", [TORCHRUN, DEEPSPEED, SLURM], ids=["torchrun", "deepspeed", "slurm"])
@@ -50,7 +104,7 @@ def test_a_launcher_inside_a_slurm_job_comes_first():
     "environ",
     [
         {},
-        {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"},
+        BATCH,
         {"SLURM_JOB_ID": "7"},
         {"SLURM_NTASKS": "4"},
         {"SLURM_NTASKS": ""},
@@ -82,8 +136,6 @@ def test_nothing_of_a_launcher_or_an_outer_run_is_passed_on():
 def test_what_is_not_said_of_the_node_is_assumed_to_be_one_node():
     environ = {key: value for key, value in TORCHRUN.items() if key != "LOCAL_WORLD_SIZE"}
     assert read_place(environ).local_world_size == 8
-    # Slurm writes "2(x3)" for uneven tasks in some versions.
-    assert read_place({**SLURM, "SLURM_NTASKS_PER_NODE": "2(x3)"}).local_world_size == 8
 
 
 @pytest.mark.parametrize(
@@ -100,7 +152,10 @@ def test_what_is_not_said_of_the_node_is_assumed_to_be_one_node():
         (TORCHRUN, {"MASTER_PORT": None}, "MASTER_ADDR and MASTER_PORT"),
         (TORCHRUN, {"MASTER_PORT": "http"}, "MASTER_ADDR and MASTER_PORT"),
         (SLURM, {"SLURM_LOCALID": None}, "SLURM_LOCALID is missing"),
-        (SLURM, {"MASTER_PORT": None}, "MASTER_ADDR and MASTER_PORT"),
+        (SLURM, {"SLURM_PROCID": "8"}, "SLURM_PROCID 8 is not below"),
+        (SLURM, {"MASTER_PORT": "http"}, "MASTER_ADDR and MASTER_PORT"),
+        (SLURM, {"WORLD_SIZE": "16"}, "WORLD_SIZE is 16, but srun started 8 tasks"),
+        (BATCH, {"WORLD_SIZE": "8"}, "RANK is missing"),
     ],
 )
 def test_contradictions_and_gaps_are_named(base: dict[str, str], change: dict[str, str | None], named: str):
@@ -108,6 +163,11 @@ def test_contradictions_and_gaps_are_named(base: dict[str, str], change: dict[st
     with pytest.raises(UserError) as caught:
         read_place(environ)
     assert named in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_tasks_that_would_share_gpus_are_refused():
+    with pytest.raises(UserError, match="started 4 tasks on a node, which see 2 GPUs: give --ntasks-per-node 2"):
+        read_place(SLURM, gpus=2)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,78 @@
+"""`shardvit cancel`: end all jobs of a run, after the running ones have saved.
+
+The jobs are noted as cancelled first, so that none of them requeues itself; those that wait are removed; those that
+run are told to save, as before their time limit, and end by themselves. What has not ended after a while, or everything
+with "now", is cancelled by SLURM, which kills half a minute later.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+from data_shards.errors import UserError
+from launch.slurm.commands import Slurm
+from launch.slurm.records import read_cancelled, read_submission, write_cancelled
+
+_LOOK_SECONDS = 2.0
+
+
+def cancel_run(
+    run: Path,
+    *,
+    slurm: Slurm,
+    how: Literal["save", "now"] = "save",
+    wait_seconds: float = 600.0,
+    say: Callable[[str], None] = print,
+    sleep: Callable[[float], None] = time.sleep,
+) -> int:
+    """End a run's jobs; returns how many there were.
+
+    Args:
+        run: the run folder.
+        slurm: the cluster.
+        how: "now" does not wait for a checkpoint; the last one that was written counts.
+        wait_seconds: for a job that saves.
+        say: told what happens.
+        sleep: between two looks at the queue.
+
+    Raises:
+        UserError: the run was never submitted, or SLURM refuses.
+    """
+    submission = read_submission(run / "slurm")
+    if submission is None:
+        raise UserError(f"{run} was not submitted (it has no slurm/jobs.json): a run on this machine ends with Ctrl-C")
+    jobs = list(submission.jobs.values())
+    write_cancelled(run / "slurm", read_cancelled(run / "slurm") | set(jobs))
+    alive = _alive(jobs, slurm=slurm)
+    count = len(alive)
+    if not alive:
+        say(f"{run}: no job is in the queue")
+        return 0
+    told: set[str] = set()
+    waited = 0.0
+    while alive and waited < wait_seconds:
+        # Those behind first, so that none of them begins when the one before it is gone.
+        idle = [job for job in reversed(jobs) if job in alive and (how == "now" or alive[job] == "PENDING")]
+        if idle:
+            slurm.cancel(idle)
+            say(f"cancelled: {', '.join(idle)}")
+        for job in (job for job, state in alive.items() if state == "RUNNING" and job not in told | set(idle)):
+            slurm.signal(job)
+            told.add(job)
+            say(f"job {job} saves and ends (at most {wait_seconds:.0f} seconds; --now does not wait)")
+        if how == "now":
+            return count
+        sleep(_LOOK_SECONDS)
+        waited += _LOOK_SECONDS
+        alive = _alive(jobs, slurm=slurm)
+    if alive:
+        slurm.cancel(list(alive))
+        say(f"cancelled without a checkpoint: {', '.join(alive)} did not end within {wait_seconds:.0f} seconds")
+    return count
+
+
+def _alive(jobs: list[str], *, slurm: Slurm) -> dict[str, str]:
+    return {job: queued.state for job, queued in slurm.queue(jobs).items() if not queued.is_finished}

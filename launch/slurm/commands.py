@@ -1,0 +1,159 @@
+"""SLURM's own commands: the only place that starts sbatch, squeue, scancel and sacct. Each call is one process."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from data_shards.errors import UserError
+
+_PATIENCE_SECONDS = 60.0
+_FORMAT = "%A|%T|%r|%L|%N|%S"
+# A job in any other state is still in the queue, or will be again.
+FINISHED = frozenset(
+    ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "REVOKED", "TIMEOUT")
+)
+_LEFT = re.compile(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)")
+
+
+@dataclass(frozen=True)
+class Queued:
+    """A job as SLURM sees it.
+
+    Attributes:
+        state: such as PENDING, RUNNING, COMPLETING or TIMEOUT.
+        reason: why it waits, or ended.
+        left_seconds: until its time limit; None: it is not running, or has none.
+        nodes: on which it runs.
+        start: when it began, or is expected to begin.
+    """
+
+    state: str
+    reason: str = ""
+    left_seconds: int | None = None
+    nodes: str = ""
+    start: str = ""
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether it has left the queue for good."""
+        return self.state in FINISHED
+
+
+class Slurm:
+    """The cluster that this machine belongs to."""
+
+    def submit(self, script: Path, *, after: str | None) -> str:
+        """Submit a script; returns the job's number.
+
+        Args:
+            script: the batch script.
+            after: a job that must have succeeded first; when it has failed, this one is removed.
+
+        Raises:
+            UserError: SLURM refuses it.
+        """
+        return self._call(submit_command(script, after=after)).strip().partition(";")[0]
+
+    def queue(self, jobs: Iterable[str]) -> dict[str, Queued]:
+        """The jobs that SLURM still knows; those that ended are forgotten after some minutes.
+
+        Raises:
+            UserError: SLURM does not answer.
+        """
+        numbers = sorted(set(jobs))
+        if not numbers:
+            return {}
+        try:
+            text = self._call(
+                ["squeue", "--noheader", "--states=all", f"--format={_FORMAT}", f"--jobs={','.join(numbers)}"]
+            )
+        except UserError as error:
+            if "Invalid job id" in str(error):  # it knows none of them
+                return {}
+            raise
+        return parse_queue(text)
+
+    def cancel(self, jobs: Sequence[str]) -> None:
+        """Remove jobs from the queue; a running one is killed after SLURM's KillWait.
+
+        Raises:
+            UserError: SLURM refuses.
+        """
+        self._call(["scancel", *jobs])
+
+    def signal(self, job: str) -> None:
+        """Send USR1 to a job's batch script, as before the time limit.
+
+        Raises:
+            UserError: SLURM refuses.
+        """
+        self._call(["scancel", "--signal=USR1", "--batch", job])
+
+    def history(self, jobs: Iterable[str]) -> dict[str, str]:
+        """Final states of jobs that the queue has forgotten, where the cluster keeps accounts; else none."""
+        numbers = sorted(set(jobs))
+        if not numbers:
+            return {}
+        command = ["sacct", "--noheader", "--parsable2", "--allocations", "--format=JobIDRaw,State"]
+        try:
+            text = self._call([*command, f"--jobs={','.join(numbers)}"])
+        except UserError:  # no accounting here
+            return {}
+        rows = [line.split("|") for line in text.splitlines() if line.count("|") == 1]
+        return {number: state.split()[0] for number, state in rows if state}
+
+    def _call(self, command: Sequence[str]) -> str:
+        try:
+            done = subprocess.run(
+                command,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                timeout=_PATIENCE_SECONDS,
+                check=False,
+            )
+        except FileNotFoundError:
+            raise UserError(
+                f"{command[0]} is not on this machine: give the command where jobs are submitted from"
+            ) from None
+        except subprocess.TimeoutExpired:
+            raise UserError(f"SLURM has not answered {command[0]} for {_PATIENCE_SECONDS:.0f} seconds") from None
+        if done.returncode:
+            lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+            raise UserError(f"{' '.join(command)}: {'; '.join(lines) or f'exit code {done.returncode}'}")
+        return done.stdout
+
+
+def submit_command(script: Path, *, after: str | None) -> list[str]:
+    """The command that submits a script."""
+    dependency = [f"--dependency=afterok:{after}", "--kill-on-invalid-dep=yes"] if after else []
+    return ["sbatch", "--parsable", *dependency, str(script)]
+
+
+def parse_queue(text: str) -> dict[str, Queued]:
+    """squeue's lines in `_FORMAT`, by job number. Of an array the last line counts."""
+    found: dict[str, Queued] = {}
+    for line in text.splitlines():
+        number, state, why, left, *rest = line.split("|")
+        nodes, start = rest if len(rest) == 2 else ("", "")
+        found[number] = Queued(
+            state=state,
+            reason="" if why == "None" else why,
+            left_seconds=parse_left(left) if state == "RUNNING" else None,
+            nodes=nodes,
+            start="" if start == "N/A" else start,
+        )
+    return found
+
+
+def parse_left(text: str) -> int | None:
+    """Seconds of "1-02:03:04", "2:03:04" or "3:04"; None of "UNLIMITED", "INVALID" and the like."""
+    match = _LEFT.fullmatch(text.strip())
+    if match is None:
+        return None
+    days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
+    return ((days * 24 + hours) * 60 + minutes) * 60 + seconds

@@ -1,0 +1,152 @@
+"""One stage as a batch script: `templates/stage.sbatch.jinja` filled in. Pure; all that is filled in is quoted."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from data_shards.errors import UserError
+from launch.endings import EXIT_STOPPED
+from launch.slurm.job import SWAP_HEAD_SECONDS, SlurmJob, format_limit
+from launch.slurm.site import ContainerSite
+from pipeline.recipe import StageName
+
+_TEMPLATE = Path(__file__).with_name("templates") / "stage.sbatch.jinja"
+_WAIT_SECONDS = 120  # after the first process has ended: saving is over by then, MLflow may still be told the rest
+_REQUEUE_SECONDS = 5  # before the time limit: to decide, and to tell SLURM
+
+
+@dataclass(frozen=True)
+class Paths:
+    """Where things lie, all absolute, and the same on all nodes.
+
+    Attributes:
+        run: the run folder, RUNS/NAME.
+        recipe: the resolved recipe.
+        work: the folder that relative paths in the recipe start from.
+        package: the folder to import shardvit from; None: it is installed.
+    """
+
+    run: Path
+    recipe: Path
+    work: Path
+    package: Path | None
+
+    @property
+    def slurm(self) -> Path:
+        """The run folder's part for SLURM: scripts, logs, records."""
+        return self.run / "slurm"
+
+    def script(self, stage: StageName) -> Path:
+        """A stage's script."""
+        return self.slurm / f"{stage}.sbatch"
+
+    def log(self, stage: StageName) -> Path:
+        """What a stage's processes print, over all its jobs."""
+        return self.slurm / f"{stage}.log"
+
+
+def stage_script(stage: StageName, *, job: SlurmJob, paths: Paths) -> str:
+    """The script's text."""
+    from jinja2 import Environment, StrictUndefined
+
+    environment = Environment(
+        autoescape=False,  # it is shell, not HTML, and quoted by `q`
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters["q"] = shlex.quote
+    environment.filters["comment"] = lambda value: " ".join(str(value).split())
+    python = job.site.python or ("python3" if job.container else sys.executable)
+    one = stage == "swap_head"
+    srun = _srun(job, paths=paths, nodes=1 if one else job.nodes, tasks=1 if one else job.processes)
+    inside = _inside(job, paths=paths)
+    after = [*inside, python, "-m", "launch.slurm.after", str(paths.run)]
+    rest = ["--stage", stage, "--max-restarts", str(job.max_restarts)]
+    return environment.from_string(_TEMPLATE.read_text(encoding="utf-8")).render(
+        stage=stage,
+        run_folder=paths.run,
+        options=[shlex.join([option]) for option in _options(stage, job=job, paths=paths)],
+        modules=job.site.modules,
+        setup=job.site.setup,
+        environment={
+            "PYTHONUNBUFFERED": "1",
+            **({} if job.gpus_per_node else {"DS_ACCELERATOR": "cpu"}),
+            **job.site.environment,
+        },
+        package_folder=None if job.container or paths.package is None else str(paths.package),
+        train=_command(
+            srun,
+            [*inside, python, "-u", "-m", "launch.train", str(paths.recipe), "--stage", stage],
+            ["--runs", str(paths.run.parent)],
+        ),
+        # Where shardvit is in the container alone, one more task asks the question there.
+        after=_command(*([_srun(job, paths=paths, nodes=1, tasks=1)] if job.container else []), after, rest),
+        patience_seconds=max(1, job.signal_seconds - _REQUEUE_SECONDS),
+        exit_requeue=EXIT_STOPPED,
+    )
+
+
+def _options(stage: StageName, *, job: SlurmJob, paths: Paths) -> list[str]:
+    one = stage == "swap_head"
+    # A partition of GPUs may not take a job without any.
+    gpus = min(job.gpus_per_node, 1) if one else job.gpus_per_node
+    limit = min(job.limit_seconds, SWAP_HEAD_SECONDS) if one else job.limit_seconds
+    options = {
+        "job-name": f"{paths.run.name}-{stage}",
+        "nodes": 1 if one else job.nodes,
+        "ntasks-per-node": 1 if one else job.tasks_per_node,
+        "gpus-per-node": gpus or None,
+        "cpus-per-task": job.cpus_per_task,
+        "time": format_limit(limit),
+        "partition": job.partition,
+        "account": job.account,
+        "qos": job.qos,
+        "constraint": job.constraint,
+        "chdir": paths.work,
+        "output": str(paths.log(stage)).replace("%", "%%"),
+        "open-mode": "append",
+        "signal": f"B:USR1@{min(job.signal_seconds, limit - 1)}",
+    }
+    lines = [f"--{name}={value}" for name, value in options.items() if value is not None]
+    for line in lines:
+        if "\n" in line or "\r" in line:
+            raise UserError(f"{line.splitlines()[0]}: a line break cannot stand in a batch script")
+    return [*lines, "--requeue", *job.site.sbatch.lines]
+
+
+def _srun(job: SlurmJob, *, paths: Paths, nodes: int, tasks: int) -> list[str]:
+    command = ["srun", f"--nodes={nodes}", f"--ntasks={tasks}", "--distribution=block"]
+    if job.cpus_per_task:  # since SLURM 22.05 srun does not take it over from the job
+        command.append(f"--cpus-per-task={job.cpus_per_task}")
+    command += ["--kill-on-bad-exit=0", f"--wait={_WAIT_SECONDS}", *job.site.srun]
+    if job.container is not None and job.container.runtime == "pyxis":
+        command += [
+            f"--container-image={job.container.image}",
+            f"--container-mounts={','.join(_mounts(job.container, paths))}",
+            f"--container-workdir={paths.work}",
+        ]
+    return command
+
+
+def _inside(job: SlurmJob, *, paths: Paths) -> list[str]:
+    if job.container is None or job.container.runtime != "apptainer":
+        return []
+    binds = [f"--bind={mount}" for mount in _mounts(job.container, paths)]
+    nv = ["--nv"] if job.gpus_per_node else []
+    return ["apptainer", "exec", *nv, *binds, f"--pwd={paths.work}", job.container.image]
+
+
+def _mounts(container: ContainerSite, paths: Paths) -> list[str]:
+    """The site's, and the two folders whose paths stand in the script, under the same paths inside."""
+    return [*(f"{folder}:{folder}" for folder in dict.fromkeys((paths.work, paths.run.parent))), *container.mounts]
+
+
+def _command(*parts: Sequence[str]) -> str:
+    """A command over several lines, each a part."""
+    return " \\\n    ".join(shlex.join(part) for part in parts)

@@ -1,0 +1,157 @@
+"""`shardvit submit`: everything checked here, then one job for each stage that is not done, each after the one before.
+
+Nothing is submitted before all stages have passed the checks of `shardvit run --dry-run` for the number of processes
+that the jobs will have, and when SLURM refuses one of the jobs, those before it are taken back. The jobs get a copy of
+the resolved recipe, so that a file edited meanwhile changes nothing that is on its way.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import launch
+from data_shards.errors import UserError
+from launch.pipeline_run import PipelineRun
+from launch.slurm.commands import Slurm, submit_command
+from launch.slurm.job import SlurmJob
+from launch.slurm.records import Submission, read_submission, write_cancelled, write_ends, write_submission
+from launch.slurm.script import Paths, stage_script
+from pipeline.durable import replace_text
+from pipeline.plan import plan_stage
+from pipeline.recipe import Recipe, StageName, TrainStage
+from pipeline.recipe_io import dump_recipe, load_recipe
+from pipeline.run_folder import RunFolder
+from pipeline.stage_data import open_data
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What would be submitted.
+
+    Attributes:
+        recipe: resolved, with the number of processes that the jobs have.
+        folder: of the run.
+        paths: where everything lies.
+        job: what is asked of SLURM.
+        scripts: of the stages that are not done, in order.
+    """
+
+    recipe: Recipe
+    folder: RunFolder
+    paths: Paths
+    job: SlurmJob
+    scripts: dict[StageName, str]
+
+
+def plan_submission(recipe: str, *, overrides: Sequence[str], runs_root: Path, job: SlurmJob) -> Plan:
+    """Check everything and fill the scripts in; changes nothing on disk.
+
+    Raises:
+        UserError: anything that would keep a stage from running.
+    """
+    loaded = load_recipe(recipe, overrides=overrides)
+    if loaded.processes not in ("auto", job.processes):
+        raise UserError(
+            f"processes is {loaded.processes}, but {job.nodes} nodes with {job.tasks_per_node} processes each make "
+            f"{job.processes}: set processes=auto, or ask for other nodes"
+        )
+    if loaded.engine.precision == "fp16" and not job.gpus_per_node:
+        raise UserError("engine.precision fp16 needs a GPU: use bf16 or fp32 with --gpus-per-node 0")
+    folder = RunFolder(runs_root=runs_root.absolute(), name=loaded.name)
+    folder.check_recipe(loaded)
+    PipelineRun(
+        recipe=loaded,
+        recipe_argument=recipe,
+        overrides=tuple(overrides),
+        folder=folder,
+        processes=job.processes,
+        restart=None,
+    ).check_stages()
+    paths = Paths(
+        run=folder.path,
+        recipe=folder.path / "slurm" / "recipe.yaml",
+        work=Path.cwd(),
+        package=_package_folder(),
+    )
+    open_stages: list[StageName] = [name for name in loaded.stages.names if folder.record(name).state != "done"]
+    return Plan(
+        recipe=loaded.model_copy(update={"processes": job.processes}),
+        folder=folder,
+        paths=paths,
+        job=job,
+        scripts={stage: stage_script(stage, job=job, paths=paths) for stage in open_stages},
+    )
+
+
+def render(plan: Plan) -> str:
+    """Exactly what would be submitted: the commands and their scripts."""
+    parts, before = [], None
+    for stage, text in plan.scripts.items():
+        command = submit_command(plan.paths.script(stage), after=before and f"JOB_OF_{before}")
+        parts.append(f"# ---- {' '.join(command)}\n{text}")
+        before = stage
+    return "\n".join(parts)
+
+
+def submit_plan(plan: Plan, *, slurm: Slurm) -> Submission:
+    """Write the scripts and submit them, chained.
+
+    Raises:
+        UserError: jobs of this run are still in the queue, or SLURM refuses one (none is left then).
+    """
+    records = plan.paths.slurm
+    previous = read_submission(records)
+    if previous is not None:
+        alive = [job for job, queued in slurm.queue(previous.jobs.values()).items() if not queued.is_finished]
+        if alive:
+            raise UserError(
+                f"{plan.paths.run} has jobs in the queue ({', '.join(alive)}): wait for them, or give shardvit cancel "
+                "first"
+            )
+    replace_text(plan.paths.recipe, dump_recipe(plan.recipe))
+    write_cancelled(records, set())
+    submission = Submission(
+        time=time.time(),
+        processes=plan.job.processes,
+        limit_seconds=plan.job.limit_seconds,
+        max_restarts=plan.job.max_restarts,
+        total_steps=total_steps(plan.recipe, processes=plan.job.processes),
+    )
+    for stage, text in plan.scripts.items():
+        replace_text(plan.paths.script(stage), text)
+        write_ends(records, stage, [])
+    before = None
+    try:
+        for stage in plan.scripts:
+            before = slurm.submit(plan.paths.script(stage), after=before)
+            submission = replace(submission, jobs={**submission.jobs, stage: before})
+            write_submission(records, submission)  # at once: a job that nobody knows of could not be cancelled
+    except UserError:
+        if submission.jobs:
+            slurm.cancel(list(submission.jobs.values()))
+        raise
+    return submission
+
+
+def total_steps(recipe: Recipe, *, processes: int) -> dict[StageName, int]:
+    """How many steps each training stage has; reads the manifests.
+
+    Raises:
+        UserError: the shards are not there, or sizes do not fit.
+    """
+    steps: dict[StageName, int] = {}
+    for stage in recipe.stages.names:
+        if isinstance(getattr(recipe.stages, stage), TrainStage):
+            images = open_data(recipe, stage=stage).train.num_samples
+            steps[stage] = plan_stage(recipe, stage=stage, samples_per_epoch=images, world_size=processes).total_steps
+    return steps
+
+
+def _package_folder() -> Path | None:
+    """Where `launch` was imported from, if it is not installed beside the interpreter's other packages."""
+    folder = Path(launch.__file__ or "").resolve().parents[1]
+    return None if folder.is_relative_to(Path(sys.prefix).resolve()) else folder

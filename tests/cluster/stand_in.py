@@ -1,0 +1,81 @@
+"""Stands in for `launch.train` where the queue is what is tested: no torch, steps of a tenth of a second.
+
+    python -m tests.cluster.stand_in RECIPE --stage pretrain --runs RUNS
+
+Told to stop it saves and exits with 75, as a rank does. RUNS/NAME/orders.json may say otherwise:
+    {"steps": 50}            how long it is
+    {"crash_at": [7, 9]}     exit code 1 at these steps, each once, if nothing else is said
+    {"code": 2}              of the crash
+    {"save_every": 5}        steps between checkpoints; 0: only when told to stop
+    {"deaf": true}           signals are ignored
+    {"lose": true}           nothing is ever saved
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+import time
+from pathlib import Path
+from types import FrameType
+
+from launch.endings import EXIT_STOPPED
+from launch.env import read_place
+from pipeline.recipe_io import load_recipe
+from pipeline.run_folder import ALL_STAGES, RunFolder
+
+STEP_SECONDS = 0.1
+
+
+def main() -> int:
+    """Pretend."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("recipe")
+    parser.add_argument("--stage", choices=ALL_STAGES, required=True)
+    parser.add_argument("--runs", type=Path, required=True)
+    options = parser.parse_args()
+    place = read_place()
+    recipe = load_recipe(options.recipe)
+    folder = RunFolder(runs_root=options.runs, name=recipe.name)
+    folder.check_recipe(recipe)
+    if place.is_main:
+        folder.open(recipe)
+    orders = {"steps": 20, "crash_at": [], "code": 1, "save_every": 5, "deaf": False, "lose": False}
+    file = folder.path / "orders.json"
+    if file.exists():
+        orders |= json.loads(file.read_text())
+    asked: list[int] = []
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        asked.append(number)
+
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN if orders["deaf"] else ask)
+    begun = step = folder.record(options.stage).last_saved_step
+    print(f"{options.stage} rank {place.rank} of {place.world_size} goes on from step {step}", flush=True)
+
+    def save(state: str) -> None:
+        if place.is_main and not (orders["lose"] and state == "running"):
+            folder.update(options.stage, state=state, last_saved_step=step)
+
+    while step < orders["steps"] and options.stage != "swap_head":
+        time.sleep(STEP_SECONDS)
+        step += 1
+        if asked:
+            save("running")
+            return EXIT_STOPPED
+        if orders["save_every"] and step % orders["save_every"] == 0:
+            save("running")
+        if step in orders["crash_at"] and step > begun and place.is_main:
+            mark = folder.path / f"crashed-{options.stage}-{step}"
+            if orders["lose"] or not mark.exists():
+                mark.touch()
+                return orders["code"]
+    save("done")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

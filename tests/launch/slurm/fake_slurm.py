@@ -1,0 +1,53 @@
+"""A cluster that does as the test says, in the place of SLURM's commands."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from data_shards.errors import UserError
+from launch.slurm.commands import Queued, Slurm
+
+
+@dataclass
+class FakeSlurm(Slurm):
+    """Notes what it was told.
+
+    Attributes:
+        states: of the jobs, as the queue shows them.
+        refuse: the submission with this number (from 1) is refused.
+    """
+
+    states: dict[str, Queued] = field(default_factory=dict)
+    refuse: int = 0
+    submitted: list[tuple[str, str | None]] = field(default_factory=list)
+    cancelled: list[str] = field(default_factory=list)
+    signalled: list[str] = field(default_factory=list)
+    old: dict[str, str] = field(default_factory=dict)
+    away: bool = False
+
+    def submit(self, script: Path, *, after: str | None) -> str:
+        assert script.exists()
+        if len(self.submitted) + 1 == self.refuse:
+            raise UserError("sbatch: error: Invalid account")
+        self.submitted.append((script.name, after))
+        job = str(100 + len(self.submitted))
+        self.states[job] = Queued("PENDING")
+        return job
+
+    def queue(self, jobs: Iterable[str]) -> dict[str, Queued]:
+        if self.away:
+            raise UserError("squeue is not on this machine")
+        return {job: self.states[job] for job in jobs if job in self.states}
+
+    def cancel(self, jobs: Sequence[str]) -> None:
+        self.cancelled += jobs
+        for job in jobs:
+            self.states[job] = Queued("CANCELLED")
+
+    def signal(self, job: str) -> None:
+        self.signalled.append(job)
+
+    def history(self, jobs: Iterable[str]) -> dict[str, str]:
+        return {job: self.old[job] for job in jobs if job in self.old}

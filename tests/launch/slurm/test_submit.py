@@ -1,0 +1,126 @@
+"""`shardvit submit`: checked before anything is submitted, chained, taken back when SLURM refuses."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from data_shards.errors import UserError
+from launch.slurm.job import SlurmJob
+from launch.slurm.records import read_submission, write_cancelled, write_ends
+from launch.slurm.submit import Plan, plan_submission, render, submit_plan
+from pipeline.recipe_io import parse_recipe
+from pipeline.run_folder import RunFolder
+from tests.launch.machine import make_shards
+from tests.launch.slurm.fake_slurm import FakeSlurm
+
+JOB = SlurmJob(nodes=2, tasks_per_node=2, gpus_per_node=0, limit_seconds=3600)
+
+
+@pytest.fixture
+def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with shards, from which commands are given."""
+    for split in ("train", "val"):
+        make_shards(tmp_path / "shards" / split)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def plan(*overrides: str, job: SlurmJob = JOB) -> Plan:
+    shards = [
+        f"stages.{stage}.{key}=shards/{split}"
+        for stage in ("pretrain", "finetune")
+        for key, split in (("train", "train"), ("eval", "val"))
+    ]
+    return plan_submission("digits", overrides=["processes=auto", *shards, *overrides], runs_root=Path("runs"), job=job)
+
+
+def test_one_job_for_each_stage_each_after_the_one_before(work: Path):
+    slurm = FakeSlurm()
+    submission = submit_plan(plan(), slurm=slurm)
+    assert slurm.submitted == [("pretrain.sbatch", None), ("swap_head.sbatch", "101"), ("finetune.sbatch", "102")]
+    assert submission == read_submission(work / "runs/digits/slurm")
+    assert submission.jobs == {"pretrain": "101", "swap_head": "102", "finetune": "103"}
+    assert submission.total_steps == {"pretrain": 800, "finetune": 50}
+    recipe = parse_recipe(work / "runs/digits/slurm/recipe.yaml")
+    assert recipe.processes == 4 and recipe.stages.pretrain is not None
+
+
+def test_what_is_rendered_is_what_is_submitted(work: Path):
+    planned = plan()
+    text = render(planned)
+    assert not (work / "runs").exists()
+    submit_plan(planned, slurm=FakeSlurm())
+    for stage in ("pretrain", "swap_head", "finetune"):
+        assert (work / f"runs/digits/slurm/{stage}.sbatch").read_text() in text
+    assert text.index("sbatch --parsable " + str(work)) < text.index("afterok:JOB_OF_pretrain")
+    assert f"#SBATCH --chdir={os.getcwd()}" in text
+
+
+def test_finished_stages_are_left_out(work: Path):
+    folder = RunFolder(runs_root=work / "runs", name="digits")
+    folder.open(plan().recipe)
+    for stage in ("pretrain", "swap_head"):
+        folder.update(stage, state="done")
+    slurm = FakeSlurm()
+    submit_plan(plan(), slurm=slurm)
+    assert slurm.submitted == [("finetune.sbatch", None)]
+    folder.update("finetune", state="done")
+    assert plan().scripts == {}
+
+
+def test_while_jobs_are_in_the_queue_there_are_no_others(work: Path):
+    slurm = FakeSlurm()
+    submit_plan(plan(), slurm=slurm)
+    with pytest.raises(UserError, match=r"has jobs in the queue \(101, 102, 103\).*shardvit cancel"):
+        submit_plan(plan(), slurm=slurm)
+    slurm.cancel(list(slurm.states))
+    assert submit_plan(plan(), slurm=slurm).jobs["pretrain"] == "104"
+
+
+def test_a_new_submission_begins_with_a_clean_record(work: Path):
+    slurm = work / "runs/digits/slurm"
+    write_cancelled(slurm, {"101"})
+    write_ends(slurm, "pretrain", [])
+    (slurm / "pretrain.ends.json").write_text('[{"job": "1"}]')
+    submit_plan(plan(), slurm=FakeSlurm())
+    assert (slurm / "cancelled.json").read_text().split() == ["[]"]
+    assert (slurm / "pretrain.ends.json").read_text().split() == ["[]"]
+
+
+def test_when_slurm_refuses_a_job_those_before_it_are_taken_back(work: Path):
+    slurm = FakeSlurm(refuse=3)
+    with pytest.raises(UserError, match="Invalid account"):
+        submit_plan(plan(), slurm=slurm)
+    assert slurm.cancelled == ["101", "102"]
+    slurm.refuse = 0
+    submit_plan(plan(), slurm=slurm)
+
+
+@pytest.mark.parametrize(
+    ("override", "job", "named"),
+    [
+        ("processes=3", JOB, "processes is 3, but 2 nodes with 2 processes each make 4"),
+        ("seed=0", SlurmJob(nodes=3, tasks_per_node=1, gpus_per_node=0, limit_seconds=60), "among 3 processes"),
+        ("engine.precision=fp16", JOB, "fp16 needs a GPU"),
+        ("stages.finetune.train=nowhere", JOB, "nowhere"),
+        ("stages.pretrain.duration=0 steps", JOB, "stages.pretrain.duration"),
+    ],
+)
+def test_what_would_keep_a_stage_from_running_is_said_before_anything_is_submitted(
+    work: Path, override: str, job: SlurmJob, named: str
+):
+    with pytest.raises(UserError, match=named):
+        plan(override, job=job)
+    assert not (work / "runs").exists()
+
+
+def test_a_recipe_for_gpus_may_be_submitted_from_a_machine_without_any(work: Path):
+    gpus = SlurmJob(nodes=2, tasks_per_node=8, gpus_per_node=8, limit_seconds=3600)
+    assert "--gpus-per-node=8" in plan("engine.precision=fp16", job=gpus).scripts["pretrain"]
+
+
+def test_another_recipe_in_the_same_run_is_refused(work: Path):
+    RunFolder(runs_root=work / "runs", name="digits").open(plan().recipe)
+    with pytest.raises(UserError, match="the recipe differs"):
+        plan("seed=5")
