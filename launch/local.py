@@ -23,17 +23,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-import psutil
-
 from launch.endings import signal_of
 from launch.env import RENDEZVOUS, SUPERVISOR_PID, num_gpus, without_place
+from launch.processes import RANK_COMMAND, kill_all, ranks, terminate
 from pipeline.recipe import Recipe, StageName
 
-_RANK_COMMAND = ["-u", "-m", "launch.train"]
 _RENDEZVOUS_PREFIX = ".rendezvous-"
-_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+STOPPING = "stopping: the ranks finish their step and save (Ctrl-C again kills them)"
 _LOOK_SECONDS = 0.2
-_KILL_SECONDS = 10.0  # a process that waits for a broken disk dies later
 
 
 @dataclass(frozen=True)
@@ -48,14 +46,19 @@ class Launch:
     processes: int
 
 
-def launch_command(launch: Launch) -> list[str]:
-    """The command line: deepspeed, or torchrun for the accelerate backend; one plain process for swap_head."""
-    rank = [
+def rank_arguments(launch: Launch) -> list[str]:
+    """What `launch.train` gets on every rank."""
+    return [
         *(launch.recipe_argument, *launch.overrides),
         *("--stage", launch.stage, "--runs", str(launch.runs_root)),
     ]
+
+
+def launch_command(launch: Launch) -> list[str]:
+    """The command line: deepspeed, or torchrun for the accelerate backend; one plain process for swap_head."""
+    rank = rank_arguments(launch)
     if launch.stage == "swap_head":  # arithmetic on saved weights: nothing to distribute
-        return [sys.executable, *_RANK_COMMAND, *rank]
+        return [sys.executable, *RANK_COMMAND, *rank]
     match launch.recipe.engine.backend:
         case "deepspeed":
             return [
@@ -79,6 +82,7 @@ def run_stage_locally(launch: Launch) -> int:
             asked for a second time, or the stage came to its end instead.
         OSError: nothing can be written to the run folder.
     """
+    mark = (SUPERVISOR_PID, str(os.getpid()))
     asked = interrupts = 0
     killed = False
 
@@ -86,17 +90,15 @@ def run_stage_locally(launch: Launch) -> int:
         nonlocal asked, interrupts, killed
         asked += 1
         interrupts += number == signal.SIGINT
-        ranks = _ranks()
-        if ranks and asked > 1 and interrupts < 2:  # batch systems repeat themselves; only Ctrl-C again is impatience
+        there = ranks(*mark)
+        if there and asked > 1 and interrupts < 2:  # batch systems repeat themselves; only Ctrl-C again is impatience
             return
-        if asked == 1 and ranks:
-            print("\nstopping: the ranks finish their step and save (Ctrl-C again kills them)", file=sys.stderr)
-            for rank in ranks:
-                with contextlib.suppress(psutil.Error):  # it ended meanwhile
-                    rank.send_signal(signal.SIGTERM)
+        if asked == 1 and there:
+            print(f"\n{STOPPING}", file=sys.stderr)
+            terminate(there)
         else:
             killed = True
-            _kill_all()
+            kill_all(*mark)
 
     with _rendezvous(launch.runs_root / launch.recipe.name) as rendezvous:
         environment = {
@@ -106,21 +108,21 @@ def run_stage_locally(launch: Launch) -> int:
             "PYTHONUNBUFFERED": "1",
             **({} if num_gpus() else {"DS_ACCELERATOR": "cpu"}),  # said aloud, or DeepSpeed wonders in every process
         }
-        previous = {number: signal.signal(number, ask_to_stop) for number in _STOP_SIGNALS}
+        previous = {number: signal.signal(number, ask_to_stop) for number in STOP_SIGNALS}
         try:
             child = subprocess.Popen(launch_command(launch), env=environment, start_new_session=True)
             if asked:  # before there was anything to stop
                 killed = True
-                _kill_all()
+                kill_all(*mark)
             code = child.wait()
-            while asked and not killed and _ranks():  # the launcher was sent the signal too, and left before them
+            while asked and not killed and ranks(*mark):  # the launcher was sent the signal too, and left before them
                 time.sleep(_LOOK_SECONDS)
         finally:
-            _kill_all()  # a rank whose launcher was killed, for instance
+            kill_all(*mark)  # a rank whose launcher was killed, for instance
             for number, handler in previous.items():
                 signal.signal(number, handler)
     # A rank that is still importing dies of the SIGTERM that it was sent, and a launcher of what everything was sent.
-    if killed or (asked and (code == 0 or signal_of(code) in _STOP_SIGNALS)):
+    if killed or (asked and (code == 0 or signal_of(code) in STOP_SIGNALS)):
         raise KeyboardInterrupt
     return code
 
@@ -136,41 +138,3 @@ def _rendezvous(run_folder: Path) -> Iterator[Path]:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _ranks() -> list[psutil.Process]:
-    """The processes that train, among everything that was started."""
-    ranks = []
-    for process in _ours():
-        try:
-            if process.cmdline()[1:4] == _RANK_COMMAND:
-                ranks.append(process)
-        except psutil.Error:
-            continue
-    return ranks
-
-
-def _ours() -> list[psutil.Process]:
-    """Every process that carries this one's number in its environment.
-
-    Neither the process group nor the tree would do: torchrun gives each rank a session of its own, and a killed
-    launcher leaves orphans.
-    """
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.pid != os.getpid() and process.environ().get(SUPERVISOR_PID) == str(os.getpid()):
-                found.append(process)
-        except (psutil.Error, OSError):  # gone, or somebody else's
-            continue
-    return found
-
-
-def _kill_all() -> None:
-    """End everything that was started, and what it starts meanwhile."""
-    deadline = time.monotonic() + _KILL_SECONDS
-    while (ours := _ours()) and time.monotonic() < deadline:
-        for process in ours:
-            with contextlib.suppress(psutil.Error):
-                process.kill()
-        time.sleep(0.02)

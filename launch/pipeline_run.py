@@ -10,7 +10,7 @@ import contextlib
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -19,6 +19,7 @@ from data_shards.errors import UserError
 from launch.disk_errors import disk_problem
 from launch.endings import EXIT_STOPPED, memory_kills, reason
 from launch.env import num_gpus
+from launch.hosts.fleet import Fleet
 from launch.local import Launch, run_stage_locally
 from launch.lock import locked
 from launch.restarts import PAUSE_SECONDS, Restarts
@@ -43,12 +44,26 @@ class PipelineRun:
     folder: RunFolder
     processes: int
     restart: StageName | None
+    fleet: Fleet | None = None
 
     @classmethod
     def open(
-        cls, recipe: str, *, overrides: Sequence[str], runs_root: Path, restart: StageName | None = None
+        cls,
+        recipe: str,
+        *,
+        overrides: Sequence[str],
+        runs_root: Path,
+        restart: StageName | None = None,
+        fleet: Fleet | None = None,
     ) -> PipelineRun:
         """Read and check; changes nothing on disk.
+
+        Args:
+            recipe: path or name.
+            overrides: key=value.
+            runs_root: folder of all runs.
+            restart: this stage and those after it begin again.
+            fleet: the hosts to run on; default: this machine.
 
         Raises:
             UserError: anything that would keep a stage from running.
@@ -56,12 +71,7 @@ class PipelineRun:
         loaded = load_recipe(recipe, overrides=overrides)
         if restart is not None and restart not in loaded.stages.names:
             raise UserError(f"--restart {restart}: the recipe has only the stages {', '.join(loaded.stages.names)}")
-        gpus = num_gpus()
-        processes = max(1, gpus) if loaded.processes == "auto" else loaded.processes
-        if gpus and processes > gpus:
-            raise UserError(f"processes is {processes}, but this machine has {gpus} GPUs: set processes={gpus}")
-        if loaded.engine.precision == "fp16" and not gpus:
-            raise UserError("engine.precision fp16 needs a GPU: use bf16 or fp32 on this machine")
+        processes = _processes_here(loaded) if fleet is None else _processes_of(fleet, loaded)
         folder = RunFolder(runs_root=runs_root, name=loaded.name)
         folder.check_recipe(loaded, restart=restart)
         run = cls(
@@ -71,8 +81,9 @@ class PipelineRun:
             folder=folder,
             processes=processes,
             restart=restart,
+            fleet=fleet,
         )
-        run._check_stages()
+        run.check_stages()
         return run
 
     def execute(
@@ -95,15 +106,17 @@ class PipelineRun:
         if max_restarts < 0:
             raise UserError(f"--max-restarts: it is {max_restarts}; give 0 or more")
         if mode == "dry-run":
+            self._start_function()  # which asks the hosts
             print(dump_recipe(self.recipe), end="")
             return 0
         restarts = Restarts(max_restarts)
         try:
             with _signals_interrupt(), locked(self.folder.path / ".run.lock", what=f"run {self.folder.path}"):
+                start = self._start_function()
                 for note in self.folder.open(self.recipe, restart=self.restart):
                     print(note)
                 for stage in self.recipe.stages.names if only is None else (only,):
-                    code = self._run_stage(stage, restarts=restarts)
+                    code = self._run_stage(stage, start=start, restarts=restarts)
                     if code:
                         return code
         except OSError as error:
@@ -113,7 +126,21 @@ class PipelineRun:
             raise UserError(problem) from error
         return 0
 
-    def _run_stage(self, stage: StageName, *, restarts: Restarts) -> int:
+    def _start_function(self) -> Callable[[Launch], int]:
+        """What starts a stage: here, or on the hosts, which are asked first."""
+        if self.fleet is None:
+            return run_stage_locally
+        from launch.hosts.start import prepare
+
+        return prepare(
+            self.fleet,
+            recipe=self.recipe,
+            recipe_argument=self.recipe_argument,
+            runs_root=self.folder.runs_root,
+            say=lambda text: print(text, file=sys.stderr, flush=True),
+        )
+
+    def _run_stage(self, stage: StageName, *, start: Callable[[Launch], int], restarts: Restarts) -> int:
         record = self.folder.record(stage)
         if record.state == "done":
             print(f"{stage}: done already{_results(record)}", flush=True)
@@ -130,7 +157,7 @@ class PipelineRun:
             kills_before = memory_kills()
             interrupted = False
             try:
-                code = run_stage_locally(launch)
+                code = start(launch)
             except KeyboardInterrupt:
                 interrupted, code = True, EXIT_STOPPED
             record = self.folder.record(stage)
@@ -143,7 +170,7 @@ class PipelineRun:
                 return code
             saved = f"step {record.last_saved_step:,}" if record.last_saved_step else "its beginning"
             kills = memory_kills()
-            out_of_memory = None if kills is None or kills_before is None else kills > kills_before
+            out_of_memory = None if kills is None or kills_before is None or self.fleet else kills > kills_before
             why = "stopped" if interrupted else reason(code, out_of_memory=out_of_memory)
             command = "the same command without --restart" if self.restart else "the same command"
             goes_on = f"{command} goes on from {saved}"
@@ -161,7 +188,7 @@ class PipelineRun:
             _say(f"{stage} is not finished ({why}): {goes_on}")
             return EXIT_STOPPED if code == EXIT_STOPPED else 1
 
-    def _check_stages(self) -> None:
+    def check_stages(self) -> None:
         """Every stage's data, sizes, model and checkpoints, before the first one is started."""
         for stage in self.recipe.stages.names:
             is_open = self._begins_again(stage) or self.folder.record(stage).state != "done"
@@ -181,6 +208,25 @@ class PipelineRun:
     def _begins_again(self, stage: StageName) -> bool:
         names = self.recipe.stages.names
         return self.restart is not None and names.index(stage) >= names.index(self.restart)
+
+
+def _processes_here(recipe: Recipe) -> int:
+    gpus = num_gpus()
+    processes = max(1, gpus) if recipe.processes == "auto" else recipe.processes
+    if gpus and processes > gpus:
+        raise UserError(f"processes is {processes}, but this machine has {gpus} GPUs: set processes={gpus}")
+    if recipe.engine.precision == "fp16" and not gpus:
+        raise UserError("engine.precision fp16 needs a GPU: use bf16 or fp32 on this machine")
+    return processes
+
+
+def _processes_of(fleet: Fleet, recipe: Recipe) -> int:
+    if recipe.processes not in ("auto", fleet.processes):
+        raise UserError(
+            f"processes is {recipe.processes}, but the slots of {fleet.source} that are used are {fleet.processes}: "
+            "set processes=auto, or change the slots"
+        )
+    return fleet.processes
 
 
 @contextlib.contextmanager

@@ -25,8 +25,19 @@ from typing import TYPE_CHECKING
 
 from data_shards.errors import SampleError, UserError, WorkerDied
 from launch.disk_errors import disk_problem
-from launch.env import experiment_name, job_tags, read_place, supervisor_pid, tracking_uri
+from launch.env import (
+    experiment_name,
+    job_tags,
+    node_share,
+    read_place,
+    says_mistakes,
+    supervisor_pid,
+    tracking_uri,
+    without_place,
+)
 from launch.lock import locked
+from launch.processes import RANK_COMMAND
+from launch.slurm.node import run_node
 from pipeline.process import Place
 from pipeline.recipe import Recipe, StageName
 from pipeline.recipe_io import load_recipe
@@ -43,8 +54,9 @@ _WATCH_SECONDS = 1.0
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run this rank; returns the exit code."""
-    options = _parse(sys.argv[1:] if arguments is None else arguments)
-    place = Place()
+    arguments = sys.argv[1:] if arguments is None else arguments
+    options = _parse(arguments)
+    place = Place(local_rank=0 if says_mistakes() else 1)  # until it is known
     folder = RunFolder(runs_root=options.runs, name="")
     try:
         place = read_place()
@@ -53,6 +65,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         folder.check_recipe(recipe)
         if options.stage not in recipe.stages.names:
             raise UserError(f"the recipe has no stage {options.stage}: it has {', '.join(recipe.stages.names)}")
+        share = None if options.stage == "swap_head" else node_share(processes=recipe.processes)
+        if share is not None:  # srun gave this node one task, and there are several GPUs
+            return run_node(share, arguments=[*RANK_COMMAND, *arguments], environ=without_place())
         return _run(recipe, folder=folder, stage=options.stage, place=place)
     except UserError as error:
         if place.local_rank == 0 or isinstance(error, SampleError):  # each node has its own disks

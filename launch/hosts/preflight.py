@@ -1,0 +1,321 @@
+"""Before any GPU's time: is every host reachable, alike, and does it see what the others see? A table and sentences.
+
+All hosts are asked at once (`probe`), this one too, which is what the others are compared with. Then the others try to
+reach the first host, because the ranks will have to. Costs a few seconds however many hosts there are; writes one
+marker file beside the runs, and removes it. It does not try the GPUs or the network between them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from data_shards.byte_sizes import show_bytes
+from data_shards.errors import UserError
+from launch.hosts import probe
+from launch.hosts.fleet import Fleet
+from launch.hosts.hostfile import Host
+from launch.hosts.remote import Connection
+
+PACKAGES = ("shardvit", "torch", "deepspeed")
+_MODULES = ("launch", "pipeline", "model", "data_shards")
+_ANSWER_SECONDS = 60.0
+_MAX_CLOCK_SECONDS = 5.0
+_MIN_FREE_BYTES = 1 << 30
+_PYTHON = ["-u", "-c", "import sys; exec(sys.stdin.read(int(sys.stdin.readline())))"]
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What one host said (`probe.answer`)."""
+
+    host: str
+    machine: str
+    python: str
+    packages: dict[str, str]
+    code: str  # digest of the four packages' sources
+    revision: str
+    sees_marker: bool
+    can_write: bool
+    files: dict[str, str]  # path -> digest, size, or "! why not"
+    gpus: int
+    free_bytes: int
+    addresses: list[str]
+    port: int
+    clock_offset_seconds: float = 0.0  # later than this host's
+
+
+@dataclass(frozen=True)
+class Ready:
+    """What the start needs to know of hosts that are ready.
+
+    Attributes:
+        address: under which all reach the first host.
+        interfaces: host -> its network interface to the others, where it is known.
+    """
+
+    address: str
+    interfaces: dict[str, str]
+
+
+def find_problems(
+    hosts: Sequence[Host], facts: Mapping[str, Facts | str], *, here: Facts, folder: Path
+) -> dict[str, list[str]]:
+    """Host -> what is wrong with it, a sentence each. Pure.
+
+    Args:
+        hosts: all.
+        facts: of each, or why there are none.
+        here: this machine's.
+        folder: where the marker was written.
+    """
+    found: dict[str, list[str]] = {}
+    seen: dict[str, str] = {}
+    has_gpus = any(isinstance(each, Facts) and each.gpus for each in facts.values())
+    for host in hosts:
+        each = facts[host.name]
+        if isinstance(each, str):
+            found[host.name] = [each]
+            continue
+        found[host.name] = [
+            *_other_software(host.name, each, here=here),
+            *_other_files(host.name, each, here=here, folder=folder),
+            *_too_little(host, each, has_gpus=has_gpus, folder=folder),
+        ]
+        if each.machine in seen:
+            found[host.name].append(
+                f"{host.name} and {seen[each.machine]} are one machine: give it one line with all its slots"
+            )
+        seen.setdefault(each.machine, host.name)
+    return found
+
+
+def _other_software(name: str, facts: Facts, *, here: Facts) -> list[str]:
+    found = []
+    if facts.python != here.python:
+        found.append(f"{name} has Python {facts.python}, this host {here.python}: install the same environment on both")
+    found += [
+        f"{name} has {package} {facts.packages[package]}, this host {version}: install the same environment on both"
+        for package, version in here.packages.items()
+        if facts.packages[package] != version
+    ]
+    if not facts.code:
+        found.append(f"{name} has no shardvit that its Python finds: install it, or start from its folder")
+    elif facts.code != here.code:
+        revisions = f" (revision {facts.revision or 'unknown'}, this host {here.revision or 'unknown'})"
+        revisions = revisions if facts.revision != here.revision else " (the same revision, with other changes)"
+        found.append(f"{name} has other code of shardvit than this host{revisions}: bring both to one revision")
+    if abs(facts.clock_offset_seconds) > _MAX_CLOCK_SECONDS:
+        way = "ahead of" if facts.clock_offset_seconds > 0 else "behind"
+        found.append(
+            f"{name}'s clock is {abs(facts.clock_offset_seconds):.0f} seconds {way} this host's: set both by NTP"
+        )
+    return found
+
+
+def _other_files(name: str, facts: Facts, *, here: Facts, folder: Path) -> list[str]:
+    if not facts.sees_marker:
+        # What lies there is then not this host's either, and needs no sentences of its own.
+        return [f"{name} does not see what this host writes to {folder}: let --runs name a folder that all hosts share"]
+    found = []
+    if not facts.can_write:
+        found.append(f"{name} may not write to {folder}: give its user the right to")
+    for path, digest in here.files.items():
+        other = facts.files.get(path, "! not asked")
+        if other.startswith("! ") and not digest.startswith("! "):
+            found.append(f"{name} cannot read {path} ({other[2:]}): put it where all hosts have it at the same path")
+        elif other != digest and not digest.startswith("! "):
+            found.append(f"{path} on {name} is not the one on this host: copy it there again, or share it")
+    return found
+
+
+def _too_little(host: Host, facts: Facts, *, has_gpus: bool, folder: Path) -> list[str]:
+    found = []
+    if has_gpus and max(host.slots) >= facts.gpus:
+        found.append(
+            f"{host.name} has {facts.gpus} GPUs, and slot {max(host.slots)} (counted from 0) is asked for: lower its "
+            "slots in the hostfile, or leave it out with --exclude"
+        )
+    if facts.sees_marker and facts.free_bytes < _MIN_FREE_BYTES:
+        found.append(
+            f"{host.name} has {show_bytes(facts.free_bytes)} free in {folder}, less than "
+            f"{show_bytes(_MIN_FREE_BYTES)}: make room"
+        )
+    return found
+
+
+def table(hosts: Sequence[Host], facts: Mapping[str, Facts | str], problems: Mapping[str, Sequence[str]]) -> str:
+    """All hosts, a line each. Pure."""
+    rows: list[tuple[str, ...]] = [("host", "slots", "GPUs", "Python", *PACKAGES, "code", "clock", "free", "verdict")]
+    for host in hosts:
+        each, count = facts[host.name], len(problems[host.name])
+        verdict = "ready" if not count else "1 problem" if count == 1 else f"{count} problems"
+        slots = str(len(host.slots))
+        if isinstance(each, str):
+            rows.append((host.name, slots, *["-"] * (len(rows[0]) - 3), verdict))
+            continue
+        rows.append(
+            (
+                *(host.name, slots, str(each.gpus), each.python),
+                *(each.packages[package] for package in PACKAGES),
+                *(each.code or "-", f"{each.clock_offset_seconds:+.1f} s", show_bytes(each.free_bytes), verdict),
+            )
+        )
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
+
+
+def preflight(
+    fleet: Fleet, *, folder: Path, files: Sequence[Path], python_path: str, say: Callable[[str], None]
+) -> Ready:
+    """Ask every host, print the table, and refuse what is not ready.
+
+    Args:
+        fleet: the hosts.
+        folder: of the runs; all hosts must see it. Made when missing.
+        files: that all hosts must see with the same content.
+        python_path: PYTHONPATH of the processes there.
+        say: takes the table.
+
+    Raises:
+        UserError: hosts that are not ready, with a sentence for each problem.
+        OSError: nothing can be written to `folder`.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    marker, text = folder.absolute() / f".hosts-{secrets.token_hex(8)}", secrets.token_hex(16)
+    question = {
+        "ask": "facts",
+        "folder": str(folder.absolute()),
+        "marker": [marker.name, text],
+        "files": [str(path.absolute()) for path in files],
+        "packages": PACKAGES,
+        "modules": _MODULES,
+        "listen": False,
+        "port": fleet.master_port,
+    }
+    marker.write_text(text, encoding="utf-8")
+    try:
+        here = _facts(probe.answer(question), now=time.time())
+        with _Inquiry(fleet, python_path=python_path) as inquiry:
+            several = len(fleet.hosts) > 1
+            facts = inquiry.ask_all(question, first={**question, "listen": several})
+            problems = find_problems(fleet.hosts, facts, here=here, folder=folder)
+            address, interfaces = fleet.master_addr or fleet.hosts[0].name, {}
+            if several and not any(problems.values()):
+                address, interfaces = inquiry.meet(fleet, facts, text=text, problems=problems)
+            say(table(fleet.hosts, facts, problems))
+    finally:
+        marker.unlink(missing_ok=True)
+    sentences = [sentence for each in problems.values() for sentence in each]
+    if sentences:
+        bad = sum(bool(each) for each in problems.values())
+        raise UserError(
+            f"{bad} of {len(fleet.hosts)} hosts of {fleet.source} {'is' if bad == 1 else 'are'} not ready:"
+            + "".join(f"\n  {sentence}" for sentence in sentences)
+        )
+    return Ready(address, interfaces)
+
+
+class _Inquiry:
+    """A probe on every host."""
+
+    def __init__(self, fleet: Fleet, *, python_path: str) -> None:
+        self._word = f"probe-{secrets.token_hex(8)} "
+        self._replies: queue.SimpleQueue[tuple[str, Any, float]] = queue.SimpleQueue()
+        script = Path(probe.__file__).read_text(encoding="utf-8")
+        self._connections: dict[str, Connection] = {}
+        for host in fleet.hosts:
+            connection = Connection(
+                host.name,
+                _PYTHON,
+                python_path=python_path,
+                folder=Path(os.getcwd()),
+                on_line=lambda line, name=host.name: self._note(name, line),
+            )
+            self._connections[host.name] = connection
+            connection.send(f"{len(script)}\n{script}")
+
+    def __enter__(self) -> _Inquiry:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for connection in self._connections.values():
+            connection.close()
+
+    def ask_all(self, question: Mapping[str, Any], *, first: Mapping[str, Any]) -> dict[str, Facts | str]:
+        """Every host's facts, or why there are none; the first host may be asked something else."""
+        names = list(self._connections)
+        replies = self._ask({name: first if name == names[0] else question for name in names})
+        return {
+            name: _facts(replies[name][0], now=replies[name][1])
+            if name in replies
+            else self._connections[name].failure()
+            for name in names
+        }
+
+    def meet(
+        self, fleet: Fleet, facts: Mapping[str, Facts | str], *, text: str, problems: dict[str, list[str]]
+    ) -> tuple[str, dict[str, str]]:
+        """The address at which all others reach the first host, and everybody's interface; adds to `problems`."""
+        first, *others = [host.name for host in fleet.hosts]
+        told = facts[first]
+        assert isinstance(told, Facts)
+        candidates = [fleet.master_addr] if fleet.master_addr else [first, *told.addresses]
+        question = {"ask": "connect", "addresses": candidates, "port": told.port, "text": text}
+        reached: dict[str, dict[str, list[str]]] = {
+            name: reply for name, (reply, _) in self._ask(dict.fromkeys(others, question)).items()
+        }
+        chosen = next((each for each in candidates if all(each in reached.get(name, {}) for name in others)), None)
+        if chosen is None:
+            for name in others:
+                if not set(candidates) & set(reached.get(name, {})):
+                    where = f"at {', '.join(candidates)}, port {told.port}"
+                    problems[name].append(
+                        f"{name} does not reach {first} {where}: open the ports between the hosts, or name an address "
+                        "that all reach with --master-addr"
+                    )
+            if not any(problems.values()):
+                problems[first].append(
+                    f"{first} has no address that all others reach: name one with --master-addr "
+                    f"({', '.join(candidates)} were tried)"
+                )
+            return candidates[0], {}
+        number = reached[others[0]][chosen][0]
+        interfaces = {name: reached[name][chosen][1] for name in others}
+        own = self._ask({first: {"ask": "interface", "address": number}})
+        interfaces[first] = own[first][0] if first in own else ""
+        return number, {name: interface for name, interface in interfaces.items() if interface}
+
+    def _ask(self, questions: Mapping[str, Mapping[str, Any]]) -> dict[str, tuple[Any, float]]:
+        for name, question in questions.items():
+            self._connections[name].send(json.dumps({**question, "word": self._word}) + "\n")
+        replies: dict[str, tuple[Any, float]] = {}
+        deadline = time.monotonic() + _ANSWER_SECONDS
+        while time.monotonic() < deadline:
+            while not self._replies.empty():
+                name, reply, now = self._replies.get()
+                replies[name] = (reply, now)
+            over = all(name in replies or self._connections[name].code() is not None for name in questions)
+            if over and self._replies.empty():
+                break
+            time.sleep(0.02)
+        return replies
+
+    def _note(self, name: str, line: str) -> None:
+        now = time.time()
+        if line.startswith(self._word):
+            self._replies.put((name, json.loads(line.removeprefix(self._word)), now))
+
+
+def _facts(reply: dict[str, Any], *, now: float) -> Facts:
+    """A reply, its clock compared with ours at its arrival: off by what the way took, some milliseconds."""
+    facts = {name: value for name, value in reply.items() if name != "clock"}
+    return Facts(**facts, clock_offset_seconds=reply["clock"] - now)

@@ -1,0 +1,127 @@
+"""The only seam to ssh: a Python on another host, with a line in and a line out.
+
+Plain ssh with keys, as `ssh HOST` works without a question; users, ports and jump hosts are ~/.ssh/config's. The other
+side runs the same Python, in the same folder, as this one. What it is given to do goes through its standard input:
+arguments need no quoting for a shell, and no password ever stands in a list of processes.
+
+Costs one ssh process a host. A connection that answers nothing for `_ALIVE_SECONDS` is closed by ssh itself.
+"""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+_CONNECT_SECONDS = 10
+_ALIVE_SECONDS, _ALIVE_QUESTIONS = 10, 3
+LOST_SECONDS = _ALIVE_SECONDS * _ALIVE_QUESTIONS  # after which ssh takes the other side for gone
+_NO_FOLDER, _NO_PYTHON, _SSH_FAILED = 96, 97, 255
+_OPTIONS = {
+    "BatchMode": "yes",  # never a question that nobody sees
+    "ConnectTimeout": str(_CONNECT_SECONDS),
+    "ServerAliveInterval": str(_ALIVE_SECONDS),
+    "ServerAliveCountMax": str(_ALIVE_QUESTIONS),
+    "LogLevel": "ERROR",
+}
+
+
+def ssh_command(host: str, python_arguments: Sequence[str], *, python_path: str, folder: Path) -> list[str]:
+    """The command that runs this Python in `folder` on a host.
+
+    Args:
+        host: its name.
+        python_arguments: of the Python there.
+        python_path: PYTHONPATH there; empty: none.
+        folder: there.
+    """
+    python = shlex.quote(sys.executable)
+    path = f"PYTHONPATH={shlex.quote(python_path)} " if python_path else ""
+    script = (
+        f"cd {shlex.quote(str(folder))} || exit {_NO_FOLDER}; test -x {python} || exit {_NO_PYTHON}; "
+        f"exec env {path}{python} {shlex.join(python_arguments)}"
+    )
+    options = [part for name, value in _OPTIONS.items() for part in ("-o", f"{name}={value}")]
+    return ["ssh", "-T", *options, host, f"exec sh -c {shlex.quote(script)}"]
+
+
+class Connection:
+    """A Python on a host, whose standard input and output are ours.
+
+    Args:
+        host: its name.
+        python_arguments: what it runs.
+        python_path: its PYTHONPATH.
+        folder: where it runs.
+        on_line: told every line that it prints, from another thread.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        python_arguments: Sequence[str],
+        *,
+        python_path: str,
+        folder: Path,
+        on_line: Callable[[str], None],
+    ) -> None:
+        self.host, self._folder, self._on_line = host, folder, on_line
+        self._last_line = ""
+        self._sending = threading.Lock()
+        self._process = subprocess.Popen(
+            ssh_command(host, python_arguments, python_path=python_path, folder=folder),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # the terminal's Ctrl-C is for us to pass on
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True, name=f"ssh-{host}")
+        self._reader.start()
+
+    def send(self, text: str) -> None:
+        """Write to it; what it no longer takes is dropped."""
+        assert self._process.stdin is not None
+        with self._sending, suppress(OSError, ValueError):
+            self._process.stdin.write(text.encode())
+            self._process.stdin.flush()
+
+    def code(self) -> int | None:
+        """The exit code, once it is over and all that it printed has been told."""
+        code = self._process.poll()
+        if code is not None:
+            self._reader.join(timeout=1.0)
+        return code
+
+    def failure(self) -> str:
+        """Why ssh or the Python there did not begin, or was lost."""
+        code, said = self.code(), f" ({self._last_line})" if self._last_line else ""
+        if code == _SSH_FAILED:
+            return f"{self.host} is not reachable{said}: `ssh {self.host} true` has to work without a question"
+        if code == _NO_FOLDER:
+            return f"{self.host} has no folder {self._folder}: start from one that all hosts share"
+        if code == _NO_PYTHON:
+            return f"{self.host} has no {sys.executable}: install the same environment at the same path"
+        if code is None:
+            return f"{self.host} does not answer"
+        return f"{self.host}: what was started there ended with exit code {code}{said}"
+
+    def close(self) -> None:
+        """End it, and the other side's standard input with it."""
+        self._process.kill()
+        self._process.wait()
+        for stream in (self._process.stdin, self._process.stdout):
+            if stream is not None:
+                with suppress(OSError):
+                    stream.close()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        with suppress(OSError, ValueError):  # closed meanwhile
+            for raw in self._process.stdout:
+                line = raw.decode(errors="replace").rstrip("\r\n")
+                self._last_line = line.strip() or self._last_line
+                self._on_line(line)

@@ -1,0 +1,311 @@
+"""One stage on several hosts: an agent on each (`agent`), until the ranks on all of them are gone.
+
+    ssh: each agent starts DeepSpeed's own launcher of one node, as `deepspeed` would over pdsh
+    pdsh: the `deepspeed` command starts those, and the agents look after what it starts
+
+Rank 0 listens on a port that its host's system chooses; its agent tells it to this process, which tells the others: no
+port is asked for that somebody else may take meanwhile, and nothing depends on how fast a file server shows new files.
+With --master-port the ranks use that port instead.
+
+When a host is lost, or its ranks have failed, the others' ranks end by themselves (`pipeline.watch`); what has not
+after `_FOLLOW_SECONDS` is killed. Not covered: a host that nobody reaches any more; its agent ends its ranks by itself.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import queue
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+
+from launch.endings import EXIT_STOPPED, signal_of
+from launch.env import RENDEZVOUS, without_place
+from launch.hosts import pdsh
+from launch.hosts.agent import RUN_MARK, Order, rendezvous_name
+from launch.hosts.fleet import Fleet
+from launch.hosts.hostfile import Host
+from launch.hosts.preflight import Ready
+from launch.hosts.remote import Connection
+from launch.local import STOP_SIGNALS, STOPPING, Launch, rank_arguments
+
+_ALIVE_SECONDS = 5.0  # between two signs of life to the agents
+_SILENCE_SECONDS = 45.0  # longer than ssh's own patience: both sides find out
+_GRACE_SECONDS = 120.0  # for a save without us
+_FOLLOW_SECONDS, _FOLLOW_SAVED_SECONDS = 30.0, 90.0  # rank 0 has to tell MLflow after all have saved
+_ANSWER_SECONDS = 15.0  # to a kill
+_BEGIN_SECONDS = 60.0  # for the agents
+_LOOK_SECONDS = 0.1
+_ANY_PORT = 29500  # the launcher wants one; nobody uses it
+_USER_ERROR = 2
+
+
+def node_command(launch: Launch, fleet: Fleet, *, node: int, master_addr: str) -> list[str]:
+    """DeepSpeed's launcher of one node. Pure."""
+    world = json.dumps({host.name: host.slots for host in fleet.hosts})
+    return [
+        *(sys.executable, "-u", "-m", "deepspeed.launcher.launch"),
+        f"--world_info={base64.urlsafe_b64encode(world.encode()).decode()}",
+        *(f"--node_rank={node}", f"--master_addr={master_addr}", f"--master_port={fleet.master_port or _ANY_PORT}"),
+        *("--log_level", "critical", "--no_local_rank", "--module", "launch.train", *rank_arguments(launch)),
+    ]
+
+
+def overall_code(codes: list[int], *, stop_was_asked: bool) -> int:
+    """One exit code for all hosts, whose codes come in the order in which they ended. Pure."""
+    for telling in (_USER_ERROR, *((EXIT_STOPPED,) if stop_was_asked else ())):
+        if telling in codes:
+            return telling
+    return next((code for code in codes if code), 0)
+
+
+def run_stage_on_hosts(launch: Launch, fleet: Fleet, ready: Ready, *, variables: dict[str, str]) -> int:
+    """Run one stage to its end; returns the exit code.
+
+    The caller holds the run folder's lock and has asked the hosts (`preflight`).
+
+    Args:
+        launch: the stage.
+        fleet: the hosts.
+        ready: what `preflight` found out.
+        variables: that travel to the hosts.
+
+    Raises:
+        KeyboardInterrupt: the user stopped it and no rank answered that it has saved, as in `local`.
+        UserError: something that the launcher cannot hand on.
+        OSError: no process could be started here.
+    """
+    return _Stage(launch, fleet, ready, variables=variables).run()
+
+
+class _Stage:
+    """The connections of one attempt."""
+
+    def __init__(self, launch: Launch, fleet: Fleet, ready: Ready, *, variables: dict[str, str]) -> None:
+        self._launch, self._fleet, self._ready, self._variables = launch, fleet, ready, variables
+        self._word = f"agent-{secrets.token_hex(8)}"
+        self._run_folder = str((launch.runs_root / launch.recipe.name).absolute())
+        self._shared_name = rendezvous_name(self._run_folder, node=None)  # under pdsh all hosts have the same
+        self._signals: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._lines: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
+        self._agents: dict[str, Connection] = {}
+        self._ready_hosts: set[str] = set()
+        self._ended: dict[str, int] = {}  # host -> exit code, in the order of ending
+        self._asked = self._interrupts = 0
+        self._killed = False
+        self._over = threading.Event()
+
+    def run(self) -> int:
+        """To the end of all ranks."""
+        with ExitStack() as held:
+            held.enter_context(_listening(self._signals.put))
+            held.callback(self._close)
+            for node, host in enumerate(self._fleet.hosts):
+                self._agents[host.name] = self._connect(node, host)
+            threading.Thread(target=self._show_life, daemon=True, name="alive").start()
+            code = self._run_pdsh(held) if self._fleet.launcher == "pdsh" else self._wait(None)
+        if self._killed or (self._asked and (code == 0 or signal_of(code) in STOP_SIGNALS)):
+            raise KeyboardInterrupt
+        return code
+
+    def _connect(self, node: int, host: Host) -> Connection:
+        connection = Connection(
+            host.name,
+            ["-u", "-m", "launch.hosts.agent"],
+            python_path=self._variables.get("PYTHONPATH", ""),
+            folder=Path(os.getcwd()),
+            on_line=lambda line: self._lines.put((host.name, line)),
+        )
+        interface = self._ready.interfaces.get(host.name)
+        by_ssh = self._fleet.launcher == "ssh"
+        order = Order(
+            word=self._word,
+            run_folder=self._run_folder,
+            command=node_command(self._launch, self._fleet, node=node, master_addr=self._ready.address)
+            if by_ssh
+            else [],
+            # Else gloo takes the interface that the host's own name leads to, which may be the loopback.
+            environment={**({"GLOO_SOCKET_IFNAME": interface} if interface else {}), **self._variables},
+            rendezvous=self._rendezvous(node),
+            is_first=node == 0,
+            silence_seconds=_SILENCE_SECONDS,
+            grace_seconds=_GRACE_SECONDS,
+        )
+        connection.send(order.line())
+        return connection
+
+    def _rendezvous(self, node: int) -> str:
+        """The folder in which a host's ranks find rank 0's address: in its memory, which no file server shares."""
+        if self._fleet.master_port:
+            return ""
+        by_ssh = self._fleet.launcher == "ssh"
+        return f"/dev/shm/{rendezvous_name(self._run_folder, node=node) if by_ssh else self._shared_name}"
+
+    def _run_pdsh(self, held: ExitStack) -> int:
+        """Start `deepspeed` once all agents are there."""
+        folder = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="shardvit-pdsh-")))
+        interfaces = {self._ready.interfaces.get(host.name) for host in self._fleet.hosts}
+        shared = interfaces.pop() if len(interfaces) == 1 else None
+        variables = {
+            **({"GLOO_SOCKET_IFNAME": shared} if shared else {}),
+            **self._variables,
+            RUN_MARK: self._run_folder,
+            **({} if self._fleet.master_port else {RENDEZVOUS: self._rendezvous(0)}),
+            "PYTHONUNBUFFERED": "1",
+        }
+        hostfile, environment_file = folder / "hostfile", folder / "environment"
+        hostfile.write_text(pdsh.hostfile_text(self._fleet), encoding="utf-8")
+        environment_file.write_text(pdsh.environment_text(variables), encoding="utf-8")
+        command = pdsh.command(
+            self._fleet,
+            rank_arguments(self._launch),
+            hostfile=hostfile,
+            master_addr=self._ready.address,
+            master_port=self._fleet.master_port or _ANY_PORT,
+        )
+        deadline = time.monotonic() + _BEGIN_SECONDS
+        while len(self._ready_hosts) < len(self._agents) and not self._ended and time.monotonic() < deadline:
+            self._take_lines()
+            self._note_ended()
+            if not self._signals.empty():  # before there was anything to stop
+                self._killed = True
+                return 1
+            time.sleep(_LOOK_SECONDS)
+        if len(self._ready_hosts) < len(self._agents):
+            return 1
+        runner = subprocess.Popen(
+            command,
+            env={**without_place(), "DS_ENV_FILE": str(environment_file)},
+            start_new_session=True,
+        )
+        held.callback(_kill_group, runner)
+        return self._wait(runner)
+
+    def _wait(self, runner: subprocess.Popen[bytes] | None) -> int:
+        """Until all agents have ended; with `runner`, they are told to when that has."""
+        kill_at = give_up_at = float("inf")
+        while True:
+            self._take_lines()
+            self._note_ended()
+            now = time.monotonic()
+            if runner is not None and runner.poll() is not None and "" not in self._ended:
+                self._ended[""] = runner.returncode if runner.returncode >= 0 else 128 - runner.returncode
+                self._tell("end")
+                give_up_at = now + _ANSWER_SECONDS
+            while not self._signals.empty():
+                self._on_signal(self._signals.get(), runner)
+            over = all(host in self._ended for host in self._agents) and (runner is None or "" in self._ended)
+            if over:
+                break
+            failed = [code for code in self._ended.values() if code]
+            if failed and kill_at == float("inf"):
+                kill_at = now + (_FOLLOW_SAVED_SECONDS if failed[0] == EXIT_STOPPED else _FOLLOW_SECONDS)
+            if now >= kill_at and give_up_at == float("inf"):
+                self._tell("kill")
+                if runner is not None:
+                    _kill_group(runner)
+                give_up_at = now + _ANSWER_SECONDS
+            if now >= give_up_at:
+                for host in [host for host in self._agents if host not in self._ended]:
+                    _say(f"{host} does not answer: its ranks end by themselves when they notice")
+                    self._ended[host] = 1
+                continue
+            time.sleep(_LOOK_SECONDS)
+        # pdsh's own comes last: where a host was lost, it was killed by us.
+        codes = [*(code for host, code in self._ended.items() if host), self._ended.get("", 0)]
+        return overall_code(codes, stop_was_asked=bool(self._asked))
+
+    def _on_signal(self, number: int, runner: subprocess.Popen[bytes] | None) -> None:
+        self._asked += 1
+        self._interrupts += number == signal.SIGINT
+        if self._asked == 1:
+            _say_line(f"\n{STOPPING}")
+            self._tell("stop")
+        elif self._interrupts > 1:  # batch systems repeat themselves; only Ctrl-C is impatience
+            self._killed = True
+            self._tell("kill")
+            if runner is not None:
+                _kill_group(runner)
+
+    def _take_lines(self) -> None:
+        while not self._lines.empty():
+            host, line = self._lines.get()
+            if not line.startswith(self._word):
+                is_first = host == self._fleet.hosts[0].name
+                print(line if is_first else f"{host}: {line}", flush=True)
+                continue
+            match line.removeprefix(self._word).split():
+                case ["ready"]:
+                    self._ready_hosts.add(host)
+                case ["address", port]:
+                    for other in self._agents:
+                        if other != host:
+                            self._agents[other].send(f"address {self._ready.address} {port}\n")
+                case ["ended", code]:
+                    self._ended.setdefault(host, int(code))
+                case _:
+                    pass
+
+    def _note_ended(self) -> None:
+        for host, agent in self._agents.items():
+            if agent.code() is None:
+                continue
+            self._take_lines()  # its last word
+            if host not in self._ended:
+                self._ended[host] = 1
+                _say(f"the connection to {host} was lost" if host in self._ready_hosts else agent.failure())
+
+    def _tell(self, message: str) -> None:
+        for host, agent in self._agents.items():
+            if host not in self._ended:
+                agent.send(f"{message}\n")
+
+    def _show_life(self) -> None:
+        """In a thread: a terminal that takes no more lines (Ctrl-S) must not look like our death."""
+        while not self._over.wait(_ALIVE_SECONDS):
+            for agent in self._agents.values():
+                agent.send("alive\n")
+
+    def _close(self) -> None:
+        self._over.set()
+        for agent in self._agents.values():
+            agent.close()
+
+
+@contextmanager
+def _listening(note: Callable[[int], None]) -> Iterator[None]:
+    """Signals become entries of a queue: what they ask for is done by the loop."""
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        note(number)
+
+    previous = {number: signal.signal(number, on_signal) for number in STOP_SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _kill_group(process: subprocess.Popen[bytes]) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _say(text: str) -> None:
+    _say_line(f"shardvit: {text}")
+
+
+def _say_line(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,87 @@
+"""Which environment variables travel to the other hosts: DeepSpeed's rule, and its file `.deepspeed_env`.
+
+Names that begin with one of `PREFIXES` travel from the environment of `shardvit run`; what stands in `.deepspeed_env`
+in the home folder and then in the working folder travels too and wins (DS_ENV_FILE gives that file another name).
+Everything else a host has from its own login. Costs reading two small files.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from data_shards.errors import UserError
+from launch.env import RENDEZVOUS, SUPERVISOR_PID
+
+DEEPSPEED_PREFIXES = ("MLFLOW", "PYTHON", "MV2", "UCX", "NCCL")  # deepspeed/launcher/runner.py 0.19, with CUDA
+PREFIXES = (*DEEPSPEED_PREFIXES, "GLOO_", "TORCH_", "SHARDVIT_")
+_OF_THIS_HOST = (SUPERVISOR_PID, RENDEZVOUS)  # of a run around this one
+_FILE = ".deepspeed_env"
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+@dataclass(frozen=True)
+class Variables:
+    """What travels."""
+
+    inherited: dict[str, str]  # from the environment
+    from_files: dict[str, str]
+    files: tuple[str, ...]
+
+    @property
+    def all(self) -> dict[str, str]:
+        """Both; the files win."""
+        return {**self.inherited, **self.from_files}
+
+    def describe(self) -> str:
+        """Names alone: values may be secret."""
+        inherited = ", ".join(sorted(name for name in self.inherited if name not in self.from_files)) or "none"
+        files = f"; from {' and '.join(self.files)}: {', '.join(sorted(self.from_files))}" if self.files else ""
+        return f"variables that travel to the hosts: {inherited}{files}"
+
+
+def travelling(environ: Mapping[str, str], *, folders: tuple[Path, ...]) -> Variables:
+    """The variables for the other hosts.
+
+    Args:
+        environ: of this process.
+        folders: where `.deepspeed_env` may lie, later ones win.
+
+    Raises:
+        UserError: a line of such a file cannot be read.
+    """
+    name = environ.get("DS_ENV_FILE", _FILE)
+    found: dict[str, str] = {}
+    files = []
+    for path in dict.fromkeys(folder / name for folder in folders):
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"{path} cannot be read ({error}): mend it, or remove it") from None
+        found.update(parse_environment(text, source=str(path)))
+        files.append(str(path))
+    inherited = {
+        name: value for name, value in environ.items() if name.startswith(PREFIXES) and name not in _OF_THIS_HOST
+    }
+    return Variables(inherited, found, tuple(files))
+
+
+def parse_environment(text: str, *, source: str) -> dict[str, str]:
+    """NAME=VALUE lines, read as DeepSpeed reads them; empty lines and comments are passed over, which it does not.
+
+    Raises:
+        UserError: a line that is neither.
+    """
+    found = {}
+    for number, line in enumerate(text.splitlines(), start=1):
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        name, equals, value = line.partition("=")
+        if not equals or not _NAME.fullmatch(name.strip()):
+            raise UserError(f"{source}, line {number}: write NAME=VALUE, one a line, without `export`")
+        found[name.strip()] = value.strip()
+    return found

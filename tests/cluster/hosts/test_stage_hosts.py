@@ -1,0 +1,279 @@
+"""Ranks on two real hosts, and what becomes of them: asked to stop, killed, orphaned, cut off. Stand-ins train."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.cluster.hosts.two_hosts import NAMES, TwoHosts
+
+ROOT = Path(__file__).resolve().parents[3]
+PATIENCE_SECONDS = 40.0
+STAND_IN, KIND = "SHARDVIT_STAND_IN", "SHARDVIT_KIND"
+
+# Called like ours (python -u -m launch.train), so it is found by its command line.
+RANK = """
+import json, os, signal, socket, sys, time
+from pathlib import Path
+kind, node = os.environ["SHARDVIT_KIND"], int(os.environ["RANK"])
+def stop(*_):
+    Path(f"stopped-{node}").touch()
+    if kind != "stubborn":
+        sys.exit(75)
+signal.signal(signal.SIGTERM, stop)
+address = Path(os.environ["SHARDVIT_RENDEZVOUS"]) / "address"
+if node == 0:
+    address.with_name("new").write_text("127.0.0.1 4242")
+    address.with_name("new").rename(address)
+while not address.exists():
+    time.sleep(0.02)
+seen = {"address": address.read_text(), "host": socket.gethostname(), "environment": dict(os.environ)}
+Path(f"rank-{node}.tmp").write_text(json.dumps(seen))
+os.rename(f"rank-{node}.tmp", f"rank-{node}.json")
+print("hello from", node, flush=True)
+while not (kind == "fails" and node == 1 and Path("fail").exists()):
+    time.sleep(0.05)
+sys.exit(7)
+"""
+LAUNCHER = """
+import os, subprocess, sys
+environment = {**os.environ, "RANK": sys.argv[1]}
+sys.exit(subprocess.call([sys.executable, "-u", "-m", "launch.train"], env=environment) % 256)
+"""
+DRIVER = """
+import sys
+from pathlib import Path
+from launch.hosts import remote, stage
+from launch.hosts.fleet import Fleet
+from launch.hosts.hostfile import Host
+from launch.hosts.preflight import Ready
+from launch.hosts.variables import travelling
+from launch.env import without_place
+from launch.local import Launch
+from pipeline.recipe_io import load_recipe
+launcher, address = sys.argv[1:]
+stage.node_command = lambda launch, fleet, node, master_addr: [sys.executable, "launcher.py", str(node)]
+stage._ALIVE_SECONDS, stage._SILENCE_SECONDS, stage._GRACE_SECONDS, stage._FOLLOW_SECONDS = 0.5, 5.0, 2.0, 2.0
+stage._ANSWER_SECONDS = 3.0
+remote._OPTIONS["ServerAliveInterval"] = "1"
+launch = Launch(load_recipe("digits"), "digits", (), runs_root=Path("runs"), stage="pretrain", processes=2)
+fleet = Fleet((Host("alpha", (0,)), Host("beta", (0,))), Path("hostfile"), launcher=launcher)
+ready = Ready(address, {"alpha": "veth0", "beta": "veth0"})
+variables = travelling(without_place(), folders=(Path("home"), Path())).all
+try:
+    print("code", stage.run_stage_on_hosts(launch, fleet, ready, variables=variables), flush=True)
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+"""
+
+
+@dataclass
+class Standing:
+    """`run_stage_on_hosts` in a process on alpha, and a rank on each host."""
+
+    process: subprocess.Popen[bytes]
+    folder: Path
+    mark: str
+    hosts: TwoHosts
+
+    @property
+    def output(self) -> str:
+        return (self.folder / "output.txt").read_text()
+
+    @property
+    def driver(self) -> psutil.Process:
+        return next(each for each in self.all() if each.cmdline()[1:3] == ["-c", DRIVER])
+
+    def rank(self, node: int) -> dict[str, object]:
+        return json.loads((self.folder / f"rank-{node}.json").read_text())
+
+    def all(self) -> list[psutil.Process]:
+        """What is alive of this run, the agents included, which have the login's environment."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                is_ours = process.environ().get(STAND_IN) == self.mark or process.cwd() == str(self.folder)
+                if is_ours and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+            except (psutil.Error, OSError):
+                continue
+        return [process for process in found if process.pid != self.process.pid]
+
+    def wait_for(self, *files: str) -> None:
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while not all((self.folder / file).exists() for file in files):
+            assert time.monotonic() < deadline, f"{files}: {self.output}"
+            time.sleep(0.02)
+
+    def finish(self) -> str:
+        """What was printed; nothing is left on either host by then, rendezvous folders included."""
+        self.process.wait(timeout=PATIENCE_SECONDS)
+        self.wait_for_nobody()
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while left := [name for name in NAMES if self.memory_of(name)]:
+            assert time.monotonic() < deadline, left
+            time.sleep(0.05)
+        return self.output
+
+    def memory_of(self, name: str) -> str:
+        """The names in a host's /dev/shm."""
+        return subprocess.run(self.hosts.on(name, "ls", "/dev/shm"), capture_output=True, text=True, check=True).stdout
+
+    def wait_for_nobody(self) -> None:
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while alive := self.all():
+            assert time.monotonic() < deadline, f"{alive} are still there: {self.output}"
+            time.sleep(0.05)
+
+
+@contextmanager
+def standing(hosts: TwoHosts, folder: Path, kind: str, *, launcher: str = "ssh") -> Iterator[Standing]:
+    folder.mkdir()
+    (folder / "launch").mkdir()
+    (folder / "launch" / "__init__.py").write_text(f"__path__.append({str(ROOT / 'launch')!r})\n")  # all but train.py
+    (folder / "launch" / "train.py").write_text(RANK)
+    (folder / "launcher.py").write_text(LAUNCHER)
+    (folder / ".deepspeed_env").write_text("FROM_A_FILE=some value\n")
+    with (folder / "output.txt").open("w") as output:
+        process = subprocess.Popen(
+            hosts.on("alpha", sys.executable, "-c", DRIVER, launcher, hosts.address("alpha"), folder=folder),
+            env={
+                **os.environ,
+                **hosts.environment(),
+                "PYTHONPATH": str(ROOT),
+                STAND_IN: str(folder),
+                KIND: kind,
+                "LEFT": "here",
+            },
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    run = Standing(process, folder, mark=str(folder), hosts=hosts)
+    try:
+        run.wait_for("rank-0.json", "rank-1.json")
+        yield run
+    finally:
+        for each in run.all():
+            each.kill()
+        process.kill()
+        process.wait()
+
+
+def test_ranks_meet_under_an_address_that_nobody_had_to_guess_and_have_what_travels(hosts: TwoHosts, tmp_path: Path):
+    with standing(hosts, tmp_path / "run", "graceful") as run:
+        alpha, beta = run.rank(0), run.rank(1)
+        assert (alpha["host"], beta["host"]) == ("alpha", "beta")
+        assert alpha["address"] == "127.0.0.1 4242" and beta["address"] == f"{hosts.address('alpha')} 4242"
+        for rank in (alpha["environment"], beta["environment"]):
+            assert isinstance(rank, dict)
+            assert rank["FROM_A_FILE"] == "some value" and rank[STAND_IN] == str(run.folder)
+            assert "LEFT" not in rank and rank["DS_ACCELERATOR"] == "cpu"
+        assert isinstance(beta["environment"], dict) and beta["environment"]["GLOO_SOCKET_IFNAME"] == "veth0"
+        run.driver.send_signal(signal.SIGTERM)
+        lines = run.finish().splitlines()
+        assert "hello from 0" in lines and "beta: hello from 1" in lines
+
+
+def test_pdsh_starts_the_same_ranks_and_a_stop_reaches_them(hosts: TwoHosts, tmp_path: Path):
+    """Through the real `deepspeed` command, which takes no signal for its ranks."""
+    if shutil.which("pdsh") is None:
+        pytest.skip("needs pdsh (package pdsh)")
+    with standing(hosts, tmp_path / "run", "graceful", launcher="pdsh") as run:
+        alpha, beta = run.rank(0), run.rank(1)
+        assert (alpha["host"], beta["host"]) == ("alpha", "beta")
+        assert str(beta["address"]).endswith(" 4242")
+        for rank in (alpha["environment"], beta["environment"]):
+            assert isinstance(rank, dict)
+            assert rank["FROM_A_FILE"] == "some value" and rank["GLOO_SOCKET_IFNAME"] == "veth0"
+        run.driver.send_signal(signal.SIGTERM)
+        output = run.finish()
+        assert output.endswith("code 75\n") and "Traceback" not in output
+        assert (run.folder / "stopped-0").exists() and (run.folder / "stopped-1").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+def test_one_signal_makes_the_ranks_of_all_hosts_save(hosts: TwoHosts, tmp_path: Path, number: signal.Signals):
+    with standing(hosts, tmp_path / "run", "graceful") as run:
+        run.driver.send_signal(number)
+        output = run.finish()
+        assert "stopping: the ranks finish their step and save" in output
+        assert output.endswith("code 75\n") and "Traceback" not in output
+        assert (run.folder / "stopped-0").exists() and (run.folder / "stopped-1").exists()
+
+
+def test_ctrl_c_again_kills_the_ranks_of_all_hosts(hosts: TwoHosts, tmp_path: Path):
+    with standing(hosts, tmp_path / "run", "stubborn") as run:
+        run.driver.send_signal(signal.SIGINT)
+        run.wait_for("stopped-0", "stopped-1")
+        assert len([each for each in run.all() if "launch.train" in each.cmdline()]) == 2
+        run.driver.send_signal(signal.SIGINT)
+        output = run.finish()
+        assert output.endswith("interrupted\n") and "Traceback" not in output
+
+
+@pytest.mark.parametrize("kind", ["graceful", "stubborn"])
+def test_when_shardvit_run_is_killed_the_ranks_save_or_are_killed_later(hosts: TwoHosts, tmp_path: Path, kind: str):
+    with standing(hosts, tmp_path / "run", kind) as run:
+        run.driver.kill()
+        run.finish()
+        assert (run.folder / "stopped-0").exists() and (run.folder / "stopped-1").exists()
+
+
+def test_when_the_ranks_of_one_host_fail_those_of_the_other_do_not_stay(hosts: TwoHosts, tmp_path: Path):
+    with standing(hosts, tmp_path / "run", "fails") as run:
+        (run.folder / "fail").touch()
+        assert run.finish().endswith("code 7\n")
+
+
+def test_when_a_host_dies_the_others_ranks_do_not_stay(hosts: TwoHosts, tmp_path: Path):
+    with standing(hosts, tmp_path / "run", "stubborn") as run:
+        hosts.die("beta")
+        run.process.wait(timeout=PATIENCE_SECONDS)
+        run.wait_for_nobody()
+        assert "shardvit: the connection to beta was lost" in run.output and run.output.endswith("code 1\n")
+
+
+def test_when_the_cable_is_pulled_both_sides_find_out_and_no_rank_stays(hosts: TwoHosts, tmp_path: Path):
+    with standing(hosts, tmp_path / "run", "stubborn") as run:
+        hosts.cut()
+        output = run.finish()
+        assert (run.folder / "stopped-1").exists()  # by its agent, which nobody could tell
+        assert "shardvit: the connection to beta was lost" in output and output.endswith("code 1\n")
+
+
+def test_what_an_attempt_that_was_cut_off_has_left_is_ended_by_the_next_one(hosts: TwoHosts, tmp_path: Path):
+    with standing(hosts, tmp_path / "run", "graceful") as run:
+        ranks = [each for each in run.all() if each.cmdline()[1:4] == ["-u", "-m", "launch.train"]]
+        # The agents first: one that sees its launcher end ends the ranks.
+        for what in ("launch.hosts.agent", "launcher.py"):
+            for each in [each for each in run.all() if what in each.cmdline()]:
+                each.kill()
+        run.process.wait(timeout=PATIENCE_SECONDS)
+        assert len(ranks) == 2 and all(rank.is_running() for rank in ranks)  # stand-ins do not watch their parents
+        again = subprocess.Popen(
+            hosts.on("alpha", sys.executable, "-c", DRIVER, "ssh", hosts.address("alpha"), folder=run.folder),
+            env={**os.environ, **hosts.environment(), "PYTHONPATH": str(ROOT), STAND_IN: "second", KIND: "graceful"},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        try:
+            psutil.wait_procs(ranks, timeout=PATIENCE_SECONDS)
+            assert not any(rank.is_running() for rank in ranks)
+        finally:
+            second = Standing(again, run.folder, mark="second", hosts=hosts)
+            second.driver.kill()
+            second.wait_for_nobody()
+            again.wait()

@@ -1,0 +1,118 @@
+"""A pipeline on hosts: asked first, then trained there, with as many processes as there are slots."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from data_shards.errors import UserError
+from launch import pipeline_run
+from launch.endings import EXIT_STOPPED
+from launch.hosts import start
+from launch.hosts.fleet import Fleet
+from launch.hosts.hostfile import Host
+from launch.hosts.preflight import Ready
+from launch.local import Launch
+from launch.pipeline_run import PipelineRun
+from tests.launch.machine import Machine, make_shards
+
+FLEET = Fleet((Host("a", (0, 1)), Host("b", (1, 2))), Path("hosts"))
+
+
+class Cluster:
+    """Stands in for the hosts; the machine stands in for what runs on it."""
+
+    def __init__(self, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.machine, self.log = machine, list[str]()
+        self.files: list[Path] = []
+        monkeypatch.setattr(start, "preflight", self.preflight)
+        monkeypatch.setattr(start, "run_stage_on_hosts", self.run_there)
+        monkeypatch.setattr(start, "run_stage_locally", self.run_here)
+
+    def preflight(self, fleet: Fleet, *, files: list[Path], **_: object) -> Ready:
+        assert not self.machine.folder.stage("pretrain").exists()
+        self.log.append("asked")
+        self.files = files
+        return Ready("10.0.0.1", {})
+
+    def run_there(self, launch: Launch, fleet: Fleet, ready: Ready, *, variables: dict[str, str]) -> int:
+        assert (fleet, ready.address, launch.processes) == (FLEET, "10.0.0.1", 4)
+        self.log.append(f"{launch.stage} there")
+        return self.machine.start(launch)
+
+    def run_here(self, launch: Launch) -> int:
+        self.log.append(f"{launch.stage} here")
+        return self.machine.start(launch)
+
+    def open(self, *overrides: str, fleet: Fleet | None = FLEET) -> PipelineRun:
+        shards = [
+            f"stages.{stage}.{key}={self.machine.root / 'shards' / split}"
+            for stage in ("pretrain", "finetune")
+            for key, split in (("train", "train"), ("eval", "val"))
+        ]
+        overrides = (*shards, "stages.pretrain.global_batch_size=64", *overrides)
+        return PipelineRun.open("digits", overrides=overrides, runs_root=self.machine.root / "runs", fleet=fleet)
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cluster:
+    for split in ("train", "val"):
+        make_shards(tmp_path / "shards" / split)
+    return Cluster(Machine(tmp_path), monkeypatch)
+
+
+def test_the_hosts_are_asked_once_and_train_and_this_host_swaps_the_head(cluster: Cluster, tmp_path: Path):
+    assert cluster.open("processes=auto").execute() == 0
+    assert cluster.log == ["asked", "pretrain there", "swap_head here", "finetune there"]
+    assert cluster.files == [tmp_path / "shards" / split / "manifest.json" for split in ("train", "val")]
+
+
+def test_a_dry_run_asks_and_starts_nothing(cluster: Cluster, capsys: pytest.CaptureFixture[str]):
+    assert cluster.open("processes=4").execute(mode="dry-run") == 0
+    assert cluster.log == ["asked"] and "global_batch_size" in capsys.readouterr().out
+    assert not cluster.machine.folder.path.exists()
+
+
+def test_the_processes_are_the_slots_and_this_machines_gpus_do_not_matter(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(pipeline_run, "num_gpus", lambda: 1)
+    assert cluster.open("processes=auto").processes == 4
+    with pytest.raises(UserError, match="processes is 2, but the slots of hosts that are used are 4: set processes="):
+        cluster.open("processes=2")
+
+
+def test_hosts_that_are_not_ready_cost_nothing(cluster: Cluster, monkeypatch: pytest.MonkeyPatch):
+    def refuse(*_: object, **__: object) -> Ready:
+        raise UserError("b is away")
+
+    monkeypatch.setattr(start, "preflight", refuse)
+    with pytest.raises(UserError, match="b is away"):
+        cluster.open("processes=auto").execute()
+    assert cluster.log == [] and not (cluster.machine.folder.path / "recipe.yaml").exists()
+
+
+def test_a_stage_that_fails_there_is_restarted_there(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(pipeline_run, "PAUSE_SECONDS", 0.0)
+    codes = [247, 0]
+
+    def outcome(launch: Launch) -> int:
+        code = codes.pop(0)
+        if code == 0:
+            cluster.machine.folder.update(launch.stage, state="done")
+        return code
+
+    cluster.machine.outcome = outcome
+    assert cluster.open("processes=auto").execute(only="pretrain", max_restarts=1) == 0
+    assert cluster.log == ["asked", "pretrain there", "pretrain there"]
+    # Of another host's memory the kernel of this one knows nothing.
+    assert "killed by signal 9, which is what the kernel does when memory runs out" in capsys.readouterr().err
+
+
+def test_a_stop_there_is_a_stop_here(cluster: Cluster):
+    cluster.machine.outcome = lambda launch: EXIT_STOPPED
+    assert cluster.open("processes=auto").execute(max_restarts=3) == EXIT_STOPPED
+    assert cluster.log == ["asked", "pretrain there"]

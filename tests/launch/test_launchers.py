@@ -1,0 +1,119 @@
+"""Whatever starts the ranks, the losses are the same: plain python, deepspeed, torchrun, ours, accelerate launch."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from data_shards.packing.pack import pack
+from launch.env import without_place
+from tests.faults.harness import MARK, ROOT, Case
+from tests.faults.rows import Row
+
+WAIT_SECONDS = 240.0
+
+pytestmark = [pytest.mark.slow]
+
+
+def free_port() -> int:
+    """A port that nobody has at the moment."""
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        return door.getsockname()[1]
+
+
+def python(module: str, *arguments: object) -> list[str]:
+    return [sys.executable, "-m", module, *map(str, arguments)]
+
+
+def deepspeed(processes: int, *arguments: str) -> list[str]:
+    return python("deepspeed.launcher.runner", "--num_gpus", processes, "--master_port", free_port(), *arguments)
+
+
+def torchrun(module: str, processes: int) -> list[str]:
+    port = free_port()
+    return python(module, "--nproc-per-node", processes, "--master-port", port, "-m", "launch.train")
+
+
+def accelerate(processes: int) -> list[str]:
+    # Without GPUs `--cpu` is one process whatever is asked for; `--multi_gpu` starts as many as it is told.
+    return python(
+        "accelerate.commands.launch",
+        *("--multi_gpu" if processes > 1 else "--cpu", "--num_processes", processes, "--num_machines", 1),
+        *("--main_process_port", free_port(), "--mixed_precision", "no", "--dynamo_backend", "no"),
+        *("--module", "launch.train"),
+    )
+
+
+SCRIPT = str(ROOT / "launch" / "train.py")
+LAUNCHERS: dict[str, Callable[[int], list[str]]] = {
+    "deepspeed, module": lambda n: deepspeed(n, "--module", "launch.train"),  # --local_rank comes first
+    "deepspeed, script": lambda n: deepspeed(n, SCRIPT),
+    "deepspeed, without --local_rank": lambda n: deepspeed(n, "--no_local_rank", "--module", "launch.train"),
+    "torchrun": lambda n: torchrun("torch.distributed.run", n),
+    "launch.torchrun": lambda n: torchrun("launch.torchrun", n),
+    "accelerate launch": accelerate,
+}
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("shards") / "digits"
+    pack("digits", out, classes=("0", "1", "2"), holdout=0.2, samples_per_shard=100, report=lambda text: None)
+    return out
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> Callable[[int], Case]:
+    """`reference(processes)`: the run that `shardvit run` does; each once."""
+    done: dict[int, Case] = {}
+
+    def make(processes: int) -> Case:
+        if processes not in done:
+            case = Case(tmp_path_factory.mktemp("reference") / "case", shards, changes={"processes": processes})
+            ended = case.start(how="run").wait()
+            assert ended.code == 0, ended.output
+            done[processes] = case
+        return done[processes]
+
+    return make
+
+
+def train(case: Case, command: list[str]) -> None:
+    """Run `command` on the case's stage, to its end."""
+    done = subprocess.run(
+        [*command, "recipe.yaml", "--stage", "pretrain"],
+        cwd=case.folder,
+        env={
+            **without_place(),
+            **{"PYTHONPATH": str(ROOT), "TMPDIR": str(case.temporary), MARK: case.mark, "DS_ACCELERATOR": "cpu"},
+            "MLFLOW_TRACKING_URI": "http://127.0.0.1:9",  # nobody there
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        },
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=WAIT_SECONDS,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    assert case.record()["state"] == "done", done.stdout
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_two_processes(launcher: str, tmp_path: Path, shards: Path, reference: Callable[[int], Case]):
+    case = Case(tmp_path / "case", shards)
+    train(case, LAUNCHERS[launcher](2))
+    Row(name=launcher).equals(case, reference(2))
+
+
+@pytest.mark.parametrize("launcher", ["python", *LAUNCHERS])
+def test_one_process(launcher: str, tmp_path: Path, shards: Path, reference: Callable[[int], Case]):
+    case = Case(tmp_path / "case", shards, changes={"processes": 1})
+    train(case, python("launch.train") if launcher == "python" else LAUNCHERS[launcher](1))
+    Row(name=launcher).equals(case, reference(1))
