@@ -9,8 +9,11 @@ from typing import Annotated, Literal
 from cyclopts import App, CycloptsError, Parameter
 
 from data_shards.errors import UserError
+from launch.doctor.command import doctor
 from launch.models import export_model, import_model
+from launch.plan import plan
 from launch.predict import predict
+from launch.slurm.command_line import cancel, status, submit
 from launch.table8 import table8
 
 EXIT_USER_ERROR = 2
@@ -19,8 +22,8 @@ EXIT_STOPPED = 75
 app = App(
     name="shardvit",
     help="Pre-train Vision Transformers from WebDataset shards: pretrain, swap head, finetune.",
-    help_epilogue="Exit codes: 0 done, 1 failed, or (check) problems found, 2 something to change (a mistake, a "
-    "full disk), 75 stopped by a signal: run the same command again.",
+    help_epilogue="Exit codes: 0 done, 1 failed, or (check, doctor) problems found, 2 something to change (a "
+    "mistake, a full disk), 75 stopped by a signal: run the same command again.",
     version="0.1.0.dev0",
     help_format="plaintext",
     suppress_keyboard_interrupt=False,  # main() says what an interruption means
@@ -246,9 +249,19 @@ def run(
     max_restarts: Annotated[
         int, Parameter(help="How often a stage that failed is started again by itself, over all stages.")
     ] = 0,
+    hostfile: Annotated[
+        Path | None, Parameter(help="Run on several machines: a file of lines HOST slots=8, as deepspeed's.")
+    ] = None,
+    include: Annotated[str, Parameter(help="Only these of --hostfile, such as host0@host1:0,1.")] = "",
+    exclude: Annotated[str, Parameter(help="Not these of --hostfile, written likewise.")] = "",
+    launcher: Annotated[
+        Literal["ssh", "pdsh"], Parameter(help="With --hostfile: what reaches the hosts; pdsh must be installed.")
+    ] = "ssh",
+    master_addr: Annotated[str, Parameter(help="With --hostfile: under which the others find the first host.")] = "",
+    master_port: Annotated[int, Parameter(help="With --hostfile: where rank 0 listens; 0: the system chooses.")] = 0,
     dry_run: Annotated[bool, Parameter(help="Check everything, print the resolved recipe, start nothing.")] = False,
 ) -> int:
-    """Run a recipe's stages on this machine: finished ones are skipped, an interrupted one goes on.
+    """Run a recipe's stages here or on several machines: finished ones are skipped, an interrupted one goes on.
 
     RECIPE is a YAML file or the name of a recipe that ships with shardvit; OVERRIDES are changes to it, key=value.
 
@@ -260,10 +273,28 @@ def run(
         shardvit run my.yaml --stage finetune --restart finetune
 
         shardvit run my.yaml --max-restarts 20
+
+        shardvit run my.yaml --hostfile hosts --exclude host3
     """
     from launch.pipeline_run import PipelineRun
 
-    return PipelineRun.open(recipe, overrides=overrides, runs_root=runs, restart=restart).execute(
+    fleet = None
+    if hostfile is not None:
+        from launch.hosts.fleet import open_fleet
+
+        fleet = open_fleet(
+            hostfile,
+            include=include,
+            exclude=exclude,
+            launcher=launcher,
+            master_addr=master_addr,
+            master_port=master_port,
+        )
+    elif include or exclude or launcher != "ssh" or master_addr or master_port:
+        raise UserError(
+            "--include, --exclude, --launcher, --master-addr and --master-port need --hostfile: give it, too"
+        )
+    return PipelineRun.open(recipe, overrides=overrides, runs_root=runs, restart=restart, fleet=fleet).execute(
         only=stage, mode="dry-run" if dry_run else "train", max_restarts=max_restarts
     )
 
@@ -305,6 +336,11 @@ def demo(
     return run_demo(data, runs_root=runs, shards_root=shards)
 
 
+app.command(plan)
+app.command(submit)
+app.command(status)
+app.command(cancel)
+app.command(doctor)
 app.command(import_model, name="import")
 app.command(export_model, name="export")
 app.command(predict)
