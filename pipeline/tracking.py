@@ -28,6 +28,7 @@ from typing import Any, Literal
 
 from pipeline.metrics_log import MetricRow
 from pipeline.source_tags import source_tags
+from pipeline.tracking_database import make_database
 from pipeline.tracking_state import RunState, SentMark, load_run_state
 from pipeline.tracking_thread import (
     BackgroundTracker,
@@ -281,6 +282,7 @@ def _connect(settings: TrackerSettings, *, parent: RunState, child: RunState, sa
     from mlflow.tracking import MlflowClient
 
     settings.runs_root.mkdir(parents=True, exist_ok=True)
+    make_database(settings.uri, create=lambda uri: MlflowClient(tracking_uri=uri).search_experiments(max_results=1))
     client = MlflowClient(tracking_uri=settings.uri)
     name = settings.experiment or "shardvit"
     experiment = client.get_experiment_by_name(name)
