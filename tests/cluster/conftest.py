@@ -100,7 +100,7 @@ class SubmittedRun:
         )
         return dict(re.findall(r"(\w+): job (\d+)", done.out))
 
-    def wait_for(self, condition: Callable[[], object], *, what: str, patience_seconds: float = 60.0) -> None:
+    def wait_for(self, condition: Callable[[], object], *, what: str, patience_seconds: float = 240.0) -> None:
         """Wait; when in vain, show the logs."""
         try:
             self.slurm.wait_until(condition, what=what, patience_seconds=patience_seconds)
@@ -108,7 +108,7 @@ class SubmittedRun:
             logs = [f"--- {path.name}\n{path.read_text()[-4000:]}" for path in self.run.glob("slurm/*.log")]
             raise AssertionError("\n".join([str(error), *logs])) from None
 
-    def wait_for_log(self, stage: StageName, text: str, *, patience_seconds: float = 60.0) -> None:
+    def wait_for_log(self, stage: StageName, text: str, *, patience_seconds: float = 240.0) -> None:
         """Wait until `text` is in a stage's log."""
         self.wait_for(
             lambda: text in self.log(stage), what=f"{text!r} in {stage}.log", patience_seconds=patience_seconds
@@ -128,7 +128,7 @@ class SubmittedRun:
         assert len(ranks) == 2, ranks
         next(process for process in ranks if process.environ()["SLURM_PROCID"] == "1").kill()
 
-    def wait_for_attempt(self, stage: StageName, job: str, *, from_step: int, patience_seconds: float = 60.0) -> None:
+    def wait_for_attempt(self, stage: StageName, job: str, *, from_step: int, patience_seconds: float = 240.0) -> None:
         """Wait until a requeued job goes on."""
 
         def begun() -> bool:
@@ -137,7 +137,7 @@ class SubmittedRun:
 
         self.wait_for(begun, what=f"attempt from step {from_step}", patience_seconds=patience_seconds)
 
-    def wait_for_state(self, job: str, *states: str, patience_seconds: float = 60.0) -> str:
+    def wait_for_state(self, job: str, *states: str, patience_seconds: float = 240.0) -> str:
         """Wait until a job is in one of these states; a requeued one is hurried on the way."""
 
         def there() -> bool:

@@ -29,7 +29,7 @@ from typing import Self
 NODES = ("node1", "node2")
 KILL_WAIT_SECONDS = 10  # between SIGTERM and SIGKILL; SLURM's default is 30
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "squeue", "scontrol", "scancel", "unshare")
-_PATIENCE_SECONDS = 30.0
+_PATIENCE_SECONDS = 120.0
 _LOOK_SECONDS = 0.1
 _MUNGE_KEY_BYTES = 128
 
@@ -166,7 +166,7 @@ class SlurmCluster:
             if begins - datetime.datetime.now() > datetime.timedelta(seconds=5):
                 self.run("scontrol", "update", f"JobId={job}", "StartTime=now+2", check=False)
 
-    def wait_until(self, condition: Callable[[], object], *, what: str, patience_seconds: float = 120.0) -> None:
+    def wait_until(self, condition: Callable[[], object], *, what: str, patience_seconds: float = 240.0) -> None:
         """Wait for `condition`.
 
         Raises:

@@ -31,7 +31,7 @@ def test_three_stages_run_one_after_the_other_on_two_nodes(stand_in_run: Submitt
 
 def test_a_job_that_is_told_of_its_time_limit_saves_is_requeued_and_goes_on(stand_in_run: SubmittedRun):
     run = stand_in_run
-    run.order(steps=60, save_every=0)
+    run.order(steps=150, save_every=0)
     jobs = run.submit()
     run.wait_for_ranks("pretrain")
     run.slurm.run("scancel", "--signal=USR1", "--batch", jobs["pretrain"])  # what SLURM sends for --signal
@@ -52,7 +52,7 @@ def test_a_job_that_is_told_of_its_time_limit_saves_is_requeued_and_goes_on(stan
 
 def test_a_requeue_by_an_administrator_loses_nothing(stand_in_run: SubmittedRun):
     run = stand_in_run
-    run.order(steps=60, save_every=0)
+    run.order(steps=150, save_every=0)
     jobs = run.submit()
     run.wait_for_ranks("pretrain")
     run.slurm.run("scontrol", "requeue", jobs["pretrain"])
@@ -65,7 +65,7 @@ def test_a_requeue_by_an_administrator_loses_nothing(stand_in_run: SubmittedRun)
 
 def test_a_node_that_goes_down_takes_its_job_back_to_the_queue(stand_in_run: SubmittedRun):
     run = stand_in_run
-    run.order(steps=60)
+    run.order(steps=150)
     jobs = run.submit()
     run.wait_for(lambda: run.record("pretrain").last_saved_step >= 5, what="checkpoint")
     run.slurm.run("scontrol", "update", "NodeName=node2", "State=DOWN", "Reason=test")
@@ -78,7 +78,7 @@ def test_a_node_that_goes_down_takes_its_job_back_to_the_queue(stand_in_run: Sub
 
 def test_a_job_of_higher_priority_takes_the_nodes_and_gives_them_back(stand_in_run: SubmittedRun):
     run = stand_in_run
-    run.order(steps=60, save_every=0)
+    run.order(steps=150, save_every=0)
     jobs = run.submit("--partition", "low")
     run.wait_for_ranks("pretrain")
     urgent = run.folder / "urgent.sh"
@@ -125,7 +125,7 @@ def test_what_somebody_must_change_is_not_tried_again(stand_in_run: SubmittedRun
 
 def test_cancel_saves_and_nothing_comes_back(stand_in_run: SubmittedRun):
     run = stand_in_run
-    run.order(steps=600, save_every=0)
+    run.order(steps=1500, save_every=0)
     jobs = run.submit()
     run.wait_for_ranks("pretrain")
     refused = run.cli("submit", *_again(run), check=False)  # while it runs, there is no second one
@@ -145,7 +145,7 @@ def test_cancel_saves_and_nothing_comes_back(stand_in_run: SubmittedRun):
 @pytest.mark.parametrize("how", ["shardvit cancel --now", "scancel"])
 def test_what_is_cancelled_at_once_does_not_come_back(stand_in_run: SubmittedRun, how: str):
     run = stand_in_run
-    run.order(steps=600)
+    run.order(steps=1500)
     jobs = run.submit()
     run.wait_for(lambda: run.record("pretrain").last_saved_step >= 5, what="checkpoint")
     if how == "scancel":
@@ -163,7 +163,7 @@ def test_the_real_time_limit(stand_in_run: SubmittedRun):
     run = stand_in_run
     run.order(steps=700, save_every=0)
     jobs = run.submit("--signal-seconds", "25", time="1")
-    run.wait_for_log("pretrain", "requeued, it goes on from step", patience_seconds=120)
+    run.wait_for_log("pretrain", "requeued, it goes on from step", patience_seconds=300)
     assert run.record("pretrain").last_saved_step > 0
     assert run.wait_for_state(jobs["pretrain"], "COMPLETED", "FAILED", patience_seconds=240) == "COMPLETED"
 

@@ -98,7 +98,7 @@ def mlflow_runs(run: SubmittedRun) -> list[tuple[str, str]]:
 
 
 def wait_for_checkpoint(run: SubmittedRun, step: int = 20) -> None:
-    run.wait_for(lambda: run.record("pretrain").last_saved_step >= step, what="checkpoint", patience_seconds=120)
+    run.wait_for(lambda: run.record("pretrain").last_saved_step >= step, what="checkpoint", patience_seconds=300)
 
 
 def test_three_stages_through_a_requeue_end_as_if_nothing_had_happened(
@@ -145,7 +145,7 @@ def test_what_takes_the_nodes_away_loses_nothing(
             run.wait_for_state(high, "COMPLETED")
         case "kill -9 of a process":
             run.kill_a_rank()
-            run.wait_for_log("pretrain", "requeued, it goes on from step", patience_seconds=120)
+            run.wait_for_log("pretrain", "requeued, it goes on from step", patience_seconds=300)
     finish(run, jobs)
     assert "requeued 1 times" in run.log("pretrain")
     is_the_same(run, expected)
