@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import tempfile
 from pathlib import Path
 from typing import Annotated
 
@@ -43,23 +42,15 @@ def doctor(
     """
     import json
 
+    from data_shards.store.cache import default_cache_folder
     from launch.doctor.examine import examine
     from launch.doctor.report import as_json, as_text
 
     report = examine(
         runs=runs,
-        cache=cache or _cache_folder(),
+        cache=cache or default_cache_folder(),
         depth="quick" if quick else "all",
         say=lambda line: print(f"doctor: {line}", file=sys.stderr, flush=True),
     )
     print(json.dumps(as_json(report), indent=1) if as_json_text else as_text(report))
     return report.exit_code
-
-
-def _cache_folder() -> Path:
-    from data_shards.store.cache import default_cache_folder
-
-    try:
-        return default_cache_folder()
-    except (KeyError, OSError):  # a container's user without a name
-        return Path(tempfile.gettempdir())

@@ -142,9 +142,15 @@ def is_alive(pid: int) -> bool:
         return False
 
 
+def stand_in_for_launch(folder: Path) -> None:
+    """A package that is found before ours from this folder, and holds all of ours but `train`."""
+    (folder / "launch").mkdir()
+    (folder / "launch" / "__init__.py").write_text(f"__path__.append({str(ROOT / 'launch')!r})\n")
+
+
 @contextmanager
 def standing(tmp_path: Path, kind: str, *, session: str = "same-session") -> Iterator[Standing]:
-    (tmp_path / "launch").mkdir()
+    stand_in_for_launch(tmp_path)
     (tmp_path / "launch" / "train.py").write_text(RANK)
     (tmp_path / "launcher.py").write_text(LAUNCHER)
     command = [sys.executable, "-c", DRIVER, str(ROOT), kind, session]
@@ -256,7 +262,7 @@ def test_a_stop_before_there_is_a_rank_is_the_users_and_no_crash(tmp_path: Path)
     ids=["not listening yet", "came to its end", "saved", "failed"],
 )
 def test_what_a_rank_makes_of_a_stop(tmp_path: Path, listens: str, ended: str):
-    (tmp_path / "launch").mkdir()
+    stand_in_for_launch(tmp_path)
     (tmp_path / "launch" / "train.py").write_text(
         f"import signal, sys, time\n{listens}\nopen('here', 'w').close()\ntime.sleep(600)"
     )

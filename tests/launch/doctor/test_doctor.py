@@ -120,16 +120,6 @@ def test_the_command_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     assert asked[1]["cache"] == Path("c") and str(asked[0]["cache"]).rpartition("/")[2].startswith("shardvit-cache-")
 
 
-def test_a_user_without_a_name_can_ask_too(monkeypatch: pytest.MonkeyPatch):
-    def nameless() -> str:
-        raise KeyError("getpwuid(): uid not found: 12345")
-
-    asked: list[Path] = []
-    monkeypatch.setattr("getpass.getuser", nameless)
-    monkeypatch.setattr(examining, "examine", lambda cache, **_: asked.append(cache) or report(FINE))
-    assert doctor(quick=True) == 0 and asked[0].is_dir()
-
-
 def test_a_look_that_fails_is_a_finding_and_the_others_are_made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     def broken(**_: object) -> None:
         raise OSError("a file of /proc is odd")

@@ -95,6 +95,7 @@ class Standing:
 def agent(tmp_path: Path, kind: str, **changes: object) -> Iterator[Standing]:
     folder = tmp_path / "run"
     (folder / "launch").mkdir(parents=True)
+    (folder / "launch" / "__init__.py").write_text(f"__path__.append({str(ROOT / 'launch')!r})\n")  # all but train.py
     (folder / "launch" / "train.py").write_text(RANK)
     (folder / "launcher.py").write_text(LAUNCHER)
     order = Order(
