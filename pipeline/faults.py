@@ -70,6 +70,10 @@ class FaultLedger:
             _append(self.file, new)
         return Settled(new=tuple((key[0], fault) for key, fault in new.items()), substituted_images=substituted)
 
+    def __len__(self) -> int:
+        """Images found damaged so far, over all attempts."""
+        return len(self._known)
+
     def _complaint(self) -> str | None:
         for use, num_samples in self._num_samples.items():
             damaged = [fault for key, fault in self._known.items() if key[0] == use]

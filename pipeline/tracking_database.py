@@ -36,7 +36,8 @@ def make_database(uri: str, *, create: Callable[[str], object]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     _forget(path)
     beside = path.with_name(f".{path.name}.making-{os.getpid()}")
-    beside.unlink(missing_ok=True)
+    for leftover in (beside, beside.with_name(f"{beside.name}-journal")):  # of a process that had the same number
+        leftover.unlink(missing_ok=True)
     try:
         create(f"{_PREFIX}{beside}")
         flush(beside)

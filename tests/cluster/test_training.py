@@ -101,6 +101,7 @@ def wait_for_checkpoint(run: SubmittedRun, step: int = 20) -> None:
     run.wait_for(lambda: run.record("pretrain").last_saved_step >= step, what="checkpoint", patience_seconds=300)
 
 
+@pytest.mark.slow
 def test_three_stages_through_a_requeue_end_as_if_nothing_had_happened(
     slurm: SlurmCluster, shards: Path, tmp_path: Path, undisturbed: NewRun
 ):

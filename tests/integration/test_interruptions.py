@@ -134,7 +134,8 @@ def undisturbed(tmp_path_factory, shards) -> Run:
     return run
 
 
-@pytest.mark.timeout(500)
+@pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_run_interrupted_in_every_way_ends_as_the_undisturbed_one(tmp_path, shards, undisturbed):
     run = Run(tmp_path / "run", shards)
 
@@ -184,6 +185,7 @@ def test_a_run_interrupted_in_every_way_ends_as_the_undisturbed_one(tmp_path, sh
     assert run.record()["results"] == undisturbed.record()["results"]
 
 
+@pytest.mark.slow
 def test_a_finished_run_is_not_run_again(undisturbed):
     before = (undisturbed.stage / "stage.json").read_bytes()
     process = undisturbed.start()
@@ -193,6 +195,7 @@ def test_a_finished_run_is_not_run_again(undisturbed):
     assert (undisturbed.stage / "stage.json").read_bytes() == before
 
 
+@pytest.mark.slow
 def test_the_newest_checkpoint_damaged_is_passed_over_and_the_result_is_the_same(tmp_path, shards, undisturbed):
     run = Run(tmp_path / "run", shards)
     process = run.start()

@@ -78,6 +78,7 @@ def kill_a_rank(process: subprocess.Popen[bytes], folder: Path, *, from_step: in
     ranks[-1].kill()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_run_whose_rank_is_killed_comes_to_its_end_by_itself(tmp_path: Path, shards: Path):
     process = start(tmp_path, shards, "--max-restarts", "3")

