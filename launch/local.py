@@ -26,6 +26,7 @@ from types import FrameType
 from launch.endings import signal_of
 from launch.env import RENDEZVOUS, SUPERVISOR_PID, num_gpus, without_place
 from launch.processes import RANK_COMMAND, kill_all, ranks, terminate
+from launch.signals import handled
 from pipeline.recipe import Recipe, StageName
 
 _RENDEZVOUS_PREFIX = ".rendezvous-"
@@ -108,19 +109,17 @@ def run_stage_locally(launch: Launch) -> int:
             "PYTHONUNBUFFERED": "1",
             **({} if num_gpus() else {"DS_ACCELERATOR": "cpu"}),  # said aloud, or DeepSpeed wonders in every process
         }
-        previous = {number: signal.signal(number, ask_to_stop) for number in STOP_SIGNALS}
-        try:
-            child = subprocess.Popen(launch_command(launch), env=environment, start_new_session=True)
-            if asked:  # before there was anything to stop
-                killed = True
-                kill_all(*mark)
-            code = child.wait()
-            while asked and not killed and ranks(*mark):  # the launcher was sent the signal too, and left before them
-                time.sleep(_LOOK_SECONDS)
-        finally:
-            kill_all(*mark)  # a rank whose launcher was killed, for instance
-            for number, handler in previous.items():
-                signal.signal(number, handler)
+        with handled(STOP_SIGNALS, ask_to_stop):
+            try:
+                child = subprocess.Popen(launch_command(launch), env=environment, start_new_session=True)
+                if asked:  # before there was anything to stop
+                    killed = True
+                    kill_all(*mark)
+                code = child.wait()
+                while asked and not killed and ranks(*mark):  # the launcher got the signal too, and left before them
+                    time.sleep(_LOOK_SECONDS)
+            finally:
+                kill_all(*mark)  # a rank whose launcher was killed, for instance
     # A rank that is still importing dies of the SIGTERM that it was sent, and a launcher of what everything was sent.
     if killed or (asked and (code == 0 or signal_of(code) in STOP_SIGNALS)):
         raise KeyboardInterrupt

@@ -6,11 +6,10 @@ user allows it (`restarts`).
 
 from __future__ import annotations
 
-import contextlib
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -23,6 +22,7 @@ from launch.hosts.fleet import Fleet
 from launch.local import Launch, run_stage_locally
 from launch.lock import locked
 from launch.restarts import PAUSE_SECONDS, Restarts
+from launch.signals import handled
 from pipeline.identity import check_newest, checkpoint_identity
 from pipeline.plan import plan_stage
 from pipeline.recipe import Recipe, StageName, TrainStage
@@ -111,7 +111,9 @@ class PipelineRun:
             return 0
         restarts = Restarts(max_restarts)
         try:
-            with _signals_interrupt(), locked(self.folder.path / ".run.lock", what=f"run {self.folder.path}"):
+            # Between two stages there is nothing at work that could be saved: they do what Ctrl-C does.
+            interrupting = handled((signal.SIGTERM, signal.SIGUSR1), signal.default_int_handler)
+            with interrupting, locked(self.folder.path / ".run.lock", what=f"run {self.folder.path}"):
                 start = self._start_function()
                 for note in self.folder.open(self.recipe, restart=self.restart):
                     print(note)
@@ -227,18 +229,6 @@ def _processes_of(fleet: Fleet, recipe: Recipe) -> int:
             "set processes=auto, or change the slots"
         )
     return fleet.processes
-
-
-@contextlib.contextmanager
-def _signals_interrupt() -> Iterator[None]:
-    """Between two stages SIGTERM and SIGUSR1 do what Ctrl-C does: nothing is at work that could be saved."""
-    numbers = (signal.SIGTERM, signal.SIGUSR1)
-    handlers = [signal.signal(number, signal.default_int_handler) for number in numbers]
-    try:
-        yield
-    finally:
-        for number, handler in zip(numbers, handlers, strict=True):
-            signal.signal(number, handler)
 
 
 def _say(text: str) -> None:

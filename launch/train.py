@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,6 +37,7 @@ from launch.env import (
 )
 from launch.lock import locked
 from launch.processes import RANK_COMMAND
+from launch.signals import handled
 from launch.slurm.node import run_node
 from pipeline.process import Place
 from pipeline.recipe import Recipe, StageName
@@ -123,7 +124,8 @@ def _run(recipe: Recipe, *, folder: RunFolder, stage: StageName, place: Place) -
         # The ranks of a machine without a GPU share its cores; more threads than cores would fight each other.
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // place.local_world_size))
     with contextlib.ExitStack() as held:
-        with _signals_end_it():
+        # While this rank waits for others there is nothing to save, and it would not look at a flag.
+        with handled((signal.SIGTERM, signal.SIGINT), signal.SIG_DFL):
             if place.is_main:
                 # An orphaned earlier attempt may still be saving.
                 held.enter_context(locked(folder.path / ".train.lock", what=f"run {folder.path}", wait_seconds=60))
@@ -162,18 +164,6 @@ def _watch_parents(stop: StopFlag) -> None:
                 return stop.request("the death of shardvit run")
 
     threading.Thread(target=watch, daemon=True, name="watch-parents").start()
-
-
-@contextlib.contextmanager
-def _signals_end_it() -> Iterator[None]:
-    """While this rank waits for others there is nothing to save, and it would not look at a flag."""
-    numbers = (signal.SIGTERM, signal.SIGINT)
-    handlers = [signal.signal(number, signal.SIG_DFL) for number in numbers]
-    try:
-        yield
-    finally:
-        for number, handler in zip(numbers, handlers, strict=True):
-            signal.signal(number, handler)
 
 
 def _say(text: str) -> None:

@@ -18,8 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 
 _CONNECT_SECONDS = 10
-_ALIVE_SECONDS, _ALIVE_QUESTIONS = 10, 3
-LOST_SECONDS = _ALIVE_SECONDS * _ALIVE_QUESTIONS  # after which ssh takes the other side for gone
+_ALIVE_SECONDS, _ALIVE_QUESTIONS = 10, 3  # so many without an answer, and ssh takes the other side for gone
 _NO_FOLDER, _NO_PYTHON, _SSH_FAILED = 96, 97, 255
 _OPTIONS = {
     "BatchMode": "yes",  # never a question that nobody sees

@@ -24,10 +24,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from types import FrameType
 
 from launch.endings import EXIT_STOPPED, signal_of
 from launch.env import RENDEZVOUS, without_place
@@ -38,6 +36,7 @@ from launch.hosts.hostfile import Host
 from launch.hosts.preflight import Ready
 from launch.hosts.remote import Connection
 from launch.local import STOP_SIGNALS, STOPPING, Launch, rank_arguments
+from launch.signals import handled
 
 _ALIVE_SECONDS = 5.0  # between two signs of life to the agents
 _SILENCE_SECONDS = 45.0  # longer than ssh's own patience: both sides find out
@@ -108,7 +107,8 @@ class _Stage:
     def run(self) -> int:
         """To the end of all ranks."""
         with ExitStack() as held:
-            held.enter_context(_listening(self._signals.put))
+            # Signals become entries of a queue: what they ask for is done by the loop.
+            held.enter_context(handled(STOP_SIGNALS, lambda number, _: self._signals.put(number)))
             held.callback(self._close)
             for node, host in enumerate(self._fleet.hosts):
                 self._agents[host.name] = self._connect(node, host)
@@ -280,21 +280,6 @@ class _Stage:
         self._over.set()
         for agent in self._agents.values():
             agent.close()
-
-
-@contextmanager
-def _listening(note: Callable[[int], None]) -> Iterator[None]:
-    """Signals become entries of a queue: what they ask for is done by the loop."""
-
-    def on_signal(number: int, frame: FrameType | None) -> None:
-        note(number)
-
-    previous = {number: signal.signal(number, on_signal) for number in STOP_SIGNALS}
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
 
 
 def _kill_group(process: subprocess.Popen[bytes]) -> None:

@@ -15,6 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
 
+from launch.signals import handled
+
 WAIT_SECONDS = 120.0  # after the first process has ended: saving is over by then, MLflow may still be told the rest
 _LOOK_SECONDS = 0.1
 _PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
@@ -67,23 +69,21 @@ def run_node(
         for process in processes:
             process.send_signal(number)  # does nothing to one that has ended
 
-    before = {number: signal.signal(number, pass_on) for number in _PASSED_ON}
-    try:
-        for local_rank in range(share.processes):
-            names = {**environ, **share.names_of(local_rank)}
-            processes.append(subprocess.Popen([sys.executable, *arguments], env=names))
-        deadline: float | None = None
-        while any(process.poll() is None for process in processes):
-            if deadline is None and any(process.returncode is not None for process in processes):
-                deadline = time.monotonic() + wait_seconds
-            if deadline is not None and time.monotonic() >= deadline:
-                break
-            time.sleep(_LOOK_SECONDS)
-    finally:
-        for process in processes:
-            if process.poll() is None:
-                process.kill()
-        codes = [process.wait() for process in processes]
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    with handled(_PASSED_ON, pass_on):
+        try:
+            for local_rank in range(share.processes):
+                names = {**environ, **share.names_of(local_rank)}
+                processes.append(subprocess.Popen([sys.executable, *arguments], env=names))
+            deadline: float | None = None
+            while any(process.poll() is None for process in processes):
+                if deadline is None and any(process.returncode is not None for process in processes):
+                    deadline = time.monotonic() + wait_seconds
+                if deadline is not None and time.monotonic() >= deadline:
+                    break
+                time.sleep(_LOOK_SECONDS)
+        finally:
+            for process in processes:
+                if process.poll() is None:
+                    process.kill()
+            codes = [process.wait() for process in processes]
     return max(code if code >= 0 else 128 - code for code in codes)
