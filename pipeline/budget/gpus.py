@@ -36,7 +36,6 @@ class Gpu:
         bf16_tflops: dense peak; 0: it has no bf16 arithmetic.
         fp16_tflops: dense peak.
         fp32_tflops: peak without TF32.
-        memory_gb_per_second: bandwidth.
         link_gb_per_second: between the GPUs of a node, both directions together: NVLink, or PCIe.
         link: what that is.
         node_gbps: Gbit/s of the network of a usual node of 8 of them.
@@ -50,7 +49,6 @@ class Gpu:
     bf16_tflops: float
     fp16_tflops: float
     fp32_tflops: float
-    memory_gb_per_second: float
     link_gb_per_second: float
     link: Literal["NVLink", "PCIe"]
     node_gbps: float
@@ -78,13 +76,12 @@ def _gpu(
     name: str,
     memory: int,
     tflops: tuple[float, float, float],
-    bandwidth: float,
     link: float | None,
     gbps: float,
     source: str,
     pattern: str,
 ) -> Gpu:
-    """Memory and bandwidths in GB and GB/s; peaks as (bf16, fp16, fp32); `link` None: PCIe 4.0 x16."""
+    """Memory and links in GB and GB/s; peaks as (bf16, fp16, fp32); `link` None: PCIe 4.0 x16."""
     return Gpu(
         key=key,
         name=name,
@@ -92,7 +89,6 @@ def _gpu(
         bf16_tflops=tflops[0],
         fp16_tflops=tflops[1],
         fp32_tflops=tflops[2],
-        memory_gb_per_second=bandwidth,
         link_gb_per_second=_PCIE_4 / GB if link is None else link,
         link="PCIe" if link is None else "NVLink",
         node_gbps=gbps,
@@ -103,20 +99,20 @@ def _gpu(
 
 # In the order in which a driver's name is looked up: the more special ones first.
 GPUS = (
-    _gpu("b200", "B200 SXM", 180, (2250, 2250, 75), 7700, 1800, 3200, "NVIDIA HGX B200 data sheet", r"B200"),
-    _gpu("gh200", "GH200 96 GB", 96, (990, 990, 67), 4000, 900, 3200, "NVIDIA GH200 data sheet", r"GH200"),
-    _gpu("h200", "H200 SXM", 141, (989, 989, 67), 4800, 900, 3200, "NVIDIA H200 data sheet", r"H200"),
-    _gpu("h100-pcie", "H100 PCIe", 80, (756, 756, 51), 2000, None, 400, "NVIDIA H100 data sheet", r"H100 PCIe"),
-    _gpu("h100", "H100 SXM", 80, (989, 989, 67), 3350, 900, 3200, "NVIDIA H100 data sheet", r"H100"),
-    _gpu("a100-40", "A100 40 GB", 40, (312, 312, 19.5), 1555, 600, 1600, "NVIDIA A100 data sheet", r"A100.*40GB"),
-    _gpu("a100", "A100 80 GB", 80, (312, 312, 19.5), 2039, 600, 1600, "NVIDIA A100 data sheet", r"A100"),
-    _gpu("v100", "V100 SXM2 32 GB", 32, (0, 125, 15.7), 900, 300, 400, "NVIDIA V100 data sheet", r"V100"),
-    _gpu("l40s", "L40S", 48, (362, 362, 91.6), 864, None, 400, "NVIDIA L40S data sheet", r"L40S"),
-    _gpu("l4", "L4", 24, (121, 121, 30.3), 300, None, 100, "NVIDIA L4 data sheet", r"L4\b"),
-    _gpu("a10", "A10", 24, (125, 125, 31.2), 600, None, 100, "NVIDIA A10 data sheet", r"A10\b"),
-    _gpu("t4", "T4", 16, (0, 65, 8.1), 320, None, 100, "NVIDIA T4 data sheet", r"T4\b"),
-    _gpu("rtx4090", "RTX 4090", 24, (165, 165, 82.6), 1008, None, 10, "NVIDIA Ada white paper", r"RTX 4090"),
-    _gpu("rtx3090", "RTX 3090", 24, (71, 71, 35.6), 936, None, 10, "NVIDIA Ampere GA102 white paper", r"RTX 3090"),
+    _gpu("b200", "B200 SXM", 180, (2250, 2250, 75), 1800, 3200, "NVIDIA HGX B200 data sheet", r"B200"),
+    _gpu("gh200", "GH200 96 GB", 96, (990, 990, 67), 900, 3200, "NVIDIA GH200 data sheet", r"GH200"),
+    _gpu("h200", "H200 SXM", 141, (989, 989, 67), 900, 3200, "NVIDIA H200 data sheet", r"H200"),
+    _gpu("h100-pcie", "H100 PCIe", 80, (756, 756, 51), None, 400, "NVIDIA H100 data sheet", r"H100 PCIe"),
+    _gpu("h100", "H100 SXM", 80, (989, 989, 67), 900, 3200, "NVIDIA H100 data sheet", r"H100"),
+    _gpu("a100-40", "A100 40 GB", 40, (312, 312, 19.5), 600, 1600, "NVIDIA A100 data sheet", r"A100.*40GB"),
+    _gpu("a100", "A100 80 GB", 80, (312, 312, 19.5), 600, 1600, "NVIDIA A100 data sheet", r"A100"),
+    _gpu("v100", "V100 SXM2 32 GB", 32, (0, 125, 15.7), 300, 400, "NVIDIA V100 data sheet", r"V100"),
+    _gpu("l40s", "L40S", 48, (362, 362, 91.6), None, 400, "NVIDIA L40S data sheet", r"L40S"),
+    _gpu("l4", "L4", 24, (121, 121, 30.3), None, 100, "NVIDIA L4 data sheet", r"L4\b"),
+    _gpu("a10", "A10", 24, (125, 125, 31.2), None, 100, "NVIDIA A10 data sheet", r"A10\b"),
+    _gpu("t4", "T4", 16, (0, 65, 8.1), None, 100, "NVIDIA T4 data sheet", r"T4\b"),
+    _gpu("rtx4090", "RTX 4090", 24, (165, 165, 82.6), None, 10, "NVIDIA Ada white paper", r"RTX 4090"),
+    _gpu("rtx3090", "RTX 3090", 24, (71, 71, 35.6), None, 10, "NVIDIA Ampere GA102 white paper", r"RTX 3090"),
 )
 _BY_KEY = {gpu.key: gpu for gpu in GPUS}
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 _BENCH_IMAGE_BYTES, _BENCH_PIXELS = 107_000, 224
 _DECODE_MS, _REST_MS = 0.99, 0.36  # of the 1.35 ms of CPU time an image in all
-_BENCH_MEGAPIXELS = 0.20
 
 
 @dataclass(frozen=True)
@@ -38,8 +37,3 @@ def reading(images_per_second: float, *, image_bytes: float | None, image_size: 
         return Reading(images_per_second, None, None, None)
     decode_ms = _DECODE_MS * image_bytes / _BENCH_IMAGE_BYTES + _REST_MS * (image_size / _BENCH_PIXELS) ** 2
     return Reading(images_per_second, images_per_second * image_bytes, decode_ms, images_per_second * decode_ms / 1000)
-
-
-def megapixels(image_bytes: float) -> float:
-    """What an image of so many bytes is taken to have."""
-    return image_bytes / _BENCH_IMAGE_BYTES * _BENCH_MEGAPIXELS

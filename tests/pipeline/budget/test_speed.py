@@ -7,7 +7,7 @@ import pytest
 from data_shards.errors import UserError
 from pipeline.budget.forecast import Pace, Shards
 from pipeline.budget.gpus import GPUS, find_gpu, gpu_of_driver
-from pipeline.budget.reading import megapixels, reading
+from pipeline.budget.reading import reading
 from pipeline.budget.speed import host_seconds
 from tests.pipeline.budget.planning import forecast, recipe
 
@@ -120,7 +120,6 @@ def test_reading_is_the_benchmarks_at_its_own_images_and_grows_with_them():
     at_bench = reading(1000, image_bytes=107_000, image_size=224)
     assert at_bench.decode_ms == pytest.approx(1.35) and at_bench.cores == pytest.approx(1.35)
     assert at_bench.bytes_per_second == 107_000_000
-    assert megapixels(107_000) == pytest.approx(0.2)
     larger = reading(1000, image_bytes=214_000, image_size=384)
     assert larger.cores and larger.cores > 2 * 1.35
     unknown = reading(1000, image_bytes=None, image_size=224)
