@@ -17,6 +17,7 @@ from pathlib import Path
 
 DUMP_SIGNAL = signal.SIGUSR2
 _INNERMOST_FRAMES, _OWN_FRAMES = 4, 6  # shown in a message
+_OUTERMOST = (" in <module>", " in _run_module_as_main", "  ...")  # the last: faulthandler shows 100 frames at most
 _OWN_PACKAGES = ("data_shards", "launch", "model", "pipeline")
 _ROOT = Path(__file__).resolve().parents[1]
 
@@ -73,18 +74,29 @@ def stack_file(folder: Path, rank: int) -> Path:
 
 def stack_excerpt(text: str, *, thread: int) -> list[str]:
     """The lines of one thread in a dump that matter: the innermost, and those in this project; innermost first."""
+    lines = _lines_of(thread, text)
+    own = [
+        line for line in lines[_INNERMOST_FRAMES:] if any(f"{_ROOT}/{package}/" in line for package in _OWN_PACKAGES)
+    ]
+    return lines[:_INNERMOST_FRAMES] + own[:_OWN_FRAMES]
+
+
+def is_whole(text: str, *, main_thread: int) -> bool:
+    """Whether a dump, which is written piece by piece, has got to the outermost frame of the main thread: its end."""
+    return bool((_lines_of(main_thread, text) or [""])[-1].endswith(_OUTERMOST))
+
+
+def _lines_of(thread: int, text: str) -> list[str]:
+    """The frames of one thread; of several dumps the last one's."""
     lines: list[str] = []
     inside = False
     for line in text.splitlines():
         if not line.startswith("  "):
             inside = int((re.findall(r"0x([0-9a-f]+)", line) or ["0"])[0], 16) == thread
-            lines = [] if inside else lines  # of several dumps the last
+            lines = [] if inside else lines
         elif inside:
             lines.append(line)
-    own = [
-        line for line in lines[_INNERMOST_FRAMES:] if any(f"{_ROOT}/{package}/" in line for package in _OWN_PACKAGES)
-    ]
-    return lines[:_INNERMOST_FRAMES] + own[:_OWN_FRAMES]
+    return lines
 
 
 def main_thread_waits() -> bool:

@@ -30,13 +30,13 @@ from pipeline.heartbeat import Heartbeat, State, is_gone, read_heartbeat, write_
 from pipeline.living import describe_process, process_started, this_machine
 from pipeline.process import Place
 from pipeline.sightings import Sightings, Suspect, WakingClock, find_suspects
-from pipeline.stacks import DUMP_SIGNAL, StackDumps, main_thread_waits, stack_excerpt, stack_file
+from pipeline.stacks import DUMP_SIGNAL, StackDumps, is_whole, main_thread_waits, stack_excerpt, stack_file
 
 _WRITE_SECONDS, _FILES_PER_SECOND = 2.0, 32
 _LOOK_SECONDS = 1.0  # at the processes of this host
 _LEAVE_SECONDS = 3.0  # for the main thread to fail by itself; and the launcher sees the dead one's exit code first
 _FOLLOW_SECONDS = 6.0  # until a rank leaves after another one on its host has ended the run
-_STACK_SECONDS = 5.0  # for a process to answer with its stack
+_STACK_SECONDS = 10.0  # for a process to answer with its whole stack, on a disk that is busy
 _SAY_SECONDS = 5.0
 _FIRST_STEP_SECONDS = 600.0
 _MOST_NAMED = 4
@@ -218,17 +218,24 @@ class Watch:
                 os.kill(beat.pid, DUMP_SIGNAL)
                 os.kill(beat.pid, signal.SIGCONT)  # a stopped process cannot answer
         deadline = time.monotonic() + _STACK_SECONDS
-        while time.monotonic() < deadline:
-            if all(_size(stack_file(self._folder, rank)) > size for rank, size in before.items()):
-                break
+        dumps = self._read_dumps(beats, before=before)
+        while time.monotonic() < deadline and not all(
+            is_whole(dumps.get(beat.rank, ""), main_thread=beat.main_thread) for beat in beats
+        ):
             time.sleep(0.1)
-        time.sleep(1)  # the answer is written line by line
-        excerpts = {}
+            dumps = self._read_dumps(beats, before=before)
+        return {
+            beat.rank: stack_excerpt(dumps[beat.rank], thread=beat.main_thread) for beat in beats if beat.rank in dumps
+        }
+
+    def _read_dumps(self, beats: list[Heartbeat], *, before: dict[int, int]) -> dict[int, str]:
+        """What each of these ranks has added to its file; without those whose file cannot be read."""
+        dumps = {}
         for beat in beats:
             with suppress(OSError), stack_file(self._folder, beat.rank).open("rb") as file:
                 file.seek(before[beat.rank])
-                excerpts[beat.rank] = stack_excerpt(file.read().decode(errors="replace"), thread=beat.main_thread)
-        return excerpts
+                dumps[beat.rank] = file.read().decode(errors="replace")
+        return dumps
 
     def _describe(self, suspect: Suspect, *, kernel: dict[int, str], stacks: dict[int, list[str]]) -> str:
         beat = suspect.beat

@@ -17,7 +17,7 @@ from pipeline.heartbeat import Heartbeat, heartbeat_file, is_gone, read_heartbea
 from pipeline.living import process_started, this_machine
 from pipeline.process import Place
 from pipeline.sightings import Sightings, WakingClock, find_suspects
-from pipeline.stacks import main_thread_waits, stack_excerpt
+from pipeline.stacks import is_whole, main_thread_waits, stack_excerpt
 from pipeline.watch import Watch, peer_is_gone, report_gone, who_is_gone
 
 
@@ -183,6 +183,19 @@ def test_an_excerpt_has_the_innermost_lines_of_the_thread_and_those_of_this_proj
     assert any("in in_a_function_of_ours" in line for line in lines[:4])
     assert len(lines) <= 10
     assert stack_excerpt(path.read_text(), thread=1) == []
+
+
+def test_a_dump_is_whole_from_its_last_line_on_and_not_before(tmp_path):
+    code = (
+        "import faulthandler, sys, threading\ndef f():\n  faulthandler.dump_traceback(sys.stdout, all_threads=True)\n"
+    )
+    code += "print(threading.main_thread().ident)\nsys.stdout.flush()\nwait = threading.Event()\n"
+    code += "threading.Thread(target=wait.wait).start()\nf()\nwait.set()\n"
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    thread, _, dump = answer.partition("\n")
+    assert dump.count("most recent call first") == 2  # the main thread is the last one
+    assert is_whole(dump, main_thread=int(thread))
+    assert not any(is_whole(dump[:end], main_thread=int(thread)) for end in range(len(dump.rstrip())))
 
 
 def test_lines_of_this_project_are_shown_however_deep_the_libraries_are():
