@@ -15,6 +15,7 @@ from __future__ import annotations
 import atexit
 import math
 import multiprocessing
+import multiprocessing.connection
 import os
 import signal
 import threading
@@ -40,6 +41,8 @@ WorkerKind = Literal["thread", "process"]
 PREFETCH = 4  # items that a worker has ready or in the making
 
 _EXIT_SECONDS = 5.0  # that worker threads are given for the item they are at, which takes a fraction of one
+
+_NEWS_SECONDS = 30.0  # that the fork server is given to tell of a dead worker, which takes a millisecond
 
 _at_work: set[threading.Thread] = set()
 _exiting = threading.Event()
@@ -179,6 +182,9 @@ def _in_processes(dataset: Described[Item], *, numbers: range, workers: int) -> 
         except StopIteration:
             return
         except (RuntimeError, OSError, EOFError) as error:  # OSError: of a batch that the dead one did not hand over
+            if "in DataLoader worker process" not in str(error):  # torch's words for what the dataset raised
+                # A death is told by the fork server, on a busy machine after what was lost with the dead one is missed.
+                multiprocessing.connection.wait([each.sentinel for each in iterator._workers], timeout=_NEWS_SECONDS)
             if all(process.is_alive() for process in iterator._workers):
                 raise
             raise WorkerDied(_obituary(dataset, iterator._workers, notes)) from error

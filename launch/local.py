@@ -112,8 +112,7 @@ def run_stage_locally(launch: Launch) -> int:
         with handled(STOP_SIGNALS, ask_to_stop):
             try:
                 child = subprocess.Popen(launch_command(launch), env=environment, start_new_session=True)
-                if asked:  # before there was anything to stop
-                    killed = True
+                if killed:  # before there was anything to kill
                     kill_all(*mark)
                 code = child.wait()
                 while asked and not killed and ranks(*mark):  # the launcher got the signal too, and left before them

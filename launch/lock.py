@@ -153,6 +153,6 @@ def _counting_on(claim: OwnClaim, *, what: str) -> Iterator[None]:
         yield
     finally:
         over.set()
-        thread.join(_BEAT_SECONDS)
+        thread.join()  # a beat that the disk holds up must not come after the release, nor into a closed file
         with suppress(OSError):
             claim.release()

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import time
 
 import psutil
 
 RANK_COMMAND = ["-u", "-m", "launch.train"]
-_KILL_SECONDS = 10.0  # a process that waits for a broken disk dies later
+_KILL_SECONDS = 30.0  # a process that waits for a broken disk dies later
+_LEAST_LOOKS = 100  # however long that takes: the time may have passed while this process itself was paused
 _LOOK_SECONDS = 0.02
+_TURN_SECONDS = 0.05
 
 
 def marked(name: str, value: str) -> list[psutil.Process]:
@@ -50,9 +53,18 @@ def terminate(processes: list[psutil.Process]) -> None:
 
 def kill_all(name: str, value: str) -> None:
     """End all that carry the mark, and what they start meanwhile."""
-    deadline = time.monotonic() + _KILL_SECONDS
-    while (alive := marked(name, value)) and time.monotonic() < deadline:
+    deadline, looks = time.monotonic() + _KILL_SECONDS, 0
+    while (alive := marked(name, value)) and (looks < _LEAST_LOOKS or time.monotonic() < deadline):
+        looks += 1
         for process in alive:
             with contextlib.suppress(psutil.Error):
                 process.kill()
         time.sleep(_LOOK_SECONDS)
+
+
+def join_thread(thread: threading.Thread, *, seconds: float) -> None:
+    """Wait for a thread's end, in short turns: when the whole process was paused, one of them is lost and not all."""
+    for _ in range(round(seconds / _TURN_SECONDS)):
+        thread.join(_TURN_SECONDS)
+        if not thread.is_alive():
+            return

@@ -35,6 +35,8 @@ _MAX_WAITING_JOBS = 1_000
 _ROWS_PER_BATCH = 200
 _TRIES_PER_JOB = 3
 _TRIES_AT_CLOSE = 3
+_FINISHED_TIMEOUTS = 4  # nobody is about to kill a process whose stage is finished; a short stage may have MLflow's
+# tables still to make, on a slow machine
 _FIRST_PAUSE_SECONDS = 1.0
 _LONGEST_PAUSE_SECONDS = 60.0
 
@@ -162,7 +164,7 @@ class BackgroundTracker:
         metrics_file: where the rows stand before they come here.
         resume_step: rows up to here are those of earlier attempts.
         flush_seconds: how often it sends.
-        close_timeout_seconds: how long `close` waits at most.
+        close_timeout_seconds: how long `close` waits at most; four times as long for a stage that is finished.
         say: prints one line; called from the thread too.
         max_waiting_rows: that the outbox holds.
     """
@@ -247,9 +249,10 @@ class BackgroundTracker:
         self._add_job("status", lambda: self._open_store().finish(status))
         if finish_parent:
             self.set_parent_status(status)
-        self._deadline = time.monotonic() + self._close_timeout_seconds
+        timeout_seconds = self._close_timeout_seconds * (_FINISHED_TIMEOUTS if status == "FINISHED" else 1)
+        self._deadline = time.monotonic() + timeout_seconds
         self._closing.set()
-        self._thread.join(self._close_timeout_seconds)
+        self._thread.join(timeout_seconds)
         points, jobs = self._unsent_points(), len(self._jobs)
         if points or jobs:
             self._once(

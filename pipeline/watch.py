@@ -192,7 +192,8 @@ class Watch:
         """Collect stacks, say who hangs, kill the hanging ones of this host, and exit."""
         here = [beat for rank in self._siblings if (beat := self._sightings.of(rank)) and _is_signalable(beat)]
         kernel = {beat.rank: describe_process(beat.pid) for beat in here}
-        stacks = self._collect_stacks([*here, self._beat("running")])
+        # The own one first: one that was stopped goes on when it is asked, and this rank's main thread with it.
+        stacks = self._collect_stacks([self._beat("running"), *here])
         named = [self._describe(suspect, kernel=kernel, stacks=stacks) for suspect in suspects[:_MOST_NAMED]]
         if len(suspects) > _MOST_NAMED:
             named.append(f"{len(suspects) - _MOST_NAMED} more processes stand at the same place")

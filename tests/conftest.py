@@ -27,6 +27,16 @@ FOREIGN_NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER
 for _name in [name for name in os.environ if name.startswith(FOREIGN_PREFIXES) or name in FOREIGN_NAMES]:
     del os.environ[_name]
 
+# Deadlines and the check for slow strategies measure how busy the machine is; and what fails should fail everywhere, so
+# the examples are the same each time. `--hypothesis-profile=default` has others each time, and keeps those that failed.
+if importlib.util.find_spec("hypothesis"):
+    from hypothesis import HealthCheck, settings
+
+    settings.register_profile(
+        "repeatable", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+    )
+    settings.load_profile("repeatable")
+
 RunCli = Callable[..., subprocess.CompletedProcess[str]]
 
 
@@ -46,9 +56,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def _clean_process() -> Iterator[None]:
-    """One torch thread, and os.environ afterwards as it was before: DeepSpeed and MLflow write into it."""
+    """One torch thread, the same random numbers whichever tests ran before, and os.environ afterwards as it was before:
+    DeepSpeed and MLflow write into it.
+    """
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
+        sys.modules["torch"].manual_seed(0)
     before = dict(os.environ)
     yield
     if dict(os.environ) != before:

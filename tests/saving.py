@@ -172,7 +172,7 @@ class Gate:
         def write(folder: Path, file: StateFile, **keywords: Any) -> Any:
             if path in file.path:
                 self.reached.set()
-                assert self.opened.wait(60)
+                assert self.opened.wait(240)
             return write_file(folder, file, **keywords)
 
         monkeypatch.setattr(saver, "write_file", write)

@@ -28,5 +28,5 @@ def terminal(*, lines: int, columns: int) -> Iterator[tuple[TextIO, bytearray]]:
         with os.fdopen(follower, "w") as stream:
             yield stream, shown
     finally:
-        reader.join(10)
+        reader.join()  # until all is read that was written: the other end is closed
         os.close(leader)

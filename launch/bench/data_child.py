@@ -43,6 +43,7 @@ def _loader(teller: Teller, *, method: str, work: str, warm_up: int, batches: in
     for _ in range(batches):
         next(stream)
     teller.mark("end", cpu_seconds=tree_cpu_seconds(itself))
+    sys.stdin.read()  # until its memory has been looked at: the workers leave with this process
 
 
 def _batches(method: Method, root: Path) -> Iterator[Any]:

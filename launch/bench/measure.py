@@ -110,7 +110,7 @@ def run_told(
             list(command(writing)),
             env=dict(env),
             pass_fds=(writing,),
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE,  # closed when it has been looked at for the last time
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -130,6 +130,8 @@ def run_told(
                     process.wait()  # on its way out with an exit code of its own; the clock ends it if it hangs there
                 clock.cancel()
         finally:
+            assert process.stdin is not None
+            process.stdin.close()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_LEAVE_SECONDS)
             _kill_session(process.pid)
@@ -175,7 +177,7 @@ class _Watch:
     _thread: threading.Thread | None = None
 
     def __enter__(self) -> _Watch:
-        self._thread = threading.Thread(target=self._look, daemon=True)
+        self._thread = threading.Thread(target=self._keep_looking, daemon=True)
         self._thread.start()
         return self
 
@@ -183,13 +185,17 @@ class _Watch:
         self._over.set()
         assert self._thread is not None
         self._thread.join()
+        self._look()  # once at least, however short it was
+
+    def _keep_looking(self) -> None:
+        while not self._over.wait(_SAMPLE_SECONDS):
+            self._look()
 
     def _look(self) -> None:
-        while not self._over.wait(_SAMPLE_SECONDS):
-            with contextlib.suppress(psutil.Error):
-                now = tree_memory(psutil.Process(self.pid))
-                self.peak_pss_mib = max(self.peak_pss_mib, now.pss_mib)
-                self.processes = max(self.processes, now.processes)
+        with contextlib.suppress(psutil.Error):
+            now = tree_memory(psutil.Process(self.pid))
+            self.peak_pss_mib = max(self.peak_pss_mib, now.pss_mib)
+            self.processes = max(self.processes, now.processes)
 
 
 def _kill_session(leader: int) -> None:

@@ -31,12 +31,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from launch.env import RENDEZVOUS, SUPERVISOR_PID, num_gpus, without_place
-from launch.processes import kill_all, marked, ranks, terminate
+from launch.processes import join_thread, kill_all, marked, ranks, terminate
 
 RUN_MARK = "SHARDVIT_RUN_ON_HOSTS"
 _LOOK_SECONDS = 0.05
 _MOST_LINES = 1000
-_PUT_SECONDS, _DRAIN_SECONDS = 0.5, 2.0
+_PUT_SECONDS, _DRAIN_SECONDS = 0.5, 5.0
 _SCAN_SECONDS = 0.5  # of all processes
 _LINGER_SECONDS = 1.0  # for what another launcher was about to start
 _ADDRESS_FILE = "address"  # as pipeline.rendezvous, which a process without torch does not import
@@ -96,14 +96,15 @@ class Agent:
         try:
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):  # this host is shut down
                 signal.signal(number, lambda *_: self._messages.put("stop"))
-            child, pump = self._start()
+            child = self._start()
             writer = threading.Thread(target=self._write_lines, daemon=True, name="write")
             for thread in (threading.Thread(target=self._listen, daemon=True, name="listen"), writer):
                 thread.start()
             self._say("ready")
+            pump = self._start_pump(child)  # now, so that this was the first line
             code = self._look_after(child)
             if pump is not None:
-                pump.join(timeout=_DRAIN_SECONDS)
+                join_thread(pump, seconds=_DRAIN_SECONDS)
         finally:
             kill_all(*self._mark)
             if child is None:
@@ -115,12 +116,12 @@ class Agent:
                 shutil.rmtree(self._folder, ignore_errors=True)
         self._say(f"ended {code}")
         self._put(None)
-        writer.join(timeout=_DRAIN_SECONDS)
+        join_thread(writer, seconds=_DRAIN_SECONDS)
         return code
 
-    def _start(self) -> tuple[subprocess.Popen[bytes] | None, threading.Thread | None]:
+    def _start(self) -> subprocess.Popen[bytes] | None:
         if not self._order.command:
-            return None, None
+            return None
         environment = {
             **without_place(),
             **({} if num_gpus() else {"DS_ACCELERATOR": "cpu"}),
@@ -128,7 +129,7 @@ class Agent:
             **{self._mark[0]: self._mark[1], SUPERVISOR_PID: str(os.getpid()), "PYTHONUNBUFFERED": "1"},
             **({RENDEZVOUS: self._order.rendezvous} if self._order.rendezvous else {}),
         }
-        child = subprocess.Popen(
+        return subprocess.Popen(
             self._order.command,
             env=environment,
             stdin=subprocess.DEVNULL,
@@ -136,9 +137,13 @@ class Agent:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
+
+    def _start_pump(self, child: subprocess.Popen[bytes] | None) -> threading.Thread | None:
+        if child is None:
+            return None
         pump = threading.Thread(target=self._pump, args=(child,), daemon=True, name="pump")
         pump.start()
-        return child, pump
+        return pump
 
     def _look_after(self, child: subprocess.Popen[bytes] | None) -> int:
         stopped_early = False

@@ -203,7 +203,8 @@ def preflight(
     }
     marker.write_text(text, encoding="utf-8")
     try:
-        here = _facts(probe.answer(question), now=time.time())
+        asked = time.time()
+        here = _facts(_Reply(probe.answer(question), asked=asked, told=time.time()))
         with _Inquiry(fleet, python_path=python_path) as inquiry:
             several = len(fleet.hosts) > 1
             facts = inquiry.ask_all(question, first={**question, "listen": several})
@@ -222,6 +223,15 @@ def preflight(
             + "".join(f"\n  {sentence}" for sentence in sentences)
         )
     return Ready(address, interfaces)
+
+
+@dataclass(frozen=True)
+class _Reply:
+    """What a host said, and when by this host's clock it was asked and had told."""
+
+    content: Any
+    asked: float
+    told: float
 
 
 class _Inquiry:
@@ -254,12 +264,7 @@ class _Inquiry:
         """Every host's facts, or why there are none; the first host may be asked something else."""
         names = list(self._connections)
         replies = self._ask({name: first if name == names[0] else question for name in names})
-        return {
-            name: _facts(replies[name][0], now=replies[name][1])
-            if name in replies
-            else self._connections[name].failure()
-            for name in names
-        }
+        return {name: _facts(replies[name]) if name in replies else self._connections[name].failure() for name in names}
 
     def meet(
         self, fleet: Fleet, facts: Mapping[str, Facts | str], *, text: str, problems: dict[str, list[str]]
@@ -271,7 +276,7 @@ class _Inquiry:
         candidates = [fleet.master_addr] if fleet.master_addr else [first, *told.addresses]
         question = {"ask": "connect", "addresses": candidates, "port": told.port, "text": text}
         reached: dict[str, dict[str, list[str]]] = {
-            name: reply for name, (reply, _) in self._ask(dict.fromkeys(others, question)).items()
+            name: reply.content for name, reply in self._ask(dict.fromkeys(others, question)).items()
         }
         chosen = next((each for each in candidates if all(each in reached.get(name, {}) for name in others)), None)
         if chosen is None:
@@ -291,18 +296,19 @@ class _Inquiry:
         number = reached[others[0]][chosen][0]
         interfaces = {name: reached[name][chosen][1] for name in others}
         own = self._ask({first: {"ask": "interface", "address": number}})
-        interfaces[first] = own[first][0] if first in own else ""
+        interfaces[first] = own[first].content if first in own else ""
         return number, {name: interface for name, interface in interfaces.items() if interface}
 
-    def _ask(self, questions: Mapping[str, Mapping[str, Any]]) -> dict[str, tuple[Any, float]]:
+    def _ask(self, questions: Mapping[str, Mapping[str, Any]]) -> dict[str, _Reply]:
+        asked = time.time()
         for name, question in questions.items():
             self._connections[name].send(json.dumps({**question, "word": self._word}) + "\n")
-        replies: dict[str, tuple[Any, float]] = {}
+        replies: dict[str, _Reply] = {}
         deadline = time.monotonic() + _ANSWER_SECONDS
         while time.monotonic() < deadline:
             while not self._replies.empty():
-                name, reply, now = self._replies.get()
-                replies[name] = (reply, now)
+                name, content, told = self._replies.get()
+                replies[name] = _Reply(content, asked=asked, told=told)
             over = all(name in replies or self._connections[name].code() is not None for name in questions)
             if over and self._replies.empty():
                 break
@@ -315,7 +321,21 @@ class _Inquiry:
             self._replies.put((name, json.loads(line.removeprefix(self._word)), now))
 
 
-def _facts(reply: dict[str, Any], *, now: float) -> Facts:
-    """A reply, its clock compared with ours at its arrival: off by what the way took, some milliseconds."""
-    facts = {name: value for name, value in reply.items() if name != "clock"}
-    return Facts(**facts, clock_offset_seconds=reply["clock"] - now)
+def clock_offset(clock: float, *, asked: float, told: float) -> float:
+    """By how many seconds a host's clock is later than ours, at the least. Pure.
+
+    It was read between our question and the arrival of the reply, usually some milliseconds apart; on a busy host
+    seconds, which must not be taken for a clock that goes wrong.
+
+    Args:
+        clock: what it showed.
+        asked: when by our clock the question was sent.
+        told: when the reply had arrived.
+    """
+    return min(0.0, clock - asked) + max(0.0, clock - told)
+
+
+def _facts(reply: _Reply) -> Facts:
+    facts = {name: value for name, value in reply.content.items() if name != "clock"}
+    offset = clock_offset(reply.content["clock"], asked=reply.asked, told=reply.told)
+    return Facts(**facts, clock_offset_seconds=offset)

@@ -26,6 +26,7 @@ import threading
 import time
 
 _CONNECT_SECONDS = 5.0
+_GREETING_SECONDS = 30.0  # from a host that has let us in, and may be busy
 _SEE_SECONDS = 5.0  # file servers show a new file late
 _SIOCGIFADDR = 0x8915  # Linux: an interface's IPv4 address
 _LARGEST_DIGEST_BYTES = 64 << 20  # a manifest is smaller; of a tar the size will do
@@ -61,7 +62,7 @@ def connect(addresses, *, port, text):  # noqa: ANN001, ANN201
     for address in addresses:
         try:
             with socket.create_connection((address, port), timeout=_CONNECT_SECONDS) as line:
-                line.settimeout(_CONNECT_SECONDS)
+                line.settimeout(_GREETING_SECONDS)
                 if line.makefile("r").readline().strip() == text:
                     reached[address] = [line.getpeername()[0], interface(line.getsockname()[0])]
         except OSError:

@@ -17,7 +17,10 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-_CONNECT_SECONDS = 10
+from launch.processes import join_thread
+
+_CONNECT_SECONDS = 30  # to the first word of its sshd, which a busy host says late
+_DRAIN_SECONDS = 1.0
 _ALIVE_SECONDS, _ALIVE_QUESTIONS = 10, 3  # so many without an answer, and ssh takes the other side for gone
 _NO_FOLDER, _NO_PYTHON, _SSH_FAILED = 96, 97, 255
 _OPTIONS = {
@@ -92,7 +95,7 @@ class Connection:
         """The exit code, once it is over and all that it printed has been told."""
         code = self._process.poll()
         if code is not None:
-            self._reader.join(timeout=1.0)
+            join_thread(self._reader, seconds=_DRAIN_SECONDS)
         return code
 
     def failure(self) -> str:

@@ -13,7 +13,6 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import FrameType
 
 from launch.signals import handled
 
@@ -65,17 +64,19 @@ def run_node(
     """
     processes: list[subprocess.Popen[bytes]] = []
 
-    def pass_on(number: int, frame: FrameType | None) -> None:
-        for process in processes:
-            process.send_signal(number)  # does nothing to one that has ended
+    received: list[int] = []  # not passed on yet; by the loop, when all that are to have them were started
 
-    with handled(_PASSED_ON, pass_on):
+    with handled(_PASSED_ON, lambda number, frame: received.append(number)):
         try:
             for local_rank in range(share.processes):
                 names = {**environ, **share.names_of(local_rank)}
                 processes.append(subprocess.Popen([sys.executable, *arguments], env=names))
             deadline: float | None = None
             while any(process.poll() is None for process in processes):
+                while received:
+                    number = received.pop(0)
+                    for process in processes:
+                        process.send_signal(number)  # does nothing to one that has ended
                 if deadline is None and any(process.returncode is not None for process in processes):
                     deadline = time.monotonic() + wait_seconds
                 if deadline is not None and time.monotonic() >= deadline:

@@ -13,12 +13,14 @@ import psutil
 import pytest
 
 from launch.slurm.records import End, read_ends
+from pipeline.durable import replace_text
 from pipeline.recipe import StageName
 from pipeline.run_folder import RunFolder, StageRecord
 from tests.cluster.slurm_cluster import Done, SlurmCluster, missing
 from tests.launch.machine import make_shards
 
 ROOT = Path(__file__).resolve().parents[2]
+GO_ON = "go on"  # the order "until" of a stand-in that must not have ended before the test has done what it does
 
 
 @pytest.fixture(scope="session")
@@ -78,8 +80,11 @@ class SubmittedRun:
 
     def order(self, **orders: object) -> None:
         """Tell the stand-in what to do."""
-        self.run.mkdir(parents=True, exist_ok=True)
-        (self.run / "orders.json").write_text(json.dumps(orders))
+        replace_text(self.run / "orders.json", json.dumps(orders))
+
+    def go_on(self) -> None:
+        """Let a stand-in come to its end that was told to wait for this."""
+        (self.run / GO_ON).touch()
 
     def cli(self, command: str, *arguments: str, check: bool = True) -> Done:
         """`shardvit COMMAND ...`."""

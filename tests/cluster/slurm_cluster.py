@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
+import random
 import shutil
 import signal
 import socket
@@ -27,13 +28,14 @@ from types import TracebackType
 from typing import Self
 
 NODES = ("node1", "node2")
-KILL_WAIT_SECONDS = 10  # between SIGTERM and SIGKILL; SLURM's default is 30
+KILL_WAIT_SECONDS = 30  # between SIGTERM and SIGKILL, which a process that is to save must not be late for
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "squeue", "scontrol", "scancel", "unshare")
-_PATIENCE_SECONDS = 120.0
+_PATIENCE_SECONDS = 240.0
 _LOOK_SECONDS = 0.1
 _MUNGE_KEY_BYTES = 128
 
-# Short waits, so that tests are quick; what decides about jobs is as on a cluster.
+# Short waits, so that tests are quick; what decides about jobs is as on a cluster. Long ones for answers: a daemon that
+# a busy machine holds up must not be taken for dead, nor its job for lost.
 _CONFIGURATION = """
 ClusterName=tests
 SlurmctldHost={host}(127.0.0.1)
@@ -64,8 +66,11 @@ PreemptMode=REQUEUE
 SlurmdParameters=config_overrides
 ReturnToService=2
 KillWait={kill_wait}
-SlurmdTimeout=60
-UnkillableStepTimeout=60
+MessageTimeout=100
+BatchStartTimeout=240
+MinJobAge=3600
+SlurmdTimeout=600
+UnkillableStepTimeout=600
 """
 _PARTITIONS = """
 PartitionName=low Nodes=node1,node2 Default=YES MaxTime=INFINITE State=UP PriorityTier=1 OverSubscribe=NO
@@ -140,7 +145,7 @@ class SlurmCluster:
             capture_output=True,
             text=True,
             stdin=subprocess.DEVNULL,
-            timeout=120,
+            timeout=_PATIENCE_SECONDS,
             check=False,
         )
         assert not check or done.returncode == 0, f"{command}: exit code {done.returncode}\n{done.stdout}{done.stderr}"
@@ -166,7 +171,9 @@ class SlurmCluster:
             if begins - datetime.datetime.now() > datetime.timedelta(seconds=5):
                 self.run("scontrol", "update", f"JobId={job}", "StartTime=now+2", check=False)
 
-    def wait_until(self, condition: Callable[[], object], *, what: str, patience_seconds: float = 240.0) -> None:
+    def wait_until(
+        self, condition: Callable[[], object], *, what: str, patience_seconds: float = _PATIENCE_SECONDS
+    ) -> None:
         """Wait for `condition`.
 
         Raises:
@@ -234,11 +241,11 @@ class SlurmCluster:
             *(f"--pid-file={self.folder}/munged.pid", f"--log-file={self.folder}/munged.log"),
             *(f"--seed-file={self.folder}/munged.seed", "--num-threads=2"),
         )
-        self.wait_until(socket_file.exists, what="munge socket", patience_seconds=_PATIENCE_SECONDS)
+        self.wait_until(socket_file.exists, what="munge socket")
         self._daemon("slurmctld", "-D", "-i")
         for node in NODES:
             self._daemon("slurmd", "-D", "-N", node)
-        self.wait_until(self._all_idle, what="idle nodes", patience_seconds=_PATIENCE_SECONDS)
+        self.wait_until(self._all_idle, what="idle nodes")
 
     def _daemon(self, program: str, *arguments: str) -> None:
         command = " ".join(['mount --bind "$1" /etc/hosts; shift; exec "$@"'])
@@ -284,11 +291,11 @@ def _program(name: str) -> str | None:
 
 
 def _free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [int(one.getsockname()[1]) for one in sockets]
-    finally:
-        for one in sockets:
-            one.close()
+    """Below those that the system gives to whoever asks for any: nobody else gets one before the daemons have it."""
+    ports: list[int] = []
+    while len(ports) < count:
+        port = random.randrange(10_000, 20_000)
+        with socket.socket() as tried, contextlib.suppress(OSError):
+            tried.bind(("127.0.0.1", port))
+            ports = sorted({*ports, port})
+    return ports

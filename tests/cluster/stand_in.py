@@ -9,6 +9,7 @@ Told to stop it saves and exits with 75, as a rank does. RUNS/NAME/orders.json m
     {"save_every": 5}        steps between checkpoints; 0: only when told to stop
     {"deaf": true}           signals are ignored
     {"lose": true}           nothing is ever saved
+    {"until": "go on"}       it goes on, past its last step too, until the run folder has this file
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def main() -> int:
     folder.check_recipe(recipe)
     if place.is_main:
         folder.open(recipe)
-    orders = {"steps": 20, "crash_at": [], "code": 1, "save_every": 5, "deaf": False, "lose": False}
+    orders = {"steps": 20, "crash_at": [], "code": 1, "save_every": 5, "deaf": False, "lose": False, "until": ""}
     file = folder.path / "orders.json"
     if file.exists():
         orders |= json.loads(file.read_text())
@@ -60,7 +61,10 @@ def main() -> int:
         if place.is_main and not (orders["lose"] and state == "running"):
             folder.update(options.stage, state=state, last_saved_step=step)
 
-    while step < orders["steps"] and options.stage != "swap_head":
+    def is_long_enough() -> bool:
+        return step >= orders["steps"] and (not orders["until"] or (folder.path / orders["until"]).exists())
+
+    while options.stage != "swap_head" and not is_long_enough():
         time.sleep(STEP_SECONDS)
         step += 1
         if asked:

@@ -16,18 +16,20 @@ from data_shards.store.cache import CacheConfig
 from data_shards.store.store import RetryPolicy, Store
 from tests.data_shards.http_server import FaultServer, serve
 
-# Faults are waited out here, too, but not for minutes.
+# Faults are waited out here, too, but not for minutes. What a slow machine takes for an answer is no fault.
 QUICK = RetryPolicy(
     first_delay_seconds=0.01,
     most_delay_seconds=0.02,
-    give_up_seconds=20.0,
+    give_up_seconds=240.0,
     wrong_attempts=3,
-    connect_timeout_seconds=2.0,
-    stall_timeout_seconds=0.3,
+    connect_timeout_seconds=240.0,
+    stall_timeout_seconds=240.0,
 )
+STALL_SECONDS = 1.0  # where a server or a command does stall; a slow one may seem to as well
 
 MakeTar = Callable[..., bytes]
 MakeEntry = Callable[..., ShardEntry]
+StoreFor = Callable[[list[str]], tuple[Store, list[float]]]
 
 
 @pytest.fixture
@@ -41,9 +43,36 @@ def store(tmp_path: Path, quick: RetryPolicy) -> Store:
 
 
 @pytest.fixture
+def store_for(tmp_path: Path, quick: RetryPolicy) -> StoreFor:
+    """`store_for(faults)`: a store for a server with these faults, and the waits between its attempts."""
+
+    def make(faults: list[str]) -> tuple[Store, list[float]]:
+        waits: list[float] = []
+        if any(fault.startswith("stall") for fault in faults):
+            policy = dataclasses.replace(quick, stall_timeout_seconds=STALL_SECONDS)
+        else:
+            policy = quick
+        cache = CacheConfig(folder=tmp_path / "cache", limit_bytes=50_000_000)
+        return Store(cache, retry=policy, sleep=waits.append), waits
+
+    return make
+
+
+@pytest.fixture
 def impatient(tmp_path: Path, quick: RetryPolicy) -> Store:
     """Gives up after two to a handful of attempts, however slow the machine: it does not really wait."""
-    retry = dataclasses.replace(quick, first_delay_seconds=100, most_delay_seconds=100, give_up_seconds=150)
+    return make_impatient(tmp_path, quick)
+
+
+@pytest.fixture
+def impatient_with_stalls(tmp_path: Path, quick: RetryPolicy) -> Store:
+    """The same, and soon takes a transfer for lost that has stalled."""
+    return make_impatient(tmp_path, dataclasses.replace(quick, stall_timeout_seconds=STALL_SECONDS))
+
+
+def make_impatient(tmp_path: Path, policy: RetryPolicy) -> Store:
+    # Of so many seconds that it does not count how long the attempts themselves take.
+    retry = dataclasses.replace(policy, first_delay_seconds=1e5, most_delay_seconds=1e5, give_up_seconds=1.5e5)
     cache = CacheConfig(folder=tmp_path / "cache", limit_bytes=50_000_000)
     return Store(cache, retry=retry, sleep=lambda seconds: None)
 

@@ -91,7 +91,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
             return
         if kind == "stall":
-            told.released.wait(20)
+            told.released.wait(240)  # until the client has had enough, or the test
         if kind in ("reset", "stall"):
             # A reset rather than an orderly end.
             self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))

@@ -1,6 +1,8 @@
-"""What a store hands out, read in full; and what it leaves lying about."""
+"""What a store hands out, read in full; what it leaves lying about; and waiting for what others do."""
 
 import os
+import time
+from collections.abc import Callable
 
 from data_shards.shard_set import ShardEntry
 from data_shards.store.store import Store
@@ -19,6 +21,22 @@ def content_of(store: Store, entry: ShardEntry) -> bytes:
         os.close(shard.descriptor)
 
 
+def assert_attempts(requests: int, *, faults: list[str], waits: list[float]) -> None:
+    """One request for each fault and one more, a wait between two."""
+    if any(fault.startswith("stall") for fault in faults):
+        # An answer that is merely slow counts as stalled, too; whoever asks again has waited before.
+        assert len(faults) < requests <= len(waits) + 1
+    else:
+        assert requests == len(waits) + 1 == len(faults) + 1
+
+
 def parts(store: Store) -> list[str]:
     assert store.cache is not None
     return [path.name for path in store.cache.folder.glob("*.part")] if store.cache.folder.exists() else []
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 240
+    while not condition():
+        assert time.monotonic() < deadline, "nothing came of it"
+        time.sleep(0.01)

@@ -14,6 +14,7 @@ import pytest
 from data_shards.errors import WorkerDied
 from data_shards.loader import TrainLoader
 from data_shards.shard_set import ShardSet
+from tests.data_shards.opened import wait_until
 from tests.data_shards.streams import pack_noise, train_batches
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
@@ -53,6 +54,36 @@ def test_a_dead_worker_is_named_with_the_sample_it_was_at(shards: ShardSet, numb
     last = deadly.describe(int(visits.shard[-1]), row=int(visits.row[-1]))
     assert f"killed by signal {int(number)} while reading sample {last}" in str(caught.value)
     assert str(caught.value).count("data worker") == 1
+
+
+class _DeadlyBehindABusyServer(_Deadly):
+    """The fork server, which tells of the deaths, is at a standstill just then, and for a while.
+
+    In `folder` is `begun` when the reader has its first batch, and `stopped` when the server is.
+    """
+
+    folder = Path()
+
+    def __getitem__(self, number: int) -> object:
+        if number == self._fatal:
+            wait_until((self.folder / "begun").exists)
+            server = os.getppid()
+            script = f"kill -STOP {server}; touch {self.folder}/stopped; sleep 2; kill -CONT {server}"
+            subprocess.Popen(["sh", "-c", script], start_new_session=True)
+            wait_until((self.folder / "stopped").exists)
+        return super().__getitem__(number)
+
+
+def test_a_dead_worker_is_named_where_its_death_is_told_late(shards: ShardSet, tmp_path: Path):
+    deadly = _DeadlyBehindABusyServer(shards, fatal=3, number=signal.SIGKILL)
+    deadly.folder = tmp_path
+    loader = TrainLoader(deadly, stop_step=50, workers=1)  # pyright: ignore[reportArgumentType]
+    next(loader)
+    (tmp_path / "begun").touch()
+    wait_until((tmp_path / "stopped").exists)
+    time.sleep(0.5)  # by then it is dead, and does not hand over the second batch; the outcome is the same if it does
+    with pytest.raises(WorkerDied, match="killed by signal 9 while reading sample"):
+        list(loader)
 
 
 ENDLESS = """

@@ -30,7 +30,7 @@ common.CLASSES = 2  # so that of three processes one has nothing of the head's b
 
 STEPS_BEFORE, STEPS_AFTER = 4, 5  # between them one that is skipped
 MODEL = {"width": 16, "depth": 1, "heads": 2, "patch_size": 4}
-WAIT_SECONDS = 240
+WAIT_SECONDS = 400
 OPTIMIZERS = {
     "adamw": {"name": "adamw", "lr": 0.01, "weight_decay": 0.1, "clip_grad_norm": 1.0},
     "sgd": {"name": "sgd", "lr": 0.01, "momentum": 0.9, "weight_decay": 0.1, "clip_grad_norm": 1.0},

@@ -197,7 +197,7 @@ def main() -> None:
     torch.set_num_threads(1)
     ranks = Ranks(
         Place(rank=rank, world_size=world_size, local_rank=rank, local_world_size=world_size, rendezvous=out),
-        timeout_seconds=120,
+        timeout_seconds=400,
     )
     results = {}
     for case in (*CASES, *KIND_CASES):

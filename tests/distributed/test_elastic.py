@@ -35,7 +35,7 @@ def results(tmp_path_factory):
         start_new_session=True,
     )
     try:
-        output = process.communicate(timeout=280)[0]
+        output = process.communicate(timeout=500)[0]
     finally:
         process.kill()
     assert process.returncode == 0, output

@@ -40,7 +40,7 @@ def results(tmp_path_factory):
         for rank in range(WORLD_SIZE)
     ]
     try:
-        outputs = [process.communicate(timeout=240)[0] for process in processes]
+        outputs = [process.communicate(timeout=500)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()

@@ -142,6 +142,10 @@ class Attempt:
         """Wait until `fault` has struck."""
         self.wait_for(Path(fault["once"]).exists, what=f"fault at {fault['point']}")
 
+    def release(self, fault: Fault) -> None:
+        """End a hold."""
+        Path(fault["release"]).touch()
+
     def ranks(self) -> list[psutil.Process]:
         """The ranks, in order; worker processes are not among them."""
         found = [process for process in self._case.processes() if _command(process)[1:4] in _RANK_COMMANDS]
@@ -209,7 +213,16 @@ class Case:
     def fault(self, action: str, point: str, **settings: Any) -> Fault:
         """An entry for `start(faults=...)` that strikes once in the life of the case."""
         self._faults += 1
-        return {"action": action, "point": point, "once": str(self.folder / f"struck-{self._faults}"), **settings}
+        once = {"once": str(self.folder / f"struck-{self._faults}")}
+        release = {"release": str(self.folder / f"release-{self._faults}")} if action == "hold" else {}
+        return {"action": action, "point": point, **once, **release, **settings}
+
+    def wait_until_all_have_ended(self) -> None:
+        """Wait for the last process: a kill is there at once, but its process may be a while in the kernel."""
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while alive := self.processes():
+            assert time.monotonic() < deadline, f"processes are left: {alive}"
+            time.sleep(0.02)
 
     def start(
         self,

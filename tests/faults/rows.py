@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tests.faults.harness import SAVE_STEPS, Case, Ended, signal_name, went_on_from
 
-LEAVING_SECONDS = 20.0  # for processes that notice that all is over
+LEAVING_SECONDS = 60.0  # for processes that notice that all is over, on a machine that lets them wait
 _LOCK = re.compile(r"^\.(run|train)\.lock(\.\d+)?$")  # these stay, and are let go of
 _OUR_CODE = re.compile(r'File "[^"]*/(data_shards|launch|model|pipeline)/[^"]*\.py", line')
 COLUMNS = ("fault", "ended", "lost", "continued run", "left behind", "verdict")

@@ -2,7 +2,7 @@
 
 Half as long to start as `shardvit run`, whose launcher imports torch twice before the ranks do. It ends no rank itself
 (srun's --kill-on-bad-exit would): a rank that does not find out by itself that another one is gone shows as a time-out.
-Its exit code is the first one of a rank that is not 0, a signal's as 128 + n.
+Its exit code is the highest of the ranks', as srun's, a signal's as 128 + n: so it does not hang on who is seen first.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def main() -> int:
             ended = rank.poll()
             if ended is not None:
                 running.remove(rank)
-                code = code or (ended if ended >= 0 else 128 - ended)
+                code = max(code, ended if ended >= 0 else 128 - ended)
         time.sleep(0.02)
     shutil.rmtree(rendezvous)
     return code

@@ -53,6 +53,7 @@ def test_killed_in_a_step(
     fault = case.fault("kill" if victims == "rank" else "kill_all", point, rank=1, step=step)
     ended = case.start(faults=[fault]).wait()
     row.ends(ended, code=137 if victims == "rank" else -9, says="is gone" if victims == "rank" else "")
+    case.wait_until_all_have_ended()
     # In the background the save of step 20 may still be on its way to the disk, and then that of step 10 counts.
     row.loses(case.start().wait(), reached=step, at_most=2 * SAVE_STEPS if changes == BACKGROUND else SAVE_STEPS)
     row.equals(case, baseline)
@@ -93,6 +94,7 @@ def test_killed_in_a_save(
     step = SAVE - 2 * SAVE_STEPS if point == "save.pruning" else SAVE
     fault = case.fault("kill" if victims == "rank" else "kill_all", point, rank=rank, step=step)
     row.ends(case.start(faults=[fault]).wait(), code=137 if victims == "rank" else -9)
+    case.wait_until_all_have_ended()
     row.loses(case.start().wait(), reached=SAVE)
     assert row.lost == (f"{PHASES[point]} steps" if PHASES[point] else "nothing")
     row.equals(case, baseline)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 
 import pytest
 
@@ -39,9 +40,9 @@ def test_asked_to_stop(
 ) -> None:
     row.is_about(f"{number.name} to {target}", STOPPED)
     baseline, case = undisturbed(), new_case(changes={"engine.saving": "background"})
-    pause = case.fault("sleep", "between_steps", rank=0, step=STEP, seconds=2)
-    attempt = case.start(how="srun" if target == "a rank" else "run", faults=[pause])
-    attempt.wait_for_fault(pause)
+    hold = case.fault("hold", "between_steps", rank=0, step=STEP)
+    attempt = case.start(how="srun" if target == "a rank" else "run", faults=[hold])
+    attempt.wait_for_fault(hold)
     match target:
         case "a rank":
             send(attempt.ranks()[-1], number)
@@ -50,6 +51,9 @@ def test_asked_to_stop(
         case _:
             for process in case.processes():
                 send(process, number)
+    if target != "a rank":
+        time.sleep(2)  # for the way through `shardvit run` and the launcher
+    attempt.release(hold)
     row.ends(attempt.wait(), code=75, says="" if target == "a rank" else "the same command goes on")
     stopped = case.saved()[-1]
     assert STEP < stopped <= STEP + STOP_STEPS

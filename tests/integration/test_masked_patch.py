@@ -73,7 +73,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, run_cli: Run) -> Path:
     pack("digits", folder / "many", holdout=0.2, samples_per_shard=200, report=quiet)
     pack("digits", folder / "few", classes=("8", "9"), holdout=0.3, report=quiet)
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe(folder)))
-    done = run_cli("run", "recipe.yaml", cwd=folder)
+    done = run_cli("run", "recipe.yaml", cwd=folder, timeout_seconds=500)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "masked_patch: done, held-out accuracy" in done.stdout
     return folder
@@ -155,7 +155,9 @@ def test_a_run_that_goes_on_after_a_kill_ends_with_the_same_bits(finished: Path,
     record |= {"state": "running", "last_saved_step": SAVED, "results": {}, "model_digest": ""}
     (stage / "stage.json").write_text(json.dumps(record))
 
-    done = run_cli("run", "recipe.yaml", "--stage", "masked_patch", "--runs", "again", cwd=finished)
+    done = run_cli(
+        "run", "recipe.yaml", "--stage", "masked_patch", "--runs", "again", cwd=finished, timeout_seconds=500
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"step {SAVED} of {STEPS}" in done.stdout + done.stderr
     undisturbed, resumed = (stage_record(finished, "masked_patch", runs=runs) for runs in ("runs", "again"))

@@ -72,7 +72,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, run_cli: RunCli) -> Path:
     }
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     assert command("import", folder / "theirs.pth", folder / "imported", *SIZES) == 0
-    done = run_cli("run", "recipe.yaml", cwd=folder)
+    done = run_cli("run", "recipe.yaml", cwd=folder, timeout_seconds=500)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder
 

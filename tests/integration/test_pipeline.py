@@ -33,7 +33,7 @@ def train_stage(shards: Path, image_size: int, duration: str) -> dict:
 
 @pytest.fixture(scope="module")
 def run(run_cli: Callable[..., subprocess.CompletedProcess[str]]) -> Run:
-    return lambda folder, *overrides: run_cli("run", "recipe.yaml", *overrides, cwd=folder)
+    return lambda folder, *overrides: run_cli("run", "recipe.yaml", *overrides, cwd=folder, timeout_seconds=500)
 
 
 @pytest.fixture(scope="module")

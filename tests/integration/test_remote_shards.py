@@ -47,7 +47,7 @@ def run(
         },
     }
     (folder / f"{name}.yaml").write_text(yaml.safe_dump(recipe))
-    done = run_cli("run", f"{name}.yaml", *overrides, cwd=folder, env=environment, timeout_seconds=280)
+    done = run_cli("run", f"{name}.yaml", *overrides, cwd=folder, env=environment, timeout_seconds=400)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder / "runs" / name / "finetune"
 

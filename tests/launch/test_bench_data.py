@@ -68,11 +68,12 @@ def test_the_record_holds_what_the_report_says(tmp_path, photographs, monkeypatc
     monkeypatch.setattr(data, "_RESUME_POSITIONS", 0)
     monkeypatch.setattr(data, "_MEMORY_EPOCHS", 1)
     record = tmp_path / "records" / "data.json"
-    options = ["--images", "512", "--rounds", "1", "--methods", "webdataset,ours", "--record", str(record)]
+    # So many that no worker can have read all of it ahead while this process stood still: reading costs something.
+    options = ["--images", "1280", "--rounds", "1", "--methods", "webdataset,ours", "--record", str(record)]
     data.app([str(photographs), *options], exit_on_error=False, result_action="return_value")
 
     content = json.loads(record.read_text())
-    assert content["setting"]["images"] == 512 and content["setting"]["versions"]["torch"]
+    assert content["setting"]["images"] == 1280 and content["setting"]["versions"]["torch"]
     assert set(content["loaders"]) == {"webdataset", "ours"}
     for (one,) in content["loaders"].values():
         assert min(one.values()) > 0
@@ -148,17 +149,17 @@ TELLS = """
 import os, subprocess, sys, time
 from launch.bench.measure import Teller
 teller = Teller(int(sys.argv[1]))
-child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 teller.mark("first", value=7)
 while not os.path.exists(sys.argv[2]):
     time.sleep(0.01)
 teller.mark("child", pid=child.pid)
 teller.mark("end")
-time.sleep(60)
+time.sleep(600)
 """
 
 
-def told(code: str, *arguments: str, timeout_seconds: float = 60.0):
+def told(code: str, *arguments: str, timeout_seconds: float = 240.0):
     return run_told(
         lambda descriptor: [sys.executable, "-c", code, str(descriptor), *arguments],
         last_mark="end",

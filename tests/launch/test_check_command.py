@@ -164,7 +164,7 @@ def test_a_real_process_with_workers_of_its_own(packed: Path):
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
     )
     assert done.returncode == 0, done.stderr
     assert "check: all is well" in done.stdout

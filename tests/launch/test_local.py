@@ -22,7 +22,7 @@ from pipeline.recipe import StageName
 from pipeline.recipe_io import load_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
-PATIENCE_SECONDS = 120.0
+PATIENCE_SECONDS = 240.0
 
 
 def launch(stage: StageName = "pretrain", *, backend: str = "deepspeed", processes: int = 3) -> Launch:
@@ -279,6 +279,36 @@ def test_what_a_rank_makes_of_a_stop(tmp_path: Path, listens: str, ended: str):
             time.sleep(0.02)
         driver.send_signal(signal.SIGINT)
         assert driver.communicate(timeout=PATIENCE_SECONDS)[0] == f"{ended}\n"
+
+
+SLOW_START = """
+import os, signal, time
+from launch import local
+real = local.subprocess.Popen
+def start(*arguments, **more):
+    child = real(*arguments, **more)
+    while not os.path.exists("here"):
+        time.sleep(0.02)
+    os.kill(os.getpid(), signal.SIGTERM)
+    return child
+local.subprocess.Popen = start
+"""
+
+
+def test_a_stop_while_the_launcher_is_being_started_lets_ranks_that_are_there_already_save(tmp_path: Path):
+    stand_in_for_launch(tmp_path)
+    (tmp_path / "launch" / "train.py").write_text(
+        "import signal, sys, time\nsignal.signal(15, lambda *_: sys.exit(75))\nopen('here', 'w').close()\n"
+        "time.sleep(600)"
+    )
+    (tmp_path / "launcher.py").write_text(
+        "import subprocess, sys\nsys.exit(subprocess.call([sys.executable, '-u', '-m', 'launch.train']))"
+    )
+    slow = DRIVER.replace("from launch import local\n", SLOW_START)
+    done = subprocess.run(
+        [sys.executable, "-c", slow, str(ROOT)], cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE_SECONDS
+    )
+    assert done.stdout == "code 75\n", done.stderr
 
 
 PLAIN_DRIVER = """

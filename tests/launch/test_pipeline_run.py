@@ -9,6 +9,7 @@ import shutil
 import signal
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -231,7 +232,7 @@ class Failing:
 @pytest.fixture
 def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     asked: list[float] = []
-    monkeypatch.setattr(pipeline_run.time, "sleep", asked.append)
+    monkeypatch.setattr(pipeline_run, "time", SimpleNamespace(sleep=asked.append))  # other threads sleep, too
     return asked
 
 
@@ -314,7 +315,7 @@ def test_a_signal_in_the_pause_ends_it(number: signal.Signals, machine: Machine,
 
     handlers = [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGUSR1)]
 
-    monkeypatch.setattr(pipeline_run.time, "sleep", interrupted)
+    monkeypatch.setattr(pipeline_run, "time", SimpleNamespace(sleep=interrupted))
     machine.outcome = Failing(machine, (1, 10))
     with pytest.raises(KeyboardInterrupt):
         machine.open().execute(max_restarts=5)

@@ -258,7 +258,7 @@ def test_a_plan_needs_no_torch(tmp_path: Path):
         env={"PYTHONPATH": str(ROOT), "PATH": ""},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         check=False,
     )
     assert done.returncode == 0, done.stderr

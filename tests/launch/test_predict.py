@@ -164,7 +164,7 @@ def test_a_reader_that_has_seen_enough(work: Path) -> None:
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=240,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
     assert (done.stdout, done.stderr) == ("one.png: white 100.0 %, grey 0.0 %, black 0.0 %\n", "")

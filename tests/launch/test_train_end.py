@@ -27,7 +27,7 @@ ARGUMENTS = ["digits", "--stage", "pretrain", "--runs", "some runs"]
 @pytest.fixture
 def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     asked: list[float] = []
-    monkeypatch.setattr(train.time, "sleep", asked.append)
+    monkeypatch.setattr(train, "time", SimpleNamespace(sleep=asked.append))  # other threads sleep, too
     return asked
 
 

@@ -25,7 +25,7 @@ from pipeline.ranks import Ranks
 rank, world_size, folder, delay = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), float(sys.argv[4])
 time.sleep(delay)
 place = Place(rank=rank, world_size=world_size, local_rank=rank, local_world_size=world_size, rendezvous=folder)
-ranks = Ranks(place, timeout_seconds=60)
+ranks = Ranks(place, timeout_seconds=240)
 print(ranks.gather(torch.tensor([rank + 0.5])).flatten().tolist(), flush=True)
 ranks.leave()
 """
@@ -50,7 +50,7 @@ def test_two_runs_that_begin_at_the_same_moment_do_not_meet(tmp_path: Path, firs
         (tmp_path / name).mkdir()
     runs = [start(tmp_path / name, ranks=ranks, first_is_late=first_is_late) for name, ranks in (("a", 2), ("b", 3))]
     try:
-        outputs = [[process.communicate(timeout=120)[0] for process in run] for run in runs]
+        outputs = [[process.communicate(timeout=240)[0] for process in run] for run in runs]
     finally:
         for process in (process for run in runs for process in run):
             process.kill()
@@ -87,7 +87,7 @@ def test_nobody_reads_half_an_address(tmp_path: Path, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr("pipeline.rendezvous.os.replace", replace)
     with pytest.raises(KeyboardInterrupt):
-        Ranks(Place(world_size=2, local_world_size=2, rendezvous=tmp_path), timeout_seconds=1)
+        Ranks(Place(world_size=2, local_world_size=2, rendezvous=tmp_path), timeout_seconds=240)
     (text, name) = seen[0]
     assert name == ADDRESS_FILE and text.split()[0] == "127.0.0.1" and int(text.split()[1]) > 0
 

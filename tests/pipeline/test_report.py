@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -39,7 +40,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(report.time, "perf_counter", lambda: clock.now)
+    monkeypatch.setattr(report, "time", SimpleNamespace(perf_counter=lambda: clock.now))
     return clock
 
 

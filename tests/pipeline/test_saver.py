@@ -64,7 +64,7 @@ def test_training_on_does_not_change_what_is_written(tmp_path: Path, monkeypatch
     engine, state, committed = TensorEngine(1.5), state_at(3), []
     one = saver_of(tmp_path / "moving", ranks=one_rank(), engine=engine, mode="background", committed=committed)
     one.save(state)
-    assert gate.reached.wait(60) and committed == []
+    assert gate.reached.wait(240) and committed == []
     for value in (2.0, float("nan")):
         engine.change(value)
         state.step += 1
@@ -173,8 +173,10 @@ def test_while_training_stands_still_it_says_that_it_gets_on_and_only_then(
 
     def slow(folder: Path, file: StateFile, *, abandoned: threading.Event, on_bytes: Callable[[int], None]) -> Any:
         for _ in range(3):
+            before, deadline = len(beats), time.monotonic() + 240
             on_bytes(1)
-            time.sleep(0.1)
+            while len(beats) == before and time.monotonic() < deadline:
+                time.sleep(0.01)
         at_the_standstill.append(len(beats))
         time.sleep(0.5)  # the disk takes nothing: a hang, if it lasts
         at_the_standstill.append(len(beats))

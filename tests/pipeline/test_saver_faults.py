@@ -195,7 +195,7 @@ def test_a_save_that_is_called_off_is_never_visible_and_training_may_go_on_with_
     gate = Gate(monkeypatch)
     one = saver_of(tmp_path, ranks=one_rank(), engine=TensorEngine(1), mode="background")
     one.save(state_at(1))
-    assert gate.reached.wait(60)
+    assert gate.reached.wait(240)
     threading.Timer(0.2, gate.opened.set).start()
     one.close()
     assert names(tmp_path) == [".writing-step-00000001"] and not [
@@ -312,7 +312,7 @@ def test_killed_before_any_operation_on_the_disk_every_checkpoint_that_is_visibl
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=250,
+        timeout=500,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -151,7 +151,7 @@ def test_the_clock_is_set_to_save_every_minutes(
     stage: Stage, minutes: float, due: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [1000.0]
-    monkeypatch.setattr("pipeline.stopping.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("pipeline.stopping.time", SimpleNamespace(monotonic=lambda: now[0]))
     job = stage.job(save_every_minutes=minutes)
     now[0] += 120.0
     assert job.save_clock.due() == due
@@ -224,7 +224,7 @@ def test_the_forward_pass_is_a_ranks_own_unless_it_waits_for_the_others_weights(
     stage: Stage, zero_stage: int, own: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ticks = itertools.count()
-    monkeypatch.setattr("pipeline.pace.time.perf_counter", lambda: float(next(ticks)))
+    monkeypatch.setattr("pipeline.pace.time", SimpleNamespace(perf_counter=lambda: float(next(ticks))))
     job, ranks = stage.job(engine={"zero_stage": zero_stage}), Two(1.0)
     with job.pace.computing():
         pass

@@ -7,7 +7,6 @@ import signal
 import sqlite3
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -22,6 +21,15 @@ from pipeline.tracking_database import make_database
 make_database(sys.argv[1], create=lambda uri: MlflowClient(tracking_uri=uri).search_experiments(max_results=1))
 print(MlflowClient(tracking_uri=sys.argv[1]).get_experiment("0").name)
 """
+# In the middle, whenever that is: the first tables are there, and the migrations begin to change them.
+KILLED = """
+import os, signal
+from sqlalchemy import Engine, event
+@event.listens_for(Engine, "before_cursor_execute")
+def kill(connection, cursor, statement, *others):
+    if statement.lstrip().startswith("ALTER TABLE"):
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
 
 
 def create(uri: str) -> None:
@@ -33,16 +41,14 @@ def create(uri: str) -> None:
 def test_a_process_that_is_killed_while_it_makes_the_tables_leaves_no_database_and_the_next_one_makes_it(
     tmp_path: Path,
 ):
-    command = [sys.executable, "-c", MAKE, f"sqlite:///{tmp_path}/mlflow.db"]
-    killed = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
-    beside = tmp_path / f".mlflow.db.making-{killed.pid}"
-    while not (beside.exists() and beside.stat().st_size):
-        assert killed.poll() is None
-        time.sleep(0.01)
-    killed.send_signal(signal.SIGKILL)
-    killed.wait()
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    killed = subprocess.Popen([sys.executable, "-c", KILLED + MAKE, uri], cwd=ROOT, stderr=subprocess.DEVNULL)
+    assert killed.wait(timeout=240) == -signal.SIGKILL
+    assert (tmp_path / f".mlflow.db.making-{killed.pid}").stat().st_size
     assert not (tmp_path / "mlflow.db").exists()
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", MAKE, uri], cwd=ROOT, capture_output=True, text=True, timeout=240, check=False
+    )
     assert done.returncode == 0 and done.stdout == "Default\n", done.stderr
 
 

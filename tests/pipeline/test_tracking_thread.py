@@ -10,7 +10,14 @@ import pytest
 from pipeline import tracking_thread
 from pipeline.metrics_log import MetricRow, open_metrics_log
 from pipeline.tracking_state import RunState, SentMark, load_run_state
-from pipeline.tracking_thread import BackgroundTracker, Job, NullTracker, Tracker, without_credentials
+from pipeline.tracking_thread import (
+    BackgroundTracker,
+    FinalStatus,
+    Job,
+    NullTracker,
+    Tracker,
+    without_credentials,
+)
 
 
 class ListStore:
@@ -60,7 +67,7 @@ class Rig:
         self.state = load_run_state(folder / "mlflow.json")
         self.state.sent = self.state.sent.rewound(resume_step)
         self.file = open_metrics_log(folder / "metrics.jsonl", resume_step=resume_step)
-        settings = {"flush_seconds": 0.01, "close_timeout_seconds": 5.0, **more}
+        settings = {"flush_seconds": 0.01, "close_timeout_seconds": 240.0, **more}
         self.tracker = BackgroundTracker(
             connect=self._connect,
             describe=lambda store: [Job("hello", lambda: store.set_tags({"hello": "1"}))],
@@ -108,7 +115,7 @@ def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def until(true: Callable[[], bool]) -> None:
-    end = time.monotonic() + 5
+    end = time.monotonic() + 240
     while not true():
         assert time.monotonic() < end
         time.sleep(0.005)
@@ -120,7 +127,7 @@ def test_rows_and_calls_arrive_in_order_and_the_run_is_closed_last(
     rig = make_rig()
     artifact = tmp_path / "a.txt"
     artifact.write_text("text")
-    assert rig.tracker.wait_connected(5)
+    assert rig.tracker.wait_connected(240)
     assert rig.tracker.run_id == "run"
     rig.log(1, 2)
     rig.tracker.log_artifact(artifact, "plots")
@@ -224,12 +231,24 @@ def test_a_store_that_hangs_holds_up_neither_log_nor_the_end(make_rig: Callable[
     entered = threading.Event()
     rig.store.send = lambda rows: entered.set() or (release.wait() and [])
     rig.log(1)
-    assert entered.wait(20)  # from here on the store hangs until it is released below
+    assert entered.wait(240)  # from here on the store hangs until it is released below
     for step in range(2, 1002):
         rig.tracker.log(step, step, {"loss": 1.0})
     rig.tracker.close("FINISHED")
     release.set()
     assert "1001 points and 1 other calls were not sent" in rig.said[-1]
+
+
+@pytest.mark.parametrize(("status", "expected"), [("FINISHED", 28.0), ("KILLED", 7.0), ("FAILED", 7.0)])
+def test_a_finished_stage_waits_longer_for_what_is_left(
+    make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch, status: FinalStatus, expected: float
+) -> None:
+    rig = make_rig(close_timeout_seconds=7.0)
+    thread, waited = rig.tracker._thread, list[float]()
+    join = thread.join
+    monkeypatch.setattr(thread, "join", lambda seconds: (waited.append(seconds), join())[1])
+    rig.tracker.close(status)
+    assert waited == [expected] and rig.store.calls[-1] == ("finish", status)
 
 
 def test_waiting_calls_are_bounded_and_those_left_out_counted(

@@ -186,9 +186,8 @@ def test_an_excerpt_has_the_innermost_lines_of_the_thread_and_those_of_this_proj
 
 
 def test_a_dump_is_whole_from_its_last_line_on_and_not_before(tmp_path):
-    code = (
-        "import faulthandler, sys, threading\ndef f():\n  faulthandler.dump_traceback(sys.stdout, all_threads=True)\n"
-    )
+    code = "import faulthandler, sys, threading\n"
+    code += "def f():\n  faulthandler.dump_traceback(sys.stdout, all_threads=True)\n"
     code += "print(threading.main_thread().ident)\nsys.stdout.flush()\nwait = threading.Event()\n"
     code += "threading.Thread(target=wait.wait).start()\nf()\nwait.set()\n"
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout

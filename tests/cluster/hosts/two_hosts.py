@@ -21,7 +21,7 @@ from pathlib import Path
 
 NAMES = ("alpha", "beta")
 _SSHD = "/usr/sbin/sshd"
-_BEGIN_SECONDS = 120.0
+_BEGIN_SECONDS = 240.0
 
 
 def why_not() -> str:

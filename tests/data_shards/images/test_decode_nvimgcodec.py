@@ -107,7 +107,7 @@ def run_alone(script: str) -> str:
         input=PREAMBLE + body,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         check=False,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )

@@ -186,7 +186,10 @@ def test_resize_equals_torchvisions_antialiased_operator(
     expected = operator(torch.from_numpy(image).permute(2, 0, 1)).permute(1, 2, 0).numpy()
     resized = resize(image, height=tall, width=wide, interpolation=interpolation)
     assert resized.dtype == np.uint8 and resized.shape == (tall, wide, 3) and resized.flags.c_contiguous
-    np.testing.assert_array_equal(resized, expected)
+    if torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512"):
+        np.testing.assert_array_equal(resized, expected)
+    else:  # there torchvision reckons in float32 and rounds, and we in whole numbers
+        np.testing.assert_allclose(resized.astype(int), expected.astype(int), atol=1, rtol=0)
 
 
 @pytest.mark.parametrize(("interpolation", "decibels"), [("bilinear", 55), ("bicubic", 55)])

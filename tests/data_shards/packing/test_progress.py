@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from data_shards.packing import progress as pack_progress
-from data_shards.packing.progress import Progress, show_seconds
+from data_shards.packing.progress import LINE_SECONDS, Progress, show_seconds
 from tests.terminal import terminal
 
 
@@ -20,8 +20,9 @@ class Clock:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    monkeypatch.setattr(pack_progress, "LINE_SECONDS", LINE_SECONDS)  # which is out of reach in this folder
     clock = Clock()
-    monkeypatch.setattr(pack_progress.time, "monotonic", clock.monotonic)
+    monkeypatch.setattr(pack_progress, "time", clock)  # not the one of the whole process: other threads have clocks
     return clock
 
 

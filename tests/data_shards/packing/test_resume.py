@@ -51,19 +51,42 @@ def spoken(*args, **kwargs) -> str:
 # ---- kill -9 and Ctrl-C
 
 
-# On one core, so that there is time between two shards.
+# On one core, so on one thread. Once so many shards are finished it makes the file HELD and waits in the middle of
+# the next one, until the packing is given up: else a slow machine sends its signal when all is over.
 COMMAND = """
-import os
+import os, sys, threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 if hasattr(os, "sched_setaffinity"):
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+from data_shards.packing import shard_writer
 from launch.cli import main
+
+records, held, least = Path(sys.argv.pop(1)), Path(sys.argv.pop(1)), int(sys.argv.pop(1))
+given_up, images_since = threading.Event(), 0
+prepare_image, shutdown = shard_writer.prepare_image, ThreadPoolExecutor.shutdown
+
+def prepare_and_wait(data, **options):
+    global images_since
+    images_since += len(list(records.glob("*.json"))) >= least
+    if images_since == 3:
+        held.touch()
+        given_up.wait()
+    return prepare_image(data, **options)
+
+def shut_down(self, *arguments, **options):
+    given_up.set()
+    shutdown(self, *arguments, **options)
+
+shard_writer.prepare_image, ThreadPoolExecutor.shutdown = prepare_and_wait, shut_down
 main()
 """
 
 
-def start(*arguments: object) -> subprocess.Popen[str]:
+def start(tmp_path: Path, *arguments: object, held_at: int = 1000) -> subprocess.Popen[str]:
+    places = (tmp_path / ".out.packing/records", tmp_path / "HELD", held_at)
     return subprocess.Popen(
-        [sys.executable, "-c", COMMAND, "pack", *map(str, arguments)],
+        [sys.executable, "-c", COMMAND, *map(str, places), "pack", *map(str, arguments)],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -74,23 +97,25 @@ def start(*arguments: object) -> subprocess.Popen[str]:
 def test_the_real_command_killed_and_interrupted(tmp_path: Path):
     write_images(tmp_path / "in", count=160, side=256)
     options = ("--holdout", "0.2", "--samples-per-shard", "5", "--resize-short", "100")
-    plain = start(tmp_path / "in", tmp_path / "plain", *options)
+    plain = start(tmp_path, tmp_path / "in", tmp_path / "plain", *options)
     output, _ = plain.communicate(timeout=240)
     assert plain.returncode == 0, output
     records = tmp_path / ".out.packing/records"
     # Finished shards, of 33; the signal; the exit code.
     for least, sent, code in ((1, signal.SIGKILL, -9), (5, signal.SIGINT, 75), (14, signal.SIGKILL, -9)):
-        process = start(tmp_path / "in", tmp_path / "out", *options)
-        while process.poll() is None and (not records.is_dir() or len(list(records.glob("*.json"))) < least):
-            time.sleep(0.001)
+        process = start(tmp_path, tmp_path / "in", tmp_path / "out", *options, held_at=least)
+        while process.poll() is None and not (tmp_path / "HELD").exists():
+            time.sleep(0.01)
         process.send_signal(sent)
         output, _ = process.communicate(timeout=240)
-        assert process.returncode == code, output  # 0: it was over, and this tests nothing
+        assert process.returncode == code, output
+        (tmp_path / "HELD").unlink()
         assert "Traceback" not in output
         assert ("interrupted: nothing is broken, type the same command again" in output) == (sent == signal.SIGINT)
         assert not (tmp_path / "out").exists()
     finished = len(list(records.glob("*.json")))
-    process = start(tmp_path / "in", tmp_path / "out", *options)
+    assert 14 <= finished < 33
+    process = start(tmp_path, tmp_path / "in", tmp_path / "out", *options)
     output, _ = process.communicate(timeout=240)
     assert process.returncode == 0, output
     assert f"going on: {finished} of 33 shards are there" in output
@@ -134,6 +159,7 @@ def tree(root):
     files = (p for p in root.rglob("*") if p.is_file())
     return {str(p.relative_to(root)): hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
 
+os.fsync = lambda descriptor: None  # a process dies here, not the machine; on a busy disk it would take minutes
 assert in_child(top / "plain", 0) == 100
 reference = tree(top / "plain")
 moment = 0
@@ -265,7 +291,9 @@ def test_a_changed_image_of_the_same_size_is_packed_anew(half: Path):
     stem = min(finished_images(half))
     path = next((half / "in").rglob(f"{stem}.jpg"))
     picture = Image.open(io.BytesIO(path.read_bytes()))
+    before = path.stat()
     path.write_bytes(path.read_bytes()[:-2] + b"\xff\xd9")  # the same bytes, another time
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns + 10**9))  # also where times are coarse
     assert picture.size == (16, 16)
     text = spoken(str(half / "in"), half / "out", samples_per_shard=5)
     assert "going on: 1 of 4" in text and "1 shards of an earlier try were thrown away" in text

@@ -9,6 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
 import numpy as np
@@ -17,8 +18,9 @@ import pytest
 from data_shards.errors import UserError
 from data_shards.shard_set import ShardEntry
 from data_shards.store import cache as cache_module
+from data_shards.store import cache_folder
 from data_shards.store.cache import Cache, CacheConfig, NoRoom
-from data_shards.store.cache_folder import IDLE_SECONDS, is_evicted, touch
+from data_shards.store.cache_folder import is_evicted, touch
 from data_shards.store.store import RetryPolicy, Store, StoreError
 from data_shards.tars.shard_index import ShardIndex
 from tests.data_shards.http_server import FaultServer
@@ -102,14 +104,15 @@ def test_a_shard_larger_than_the_limit_is_the_users_mistake(tmp_path: Path):
     assert list((tmp_path / "cache").glob("shard*")) == []
 
 
-def test_what_waits_for_room_evicts_nothing_in_use(tmp_path: Path):
+def test_what_waits_for_room_evicts_nothing_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(cache_folder, "IDLE_SECONDS", 3600.0)  # a slow disk may take 30 s for the next two lines
     cache = Cache(CacheConfig(folder=tmp_path / "cache", limit_bytes=2500))
     for number in range(2):
         os.close(put(cache, NAMES[number], num_bytes=1000))
     with pytest.raises(NoRoom):
         put(cache, NAMES[2], num_bytes=1000, evict="idle")
     assert present(cache) == ["shard0", "shard1"]
-    age(cache, NAMES[1], seconds=IDLE_SECONDS + 1)
+    age(cache, NAMES[1], seconds=3601)
     os.close(put(cache, NAMES[2], num_bytes=1000, evict="idle"))
     assert present(cache) == ["shard0", "shard2"]
 
@@ -282,7 +285,7 @@ def test_a_real_full_disk(
 
 
 def read_many(
-    url: str, folder: Path, entries: list[ShardEntry], seed: int, results: "multiprocessing.Queue[str]"
+    folder: Path, entries: list[ShardEntry], seed: int, together: Barrier, results: "multiprocessing.Queue[str]"
 ) -> None:
     """Read samples in any order, some shards open all the while, and compare each with what must come."""
     import hashlib
@@ -292,6 +295,7 @@ def read_many(
     opened: deque[tuple[int, ShardEntry]] = deque()
     evicted = 0
     for _ in range(60):
+        together.wait(240)  # else one may be through before the other has begun, and evicts nothing under it
         if len(opened) < 4:
             entry = draw.choice(entries)
             opened.append((store.open(entry).descriptor, entry))
@@ -299,6 +303,7 @@ def read_many(
         content = os.pread(descriptor, 10**6, 0)
         if hashlib.sha256(content).hexdigest() != entry.sha256:
             results.put(f"wrong bytes of {entry.url}")
+            together.abort()
             return
         evicted += is_evicted(descriptor)
         if draw.random() < 0.3:
@@ -314,8 +319,8 @@ def test_readers_get_right_bytes_while_shards_are_evicted_under_them(
         content = server.files[f"/{number}.tar"] = make_tar(number)
         entries.append(make_entry(f"{server.url}/{number}.tar", content=content))
     context = multiprocessing.get_context("spawn")
-    results = context.Queue()
-    args = [(server.url, tmp_path / "cache", entries, seed, results) for seed in range(2)]
+    together, results = context.Barrier(2), context.Queue()
+    args = [(tmp_path / "cache", entries, seed, together, results) for seed in range(2)]
     processes = [context.Process(target=read_many, args=each) for each in args]
     for process in processes:
         process.start()

@@ -2,19 +2,22 @@
 
 import hashlib
 import os
+import subprocess
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from data_shards.shard_set import ShardEntry
 from data_shards.store.store import MissingObject, Store, StoreError
 from tests.data_shards.http_server import FaultServer
-from tests.data_shards.opened import content_of, parts
+from tests.data_shards.opened import assert_attempts, content_of, parts
 
 MakeTar = Callable[..., bytes]
 MakeEntry = Callable[..., ShardEntry]
+StoreFor = Callable[[list[str]], tuple[Store, list[float]]]
 
 
 # ---- commands ------------------------------------------------------------------------------------------------------
@@ -58,12 +61,24 @@ def test_a_command_whose_output_is_cut_short_without_a_word(
         store.open(make_entry(f"pipe:head -c 60000 {tmp_path}/a.tar | cat"))
 
 
-def test_commands_that_hang_or_do_not_exist(tmp_path: Path, impatient: Store, make_entry: MakeEntry):
-    with pytest.raises(StoreError, match=r"wrote nothing for 0\.3 s"):
-        impatient.open(make_entry(f"pipe:echo $$ > {tmp_path}/pid; sleep 1000"))
-    pid = int((tmp_path / "pid").read_text())
-    with pytest.raises(ProcessLookupError):
-        os.kill(pid, 0)
+def test_commands_that_hang_or_do_not_exist(
+    impatient: Store, impatient_with_stalls: Store, make_entry: MakeEntry, monkeypatch: pytest.MonkeyPatch
+):
+    started: list[subprocess.Popen[bytes]] = []
+    popen = subprocess.Popen
+
+    def start(*args: Any, **options: Any) -> subprocess.Popen[bytes]:
+        started.append(popen(*args, **options))
+        return started[-1]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess, "Popen", start)
+        with pytest.raises(StoreError, match="wrote nothing for 1 s"):
+            impatient_with_stalls.open(make_entry("pipe:sleep 1000; sleep 1000"))
+    assert len(started) > 1
+    for process in started:
+        with pytest.raises(ProcessLookupError):
+            os.kill(process.pid, 0)
     with pytest.raises(StoreError, match="exit status 127"):
         impatient.open(make_entry("pipe:no-such-program-anywhere x.tar"))
 
@@ -89,14 +104,15 @@ def test_faults_of_a_bucket_are_waited_out(
     faults: list[str],
     s3: FaultServer,
     put: Callable[[str, bytes], None],
-    store: Store,
+    store_for: StoreFor,
     make_tar: MakeTar,
     make_entry: MakeEntry,
 ):
     put("a.tar", make_tar(0))
     s3.faults["/shards/a.tar"] = deque(faults)
+    store, waits = store_for(faults)
     assert content_of(store, make_entry("s3://shards/a.tar", content=make_tar(0))) == make_tar(0)
-    assert s3.count("/shards/a.tar") == len(faults) + 1
+    assert_attempts(s3.count("/shards/a.tar"), faults=faults, waits=waits)
 
 
 def test_a_bucket_that_lacks_a_shard_has_a_truncated_one_or_is_down(

@@ -24,6 +24,9 @@ from tests.data_shards.http_server import FaultServer
 @pytest.fixture(autouse=True)
 def _caches(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("caches")))
+    # What is done and said when it takes long has tests of its own; a slow disk does not make it so for the others.
+    monkeypatch.setattr(foreign, "_WORTH_PROCESSES_SECONDS", 1e9)
+    monkeypatch.setattr(foreign, "_PROGRESS_SECONDS", 1e9)
 
 
 def by_webdataset(folder: Path) -> Samples:

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from launch.doctor import child
 from launch.doctor.probing import Tried, try_parts
+from tests.launch.clock import Clock
 
 STAND_IN = """
 import os, sys, time
@@ -15,7 +17,7 @@ from launch.doctor.probe import _PARTS, main
 def crash(): os.kill(os.getpid(), 11)
 def warn(): print("noise", file=sys.stderr); return {}
 def abort(): print("assertion failed", file=sys.stderr, flush=True); os.abort()
-def hang(): time.sleep(600)
+def hang(): open("hangs", "w").close(); time.sleep(600)
 def leave(): os._exit(5)
 def refuse(): raise RuntimeError("no such device\\nand more")
 
@@ -25,7 +27,7 @@ sys.exit(main(sys.argv[1:]))
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def tried(*parts: str, limit_seconds: float = 60) -> dict[str, Tried]:
+def tried(*parts: str, limit_seconds: float = 240) -> dict[str, Tried]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", STAND_IN]
     return try_parts(parts, environment=environment, command=command, limit_seconds=limit_seconds)
@@ -48,9 +50,11 @@ def test_what_an_earlier_part_wrote_is_not_taken_for_the_reason():
     assert found["abort"].failure == "died of signal 6 (SIGABRT): assertion failed"
 
 
-def test_a_part_that_hangs():
-    found = tried("hang", "good", limit_seconds=10)
-    assert found["hang"].failure == "did not end within 10 seconds and was killed"
+def test_a_part_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(child, "time", Clock(tmp_path / "hangs"))
+    found = tried("hang", "good", limit_seconds=600)
+    assert found["hang"].failure == "did not end within 600 seconds and was killed"
     assert found["good"].facts == {"x": 1}
 
 

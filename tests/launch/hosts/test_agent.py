@@ -17,12 +17,14 @@ import psutil
 import pytest
 
 from launch.hosts.agent import RUN_MARK, Order, rendezvous_name
+from tests.launch.clock import AGENTS_CLOCK, pass_an_hour
 
 ROOT = Path(__file__).resolve().parents[3]
-PATIENCE_SECONDS = 20.0
+PATIENCE_SECONDS = 240.0
+MORE_LINES = 1000  # than the agent keeps for a reader; what the pipes hold comes on top
 
 # Called like ours (python -u -m launch.train), so it is found by its command line.
-RANK = """
+RANK = f"""
 import json, os, signal, sys, time
 from pathlib import Path
 def stop(*_):
@@ -37,10 +39,14 @@ print("a line of the rank", flush=True)
 print("and one without an end", end="", flush=True)
 Path("environment.tmp").write_text(json.dumps(dict(os.environ)))
 os.rename("environment.tmp", "environment.json")
+printed = 0
 while not Path("go").exists():
     time.sleep(0.02)
     while sys.argv[1] == "loud":
         print("x" * 5000, flush=True)
+        printed += 1
+        if printed == {MORE_LINES}:
+            Path("printed").touch()
 sys.exit(int(Path("go").read_text()))
 """
 LAUNCHER = """
@@ -73,6 +79,9 @@ class Standing:
             assert time.monotonic() < deadline and self.process.poll() is None, file
             time.sleep(0.02)
 
+    def pass_an_hour(self) -> None:
+        pass_an_hour(self.folder)
+
     def alive(self) -> list[psutil.Process]:
         found = []
         for process in psutil.process_iter():
@@ -87,15 +96,23 @@ class Standing:
         # Its input stays open: that somebody is at the other end is what it listens for.
         self.process.wait(timeout=PATIENCE_SECONDS)
         output = self.process.stdout.read()
-        assert not self.alive() and not self.rendezvous.exists()
+        self.wait_for_nobody()
         return output.splitlines()
+
+    def wait_for_nobody(self) -> None:
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while alive := self.alive():  # a kill takes effect when the kernel comes to it
+            assert time.monotonic() < deadline, alive
+            time.sleep(0.02)
+        assert not self.rendezvous.exists()
 
 
 @contextmanager
 def agent(tmp_path: Path, kind: str, **changes: object) -> Iterator[Standing]:
     folder = tmp_path / "run"
     (folder / "launch").mkdir(parents=True)
-    (folder / "launch" / "__init__.py").write_text(f"__path__.append({str(ROOT / 'launch')!r})\n")  # all but train.py
+    package = f"__path__.append({str(ROOT / 'launch')!r})\n"  # all of ours but train.py
+    (folder / "launch" / "__init__.py").write_text(package + AGENTS_CLOCK)
     (folder / "launch" / "train.py").write_text(RANK)
     (folder / "launcher.py").write_text(LAUNCHER)
     order = Order(
@@ -134,7 +151,8 @@ def test_the_ranks_get_what_the_order_says_and_their_lines_and_code_are_passed_o
         assert environment["SHARDVIT_SUPERVISOR_PID"] == str(run.process.pid)
         assert environment["SHARDVIT_RENDEZVOUS"] == str(run.rendezvous)
         assert run.rendezvous.stat().st_mode & 0o777 == 0o700
-        (run.folder / "go").write_text("7")
+        (run.folder / "go.tmp").write_text("7")
+        (run.folder / "go.tmp").rename(run.folder / "go")
         lines = run.finish()
         assert lines == ["word ready", "a line of the rank", "and one without an end", "word ended 7"]
         assert run.process.returncode == 7
@@ -169,33 +187,39 @@ def test_kill_ends_ranks_that_do_not_stop(tmp_path: Path):
 
 @pytest.mark.parametrize("how", ["closed", "silent"])
 def test_ranks_do_not_outlive_the_other_side(tmp_path: Path, how: str):
-    silence = 600.0 if how == "closed" else 1.0
-    with agent(tmp_path, "stubborn", silence_seconds=silence, grace_seconds=1.0) as run:
+    with agent(tmp_path, "stubborn") as run:
         run.environment()
         if how == "closed":
             assert run.process.stdin is not None
             run.process.stdin.close()
             run.process.stdin = None
+        else:
+            run.pass_an_hour()
+        run.wait_for(run.folder / "stopped")  # asked first
+        assert run.process.poll() is None
+        run.pass_an_hour()
         lines = run.finish()
-        assert (run.folder / "stopped").exists()  # asked first
         assert any("the ranks of this host are asked to save and leave" in line for line in lines)
 
 
 def test_ranks_without_a_reader_of_their_lines_save_all_the_same(tmp_path: Path):
-    with agent(tmp_path, "graceful", silence_seconds=1.0) as run:
+    with agent(tmp_path, "graceful") as run:
         run.environment()
         assert run.process.stdout is not None
         run.process.stdout.close()
+        run.pass_an_hour()
         run.process.wait(timeout=PATIENCE_SECONDS)
         run.process.stdout = None
         assert (run.folder / "stopped").exists() and run.process.returncode == 75
 
 
 def test_ranks_that_print_more_than_anybody_reads_do_not_outlive_the_other_side(tmp_path: Path):
-    with agent(tmp_path, "loud", silence_seconds=4.0, grace_seconds=600.0) as run:
+    with agent(tmp_path, "loud") as run:
+        run.wait_for(run.folder / "printed")
+        run.pass_an_hour()
         run.process.wait(timeout=PATIENCE_SECONDS)
         assert (run.folder / "stopped").exists() and run.process.returncode == 75
-        assert not run.alive() and not run.rendezvous.exists()
+        run.wait_for_nobody()
 
 
 def test_a_stop_before_there_is_a_rank_ends_the_launcher_and_counts_as_a_signal(tmp_path: Path):

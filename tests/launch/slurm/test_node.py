@@ -6,6 +6,8 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -87,11 +89,11 @@ def test_its_processes_know_their_place():
     assert place == Place(3, 4, local_rank=1, local_world_size=2, master_addr="n1", master_port=20_001)
 
 
-def test_the_highest_exit_code_counts(tmp_path: Path):
+def test_the_highest_exit_code_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     program = (
         "import os, sys; open('seen-' + os.environ['RANK'], 'w').close(); sys.exit(int(os.environ['LOCAL_RANK']) * 7)"
     )
-    os.chdir(tmp_path)
+    monkeypatch.chdir(tmp_path)
     assert run_node(SHARE, arguments=["-c", program], environ=os.environ) == 7
     assert sorted(path.name for path in tmp_path.iterdir()) == ["seen-2", "seen-3"]
     killed = "import os, signal; os.kill(os.getpid(), signal.SIGKILL if os.environ['RANK'] == '2' else 0)"
@@ -102,7 +104,28 @@ def test_one_that_does_not_end_after_another_is_killed():
     program = "import os, time; time.sleep(0 if os.environ['RANK'] == '2' else 600)"
     begun = time.monotonic()
     assert run_node(SHARE, arguments=["-c", program], environ=os.environ, wait_seconds=0.3) == 128 + signal.SIGKILL
-    assert time.monotonic() - begun < 60
+    assert time.monotonic() - begun < 240
+
+
+def test_a_signal_while_they_are_being_started_reaches_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    rank = (
+        "import os, signal, sys, time; "
+        "signal.signal(signal.SIGUSR1, lambda *_: sys.exit(75)); "
+        "open('ready-' + os.environ['RANK'], 'w').close(); time.sleep(600)"
+    )
+    monkeypatch.chdir(tmp_path)
+    started, real = [], subprocess.Popen
+
+    def start(*arguments: Any, **more: Any) -> subprocess.Popen[bytes]:
+        started.append(real(*arguments, **more))
+        while len(list(tmp_path.glob("ready-*"))) < len(started):
+            time.sleep(0.02)
+        if len(started) == 1:
+            signal.raise_signal(signal.SIGUSR1)
+        return started[-1]
+
+    monkeypatch.setattr("launch.slurm.node.subprocess", SimpleNamespace(Popen=start))
+    assert run_node(SHARE, arguments=["-c", rank], environ=os.environ) == 75
 
 
 def test_signals_reach_all_processes(tmp_path: Path):
@@ -118,12 +141,12 @@ def test_signals_reach_all_processes(tmp_path: Path):
     root = Path(__file__).resolve().parents[3]
     process = subprocess.Popen([sys.executable, "-c", node], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(root)})
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 240
         while len(list(tmp_path.glob("ready-*"))) < 2:
             assert time.monotonic() < deadline and process.poll() is None
             time.sleep(0.02)
         process.send_signal(signal.SIGUSR1)
-        assert process.wait(timeout=60) == 75
+        assert process.wait(timeout=240) == 75
     finally:
         process.kill()
         process.wait()

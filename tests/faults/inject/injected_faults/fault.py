@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-Action = Literal["kill", "kill_all", "stop", "sleep", "raise", "enospc", "eio", "nan", "clock", "signal"]
+Action = Literal["kill", "kill_all", "stop", "sleep", "hold", "raise", "enospc", "eio", "nan", "clock", "signal"]
+_HOLD_SECONDS = 240.0  # at most; a test that fails does not let go
 SUPERVISOR_PID = "SHARDVIT_SUPERVISOR_PID"
 
 
@@ -23,8 +24,9 @@ class Fault:
 
     Attributes:
         action: kill (this process, by SIGKILL), kill_all (all processes of the run and `shardvit run`), stop (SIGSTOP),
-            sleep, raise (RuntimeError), enospc (OSError of a full disk), eio (of one that failed), nan (the gradient,
-            at point backward), clock (time.time jumps), signal (`number`, to this process).
+            sleep, hold (sleep until `release` is there), raise (RuntimeError), enospc (OSError of a full disk), eio (of
+            one that failed), nan (the gradient, at point backward), clock (time.time jumps), signal (`number`, to this
+            process).
         point: see `calls.POINTS` and `files.POINTS`.
         rank: the one to strike; "any": whoever comes by. A process without a rank counts as 0.
         step: at points of the loop the number of steps that are done, at points of a save the saved step; None: any.
@@ -32,6 +34,7 @@ class Fault:
         nth: pass over the first so many less one occasions of this process.
         once: a marker file; the fault strikes only if it is not there yet, and makes it.
         trigger: a file; the fault strikes only if it is there, and removes it (for faults in mid-run).
+        release: a file; its coming ends a hold.
         path: must be in the path of the file, at points of files.
         seconds: of the sleep, or of the clock's jump.
         number: of the signal.
@@ -45,6 +48,7 @@ class Fault:
     nth: int = 1
     once: str | None = None
     trigger: str | None = None
+    release: str = ""
     path: str = ""
     seconds: float = 0.0
     number: int = signal.SIGTERM
@@ -78,6 +82,10 @@ class Fault:
                 os.kill(os.getpid(), self.number)
             case "sleep":
                 time.sleep(self.seconds)
+            case "hold":
+                end = time.monotonic() + _HOLD_SECONDS
+                while not os.path.exists(self.release) and time.monotonic() < end:
+                    time.sleep(0.02)
             case "raise":
                 raise RuntimeError(f"a fault of the tests at {self.point}")
             case "enospc" | "eio":

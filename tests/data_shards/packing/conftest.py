@@ -1,0 +1,11 @@
+"""What the tests of packing share."""
+
+import pytest
+
+from data_shards.packing import progress
+
+
+@pytest.fixture(autouse=True)
+def _no_lines_in_between(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or a slow disk adds lines to what is said; test_progress.py has the lines."""
+    monkeypatch.setattr(progress, "LINE_SECONDS", 1e9)
