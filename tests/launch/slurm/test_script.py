@@ -1,5 +1,6 @@
 """The batch script: what is asked of SLURM in it, and that nothing in it is taken for shell code."""
 
+import os
 import shlex
 import shutil
 import subprocess
@@ -139,3 +140,24 @@ def test_bash_understands_it(stage: StageName, tmp_path: Path):
     if shutil.which("shellcheck"):
         done = subprocess.run(["shellcheck", script], capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize(("refusals", "code"), [(0, 75), (3, 75), (1000, 1)])
+def test_a_controller_that_is_busy_is_asked_again_to_requeue(refusals: int, code: int, tmp_path: Path):
+    asked = tmp_path / "asked"
+    stand_ins = {
+        "srun": "exit 75",
+        "squeue": "echo RUNNING/None",
+        "sleep": "exit 0",
+        "python": 'case "$*" in *launch.slurm.after*) exit 75;; esac; exit 9',
+        "scontrol": f'echo "$*" >>{asked}; [ $(wc -l <{asked}) -gt {refusals} ]',
+    }
+    for name, line in stand_ins.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{line}\n")
+        (tmp_path / name).chmod(0o755)
+    script = stage_script("pretrain", job=site(python=str(tmp_path / "python")), paths=paths())
+    names = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n"}
+    done = subprocess.run(["bash", "-c", script], env=names, capture_output=True, text=True, check=False)
+    assert done.returncode == code, done.stderr
+    assert asked.read_text().splitlines() == ["requeue 7"] * min(refusals + 1, 6)
+    assert ("give the same shardvit submit again" in done.stderr) == (code == 1)
