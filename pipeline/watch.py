@@ -38,6 +38,7 @@ _LEAVE_SECONDS = 3.0  # for the main thread to fail by itself; and the launcher 
 _FOLLOW_SECONDS = 6.0  # until a rank leaves after another one on its host has ended the run
 _STACK_SECONDS = 10.0  # for a process to answer with its whole stack, on a disk that is busy
 _SAY_SECONDS = 5.0
+_CLOSE_SECONDS = 60.0  # for a last "running" that the disk holds up; after "left" it would make this rank a dead one
 _FIRST_STEP_SECONDS = 600.0
 _MOST_NAMED = 4
 _PEER_GONE = re.compile(r"Connection closed by peer|onnection reset|Broken pipe|remote process exited")  # gloo, NCCL
@@ -120,7 +121,7 @@ class Watch:
             failure: the error that this rank ends by, for the others to name it.
         """
         self._closing.set()
-        self._thread.join(timeout=_SAY_SECONDS)  # a disk that hangs must not hold up the end
+        self._thread.join(timeout=_CLOSE_SECONDS)
         if not self._ended:
             self._write("failed" if failure else "left", note=failure)
         self._stacks.close()

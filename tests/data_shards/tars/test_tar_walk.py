@@ -47,7 +47,7 @@ class WithoutOwner(tarfile.TarInfo):
     """
 
     @classmethod
-    def frombuf(cls, buf: bytes, encoding: str, errors: str) -> tarfile.TarInfo:
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> tarfile.TarInfo:
         with suppress(tarfile.HeaderError):
             if len(buf) == 512 and tarfile.nti(buf[148:156]) in tarfile.calc_chksums(buf):
                 empty = bytearray(buf)
