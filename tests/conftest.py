@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _clean_environment() -> Iterator[None]:
+    """os.environ after each file of tests as it was before, whatever its fixtures did: an engine makes this a rank."""
+    with _restored_environment():
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _clean_process() -> Iterator[None]:
     """One torch thread, the same random numbers whichever tests ran before, and os.environ afterwards as it was before:
@@ -62,6 +70,12 @@ def _clean_process() -> Iterator[None]:
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
         sys.modules["torch"].manual_seed(0)
+    with _restored_environment():
+        yield
+
+
+@contextmanager
+def _restored_environment() -> Iterator[None]:
     before = dict(os.environ)
     yield
     if dict(os.environ) != before:
