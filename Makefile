@@ -42,7 +42,7 @@ demo: $(BASE) ## pack, pre-train, swap the head, fine-tune, report: all on real 
 test: $(ALL) ## run the tests, without those marked slow or faults (ARGS go to pytest)
 	@$(PY) -m pytest -m "not slow and not faults" $(ARGS)
 
-faults: $(ALL) ## try every fault on real processes and print what became of each (half an hour; ARGS='--faults-table FILE')
+faults: $(ALL) ## try every fault on real processes and print what became of each (40 minutes on 2 cores; ARGS='--faults-table FILE')
 	@$(PY) -m pytest tests/faults $(ARGS)
 
 soak: $(ALL) ## disturb one run every 30 s at random and compare it with an undisturbed one (ARGS='--minutes 20 --seed 0 --record FILE')
