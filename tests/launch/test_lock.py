@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -327,3 +328,22 @@ def test_a_full_disk_is_not_hidden_and_the_next_start_goes_on(path: Path, monkey
             pytest.fail("no owner was written down")
     with locked(path, what="it", say=lambda text: None):
         pass
+
+
+def test_a_beat_that_the_disk_holds_up_does_not_come_after_the_release(path: Path, monkeypatch: pytest.MonkeyPatch):
+    written, begun = [], threading.Event()
+    beat, release = claims.OwnClaim.beat, claims.OwnClaim.release
+
+    def slow_beat(claim: claims.OwnClaim) -> None:
+        if threading.current_thread().name == "lock-beat":
+            begun.set()
+            time.sleep(0.5)
+            written.append("beat")
+        beat(claim)
+
+    monkeypatch.setattr(claims.OwnClaim, "beat", slow_beat)
+    monkeypatch.setattr(claims.OwnClaim, "release", lambda claim: (written.append("release"), release(claim)))
+    monkeypatch.setattr(lock, "_BEAT_SECONDS", 0.1)
+    with locked(path, what="run a"):
+        assert begun.wait(240)
+    assert written[-2:] == ["beat", "release"]
