@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import re
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 
+EXIT_USER_ERROR = 2
 EXIT_STOPPED = 75  # as pipeline.stopping, which a process without torch does not import
 _HINTS: dict[int, str] = {
     signal.SIGBUS: ", as happens when /dev/shm is too small or a disk filled up under an open file",
@@ -21,6 +23,17 @@ _HINTS: dict[int, str] = {
 def signal_of(code: int) -> int:
     """The number of the signal that an exit code stands for; 0: of none."""
     return -code if code < 0 else 256 - code if code > 192 else code - 128 if code > 128 else 0
+
+
+def overall_code(codes: Sequence[int], *, stop_was_asked: bool) -> int:
+    """One exit code for several processes or hosts, whose codes come in the order in which they ended.
+
+    A mistake, which the others could not know of, and "stopped", where that was asked for, tell more than the rest.
+    """
+    for telling in (EXIT_USER_ERROR, *((EXIT_STOPPED,) if stop_was_asked else ())):
+        if telling in codes:
+            return telling
+    return next((code for code in codes if code), 0)
 
 
 def reason(code: int, *, out_of_memory: bool | None) -> str:

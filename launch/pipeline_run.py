@@ -39,8 +39,6 @@ class PipelineRun:
     """A recipe and its run folder, found to fit together."""
 
     recipe: Recipe
-    recipe_argument: str
-    overrides: tuple[str, ...]
     folder: RunFolder
     processes: int
     restart: StageName | None
@@ -76,8 +74,6 @@ class PipelineRun:
         folder.check_recipe(loaded, restart=restart)
         run = cls(
             recipe=loaded,
-            recipe_argument=recipe,
-            overrides=tuple(overrides),
             folder=folder,
             processes=processes,
             restart=restart,
@@ -137,7 +133,6 @@ class PipelineRun:
         return prepare(
             self.fleet,
             recipe=self.recipe,
-            recipe_argument=self.recipe_argument,
             runs_root=self.folder.runs_root,
             say=lambda text: print(text, file=sys.stderr, flush=True),
         )
@@ -149,13 +144,13 @@ class PipelineRun:
             return 0
         launch = Launch(
             recipe=self.recipe,
-            recipe_argument=self.recipe_argument,
-            overrides=self.overrides,
+            recipe_file=self.folder.path / "recipe.yaml",
             runs_root=self.folder.runs_root,
             stage=stage,
             processes=self.processes,
         )
         while True:
+            print(f"{stage}: starting {self._describe_ranks(launch)}", flush=True)
             kills_before = memory_kills()
             interrupted = False
             try:
@@ -189,6 +184,12 @@ class PipelineRun:
                     goes_on = f"{refusal}; once the cause is mended, {goes_on}"
             _say(f"{stage} is not finished ({why}): {goes_on}")
             return EXIT_STOPPED if code == EXIT_STOPPED else 1
+
+    def _describe_ranks(self, launch: Launch) -> str:
+        number = f"{launch.ranks} process{'es' if launch.ranks > 1 else ''}"
+        if self.fleet is not None and launch.stage != "swap_head":
+            return f"{number} on {len(self.fleet.hosts)} hosts"
+        return f"{number} on this machine ({'GPU' if num_gpus() else 'CPU'})"
 
     def check_stages(self) -> None:
         """Every stage's data, sizes, model and checkpoints, before the first one is started."""

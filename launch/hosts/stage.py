@@ -27,7 +27,7 @@ import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-from launch.endings import EXIT_STOPPED, signal_of
+from launch.endings import EXIT_STOPPED, overall_code, signal_of
 from launch.env import RENDEZVOUS, without_place
 from launch.hosts import pdsh
 from launch.hosts.agent import RUN_MARK, Order, rendezvous_name
@@ -58,14 +58,6 @@ def node_command(launch: Launch, fleet: Fleet, *, node: int, master_addr: str) -
         *(f"--node_rank={node}", f"--master_addr={master_addr}", f"--master_port={fleet.master_port or _ANY_PORT}"),
         *("--log_level", "critical", "--no_local_rank", "--module", "launch.train", *rank_arguments(launch)),
     ]
-
-
-def overall_code(codes: list[int], *, stop_was_asked: bool) -> int:
-    """One exit code for all hosts, whose codes come in the order in which they ended. Pure."""
-    for telling in (_USER_ERROR, *((EXIT_STOPPED,) if stop_was_asked else ())):
-        if telling in codes:
-            return telling
-    return next((code for code in codes if code), 0)
 
 
 def run_stage_on_hosts(launch: Launch, fleet: Fleet, ready: Ready, *, variables: dict[str, str]) -> int:

@@ -21,15 +21,12 @@ from pipeline.recipe import Recipe, TrainStage
 from pipeline.stage_data import open_data
 
 
-def prepare(
-    fleet: Fleet, *, recipe: Recipe, recipe_argument: str, runs_root: Path, say: Callable[[str], None]
-) -> Callable[[Launch], int]:
+def prepare(fleet: Fleet, *, recipe: Recipe, runs_root: Path, say: Callable[[str], None]) -> Callable[[Launch], int]:
     """Ask every host; the function that then runs a stage, as `run_stage_locally` does on one machine.
 
     Args:
         fleet: the hosts.
         recipe: what will be run.
-        recipe_argument: as the user named it.
         runs_root: folder of the runs.
         say: takes what is to be shown.
 
@@ -39,7 +36,7 @@ def prepare(
     """
     variables = travelling(without_place(), folders=(Path.home(), Path()))
     say(variables.describe())
-    files = [Path(recipe_argument)] if Path(recipe_argument).is_file() else []
+    files: list[Path] = []
     for stage in recipe.stages.names:
         if isinstance(getattr(recipe.stages, stage), TrainStage):
             data = open_data(recipe, stage=stage, report=lambda text: None)

@@ -65,8 +65,6 @@ def plan_submission(recipe: str, *, overrides: Sequence[str], runs_root: Path, j
     folder.check_recipe(loaded)
     PipelineRun(
         recipe=loaded,
-        recipe_argument=recipe,
-        overrides=tuple(overrides),
         folder=folder,
         processes=job.processes,
         restart=None,

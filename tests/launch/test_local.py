@@ -1,4 +1,4 @@
-"""The launcher's command line, and what becomes of the ranks when somebody presses Ctrl-C or kills the launcher."""
+"""What each rank is told, and what becomes of the ranks when somebody presses Ctrl-C or one of them ends badly."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from launch.local import Launch, launch_command
+from launch.env import read_place
+from launch.local import Launch, rank_arguments, rank_environment
 from launch.train import _parse
 from pipeline.recipe import StageName
 from pipeline.recipe_io import load_recipe
@@ -25,45 +26,33 @@ ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_SECONDS = 240.0
 
 
-def launch(stage: StageName = "pretrain", *, backend: str = "deepspeed", processes: int = 3) -> Launch:
-    overrides = [f"engine.backend={backend}", "stages.pretrain.optimizer.lr=-1e-3 # not a flag"]
+def launch(stage: StageName = "pretrain") -> Launch:
     return Launch(
-        recipe=load_recipe("digits", overrides=overrides[:1]),
-        recipe_argument="my recipes/a.yaml",
-        overrides=overrides,
+        recipe=load_recipe("digits"),
+        recipe_file=Path("some runs/digits/recipe.yaml"),
         runs_root=Path("some runs"),
         stage=stage,
-        processes=processes,
+        processes=3,
     )
 
 
-@pytest.mark.parametrize("backend", ["deepspeed", "accelerate"])
 @pytest.mark.parametrize("stage", ["pretrain", "swap_head", "finetune"])
-def test_the_command_hands_the_rank_everything(stage: StageName, backend: str):
-    command = launch_command(launch(stage, backend=backend))
-    assert command[:2] == [sys.executable, "-u" if stage == "swap_head" else "-m"]
-    options = _parse(command[command.index("launch.train") + 1 :])
-    assert options.recipe == "my recipes/a.yaml"
-    assert options.overrides == list(launch(stage, backend=backend).overrides)
+def test_a_rank_is_told_everything(stage: StageName):
+    options = _parse(rank_arguments(launch(stage)))
+    assert options.recipe == "some runs/digits/recipe.yaml" and options.overrides == []
     assert options.stage == stage and options.runs == Path("some runs")
 
 
-def test_each_backend_has_its_launcher():
-    deepspeed = " ".join(launch_command(launch()))
-    assert "deepspeed.launcher.runner" in deepspeed and "--num_gpus 3" in deepspeed
-    torchrun = " ".join(launch_command(launch(backend="accelerate")))
-    assert (
-        "launch.torchrun --standalone --nproc-per-node 3" in torchrun
-        and "deepspeed" not in torchrun.split("launch.train")[0]
-    )
-    head = launch_command(launch("swap_head"))
-    assert head[1:4] == ["-u", "-m", "launch.train"]  # one plain process, recognised as a rank
-
-
-@pytest.mark.parametrize("backend", ["deepspeed", "accelerate"])
-def test_nobody_is_told_a_port_that_somebody_else_may_take_meanwhile(backend: str):
-    command = launch_command(launch(backend=backend))
-    assert not [word for word in command if "port" in word]
+@pytest.mark.parametrize(("stage", "ranks"), [("pretrain", 3), ("swap_head", 1), ("finetune", 3)])
+def test_every_rank_has_a_place_of_its_own_and_nobody_a_port(stage: StageName, ranks: int):
+    stage_launch = launch(stage)
+    assert stage_launch.ranks == ranks
+    environments = [rank_environment(stage_launch, rank, rendezvous=Path("/meet")) for rank in range(ranks)]
+    places = [read_place(environment, gpus=0) for environment in environments]
+    assert [place.rank for place in places] == [place.local_rank for place in places] == list(range(ranks))
+    assert {(place.world_size, place.local_world_size) for place in places} == {(ranks, ranks)}
+    assert {place.rendezvous for place in places} == ({Path("/meet")} if ranks > 1 else {None})
+    assert not any("MASTER_PORT" in environment for environment in environments)
 
 
 @pytest.mark.parametrize("spelling", ["--local_rank=1", "--local-rank=1"])
@@ -72,12 +61,12 @@ def test_a_launchers_own_argument_is_passed_over(spelling: str):
     assert options.recipe == "a.yaml" and options.overrides == ["seed=1", "seed=2"] and options.stage == "finetune"
 
 
-# Stand-ins. The rank is called like ours (python -u -m launch.train), so it is found by its command line.
+# A stand-in, called like ours (python -u -m launch.train).
 RANK = """
 import json, os, signal, sys, time
 from pathlib import Path
-kind, number = sys.argv[1], sys.argv[2]
-NAMES = ("SHARDVIT_SUPERVISOR_PID", "SHARDVIT_RENDEZVOUS", "DS_ACCELERATOR", "PYTHONUNBUFFERED")
+kind, number = sys.argv[1], os.environ["RANK"]
+NAMES = ("SHARDVIT_SUPERVISOR_PID", "SHARDVIT_RENDEZVOUS", "DS_ACCELERATOR")
 def stop(*_):
     Path(f"stopped-{number}").touch()
     if kind == "graceful":
@@ -89,23 +78,15 @@ os.rename(f"rank-{number}.tmp", f"rank-{number}.json")
 while True:
     time.sleep(0.05)
 """
-LAUNCHER = """
-import os, subprocess, sys
-kind, session = sys.argv[1], sys.argv[2] == "own-session"
-ranks = [
-    subprocess.Popen([sys.executable, "-u", "-m", "launch.train", kind, str(n)], start_new_session=session)
-    for n in range(2)
-]
-sys.exit(max(rank.wait() for rank in ranks))
-"""
 DRIVER = """
 import sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 from launch import local
 from pipeline.recipe_io import load_recipe
-local.launch_command = lambda launch: [sys.executable, "launcher.py", *sys.argv[2:]]
-stage = local.Launch(load_recipe("digits"), "digits", (), runs_root=Path("runs"), stage="pretrain", processes=2)
+local.rank_arguments = lambda launch: sys.argv[2:]
+local._FOLLOW_FAILED_SECONDS = 1.0
+stage = local.Launch(load_recipe("digits"), Path("recipe.yaml"), Path("runs"), stage="pretrain", processes=2)
 try:
     print("code", local.run_stage_locally(stage), flush=True)
 except KeyboardInterrupt:
@@ -130,10 +111,6 @@ class Standing:
             time.sleep(0.02)
         return output
 
-    @property
-    def launcher(self) -> psutil.Process:
-        return psutil.Process(self.driver.pid).children()[0]
-
 
 def is_alive(pid: int) -> bool:
     try:
@@ -149,11 +126,10 @@ def stand_in_for_launch(folder: Path) -> None:
 
 
 @contextmanager
-def standing(tmp_path: Path, kind: str, *, session: str = "same-session") -> Iterator[Standing]:
+def standing(tmp_path: Path, kind: str) -> Iterator[Standing]:
     stand_in_for_launch(tmp_path)
     (tmp_path / "launch" / "train.py").write_text(RANK)
-    (tmp_path / "launcher.py").write_text(LAUNCHER)
-    command = [sys.executable, "-c", DRIVER, str(ROOT), kind, session]
+    command = [sys.executable, "-c", DRIVER, str(ROOT), kind]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     # -c puts the working folder first; the driver itself needs the real package and puts that before it.
     driver = subprocess.Popen(
@@ -182,10 +158,9 @@ def standing(tmp_path: Path, kind: str, *, session: str = "same-session") -> Ite
         driver.communicate(timeout=PATIENCE_SECONDS)
 
 
-@pytest.mark.parametrize("session", ["same-session", "own-session"])  # deepspeed's ranks, and torchrun's
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_one_ctrl_c_asks_every_rank_to_stop(tmp_path: Path, number: signal.Signals, session: str):
-    with standing(tmp_path, "graceful", session=session) as run:
+def test_one_ctrl_c_asks_every_rank_to_stop(tmp_path: Path, number: signal.Signals):
+    with standing(tmp_path, "graceful") as run:
         os.killpg(run.driver.pid, number)  # as a terminal does: the whole foreground group
         output = run.finish()
         assert "stopping: the ranks finish their step and save" in output
@@ -193,9 +168,8 @@ def test_one_ctrl_c_asks_every_rank_to_stop(tmp_path: Path, number: signal.Signa
         assert all((tmp_path / f"stopped-{rank}").exists() for rank in range(2))
 
 
-@pytest.mark.parametrize("session", ["same-session", "own-session"])
-def test_a_second_ctrl_c_kills_ranks_that_do_not_stop(tmp_path: Path, session: str):
-    with standing(tmp_path, "stubborn", session=session) as run:
+def test_a_second_ctrl_c_kills_ranks_that_do_not_stop(tmp_path: Path):
+    with standing(tmp_path, "stubborn") as run:
         run.driver.send_signal(signal.SIGINT)
         deadline = time.monotonic() + PATIENCE_SECONDS
         while not all((tmp_path / f"stopped-{rank}").exists() for rank in range(2)):
@@ -208,18 +182,18 @@ def test_a_second_ctrl_c_kills_ranks_that_do_not_stop(tmp_path: Path, session: s
         assert output.endswith("interrupted\n") and "Traceback" not in output
 
 
-@pytest.mark.parametrize("session", ["same-session", "own-session"])
-def test_ranks_do_not_outlive_a_launcher_that_was_killed(tmp_path: Path, session: str):
-    with standing(tmp_path, "stubborn", session=session) as run:
-        run.launcher.kill()
+def test_a_rank_that_was_killed_ends_the_others_and_says_why(tmp_path: Path):
+    with standing(tmp_path, "stubborn") as run:
+        os.kill(int(run.ranks[1]["pid"]), signal.SIGKILL)
         assert f"code {-signal.SIGKILL}" in run.finish()
+        assert (tmp_path / "stopped-0").exists()  # it was asked first
 
 
 def test_ranks_know_who_stands_by_and_that_there_is_no_gpu(tmp_path: Path):
     with standing(tmp_path, "graceful") as run:
         for rank in run.ranks:
             assert rank["SHARDVIT_SUPERVISOR_PID"] == str(run.driver.pid)
-            assert rank["DS_ACCELERATOR"] == "cpu" and rank["PYTHONUNBUFFERED"] == "1"
+            assert rank["DS_ACCELERATOR"] == "cpu"
         run.driver.send_signal(signal.SIGINT)
         run.finish()
 
@@ -237,20 +211,6 @@ def test_the_ranks_share_a_private_folder_that_goes_with_them(tmp_path: Path):
         assert not Path(folder).exists()
 
 
-def test_a_stop_before_there_is_a_rank_is_the_users_and_no_crash(tmp_path: Path):
-    (tmp_path / "launcher.py").write_text("import time\nopen('here', 'w').close()\ntime.sleep(600)")
-    driver = subprocess.Popen(
-        [sys.executable, "-c", DRIVER, str(ROOT)], cwd=tmp_path, stdout=subprocess.PIPE, text=True
-    )
-    with driver:
-        deadline = time.monotonic() + PATIENCE_SECONDS
-        while not (tmp_path / "here").exists():
-            assert driver.poll() is None and time.monotonic() < deadline
-            time.sleep(0.02)
-        driver.send_signal(signal.SIGTERM)
-        assert driver.communicate(timeout=PATIENCE_SECONDS)[0] == "interrupted\n"
-
-
 @pytest.mark.parametrize(
     ("listens", "ended"),
     [
@@ -264,17 +224,14 @@ def test_a_stop_before_there_is_a_rank_is_the_users_and_no_crash(tmp_path: Path)
 def test_what_a_rank_makes_of_a_stop(tmp_path: Path, listens: str, ended: str):
     stand_in_for_launch(tmp_path)
     (tmp_path / "launch" / "train.py").write_text(
-        f"import signal, sys, time\n{listens}\nopen('here', 'w').close()\ntime.sleep(600)"
-    )
-    (tmp_path / "launcher.py").write_text(
-        "import subprocess, sys\nsys.exit(subprocess.call([sys.executable, '-u', '-m', 'launch.train']))"
+        f"import os, signal, sys, time\n{listens}\nopen('here-' + os.environ['RANK'], 'w').close()\ntime.sleep(600)"
     )
     driver = subprocess.Popen(
         [sys.executable, "-c", DRIVER, str(ROOT)], cwd=tmp_path, stdout=subprocess.PIPE, text=True
     )
     with driver:
         deadline = time.monotonic() + PATIENCE_SECONDS
-        while not (tmp_path / "here").exists():
+        while not all((tmp_path / f"here-{rank}").exists() for rank in range(2)):
             assert driver.poll() is None and time.monotonic() < deadline
             time.sleep(0.02)
         driver.send_signal(signal.SIGINT)
@@ -295,14 +252,11 @@ local.subprocess.Popen = start
 """
 
 
-def test_a_stop_while_the_launcher_is_being_started_lets_ranks_that_are_there_already_save(tmp_path: Path):
+def test_a_stop_while_the_ranks_are_being_started_lets_those_save_that_are_there_already(tmp_path: Path):
     stand_in_for_launch(tmp_path)
     (tmp_path / "launch" / "train.py").write_text(
         "import signal, sys, time\nsignal.signal(15, lambda *_: sys.exit(75))\nopen('here', 'w').close()\n"
         "time.sleep(600)"
-    )
-    (tmp_path / "launcher.py").write_text(
-        "import subprocess, sys\nsys.exit(subprocess.call([sys.executable, '-u', '-m', 'launch.train']))"
     )
     slow = DRIVER.replace("from launch import local\n", SLOW_START)
     done = subprocess.run(
@@ -318,8 +272,9 @@ from launch import local
 from pathlib import Path
 from pipeline.recipe_io import load_recipe
 show = "from launch.env import read_place; place = read_place(); print('place', place.rank, place.world_size)"
-local.launch_command = lambda launch: [sys.executable, "-c", show]
-stage = local.Launch(load_recipe("digits"), "digits", (), runs_root=Path(sys.argv[2]), stage="swap_head", processes=2)
+local.RANK_COMMAND, local.rank_arguments = ["-c", show], lambda launch: []
+root = Path(sys.argv[2])
+stage = local.Launch(load_recipe("digits"), Path("recipe.yaml"), root, stage="swap_head", processes=2)
 print("code", local.run_stage_locally(stage), flush=True)
 """
 

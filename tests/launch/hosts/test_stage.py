@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 
 from data_shards.errors import UserError
+from launch.endings import overall_code
 from launch.hosts.fleet import Fleet, open_fleet
 from launch.hosts.hostfile import Host
 from launch.hosts.remote import ssh_command
-from launch.hosts.stage import node_command, overall_code
+from launch.hosts.stage import node_command
 from launch.hosts.start import shared_files
 from launch.local import Launch
 from launch.train import _parse
@@ -23,7 +24,7 @@ from pipeline.stage_data import open_data
 from tests.launch.machine import make_shards
 
 FLEET = Fleet((Host("a", (0, 1)), Host("b", (3,))), Path("hosts"))
-LAUNCH = Launch(load_recipe("digits"), "my recipes/a.yaml", ("x=a b;c",), Path("some runs"), "finetune", processes=3)
+LAUNCH = Launch(load_recipe("digits"), Path("some runs/a b;c/recipe.yaml"), Path("some runs"), "finetune", processes=3)
 
 
 def test_a_node_is_told_its_place_and_its_ranks_everything():
@@ -33,7 +34,7 @@ def test_a_node_is_told_its_place_and_its_ranks_everything():
     (world,) = [word.removeprefix("--world_info=") for word in command if word.startswith("--world_info=")]
     assert json.loads(base64.urlsafe_b64decode(world)) == {"a": [0, 1], "b": [3]}
     options = _parse(command[command.index("launch.train") + 1 :])
-    assert (options.recipe, options.overrides) == ("my recipes/a.yaml", ["x=a b;c"])
+    assert (options.recipe, options.overrides) == ("some runs/a b;c/recipe.yaml", [])
     assert (options.stage, options.runs) == ("finetune", Path("some runs"))
 
 
