@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from data_shards.packing.pack import pack
-from launch.pipeline_run import PipelineRun
 from pipeline.recipe_io import parse_recipe
 from pipeline.run_folder import RunFolder, StageRecord
 
@@ -59,6 +57,10 @@ def run_demo(data: DemoData, *, runs_root: Path, shards_root: Path) -> int:
         UserError: the images are not there, or the folders hold something else.
     """
     choice = CHOICES[data]
+    print(f"== packing {choice.source} ==", flush=True)
+    from data_shards.packing.pack import pack  # and scikit-learn, which takes longer than the first line should
+    from launch.pipeline_run import PipelineRun
+
     folders: list[RunFolder] = []
     packed = (
         ("pretrain", choice.pretrain_classes, choice.pretrain_holdout),

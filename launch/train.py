@@ -12,6 +12,7 @@ else.
 from __future__ import annotations
 
 import argparse
+import atexit
 import contextlib
 import os
 import signal
@@ -21,7 +22,7 @@ import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from data_shards.errors import SampleError, UserError, WorkerDied
 from launch.disk_errors import disk_problem
@@ -181,5 +182,14 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     return parser.parse_intermixed_args(ours)
 
 
+def _leave(code: int) -> NoReturn:
+    """End this process without taking torch, DeepSpeed and MLflow apart, which takes 1.8 CPU seconds."""
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
+            stream.flush()
+    os._exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    _leave(main())

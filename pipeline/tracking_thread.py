@@ -37,6 +37,7 @@ _TRIES_PER_JOB = 3
 _TRIES_AT_CLOSE = 3
 _FINISHED_TIMEOUTS = 4  # nobody is about to kill a process whose stage is finished; a short stage may have MLflow's
 # tables still to make, on a slow machine
+_BEGIN_SECONDS = 30.0  # a first step that takes longer, as where it is compiled, is waited for no more
 _FIRST_PAUSE_SECONDS = 1.0
 _LONGEST_PAUSE_SECONDS = 60.0
 
@@ -197,6 +198,7 @@ class BackgroundTracker:
         self._jobs: deque[Job] = deque()
         self._store: Store | None = None
         self._connected = threading.Event()
+        self._begin = threading.Event()  # there is something to send
         self._closing = threading.Event()
         self._deadline = float("inf")
         self._thread = threading.Thread(target=self._run, name="tracking", daemon=True)
@@ -219,6 +221,7 @@ class BackgroundTracker:
         now = time.time() if time_seconds is None else time_seconds
         values = {name: float(value) for name, value in metrics.items()}
         self._outbox.put(MetricRow(step=step, images_seen=images_seen, time=now, metrics=values))
+        self._begin.set()
         self._last_step, self._last_images_seen = step, images_seen
 
     def log_summary(self, metrics: Mapping[str, float]) -> None:
@@ -240,6 +243,7 @@ class BackgroundTracker:
 
     def wait_connected(self, timeout_seconds: float) -> bool:
         """See `Tracker`."""
+        self._begin.set()
         return self._connected.wait(timeout_seconds)
 
     def close(self, status: FinalStatus, *, finish_parent: bool = False) -> None:
@@ -252,6 +256,7 @@ class BackgroundTracker:
         timeout_seconds = self._close_timeout_seconds * (_FINISHED_TIMEOUTS if status == "FINISHED" else 1)
         self._deadline = time.monotonic() + timeout_seconds
         self._closing.set()
+        self._begin.set()
         self._thread.join(timeout_seconds)
         points, jobs = self._unsent_points(), len(self._jobs)
         if points or jobs:
@@ -296,6 +301,8 @@ class BackgroundTracker:
         return self._store
 
     def _run(self) -> None:
+        # MLflow's import and its tables take 7 CPU seconds, in which this process's first step would stand behind.
+        self._begin.wait(_BEGIN_SECONDS)
         pause_seconds, tries_at_close = _FIRST_PAUSE_SECONDS, 0
         while True:
             closing = self._closing.is_set()  # read before the work, so that the last round sees the last row

@@ -37,7 +37,7 @@ STEPS, SAVE_STEPS = 60, 10
 PATIENCE_SECONDS = 240.0  # of an attempt; a row that reaches it has failed
 _RANK_COMMANDS = (["-u", "-m", "launch.train"], ["-u", "-m", "tests.faults.rank"])
 
-How = Literal["srun", "run"]
+How = Literal["srun", "run", "deepspeed"]
 Fault = dict[str, Any]  # one entry of SHARDVIT_FAULT, see inject/injected_faults/fault.py
 
 
@@ -154,7 +154,7 @@ class Attempt:
         return sorted(tops, key=lambda process: int(process.environ().get("RANK", "0")))
 
     def launchers(self) -> list[psutil.Process]:
-        """deepspeed's two processes."""
+        """DeepSpeed's two processes, the first of them first; none under another launcher."""
         return [p for p in self._case.processes() if any("deepspeed.launcher" in part for part in _command(p))]
 
     def kill_everything(self) -> None:
@@ -237,19 +237,24 @@ class Case:
 
         Args:
             arguments: of `shardvit run` (options and key=value), or key=value for the ranks.
-            how: the ranks of one stage by themselves, or `shardvit run` on the whole recipe.
-            stage: for srun; default: the first one.
-            processes: for srun; default: the recipe's.
+            how: `shardvit run` on the whole recipe; or the ranks of one stage, by themselves or by DeepSpeed.
+            stage: for srun and deepspeed; default: the first one.
+            processes: likewise; default: the recipe's.
             faults: to be put in.
             environment: to add.
         """
         self._attempts += 1
         output = self.folder / f"output-{self._attempts}.txt"
-        if how == "run":
-            command = ["-m", "launch.cli", "run", "recipe.yaml", *arguments]
-        else:
-            count = str(processes or self.content["processes"])
-            command = ["-m", "tests.faults.srun", count, "recipe.yaml", "--stage", stage or self.stage.name, *arguments]
+        count = str(processes or self.content["processes"])
+        rank_arguments = ["recipe.yaml", "--stage", stage or self.stage.name, *arguments]
+        match how:
+            case "run":
+                command = ["-m", "launch.cli", "run", "recipe.yaml", *arguments]
+            case "srun":
+                command = ["-m", "tests.faults.srun", count, *rank_arguments]
+            case "deepspeed":
+                command = ["-m", "deepspeed.launcher.runner", "--num_gpus", count, "--module", "launch.train"]
+                command += rank_arguments
         paths = [*([str(INJECT)] if faults else []), str(ROOT)]
         with output.open("w") as file:
             process = subprocess.Popen(
@@ -259,6 +264,7 @@ class Case:
                     **os.environ,
                     **{"PYTHONPATH": os.pathsep.join(paths), "TMPDIR": str(self.temporary), MARK: self.mark},
                     "MLFLOW_TRACKING_URI": "http://127.0.0.1:9",  # nobody there
+                    "DS_ACCELERATOR": "cpu",
                     **({"SHARDVIT_FAULT": json.dumps(list(faults))} if faults else {}),
                     **(environment or {}),
                 },

@@ -51,7 +51,7 @@ class Row:
         assert ended.code in codes, f"{signal_name(ended.code)}, not {sorted(codes)}:\n{ended.output}"
         if says:
             self.ended += f": {ended.sentence(says).removeprefix('shardvit: ')}"
-        if ended.code in (0, 2, 75):  # deepspeed's launcher answers SIGINT with one of its own
+        if ended.code in (0, 2, 75):  # a launcher may answer a signal with one of its own
             assert "Traceback" not in ended.output or not _OUR_CODE.search(ended.output), ended.output
 
     def loses(self, continued: Ended, *, reached: int, at_most: int = SAVE_STEPS) -> None:

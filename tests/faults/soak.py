@@ -78,7 +78,6 @@ class Soak:
         self._faults: dict[str, Callable[[], None]] = {
             "kill -9 of a rank": lambda: self._kill(self._draw.choice(self._running.ranks())),
             "kill -9 of all": self._kill_all,
-            "kill -9 of the launcher": lambda: self._kill(self._draw.choice(self._running.launchers())),
             "kill -9 of shardvit run": lambda: self._running.process.kill(),
             "SIGTERM to shardvit run": lambda: send(self._supervisor, signal.SIGTERM),
             "Ctrl-C": lambda: send(self._supervisor, signal.SIGINT),

@@ -1,7 +1,7 @@
 """Stands in for srun: `python -m tests.faults.srun RANKS ARGUMENTS...` starts so many ranks and waits for all.
 
-Half as long to start as `shardvit run`, whose launcher imports torch twice before the ranks do. It ends no rank itself
-(srun's --kill-on-bad-exit would): a rank that does not find out by itself that another one is gone shows as a time-out.
+It ends no rank itself (srun's --kill-on-bad-exit would): a rank that does not find out by itself that another one is
+gone shows as a time-out.
 Its exit code is the highest of the ranks', as srun's, a signal's as 128 + n: so it does not hang on who is seen first.
 """
 

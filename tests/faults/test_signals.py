@@ -52,7 +52,7 @@ def test_asked_to_stop(
             for process in case.processes():
                 send(process, number)
     if target != "a rank":
-        time.sleep(2)  # for the way through `shardvit run` and the launcher
+        time.sleep(2)  # for the way through `shardvit run`
     attempt.release(hold)
     row.ends(attempt.wait(), code=75, says="" if target == "a rank" else "the same command goes on")
     stopped = case.saved()[-1]

@@ -1,6 +1,6 @@
 """A run that is interrupted in every way, each time started again by the same command, ends as an undisturbed one.
 
-Real processes: `shardvit run`, the deepspeed launcher, two ranks on gloo.
+Real processes: `shardvit run`, two ranks on gloo.
 """
 
 import json

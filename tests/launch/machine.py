@@ -41,6 +41,7 @@ class Machine:
     def open(
         self,
         *overrides: str,
+        recipe: str = "digits",
         restart: StageName | None = None,
         shards_of: tuple[StageName, ...] = ("pretrain", "finetune"),
     ) -> PipelineRun:
@@ -49,9 +50,7 @@ class Machine:
             for stage in shards_of
             for key, split in (("train", "train"), ("eval", "val"))
         ]
-        return PipelineRun.open(
-            "digits", overrides=[*shards, *overrides], runs_root=self.root / "runs", restart=restart
-        )
+        return PipelineRun.open(recipe, overrides=[*shards, *overrides], runs_root=self.root / "runs", restart=restart)
 
     @property
     def folder(self) -> RunFolder:

@@ -21,6 +21,7 @@ from launch.lock import locked
 from launch.pipeline_run import PipelineRun
 from model.saved import SavedModelMeta
 from pipeline import stopping
+from pipeline.recipe import Recipe
 from pipeline.recipe_io import load_recipe
 from tests.launch.machine import Machine, make_shards
 
@@ -98,6 +99,23 @@ def test_what_is_not_done_ends_the_run(
     machine.outcome = None
     assert machine.open().execute() == 0
     assert machine.started == ["pretrain", *STAGES]
+
+
+def test_a_recipe_that_is_edited_meanwhile_is_for_the_next_run(machine: Machine, tmp_path: Path):
+    def outcome(launch: Launch) -> int:
+        resolved.append(load_recipe(str(launch.recipe_file)))
+        file.write_text("extends: digits\nname: the-next-one\nseed: 7\n")
+        machine.folder.update(launch.stage, state="done")
+        return 0
+
+    resolved: list[Recipe] = []
+    file = tmp_path / "mine.yaml"
+    file.write_text("extends: digits\n")
+    machine.outcome = outcome
+    run = machine.open(recipe=str(file))
+    assert run.execute() == 0
+    assert tuple(machine.started) == STAGES and resolved == [run.recipe] * 3
+    assert not (machine.root / "runs" / "the-next-one").exists()
 
 
 def test_done_is_believed_whatever_the_launcher_says(machine: Machine):

@@ -224,8 +224,21 @@ def test_a_call_that_a_living_store_refuses_does_not_hold_up_the_others(
     assert [line for line in rig.said if "refuses a value: loss" in line]
 
 
+def test_the_store_is_opened_when_there_is_something_to_send(
+    make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tracking_thread, "_BEGIN_SECONDS", 3600.0)
+    rig = make_rig()
+    assert not rig.tracker._connected.wait(0.05) and rig.store.calls == []
+    rig.log(1)
+    assert rig.tracker._connected.wait(240)
+    monkeypatch.setattr(tracking_thread, "_BEGIN_SECONDS", 0.0)
+    assert make_rig().tracker._connected.wait(240)  # or after a while
+
+
 def test_a_store_that_hangs_holds_up_neither_log_nor_the_end(make_rig: Callable[..., Rig]) -> None:
     rig = make_rig(close_timeout_seconds=0.3)
+    assert rig.tracker.wait_connected(240)
     until(lambda: len(rig.store.calls) == 1)
     release = threading.Event()
     entered = threading.Event()
