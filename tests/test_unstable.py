@@ -40,10 +40,11 @@ class Session:
         (folder / "test_made_up.py").write_text(BEGIN + test_file)
         paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         plugin_options = [option for plugin in plugins for option in ("-p", plugin)]
+        around = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
         done = subprocess.run(
             [sys.executable, "-m", "pytest", *plugin_options, "--once-more", *options],
             cwd=folder,
-            env={**os.environ, "PYTHONPATH": paths, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "COLUMNS": "100"},
+            env={**around, "PYTHONPATH": paths, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "COLUMNS": "100"},
             stdin=subprocess.DEVNULL,
             capture_output=True,
             encoding="utf-8",
