@@ -1,4 +1,4 @@
-"""Two halves of the tests side by side (pytest-xdist, `--dist loadgroup`): what stays together, and what begins.
+"""Two halves of the tests side by side (pytest-xdist, `--dist loadfile`): what stays together, and what begins.
 
 The tests of one file stay together, and so what their fixtures share is made once; the files of one folder in TOGETHER
 share a fixture of the session. Anything else that a test looks at (processes, ports, shared memory, folders for
@@ -7,11 +7,10 @@ temporary files) it must know to be its own by a mark, so that any two files can
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import Any
 
 import pytest
 
-TESTS = Path(__file__).parent
 TOGETHER = ("faults",)  # the runs that nothing happened to
 # The longest of them, longest first; what is short fills the gaps at the end, and both halves end together.
 FIRST = (
@@ -36,31 +35,37 @@ FIRST = (
 )
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """In a worker, give every test its group, and bring them into order."""
-    if not hasattr(config, "workerinput"):
-        return
-    places = {name: place for place, name in enumerate(FIRST)}
-    order: dict[str, int] = {}
-    for item in items:
-        group = group_of(item.path)
-        order.setdefault(group, places.get(group, len(FIRST) + len(order)))
-        item.add_marker(pytest.mark.xdist_group(group))
-    items.sort(key=lambda item: order[group_of(item.path)])  # stable: a file's tests stay as they are
-
-
-def group_of(path: Path) -> str:
-    """The name of the group that a test file is in."""
-    if not path.is_relative_to(TESTS):
-        return str(path)
-    name = path.relative_to(TESTS)
-    return name.parts[0] if name.parts[0] in TOGETHER else name.as_posix()
+def group_of(path: str) -> str:
+    """The group of a test file, by its path relative to the repository or the start of its id."""
+    name = path.partition("::")[0].removeprefix("tests/")
+    folder = name.partition("/")[0]
+    return folder if folder in TOGETHER else name
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Without the group that xdist hangs on: `test_it.py::test_it[1]@group` is no id that pytest takes."""
-    node_id, found, group = report.nodeid.rpartition("@")
-    if found and hasattr(report, "node") and "]" not in group and "::" not in group:
-        report.nodeid = node_id
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """One process where a table is written of what all tests have measured."""
+    if any(getattr(config.option, table, None) for table in ("table", "faults_table")):
+        config.option.numprocesses = 0
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Bring the groups into order, where there are two halves."""
+    if hasattr(config, "workerinput"):
+        places = {name: place for place, name in enumerate(FIRST)}
+        items.sort(key=lambda item: places.get(group_of(item.nodeid), len(FIRST)))  # stable
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """For `--dist loadfile`: like xdist's own, but with the groups and in the order of this file."""
+    if config.getoption("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Groups(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return group_of(nodeid)
+
+    config.option.loadscopereorder = False
+    return Groups(config, log)

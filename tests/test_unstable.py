@@ -256,7 +256,6 @@ def test_with_two_workers(tmp_path: Path) -> None:
     session = Session(
         tmp_path,
         """
-@pytest.mark.xdist_group("alone")
 @pytest.mark.parametrize("value", ["a@b", "x]@y"])
 def test_shaky(value):
     assert not os.environ.get("PYTEST_XDIST_WORKER"), "beside others"
@@ -264,7 +263,7 @@ def test_shaky(value):
 def test_good(number):
     pass
 """,
-        *("-n", "2", "--dist", "loadgroup"),
+        *("-n", "2", "--dist", "loadfile"),
         plugins=("xdist",),
     )
     assert (session.code, session.closing) == (0, "4 passed, 2 unstable"), session.output
