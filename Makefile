@@ -40,7 +40,7 @@ demo: $(BASE) ## pack, pre-train, swap the head, fine-tune, report: all on real 
 	@$(PY) -m launch.cli demo --data $(DATA) $(ARGS)
 
 test: $(ALL) ## run the tests, without those marked slow or faults (ARGS go to pytest)
-	@$(PY) -m pytest -m "not slow and not faults" $(ARGS)
+	@$(PY) -m pytest -n 2 --dist loadfile --once-more -m "not slow and not faults" $(ARGS)
 
 faults: $(ALL) ## try every fault on real processes and print what became of each (40 minutes on 2 cores; ARGS='--faults-table FILE')
 	@$(PY) -m pytest tests/faults $(ARGS)
@@ -61,7 +61,8 @@ clean: ## remove .venv and all caches (never runs/ or your shards)
 
 # ---- set-up ---------------------------------------------------------------------------------------------------------
 
-.PHONY: missing-base missing-all
+.PHONY: missing-base missing-all installed
+installed: $(ALL)
 missing-base:
 	@$(PY) .ci/missing_packages.py
 missing-all:

@@ -13,6 +13,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
+pytest_plugins = ["tests.unstable", "tests.side_by_side"]
+
 # Two processes with as many threads each as there are cores slow one another down several times. Set before torch is
 # imported, and inherited by the processes that tests start.
 os.environ["OMP_NUM_THREADS"] = "1"

@@ -1,0 +1,71 @@
+"""Two halves of the tests side by side (pytest-xdist, `--dist loadfile`): what stays together, and what begins.
+
+The tests of one file stay together, and so what their fixtures share is made once; the files of one folder in TOGETHER
+share a fixture of the session. Anything else that a test looks at (processes, ports, shared memory, folders for
+temporary files) it must know to be its own by a mark, so that any two files can run at the same time.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+TOGETHER = ("faults",)  # the runs that nothing happened to
+# The longest of them, longest first; what is short fills the gaps at the end, and both halves end together.
+FIRST = (
+    "integration/test_masked_patch.py",
+    "cluster/test_queue.py",
+    "integration/test_pipeline.py",
+    "cluster/hosts/test_stage_hosts.py",
+    "distributed/test_watch_processes.py",
+    "faults",
+    "distributed/test_elastic.py",
+    "integration/test_damaged_shards.py",
+    "integration/test_remote_shards.py",
+    "data_shards/test_workers.py",
+    "distributed/test_engines.py",
+    "integration/test_models_from_elsewhere.py",
+    "model/formats/test_export.py",
+    "data_shards/test_assemble.py",
+    "launch/test_table8.py",
+    "cluster/hosts/test_preflight_hosts.py",
+    "launch/test_bench_data.py",
+    "launch/hosts/test_agent.py",
+)
+
+
+def group_of(path: str) -> str:
+    """The group of a test file, by its path relative to the repository or the start of its id."""
+    name = path.partition("::")[0].removeprefix("tests/")
+    folder = name.partition("/")[0]
+    return folder if folder in TOGETHER else name
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """One process where a table is written of what all tests have measured."""
+    if any(getattr(config.option, table, None) for table in ("table", "faults_table")):
+        config.option.numprocesses = 0
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Bring the groups into order, where there are two halves."""
+    if hasattr(config, "workerinput"):
+        places = {name: place for place, name in enumerate(FIRST)}
+        items.sort(key=lambda item: places.get(group_of(item.nodeid), len(FIRST)))  # stable
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """For `--dist loadfile`: like xdist's own, but with the groups and in the order of this file."""
+    if config.getoption("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Groups(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return group_of(nodeid)
+
+    config.option.loadscopereorder = False
+    return Groups(config, log)
