@@ -30,7 +30,7 @@ from launch.signals import handled
 from pipeline.recipe import Recipe, StageName
 
 _RENDEZVOUS_PREFIX = ".rendezvous-"
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 STOPPING = "stopping: the ranks finish their step and save (Ctrl-C again kills them)"
 _LOOK_SECONDS = 0.2
 

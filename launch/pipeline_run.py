@@ -112,7 +112,7 @@ class PipelineRun:
         restarts = Restarts(max_restarts)
         try:
             # Between two stages there is nothing at work that could be saved: they do what Ctrl-C does.
-            interrupting = handled((signal.SIGTERM, signal.SIGUSR1), signal.default_int_handler)
+            interrupting = handled((signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1), signal.default_int_handler)
             with interrupting, locked(self.folder.path / ".run.lock", what=f"run {self.folder.path}"):
                 start = self._start_function()
                 for note in self.folder.open(self.recipe, restart=self.restart):
