@@ -157,6 +157,8 @@ def _run(recipe: Recipe, *, folder: RunFolder, stage: StageName, place: Place) -
 def _watch_parents(stop: StopFlag) -> None:
     """Ask for a stop when the launcher or `shardvit run` dies: nobody would ever collect this process."""
     launcher, supervisor = os.getppid(), supervisor_pid()
+    if process_started(os.getpid()) is None:  # without /proc nothing is known of a process
+        supervisor = None
     started = None if supervisor is None else process_started(supervisor)
 
     def watch() -> None:
