@@ -127,8 +127,10 @@ def run_stage_locally(launch: Launch) -> int:
 
 @contextlib.contextmanager
 def _rendezvous(run_folder: Path) -> Iterator[Path]:
-    """A fresh folder that only this user can read; those of attempts that were killed are removed."""
-    run_folder.mkdir(parents=True, exist_ok=True)
+    """A fresh folder that only this user can read; those of attempts that were killed are removed.
+
+    In the run folder, which is there: its lock is held.
+    """
     for leftover in run_folder.glob(f"{_RENDEZVOUS_PREFIX}*"):
         shutil.rmtree(leftover, ignore_errors=True)
     folder = Path(tempfile.mkdtemp(prefix=_RENDEZVOUS_PREFIX, dir=run_folder)).absolute()

@@ -37,6 +37,7 @@ from launch.env import (
 )
 from launch.lock import locked
 from launch.output import go_on
+from launch.presence import Presence
 from launch.processes import RANK_COMMAND
 from launch.signals import handled
 from launch.slurm.node import run_node
@@ -129,11 +130,14 @@ def _run(recipe: Recipe, *, folder: RunFolder, stage: StageName, place: Place) -
     with contextlib.ExitStack() as held:
         # While this rank waits for others there is nothing to save, and it would not look at a flag.
         with handled((signal.SIGTERM, signal.SIGINT, signal.SIGHUP), signal.SIG_DFL):
+            if supervisor_pid() is not None:
+                Presence(folder.path).close()  # `shardvit run` has made it and holds it: it is not made again
             if place.is_main:
                 # An orphaned earlier attempt may still be saving.
                 held.enter_context(locked(folder.path / ".train.lock", what=f"run {folder.path}", wait_seconds=60))
                 folder.open(recipe)
             ranks = Ranks(place, timeout_seconds=recipe.engine.collective_timeout_seconds)
+            there = held.enter_context(contextlib.closing(Presence(folder.path)))
         context = StageContext(
             recipe=recipe,
             folder=folder,
@@ -143,7 +147,8 @@ def _run(recipe: Recipe, *, folder: RunFolder, stage: StageName, place: Place) -
             job_tags=job_tags(),
         )
         try:
-            run_stage(context, stage=stage)
+            with there.demanded():
+                run_stage(context, stage=stage)
         except Stopped:
             return EXIT_STOPPED
         except (TrainingFailed, SaveFailed) as error:
