@@ -161,9 +161,11 @@ def _counting_on(
                 if there.is_gone() or claim.is_deleted():  # the latter: it is being deleted
                     if over.wait(gone_seconds):
                         return
-                    _to_stderr(gone(there.folder))
-                    end_others()
-                    os._exit(EXIT_GONE)
+                    try:
+                        _to_stderr(gone(there.folder))
+                        end_others()
+                    finally:
+                        os._exit(EXIT_GONE)
                 if not claim.holds():
                     _to_stderr(f"{what} was taken over by another process while this one stood still: leaving at once")
                     os._exit(1)

@@ -106,6 +106,7 @@ from launch import local
 from pipeline.recipe_io import load_recipe
 local.launch_command = lambda launch: [sys.executable, "launcher.py", *sys.argv[2:]]
 stage = local.Launch(load_recipe("digits"), "digits", (), runs_root=Path("runs"), stage="pretrain", processes=2)
+(stage.runs_root / "digits").mkdir(parents=True, exist_ok=True)  # its lock is held by now
 try:
     print("code", local.run_stage_locally(stage), flush=True)
 except KeyboardInterrupt:
@@ -320,6 +321,7 @@ from pipeline.recipe_io import load_recipe
 show = "from launch.env import read_place; place = read_place(); print('place', place.rank, place.world_size)"
 local.launch_command = lambda launch: [sys.executable, "-c", show]
 stage = local.Launch(load_recipe("digits"), "digits", (), runs_root=Path(sys.argv[2]), stage="swap_head", processes=2)
+(stage.runs_root / "digits").mkdir(parents=True, exist_ok=True)
 print("code", local.run_stage_locally(stage), flush=True)
 """
 
