@@ -47,7 +47,7 @@ _NEWS_SECONDS = 30.0  # that the fork server is given to tell of a dead worker, 
 _at_work: set[threading.Thread] = set()
 _exiting = threading.Event()
 
-_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
 
 class Described(Protocol[Produced]):

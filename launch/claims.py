@@ -110,6 +110,10 @@ class OwnClaim:
         """Whether this is still the highest claim."""
         return max(_numbers(self._path), default=0) == self._number
 
+    def is_deleted(self) -> bool:
+        """Whether this claim and all others are gone."""
+        return not _numbers(self._path)
+
     def remove_lower(self) -> None:
         """Clear away the claims of those who came before."""
         for number in _numbers(self._path):

@@ -11,6 +11,7 @@ from cyclopts import App, CycloptsError, Parameter
 from data_shards.errors import UserError
 from launch.doctor.command import doctor
 from launch.models import export_model, import_model
+from launch.output import EXIT_READER_LEFT, OutputLost, go_on, guard
 from launch.plan import plan
 from launch.predict import predict
 from launch.slurm.command_line import cancel, status, submit
@@ -32,14 +33,26 @@ app = App(
 
 def main() -> None:
     """Entry point of the console script."""
+    guard()
     try:
-        sys.exit(app(exit_on_error=False, print_error=False, result_action="return_value") or 0)
+        code = _run_command()
+        sys.stdout.flush()
+    except OutputLost as error:
+        if error.why:
+            print(f"shardvit: {error}", file=sys.stderr)
+        code = 1 if error.why else EXIT_READER_LEFT
+    sys.exit(code)
+
+
+def _run_command() -> int:
+    try:
+        return app(exit_on_error=False, print_error=False, result_action="return_value") or 0
     except KeyboardInterrupt:  # between two stages, while packing or exporting: files are renamed when they are whole
         print("\nshardvit: interrupted: nothing is broken, type the same command again", file=sys.stderr)
-        sys.exit(EXIT_STOPPED)
+        return EXIT_STOPPED
     except (UserError, CycloptsError) as error:
         print(f"shardvit: {error}", file=sys.stderr)
-        sys.exit(EXIT_USER_ERROR)
+        return EXIT_USER_ERROR
 
 
 @app.command
@@ -113,6 +126,7 @@ def pack(
     from data_shards.packing.pack import pack as pack_images
     from data_shards.sources import LabelList
 
+    go_on()
     if labels is None and (path_column, label_column, class_names) != (None, None, None):
         raise UserError(
             "--path-column, --label-column, --class-names: they describe a list of labels; give --labels too"
@@ -278,6 +292,8 @@ def run(
     """
     from launch.pipeline_run import PipelineRun
 
+    if not dry_run:
+        go_on()
     fleet = None
     if hostfile is not None:
         from launch.hosts.fleet import open_fleet
@@ -333,6 +349,7 @@ def demo(
     """
     from launch.demo import run_demo
 
+    go_on()
     return run_demo(data, runs_root=runs, shards_root=shards)
 
 

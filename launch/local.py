@@ -32,7 +32,7 @@ from launch.signals import handled
 from pipeline.recipe import Recipe, StageName
 
 _RENDEZVOUS_PREFIX = ".rendezvous-"
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 STOPPING = "stopping: the ranks finish their step and save (Ctrl-C again kills them)"
 _LOOK_SECONDS = 0.05
 # How long the others may go on when the first rank has ended: in good order, rank 0 may still be telling MLflow the
@@ -159,8 +159,10 @@ def _terminate(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
 
 @contextlib.contextmanager
 def _rendezvous(run_folder: Path) -> Iterator[Path]:
-    """A fresh folder that only this user can read; those of attempts that were killed are removed."""
-    run_folder.mkdir(parents=True, exist_ok=True)
+    """A fresh folder that only this user can read; those of attempts that were killed are removed.
+
+    In the run folder, which is there: its lock is held.
+    """
     for leftover in run_folder.glob(f"{_RENDEZVOUS_PREFIX}*"):
         shutil.rmtree(leftover, ignore_errors=True)
     folder = Path(tempfile.mkdtemp(prefix=_RENDEZVOUS_PREFIX, dir=run_folder)).absolute()

@@ -25,8 +25,10 @@ from pathlib import Path
 
 from data_shards.errors import UserError
 from launch.claims import Claim, OwnClaim, highest_claim, this_process
+from launch.presence import Presence, gone
 from pipeline.living import process_started
 
+EXIT_GONE = 2  # somebody must bring the folder back
 _BEAT_SECONDS = 5.0
 _WATCH_SECONDS = 30.0  # file servers stand still for a while, too
 _BEGIN_SECONDS = 5.0  # within which a claim that was made is filled; whoever is slower finds that it lost
@@ -44,15 +46,23 @@ def _to_stderr(text: str) -> None:
 
 @contextmanager
 def locked(
-    path: Path, *, what: str, wait_seconds: float = 0.0, say: Callable[[str], None] = _to_stderr
-) -> Iterator[None]:
-    """Hold the lock file `path`.
+    path: Path,
+    *,
+    what: str,
+    wait_seconds: float = 0.0,
+    say: Callable[[str], None] = _to_stderr,
+    gone_seconds: float = 0.0,
+    end_others: Callable[[], object] = lambda: None,
+) -> Iterator[Presence]:
+    """Hold the lock file `path`; yields its folder's presence. When that is gone, this process ends within seconds.
 
     Args:
         path: the file; made when missing, never removed (removing it would let two owners in).
         what: what is locked, for the message.
         wait_seconds: how long to wait for the present owner.
         say: told when a dead owner on another machine is waited for and followed.
+        gone_seconds: given to this process to end by itself when the folder is gone.
+        end_others: called before it is ended then.
 
     Raises:
         UserError: somebody else holds it.
@@ -72,8 +82,12 @@ def locked(
                         f"{what} is in use by {error} (lock {path}): wait for it, or stop it first"
                     ) from None
             time.sleep(_LOOK_SECONDS)
-        with _counting_on(claim, what=what):
-            yield
+        there = Presence(path.parent)
+        try:
+            with _counting_on(claim, what=what, there=there, gone_seconds=gone_seconds, end_others=end_others):
+                yield there
+        finally:
+            there.close()
     finally:
         os.close(descriptor)
 
@@ -135,13 +149,23 @@ def _make_sure_it_is_dead(
 
 
 @contextmanager
-def _counting_on(claim: OwnClaim, *, what: str) -> Iterator[None]:
+def _counting_on(
+    claim: OwnClaim, *, what: str, there: Presence, gone_seconds: float, end_others: Callable[[], object]
+) -> Iterator[None]:
     """Let the claim's count go up as long as this is entered, and release it at the end."""
     over = threading.Event()
 
     def count() -> None:
         while not over.wait(_BEAT_SECONDS):
             with suppress(OSError):  # the file server is away, or the disk is full: it may come back
+                if there.is_gone() or claim.is_deleted():  # the latter: it is being deleted
+                    if over.wait(gone_seconds):
+                        return
+                    try:
+                        _to_stderr(gone(there.folder))
+                        end_others()
+                    finally:
+                        os._exit(EXIT_GONE)
                 if not claim.holds():
                     _to_stderr(f"{what} was taken over by another process while this one stood still: leaving at once")
                     os._exit(1)

@@ -6,6 +6,7 @@ user allows it (`restarts`).
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import time
@@ -17,10 +18,12 @@ from typing import Literal
 from data_shards.errors import UserError
 from launch.disk_errors import disk_problem
 from launch.endings import EXIT_STOPPED, memory_kills, reason
-from launch.env import num_gpus
+from launch.env import SUPERVISOR_PID, num_gpus
 from launch.hosts.fleet import Fleet
 from launch.local import Launch, run_stage_locally
 from launch.lock import locked
+from launch.presence import Presence
+from launch.processes import kill_all
 from launch.restarts import PAUSE_SECONDS, Restarts
 from launch.signals import handled
 from pipeline.identity import check_newest, checkpoint_identity
@@ -32,6 +35,7 @@ from pipeline.stage_data import open_data, training_order
 from pipeline.start_model import model_from_elsewhere
 
 EXIT_USER_ERROR = 2
+_GONE_SECONDS = 20.0  # for the ranks, which find out by themselves, to say it and to end
 
 
 @dataclass(frozen=True)
@@ -108,9 +112,15 @@ class PipelineRun:
         restarts = Restarts(max_restarts)
         try:
             # Between two stages there is nothing at work that could be saved: they do what Ctrl-C does.
-            interrupting = handled((signal.SIGTERM, signal.SIGUSR1), signal.default_int_handler)
-            with interrupting, locked(self.folder.path / ".run.lock", what=f"run {self.folder.path}"):
-                start = self._start_function()
+            interrupting = handled((signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1), signal.default_int_handler)
+            lock = locked(
+                self.folder.path / ".run.lock",
+                what=f"run {self.folder.path}",
+                gone_seconds=_GONE_SECONDS,
+                end_others=lambda: kill_all(SUPERVISOR_PID, str(os.getpid())),
+            )
+            with interrupting, lock as there, there.demanded():
+                start = _in_folder(there, self._start_function())
                 for note in self.folder.open(self.recipe, restart=self.restart):
                     print(note)
                 for stage in self.recipe.stages.names if only is None else (only,):
@@ -211,6 +221,18 @@ class PipelineRun:
     def _begins_again(self, stage: StageName) -> bool:
         names = self.recipe.stages.names
         return self.restart is not None and names.index(stage) >= names.index(self.restart)
+
+
+def _in_folder(there: Presence, start: Callable[[Launch], int]) -> Callable[[Launch], int]:
+    """`start`, after which the run folder must be there, or the ranks have said that it is not."""
+
+    def run(launch: Launch) -> int:
+        code = start(launch)
+        if code != EXIT_USER_ERROR:
+            there.demand()
+        return code
+
+    return run
 
 
 def _processes_here(recipe: Recipe) -> int:

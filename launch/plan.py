@@ -71,8 +71,5 @@ def plan(
         images=images,
         classes=classes,
     )
-    try:
-        print(json.dumps(as_json(made), indent=1) if as_json_text else as_page(made), flush=True)
-    except BrokenPipeError:  # `| head` has seen enough; Python must not try again when it exits
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    print(json.dumps(as_json(made), indent=1) if as_json_text else as_page(made))
     return 0

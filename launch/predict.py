@@ -7,7 +7,6 @@ standard error, the others are still answered, and the exit code is 1. Heavy lib
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -74,17 +73,12 @@ def predict(
         _tell(f"the model is {predictor.origin}")
     for note in predictor.notes:
         _tell(f"note: {note}")
-    faults = 0
     predictions = predict_images(predictor, files, top=top, batch_images=batch_size)
-    try:
-        if as_json:
-            faults = _print_json(predictions)
-        else:
-            longest = sorted(len(_shown(name)) for name in predictor.meta.class_names)[-top:]
-            faults = _print_lines(predictions, line=_layout(files, class_widths=longest))
-        sys.stdout.flush()
-    except BrokenPipeError:  # `| head` has seen enough; Python must not try again when it exits
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if as_json:
+        faults = _print_json(predictions)
+    else:
+        longest = sorted(len(_shown(name)) for name in predictor.meta.class_names)[-top:]
+        faults = _print_lines(predictions, line=_layout(files, class_widths=longest))
     if faults:
         _tell(f"{faults:,} of {len(files):,} images could not be read")
     return 1 if faults else 0

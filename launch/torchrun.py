@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import sys
 
+from launch.output import go_on
+
 
 def main() -> int:
     """Run with torchrun's own arguments."""
+    go_on()
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun

@@ -37,9 +37,12 @@ from launch.env import (
     without_place,
 )
 from launch.lock import locked
+from launch.output import go_on
+from launch.presence import Presence
 from launch.processes import RANK_COMMAND
 from launch.signals import handled
 from launch.slurm.node import run_node
+from pipeline.living import process_started
 from pipeline.process import Place
 from pipeline.recipe import Recipe, StageName
 from pipeline.recipe_io import load_recipe
@@ -56,6 +59,7 @@ _WATCH_SECONDS = 1.0
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run this rank; returns the exit code."""
+    go_on()
     arguments = sys.argv[1:] if arguments is None else arguments
     options = _parse(arguments)
     place = Place(local_rank=0 if says_mistakes() else 1)  # until it is known
@@ -126,12 +130,15 @@ def _run(recipe: Recipe, *, folder: RunFolder, stage: StageName, place: Place) -
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // place.local_world_size))
     with contextlib.ExitStack() as held:
         # While this rank waits for others there is nothing to save, and it would not look at a flag.
-        with handled((signal.SIGTERM, signal.SIGINT), signal.SIG_DFL):
+        with handled((signal.SIGTERM, signal.SIGINT, signal.SIGHUP), signal.SIG_DFL):
+            if supervisor_pid() is not None:
+                Presence(folder.path).close()  # `shardvit run` has made it and holds it: it is not made again
             if place.is_main:
                 # An orphaned earlier attempt may still be saving.
                 held.enter_context(locked(folder.path / ".train.lock", what=f"run {folder.path}", wait_seconds=60))
                 folder.open(recipe)
             ranks = Ranks(place, timeout_seconds=recipe.engine.collective_timeout_seconds)
+            there = held.enter_context(contextlib.closing(Presence(folder.path)))
         context = StageContext(
             recipe=recipe,
             folder=folder,
@@ -141,7 +148,8 @@ def _run(recipe: Recipe, *, folder: RunFolder, stage: StageName, place: Place) -
             job_tags=job_tags(),
         )
         try:
-            run_stage(context, stage=stage)
+            with there.demanded():
+                run_stage(context, stage=stage)
         except Stopped:
             return EXIT_STOPPED
         except (TrainingFailed, SaveFailed) as error:
@@ -155,13 +163,17 @@ def _run(recipe: Recipe, *, folder: RunFolder, stage: StageName, place: Place) -
 def _watch_parents(stop: StopFlag) -> None:
     """Ask for a stop when the launcher or `shardvit run` dies: nobody would ever collect this process."""
     launcher, supervisor = os.getppid(), supervisor_pid()
+    if process_started(os.getpid()) is None:  # without /proc nothing is known of a process
+        supervisor = None
+    started = None if supervisor is None else process_started(supervisor)
 
     def watch() -> None:
         while True:
             time.sleep(_WATCH_SECONDS)
             if os.getppid() != launcher:
                 return stop.request("the death of its launcher")
-            if supervisor is not None and not Path(f"/proc/{supervisor}").exists() and Path("/proc/self").exists():
+            # One that is dead and not collected has no start, and a later process with its number another one.
+            if supervisor is not None and (started is None or process_started(supervisor) != started):
                 return stop.request("the death of shardvit run")
 
     threading.Thread(target=watch, daemon=True, name="watch-parents").start()

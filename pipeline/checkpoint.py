@@ -53,9 +53,14 @@ def beside_of(root: Path, step: int) -> Path:
 
 
 def open_beside(root: Path, *, step: int) -> None:
-    """Make `beside_of` a new folder; what a killed writer left is removed. On one rank."""
+    """Make `beside_of` a new folder; what a killed writer left is removed. On one rank.
+
+    Raises:
+        OSError: it cannot be made, or the stage's folder, in which `root` lies, is gone.
+    """
     collect_leftovers(root)
-    beside_of(root, step).mkdir(parents=True)
+    root.mkdir(exist_ok=True)
+    beside_of(root, step).mkdir()
 
 
 def commit_checkpoint(root: Path, *, step: int, seals: Mapping[str, Seal]) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -17,6 +18,19 @@ def flush(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def make_folders(folder: Path, *, below: Path) -> None:
+    """Make `folder` and those between it and `below`, but not that one: a run folder that is gone is not made again.
+
+    Raises:
+        FileNotFoundError: `below` is not there.
+    """
+    for part in reversed([folder, *folder.parents]):
+        if part != below and part.is_relative_to(below):
+            part.mkdir(exist_ok=True)
+    if folder == below and not below.is_dir():
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(below))
 
 
 def write_text(path: Path, text: str) -> None:
@@ -35,9 +49,9 @@ def replace_text(path: Path, text: str) -> None:
     """Write a file that is there wholly or as it was before, killed or without power at any moment.
 
     Raises:
-        OSError: the disk is full or fails.
+        OSError: the disk is full or fails, or the folder above the file's own is gone.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(exist_ok=True)
     beside = path.with_name(f".{path.name}.writing")
     write_text(beside, text)
     beside.replace(path)

@@ -86,7 +86,7 @@ def open_metrics_log(path: Path, *, resume_step: int) -> MetricsLog:
     line of a killed process above all. The file is rewritten beside and renamed, so a kill in between leaves
     the old one; when there is nothing to drop it is not rewritten.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(exist_ok=True)
     if not path.exists():
         return MetricsLog(path, dropped_later_rows=0, dropped_broken_rows=0)
     beside = path.with_name(path.name + ".partial")

@@ -32,6 +32,18 @@ class StagePlan:
     patch_dropout_steps: int = 0  # from then on all patches are there
     keep_steps: int = 0  # checkpoints at multiples of this stay for good
 
+    def evaluates_after(self, step: int) -> bool:
+        """Whether an evaluation falls due once so many steps are done.
+
+        After the last step always. What would come a single step before that, or a tenth of the interval, is left to
+        it: 25% of 101 steps are 25, and neither 100 and 101 nor one epoch that is rounded down a hundred times tells
+        anything twice.
+        """
+        left = self.total_steps - step
+        if left == 0 or self.eval_steps == 1:
+            return True
+        return self.eval_steps > 0 and step % self.eval_steps == 0 and left > max(1, self.eval_steps // 10)
+
     def describe(self) -> str:
         """The sum, for the screen."""
         images = self.total_steps * self.global_batch_images

@@ -33,7 +33,7 @@ class Progress:
         total_steps: int,
         start_step: int,
         images_per_step: int,
-        stream: TextIO = sys.stderr,
+        stream: TextIO | None = None,
         every_seconds: float = 10.0,
         display: Literal["auto", "bar", "lines"] = "auto",
         clock: Callable[[], float] = time.monotonic,
@@ -41,7 +41,7 @@ class Progress:
         self._stage = stage
         self._total_steps = total_steps
         self._images_per_step = images_per_step
-        self._stream = stream
+        self._stream = stream = stream or sys.stderr  # as it is now, not when this file was imported
         self._every_seconds = every_seconds
         self._clock = clock
         self._started = clock()

@@ -90,7 +90,11 @@ class RunFolder:
             raise UserError(f"{path} is broken ({error}): begin the stage again with --restart {name}") from error
 
     def update(self, name: StageName, **changes: object) -> StageRecord:
-        """Change fields of a stage's record, on disk and at once."""
+        """Change fields of a stage's record, on disk and at once.
+
+        Raises:
+            OSError: the disk is full or fails, or the run folder is gone, which is not made again.
+        """
         record = replace(self.record(name), **changes)
         replace_text(self.stage(name) / "stage.json", json.dumps(asdict(record), indent=1) + "\n")
         return record
@@ -141,6 +145,7 @@ class RunFolder:
                         aside = aside.with_name(f"{name}-{stamp}.{number}")
                     self.stage(name).rename(aside)
                     notes.append(f"moved {self.stage(name)} aside to {aside}")
+        self.path.mkdir(parents=True, exist_ok=True)
         replace_text(self.path / "recipe.yaml", dump_recipe(recipe))
         return notes
 

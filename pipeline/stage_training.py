@@ -24,6 +24,7 @@ from model.saved import SavedModelMeta, save_model
 from pipeline.checkpoint import Restored, restore_checkpoint
 from pipeline.context import StageContext
 from pipeline.disk_space import check_free_space, estimate_bytes
+from pipeline.durable import make_folders
 from pipeline.engine_open import open_engine
 from pipeline.identity import checkpoint_identity
 from pipeline.plan import StagePlan, plan_stage
@@ -132,6 +133,7 @@ def train_stage(
                     eval_protocol=config.eval_protocol,
                     eval_crop_share=config.eval_crop_share,
                 )
+                make_folders(folder.stage(stage), below=folder.path)  # fails where the run folder is gone
                 save_model(folder.model(stage), weights, meta=meta)
                 folder.update(
                     stage, state="done", results=state.evaluation, model_digest=weights_digest(folder.model(stage))

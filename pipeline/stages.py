@@ -23,6 +23,7 @@ from model.pos_embed import resize_state
 from model.regularisation import Regularisation
 from model.saved import build_from_saved, load_model, save_model
 from pipeline.context import StageContext
+from pipeline.durable import make_folders
 from pipeline.metrics_log import open_metrics_log
 from pipeline.recipe import StageName, TrainStage
 from pipeline.run_folder import check_model, weights_digest
@@ -118,6 +119,7 @@ def swap_head(context: StageContext) -> None:
             row = log.append(step=0, images_seen=0, metrics=values)
         tracker.log(row.step, row.images_seen, row.metrics, time_seconds=row.time)
         meta = old.model_copy(update={"num_classes": len(classes), "class_names": classes, "head": "linear"})
+        make_folders(folder.stage("swap_head"), below=folder.path)  # fails where the run folder is gone
         save_model(folder.model("swap_head"), model.state_dict(), meta=meta)
         folder.update("swap_head", state="done", results=values, model_digest=weights_digest(folder.model("swap_head")))
     print(

@@ -26,6 +26,8 @@ from typing import IO, Any
 
 import torch
 
+from pipeline.durable import make_folders
+
 _FILE_OVERHEAD_BYTES = 4096
 _TENSOR_OVERHEAD_BYTES = 256  # header and alignment of one record in torch's zip format
 _BUFFER_BYTES = 1 << 20
@@ -117,7 +119,7 @@ def write_file(
     """Write one file, flush it to the disk and read it back.
 
     Args:
-        folder: of the checkpoint; the folders between are made.
+        folder: of the checkpoint, which is there; the folders between are made.
         file: what to write.
         abandoned: a `threading.Event` that calls it off.
         on_bytes: told of every so many bytes that were written.
@@ -127,7 +129,7 @@ def write_file(
         Abandoned: called off.
     """
     path = folder / file.path
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folders(path.parent, below=folder)
     with path.open("wb", buffering=0) as raw, io.BufferedWriter(raw, _BUFFER_BYTES) as buffered:
         tee = _Tee(buffered, abandoned=abandoned, on_bytes=on_bytes)
         file.write_to(tee)  # pyright: ignore[reportArgumentType]

@@ -50,7 +50,7 @@ class SaveClock:
 
 
 class StopFlag:
-    """Raised by SIGTERM, SIGINT or SIGUSR1, or by `request`."""
+    """Raised by SIGTERM, SIGINT, SIGUSR1 or SIGHUP (a terminal that is gone), or by `request`."""
 
     def __init__(self) -> None:
         self.reason: str | None = None
@@ -58,8 +58,9 @@ class StopFlag:
 
     def listen(self) -> None:
         """Install the handlers; in the main thread."""
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-            signal.signal(number, self._on_signal)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # nohup's wish
+                signal.signal(number, self._on_signal)
 
     def request(self, reason: str) -> None:
         """Ask for a stop from any thread."""

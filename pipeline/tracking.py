@@ -281,7 +281,8 @@ def _connect(settings: TrackerSettings, *, parent: RunState, child: RunState, sa
     _import_mlflow()
     from mlflow.tracking import MlflowClient
 
-    settings.runs_root.mkdir(parents=True, exist_ok=True)
+    if not settings.run_dir.is_dir():
+        raise FileNotFoundError(f"{settings.run_dir} is gone")  # with it, perhaps, the folder of all runs
     make_database(settings.uri, create=lambda uri: MlflowClient(tracking_uri=uri).search_experiments(max_results=1))
     client = MlflowClient(tracking_uri=settings.uri)
     name = settings.experiment or "shardvit"
@@ -362,5 +363,7 @@ def _load(file: Path, *, say: Say) -> RunState:
 def _save(state: RunState, *, say: Say) -> None:
     try:
         state.save()
+    except FileNotFoundError:  # the run folder is gone, which is said elsewhere
+        return
     except OSError as error:
         say(f"MLflow: cannot write {state.file}, a resumed stage may begin a new run: {error}")

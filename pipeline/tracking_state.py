@@ -59,7 +59,7 @@ class RunState:
     sent: SentMark = SentMark()
 
     def save(self) -> None:
-        """Write the file beside and rename it. Raises OSError."""
+        """Write the file beside and rename it. Raises OSError; a folder that is gone is not made again."""
         record = {
             "key": self.key,
             "run_id": self.run_id,
@@ -67,7 +67,6 @@ class RunState:
             "sent_step": self.sent.step,
             "sent_rows_at_step": self.sent.rows,
         }
-        self.file.parent.mkdir(parents=True, exist_ok=True)
         beside = self.file.with_name(self.file.name + ".partial")
         beside.write_text(json.dumps(record) + "\n")
         os.replace(beside, self.file)

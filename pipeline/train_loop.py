@@ -125,7 +125,7 @@ def train(job: TrainJob, state: TrainState) -> TrainState:
             if slowest and slowest.is_news:
                 report.note(f"step {state.step}: {slowest.describe()}")
                 too_slow = slowest.describe() if job.on_slow_rank == "stop" else ""
-        evaluated = last or _due(state.step, every=plan.eval_steps)
+        evaluated = plan.evaluates_after(state.step)
         if evaluated:
             with report.aside():
                 state.evaluation, state.evaluation_step = job.evaluate(state.step), state.step

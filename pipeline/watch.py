@@ -26,6 +26,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
+from pipeline.durable import make_folders
 from pipeline.heartbeat import Heartbeat, State, is_gone, read_heartbeat, write_heartbeat
 from pipeline.living import describe_process, process_started, this_machine
 from pipeline.process import Place
@@ -97,7 +98,7 @@ class Watch:
     def start(self) -> None:
         """Begin; in the main thread."""
         with suppress(OSError):
-            self._folder.mkdir(parents=True, exist_ok=True)
+            make_folders(self._folder, below=self._folder.parent.parent)  # the run's, which may be gone
             if self._place.is_main:
                 _forget_ranks_from(self._place.world_size, folder=self._folder)
         self._stacks.open()  # before the first heartbeat, which invites the others to ask for a stack
@@ -159,7 +160,7 @@ class Watch:
     def _end_because_of(self, sentence: str) -> None:
         """The main thread usually fails in its next exchange with the others, and closes this watch."""
         self._read(self._siblings)
-        if not self._speaks():
+        if not self._speaks() or self._is_run_gone():
             return self._end_quietly()
         if _first_word.acquire(blocking=False):
             self._ended = sentence
@@ -283,12 +284,16 @@ class Watch:
         try:
             write_heartbeat(self._folder, self._beat(state, note=note))
         except OSError as error:
-            if not self._has_complained:
+            if not self._has_complained and not self._is_run_gone():
                 self._has_complained = True
                 self._tell(
                     f"rank {self._place.rank}: no heartbeats can be written to {self._folder} ({error.strerror}), so "
                     "a process that hangs may be named wrongly; training goes on"
                 )
+
+    def _is_run_gone(self) -> bool:
+        """Whether the stage's folder was deleted or renamed: that is said elsewhere, and ends all ranks."""
+        return not self._folder.parent.exists()
 
     def _beat(self, state: State, *, note: str = "") -> Heartbeat:
         step, turn, doing = self._progress

@@ -18,7 +18,7 @@ from launch.signals import handled
 
 WAIT_SECONDS = 120.0  # after the first process has ended: saving is over by then, MLflow may still be told the rest
 _LOOK_SECONDS = 0.1
-_PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+_PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
 
 @dataclass(frozen=True)

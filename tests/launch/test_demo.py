@@ -48,6 +48,7 @@ def test_the_table_shows_what_the_records_hold(tmp_path):
     recipe: Recipe = load_recipe("digits")
     folder, scratch = RunFolder(tmp_path, "digits"), RunFolder(tmp_path, "digits-scratch")
     folder.open(recipe)
+    scratch.open(load_recipe("digits_scratch"))
     folder.update("pretrain", state="done", images_seen=51200, seconds=61.25, results={"val/top1": 0.98})
     folder.update("swap_head", state="done")
     folder.update("finetune", state="done", images_seen=3200, seconds=5.0, results={"val/top1": 0.97})

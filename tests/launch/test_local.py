@@ -87,6 +87,7 @@ from pipeline.recipe_io import load_recipe
 local.rank_arguments = lambda launch: sys.argv[2:]
 local._FOLLOW_FAILED_SECONDS = 1.0
 stage = local.Launch(load_recipe("digits"), Path("recipe.yaml"), Path("runs"), stage="pretrain", processes=2)
+(stage.runs_root / "digits").mkdir(parents=True, exist_ok=True)  # its lock is held by now
 try:
     print("code", local.run_stage_locally(stage), flush=True)
 except KeyboardInterrupt:
@@ -275,6 +276,7 @@ show = "from launch.env import read_place; place = read_place(); print('place', 
 local.RANK_COMMAND, local.rank_arguments = ["-c", show], lambda launch: []
 root = Path(sys.argv[2])
 stage = local.Launch(load_recipe("digits"), Path("recipe.yaml"), root, stage="swap_head", processes=2)
+(root / "digits").mkdir(parents=True, exist_ok=True)
 print("code", local.run_stage_locally(stage), flush=True)
 """
 

@@ -8,7 +8,10 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import subprocess
 import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,7 +21,7 @@ from launch import train
 from launch.disk_errors import disk_problem
 from pipeline.rendezvous import PeerGone
 from pipeline.saver import SaveFailed
-from pipeline.stopping import Stopped
+from pipeline.stopping import StopFlag, Stopped
 from pipeline.train_loop import TrainingFailed
 
 ARGUMENTS = ["digits", "--stage", "pretrain", "--runs", "some runs"]
@@ -161,3 +164,50 @@ def test_what_ends_training_in_good_order_has_its_own_exit_code_and_no_traceback
     arguments = ["digits", "engine.collective_timeout_seconds=7", "--stage", "pretrain", "--runs", str(tmp_path)]
     assert train.main(arguments) == code
     assert capsys.readouterr().err == said
+
+
+PATIENCE_SECONDS = 240.0
+
+
+@pytest.fixture
+def supervisor(monkeypatch: pytest.MonkeyPatch) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that says it is `shardvit run`; it is looked at all the time."""
+    monkeypatch.setattr(train, "_WATCH_SECONDS", 0.01)
+    with subprocess.Popen(["sleep", "600"]) as process:
+        monkeypatch.setenv("SHARDVIT_SUPERVISOR_PID", str(process.pid))
+        yield process
+        process.kill()
+
+
+def wait_for_stop(flag: StopFlag) -> str | None:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while flag.reason is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return flag.reason
+
+
+def test_a_supervisor_that_is_dead_and_not_collected_is_dead(supervisor: subprocess.Popen[bytes]):
+    flag = StopFlag()
+    train._watch_parents(flag)
+    time.sleep(0.2)
+    assert flag.reason is None  # it lives
+    supervisor.kill()  # and nobody waits for it: its number stays, as a zombie's
+    assert wait_for_stop(flag) == "the death of shardvit run"
+    assert Path(f"/proc/{supervisor.pid}").exists()
+
+
+def test_another_process_with_the_supervisors_number_is_not_it(
+    supervisor: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+):
+    flag = StopFlag()
+    train._watch_parents(flag)
+    monkeypatch.setattr(train, "process_started", lambda pid: 1.0)
+    assert wait_for_stop(flag) == "the death of shardvit run"
+
+
+def test_a_supervisor_that_died_before_anybody_looked_is_dead(supervisor: subprocess.Popen[bytes]):
+    supervisor.kill()
+    supervisor.wait()
+    flag = StopFlag()
+    train._watch_parents(flag)
+    assert wait_for_stop(flag) == "the death of shardvit run"

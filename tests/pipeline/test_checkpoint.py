@@ -45,7 +45,7 @@ def alone() -> Iterator[Ranks]:
 
 
 def test_what_is_saved_is_restored_to_the_last_bit(tmp_path: Path, alone: Ranks):
-    root = tmp_path / "stage" / "checkpoints"
+    root = tmp_path / "checkpoints"
     assert torch.distributed.is_initialized()  # these are real ranks
     assert restore(root, ranks=alone)[0] is None
     assert save(root, 1, ranks=alone) == root / "step-00000001"

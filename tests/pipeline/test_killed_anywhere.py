@@ -141,9 +141,13 @@ def test_a_record_is_the_new_or_the_old_one(tmp_path: Path):
     def record(folder: Path) -> str:
         return {0: "none", 100: "old", 200: "new"}[RunFolder(folder, "a").record("pretrain").last_saved_step]
 
+    def begun(folder: Path) -> None:
+        RunFolder(folder, "a").path.mkdir()
+        RunFolder(folder, "a").update("pretrain", last_saved_step=100)
+
     seen = killed_everywhere(
         tmp_path,
-        prepare=lambda folder: RunFolder(folder, "a").update("pretrain", last_saved_step=100) and None,
+        prepare=begun,
         work=lambda folder: RunFolder(folder, "a").update("pretrain", last_saved_step=200) and None,
         look=record,
     )

@@ -190,3 +190,44 @@ def test_missing_shards_name_the_folder(tmp_path: Path):
 )
 def test_patch_dropout_rests_for_the_finish(stage: dict[str, Any], masked_steps: int):
     assert plan(stage=stage).patch_dropout_steps == masked_steps
+
+
+@given(
+    total=st.integers(1, 3000),
+    every=st.one_of(
+        st.integers(0, 120).map(lambda percent: f"{percent}%"),
+        st.integers(1, 3000).map(lambda steps: f"{steps} steps"),
+        st.sampled_from(["1 epoch", "0.5 epochs", "7 epochs"]),
+    ),
+    samples=st.integers(64, 5000),
+)
+def test_evaluations_fall_on_multiples_and_on_the_end_and_never_twice_there(total: int, every: str, samples: int):
+    got = plan(samples=samples, lanes=1, stage={"duration": f"{total} steps", "eval_every": every})
+    found = [step for step in range(1, total + 1) if got.evaluates_after(step)]
+    multiples = [step for step in range(1, total) if got.eval_steps and step % got.eval_steps == 0]
+    assert found[-1] == total
+    assert set(found[:-1]) <= set(multiples)
+    left_out = [step for step in multiples if step not in found]
+    assert len(left_out) <= 1 and multiples[-1:] in ([], left_out or multiples[-1:])  # none but the last one
+    if len(found) > 1 and got.eval_steps > 1:
+        assert found[-1] - found[-2] > max(1, got.eval_steps / 10 - 1)
+    if left_out:
+        assert total - left_out[0] <= max(1, got.eval_steps / 10)
+
+
+@pytest.mark.parametrize(
+    ("total", "every", "expected"),
+    [
+        (101, "25%", [25, 50, 75, 101]),
+        (100, "33%", [33, 66, 100]),
+        (13, "25%", [3, 6, 9, 13]),
+        (60, "40%", [24, 48, 60]),
+        (1040, "100 steps", [*range(100, 1001, 100), 1040]),  # as asked for, and not near the end
+        (4, "1 step", [1, 2, 3, 4]),
+        (9, "0%", [9]),
+        (100, "25%", [25, 50, 75, 100]),
+    ],
+)
+def test_where_evaluations_fall(total: int, every: str, expected: list[int]):
+    got = plan(stage={"duration": f"{total} steps", "eval_every": every})
+    assert [step for step in range(1, total + 1) if got.evaluates_after(step)] == expected

@@ -37,6 +37,10 @@ def test_a_record_begins_new_and_keeps_what_was_not_changed(tmp_path: Path):
     folder = RunFolder(runs_root=tmp_path, name="a")
     assert folder.record("pretrain") == StageRecord()
     assert not folder.path.exists()  # asking writes nothing
+    with pytest.raises(FileNotFoundError):  # somebody has deleted or renamed it
+        folder.update("pretrain", state="running")
+    assert not folder.path.exists()
+    folder.path.mkdir()
     folder.update("pretrain", state="running", inputs={"images": "abc"})
     folder.update("pretrain", last_saved_step=7, seconds=0.1 + 0.2)
     record = folder.record("pretrain")

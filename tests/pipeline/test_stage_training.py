@@ -58,6 +58,7 @@ class Stage:
         self.root, self.shards = root, shards
         self.notes: list[str] = []
         self.folder = RunFolder(runs_root=root / "runs", name="r")
+        self.folder.stage("pretrain").mkdir(parents=True)
         self.report: Any = SimpleNamespace(note=self.notes.append, attempt_seconds=50.0)
         self.engine: Any = TinyEngine()
         self.engine.device = torch.device("cpu")

@@ -40,6 +40,10 @@ def test_after_a_rollback_only_new_rows_are_unsent(steps: list[int], resume_step
 
 def test_a_state_reads_back(tmp_path: Path) -> None:
     state = RunState(tmp_path / "stage" / "mlflow.json", run_id="abc", attempt=3, sent=SentMark(7, 2))
+    with pytest.raises(FileNotFoundError):  # the stage's folder is gone, and is not made again
+        state.save()
+    assert not state.file.parent.exists()
+    state.file.parent.mkdir()
     state.save()
     assert load_run_state(state.file) == state
     assert [file.name for file in state.file.parent.iterdir()] == ["mlflow.json"]

@@ -108,6 +108,7 @@ def ask(run: Path, *arguments: str) -> int:
 def test_the_batch_script_asks_and_the_end_is_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     run = tmp_path / "law"
     folder = RunFolder(runs_root=tmp_path, name="law")
+    run.mkdir()
     folder.update("pretrain", state="running", last_saved_step=5)
     assert ask(run, "--code", "75", "--signal", "USR1") == 75
     assert "shardvit: pretrain: not finished (signal USR1): requeued, it goes on from step 5" in capsys.readouterr().err

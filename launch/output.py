@@ -1,0 +1,117 @@
+"""Standard output and error that may disappear: a reader that leaves (`| head`), a terminal that is gone, a full disk.
+
+`guard` comes first in every process of ours. Streams that are closed lead to /dev/null from then on, also for children
+and for libraries in C: else the next file that is opened would get their number, and what is printed would go into it.
+What cannot be written ends a command whose product is its output (`OutputLost`); after `go_on` it is dropped, for a
+run's product lies in its folder. Standard error is always dropped. SIGPIPE is ignored by Python itself.
+
+Costs nothing but a look at three descriptors.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import select
+import sys
+from contextlib import suppress
+from typing import Any, Literal
+
+_PATIENCE_SECONDS = 1.0  # for a terminal or pipe that was set not to block
+EXIT_READER_LEFT = 141  # 128 + SIGPIPE, which ends other tools then
+
+
+class OutputLost(Exception):
+    """Standard output takes nothing more.
+
+    Attributes:
+        why: the system's words; empty: its reader has left, as `| head` does, and wants to hear nothing more.
+    """
+
+    def __init__(self, error: OSError) -> None:
+        self.why = "" if error.errno == errno.EPIPE else (error.strerror or str(error))
+        super().__init__(f"standard output cannot be written: {self.why}")
+
+
+class _Stream(io.RawIOBase):
+    """A descriptor that is written to while it can be."""
+
+    def __init__(self, descriptor: int, *, name: str, when_lost: Literal["raise", "drop"]) -> None:
+        self.name, self.when_lost = f"<{name}>", when_lost
+        self._descriptor = descriptor
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def isatty(self) -> bool:
+        return os.isatty(self._descriptor)
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, content: Any, /) -> int:
+        left = memoryview(content).cast("B")
+        size = len(left)
+        while left:
+            try:
+                left = left[os.write(self._descriptor, left) :]
+            except BlockingIOError:
+                if not select.select([], [self._descriptor], [], _PATIENCE_SECONDS)[1]:
+                    break
+            except OSError as error:
+                if self.when_lost == "raise":
+                    self.when_lost = "drop"  # what is left in buffers must not raise again at exit
+                    raise OutputLost(error) from error
+                break
+        return size
+
+
+def guard() -> None:
+    """Open what is closed, and put streams that do not fail by themselves in the place of sys.stdout and sys.stderr.
+
+    Streams that somebody else has put there, as tests do, are left alone.
+    """
+    for descriptor in (0, 1, 2):  # from below: a file that is opened gets the lowest number that is free
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+    _guard("stdout", descriptor=1, when_lost="raise")
+    _guard("stderr", descriptor=2, when_lost="drop")
+
+
+def go_on() -> None:
+    """Whatever becomes of standard output, this process is to go on."""
+    guard()
+    stream = _stream_of(sys.stdout)
+    if stream is not None:
+        stream.when_lost = "drop"
+
+
+def _guard(name: Literal["stdout", "stderr"], *, descriptor: int, when_lost: Literal["raise", "drop"]) -> None:
+    before: Any = getattr(sys, name)
+    if before is not getattr(sys, f"__{name}__") or _stream_of(before) is not None:
+        return
+    if before is not None:
+        with suppress(OSError):
+            before.flush()
+    stream = _Stream(descriptor, name=name, when_lost=when_lost)
+    through = before is not None and before.write_through  # python -u
+    errors = "backslashreplace" if before is None or before.errors == "strict" else before.errors
+    after = io.TextIOWrapper(
+        stream if through else io.BufferedWriter(stream),  # pyright: ignore[reportArgumentType]
+        encoding="utf-8" if before is None else before.encoding,
+        errors=errors,
+        line_buffering=before is None or before.line_buffering,
+        write_through=through,
+    )
+    setattr(sys, name, after)
+    setattr(sys, f"__{name}__", after)
+
+
+def _stream_of(text: Any) -> _Stream | None:
+    """What is below a stream, if it is one of these."""
+    buffer = getattr(text, "buffer", None)
+    raw = getattr(buffer, "raw", buffer)
+    return raw if isinstance(raw, _Stream) else None
