@@ -7,8 +7,6 @@ in is `planning`'s, the numbers are `pipeline.budget`'s, the page is `plan_page`
 from __future__ import annotations
 
 import json
-import os
-import sys
 from typing import Annotated
 
 from cyclopts import Parameter
