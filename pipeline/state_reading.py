@@ -76,7 +76,7 @@ def read_state(file: Path, *, how: Literal["map", "copy"] = "map") -> dict[str, 
         ) from error
     except OSError:
         raise
-    except Exception as error:  # noqa: BLE001 - a pickle made by hand can make the unpickler stumble over anything
+    except Exception as error:  # a pickle made by hand can make the unpickler stumble over anything
         raise SampleError(f"{file} cannot be read ({type(error).__name__}: {_first_line(error)})") from error
     if not isinstance(content, dict):
         raise SampleError(f"{file} cannot be read: it holds no table of names, which every engine writes")

@@ -19,7 +19,7 @@ from launch.slurm.submit import total_steps
 from pipeline.identity import checkpoint_folders
 from pipeline.metrics_log import iter_metrics
 from pipeline.progress import RecentSpeed, format_duration
-from pipeline.recipe import Recipe, StageName
+from pipeline.recipe import Recipe, StageName, TrainStage
 from pipeline.recipe_io import parse_recipe
 from pipeline.run_folder import RunFolder
 from pipeline.tracking_state import load_run_state
@@ -99,10 +99,13 @@ def run_status(run: Path, *, slurm: Slurm) -> RunStatus:
             queue |= {job: Queued(state) for job, state in slurm.history(forgotten).items()}
         except UserError as error:
             notes.append(f"the queue is unknown: {error}")
-    steps = submission.total_steps if submission is not None else {}
-    if not steps:
+    steps = dict(submission.total_steps) if submission is not None else {}
+    steps |= {stage: begun for stage in recipe.stages.names if (begun := folder.record(stage).total_steps)}
+    if any(
+        isinstance(getattr(recipe.stages, stage), TrainStage) and stage not in steps for stage in recipe.stages.names
+    ):
         try:
-            steps = total_steps(recipe, processes=1)
+            steps = total_steps(recipe, processes=1) | steps
         except UserError as error:
             notes.append(f"the number of steps is unknown: {error}")
     stages = [
