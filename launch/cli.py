@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 from cyclopts import App, CycloptsError, Parameter
 
 from data_shards.errors import UserError
+from data_shards.printable import printable
 from data_shards.store.location import Commands
 from launch.doctor.command import doctor
 from launch.models import export_model, import_model
@@ -139,7 +140,7 @@ def pack(
         unreadable="skip" if skip_unreadable else "refuse",
         duplicates="drop" if drop_duplicates else "keep",
         seed=seed,
-        report=print,
+        report=lambda line: print(printable(line)),
     )
     return 0
 
@@ -226,7 +227,7 @@ def check(
             retry=RetryPolicy(give_up_seconds=60.0),  # somebody waits for the answer, no training is at stake
             commands="run",  # SHARDS, as it was typed; what lies there cannot name others
         ),
-        report=lambda line: print(line, file=sys.stderr, flush=True),
+        report=lambda line: print(printable(line), file=sys.stderr, flush=True),
     )
     print(json.dumps(as_json(result), indent=1) if as_json_text else as_text(result))
     return result.exit_code

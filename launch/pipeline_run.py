@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from data_shards.errors import UserError
+from data_shards.printable import printable
 from data_shards.store.location import CommandRefused, Commands
 from launch.disk_errors import disk_problem
 from launch.endings import EXIT_STOPPED, memory_kills, reason
@@ -245,7 +246,7 @@ def _processes_of(fleet: Fleet, recipe: Recipe) -> int:
 
 
 def _say(text: str) -> None:
-    print(f"shardvit: {text}", file=sys.stderr, flush=True)
+    print(f"shardvit: {printable(text)}", file=sys.stderr, flush=True)
 
 
 def _results(record: StageRecord) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from data_shards.errors import UserError
+from data_shards.printable import printable
 from launch.slurm.commands import Queued, Slurm
 from launch.slurm.records import Submission, read_ends, read_submission
 from launch.slurm.submit import total_steps
@@ -146,7 +147,7 @@ def as_text(status: RunStatus) -> str:
             )
         if stage.last_end and stage.state != "done":
             lines.append(f"{stage.stage}: {stage.last_end}")
-    return "\n".join([*lines, *status.notes])
+    return printable("\n".join([*lines, *status.notes]))
 
 
 def as_tree(status: RunStatus) -> dict[str, Any]:
