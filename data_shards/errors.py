@@ -8,9 +8,14 @@ machine's, and keeps its traceback.
 
 from __future__ import annotations
 
+from data_shards.printable import printable
+
 
 class UserError(ValueError):
     """A mistake of the user's; `str(error)` is the whole message, fit to be printed as it is."""
+
+    def __str__(self) -> str:
+        return printable(super().__str__())  # it may name what a file holds
 
 
 class SampleError(UserError):

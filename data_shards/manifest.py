@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
@@ -28,6 +29,7 @@ REMEDY = "make it with `shardvit pack SOURCE OUT`"
 
 # A `stat` on a network file system takes a millisecond, of waiting: threads make it 32 times less for many shards.
 _STAT_THREADS = 32
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:")
 _MOST_STATS_IN_TURN = 64
 
 
@@ -253,6 +255,8 @@ def _inside(file: str) -> str:
     parts = PurePosixPath(file).parts
     if not parts or "\\" in file or "\0" in file or PurePosixPath(file).is_absolute() or ".." in parts:
         raise ValueError(f"the shard {file!r} does not lie inside the folder")
+    if _SCHEME.match(file):
+        raise ValueError(f"the shard {file!r} is a command or a URL, where only a file in the folder can be")
     return file
 
 

@@ -9,6 +9,8 @@ from typing import Annotated, Literal
 from cyclopts import App, CycloptsError, Parameter
 
 from data_shards.errors import UserError
+from data_shards.printable import printable
+from data_shards.store.location import Commands
 from launch.doctor.command import doctor
 from launch.models import export_model, import_model
 from launch.output import EXIT_READER_LEFT, OutputLost, go_on, guard
@@ -152,7 +154,7 @@ def pack(
         unreadable="skip" if skip_unreadable else "refuse",
         duplicates="drop" if drop_duplicates else "keep",
         seed=seed,
-        report=print,
+        report=lambda line: print(printable(line)),
     )
     return 0
 
@@ -237,8 +239,9 @@ def check(
         store=Store(
             None if is_local(shards) else CacheConfig(folder=folder, limit_bytes=limit_bytes),
             retry=RetryPolicy(give_up_seconds=60.0),  # somebody waits for the answer, no training is at stake
+            commands="run",  # SHARDS, as it was typed; what lies there cannot name others
         ),
-        report=lambda line: print(line, file=sys.stderr, flush=True),
+        report=lambda line: print(printable(line), file=sys.stderr, flush=True),
     )
     print(json.dumps(as_json(result), indent=1) if as_json_text else as_text(result))
     return result.exit_code
@@ -310,9 +313,11 @@ def run(
         raise UserError(
             "--include, --exclude, --launcher, --master-addr and --master-port need --hostfile: give it, too"
         )
-    return PipelineRun.open(recipe, overrides=overrides, runs_root=runs, restart=restart, fleet=fleet).execute(
-        only=stage, mode="dry-run" if dry_run else "train", max_restarts=max_restarts
+    commands: Commands = "refuse" if dry_run else "run"
+    opened = PipelineRun.open(
+        recipe, overrides=overrides, runs_root=runs, restart=restart, fleet=fleet, commands=commands
     )
+    return opened.execute(only=stage, mode="dry-run" if dry_run else "train", max_restarts=max_restarts)
 
 
 @app.command

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts import Parameter
 
 from data_shards.errors import UserError
+from data_shards.printable import printable
 
 if TYPE_CHECKING:
     from model.config import ModelConfig
@@ -134,13 +135,13 @@ def import_model(
     except OSError as error:
         raise UserError(f"{out} cannot be written: {error}") from None
     for note in foreign.notes:
-        print(f"note: {note}")
+        print(f"note: {printable(note)}")
     broken = [name for name, tensor in state.items() if not tensor.isfinite().all()]
     if broken:
-        print(f"note: {len(broken)} tensors, such as {broken[0]}, have numbers that are not finite: FILE is damaged")
+        print(f"note: {len(broken)} tensors, such as {broken[0]!r}, have numbers that are not finite: FILE is damaged")
     if meta.num_classes != foreign.num_classes:
         print(f"note: the head is new, for {meta.num_classes:,} classes and all zeros: fine-tune it")
-    print(f"{out}: {foreign.format}; {_summary(meta)}")
+    print(printable(f"{out}: {foreign.format}; {_summary(meta)}"))
     return 0
 
 
@@ -185,8 +186,8 @@ def export_model(
     except OSError as error:
         raise UserError(f"{target} cannot be written: {error}") from None
     for note in (*found.notes, *notes):
-        print(f"note: {note}")
-    print(f"{target}: {found.origin} as {to}: {_summary(found.meta)}")
+        print(f"note: {printable(note)}")
+    print(printable(f"{target}: {found.origin} as {to}: {_summary(found.meta)}"))
     return 0
 
 

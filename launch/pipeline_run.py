@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Literal
 
 from data_shards.errors import UserError
+from data_shards.printable import printable
+from data_shards.store.location import CommandRefused, Commands
 from launch.disk_errors import disk_problem
 from launch.endings import EXIT_STOPPED, memory_kills, reason
 from launch.env import SUPERVISOR_PID, num_gpus
@@ -40,13 +42,14 @@ _GONE_SECONDS = 20.0  # for the ranks, which find out by themselves, to say it a
 
 @dataclass(frozen=True)
 class PipelineRun:
-    """A recipe and its run folder, found to fit together."""
+    """A recipe and its run folder, found to fit together; `commands`: whether a `pipe:` in it is run."""
 
     recipe: Recipe
     folder: RunFolder
     processes: int
     restart: StageName | None
     fleet: Fleet | None = None
+    commands: Commands = "run"
 
     @classmethod
     def open(
@@ -57,6 +60,7 @@ class PipelineRun:
         runs_root: Path,
         restart: StageName | None = None,
         fleet: Fleet | None = None,
+        commands: Commands = "run",
     ) -> PipelineRun:
         """Read and check; changes nothing on disk.
 
@@ -66,6 +70,7 @@ class PipelineRun:
             runs_root: folder of all runs.
             restart: this stage and those after it begin again.
             fleet: the hosts to run on; default: this machine.
+            commands: "refuse" to look without running a `pipe:` of the recipe.
 
         Raises:
             UserError: anything that would keep a stage from running.
@@ -82,8 +87,10 @@ class PipelineRun:
             processes=processes,
             restart=restart,
             fleet=fleet,
+            commands=commands,
         )
-        run.check_stages()
+        for note in run.check_stages():
+            _say(note)
         return run
 
     def execute(
@@ -145,6 +152,7 @@ class PipelineRun:
             recipe=self.recipe,
             runs_root=self.folder.runs_root,
             say=lambda text: print(text, file=sys.stderr, flush=True),
+            commands=self.commands,
         )
 
     def _run_stage(self, stage: StageName, *, start: Callable[[Launch], int], restarts: Restarts) -> int:
@@ -201,8 +209,9 @@ class PipelineRun:
             return f"{number} on {len(self.fleet.hosts)} hosts"
         return f"{number} on this machine ({'GPU' if num_gpus() else 'CPU'})"
 
-    def check_stages(self) -> None:
-        """Every stage's data, sizes, model and checkpoints, before the first one is started."""
+    def check_stages(self) -> list[str]:
+        """Every stage's data, sizes, model and checkpoints, before the first one is started; what was not looked at."""
+        notes: list[str] = []
         for stage in self.recipe.stages.names:
             is_open = self._begins_again(stage) or self.folder.record(stage).state != "done"
             config = getattr(self.recipe.stages, stage)
@@ -210,13 +219,18 @@ class PipelineRun:
                 if is_open:
                     model_from_elsewhere(self.recipe)
                 continue
-            data = open_data(self.recipe, stage=stage)
-            images = data.train.num_samples
-            plan = plan_stage(self.recipe, stage=stage, samples_per_epoch=images, world_size=self.processes)
-            training_order(self.recipe, data=data, plan=plan)
+            try:
+                data = open_data(self.recipe, stage=stage, commands=self.commands)
+            except CommandRefused as error:
+                notes.append(f"stages.{stage}: its images and their number were not looked at: {error}")
+            else:
+                images = data.train.num_samples
+                plan = plan_stage(self.recipe, stage=stage, samples_per_epoch=images, world_size=self.processes)
+                training_order(self.recipe, data=data, plan=plan)
             if is_open and not self._begins_again(stage):
                 identity = checkpoint_identity(self.recipe, stage=stage, processes=self.processes)
                 check_newest(self.folder.checkpoints(stage), expected=identity)
+        return notes
 
     def _begins_again(self, stage: StageName) -> bool:
         names = self.recipe.stages.names
@@ -255,7 +269,7 @@ def _processes_of(fleet: Fleet, recipe: Recipe) -> int:
 
 
 def _say(text: str) -> None:
-    print(f"shardvit: {text}", file=sys.stderr, flush=True)
+    print(f"shardvit: {printable(text)}", file=sys.stderr, flush=True)
 
 
 def _results(record: StageRecord) -> str:

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from data_shards.byte_sizes import show_bytes
+from data_shards.printable import printable
 from pipeline.budget.communication import GOOD_KEPT_SHARE
 from pipeline.budget.forecast import Machine, StageForecast
 from pipeline.budget.gpus import RESERVE_SHARE
@@ -54,7 +55,7 @@ def as_page(plan: Plan) -> str:
         lines.append(f"In all: {_hours(plan.hours)} on the wall clock, {_number(gpu_hours)} GPU-hours.")
     for stage in plan.stages:
         lines += ["", *_memory(plan, stage)]
-    return "\n".join([*lines, "", *_glossary(plan)])
+    return printable("\n".join([*lines, "", *_glossary(plan)]))
 
 
 def _title(plan: Plan) -> str:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from data_shards.errors import UserError
+from data_shards.printable import printable
 from data_shards.shard_set import ShardSet, ShardsSpec, merge_shard_sets, open_shards
 from data_shards.store.download import RetryPolicy
 from data_shards.store.location import is_local
@@ -152,7 +153,7 @@ def _open(config: TrainStage) -> ShardSet:
             open_shards(
                 ShardsSpec(each.shards, each.label, each.kind, Path(each.classes) if each.classes else None),
                 damaged="report",
-                report=lambda line: print(line, file=sys.stderr),
+                report=lambda line: print(printable(line), file=sys.stderr),
                 store=store,
             )
             for each in config.train

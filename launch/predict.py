@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from cyclopts import Parameter
 
 from data_shards.errors import UserError
+from data_shards.printable import printable
 
 if TYPE_CHECKING:
     from pipeline.predict import ImagePrediction
@@ -144,7 +145,7 @@ def _told_fault(prediction: ImagePrediction) -> bool:
 
 
 def _tell(message: str) -> None:
-    print(f"shardvit: {message}", file=sys.stderr, flush=True)
+    print(f"shardvit: {printable(message)}", file=sys.stderr, flush=True)
 
 
 def _shown(text: str) -> str:

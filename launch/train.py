@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from data_shards.errors import SampleError, UserError, WorkerDied
+from data_shards.printable import printable
 from launch.disk_errors import disk_problem
 from launch.env import (
     experiment_name,
@@ -180,7 +181,7 @@ def _watch_parents(stop: StopFlag) -> None:
 
 
 def _say(text: str) -> None:
-    print(f"shardvit: {text}", file=sys.stderr, flush=True)
+    print(f"shardvit: {printable(text)}", file=sys.stderr, flush=True)
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from data_shards.printable import printable
 from pipeline.ranks import Ranks
 from pipeline.recipe import Recipe
 from pipeline.run_folder import RunFolder
@@ -32,4 +33,4 @@ class StageContext:
     def say(self, line: str) -> None:
         """Print a line, on rank 0 alone."""
         if self.ranks.place.is_main:
-            print(line, flush=True)
+            print(printable(line), flush=True)

@@ -22,6 +22,7 @@ from pipeline.plan import StagePlan
 from pipeline.ranks import Ranks
 from pipeline.recipe import EngineConfig, OptimizerConfig
 from pipeline.state_files import StateFile, state_file
+from pipeline.state_reading import read_state
 
 FILE = "accelerate.pt"
 _MIXED_PRECISION = {"bf16": "bf16", "fp16": "fp16", "fp32": "no"}
@@ -105,7 +106,7 @@ class AccelerateEngine:
 
     def load(self, folder: Path) -> None:
         """Every rank reads the one file."""
-        state = torch.load(folder / FILE, map_location="cpu", weights_only=True)
+        state = read_state(folder / FILE, how="copy")
         self.module.load_state_dict(state["model"])
         self._optimizer.load_state_dict(state["optimizer"])
         if self._accelerator.scaler is not None:

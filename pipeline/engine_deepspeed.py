@@ -9,6 +9,7 @@ commit and what counts as progress are ours. What is mended here, because DeepSp
 - Stage 0 in half precision: its master weights are not among those that DeepSpeed's helpers find, and its Adam begins
   with a step already counted.
 - Master weights are made from the rounded half-precision ones: they get their exact values back.
+- Its checkpoints are pickles, which it executes: `state_reading` reads them as data.
 - Its checkpoints load only on as many processes, and under the same ZeRO stage, as wrote them: `load_converted` reads
   the shards of any (engine_portable.py) and puts them where this engine keeps its own (engine_masters.py).
 - On CPUs it compiles an all-reduce over shared memory at the first start (half a minute, a C++ compiler) and leaves a
@@ -36,6 +37,7 @@ from pipeline.plan import StagePlan
 from pipeline.ranks import Ranks
 from pipeline.recipe import EngineConfig, OptimizerConfig
 from pipeline.state_files import StateFile, state_file
+from pipeline.state_reading import Record, loss_scaler, read_state
 from pipeline.zero_config import checks_gradients, deepspeed_config
 
 TAG = "deepspeed"  # DeepSpeed's name for the folder of one checkpoint inside ours
@@ -131,7 +133,12 @@ class DeepSpeedEngine:
 
     def load(self, folder: Path) -> None:
         """Restore weights, master weights, optimizer state and loss scale."""
-        loaded, _ = self._engine.load_checkpoint(str(folder), tag=TAG)
+        reader = self._engine.checkpoint_engine
+        self._engine.checkpoint_engine = _SafeReader()
+        try:
+            loaded, _ = self._engine.load_checkpoint(str(folder), tag=TAG)
+        finally:
+            self._engine.checkpoint_engine = reader
         if loaded is None:
             raise RuntimeError(f"DeepSpeed found nothing to load in {folder / TAG}")
         self._restore_group_settings()
@@ -199,6 +206,22 @@ class _Collector:
 
     def is_decoupled(self) -> bool:
         """No: DeepSpeed need not wait for anything afterwards."""
+        return False
+
+
+class _SafeReader:
+    """Stands in for DeepSpeed's reader of checkpoints, which would execute what a file says."""
+
+    def load(self, path: str, map_location: Any = None) -> dict[str, Any]:
+        """One file; the engine copies what it wants of it."""
+        content = read_state(Path(path), how="copy")
+        optimizer = content.get("optimizer_state_dict")
+        if isinstance(optimizer, dict) and isinstance(optimizer.get("loss_scaler"), Record):
+            optimizer["loss_scaler"] = loss_scaler(optimizer["loss_scaler"])
+        return content
+
+    def is_decoupled(self) -> bool:
+        """No: nothing is waited for."""
         return False
 
 

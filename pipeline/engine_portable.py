@@ -12,8 +12,8 @@ of processes; it is drawn anew from (seed, step, rank) at every step, so each ra
 but the images are divided among other ranks and meet other masks. Gradients are then added up in another order, too:
 in float32 the losses agree with the undisturbed run's to about 1e-6.
 
-Sources: deepspeed.utils.zero_to_fp32 and the optimizers' `state_dict` of DeepSpeed 0.19. Its files are pickles, so
-this is for checkpoints of one's own runs. Damage is not looked for (`pipeline.checkpoint.damage_of` does).
+Sources: deepspeed.utils.zero_to_fp32 and the optimizers' `state_dict` of DeepSpeed 0.19. Its files are pickles, of
+which nothing is executed (`state_reading`). Damage is not looked for (`pipeline.checkpoint.damage_of` does).
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from data_shards.errors import UserError
 from pipeline.optim import parameter_groups
+from pipeline.state_reading import read_state
 
 WEIGHT = "weight"  # the master weight, among the names of moments
 _STEP = "step"  # AdamW's counter, among the names of moments in torch's optimizers
@@ -110,13 +111,13 @@ def open_deepspeed(folder: Path, *, zero_stage: int, processes: int, model: nn.M
         UserError: the state is of another model, or of another number of processes.
     """
     if zero_stage == 0:
-        return _open_whole(folder.parent, content=_map(folder / "mp_rank_00_model_states.pt"), model=model)
+        return _open_whole(folder.parent, content=read_state(folder / "mp_rank_00_model_states.pt"), model=model)
     return _open_sharded(folder, zero_stage=zero_stage, processes=processes, model=model)
 
 
 def open_accelerate(file: Path, *, model: nn.Module) -> PortableState:
     """Open what the accelerate backend saved; the arguments and errors are those of `open_deepspeed`."""
-    content = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+    content = read_state(file)
     return _open_whole(file.parent, content={**content, "module": content["model"]}, model=model)
 
 
@@ -166,10 +167,10 @@ def _open_sharded(folder: Path, *, zero_stage: int, processes: int, model: nn.Mo
 
     @cache
     def shard(rank: int) -> dict[str, Any]:
-        return _map(folder / f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")["optimizer_state_dict"]
+        return read_state(folder / f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")["optimizer_state_dict"]
 
     first = "zero_pp_rank_0_mp_rank_00" if zero_stage == 3 else "mp_rank_00"
-    content = _map(folder / f"{first}_model_states.pt")
+    content = read_state(folder / f"{first}_model_states.pt")
     groups: list[dict[str, torch.Size]] = content["param_shapes"]
     shapes = {name: tuple(shape) for group in groups for name, shape in group.items()}
     _check_fits(shapes, model=model, folder=folder.parent)
@@ -272,7 +273,3 @@ def _read_loss_scale(scaler: Mapping[str, Any]) -> LossScale | None:
         last_overflow=scaler["last_overflow_iter"],
         hysteresis=scaler.get("cur_hysteresis"),
     )
-
-
-def _map(file: Path) -> dict[str, Any]:
-    return torch.load(file, map_location="cpu", mmap=True, weights_only=False)

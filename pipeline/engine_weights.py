@@ -1,21 +1,20 @@
 """The weights inside a checkpoint, whole and in float32, without the processes that wrote it.
 
 What an engine saved is opened by `engine_portable` and put together on the CPU: 4 bytes of memory a parameter, seconds
-for ViT-L. What comes out is, to the last bit, what the engine's `weights` gives at that step. DeepSpeed's files are
-pickles, so this is for checkpoints of one's own runs. It neither looks for damage (`pipeline.checkpoint.damage_of`
-does) nor restores an optimizer.
+for ViT-L. What comes out is, to the last bit, what the engine's `weights` gives at that step. Nothing of DeepSpeed is
+imported, and nothing that a file says is executed (`state_reading`). It neither looks for damage
+(`pipeline.checkpoint.damage_of` does) nor restores an optimizer.
 """
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from data_shards.errors import UserError
 from pipeline.engine_accelerate import FILE as ACCELERATE_FILE
 from pipeline.engine_deepspeed import TAG
 from pipeline.engine_portable import open_accelerate, open_deepspeed
@@ -30,16 +29,22 @@ def checkpoint_weights(folder: Path, *, model: nn.Module) -> dict[str, Tensor]:
         model: the stage's model, which may be on torch's meta device: names, order and shapes are read.
 
     Raises:
-        UserError: the checkpoint is of another model.
+        UserError: the checkpoint is of another model, or no engine wrote it.
     """
-    identity = json.loads((folder / STATE).read_text(encoding="utf-8"))["identity"]
-    return assemble(
-        folder,
-        backend=identity["backend"],
-        zero_stage=identity["zero_stage"],
-        processes=identity["processes"],
-        model=model,
-    )
+    try:
+        identity = json.loads((folder / STATE).read_text(encoding="utf-8"))["identity"]
+        return assemble(
+            folder,
+            backend=identity["backend"],
+            zero_stage=identity["zero_stage"],
+            processes=identity["processes"],
+            model=model,
+        )
+    except UserError:
+        raise
+    except (ValueError, LookupError, TypeError, AttributeError, RuntimeError) as error:  # well-formed, but not ours
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise UserError(f"checkpoint {folder} is not what an engine writes ({reason}): take another one") from error
 
 
 def assemble(folder: Path, *, backend: str, zero_stage: int, processes: int, model: nn.Module) -> dict[str, Tensor]:
@@ -48,13 +53,11 @@ def assemble(folder: Path, *, backend: str, zero_stage: int, processes: int, mod
     Raises:
         UserError: they are another model's.
     """
-    # Opening DeepSpeed's pickles imports it, and it tells everybody that it found no GPU.
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        if backend == "accelerate":
-            saved = open_accelerate(folder / ACCELERATE_FILE, model=model)
-        else:
-            saved = open_deepspeed(folder / TAG, zero_stage=zero_stage, processes=processes, model=model)
-        # Copies: the checkpoint may be removed while they are in use.
-        state = {name: saved.whole(name).clone() for name in saved.shapes}
+    if backend == "accelerate":
+        saved = open_accelerate(folder / ACCELERATE_FILE, model=model)
+    else:
+        saved = open_deepspeed(folder / TAG, zero_stage=zero_stage, processes=processes, model=model)
+    # Copies: the checkpoint may be removed while they are in use.
+    state = {name: saved.whole(name).clone() for name in saved.shapes}
     state.update({name: buffer.detach().to(torch.float32) for name, buffer in saved.buffers.items()})
     return state

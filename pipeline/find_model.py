@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from data_shards.batch import GOOGLES
+from data_shards.batch import GOOGLES, Normalisation
 from data_shards.errors import UserError
+from data_shards.store.location import CommandRefused
 from model.saved import CONFIG_FILE, SavedModelMeta, build_described, load_model, read_meta
 from pipeline.checkpoint import damage_of
 from pipeline.identity import FOLDER_PREFIX, checkpoint_folders
@@ -23,6 +24,7 @@ from pipeline.recipe import FinetuneStage, MaskedPatchStage, PretrainStage, Reci
 from pipeline.recipe_io import parse_recipe
 from pipeline.run_folder import ALL_STAGES, RunFolder
 from pipeline.stage_data import open_data
+from pipeline.stage_model import stage_model
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -128,29 +130,35 @@ def _of_whole_checkpoint(checkpoint: Path) -> FoundModel:
 
 
 def _describe_stage(recipe: Recipe, run: Path, *, stage: StageName) -> SavedModelMeta:
-    """The record that the stage will write when it is done."""
+    """The record that the stage will write when it is done: of its stage.json, or, in a run of before, of the data."""
     from model.masked_patch import COLOURS
 
     config = recipe.train_stage(stage)
     folder = RunFolder(runs_root=run.parent, name=run.name)
+    if described := folder.record(stage).model:
+        try:
+            return SavedModelMeta.model_validate(described)
+        except ValueError as error:
+            reason = "; ".join(str(error).splitlines())
+            raise UserError(f"{folder.stage(stage) / 'stage.json'}: its model cannot be understood: {reason}") from None
     start = read_meta(folder.model("swap_head")) if _starts_from_swap(config) else None
     if isinstance(config, MaskedPatchStage):
         classes, head = COLOURS, "masked_patch"
     else:
-        classes = open_data(recipe, stage=stage).train.classes if start is None else start.class_names
+        classes = _classes(recipe, folder, stage=stage) if start is None else start.class_names
         head = config.head if isinstance(config, PretrainStage) else "linear"
-    return SavedModelMeta(
-        model=recipe.model,
-        image_size=config.image_size,
-        num_classes=len(classes),
-        class_names=classes,
-        head=head,
-        loss=config.loss,
-        eval_protocol=config.eval_protocol,
-        eval_crop_share=config.eval_crop_share,
-        mean=GOOGLES.mean if start is None else start.mean,
-        std=GOOGLES.std if start is None else start.std,
-    )
+    normalisation = GOOGLES if start is None else Normalisation(mean=start.mean, std=start.std)
+    return stage_model(recipe, stage=stage, classes=classes, head=head, normalisation=normalisation)
+
+
+def _classes(recipe: Recipe, folder: RunFolder, *, stage: StageName) -> tuple[str, ...]:
+    try:
+        return open_data(recipe, stage=stage).train.classes
+    except CommandRefused as error:
+        raise UserError(
+            f"{folder.stage(stage)} was begun before its classes were written down there, and its images come from a "
+            f"command ({error}): run the recipe for a moment more, which writes them down"
+        ) from None
 
 
 def _starts_from_swap(config: TrainStage) -> bool:

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from typing import Any, Literal, TextIO
 
 from data_shards.packing.progress import knows_its_size
+from data_shards.printable import printable
 
 _SPEED_WINDOW_SECONDS = 60.0
 
@@ -90,6 +91,7 @@ class Progress:
     def note(self, text: str) -> None:
         """Print a line of its own (evaluation result, checkpoint saved) without breaking the bar. Thread-
         safe."""
+        text = printable(text)
         if self._bar is not None:
             self._bar.write(text, file=self._stream)
         else:

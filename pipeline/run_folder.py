@@ -19,7 +19,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from data_shards.errors import UserError
 from pipeline.durable import replace_text
@@ -40,6 +40,8 @@ class StageRecord:
     inputs: dict[str, str] = field(default_factory=dict)  # name -> digest
     results: dict[str, float] = field(default_factory=dict)
     model_digest: str = ""  # of the weights that the stage left
+    total_steps: int = 0  # 0: not begun, or begun before this was written down
+    model: dict[str, Any] = field(default_factory=dict)  # the record that its model will have, since it began
 
 
 @dataclass(frozen=True)

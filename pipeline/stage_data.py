@@ -15,7 +15,7 @@ from data_shards.errors import UserError
 from data_shards.mixture import AnyOrder, make_order
 from data_shards.shard_set import ShardSet, ShardsSpec, merge_shard_sets, open_shards
 from data_shards.store.cache import CacheConfig, default_cache_folder
-from data_shards.store.location import is_local
+from data_shards.store.location import CommandRefused, Commands, is_local
 from data_shards.store.store import Store
 from pipeline.plan import StagePlan
 from pipeline.recipe import MaskedPatchStage, Recipe, StageName, TrainStage
@@ -51,17 +51,25 @@ def training_order(recipe: Recipe, *, data: StageData, plan: StagePlan) -> AnyOr
     )
 
 
-def open_data(recipe: Recipe, *, stage: StageName, report: Report = print) -> StageData:
+def open_data(recipe: Recipe, *, stage: StageName, report: Report = print, commands: Commands = "refuse") -> StageData:
     """The shards of a stage, checked against each other.
 
+    Args:
+        recipe: names them.
+        stage: the stage.
+        report: takes lines on the progress.
+        commands: "run" only where the recipe is the user's own, to train it: a `pipe:` in it is executed then.
+
     Raises:
+        CommandRefused: one is a command; the others were opened, and nothing is wrong with them.
         UserError: shards that are not there or damaged beyond what the recipe allows, an evaluation set with other
             classes, labels that the loss has no use for.
     """
     config = recipe.train_stage(stage)
-    store = Store(_cache(recipe))
+    store = Store(_cache(recipe), commands=commands)
+    refused: list[CommandRefused] = []
 
-    def open_one(shards: ShardsConfig) -> ShardSet:
+    def open_one(shards: ShardsConfig) -> list[ShardSet]:
         spec = ShardsSpec(
             location=shards.shards,
             label=shards.label,
@@ -69,11 +77,18 @@ def open_data(recipe: Recipe, *, stage: StageName, report: Report = print) -> St
             classes=Path(shards.classes) if shards.classes else None,
         )
         damaged = "report" if recipe.data.max_corrupt_share > 0 else "refuse"
-        return open_shards(spec, damaged=damaged, report=report, store=store)
+        try:
+            return [open_shards(spec, damaged=damaged, report=report, store=store)]
+        except CommandRefused as error:
+            refused.append(error)
+            return []
 
-    parts = [open_one(each) for each in config.train]
+    parts = [opened for each in config.train for opened in open_one(each)]
     weights = [each.weight for each in config.train if each.weight is not None]
-    train, held_out = merge_shard_sets(parts), open_one(config.eval)
+    held_outs = open_one(config.eval)
+    if refused:
+        raise CommandRefused("; ".join(dict.fromkeys(map(str, refused))))
+    train, held_out = merge_shard_sets(parts), held_outs[0]
     for shards in (train, held_out):
         _demand_few_lost(shards, max_share=recipe.data.max_corrupt_share)
     if not isinstance(config, MaskedPatchStage):  # which does not look at labels

@@ -20,7 +20,8 @@ from data_shards.errors import UserError
 from data_shards.images.decode import require_decoder
 from model.config import HeadKind
 from model.flops import account
-from model.saved import SavedModelMeta, save_model
+from model.masked_patch import COLOURS
+from model.saved import save_model
 from pipeline.checkpoint import Restored, restore_checkpoint
 from pipeline.context import StageContext
 from pipeline.disk_space import check_free_space, estimate_bytes
@@ -32,6 +33,7 @@ from pipeline.recipe import StageName
 from pipeline.restored_note import describe_changes, describe_restored
 from pipeline.run_folder import check_inputs, weights_digest
 from pipeline.stage_data import StageData, cache_advice, training_order
+from pipeline.stage_model import stage_model
 from pipeline.stage_report import stage_report
 from pipeline.state import TrainState
 from pipeline.task import Task, make_task
@@ -89,11 +91,18 @@ def train_stage(
             )
         state = restored.state if restored else TrainState()
         ranks.barrier()  # every rank has read stage.json before it changes
+        meta = stage_model(
+            recipe,
+            stage=stage,
+            classes=COLOURS if start.head == "masked_patch" else data.train.classes,
+            head=start.head,
+            normalisation=start.normalisation,
+        )
         if ranks.place.is_main:
-            folder.update(stage, state="running", inputs=inputs)
+            described = meta.model_dump(mode="json", exclude_none=True)
+            folder.update(stage, state="running", inputs=inputs, total_steps=plan.total_steps, model=described)
 
         with stage_report(context, stage=stage, data=data, plan=plan, state=state) as report:
-            config = recipe.train_stage(stage)
             task = make_task(recipe, stage=stage, data=data, normalisation=start.normalisation, engine=engine)
             job = training_job(
                 context,
@@ -121,18 +130,6 @@ def train_stage(
             watch.beat(state.step, doing="writing the model")
             weights = engine.weights()
             if ranks.place.is_main:
-                meta = SavedModelMeta(
-                    model=recipe.model,
-                    image_size=config.image_size,
-                    num_classes=len(task.outputs),
-                    class_names=task.outputs,
-                    head=start.head,
-                    mean=start.normalisation.mean,
-                    std=start.normalisation.std,
-                    loss=config.loss,
-                    eval_protocol=config.eval_protocol,
-                    eval_crop_share=config.eval_crop_share,
-                )
                 make_folders(folder.stage(stage), below=folder.path)  # fails where the run folder is gone
                 save_model(folder.model(stage), weights, meta=meta)
                 folder.update(

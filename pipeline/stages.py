@@ -60,7 +60,7 @@ def masked_patch(context: StageContext) -> None:
     recipe = context.recipe
     config = recipe.stages.masked_patch
     assert config is not None
-    data = open_data(recipe, stage="masked_patch", report=context.say)
+    data = open_data(recipe, stage="masked_patch", report=context.say, commands="run")
     model = build_masked_patch(recipe.model, image_size=config.image_size, regularisation=regularisation(config))
     initialise(model, seed=recipe.seed, style=config.init)
     start = StageStart(head="masked_patch", weights="random")
@@ -72,7 +72,7 @@ def pretrain(context: StageContext) -> None:
     recipe = context.recipe
     config = recipe.stages.pretrain
     assert config is not None
-    data = open_data(recipe, stage="pretrain", report=context.say)
+    data = open_data(recipe, stage="pretrain", report=context.say, commands="run")
     model = build_model(
         recipe.model,
         image_size=config.image_size,
@@ -91,7 +91,7 @@ def swap_head(context: StageContext) -> None:
     recipe, folder = context.recipe, context.folder
     if not context.ranks.place.is_main:
         return
-    classes = open_data(recipe, stage="finetune", report=context.say).train.classes
+    classes = open_data(recipe, stage="finetune", report=context.say, commands="run").train.classes
     source = model_from_elsewhere(recipe)
     if source is None:
         source = check_model(folder, stage="masked_patch" if recipe.stages.masked_patch else "pretrain")
@@ -137,7 +137,7 @@ def finetune(context: StageContext) -> None:
     recipe, folder = context.recipe, context.folder
     config = recipe.stages.finetune
     assert config is not None
-    data = open_data(recipe, stage="finetune", report=context.say)
+    data = open_data(recipe, stage="finetune", report=context.say, commands="run")
     model = build_model(
         recipe.model,
         image_size=config.image_size,

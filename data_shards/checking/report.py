@@ -42,6 +42,7 @@ from data_shards.checking.findings import Finding, Place
 from data_shards.checking.fitness import describe
 from data_shards.checking.split import SplitSummary, Spread
 from data_shards.packing.progress import show_seconds
+from data_shards.printable import one_line, printable
 
 _VERSION = 1
 _WIDTH = 100
@@ -107,7 +108,7 @@ def as_text(result: CheckResult) -> str:
         blocks.append(_table(f"for {fitness.world_size} processes{nodes}", describe(fitness)))
     splits = {split.split for split in result.splits} | {finding.split for finding in result.findings}
     blocks += [_finding_text(finding, only_split=len(splits) == 1) for finding in result.findings]
-    return "\n\n".join([*blocks, verdict(result)])
+    return printable("\n\n".join([*blocks, verdict(result)]))
 
 
 def verdict(result: CheckResult) -> str:
@@ -132,7 +133,7 @@ def _split_text(split: SplitSummary) -> str:
             ("pixels", f"width {_range(split.widths)}, height {_range(split.heights)}"),
             ("decoding", f"{split.decode_ms:.2g} ms an image on one core: {rate}"),
         ]
-    title = f"{split.split or split.name}: {split.source}"
+    title = one_line(f"{split.split or split.name}: {split.source}")
     return "\n".join([_table(title, rows), *_classes_text(split)])
 
 
@@ -166,7 +167,7 @@ def _classes_text(split: SplitSummary) -> list[str]:
 def _finding_text(finding: Finding, *, only_split: bool) -> str:
     where = "" if only_split or not finding.split else f"{finding.split}: "
     severity = {"problem": "PROBLEM", "warning": "warning", "info": "note"}[finding.severity]
-    lines = [f"{severity}  {where}{finding.message}"]
+    lines = [one_line(f"{severity}  {where}{finding.message}")]
     shown = finding.places[: _SHOWN_PLACES if len(finding.places) > _SHOWN_PLACES + 1 else None]
     lines += _places_text(shown)
     left = max(finding.count, len(finding.places)) - len(shown)
@@ -178,6 +179,7 @@ def _finding_text(finding: Finding, *, only_split: bool) -> str:
 
 
 def _places_text(places: Sequence[Place]) -> list[str]:
+    places = [Place(*map(one_line, place)) for place in places]
     shard_width = max((len(place.shard) for place in places if place.key or place.detail), default=0)
     key_width = max((len(place.key) for place in places if place.detail), default=0)
     lines = []
@@ -215,4 +217,5 @@ def _formats(formats: dict[str, int]) -> str:
 
 
 def _short(name: str) -> str:
+    name = one_line(name)
     return name if len(name) <= 40 else name[:37] + "..."

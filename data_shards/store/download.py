@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from data_shards.errors import SampleError
-from data_shards.store.location import PIPE, shown
+from data_shards.store.location import PIPE, Commands, shown
 from data_shards.store.remote import Remotes
 from data_shards.store.remote_errors import Failure, Missing, Refused, Stop, Stopped, Transient, Wrong
 
@@ -143,13 +143,18 @@ class Downloads:
     Args:
         policy: how long to try.
         sleep: takes seconds.
+        commands: whether what may run a program is opened.
     """
 
-    def __init__(self, policy: RetryPolicy, *, sleep: Callable[[float], None] = time.sleep) -> None:
+    def __init__(
+        self, policy: RetryPolicy, *, sleep: Callable[[float], None] = time.sleep, commands: Commands = "refuse"
+    ) -> None:
         self.policy = policy
         self._sleep = sleep
         self._remotes = Remotes(
-            connect_seconds=policy.connect_timeout_seconds, stall_seconds=policy.stall_timeout_seconds
+            connect_seconds=policy.connect_timeout_seconds,
+            stall_seconds=policy.stall_timeout_seconds,
+            commands=commands,
         )
 
     def about(self, url: str, *, patiently: bool = True, stop: Stop = lambda: False) -> tuple[int | None, str]:

@@ -10,11 +10,18 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
+from typing import Literal
 from urllib.parse import quote
 
 from data_shards.errors import UserError
 
 PIPE = "pipe:"
+Commands = Literal["run", "refuse"]
+# What does nothing but move bytes. fsspec's others may start programs (git, dvc) or execute what a server sends (dask).
+_PLAIN = {
+    *("file", "local", "memory", "data", "http", "https", "ftp", "sftp", "ssh", "smb", "webdav", "webhdfs", "hdfs"),
+    *("s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "hf", "oci", "oss", "tos", "github", "gist"),
+}
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 # What a program of a pipe may look like; `NAME=value` before it sets an environment variable, often a secret one.
 _PROGRAM = re.compile(r"[\w./+-]+")
@@ -43,6 +50,23 @@ def local_path(location: str) -> Path:
     """The path that a local location means; "file:" and "file://" in front of it are dropped."""
     assert is_local(location), shown(location)
     return Path(re.sub(r"^file:(//)?", "", location))
+
+
+class CommandRefused(UserError):
+    """A location that may run a program, where somebody merely looks."""
+
+
+def demand_no_command(location: str, *, commands: Commands) -> None:
+    """Refuse to open what may run a program, unless commands shall be run.
+
+    Raises:
+        CommandRefused: it is a pipe, or a URL of a kind that is not known to move bytes alone.
+    """
+    kind = protocol(location)
+    if commands == "run" or kind in _PLAIN:
+        return
+    what = "is a command" if kind == "pipe" else f"may start programs, as any {kind}:// may"
+    raise CommandRefused(f"{shown(location)} {what}: it is run to train or check, never to look")
 
 
 def shown(url: str) -> str:

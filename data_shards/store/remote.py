@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from data_shards.errors import UserError
-from data_shards.store.location import protocol, scrubbed, shown
+from data_shards.store.location import Commands, demand_no_command, protocol, scrubbed, shown
 from data_shards.store.remote_errors import Missing, Refused, Stop, Stopped, Transient, Wrong, of_status, translated
 
 Result = TypeVar("Result")
@@ -71,9 +71,11 @@ class Remotes:
     Args:
         connect_seconds: for a server to accept a connection.
         stall_seconds: without a byte, until a transfer counts as lost.
+        commands: whether what may run a program is opened; see `location.demand_no_command`.
     """
 
-    def __init__(self, *, connect_seconds: float, stall_seconds: float) -> None:
+    def __init__(self, *, connect_seconds: float, stall_seconds: float, commands: Commands = "refuse") -> None:
+        self._commands: Commands = commands
         self._connect_seconds = connect_seconds
         self._stall_seconds = stall_seconds
         self._file_systems: dict[tuple[object, ...], Any] = {}
@@ -88,8 +90,9 @@ class Remotes:
         Raises:
             Failure: one of its kinds; also while iterating over the pieces.
             Stopped: `stop` said so; also while iterating.
-            UserError: the package for this kind of URL is not installed.
+            UserError: the package for this kind of URL is not installed, or it may run a program and shall not.
         """
+        demand_no_command(url, commands=self._commands)
         kind = protocol(url)
         if kind == "pipe":
             from data_shards.store.remote_pipe import open_pipe
@@ -104,6 +107,7 @@ class Remotes:
         """Size (None: unknown) and fingerprint ("": unknown); raises as `open` does."""
         if protocol(url) == "pipe":
             return None, ""
+        demand_no_command(url, commands=self._commands)
         if protocol(url) in ("http", "https"):
             # A HEAD request would be refused where a signature in the URL allows GET alone.
             return self._http_about(self._file_system(url), url, stop=stop)

@@ -19,7 +19,7 @@ from data_shards.errors import UserError
 from data_shards.shard_set import ShardEntry
 from data_shards.store.cache import Cache, CacheConfig, Evict, Part
 from data_shards.store.download import Downloads, MissingObject, RetryPolicy, StoreError
-from data_shards.store.location import PIPE, is_local, local_path, shown
+from data_shards.store.location import PIPE, Commands, demand_no_command, is_local, local_path, shown
 from data_shards.store.remote_errors import Stop, Stopped, Wrong
 from data_shards.tars.shard_index import ShardIndex
 from data_shards.tars.tar_index import build_index, open_index, read_index
@@ -48,6 +48,8 @@ class Store:
         cache: for shards that are not local files; None: there shall be none.
         retry: how long to try.
         sleep: takes seconds; waits between attempts.
+        commands: "run" where the user himself has typed the locations, or the recipe they stand in, in order to read
+            them; "refuse": what may run a program is not opened.
     """
 
     def __init__(
@@ -56,10 +58,12 @@ class Store:
         *,
         retry: RetryPolicy | None = None,
         sleep: Callable[[float], None] = time.sleep,
+        commands: Commands = "refuse",
     ) -> None:
         self.cache = cache
+        self._commands: Commands = commands
         self._cache = None if cache is None else Cache(cache)
-        self._downloads = Downloads(retry or RetryPolicy(), sleep=sleep)
+        self._downloads = Downloads(retry or RetryPolicy(), sleep=sleep, commands=commands)
         self._fingerprints: dict[str, str] = {}
 
     def __getstate__(self) -> dict[str, object]:
@@ -168,6 +172,7 @@ class Store:
     ) -> tuple[int, str, ShardIndex | None]:
         """A shard's descriptor, its name in the cache, and its index if it had to be built."""
         if self._cache is None:
+            demand_no_command(entry.url, commands=self._commands)
             raise UserError(f"{entry.name} is no local file: set data.cache.folder to a folder for such shards")
         name = self._name(entry, evict=evict, stop=stop)
         while True:

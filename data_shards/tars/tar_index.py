@@ -21,6 +21,7 @@ import numpy as np
 
 from data_shards.errors import UserError
 from data_shards.labels import LabelPart
+from data_shards.printable import one_line
 from data_shards.tars.shard_index import ShardIndex, Texts, load_index
 from data_shards.tars.tar_walk import TarDamage, split_name, walk_tar
 
@@ -75,7 +76,7 @@ def build_index(tar_path: Path | str, *, label: LabelPart = "cls", name: str = "
         raise UserError(f"{name}: {readable.damage}; copy or pack it again")
     if readable.left_out:
         key, reason = readable.left_out[0]
-        raise UserError(f"{name}: the sample {key} {reason}; it needs one of each, next to each other")
+        raise UserError(f"{name}: the sample {one_line(key)} {reason}; it needs one of each, next to each other")
     return readable.index
 
 
@@ -158,7 +159,7 @@ def read_index(path: Path | str, *, label: LabelPart = "cls") -> ShardIndex:
         raise UserError(f"{path}: not a readable index ({error}); delete it, and it is built anew") from None
     if left_out:
         key, reason = left_out[0]
-        raise UserError(f"{path}: the sample {key} {reason}; delete the file, and it is built anew")
+        raise UserError(f"{path}: the sample {one_line(key)} {reason}; delete the file, and it is built anew")
     return _table(whole)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from data_shards.manifest import MANIFEST_FILE
 from data_shards.shard_set import ShardSet
-from data_shards.store.location import is_local, local_path
+from data_shards.store.location import CommandRefused, Commands, is_local, local_path
 from launch.env import without_place
 from launch.hosts.fleet import Fleet
 from launch.hosts.preflight import preflight
@@ -21,7 +21,14 @@ from pipeline.recipe import Recipe, TrainStage
 from pipeline.stage_data import open_data
 
 
-def prepare(fleet: Fleet, *, recipe: Recipe, runs_root: Path, say: Callable[[str], None]) -> Callable[[Launch], int]:
+def prepare(
+    fleet: Fleet,
+    *,
+    recipe: Recipe,
+    runs_root: Path,
+    say: Callable[[str], None],
+    commands: Commands = "run",
+) -> Callable[[Launch], int]:
     """Ask every host; the function that then runs a stage, as `run_stage_locally` does on one machine.
 
     Args:
@@ -29,6 +36,7 @@ def prepare(fleet: Fleet, *, recipe: Recipe, runs_root: Path, say: Callable[[str
         recipe: what will be run.
         runs_root: folder of the runs.
         say: takes what is to be shown.
+        commands: whether a `pipe:` of the recipe is run to find its files.
 
     Raises:
         UserError: hosts that are not ready.
@@ -39,7 +47,10 @@ def prepare(fleet: Fleet, *, recipe: Recipe, runs_root: Path, say: Callable[[str
     files: list[Path] = []
     for stage in recipe.stages.names:
         if isinstance(getattr(recipe.stages, stage), TrainStage):
-            data = open_data(recipe, stage=stage, report=lambda text: None)
+            try:
+                data = open_data(recipe, stage=stage, report=lambda text: None, commands=commands)
+            except CommandRefused:  # said before
+                continue
             files += shared_files((data.train, data.eval))
     ready = preflight(
         fleet,

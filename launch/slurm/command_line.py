@@ -79,7 +79,9 @@ def submit(
         max_restarts=max_restarts,
     )
     job = job_of(asked, site=read_site(site))
-    plan = plan_submission(recipe, overrides=overrides, runs_root=runs, job=job)
+    plan = plan_submission(recipe, overrides=overrides, runs_root=runs, job=job, commands="refuse" if render else "run")
+    for note in plan.notes:
+        print(f"shardvit: {note}", file=sys.stderr)
     if not plan.scripts:
         print(f"{plan.paths.run}: all stages are done", file=sys.stderr)
         return 0

@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from data_shards.errors import UserError
+from data_shards.printable import printable
 from launch.slurm.commands import Queued, Slurm
 from launch.slurm.records import Submission, read_ends, read_submission
 from launch.slurm.submit import total_steps
 from pipeline.identity import checkpoint_folders
 from pipeline.metrics_log import iter_metrics
 from pipeline.progress import RecentSpeed, format_duration
-from pipeline.recipe import Recipe, StageName
+from pipeline.recipe import Recipe, StageName, TrainStage
 from pipeline.recipe_io import parse_recipe
 from pipeline.run_folder import RunFolder
 from pipeline.tracking_state import load_run_state
@@ -99,10 +100,13 @@ def run_status(run: Path, *, slurm: Slurm) -> RunStatus:
             queue |= {job: Queued(state) for job, state in slurm.history(forgotten).items()}
         except UserError as error:
             notes.append(f"the queue is unknown: {error}")
-    steps = submission.total_steps if submission is not None else {}
-    if not steps:
+    steps = dict(submission.total_steps) if submission is not None else {}
+    steps |= {stage: begun for stage in recipe.stages.names if (begun := folder.record(stage).total_steps)}
+    if any(
+        isinstance(getattr(recipe.stages, stage), TrainStage) and stage not in steps for stage in recipe.stages.names
+    ):
         try:
-            steps = total_steps(recipe, processes=1)
+            steps = total_steps(recipe, processes=1) | steps
         except UserError as error:
             notes.append(f"the number of steps is unknown: {error}")
     stages = [
@@ -143,7 +147,7 @@ def as_text(status: RunStatus) -> str:
             )
         if stage.last_end and stage.state != "done":
             lines.append(f"{stage.stage}: {stage.last_end}")
-    return "\n".join([*lines, *status.notes])
+    return printable("\n".join([*lines, *status.notes]))
 
 
 def as_tree(status: RunStatus) -> dict[str, Any]:

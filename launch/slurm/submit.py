@@ -15,6 +15,7 @@ from pathlib import Path
 
 import launch
 from data_shards.errors import UserError
+from data_shards.store.location import Commands
 from launch.pipeline_run import PipelineRun
 from launch.slurm.commands import Slurm, submit_command
 from launch.slurm.job import SlurmJob
@@ -38,6 +39,7 @@ class Plan:
         paths: where everything lies.
         job: what is asked of SLURM.
         scripts: of the stages that are not done, in order.
+        notes: what was not looked at.
     """
 
     recipe: Recipe
@@ -45,10 +47,13 @@ class Plan:
     paths: Paths
     job: SlurmJob
     scripts: dict[StageName, str]
+    notes: tuple[str, ...] = ()
 
 
-def plan_submission(recipe: str, *, overrides: Sequence[str], runs_root: Path, job: SlurmJob) -> Plan:
-    """Check everything and fill the scripts in; changes nothing on disk.
+def plan_submission(
+    recipe: str, *, overrides: Sequence[str], runs_root: Path, job: SlurmJob, commands: Commands = "run"
+) -> Plan:
+    """Check everything and fill the scripts in; changes nothing on disk. `commands`: see `PipelineRun`.
 
     Raises:
         UserError: anything that would keep a stage from running.
@@ -63,11 +68,12 @@ def plan_submission(recipe: str, *, overrides: Sequence[str], runs_root: Path, j
         raise UserError("engine.precision fp16 needs a GPU: use bf16 or fp32 with --gpus-per-node 0")
     folder = RunFolder(runs_root=runs_root.absolute(), name=loaded.name)
     folder.check_recipe(loaded)
-    PipelineRun(
+    notes = PipelineRun(
         recipe=loaded,
         folder=folder,
         processes=job.processes,
         restart=None,
+        commands=commands,
     ).check_stages()
     paths = Paths(
         run=folder.path,
@@ -82,6 +88,7 @@ def plan_submission(recipe: str, *, overrides: Sequence[str], runs_root: Path, j
         paths=paths,
         job=job,
         scripts={stage: stage_script(stage, job=job, paths=paths) for stage in open_stages},
+        notes=tuple(notes),
     )
 
 
@@ -117,7 +124,7 @@ def submit_plan(plan: Plan, *, slurm: Slurm) -> Submission:
         processes=plan.job.processes,
         limit_seconds=plan.job.limit_seconds,
         max_restarts=plan.job.max_restarts,
-        total_steps=total_steps(plan.recipe, processes=plan.job.processes),
+        total_steps=total_steps(plan.recipe, processes=plan.job.processes, commands="run"),
     )
     for stage, text in plan.scripts.items():
         replace_text(plan.paths.script(stage), text)
@@ -135,7 +142,7 @@ def submit_plan(plan: Plan, *, slurm: Slurm) -> Submission:
     return submission
 
 
-def total_steps(recipe: Recipe, *, processes: int) -> dict[StageName, int]:
+def total_steps(recipe: Recipe, *, processes: int, commands: Commands = "refuse") -> dict[StageName, int]:
     """How many steps each training stage has; reads the manifests.
 
     Raises:
@@ -144,7 +151,7 @@ def total_steps(recipe: Recipe, *, processes: int) -> dict[StageName, int]:
     steps: dict[StageName, int] = {}
     for stage in recipe.stages.names:
         if isinstance(getattr(recipe.stages, stage), TrainStage):
-            images = open_data(recipe, stage=stage).train.num_samples
+            images = open_data(recipe, stage=stage, commands=commands).train.num_samples
             steps[stage] = plan_stage(recipe, stage=stage, samples_per_epoch=images, world_size=processes).total_steps
     return steps
 

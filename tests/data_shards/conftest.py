@@ -39,7 +39,7 @@ def quick() -> RetryPolicy:
 
 @pytest.fixture
 def store(tmp_path: Path, quick: RetryPolicy) -> Store:
-    return Store(CacheConfig(folder=tmp_path / "cache", limit_bytes=50_000_000), retry=quick)
+    return Store(CacheConfig(folder=tmp_path / "cache", limit_bytes=50_000_000), retry=quick, commands="run")
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def make_impatient(tmp_path: Path, policy: RetryPolicy) -> Store:
     # Of so many seconds that it does not count how long the attempts themselves take.
     retry = dataclasses.replace(policy, first_delay_seconds=1e5, most_delay_seconds=1e5, give_up_seconds=1.5e5)
     cache = CacheConfig(folder=tmp_path / "cache", limit_bytes=50_000_000)
-    return Store(cache, retry=retry, sleep=lambda seconds: None)
+    return Store(cache, retry=retry, sleep=lambda seconds: None, commands="run")
 
 
 @pytest.fixture

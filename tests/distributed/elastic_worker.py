@@ -7,6 +7,8 @@ six ranks are forked. Rank 0 of each group writes OUT/world-N.pt: what `write_ca
 import contextlib
 import importlib.util
 import multiprocessing
+import os
+import shutil
 import sys
 import time
 from dataclasses import dataclass
@@ -241,6 +243,40 @@ def refusals(ranks: Ranks, out: Path) -> dict:
     return said
 
 
+class Canary:
+    """Makes a file when a pickle of it is executed."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.file),)
+
+
+ALONE = [Written(1, 0), Written(1, 1), Written(1, 2, "bf16"), Written(1, 3)]  # every stage
+
+
+def poisoned(ranks: Ranks, out: Path) -> dict:
+    """What is said to states with a command in them, in each file in turn, both ways of loading; and whether it ran."""
+    said = {}
+    for written in ALONE:
+        engine, _ = fresh(written, ranks, stage=written.stage)
+        for file in sorted((out / str(written)).rglob("*.pt")):
+            folder, ran = out / f"poisoned {written} {file.name}", out / f"ran {written} {file.name}"
+            shutil.copytree(out / str(written), folder)
+            content = torch.load(file, weights_only=False)
+            torch.save({**content, "more": Canary(ran)}, folder / file.relative_to(out / str(written)))
+            for way in ("load", "load_converted"):
+                options = {"written": identity(written)} if way == "load_converted" else {}
+                try:
+                    getattr(engine, way)(folder, **options)
+                except UserError as error:
+                    said[written.stage, file.name, way] = (str(error), ran.exists())
+                else:
+                    said[written.stage, file.name, way] = ("", ran.exists())
+    return said
+
+
 def run_rank(out: Path, world_size: int, rank: int) -> None:
     torch.set_num_threads(1)
     meeting = out / f"meeting-{world_size}"
@@ -258,6 +294,7 @@ def run_rank(out: Path, world_size: int, rank: int) -> None:
         results[case] = read_case(case, ranks, out / str(case.written))
     if world_size == 1:
         results["refusals"] = refusals(ranks, out)
+        results["poisoned"] = poisoned(ranks, out)
     if rank == 0:
         torch.save({str(case): result for case, result in results.items()}, out / f"world-{world_size}.pt")
     ranks.leave()

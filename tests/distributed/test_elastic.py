@@ -125,5 +125,13 @@ def test_a_state_of_another_model_is_refused_by_name_and_nothing_is_touched(stag
         assert "has the shards of 2 processes instead of 3" in said["processes"]
 
 
+def test_a_command_in_any_file_of_any_stage_is_refused_by_name_and_not_run(results):
+    said = results["poisoned"]
+    files = {stage: {name for at, name, _ in said if at == stage} for stage in range(4)}
+    assert [len(files[stage]) for stage in range(4)] == [1, 2, 2, 2]
+    for (_, name, _), (text, ran) in said.items():
+        assert not ran and name in text and "is not read" in text and "\n" not in text
+
+
 def test_no_shared_memory_is_left_behind(results):
     assert not list(Path("/dev/shm").glob("deepspeed_allreduce_buffer_*"))

@@ -67,7 +67,7 @@ def cut(folder: Path, content: dict, *, stage: int, processes: int, align: int =
             state_key: {"state": state, "param_groups": []},
             "group_paddings": lost[rank],
             "param_alignment_paddings": paddings,
-            "loss_scaler": loss_scaler or SimpleNamespace(dynamic=False, cur_scale=1.0),
+            "loss_scaler": loss_scaler or static_scaler(),
         }
         torch.save({"optimizer_state_dict": optimizer}, folder / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
     model = {
@@ -202,6 +202,12 @@ def test_before_the_first_step_there_are_no_moments(tmp_path: Path):
     torch.save(state, tmp_path / "accelerate.pt")
     saved = open_accelerate(tmp_path / "accelerate.pt", model=model_of())
     assert saved.moments == () and saved.counters.optimizer_step is None
+
+
+def static_scaler():
+    from deepspeed.runtime.fp16.loss_scaler import LossScaler
+
+    return LossScaler(scale=1.0)
 
 
 def dynamic_scaler(**numbers):

@@ -306,7 +306,7 @@ def test_a_broken_or_absent_tar_over_http(tmp_path: Path, server: FaultServer, q
 
 def test_the_output_of_a_command(tmp_path: Path, quick: RetryPolicy):
     folder = by_shard_writer(tmp_path / "set", numbered(8), per_shard=4)
-    store = Store(CacheConfig(tmp_path / "cache", limit_bytes=300_000_000), retry=quick)
+    store = Store(CacheConfig(tmp_path / "cache", limit_bytes=300_000_000), retry=quick, commands="run")
     shards = opened(f"pipe:cat {folder}/x-{{000000..000001}}.tar", store=store)
     assert read_all(shards, store=store) == read_all(opened(folder))
     assert shards.num_bytes is None

@@ -1,0 +1,127 @@
+"""A malicious file of every kind for every command that reads one: no code runs, and what is refused is a sentence."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from data_shards.store.store import Store
+from launch import pipeline_run
+from tests.launch.conftest import Call
+from tests.launch.security.attacks import ROWS, Attack, Outcome, pipe, tagged_recipe
+from tests.launch.security.somebody import World, make_world
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of cyclopts, and of what was tampered with
+
+ARGUMENTS: dict[str, Callable[[World], list[object]]] = {
+    "predict": lambda world: ["predict", world.model, world.image, "--device", "cpu"],
+    "export": lambda world: ["export", world.model, "--format", "npz", "--out", world.top / "out.npz"],
+    "import": lambda world: ["import", world.model, world.top / "imported"],
+    "status": lambda world: ["status", world.run],
+    "run": lambda world: ["run", world.recipe, "--runs", world.run.parent],
+    "run --dry-run": lambda world: ["run", world.recipe, "--runs", world.run.parent, "--dry-run"],
+    "submit --render": lambda world: [
+        *("submit", world.recipe, "--runs", world.run.parent, "--render"),
+        *("--nodes", 1, "--tasks-per-node", 1, "--time", "1:00:00"),
+    ],
+    "plan": lambda world: ["plan", world.recipe],
+    "check": lambda world: ["check", world.shards, "--decode"],
+    "pack": lambda world: ["pack", world.source, world.top / "packed", *world.pack_options],
+}
+CASES = [
+    pytest.param(command, row.outcome, attack, id=f"{command}-{attack.__name__}")
+    for row in ROWS
+    for command in row.commands
+    if command not in row.elsewhere
+    for attack in row.attacks
+]
+
+
+@pytest.fixture(scope="module")
+def harmless(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    top = tmp_path_factory.mktemp("somebody") / "world"
+    top.mkdir()
+    with contextlib.chdir(top):
+        make_world(top)
+    return top
+
+
+@pytest.fixture
+def world(harmless: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
+    """A copy to tamper with; nothing can be started."""
+    top = tmp_path / "world"
+    shutil.copytree(harmless, top)
+    monkeypatch.chdir(top)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setenv("PATH", f"{top / 'bin'}:/usr/bin:/bin")
+    monkeypatch.setattr(pipeline_run, "run_stage_locally", lambda launch: pytest.fail("a stage was started"))
+    return World(top)
+
+
+@pytest.mark.parametrize("command", [command for command in ARGUMENTS if command not in ("run", "import", "pack")])
+def test_what_was_not_tampered_with_is_read(world: World, command: str, call: Call) -> None:
+    code, out, err = call(*ARGUMENTS[command](world))
+    assert (code, out != "") == (0, True), err
+
+
+@pytest.mark.parametrize(("command", "outcome", "attack"), CASES)
+def test_no_code_of_a_file_runs(world: World, command: str, outcome: Outcome, attack: Attack, call: Call) -> None:
+    attack(world)
+    assert not world.canary.exists()
+    code, out, err = call(*ARGUMENTS[command](world))
+    assert not world.canary.exists() and not (world.top.parent / "canary").exists()
+    assert "Traceback" not in out + err
+    assert not set(map(chr, range(32))) - {"\n"} & set(out + err)
+    match outcome:
+        case "refused":
+            assert code in (1, 2) and out + err, out + err
+        case "not run, and said":
+            said = " ".join((out + err).split())
+            words = ("is a command", "may start programs", "does not lie inside")
+            assert code == 0 and any(each in said for each in words), said
+        case "read as data":
+            assert code in (0, 1, 2), out + err
+
+
+def test_the_canary_dies_where_code_does_run(world: World) -> None:
+    """The control: each of the means works on a reader that obeys files."""
+
+    def dies(read: Callable[[], object]) -> bool:
+        assert not world.canary.exists()
+        with contextlib.suppress(Exception):
+            read()
+        died = world.canary.exists()
+        shutil.rmtree(world.canary, ignore_errors=True)
+        return died
+
+    import yaml
+    from PIL import Image
+
+    from tests.launch.security.attacks import postscript
+
+    file = world.new("x.pt")
+    torch.save({"a": world.ran}, file)
+    np.savez(world.new("x.npz"), a=np.array([world.ran], dtype=object))
+    tagged_recipe(world)
+    assert dies(lambda: pickle.loads(pickle.dumps(world.ran)))
+    assert dies(lambda: torch.load(file, weights_only=False))
+    assert dies(lambda: np.load(world.top / "x.npz", allow_pickle=True)["a"])
+    assert dies(lambda: yaml.unsafe_load(world.recipe.read_text()))
+    assert dies(lambda: Store(commands="run").read_small(world.pipe, most_bytes=10))
+    assert dies(lambda: Image.open(postscript(world)).load())
+
+
+def test_the_users_own_command_is_run_to_train(world: World, call: Call) -> None:
+    pipe(world)
+    world.run.rename(world.top / "aside")
+    code, _, err = call(*ARGUMENTS["run"](world))
+    assert world.canary.exists()
+    assert code == 2, err  # mkdir's output is no tar
