@@ -153,7 +153,7 @@ def test_the_digest_of_a_stage_leaves_out_free_keys_and_later_stages():
         "stages.finetune.image_size=32",
     ):
         assert digest(same) == base, same
-    for other in ("seed=1", "model.depth=2", "stages.pretrain.image_size=32", "engine.precision=fp32", "data.lanes=2"):
+    for other in ("seed=1", "model.depth=2", "stages.pretrain.image_size=32", "engine.precision=bf16", "data.lanes=2"):
         assert digest(other) != base, other
     tuned = digest(stage="finetune")
     assert tuned != base
