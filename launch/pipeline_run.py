@@ -23,6 +23,7 @@ from launch.local import Launch, run_stage_locally
 from launch.lock import locked
 from launch.restarts import PAUSE_SECONDS, Restarts
 from launch.signals import handled
+from pipeline.data_record import check_data, has_record
 from pipeline.identity import check_newest, checkpoint_identity
 from pipeline.plan import plan_stage
 from pipeline.recipe import Recipe, StageName, TrainStage
@@ -206,6 +207,8 @@ class PipelineRun:
             if is_open and not self._begins_again(stage):
                 identity = checkpoint_identity(self.recipe, stage=stage, processes=self.processes)
                 check_newest(self.folder.checkpoints(stage), expected=identity)
+                if has_record(self.folder, stage=stage):
+                    check_data(self.folder, stage=stage, data=data)
 
     def _begins_again(self, stage: StageName) -> bool:
         names = self.recipe.stages.names

@@ -2,6 +2,7 @@
 
     RUNS/NAME/recipe.yaml                 the resolved recipe
     RUNS/NAME/STAGE/stage.json            state, images seen, digests of what went in, results
+    RUNS/NAME/STAGE/data.json             the shards that it began with, see `data_record`
     RUNS/NAME/STAGE/checkpoints/step-*/   see `checkpoint`
     RUNS/NAME/STAGE/ranks/                see `watch`
     RUNS/NAME/STAGE/metrics.jsonl         see `metrics_log`
@@ -40,6 +41,7 @@ class StageRecord:
     inputs: dict[str, str] = field(default_factory=dict)  # name -> digest
     results: dict[str, float] = field(default_factory=dict)
     model_digest: str = ""  # of the weights that the stage left
+    data_digest: str = ""  # of what data.json says of its shards
 
 
 @dataclass(frozen=True)

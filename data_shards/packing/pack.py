@@ -17,7 +17,6 @@ ImageNet photographs: 2) and the space of the images plus 1.5 to 2 kB each (tar'
 """
 
 import errno
-import json
 import os
 import shutil
 import time
@@ -28,6 +27,7 @@ from typing import Literal
 
 from data_shards.byte_sizes import show_bytes
 from data_shards.errors import UserError
+from data_shards.json_text import parse_json
 from data_shards.manifest import Manifest, read_manifest, write_json, write_timm_info
 from data_shards.packing.finish import list_beside, unreadable_error, write_manifests
 from data_shards.packing.found import (
@@ -237,7 +237,7 @@ def _is_taken(out: Path) -> bool:
 def _demand_same(out: Path, request: Mapping[str, object], fingerprint: str) -> Counts:
     """What was found then. Raises UserError unless OUT is the result of this request on this very source."""
     try:
-        packed = json.loads((out / PACK_FILE).read_text(encoding="utf-8"))
+        packed = parse_json((out / PACK_FILE).read_bytes())
         known = packed["version"] == PACK_VERSION
         before, fingerprint_before = dict(packed["request"]), packed["fingerprint"]
         counts = Counts(**packed.get("found", {}))
