@@ -140,6 +140,8 @@ def stated_member(header: bytes) -> tuple[str, int]:
     Raises:
         ValueError: they are no header.
     """
+    if len(header) != BLOCK_BYTES:
+        raise ValueError("no whole header")
     return _name(header), _number(header[124:136])
 
 
