@@ -1,9 +1,10 @@
 """A sample by its number: one read at a known offset of a tar shard, no streaming through it.
 
 The offsets come from the shard's index (see `tar_index`), read when the shard is first touched; a shard that is no
-local file comes from the store. What it says of a sample is held against the tar's headers with each read. From
-a warm cache a read costs 5 microseconds and the copy of the bytes, in any order: some 18 for a photograph. A limited number of shards is kept open, the least recently used is closed first, so
-descriptors and memory do not grow with the data set.
+local file comes from the store. What the index says of a sample is held against the tar's headers whenever it is read.
+From a warm cache a read costs 5 microseconds and the copy of the bytes, in any order: some 18 for a photograph. A
+limited number of shards is kept open, the least recently used is closed first, so descriptors and memory do not grow
+with the data set.
 
 What the store's cache has evicted is read on for as long as it is in use, since to open it again is to download it
 again; the disk gets its bytes back seconds after its last read.

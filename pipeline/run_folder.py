@@ -182,6 +182,7 @@ _FREED = {
 # Keys that came after the first checkpoints, at the values that change nothing: left out, so that those still fit.
 _YOUNGER = {
     "data.decoder": "auto",
+    "data.max_image_pixels": "50000000",
     "stages.masked_patch": "None",
     "model.resnet_layers": "None",
     "model.resnet_width_factor": "None",
