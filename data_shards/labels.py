@@ -40,7 +40,7 @@ class LabelSpec:
 
     def __post_init__(self) -> None:
         if self.part not in get_args(LabelPart) or self.kind not in get_args(LabelKind):
-            raise ValueError(f"no label is called {self.part!r} of kind {self.kind!r}")
+            raise ValueError(f"no label is called {reprlib.repr(self.part)} of kind {reprlib.repr(self.kind)}")
         if (self.part == "json") != bool(self.key) or not isinstance(self.key, str | None):
             raise ValueError("a label in json needs a key, as in json:label; another label has none")
 

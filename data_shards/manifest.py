@@ -31,6 +31,7 @@ REMEDY = "make it with `shardvit pack SOURCE OUT`"
 # A `stat` on a network file system takes a millisecond, of waiting: threads make it 32 times less for many shards.
 _STAT_THREADS = 32
 _MOST_STATS_IN_TURN = 64
+_MOST_NAME = 1024  # characters of a shard's file
 _MOST = 1 << 48  # samples or bytes of one shard: far beyond any, and a sum of them still fits into 64 bits
 
 
@@ -239,6 +240,7 @@ def _parse(root: Path, content: dict[str, Any]) -> Manifest:
     classes = tuple(_typed(content, "classes", list))
     if not all(isinstance(name, str) for name in classes) or len(set(classes)) != len(classes) or not classes:
         raise ValueError("'classes' must be a list of different names")
+    _text("".join(classes))
     if len({shard.file for shard in shards}) != len(shards):
         raise ValueError("'shards' names a file twice")
     manifest = Manifest(
@@ -262,7 +264,16 @@ def _typed(content: dict[str, Any], key: str, kind: type) -> Any:
         raise TypeError("an entry of 'shards' is no table")
     if not isinstance(content[key], kind):
         raise TypeError(f"'{key}' is not of type {kind.__name__}")
-    return content[key]
+    return _text(content[key]) if kind is str else content[key]
+
+
+def _text(text: str) -> str:
+    """JSON can write halves of characters, which neither a screen nor a disk takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{text[:40]!a} is no text") from None
+    return text
 
 
 def _count(content: dict[str, Any], key: str) -> int:
@@ -274,7 +285,14 @@ def _count(content: dict[str, Any], key: str) -> int:
 
 def _inside(file: str) -> str:
     parts = PurePosixPath(file).parts
-    if not parts or "\\" in file or "\0" in file or PurePosixPath(file).is_absolute() or ".." in parts:
+    if (
+        not parts
+        or len(file) > _MOST_NAME
+        or "\\" in file
+        or "\0" in file
+        or PurePosixPath(file).is_absolute()
+        or ".." in parts
+    ):
         raise ValueError(f"the shard {file[:80]!r} does not lie inside the folder")
     return file
 

@@ -20,7 +20,7 @@ import numpy as np
 from data_shards.errors import UserError
 from data_shards.json_text import parse_json
 from data_shards.labels import LabelSpec, read_values
-from data_shards.tars.shard_index import ShardIndex, Texts, load_note, save_index
+from data_shards.tars.shard_index import MOST_TAR_BYTES, ShardIndex, Texts, load_note, save_index
 from data_shards.tars.tar_index import IMAGE_EXTENSIONS, readable_index
 from data_shards.tars.tar_walk import TarDamage, split_name, walk_tar
 
@@ -135,13 +135,24 @@ def _from_note(note: str) -> tuple[TarFacts, FoundLabels]:
 
 
 def facts_from(content: dict[str, Any]) -> TarFacts:
-    """From the form that JSON gives back."""
-    return TarFacts(**{**content, "examples": tuple(content["examples"])})
+    """From the form that JSON gives back; raises KeyError, TypeError or ValueError where it is another."""
+    facts = TarFacts(**{**content, "examples": tuple(content["examples"])})
+    numbers = (facts.num_samples, facts.num_bytes, facts.left_out)
+    if not all(type(number) is int and 0 <= number < MOST_TAR_BYTES for number in numbers):
+        raise ValueError("numbers that no tar has")
+    if not all(isinstance(text, str) for text in (facts.damage, facts.digest, facts.pixels, *facts.examples)):
+        raise TypeError("no texts")
+    return facts
 
 
 def labels_from(content: dict[str, Any]) -> FoundLabels:
-    """From the form that JSON gives back."""
-    return FoundLabels(**{**content, "names": frozenset(content["names"])})
+    """As `facts_from`."""
+    found = FoundLabels(**{**content, "names": frozenset(content["names"])})
+    if not all(type(number) is int for number in (found.numbers_below, found.num_values)):
+        raise TypeError("no numbers")
+    if not all(isinstance(name, str) for name in found.names):
+        raise TypeError("no names")
+    return found
 
 
 def _read_labels(
