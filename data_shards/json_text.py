@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import reprlib
 from typing import Any
 
 
@@ -21,3 +22,8 @@ def parse_json(text: str | bytes) -> Any:
     except ValueError:  # int() refuses such numbers, because it takes time that grows with their square
         reason = "a number in it has thousands of digits"
     raise ValueError(f"not readable as JSON ({reason})")
+
+
+def brief(value: Any) -> str:
+    """The beginning of what `parse_json` gave, for messages, however long or deep it is."""
+    return reprlib.repr(value) if isinstance(value, list | dict) else json.dumps(value)[:40]

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, cast, get_args
 
-from data_shards.json_text import parse_json
+from data_shards.json_text import brief, parse_json
 
 LabelPart = Literal["cls", "json", "txt"]
 LabelKind = Literal["single", "multi"]
@@ -116,7 +116,7 @@ def _plain(value: Any, *, part: LabelPart) -> int | str:
         return int(value) if part in _NUMBER and _NUMBER[part].fullmatch(value) else value
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 10**_MOST_DIGITS:
         return value
-    shown = "empty" if value == "" else reprlib.repr(value)
+    shown = "empty" if value == "" else brief(value)
     raise ValueError(f"the label is {shown}: no class number and no name of a class")
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import reprlib
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
@@ -21,7 +20,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from data_shards.errors import UserError
-from data_shards.json_text import parse_json
+from data_shards.json_text import brief, parse_json
 from data_shards.labels import LabelSpec
 
 MANIFEST_FILE = "manifest.json"
@@ -187,7 +186,7 @@ def parse_manifest(text: bytes, *, root: Path, name: str) -> Manifest:
     except ValueError as error:
         raise UserError(f"{name}: {error}; {REMEDY} again") from None
     if not isinstance(content, dict) or content.get("version") != MANIFEST_VERSION:
-        found = reprlib.repr(content.get("version")) if isinstance(content, dict) else None
+        found = brief(content.get("version")) if isinstance(content, dict) else None
         raise UserError(f"{name}: the manifest has version {found}, known here is {MANIFEST_VERSION}; {REMEDY} again")
     try:
         return _parse(root, content)
@@ -279,7 +278,7 @@ def _text(text: str) -> str:
 def _count(content: dict[str, Any], key: str) -> int:
     value = _typed(content, key, int)
     if isinstance(value, bool) or not 0 <= value <= _MOST:
-        raise ValueError(f"'{key}' is no count: {reprlib.repr(value)}")
+        raise ValueError(f"'{key}' is no count: {brief(value)}")
     return value
 
 

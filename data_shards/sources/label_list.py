@@ -16,7 +16,6 @@ does not name are counted. Paths are relative to the folder and stay inside it.
 
 import csv
 import re
-import reprlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -27,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_shards.errors import UserError
-from data_shards.json_text import parse_json
+from data_shards.json_text import brief, parse_json
 from data_shards.sources.base import Source
 from data_shards.sources.files import ABSENT, FileImages
 from data_shards.sources.folder import walk_images
@@ -142,14 +141,14 @@ def _split(value: str) -> list[str]:
 def _row(file: Path, line: int, path: Any, values: list[Any]) -> _Row:
     try:
         if not isinstance(path, str):
-            raise ValueError(f"the path {reprlib.repr(path)} is no text")
+            raise ValueError(f"the path {brief(path)} is no text")
         for value in values:
             if (
                 isinstance(value, bool)
                 or not isinstance(value, int | str)
                 or (isinstance(value, int) and not 0 <= value < 10**18)
             ):
-                raise ValueError(f"the label {reprlib.repr(value)} is no name of a class and no class number")
+                raise ValueError(f"the label {brief(value)} is no name of a class and no class number")
             if isinstance(value, str) and not (value and value.isprintable()):
                 raise ValueError(f"the label {value!a} is {'a name that cannot be written' if value else 'empty'}")
         return _Row(line, clean_path(path), tuple(dict.fromkeys(values)))
