@@ -73,6 +73,10 @@ def compare_suspects(shards: ShardSet, before: SetIdentity, suspects: Sequence[i
             left_bytes -= cost
     with ThreadPoolExecutor(max(2, min(_THREADS, num_cores()))) as pool:
         alike = dict(zip(chosen, pool.map(lambda shard: _is_alike(shards, before, shard), chosen), strict=True))
+    for shard in suspects:
+        entry = shards.shards[shard]
+        if not is_local(entry.url) and entry.pixels_digest and before.pixels[shard]:
+            alike[shard] = True  # it was indexed again, and `differences` has compared what was found
     return Compared(
         unlike=tuple(shard for shard, same in alike.items() if not same),
         same=tuple(shard for shard, same in alike.items() if same),
