@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from data_shards.batch import Batch, Fault
 from data_shards.errors import CorruptSample, SampleError, UnreadableImage
-from data_shards.images.decode import DecoderName, EncodedImage, read_image
+from data_shards.images.decode import USUAL_LIMIT, DecoderName, EncodedImage, PixelLimit, read_image
 from data_shards.images.transforms import EvalTransform, Pixels, TrainTransform
 from data_shards.mixing import Mix
 from data_shards.order import Visits
@@ -53,6 +53,7 @@ class Access:
     shards: ShardSet
     store: Store | None = None  # None: every shard is a local file
     decoder: DecoderName = "auto"
+    pixel_limit: PixelLimit = USUAL_LIMIT
     on_corrupt: OnCorrupt = "stop"
 
 
@@ -170,7 +171,9 @@ class Assembler:
         try:
             raw = self._reader.read(shard, row=row)
             try:
-                transform(read_image(raw.image, decoder=self._access.decoder), rows.pixels[slot])
+                access = self._access
+                image = read_image(raw.image, decoder=access.decoder, limit=access.pixel_limit)
+                transform(image, rows.pixels[slot])
             except UnreadableImage as error:
                 name = self._access.shards.shards[shard].name
                 raise CorruptSample(name, key=raw.key, reason=str(error)) from error

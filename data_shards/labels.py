@@ -7,11 +7,13 @@ Costs a microsecond for a number, a few for JSON. Knows nothing of tars; needs n
 
 from __future__ import annotations
 
-import json
 import re
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, cast, get_args
+
+from data_shards.json_text import brief, parse_json
 
 LabelPart = Literal["cls", "json", "txt"]
 LabelKind = Literal["single", "multi"]
@@ -38,8 +40,8 @@ class LabelSpec:
 
     def __post_init__(self) -> None:
         if self.part not in get_args(LabelPart) or self.kind not in get_args(LabelKind):
-            raise ValueError(f"no label is called {self.part!r} of kind {self.kind!r}")
-        if (self.part == "json") != bool(self.key):
+            raise ValueError(f"no label is called {reprlib.repr(self.part)} of kind {reprlib.repr(self.kind)}")
+        if (self.part == "json") != bool(self.key) or not isinstance(self.key, str | None):
             raise ValueError("a label in json needs a key, as in json:label; another label has none")
 
     @classmethod
@@ -112,9 +114,9 @@ def _plain(value: Any, *, part: LabelPart) -> int | str:
     """A class number or a name."""
     if isinstance(value, str) and value:
         return int(value) if part in _NUMBER and _NUMBER[part].fullmatch(value) else value
-    if isinstance(value, int) and not isinstance(value, bool):
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 10**_MOST_DIGITS:
         return value
-    shown = "empty" if value == "" else json.dumps(value)[:40]
+    shown = "empty" if value == "" else brief(value)
     raise ValueError(f"the label is {shown}: no class number and no name of a class")
 
 
@@ -135,9 +137,9 @@ def _class_number(value: int | str, *, spec: LabelSpec, label_map: Mapping[str, 
 
 def _json(text: str) -> Any:
     try:
-        return json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(f"the label is not readable as JSON ({error})") from None
+        return parse_json(text)
+    except ValueError as error:
+        raise ValueError(f"the label is {error}") from None
 
 
 def _at_key(content: Any, key: str) -> Any:

@@ -21,6 +21,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from data_shards.errors import UserError
+from data_shards.json_text import brief, parse_json
 from data_shards.labels import LabelSpec
 
 MANIFEST_FILE = "manifest.json"
@@ -31,6 +32,8 @@ REMEDY = "make it with `shardvit pack SOURCE OUT`"
 _STAT_THREADS = 32
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:")
 _MOST_STATS_IN_TURN = 64
+_MOST_NAME = 1024  # characters of a shard's file
+_MOST = 1 << 48  # samples or bytes of one shard: far beyond any, and a sum of them still fits into 64 bits
 
 
 @dataclass(frozen=True)
@@ -147,9 +150,9 @@ def read_manifest(folder: Path | str) -> Manifest:
     symbolic link, as in the caches of model hubs: only what the manifest says is held to the folder.)
     """
     manifest = load_manifest(folder)
-    for damage in shard_damage(manifest):
-        if damage:
-            raise UserError(damage)
+    for file in shard_files(manifest):
+        if file.damage:
+            raise UserError(file.damage)
     return manifest
 
 
@@ -181,12 +184,12 @@ def parse_manifest(text: bytes, *, root: Path, name: str) -> Manifest:
         UserError: as `read_manifest`, for all that the bytes alone show.
     """
     try:
-        content = json.loads(text)
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise UserError(f"{name}: not a readable JSON file ({error}); {REMEDY} again") from None
+        content = parse_json(text)
+    except ValueError as error:
+        raise UserError(f"{name}: {error}; {REMEDY} again") from None
     if not isinstance(content, dict) or content.get("version") != MANIFEST_VERSION:
-        found = content.get("version") if isinstance(content, dict) else None
-        raise UserError(f"{name}: the manifest has version {found!r}, known here is {MANIFEST_VERSION}; {REMEDY} again")
+        found = brief(content.get("version")) if isinstance(content, dict) else None
+        raise UserError(f"{name}: the manifest has version {found}, known here is {MANIFEST_VERSION}; {REMEDY} again")
     try:
         return _parse(root, content)
     except KeyError as error:
@@ -195,13 +198,33 @@ def parse_manifest(text: bytes, *, root: Path, name: str) -> Manifest:
         raise UserError(f"{name}: {error}; {REMEDY} again") from None
 
 
-def shard_damage(manifest: Manifest) -> list[str]:
-    """For each shard, what is wrong with its file: a sentence, or "" if it is there and has the size it should have."""
-    pairs = [(manifest.root / shard.file, shard) for shard in manifest.shards]
-    if len(pairs) <= _MOST_STATS_IN_TURN:
-        return [_damage(*pair) for pair in pairs]
+@dataclass(frozen=True)
+class ShardFile:
+    """What one `stat` tells of a shard's file.
+
+    Args:
+        damage: what is wrong with it: a sentence, or "" if it is there and has the size it should have.
+        stamp: see `stamp_of`; "" if it is not there.
+    """
+
+    damage: str
+    stamp: str
+
+
+def shard_files(manifest: Manifest) -> list[ShardFile]:
+    """The files of all shards, in their order."""
+    shards = manifest.shards
+    if len(shards) <= _MOST_STATS_IN_TURN:
+        return [_file(manifest.root, shard) for shard in shards]
+    pieces = [shards[start : start + _MOST_STATS_IN_TURN] for start in range(0, len(shards), _MOST_STATS_IN_TURN)]
     with ThreadPoolExecutor(_STAT_THREADS) as pool:
-        return list(pool.map(_damage, *zip(*pairs, strict=True)))
+        found = pool.map(lambda piece: [_file(manifest.root, shard) for shard in piece], pieces)
+        return [file for files in found for file in files]
+
+
+def stamp_of(status: os.stat_result) -> str:
+    """Times of a file: of the last change of its content, which can be set at will, and of its inode, which cannot."""
+    return f"{status.st_mtime_ns} {status.st_ctime_ns}"
 
 
 def _parse(root: Path, content: dict[str, Any]) -> Manifest:
@@ -218,6 +241,7 @@ def _parse(root: Path, content: dict[str, Any]) -> Manifest:
     classes = tuple(_typed(content, "classes", list))
     if not all(isinstance(name, str) for name in classes) or len(set(classes)) != len(classes) or not classes:
         raise ValueError("'classes' must be a list of different names")
+    _text("".join(classes))
     if len({shard.file for shard in shards}) != len(shards):
         raise ValueError("'shards' names a file twice")
     manifest = Manifest(
@@ -241,22 +265,38 @@ def _typed(content: dict[str, Any], key: str, kind: type) -> Any:
         raise TypeError("an entry of 'shards' is no table")
     if not isinstance(content[key], kind):
         raise TypeError(f"'{key}' is not of type {kind.__name__}")
-    return content[key]
+    return _text(content[key]) if kind is str else content[key]
+
+
+def _text(text: str) -> str:
+    """JSON can write halves of characters, which neither a screen nor a disk takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{text[:40]!a} is no text") from None
+    return text
 
 
 def _count(content: dict[str, Any], key: str) -> int:
     value = _typed(content, key, int)
-    if isinstance(value, bool) or value < 0:
-        raise ValueError(f"'{key}' is no count: {value}")
+    if isinstance(value, bool) or not 0 <= value <= _MOST:
+        raise ValueError(f"'{key}' is no count: {brief(value)}")
     return value
 
 
 def _inside(file: str) -> str:
     parts = PurePosixPath(file).parts
-    if not parts or "\\" in file or "\0" in file or PurePosixPath(file).is_absolute() or ".." in parts:
-        raise ValueError(f"the shard {file!r} does not lie inside the folder")
+    if (
+        not parts
+        or len(file) > _MOST_NAME
+        or "\\" in file
+        or "\0" in file
+        or PurePosixPath(file).is_absolute()
+        or ".." in parts
+    ):
+        raise ValueError(f"the shard {file[:80]!r} does not lie inside the folder")
     if _SCHEME.match(file):
-        raise ValueError(f"the shard {file!r} is a command or a URL, where only a file in the folder can be")
+        raise ValueError(f"the shard {file[:80]!r} is a command or a URL, where only a file in the folder can be")
     return file
 
 
@@ -271,14 +311,16 @@ def _labels(content: dict[str, Any]) -> LabelSpec:
         raise ValueError(f"'labels': {error}") from None
 
 
-def _damage(path: Path, shard: Shard) -> str:
+def _file(root: Path, shard: Shard) -> ShardFile:
+    path = os.path.join(root, shard.file)  # pathlib takes three times as long, for a hundred thousand shards
     try:
-        num_bytes = path.stat().st_size
+        status = os.stat(path)
     except OSError:
-        return f"{path}: the manifest names this shard but it is not there; copy it here or {REMEDY}"
-    if num_bytes != shard.num_bytes:
-        return (
-            f"{path}: the shard has {num_bytes} bytes where the manifest says {shard.num_bytes}; "
+        return ShardFile(f"{path}: the manifest names this shard but it is not there; copy it here or {REMEDY}", "")
+    if status.st_size != shard.num_bytes:
+        damage = (
+            f"{path}: the shard has {status.st_size} bytes where the manifest says {shard.num_bytes}; "
             f"copy it again or {REMEDY}"
         )
-    return ""
+        return ShardFile(damage, stamp_of(status))
+    return ShardFile("", stamp_of(status))

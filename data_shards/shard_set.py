@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal
 
 from data_shards.errors import UserError
 from data_shards.labels import LabelKind, LabelSpec
-from data_shards.manifest import MANIFEST_FILE, Manifest, load_manifest, parse_manifest, shard_damage
+from data_shards.manifest import MANIFEST_FILE, Manifest, load_manifest, parse_manifest, shard_files
 from data_shards.store.location import PIPE, expand_braces, is_local, join, local_path, shown
 from data_shards.tars.tar_index import index_path, read_index, readable_index
 
@@ -42,6 +42,9 @@ class ShardEntry:
         index: a local index file; None: beside the tar, or built from it.
         labels: which member of a sample is its label.
         state: "damaged" if it was not what the manifest says when the set was opened, and that was tolerated.
+        stamp: changes when the file is written: its times or the store's ETag when the set was opened; "": unknown.
+        index_digest: of the keys, image sizes and labels of a tar without a manifest.
+        pixels_digest: of the first bytes of a few of its images; "" where its index is older than this.
     """
 
     url: str
@@ -52,6 +55,9 @@ class ShardEntry:
     index: Path | None
     labels: LabelSpec
     state: Literal["whole", "damaged"] = "whole"
+    stamp: str = ""
+    index_digest: str = ""
+    pixels_digest: str = ""
 
 
 @dataclass(frozen=True)
@@ -227,23 +233,25 @@ def _urls(location: str) -> list[str]:
 
 def _open_local(location: str, *, damaged: Damaged) -> ShardSet:
     manifest = load_manifest(local_path(location))  # not made absolute: messages show paths as the user typed them
-    damages = shard_damage(manifest)
-    found = [damage for damage in damages if damage]
+    files = shard_files(manifest)
+    found = [file.damage for file in files if file.damage]
     if found and damaged == "refuse":
         more = f" (and {len(found) - 1} more shards are damaged)" if len(found) > 1 else ""
         raise UserError(found[0] + more)
+    root, absolute = str(manifest.root), str(manifest.root.absolute())
     entries = tuple(
         ShardEntry(
-            url=str((manifest.root / shard.file).absolute()),
-            name=str(manifest.root / shard.file),
+            url=os.path.join(absolute, shard.file),
+            name=os.path.join(root, shard.file),
             num_samples=shard.num_samples,
             num_bytes=shard.num_bytes,
             sha256=shard.sha256,
             index=None,
             labels=manifest.labels,
-            state="damaged" if damage else "whole",
+            state="damaged" if file.damage else "whole",
+            stamp=file.stamp,
         )
-        for shard, damage in zip(manifest.shards, damages, strict=True)
+        for shard, file in zip(manifest.shards, files, strict=True)
     )
     lost = sum(_lost_samples(entry) for entry in entries if entry.state == "damaged")
     return _packed(manifest, entries, source=str(local_path(location)), damage=tuple(found), lost_samples=lost)

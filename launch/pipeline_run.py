@@ -28,6 +28,7 @@ from launch.presence import Presence
 from launch.processes import kill_all
 from launch.restarts import PAUSE_SECONDS, Restarts
 from launch.signals import handled
+from pipeline.data_record import check_data, has_record
 from pipeline.identity import check_newest, checkpoint_identity
 from pipeline.plan import plan_stage
 from pipeline.recipe import Recipe, StageName, TrainStage
@@ -219,6 +220,7 @@ class PipelineRun:
                 if is_open:
                     model_from_elsewhere(self.recipe)
                 continue
+            data = None
             try:
                 data = open_data(self.recipe, stage=stage, commands=self.commands)
             except CommandRefused as error:
@@ -230,6 +232,8 @@ class PipelineRun:
             if is_open and not self._begins_again(stage):
                 identity = checkpoint_identity(self.recipe, stage=stage, processes=self.processes)
                 check_newest(self.folder.checkpoints(stage), expected=identity)
+                if data is not None and has_record(self.folder, stage=stage):
+                    check_data(self.folder, stage=stage, data=data)
         return notes
 
     def _begins_again(self, stage: StageName) -> bool:

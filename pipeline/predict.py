@@ -24,7 +24,7 @@ import torch
 from data_shards.batch import Batch, Normalisation, model_input
 from data_shards.errors import UnreadableImage, UserError
 from data_shards.images.box import Pixels
-from data_shards.images.decode import read_image
+from data_shards.images.decode import USUAL_LIMIT, PixelLimit, read_image
 from data_shards.images.transforms import EvalTransform
 from data_shards.processes import num_cores
 from data_shards.sources.folder import walk_images
@@ -124,7 +124,7 @@ def image_files(paths: Sequence[Path]) -> list[Path]:
 
 
 def predict_images(
-    predictor: Predictor, images: Iterable[Path], *, top: int, batch_images: int
+    predictor: Predictor, images: Iterable[Path], *, top: int, batch_images: int, pixel_limit: PixelLimit = USUAL_LIMIT
 ) -> Iterator[ImagePrediction]:
     """Predict one image after the other, in order; those that cannot be read come with their fault.
 
@@ -133,13 +133,14 @@ def predict_images(
         images: files.
         top: classes of each image, all of them if the model has fewer.
         batch_images: images that the model sees at a time.
+        pixel_limit: larger images are not decoded, and come with that as their fault.
 
     Raises:
         UserError: the model's logits are not finite.
     """
     meta = predictor.meta
     transform = EvalTransform(meta.image_size, protocol=meta.eval_protocol, crop_share=meta.eval_crop_share)
-    squares = _squares(images, transform=transform, ahead=batch_images)
+    squares = _squares(images, transform=transform, limit=pixel_limit, ahead=batch_images)
     while chunk := list(islice(squares, batch_images)):
         rows = [square for _, square in chunk if not isinstance(square, str)]
         answers = iter(_most_probable(predictor, rows, top=top) if rows else ())
@@ -160,13 +161,15 @@ def _open_onnx(path: Path, *, device: DeviceChoice) -> Predictor:
     return Predictor(program.meta, program, device=torch.device("cpu"), origin=str(path))
 
 
-def _squares(images: Iterable[Path], *, transform: EvalTransform, ahead: int) -> Iterator[tuple[Path, Pixels | str]]:
+def _squares(
+    images: Iterable[Path], *, transform: EvalTransform, limit: PixelLimit, ahead: int
+) -> Iterator[tuple[Path, Pixels | str]]:
     """Each image and its pixels, or why there are none; `ahead` of them are decoded before they are asked for."""
     waiting: deque[tuple[Path, Future[Pixels | str]]] = deque()
     pool = ThreadPoolExecutor(num_cores())
     try:
         for image in images:
-            waiting.append((image, pool.submit(_square, image, transform)))
+            waiting.append((image, pool.submit(_square, image, transform, limit)))
             if len(waiting) > ahead:
                 path, square = waiting.popleft()
                 yield path, square.result()
@@ -176,10 +179,10 @@ def _squares(images: Iterable[Path], *, transform: EvalTransform, ahead: int) ->
         pool.shutdown(cancel_futures=True)
 
 
-def _square(image: Path, transform: EvalTransform) -> Pixels | str:
+def _square(image: Path, transform: EvalTransform, limit: PixelLimit) -> Pixels | str:
     """What evaluation would see of an image, uint8 [S, S, 3]; or why it cannot be read."""
     try:
-        return transform(read_image(image.read_bytes()))
+        return transform(read_image(image.read_bytes(), limit=limit))
     except UnreadableImage as error:
         return str(error)
     except OSError as error:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PlainSerializer, field_validator, model_validator
 
-from data_shards.images.decode import DecoderName
+from data_shards.images.decode import MOST_PIXELS, USUAL_MOST_PIXELS, DecoderName
 from data_shards.store.location import shown
 from pipeline.recipe_base import BytesText, Strict
 
@@ -94,6 +94,8 @@ class DataConfig(Strict):
     """What they are; the same samples either way. auto: threads up to 4, which start faster and share memory."""
     max_corrupt_share: float = Field(default=0.001, ge=0, le=1)
     """Share of a set's images that may turn out damaged (others are trained on instead); above it the run stops."""
+    max_image_pixels: int = Field(default=USUAL_MOST_PIXELS, ge=1, le=MOST_PIXELS)
+    """Images of more pixels count as damaged, and are not decoded: it takes up to 17 bytes a pixel, in each worker."""
     decoder: DecoderName = "auto"
     """auto: nvImageCodec on the CPU where it is installed, which decodes only the crop; gpu: its GPU engine."""
     cache: CacheRecipe = CacheRecipe()

@@ -2,6 +2,7 @@
 
     RUNS/NAME/recipe.yaml                 the resolved recipe
     RUNS/NAME/STAGE/stage.json            state, images seen, digests of what went in, results
+    RUNS/NAME/STAGE/data.json             the shards that it began with, see `data_record`
     RUNS/NAME/STAGE/checkpoints/step-*/   see `checkpoint`
     RUNS/NAME/STAGE/ranks/                see `watch`
     RUNS/NAME/STAGE/metrics.jsonl         see `metrics_log`
@@ -42,6 +43,7 @@ class StageRecord:
     model_digest: str = ""  # of the weights that the stage left
     total_steps: int = 0  # 0: not begun, or begun before this was written down
     model: dict[str, Any] = field(default_factory=dict)  # the record that its model will have, since it began
+    data_digest: str = ""  # of what data.json says of its shards
 
 
 @dataclass(frozen=True)
@@ -187,6 +189,7 @@ _FREED = {
 # Keys that came after the first checkpoints, at the values that change nothing: left out, so that those still fit.
 _YOUNGER = {
     "data.decoder": "auto",
+    "data.max_image_pixels": "50000000",
     "stages.masked_patch": "None",
     "model.resnet_layers": "None",
     "model.resnet_width_factor": "None",

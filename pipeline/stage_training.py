@@ -24,6 +24,7 @@ from model.masked_patch import COLOURS
 from model.saved import save_model
 from pipeline.checkpoint import Restored, restore_checkpoint
 from pipeline.context import StageContext
+from pipeline.data_record import DataRecord, check_data, keep_data
 from pipeline.disk_space import check_free_space, estimate_bytes
 from pipeline.durable import make_folders
 from pipeline.engine_open import open_engine
@@ -66,6 +67,7 @@ def train_stage(
     plan = plan_stage(recipe, stage=stage, samples_per_epoch=data.train.num_samples, world_size=ranks.place.world_size)
     inputs = {"training images": data.train.digest, "held-out images": data.eval.digest, "weights": start.weights}
     record = folder.record(stage)
+    data_record = _check_data(context, stage=stage, data=data)
     check_inputs(folder, stage=stage, inputs=inputs)
     watch = Watch(
         folder.ranks(stage),
@@ -99,8 +101,17 @@ def train_stage(
             normalisation=start.normalisation,
         )
         if ranks.place.is_main:
+            assert data_record is not None
+            keep_data(folder, data_record, stage=stage)
             described = meta.model_dump(mode="json", exclude_none=True)
-            folder.update(stage, state="running", inputs=inputs, total_steps=plan.total_steps, model=described)
+            folder.update(
+                stage,
+                state="running",
+                inputs=inputs,
+                data_digest=data_record.digest,
+                total_steps=plan.total_steps,
+                model=described,
+            )
 
         with stage_report(context, stage=stage, data=data, plan=plan, state=state) as report:
             task = make_task(recipe, stage=stage, data=data, normalisation=start.normalisation, engine=engine)
@@ -135,6 +146,23 @@ def train_stage(
                 folder.update(
                     stage, state="done", results=state.evaluation, model_digest=weights_digest(folder.model(stage))
                 )
+
+
+def _check_data(context: StageContext, *, stage: StageName, data: StageData) -> DataRecord | None:
+    """What the stage's data are, on rank 0; where they have changed, refuse on all ranks alike."""
+    record, problem = None, ""
+    if context.ranks.place.is_main:
+        try:
+            record = check_data(context.folder, stage=stage, data=data)
+        except UserError as error:
+            problem = str(error)
+        else:
+            for note in record.notes:
+                context.say(note)
+    problem = str(context.ranks.gather_objects(problem)[0])
+    if problem:
+        raise UserError(problem)
+    return record
 
 
 def _demand_room(context: StageContext, *, stage: StageName, model: nn.Module) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 
 from data_shards.assemble import Access
 from data_shards.batch import Batch
+from data_shards.images.decode import PixelLimit
 from data_shards.loader import EvalBatches, Layout, TrainBatches, TrainLoader, eval_batches
 from data_shards.shard_set import ShardSet
 from pipeline.checkpoint import Restored
@@ -156,4 +157,10 @@ def _beating(batches: Iterable[Batch], *, watch: Watch, step: int) -> Iterator[B
 
 def _access(shards: ShardSet, *, data: StageData, recipe: Recipe) -> Access:
     on_corrupt = "substitute" if recipe.data.max_corrupt_share > 0 else "stop"
-    return Access(shards, store=data.store, decoder=recipe.data.decoder, on_corrupt=on_corrupt)
+    return Access(
+        shards,
+        store=data.store,
+        decoder=recipe.data.decoder,
+        pixel_limit=PixelLimit(recipe.data.max_image_pixels),
+        on_corrupt=on_corrupt,
+    )

@@ -28,6 +28,7 @@ from data_shards.checking.run import scan_set
 from data_shards.checking.scan import ScanRequest
 from data_shards.checking.split import SplitScan, SplitSummary, summary
 from data_shards.errors import UserError
+from data_shards.images.decode import USUAL_LIMIT, PixelLimit
 from data_shards.manifest import MANIFEST_FILE
 from data_shards.shard_set import ShardSet, ShardsSpec, open_shards
 from data_shards.store.location import PIPE, expand_braces, is_local, join, local_path, shown
@@ -68,6 +69,7 @@ def check(
     spec: ShardsSpec,
     *,
     decode: bool = False,
+    pixel_limit: PixelLimit = USUAL_LIMIT,
     digests: bool = True,
     world_size: int | None = None,
     lanes: int | None = None,
@@ -81,6 +83,7 @@ def check(
     Args:
         spec: where it is, as in a recipe; or the folder with train/ and val/ in it.
         decode: decode every image in full.
+        pixel_limit: larger images are told, and not decoded.
         digests: compare every shard's SHA-256 with the manifest's.
         world_size: processes that it shall be trained with; None: not looked at.
         lanes: data.lanes of that training; None: the default.
@@ -102,7 +105,7 @@ def check(
             place = Place("", "", opened)
             findings.append(finding("unusable-set", split=split, count=1, places=[place]))
             continue
-        request = ScanRequest(shards=opened, store=store, decode=decode, digests=digests)
+        request = ScanRequest(shards=opened, store=store, decode=decode, digests=digests, pixel_limit=pixel_limit)
         scan = SplitScan(opened, scan_set(request, processes=processes, report=report))
         findings += split_findings(scan, digests=digests)
         scans.append(scan)

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from data_shards.checking.findings import Kind
 from data_shards.errors import UnreadableImage, UserError
+from data_shards.images.decode import PixelLimit, read_image
 from data_shards.labels import parse_label
 from data_shards.shard_set import ShardEntry, ShardSet
 from data_shards.store.location import is_local, local_path
@@ -52,6 +53,7 @@ class ScanRequest:
     store: Store
     decode: bool
     digests: bool
+    pixel_limit: PixelLimit
 
 
 class Part(NamedTuple):
@@ -231,7 +233,7 @@ def _scan_samples(
         label = os.pread(descriptor, int(index.label_size[row]), int(index.label_offset[row]))
         data = os.pread(descriptor, int(index.image_size[row]), int(index.image_offset[row]))
         scan.image_hash[i] = np.frombuffer(_hash(data), np.uint64)
-        is_readable = _look_at(data, decode=request.decode, key=keys[i], sizes=sizes, scan=scan)
+        is_readable = _look_at(data, request=request, key=keys[i], sizes=sizes, scan=scan)
         try:
             labels = parse_label(label, spec=entry.labels, label_map=label_map, num_classes=shards.num_classes)
         except ValueError as error:
@@ -244,18 +246,16 @@ def _scan_samples(
     scan.widths = np.array([width for _, width in sizes], np.int32)
 
 
-def _look_at(data: bytes, *, decode: bool, key: str, sizes: list[tuple[int, int]], scan: PartScan) -> bool:
+def _look_at(data: bytes, *, request: ScanRequest, key: str, sizes: list[tuple[int, int]], scan: PartScan) -> bool:
     """Whether an image is one; decoded only if asked for."""
-    from data_shards.images.decode import read_image
-
     image_format = _format(data)
-    if not data or (image_format is None and not decode):
+    if not data or (image_format is None and not request.decode):
         scan.add_fault("image", "it is of no format that is known" if data else "it is empty", key=key)
         return False
-    if decode:
+    if request.decode:
         start = time.process_time()
         try:
-            image = read_image(data)
+            image = read_image(data, limit=request.pixel_limit)
             mended = _decode(data, image_format, image.pixels)
         except UnreadableImage as error:
             scan.add_fault("image", str(error), key=key)

@@ -15,7 +15,8 @@ What is done with what a real data set holds, whatever the decoder:
     16 bits                                                    the upper 8
     integers or floats without a fixed range                   refused
     orientation tag                                            not applied, as in Google's code
-    more than 178,956,970 pixels (Pillow's limit)              refused before anything is decoded
+    more pixels than data.max_image_pixels (50 million;        refused before anything is decoded
+    at most 178,956,970, Pillow's limit)
     truncated (no end marker)                                  refused, wherever the crop lies, unless so many other
                                                                bytes follow that libjpeg takes them for the rest
     damaged in the middle, where libjpeg goes on               taken as libjpeg mends it, which it tells on stderr
@@ -47,6 +48,8 @@ from data_shards.images.decode_pillow import open_with_pillow
 DecoderName = Literal["auto", "nvimgcodec", "gpu", "simplejpeg", "pillow"]
 
 MOST_PIXELS = 178_956_970  # where Pillow speaks of a decompression bomb: 2 * (2**30 // 4 // 3)
+# Pillow takes up to 17 bytes a pixel, so 0.85 GB a worker; the photographs of most cameras pass.
+USUAL_MOST_PIXELS = 50_000_000
 
 _JPEG_MAGIC = b"\xff\xd8\xff"
 _END_OF_IMAGE = b"\xff\xd9"
@@ -56,6 +59,21 @@ _START_OF_SCAN, _FILL = 0xDA, 0xFF
 
 # Images of fewer pixels go to simplejpeg even for a region: at 32 pixels a side that takes 0.7 of the time.
 _REGION_PAYS_PIXELS = 96 * 96
+
+
+@dataclass(frozen=True)
+class PixelLimit:
+    """The most pixels of an image that is decoded, and the recipe's key or the flag that says so."""
+
+    pixels: int = USUAL_MOST_PIXELS
+    name: str = "data.max_image_pixels"
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.pixels <= MOST_PIXELS:
+            raise UserError(f"{self.name}: it is {self.pixels}; give 1 to {MOST_PIXELS:,}, which is Pillow's own limit")
+
+
+USUAL_LIMIT = PixelLimit()
 
 
 @dataclass(frozen=True)
@@ -84,13 +102,14 @@ class EncodedImage:
         return self.decode(box)
 
 
-def read_image(data: bytes, *, decoder: DecoderName = "auto") -> EncodedImage:
+def read_image(data: bytes, *, decoder: DecoderName = "auto", limit: PixelLimit = USUAL_LIMIT) -> EncodedImage:
     """Look at the header of one image.
 
     Args:
         data: the file's content.
         decoder: of JPEGs. auto: nvImageCodec on the CPU where it is installed and decoding a region pays, otherwise
             simplejpeg; gpu: nvImageCodec on the current CUDA device. What they decline goes to Pillow.
+        limit: larger images are refused by their header, before any memory is taken for their pixels.
 
     Raises:
         UnreadableImage: the bytes are no image, or it is too large.
@@ -100,9 +119,9 @@ def read_image(data: bytes, *, decoder: DecoderName = "auto") -> EncodedImage:
     header = _read_header(data) if data[:3] == _JPEG_MAGIC else None
     if decoder == "pillow" or header is None or not header.is_plain or not header.is_complete:
         opened = open_with_pillow(data)
-        _check_size(opened.image.height, opened.image.width)
+        _check_size(opened.image.height, opened.image.width, limit)
         return EncodedImage(opened.image.height, opened.image.width, decode=opened.pixels)
-    _check_size(header.height, header.width)
+    _check_size(header.height, header.width, limit)
     return EncodedImage(header.height, header.width, decode=partial(_decode, data, header, decoder))
 
 
@@ -166,9 +185,9 @@ def _read_header(data: bytes) -> _Header | None:
     )
 
 
-def _check_size(height: int, width: int) -> None:
-    if height * width > MOST_PIXELS:
-        raise UnreadableImage(f"{width} x {height} pixels, more than {MOST_PIXELS:,}: perhaps a decompression bomb")
+def _check_size(height: int, width: int, limit: PixelLimit) -> None:
+    if height * width > limit.pixels:
+        raise UnreadableImage(f"it has {width} x {height} pixels, more than the {limit.pixels:,} of {limit.name}")
 
 
 def _decode(data: bytes, header: _Header, decoder: DecoderName, box: Box) -> Pixels:

@@ -17,7 +17,6 @@ ImageNet photographs: 2) and the space of the images plus 1.5 to 2 kB each (tar'
 """
 
 import errno
-import json
 import os
 import shutil
 import time
@@ -28,6 +27,8 @@ from typing import Literal
 
 from data_shards.byte_sizes import show_bytes
 from data_shards.errors import UserError
+from data_shards.images.decode import PixelLimit
+from data_shards.json_text import parse_json
 from data_shards.manifest import Manifest, read_manifest, write_json, write_timm_info
 from data_shards.packing.finish import list_beside, unreadable_error, write_manifests
 from data_shards.packing.found import (
@@ -39,7 +40,7 @@ from data_shards.packing.found import (
     write_duplicates,
     write_unreadable,
 )
-from data_shards.packing.image import Resize
+from data_shards.packing.image import PACKED_LIMIT, Resize
 from data_shards.packing.plan import PackPlan, ShardPlan, ShardSize, make_plan, needed_bytes
 from data_shards.packing.progress import Progress
 from data_shards.packing.report import DUPLICATES_FILE, UNREADABLE_FILE, PackReport
@@ -69,6 +70,7 @@ def pack(
     samples_per_shard: int | None = None,
     shard_size_bytes: int | None = None,
     resize: Resize | None = None,
+    pixel_limit: PixelLimit = PACKED_LIMIT,
     unreadable: Literal["refuse", "skip"] = "refuse",
     duplicates: Literal["keep", "drop"] = "keep",
     seed: int = 0,
@@ -89,6 +91,7 @@ def pack(
         samples_per_shard: images in a tar at most; 1000 unless `shard_size_bytes` is given.
         shard_size_bytes: size of a tar at most, within one image; decided by the sizes of the source's files.
         resize: reduce large images.
+        pixel_limit: larger images count as unreadable, and are not decoded.
         unreadable: images that cannot be read end the packing, after a look at all, or are left out and listed.
         duplicates: of images with the same bytes keep all, or the first in the order of the shards, train before val.
         seed: of the shuffle and of the held-out choice.
@@ -110,6 +113,7 @@ def pack(
         holdout=holdout if holdout_list is None else read_holdout_list(holdout_list),
         shard_size=ShardSize(samples_per_shard, shard_size_bytes),
         resize=resize,
+        pixel_limit=pixel_limit,
         unreadable=unreadable,
         duplicates=duplicates,
         seed=seed,
@@ -155,7 +159,7 @@ def _pack(
         report(note)
     with open_work(out) as work:
         try:
-            records = _write(plan, work, asked.resize, num_threads, report, out)
+            records = _write(plan, work, asked, num_threads, report, out)
             refused = unreadable_files(plan, records)
             if refused and asked.unreadable == "refuse":
                 raise unreadable_error(refused, source, plan, out)
@@ -189,14 +193,14 @@ def _pack(
 def _write(
     plan: PackPlan,
     work: WorkFolder,
-    resize: Resize | None,
+    asked: PackRequest,
     num_threads: int,
     report: Callable[[str], None],
     out: Path,
 ) -> dict[str, ShardRecord]:
     """All shards' records, of those that were finished before and of the others."""
     marks = {
-        shard.file: (split, plan_mark(shard, resize=resize) if work.has_records else "")
+        shard.file: (split, plan_mark(shard, resize=asked.resize, limit=asked.pixel_limit) if work.has_records else "")
         for split, shards in plan.splits.items()
         for shard in shards
     }
@@ -209,11 +213,18 @@ def _write(
             f"the request or the source has changed since, or an image could not be read"
         )
     left = [shard for shard in plan.shards if shard.file not in finished]
-    _demand_space(left, resize, work.path)
+    _demand_space(left, asked.resize, work.path)
     paths = {work.result / marks[shard.file][0] / shard.file: shard for shard in left}
     done_images = plan.num_images - sum(len(shard) for shard in left)
     with Progress(plan.num_images, report, done_images=done_images) as progress:
-        written = write_shards(paths, resize=resize, num_threads=num_threads, progress=progress, save=work.save)
+        written = write_shards(
+            paths,
+            resize=asked.resize,
+            limit=asked.pixel_limit,
+            num_threads=num_threads,
+            progress=progress,
+            save=work.save,
+        )
     return finished | written
 
 
@@ -237,7 +248,7 @@ def _is_taken(out: Path) -> bool:
 def _demand_same(out: Path, request: Mapping[str, object], fingerprint: str) -> Counts:
     """What was found then. Raises UserError unless OUT is the result of this request on this very source."""
     try:
-        packed = json.loads((out / PACK_FILE).read_text(encoding="utf-8"))
+        packed = parse_json((out / PACK_FILE).read_bytes())
         known = packed["version"] == PACK_VERSION
         before, fingerprint_before = dict(packed["request"]), packed["fingerprint"]
         counts = Counts(**packed.get("found", {}))

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Literal
 
 from data_shards.errors import UserError
-from data_shards.packing.image import Resize
+from data_shards.images.decode import PixelLimit
+from data_shards.packing.image import PACKED_LIMIT, Resize
 from data_shards.packing.plan import ShardSize
 from data_shards.packing.split import HoldoutList
 from data_shards.sources import LabelList, Source
@@ -23,6 +24,7 @@ class PackRequest:
     holdout: float | HoldoutList | None
     shard_size: ShardSize
     resize: Resize | None
+    pixel_limit: PixelLimit
     unreadable: Literal["refuse", "skip"]
     duplicates: Literal["keep", "drop"]
     seed: int
@@ -51,6 +53,8 @@ class PackRequest:
             request["shard_size_bytes"] = self.shard_size.num_bytes
         if self.resize is not None:
             request["resize"] = asdict(self.resize)
+        if self.pixel_limit != PACKED_LIMIT:
+            request["max_image_pixels"] = self.pixel_limit.pixels
         if self.unreadable == "skip":
             request["unreadable"] = "skip"
         if self.duplicates == "drop":

@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import BinaryIO
 
 from data_shards.errors import UnreadableImage
+from data_shards.images.decode import PixelLimit
 from data_shards.manifest import Shard
-from data_shards.packing.image import PackedImage, Resize, prepare_image
+from data_shards.packing.image import PACKED_LIMIT, PackedImage, Resize, prepare_image
 from data_shards.packing.plan import LABEL_SPECS, ShardPlan
 from data_shards.packing.progress import Progress
 from data_shards.packing.work import DIGEST_BYTES, Refused, ShardRecord, sync_file
@@ -36,6 +37,7 @@ def write_shards(
     plans: Mapping[Path, ShardPlan],
     *,
     resize: Resize | None,
+    limit: PixelLimit = PACKED_LIMIT,
     num_threads: int,
     progress: Progress,
     save: Callable[[ShardRecord], None],
@@ -48,7 +50,9 @@ def write_shards(
     # Pillow warns of large photographs and odd metadata; here only what cannot be decoded matters. (The
     # filter is one for the whole process, so it is set around all threads.)
     with warnings.catch_warnings(action="ignore"), ThreadPoolExecutor(num_threads) as pool:
-        futures = [pool.submit(_write_shard, plan, path, resize, stop, progress, save) for path, plan in plans.items()]
+        futures = [
+            pool.submit(_write_shard, plan, path, resize, limit, stop, progress, save) for path, plan in plans.items()
+        ]
         try:
             records = [future.result() for future in futures]
         except BaseException:  # Ctrl-C too: the threads would go on to their end otherwise
@@ -58,9 +62,11 @@ def write_shards(
     return {record.shard.file: record for record in records if record is not None}
 
 
-def plan_mark(plan: ShardPlan, *, resize: Resize | None) -> str:
+def plan_mark(plan: ShardPlan, *, resize: Resize | None, limit: PixelLimit = PACKED_LIMIT) -> str:
     """Changes with whatever the bytes of the tar depend on: images, labels, order, options, versions of libraries."""
     digest = hashlib.sha256(repr((plan.file, resize, version("pillow"), version("simplejpeg"))).encode())
+    if limit != PACKED_LIMIT:
+        digest.update(f"{limit.pixels} pixels".encode())
     digest.update(plan.labels.tobytes())
     for position, index in enumerate(plan.indices.tolist()):
         stamp = plan.images.stamp(index)
@@ -104,6 +110,7 @@ def _write_shard(
     plan: ShardPlan,
     path: Path,
     resize: Resize | None,
+    limit: PixelLimit,
     stop: threading.Event,
     progress: Progress,
     save: Callable[[ShardRecord], None],
@@ -111,7 +118,7 @@ def _write_shard(
     if stop.is_set():
         return None
     try:
-        record = _write(plan, path, resize, stop, progress)
+        record = _write(plan, path, resize, limit, stop, progress)
         if record is not None:
             save(record)
             return record
@@ -124,7 +131,12 @@ def _write_shard(
 
 
 def _write(
-    plan: ShardPlan, path: Path, resize: Resize | None, stop: threading.Event, progress: Progress
+    plan: ShardPlan,
+    path: Path,
+    resize: Resize | None,
+    limit: PixelLimit,
+    stop: threading.Event,
+    progress: Progress,
 ) -> ShardRecord | None:
     digests: list[bytes] = []
     refused: list[Refused] = []
@@ -137,7 +149,7 @@ def _write(
             data = None
             try:
                 data = plan.images.read(index)
-                image = prepare_image(data, resize=resize)
+                image = prepare_image(data, resize=resize, limit=limit)
             except (UnreadableImage, OSError) as error:
                 reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
                 refused.append(Refused(position, reason, was_read=data is not None))
@@ -156,7 +168,7 @@ def _write(
     sync_file(index_path(path))
     progress.add(done)
     return ShardRecord(
-        mark=plan_mark(plan, resize=resize),
+        mark=plan_mark(plan, resize=resize, limit=limit),
         shard=Shard(plan.file, len(plan) - len(refused), tar.num_bytes, tar.digest.hexdigest()),
         index_bytes=index_path(path).stat().st_size,
         image_digests=b"".join(digests),

@@ -11,7 +11,6 @@ with its process, keeps a second packing out. Costs a small file and two fsync f
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from data_shards.errors import UserError
+from data_shards.json_text import parse_json
 from data_shards.manifest import Shard, write_json
 from data_shards.tars.tar_index import index_path
 
@@ -176,7 +176,7 @@ def sync_file(path: Path) -> None:
 def _read_record(path: Path) -> ShardRecord | None:
     """None for a record that is not readable: its shard is made again."""
     try:
-        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        content: dict[str, Any] = parse_json(path.read_bytes())
         return ShardRecord(
             mark=content["mark"],
             shard=Shard(**content["shard"]),

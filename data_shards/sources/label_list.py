@@ -15,7 +15,6 @@ does not name are counted. Paths are relative to the folder and stay inside it.
 """
 
 import csv
-import json
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_shards.errors import UserError
+from data_shards.json_text import brief, parse_json
 from data_shards.sources.base import Source
 from data_shards.sources.files import ABSENT, FileImages
 from data_shards.sources.folder import walk_images
@@ -141,10 +141,14 @@ def _split(value: str) -> list[str]:
 def _row(file: Path, line: int, path: Any, values: list[Any]) -> _Row:
     try:
         if not isinstance(path, str):
-            raise ValueError(f"the path {json.dumps(path)[:40]} is no text")
+            raise ValueError(f"the path {brief(path)} is no text")
         for value in values:
-            if isinstance(value, bool) or not isinstance(value, int | str) or (isinstance(value, int) and value < 0):
-                raise ValueError(f"the label {json.dumps(value)[:40]} is no name of a class and no class number")
+            if (
+                isinstance(value, bool)
+                or not isinstance(value, int | str)
+                or (isinstance(value, int) and not 0 <= value < 10**18)
+            ):
+                raise ValueError(f"the label {brief(value)} is no name of a class and no class number")
             if isinstance(value, str) and not (value and value.isprintable()):
                 raise ValueError(f"the label {value!a} is {'a name that cannot be written' if value else 'empty'}")
         return _Row(line, clean_path(path), tuple(dict.fromkeys(values)))
@@ -185,9 +189,9 @@ def _csv_rows(labels: LabelList) -> Iterator[tuple[int, str, str]]:
 def _jsonl_rows(labels: LabelList) -> Iterator[tuple[int, Any, Any]]:
     for line, text in read_lines(labels.file):
         try:
-            entry = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise UserError(f"{labels.file}, line {line}: not readable as JSON ({error}); correct that line") from None
+            entry = parse_json(text)
+        except ValueError as error:
+            raise UserError(f"{labels.file}, line {line}: {error}; correct that line") from None
         for key in (labels.path_column, labels.label_column):
             if not isinstance(entry, dict) or key not in entry:
                 raise UserError(

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import json
 import multiprocessing
 import os
 import time
@@ -23,8 +22,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from data_shards.errors import UserError
+from data_shards.json_text import parse_json
 from data_shards.labels import LabelKind, LabelSpec
-from data_shards.manifest import write_json
+from data_shards.manifest import stamp_of, write_json
 from data_shards.processes import deaf_to_interrupts, num_cores
 from data_shards.shard_set import ShardEntry
 from data_shards.store.location import PIPE, is_local, local_path, shown
@@ -41,6 +41,8 @@ _REMOTE_THREADS = 8  # each holds a whole tar in the store's cache
 _STAT_THREADS = 32
 _PROGRESS_SECONDS = 5.0
 _PEEKED_TARS = 3
+
+_ABSENT = TarFacts(0, 0, "there is no such tar", 0, (), "")
 
 Report = Callable[[str], None]
 
@@ -124,12 +126,13 @@ class _Job:
         self._kind: LabelKind = kind
         self._folder, self._report, self._store = folder, report, store
         with ThreadPoolExecutor(_STAT_THREADS) as pool:
-            self._fingerprints = list(pool.map(self._fingerprint, urls))
+            found = list(pool.map(self._fingerprint, urls))
+        self._fingerprints, self._stamps = [one for one, _ in found], [stamp for _, stamp in found]
 
     def saved(self) -> Indexed | None:
         """What an earlier run has left, if the tars are still the same."""
         try:
-            content = json.loads((self._folder / "set.json").read_text(encoding="utf-8"))
+            content = parse_json((self._folder / "set.json").read_bytes())
             files = [entry["file"] for entry in content["tars"]]
             if files != [self._target(number).name for number in range(len(self._urls))]:
                 return None
@@ -156,37 +159,40 @@ class _Job:
             return self._result(facts, labels, found)
 
     def _result(self, facts: Sequence[TarFacts], labels: LabelSpec, found: FoundLabels) -> Indexed:
-        tars = [
-            Tar(self._entry(number, labels, num_samples=one.num_samples, num_bytes=one.num_bytes), one)
-            for number, one in enumerate(facts)
-        ]
+        tars = [Tar(self._entry(number, labels, one), one) for number, one in enumerate(facts)]
         return Indexed(tuple(tars), labels, found)
 
-    def _entry(self, number: int, labels: LabelSpec, *, num_samples: int, num_bytes: int | None) -> ShardEntry:
+    def _entry(self, number: int, labels: LabelSpec, facts: TarFacts) -> ShardEntry:
         url = self._urls[number]
         return ShardEntry(
             url=url,
             name=shown(url),
-            num_samples=num_samples,
+            num_samples=facts.num_samples,
             # The store's name for what it has cached depends on it, and of a pipe it is not known beforehand.
-            num_bytes=num_bytes if is_local(url) else None,
+            num_bytes=facts.num_bytes if is_local(url) else None,
             sha256="",
             index=self._target(number),
             labels=labels,
+            stamp=self._stamps[number],
+            index_digest=facts.digest,
+            pixels_digest=facts.pixels,
         )
 
-    def _fingerprint(self, url: str) -> str:
-        """Changes with the tar; "absent" for none."""
+    def _fingerprint(self, url: str) -> tuple[str, str]:
+        """What changes with the tar ("absent" for none), and its entry's `stamp`."""
         from data_shards.store.download import MissingObject
 
         try:
             if is_local(url):
                 status = os.stat(local_path(url))
-                return f"{status.st_size} {status.st_mtime_ns}"
+                return f"{status.st_size} {status.st_mtime_ns}", stamp_of(status)
             assert self._store is not None
-            return "pipe" if url.startswith(PIPE) else self._store.fingerprint(url)
+            if url.startswith(PIPE):
+                return "pipe", ""
+            fingerprint = self._store.fingerprint(url)
+            return fingerprint, fingerprint
         except (FileNotFoundError, NotADirectoryError, MissingObject):
-            return "absent"
+            return "absent", ""
         except OSError as error:
             raise UserError(f"{url}: cannot be read ({error.strerror})") from None
 
@@ -204,7 +210,7 @@ class _Job:
         todo: list[int] = []
         for number, fingerprint in enumerate(self._fingerprints):
             if fingerprint == "absent":
-                facts[number] = TarFacts(0, 0, "there is no such tar", 0, (), "")
+                facts[number] = _ABSENT
             else:
                 todo.append(number)
         for number, (facts_here, labels_here) in self._each(todo, labels):
@@ -266,7 +272,7 @@ class _Job:
             yield str(local_path(url))
             return
         assert self._store is not None
-        descriptor = self._store.open_file(self._entry(number, labels, num_samples=0, num_bytes=None))
+        descriptor = self._store.open_file(self._entry(number, labels, _ABSENT))
         try:
             yield f"/dev/fd/{descriptor}"  # it may be evicted from the cache meanwhile
         finally:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from data_shards.errors import UserError
+from data_shards.json_text import parse_json
 from data_shards.labels import LabelSpec
 from data_shards.shard_set import Damaged, Report, ShardSet, ShardsSpec
 from data_shards.store.location import is_local, local_path, shown
@@ -89,11 +90,13 @@ def read_classes(path: Path) -> tuple[str, ...]:
         raise UserError(f"{path}: the list of classes cannot be read ({error})") from None
     if text.lstrip()[:1] in ("[", "{"):
         try:
-            content = json.loads(text)
-        except (json.JSONDecodeError, RecursionError) as error:
-            raise UserError(f"{path}: not readable as JSON ({error})") from None
+            content = parse_json(text)
+        except ValueError as error:
+            raise UserError(f"{path}: {error}") from None
         if isinstance(content, dict):
-            if sorted(map(repr, content.values())) != sorted(map(repr, range(len(content)))):
+            if {type(number) for number in content.values()} != {int} or sorted(content.values()) != [
+                *range(len(content))
+            ]:
                 raise UserError(f"{path}: the classes' numbers must be 0 to {len(content) - 1}, each once")
             content = sorted(content, key=content.__getitem__)
     else:

@@ -18,14 +18,16 @@ from typing import Any
 import numpy as np
 
 from data_shards.errors import UserError
+from data_shards.json_text import parse_json
 from data_shards.labels import LabelSpec, read_values
-from data_shards.tars.shard_index import ShardIndex, Texts, load_note, save_index
+from data_shards.tars.shard_index import MOST_TAR_BYTES, ShardIndex, Texts, load_note, save_index
 from data_shards.tars.tar_index import IMAGE_EXTENSIONS, readable_index
 from data_shards.tars.tar_walk import TarDamage, split_name, walk_tar
 
 _MOST_NAMED = 3  # samples that are left out, in a message
 _PEEKED_MEMBERS = 64
 _MOST_PEEKED_BYTES = 1 << 20  # of a JSON that is looked into for keys
+_PIXELS_ROWS, _PIXELS_BYTES = 16, 1 << 16
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,7 @@ class TarFacts:
         left_out: samples that were found, but are not in the index.
         examples: the first of these: key and reason.
         digest: of keys, image sizes and labels.
+        pixels: see `pixels_digest`; "" in an index from before there was one.
     """
 
     num_samples: int
@@ -47,6 +50,7 @@ class TarFacts:
     left_out: int
     examples: tuple[str, ...]
     digest: str
+    pixels: str = ""
 
 
 @dataclass(frozen=True)
@@ -87,31 +91,68 @@ def index_tar(path: str, *, target: Path, labels: LabelSpec, name: str) -> tuple
     try:
         num_bytes = os.stat(path).st_size
         good, found, digest = _read_labels(path, readable.index, labels=labels, left_out=left_out)
+        index = _rows(readable.index, good)
+        pixels = pixels_digest(path, index)
     except OSError as error:
         raise UserError(f"{name}: cannot be read ({error.strerror})") from None
-    index = _rows(readable.index, good)
-    facts = TarFacts(len(index), num_bytes, readable.damage, len(left_out), tuple(left_out[:_MOST_NAMED]), digest)
+    examples = tuple(left_out[:_MOST_NAMED])
+    facts = TarFacts(len(index), num_bytes, readable.damage, len(left_out), examples, digest, pixels)
     note = {"facts": asdict(facts), "labels": {**asdict(found), "names": sorted(found.names)}}
     save_index(index, target, note=json.dumps(note))
     return facts, found
 
 
+def pixels_digest(path: str, index: ShardIndex) -> str:
+    """Of the first bytes of a few images, spread evenly over the tar: 16 small reads.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    digest = hashlib.sha256()
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        for row in spread(len(index), most=_PIXELS_ROWS):
+            size = min(int(index.image_size[row]), _PIXELS_BYTES)
+            digest.update(os.pread(descriptor, size, int(index.image_offset[row])))
+    finally:
+        os.close(descriptor)
+    return digest.hexdigest()[:32]
+
+
+def spread(count: int, *, most: int) -> list[int]:
+    """At most so many of the numbers below `count`, evenly, the first and the last among them."""
+    if count <= most:
+        return list(range(count))
+    return [number * (count - 1) // max(1, most - 1) for number in range(most)]
+
+
 def _from_note(note: str) -> tuple[TarFacts, FoundLabels]:
     try:
-        content = json.loads(note)
+        content = parse_json(note)
         return facts_from(content["facts"]), labels_from(content["labels"])
     except (KeyError, TypeError) as error:
         raise ValueError(f"not a note of ours ({error})") from None
 
 
 def facts_from(content: dict[str, Any]) -> TarFacts:
-    """From the form that JSON gives back."""
-    return TarFacts(**{**content, "examples": tuple(content["examples"])})
+    """From the form that JSON gives back; raises KeyError, TypeError or ValueError where it is another."""
+    facts = TarFacts(**{**content, "examples": tuple(content["examples"])})
+    numbers = (facts.num_samples, facts.num_bytes, facts.left_out)
+    if not all(type(number) is int and 0 <= number < MOST_TAR_BYTES for number in numbers):
+        raise ValueError("numbers that no tar has")
+    if not all(isinstance(text, str) for text in (facts.damage, facts.digest, facts.pixels, *facts.examples)):
+        raise TypeError("no texts")
+    return facts
 
 
 def labels_from(content: dict[str, Any]) -> FoundLabels:
-    """From the form that JSON gives back."""
-    return FoundLabels(**{**content, "names": frozenset(content["names"])})
+    """As `facts_from`."""
+    found = FoundLabels(**{**content, "names": frozenset(content["names"])})
+    if not all(type(number) is int for number in (found.numbers_below, found.num_values)):
+        raise TypeError("no numbers")
+    if not all(isinstance(name, str) for name in found.names):
+        raise TypeError("no names")
+    return found
 
 
 def _read_labels(
@@ -195,8 +236,8 @@ def peek(path: str) -> Peek:
 
 def _label_keys(content: bytes) -> list[str]:
     try:
-        table = json.loads(content)
-    except (ValueError, RecursionError):
+        table = parse_json(content)
+    except ValueError:
         return []
     found: list[str] = []
     for key, value in table.items() if isinstance(table, dict) else ():

@@ -15,6 +15,8 @@ from typing import overload
 import numpy as np
 from numpy.typing import NDArray
 
+MOST_TAR_BYTES = 1 << 62  # twice that still fits into 64 bits
+
 _ARRAYS = ("image_offset", "image_size", "label_offset", "label_size")
 
 
@@ -87,6 +89,15 @@ class ShardIndex:
         ends = (self.image_offset + self.image_size, self.label_offset + self.label_size)
         return max((int(end.max()) for end in ends if len(end)), default=0)
 
+    def places(self, row: int) -> tuple[int, ...]:
+        """Offsets and sizes of a sample's image and label."""
+        return tuple(int(getattr(self, name)[row]) for name in _ARRAYS)
+
+    @property
+    def is_ascending(self) -> bool:
+        """Whether the samples lie in the tar in the order that they are listed in."""
+        return bool((np.diff(np.minimum(self.image_offset, self.label_offset)) > 0).all())
+
 
 def save_index(index: ShardIndex, path: Path, *, note: str = "") -> None:
     """Write the binary form, at once or not at all; `note` is any text to keep with it."""
@@ -119,6 +130,12 @@ def load_index(path: Path) -> ShardIndex:
     sizes = {content[name].shape for name in ("key_ends", "extension_ends", *_ARRAYS)}
     if len(sizes) != 1 or any(content[name].dtype != np.int64 for name in ("key_ends", "extension_ends", *_ARRAYS)):
         raise ValueError("its arrays do not fit together")
+    if any(((content[name] < 0) | (content[name] >= MOST_TAR_BYTES)).any() for name in _ARRAYS):
+        raise ValueError("an offset or size that no tar has")
+    for name in ("key", "extension"):
+        ends = content[f"{name}_ends"]
+        if (np.diff(ends, prepend=0) < 0).any() or (len(ends) and ends[-1] != len(content[f"{name}s"])):
+            raise ValueError(f"its {name}s do not fit together")
     return ShardIndex(
         Texts(content["keys"].tobytes(), content["key_ends"]),
         Texts(content["extensions"].tobytes(), content["extension_ends"]),

@@ -22,7 +22,7 @@ import numpy as np
 from data_shards.errors import UserError
 from data_shards.labels import LabelPart
 from data_shards.printable import one_line
-from data_shards.tars.shard_index import ShardIndex, Texts, load_index
+from data_shards.tars.shard_index import MOST_TAR_BYTES, ShardIndex, Texts, load_index
 from data_shards.tars.tar_walk import TarDamage, split_name, walk_tar
 
 IMAGE_EXTENSIONS = frozenset({"jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff", "ppm"})
@@ -93,14 +93,19 @@ def readable_index(tar_path: Path | str, *, label: LabelPart = "cls", name: str 
     except OSError as error:
         raise UserError(f"{name or tar_path}: cannot be opened ({error.strerror})") from None
     try:
-        return _readable(descriptor, label=label)
+        return readable_open(descriptor, label=label)
     except OSError as error:
         raise UserError(f"{name or tar_path}: cannot be read ({error.strerror})") from None
     finally:
         os.close(descriptor)
 
 
-def _readable(descriptor: int, *, label: LabelPart) -> ReadableIndex:
+def readable_open(descriptor: int, *, label: LabelPart) -> ReadableIndex:
+    """As `readable_index`, of a tar that is open.
+
+    Raises:
+        OSError: it cannot be read.
+    """
     samples: list[_Sample] = []
     damage = ""
     last_key = None
@@ -160,7 +165,10 @@ def read_index(path: Path | str, *, label: LabelPart = "cls") -> ShardIndex:
     if left_out:
         key, reason = left_out[0]
         raise UserError(f"{path}: the sample {one_line(key)} {reason}; delete the file, and it is built anew")
-    return _table(whole)
+    table = _table(whole)
+    if not table.is_ascending:
+        raise UserError(f"{path}: its samples are not in a tar's order; delete the file, and it is built anew")
+    return table
 
 
 def open_index(
@@ -190,13 +198,17 @@ def _parse_line(line: str) -> _Sample:
     parts: list[_Part] = []
     keys: set[str] = set()
     for extension, offset, size, member in zip(fields[0::4], fields[1::4], fields[2::4], fields[3::4], strict=True):
-        if int(offset) < 0 or int(size) < 0:
-            raise ValueError(f"a negative offset or size for {member}")
         keys.add(member[: len(member) - len(extension) - 1])
-        parts.append(_Part(extension.lower(), int(offset), int(size)))
+        parts.append(_Part(extension.lower(), _place(offset, member), _place(size, member)))
     if len(keys) != 1:
         raise ValueError(f"one line with members of several samples: {line[:80]}")
     return keys.pop(), parts
+
+
+def _place(text: str, member: str) -> int:
+    if not text.isdigit() or len(text) > 20 or (number := int(text)) >= MOST_TAR_BYTES:
+        raise ValueError(f"{text[:24]} is no offset or size in a tar, for {member[:80]}")
+    return number
 
 
 def _chosen(

@@ -132,6 +132,19 @@ def walk_tar(descriptor: int) -> Iterator[Member]:
         position = start + _padded(size)
 
 
+def stated_member(header: bytes) -> tuple[str, int]:
+    """Name and size as the 512 bytes before a member's data state them.
+
+    A header before those may state another name (a long one, or one that is not ASCII) or a size beyond 8 GB.
+
+    Raises:
+        ValueError: they are no header.
+    """
+    if len(header) != BLOCK_BYTES:
+        raise ValueError("no whole header")
+    return _name(header), _number(header[124:136])
+
+
 def split_name(name: str) -> tuple[str, str] | None:
     """(key, extension) of a member as webdataset has it: cut at the first dot of the file's name; or None.
 

@@ -4,6 +4,7 @@ import io
 import json
 import tarfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,14 +12,16 @@ import torch
 from PIL import Image
 
 from data_shards.assemble import PADDING, Access
-from data_shards.batch import Fault, model_input, targets
+from data_shards.batch import Batch, Fault, model_input, targets
 from data_shards.errors import SampleError
+from data_shards.images.decode import PixelLimit
 from data_shards.images.transforms import EvalTransform
 from data_shards.loader import EvalBatches, eval_batches
 from data_shards.mixing import MixupConfig
 from data_shards.shard_set import ShardSet, ShardsSpec, open_shards
 from data_shards.tars.tar_index import open_index, read_index
 from data_shards.workers import WorkerKind
+from tests.data_shards.foreign_tars import read_all
 from tests.data_shards.streams import GLOBAL_BATCH, SIZE, STEPS, global_batches, make_order, micro_batches, pack_noise
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
@@ -202,3 +205,21 @@ def test_lists_of_labels_arrive_padded(tmp_path: Path):
         hot = targets(batch, device=torch.device("cpu"), num_classes=3, label_kind="multi")
         assert hot.shape == (GLOBAL_BATCH, 3)
         assert [torch.nonzero(row)[:, 0].tolist() for row in hot] == [sorted(labels[int(key)]) for key in batch.keys]
+
+
+def test_an_image_above_the_limit_is_damaged_and_says_which_key(tmp_path: Path):
+    shards = pack_noise(tmp_path, count=12, samples_per_shard=6)
+    sizes = {Image.open(io.BytesIO(raw.image)).size for raw in read_all(shards)}
+    largest = max(width * height for width, height in sizes)
+
+    def batch(limit: int, **access: Any) -> Batch:
+        access = Access(shards, pixel_limit=PixelLimit(limit), **access)
+        dataset = EvalBatches(access, transform=EvalTransform(SIZE), rank=0, world_size=1, batch_size=12)
+        (only,) = eval_batches(dataset, workers=0)
+        return only
+
+    assert batch(largest).faults == ()
+    faults = batch(largest - 1, on_corrupt="substitute").faults
+    assert faults and all("data.max_image_pixels" in fault.reason for fault in faults)
+    with pytest.raises(SampleError, match=r"data\.max_image_pixels"):
+        batch(largest - 1)

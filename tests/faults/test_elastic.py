@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.data_shards.small_set import touch_up
 from tests.faults.conftest import NewCase, Undisturbed
 from tests.faults.harness import Case
 from tests.faults.rows import Row
@@ -16,6 +17,10 @@ from tests.faults.rows import Row
 ELASTIC = (
     "The same command goes on with another number of processes or another ZeRO stage by itself: same images, weights "
     "and optimizer, losses equal but for rounding."
+)
+DATA = (
+    "Data that have changed since a stage began, be it two images of one tar whose size and time are kept, are refused "
+    "in one sentence that names the shard; with the old ones, or a copy of them, the run goes on."
 )
 RECIPE = "A changed recipe is refused in one sentence that shows the difference; with the old one the run goes on."
 VERSIONS = "Other library versions than those that wrote the checkpoint are named, and the run goes on."
@@ -112,6 +117,26 @@ def test_a_changed_recipe(plain: Case, case: Case, undisturbed: Undisturbed, row
     row.ends(refused, code=2, says="the recipe differs")
     assert "stages.pretrain.optimizer.lr: 0.003 -> 0.5" in refused.output
     assert case.start("stages.pretrain.optimizer.lr=0.5").wait().code == 2  # the ranks look for themselves
+    continued = case.start().wait()
+    assert continued.code == 0, continued.output
+    row.loses(continued, reached=KILLED_AT)
+    row.equals(case, baseline)
+    row.leaves_nothing(case, baseline)
+
+
+def test_changed_data(plain: Case, case: Case, undisturbed: Undisturbed, row: Row, shards: Path) -> None:
+    row.is_about("a shard changed", DATA)
+    baseline = undisturbed()
+    shutil.copytree(plain.run, case.run)
+    tar = sorted((shards / "train").glob("*.tar"))[0]
+    touch_up(tar)
+    try:
+        refused = case.start(how="run").wait()
+        row.ends(refused, code=2, says=tar.name)
+        ranks = case.start().wait()  # they look for themselves
+        assert ranks.code == 2 and tar.name in ranks.output
+    finally:
+        touch_up(tar)
     continued = case.start().wait()
     assert continued.code == 0, continued.output
     row.loses(continued, reached=KILLED_AT)

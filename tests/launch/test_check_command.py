@@ -99,6 +99,14 @@ def test_no_digests_finds_no_flipped_bit(call: Call, packed: Path):
     assert call("check", packed, "--no-digests", "--decode")[0] == 1
 
 
+def test_images_above_the_limit_are_told_when_they_are_decoded(call: Call, packed: Path):
+    assert call("check", packed, "--max-image-pixels", 1)[0] == 0
+    code, output, _ = call("check", packed, "--max-image-pixels", 1, "--decode")
+    assert code == 1 and "--max-image-pixels" in output
+    code, _, error = call("check", packed, "--max-image-pixels", 0)
+    assert code == 2 and error.count("\n") == 1 and "--max-image-pixels" in error
+
+
 def test_a_number_of_processes_that_does_not_fit(call: Call, packed: Path):
     code, output, _ = call("check", packed, "--world-size", 3, "--lanes", 4)
     assert code == 1 and "3 processes cannot share 4 lanes" in output and "1, 2 or 4 processes" in output

@@ -107,6 +107,8 @@ def test_damaged_images_are_named_and_the_others_answered(call: Call, tmp_path: 
     assert "predictions" not in answers[0]
     assert answers[0]["error"].startswith("not a readable image")
 
+    code, _, err = call("predict", "shades.pt2", "one.png", "--max-image-pixels", 1)
+    assert code == 1 and "of --max-image-pixels" in err
     code, out, _ = call("predict", "shades.pt2", tmp_path / "c.png", "--json")
     assert code == 1
     assert [list(answer) for answer in json.loads(out)] == [["image", "error"]]

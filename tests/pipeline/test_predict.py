@@ -191,7 +191,7 @@ def test_only_some_images_are_in_memory(monkeypatch: pytest.MonkeyPatch) -> None
     """Never more than two batches are decoded beyond what was handed out, and nothing goes on once nobody asks."""
     lock, decoded = threading.Lock(), 0
 
-    def square(image: Path, transform: EvalTransform) -> np.ndarray:
+    def square(image: Path, transform: EvalTransform, limit: object) -> np.ndarray:
         nonlocal decoded
         with lock:
             decoded += 1

@@ -111,6 +111,11 @@ def test_what_does_not_change_the_samples_may_change_when_a_run_goes_on(tmp_path
     )
     assert differences(before, after) == {}
     assert differences(before, recipe(tmp_path, data={"decoder": "pillow"})) == {"data.decoder": "auto -> pillow"}
+    fewer = recipe(tmp_path, data={"max_image_pixels": 1_000_000})  # others take the place of larger images
+    assert differences(before, fewer) == {"data.max_image_pixels": "50000000 -> 1000000"}
+    for pixels in (0, 178_956_971):
+        with pytest.raises(ValueError, match="max_image_pixels"):
+            recipe(tmp_path, data={"max_image_pixels": pixels})
 
 
 @pytest.mark.parametrize(

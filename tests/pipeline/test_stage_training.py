@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -35,6 +36,7 @@ from pipeline.stopping import StopFlag
 from pipeline.train_loop import TrainJob
 from pipeline.training_job import training_job
 from pipeline.written_by import written_by
+from tests.data_shards.small_set import touch_up
 from tests.saving import Gate, TinyEngine, one_rank, state_at, steps
 
 TOTAL_STEPS = 40
@@ -315,3 +317,21 @@ def test_the_watch_is_told_engine_hang_seconds(ends: Stage, monkeypatch: pytest.
     with pytest.raises(Reached):
         ends.train(engine={"hang_seconds": 17})
     assert asked == [(ends.folder.ranks("pretrain"), 17)]
+
+
+def test_data_that_have_changed_since_are_refused_on_all_ranks(ends: Stage, tmp_path: Path) -> None:
+    ends.shards = Path(shutil.copytree(ends.shards, tmp_path / "own"))
+    ends.train()
+    ends.train()
+    assert (ends.folder.stage("pretrain") / "data.json").exists() and ends.folder.record("pretrain").data_digest
+    tar = sorted((ends.shards / "train").glob("*.tar"))[1]
+    touch_up(tar)
+    with pytest.raises(UserError, match=rf"training images: .*{tar.name} .*--restart pretrain"):
+        ends.train()
+    context = ends.context(engine={})
+    told: Any = SimpleNamespace(place=Place(rank=1, world_size=2), gather_objects=lambda mine: ["rank 0 says it", mine])
+    data = open_data(context.recipe, stage="pretrain", report=lambda line: None)
+    with pytest.raises(UserError, match=r"^rank 0 says it$"):
+        stage_training._check_data(replace(context, ranks=told), stage="pretrain", data=data)
+    touch_up(tar)  # the old bytes again
+    ends.train()

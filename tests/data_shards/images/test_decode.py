@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from data_shards.errors import UnreadableImage
+from data_shards.errors import UnreadableImage, UserError
 from data_shards.images import decode, decode_nvimgcodec
 from data_shards.images.box import Box
-from data_shards.images.decode import MOST_PIXELS, read_image
+from data_shards.images.decode import MOST_PIXELS, USUAL_MOST_PIXELS, PixelLimit, read_image
 from tests.data_shards.images.pictures import (
     PHOTOGRAPHS,
     TOP,
@@ -239,11 +239,36 @@ def test_an_image_that_unpacks_to_gigabytes_is_refused_by_its_header(decoder: de
     for height, width in ((13377, 13378), (65535, 65535)):
         assert height * width > MOST_PIXELS
         for data in (with_frame(jpeg, height=height, width=width), png(height, width)):
-            with pytest.raises(UnreadableImage, match="decompression bomb"):
+            with pytest.raises(UnreadableImage, match=r"decompression bomb|data\.max_image_pixels"):
                 read_image(data, decoder=decoder)
+    most = PixelLimit(MOST_PIXELS)
     for data in (with_frame(jpeg, height=13377, width=13377), png(13377, 13377)):
-        assert MOST_PIXELS >= 13377**2 and read_image(data, decoder=decoder).height == 13377
+        assert MOST_PIXELS >= 13377**2 and read_image(data, decoder=decoder, limit=most).height == 13377
+        with pytest.raises(UnreadableImage, match=r"13377 x 13377 .*50,000,000 of data\.max_image_pixels"):
+            read_image(data, decoder=decoder)
+
+
+@every_decoder
+@pytest.mark.parametrize("format", ["JPEG", "PNG", "GIF", "BMP", "PPM", "WEBP", "TIFF"])
+def test_the_limit_is_exact_and_nothing_beyond_it_is_decoded(
+    decoder: decode.DecoderName, format: str, monkeypatch: pytest.MonkeyPatch
+):
+    data = encoded(Image.fromarray(picture()), format)
+    height, width = by_pillow(data).shape[:2]
+    allowed = read_image(data, decoder=decoder, limit=PixelLimit(height * width, name="--flag"))
+    assert allowed.pixels().shape == (height, width, 3)
+    for part in ("crop", "load", "convert"):
+        monkeypatch.setattr(Image.Image, part, lambda *_, **__: pytest.fail("it was decoded"))
+    with pytest.raises(UnreadableImage, match=rf"^it has {width} x {height} pixels, more than .* of --flag$"):
+        read_image(data, decoder=decoder, limit=PixelLimit(height * width - 1, name="--flag"))
+
+
+@pytest.mark.parametrize("pixels", [0, -1, MOST_PIXELS + 1])
+def test_a_limit_that_is_none_is_refused(pixels: int):
+    with pytest.raises(UserError, match=r"^--max-image-pixels: "):
+        PixelLimit(pixels, name="--max-image-pixels")
 
 
 def test_the_limit_is_pillows():
     assert Image.MAX_IMAGE_PIXELS is not None and 2 * Image.MAX_IMAGE_PIXELS == MOST_PIXELS
+    assert USUAL_MOST_PIXELS < MOST_PIXELS

@@ -72,6 +72,16 @@ def test_all_options_of_a_folder(call):
     assert "1 image left out: see out/unreadable.jsonl" in text
 
 
+def test_images_above_the_limit_are_unreadable_unless_it_is_raised(call):
+    code, text = call("photos", "out", "--max-image-pixels", "100")
+    assert code == 2 and "13 of 13 images cannot be read" in text
+    assert "--max-image-pixels" in json.loads(Path("out.unreadable.jsonl").read_text().splitlines()[0])["reason"]
+    code, text = call("photos", "out", "--max-image-pixels", "100000")
+    assert code == 0 and request("out")["max_image_pixels"] == 100_000
+    code, text = call("photos", "out")
+    assert code == 2 and "max_image_pixels: 100000 then" in text
+
+
 def test_labels_from_a_list_and_shards_by_size(call):
     Path("names.txt").write_text("dog\nbird\ncat\n")
     Path("list.csv").write_text("file,what\ncat/1.png,cat|dog\ndog/2.png,dog\ncat/3.png,cat\n")
@@ -101,6 +111,7 @@ def test_labels_from_a_list_and_shards_by_size(call):
         (["--resize-short", "20", "--quality", "0"], "quality"),
         (["--resize-short", "0"], "resize_short"),
         (["--resize-short", "20", "--shard-size", "1MB"], "samples_per_shard"),
+        (["--max-image-pixels", "0"], "--max-image-pixels"),
         (["--shard-size", "many"], "--shard-size: 'many' is no size"),
         (["--shard-size", "1MB", "--samples-per-shard", "3"], "not both"),
         (["--path-column", "x"], "--labels"),

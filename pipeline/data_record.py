@@ -1,0 +1,123 @@
+"""A stage goes on with the data that it began with: STAGE/data.json says what they were, and what differs is named.
+
+`shardvit run` asks before it starts any process, rank 0 asks again; the sets are compared by `checking.identity`, what
+is read of them by `checking.spots`. stage.json keeps the digest of what decides, so a data.json that was lost or
+altered is noticed. A stage that was begun before there was a data.json gets one at its next attempt. No torch here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from data_shards.checking.identity import SetIdentity, differences, suspects
+from data_shards.checking.spots import compare_suspects, identify
+from data_shards.errors import UserError
+from data_shards.json_text import parse_json
+from data_shards.shard_set import ShardSet
+from pipeline.durable import replace_text
+from pipeline.recipe import StageName
+from pipeline.run_folder import RunFolder
+from pipeline.stage_data import StageData
+
+DATA_FILE = "data.json"
+_VERSION = 1  # of the file; of another one nothing is known
+
+
+@dataclass(frozen=True)
+class DataRecord:
+    """What a stage's data were, and are: `sets` goes into data.json when the stage begins.
+
+    Attributes:
+        sets: "training images" and "held-out images".
+        notes: what there is to say, a sentence each.
+    """
+
+    sets: Mapping[str, SetIdentity]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def digest(self) -> str:
+        """Of all that decides; the same for a copy elsewhere."""
+        return "-".join(one.content_digest[:16] for one in self.sets.values())
+
+
+def has_record(folder: RunFolder, *, stage: StageName) -> bool:
+    """Whether there is anything to compare the data with."""
+    return bool(folder.record(stage).data_digest) or (folder.stage(stage) / DATA_FILE).exists()
+
+
+def check_data(folder: RunFolder, *, stage: StageName, data: StageData) -> DataRecord:
+    """Compare a stage's data with those that it began with; writes nothing.
+
+    Raises:
+        UserError: naming what differs; or a shard cannot be read.
+    """
+    sets = {"training images": data.train, "held-out images": data.eval}
+    now = DataRecord({name: identify(one) for name, one in sets.items()})
+    path, digest = folder.stage(stage) / DATA_FILE, folder.record(stage).data_digest
+    before = _read(path, digest=digest)
+    if before is None:
+        if digest and digest != now.digest:
+            raise _changed(folder, stage, f"its data as a whole ({path} is gone or altered, and cannot say which)")
+        return now
+    notes: list[str] = []
+    kept: dict[str, SetIdentity] = {}
+    for name, old in before.sets.items():
+        found = differences(old, now.sets[name])
+        if found:
+            raise _changed(folder, stage, f"{name}: {'; '.join(found)}")
+        kept[name], note = _compare_suspects(folder, stage, name=name, shards=sets[name], old=old, new=now.sets[name])
+        notes += note
+    return DataRecord(kept, notes=tuple(notes))
+
+
+def keep_data(folder: RunFolder, record: DataRecord, *, stage: StageName) -> None:
+    """Write data.json, at once or not at all. `record.digest` belongs into stage.json, after that.
+
+    Raises:
+        OSError: the disk is full or fails.
+    """
+    content = {"version": _VERSION, "sets": {name: vars(one) for name, one in record.sets.items()}}
+    replace_text(folder.stage(stage) / DATA_FILE, json.dumps(content) + "\n")
+
+
+def _compare_suspects(
+    folder: RunFolder, stage: StageName, *, name: str, shards: ShardSet, old: SetIdentity, new: SetIdentity
+) -> tuple[SetIdentity, list[str]]:
+    """What to keep of a set that differs in nothing but its files' times, and what to say of it."""
+    touched = suspects(old, new)
+    compared = compare_suspects(shards, old, touched)
+    if compared.unlike:
+        names = ", ".join(new.names[shard] for shard in compared.unlike[:3])
+        more = f" and {len(compared.unlike) - 3:,} more" if len(compared.unlike) > 3 else ""
+        raise _changed(folder, stage, f"{name}: {names}{more} has the size it had but other bytes")
+    note: list[str] = []
+    if compared.unseen:
+        note = [
+            f"{stage}: {len(touched):,} shards of the {name} have other times than before; the content of "
+            f"{len(compared.same):,} was compared and is the same, of the others only what is read at each start"
+        ]
+    local_unseen = [shard for shard in compared.unseen if new.sha256[shard] or new.pixels[shard]]
+    return old.seen_as(new, unseen=local_unseen), note
+
+
+def _changed(folder: RunFolder, stage: StageName, what: str) -> UserError:
+    return UserError(
+        f"{folder.stage(stage)} was begun with other data than there are now: {what}: bring the old ones back, or "
+        f"begin again with --restart {stage}"
+    )
+
+
+def _read(path: Path, *, digest: str) -> DataRecord | None:
+    """None where there is none that can be believed; an empty `digest` vouches for none, and none is asked for."""
+    try:
+        content = parse_json(path.read_bytes())
+        if content["version"] != _VERSION or list(content["sets"]) != ["training images", "held-out images"]:
+            return None
+        record = DataRecord({name: SetIdentity.from_json(one) for name, one in content["sets"].items()})
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return record if digest in ("", record.digest) else None

@@ -1,0 +1,122 @@
+"""An index that says what its tar does not is never believed, whichever entry it is about; a damaged tar is no lie."""
+
+from __future__ import annotations
+
+import re
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from data_shards.checking.spots import identify
+from data_shards.errors import CorruptSample, UserError
+from data_shards.manifest import Manifest
+from data_shards.shard_reader import RawSample, ShardReader
+from data_shards.shard_set import open_shards
+from data_shards.tars.tar_index import index_path
+from data_shards.tars.tar_walk import BLOCK_BYTES
+from tests.data_shards.foreign_tars import opened, read_all, write_tar
+from tests.data_shards.small_set import by_webdataset, pack_small
+
+SHARD = 2
+Rows = list[list[str]]  # of each sample: extension, offset, size and member of both its parts
+
+
+@pytest.fixture(scope="module")
+def manifest(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
+    return pack_small(tmp_path_factory.mktemp("packed"))
+
+
+def exchange(rows: Rows, one: int, other: int, fields: slice) -> Rows:
+    rows[one][fields], rows[other][fields] = rows[other][fields], rows[one][fields]
+    return rows
+
+
+def move(rows: Rows, field: int, by: int, *, only: int | None = None) -> Rows:
+    for number, row in enumerate(rows):
+        if only in (None, number):
+            row[field] = str(int(row[field]) + by)
+    return rows
+
+
+def all_by(rows: Rows, by: int) -> Rows:
+    return move(move(rows, 1, by), 5, by)
+
+
+LIES: dict[str, Callable[[Rows], Rows]] = {
+    "two samples exchanged": lambda rows: [rows[0], rows[2], rows[1], *rows[3:]],
+    "places of two samples exchanged": lambda rows: exchange(exchange(rows, 1, 2, slice(1, 3)), 1, 2, slice(5, 7)),
+    "images of two samples exchanged": lambda rows: exchange(rows, 1, 2, slice(5, 7)),
+    "labels of two samples exchanged": lambda rows: exchange(rows, 1, 3, slice(1, 3)),
+    "keys of two samples exchanged": lambda rows: exchange(exchange(rows, 1, 2, slice(3, 4)), 1, 2, slice(7, 8)),
+    "the image of another sample": lambda rows: [[*rows[0][:4], rows[0][4], *rows[1][5:7], rows[0][7]], *rows[1:]],
+    "a block too early": lambda rows: all_by(rows, -BLOCK_BYTES),
+    "a block too late": lambda rows: all_by(rows[:-1], BLOCK_BYTES) + rows[-1:],
+    "a byte too late": lambda rows: move(rows, 5, 1, only=2),
+    "a byte too short": lambda rows: move(rows, 6, -1, only=4),
+    "before the first header": lambda rows: move(rows, 1, -500, only=0),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_an_index_that_lies_is_refused_when_read_and_when_a_stage_begins(manifest: Manifest, lie: str):
+    path = index_path(manifest.shard_paths[SHARD])
+    whole = path.read_text()
+    header, *lines = whole.splitlines()
+    told = LIES[lie]([line.split(" ") for line in lines])
+    assert told != [line.split(" ") for line in lines]
+    try:
+        path.write_text("\n".join([header, *map(" ".join, told)]) + "\n")
+        shards = open_shards(str(manifest.root))
+        with pytest.raises(UserError, match=rf"^{re.escape(str(path))}: .*delete"):
+            read_all(shards)
+        with pytest.raises(UserError, match=rf"^{re.escape(str(path))}: .*delete"):
+            identify(shards)
+        path.unlink()  # as it says
+        assert read_all(shards) == by_webdataset(manifest)
+    finally:
+        path.write_text(whole)
+
+
+@pytest.mark.parametrize("value", [str(2**63), str(2**62), "9" * 5000, "-1", "1e3", "\N{SUPERSCRIPT TWO}"])
+@pytest.mark.parametrize("field", [1, 2, 5, 6])
+def test_numbers_that_no_tar_has_are_one_sentence(manifest: Manifest, field: int, value: str):
+    path = index_path(manifest.shard_paths[SHARD])
+    whole = path.read_text()
+    header, *lines = whole.splitlines()
+    row = lines[1].split(" ")
+    row[field] = value
+    try:
+        path.write_text("\n".join([header, lines[0], " ".join(row), *lines[2:]]) + "\n")
+        with pytest.raises(UserError, match=rf"^{re.escape(str(path))}: .*delete") as caught:
+            read_all(open_shards(str(manifest.root)))
+        assert len(str(caught.value)) < 400
+    finally:
+        path.write_text(whole)
+
+
+@pytest.mark.parametrize("format", [tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+def test_names_that_a_plain_header_cannot_hold_are_no_lie(tmp_path: Path, format: int):
+    keys = ["l\u00e4nger" * 30 + f"-{number}" for number in range(3)]
+    parts = [part for key in keys for part in ((f"{key}.cls", b"1"), (f"{key}.JPG", key.encode()))]
+    write_tar(tmp_path / "a.tar", parts, format=format)
+    found = read_all(opened(tmp_path, index_folder=tmp_path / "index"))
+    assert found == [RawSample(key, key.encode(), (1,)) for key in keys]
+
+
+def test_a_damaged_header_costs_its_own_sample(manifest: Manifest):
+    tar = manifest.shard_paths[SHARD]
+    whole = tar.read_bytes()
+    shards = open_shards(str(manifest.root))
+    expected = [sample for sample in read_all(shards)][10:15]
+    start = int(index_path(tar).read_text().splitlines()[3].split(" ")[1]) - BLOCK_BYTES  # the third sample's
+    try:
+        tar.write_bytes(whole[:start] + b"\xff" * 200 + whole[start + 200 :])
+        reader = ShardReader(shards)
+        for row in (0, 1, 3, 4):
+            assert reader.read(SHARD, row=row) == expected[row]
+        with pytest.raises(CorruptSample, match="headers cannot be read"):
+            reader.read(SHARD, row=2)
+    finally:
+        tar.write_bytes(whole)
