@@ -79,7 +79,7 @@ class ModelConfig(BaseModel):
 
     Attributes:
         variant: a name of `model.variants`: "B/16", "L/32", "H/14", "Ti/4" (any patch size in pixels); the
-            hybrids "R50+B/16", "R50+L/32", "R26+S/32"; the pure ResNets "R50x1", "R152x4".
+            hybrids "R50+B/16", "R50+L/32", "R26+S/32", "R+Ti/16"; the pure ResNets "R50x1", "R152x4".
         width: size D of a token.
         depth: number of encoder blocks.
         heads: number of attention heads; divides `width`.

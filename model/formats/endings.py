@@ -1,4 +1,4 @@
-"""The formats that a model can be exported to, and how their files end. Costs nothing: asked before torch is imported."""
+"""The formats that a model can be exported to, and how their files end. Costs nothing: it is asked before all else."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ class Foreign:
     notes: tuple[str, ...] = field(default=())
 
     def with_loss(self, said: Loss | None) -> Foreign:
-        """The same with a loss: the user's word, else the file's, else the usual one for so many classes, with a note."""
+        """The same with a loss: the user's word, the file's, or what is usual for so many classes (with a note)."""
         if said is not None or self.loss is not None or self.num_classes == 0:
             return replace(self, loss=said or self.loss)
         data = _SIGMOID_CLASSES.get(self.num_classes)

@@ -121,7 +121,7 @@ def _read(npz: NpzReader, *, meta: SavedModelMeta | None, said: Said) -> Foreign
         model = infer_model(bare, layout=layout, said=said)
         if model.num_classes == 0:
             shapes = {name: s for name, s in shapes.items() if not is_of_head(name.removeprefix(layout.prefix))}
-        _refuse_blocks_of_the_optimiser_alone(npz.names, depth=model.config.sizes.depth)
+        _refuse_lost_blocks(set(npz.names) - headers.keys(), depth=model.config.sizes.depth)
     else:
         model = _recorded(meta)
 
@@ -168,11 +168,13 @@ def _read(npz: NpzReader, *, meta: SavedModelMeta | None, said: Said) -> Foreign
     )
 
 
-def _refuse_blocks_of_the_optimiser_alone(names: Collection[str], *, depth: int) -> None:
-    """Its moments have the names of the weights, so that they tell of blocks whose weights are missing."""
+def _refuse_lost_blocks(names: Collection[str], *, depth: int) -> None:
+    """The optimiser's arrays have the names of the weights, so that they tell of blocks whose weights are missing."""
     found = [int(match[1]) for name in names if (match := re.search(r"/encoderblock_(\d+)/", f"/{name}"))]
     if found and max(found) >= depth:
-        raise ValueError(f"it has {depth} blocks, and arrays of a block {max(found)}, which it lacks: it is incomplete")
+        raise ValueError(
+            f"it has the weights of {depth} blocks, and the optimiser's state of {max(found) + 1}: it is incomplete"
+        )
 
 
 def _recorded(meta: SavedModelMeta) -> Inferred:
