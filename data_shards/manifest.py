@@ -165,7 +165,7 @@ def load_manifest(folder: Path | str) -> Manifest:
     try:
         return parse_manifest(path.read_bytes(), root=root, name=str(path))
     except FileNotFoundError:
-        inside = [split for split in ("train", "val") if (root / split / MANIFEST_FILE).is_file()]
+        inside = [split for split in ("train", "val", "test") if (root / split / MANIFEST_FILE).is_file()]
         hint = f"did you mean {root / inside[0]}?" if inside else REMEDY
         raise UserError(f"{root}: there is no {MANIFEST_FILE} in this folder; {hint}") from None
     except OSError as error:

@@ -93,16 +93,21 @@ def pack(
         int, Parameter(help="Larger images count as unreadable: decoding takes up to 17 bytes a pixel and core.")
     ] = 50_000_000,
     drop_duplicates: Annotated[
-        bool, Parameter(negative="", help="Of images with the same bytes pack only the first, train before val.")
+        bool, Parameter(negative="", help="Of images with the same bytes pack only the first, train before val, test.")
     ] = False,
     skip_unreadable: Annotated[
-        bool, Parameter(negative="", help="Leave out images that cannot be read, and list them.")
+        bool,
+        Parameter(
+            negative="",
+            help="Leave out images that cannot be read or lie beside the class folders, and list them; pass over empty "
+            "class folders.",
+        ),
     ] = False,
     seed: Annotated[int, Parameter(help="Of the shuffle and of the held-out choice.")] = 0,
 ) -> int:
     """Pack images into WebDataset shards with a manifest.
 
-    SOURCE is a folder of class folders (or train/ and val/ of them), any
+    SOURCE is a folder of class folders (or train/, val/ and test/ of them), any
     folder with --labels, a folder with the four IDX files of MNIST or
     Fashion-MNIST, "fashion-mnist" for the ones that Debian installs, or
     "digits" for scikit-learn's digits. OUT gets a folder for each split.
@@ -124,7 +129,8 @@ def pack(
 
     photos.csv begins with the line "path,label"; a line is "a/1.jpg,cat", or
     "a/2.jpg,cat|dog" where images have several labels. JSONL has the same as
-    {"path": "a/2.jpg", "label": ["cat", "dog"]}. Paths are relative to SOURCE.
+    {"path": "a/2.jpg", "label": ["cat", "dog"]}. Paths are relative to SOURCE,
+    or absolute ones inside it.
     """
     from data_shards.byte_sizes import parse_bytes
     from data_shards.images.decode import PixelLimit

@@ -34,7 +34,7 @@ class TrunkOptions:
 
     variant: Annotated[str | None, Parameter(help='What FILE is, such as "B/16".')] = None
     width: Annotated[int | None, Parameter(help="Size of a token; with the next four, in place of --variant.")] = None
-    depth: int | None = None
+    depth: Annotated[int | None, Parameter(help="Alone: the file has so few blocks on purpose.")] = None
     heads: Annotated[int | None, Parameter(help="Attention heads, which weights alone do not tell.")] = None
     mlp_dim: int | None = None
     patch_size: int | None = None
@@ -42,6 +42,9 @@ class TrunkOptions:
     layer_norm_eps: Annotated[float | None, Parameter(help="Default: the format's.")] = None
     interpolation: Annotated[
         Literal["google", "timm"] | None, Parameter(help="Of position embeddings; default: the format's.")
+    ] = None
+    position: Annotated[
+        Literal["sincos_2d", "none"] | None, Parameter(help="Of a model whose file has no position embeddings.")
     ] = None
 
     def config(self) -> ModelConfig | None:
@@ -53,7 +56,7 @@ class TrunkOptions:
         from model.config import ModelConfig
 
         given = self._given()
-        if not given.keys() - {"gelu", "layer_norm_eps", "interpolation"}:
+        if not given.keys() - {"depth", "gelu", "layer_norm_eps", "interpolation", "position"}:
             return None
         return self._checked(lambda: ModelConfig(**given))
 
@@ -63,7 +66,11 @@ class TrunkOptions:
         Raises:
             UserError: it does not make a model.
         """
-        return self._checked(lambda: type(found)(**found.model_dump(exclude_unset=True) | self._given()))
+        given = self._given()
+        if (depth := given.pop("depth", None)) is not None and (found.kind != "vit" or found.sizes.depth != depth):
+            blocks = f"{found.sizes.depth} blocks" if found.kind == "vit" else "no Transformer blocks"
+            raise UserError(f"--depth {depth}: the file has {blocks}: leave it out, or give all sizes")
+        return self._checked(lambda: type(found)(**found.model_dump(exclude_unset=True) | given))
 
     def _given(self) -> dict[str, Any]:
         return {name: value for name, value in asdict(self).items() if value is not None}
@@ -95,6 +102,13 @@ def import_model(
         str | None,
         Parameter(help="File with the classes' names, one a line, or imagenet-1k, or imagenet-21k (Google's order)."),
     ] = None,
+    loss: Annotated[
+        Literal["softmax", "sigmoid"] | None,
+        Parameter(
+            help="That its head was trained with; default: as its record says, sigmoid for 21,843, 18,291 and"
+            " 29,593 classes (Google's on ImageNet-21k and JFT), else softmax."
+        ),
+    ] = None,
 ) -> int:
     """Make a model of ours from weights in somebody else's format.
 
@@ -114,13 +128,15 @@ def import_model(
         shardvit import ViT-B_16-imagenet.npz models/b16 --class-names imagenet-1k
     """
     from model.formats.detect import read_foreign
+    from model.formats.foreign import Said
     from model.formats.surgery import adapt
     from model.saved import save_model
 
     config = trunk.config()
     names = None if class_names is None else _class_names(class_names)
     try:
-        foreign = read_foreign(file, config=config)
+        said = Said(depth=trunk.depth, position=trunk.position, loss=loss)
+        foreign = read_foreign(file, config=config, said=said)
         if config is None:
             foreign = replace(foreign, config=trunk.changed(foreign.config))
         if names is not None and num_classes is None and foreign.num_classes not in (0, len(names)):
@@ -128,7 +144,7 @@ def import_model(
                 f"--class-names: {len(names):,} names, but {file} has {foreign.num_classes:,} classes: give as many, "
                 f"or --num-classes {len(names)} to replace its head by zeros"
             )
-        meta, state = adapt(foreign, image_size=image_size, num_classes=num_classes, class_names=names)
+        meta, state = adapt(foreign, image_size=image_size, num_classes=num_classes, class_names=names, loss=loss)
         save_model(out, state, meta=meta)
     except ValueError as error:
         raise UserError(str(error)) from None
@@ -136,9 +152,6 @@ def import_model(
         raise UserError(f"{out} cannot be written: {error}") from None
     for note in foreign.notes:
         print(f"note: {printable(note)}")
-    broken = [name for name, tensor in state.items() if not tensor.isfinite().all()]
-    if broken:
-        print(f"note: {len(broken)} tensors, such as {broken[0]!r}, have numbers that are not finite: FILE is damaged")
     if meta.num_classes != foreign.num_classes:
         print(f"note: the head is new, for {meta.num_classes:,} classes and all zeros: fine-tune it")
     print(printable(f"{out}: {foreign.format}; {_summary(meta)}"))
@@ -174,11 +187,18 @@ def export_model(
 
         shardvit export runs/imagenet21k/pretrain/checkpoints/step-00010000 --format npz --out vit-b16.npz
     """
+    target = out or Path(f"{_name_of(model)}{_ENDINGS[to]}")
+    from model.formats.endings import check_ending
+
+    try:
+        check_ending(target, to=to)
+    except ValueError as error:
+        raise UserError(f"--out {error}") from None
+
     from model.formats.export import export_model as write
     from pipeline.find_model import find_model
 
     found = find_model(model)
-    target = out or Path(f"{_name_of(model)}{_ENDINGS[to]}")
     try:
         notes = write(found.meta, found.state, to=to, out=target)
     except ValueError as error:

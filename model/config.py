@@ -31,15 +31,15 @@ OF_TRANSFORMERS = ("pool", "position", "position_at", "layer_scale", "gelu", "la
 @dataclass(frozen=True)
 class VitSizes:
     """All sizes of a trunk, resolved: tokens of `width`, `depth` blocks of `heads` heads, MLPs of `mlp_dim`
-    hidden units, square patches of `patch_size` pixels; `resnet_layers` is () without a ResNet stem, else the
-    stem's units in each of its stages."""
+    hidden units, square patches of `patch_size` pixels; `resnet_layers` is None without a ResNet stem, else
+    the stem's units in each of its stages: () for the root alone."""
 
     width: int
     depth: int
     heads: int
     mlp_dim: int
     patch_size: int
-    resnet_layers: tuple[int, ...] = ()
+    resnet_layers: tuple[int, ...] | None = None
     resnet_width_factor: int = 1
 
     def grid_size(self, image_size: int) -> int:
@@ -53,7 +53,7 @@ class VitSizes:
     @property
     def stem_patch_size(self) -> int:
         """The patch size on what the patch embedding sees: pixels, or the ResNet stem's features."""
-        return self.patch_size // resnet_stride(self.resnet_layers) if self.resnet_layers else self.patch_size
+        return self.patch_size if self.resnet_layers is None else self.patch_size // resnet_stride(self.resnet_layers)
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class ResnetSizes:
 
 def resnet_stride(layers: tuple[int, ...]) -> int:
     """Pixels per feature, along a side, of a ResNet with these stages: 4 at the root, doubled by all but the first."""
-    return 4 * 2 ** (len(layers) - 1)
+    return 4 * 2 ** max(0, len(layers) - 1)
 
 
 class ModelConfig(BaseModel):
@@ -79,13 +79,14 @@ class ModelConfig(BaseModel):
 
     Attributes:
         variant: a name of `model.variants`: "B/16", "L/32", "H/14", "Ti/4" (any patch size in pixels); the
-            hybrids "R50+B/16", "R50+L/32", "R26+S/32"; the pure ResNets "R50x1", "R152x4".
+            hybrids "R50+B/16", "R50+L/32", "R26+S/32", "R+Ti/16"; the pure ResNets "R50x1", "R152x4".
         width: size D of a token.
         depth: number of encoder blocks.
         heads: number of attention heads; divides `width`.
         mlp_dim: hidden size of the blocks' MLPs; 4 * width when left out, as in Table 1 of the ViT paper.
         patch_size: side of a patch in pixels, ResNet stem included.
-        resnet_layers: units in each stage of a ResNet: a hybrid's stem, or, without `width`, the whole model.
+        resnet_layers: units in each stage of a ResNet: a hybrid's stem ([]: its root alone), or, without `width`, the
+            whole model.
         resnet_width_factor: multiplies the ResNet's widths.
         pool: what the head sees. cls: the class token; gap: the mean of the normed patch tokens; map: Google's
             attention pooling. Only cls has a class token (vision_transformer and big_vision alike).
@@ -107,7 +108,7 @@ class ModelConfig(BaseModel):
     heads: PositiveInt | None = None
     mlp_dim: PositiveInt | None = None
     patch_size: PositiveInt | None = None
-    resnet_layers: tuple[PositiveInt, ...] | None = Field(default=None, min_length=1, max_length=4)
+    resnet_layers: tuple[PositiveInt, ...] | None = Field(default=None, max_length=4)
     resnet_width_factor: PositiveInt | None = None
     pool: Pool = "cls"
     position: PositionKind = "learned_1d"
@@ -143,11 +144,13 @@ class ModelConfig(BaseModel):
             ignored = [name for name in OF_TRANSFORMERS if getattr(self, name) != type(self).model_fields[name].default]
             if ignored:
                 raise ValueError(f"{', '.join(ignored)}: a pure ResNet has nothing of the kind; leave it out")
+            if not self.resnet.layers:
+                raise ValueError("resnet_layers: a pure ResNet has at least one stage, such as [3, 4, 6, 3]")
             return self
         sizes = self.sizes
         if sizes.width % sizes.heads:
             raise ValueError(f"heads {sizes.heads} must divide width {sizes.width}")
-        if sizes.resnet_layers and sizes.patch_size % resnet_stride(sizes.resnet_layers):
+        if sizes.resnet_layers is not None and sizes.patch_size % resnet_stride(sizes.resnet_layers):
             raise ValueError(
                 f"patch_size {sizes.patch_size} is no multiple of the {resnet_stride(sizes.resnet_layers)} pixels "
                 f"that a ResNet stem of {len(sizes.resnet_layers)} stages takes together"
@@ -192,7 +195,7 @@ class ModelConfig(BaseModel):
             self.heads,
             self.mlp_dim or 4 * self.width,
             self.patch_size,
-            self.resnet_layers or (),
+            self.resnet_layers,
             self.resnet_width_factor or 1,
         )
 
@@ -203,7 +206,7 @@ class ModelConfig(BaseModel):
             variant = parse_variant(self.variant)
             assert not isinstance(variant, Variant), f"{self.variant} is no pure ResNet"
             return ResnetSizes(variant.layers, variant.width_factor)
-        assert self.resnet_layers  # held by the validator
+        assert self.resnet_layers is not None  # held by the validator
         return ResnetSizes(self.resnet_layers, self.resnet_width_factor or 1)
 
     @property

@@ -101,7 +101,7 @@ def _account_vit(
     tokens = prefix + max(1, int(patches * (1 - patch_dropout)))  # the model rounds down, but keeps one
 
     match sizes.resnet_layers:
-        case ():
+        case None:
             first = embedding = _patch_embedding(image_size, 3, sizes)
             chain = Chain()
         case layers:

@@ -60,6 +60,7 @@ def stem_embedding(config: ModelConfig, *, image_size: int) -> Callable[..., Hyb
     """
     config.grid_size(image_size)
     layers = config.sizes.resnet_layers
+    assert layers is not None, "no ResNet stem"
     with torch.random.fork_rng(devices=[]):
         backbone = ResNetV2(**_timm_arguments(layers, width_factor=config.sizes.resnet_width_factor, preact=False))
     # Told the sizes, timm finds them without a forward pass, and then asks a FeatureInfo for the channels.

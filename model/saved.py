@@ -199,7 +199,7 @@ def timm_objection(meta: SavedModelMeta) -> str | None:
         return f"its head is {meta.head}, and timm knows linear heads only"
     if config.kind == "resnet":
         return "it is a pure ResNet, whose weight standardisation has another epsilon in timm"
-    if config.sizes.resnet_layers:
+    if config.sizes.resnet_layers is not None:
         return "it has a ResNet stem, whose weight standardisation and GroupNorm have other epsilons in timm"
     if config.position != "learned_1d" or config.position_at != "stem":
         return f"timm has no position embedding {config.position} at {config.position_at}"

@@ -23,7 +23,7 @@ class Variant:
         mlp_dim: the hidden size of a block's MLP.
         source: the paper and table that give these four numbers.
         patch_size: in pixels, stem included; 0 in `VARIANTS`, where any is possible.
-        resnet_layers: units per stage of a hybrid's stem.
+        resnet_layers: units per stage of a hybrid's stem, () for its root alone; None: a pure Transformer.
         resnet_width_factor: of the stem.
     """
 
@@ -33,7 +33,7 @@ class Variant:
     mlp_dim: int
     source: str
     patch_size: int = 0
-    resnet_layers: tuple[int, ...] = ()
+    resnet_layers: tuple[int, ...] | None = None
     resnet_width_factor: int = 1
 
 
@@ -67,6 +67,8 @@ VARIANTS: dict[str, Variant] = {
 HYBRIDS: dict[str, Variant] = {
     "R50+B/16": replace(VARIANTS["B"], source=_HYBRID, patch_size=16, resnet_layers=(3, 4, 9)),
     "R50+L/32": replace(VARIANTS["L"], source=_HYBRID, patch_size=32, resnet_layers=(3, 4, 6, 3)),
+    # By its name /16; but root and max pool halve twice, so that 8x8 patches of their features are 32 pixels.
+    "R+Ti/16": replace(VARIANTS["Ti"], source=_HYBRID, patch_size=32, resnet_layers=()),
     "R26+S/32": replace(VARIANTS["S"], source=_HYBRID, patch_size=32, resnet_layers=(2, 2, 2, 2)),
 }
 

@@ -86,7 +86,7 @@ def build_vit(
     timms_own = config.position == "learned_1d" and config.position_at == "stem"
     num_prefix_tokens = int(config.pool == "cls")
     more: dict[str, Any] = {}
-    if sizes.resnet_layers:
+    if sizes.resnet_layers is not None:
         more["embed_layer"] = stem_embedding(config, image_size=image_size)
         more["patch_size"] = sizes.stem_patch_size
     if config.position == "relative":

@@ -39,15 +39,15 @@ class FoundImage:
 
 @dataclass(frozen=True)
 class DuplicateGroup:
-    """Images with the same bytes, in plan order: train before val."""
+    """Images with the same bytes, in plan order: train before val before test."""
 
     digest: str
     images: tuple[FoundImage, ...]
 
     @property
     def straddles(self) -> bool:
-        """Whether train and val share it."""
-        return {"train", "val"} <= {image.split for image in self.images}
+        """Whether splits share it."""
+        return len({image.split for image in self.images}) > 1
 
     @property
     def contradicts(self) -> bool:
@@ -57,11 +57,11 @@ class DuplicateGroup:
 
 @dataclass(frozen=True)
 class UnreadableFile:
-    """An image that is not in the shards."""
+    """An image that is not in the shards; its label is None where nothing tells it."""
 
     path: str
     split: SplitName
-    label: Label
+    label: Label | None
     reason: str
 
 

@@ -6,7 +6,7 @@
                                         KEY.cls (ASCII label), or KEY.json ({"label": [3, 7]}) for several labels
     OUT/train/NAME-train-000000.idx     where each sample lies
     OUT/train/manifest.json             and sizes.json for open_clip
-    OUT/val/...                         the same, if the source has a val split or `holdout` is given
+    OUT/val/..., OUT/test/...           the same, if the source has such splits; val also if `holdout` is given
     OUT/duplicates.jsonl                images with the same bytes, if there are any
     OUT/unreadable.jsonl                images that were left out, if there are any
 
@@ -33,6 +33,7 @@ from data_shards.manifest import Manifest, read_manifest, write_json, write_timm
 from data_shards.packing.finish import list_beside, unreadable_error, write_manifests
 from data_shards.packing.found import (
     Counts,
+    UnreadableFile,
     count,
     duplicate_groups,
     repeated,
@@ -50,6 +51,7 @@ from data_shards.packing.split import read_holdout_list
 from data_shards.packing.work import ShardRecord, WorkFolder, open_work, sync_file, sync_folders, work_path
 from data_shards.processes import num_cores
 from data_shards.sources import LabelList, Source, open_source
+from data_shards.sources.base import SplitName
 
 PACK_FILE = "pack.json"
 PACK_VERSION = 1
@@ -76,7 +78,7 @@ def pack(
     seed: int = 0,
     report: Callable[[str], None] = print,
 ) -> PackReport:
-    """Pack a source (see `open_source`) into OUT/train and, if it has one or a holdout is given, OUT/val.
+    """Pack a source (see `open_source`) into OUT/train and, where it has them, OUT/val and OUT/test.
 
     Equal source, arguments and library versions give byte-identical tars, on any number of cores and through any
     number of interruptions.
@@ -110,7 +112,9 @@ def pack(
     asked = PackRequest(
         labels=labels,
         classes=classes,
-        holdout=holdout if holdout_list is None else read_holdout_list(holdout_list),
+        holdout=holdout
+        if holdout_list is None
+        else read_holdout_list(holdout_list, root=Path(source_spec).expanduser()),
         shard_size=ShardSize(samples_per_shard, shard_size_bytes),
         resize=resize,
         pixel_limit=pixel_limit,
@@ -118,7 +122,7 @@ def pack(
         duplicates=duplicates,
         seed=seed,
     )
-    source = open_source(source_spec, labels=labels)
+    source = open_source(source_spec, labels=labels, unfit=unreadable)
     request = asked.as_json(source)
     fingerprint = source.fingerprint()
     counts = _demand_same(out, request, fingerprint) if _is_taken(out) else None
@@ -130,7 +134,15 @@ def pack(
         with open_work(out) as work:
             shutil.rmtree(work.path)
     manifests = _read_splits(out)
-    result = PackReport(out, manifests["train"], manifests.get("val"), counts, reused, time.monotonic() - start)
+    result = PackReport(
+        out,
+        manifests["train"],
+        manifests.get("val"),
+        manifests.get("test"),
+        counts,
+        reused,
+        time.monotonic() - start,
+    )
     for line in result.lines(dropped=duplicates == "drop"):
         report(line)
     return result
@@ -166,6 +178,7 @@ def _pack(
             if digests is None:
                 digests = b"".join(records[shard.file].image_digests for shard in plan.shards)
             groups = duplicate_groups(whole_plan, digests, duplicates=asked.duplicates, unreadable=refused)
+            refused = [*_unlabelled(source), *refused]
             counts = count(groups, num_unreadable=len(refused))
             if groups:
                 write_duplicates(groups, work.result / DUPLICATES_FILE)
@@ -188,6 +201,11 @@ def _pack(
         sync_file(out.parent)
     list_beside(out).unlink(missing_ok=True)
     return counts
+
+
+def _unlabelled(source: Source) -> list[UnreadableFile]:
+    reason = "it lies beside the class folders, so that it has no label"
+    return [UnreadableFile(path=path, split=split, label=None, reason=reason) for split, path in source.left_out]
 
 
 def _write(
@@ -272,7 +290,5 @@ def _demand_same(out: Path, request: Mapping[str, object], fingerprint: str) -> 
 
 
 def _read_splits(out: Path) -> dict[str, Manifest]:
-    manifests = {"train": read_manifest(out / "train")}
-    if (out / "val").is_dir():
-        manifests["val"] = read_manifest(out / "val")
-    return manifests
+    splits: tuple[SplitName, ...] = ("train", "val", "test")
+    return {split: read_manifest(out / split) for split in splits if split == "train" or (out / split).is_dir()}

@@ -74,7 +74,7 @@ class PackPlan:
 
     @property
     def shards(self) -> list[ShardPlan]:
-        """Of all splits, train before val."""
+        """Of all splits, train before val before test."""
         return [shard for shards in self.splits.values() for shard in shards]
 
     @property
@@ -119,10 +119,12 @@ def make_plan(
     new_label = np.full(len(source.classes) + 1, -1, dtype=np.int64)  # the last one for -1: no label
     new_label[[source.classes.index(name) for name in chosen]] = np.arange(len(chosen))
     parts: dict[SplitName, NDArray[np.int64]] = {}
+    first_numbers: dict[SplitName, int] = {}
     for split, images in source.splits.items():
         is_chosen = new_label[images.labels] >= 0
         if source.kind == "multi":  # all images, those without a label too, unless classes are chosen
             is_chosen = is_chosen.any(axis=1) | (classes is None)
+        first_numbers[split] = sum(len(source.splits[before]) for before in first_numbers)
         parts[split] = np.flatnonzero(is_chosen)
     if holdout is not None:
         parts = hold_out(source, parts["train"], holdout, seed)
@@ -137,7 +139,6 @@ def make_plan(
         notes += _check_counts(source, split, labels, chosen)
         # Neighbours in a source are of one class; a shard, and so a shuffle window, should hold all of them.
         order = hash_order(images, indices, f"shuffle-{split}", seed)
-        first_number = 0 if images is source.splits["train"] else len(source.splits["train"])
         plans[split] = [
             ShardPlan(
                 file=f"{file_name(source.name)}-{split}-{number:06d}.tar",
@@ -145,7 +146,7 @@ def make_plan(
                 indices=indices[piece],
                 labels=labels[piece],
                 classes=chosen,
-                first_number=first_number,
+                first_number=first_numbers[of_split],
             )
             for number, piece in enumerate(_cut(order, tar_bytes(images.num_bytes[indices[order]]), shard_size))
         ]

@@ -21,13 +21,14 @@ class PackReport:
     out: Path
     train: Manifest
     val: Manifest | None
+    test: Manifest | None
     counts: Counts
     reused: bool
     seconds: float
 
     @property
     def manifests(self) -> tuple[Manifest, ...]:
-        return (self.train,) if self.val is None else (self.train, self.val)
+        return tuple(manifest for manifest in (self.train, self.val, self.test) if manifest is not None)
 
     @property
     def num_images(self) -> int:
@@ -60,8 +61,13 @@ class PackReport:
         )
         lines = [f"  duplicates: {found} {where}"]
         if counts.straddling_groups:
-            remedy = "train keeps it" if dropped else "held-out figures will flatter; --drop-duplicates keeps one"
-            lines.append(f"  ! {_several(counts.straddling_groups, 'group')} both in train and in val: {remedy}")
+            remedy = "the first of them keeps it" if len(self.manifests) > 2 else "train keeps it"
+            remedy = remedy if dropped else "held-out figures will flatter; --drop-duplicates keeps one"
+            splits = [manifest.split for manifest in self.manifests]
+            several = (
+                f"both in {splits[0]} and in {splits[-1]}" if len(splits) == 2 else f"in several of {', '.join(splits)}"
+            )
+            lines.append(f"  ! {_several(counts.straddling_groups, 'group')} {several}: {remedy}")
         if counts.contradicting_groups:
             remedy = "the first one's label counts" if dropped else "look at them, one of the labels is wrong"
             lines.append(f"  ! {_several(counts.contradicting_groups, 'group')} with labels that differ: {remedy}")

@@ -33,12 +33,12 @@ class HoldoutList:
 Holdout = float | HoldoutList
 
 
-def read_holdout_list(file: Path) -> HoldoutList:
-    """One path a line, relative to the source's folder. Raises UserError for a file that is not such a list."""
+def read_holdout_list(file: Path, *, root: Path) -> HoldoutList:
+    """One path a line, below the source's folder `root`. Raises UserError for a file that is not such a list."""
     lines: dict[str, int] = {}
     for line, text in read_lines(file):
         try:
-            lines.setdefault(clean_path(text), line)
+            lines.setdefault(clean_path(text, root=root), line)
         except ValueError as error:
             raise UserError(f"{file}, line {line}: {error}; correct that line") from None
     if not lines:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from data_shards.labels import LabelKind
 
-SplitName = Literal["train", "val"]
+SplitName = Literal["train", "val", "test"]
 
 
 class ImageSet(Protocol):
@@ -62,8 +62,9 @@ class Source:
         spec: finds the source again.
         name: becomes part of file names.
         classes: names of the labels.
-        splits: train, and val if the source has one.
+        splits: train, then val and test if the source has them.
         notes: what was left out and why.
+        left_out: images of a split that have no label, and so are in none of `splits`: split and trace.
         kind: one label for each image, or any number.
         empty_classes: a class without an image is a mistake in folders, and usual in lists.
     """
@@ -73,6 +74,7 @@ class Source:
     classes: tuple[str, ...]
     splits: Mapping[SplitName, ImageSet]
     notes: tuple[str, ...] = ()
+    left_out: tuple[tuple[SplitName, str], ...] = ()
     kind: LabelKind = "single"
     empty_classes: Literal["refuse", "report"] = "refuse"
 

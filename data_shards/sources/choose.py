@@ -1,6 +1,7 @@
 """From what the user typed to a Source: a known name first, otherwise a folder whose content decides."""
 
 from pathlib import Path
+from typing import Literal
 
 from data_shards.errors import UserError
 from data_shards.sources.base import Source
@@ -10,13 +11,14 @@ from data_shards.sources.idx import IDX_NAMES, fashion_mnist_source, idx_source
 from data_shards.sources.label_list import LabelList, label_list_source
 
 NAMES = ("digits", "fashion-mnist")
-LAYOUT = "ROOT/CLASS/*.jpg, ROOT/train/CLASS/*.jpg with ROOT/val/CLASS/*.jpg, or MNIST's four IDX files"
+LAYOUT = "ROOT/CLASS/*.jpg, ROOT/train/CLASS/*.jpg with ROOT/val/CLASS/*.jpg (and ROOT/test), or MNIST's four IDX files"
 
 
-def open_source(spec: str, *, labels: LabelList | None = None) -> Source:
+def open_source(spec: str, *, labels: LabelList | None = None, unfit: Literal["refuse", "skip"] = "refuse") -> Source:
     """Open `digits`, `fashion-mnist`, or a folder (write `./digits` for a folder of that name).
 
-    With `labels`, a folder's images have their labels from that list, however they lie in it.
+    With `labels`, a folder's images have their labels from that list, however they lie in it. `unfit`: whether class
+    folders without images, and images beside class folders, are refused or left out with a note.
 
     Raises UserError, naming the path, for anything that cannot be packed; images themselves are not decoded
     here.
@@ -42,4 +44,4 @@ def open_source(spec: str, *, labels: LabelList | None = None) -> Source:
         return label_list_source(root, labels)
     if any(name.removesuffix(".gz") in IDX_NAMES for name in names):
         return idx_source(root)
-    return folder_source(root)
+    return folder_source(root, unfit=unfit)

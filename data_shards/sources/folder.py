@@ -1,5 +1,5 @@
 """Folders of class folders: ROOT/CLASS/**/*.jpg, or ROOT/train/CLASS/** with ROOT/val (or validation, or
-test).
+test), and ROOT/test besides.
 
 Classes are the folders' names in code-point order, as torchvision's ImageFolder has them, so labels agree.
 Hidden files and folders are passed over; other files that are not images are passed over, counted and named.
@@ -7,14 +7,16 @@ Listing costs one `scandir` per folder; no image is opened here. Symbolic links 
 """
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
 from data_shards.errors import UserError
-from data_shards.sources.base import ImageSet, Source, SplitName
+from data_shards.sources.base import Source, SplitName
 from data_shards.sources.files import FileImages
+from data_shards.sources.problems import named, refuse_all
 from data_shards.tars.tar_index import IMAGE_EXTENSIONS
 
 # In this order: what is called val is preferred to what is called test, whose labels are often not public.
@@ -27,87 +29,141 @@ class _Listing:
     others: list[str]
 
 
-def folder_source(root: Path) -> Source:
+@dataclass
+class _Found:
+    """What is said of a folder as it is gone through: mistakes, and what is left out."""
+
+    unfit: Literal["refuse", "skip"]
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    left_out: list[tuple[SplitName, str]] = field(default_factory=list)
+
+    def loose(self, base: Path, paths: list[str], *, split: SplitName) -> None:
+        """Images beside class folders, whose label nothing tells; `paths` are relative to the source."""
+        if not paths:
+            return
+        which = named([path.rpartition("/")[2] for path in paths])
+        verb = "lies" if len(paths) == 1 else "lie"
+        if self.unfit == "skip":
+            self.left_out += [(split, path) for path in paths]
+            self.notes.append(f"{base}: {which} {verb} beside the class folders and was left out, having no label")
+        else:
+            self.problems.append(
+                f"{base}: {which} {verb} beside the class folders; put each image into the folder of its class, or "
+                "leave them out with --skip-unreadable"
+            )
+
+    def empty(self, folder: Path) -> None:
+        """A class folder without an image."""
+        if self.unfit == "skip":
+            self.notes.append(f"{folder}: there is no image in this class folder, which was passed over")
+        else:
+            self.problems.append(
+                f"{folder}: there is no image in this class folder; add some, remove the folder, or pass over it with "
+                "--skip-unreadable"
+            )
+
+
+def folder_source(root: Path, *, unfit: Literal["refuse", "skip"] = "refuse") -> Source:
     """Recognise the layout below `root`.
 
-    Raises UserError for mixed layouts, a class folder without images, no class folder at all, val without
-    train, and different classes in train and val.
+    Raises UserError, with all mistakes at once, for mixed layouts, a class folder without images or images beside class
+    folders (unless `unfit` is skip), no class folder at all, val without train, and different classes in train and val.
     """
     folders, images, _ = _scan(root)
-    named = [name for name in ("train", *VAL_NAMES) if name in folders and _scan(root / name)[0]]
-    if images:
-        raise UserError(
-            f"{root}: {images[0]} lies beside the class folders; put each image into the folder of its class"
-        )
+    with_classes = [name for name in ("train", *VAL_NAMES) if name in folders and _scan(root / name)[0]]
+    found = _Found(unfit)
+    if with_classes or not folders:  # else it is split train itself
+        found.loose(root, images, split="train")
     if not folders:
-        raise UserError(f"{root}: there are no class folders in it; expected is ROOT/CLASS/*.jpg")
-    notes: list[str] = []
-    splits: dict[SplitName, ImageSet] = {}
-    if len(folders) == 1 and not named and "train" in _scan(root / folders[0])[0]:
+        if not found.problems:
+            found.problems.append(f"{root}: there are no class folders in it; expected is ROOT/CLASS/*.jpg")
+        refuse_all(found.problems)
+    if len(folders) == 1 and not with_classes and "train" in _scan(root / folders[0])[0]:
         raise UserError(f"{root}: its only folder holds train/ as a data set does; did you mean {root / folders[0]}?")
-    if not named:
+    if with_classes:
+        used = _choose_splits(root, folders, with_classes, found)
+    else:
+        used = {"train": ""}
         if set(folders) <= {"train", *VAL_NAMES}:
-            raise UserError(
+            found.problems.append(
                 f"{root / folders[0]}: images lie in it without class folders; expected is ROOT/train/CLASS/*.jpg"
             )
-        classes, splits["train"] = _read_split(root, "", notes)
-    else:
-        used = _choose_splits(root, folders, named, notes)
-        classes, splits["train"] = _read_split(root, "train", notes)
-        if used is not None:
-            val_classes, splits["val"] = _read_split(root, used, notes)
-            _demand_same_classes(root, used, classes, val_classes)
+            refuse_all(found.problems)
+    by_class = {split: _read_split(root, folder, split=split, found=found) for split, folder in used.items()}
+    # An empty folder is no class in train; elsewhere it is a class of train without images.
+    classes = tuple(name for name, images in by_class["train"].items() if images or unfit == "refuse")
+    for split, folder in used.items():
+        here = {name for name, images in by_class[split].items() if images or name in classes or unfit == "refuse"}
+        found.problems += _differences(root, folder, classes, here)
+    refuse_all(found.problems)
     resolved = root.resolve()
-    return Source(spec=str(resolved), name=resolved.name, classes=classes, splits=splits, notes=tuple(notes))
+    return Source(
+        spec=str(resolved),
+        name=resolved.name,
+        classes=classes,
+        splits={split: _images(root, its, classes) for split, its in by_class.items()},
+        notes=tuple(found.notes),
+        left_out=tuple(found.left_out),
+        empty_classes="report" if unfit == "skip" else "refuse",
+    )
 
 
-def _choose_splits(root: Path, folders: list[str], named: list[str], notes: list[str]) -> str | None:
-    """Of a layout with splits: which folder is val, if any."""
+def _choose_splits(root: Path, folders: list[str], with_classes: list[str], found: _Found) -> dict[SplitName, str]:
+    """Of a layout with splits: the folder of each; train is among them."""
     strangers = [name for name in folders if name not in ("train", *VAL_NAMES)]
     if strangers:
-        raise UserError(
-            f"{root}: mixed layouts: {named[0]} holds class folders, as a split does, but {strangers[0]} "
-            f"lies beside it; keep only train and val there, or only class folders"
+        found.problems.append(
+            f"{root}: mixed layouts: {with_classes[0]} holds class folders, as a split does, but {named(strangers)} "
+            f"lies beside it; keep only train, val and test there, or only class folders"
         )
-    if "train" not in named:
-        raise UserError(f"{root}: {named[0]} is there without train; expected is ROOT/train/CLASS/*.jpg")
-    flat = [name for name in folders if name not in named]
-    if flat:
-        raise UserError(
-            f"{root / flat[0]}: there are no class folders in it as there are in train; "
-            f"sort its images into class folders or move it away"
-        )
-    candidates = [name for name in VAL_NAMES if name in named]
-    for name in candidates[1:]:
-        notes.append(f"{root / name} was left out, {candidates[0]} serves as the held-out split")
-    return candidates[0] if candidates else None
+    if "train" not in with_classes:
+        found.problems.append(f"{root}: {with_classes[0]} is there without train; expected is ROOT/train/CLASS/*.jpg")
+        refuse_all(found.problems)
+    for name in folders:
+        if name not in with_classes and name not in strangers:
+            found.problems.append(
+                f"{root / name}: there are no class folders in it as there are in train; "
+                f"sort its images into class folders or move it away"
+            )
+    used: dict[SplitName, str] = {"train": "train"}
+    for name in VAL_NAMES:
+        if name in with_classes:
+            split: SplitName = "test" if name == "test" and "val" in used else "val"
+            if split in used:
+                found.notes.append(f"{root / name} was left out, {used[split]} serves as the held-out split")
+            else:
+                used[split] = name
+    return used
 
 
-def _read_split(root: Path, split: str, notes: list[str]) -> tuple[tuple[str, ...], FileImages]:
-    """All images of ROOT[/SPLIT]/CLASS; paths stay relative to ROOT so that they say which split they are
-    from.
-    """
-    base = root / split
-    folders, images, others = _scan(base)
-    if images:
-        raise UserError(
-            f"{base}: {images[0]} lies beside the class folders; put each image into the folder of its class"
-        )
-    files: list[str] = []
-    labels: list[int] = []
-    skipped = [f"{split}/{name}" if split else name for name in others]
-    for label, name in enumerate(folders):
+def _read_split(root: Path, folder: str, *, split: SplitName, found: _Found) -> dict[str, list[str]]:
+    """Class -> images of ROOT[/FOLDER]/CLASS; paths stay relative to ROOT: they say which split they are from."""
+    base = root / folder
+    folders, images, skipped = _scan(base)
+    above = f"{folder}/" if folder else ""
+    found.loose(base, [above + name for name in images], split=split)
+    skipped = [above + name for name in skipped]
+    by_class: dict[str, list[str]] = {}
+    for name in folders:
         if not name.isprintable():
-            raise UserError(f"{base}: the class folder {name!a} has a name that cannot be written; rename it")
-        listing = _walk(root, f"{split}/{name}" if split else name)
+            found.problems.append(f"{base}: the class folder {name!a} has a name that cannot be written; rename it")
+            continue
+        listing = _walk(root, above + name)
         if not listing.images:
-            raise UserError(f"{base / name}: there is no image in this class folder; add some or remove the folder")
-        files += listing.images
-        labels += [label] * len(listing.images)
+            found.empty(base / name)
+        by_class[name] = listing.images
         skipped += listing.others
     if skipped:
-        notes.append(f"{base}: {len(skipped)} files are not images and were left out (the first: {skipped[0]})")
-    return tuple(folders), FileImages(root=root, files=files, labels=np.array(labels, dtype=np.int64))
+        found.notes.append(f"{base}: {len(skipped)} files are not images and were left out (the first: {skipped[0]})")
+    return by_class
+
+
+def _images(root: Path, by_class: dict[str, list[str]], classes: tuple[str, ...]) -> FileImages:
+    number = {name: label for label, name in enumerate(classes)}
+    files = [file for images in by_class.values() for file in images]
+    labels = [number[name] for name, images in by_class.items() for _ in images]
+    return FileImages(root=root, files=files, labels=np.array(labels, dtype=np.int64))
 
 
 def walk_images(root: Path) -> list[str]:
@@ -155,13 +211,14 @@ def _scan(folder: Path) -> tuple[list[str], list[str], list[str]]:
     return sorted(folders), sorted(images), sorted(others)
 
 
-def _demand_same_classes(root: Path, val: str, train_classes: tuple[str, ...], val_classes: tuple[str, ...]) -> None:
-    for here, there, missing in (
-        ("train", val, sorted(set(train_classes) - set(val_classes))),
-        (val, "train", sorted(set(val_classes) - set(train_classes))),
-    ):
-        if missing:
-            raise UserError(
-                f"{root}: {len(missing)} class folders of {here} are missing in {there} "
-                f"(the first: {missing[0]}); both must have the same classes"
-            )
+def _differences(root: Path, folder: str, classes: tuple[str, ...], here: set[str]) -> list[str]:
+    """What is said of the class folders of a split that are not those of train."""
+    return [
+        f"{root}: {len(missing)} class folders of {one} are missing in {other} (the first: {missing[0]}); both must "
+        "have the same classes"
+        for one, other, missing in (
+            ("train", folder, sorted(set(classes) - here)),
+            (folder, "train", sorted(here - set(classes))),
+        )
+        if missing
+    ]

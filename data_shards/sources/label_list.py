@@ -11,10 +11,11 @@ of class names is given in which all of them stand. Without such a file, names a
 numbers give the classes "0", "1", ... up to the highest.
 
 Costs some 3 µs for a line, one `stat` for an image, and a listing of the folder, so that images in it which the list
-does not name are counted. Paths are relative to the folder and stay inside it.
+does not name are counted. Paths are relative to the folder, or absolute, and stay inside it.
 """
 
 import csv
+import os
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ from data_shards.json_text import brief, parse_json
 from data_shards.sources.base import Source
 from data_shards.sources.files import ABSENT, FileImages
 from data_shards.sources.folder import walk_images
+from data_shards.sources.problems import refuse_all
 
 LABEL_SEPARATOR = "|"
 MOST_CLASS_NUMBERS = 1_000_000  # a higher number is an id: ImageNet-21k has 21,843 classes
@@ -64,13 +66,15 @@ class _Row:
 def label_list_source(root: Path, labels: LabelList) -> Source:
     """The images that `labels` names below `root`, all as split train.
 
-    Raises UserError, naming file and line, for a list that cannot be read, a path that leads outside, is not there or
+    Raises UserError, naming file and lines, for a list that cannot be read, a path that leads outside, is not there or
     is named twice, and a label that is no class.
     """
-    is_multi, rows = _read_rows(labels)
-    if not rows:
+    problems: list[str] = []
+    is_multi, rows = _read_rows(labels, root=root, problems=problems)
+    if not rows and not problems:
         raise UserError(f"{labels.file}: it names no image; each line should have a path and a label")
-    _demand_different(labels.file, rows)
+    problems += _named_twice(labels.file, rows)
+    refuse_all(problems)
     numbers, classes = _number_labels(rows, labels)
     images = FileImages(root=root, files=[row.path for row in rows], labels=_label_array(numbers, is_multi=is_multi))
     absent = np.flatnonzero(images.num_bytes == ABSENT)
@@ -93,9 +97,20 @@ def label_list_source(root: Path, labels: LabelList) -> Source:
     )
 
 
-def clean_path(text: str) -> str:
-    """A path as listings spell it (`./a//b.jpg` -> `a/b.jpg`). Raises ValueError if it leads outside its folder."""
+def clean_path(text: str, *, root: Path) -> str:
+    """A path below `root` as listings spell it: `./a//b.jpg` -> `a/b.jpg`, `ROOT/a/b.jpg` -> `a/b.jpg`.
+
+    Raises ValueError if it leads outside. An absolute one may spell `root` as it was given, with symbolic links, or as
+    it really is; what has other links or `..` on the way is followed to where it really leads.
+    """
     path = PurePosixPath(text)
+    if path.is_absolute() and "\0" not in text:
+        spelt = [Path(os.path.abspath(root)), root.resolve()]
+        candidates = [] if ".." in path.parts else [(path, base) for base in spelt]
+        for candidate, base in [*candidates, (PurePosixPath(os.path.realpath(text)), spelt[1])]:
+            if candidate.is_relative_to(base):
+                path = candidate.relative_to(base)
+                break
     if not path.parts or path.is_absolute() or ".." in path.parts or "\0" in text:
         raise ValueError(f"the path {_shown(text)} does not lead to a file inside SOURCE")
     return str(path)
@@ -114,8 +129,11 @@ def read_lines(file: Path) -> Iterator[tuple[int, str]]:
         raise UserError(f"{file}: the file is no UTF-8 text; save it as UTF-8") from None
 
 
-def _read_rows(labels: LabelList) -> tuple[bool, list[_Row]]:
-    """Whether there are several labels for an image, and the rows with labels as they stand there."""
+def _read_rows(labels: LabelList, *, root: Path, problems: list[str]) -> tuple[bool, list[_Row]]:
+    """Whether there are several labels for an image, and the rows with labels as they stand there.
+
+    What is wrong with a row is added to `problems`, and the row left out.
+    """
     match labels.file.suffix.lower():
         case ".csv":
             found = list(_csv_rows(labels))
@@ -131,29 +149,32 @@ def _read_rows(labels: LabelList) -> tuple[bool, list[_Row]]:
             entries = [(line, path, value if isinstance(value, list) else [value]) for line, path, value in found]
         case _:
             raise UserError(f"{labels.file}: a list of labels must be a .csv or .jsonl file; convert it or rename it")
-    return is_multi, [_row(labels.file, *entry) for entry in entries]
+    rows: list[_Row] = []
+    for line, path, values in entries:
+        try:
+            rows.append(_row(line, path, values, root=root))
+        except ValueError as error:
+            problems.append(f"{labels.file}, line {line}: {error}; correct that line")
+    return is_multi, rows
 
 
 def _split(value: str) -> list[str]:
     return [label.strip() for label in value.split(LABEL_SEPARATOR)] if value.strip() else []
 
 
-def _row(file: Path, line: int, path: Any, values: list[Any]) -> _Row:
-    try:
-        if not isinstance(path, str):
-            raise ValueError(f"the path {brief(path)} is no text")
-        for value in values:
-            if (
-                isinstance(value, bool)
-                or not isinstance(value, int | str)
-                or (isinstance(value, int) and not 0 <= value < 10**18)
-            ):
-                raise ValueError(f"the label {brief(value)} is no name of a class and no class number")
-            if isinstance(value, str) and not (value and value.isprintable()):
-                raise ValueError(f"the label {value!a} is {'a name that cannot be written' if value else 'empty'}")
-        return _Row(line, clean_path(path), tuple(dict.fromkeys(values)))
-    except ValueError as error:
-        raise UserError(f"{file}, line {line}: {error}; correct that line") from None
+def _row(line: int, path: Any, values: list[Any], *, root: Path) -> _Row:
+    if not isinstance(path, str):
+        raise ValueError(f"the path {brief(path)} is no text")
+    for value in values:
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | str)
+            or (isinstance(value, int) and not 0 <= value < 10**18)
+        ):
+            raise ValueError(f"the label {brief(value)} is no name of a class and no class number")
+        if isinstance(value, str) and not (value and value.isprintable()):
+            raise ValueError(f"the label {value!a} is {'a name that cannot be written' if value else 'empty'}")
+    return _Row(line, clean_path(path, root=root), tuple(dict.fromkeys(values)))
 
 
 def _csv_rows(labels: LabelList) -> Iterator[tuple[int, str, str]]:
@@ -260,14 +281,12 @@ def _label_array(numbers: list[list[int]], *, is_multi: bool) -> NDArray[np.int6
     return array
 
 
-def _demand_different(file: Path, rows: list[_Row]) -> None:
+def _named_twice(file: Path, rows: list[_Row]) -> Iterator[str]:
     lines: dict[str, int] = {}
     for row in rows:
         before = lines.setdefault(row.path, row.line)
         if before != row.line:
-            raise UserError(
-                f"{file}, line {row.line}: {_shown(row.path)} stands on line {before} already; name each image once"
-            )
+            yield f"{file}, line {row.line}: {_shown(row.path)} stands on line {before} already; name each image once"
 
 
 def _unnamed(root: Path, rows: Iterable[_Row], file: Path) -> Iterator[str]:

@@ -1,9 +1,10 @@
 """Trying until the bytes are there and right: back-off with jitter, going on where a transfer was cut, digests.
 
 A transient fault (5xx, 429, timeouts, cut connections) is waited out, about ten minutes by default; a transfer that
-got further begins that time anew. What is missing or refused ends at once. Bytes of a wrong size or digest, and
-failing commands, are tried a few times only: the source itself may be wrong. The digest is taken while the bytes pass,
-at 0.5 to 1.5 GB/s.
+got further begins that time anew. After a cut it goes on in ranges that fit into what came through, and into less each
+time where nothing did: behind a proxy that cuts every connection it ends as long as any bytes arrive. What is missing
+or refused ends at once. Bytes of a wrong size or digest, and failing commands, are tried a few times only: the source
+itself may be wrong. The digest is taken while the bytes pass, at 0.5 to 1.5 GB/s.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Protocol
 
 from data_shards.errors import SampleError
 from data_shards.store.location import PIPE, Commands, shown
-from data_shards.store.remote import Remotes
+from data_shards.store.remote import RANGE_BYTES, Remotes, Stream
 from data_shards.store.remote_errors import Failure, Missing, Refused, Stop, Stopped, Transient, Wrong
 
 _log = logging.getLogger(__name__)
@@ -226,6 +227,7 @@ class _Attempt:
     def __init__(self, sink: Sink, *, num_bytes: int | None, sha256: str, fingerprint: str) -> None:
         self._sink = sink
         self._num_bytes, self._sha256, self._fingerprint = num_bytes, sha256, fingerprint
+        self._range_bytes: int | None = None
         self.forget()
 
     def forget(self) -> None:
@@ -234,7 +236,30 @@ class _Attempt:
         self._digest = hashlib.sha256()
 
     def run(self, remotes: Remotes, url: str, *, stop: Stop) -> None:
-        stream = remotes.open(url, offset=self.done, fingerprint=self._found, stop=stop)
+        stream = remotes.open(
+            url,
+            offset=self.done,
+            fingerprint=self._found,
+            proof="digest" if self._sha256 else "fingerprint",
+            range_bytes=self._range_bytes,
+            stop=stop,
+        )
+        begin = stream.offset
+        try:
+            self._take(stream)
+        except Transient:
+            self._adapt(self.done - begin)
+            raise
+
+    def _adapt(self, num_bytes: int) -> None:
+        """The attempt was cut after so many bytes: what shall the next one ask for?"""
+        quarter = (num_bytes or self._range_bytes or RANGE_BYTES) // 4  # the store asks for four of a size
+        if num_bytes and quarter >= RANGE_BYTES:
+            self._range_bytes = None  # little was lost by the cut, and one long answer is the fastest
+        else:
+            self._range_bytes = 2 ** (max(1, quarter).bit_length() - 1)
+
+    def _take(self, stream: Stream) -> None:
         with closing(stream.pieces):  # pyright: ignore[reportArgumentType] - they are generators
             if self._num_bytes is not None and stream.num_bytes not in (None, self._num_bytes):
                 raise Wrong(f"it has {stream.num_bytes} bytes where {self._num_bytes} are expected")

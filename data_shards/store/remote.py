@@ -1,8 +1,9 @@
 """Bytes from elsewhere, one attempt at a time: HTTP, fsspec's other stores, and the output of commands.
 
-HTTP(S) is one streamed GET through the session of fsspec's HTTP file system. Other stores (s3, gs, abfs, hf, ...) are
-read in ranges of 8 MiB, four at a time where fsspec has them asynchronous: one stream alone rarely fills a network
-card. A `pipe:` command runs in a shell. Nothing is tried twice here (see `download`), nothing is kept (see `cache`).
+HTTP(S) is one streamed GET through the session of fsspec's HTTP file system, or one for each range where ranges are
+asked for. Other stores (s3, gs, abfs, hf, ...) are read in ranges of 8 MiB, four at a time where fsspec has them
+asynchronous: one stream alone rarely fills a network card. A `pipe:` command runs in a shell. Nothing is tried twice
+here (see `download`), nothing is kept (see `cache`).
 
 Settings of a store are fsspec's own, from the environment or ~/.config/fsspec/*.json: `AWS_ENDPOINT_URL` or
 `FSSPEC_S3_ENDPOINT_URL` for MinIO and the like, `FSSPEC_S3_ANON=true` for public buckets without credentials,
@@ -15,21 +16,24 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import os
-import re
 import time
 from collections import deque
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine, Generator, Iterator
+from contextlib import closing
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from data_shards.errors import UserError
 from data_shards.store.location import Commands, demand_no_command, protocol, scrubbed, shown
-from data_shards.store.remote_errors import Missing, Refused, Stop, Stopped, Transient, Wrong, of_status, translated
+from data_shards.store.remote_errors import Missing, Refused, Stop, Stopped, Transient, Wrong, translated
+from data_shards.store.remote_http import HTTP_PIECE_BYTES, fingerprint_of, get, get_first, read, span_of
 
 Result = TypeVar("Result")
+Proof = Literal["fingerprint", "digest"]
 
-_RANGE_BYTES = 8 * 2**20
-_HTTP_PIECE_BYTES = 2**20
+RANGE_BYTES = 8 * 2**20
+_RANGES_OF_A_SIZE = 4
+_MOST_HTTP_RANGE_BYTES = 64 * 2**20
 _RANGES_IN_FLIGHT = 4
 # A server that sends, but less than this on average over a piece, counts as stalled.
 _LEAST_BYTES_PER_SECOND = 100_000
@@ -84,8 +88,27 @@ class Remotes:
         """Without file systems: their sockets and threads belong to this process."""
         return {**vars(self), "_file_systems": {}}
 
-    def open(self, url: str, *, offset: int = 0, fingerprint: str = "", stop: Stop = lambda: False) -> Stream:
+    def open(
+        self,
+        url: str,
+        *,
+        offset: int = 0,
+        fingerprint: str = "",
+        proof: Proof = "fingerprint",
+        range_bytes: int | None = None,
+        stop: Stop = lambda: False,
+    ) -> Stream:
         """Begin to read `url`, at `offset` if the object still has this `fingerprint` and the store can do that.
+
+        Args:
+            url: what to read.
+            offset: of the first byte that is wanted.
+            fingerprint: that the object had when the bytes before `offset` were read.
+            proof: that bytes of two requests are of the same object: the fingerprint alone, which must be a strong one
+                then, or a digest that the caller checks.
+            range_bytes: ask for no more at once, where that is possible, until several such ranges have come; None: as
+                suits the store.
+            stop: asked several times a second.
 
         Raises:
             Failure: one of its kinds; also while iterating over the pieces.
@@ -100,8 +123,20 @@ class Remotes:
             return Stream(0, None, "", open_pipe(url, stall_seconds=self._stall_seconds, stop=stop))
         file_system = self._file_system(url)
         if kind in ("http", "https"):
-            return self._open_http(file_system, url, offset=offset, fingerprint=fingerprint, stop=stop)
-        return self._open_ranges(file_system, url, offset=offset, fingerprint=fingerprint, stop=stop)
+            is_strong = proof == "digest" or fingerprint.startswith('"')  # a strong ETag: the same one, the same bytes
+            if not fingerprint or not is_strong:
+                offset, range_bytes = 0, None
+            return self._open_http(
+                file_system, url, offset=offset, fingerprint=fingerprint, range_bytes=range_bytes, stop=stop
+            )
+        return self._open_ranges(
+            file_system,
+            url,
+            offset=offset,
+            fingerprint=fingerprint,
+            range_bytes=min(RANGE_BYTES, range_bytes or RANGE_BYTES),
+            stop=stop,
+        )
 
     def about(self, url: str, *, stop: Stop = lambda: False) -> tuple[int | None, str]:
         """Size (None: unknown) and fingerprint ("": unknown); raises as `open` does."""
@@ -115,82 +150,141 @@ class Remotes:
 
     # ---- HTTP -------------------------------------------------------------------------------------------------------
 
-    def _open_http(self, file_system: Any, url: str, *, offset: int, fingerprint: str, stop: Stop) -> Stream:
+    def _open_http(
+        self, file_system: Any, url: str, *, offset: int, fingerprint: str, range_bytes: int | None, stop: Stop
+    ) -> Stream:
+        sizes = _sizes(range_bytes, most_bytes=_MOST_HTTP_RANGE_BYTES) if range_bytes else None
+        response, pieces, begin, num_bytes, found = self._ask_http(
+            file_system,
+            url,
+            offset=offset,
+            fingerprint=fingerprint,
+            range_bytes=next(sizes) if sizes else None,
+            stop=stop,
+        )
+        if sizes and response.status == 206 and num_bytes is not None:
+            pieces = self._http_ranges(
+                file_system, url, pieces, stream=(begin, num_bytes, found), sizes=sizes, stop=stop
+            )
+        return Stream(begin, num_bytes, found, pieces)
+
+    def _ask_http(
+        self, file_system: Any, url: str, *, offset: int, fingerprint: str, range_bytes: int | None, stop: Stop
+    ) -> tuple[Any, Generator[bytes, None, None], int, int | None, str]:
+        """(response, its bytes, where they begin, size of the file, fingerprint) of one request."""
         headers = {"Accept-Encoding": "identity"}
-        can_resume = offset > 0 and fingerprint.startswith('"')  # a strong ETag: the same one, the same bytes
-        if can_resume:
-            headers |= {"Range": f"bytes={offset}-", "If-Range": fingerprint}
+        if offset or range_bytes:
+            headers["Range"] = f"bytes={offset}-{offset + range_bytes - 1 if range_bytes else ''}"
+            if fingerprint.startswith('"'):
+                headers["If-Range"] = fingerprint
         with translated():
-            response = self._wait(_get(file_system, url, headers), file_system.loop, stop=stop)
+            response, piece = self._wait(get_first(file_system, url, headers), file_system.loop, stop=stop)
             try:
-                begin, num_bytes = _span(response)
-                if begin != (offset if can_resume and response.status == 206 else 0):
+                begin, num_bytes = span_of(response)
+                if begin != (offset if "Range" in headers and response.status == 206 else 0):
                     raise Transient("the server sent another part of the file than it was asked for")
-                found = _http_fingerprint(response)
+                found = fingerprint_of(response)
                 if begin and found != fingerprint:  # it knows Range, but not If-Range
                     raise Wrong("the file has changed while it was read")
             except BaseException:
                 file_system.loop.call_soon_threadsafe(response.close)
                 raise
-        return Stream(begin, num_bytes, found, self._http_pieces(file_system, response, stop=stop))
+        return response, self._http_pieces(file_system, response, piece, stop=stop), begin, num_bytes, found
 
-    def _http_pieces(self, file_system: Any, response: Any, *, stop: Stop) -> Iterator[bytes]:
+    def _http_pieces(
+        self, file_system: Any, response: Any, piece: bytes, *, stop: Stop
+    ) -> Generator[bytes, None, None]:
         try:
             while True:
+                if piece:
+                    yield piece
                 with translated():
-                    piece = self._wait(_read(response, _HTTP_PIECE_BYTES), file_system.loop, stop=stop)
+                    piece = self._wait(read(response, HTTP_PIECE_BYTES), file_system.loop, stop=stop)
                 if not piece:
                     return
-                yield piece
         finally:
             file_system.loop.call_soon_threadsafe(response.close)
+
+    def _http_ranges(
+        self,
+        file_system: Any,
+        url: str,
+        pieces: Generator[bytes, None, None],
+        *,
+        stream: tuple[int, int, str],
+        sizes: Iterator[int],
+        stop: Stop,
+    ) -> Generator[bytes, None, None]:
+        """The range whose `pieces` are on their way, and those after it; the session keeps the connection."""
+        at, num_bytes, found = stream
+        while True:
+            begin = at
+            with closing(pieces):
+                for piece in pieces:
+                    yield piece
+                    at += len(piece)
+            if at >= num_bytes:
+                return
+            if at == begin:
+                raise Transient("the server sent nothing of the part that it was asked for")
+            response, pieces, *following = self._ask_http(
+                file_system, url, offset=at, fingerprint=found, range_bytes=min(next(sizes), num_bytes - at), stop=stop
+            )
+            if following != [at, num_bytes, found]:  # the next attempt begins anew
+                file_system.loop.call_soon_threadsafe(response.close)
+                raise Transient("the server does not go on where it was")
 
     def _http_about(self, file_system: Any, url: str, *, stop: Stop) -> tuple[int | None, str]:
         with translated():
             headers = {"Accept-Encoding": "identity", "Range": "bytes=0-0"}
-            response = self._wait(_get(file_system, url, headers, allow=(416,)), file_system.loop, stop=stop)
+            response = self._wait(get(file_system, url, headers, allow=(416,)), file_system.loop, stop=stop)
             file_system.loop.call_soon_threadsafe(response.close)
-            return _span(response)[1], _http_fingerprint(response)
+            return span_of(response)[1], fingerprint_of(response)
 
     # ---- the other stores of fsspec ---------------------------------------------------------------------------------
 
-    def _open_ranges(self, file_system: Any, url: str, *, offset: int, fingerprint: str, stop: Stop) -> Stream:
+    def _open_ranges(
+        self, file_system: Any, url: str, *, offset: int, fingerprint: str, range_bytes: int, stop: Stop
+    ) -> Stream:
         num_bytes, found = self._info(file_system, url, stop=stop)
         if num_bytes is None:
             raise Refused("the store does not tell its size")
         begin = offset if found and found == fingerprint else 0
-        pieces = self._range_pieces(file_system, url, begin=begin, num_bytes=num_bytes, found=found, stop=stop)
+        pieces = self._range_pieces(
+            file_system, url, begin=begin, stream=(num_bytes, found), range_bytes=range_bytes, stop=stop
+        )
         return Stream(begin, num_bytes, found, pieces)
 
     def _range_pieces(
-        self, file_system: Any, url: str, *, begin: int, num_bytes: int, found: str, stop: Stop
+        self, file_system: Any, url: str, *, begin: int, stream: tuple[int, str], range_bytes: int, stop: Stop
     ) -> Iterator[bytes]:
+        num_bytes, found = stream
         path = file_system._strip_protocol(url)
-        starts = iter(range(begin, num_bytes, _RANGE_BYTES))
+        spans = _spans(begin, num_bytes, sizes=_sizes(range_bytes, most_bytes=RANGE_BYTES))
         running: deque[tuple[int, concurrent.futures.Future[bytes]]] = deque()
         try:
             while True:
                 with translated():
                     while file_system.async_impl and len(running) < _RANGES_IN_FLIGHT:
-                        start = next(starts, None)
-                        if start is None:
+                        span = next(spans, None)
+                        if span is None:
                             break
-                        coroutine = file_system._cat_file(path, start=start, end=min(start + _RANGE_BYTES, num_bytes))
-                        running.append((start, asyncio.run_coroutine_threadsafe(coroutine, file_system.loop)))
+                        coroutine = file_system._cat_file(path, start=span[0], end=span[1])
+                        running.append(
+                            (span[1] - span[0], asyncio.run_coroutine_threadsafe(coroutine, file_system.loop))
+                        )
                     if running:
-                        start, future = running.popleft()
+                        wanted, future = running.popleft()
                         piece = self._result(future, stop=stop)
                     else:
-                        start = next(starts, None)
-                        if start is None:
+                        span = next(spans, None)
+                        if span is None:
                             break
                         if stop():
                             raise Stopped
-                        piece = file_system.cat_file(path, start=start, end=min(start + _RANGE_BYTES, num_bytes))
-                if len(piece) != min(_RANGE_BYTES, num_bytes - start):
-                    raise Transient(
-                        f"{len(piece)} bytes came where {min(_RANGE_BYTES, num_bytes - start)} were asked for"
-                    )
+                        wanted, piece = span[1] - span[0], file_system.cat_file(path, start=span[0], end=span[1])
+                if len(piece) != wanted:
+                    raise Transient(f"{len(piece)} bytes came where {wanted} were asked for")
                 yield piece
         finally:
             for _, future in running:
@@ -261,7 +355,7 @@ class Remotes:
 
     def _result(self, future: concurrent.futures.Future[Result], *, stop: Stop) -> Result:
         deadline = time.monotonic() + self._connect_seconds + self._stall_seconds
-        deadline += _RANGES_IN_FLIGHT * _RANGE_BYTES / _LEAST_BYTES_PER_SECOND
+        deadline += _RANGES_IN_FLIGHT * RANGE_BYTES / _LEAST_BYTES_PER_SECOND
         try:
             while not concurrent.futures.wait([future], timeout=_POLL_SECONDS).done:
                 if stop():
@@ -273,44 +367,15 @@ class Remotes:
             future.cancel()
 
 
-async def _get(file_system: Any, url: str, headers: dict[str, str], allow: tuple[int, ...] = ()) -> Any:
-    session = await file_system.set_session()
-    options = {**file_system.kwargs, "headers": {**file_system.kwargs.get("headers", {}), **headers}}
-    response = await session.get(file_system.encode_url(url), **options)
-    if response.status >= 400 and response.status not in allow:
-        response.close()
-        raise of_status(response.status)
-    return response
+def _sizes(range_bytes: int, *, most_bytes: int) -> Iterator[int]:
+    """Several ranges of a size, then of twice that: a single cut must not make the rest of the file slow."""
+    while True:
+        yield from [range_bytes] * _RANGES_OF_A_SIZE
+        range_bytes = min(2 * range_bytes, most_bytes)
 
 
-async def _read(response: Any, most_bytes: int) -> bytes:
-    """A full piece, or what comes before the end or a fault; b"" at the end."""
-    parts, num_bytes = [], 0
-    while num_bytes < most_bytes:
-        try:
-            part = await response.content.read(most_bytes - num_bytes)
-        except Exception:
-            if not parts:
-                raise  # as it does again when the next piece is asked for
-            break
-        if not part:
-            break
-        parts.append(part)
-        num_bytes += len(part)
-    return b"".join(parts)
-
-
-def _span(response: Any) -> tuple[int, int | None]:
-    """(offset of the body in the file, size of the file) of an HTTP response."""
-    if response.status in (206, 416):
-        match = re.fullmatch(r"bytes (?:(\d+)-\d+|\*)/(\d+|\*)", response.headers.get("Content-Range", "").strip())
-        if match is None:
-            raise Transient("the server answered with a part of the file and does not say which")
-        return int(match[1] or 0), None if match[2] == "*" else int(match[2])
-    length = response.headers.get("Content-Length", "")
-    is_plain = response.headers.get("Content-Encoding", "identity") == "identity"
-    return 0, int(length) if is_plain and length.isdigit() else None
-
-
-def _http_fingerprint(response: Any) -> str:
-    return response.headers.get("ETag") or response.headers.get("Last-Modified") or ""
+def _spans(begin: int, end: int, *, sizes: Iterator[int]) -> Iterator[tuple[int, int]]:
+    while begin < end:
+        following = min(begin + next(sizes), end)
+        yield begin, following
+        begin = following

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from model.config import OF_TRANSFORMERS, ModelConfig
-from model.formats.foreign import Foreign
+from model.formats.foreign import NOTHING_SAID, Foreign, Said
 from model.formats.side_record import read_side_record
-from model.formats.state_sizes import settle
+from model.formats.state_sizes import lost_blocks, settle
 from model.formats.surgery import adapt
 from model.formats.timm_state import is_timm_state, read_timm_folder, read_timm_state
 from model.formats.torchvision_state import is_torchvision_state, read_torchvision_state
@@ -49,19 +49,26 @@ def import_file(
     return adapt(foreign, image_size=image_size, num_classes=num_classes, class_names=class_names)
 
 
-def read_foreign(path: Path, *, config: ModelConfig | None = None) -> Foreign:
+def read_foreign(path: Path, *, config: ModelConfig | None = None, said: Said = NOTHING_SAID) -> Foreign:
     """The model in a file or folder, under our names, as it was found.
 
     Args:
         path: a folder of ours, of timm or of transformers; Google's npz; safetensors or a torch file with a state dict
             under the names of timm, transformers or torchvision.
         config: what the user says of the trunk, for what the file does not tell.
+        said: what else the user says of it.
 
     Raises:
         ValueError: nothing of the kind is there, it cannot be read, or it contradicts `config`; says what was looked
             for.
     """
-    path = Path(path)
+    if config is not None and config.kind == "vit":
+        positions = {"sincos_2d": "sincos_2d", "none": "none"}
+        said = replace(said, depth=config.sizes.depth, position=positions.get(config.position))
+    return _read(Path(path), config=config, said=said).with_loss(said.loss)
+
+
+def _read(path: Path, *, config: ModelConfig | None, said: Said) -> Foreign:
     if not path.exists():
         raise ValueError(f"{path} does not exist")
     if path.name in FOLDER_FILES and (path.parent / CONFIG_FILE).is_file():
@@ -71,7 +78,7 @@ def read_foreign(path: Path, *, config: ModelConfig | None = None) -> Foreign:
     if path.suffix == ".npz":
         from model.formats.google.npz import read_google_npz
 
-        return _settled(read_google_npz(path), config=config, origin=str(path))
+        return _settled(read_google_npz(path, said=said), config=config, origin=str(path))
     if path.suffix == ".pt2":
         from model.formats.torch_export import read_torch_export
 
@@ -85,7 +92,7 @@ def read_foreign(path: Path, *, config: ModelConfig | None = None) -> Foreign:
             f"{path} is of no kind that can be imported: looked for a folder with config.json, or a file .npz, .pt2, "
             f"{', '.join(SUFFIXES)}"
         )
-    return _bare(path, config=config)
+    return _bare(path, config=config, said=said)
 
 
 def _folder(folder: Path, *, config: ModelConfig | None) -> Foreign:
@@ -110,7 +117,7 @@ def _folder(folder: Path, *, config: ModelConfig | None) -> Foreign:
     )
 
 
-def _bare(path: Path, *, config: ModelConfig | None) -> Foreign:
+def _bare(path: Path, *, config: ModelConfig | None, said: Said) -> Foreign:
     """A state dict alone, or with a record of ours beside it."""
     state, origin = load_weights(path), str(path)
     for belongs, read in (
@@ -121,7 +128,10 @@ def _bare(path: Path, *, config: ModelConfig | None) -> Foreign:
         if belongs(state):
             meta = read_side_record(path)
             if meta is None:
-                return read(state, config=config, origin=origin)
+                foreign = read(state, config=config, origin=origin)
+                if said.depth is None and (lost := lost_blocks(foreign.config.sizes)):
+                    raise ValueError(f"{origin} {lost}")
+                return foreign
             if belongs is is_timm_state:  # our own names: any of our models, those that timm cannot build too
                 described = _recorded(meta, state, format="state dict under our names")
             else:

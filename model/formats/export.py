@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
 from model.formats.differences import describe_differences, expected_shapes, shapes_of
+from model.formats.endings import ExportFormat as ExportFormat
+from model.formats.endings import check_ending
 from model.formats.record_inside import written_beside
 from model.formats.side_record import read_side_record, side_path, write_side_record
 from model.formats.torchvision_state import (
@@ -29,16 +31,6 @@ from model.saved import CONFIG_FILE, WEIGHTS_FILE, SavedModelMeta, build_describ
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
-
-ExportFormat = Literal["npz", "big_vision", "timm", "transformers", "torchvision", "onnx", "torch_export"]
-
-_ENDINGS: dict[ExportFormat, tuple[str, ...]] = {
-    "npz": (".npz",),
-    "big_vision": (".npz",),
-    "torchvision": (".pth", ".pt"),
-    "onnx": (".onnx",),
-    "torch_export": (".pt2",),
-}
 
 
 def export_model(meta: SavedModelMeta, state: Mapping[str, Tensor], *, to: ExportFormat, out: Path) -> list[str]:
@@ -66,9 +58,7 @@ def export_model(meta: SavedModelMeta, state: Mapping[str, Tensor], *, to: Expor
         raise ValueError(f"{to} cannot hold this model: {objection}")
     if differences := describe_differences(shapes_of(state), expected_shapes(meta)):
         raise ValueError(f"the weights do not fit the model that its record describes:\n{differences}")
-    endings = _ENDINGS.get(to)
-    if endings and out.suffix not in endings:
-        raise ValueError(f"{out}: the name of such a file must end in {' or '.join(endings)}")
+    check_ending(out, to=to)
     if out.exists() and to != "timm" and not _may_be_replaced(out, to=to):  # save_model looks for itself
         raise ValueError(f"{out} exists and is no earlier {to} export: remove it or choose another name")
     match to:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import ValidationError
 
-from model.config import Gelu, Interpolation, ModelConfig, Pool, resnet_stride
+from model.config import Gelu, Interpolation, ModelConfig, Pool, VitSizes, resnet_stride
 from model.variants import HYBRIDS, VARIANTS
 
 if TYPE_CHECKING:
@@ -29,13 +29,13 @@ _LAYER_SCALE = 1e-5
 @dataclass(frozen=True)
 class StateSizes:
     """A Transformer's sizes as its tensors have them; `grid_size` is None without `pos_embed`, `num_classes` 0 without
-    a head, `resnet_layers` () without a ResNet stem."""
+    a head, `resnet_layers` None without a ResNet stem."""
 
     width: int
     depth: int
     mlp_dim: int
     patch_size: int
-    resnet_layers: tuple[int, ...]
+    resnet_layers: tuple[int, ...] | None
     pool: Pool
     layer_scale: bool
     grid_size: int | None
@@ -49,7 +49,7 @@ class StateSizes:
 
     def in_words(self) -> str:
         """The sizes that make the trunk, as a user would give them."""
-        stem = f" (and resnet_layers {list(self.resnet_layers)})" if self.resnet_layers else ""
+        stem = f" (and resnet_layers {list(self.resnet_layers)})" if self.resnet_layers is not None else ""
         return (
             f"--width {self.width} --depth {self.depth} --mlp-dim {self.mlp_dim} --patch-size {self.patch_size}{stem}"
         )
@@ -88,7 +88,7 @@ def read_sizes(shapes: Mapping[str, Shape], *, origin: str) -> StateSizes:
         width=patch[0],
         depth=1 + max(int(name.split(".")[1]) for name in shapes if name.startswith("blocks.")),
         mlp_dim=shapes["blocks.0.mlp.fc1.weight"][0],
-        patch_size=patch[2] * (resnet_stride(resnet_layers) if resnet_layers else 1),
+        patch_size=patch[2] * (1 if resnet_layers is None else resnet_stride(resnet_layers)),
         resnet_layers=resnet_layers,
         pool="cls" if "cls_token" in shapes else "map" if "attn_pool.latent" in shapes else "gap",
         layer_scale="blocks.0.ls1.gamma" in shapes,
@@ -106,6 +106,18 @@ def variant_of(sizes: StateSizes, *, heads: int | None = None) -> str | None:
         trunk = (variant.width, variant.depth, variant.mlp_dim, patch_size, variant.resnet_layers)
         if trunk == sizes.trunk and heads in (None, variant.heads):
             return name
+    return None
+
+
+def lost_blocks(sizes: VitSizes) -> str | None:
+    """What is said of weights whose last blocks are probably missing: a named trunk's sizes, and fewer blocks."""
+    for name, variant in VARIANTS.items():
+        same = (variant.width, variant.heads, variant.mlp_dim) == (sizes.width, sizes.heads, sizes.mlp_dim)
+        if same and sizes.depth < variant.depth:
+            return (
+                f"has {sizes.depth} blocks where {name} has {variant.depth}: the last ones are missing; if its model "
+                f"is really so shallow, give --depth {sizes.depth}"
+            )
     return None
 
 
@@ -137,7 +149,7 @@ def config_of(
         if variant is not None:
             return _checked({"variant": variant} | pool_and_scale | told, origin=origin), ()
         heads, notes = _heads(sizes, semantics=semantics, origin=origin)
-        more: dict[str, Any] = {"resnet_layers": sizes.resnet_layers} if sizes.resnet_layers else {}
+        more: dict[str, Any] = {} if sizes.resnet_layers is None else {"resnet_layers": sizes.resnet_layers}
         own = {name: getattr(sizes, name) for name in ("width", "depth", "mlp_dim", "patch_size")}
         return _checked(own | {"heads": heads} | more | pool_and_scale | told, origin=origin), notes
     return settle(given, told=pool_and_scale | told, heads=semantics.heads, kind="vit", origin=origin)
@@ -214,8 +226,10 @@ def _grid_size(shapes: Mapping[str, Shape], *, origin: str) -> int | None:
     return grid_size
 
 
-def _resnet_layers(shapes: Mapping[str, Shape]) -> tuple[int, ...]:
-    """Units in each stage of a hybrid's stem; () without one."""
+def _resnet_layers(shapes: Mapping[str, Shape]) -> tuple[int, ...] | None:
+    """Units in each stage of a hybrid's stem; None without one."""
+    if not any(name.startswith("patch_embed.backbone.") for name in shapes):
+        return None
     prefix = "patch_embed.backbone.stages."
     units: dict[int, int] = {}
     for name in shapes:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from model.formats.differences import describe_differences, expected_shapes, shapes_of
-from model.formats.foreign import Foreign
+from model.formats.foreign import Foreign, Loss
 from model.saved import SavedModelMeta
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ def adapt(
     image_size: int | None = None,
     num_classes: int | None = None,
     class_names: Sequence[str] | None = None,
+    loss: Loss | None = None,
 ) -> tuple[SavedModelMeta, dict[str, Tensor]]:
     """The record and the weights of `foreign`, for `image_size` pixels and `num_classes` classes where these are given.
 
@@ -36,10 +37,11 @@ def adapt(
             keeps the head.
         class_names: name of each class; their number is `num_classes` where that is not given. Left out, they are the
             file's, else "0", "1", ...
+        loss: of a new head; None: softmax.
 
     Raises:
         ValueError: the weights are not those of the model that `foreign` says they are (with a table of the
-            differences), it has no head and no count is given, or an argument does not fit.
+            differences) or are not finite, it has no head and no count is given, or an argument does not fit.
     """
     import torch
 
@@ -51,7 +53,7 @@ def adapt(
         raise ValueError(f"--num-classes must be at least 1, not {num_classes}")
     wanted = num_classes if num_classes is not None else foreign.num_classes
     if wanted == 0:
-        raise ValueError(f"the {foreign.format} has no head: give --num-classes to attach a zero one")
+        raise ValueError(f"the {foreign.format} {foreign.headless}: give --num-classes to attach a zero one")
 
     state = dict(foreign.state)
     new_head = wanted != foreign.num_classes
@@ -65,11 +67,14 @@ def adapt(
     if differences:
         raise ValueError(f"{foreign.format}: does not fit the model that it was taken for:\n{differences}")
 
+    broken = next((name for name, tensor in state.items() if not tensor.isfinite().all()), None)
+    if broken:
+        raise ValueError(f"the {foreign.format} has NaN or infinity in {broken}: it is damaged, get it again")
     if class_names is None:
         class_names = foreign.class_names if foreign.class_names and not new_head else list(map(str, range(wanted)))
     changes: dict[str, Any] = {"class_names": tuple(class_names)}
     if new_head:
-        changes["loss"] = "softmax"
+        changes["loss"] = loss or "softmax"
     if image_size is not None and image_size != foreign.image_size:
         state = _resized(foreign, state, image_size=image_size)
         changes["image_size"] = image_size
@@ -78,11 +83,11 @@ def adapt(
 
 def _record(foreign: Foreign, *, num_classes: int, head: str) -> SavedModelMeta:
     """The record of `foreign` at its own resolution, with that head; class names still to come."""
-    names = ("image_size", "mean", "std", "loss", "eval_protocol", "eval_crop_share")
+    names = ("image_size", "mean", "std", "eval_protocol", "eval_crop_share")
     try:
         return SavedModelMeta.model_validate(
             {name: getattr(foreign, name) for name in names}
-            | {"model": foreign.config, "num_classes": num_classes, "head": head}
+            | {"loss": foreign.loss or "softmax", "model": foreign.config, "num_classes": num_classes, "head": head}
             | {"class_names": tuple(map(str, range(num_classes)))}
         )
     except ValidationError as error:

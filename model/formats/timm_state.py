@@ -57,7 +57,7 @@ def read_timm_state(state: dict[str, Tensor], *, config: ModelConfig | None, ori
     notes: list[str] = []
     state = _completed(state, notes=notes)
     sizes = read_sizes(shapes_of(state), origin=origin)
-    if sizes.resnet_layers and config is None:
+    if sizes.resnet_layers is not None and config is None:
         raise ValueError(
             f"{origin} has a ResNet stem and does not tell whose: for one of Google's code or of shardvit give its "
             "--variant; timm's own hybrids have other epsilons than Google's and cannot be read"

@@ -89,7 +89,7 @@ def read_torchvision_state(state: Mapping[str, Tensor], *, config: ModelConfig |
 def torchvision_objection(meta: SavedModelMeta) -> str | None:
     """Why torchvision's VisionTransformer cannot hold this model; None: it can."""
     config = meta.model
-    if config.kind == "resnet" or config.sizes.resnet_layers:
+    if config.kind == "resnet" or config.sizes.resnet_layers is not None:
         return "torchvision has no hybrids of Google's kind and no such ResNets"
     if config.pool != "cls":
         return f"torchvision has no pooling {config.pool}, only the class token"

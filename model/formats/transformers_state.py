@@ -128,7 +128,7 @@ def read_transformers_folder(folder: Path, *, content: dict[str, Any], config: M
 def transformers_objection(meta: SavedModelMeta) -> str | None:
     """Why transformers' own ViT cannot hold this model; None: it can."""
     config = meta.model
-    if config.kind == "resnet" or config.sizes.resnet_layers:
+    if config.kind == "resnet" or config.sizes.resnet_layers is not None:
         return "transformers' ViT is neither a hybrid nor a ResNet"
     if meta.head != "linear":
         return f"its head is {meta.head}, and transformers' ViT has a linear one"

@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import pickle
 import warnings
+import zipfile
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -91,6 +93,7 @@ def _safetensors(path: Path) -> dict[str, Tensor]:
 def _torch_file(path: Path) -> object:
     import torch
 
+    _refuse_duplicates(path)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of pickle protocols: what cannot be read is refused below
@@ -103,6 +106,17 @@ def _torch_file(path: Path) -> object:
     except (RuntimeError, EOFError, OSError, KeyError, AttributeError) as error:
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         raise ValueError(f"{path} cannot be read as a file of torch ({reason})") from error
+
+
+def _refuse_duplicates(path: Path) -> None:
+    """A file of torch is a zip; of two members of one name readers take one or the other."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            names = Counter(archive.namelist())
+    except (OSError, ValueError, NotImplementedError, zipfile.BadZipFile):
+        return  # an older format, or damaged, which torch tells
+    if twice := [name for name, count in names.items() if count > 1]:
+        raise ValueError(f"{path} has the member {twice[0]!r} {names[twice[0]]} times: it is damaged, get it again")
 
 
 def _only_tensors(content: object, *, path: Path) -> dict[str, Tensor]:

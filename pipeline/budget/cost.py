@@ -81,7 +81,7 @@ def stage_cost(model: ModelConfig, *, stage: TrainStage, engine: EngineConfig, n
         kept, checkpointed = kept + masks, checkpointed + masks // max(1, _depth(model))
     factor = _factor(engine)
     hidden = 0 if model.kind == "resnet" else VALUE_BYTES * counted.tokens * model.sizes.mlp_dim
-    convolutions = model.kind == "resnet" or bool(model.sizes.resnet_layers)
+    convolutions = model.kind == "resnet" or model.sizes.resnet_layers is not None
     working = _WORKING_SHARE_OF_CONVOLUTIONS * checkpointed if convolutions else 0
     return StageCost(
         parameters=parameters,

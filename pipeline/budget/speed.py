@@ -70,7 +70,7 @@ class Speed:
 
 def nearest_anchor(model: ModelConfig, *, tokens: int) -> tuple[float, str]:
     """(share of the peak, where it is from) for a model that sees so many tokens; 0 tokens: a pure ResNet."""
-    if model.kind == "resnet" or model.sizes.resnet_layers:
+    if model.kind == "resnet" or model.sizes.resnet_layers is not None:
         return _CONVOLUTION_MFU, "a guess for convolutions"
     if model.sizes.width < _TINY_WIDTH:
         return _TINY_MFU, f"a guess for widths below {_TINY_WIDTH}"

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Literal
 
 Answer = tuple[int, list[tuple[str, str]], bytes]
 
@@ -23,7 +24,8 @@ class FaultServer:
 
     A fault: an HTTP status such as "503"; "cut:N" (N bytes under the full length, then the end); "reset:N" (the same,
     with a reset); "stall:N" (N bytes, then nothing); "short:N" (N bytes, as if that were all); "garbage" (wrong bytes
-    of the right number); "close:N" (N bytes, no length told, closed in order).
+    of the right number); "close:N" (N bytes, no length told, closed in order); "connection:N" (the connection ends when
+    N bytes of files have passed it, over all its requests).
     """
 
     files: dict[str, bytes] = field(default_factory=dict)
@@ -31,6 +33,7 @@ class FaultServer:
     always: dict[str, str] = field(default_factory=dict)
     requests: list[tuple[str, str, str]] = field(default_factory=list)  # method, path, Range header
     has_ranges: bool = True
+    tag: Literal["strong", "weak"] = "strong"  # kind of ETag
     upstream: tuple[str, int] | None = None
     pause_seconds: float = 0.0  # before each 64 KiB
     url: str = ""
@@ -46,6 +49,8 @@ class FaultServer:
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # headers and body are two writes
+    passed_bytes = 0  # on this connection
 
     def log_message(self, format: str, *args: object) -> None:
         pass
@@ -69,6 +74,10 @@ class _Handler(BaseHTTPRequestHandler):
         told_bytes = len(content)
         if kind == "garbage":
             content = bytes(255 - byte for byte in content)
+        elif kind == "connection":
+            content = content[: max(0, int(number) - self.passed_bytes)]
+            self.passed_bytes += len(content)
+            self.close_connection = self.passed_bytes == int(number)
         elif number:
             content = content[: int(number)]
             told_bytes = len(content) if kind == "short" else told_bytes
@@ -104,7 +113,7 @@ class _Handler(BaseHTTPRequestHandler):
         content = self.told.files.get(path)
         if content is None:
             return 404, [], b"not here"
-        tag = f'"{hashlib.md5(content).hexdigest()}"'
+        tag = ("W/" if self.told.tag == "weak" else "") + f'"{hashlib.md5(content).hexdigest()}"'
         headers = [("ETag", tag)] if self.told.has_ranges else []
         match = re.fullmatch(r"bytes=(\d+)-(\d*)", span)
         if match and self.told.has_ranges and self.headers.get("If-Range", tag) == tag:

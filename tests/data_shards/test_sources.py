@@ -78,11 +78,47 @@ def test_imagenet_layout(tmp_path: Path, val: str):
     assert files_of(source, "val") == [(f"{val}/a/3.jpg", "a"), (f"{val}/b/4.jpg", "b")]
 
 
-def test_val_is_preferred_to_test_and_that_is_said(tmp_path: Path):
-    touch(tmp_path, "train/a/1.jpg", "val/a/2.jpg", "test/a/3.jpg")
+@pytest.mark.parametrize("val", ["val", "validation"])
+def test_a_third_split_stays_one(tmp_path: Path, val: str):
+    touch(tmp_path, "train/a/1.jpg", f"{val}/a/2.jpg", "test/a/3.jpg")
     source = open_source(str(tmp_path))
-    assert files_of(source, "val") == [("val/a/2.jpg", "a")]
-    assert any("test was left out" in note for note in source.notes)
+    assert list(source.splits) == ["train", "val", "test"]
+    assert files_of(source, "val") == [(f"{val}/a/2.jpg", "a")]
+    assert files_of(source, "test") == [("test/a/3.jpg", "a")]
+    assert not source.notes
+
+
+def test_val_is_preferred_to_validation_and_that_is_said(tmp_path: Path):
+    touch(tmp_path, "train/a/1.jpg", "val/a/2.jpg", "validation/a/3.jpg")
+    source = open_source(str(tmp_path))
+    assert files_of(source, "val") == [("val/a/2.jpg", "a")] and len(source.splits) == 2
+    assert any("validation was left out" in note for note in source.notes)
+
+
+def test_all_mistakes_are_told_at_once_and_what_can_be_left_out_is(tmp_path: Path):
+    touch(tmp_path, "train/a/1.jpg", "train/b/2.jpg", "train/c/x.txt", "train/loose1.jpg", "train/loose2.jpg")
+    touch(tmp_path, "val/a/3.jpg", "val/b/y.txt", "val/c/z.txt", "loose3.png")
+    with pytest.raises(UserError) as caught:
+        open_source(str(tmp_path))
+    message = str(caught.value)
+    for place in ("loose1.jpg, loose2.jpg", "loose3.png", "train/c: ", "val/b: ", "val/c: ", "--skip-unreadable"):
+        assert place in message
+    assert message.startswith("5 problems: (1) ") and "\n" not in message
+    source = open_source(str(tmp_path), unfit="skip")
+    assert source.classes == ("a", "b")
+    assert files_of(source, "train") == [("train/a/1.jpg", "a"), ("train/b/2.jpg", "b")]
+    assert files_of(source, "val") == [("val/a/3.jpg", "a")]
+    assert sorted(source.left_out) == [
+        ("train", path) for path in ("loose3.png", "train/loose1.jpg", "train/loose2.jpg")
+    ]
+    for place in ("loose1.jpg", "loose3.png", "train/c: ", "val/b: ", "val/c: "):
+        assert any(place in note for note in source.notes)
+
+
+def test_a_class_that_train_lacks_is_a_mistake_all_the_same(tmp_path: Path):
+    touch(tmp_path, "train/a/1.jpg", "train/b/x.txt", "val/a/2.jpg", "val/b/3.jpg")
+    with pytest.raises(UserError, match=r"1 class folders of val are missing in train \(the first: b\)"):
+        open_source(str(tmp_path), unfit="skip")
 
 
 def test_a_class_that_is_called_train(tmp_path: Path):

@@ -44,6 +44,26 @@ def test_one_name_each(root: Path):
     assert source.name == "in" and not source.notes
 
 
+def test_absolute_paths_inside_the_folder_are_the_relative_ones(root: Path):
+    (root.parent / "link").symlink_to(root)
+    touch(root.parent / "elsewhere", "x.jpg")
+    (root / "linked.jpg").symlink_to(root.parent / "elsewhere/x.jpg")
+    relative = ["a/2.jpg", "a/1.jpg", "linked.jpg", "3.png"]
+    expected = opened(root, "path,label\n" + "".join(f"{path},cat\n" for path in relative))
+    real, link = root.resolve(), root.parent / "link"
+    for places in ([real] * 4, [link, real, real, link], [f"{link}/a/..", f"{real}/a/../a/..", real, f"{real}/./"]):
+        text = "".join(f"{place}/{path},cat\n" for place, path in zip(places, relative, strict=True))
+        for folder in (root, link):
+            source = opened(folder, "path,label\n" + text)
+            assert images_of(source) == images_of(expected) and source.fingerprint() == expected.fingerprint()
+    outside = (root.parent / "elsewhere/x.jpg", f"{root}/../elsewhere/x.jpg", f"{root}-not/a/1.jpg", "/etc/passwd")
+    with pytest.raises(UserError) as caught:
+        opened(root, "path,label\n" + "".join(f"{path},cat\n" for path in outside))
+    assert str(caught.value).count("inside SOURCE") == 4  # all at once
+    with pytest.raises(UserError, match=r"line 3: a/1\.jpg stands on line 2 already"):
+        opened(root, f"path,label\na/1.jpg,cat\n{real}/a/1.jpg,cat\n")
+
+
 def test_other_columns_a_mark_of_byte_order_and_windows_lines(root: Path):
     text = '\ufefffile,who,"species name"\r\n"a/1.jpg",me,"cat, grey"\r\n./a//2.jpg,me,dog\r\n'
     source = opened(root, text, path_column="file", label_column="species name")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -65,12 +66,48 @@ def test_another_resolution_and_another_number_of_classes(work: Path, call: Call
     assert (meta.class_names, meta.loss) == (("0", "1", "2", "3", "4"), "softmax")
 
 
-def test_weights_that_are_not_finite_are_named(work: Path, call: Call) -> None:
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_weights_that_are_not_finite_are_refused(work: Path, call: Call, value: float) -> None:
     _, state = load_model(work / "ours")
-    state["blocks.0.mlp.fc1.bias"][3] = float("nan")
+    state["blocks.0.mlp.fc1.bias"][3] = value
+    state["head.bias"][0] = value
     torch.save(state, work / "broken.pth")
-    code, output, _ = call("import", "broken.pth", "out", *SIZES)
-    assert code == 0 and "1 tensors, such as blocks.0.mlp.fc1.bias, have numbers that are not finite" in output
+    code, _, error = call("import", "broken.pth", "out", *SIZES, "--num-classes", "5")
+    assert code == 2 and "blocks.0.mlp.fc1.bias" in error and not (work / "out").exists()
+    state["blocks.0.mlp.fc1.bias"][3] = 0
+    torch.save(state, work / "broken.pth")
+    assert call("import", "broken.pth", "out", *SIZES, "--num-classes", "5")[0] == 0  # the broken head is dropped
+    code, _, error = call("import", "broken.pth", "out", *SIZES)
+    assert code == 2 and "head.bias" in error
+
+
+def test_the_loss_is_asked_for_or_assumed_with_a_note(work: Path, call: Call) -> None:
+    for arguments, loss in (((), "softmax"), (("--loss", "sigmoid"), "sigmoid")):
+        code, output, _ = call("import", "weights.pth", "out", *SIZES, *arguments)
+        assert code == 0 and ("taken as softmax" in output) == (not arguments)
+        assert read_meta(work / "out").loss == loss
+    call("import", "ours", "out")
+    assert read_meta(work / "out").loss == "sigmoid"  # as its record says
+
+
+def test_a_shallow_model_of_a_known_width_is_imported_if_the_user_says_so(work: Path, call: Call) -> None:
+    model = build_model(
+        ModelConfig(width=192, depth=2, heads=3, patch_size=4), image_size=8, num_classes=3, head="linear"
+    )
+    torch.save(initialise(model, seed=0) or model.state_dict(), work / "shallow.pth")
+    code, _, error = call("import", "shallow.pth", "out")
+    assert code == 2 and "shallow.pth has 2 blocks where Ti has 12" in error
+    code, _, error = call("import", "shallow.pth", "out", "--depth", "3")
+    assert code == 2 and "--depth 3: the file has 2 blocks" in error
+    assert call("import", "shallow.pth", "out", "--depth", "2")[0] == 0
+    assert read_meta(work / "out").model.sizes.depth == 2
+
+
+def test_a_wrong_ending_is_told_before_anything_is_loaded(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("model.formats.export", "pipeline.find_model", "torch"):
+        monkeypatch.setitem(sys.modules, module, None)  # importing it is an error
+    code, _, error = call("export", "missing", "--format", "onnx", "--out", "x.pt")
+    assert code == 2 and "--out x.pt: the name of such a file must end in .onnx" in error
 
 
 def test_a_runs_folder_is_told_from_a_models(work: Path, call: Call) -> None:

@@ -105,7 +105,7 @@ def test_every_choice_can_be_said() -> None:
         ({"depth": 4, "resnet_layers": (2, 2)}, "width, heads, patch_size must be given too"),
         ({"resnet_width_factor": 2}, "resnet_width_factor means nothing without resnet_layers"),
         ({**SMALL, "resnet_width_factor": 2}, "resnet_width_factor means nothing without resnet_layers"),
-        ({"resnet_layers": ()}, "at least 1 item"),
+        ({"resnet_layers": ()}, "a pure ResNet has at least one stage"),
         ({"resnet_layers": (1, 1, 1, 1, 1)}, "at most 4 items"),
         ({"resnet_layers": (2, 0)}, "greater than 0"),
         ({"resnet_layers": (2,), "resnet_width_factor": 0}, "greater than 0"),

@@ -26,6 +26,7 @@ def _count(model: nn.Module) -> int:
         ("L/16", 304_326_632),
         ("H/14", 632_045_800),
         ("R50+B/16", 98_659_112),
+        ("R+Ti/16", 6_337_704),
     ],
 )
 def test_the_figures_of_google(variant: str, num_parameters: int) -> None:
@@ -74,9 +75,16 @@ def test_hybrids_have_what_arithmetic_says(variant: str) -> None:
     stem = _residual_parameters(sizes.resnet_layers, factor=1, pre_activation=False)
     width, mlp_dim, tokens = sizes.width, sizes.mlp_dim, 1 + (224 // sizes.patch_size) ** 2
     block = 4 * width * (width + 1) + 2 * width * mlp_dim + mlp_dim + width + 4 * width
-    features = 256 * 2 ** (len(sizes.resnet_layers) - 1)
-    trunk = stem + (features + 1) * width + (tokens + 1) * width + sizes.depth * block + 2 * width
-    assert sizes.stem_patch_size == 1
+    assert sizes.resnet_layers is not None
+    features = 256 * 2 ** (len(sizes.resnet_layers) - 1) if sizes.resnet_layers else 64
+    assert sizes.stem_patch_size == (1 if sizes.resnet_layers else 8)
+    trunk = (
+        stem
+        + (features * sizes.stem_patch_size**2 + 1) * width
+        + (tokens + 1) * width
+        + sizes.depth * block
+        + 2 * width
+    )
     assert _count(_build(variant)) == trunk + (width + 1) * 1000
 
 

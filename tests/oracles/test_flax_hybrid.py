@@ -59,10 +59,12 @@ class FlaxHybrid(nn.Module):
         return nn.Dense(CLASSES, name="head.logits")(x)
 
 
+@pytest.mark.parametrize("layers", [(2, 1), ()], ids=["two stages", "the root alone"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_logits_and_all_gradients(dtype: torch.dtype, measured: Measured) -> None:
-    model = build_vit(HYBRID, image_size=48, num_classes=CLASSES, head="mlp")
-    theirs = FlaxHybrid(layers=(2, 1), patch_size=2)
+def test_logits_and_all_gradients(dtype: torch.dtype, layers: tuple[int, ...], measured: Measured) -> None:
+    config = HYBRID.model_copy(update={"resnet_layers": layers})
+    model = build_vit(config, image_size=48, num_classes=CLASSES, head="mlp")
+    theirs = FlaxHybrid(layers=layers, patch_size=2 if layers else 4)
     compare(measured, "hybrid", model=model, theirs=theirs, image_size=48, classes=CLASSES, dtype=dtype)
 
 

@@ -96,6 +96,7 @@ def test_patch_dropout(pool: Any, rate: float) -> None:
     [
         ({"variant": "R50+B/16"}, 224),
         ({"variant": "R50+L/32"}, 384),
+        ({"variant": "R+Ti/16"}, 224),
         ({"variant": "R26+S/32", "pool": "map", "position": "learned_2d"}, 224),
         (SMALL | {"patch_size": 16, "resnet_layers": (1, 2), "resnet_width_factor": 2}, 64),
     ],

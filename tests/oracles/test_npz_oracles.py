@@ -22,7 +22,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from model.build import build_model
 from model.config import ModelConfig, Pool
-from model.formats.foreign import Foreign
+from model.formats.foreign import Foreign, Said
 from model.formats.google.npz import GoogleNames, read_google_npz, write_google_npz
 from model.head import HeadKind
 from model.saved import SavedModelMeta
@@ -197,7 +197,7 @@ def test_stacked_blocks_give_the_same(tmp_path: Path, pool: Pool, measured: Meas
 def test_fixed_positions_give_the_same_with_a_note(tmp_path: Path, measured: Measured) -> None:
     arrays, images, logits = _flax_file(FlaxVit("big_vision", "gap", "mlp", "sincos_2d"))
     np.savez(tmp_path / "model.npz", **arrays)
-    foreign = read_google_npz(tmp_path / "model.npz")
+    foreign = read_google_npz(tmp_path / "model.npz", said=Said(position="sincos_2d"))
     assert foreign.config.position == "sincos_2d"
     assert foreign.image_size == 224
     assert any("sincos_2d" in note for note in foreign.notes)

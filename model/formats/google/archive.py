@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import zipfile
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -35,6 +36,11 @@ class NpzReader:
 
     def __init__(self, archive: zipfile.ZipFile) -> None:
         self._archive = archive
+        names = Counter(info.filename.removesuffix(".npy") for info in archive.infolist())
+        if twice := [name for name, count in names.items() if count > 1]:
+            raise ValueError(
+                f"the array {twice[0]!r} is in it {names[twice[0]]} times, and which one counts is not told"
+            )
         self._members = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}
 
     @classmethod
@@ -43,7 +49,7 @@ class NpzReader:
         """Open the file at `path`.
 
         Raises:
-            ValueError: there is none, or it is no zip file; the message names it.
+            ValueError: there is none, it is no zip file, or has two arrays of one name; the message names it.
         """
         try:
             archive = zipfile.ZipFile(path)
@@ -52,7 +58,11 @@ class NpzReader:
         except (OSError, ValueError, NotImplementedError, zipfile.BadZipFile) as error:
             raise ValueError(f"{path} is no npz file, or only the beginning of one ({error})") from None
         with archive:
-            yield cls(archive)
+            try:
+                npz = cls(archive)
+            except ValueError as error:
+                raise ValueError(f"{path}: {error}") from None
+            yield npz
 
     @property
     def names(self) -> list[str]:

@@ -14,8 +14,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from model.config import ModelConfig, resnet_stride
+from model.formats.foreign import NOTHING_SAID, Said
 from model.formats.google.axes import Shape
 from model.formats.google.names import PATCH_KERNEL, Layout
+from model.formats.state_sizes import lost_blocks
 from model.head import HeadKind
 from model.variants import HYBRIDS, VARIANTS
 
@@ -31,13 +33,17 @@ class Inferred:
     num_classes: int
     head: HeadKind
     notes: tuple[str, ...]
+    headless: str = "has no head"
 
 
-def infer_model(shapes: Mapping[str, Shape], *, layout: Layout) -> Inferred:
+def infer_model(shapes: Mapping[str, Shape], *, layout: Layout, said: Said = NOTHING_SAID) -> Inferred:
     """The model whose arrays, named without the prefix, have these shapes.
 
+    A head whose representation layer has another width than the trunk, or that lacks its last layer, is left out.
+
     Raises:
-        ValueError: an array that fixes a size is missing or has an impossible shape.
+        ValueError: an array that fixes a size is missing or has an impossible shape; blocks or position embeddings are
+            probably missing, and the user does not say that this is as it should be.
     """
     patch_height, patch_width, _, width = _axes(shapes, PATCH_KERNEL, count=4)
     if patch_height != patch_width:
@@ -59,20 +65,40 @@ def infer_model(shapes: Mapping[str, Shape], *, layout: Layout) -> Inferred:
     } | _resnet(shapes, patch_height)
     notes: list[str] = []
     pool = "cls" if "cls" in shapes else "map" if "MAPHead_0/probe" in shapes else "gap"
-    position = "learned_1d" if layout.position else "sincos_2d"
+    position = "learned_1d" if layout.position else said.position
+    if position is None:
+        raise ValueError(
+            "it has no position embeddings: it is incomplete; if it is one of big_vision's with fixed ones, give "
+            "--position sincos_2d (or none, for a model without any)"
+        )
     config = ModelConfig.model_validate(_named(sizes) | {"pool": pool, "position": position})
+    if said.depth is None and (lost := lost_blocks(config.sizes)):
+        raise ValueError(f"it {lost}")
     patch_size: int = sizes["patch_size"]
     if layout.position:
         image_size = patch_size * _side(_axes(shapes, layout.position, count=3)[1], has_class_token=pool == "cls")
     else:
         image_size = max(1, USUAL_IMAGE_SIZE // patch_size) * patch_size
         notes.append(
-            "The file has no position embeddings: taken as big_vision's fixed ones (sincos_2d), "
-            f"at its usual resolution, {image_size} pixels."
+            f"The file has no position embeddings ({position}), which tell the resolution: taken as the usual one, "
+            f"{image_size} pixels."
         )
     num_classes = _axes(shapes, "head/kernel", count=2)[1] if "head/kernel" in shapes else 0
-    head: HeadKind = "mlp" if "pre_logits/kernel" in shapes and num_classes else "linear"
-    return Inferred(config, image_size, num_classes, head, tuple(notes))
+    if "pre_logits/kernel" not in shapes:
+        return Inferred(config, image_size, num_classes, "linear", tuple(notes))
+    representation = _axes(shapes, "pre_logits/kernel", count=2)[1]
+    if num_classes and representation == width:
+        return Inferred(config, image_size, num_classes, "mlp", tuple(notes))
+    headless = f"has a representation layer of {representation} beside tokens of {width}, which no head of ours has"
+    if num_classes == 0:
+        headless = "has a representation layer and no head behind it"
+    notes.append(f"The file {headless}: the layer and what follows it are left out.")
+    return Inferred(config, image_size, 0, "linear", tuple(notes), headless)
+
+
+def is_of_head(name: str) -> bool:
+    """Whether an array, named without the prefix, is of the head."""
+    return name.startswith(("head/", "pre_logits/"))
 
 
 def _axes(shapes: Mapping[str, Shape], name: str, *, count: int) -> Shape:
@@ -97,10 +123,10 @@ def _resnet(shapes: Mapping[str, Shape], stem_patch_size: int) -> dict[str, Any]
     stages = _count(shapes, r"block(\d+)/")
     layers = tuple(_count(shapes, rf"block{stage + 1}/unit(\d+)/") for stage in range(stages))
     channels = _axes(shapes, "conv_root/kernel", count=4)[3]
-    if not layers or not all(layers) or channels % 64:
+    if not all(layers) or channels % 64:
         raise ValueError(
             f"its ResNet stem has {channels} channels at the root and the units {layers} in its stages; "
-            "supported are multiples of 64 channels and at least one stage"
+            "supported are multiples of 64 channels, and no stage without units"
         )
     return {
         "resnet_layers": layers,

@@ -8,6 +8,7 @@ place. It does not know optimiser states (left out) or pure ResNets (BiT's own f
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -19,11 +20,11 @@ from torch.nn import functional as F
 
 from model.build import build_model
 from model.formats.differences import describe_differences, shapes_of
-from model.formats.foreign import Foreign
+from model.formats.foreign import NOTHING_SAID, Foreign, Said
 from model.formats.google.archive import NpzReader, write_npz
 from model.formats.google.axes import Shape, from_google, to_google
 from model.formats.google.differences import describe_array_differences, expected_arrays
-from model.formats.google.infer import Inferred, infer_model
+from model.formats.google.infer import Inferred, infer_model, is_of_head
 from model.formats.google.names import BIG_VISION, VISION_TRANSFORMER, Layout, Slot, find_layout, slots_of
 from model.formats.side_record import read_side_record, side_path, write_side_record
 from model.saved import SavedModelMeta
@@ -39,11 +40,11 @@ def is_google_npz(names: Collection[str]) -> bool:
     return find_layout(names) is not None
 
 
-def read_google_npz(path: Path) -> Foreign:
+def read_google_npz(path: Path, *, said: Said = NOTHING_SAID) -> Foreign:
     """The model in a file of either code base.
 
-    A record beside it (`side_record`) is believed; else the sizes are those of the arrays. Weights are float32,
-    whatever the file's precision.
+    A record beside it (`side_record`) is believed; else the sizes are those of the arrays, with what the user `said`.
+    Weights are float32, whatever the file's precision.
 
     Raises:
         ValueError: the file is no npz, is damaged or holds something else, or arrays are missing, too many or of
@@ -53,7 +54,7 @@ def read_google_npz(path: Path) -> Foreign:
     with NpzReader.open(path) as npz:
         meta = read_side_record(path)
         try:
-            return _read(npz, meta=meta)
+            return _read(npz, meta=meta, said=said)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
 
@@ -100,12 +101,12 @@ def npz_objection(meta: SavedModelMeta, *, names: GoogleNames) -> str | None:
         return f"its position embedding is {config.position} at {config.position_at}, and theirs is {known} at stem"
     if names == "vision_transformer" and config.pool == "map":
         return "it pools by attention (map), for which only big_vision has names"
-    if names == "big_vision" and config.sizes.resnet_layers:
+    if names == "big_vision" and config.sizes.resnet_layers is not None:
         return "it has a ResNet stem, for which only vision_transformer has names"
     return None
 
 
-def _read(npz: NpzReader, *, meta: SavedModelMeta | None) -> Foreign:
+def _read(npz: NpzReader, *, meta: SavedModelMeta | None, said: Said) -> Foreign:
     layout = find_layout(npz.names)
     if layout is None:
         raise ValueError(
@@ -116,7 +117,11 @@ def _read(npz: NpzReader, *, meta: SavedModelMeta | None) -> Foreign:
     headers = {name: npz.header(name) for name in npz.names if name.startswith(layout.prefix)}
     shapes = {name: _unpadded(name, header.shape) for name, header in headers.items()}
     if meta is None:
-        model = infer_model({name.removeprefix(layout.prefix): shape for name, shape in shapes.items()}, layout=layout)
+        bare = {name.removeprefix(layout.prefix): shape for name, shape in shapes.items()}
+        model = infer_model(bare, layout=layout, said=said)
+        if model.num_classes == 0:
+            shapes = {name: s for name, s in shapes.items() if not is_of_head(name.removeprefix(layout.prefix))}
+        _refuse_lost_blocks(set(npz.names) - headers.keys(), depth=model.config.sizes.depth)
     else:
         model = _recorded(meta)
 
@@ -143,7 +148,7 @@ def _read(npz: NpzReader, *, meta: SavedModelMeta | None) -> Foreign:
         state["pos_embed"] = F.pad(state["pos_embed"], (0, 0, 1, 0))
     notes = list(model.notes)
     if model.num_classes == 0:
-        notes.append("The file has no head.")
+        notes += [] if model.notes and model.headless in model.notes[-1] else ["The file has no head."]
     elif not state["head.weight" if model.head == "linear" else "head.logits.weight"].any():
         notes.append("The head is all zero: its predictions mean nothing, fine-tune it.")
     if others := sorted({header.precision for header in headers.values()} - {"float32"}):
@@ -157,9 +162,19 @@ def _read(npz: NpzReader, *, meta: SavedModelMeta | None) -> Foreign:
         image_size=model.image_size,
         num_classes=model.num_classes,
         head=model.head,
+        headless=model.headless,
         notes=tuple(notes),
         **_evaluation(meta, layout=layout),
     )
+
+
+def _refuse_lost_blocks(names: Collection[str], *, depth: int) -> None:
+    """The optimiser's arrays have the names of the weights, so that they tell of blocks whose weights are missing."""
+    found = [int(match[1]) for name in names if (match := re.search(r"/encoderblock_(\d+)/", f"/{name}"))]
+    if found and max(found) >= depth:
+        raise ValueError(
+            f"it has the weights of {depth} blocks, and the optimiser's state of {max(found) + 1}: it is incomplete"
+        )
 
 
 def _recorded(meta: SavedModelMeta) -> Inferred:

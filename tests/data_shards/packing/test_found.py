@@ -52,6 +52,43 @@ def packed_images(manifest: Manifest) -> list[bytes]:
     return found
 
 
+# ---- what is not in class folders
+
+
+def test_loose_images_and_empty_classes_are_left_out_and_listed(tmp_path: Path):
+    clean = write(tmp_path / "clean/in", {"a/1.jpg": 1, "a/2.jpg": 2, "b/3.jpg": 3, "b/4.jpg": 4})
+    dirty = write(tmp_path / "in", {"a/1.jpg": 1, "a/2.jpg": 2, "b/3.jpg": 3, "b/4.jpg": 4, "loose.jpg": 5})
+    (dirty / "c").mkdir()
+    with pytest.raises(UserError, match=r"2 problems: .*loose\.jpg.*/c: "):
+        pack(str(dirty), tmp_path / "out")
+    result, text = spoken(str(dirty), tmp_path / "out", unreadable="skip")
+    assert "loose.jpg" in text and f"{dirty / 'c'}: " in text and "1 image left out" in text
+    (entry,) = read_lines(tmp_path / "out/unreadable.jsonl")
+    assert (entry["path"], entry["split"], entry["label"]) == ("loose.jpg", "train", None)
+    plain = pack(str(clean), tmp_path / "plain", report=lambda line: None)
+    same = zip(result.train.shard_paths, plain.train.shard_paths, strict=True)
+    assert all(ours.read_bytes() == theirs.read_bytes() for ours, theirs in same)
+    assert pack(str(dirty), tmp_path / "out", unreadable="skip", report=lambda line: None).reused
+
+
+def test_a_third_split_is_packed_and_found_again(tmp_path: Path):
+    two = {"train/a/1.jpg": 1, "train/a/2.jpg": 2, "val/a/3.jpg": 3}
+    alone = pack(str(write(tmp_path / "two/in", two)), tmp_path / "before", report=lambda line: None)
+    root = str(write(tmp_path / "in", two | {"test/a/4.jpg": 4, "test/a/5.jpg": 1}))
+    result, text = spoken(root, tmp_path / "out")
+    assert [(manifest.split, manifest.num_samples) for manifest in result.manifests] == [
+        ("train", 2),
+        ("val", 1),
+        ("test", 2),
+    ]
+    keys = [key for manifest in result.manifests for path in manifest.shard_paths for key in open_index(path).keys]
+    assert len(set(keys)) == 5
+    assert "1 group in several of train, val, test" in text
+    for ours, theirs in zip(result.manifests[:2], alone.manifests, strict=True):  # the others are as they were
+        assert [path.read_bytes() for path in ours.shard_paths] == [path.read_bytes() for path in theirs.shard_paths]
+    assert len(pack(root, tmp_path / "out", report=lambda line: None).manifests) == 3
+
+
 # ---- equal bytes
 
 SPLIT = {

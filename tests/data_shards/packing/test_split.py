@@ -54,12 +54,12 @@ def test_a_class_of_one_image_stays_in_train_where_lists_have_such():
 def test_the_list_file(tmp_path: Path):
     file = tmp_path / "val.txt"
     file.write_bytes("\ufeffa/1.jpg\r\n\r\n./b//ü 2.jpg\na/1.jpg".encode())
-    found = read_holdout_list(file)
+    found = read_holdout_list(file, root=tmp_path)
     assert found.lines == {"a/1.jpg": 1, "b/ü 2.jpg": 3}
     (tmp_path / "same.txt").write_text("b/ü 2.jpg\na/1.jpg\n")
-    assert read_holdout_list(tmp_path / "same.txt").digest == found.digest
+    assert read_holdout_list(tmp_path / "same.txt", root=tmp_path).digest == found.digest
     (tmp_path / "other.txt").write_text("b/ü 2.jpg\n")
-    assert read_holdout_list(tmp_path / "other.txt").digest != found.digest
+    assert read_holdout_list(tmp_path / "other.txt", root=tmp_path).digest != found.digest
 
 
 @pytest.mark.parametrize(
@@ -75,10 +75,10 @@ def test_the_list_file(tmp_path: Path):
 def test_files_that_are_no_such_list(tmp_path: Path, content: bytes, message: str):
     (tmp_path / "val.txt").write_bytes(content)
     with pytest.raises(UserError, match=message) as caught:
-        read_holdout_list(tmp_path / "val.txt")
+        read_holdout_list(tmp_path / "val.txt", root=tmp_path)
     assert str(tmp_path / "val.txt") in str(caught.value)
     with pytest.raises(UserError, match="cannot be read"):
-        read_holdout_list(tmp_path / "none.txt")
+        read_holdout_list(tmp_path / "none.txt", root=tmp_path)
 
 
 def test_a_line_that_names_nothing_is_refused():

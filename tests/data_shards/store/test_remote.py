@@ -112,7 +112,23 @@ def test_faults_of_a_bucket_are_waited_out(
     s3.faults["/shards/a.tar"] = deque(faults)
     store, waits = store_for(faults)
     assert content_of(store, make_entry("s3://shards/a.tar", content=make_tar(0))) == make_tar(0)
-    assert_attempts(s3.count("/shards/a.tar"), faults=faults, waits=waits)
+    assert_attempts(s3, "/shards/a.tar", faults=faults, waits=waits)
+
+
+@pytest.mark.parametrize("most_bytes", [3_000_000, 50_000])
+def test_a_bucket_behind_a_proxy_that_cuts_every_transfer(
+    most_bytes: int,
+    s3: FaultServer,
+    put: Callable[[str, bytes], None],
+    store_for: StoreFor,
+    make_tar: MakeTar,
+    make_entry: MakeEntry,
+):
+    content = make_tar(0, num_bytes=4 * most_bytes)
+    put("a.tar", content)
+    s3.always["/shards/a.tar"] = f"cut:{most_bytes}"
+    store, _ = store_for([])
+    assert content_of(store, make_entry("s3://shards/a.tar", content=content)) == content
 
 
 def test_a_bucket_that_lacks_a_shard_has_a_truncated_one_or_is_down(

@@ -2,6 +2,8 @@
 
 import json
 import pickle
+import warnings
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +14,53 @@ from safetensors.torch import save_file
 from model.config import ModelConfig
 from model.formats.detect import import_file, read_foreign
 from model.formats.export import export_model
+from model.formats.foreign import Said
 from model.formats.side_record import write_side_record
 from model.saved import save_model
 from tests.model.formats.small_model import CONFIG, described, images, logits, random_model, rebuilt
 
 SIZES = {"width": 48, "depth": 4, "heads": 4, "mlp_dim": 80, "patch_size": 4}
+
+
+def test_a_state_dict_without_its_last_blocks_is_no_shallower_model(tmp_path: Path) -> None:
+    state = random_model(described(ModelConfig(width=192, depth=2, heads=3, patch_size=4))).state_dict()
+    save_file(state, tmp_path / "m.safetensors")
+    with pytest.raises(ValueError, match=r"m.safetensors has 2 blocks where Ti has 12.*--depth 2"):
+        read_foreign(tmp_path / "m.safetensors")
+    assert read_foreign(tmp_path / "m.safetensors", said=Said(depth=2)).config.sizes.depth == 2
+    given = ModelConfig(width=192, depth=2, heads=3, patch_size=4)
+    assert read_foreign(tmp_path / "m.safetensors", config=given).config.sizes == given.sizes
+
+
+def test_two_members_of_one_name_are_refused(tmp_path: Path) -> None:
+    torch.save(random_model(described()).state_dict(), tmp_path / "m.pth")
+    with zipfile.ZipFile(tmp_path / "m.pth", "a") as archive, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # zipfile's own
+        archive.writestr("m/data/0", archive.read("m/data/0"))
+    with pytest.raises(ValueError, match=r"m.pth has the member 'm/data/0' 2 times"):
+        read_foreign(tmp_path / "m.pth")
+
+
+@pytest.mark.parametrize(
+    ("num_classes", "said", "loss"),
+    [
+        (21843, None, "sigmoid"),
+        (18291, None, "sigmoid"),
+        (21843, "softmax", "softmax"),
+        (1000, None, "softmax"),
+        (1000, "sigmoid", "sigmoid"),
+    ],
+)
+def test_the_loss_is_the_users_word_or_that_of_googles_data_sets(
+    tmp_path: Path, num_classes: int, said: Any, loss: str
+) -> None:
+    """big_vision's configs vit_i21k.py, bit_i21k.py (21,843 classes) and vit_i1k.py; ViT's JFT-300M has 18,291."""
+    meta = described(num_classes=num_classes, class_names=tuple(map(str, range(num_classes))))
+    export_model(meta, random_model(meta).state_dict(), to="npz", out=tmp_path / "m.npz")
+    (tmp_path / "m.npz.json").unlink()
+    foreign = read_foreign(tmp_path / "m.npz", config=CONFIG, said=Said(loss=said))
+    assert foreign.loss == loss
+    assert any(loss in note and "--loss" in note for note in foreign.notes) == (said is None)
 
 
 @pytest.mark.parametrize(

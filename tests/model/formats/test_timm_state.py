@@ -168,7 +168,7 @@ def test_a_bare_state_dict_with_foreign_parts_is_refused(tmp_path: Path, part: s
 
 
 def test_named_widths_tell_the_heads(tmp_path: Path) -> None:
-    meta = described(ModelConfig(width=192, depth=1, heads=3, patch_size=4))
+    meta = described(ModelConfig(width=192, depth=13, heads=3, patch_size=4))
     torch.save(random_model(meta).state_dict(), tmp_path / "tiny.pth")
     foreign = read_foreign(tmp_path / "tiny.pth")
     assert foreign.config.sizes.heads == 3

@@ -3,6 +3,7 @@
 import io
 import json
 import pickle
+import warnings
 import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 
 from model.build import build_model
 from model.config import ModelConfig
+from model.formats.foreign import Said
 from model.formats.google.differences import expected_arrays
 from model.formats.google.infer import infer_model
 from model.formats.google.names import BIG_VISION, VISION_TRANSFORMER, slots_of
@@ -25,6 +27,7 @@ from model.formats.google.npz import (
     write_google_npz,
 )
 from model.formats.side_record import side_path
+from model.formats.surgery import adapt
 from model.saved import SavedModelMeta
 from model.variants import HYBRIDS, VARIANTS
 
@@ -108,8 +111,71 @@ def test_a_named_variant_is_recognised_by_its_shapes(variant: str, layout: Any) 
 @pytest.mark.parametrize("other", [{"depth": 2}, {"heads": 6}, {"mlp_dim": 384}])
 def test_almost_a_named_variant_is_told_by_its_sizes(tmp_path: Path, other: dict[str, int]) -> None:
     sizes = {"width": 192, "depth": 12, "heads": 3, "mlp_dim": 768} | other  # Ti's but for one
-    foreign = read_google_npz(_save(tmp_path / "model.npz", _arrays(tmp_path, **sizes)))
-    assert foreign.config == ModelConfig(**sizes, patch_size=4)
+    path = _save(tmp_path / "model.npz", _arrays(tmp_path, **sizes))
+    assert read_google_npz(path, said=Said(depth=sizes["depth"])).config == ModelConfig(**sizes, patch_size=4)
+
+
+def test_a_file_without_its_last_blocks_is_no_shallower_model(tmp_path: Path) -> None:
+    arrays = _arrays(tmp_path, variant="Ti/4")
+    shallower = {name: value for name, value in arrays.items() if "encoderblock_11/" not in name}
+    with pytest.raises(ValueError, match=r"model.npz: it has 11 blocks where Ti has 12.*--depth 11"):
+        read_google_npz(_save(tmp_path / "model.npz", shallower))
+    unknown = _arrays(tmp_path)  # of no known width: but the optimiser's arrays remember
+    last = {name: value for name, value in unknown.items() if "encoderblock_10/" in name}
+    lost = {f"opt/target/{name}": value for name, value in unknown.items() if name not in last}
+    lost |= {f"opt/state/param_states/{name}/grad_ema": value for name, value in last.items()}
+    with pytest.raises(
+        ValueError, match=r"model.npz: it has the weights of 10 blocks, and the optimiser's state of 11"
+    ):
+        read_google_npz(_save(tmp_path / "model.npz", lost))
+
+
+@pytest.mark.parametrize("names", ["vision_transformer", "big_vision"])
+def test_a_file_without_positions_is_a_model_with_fixed_ones_only_if_the_user_says_so(
+    tmp_path: Path, names: GoogleNames
+) -> None:
+    arrays = _arrays(tmp_path, names, pool="gap")
+    path = _save(tmp_path / "model.npz", {name: value for name, value in arrays.items() if "pos_emb" not in name})
+    with pytest.raises(ValueError, match=r"model.npz: it has no position embeddings.*--position sincos_2d"):
+        read_google_npz(path)
+    for position in ("sincos_2d", "none"):
+        foreign = read_google_npz(path, said=Said(position=position))
+        assert (foreign.config.position, foreign.image_size) == (position, 224)
+        assert any("224 pixels" in note for note in foreign.notes)
+
+
+@pytest.mark.parametrize("again", ["embedding/bias.npy", "embedding/bias"])
+def test_two_arrays_of_one_name_are_refused(tmp_path: Path, again: str) -> None:
+    path = _save(tmp_path / "model.npz", _arrays(tmp_path))
+    with zipfile.ZipFile(path, "a") as archive, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # zipfile's own
+        archive.writestr(again, archive.read("embedding/bias.npy"))
+    with pytest.raises(ValueError, match=r"model.npz: the array 'embedding/bias' is in it 2 times"):
+        read_google_npz(path)
+
+
+@pytest.mark.parametrize("has_logits", [True, False])
+def test_a_representation_of_another_width_goes_with_the_head(tmp_path: Path, has_logits: bool) -> None:
+    arrays = _arrays(tmp_path)
+    arrays |= {"pre_logits/kernel": np.ones((16, 40), "float32"), "pre_logits/bias": np.ones(40, "float32")}
+    arrays["head/kernel"] = np.ones((40, 3), "float32")
+    if not has_logits:
+        del arrays["head/kernel"], arrays["head/bias"]
+    foreign = read_google_npz(_save(tmp_path / "model.npz", arrays))
+    with pytest.raises(ValueError, match=r"has a representation layer .*: give --num-classes"):
+        adapt(foreign)
+    meta, state = adapt(foreign, num_classes=5)
+    trunk = {name: value for name, value in _state(_meta()).items() if not name.startswith("head.")}
+    assert (meta.num_classes, meta.head) == (5, "linear") and not state.pop("head.weight").any()
+    assert not state.pop("head.bias").any()
+    _same(state, trunk)
+
+
+def test_the_hybrid_with_a_root_alone_is_read(tmp_path: Path) -> None:
+    hybrid = {"patch_size": 16, "resnet_layers": (), "image_size": 32}
+    foreign = read_google_npz(_save(tmp_path / "model.npz", _arrays(tmp_path, **hybrid)))
+    _same(foreign.state, _state(_meta(**hybrid)))
+    assert foreign.config.sizes == _meta(**hybrid).model.sizes
 
 
 def test_big_vision_of_before_2022_has_positions_in_the_encoder_and_for_the_class_token(tmp_path: Path) -> None:
@@ -224,7 +290,8 @@ BLOCK = "Transformer/encoderblock_10/"
         (_with("embedding/kernel", (4, 2, 3, 16)), "patches are 4 x 2"),
         (_with("embedding/kernel", (16,)), "should have 4 axes"),
         (_with("embedding/kernel", (4, 4, 3, 20)), "2 attention heads of 8 do not make tokens of 20"),
-        (_with("conv_root/kernel", (7, 7, 3, 64)), "at least one stage"),
+        (_with("conv_root/kernel", (7, 7, 3, 64)), r"'embedding/kernel' has the shape \(4, 4, 3, 16\)"),
+        (_with("conv_root/kernel", (7, 7, 3, 65)), "65 channels at the root"),
     ],
 )
 def test_arrays_that_do_not_fit_are_named(tmp_path: Path, change: Callable[[Arrays], None], message: str) -> None:
