@@ -24,11 +24,9 @@ from launch.lock import locked
 from launch.restarts import PAUSE_SECONDS, Restarts
 from launch.signals import handled
 from pipeline.identity import check_newest, checkpoint_identity
-from pipeline.plan import plan_stage
 from pipeline.recipe import Recipe, StageName, TrainStage
 from pipeline.recipe_io import dump_recipe, load_recipe
 from pipeline.run_folder import RunFolder, StageRecord
-from pipeline.stage_data import open_data, training_order
 from pipeline.start_model import model_from_elsewhere
 
 EXIT_USER_ERROR = 2
@@ -192,6 +190,9 @@ class PipelineRun:
 
     def check_stages(self) -> None:
         """Every stage's data, sizes, model and checkpoints, before the first one is started."""
+        from pipeline.plan import plan_stage  # numpy and the network only for a recipe that was read
+        from pipeline.stage_data import open_data, training_order
+
         for stage in self.recipe.stages.names:
             is_open = self._begins_again(stage) or self.folder.record(stage).state != "done"
             config = getattr(self.recipe.stages, stage)

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationInfo, field_validator
+from pydantic_core import PydanticCustomError
 
 from data_shards.byte_sizes import parse_bytes
 from pipeline.duration import parse_duration
 
 
 class Strict(BaseModel):
-    """Frozen, and refuses keys it does not know."""
+    """Frozen, and refuses keys it does not know, and true and false where a number belongs."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_truth_as_number(cls, value: Any, info: ValidationInfo) -> Any:
+        if isinstance(value, bool) and cls.model_fields[str(info.field_name)].annotation is not bool:
+            raise PydanticCustomError("truth_as_number", "true and false are no numbers")
+        return value
 
 
 def _checked_duration(text: str) -> str:
@@ -26,8 +34,10 @@ def _checked_bytes(text: str) -> str:
     return text
 
 
-DurationText = Annotated[str, AfterValidator(_checked_duration)]
+DURATION, BYTES = AfterValidator(_checked_duration), AfterValidator(_checked_bytes)
+
+DurationText = Annotated[str, DURATION]
 """Such as "400 steps", "7 epochs", "1e6 images" or "10%"."""
 
-BytesText = Annotated[str, AfterValidator(_checked_bytes)]
+BytesText = Annotated[str, BYTES]
 """Such as "500 GB" or "1.5TB"."""

@@ -43,8 +43,8 @@ from data_shards.errors import UnreadableImage, UserError
 from data_shards.images import decode_nvimgcodec
 from data_shards.images.box import Box, Pixels
 from data_shards.images.decode_pillow import open_with_pillow
+from data_shards.images.names import DecoderName
 
-DecoderName = Literal["auto", "nvimgcodec", "gpu", "simplejpeg", "pillow"]
 
 MOST_PIXELS = 178_956_970  # where Pillow speaks of a decompression bomb: 2 * (2**30 // 4 // 3)
 
