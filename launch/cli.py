@@ -276,6 +276,10 @@ def run(
 
         shardvit run my.yaml --hostfile hosts --exclude host3
     """
+    from pipeline.recipe_io import load_recipe
+
+    loaded = load_recipe(recipe, overrides=overrides)  # a mistake in it is said before anything slow is imported
+
     from launch.pipeline_run import PipelineRun
 
     fleet = None
@@ -294,7 +298,9 @@ def run(
         raise UserError(
             "--include, --exclude, --launcher, --master-addr and --master-port need --hostfile: give it, too"
         )
-    return PipelineRun.open(recipe, overrides=overrides, runs_root=runs, restart=restart, fleet=fleet).execute(
+    return PipelineRun.open(
+        recipe, overrides=overrides, runs_root=runs, restart=restart, fleet=fleet, loaded=loaded
+    ).execute(
         only=stage, mode="dry-run" if dry_run else "train", max_restarts=max_restarts
     )
 

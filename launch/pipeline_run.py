@@ -53,6 +53,7 @@ class PipelineRun:
         runs_root: Path,
         restart: StageName | None = None,
         fleet: Fleet | None = None,
+        loaded: Recipe | None = None,
     ) -> PipelineRun:
         """Read and check; changes nothing on disk.
 
@@ -62,11 +63,12 @@ class PipelineRun:
             runs_root: folder of all runs.
             restart: this stage and those after it begin again.
             fleet: the hosts to run on; default: this machine.
+            loaded: what `recipe` and `overrides` say, where the caller has read them.
 
         Raises:
             UserError: anything that would keep a stage from running.
         """
-        loaded = load_recipe(recipe, overrides=overrides)
+        loaded = loaded or load_recipe(recipe, overrides=overrides)
         if restart is not None and restart not in loaded.stages.names:
             raise UserError(f"--restart {restart}: the recipe has only the stages {', '.join(loaded.stages.names)}")
         processes = _processes_here(loaded) if fleet is None else _processes_of(fleet, loaded)

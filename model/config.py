@@ -8,27 +8,17 @@ change between pre-training and fine-tuning while the trunk stays the same.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from model.variants import Variant, parse_variant
 
-
-
-def _no_truth(value: Any) -> Any:
-    if isinstance(value, bool):
-        raise PydanticCustomError("truth_as_number", "true and false are no numbers")
-    return value
-
-
-_Number = BeforeValidator(_no_truth)
-Width = Annotated[int, _Number, Field(gt=0, le=2**16)]
-Depth = Annotated[int, _Number, Field(gt=0, le=1000)]
-Hidden = Annotated[int, _Number, Field(gt=0, le=2**20)]
-Pixels = Annotated[int, _Number, Field(gt=0, le=2**14)]
-WidthFactor = Annotated[int, _Number, Field(gt=0, le=64)]
+Width = Annotated[int, Field(gt=0, le=2**16)]
+Depth = Annotated[int, Field(gt=0, le=1000)]
+Hidden = Annotated[int, Field(gt=0, le=2**20)]
+Pixels = Annotated[int, Field(gt=0, le=2**14)]
+WidthFactor = Annotated[int, Field(gt=0, le=64)]
 Pool = Literal["cls", "gap", "map"]
 PositionKind = Literal["learned_1d", "learned_2d", "relative", "sincos_2d", "none"]
 PositionAt = Literal["stem", "every_layer", "every_layer_shared"]

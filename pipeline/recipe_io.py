@@ -18,8 +18,8 @@ from pydantic import ValidationError
 from data_shards.errors import UserError
 from data_shards.store.location import scrubbed
 from pipeline.recipe import Recipe
-from pipeline.recipe_mistakes import mistakes, printable
-from pipeline.recipe_yaml import read_yaml, read_yaml_file
+from pipeline.recipe_mistakes import mistakes, truths
+from pipeline.recipe_yaml import printable, read_yaml, read_yaml_file
 
 SHIPPED = Path(__file__).parent / "recipes"
 
@@ -200,20 +200,24 @@ def _assign(tree: dict[str, Any], override: str, *, before: Sequence[str]) -> st
 
 
 def _validate(tree: dict[str, Any], *, origin: str, overridden: Sequence[str] = ()) -> Recipe:
+    found = truths(tree, root=Recipe)
     try:
-        return Recipe.model_validate(tree)
+        recipe = Recipe.model_validate(tree)
     except ValidationError as error:
-        by_place: dict[str, list[str]] = {}
-        for mistake in mistakes(error, tree=tree, root=Recipe):
-            if any(f"{mistake.key}.".startswith(f"{key}.") for key in overridden):
-                place = "in the overrides"
-            elif any(not mistake.key or f"{key}.".startswith(f"{mistake.key}.") for key in overridden):
-                place = f"{origin} with the overrides"
-            else:
-                place = origin
-            by_place.setdefault(place, []).append(mistake.text)
-        said = "; ".join(f"{place}: {_some(texts)}" for place, texts in by_place.items())
-        raise UserError(scrubbed(said)) from error
+        found = list(dict.fromkeys([*found, *mistakes(error, tree=tree, root=Recipe)]))
+    else:
+        if not found:
+            return recipe
+    by_place: dict[str, list[str]] = {}
+    for mistake in found:
+        if any(f"{mistake.key}.".startswith(f"{key}.") for key in overridden):
+            place = "in the overrides"
+        elif any(not mistake.key or f"{key}.".startswith(f"{mistake.key}.") for key in overridden):
+            place = f"{origin} with the overrides"
+        else:
+            place = origin
+        by_place.setdefault(place, []).append(mistake.text)
+    raise UserError(scrubbed("; ".join(f"{place}: {_some(texts)}" for place, texts in by_place.items())))
 
 
 def _some(texts: Sequence[str]) -> str:

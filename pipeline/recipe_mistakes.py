@@ -46,6 +46,26 @@ def mistakes(error: ValidationError, *, tree: Any, root: type[BaseModel]) -> lis
     return list(found.values())
 
 
+def truths(tree: Any, *, root: type[BaseModel], key: str = "") -> list[Mistake]:
+    """Where true or false (in YAML also yes, no, on, off) stands for a number, which pydantic would take for 1 or 0."""
+    found: list[Mistake] = []
+    for name, value in tree.items() if isinstance(tree, Mapping) else ():
+        field = root.model_fields.get(name) if isinstance(name, str) else None
+        if field is None:
+            continue
+        place, group = f"{key}{name}", _group(field)
+        if group is not None:
+            for number, each in enumerate(value) if isinstance(value, list) else [(None, value)]:
+                found += truths(each, root=group, key=f"{place}." if number is None else f"{place}.{number}.")
+        elif bool not in _branches(field.annotation) and _has_truth(value):
+            found.append(Mistake(place, f"{place} is {show(value)}: {_advice(value, field=field, name=name)}"))
+    return found
+
+
+def _has_truth(value: Any) -> bool:
+    return isinstance(value, bool) or (isinstance(value, list) and any(isinstance(each, bool) for each in value))
+
+
 @dataclass(frozen=True)
 class _Place:
     """Where something is wrong: its dotted key, and the model and field that it is, if the recipe knows it."""

@@ -161,6 +161,39 @@ def test_no_heavy_library_before_training(packed: Path, args: list[str]):
     assert "launch" in modules and not HEAVY & modules
 
 
+NOT_FOR_A_MISTAKE = HEAVY | {"numpy", "PIL", "fsspec", "aiohttp", "jinja2", "psutil", "ssl", "asyncio", "braceexpand"}
+SUBMIT = ["--nodes", "1", "--time", "1:00:00", "--tasks-per-node", "1"]
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["run", "mine.yaml", "model.width=wide"],
+        ["run", "mine.yaml", "sed=1", "--dry-run"],
+        ["run", "nothing.yaml"],
+        ["run", "images/cat/0.png"],
+        ["plan", "mine.yaml", "stages.pretrain.duration=10"],
+        ["submit", "mine.yaml", "engine.precision=fp8", *SUBMIT],
+        ["--help"],
+    ],
+    ids=" ".join,
+)
+def test_a_mistake_in_the_recipe_is_said_before_anything_slow_is_imported(packed: Path, args: list[str]):
+    """Modules are counted, not seconds: what reading a recipe needs is pydantic and YAML."""
+    done = subprocess.run(
+        [sys.executable, "-c", MODULES, *args],
+        cwd=packed,
+        env={"PYTHONPATH": str(ROOT), "PATH": ""},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == (0 if args == ["--help"] else 2), done.stderr
+    modules = set(json.loads(done.stdout.partition("MODULES ")[2]))
+    assert "launch" in modules and not NOT_FOR_A_MISTAKE & modules
+
+
 # Mistakes on the command line itself.
 
 
