@@ -103,6 +103,8 @@ class PipelineRun:
         """
         if only is not None and only not in self.recipe.stages.names:
             raise UserError(f"--stage {only}: the recipe has only the stages {', '.join(self.recipe.stages.names)}")
+        if only is not None:
+            self._demand_earlier(only)
         if max_restarts < 0:
             raise UserError(f"--max-restarts: it is {max_restarts}; give 0 or more")
         if mode == "dry-run":
@@ -209,6 +211,20 @@ class PipelineRun:
             if is_open and not self._begins_again(stage):
                 identity = checkpoint_identity(self.recipe, stage=stage, processes=self.processes)
                 check_newest(self.folder.checkpoints(stage), expected=identity)
+
+    def _demand_earlier(self, stage: StageName) -> None:
+        """Refuse a stage whose model is to come from one that is not done."""
+        names = self.recipe.stages.names
+        missing = [
+            name
+            for name in names[: names.index(stage)]
+            if self._begins_again(name) or self.folder.record(name).state != "done"
+        ]
+        if missing:
+            raise UserError(
+                f"--stage {stage}: in {self.folder.path}, {' and '.join(missing)} must be done first: leave out --stage, "
+                f"or begin with --stage {missing[0]}"
+            )
 
     def _begins_again(self, stage: StageName) -> bool:
         names = self.recipe.stages.names

@@ -10,6 +10,7 @@ import signal
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Literal
 
 import pytest
 
@@ -53,8 +54,22 @@ def test_all_stages_in_order_then_nothing(machine: Machine, capsys: pytest.Captu
 def test_one_stage(machine: Machine):
     assert machine.open().execute(only="pretrain") == 0
     assert machine.started == ["pretrain"]
+    with pytest.raises(UserError, match="--stage finetune: in .*digits, swap_head must be done first"):
+        machine.open().execute(only="finetune")
     assert machine.open().execute() == 0
     assert machine.started == ["pretrain", "swap_head", "finetune"]
+
+
+@pytest.mark.parametrize("mode", ["train", "dry-run"])
+def test_a_stage_whose_earlier_ones_are_not_done_is_refused(machine: Machine, mode: Literal["train", "dry-run"]):
+    with pytest.raises(UserError, match="--stage finetune: in .*digits, pretrain and swap_head must be done first"):
+        machine.open().execute(only="finetune", mode=mode)
+    assert machine.started == [] and not machine.folder.path.exists()
+    machine.open().execute()
+    machine.open().execute(only="finetune", mode=mode)
+    again = machine.open(restart="pretrain")
+    with pytest.raises(UserError, match="pretrain and swap_head must be done first"):  # they are moved aside
+        again.execute(only="finetune", mode=mode)
 
 
 def test_a_stage_that_the_recipe_lacks_is_refused(machine: Machine):
