@@ -25,7 +25,7 @@ from launch.restarts import PAUSE_SECONDS, Restarts
 from launch.signals import handled
 from pipeline.identity import check_newest, checkpoint_identity
 from pipeline.recipe import Recipe, StageName, TrainStage
-from pipeline.recipe_io import dump_recipe, load_recipe
+from pipeline.recipe_io import load_recipe
 from pipeline.run_folder import RunFolder, StageRecord
 from pipeline.start_model import model_from_elsewhere
 
@@ -43,6 +43,7 @@ class PipelineRun:
     processes: int
     restart: StageName | None
     fleet: Fleet | None = None
+    shards: Literal["needed", "if there"] = "needed"
 
     @classmethod
     def open(
@@ -54,6 +55,7 @@ class PipelineRun:
         restart: StageName | None = None,
         fleet: Fleet | None = None,
         loaded: Recipe | None = None,
+        shards: Literal["needed", "if there"] = "needed",
     ) -> PipelineRun:
         """Read and check; changes nothing on disk.
 
@@ -64,6 +66,7 @@ class PipelineRun:
             restart: this stage and those after it begin again.
             fleet: the hosts to run on; default: this machine.
             loaded: what `recipe` and `overrides` say, where the caller has read them.
+            shards: "if there" for a dry run: those that are not there are not checked, and commands not started.
 
         Raises:
             UserError: anything that would keep a stage from running.
@@ -82,19 +85,26 @@ class PipelineRun:
             processes=processes,
             restart=restart,
             fleet=fleet,
+            shards=shards,
         )
         run.check_stages()
         return run
 
     def execute(
-        self, *, only: StageName | None = None, mode: Literal["train", "dry-run"] = "train", max_restarts: int = 0
+        self,
+        *,
+        only: StageName | None = None,
+        mode: Literal["train", "dry-run"] = "train",
+        max_restarts: int = 0,
+        keys: Literal["changed", "all"] = "changed",
     ) -> int:
         """Run the stages that are not done; returns the exit code.
 
         Args:
             only: this stage alone.
-            mode: "dry-run" prints the resolved recipe and starts nothing.
+            mode: "dry-run" prints a summary and the resolved recipe, and starts nothing.
             max_restarts: how often, over all stages, one that failed is started again by itself.
+            keys: of the recipe that a dry run prints: those that differ from their defaults, or all.
 
         Raises:
             UserError: there is no such stage, another process is at work in the run folder, or nothing can be
@@ -108,8 +118,17 @@ class PipelineRun:
         if max_restarts < 0:
             raise UserError(f"--max-restarts: it is {max_restarts}; give 0 or more")
         if mode == "dry-run":
+            from launch.dry_run import printed, summary
+
             self._start_function()  # which asks the hosts
-            print(dump_recipe(self.recipe), end="")
+            text = summary(
+                self.recipe,
+                folder=self.folder,
+                processes=self.processes,
+                stages=self.recipe.stages.names if only is None else (only,),
+                state=self._state,
+            )
+            print(printed(text, recipe=self.recipe, keys=keys), end="")
             return 0
         restarts = Restarts(max_restarts)
         try:
@@ -139,6 +158,7 @@ class PipelineRun:
         return prepare(
             self.fleet,
             recipe=self.recipe,
+            stages=[name for name in self.recipe.stages.names if not self._unopened(name)],
             recipe_argument=self.recipe_argument,
             runs_root=self.folder.runs_root,
             say=lambda text: print(text, file=sys.stderr, flush=True),
@@ -204,13 +224,32 @@ class PipelineRun:
                 if is_open:
                     model_from_elsewhere(self.recipe)
                 continue
-            data = open_data(self.recipe, stage=stage)
-            images = data.train.num_samples
-            plan = plan_stage(self.recipe, stage=stage, samples_per_epoch=images, world_size=self.processes)
-            training_order(self.recipe, data=data, plan=plan)
+            if not self._unopened(stage):  # else the summary checks what it can
+                data = open_data(self.recipe, stage=stage)
+                images = data.train.num_samples
+                plan = plan_stage(self.recipe, stage=stage, samples_per_epoch=images, world_size=self.processes)
+                training_order(self.recipe, data=data, plan=plan)
             if is_open and not self._begins_again(stage):
                 identity = checkpoint_identity(self.recipe, stage=stage, processes=self.processes)
                 check_newest(self.folder.checkpoints(stage), expected=identity)
+
+    def _unopened(self, stage: StageName) -> tuple[str, ...]:
+        """The training stage's shards that a dry run does not open, a sentence each."""
+        config = getattr(self.recipe.stages, stage)
+        if self.shards == "needed" or not isinstance(config, TrainStage):
+            return ()
+        from launch.dry_run import look
+
+        return look(config).unopened
+
+    def _state(self, stage: StageName) -> str:
+        """How far a stage is, in a few words."""
+        record = self.folder.record(stage)
+        if self._begins_again(stage) and record.state != "new":
+            return "begins again"
+        if record.state == "running":
+            return f"at step {record.last_saved_step:,}" if record.last_saved_step else "begun"
+        return record.state
 
     def _demand_earlier(self, stage: StageName) -> None:
         """Refuse a stage whose model is to come from one that is not done."""

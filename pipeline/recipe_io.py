@@ -10,7 +10,7 @@ import difflib
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 from pydantic import ValidationError
@@ -71,9 +71,10 @@ def parse_recipe(path: Path) -> Recipe:
     return _validate(_read(path), origin=str(path))
 
 
-def dump_recipe(recipe: Recipe) -> str:
-    """The resolved recipe as YAML, every default written out."""
-    return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+def dump_recipe(recipe: Recipe, *, keys: Literal["all", "changed"] = "all") -> str:
+    """The resolved recipe as YAML; all: every default is written out, changed: none is."""
+    tree = recipe.model_dump(mode="json", exclude_defaults=keys == "changed")
+    return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
 
 
 def flatten(recipe: Recipe) -> dict[str, str]:

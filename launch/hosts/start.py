@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from data_shards.manifest import MANIFEST_FILE
@@ -17,12 +17,18 @@ from launch.hosts.preflight import preflight
 from launch.hosts.stage import run_stage_on_hosts
 from launch.hosts.variables import travelling
 from launch.local import Launch, run_stage_locally
-from pipeline.recipe import Recipe, TrainStage
+from pipeline.recipe import Recipe, StageName, TrainStage
 from pipeline.stage_data import open_data
 
 
 def prepare(
-    fleet: Fleet, *, recipe: Recipe, recipe_argument: str, runs_root: Path, say: Callable[[str], None]
+    fleet: Fleet,
+    *,
+    recipe: Recipe,
+    recipe_argument: str,
+    runs_root: Path,
+    say: Callable[[str], None],
+    stages: Sequence[StageName] | None = None,
 ) -> Callable[[Launch], int]:
     """Ask every host; the function that then runs a stage, as `run_stage_locally` does on one machine.
 
@@ -32,6 +38,7 @@ def prepare(
         recipe_argument: as the user named it.
         runs_root: folder of the runs.
         say: takes what is to be shown.
+        stages: of these the shards are looked for on every host; default: of all.
 
     Raises:
         UserError: hosts that are not ready.
@@ -40,7 +47,7 @@ def prepare(
     variables = travelling(without_place(), folders=(Path.home(), Path()))
     say(variables.describe())
     files = [Path(recipe_argument)] if Path(recipe_argument).is_file() else []
-    for stage in recipe.stages.names:
+    for stage in recipe.stages.names if stages is None else stages:
         if isinstance(getattr(recipe.stages, stage), TrainStage):
             data = open_data(recipe, stage=stage, report=lambda text: None)
             files += shared_files((data.train, data.eval))

@@ -131,7 +131,9 @@ def test_the_exit_code_is_the_ranks(machine: Machine):
 def test_a_dry_run_shows_the_resolved_recipe_and_writes_nothing(machine: Machine, capsys: pytest.CaptureFixture[str]):
     assert machine.open("seed=5").execute(mode="dry-run") == 0
     output = capsys.readouterr().out
-    assert "seed: 5\n" in output and "collective_timeout_seconds" in output
+    assert "\nseed: 5\n" in output and "collective_timeout_seconds" not in output
+    assert machine.open("seed=5").execute(mode="dry-run", keys="all") == 0
+    assert "collective_timeout_seconds" in capsys.readouterr().out
     assert machine.started == [] and not (machine.root / "runs").exists()
 
 
