@@ -17,7 +17,7 @@ from data_shards.errors import UserError
 from data_shards.manifest import MANIFEST_FILE
 from data_shards.shard_set import ShardSet, ShardsSpec, merge_shard_sets, open_shards
 from data_shards.store.download import MissingObject, RetryPolicy
-from data_shards.store.location import PIPE, expand_braces, is_local, join, local_path, shown
+from data_shards.store.location import expand_braces, is_local, join, local_path, shown, starts_command
 from data_shards.store.store import Store
 from launch.plan_page import columns, short, show_hours
 from pipeline.budget.cost import stage_cost
@@ -58,7 +58,9 @@ def look(config: TrainStage) -> Seen:
     """
     store = Store(None, retry=RetryPolicy(give_up_seconds=_GIVE_UP_SECONDS))
     sets = [("train", each) for each in config.train] + [("eval", config.eval)]
-    said = {key: [text for name, each in sets if name == key and (text := _unopened(each, store=store))] for key, _ in sets}
+    said = {
+        key: [text for name, each in sets if name == key and (text := _unopened(each, store=store))] for key, _ in sets
+    }
     train = None
     if not said["train"]:
         train = merge_shard_sets([_open(each, store=store) for each in config.train])
@@ -68,7 +70,7 @@ def look(config: TrainStage) -> Seen:
 def _unopened(shards: ShardsConfig, *, store: Store) -> str | None:
     """Why a set is not opened; None: it is there."""
     location = shards.shards
-    if PIPE in location and any(each.startswith(PIPE) for each in expand_braces(location)):
+    if starts_command(location):
         return f"{shown(location)} is a command, and none is started"
     if is_local(location):
         there = any(_has_something(local_path(each)) for each in expand_braces(location))
@@ -189,9 +191,7 @@ def printed(text: str, *, recipe: Recipe, keys: Keys) -> str:
     return f"{comments}\n{dump_recipe(recipe, keys=keys)}"
 
 
-def _column(
-    recipe: Recipe, *, stage: StageName, folder: RunFolder, processes: int, state: str
-) -> _Column | None:
+def _column(recipe: Recipe, *, stage: StageName, folder: RunFolder, processes: int, state: str) -> _Column | None:
     config = getattr(recipe.stages, stage)
     if not isinstance(config, TrainStage):
         return None
@@ -204,7 +204,9 @@ def _column(
         engine=recipe.engine,
         num_classes=seen.train.num_classes if seen.train else 1,
     )
-    parameters = f"{short(cost.parameters)} + classes" if seen.train is None and needs_classes else f"{cost.parameters:,}"
+    parameters = (
+        f"{short(cost.parameters)} + classes" if seen.train is None and needs_classes else f"{cost.parameters:,}"
+    )
     return _Column(config, state, seen, length, parameters, _speed(folder, stage=stage))
 
 

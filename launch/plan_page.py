@@ -114,7 +114,14 @@ def _bytes_a_second(stage: StageForecast) -> str:
 
 def _cores(stage: StageForecast) -> str:
     needed = stage.reading
-    return "" if not needed else _UNKNOWN if needed.cores is None else f"{needed.cores:.3g}"
+    return f"{needed.cores:.3g}" if needed else ""
+
+
+def _cores_words(plan: Plan) -> str:
+    assumed = [stage.reading.assumed_image_bytes for stage in plan.stages if stage.reading]
+    sizes = dict.fromkeys(show_bytes(each) for each in assumed if each)
+    of = f"images of {' and '.join(sizes)}, which is assumed" if sizes else "the bytes"
+    return f"over all nodes; estimated from one benchmark and {of}"
 
 
 def _kept(stage: StageForecast) -> str:
@@ -196,7 +203,7 @@ _ROWS: tuple[Row, ...] = (
     ),
     ("shards a process", _shards_each, _says("on average; many spread better than few")),
     ("to be read, a second", _bytes_a_second, _says("from the shards, over all nodes")),
-    ("cores to decode", _cores, _says("over all nodes; estimated from one benchmark and the bytes")),
+    ("cores to decode", _cores, _cores_words),
 )
 
 

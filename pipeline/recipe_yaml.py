@@ -54,7 +54,7 @@ def read_yaml(text: str, *, source: str) -> Any:
         UserError: it is no YAML, or none that is taken.
     """
     try:
-        return yaml.load(text, Loader=_Loader)  # noqa: S506 - a SafeLoader
+        return yaml.load(text, Loader=_Loader)
     except _Refused as error:
         raise UserError(f"{source}: {error}") from None
     except yaml.YAMLError as error:
@@ -123,15 +123,20 @@ class _Loader(yaml.SafeLoader):
 
 
 _REASONS = (
-    (r"mapping values are not allowed", "a colon is where none can be: indent the line as its neighbours are, or put the "
-     "text into quotes"),
+    (
+        r"mapping values are not allowed",
+        "a colon is where none can be: indent the line as its neighbours are, or put the text into quotes",
+    ),
     (r"found character '\\t'", "a tab is where only spaces may be: indent by spaces"),
     (r"could not find expected ':'", "there is no colon behind a key: write key: value"),
     (r"but found another document", "a second document begins: leave out the ---"),
     (r"could not determine a constructor for the tag '([^']*)'", r"a tag (\1) means nothing in a recipe: leave it out"),
     (r"found undefined alias '?([^']*)'?", r"the alias *\1 names no anchor: write &\1 where it is to come from"),
     (r"found unhashable key", "a group or list stands where a key must be: put the text into quotes"),
-    (r"expected <block end>, but found '(.*)'", r"it is indented unlike its neighbours, or something is missing before it"),
+    (
+        r"expected <block end>, but found '(.*)'",
+        r"it is indented unlike its neighbours, or something is missing before it",
+    ),
     (r"found unexpected end of stream", "a quotation mark has no partner"),
     (r"expected the node content, but found '<stream end>'|got '<stream end>'", "a bracket or brace has no partner"),
 )
@@ -148,7 +153,9 @@ def _reason(error: yaml.YAMLError) -> str:
             problem = match.expand(words)
             break
     mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
-    return printable(problem) if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: {printable(problem)}"
+    return (
+        printable(problem) if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: {printable(problem)}"
+    )
 
 
 def printable(text: str) -> str:

@@ -35,7 +35,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib.util import find_spec
-from typing import Literal
 
 import numpy as np
 
@@ -44,7 +43,6 @@ from data_shards.images import decode_nvimgcodec
 from data_shards.images.box import Box, Pixels
 from data_shards.images.decode_pillow import open_with_pillow
 from data_shards.images.names import DecoderName
-
 
 MOST_PIXELS = 178_956_970  # where Pillow speaks of a decompression bomb: 2 * (2**30 // 4 // 3)
 

@@ -275,7 +275,10 @@ def test_pack_with_a_wrong_option(refused: Callable[..., str], option: list[str]
         (["stages.pretrain.optimizer.wieght_decay=0.1"], "did you mean weight_decay?"),
         (["stages.pretrain.global_batch_size=9"], "global_batch_size 9 does not divide among 2 processes"),
         (["processes=3"], "global_batch_size 8 does not divide among 3 processes"),
-        (["stages.finetune.global_batch_size=64"], "stages.finetune.global_batch_size is 64, but the training set has only 18"),
+        (
+            ["stages.finetune.global_batch_size=64"],
+            "stages.finetune.global_batch_size is 64, but the training set has only 18",
+        ),
         (["data.lanes=20", "stages.finetune.global_batch_size=16"], "data.lanes is 20, but the shards hold only 18"),
         (["stages.pretrain.train={shards: shards/train, weight: 2}"], "a weight means nothing"),
         (["data.lanes=3"], "global_batch_size 8 is not a multiple of data.lanes 3"),

@@ -142,7 +142,9 @@ def test_a_command_is_never_started(call: Call, work: Path):
     evals = [each for each in PACKED if ".eval=" in each]
     code, output, _ = call("run", "digits", "--dry-run", *evals, *pipes)
     assert code == 0 and not marker.exists() and "is a command, and none is started" in output
-    (work / "mixed.yaml").write_text(f"extends: digits\nstages: {{pretrain: {{train: [shards/train, 'pipe:touch {marker}']}}}}\n")
+    (work / "mixed.yaml").write_text(
+        f"extends: digits\nstages: {{pretrain: {{train: [shards/train, 'pipe:touch {marker}']}}}}\n"
+    )
     assert call("run", "mixed.yaml", "--dry-run", *(each for each in PACKED if "pretrain.train" not in each))[0] == 0
     assert not marker.exists()
 

@@ -54,7 +54,7 @@ def test_all_stages_in_order_then_nothing(machine: Machine, capsys: pytest.Captu
 def test_one_stage(machine: Machine):
     assert machine.open().execute(only="pretrain") == 0
     assert machine.started == ["pretrain"]
-    with pytest.raises(UserError, match="--stage finetune: in .*digits, swap_head must be done first"):
+    with pytest.raises(UserError, match=r"--stage finetune: in .*digits, swap_head must be done first"):
         machine.open().execute(only="finetune")
     assert machine.open().execute() == 0
     assert machine.started == ["pretrain", "swap_head", "finetune"]
@@ -62,7 +62,7 @@ def test_one_stage(machine: Machine):
 
 @pytest.mark.parametrize("mode", ["train", "dry-run"])
 def test_a_stage_whose_earlier_ones_are_not_done_is_refused(machine: Machine, mode: Literal["train", "dry-run"]):
-    with pytest.raises(UserError, match="--stage finetune: in .*digits, pretrain and swap_head must be done first"):
+    with pytest.raises(UserError, match=r"--stage finetune: in .*digits, pretrain and swap_head must be done first"):
         machine.open().execute(only="finetune", mode=mode)
     assert machine.started == [] and not machine.folder.path.exists()
     machine.open().execute()
