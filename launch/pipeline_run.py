@@ -261,8 +261,8 @@ class PipelineRun:
         ]
         if missing:
             raise UserError(
-                f"--stage {stage}: in {self.folder.path}, {' and '.join(missing)} must be done first: leave out --stage, "
-                f"or begin with --stage {missing[0]}"
+                f"--stage {stage}: in {self.folder.path}, {' and '.join(missing)} must be done first: leave out "
+                f"--stage, or begin with --stage {missing[0]}"
             )
 
     def _begins_again(self, stage: StageName) -> bool:

@@ -286,6 +286,7 @@ def _number(value: float) -> str:
 
 
 def show_hours(hours: float) -> str:
+    """A time in the unit that fits it: "3.17 h"."""
     if hours >= 48:
         return f"{hours / 24:.1f} days"
     if hours >= 1:

@@ -193,7 +193,7 @@ def _words(kind: Any, *, bounds: Sequence[Any], field: FieldInfo, name: str) -> 
 
 
 def _range(bounds: Sequence[Any]) -> str:
-    """ " above 0 and at most 1", for instance."""
+    """The bounds in words that follow "a number"."""
     words: list[str] = []
     for bound in bounds:
         match bound:

@@ -82,7 +82,7 @@ class _Loader(yaml.SafeLoader):
         if len(self._path) > _DEEPEST:
             raise _Refused(f"line {line} opens the {_DEEPEST}th group or list within another: none may be so deep")
         before = self._values
-        node = super().compose_node(parent, index)
+        node = super().compose_node(parent, index)  # pyright: ignore[reportArgumentType]
         self._path.pop()
         if is_alias:
             if id(node) not in self._sizes:
@@ -95,7 +95,7 @@ class _Loader(yaml.SafeLoader):
             raise _Refused(f"it says more than {_MOST_VALUES:,} values, aliases written out, up to line {line} alone")
         return node
 
-    def compose_mapping_node(self, anchor: str | None) -> MappingNode:
+    def compose_mapping_node(self, anchor: Any) -> MappingNode:
         node = super().compose_mapping_node(anchor)
         lines: dict[tuple[str, str], int] = {}
         for key, _ in node.value:  # before `<<` is written out, which may well repeat keys

@@ -34,8 +34,8 @@ class Reading:
 
 
 def reading(images_per_second: float, *, image_bytes: float | None, image_size: int) -> Reading:
-    """What so many images a second of `image_bytes` on average ask for; None: not known, and the benchmark's photographs
-    are taken, smaller ones for a smaller `image_size`."""
+    """What so many images a second of `image_bytes` on average ask for; None: not known, and the benchmark's
+    photographs are taken, smaller ones for a smaller `image_size`."""
     size = image_bytes
     if size is None:
         size = _BENCH_IMAGE_BYTES * min(1.0, (image_size / _BENCH_PIXELS) ** 2)

@@ -1,4 +1,4 @@
-"""`--dry-run`: a summary whose numbers are those of the run, a recipe that is the same, and nothing opened or started."""
+"""`--dry-run`: a summary whose numbers are those of the run, the same recipe, and nothing started."""
 
 from __future__ import annotations
 
