@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+_MOST_BYTES = 2**63
 _UNITS = {"": 1, "B": 1}
 for _power, _letter in enumerate("KMGTP", start=1):
     _UNITS[_letter] = _UNITS[f"{_letter}B"] = 1000**_power
@@ -17,9 +18,10 @@ def parse_bytes(text: str) -> int:
         ValueError: the text is no size above 0.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*([A-Za-z]*)\s*", text)
-    if match is None or match[2].upper() not in _UNITS or float(match[1]) == 0:
+    size = float(match[1]) * _UNITS.get(match[2].upper(), 0) if match else 0
+    if not 0 < size < _MOST_BYTES:
         raise ValueError(f"{text!r} is no size: write it like 500 MB, 1.5TB or 256MiB")
-    return int(float(match[1]) * _UNITS[match[2].upper()])
+    return int(size)
 
 
 def show_bytes(num_bytes: float) -> str:

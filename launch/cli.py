@@ -10,7 +10,6 @@ from cyclopts import App, CycloptsError, Parameter
 
 from data_shards.errors import UserError
 from data_shards.printable import printable
-from data_shards.store.location import Commands
 from launch.doctor.command import doctor
 from launch.models import export_model, import_model
 from launch.output import EXIT_READER_LEFT, OutputLost, go_on, guard
@@ -292,7 +291,12 @@ def run(
     ] = "ssh",
     master_addr: Annotated[str, Parameter(help="With --hostfile: under which the others find the first host.")] = "",
     master_port: Annotated[int, Parameter(help="With --hostfile: where rank 0 listens; 0: the system chooses.")] = 0,
-    dry_run: Annotated[bool, Parameter(help="Check everything, print the resolved recipe, start nothing.")] = False,
+    dry_run: Annotated[
+        bool, Parameter(help="Check everything, print what would be run, start nothing. Shards may be missing yet.")
+    ] = False,
+    all_keys: Annotated[
+        bool, Parameter(negative="", help="With --dry-run: print every key, not only those that differ from defaults.")
+    ] = False,
 ) -> int:
     """Run a recipe's stages here or on several machines: finished ones are skipped, an interrupted one goes on.
 
@@ -309,6 +313,12 @@ def run(
 
         shardvit run my.yaml --hostfile hosts --exclude host3
     """
+    from pipeline.recipe_io import load_recipe
+
+    if all_keys and not dry_run:
+        raise UserError("--all-keys says what --dry-run prints: give that too")
+    loaded = load_recipe(recipe, overrides=overrides)  # a mistake in it is said before anything slow is imported
+
     from launch.pipeline_run import PipelineRun
 
     if not dry_run:
@@ -329,11 +339,21 @@ def run(
         raise UserError(
             "--include, --exclude, --launcher, --master-addr and --master-port need --hostfile: give it, too"
         )
-    commands: Commands = "refuse" if dry_run else "run"
     opened = PipelineRun.open(
-        recipe, overrides=overrides, runs_root=runs, restart=restart, fleet=fleet, commands=commands
+        recipe,
+        overrides=overrides,
+        runs_root=runs,
+        restart=restart,
+        fleet=fleet,
+        loaded=loaded,
+        shards="if there" if dry_run else "needed",
     )
-    return opened.execute(only=stage, mode="dry-run" if dry_run else "train", max_restarts=max_restarts)
+    return opened.execute(
+        only=stage,
+        mode="dry-run" if dry_run else "train",
+        max_restarts=max_restarts,
+        keys="all" if all_keys else "changed",
+    )
 
 
 @app.command

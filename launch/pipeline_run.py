@@ -30,11 +30,9 @@ from launch.restarts import PAUSE_SECONDS, Restarts
 from launch.signals import handled
 from pipeline.data_record import check_data, has_record
 from pipeline.identity import check_newest, checkpoint_identity
-from pipeline.plan import plan_stage
 from pipeline.recipe import Recipe, StageName, TrainStage
-from pipeline.recipe_io import dump_recipe, load_recipe
+from pipeline.recipe_io import load_recipe
 from pipeline.run_folder import RunFolder, StageRecord
-from pipeline.stage_data import open_data, training_order
 from pipeline.start_model import model_from_elsewhere
 
 EXIT_USER_ERROR = 2
@@ -51,6 +49,7 @@ class PipelineRun:
     restart: StageName | None
     fleet: Fleet | None = None
     commands: Commands = "run"
+    shards: Literal["needed", "if there"] = "needed"
 
     @classmethod
     def open(
@@ -61,7 +60,8 @@ class PipelineRun:
         runs_root: Path,
         restart: StageName | None = None,
         fleet: Fleet | None = None,
-        commands: Commands = "run",
+        loaded: Recipe | None = None,
+        shards: Literal["needed", "if there"] = "needed",
     ) -> PipelineRun:
         """Read and check; changes nothing on disk.
 
@@ -71,12 +71,13 @@ class PipelineRun:
             runs_root: folder of all runs.
             restart: this stage and those after it begin again.
             fleet: the hosts to run on; default: this machine.
-            commands: "refuse" to look without running a `pipe:` of the recipe.
+            loaded: what `recipe` and `overrides` say, where the caller has read them.
+            shards: "if there" for a dry run: those that are not there are not checked, and commands not started.
 
         Raises:
             UserError: anything that would keep a stage from running.
         """
-        loaded = load_recipe(recipe, overrides=overrides)
+        loaded = loaded or load_recipe(recipe, overrides=overrides)
         if restart is not None and restart not in loaded.stages.names:
             raise UserError(f"--restart {restart}: the recipe has only the stages {', '.join(loaded.stages.names)}")
         processes = _processes_here(loaded) if fleet is None else _processes_of(fleet, loaded)
@@ -88,21 +89,27 @@ class PipelineRun:
             processes=processes,
             restart=restart,
             fleet=fleet,
-            commands=commands,
+            shards=shards,
         )
         for note in run.check_stages():
             _say(note)
         return run
 
     def execute(
-        self, *, only: StageName | None = None, mode: Literal["train", "dry-run"] = "train", max_restarts: int = 0
+        self,
+        *,
+        only: StageName | None = None,
+        mode: Literal["train", "dry-run"] = "train",
+        max_restarts: int = 0,
+        keys: Literal["changed", "all"] = "changed",
     ) -> int:
         """Run the stages that are not done; returns the exit code.
 
         Args:
             only: this stage alone.
-            mode: "dry-run" prints the resolved recipe and starts nothing.
+            mode: "dry-run" prints a summary and the resolved recipe, and starts nothing.
             max_restarts: how often, over all stages, one that failed is started again by itself.
+            keys: of the recipe that a dry run prints: those that differ from their defaults, or all.
 
         Raises:
             UserError: there is no such stage, another process is at work in the run folder, or nothing can be
@@ -111,11 +118,22 @@ class PipelineRun:
         """
         if only is not None and only not in self.recipe.stages.names:
             raise UserError(f"--stage {only}: the recipe has only the stages {', '.join(self.recipe.stages.names)}")
+        if only is not None:
+            self._demand_earlier(only)
         if max_restarts < 0:
             raise UserError(f"--max-restarts: it is {max_restarts}; give 0 or more")
         if mode == "dry-run":
+            from launch.dry_run import printed, summary
+
             self._start_function()  # which asks the hosts
-            print(dump_recipe(self.recipe), end="")
+            text = summary(
+                self.recipe,
+                folder=self.folder,
+                processes=self.processes,
+                stages=self.recipe.stages.names if only is None else (only,),
+                state=self._state,
+            )
+            print(printed(text, recipe=self.recipe, keys=keys), end="")
             return 0
         restarts = Restarts(max_restarts)
         try:
@@ -151,9 +169,9 @@ class PipelineRun:
         return prepare(
             self.fleet,
             recipe=self.recipe,
+            stages=[name for name in self.recipe.stages.names if not self._unopened(name)],
             runs_root=self.folder.runs_root,
             say=lambda text: print(text, file=sys.stderr, flush=True),
-            commands=self.commands,
         )
 
     def _run_stage(self, stage: StageName, *, start: Callable[[Launch], int], restarts: Restarts) -> int:
@@ -212,6 +230,9 @@ class PipelineRun:
 
     def check_stages(self) -> list[str]:
         """Every stage's data, sizes, model and checkpoints, before the first one is started; what was not looked at."""
+        from pipeline.plan import plan_stage  # numpy and the network only for a recipe that was read
+        from pipeline.stage_data import open_data, training_order
+
         notes: list[str] = []
         for stage in self.recipe.stages.names:
             is_open = self._begins_again(stage) or self.folder.record(stage).state != "done"
@@ -222,10 +243,11 @@ class PipelineRun:
                 continue
             data = None
             try:
-                data = open_data(self.recipe, stage=stage, commands=self.commands)
+                if not self._unopened(stage):  # else the summary checks what it can
+                    data = open_data(self.recipe, stage=stage, commands=self.commands)
             except CommandRefused as error:
                 notes.append(f"stages.{stage}: its images and their number were not looked at: {error}")
-            else:
+            if data is not None:
                 images = data.train.num_samples
                 plan = plan_stage(self.recipe, stage=stage, samples_per_epoch=images, world_size=self.processes)
                 training_order(self.recipe, data=data, plan=plan)
@@ -235,6 +257,38 @@ class PipelineRun:
                 if data is not None and has_record(self.folder, stage=stage):
                     check_data(self.folder, stage=stage, data=data)
         return notes
+
+    def _unopened(self, stage: StageName) -> tuple[str, ...]:
+        """The training stage's shards that a dry run does not open, a sentence each."""
+        config = getattr(self.recipe.stages, stage)
+        if self.shards == "needed" or not isinstance(config, TrainStage):
+            return ()
+        from launch.dry_run import look
+
+        return look(config).unopened
+
+    def _state(self, stage: StageName) -> str:
+        """How far a stage is, in a few words."""
+        record = self.folder.record(stage)
+        if self._begins_again(stage) and record.state != "new":
+            return "begins again"
+        if record.state == "running":
+            return f"at step {record.last_saved_step:,}" if record.last_saved_step else "begun"
+        return record.state
+
+    def _demand_earlier(self, stage: StageName) -> None:
+        """Refuse a stage whose model is to come from one that is not done."""
+        names = self.recipe.stages.names
+        missing = [
+            name
+            for name in names[: names.index(stage)]
+            if self._begins_again(name) or self.folder.record(name).state != "done"
+        ]
+        if missing:
+            raise UserError(
+                f"--stage {stage}: in {self.folder.path}, {' and '.join(missing)} must be done first: leave out "
+                f"--stage, or begin with --stage {missing[0]}"
+            )
 
     def _begins_again(self, stage: StageName) -> bool:
         names = self.recipe.stages.names

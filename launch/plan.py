@@ -54,12 +54,15 @@ def plan(
 
         shardvit plan my.yaml --gpus 64 --gpu h200 --images-per-second 1250 --json
     """
-    from launch.plan_page import as_json, as_page
-    from launch.planning import make_plan
     from pipeline.recipe_io import load_recipe
 
+    loaded = load_recipe(recipe, overrides=overrides)  # a mistake in it is said before anything slow is imported
+
+    from launch.plan_page import as_json, as_page
+    from launch.planning import make_plan
+
     made = make_plan(
-        load_recipe(recipe, overrides=overrides),
+        loaded,
         gpus=gpus,
         gpu=gpu,
         gpus_per_node=gpus_per_node,

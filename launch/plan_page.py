@@ -47,12 +47,12 @@ def as_page(plan: Plan) -> str:
     rows = [(label, [show(stage) for stage in plan.stages], words(plan)) for label, show, words in _ROWS]
     rows = [row for row in rows if any(row[1])]
     names: list[str] = [stage.name for stage in plan.stages]
-    lines += ["", *_columns([("", names, ""), *rows])]
+    lines += ["", *columns([("", names, ""), *rows])]
     if "swap_head" in plan.recipe.stages.names:
         lines.append("swap_head changes the head on one processor core: seconds, no GPU.")
     if len(plan.stages) > 1 and plan.hours is not None:
         gpu_hours = plan.hours * plan.machine.gpus
-        lines.append(f"In all: {_hours(plan.hours)} on the wall clock, {_number(gpu_hours)} GPU-hours.")
+        lines.append(f"In all: {show_hours(plan.hours)} on the wall clock, {_number(gpu_hours)} GPU-hours.")
     for stage in plan.stages:
         lines += ["", *_memory(plan, stage)]
     return printable("\n".join([*lines, "", *_glossary(plan)]))
@@ -115,7 +115,14 @@ def _bytes_a_second(stage: StageForecast) -> str:
 
 def _cores(stage: StageForecast) -> str:
     needed = stage.reading
-    return "" if not needed else _UNKNOWN if needed.cores is None else f"{needed.cores:.3g}"
+    return f"{needed.cores:.3g}" if needed else ""
+
+
+def _cores_words(plan: Plan) -> str:
+    assumed = [stage.reading.assumed_image_bytes for stage in plan.stages if stage.reading]
+    sizes = dict.fromkeys(show_bytes(each) for each in assumed if each)
+    of = f"images of {' and '.join(sizes)}, which is assumed" if sizes else "the bytes"
+    return f"over all nodes; estimated from one benchmark and {of}"
 
 
 def _kept(stage: StageForecast) -> str:
@@ -150,10 +157,10 @@ def _checkpoint_words(plan: Plan) -> str:
 
 _ROWS: tuple[Row, ...] = (
     ("image size, px", lambda stage: str(stage.config.image_size), _says("a side")),
-    ("parameters", lambda stage: _short(stage.cost.parameters), _says("numbers that are learnt, head included")),
+    ("parameters", lambda stage: short(stage.cost.parameters), _says("numbers that are learnt, head included")),
     (
         "FLOPs an image",
-        lambda stage: _short(stage.cost.training_flops),
+        lambda stage: short(stage.cost.training_flops),
         _says("arithmetic of its forward and backward pass"),
     ),
     ("global batch", lambda stage: f"{stage.config.global_batch_size:,}", _says("images of one optimizer step")),
@@ -161,7 +168,7 @@ _ROWS: tuple[Row, ...] = (
     ("steps", _steps, _says("of the optimizer")),
     (
         "images",
-        lambda stage: _UNKNOWN if stage.total_images is None else _short(stage.total_images),
+        lambda stage: _UNKNOWN if stage.total_images is None else short(stage.total_images),
         _says("seen in training"),
     ),
     ("epochs", _epochs, _says("times that each image is seen")),
@@ -175,7 +182,7 @@ _ROWS: tuple[Row, ...] = (
     ("images/s in all", _time(lambda time: _number(time.images_per_second)), _says("of all GPUs")),
     (
         "wall clock",
-        _time(lambda time: _UNKNOWN if time.hours is None else _hours(time.hours)),
+        _time(lambda time: _UNKNOWN if time.hours is None else show_hours(time.hours)),
         _says("evaluating, saving, starting and waiting for data come on top"),
     ),
     (
@@ -197,7 +204,7 @@ _ROWS: tuple[Row, ...] = (
     ),
     ("shards a process", _shards_each, _says("on average; many spread better than few")),
     ("to be read, a second", _bytes_a_second, _says("from the shards, over all nodes")),
-    ("cores to decode", _cores, _says("over all nodes; estimated from one benchmark and the bytes")),
+    ("cores to decode", _cores, _cores_words),
 )
 
 
@@ -223,7 +230,7 @@ def _memory(plan: Plan, stage: StageForecast) -> Iterator[str]:
         if row.traffic:
             cells += [show_bytes(row.traffic.num_bytes), f"{row.kept_share or 0:.0%}"]
         rows.append((_zero_name(stage, zero_stage), cells, ""))
-    yield from _columns(rows)
+    yield from columns(rows)
 
 
 def _zero_name(stage: StageForecast, zero_stage: ZeroStage) -> str:
@@ -250,7 +257,7 @@ def _glossary(plan: Plan) -> Iterator[str]:
         )
 
 
-def _columns(rows: Sequence[tuple[str, Sequence[str], str]]) -> Iterator[str]:
+def columns(rows: Sequence[tuple[str, Sequence[str], str]]) -> Iterator[str]:
     """Labels to the left, values right-aligned, words behind them, on several lines if they are long."""
     label_width = max(len(label) for label, _, _ in rows)
     widths = [max(len(values[n]) for _, values, _ in rows) for n in range(len(rows[0][1]))]
@@ -267,7 +274,7 @@ def _wrapped(text: str) -> list[str]:
     return textwrap.wrap(text, _WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
-def _short(number: float) -> str:
+def short(number: float) -> str:
     """304326632 as "304.3 M"."""
     for size, prefix in ((1e12, " T"), (1e9, " G"), (1e6, " M"), (1e3, " k")):
         if number >= size:
@@ -279,7 +286,8 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def _hours(hours: float) -> str:
+def show_hours(hours: float) -> str:
+    """A time in the unit that fits it: "3.17 h"."""
     if hours >= 48:
         return f"{hours / 24:.1f} days"
     if hours >= 1:

@@ -121,8 +121,6 @@ def run_cells(
     Raises:
         UserError: anything that would keep one of the runs from its end.
     """
-    from data_shards.packing.pack import pack
-    from launch.pipeline_run import PipelineRun
     from pipeline.recipe_io import load_recipe
 
     for override in overrides:
@@ -130,20 +128,26 @@ def run_cells(
         if key in ("model.position", "model.position_at"):
             raise UserError(f"{key} is what table8 varies itself: leave it out")
     base = load_recipe(recipe, overrides=overrides)
+
+    from data_shards.packing.pack import pack
+    from launch.pipeline_run import PipelineRun
+
     last = base.stages.names[-1]
     if last not in ("pretrain", "finetune"):
         raise UserError(f"{recipe}: its last stage is {last}, which has no top-1 to compare: end in another")
     if recipe == RECIPE:
         folder = (shards_root or Path("shards")) / "digits"
         pack("digits", folder, holdout=_HOLDOUT)
-        overrides = [f"stages.pretrain.train={folder / 'train'}", f"stages.pretrain.eval={folder / 'val'}", *overrides]
+        given = {override.partition("=")[0] for override in overrides}
+        places = {"stages.pretrain.train": folder / "train", "stages.pretrain.eval": folder / "val"}
+        overrides = [*(f"{key}={place}" for key, place in places.items() if key not in given), *overrides]
     elif shards_root is not None:
         raise UserError(f"--shards: only {RECIPE}'s are packed, and {recipe} names its own; leave it out")
     opened = [
         PipelineRun.open(
             recipe,
             overrides=[
-                *overrides,
+                *(override for override in overrides if not override.startswith("name=")),
                 f"name={base.name}-{cell.name}",
                 f"model.position={cell.position}",
                 f"model.position_at={cell.at}",

@@ -14,7 +14,11 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from model.variants import Variant, parse_variant
 
-PositiveInt = Annotated[int, Field(gt=0)]
+Width = Annotated[int, Field(gt=0, le=2**16)]
+Depth = Annotated[int, Field(gt=0, le=1000)]
+Hidden = Annotated[int, Field(gt=0, le=2**20)]
+Pixels = Annotated[int, Field(gt=0, le=2**14)]
+WidthFactor = Annotated[int, Field(gt=0, le=64)]
 Pool = Literal["cls", "gap", "map"]
 PositionKind = Literal["learned_1d", "learned_2d", "relative", "sincos_2d", "none"]
 PositionAt = Literal["stem", "every_layer", "every_layer_shared"]
@@ -23,6 +27,7 @@ Interpolation = Literal["google", "timm"]
 HeadKind = Literal["mlp", "linear"]
 InitStyle = Literal["google", "timm"]
 
+_MOST_WEIGHTS = 10**12
 _SIZES = ("width", "depth", "heads", "mlp_dim", "patch_size", "resnet_layers", "resnet_width_factor")
 OF_TRANSFORMERS = ("pool", "position", "position_at", "layer_scale", "gelu", "layer_norm_eps", "interpolation")
 """Fields beside the sizes, which a pure ResNet does not have."""
@@ -100,16 +105,16 @@ class ModelConfig(BaseModel):
     Read the numbers from `sizes` or `resnet`, whichever way they were given; the fields are what the user wrote.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     variant: str | None = None
-    width: PositiveInt | None = None
-    depth: PositiveInt | None = None
-    heads: PositiveInt | None = None
-    mlp_dim: PositiveInt | None = None
-    patch_size: PositiveInt | None = None
-    resnet_layers: tuple[PositiveInt, ...] | None = Field(default=None, max_length=4)
-    resnet_width_factor: PositiveInt | None = None
+    width: Width | None = None
+    depth: Depth | None = None
+    heads: Width | None = None
+    mlp_dim: Hidden | None = None
+    patch_size: Pixels | None = None
+    resnet_layers: tuple[Depth, ...] | None = Field(default=None, max_length=4)
+    resnet_width_factor: WidthFactor | None = None
     pool: Pool = "cls"
     position: PositionKind = "learned_1d"
     position_at: PositionAt = "stem"
@@ -148,6 +153,12 @@ class ModelConfig(BaseModel):
                 raise ValueError("resnet_layers: a pure ResNet has at least one stage, such as [3, 4, 6, 3]")
             return self
         sizes = self.sizes
+        weights = sizes.depth * sizes.width * (4 * sizes.width + 2 * sizes.mlp_dim)
+        if weights > _MOST_WEIGHTS:
+            raise ValueError(
+                f"width {sizes.width}, depth {sizes.depth} and mlp_dim {sizes.mlp_dim} make {weights:.1e} weights: "
+                f"take a model of {_MOST_WEIGHTS:.0e} at most"
+            )
         if sizes.width % sizes.heads:
             raise ValueError(f"heads {sizes.heads} must divide width {sizes.width}")
         if sizes.resnet_layers is not None and sizes.patch_size % resnet_stride(sizes.resnet_layers):

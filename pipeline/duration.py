@@ -13,6 +13,7 @@ from typing import Literal
 
 Unit = Literal["steps", "epochs", "images", "%"]
 
+_LONGEST = 1e15
 _PATTERN = re.compile(r"\s*([0-9][0-9_]*\.?[0-9]*(?:[eE]\+?[0-9]+)?)\s*(steps?|epochs?|images?|%)\s*")
 
 
@@ -33,7 +34,7 @@ def parse_duration(text: str) -> Duration:
     match = _PATTERN.fullmatch(str(text))
     if match is None:
         raise ValueError(f"{text!r} is no duration: write it like '400 steps', '7 epochs', '1e6 images' or '10%'")
-    if not math.isfinite(float(match[1].replace("_", ""))):
+    if float(match[1].replace("_", "")) > _LONGEST:
         raise ValueError(f"{text!r} is too long: write it like '400 steps', '7 epochs', '1e6 images' or '10%'")
     unit = match[2] if match[2] == "%" else match[2].rstrip("s") + "s"
     return Duration(amount=float(match[1].replace("_", "")), unit=unit)  # pyright: ignore[reportArgumentType]

@@ -62,6 +62,12 @@ def plan_stage(recipe: Recipe, *, stage: StageName, samples_per_epoch: int, worl
     """
     config = recipe.train_stage(stage)
     lanes = recipe.lanes(config)
+    if 0 < samples_per_epoch < config.global_batch_size:
+        raise UserError(
+            f"stages.{stage}.global_batch_size is {config.global_batch_size:,}, but the training set has only "
+            f"{samples_per_epoch:,} images, which each step would see more than once: set it to "
+            f"{1 << (samples_per_epoch.bit_length() - 1)}, or less"
+        )
     check_sizes(
         samples_per_epoch,
         lanes=lanes,

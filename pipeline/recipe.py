@@ -7,16 +7,24 @@ a recipe is read, checked and printed at once. Reading YAML and overrides is `re
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+import re
+from typing import Annotated, Literal, get_args
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from data_shards.images.transforms import EvalProtocol
+from data_shards.images.names import EvalProtocol
 from model.config import HeadKind, InitStyle, ModelConfig
 from model.regularisation import Regularisation
 from pipeline.recipe_base import DurationText, Strict
 from pipeline.recipe_data import AugmentConfig, DataConfig, OneSet, SomeSets
 from pipeline.schedule import Decay
+
+_MOST_IMAGES = 2**20  # of a batch
+_MOST_PIXELS = 2**14  # of an image's side
+_MOST_PATCHES = 2**20  # of an image
+_MOST_SECONDS = 10**7
+_LONGEST_NAME = 200  # file systems take 255 bytes, MLflow's server 250
+_TAKEN_NAMES = ("mlartifacts", "mlflow.db", "table8.txt", "table8.json")  # beside the runs, in the folder of them all
 
 StageName = Literal["masked_patch", "pretrain", "swap_head", "finetune"]
 
@@ -30,15 +38,15 @@ class EngineConfig(Strict):
     """What DeepSpeed shards: 0 nothing, 1 optimizer state, 2 gradients too, 3 weights too."""
     precision: Literal["bf16", "fp16", "fp32"] = "bf16"
     """bf16 and fp16 keep float32 master weights; fp16 needs a GPU."""
-    max_micro_batch_size: int = Field(default=256, ge=1)
+    max_micro_batch_size: int = Field(default=256, ge=1, le=_MOST_IMAGES)
     """The most images of one process in one forward pass; more are accumulated."""
     activation_checkpointing: bool = False
     """Recompute the blocks in the backward pass: less memory, a third more arithmetic."""
-    max_skipped_steps: int = Field(default=20, ge=1)
+    max_skipped_steps: int = Field(default=20, ge=1, le=10**9)
     """Steps in a row with a gradient that is not finite (and so skipped) before training stops."""
-    collective_timeout_seconds: float = Field(default=1800, gt=0)
+    collective_timeout_seconds: float = Field(default=1800, gt=0, le=_MOST_SECONDS)
     """How long a process waits for the others before it takes one of them for dead."""
-    hang_seconds: float = Field(default=900, ge=0)
+    hang_seconds: float = Field(default=900, ge=0, le=_MOST_SECONDS)
     """A process that gets no further for so long is named, and the run ends so that it can be restarted; 0: never."""
     slow_rank_factor: float = Field(default=2.0, gt=1)
     """A process whose own part of a step takes so many times as long as the others' is named."""
@@ -54,6 +62,9 @@ class EngineConfig(Strict):
         return self
 
 
+_Share = Annotated[float, Field(ge=0, lt=1)]
+
+
 class OptimizerConfig(Strict):
     """AdamW or SGD with momentum; weight decay touches the kernels of linear and convolution layers only."""
 
@@ -62,7 +73,7 @@ class OptimizerConfig(Strict):
     """Peak learning rate."""
     weight_decay: float = Field(default=0.0, ge=0)
     """Decoupled and multiplied by the learning rate (torch's and the paper's unit, not big_vision's)."""
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[_Share, _Share] = (0.9, 0.999)
     """AdamW's (ViT paper, section 4.1)."""
     momentum: float = Field(default=0.9, ge=0, lt=1)
     """SGD's (ViT paper, table 4)."""
@@ -104,8 +115,8 @@ class TrainStage(Strict):
     the same, bicubic."""
     eval_crop_share: float | None = Field(default=None, gt=0, le=1)
     """Crop's side over the resized short side; default 0.875 (big_vision: 224 of 256) or 0.9 (timm)."""
-    image_size: int = Field(gt=0)
-    global_batch_size: int = Field(gt=0)
+    image_size: int = Field(gt=0, le=_MOST_PIXELS)
+    global_batch_size: int = Field(gt=0, le=_MOST_IMAGES)
     """Images of one optimizer step, over all processes."""
     duration: DurationText
     optimizer: OptimizerConfig
@@ -126,9 +137,9 @@ class TrainStage(Strict):
     """Between two evaluations; 0: at the end alone."""
     save_every: DurationText = "10%"
     """Between two checkpoints; one is also written by a signal and at the end."""
-    save_every_minutes: float = Field(default=0.0, ge=0)
+    save_every_minutes: float = Field(default=0.0, ge=0, le=_MOST_SECONDS)
     """Also a checkpoint whenever the last one is so old; 0: steps alone count."""
-    keep_checkpoints: int = Field(default=2, ge=1)
+    keep_checkpoints: int = Field(default=2, ge=1, le=10**9)
     """The newest so many stay."""
     keep_every: DurationText = "0 steps"
     """Checkpoints are also written at multiples of this, and these stay for good."""
@@ -250,23 +261,32 @@ class Stages(Strict):
 class Recipe(Strict):
     """A whole pipeline."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    name: str
     """Name of the run folder and of the MLflow run."""
     experiment: str = Field(default="shardvit", min_length=1)
     """MLflow's experiment; the environment's MLFLOW_EXPERIMENT_NAME comes first."""
-    seed: int = Field(default=0, ge=0)
-    processes: int | Literal["auto"] = "auto"
+    seed: int = Field(default=0, ge=0, lt=2**63)
+    processes: Annotated[int, Field(ge=1, le=10**6)] | Literal["auto"] = "auto"
     """Processes that `shardvit run` starts on this machine; auto: one for each GPU, or one."""
     model: ModelConfig
     data: DataConfig = DataConfig()
     engine: EngineConfig = EngineConfig()
     stages: Stages
 
-    @model_validator(mode="after")
-    def _some_processes(self) -> Recipe:
-        if self.processes != "auto" and self.processes < 1:
-            raise ValueError(f"processes is {self.processes}: give 1 or more, or auto")
-        return self
+    @field_validator("name")
+    @classmethod
+    def _name_of_a_folder(cls, name: str) -> str:
+        if len(name) > _LONGEST_NAME:
+            raise ValueError(f"name has {len(name):,} characters: give at most {_LONGEST_NAME}")
+        if not re.fullmatch("[A-Za-z0-9][A-Za-z0-9._-]*", name):
+            near = re.sub("[^A-Za-z0-9._-]+", "-", name).strip("-._")
+            raise ValueError(
+                f"name is {name!r}: give letters (a to z), digits, '.', '_' and '-', a letter or digit first"
+                + (f", such as {near}" if near else "")
+            )
+        if name.casefold().startswith(_TAKEN_NAMES):
+            raise ValueError(f"name is {name!r}, which shardvit keeps for a file beside the runs: give another")
+        return name
 
     @model_validator(mode="after")
     def _model_fits_stages(self) -> Recipe:
@@ -277,9 +297,14 @@ class Recipe(Strict):
                 sizes.add(stage.image_size)
                 rates = Regularisation(stage.dropout, stage.stochastic_depth, stage.patch_dropout)
                 try:
-                    self.model.grid_size(stage.image_size)
+                    patches = self.model.grid_size(stage.image_size) ** 2
                 except ValueError as error:
                     raise ValueError(f"stages.{name}.image_size: {error}") from None
+                if patches > _MOST_PATCHES:
+                    raise ValueError(
+                        f"stages.{name}.image_size: {stage.image_size} pixels are {patches:,} patches, and a model "
+                        f"takes {_MOST_PATCHES:,} at most: take a smaller image_size, or larger patches"
+                    )
                 try:
                     rates.check(self.model)
                 except ValueError as error:

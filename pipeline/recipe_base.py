@@ -13,7 +13,7 @@ from pipeline.duration import parse_duration
 class Strict(BaseModel):
     """Frozen, and refuses keys it does not know."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 def _checked_duration(text: str) -> str:
@@ -26,8 +26,10 @@ def _checked_bytes(text: str) -> str:
     return text
 
 
-DurationText = Annotated[str, AfterValidator(_checked_duration)]
+DURATION, BYTES = AfterValidator(_checked_duration), AfterValidator(_checked_bytes)
+
+DurationText = Annotated[str, DURATION]
 """Such as "400 steps", "7 epochs", "1e6 images" or "10%"."""
 
-BytesText = Annotated[str, AfterValidator(_checked_bytes)]
+BytesText = Annotated[str, BYTES]
 """Such as "500 GB" or "1.5TB"."""

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PlainSerializer, field_validator, model_validator
 
-from data_shards.images.decode import MOST_PIXELS, USUAL_MOST_PIXELS, DecoderName
+from data_shards.images.names import MOST_PIXELS, USUAL_MOST_PIXELS, DecoderName
 from data_shards.store.location import shown
 from pipeline.recipe_base import BytesText, Strict
 
@@ -84,11 +84,11 @@ class CacheRecipe(Strict):
 class DataConfig(Strict):
     """How the training stream is laid out and read."""
 
-    lanes: int | Literal["auto"] = "auto"
+    lanes: Annotated[int, Field(ge=1, le=2**16)] | Literal["auto"] = "auto"
     """Spans of an epoch; divides the global batch; the processes divide it. auto: the largest divisor up to 256."""
-    shuffle_window_images: int = Field(default=16384, ge=1)
+    shuffle_window_images: int = Field(default=16384, ge=1, le=2**31)
     """Images of a lane that are shuffled among themselves."""
-    workers: int = Field(default=0, ge=0)
+    workers: int = Field(default=0, ge=0, le=1024)
     """How many of a rank read and decode ahead."""
     worker_kind: Literal["auto", "thread", "process"] = "auto"
     """What they are; the same samples either way. auto: threads up to 4, which start faster and share memory."""

@@ -7,16 +7,19 @@ one that ships with shardvit, whose keys it then changes; setting a stage to nul
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from data_shards.errors import UserError
 from data_shards.store.location import scrubbed
 from pipeline.recipe import Recipe
+from pipeline.recipe_mistakes import mistakes, truths
+from pipeline.recipe_yaml import printable, read_yaml, read_yaml_file
 
 SHIPPED = Path(__file__).parent / "recipes"
 
@@ -49,16 +52,18 @@ def load_recipe(source: str, *, overrides: Sequence[str] = ()) -> Recipe:
 
     Args:
         source: path of a YAML file, or the name of a recipe that ships with shardvit ("digits").
-        overrides: dotted assignments such as "stages.finetune.optimizer.lr=0.01"; values are YAML.
+        overrides: dotted assignments such as "stages.finetune.optimizer.lr=0.01"; values are YAML. A key that two of
+            them give is refused.
 
     Raises:
         UserError: one sentence that names the file and the key.
     """
     path = _find(source, beside=Path())
     tree = _read(path)
+    keys: list[str] = []
     for override in overrides:
-        _assign(tree, override)
-    return _validate(tree, origin=str(path) + (" with the overrides" if overrides else ""))
+        keys.append(_assign(tree, override, before=keys))
+    return _validate(tree, origin=str(path), overridden=keys)
 
 
 def parse_recipe(path: Path) -> Recipe:
@@ -66,9 +71,10 @@ def parse_recipe(path: Path) -> Recipe:
     return _validate(_read(path), origin=str(path))
 
 
-def dump_recipe(recipe: Recipe) -> str:
-    """The resolved recipe as YAML, every default written out."""
-    return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+def dump_recipe(recipe: Recipe, *, keys: Literal["all", "changed"] = "all") -> str:
+    """The resolved recipe as YAML; all: every default is written out, changed: none is."""
+    tree = recipe.model_dump(mode="json", exclude_defaults=keys == "changed")
+    return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
 
 
 def flatten(recipe: Recipe) -> dict[str, str]:
@@ -106,27 +112,62 @@ def _leaves(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return leaves
 
 
-def _find(source: str, *, beside: Path) -> Path:
+_MOST_SAID = 5
+_MOST_NAMED = 200
+
+
+def _find(source: str, *, beside: Path, said_by: str = "") -> Path:
+    """The file that is meant; `said_by` is the recipe that extends it."""
     shipped = sorted(path.stem for path in SHIPPED.glob("*.yaml"))
     for candidate in (beside / source, beside / f"{source}.yaml", SHIPPED / f"{source}.yaml"):
-        if candidate.is_file():
+        if os.path.isfile(candidate):  # pathlib's raises for names that no disk can hold
             return candidate
-    raise UserError(f"there is no recipe {source}: give the path of a YAML file, or one of {', '.join(shipped)}")
+    path, of = beside / source, f"{said_by}, extends: " if said_by else ""
+    what = printable(source if len(source) <= _MOST_NAMED else f"{source[:_MOST_NAMED]}...")
+    if os.path.isdir(path):
+        inside = next((path / name for name in ("recipe.yaml", f"{path.name}.yaml") if (path / name).is_file()), None)
+        raise UserError(
+            f"{of}{what} is a folder, not a recipe: give a YAML file" + (f", such as {inside}" if inside else "")
+        )
+    if os.path.exists(path):
+        raise UserError(f"{of}{what} is no file: give the path of a YAML file")
+    near = _like(source, beside=beside, shipped=shipped)
+    raise UserError(
+        f"{of}there is no recipe {what}"
+        + (f", did you mean {near}?" if near else f": give the path of a YAML file, or one of {', '.join(shipped)}")
+    )
+
+
+def _like(source: str, *, beside: Path, shipped: Sequence[str]) -> str | None:
+    """A recipe with a name like that: in the same folder, or one that ships with shardvit."""
+    folder, name = os.path.split(source)
+    try:
+        files = sorted(each for each in os.listdir(beside / folder) if each.endswith((".yaml", ".yml")))
+    except (OSError, ValueError):
+        files = []
+    stems = {os.path.splitext(each)[0]: os.path.join(folder, each) for each in files}
+    stems = {**{each: each for each in shipped}, **stems}
+    stem = name.removesuffix(".yaml").removesuffix(".yml")
+    folded = {each.casefold(): each for each in stems}
+    close = difflib.get_close_matches(stem.casefold(), folded, n=1)
+    return stems[folded[close[0]]] if close else None
 
 
 def _read(path: Path, *, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
     if path.resolve() in seen:
         raise UserError(f"{path}: 'extends' leads back to the recipe itself")
-    try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
+    tree = read_yaml_file(path)
     if not isinstance(tree, dict):
-        raise UserError(f"{path} holds no recipe: it must be a mapping of keys such as name, model and stages")
+        raise UserError(
+            f"{path} holds no recipe: it {'is empty, and ' if tree is None else ''}must be a mapping of keys such as "
+            "name, model and stages"
+        )
     parent = tree.pop("extends", None)
     if parent is None:
         return tree
-    return _merge(_read(_find(str(parent), beside=path.parent), seen=(*seen, path.resolve())), tree)
+    if not isinstance(parent, str):
+        raise UserError(f"{path}: extends must be the name of one other recipe")
+    return _merge(_read(_find(parent, beside=path.parent, said_by=str(path)), seen=(*seen, path.resolve())), tree)
 
 
 def _merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
@@ -137,12 +178,17 @@ def _merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def _assign(tree: dict[str, Any], override: str) -> None:
+def _assign(tree: dict[str, Any], override: str, *, before: Sequence[str]) -> str:
+    """Changes one key and returns it; `before` are those that other overrides have given."""
     key, equals, text = override.partition("=")
     if not equals or not key:
         raise UserError(
             f"{override!r} is no override: write it as key=value, for instance stages.pretrain.image_size=32"
         )
+    for other in before:
+        if f"{other}.".startswith(f"{key}."):
+            again = "is given twice" if other == key else f"comes after {other}, and would undo it"
+            raise UserError(f"override {printable(key)} {again}: leave one out")
     *parents, leaf = key.split(".")
     node = tree
     for parent in parents:
@@ -150,41 +196,31 @@ def _assign(tree: dict[str, Any], override: str) -> None:
         if child is not None and not isinstance(child, dict):
             raise UserError(f"override {key}: {parent!r} is a value, not a group of keys")
         node[parent] = node = dict(child or {})  # a copy: places that share a YAML alias share one dict
-    try:
-        node[leaf] = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise UserError(scrubbed(f"override {key}: {text!r} is not valid YAML")) from error
+    node[leaf] = read_yaml(text, source=f"override {printable(override)}")
+    return key
 
 
-def _validate(tree: dict[str, Any], *, origin: str) -> Recipe:
+def _validate(tree: dict[str, Any], *, origin: str, overridden: Sequence[str] = ()) -> Recipe:
+    found = truths(tree, root=Recipe)
     try:
-        return Recipe.model_validate(tree)
+        recipe = Recipe.model_validate(tree)
     except ValidationError as error:
-        problems = [_problem(detail) for detail in error.errors(include_url=False)]
-        raise UserError(scrubbed(f"{origin}: " + "; ".join(problems))) from error
+        found = list(dict.fromkeys([*found, *mistakes(error, tree=tree, root=Recipe)]))
+    else:
+        if not found:
+            return recipe
+    by_place: dict[str, list[str]] = {}
+    for mistake in found:
+        if any(f"{mistake.key}.".startswith(f"{key}.") for key in overridden):
+            place = "in the overrides"
+        elif any(not mistake.key or f"{key}.".startswith(f"{mistake.key}.") for key in overridden):
+            place = f"{origin} with the overrides"
+        else:
+            place = origin
+        by_place.setdefault(place, []).append(mistake.text)
+    raise UserError(scrubbed("; ".join(f"{place}: {_some(texts)}" for place, texts in by_place.items())))
 
 
-def _problem(detail: Any) -> str:
-    location = [str(part) for part in detail["loc"]]
-    key = ".".join(location)
-    match detail["type"]:
-        case "extra_forbidden":
-            close = difflib.get_close_matches(location[-1], _fields_at(location[:-1]), n=1)
-            return f"unknown key {key}" + (f", did you mean {close[0]}?" if close else "")
-        case "missing":
-            return f"key {key} is missing"
-        case "value_error":
-            message = str(detail["ctx"]["error"])
-            return f"{key}: {message}" if key else message
-        case _:
-            return f"{key}: {detail['msg'][:1].lower()}{detail['msg'][1:]} (it is {detail['input']!r})"
-
-
-def _fields_at(location: Sequence[str]) -> list[str]:
-    """The keys that the recipe knows below a dotted place."""
-    group: type[BaseModel] | None = Recipe
-    for part in (part for part in location if not part.isdigit()):  # a place in a list
-        field = group.model_fields.get(part) if group else None
-        kinds = [] if field is None else [field.annotation, *get_args(field.annotation)]
-        group = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
-    return list(group.model_fields) if group else []
+def _some(texts: Sequence[str]) -> str:
+    more = f"; and {len(texts) - _MOST_SAID} more" if len(texts) > _MOST_SAID else ""
+    return "; ".join(texts[:_MOST_SAID]) + more

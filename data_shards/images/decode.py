@@ -36,7 +36,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib.util import find_spec
-from typing import Literal
 
 import numpy as np
 
@@ -44,12 +43,7 @@ from data_shards.errors import UnreadableImage, UserError
 from data_shards.images import decode_nvimgcodec
 from data_shards.images.box import Box, Pixels
 from data_shards.images.decode_pillow import open_with_pillow
-
-DecoderName = Literal["auto", "nvimgcodec", "gpu", "simplejpeg", "pillow"]
-
-MOST_PIXELS = 178_956_970  # where Pillow speaks of a decompression bomb: 2 * (2**30 // 4 // 3)
-# Pillow takes up to 17 bytes a pixel, so 0.85 GB a worker; the photographs of most cameras pass.
-USUAL_MOST_PIXELS = 50_000_000
+from data_shards.images.names import MOST_PIXELS, USUAL_MOST_PIXELS, DecoderName
 
 _JPEG_MAGIC = b"\xff\xd8\xff"
 _END_OF_IMAGE = b"\xff\xd9"

@@ -32,13 +32,13 @@ from numpy.typing import NDArray
 from data_shards.errors import UserError
 from data_shards.images.box import Box, Pixels
 from data_shards.images.decode import EncodedImage
+from data_shards.images.names import EvalProtocol
 from data_shards.images.rand_augment import RandAugment
 
 if TYPE_CHECKING:
     import torch
 
 Interpolation = Literal["bilinear", "bicubic"]
-EvalProtocol = Literal["vit", "big_vision", "timm"]
 
 _CROP_ATTEMPTS = 10  # as torchvision's RandomResizedCrop; TensorFlow's op tries 100 times
 

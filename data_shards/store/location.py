@@ -46,6 +46,11 @@ def is_local(location: str) -> bool:
     return protocol(location) == "file"
 
 
+def starts_command(location: str) -> bool:
+    """Whether reading it, a pattern or one of its parts, runs a `pipe:` command."""
+    return PIPE in location and any(each.startswith(PIPE) for each in expand_braces(location))
+
+
 def local_path(location: str) -> Path:
     """The path that a local location means; "file:" and "file://" in front of it are dropped."""
     assert is_local(location), shown(location)

@@ -5,19 +5,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from data_shards.manifest import MANIFEST_FILE
 from data_shards.shard_set import ShardSet
-from data_shards.store.location import CommandRefused, Commands, is_local, local_path
+from data_shards.store.location import is_local, local_path
 from launch.env import without_place
 from launch.hosts.fleet import Fleet
 from launch.hosts.preflight import preflight
 from launch.hosts.stage import run_stage_on_hosts
 from launch.hosts.variables import travelling
 from launch.local import Launch, run_stage_locally
-from pipeline.recipe import Recipe, TrainStage
+from pipeline.recipe import Recipe, StageName, TrainStage
 from pipeline.stage_data import open_data
 
 
@@ -27,7 +27,7 @@ def prepare(
     recipe: Recipe,
     runs_root: Path,
     say: Callable[[str], None],
-    commands: Commands = "run",
+    stages: Sequence[StageName] | None = None,
 ) -> Callable[[Launch], int]:
     """Ask every host; the function that then runs a stage, as `run_stage_locally` does on one machine.
 
@@ -36,7 +36,7 @@ def prepare(
         recipe: what will be run.
         runs_root: folder of the runs.
         say: takes what is to be shown.
-        commands: whether a `pipe:` of the recipe is run to find its files.
+        stages: of these the shards are looked for on every host; default: of all.
 
     Raises:
         UserError: hosts that are not ready.
@@ -45,12 +45,9 @@ def prepare(
     variables = travelling(without_place(), folders=(Path.home(), Path()))
     say(variables.describe())
     files: list[Path] = []
-    for stage in recipe.stages.names:
+    for stage in recipe.stages.names if stages is None else stages:
         if isinstance(getattr(recipe.stages, stage), TrainStage):
-            try:
-                data = open_data(recipe, stage=stage, report=lambda text: None, commands=commands)
-            except CommandRefused:  # said before
-                continue
+            data = open_data(recipe, stage=stage, report=lambda text: None, commands="run")
             files += shared_files((data.train, data.eval))
     ready = preflight(
         fleet,

@@ -58,6 +58,10 @@ def submit(
 
         shardvit submit digits --nodes 2 --tasks-per-node 1 --time 1:00:00
     """
+    from pipeline.recipe_io import load_recipe
+
+    loaded = load_recipe(recipe, overrides=overrides)  # a mistake in it is said before anything slow is imported
+
     from launch.slurm.commands import Slurm
     from launch.slurm.job import Asked, job_of
     from launch.slurm.site import read_site
@@ -79,7 +83,14 @@ def submit(
         max_restarts=max_restarts,
     )
     job = job_of(asked, site=read_site(site))
-    plan = plan_submission(recipe, overrides=overrides, runs_root=runs, job=job, commands="refuse" if render else "run")
+    plan = plan_submission(
+        recipe,
+        overrides=overrides,
+        runs_root=runs,
+        job=job,
+        loaded=loaded,
+        commands="refuse" if render else "run",
+    )
     for note in plan.notes:
         print(f"shardvit: {note}", file=sys.stderr)
     if not plan.scripts:

@@ -51,14 +51,22 @@ class Plan:
 
 
 def plan_submission(
-    recipe: str, *, overrides: Sequence[str], runs_root: Path, job: SlurmJob, commands: Commands = "run"
+    recipe: str,
+    *,
+    overrides: Sequence[str],
+    runs_root: Path,
+    job: SlurmJob,
+    loaded: Recipe | None = None,
+    commands: Commands = "run",
 ) -> Plan:
     """Check everything and fill the scripts in; changes nothing on disk. `commands`: see `PipelineRun`.
+
+    `loaded` is what `recipe` and `overrides` say, where the caller has read them.
 
     Raises:
         UserError: anything that would keep a stage from running.
     """
-    loaded = load_recipe(recipe, overrides=overrides)
+    loaded = loaded or load_recipe(recipe, overrides=overrides)
     if loaded.processes not in ("auto", job.processes):
         raise UserError(
             f"processes is {loaded.processes}, but {job.nodes} nodes with {job.tasks_per_node} processes each make "

@@ -23,17 +23,27 @@ class Reading:
         bytes_per_second: of the shards, over all nodes; None: their size is not known.
         decode_ms: processor time of one image.
         cores: that decoding keeps busy, over all nodes.
+        assumed_image_bytes: of an image on average, where nobody knows them yet; None: they are known.
     """
 
     images_per_second: float
     bytes_per_second: float | None
-    decode_ms: float | None
-    cores: float | None
+    decode_ms: float
+    cores: float
+    assumed_image_bytes: float | None = None
 
 
 def reading(images_per_second: float, *, image_bytes: float | None, image_size: int) -> Reading:
-    """What so many images a second of `image_bytes` on average ask for; None: unknown."""
-    if image_bytes is None:
-        return Reading(images_per_second, None, None, None)
-    decode_ms = _DECODE_MS * image_bytes / _BENCH_IMAGE_BYTES + _REST_MS * (image_size / _BENCH_PIXELS) ** 2
-    return Reading(images_per_second, images_per_second * image_bytes, decode_ms, images_per_second * decode_ms / 1000)
+    """What so many images a second of `image_bytes` on average ask for; None: not known, and the benchmark's
+    photographs are taken, smaller ones for a smaller `image_size`."""
+    size = image_bytes
+    if size is None:
+        size = _BENCH_IMAGE_BYTES * min(1.0, (image_size / _BENCH_PIXELS) ** 2)
+    decode_ms = _DECODE_MS * size / _BENCH_IMAGE_BYTES + _REST_MS * (image_size / _BENCH_PIXELS) ** 2
+    return Reading(
+        images_per_second,
+        bytes_per_second=None if image_bytes is None else images_per_second * image_bytes,
+        decode_ms=decode_ms,
+        cores=images_per_second * decode_ms / 1000,
+        assumed_image_bytes=size if image_bytes is None else None,
+    )

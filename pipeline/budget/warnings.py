@@ -14,6 +14,7 @@ from pipeline.recipe import Recipe
 
 _FULL_IMAGES = 64  # of a micro-batch, from which on a GPU is well filled (B/16 and larger)
 _ROOMY = 2  # times a smaller micro-batch that would fit, from which on accumulating is a waste
+_OF_NO_WORKER = 0.1  # of a core that decodes and does not train meanwhile: a tenth of the time
 _FEW_SHARDS = 4  # of a process
 
 
@@ -104,12 +105,14 @@ def _data(forecast: StageForecast, *, recipe: Recipe, machine: Machine) -> Itera
             f"{_counted(shards.num_shards, 'shard')} for {machine.gpus:,} processes ({few} each), so that several read "
             f"the same: harmless on local disks; else pack smaller ones (`shardvit check --world-size {machine.gpus}`)",
         )
-    if needed and needed.cores is not None:
+    if needed:
+        assumed = needed.assumed_image_bytes
+        size = f" (of images of {show_bytes(assumed)} each, which is assumed)" if assumed else ""
         each = needed.cores / machine.gpus
-        if each > max(recipe.data.workers, 1):
+        if each > (recipe.data.workers or _OF_NO_WORKER):
             yield _of_stage(
                 forecast,
-                f"decoding keeps about {each:.1f} cores busy for each process, and data.workers is "
+                f"decoding{size} keeps about {each:.1f} cores busy for each process, and data.workers is "
                 f"{recipe.data.workers}: set data.workers={math.ceil(1.3 * each)}, or pack with --resize-short",
             )
 

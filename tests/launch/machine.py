@@ -13,6 +13,11 @@ from pipeline.recipe import StageName
 from pipeline.run_folder import RunFolder
 
 
+def each_once(*overrides: str) -> list[str]:
+    """The overrides, of those with one key the last: defaults of a test, and what it changes."""
+    return list({override.partition("=")[0]: override for override in overrides}.values())
+
+
 def make_shards(folder: Path) -> None:
     folder.mkdir(parents=True)
     (folder / "a.tar").write_bytes(b"12345")
@@ -50,7 +55,9 @@ class Machine:
             for stage in shards_of
             for key, split in (("train", "train"), ("eval", "val"))
         ]
-        return PipelineRun.open(recipe, overrides=[*shards, *overrides], runs_root=self.root / "runs", restart=restart)
+        return PipelineRun.open(
+            recipe, overrides=each_once(*shards, *overrides), runs_root=self.root / "runs", restart=restart
+        )
 
     @property
     def folder(self) -> RunFolder:

@@ -161,6 +161,39 @@ def test_no_heavy_library_before_training(packed: Path, args: list[str]):
     assert "launch" in modules and not HEAVY & modules
 
 
+NOT_FOR_A_MISTAKE = HEAVY | {"numpy", "PIL", "fsspec", "aiohttp", "jinja2", "psutil", "ssl", "asyncio", "braceexpand"}
+SUBMIT = ["--nodes", "1", "--time", "1:00:00", "--tasks-per-node", "1"]
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["run", "mine.yaml", "model.width=wide"],
+        ["run", "mine.yaml", "sed=1", "--dry-run"],
+        ["run", "nothing.yaml"],
+        ["run", "images/cat/0.png"],
+        ["plan", "mine.yaml", "stages.pretrain.duration=10"],
+        ["submit", "mine.yaml", "engine.precision=fp8", *SUBMIT],
+        ["--help"],
+    ],
+    ids=" ".join,
+)
+def test_a_mistake_in_the_recipe_is_said_before_anything_slow_is_imported(packed: Path, args: list[str]):
+    """Modules are counted, not seconds: what reading a recipe needs is pydantic and YAML."""
+    done = subprocess.run(
+        [sys.executable, "-c", MODULES, *args],
+        cwd=packed,
+        env={"PYTHONPATH": str(ROOT), "PATH": ""},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == (0 if args == ["--help"] else 2), done.stderr
+    modules = set(json.loads(done.stdout.partition("MODULES ")[2]))
+    assert "launch" in modules and not NOT_FOR_A_MISTAKE & modules
+
+
 # Mistakes on the command line itself.
 
 
@@ -242,7 +275,12 @@ def test_pack_with_a_wrong_option(refused: Callable[..., str], option: list[str]
         (["stages.pretrain.optimizer.wieght_decay=0.1"], "did you mean weight_decay?"),
         (["stages.pretrain.global_batch_size=9"], "global_batch_size 9 does not divide among 2 processes"),
         (["processes=3"], "global_batch_size 8 does not divide among 3 processes"),
-        (["stages.finetune.global_batch_size=64"], "only 18 images: set data.lanes"),
+        (
+            ["stages.finetune.global_batch_size=64"],
+            "stages.finetune.global_batch_size is 64, but the training set has only 18",
+        ),
+        (["data.lanes=20", "stages.finetune.global_batch_size=16"], "data.lanes is 20, but the shards hold only 18"),
+        (["stages.pretrain.train={shards: shards/train, weight: 2}"], "a weight means nothing"),
         (["data.lanes=3"], "global_batch_size 8 is not a multiple of data.lanes 3"),
         (
             ["stages.finetune.image_size=14"],

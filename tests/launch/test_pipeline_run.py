@@ -10,6 +10,7 @@ import signal
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Literal
 
 import pytest
 
@@ -58,8 +59,22 @@ def test_all_stages_in_order_then_nothing(machine: Machine, capsys: pytest.Captu
 def test_one_stage(machine: Machine):
     assert machine.open().execute(only="pretrain") == 0
     assert machine.started == ["pretrain"]
+    with pytest.raises(UserError, match=r"--stage finetune: in .*digits, swap_head must be done first"):
+        machine.open().execute(only="finetune")
     assert machine.open().execute() == 0
     assert machine.started == ["pretrain", "swap_head", "finetune"]
+
+
+@pytest.mark.parametrize("mode", ["train", "dry-run"])
+def test_a_stage_whose_earlier_ones_are_not_done_is_refused(machine: Machine, mode: Literal["train", "dry-run"]):
+    with pytest.raises(UserError, match=r"--stage finetune: in .*digits, pretrain and swap_head must be done first"):
+        machine.open().execute(only="finetune", mode=mode)
+    assert machine.started == [] and not machine.folder.path.exists()
+    machine.open().execute()
+    machine.open().execute(only="finetune", mode=mode)
+    again = machine.open(restart="pretrain")
+    with pytest.raises(UserError, match="pretrain and swap_head must be done first"):  # they are moved aside
+        again.execute(only="finetune", mode=mode)
 
 
 def test_a_stage_that_the_recipe_lacks_is_refused(machine: Machine):
@@ -138,7 +153,9 @@ def test_the_exit_code_is_the_ranks(machine: Machine):
 def test_a_dry_run_shows_the_resolved_recipe_and_writes_nothing(machine: Machine, capsys: pytest.CaptureFixture[str]):
     assert machine.open("seed=5").execute(mode="dry-run") == 0
     output = capsys.readouterr().out
-    assert "seed: 5\n" in output and "collective_timeout_seconds" in output
+    assert "\nseed: 5\n" in output and "collective_timeout_seconds" not in output
+    assert machine.open("seed=5").execute(mode="dry-run", keys="all") == 0
+    assert "collective_timeout_seconds" in capsys.readouterr().out
     assert machine.started == [] and not (machine.root / "runs").exists()
 
 

@@ -102,6 +102,21 @@ def test_the_page_of_three_stages_fits_on_a_screen_and_says_it_in_words():
         assert sum(line.startswith(zero_stage) for line in lines) == 2
 
 
+def test_images_alone_are_enough_to_count_decoding():
+    """Before packing, with no worker to decode for GPUs that want thousands of images a second each."""
+    flags = {"gpus": 8, "gpu": "h200", "images": "1281167", "classes": "1000"}
+    page = as_page(make_plan(recipe(data={"workers": 0}), **flags))
+    assert "No warnings" not in page and "data.workers is 0: set data.workers=" in page
+    assert re.search(r"cores to decode +[0-9.]+", page) and "which is assumed" in page
+    assert "No warnings" in as_page(make_plan(recipe(), **flags))
+
+
+def test_a_plan_starts_no_command(tmp_path: Path):
+    pretrain = {**tree()["stages"]["pretrain"], "train": f"pipe:touch {tmp_path / 'started'}; cat x.tar"}
+    made = make_plan(recipe(stages={"pretrain": pretrain}), gpus=8, gpu="h200")
+    assert not (tmp_path / "started").exists() and any("is a command" in text for text in made.warnings)
+
+
 def test_warnings_come_first_and_those_that_stop_a_run_before_all_others():
     made = make_plan(recipe(data={"lanes": 256}), gpus=512, gpu="h200", classes="1000", images="1e6")
     page = as_page(made).splitlines()

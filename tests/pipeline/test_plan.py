@@ -121,22 +121,23 @@ def test_a_batch_that_is_no_multiple_of_the_lanes_names_the_nearest_that_are():
         plan(lanes=24, stage={"global_batch_size": batch})
 
 
-def test_more_lanes_than_images_names_a_number_of_lanes_that_fits():
-    for settings in (
-        {"samples": 30},
-        {"samples": 30, "lanes": 32},
-        {"samples": 5, "stage": {"global_batch_size": 6}, "lanes": 6},
-    ):
-        text = refusal(**settings)
-        assert f"only {settings['samples']} images" in text
-        advised = re.search(r"set data.lanes to (\d+)", text)
+def test_a_batch_of_more_images_than_there_are_names_one_that_fits():
+    """It would be accepted else, and 10 epochs would be three steps."""
+    for samples, lanes, batch in ((30, "auto", 64), (30, 32, 64), (5, 6, 6), (2631, "auto", 8192)):
+        text = refusal(samples=samples, lanes=lanes, stage={"global_batch_size": batch})
+        assert f"stages.pretrain.global_batch_size is {batch:,}," in text and f"only {samples:,} images" in text
+        advised = re.search(r"set it to (\d+)", text)
         assert advised
-        plan(**{**settings, "lanes": int(advised[1])})
+        plan(samples=samples, stage={"global_batch_size": int(advised[1])})
+    plan(samples=64)
 
 
-@pytest.mark.parametrize("lanes", [0, -1])
-def test_no_lanes(lanes: int):
-    assert "data.lanes" in refusal(lanes=lanes)
+def test_more_lanes_than_images_names_a_number_of_lanes_that_fits():
+    text = refusal(samples=30, lanes=32, stage={"global_batch_size": 16})
+    assert "only 30 images" in text
+    advised = re.search(r"set data.lanes to (\d+)", text)
+    assert advised
+    plan(samples=30, lanes=int(advised[1]), stage={"global_batch_size": 16})
 
 
 @pytest.mark.parametrize(

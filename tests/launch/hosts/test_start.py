@@ -15,7 +15,7 @@ from launch.hosts.hostfile import Host
 from launch.hosts.preflight import Ready
 from launch.local import Launch
 from launch.pipeline_run import PipelineRun
-from tests.launch.machine import Machine, make_shards
+from tests.launch.machine import Machine, each_once, make_shards
 
 FLEET = Fleet((Host("a", (0, 1)), Host("b", (1, 2))), Path("hosts"))
 
@@ -51,7 +51,7 @@ class Cluster:
             for stage in ("pretrain", "finetune")
             for key, split in (("train", "train"), ("eval", "val"))
         ]
-        overrides = (*shards, "stages.pretrain.global_batch_size=64", *overrides)
+        overrides = tuple(each_once(*shards, "stages.pretrain.global_batch_size=64", *overrides))
         return PipelineRun.open("digits", overrides=overrides, runs_root=self.machine.root / "runs", fleet=fleet)
 
 

@@ -11,7 +11,7 @@ from launch.slurm.records import read_submission, write_cancelled, write_ends
 from launch.slurm.submit import Plan, plan_submission, render, submit_plan
 from pipeline.recipe_io import parse_recipe
 from pipeline.run_folder import RunFolder
-from tests.launch.machine import make_shards
+from tests.launch.machine import each_once, make_shards
 from tests.launch.slurm.fake_slurm import FakeSlurm
 
 JOB = SlurmJob(nodes=2, tasks_per_node=2, gpus_per_node=0, limit_seconds=3600)
@@ -32,7 +32,8 @@ def plan(*overrides: str, job: SlurmJob = JOB) -> Plan:
         for stage in ("pretrain", "finetune")
         for key, split in (("train", "train"), ("eval", "val"))
     ]
-    return plan_submission("digits", overrides=["processes=auto", *shards, *overrides], runs_root=Path("runs"), job=job)
+    overrides = tuple(each_once("processes=auto", *shards, *overrides))
+    return plan_submission("digits", overrides=overrides, runs_root=Path("runs"), job=job)
 
 
 def test_one_job_for_each_stage_each_after_the_one_before(work: Path):

@@ -47,4 +47,4 @@ def test_other_mistakes_are_problems_too():
     got = length(recipe(stage={"schedule": {"warmup": "2000 steps"}}))
     assert not got.known and got.problem and "warmup takes 2000 of 1000 steps" in got.problem
     got = length(recipe(), images=100)
-    assert got.problem and "data.lanes is 256" in got.problem
+    assert got.problem and "only 100 images" in got.problem

@@ -123,7 +123,9 @@ def test_reading_is_the_benchmarks_at_its_own_images_and_grows_with_them():
     larger = reading(1000, image_bytes=214_000, image_size=384)
     assert larger.cores and larger.cores > 2 * 1.35
     unknown = reading(1000, image_bytes=None, image_size=224)
-    assert (unknown.bytes_per_second, unknown.cores) == (None, None)
+    assert (unknown.bytes_per_second, unknown.cores) == (None, at_bench.cores)
+    assert unknown.assumed_image_bytes == 107_000 and at_bench.assumed_image_bytes is None
+    assert reading(1000, image_bytes=None, image_size=22).cores < at_bench.cores / 50
     made = forecast(recipe("L/16"), gpus=8, shards=Shards(10**6, 1000, 100_000.0, 1000))
     assert made.reading and made.time
     assert made.reading.images_per_second == made.time.images_per_second

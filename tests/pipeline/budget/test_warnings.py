@@ -57,7 +57,7 @@ def test_more_gpus_than_pay():
     text = warned(recipe("L/16", batch=4096, lanes=1024), gpus=1024)
     assert re.search(r"1,024 GPUs keep \d+% of the speed at a global batch of 4,096", text)
     assert "take 64 GPUs at most, or a larger batch" in text
-    assert "keep" not in warned(recipe("L/16", batch=4096), gpus=64)
+    assert "GPUs keep" not in warned(recipe("L/16", batch=4096), gpus=64)
 
 
 def test_a_small_model_waits_for_the_processor():
@@ -73,6 +73,14 @@ def test_few_shards_and_few_workers():
     assert advised
     enough = recipe("B/16", batch=4096, data={"workers": int(advised[1])})
     assert warned(enough, gpus=16, shards=Shards(10**6, 1000, 110_000.0, 1000)) == ""
+
+
+def test_workers_are_counted_before_the_images_are_packed():
+    """10,200 images/s of a node are decoded by nobody, whoever has packed them."""
+    for workers, enough in ((0, False), (64, True)):
+        made = recipe("B/16", batch=4096, data={"workers": workers})
+        text = warned(made, gpus=8, shards=Shards(1_281_167, 1000))
+        assert ("data.workers is 0: set data.workers=" in text and "107 kB each, which is assumed" in text) != enough
 
 
 def test_a_gpu_that_cannot_do_the_precision():
