@@ -17,7 +17,7 @@ from data_shards.errors import UserError
 from data_shards.manifest import MANIFEST_FILE
 from data_shards.shard_set import ShardSet, ShardsSpec, merge_shard_sets, open_shards
 from data_shards.store.download import MissingObject, RetryPolicy
-from data_shards.store.location import expand_braces, is_local, join, local_path, shown, starts_command
+from data_shards.store.location import expand_braces, is_local, join, local_path, shown, why_command
 from data_shards.store.store import Store
 from launch.plan_page import columns, short, show_hours
 from pipeline.budget.cost import stage_cost
@@ -70,8 +70,8 @@ def look(config: TrainStage) -> Seen:
 def _unopened(shards: ShardsConfig, *, store: Store) -> str | None:
     """Why a set is not opened; None: it is there."""
     location = shards.shards
-    if starts_command(location):
-        return f"{shown(location)} is a command, and none is started"
+    if why := why_command(location):
+        return f"{shown(location)} {why}, and none is started"
     if is_local(location):
         there = any(_has_something(local_path(each)) for each in expand_braces(location))
     elif location.partition("?")[0].endswith(".tar") or expand_braces(location) != [location]:

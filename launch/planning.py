@@ -15,7 +15,7 @@ from data_shards.errors import UserError
 from data_shards.printable import printable
 from data_shards.shard_set import ShardSet, ShardsSpec, merge_shard_sets, open_shards
 from data_shards.store.download import RetryPolicy
-from data_shards.store.location import is_local, shown, starts_command
+from data_shards.store.location import is_local, shown, why_command
 from data_shards.store.store import Store
 from launch.env import num_gpus
 from launch.plan_page import Plan
@@ -148,8 +148,8 @@ def _shards(
 def _open(config: TrainStage) -> ShardSet:
     """The training sets of a stage, laid end to end; what is damaged counts, and no command is started."""
     for each in config.train:
-        if starts_command(each.shards):
-            raise UserError(f"{shown(each.shards)} is a command, and none is started")
+        if why := why_command(each.shards):
+            raise UserError(f"{shown(each.shards)} {why}, and none is started")
     store = Store(None, retry=RetryPolicy(give_up_seconds=GIVE_UP_SECONDS))
     return merge_shard_sets(
         [

@@ -46,9 +46,12 @@ def is_local(location: str) -> bool:
     return protocol(location) == "file"
 
 
-def starts_command(location: str) -> bool:
-    """Whether reading it, a pattern or one of its parts, runs a `pipe:` command."""
-    return PIPE in location and any(each.startswith(PIPE) for each in expand_braces(location))
+def why_command(location: str) -> str | None:
+    """Why reading it, a pattern or one of its parts, may run a program, in a few words; None: it moves bytes alone."""
+    kinds = [kind for each in expand_braces(location) if (kind := protocol(each)) not in _PLAIN]
+    if not kinds:
+        return None
+    return "is a command" if "pipe" in kinds else f"may start programs, as any {kinds[0]}:// may"
 
 
 def local_path(location: str) -> Path:
@@ -67,11 +70,8 @@ def demand_no_command(location: str, *, commands: Commands) -> None:
     Raises:
         CommandRefused: it is a pipe, or a URL of a kind that is not known to move bytes alone.
     """
-    kind = protocol(location)
-    if commands == "run" or kind in _PLAIN:
-        return
-    what = "is a command" if kind == "pipe" else f"may start programs, as any {kind}:// may"
-    raise CommandRefused(f"{shown(location)} {what}: it is run to train or check, never to look")
+    if commands == "refuse" and (why := why_command(location)):
+        raise CommandRefused(f"{shown(location)} {why}: it is run to train or check, never to look")
 
 
 def shown(url: str) -> str:

@@ -125,6 +125,7 @@ def submit_plan(plan: Plan, *, slurm: Slurm) -> Submission:
                 f"{plan.paths.run} has jobs in the queue ({', '.join(alive)}): wait for them, or give shardvit cancel "
                 "first"
             )
+    plan.paths.run.mkdir(parents=True, exist_ok=True)
     replace_text(plan.paths.recipe, dump_recipe(plan.recipe))
     write_cancelled(records, set())
     submission = Submission(

@@ -153,7 +153,6 @@ VALUES = [
     ("model={width: 65536, depth: 1000, heads: 1, patch_size: 4}", "model: width 65536, depth 1000"),
     ("model={resnet_layers: [3, 4, 9999999]}", "model.resnet_layers"),
     ("model={resnet_layers: 3}", "model.resnet_layers is 3: give a list"),
-    ("model={resnet_layers: []}", "model.resnet_layers is []: give a list"),
     ("model={resnet_layers: [1, 1, 1, 1, 1]}", "model.resnet_layers is [1, 1, 1, 1, ...]: give a list"),
     ("model.layer_scale=.inf", "model.layer_scale is inf: give a number above 0"),
     # Keys.
