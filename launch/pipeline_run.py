@@ -28,8 +28,10 @@ from launch.presence import Presence
 from launch.processes import kill_all
 from launch.restarts import PAUSE_SECONDS, Restarts
 from launch.signals import handled
+from pipeline.best import SCORES, describe_best
 from pipeline.data_record import check_data, has_record
 from pipeline.identity import check_newest, checkpoint_identity
+from pipeline.mend_record import mend_records
 from pipeline.recipe import Recipe, StageName, TrainStage
 from pipeline.recipe_io import load_recipe
 from pipeline.run_folder import RunFolder, StageRecord
@@ -149,6 +151,8 @@ class PipelineRun:
                 start = _in_folder(there, self._start_function())
                 for note in self.folder.open(self.recipe, restart=self.restart):
                     print(note)
+                for note in mend_records(self.folder, self.recipe.stages.names):
+                    print(note, flush=True)
                 for stage in self.recipe.stages.names if only is None else (only,):
                     code = self._run_stage(stage, start=start, restarts=restarts)
                     if code:
@@ -177,7 +181,7 @@ class PipelineRun:
     def _run_stage(self, stage: StageName, *, start: Callable[[Launch], int], restarts: Restarts) -> int:
         record = self.folder.record(stage)
         if record.state == "done":
-            print(f"{stage}: done already{_results(record)}", flush=True)
+            print(f"{stage}: done already{_results(record, self.folder, stage)}", flush=True)
             return 0
         launch = Launch(
             recipe=self.recipe,
@@ -196,7 +200,7 @@ class PipelineRun:
                 interrupted, code = True, EXIT_STOPPED
             record = self.folder.record(stage)
             if record.state == "done":
-                print(f"{stage}: done{_results(record)}", flush=True)
+                print(f"{stage}: done{_results(record, self.folder, stage)}", flush=True)
                 if interrupted and stage != self.recipe.stages.names[-1]:
                     raise KeyboardInterrupt
                 return 0
@@ -235,7 +239,7 @@ class PipelineRun:
 
         notes: list[str] = []
         for stage in self.recipe.stages.names:
-            is_open = self._begins_again(stage) or self.folder.record(stage).state != "done"
+            is_open = self._begins_again(stage) or self.folder.peek(stage).state != "done"
             config = getattr(self.recipe.stages, stage)
             if not isinstance(config, TrainStage):  # swap_head
                 if is_open:
@@ -330,8 +334,10 @@ def _say(text: str) -> None:
     print(f"shardvit: {printable(text)}", file=sys.stderr, flush=True)
 
 
-def _results(record: StageRecord) -> str:
-    for key, name in (("val/top1", "top-1"), ("val/accuracy", "accuracy")):
+def _results(record: StageRecord, folder: RunFolder, stage: StageName) -> str:
+    for key, name in SCORES.items():
         if key in record.results:
-            return f", held-out {name} {record.results[key]:.4f} after {record.images_seen:,} images"
+            best = describe_best(record.results, stage=stage, checkpoints=folder.checkpoints(stage))
+            last = f", held-out {name} {record.results[key]:.4f} after {record.images_seen:,} images"
+            return f"{last}; {best}" if best else last
     return ""  # swap_head

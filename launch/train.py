@@ -43,6 +43,7 @@ from launch.presence import Presence
 from launch.processes import RANK_COMMAND
 from launch.signals import handled
 from launch.slurm.node import run_node
+from pipeline.mend_record import mend_records
 from pipeline.living import process_started
 from pipeline.process import Place
 from pipeline.recipe import Recipe, StageName
@@ -138,6 +139,8 @@ def _run(recipe: Recipe, *, folder: RunFolder, stage: StageName, place: Place) -
                 # An orphaned earlier attempt may still be saving.
                 held.enter_context(locked(folder.path / ".train.lock", what=f"run {folder.path}", wait_seconds=60))
                 folder.open(recipe)
+                for note in mend_records(folder, recipe.stages.names):
+                    _say(note)
             ranks = Ranks(place, timeout_seconds=recipe.engine.collective_timeout_seconds)
             there = held.enter_context(contextlib.closing(Presence(folder.path)))
         context = StageContext(

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Protocol
 
 from data_shards.batch import Fault
+from pipeline.best import SCORES
 from pipeline.metrics_log import MetricsLog
 from pipeline.progress import Progress
 from pipeline.spikes import Spike
@@ -19,7 +20,6 @@ from pipeline.state import TrainState
 from pipeline.tracking import Tracker
 
 _NAMED_FAULTS = 10
-_SCORES = {"val/top1": "top-1", "val/accuracy": "accuracy"}  # on the screen
 
 
 class Sink(Protocol):
@@ -167,7 +167,7 @@ class Report:
         """The state's evaluation is new."""
         self._sink.metrics(state, state.evaluation)
         loss, images = state.evaluation["val/loss"], int(state.evaluation["val/images"])
-        name, score = next((_SCORES[key], value) for key, value in state.evaluation.items() if key in _SCORES)
+        name, score = next((SCORES[key], value) for key, value in state.evaluation.items() if key in SCORES)
         self._sink.note(f"step {state.step}: held-out loss {loss:.4f}, {name} {score:.4f} of {images:,} images")
 
     def spikes(self, found: Sequence[Spike]) -> None:

@@ -20,7 +20,9 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from data_shards.errors import UserError
 from pipeline.durable import replace_text
@@ -30,20 +32,43 @@ from pipeline.recipe_io import differences, dump_recipe, flatten, parse_recipe, 
 ALL_STAGES: tuple[StageName, ...] = get_args(StageName)
 
 
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+
+
 @dataclass(frozen=True)
 class StageRecord:
-    """What stage.json holds."""
+    """What stage.json holds; another type, or a key that is not here, makes it a broken one."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
 
     state: Literal["new", "running", "done"] = "new"
-    last_saved_step: int = 0
-    images_seen: int = 0
-    seconds: float = 0.0
+    last_saved_step: Count = 0
+    images_seen: Count = 0
+    seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     inputs: dict[str, str] = field(default_factory=dict)  # name -> digest
     results: dict[str, float] = field(default_factory=dict)
     model_digest: str = ""  # of the weights that the stage left
-    total_steps: int = 0  # 0: not begun, or begun before this was written down
+    total_steps: Count = 0  # 0: not begun, or begun before this was written down
     model: dict[str, Any] = field(default_factory=dict)  # the record that its model will have, since it began
     data_digest: str = ""  # of what data.json says of its shards
+
+
+_RECORD = TypeAdapter(StageRecord)
+
+
+class BrokenRecord(UserError):
+    """A stage.json that is no record.
+
+    Attributes:
+        path: the file.
+        why: what is wrong with it.
+    """
+
+    def __init__(self, path: Path, *, why: str) -> None:
+        self.path, self.why = path, why
+        super().__init__(
+            f"{path} is broken ({why}): `shardvit run` with the run's recipe makes it again from the checkpoints"
+        )
 
 
 @dataclass(frozen=True)
@@ -83,15 +108,27 @@ class RunFolder:
         """A stage's record; a new one where there is none.
 
         Raises:
-            UserError: the file is there but broken.
+            BrokenRecord: the file is there but broken.
+            UserError: it cannot be read.
         """
         path = self.stage(name) / "stage.json"
         try:
-            return StageRecord(**json.loads(path.read_text(encoding="utf-8")))
-        except FileNotFoundError:
+            return _RECORD.validate_json(path.read_bytes(), strict=True)
+        except (FileNotFoundError, NotADirectoryError):
             return StageRecord()
-        except (ValueError, TypeError) as error:
-            raise UserError(f"{path} is broken ({error}): begin the stage again with --restart {name}") from error
+        except OSError as error:
+            raise UserError(f"{path} cannot be read ({error.strerror})") from error
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False)[0]
+            where = ".".join(map(str, first["loc"]))
+            raise BrokenRecord(path, why=f"{where}: {first['msg']}" if where else first["msg"]) from None
+
+    def peek(self, name: StageName) -> StageRecord:
+        """A stage's record, or, of a broken one, that the stage was begun: it is mended when the stage runs."""
+        try:
+            return self.record(name)
+        except BrokenRecord:
+            return StageRecord(state="running")
 
     def update(self, name: StageName, **changes: object) -> StageRecord:
         """Change fields of a stage's record, on disk and at once.
@@ -100,8 +137,12 @@ class RunFolder:
             OSError: the disk is full or fails, or the run folder is gone, which is not made again.
         """
         record = replace(self.record(name), **changes)
-        replace_text(self.stage(name) / "stage.json", json.dumps(asdict(record), indent=1) + "\n")
+        self.write(name, record)
         return record
+
+    def write(self, name: StageName, record: StageRecord) -> None:
+        """Put a whole record in the place of a stage's. Raises as `update`."""
+        replace_text(self.stage(name) / "stage.json", json.dumps(asdict(record), indent=1) + "\n")
 
     def check_recipe(self, recipe: Recipe, *, restart: StageName | None = None) -> None:
         """Refuse a recipe that is not the one this run was started with; changes nothing on disk.
@@ -120,7 +161,7 @@ class RunFolder:
         if restart is not None:
             again = ALL_STAGES[ALL_STAGES.index(restart) :]
             # What the earlier stages were made from must stay; if none is kept, anything may change.
-            kept = [name for name in ALL_STAGES if name not in again and self.record(name).state != "new"]
+            kept = [name for name in ALL_STAGES if name not in again and self.peek(name).state != "new"]
             changed = {
                 key: text
                 for key, text in changed.items()

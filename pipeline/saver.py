@@ -20,7 +20,7 @@ import platform
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NoReturn
@@ -86,6 +86,7 @@ class CheckpointSaver:
         identity: what a run must agree on to restore it (stage, recipe, layout).
         written_by: facts of this process, for the reader of a checkpoint.
         recipe_text: the resolved recipe.
+        inputs: digests of what went into the stage, as its record has them.
         retention: which older checkpoints are kept.
         mode: whether training goes on while the files are written.
         say: prints a line; called on rank 0.
@@ -105,6 +106,7 @@ class CheckpointSaver:
         identity: dict[str, Any],
         written_by: dict[str, str],
         recipe_text: str,
+        inputs: Mapping[str, str] | None = None,
         retention: Retention,
         mode: Literal["background", "blocking"],
         say: Callable[[str], None],
@@ -115,7 +117,7 @@ class CheckpointSaver:
         self._root = root
         self._engine = engine
         self._ranks = ranks
-        self._about: dict[str, Any] = {"identity": identity, "written_by": written_by}
+        self._about: dict[str, Any] = {"identity": identity, "written_by": written_by, "inputs": dict(inputs or {})}
         self._recipe_text = recipe_text
         self._retention = retention
         self._mode = mode

@@ -22,6 +22,7 @@ from model.config import HeadKind
 from model.flops import account
 from model.masked_patch import COLOURS
 from model.saved import save_model
+from pipeline.best import best_results, describe_best
 from pipeline.checkpoint import Restored, restore_checkpoint
 from pipeline.context import StageContext
 from pipeline.data_record import DataRecord, check_data, keep_data
@@ -29,6 +30,7 @@ from pipeline.disk_space import check_free_space, estimate_bytes
 from pipeline.durable import make_folders
 from pipeline.engine_open import open_engine
 from pipeline.identity import checkpoint_identity
+from pipeline.metrics_log import iter_metrics
 from pipeline.plan import StagePlan, plan_stage
 from pipeline.recipe import StageName
 from pipeline.restored_note import describe_changes, describe_restored
@@ -141,10 +143,20 @@ def train_stage(
             watch.beat(state.step, doing="writing the model")
             weights = engine.weights()
             if ranks.place.is_main:
+                best = best_results(
+                    iter_metrics(folder.stage(stage) / "metrics.jsonl"),
+                    last=state.evaluation,
+                    by="val/loss" if config.keep_best == "loss" else f"val/{task.score}",
+                )
+                if best:
+                    report.note(f"{stage}: {describe_best(best, stage=stage, checkpoints=folder.checkpoints(stage))}")
                 make_folders(folder.stage(stage), below=folder.path)  # fails where the run folder is gone
                 save_model(folder.model(stage), weights, meta=meta)
                 folder.update(
-                    stage, state="done", results=state.evaluation, model_digest=weights_digest(folder.model(stage))
+                    stage,
+                    state="done",
+                    results={**state.evaluation, **best},
+                    model_digest=weights_digest(folder.model(stage)),
                 )
 
 

@@ -128,6 +128,7 @@ def training_job(
             identity=checkpoint_identity(recipe, stage=stage, processes=ranks.place.world_size),
             written_by=written_by() if ranks.place.is_main else {},  # who writes them down
             recipe_text=dump_recipe(recipe),
+            inputs=folder.record(stage).inputs if ranks.place.is_main else {},
             retention=Retention(last=config.keep_checkpoints, every_steps=plan.keep_steps, best=best),
             mode=recipe.engine.saving,
             say=report.note,

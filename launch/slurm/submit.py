@@ -89,7 +89,7 @@ def plan_submission(
         work=Path.cwd(),
         package=_package_folder(),
     )
-    open_stages: list[StageName] = [name for name in loaded.stages.names if folder.record(name).state != "done"]
+    open_stages: list[StageName] = [name for name in loaded.stages.names if folder.peek(name).state != "done"]
     return Plan(
         recipe=loaded.model_copy(update={"processes": job.processes}),
         folder=folder,

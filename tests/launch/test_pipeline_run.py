@@ -29,6 +29,7 @@ from pipeline.recipe_io import load_recipe
 from pipeline.stage_data import open_data
 from tests.data_shards.small_set import touch_up
 from tests.launch.machine import Machine, make_shards
+from tests.saving import one_rank, save
 
 STAGES = ("pretrain", "swap_head", "finetune")
 
@@ -54,6 +55,20 @@ def test_all_stages_in_order_then_nothing(machine: Machine, capsys: pytest.Captu
     assert machine.open().execute() == 0
     assert machine.started == list(STAGES)
     assert "pretrain: done already" in capsys.readouterr().out
+
+
+def test_a_run_that_was_better_before_its_end_says_so(machine: Machine, capsys: pytest.CaptureFixture[str]):
+    results = {"val/top1": 0.529, "best/step": 400.0, "best/val/top1": 0.627}
+
+    def outcome(launch: Launch) -> int:
+        machine.folder.update(launch.stage, state="done", images_seen=64, results=results)
+        return 0
+
+    machine.outcome = outcome
+    assert machine.open().execute(only="pretrain") == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("pretrain: done, held-out top-1 0.5290") and "0.6270" in last and "step 400" in last
+    assert "keep_best: score" in last
 
 
 def test_one_stage(machine: Machine):
@@ -208,12 +223,38 @@ def test_a_model_from_elsewhere_must_be_there_whenever_swap_head_is_to_run(machi
     assert machine.started == ["swap_head", "finetune"]
 
 
-def test_a_broken_record_is_mended_by_the_restart_that_its_message_asks_for(machine: Machine):
+def test_a_broken_record_is_made_again_from_the_checkpoints_before_anything_is_started(
+    machine: Machine, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(pipeline_run, "check_newest", lambda root, *, expected: None)  # the checkpoint is a stand-in
+    machine.open().execute()
+    machine.started.clear()
+    save(machine.folder.checkpoints("pretrain"), 400, ranks=one_rank())
+    for stage in ("pretrain", "swap_head"):
+        (machine.folder.stage(stage) / "stage.json").write_text('{"images_seen": "many"}')
+    run = machine.open()
+    assert run.execute(mode="dry-run") == 0 and not list(machine.folder.path.glob("*/stage.json.broken"))
+    capsys.readouterr()
+
+    def outcome(launch: Launch) -> int:
+        if launch.stage == "pretrain":
+            assert machine.folder.record("pretrain").last_saved_step == 400
+        machine.folder.update(launch.stage, state="done")
+        return 0
+
+    machine.outcome = outcome
+    assert run.execute() == 0
+    assert machine.started == ["pretrain", "swap_head"]  # and fine-tuning, which is whole, is not done again
+    said = capsys.readouterr().out
+    assert "step-00000400" in said and said.count("stage.json.broken") == 2
+
+
+def test_a_broken_record_without_checkpoints_is_mended_by_the_restart_that_its_message_asks_for(machine: Machine):
     machine.open().execute()
     for stage in ("finetune", "pretrain"):
         (machine.folder.stage(stage) / "stage.json").write_text("{")
         with pytest.raises(UserError, match=f"--restart {stage}"):
-            machine.open()
+            machine.open().execute()
         machine.started.clear()
         assert machine.open(restart=stage).execute() == 0
         assert machine.started == list(STAGES[STAGES.index(stage) :])

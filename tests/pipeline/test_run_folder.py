@@ -1,6 +1,7 @@
 """The run folder: what is done stays done, a changed recipe is refused, and a restart loses no byte."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -50,12 +51,31 @@ def test_a_record_begins_new_and_keeps_what_was_not_changed(tmp_path: Path):
         folder.update("pretrain", stat="done")
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"state": "done", "speed": 3}', "\udcff"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "{", "[]", "null", '{"state": "done", "speed": 3}', "\udcff", "[" * 3000, '{"inputs": ' + "[" * 3000),
+        *('{"images_seen": "many"}', '{"images_seen": -1}', '{"images_seen": 1.5}', '{"last_saved_step": true}'),
+        *('{"last_saved_step": ' + "9" * 5000 + "}", '{"images_seen": ' + "9" * 100 + "}", '{"seconds": NaN}'),
+        *('{"state": "perhaps"}', '{"inputs": ["a"]}', '{"results": {"val/top1": "high"}}', '{"model_digest": 3}'),
+    ],
+)
 def test_a_broken_record_is_named_with_the_way_out(folder: RunFolder, text: str):
     path = folder.stage("finetune") / "stage.json"
     path.write_bytes(text.encode(errors="surrogateescape"))
-    with pytest.raises(UserError, match=r"finetune/stage.json is broken .*--restart finetune"):
+    with pytest.raises(UserError, match=r"finetune/stage.json is broken .*shardvit run") as caught:
         folder.record("finetune")
+    assert len(str(caught.value)) < 500 and "\n" not in str(caught.value)
+    assert folder.peek("finetune") == StageRecord(state="running")
+    assert path.read_bytes() == text.encode(errors="surrogateescape")
+
+
+def test_every_number_that_is_written_is_read(folder: RunFolder):
+    results = {"a": float("inf"), "b": -0.0, "c": 1e-320, "d": 3.0}
+    folder.update("finetune", results=results | {"e": float("nan")}, seconds=0.1 + 0.2)
+    read = folder.record("finetune")
+    assert read.seconds == 0.1 + 0.2 and math.isnan(read.results["e"])
+    assert {key: read.results[key] for key in results} == results
 
 
 def test_complete_means_every_stage_of_the_recipe(folder: RunFolder):

@@ -24,6 +24,8 @@ from pipeline import stage_training
 from pipeline.checkpoint import Restored
 from pipeline.context import StageContext, Tracking
 from pipeline.identity import checkpoint_identity
+from pipeline.mend_record import mend_records
+from pipeline.metrics_log import open_metrics_log
 from pipeline.plan import plan_stage
 from pipeline.process import Place
 from pipeline.recipe import Recipe
@@ -280,6 +282,32 @@ def test_its_last_words_are_how_long_it_stood_still(ends: Stage) -> None:
     last = ends.notes[-1]
     assert last == "pretrain: training stood still for its checkpoints for 5.0 s, 10.0% of the time"
     assert ends.folder.record("pretrain").state == "done"
+
+
+def test_an_evaluation_that_was_better_than_the_last_is_named_and_recorded(
+    ends: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def trained(job: TrainJob, state: TrainState) -> TrainState:
+        with open_metrics_log(ends.folder.stage("pretrain") / "metrics.jsonl", resume_step=-1) as log:
+            for step, top1 in ((10, 0.3), (20, 0.627), (40, 0.529)):
+                log.append(step=step, images_seen=0, metrics={"val/top1": top1, "val/loss": 1.0})
+        return replace(state, step=TOTAL_STEPS, evaluation={"val/top1": 0.529, "val/loss": 1.0})
+
+    monkeypatch.setattr(stage_training, "train", trained)
+    ends.train()
+    assert "0.6270 after step 20" in ends.notes[-1]
+    results = ends.folder.record("pretrain").results
+    assert results == {"val/top1": 0.529, "val/loss": 1.0, "best/step": 20.0, "best/val/top1": 0.627}
+
+
+def test_a_checkpoint_knows_what_went_into_its_stage(stage: Stage) -> None:
+    stage.folder.update("pretrain", inputs={"training images": "abc"})
+    stage.job().saver.save(state_at(3))
+    content = json.loads((stage.checkpoints / "step-00000003" / "state.json").read_text())
+    assert content["inputs"] == {"training images": "abc"}
+    (stage.folder.stage("pretrain") / "stage.json").write_text("{")
+    assert len(mend_records(stage.folder, ["pretrain"])) == 1
+    assert stage.folder.record("pretrain").inputs == {"training images": "abc"}
 
 
 def test_checkpoints_that_are_gone_are_no_reason_to_begin_from_nothing(ends: Stage) -> None:
