@@ -63,8 +63,9 @@ def read_place(environ: Mapping[str, str] = os.environ, *, gpus: int | None = No
         return Place()
     if place.world_size == 1:  # nobody to meet
         return place
-    if environ.get(RENDEZVOUS):
-        return replace(place, rendezvous=Path(environ[RENDEZVOUS]))
+    meeting = rendezvous_folder(environ)
+    if meeting is not None:
+        return replace(place, rendezvous=meeting)
     address, port = _meeting_place(environ, step=step)
     return replace(place, master_addr=address, master_port=port)
 
@@ -161,6 +162,11 @@ def supervisor_pid(environ: Mapping[str, str] = os.environ) -> int | None:
     """The `shardvit run` that started this process, if one did."""
     text = environ.get(SUPERVISOR_PID, "")
     return int(text) if text.isdigit() else None
+
+
+def rendezvous_folder(environ: Mapping[str, str] = os.environ) -> Path | None:
+    """Where the ranks meet, if their launcher made a folder for it."""
+    return Path(environ[RENDEZVOUS]) if environ.get(RENDEZVOUS) else None
 
 
 def _user() -> str:

@@ -32,6 +32,7 @@ from launch.env import (
     job_tags,
     node_share,
     read_place,
+    rendezvous_folder,
     says_mistakes,
     supervisor_pid,
     tracking_uri,
@@ -39,12 +40,12 @@ from launch.env import (
 )
 from launch.lock import locked
 from launch.output import go_on
-from launch.presence import Presence
+from launch.presence import Presence, gone
 from launch.processes import RANK_COMMAND
 from launch.signals import handled
 from launch.slurm.node import run_node
-from pipeline.mend_record import mend_records
 from pipeline.living import process_started
+from pipeline.mend_record import mend_records
 from pipeline.process import Place
 from pipeline.recipe import Recipe, StageName
 from pipeline.recipe_io import load_recipe
@@ -133,8 +134,9 @@ def _run(recipe: Recipe, *, folder: RunFolder, stage: StageName, place: Place) -
     with contextlib.ExitStack() as held:
         # While this rank waits for others there is nothing to save, and it would not look at a flag.
         with handled((signal.SIGTERM, signal.SIGINT, signal.SIGHUP), signal.SIG_DFL):
-            if supervisor_pid() is not None:
-                Presence(folder.path).close()  # `shardvit run` has made it and holds it: it is not made again
+            meeting = rendezvous_folder()
+            if meeting is not None and meeting.parent == folder.path.absolute() and not meeting.exists():
+                raise UserError(gone(folder.path))  # `shardvit run` had made both: here it would be made again
             if place.is_main:
                 # An orphaned earlier attempt may still be saving.
                 held.enter_context(locked(folder.path / ".train.lock", what=f"run {folder.path}", wait_seconds=60))

@@ -232,6 +232,7 @@ class Case:
         processes: int | None = None,
         faults: Sequence[Fault] = (),
         environment: Mapping[str, str] | None = None,
+        shell: str = "",
     ) -> Attempt:
         """Start an attempt.
 
@@ -242,6 +243,7 @@ class Case:
             processes: likewise; default: the recipe's.
             faults: to be put in.
             environment: to add.
+            shell: redirections of its streams, such as 2>&-.
         """
         self._attempts += 1
         output = self.folder / f"output-{self._attempts}.txt"
@@ -258,7 +260,7 @@ class Case:
         paths = [*([str(INJECT)] if faults else []), str(ROOT)]
         with output.open("w") as file:
             process = subprocess.Popen(
-                [sys.executable, *command],
+                ["bash", "-c", f'exec "$0" "$@" {shell}', sys.executable, *command],
                 cwd=self.folder,
                 env={
                     **os.environ,

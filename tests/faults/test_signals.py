@@ -1,4 +1,4 @@
-"""SIGTERM, SIGINT and SIGUSR1, to one rank, to `shardvit run`, and to everything; and a second Ctrl-C."""
+"""SIGTERM, SIGINT, SIGUSR1 and SIGHUP, to one rank, to `shardvit run`, and to everything; and a second Ctrl-C."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from tests.faults.harness import send
 from tests.faults.rows import Row
 
 STOPPED = (
-    "SIGTERM, SIGINT or SIGUSR1 to any rank, to `shardvit run` or to everything: all ranks finish the step, save and "
-    "exit 75; the same command goes on with nothing lost."
+    "SIGTERM, SIGINT, SIGUSR1 or SIGHUP (a terminal that is gone, without nohup) to any rank, to `shardvit run` or to "
+    "everything: all ranks finish the step, save and exit 75; the same command goes on with nothing lost."
 )
 SECOND = "A second Ctrl-C ends everything at once, also in the middle of a save, and harms nothing on disk."
 
@@ -30,6 +30,7 @@ STOP_STEPS = 2
         pytest.param(signal.SIGTERM, "shardvit run", id="SIGTERM-run"),
         pytest.param(signal.SIGINT, "shardvit run", id="SIGINT-run"),
         pytest.param(signal.SIGUSR1, "shardvit run", id="SIGUSR1-run"),
+        pytest.param(signal.SIGHUP, "shardvit run", id="SIGHUP-run"),
         pytest.param(signal.SIGTERM, "everything", id="SIGTERM-everything"),
         pytest.param(signal.SIGINT, "everything", id="SIGINT-everything"),
         pytest.param(signal.SIGUSR1, "everything", id="SIGUSR1-everything"),
