@@ -100,7 +100,7 @@ def _guard(name: Literal["stdout", "stderr"], *, descriptor: int, when_lost: Lit
     through = before is not None and before.write_through  # python -u
     errors = "backslashreplace" if before is None or before.errors == "strict" else before.errors
     after = io.TextIOWrapper(
-        stream if through else io.BufferedWriter(stream),  # pyright: ignore[reportArgumentType]
+        stream if through else io.BufferedWriter(stream),
         encoding="utf-8" if before is None else before.encoding,
         errors=errors,
         line_buffering=before is None or before.line_buffering,

@@ -42,7 +42,9 @@ class Progress:
         self._stage = stage
         self._total_steps = total_steps
         self._images_per_step = images_per_step
-        self._stream = stream = stream or sys.stderr  # as it is now, not when this file was imported
+        if stream is None:
+            stream = sys.stderr  # as it is now, not when this file was imported
+        self._stream = stream
         self._every_seconds = every_seconds
         self._clock = clock
         self._started = clock()

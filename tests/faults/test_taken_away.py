@@ -11,12 +11,12 @@ from tests.faults.harness import STEPS
 from tests.faults.rows import Row
 
 OUTPUT = (
-    "Output that disappears (a reader that leaves as `head` does, a terminal that is gone, a full disk, closed streams) "
-    "ends no training: metrics.jsonl has everything."
+    "Output that disappears (a reader that leaves as `head` does, a terminal that is gone, a full disk, closed "
+    "streams) ends no training: metrics.jsonl has everything."
 )
 GONE = (
-    "A run folder that is deleted or renamed in mid-run ends the run within seconds, with one sentence and exit code 2; "
-    "nothing is made in its place, and put back, it goes on by the same command."
+    "A run folder that is deleted or renamed in mid-run ends the run within seconds, with one sentence and exit code "
+    "2; nothing is made in its place, and put back, it goes on by the same command."
 )
 RECORD = (
     "A stage.json that cannot be read is made again from the newest whole checkpoint by the same command and kept "

@@ -10,15 +10,18 @@ from types import SimpleNamespace
 
 import pytest
 
+from launch.signals import handled
 from pipeline.ranks import Ranks
 from pipeline.stopping import EXIT_STOPPED, Agreed, SaveClock, StopFlag
 
 ROOT = Path(__file__).resolve().parents[2]
+STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
 
 @pytest.fixture
 def flag() -> Iterator[StopFlag]:
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
+    before = {number: signal.getsignal(number) for number in STOPS}
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whatever started these tests
     flag = StopFlag()
     flag.listen()
     yield flag
@@ -26,11 +29,28 @@ def flag() -> Iterator[StopFlag]:
         signal.signal(number, handler)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+@pytest.mark.parametrize("number", STOPS)
 def test_a_signal_raises_the_flag_and_nothing_else(flag: StopFlag, number: signal.Signals):
     assert flag.reason is None
     os.kill(os.getpid(), number)
     assert flag.reason == number.name
+
+
+def test_nohup_is_heeded(monkeypatch: pytest.MonkeyPatch):
+    """A terminal that is gone stops a run like SIGTERM, but for one that is to outlive it."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        flag, asked = StopFlag(), []
+        with handled(STOPS, lambda number, frame: asked.append(number)):
+            os.kill(os.getpid(), signal.SIGHUP)
+            os.kill(os.getpid(), signal.SIGTERM)
+        monkeypatch.setattr(signal, "signal", lambda number, handler: asked.append(number))
+        flag.listen()
+        assert asked.count(signal.SIGTERM) == 2 and signal.SIGHUP not in asked and flag.reason is None
+        monkeypatch.undo()
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_the_first_reason_stays(flag: StopFlag):
