@@ -273,7 +273,7 @@ class PipelineRun:
 
     def _state(self, stage: StageName) -> str:
         """How far a stage is, in a few words."""
-        record = self.folder.record(stage)
+        record = self.folder.peek(stage)
         if self._begins_again(stage) and record.state != "new":
             return "begins again"
         if record.state == "running":
@@ -286,7 +286,7 @@ class PipelineRun:
         missing = [
             name
             for name in names[: names.index(stage)]
-            if self._begins_again(name) or self.folder.record(name).state != "done"
+            if self._begins_again(name) or self.folder.peek(name).state != "done"
         ]
         if missing:
             raise UserError(

@@ -46,7 +46,7 @@ class DataRecord:
 
 def has_record(folder: RunFolder, *, stage: StageName) -> bool:
     """Whether there is anything to compare the data with."""
-    return bool(folder.record(stage).data_digest) or (folder.stage(stage) / DATA_FILE).exists()
+    return bool(folder.peek(stage).data_digest) or (folder.stage(stage) / DATA_FILE).exists()
 
 
 def check_data(folder: RunFolder, *, stage: StageName, data: StageData) -> DataRecord:
@@ -57,7 +57,7 @@ def check_data(folder: RunFolder, *, stage: StageName, data: StageData) -> DataR
     """
     sets = {"training images": data.train, "held-out images": data.eval}
     now = DataRecord({name: identify(one) for name, one in sets.items()})
-    path, digest = folder.stage(stage) / DATA_FILE, folder.record(stage).data_digest
+    path, digest = folder.stage(stage) / DATA_FILE, folder.peek(stage).data_digest
     before = _read(path, digest=digest)
     if before is None:
         if digest and digest != now.digest:

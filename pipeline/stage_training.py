@@ -146,7 +146,7 @@ def train_stage(
                 best = best_results(
                     iter_metrics(folder.stage(stage) / "metrics.jsonl"),
                     last=state.evaluation,
-                    by="val/loss" if config.keep_best == "loss" else f"val/{task.score}",
+                    by="val/loss" if recipe.train_stage(stage).keep_best == "loss" else f"val/{task.score}",
                 )
                 if best:
                     report.note(f"{stage}: {describe_best(best, stage=stage, checkpoints=folder.checkpoints(stage))}")
