@@ -42,9 +42,8 @@ class Progress:
         self._stage = stage
         self._total_steps = total_steps
         self._images_per_step = images_per_step
-        if stream is None:
-            stream = sys.stderr  # as it is now, not when this file was imported
-        self._stream = stream
+        # sys.stderr as it is now, not as it was when this file was imported
+        self._stream: TextIO = sys.stderr if stream is None else stream
         self._every_seconds = every_seconds
         self._clock = clock
         self._started = clock()
@@ -53,8 +52,8 @@ class Progress:
         self._unprinted: str | None = None
         self._shown_step = start_step
         self._bar: Any = None
-        if display == "bar" or (display == "auto" and _is_terminal(stream)):
-            self._bar = _open_bar(stage, total_steps=total_steps, start_step=start_step, stream=stream)
+        if display == "bar" or (display == "auto" and _is_terminal(self._stream)):
+            self._bar = _open_bar(stage, total_steps=total_steps, start_step=start_step, stream=self._stream)
 
     def update(
         self,
