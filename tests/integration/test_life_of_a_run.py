@@ -97,7 +97,8 @@ def test_a_reader_that_leaves_after_three_lines_ends_nothing(folder: Path) -> No
 def test_no_output_at_all_ends_nothing(folder: Path) -> None:
     """A rank whose standard output is on a full disk, and whose standard error is closed."""
     process = start(folder, RANK, shell=">/dev/full 2>&-")
-    assert process.wait(timeout=PATIENCE_SECONDS) == 0
+    process.communicate(timeout=PATIENCE_SECONDS)
+    assert process.returncode == 0
     assert is_complete(folder)
 
 
