@@ -116,10 +116,13 @@ class _Loader(yaml.SafeLoader):
                 line = node.start_mark.line + 1
                 raise _Refused(f"line {line} has a number of {digits:,} digits: at most {_MOST_DIGITS} are taken")
         try:
-            return super().construct_object(node, deep=deep)
+            made = super().construct_object(node, deep=deep)
         except (ValueError, TypeError, KeyError, AttributeError, OverflowError):  # such as !!int many
             kind = node.tag.removeprefix(_TAG)
             raise ConstructorError(None, None, f"this cannot be read as {kind}", node.start_mark) from None
+        if isinstance(made, str) and "\0" in made:
+            raise _Refused(f"line {node.start_mark.line + 1} has a NUL character, which no name or path can hold")
+        return made
 
 
 _REASONS = (

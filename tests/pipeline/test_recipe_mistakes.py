@@ -349,6 +349,7 @@ def bomb(levels: int) -> str:
         ("model: {width: 16", "a bracket or brace has no partner"),
         (TEXT + "---\n" + TEXT, "line 12, column 1: a second document begins"),
         ("name: a\0b", "character 7 is none that text may have"),
+        ('name: "a\\0b"', "line 1 has a NUL character"),
     ],
 )
 def test_a_file_that_is_no_recipe_is_refused_with_the_line(file: Path, text: str, expected: str):
