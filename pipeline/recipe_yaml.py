@@ -15,6 +15,7 @@ from yaml.constructor import ConstructorError
 from yaml.nodes import MappingNode, Node, ScalarNode
 
 from data_shards.errors import UserError
+from data_shards.printable import one_line
 
 _TAG = "tag:yaml.org,2002:"
 _DEEPEST = 50
@@ -103,7 +104,7 @@ class _Loader(yaml.SafeLoader):
                 continue
             line, first = key.start_mark.line + 1, lines.get((key.tag, key.value))
             if first is not None:
-                name = printable(".".join([*filter(None, self._path), key.value]))
+                name = one_line(".".join([*filter(None, self._path), key.value]))
                 where = f"in line {line}" if first == line else f"in lines {first} and {line}"
                 raise _Refused(f"key {name} is given twice, {where}: leave one out")
             lines[key.tag, key.value] = line
@@ -156,11 +157,4 @@ def _reason(error: yaml.YAMLError) -> str:
             problem = match.expand(words)
             break
     mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
-    return (
-        printable(problem) if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: {printable(problem)}"
-    )
-
-
-def printable(text: str) -> str:
-    """One line without control characters."""
-    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in " ".join(text.split(" ")))
+    return one_line(problem) if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: {one_line(problem)}"
