@@ -143,7 +143,7 @@ def show(value: Any) -> str:
 def _advice(value: Any, *, field: FieldInfo, name: str) -> str:
     if field.annotation is str and DURATION in field.metadata:
         number = f"{value:g}" if isinstance(value, int | float) and not isinstance(value, bool) and value > 0 else "10"
-        return f"give a length with its unit, such as {number} epochs, {number} steps or 10%"
+        return f"give a length with its unit, such as {number} epochs or {number} steps"
     if field.annotation is str and BYTES in field.metadata:
         return "give a size with its unit, such as 100 GB"
     if isinstance(value, int | float) and str in _branches(field.annotation):
