@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 from pathlib import Path
 from typing import Annotated, Literal
@@ -51,6 +52,12 @@ def _run_command() -> int:
     except KeyboardInterrupt:  # between two stages, while packing or exporting: files are renamed when they are whole
         print("\nshardvit: interrupted: nothing is broken, type the same command again", file=sys.stderr)
         return EXIT_STOPPED
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        name = str(error.filename)
+        print(f"shardvit: {name[:100]}... ({len(name):,} characters) is too long for a path", file=sys.stderr)
+        return EXIT_USER_ERROR
     except (UserError, CycloptsError) as error:
         print(f"shardvit: {error}", file=sys.stderr)
         return EXIT_USER_ERROR

@@ -30,6 +30,7 @@ from pipeline.recipe import MaskedPatchStage, Recipe, StageName, TrainStage
 
 DRIVER = Path("/proc/driver/nvidia/gpus")  # a folder for each GPU, with a file `information`
 _ASSUMED_CLASSES = 1000
+_MOST_IMAGES = 10**12
 GIVE_UP_SECONDS = 30.0  # somebody waits for the answer
 
 
@@ -113,8 +114,8 @@ def _by_stage(text: str | None, *, flag: str, names: tuple[StageName, ...]) -> d
             found[name] = int(float(number.replace("_", "")))
         except (ValueError, OverflowError):
             raise UserError(f"--{flag}: {number!r} is no number; write {flag}=N or STAGE=N,STAGE=N") from None
-        if found[name] < 1:
-            raise UserError(f"--{flag}: it is {number}; give 1 or more")
+        if not 1 <= found[name] <= _MOST_IMAGES:
+            raise UserError(f"--{flag}: it is {number}; give 1 to {_MOST_IMAGES:.0e}")
     return found
 
 

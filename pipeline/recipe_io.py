@@ -16,10 +16,11 @@ import yaml
 from pydantic import ValidationError
 
 from data_shards.errors import UserError
+from data_shards.printable import one_line
 from data_shards.store.location import scrubbed
 from pipeline.recipe import Recipe
 from pipeline.recipe_mistakes import mistakes, truths
-from pipeline.recipe_yaml import printable, read_yaml, read_yaml_file
+from pipeline.recipe_yaml import read_yaml, read_yaml_file
 
 SHIPPED = Path(__file__).parent / "recipes"
 
@@ -123,7 +124,7 @@ def _find(source: str, *, beside: Path, said_by: str = "") -> Path:
         if os.path.isfile(candidate):  # pathlib's raises for names that no disk can hold
             return candidate
     path, of = beside / source, f"{said_by}, extends: " if said_by else ""
-    what = printable(source if len(source) <= _MOST_NAMED else f"{source[:_MOST_NAMED]}...")
+    what = one_line(source if len(source) <= _MOST_NAMED else f"{source[:_MOST_NAMED]}...")
     if os.path.isdir(path):
         inside = next((path / name for name in ("recipe.yaml", f"{path.name}.yaml") if (path / name).is_file()), None)
         raise UserError(
@@ -188,7 +189,7 @@ def _assign(tree: dict[str, Any], override: str, *, before: Sequence[str]) -> st
     for other in before:
         if f"{other}.".startswith(f"{key}."):
             again = "is given twice" if other == key else f"comes after {other}, and would undo it"
-            raise UserError(f"override {printable(key)} {again}: leave one out")
+            raise UserError(f"override {one_line(key)} {again}: leave one out")
     *parents, leaf = key.split(".")
     node = tree
     for parent in parents:
@@ -196,7 +197,7 @@ def _assign(tree: dict[str, Any], override: str, *, before: Sequence[str]) -> st
         if child is not None and not isinstance(child, dict):
             raise UserError(f"override {key}: {parent!r} is a value, not a group of keys")
         node[parent] = node = dict(child or {})  # a copy: places that share a YAML alias share one dict
-    node[leaf] = read_yaml(text, source=f"override {printable(override)}")
+    node[leaf] = read_yaml(text, source=f"override {one_line(override)}")
     return key
 
 

@@ -15,9 +15,9 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
+from data_shards.printable import one_line
 from pipeline.recipe_base import BYTES, DURATION
 from pipeline.recipe_data import ShardsConfig
-from pipeline.recipe_yaml import printable
 
 _LONGEST_SHOWN = 60
 _GROUPS: dict[str, str] = {"model": "{variant: B/16}", "optimizer": "{name: adamw, lr: 0.001}", "stages": "pretrain"}
@@ -94,7 +94,7 @@ def _find(location: Sequence[int | str], *, tree: Any, root: type[BaseModel]) ->
         elif group is not None and number == len(location) - 1:
             holder, field, last = group, None, str(part)
             names.append(last)
-    return _Place(printable(".".join(names)), holder, last, field)
+    return _Place(one_line(".".join(names)), holder, last, field)
 
 
 def _mistake(detail: Any, *, place: _Place) -> Mistake:
@@ -107,7 +107,7 @@ def _mistake(detail: Any, *, place: _Place) -> Mistake:
             close = difflib.get_close_matches(place.name, known, n=1)
             text = f"unknown key {key}" + (f", did you mean {close[0]}?" if close else "")
         case "value_error":
-            message = printable(str(detail["ctx"]["error"]))
+            message = one_line(str(detail["ctx"]["error"]))
             text = f"{key}: {message}" if key and not message.startswith(key) else message
         case _ if place.field is None:
             text = f"{key or 'it'} is {show(value)}: give keys and their values"
@@ -137,13 +137,13 @@ def show(value: Any) -> str:
             text = repr(value)
         case _:
             return f"a {type(value).__name__}"
-    return printable(text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}... ({len(text):,} characters)")
+    return one_line(text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}... ({len(text):,} characters)")
 
 
 def _advice(value: Any, *, field: FieldInfo, name: str) -> str:
     if field.annotation is str and DURATION in field.metadata:
         number = f"{value:g}" if isinstance(value, int | float) and not isinstance(value, bool) and value > 0 else "10"
-        return f"give a length with its unit, such as {number} epochs, {number} steps or 10%"
+        return f"give a length with its unit, such as {number} epochs or {number} steps"
     if field.annotation is str and BYTES in field.metadata:
         return "give a size with its unit, such as 100 GB"
     if isinstance(value, int | float) and str in _branches(field.annotation):

@@ -15,6 +15,7 @@ from yaml.constructor import ConstructorError
 from yaml.nodes import MappingNode, Node, ScalarNode
 
 from data_shards.errors import UserError
+from data_shards.printable import one_line
 
 _TAG = "tag:yaml.org,2002:"
 _DEEPEST = 50
@@ -103,7 +104,7 @@ class _Loader(yaml.SafeLoader):
                 continue
             line, first = key.start_mark.line + 1, lines.get((key.tag, key.value))
             if first is not None:
-                name = printable(".".join([*filter(None, self._path), key.value]))
+                name = one_line(".".join([*filter(None, self._path), key.value]))
                 where = f"in line {line}" if first == line else f"in lines {first} and {line}"
                 raise _Refused(f"key {name} is given twice, {where}: leave one out")
             lines[key.tag, key.value] = line
@@ -116,10 +117,13 @@ class _Loader(yaml.SafeLoader):
                 line = node.start_mark.line + 1
                 raise _Refused(f"line {line} has a number of {digits:,} digits: at most {_MOST_DIGITS} are taken")
         try:
-            return super().construct_object(node, deep=deep)
+            made = super().construct_object(node, deep=deep)
         except (ValueError, TypeError, KeyError, AttributeError, OverflowError):  # such as !!int many
             kind = node.tag.removeprefix(_TAG)
             raise ConstructorError(None, None, f"this cannot be read as {kind}", node.start_mark) from None
+        if isinstance(made, str) and "\0" in made:
+            raise _Refused(f"line {node.start_mark.line + 1} has a NUL character, which no name or path can hold")
+        return made
 
 
 _REASONS = (
@@ -153,11 +157,4 @@ def _reason(error: yaml.YAMLError) -> str:
             problem = match.expand(words)
             break
     mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
-    return (
-        printable(problem) if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: {printable(problem)}"
-    )
-
-
-def printable(text: str) -> str:
-    """One line without control characters."""
-    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in " ".join(text.split(" ")))
+    return one_line(problem) if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: {one_line(problem)}"

@@ -7,6 +7,7 @@ signatures: whatever is printed, logged or stored goes through `shown` first.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from pathlib import Path
@@ -22,6 +23,7 @@ _PLAIN = {
     *("file", "local", "memory", "data", "http", "https", "ftp", "sftp", "ssh", "smb", "webdav", "webhdfs", "hdfs"),
     *("s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "hf", "oci", "oss", "tos", "github", "gist"),
 }
+_MOST_LOCATIONS = 1_000_000  # of a pattern
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 # What a program of a pipe may look like; `NAME=value` before it sets an environment variable, often a secret one.
 _PROGRAM = re.compile(r"[\w./+-]+")
@@ -148,6 +150,8 @@ def expand_braces(pattern: str) -> list[str]:
     separator = re.compile(r"::(?=pipe:)") if pattern.startswith(PIPE) else _SEPARATOR
     locations: list[str] = []
     for part in separator.split(pattern):
+        if _most_numbers(part) > _MOST_LOCATIONS:
+            raise UserError(f"{shown(part)}: it stands for more than {_MOST_LOCATIONS:,} tars: name fewer")
         try:
             # Without a brace there is nothing to expand, and backslashes mean themselves.
             locations += braceexpand(part) if "{" in part or "}" in part else [part]
@@ -156,3 +160,11 @@ def expand_braces(pattern: str) -> list[str]:
                 f"{shown(part)}: a brace has no partner; patterns look like train-{{000..127}}.tar"
             ) from None
     return locations
+
+
+def _most_numbers(pattern: str) -> int:
+    """How many locations its ranges of numbers make, at least."""
+    spans = re.findall(r"\{(-?\d+)\.\.(-?\d+)\}", pattern)
+    if any(len(number) > 18 for span in spans for number in span):
+        return _MOST_LOCATIONS + 1
+    return math.prod(abs(int(last) - int(first)) + 1 for first, last in spans)

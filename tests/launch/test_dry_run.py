@@ -141,12 +141,15 @@ def test_a_command_is_never_started(call: Call, work: Path):
     pipes = [f"stages.{stage}.train=pipe:touch {marker}; cat x.tar" for stage in ("pretrain", "finetune")]
     evals = [each for each in PACKED if ".eval=" in each]
     code, output, _ = call("run", "digits", "--dry-run", *evals, *pipes)
-    assert code == 0 and not marker.exists() and "is a command, and none is started" in output
+    assert code == 0 and not marker.exists() and "! pretrain: pipe:touch ... x.tar is a command" in output
     (work / "mixed.yaml").write_text(
         f"extends: digits\nstages: {{pretrain: {{train: [shards/train, 'pipe:touch {marker}']}}}}\n"
     )
     assert call("run", "mixed.yaml", "--dry-run", *(each for each in PACKED if "pretrain.train" not in each))[0] == 0
     assert not marker.exists()
+    url = "stages.pretrain.train=git:///srv/photos/x.tar"  # fsspec's starts git
+    output = call("run", "digits", "--dry-run", *(each for each in PACKED if "pretrain.train" not in each), url)[1]
+    assert "! pretrain: git:" in output and "may start programs" in output
 
 
 def test_what_a_dry_run_prints_is_asked_of_it_alone(call: Call, work: Path):

@@ -63,7 +63,7 @@ VALUES = [
     (f"{PRETRAIN}duration=1e300 epochs", "too long"),
     (f"{PRETRAIN}duration=1e999 steps", "too long"),
     (f"{PRETRAIN}duration=-3 epochs", "no duration"),
-    (f"{PRETRAIN}schedule.warmup=500", "such as 500 epochs, 500 steps"),
+    (f"{PRETRAIN}schedule.warmup=500", "such as 500 epochs or 500 steps"),
     (f"{PRETRAIN}save_every=0.1", f"{PRETRAIN}save_every is 0.1"),
     (f"{PRETRAIN}eval_every=[1, 2]", f"{PRETRAIN}eval_every is [1, 2]: give a length"),
     ("data.cache.limit=100", "data.cache.limit is 100: give a size with its unit, such as 100 GB"),
@@ -349,6 +349,7 @@ def bomb(levels: int) -> str:
         ("model: {width: 16", "a bracket or brace has no partner"),
         (TEXT + "---\n" + TEXT, "line 12, column 1: a second document begins"),
         ("name: a\0b", "character 7 is none that text may have"),
+        ('name: "a\\0b"', "line 1 has a NUL character"),
     ],
 )
 def test_a_file_that_is_no_recipe_is_refused_with_the_line(file: Path, text: str, expected: str):
