@@ -32,7 +32,7 @@ from torch import nn
 from pipeline.engine import StepResult
 from pipeline.engine_masters import put_state, slots, unsharded_masters
 from pipeline.engine_portable import open_deepspeed
-from pipeline.engine_reading import Record, loss_scaler, read_state
+from pipeline.engine_reading import DynamicScaler, Record, read_state
 from pipeline.optim import build_optimizer
 from pipeline.plan import StagePlan
 from pipeline.ranks import Ranks
@@ -223,6 +223,15 @@ class _SafeReader:
     def is_decoupled(self) -> bool:
         """No: nothing is waited for."""
         return False
+
+
+def loss_scaler(record: Record) -> Any:
+    """DeepSpeed's own object with the values of a record of it."""
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+
+    made = object.__new__(DynamicLossScaler if isinstance(record, DynamicScaler) else LossScaler)
+    vars(made).update(vars(record))
+    return made
 
 
 def _import_deepspeed() -> Any:
