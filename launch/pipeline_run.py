@@ -92,6 +92,7 @@ class PipelineRun:
             restart=restart,
             fleet=fleet,
             shards=shards,
+            commands="run" if shards == "needed" else "refuse",
         )
         for note in run.check_stages():
             _say(note)
