@@ -92,6 +92,7 @@ class PipelineRun:
             restart=restart,
             fleet=fleet,
             shards=shards,
+            commands="run" if shards == "needed" else "refuse",
         )
         for note in run.check_stages():
             _say(note)
@@ -176,6 +177,7 @@ class PipelineRun:
             stages=[name for name in self.recipe.stages.names if not self._unopened(name)],
             runs_root=self.folder.runs_root,
             say=lambda text: print(text, file=sys.stderr, flush=True),
+            commands=self.commands,
         )
 
     def _run_stage(self, stage: StageName, *, start: Callable[[Launch], int], restarts: Restarts) -> int:

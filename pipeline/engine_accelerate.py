@@ -17,12 +17,12 @@ from torch import nn
 
 from pipeline.engine import StepResult
 from pipeline.engine_portable import open_accelerate
+from pipeline.engine_reading import read_state
 from pipeline.optim import build_optimizer
 from pipeline.plan import StagePlan
 from pipeline.ranks import Ranks
 from pipeline.recipe import EngineConfig, OptimizerConfig
 from pipeline.state_files import StateFile, state_file
-from pipeline.state_reading import read_state
 
 FILE = "accelerate.pt"
 _MIXED_PRECISION = {"bf16": "bf16", "fp16": "fp16", "fp32": "no"}

@@ -9,7 +9,7 @@ commit and what counts as progress are ours. What is mended here, because DeepSp
 - Stage 0 in half precision: its master weights are not among those that DeepSpeed's helpers find, and its Adam begins
   with a step already counted.
 - Master weights are made from the rounded half-precision ones: they get their exact values back.
-- Its checkpoints are pickles, which it executes: `state_reading` reads them as data.
+- Its checkpoints are pickles, which it executes: `engine_reading` reads them as data.
 - Its checkpoints load only on as many processes, and under the same ZeRO stage, as wrote them: `load_converted` reads
   the shards of any (engine_portable.py) and puts them where this engine keeps its own (engine_masters.py).
 - On CPUs it compiles an all-reduce over shared memory at the first start (half a minute, a C++ compiler) and leaves a
@@ -32,12 +32,12 @@ from torch import nn
 from pipeline.engine import StepResult
 from pipeline.engine_masters import put_state, slots, unsharded_masters
 from pipeline.engine_portable import open_deepspeed
+from pipeline.engine_reading import DynamicScaler, Record, read_state
 from pipeline.optim import build_optimizer
 from pipeline.plan import StagePlan
 from pipeline.ranks import Ranks
 from pipeline.recipe import EngineConfig, OptimizerConfig
 from pipeline.state_files import StateFile, state_file
-from pipeline.state_reading import Record, loss_scaler, read_state
 from pipeline.zero_config import checks_gradients, deepspeed_config
 
 TAG = "deepspeed"  # DeepSpeed's name for the folder of one checkpoint inside ours
@@ -223,6 +223,15 @@ class _SafeReader:
     def is_decoupled(self) -> bool:
         """No: nothing is waited for."""
         return False
+
+
+def loss_scaler(record: Record) -> Any:
+    """DeepSpeed's own object with the values of a record of it."""
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+
+    made = object.__new__(DynamicLossScaler if isinstance(record, DynamicScaler) else LossScaler)
+    vars(made).update(vars(record))
+    return made
 
 
 def _import_deepspeed() -> Any:

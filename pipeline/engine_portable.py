@@ -13,7 +13,7 @@ but the images are divided among other ranks and meet other masks. Gradients are
 in float32 the losses agree with the undisturbed run's to about 1e-6.
 
 Sources: deepspeed.utils.zero_to_fp32 and the optimizers' `state_dict` of DeepSpeed 0.19. Its files are pickles, of
-which nothing is executed (`state_reading`). Damage is not looked for (`pipeline.checkpoint.damage_of` does).
+which nothing is executed (`engine_reading`). Damage is not looked for (`pipeline.checkpoint.damage_of` does).
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ import torch
 from torch import Tensor, nn
 
 from data_shards.errors import UserError
+from pipeline.engine_reading import read_state
 from pipeline.optim import parameter_groups
-from pipeline.state_reading import read_state
 
 WEIGHT = "weight"  # the master weight, among the names of moments
 _STEP = "step"  # AdamW's counter, among the names of moments in torch's optimizers

@@ -2,7 +2,7 @@
 
 What an engine saved is opened by `engine_portable` and put together on the CPU: 4 bytes of memory a parameter, seconds
 for ViT-L. What comes out is, to the last bit, what the engine's `weights` gives at that step. Nothing of DeepSpeed is
-imported, and nothing that a file says is executed (`state_reading`). It neither looks for damage
+imported, and nothing that a file says is executed (`engine_reading`). It neither looks for damage
 (`pipeline.checkpoint.damage_of` does) nor restores an optimizer.
 """
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from data_shards.manifest import MANIFEST_FILE
 from data_shards.shard_set import ShardSet
-from data_shards.store.location import is_local, local_path
+from data_shards.store.location import Commands, is_local, local_path
 from launch.env import without_place
 from launch.hosts.fleet import Fleet
 from launch.hosts.preflight import preflight
@@ -28,6 +28,7 @@ def prepare(
     runs_root: Path,
     say: Callable[[str], None],
     stages: Sequence[StageName] | None = None,
+    commands: Commands = "run",
 ) -> Callable[[Launch], int]:
     """Ask every host; the function that then runs a stage, as `run_stage_locally` does on one machine.
 
@@ -37,6 +38,7 @@ def prepare(
         runs_root: folder of the runs.
         say: takes what is to be shown.
         stages: of these the shards are looked for on every host; default: of all.
+        commands: whether a `pipe:` is run to find out what lies there.
 
     Raises:
         UserError: hosts that are not ready.
@@ -47,7 +49,7 @@ def prepare(
     files: list[Path] = []
     for stage in recipe.stages.names if stages is None else stages:
         if isinstance(getattr(recipe.stages, stage), TrainStage):
-            data = open_data(recipe, stage=stage, report=lambda text: None, commands="run")
+            data = open_data(recipe, stage=stage, report=lambda text: None, commands=commands)
             files += shared_files((data.train, data.eval))
     ready = preflight(
         fleet,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -179,3 +180,7 @@ def make_world(top: Path) -> World:
     world.save_engine({"accelerate.pt": content}, backend="accelerate")
     assert read_image(world.image.read_bytes())
     return world
+
+
+Attack = Callable[[World], None]
+"""Tampers with somebody's files."""

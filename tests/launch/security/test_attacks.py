@@ -15,8 +15,10 @@ import torch
 from data_shards.store.store import Store
 from launch import pipeline_run
 from tests.launch.conftest import Call
-from tests.launch.security.attacks import ROWS, Attack, Outcome, pipe, tagged_recipe
-from tests.launch.security.somebody import World, make_world
+from tests.launch.security.attacks import ROWS, Outcome
+from tests.launch.security.on_records import pipe, tagged_recipe
+from tests.launch.security.on_shards import postscript
+from tests.launch.security.somebody import Attack, World, make_world
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of cyclopts, and of what was tampered with
 
@@ -104,8 +106,6 @@ def test_the_canary_dies_where_code_does_run(world: World) -> None:
 
     import yaml
     from PIL import Image
-
-    from tests.launch.security.attacks import postscript
 
     file = world.new("x.pt")
     torch.save({"a": world.ran}, file)

@@ -8,7 +8,8 @@ import torch
 
 from data_shards.errors import UserError
 from pipeline.engine_accelerate import FILE, AccelerateEngine
-from pipeline.state_reading import Record, loss_scaler, read_state
+from pipeline.engine_deepspeed import loss_scaler
+from pipeline.engine_reading import Record, read_state
 from tests.launch.security.somebody import Canary
 
 

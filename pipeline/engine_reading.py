@@ -3,7 +3,7 @@
 They are pickles, and a pickle may call any function. torch's restricted unpickler (`weights_only=True`) makes tensors
 and plain containers of them and refuses the rest. DeepSpeed 0.19 writes four things besides, and three of those come
 back as records of ours, which hold plain values alone; so reading imports nothing of DeepSpeed either. What reads them
-takes their attributes; where DeepSpeed itself goes on with its scaler, `loss_scaler` makes a real one of the values.
+takes their attributes; where DeepSpeed itself goes on with its scaler, its engine makes a real one of the values.
 """
 
 from __future__ import annotations
@@ -81,15 +81,6 @@ def read_state(file: Path, *, how: Literal["map", "copy"] = "map") -> dict[str, 
     if not isinstance(content, dict):
         raise SampleError(f"{file} cannot be read: it holds no table of names, which every engine writes")
     return content
-
-
-def loss_scaler(record: Record) -> Any:
-    """DeepSpeed's own object with the values of a record of it."""
-    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
-
-    made = object.__new__(DynamicLossScaler if isinstance(record, DynamicScaler) else LossScaler)
-    vars(made).update(vars(record))
-    return made
 
 
 def _first_line(error: Exception) -> str:

@@ -1,0 +1,160 @@
+"""What is done to somebody's shards, images and labels."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+import shutil
+import stat
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.launch.security.somebody import Attack, World
+
+
+def manifest_file(file: Callable[[World], str]) -> Attack:
+    def attack(world: World) -> None:
+        path = world.shards / "manifest.json"
+        content = json.loads(path.read_text())
+        content["shards"][0]["file"] = file(world)
+        path.write_text(json.dumps(content))
+        world.forget_model()
+
+    return attack
+
+
+manifest_pipe = manifest_file(lambda world: world.pipe)
+manifest_pipe.__name__ = "manifest_pipe"
+manifest_url = manifest_file(lambda world: "file:///etc/passwd")
+manifest_url.__name__ = "manifest_url"
+manifest_above = manifest_file(lambda world: "../val/x.tar")
+manifest_above.__name__ = "manifest_above"
+
+
+def side_files_of_pipes(world: World) -> None:
+    """What other tools would read."""
+    (world.shards / "sizes.json").write_text(json.dumps({world.pipe: 100, "__len__": 10**9}))
+    splits = {"train": {"name": "train", "num_samples": 9, "filenames": [world.pipe], "shard_lengths": [9]}}
+    (world.shards.parent / "_info.json").write_text(json.dumps({"splits": splits}))
+    world.forget_model()
+
+
+def index_of_pickle(world: World) -> None:
+    for tar in world.shards.glob("*.tar"):
+        tar.with_suffix(".idx").write_bytes(pickle.dumps(world.ran))
+    world.forget_model()
+
+
+def add(tar: tarfile.TarFile, name: str, content: bytes = b"", **more: Any) -> None:
+    info = tarfile.TarInfo(name)
+    info.size = len(content)
+    for key, value in more.items():
+        setattr(info, key, value)
+    tar.addfile(info, io.BytesIO(content))
+
+
+def tar_of_others(world: World, *members: tuple[str, bytes], links: bool = False) -> None:
+    """A folder of tars without a manifest, with a whole sample first."""
+    world.shards = world.new("foreign/x-0.tar").parent
+    with tarfile.open(world.shards / "x-0.tar", "w", format=tarfile.USTAR_FORMAT) as tar:
+        for key in ("a", "b", "c", "d") * 8:
+            number = f"{key}{len(tar.getmembers())}"
+            add(tar, f"{number}.png", world.image.read_bytes())
+            add(tar, f"{number}.cls", b"0")
+        for name, content in members:
+            add(tar, name, content)
+        if links:
+            add(tar, "l.png", type=tarfile.SYMTYPE, linkname="/etc/passwd")
+            add(tar, "m.png", type=tarfile.LNKTYPE, linkname="../../secret")
+            add(tar, "fifo", type=tarfile.FIFOTYPE)
+    world.change_recipe(train=str(world.shards), eval=str(world.shards))
+    world.forget_model()
+
+
+def members_above(world: World) -> None:
+    tar_of_others(world, ("../canary/x.png", world.image.read_bytes()), ("../canary/x.cls", b"0"))
+
+
+def links(world: World) -> None:
+    tar_of_others(world, links=True)
+
+
+def pickled_members(world: World) -> None:
+    """webdataset decodes .pyd, .pickle and .pth by unpickling, if it is asked to decode."""
+    evil = pickle.dumps(world.ran)
+    members = [(f"p.{ending}", evil) for ending in ("pyd", "pickle", "pkl", "pth", "npy", "npz", "cls", "json", "png")]
+    tar_of_others(world, *members)
+
+
+def cached_index_of_objects(world: World) -> None:
+    """An index that was left where ours are kept."""
+    from data_shards.shard_set import ShardsSpec, open_shards
+
+    tar_of_others(world)
+    open_shards(ShardsSpec(str(world.shards)), report=lambda line: None)
+    indexes = list(Path(os.environ["XDG_CACHE_HOME"]).rglob("*.npz"))
+    assert indexes
+    for path in indexes:
+        with np.load(path) as arrays:
+            names = list(arrays)
+        np.savez(path, **dict.fromkeys(names, np.array([world.ran], dtype=object)))
+
+
+def postscript(world: World) -> Path:
+    """Pillow's EPS reader would start Ghostscript on it: here is one that tells."""
+    path = world.new("bin/gs")
+    path.write_text(f"#!/bin/sh\nmkdir {world.canary}\n")
+    path.chmod(path.stat().st_mode | stat.S_IEXEC)
+    world.image = world.new("scan.png")
+    head = "%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%HiResBoundingBox: 0 0 8 8\n%%EndComments\n"
+    world.image.write_text(f"{head}(%pipe%mkdir {world.canary}) (r) file\nshowpage\n%%EOF\n")
+    return world.image
+
+
+def postscript_image(world: World) -> None:
+    postscript(world)
+
+
+def postscript_to_pack(world: World) -> None:
+    for name in ("a", "b"):
+        (world.source / name).mkdir()
+        shutil.copy(world.image, world.source / name / "whole.png")
+    shutil.copy(postscript(world), world.source / "a/scan.png")
+
+
+def postscript_in_a_tar(world: World) -> None:
+    eps = postscript(world).read_bytes()
+    world.image = world.top / "photo.png"
+    tar_of_others(world, ("e.png", eps), ("e.cls", b"0"))
+
+
+def pickles_to_pack(world: World) -> None:
+    """CIFAR's own form, and other pickles among class folders."""
+    for name in ("a", "b"):
+        (world.source / name).mkdir()
+        shutil.copy(world.image, world.source / name / "whole.png")
+    for name in ("data_batch_1", "batches.meta", "a/x.pkl", "a/data.npy"):
+        (world.source / name).write_bytes(pickle.dumps(world.ran))
+    (world.source / "a/image.png").write_bytes(pickle.dumps(world.ran))
+
+
+def labels_outside(ending: str) -> Attack:
+    def attack(world: World) -> None:
+        paths = ["../secret.png", "/etc/passwd", world.pipe, "whole.png"]
+        shutil.copy(world.image, world.source / "whole.png")
+        shutil.copy(world.image, world.top / "secret.png")
+        labels = world.new(f"labels.{ending}")
+        if ending == "csv":
+            labels.write_text("path,label\n" + "".join(f'"{path}",=cmd|x\n' for path in paths))
+        else:
+            labels.write_text("".join(json.dumps({"path": path, "label": "x"}) + "\n" for path in paths))
+        world.pack_options = ["--labels", str(labels)]
+
+    attack.__name__ = f"labels_{ending}"
+    return attack
