@@ -89,7 +89,9 @@ def folder_source(root: Path, *, unfit: Literal["refuse", "skip"] = "refuse") ->
             f"{root / folders[0]}: images lie in it without class folders; expected is ROOT/train/CLASS/*.jpg"
         )
         refuse_all(found.problems)
-    by_class = {split: _read_split(root, folder, split=split, found=found) for split, folder in used.items()}
+    by_class: dict[SplitName, dict[str, list[str]]] = {
+        split: _read_split(root, folder, split=split, found=found) for split, folder in used.items()
+    }
     # An empty folder is no class in train; elsewhere it is a class of train without images.
     classes = tuple(name for name, images in by_class["train"].items() if images or unfit == "refuse")
     for split, folder in used.items():
