@@ -72,7 +72,9 @@ class OptimizerConfig(Strict):
     lr: float = Field(gt=0)
     """Peak learning rate."""
     weight_decay: float = Field(default=0.0, ge=0)
-    """Decoupled and multiplied by the learning rate (torch's and the paper's unit, not big_vision's)."""
+    """Decoupled and multiplied by the learning rate (torch's and the paper's unit, not big_vision's), for SGD too.
+
+    SGD's went through the momentum once: a run that began so with a decay above 0 goes on with a weaker one."""
     betas: tuple[_Share, _Share] = (0.9, 0.999)
     """AdamW's (ViT paper, section 4.1)."""
     momentum: float = Field(default=0.9, ge=0, lt=1)

@@ -93,6 +93,7 @@ class TrackerSettings:
     system_metrics: Literal["on", "off"] = "off"
     flush_seconds: float = 2.0
     close_timeout_seconds: float = 30.0
+    call_timeout_seconds: float = 60.0
 
     @property
     def uri(self) -> str:
@@ -125,6 +126,11 @@ def open_tracker(settings: TrackerSettings, *, say: Say | None = None) -> Tracke
         flush_seconds=settings.flush_seconds,
         close_timeout_seconds=settings.close_timeout_seconds,
         say=say,
+        # What is a file here answers as fast as the disk does, and its connections belong to one thread.
+        call_timeout_seconds=None
+        if settings.uri.startswith(("sqlite:", "file:", "/"))
+        else settings.call_timeout_seconds,
+        place=without_credentials(settings.uri),
     )
 
 

@@ -1,10 +1,10 @@
 """The thread between training and the tracking store: `log` returns at once, whatever the store does.
 
 Rows wait in a bounded outbox, other calls in a bounded queue; one daemon thread opens the store and sends
-them every few seconds. When a call fails, the thread counts it, says so once, and tries again after 1, 2, 4
-... 60 seconds, for as long as training lasts. Rows that no longer fit the outbox, and those that an earlier
-attempt left unsent, are read from metrics.jsonl: an outage of any length costs no point, as long as the
-caller writes every row there first.
+them every few seconds. When a call fails, or its answer is not whole in time (`tracking_calls`), the thread counts it,
+says so once, and tries again after 1, 2, 4 ... 60 seconds, for as long as training lasts. Rows that no longer fit the
+outbox, and those that an earlier attempt left unsent, are read from metrics.jsonl: an outage of any length costs no
+point, as long as the caller writes every row there first.
 
 Costs a few microseconds per `log` in the calling thread. Other calls than points (artifacts, tags, statuses)
 that were not sent when the process ends are lost; `close` says how many. Knows nothing of mlflow: `tracking`
@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from pipeline.metrics_log import MetricRow, iter_metrics
+from pipeline.tracking_calls import BoundedCalls, NoAnswer
 from pipeline.tracking_outbox import Outbox
 from pipeline.tracking_state import RunState
 
@@ -38,6 +39,8 @@ _TRIES_AT_CLOSE = 3
 _FINISHED_TIMEOUTS = 4  # nobody is about to kill a process whose stage is finished; a short stage may have MLflow's
 # tables still to make, on a slow machine
 _BEGIN_SECONDS = 30.0  # a first step that takes longer, as where it is compiled, is waited for no more
+_WITHOUT_ANSWER = 1 / 3  # of the time-out is waited for a server whose last answer was not whole in time
+_SILENT_SECONDS = 2.0  # of the wait at the end may pass before it is told: it mostly takes less
 _FIRST_PAUSE_SECONDS = 1.0
 _LONGEST_PAUSE_SECONDS = 60.0
 
@@ -165,7 +168,10 @@ class BackgroundTracker:
         metrics_file: where the rows stand before they come here.
         resume_step: rows up to here are those of earlier attempts.
         flush_seconds: how often it sends.
-        close_timeout_seconds: how long `close` waits at most; four times as long for a stage that is finished.
+        close_timeout_seconds: how long `close` waits at most; four times as long for a stage that is finished, and a
+            third where the store's last answer was not whole in time.
+        call_timeout_seconds: of a call on the store, for the whole of its answer; None: none.
+        place: of the store, for messages.
         say: prints one line; called from the thread too.
         max_waiting_rows: that the outbox holds.
     """
@@ -181,6 +187,8 @@ class BackgroundTracker:
         flush_seconds: float,
         close_timeout_seconds: float,
         say: Callable[[str], None],
+        call_timeout_seconds: float | None = None,
+        place: str = "the store",
         max_waiting_rows: int = _MAX_WAITING_ROWS,
     ) -> None:
         self._connect = connect
@@ -190,6 +198,8 @@ class BackgroundTracker:
         self._flush_seconds = flush_seconds
         self._close_timeout_seconds = close_timeout_seconds
         self._say = say
+        self._calls = BoundedCalls(call_timeout_seconds)
+        self._place = place
         self._said: set[str] = set()
         self._say_lock = threading.Lock()
         self._failures = 0
@@ -254,10 +264,21 @@ class BackgroundTracker:
         if finish_parent:
             self.set_parent_status(status)
         timeout_seconds = self._close_timeout_seconds * (_FINISHED_TIMEOUTS if status == "FINISHED" else 1)
-        self._deadline = time.monotonic() + timeout_seconds
+        if not self._calls.is_answered:
+            timeout_seconds = self._close_timeout_seconds * _WITHOUT_ANSWER
+        begun = time.monotonic()
+        self._deadline = begun + timeout_seconds
+        self._calls.end_by(begun + min(timeout_seconds, self._close_timeout_seconds))
         self._closing.set()
         self._begin.set()
-        self._thread.join(timeout_seconds)
+        self._thread.join(min(_SILENT_SECONDS, timeout_seconds))
+        if self._thread.is_alive():
+            self._once(
+                "waiting",
+                f"MLflow: waiting for {self._place}, {timeout_seconds:g} s at most, to take {self._unsent_points()} "
+                f"points and {len(self._jobs)} other calls; all processes wait with it",
+            )
+            self._thread.join(max(0.0, self._deadline - time.monotonic()))
         points, jobs = self._unsent_points(), len(self._jobs)
         if points or jobs:
             self._once(
@@ -318,6 +339,8 @@ class BackgroundTracker:
                 tries_at_close += closing
                 if tries_at_close >= _TRIES_AT_CLOSE or time.monotonic() > self._deadline:
                     return
+                if isinstance(error, NoAnswer) and self._closing.is_set():
+                    return  # it will not be quicker the next time
                 wait_seconds = pause_seconds
                 pause_seconds = min(2 * pause_seconds, _LONGEST_PAUSE_SECONDS)
             if closing:
@@ -327,7 +350,7 @@ class BackgroundTracker:
 
     def _work(self) -> None:
         if self._store is None:
-            store = self._connect()
+            store = self._calls(self._connect)
             self._jobs.extendleft(reversed(self._describe(store)))
             self._store = store
             self._connected.set()
@@ -351,7 +374,7 @@ class BackgroundTracker:
                 return
 
     def _send(self, store: Store, rows: list[MetricRow]) -> None:
-        for refusal in store.send(rows):
+        for refusal in self._calls(lambda: store.send(rows)):
             self._count_failure("refused", f"MLflow refuses a value: {refusal[:300]}")
         self._state.sent = self._state.sent.after(rows)
         try:
@@ -361,11 +384,13 @@ class BackgroundTracker:
 
     def _do(self, job: Job, store: Store) -> None:
         try:
-            job.call()
+            self._calls(job.call)
+        except NoAnswer:
+            raise
         except Exception as error:
             # A dead store is waited for. When it answers, it is this call that is wrong: three tries, then
             # the next.
-            job.tries += store.answers()
+            job.tries += self._calls(store.answers)
             if job.tries < _TRIES_PER_JOB:
                 raise
             self._count_failure(f"job {job.name}", f"MLflow: {job.name} given up: {str(error)[:300]}")

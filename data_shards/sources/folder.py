@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 
 from data_shards.errors import UserError
-from data_shards.sources.base import Source, SplitName
+from data_shards.sources.base import ImageSet, Source, SplitName
 from data_shards.sources.files import FileImages
 from data_shards.sources.problems import named, refuse_all
 from data_shards.tars.tar_index import IMAGE_EXTENSIONS
@@ -45,7 +45,7 @@ class _Found:
         which = named([path.rpartition("/")[2] for path in paths])
         verb = "lies" if len(paths) == 1 else "lie"
         if self.unfit == "skip":
-            self.left_out += [(split, path) for path in paths]
+            self.left_out.extend((split, path) for path in paths)
             self.notes.append(f"{base}: {which} {verb} beside the class folders and was left out, having no label")
         else:
             self.problems.append(
@@ -81,28 +81,30 @@ def folder_source(root: Path, *, unfit: Literal["refuse", "skip"] = "refuse") ->
         refuse_all(found.problems)
     if len(folders) == 1 and not with_classes and "train" in _scan(root / folders[0])[0]:
         raise UserError(f"{root}: its only folder holds train/ as a data set does; did you mean {root / folders[0]}?")
+    used: dict[SplitName, str] = {"train": ""}
     if with_classes:
         used = _choose_splits(root, folders, with_classes, found)
-    else:
-        used = {"train": ""}
-        if set(folders) <= {"train", *VAL_NAMES}:
-            found.problems.append(
-                f"{root / folders[0]}: images lie in it without class folders; expected is ROOT/train/CLASS/*.jpg"
-            )
-            refuse_all(found.problems)
-    by_class = {split: _read_split(root, folder, split=split, found=found) for split, folder in used.items()}
+    elif set(folders) <= {"train", *VAL_NAMES}:
+        found.problems.append(
+            f"{root / folders[0]}: images lie in it without class folders; expected is ROOT/train/CLASS/*.jpg"
+        )
+        refuse_all(found.problems)
+    by_class: dict[SplitName, dict[str, list[str]]] = {
+        split: _read_split(root, folder, split=split, found=found) for split, folder in used.items()
+    }
     # An empty folder is no class in train; elsewhere it is a class of train without images.
     classes = tuple(name for name, images in by_class["train"].items() if images or unfit == "refuse")
     for split, folder in used.items():
         here = {name for name, images in by_class[split].items() if images or name in classes or unfit == "refuse"}
         found.problems += _differences(root, folder, classes, here)
     refuse_all(found.problems)
+    splits: dict[SplitName, ImageSet] = {split: _images(root, its, classes) for split, its in by_class.items()}
     resolved = root.resolve()
     return Source(
         spec=str(resolved),
         name=resolved.name,
         classes=classes,
-        splits={split: _images(root, its, classes) for split, its in by_class.items()},
+        splits=splits,
         notes=tuple(found.notes),
         left_out=tuple(found.left_out),
         empty_classes="report" if unfit == "skip" else "refuse",

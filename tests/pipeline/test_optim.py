@@ -3,6 +3,7 @@
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -82,6 +83,40 @@ def test_one_step_of_adamw_is_the_formula():
     optimizer.step()
     assert layer.weight.item() == pytest.approx(2.0 - 0.1 * 0.5 * 2.0 - 0.1, abs=1e-6)
     assert layer.bias.item() == pytest.approx(2.0 + 0.1, abs=1e-6)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_steps_of_sgd_are_those_of_optax(momentum: float, weight_decay: float):
+    """With decay after the momentum, as big_vision chains them; kernels alone decay."""
+    optax = pytest.importorskip("optax")
+    layer = torch.nn.Linear(3, 2)
+    optimizer = build_optimizer(
+        layer, OptimizerConfig(name="sgd", lr=0.1, momentum=momentum, weight_decay=weight_decay)
+    )
+    theirs = {"kernel": layer.weight.detach().numpy().copy(), "bias": layer.bias.detach().numpy().copy()}
+    rates = [0.1, 0.05, 0.2, 0.0, 0.1]
+    chain = optax.chain(
+        optax.trace(decay=momentum),
+        optax.add_decayed_weights(weight_decay, mask={"kernel": True, "bias": False}),
+        optax.scale_by_learning_rate(lambda step: np.array(rates)[step]),
+    )
+    state = chain.init(theirs)
+    generator = np.random.default_rng(0)
+    for rate in rates:
+        gradients = {name: generator.normal(size=value.shape).astype(np.float32) for name, value in theirs.items()}
+        updates, state = chain.update(gradients, state, theirs)
+        theirs = optax.apply_updates(theirs, updates)
+        layer.weight.grad = torch.from_numpy(gradients["kernel"])
+        layer.bias.grad = torch.from_numpy(gradients["bias"])
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        optimizer.step()
+    np.testing.assert_allclose(layer.weight.detach().numpy(), theirs["kernel"], rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(layer.bias.detach().numpy(), theirs["bias"], rtol=1e-5, atol=1e-7)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [weight_decay, 0.0]
+    if momentum:
+        assert set(optimizer.state_dict()["state"][0]) == {"momentum_buffer"}  # which checkpoints know
 
 
 VIT: dict[str, Any] = {"width": 8, "depth": 2, "heads": 2, "patch_size": 4}

@@ -112,6 +112,31 @@ def make_rig(tmp_path: Path) -> Iterator[Callable[..., Rig]]:
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tracking_thread, "_FIRST_PAUSE_SECONDS", 0.01)
     monkeypatch.setattr(tracking_thread, "_LONGEST_PAUSE_SECONDS", 0.05)
+    monkeypatch.setattr(tracking_thread, "_SILENT_SECONDS", 240.0)  # what a slow machine takes is not told
+
+
+def test_the_wait_at_the_end_is_told_and_a_call_without_a_whole_answer_ends_it(
+    make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tracking_thread, "_SILENT_SECONDS", 0.01)
+    rig = make_rig(call_timeout_seconds=200.0, close_timeout_seconds=2.0, place="http://host")
+    until(lambda: ("tags", {"hello": "1"}) in rig.store.calls)
+    gate = threading.Event()
+    rig.store.send = lambda rows: gate.wait() and []  # type: ignore[method-assign,assignment,return-value]
+    rig.log(1, 2)
+    rig.tracker.close("FINISHED")
+    (waiting,) = [line for line in rig.said if "waiting for" in line]
+    assert "http://host, 8 s at most, to take 2 points and 1 other calls" in waiting
+    assert any("not whole after" in line for line in rig.said)
+    assert any("2 points and 1 other calls were not sent" in line for line in rig.said)
+    gate.set()
+
+
+def test_what_is_quick_is_not_told(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig(call_timeout_seconds=200.0)
+    rig.log(1)
+    rig.tracker.close("FINISHED")
+    assert rig.said == [] and rig.steps == [1] and rig.store.calls[-1] == ("finish", "FINISHED")
 
 
 def until(true: Callable[[], bool]) -> None:

@@ -1,5 +1,6 @@
 """The store over HTTP, the S3 protocol and commands, with faults: right bytes, or an error that says what to do."""
 
+import asyncio
 import hashlib
 import importlib.util
 import os
@@ -10,13 +11,14 @@ import sys
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import pytest
 
 from data_shards.errors import UserError
 from data_shards.shard_set import ShardEntry
+from data_shards.store import remote, remote_http
 from data_shards.store.cache import CacheConfig
 from data_shards.store.store import MissingObject, RetryPolicy, Store, StoreError
 from tests.data_shards.http_server import FaultServer
@@ -131,6 +133,29 @@ def test_a_cut_transfer_goes_on_where_it_was(
     assert starts == sorted(starts)
     # What lies in the client's buffer when a connection ends is lost, so an attempt may bring a part of `most_bytes`.
     assert len(starts) < 50 + 100 * len(content) / most_bytes
+
+
+def test_a_transfer_ends_where_all_of_a_cut_answer_is_lost(
+    server: FaultServer,
+    store_for: StoreFor,
+    make_tar: MakeTar,
+    make_entry: MakeEntry,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """A slow client has read nothing when the connection ends, and then its buffer is gone."""
+
+    async def late(file_system: Any, url: str, headers: dict[str, str]) -> tuple[Any, bytes]:
+        response = await remote_http.get(file_system, url, headers)
+        while not response.content.is_eof() and response.content.exception() is None:
+            await asyncio.sleep(0)
+        return response, b""
+
+    monkeypatch.setattr(remote, "get_first", late)
+    content = make_tar(0, num_bytes=1_000_000)
+    server.files["/a.tar"], server.always["/a.tar"] = content, "cut:50000"
+    store, waits = store_for([])
+    assert content_of(store, make_entry(f"{server.url}/a.tar", content=content)) == content
+    assert len(waits) < 60
 
 
 def test_a_cut_transfer_is_one_request_again_where_much_comes(
