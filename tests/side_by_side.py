@@ -11,21 +11,17 @@ from typing import Any
 
 import pytest
 
-TOGETHER = ("faults",)  # the runs that nothing happened to
+TOGETHER = ("faults", "integration")  # the runs that nothing happened to; the process that is forked
 # The longest of them, longest first; what is short fills the gaps at the end, and both halves end together.
 FIRST = (
-    "integration/test_masked_patch.py",
+    "integration",
     "cluster/test_queue.py",
-    "integration/test_pipeline.py",
     "cluster/hosts/test_stage_hosts.py",
     "distributed/test_watch_processes.py",
     "faults",
     "distributed/test_elastic.py",
-    "integration/test_damaged_shards.py",
-    "integration/test_remote_shards.py",
     "data_shards/test_workers.py",
     "distributed/test_engines.py",
-    "integration/test_models_from_elsewhere.py",
     "model/formats/test_export.py",
     "data_shards/test_assemble.py",
     "launch/test_table8.py",
