@@ -99,13 +99,16 @@ def run_cli() -> RunCli:
 
 
 @pytest.fixture(scope="session")
-def run_preloaded() -> Iterator[RunCli]:
-    """`run_cli`, but it and its ranks are forks of a process that has loaded what they import: seconds less for each.
-
-    For who looks at exit codes, output and files, rather than at processes.
-    """
+def preloaded_environment() -> Iterator[Mapping[str, str]]:
+    """What makes `shardvit` and its ranks forks of a process that has loaded what they import: seconds less each."""
     with preloaded() as more:
-        yield partial(_run_cli, more)
+        yield more
+
+
+@pytest.fixture(scope="session")
+def run_preloaded(preloaded_environment: Mapping[str, str]) -> RunCli:
+    """`run_cli` with such forks, for who looks at exit codes, output and files rather than at processes."""
+    return partial(_run_cli, preloaded_environment)
 
 
 def _run_cli(

@@ -126,7 +126,7 @@ def _work(order: dict[str, Any], streams: list[int]) -> int:
     sys.path[0] = order["folder"]
     random.seed()
     numpy.random.seed()
-    del sys.modules[module]  # it was loaded for what it imports
+    sys.modules.pop(module, None)  # it was loaded for what it imports
     runpy.run_module(module, run_name="__main__", alter_sys=True)
     return 0
 

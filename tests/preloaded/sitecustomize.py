@@ -8,7 +8,7 @@ as the fork does. When it is killed, so is the fork.
 import os
 import sys
 
-MODULES = ("launch.cli", "launch.train")
+MODULES = ("launch.cli", "launch.train", "tests.preloaded.waiting")  # the last: for a test of these forks
 SERVER = "SHARDVIT_TEST_SERVER"
 
 
