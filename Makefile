@@ -39,7 +39,7 @@ help: ## show this list
 demo: $(BASE) ## pack, pre-train, swap the head, fine-tune, report: all on real images (DATA=digits or fashion-mnist)
 	@$(PY) -m launch.cli demo --data $(DATA) $(ARGS)
 
-test: $(ALL) ## run the tests, without those marked slow or faults (ARGS go to pytest)
+test: $(ALL) ## run the tests in two processes, without those marked slow or faults (ARGS go to pytest; ARGS='-n 0': in one)
 	@$(PY) -m pytest -n 2 --dist loadfile --once-more -m "not slow and not faults" $(ARGS)
 
 faults: $(ALL) ## try every fault on real processes and print what became of each (40 minutes on 2 cores; ARGS='--faults-table FILE')

@@ -11,27 +11,38 @@ from typing import Any
 
 import pytest
 
-TOGETHER = ("faults",)  # the runs that nothing happened to
+TOGETHER = ("faults", "integration")  # the runs that nothing happened to; the process that is forked
 # The longest of them, longest first; what is short fills the gaps at the end, and both halves end together.
 FIRST = (
-    "integration/test_masked_patch.py",
-    "cluster/test_queue.py",
-    "integration/test_pipeline.py",
-    "cluster/hosts/test_stage_hosts.py",
-    "distributed/test_watch_processes.py",
+    "integration",
     "faults",
+    "oracles/test_flop_counter.py",
+    "cluster/test_queue.py",
+    "oracles/test_flax_vit.py",
+    "cluster/hosts/test_stage_hosts.py",
+    "model/formats/test_onnx_file.py",
     "distributed/test_elastic.py",
-    "integration/test_damaged_shards.py",
-    "integration/test_remote_shards.py",
-    "data_shards/test_workers.py",
+    "oracles/test_flax_hybrid.py",
+    "distributed/test_watch_processes.py",
+    "pipeline/budget/test_memory_tracker.py",
+    "pipeline/test_saver_faults.py",
     "distributed/test_engines.py",
-    "integration/test_models_from_elsewhere.py",
+    "pipeline/test_find_model.py",
+    "oracles/test_npz_oracles.py",
+    "oracles/test_flax_init.py",
+    "pipeline/test_tracking.py",
+    "data_shards/test_workers.py",
+    "pipeline/test_rendezvous.py",
+    "oracles/test_flax_resnet.py",
     "model/formats/test_export.py",
+    "pipeline/test_tracking_database.py",
     "data_shards/test_assemble.py",
+    "pipeline/test_killed_anywhere.py",
     "launch/test_table8.py",
     "cluster/hosts/test_preflight_hosts.py",
     "launch/test_bench_data.py",
     "launch/hosts/test_agent.py",
+    "test_unstable.py",
 )
 
 

@@ -88,6 +88,7 @@ class _OnceMore:
         if session.exitstatus != pytest.ExitCode.TESTS_FAILED or stopped or not self.tests_alone_failed:
             return
         terminal = self.config.pluginmanager.getplugin("terminalreporter")
+        terminal.line("")  # the dots of two halves end without one
         if len(self.failures) > MOST:
             terminal.write_sep("-", f"{len(self.failures)} tests failed, more than {MOST}: none is run once more")
             return

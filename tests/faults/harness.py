@@ -254,6 +254,7 @@ class Case:
                 command = ["-m", "launch.cli", "run", "recipe.yaml", *arguments]
             case "srun":
                 command = ["-m", "tests.faults.srun", count, *rank_arguments]
+                self.run.mkdir(parents=True, exist_ok=True)  # as who has submitted the job did: its ranks do not
             case "deepspeed":
                 command = ["-m", "deepspeed.launcher.runner", "--num_gpus", count, "--module", "launch.train"]
                 command += rank_arguments

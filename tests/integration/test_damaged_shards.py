@@ -57,8 +57,8 @@ def damaged(tmp_path_factory: pytest.TempPathFactory) -> Damaged:
 
 
 @pytest.fixture(scope="module")
-def run(run_cli: Callable[..., subprocess.CompletedProcess[str]]) -> Run:
-    return lambda folder, *overrides: run_cli("run", "recipe.yaml", *overrides, cwd=folder, timeout_seconds=500)
+def run(run_preloaded: Callable[..., subprocess.CompletedProcess[str]]) -> Run:
+    return lambda folder, *overrides: run_preloaded("run", "recipe.yaml", *overrides, cwd=folder, timeout_seconds=500)
 
 
 def offenders(stage: Path) -> list[tuple[str, str]]:

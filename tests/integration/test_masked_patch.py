@@ -66,14 +66,14 @@ def recipe(folder: Path) -> dict:
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory, run_cli: Run) -> Path:
+def finished(tmp_path_factory: pytest.TempPathFactory, run_preloaded: Run) -> Path:
     """A folder in which a whole pipeline has run."""
     folder = tmp_path_factory.mktemp("masked")
     quiet = lambda text: None  # noqa: E731
     pack("digits", folder / "many", holdout=0.2, samples_per_shard=200, report=quiet)
     pack("digits", folder / "few", classes=("8", "9"), holdout=0.3, report=quiet)
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe(folder)))
-    done = run_cli("run", "recipe.yaml", cwd=folder, timeout_seconds=500)
+    done = run_preloaded("run", "recipe.yaml", cwd=folder, timeout_seconds=500)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "masked_patch: done, held-out accuracy" in done.stdout
     return folder
@@ -141,7 +141,7 @@ def test_mlflow_has_a_run_of_the_stage_with_its_curve(finished: Path):
     assert run.data.metrics["val/accuracy"] == stage_record(finished, "masked_patch")["results"]["val/accuracy"]
 
 
-def test_a_run_that_goes_on_after_a_kill_ends_with_the_same_bits(finished: Path, run_cli: Run):
+def test_a_run_that_goes_on_after_a_kill_ends_with_the_same_bits(finished: Path, run_preloaded: Run):
     """From what a kill soon after the first checkpoint leaves behind."""
     shutil.copytree(finished / "runs", finished / "again")
     stage = finished / "again/masked/masked_patch"
@@ -155,7 +155,7 @@ def test_a_run_that_goes_on_after_a_kill_ends_with_the_same_bits(finished: Path,
     record |= {"state": "running", "last_saved_step": SAVED, "results": {}, "model_digest": ""}
     (stage / "stage.json").write_text(json.dumps(record))
 
-    done = run_cli(
+    done = run_preloaded(
         "run", "recipe.yaml", "--stage", "masked_patch", "--runs", "again", cwd=finished, timeout_seconds=500
     )
     assert done.returncode == 0, done.stdout + done.stderr

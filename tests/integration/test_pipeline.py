@@ -32,8 +32,8 @@ def train_stage(shards: Path, image_size: int, duration: str) -> dict:
 
 
 @pytest.fixture(scope="module")
-def run(run_cli: Callable[..., subprocess.CompletedProcess[str]]) -> Run:
-    return lambda folder, *overrides: run_cli("run", "recipe.yaml", *overrides, cwd=folder, timeout_seconds=500)
+def run(run_preloaded: Callable[..., subprocess.CompletedProcess[str]]) -> Run:
+    return lambda folder, *overrides: run_preloaded("run", "recipe.yaml", *overrides, cwd=folder, timeout_seconds=500)
 
 
 @pytest.fixture(scope="module")

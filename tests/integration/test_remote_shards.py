@@ -23,7 +23,7 @@ RunCli = Callable[..., subprocess.CompletedProcess[str]]
 
 
 def run(
-    run_cli: RunCli, name: str, *overrides: str, folder: Path, train: str, held_out: str, **environment: str
+    run_preloaded: RunCli, name: str, *overrides: str, folder: Path, train: str, held_out: str, **environment: str
 ) -> Path:
     """Run a small recipe to its end; the folder of its stage."""
     recipe = {
@@ -47,7 +47,7 @@ def run(
         },
     }
     (folder / f"{name}.yaml").write_text(yaml.safe_dump(recipe))
-    done = run_cli("run", f"{name}.yaml", *overrides, cwd=folder, env=environment, timeout_seconds=400)
+    done = run_preloaded("run", f"{name}.yaml", *overrides, cwd=folder, env=environment, timeout_seconds=400)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder / "runs" / name / "finetune"
 
@@ -91,11 +91,11 @@ def bucket(tmp_path: Path) -> Iterator[tuple[Path, tuple[str, int]]]:
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_run_from_a_failing_bucket_with_a_small_cache_is_the_local_run_to_the_last_digit(
-    bucket: tuple[Path, tuple[str, int]], run_cli: RunCli
+    bucket: tuple[Path, tuple[str, int]], run_preloaded: RunCli
 ):
     folder, address = bucket
     digits, cache = folder / "digits", folder / "cache"
-    local = run(run_cli, "local", folder=folder, train=str(digits / "train"), held_out=str(digits / "val"))
+    local = run(run_preloaded, "local", folder=folder, train=str(digits / "train"), held_out=str(digits / "val"))
     tars = {f"/images/packed/{tar.relative_to(digits)}": tar.stat().st_size for tar in sorted(digits.rglob("*.tar"))}
     assert sum(tars.values()) > 2 * CACHE_BYTES
     # Half of the tars meet a fault, the manifests too.
@@ -106,7 +106,7 @@ def test_a_run_from_a_failing_bucket_with_a_small_cache_is_the_local_run_to_the_
     faults |= {f"/images/packed/{split}/manifest.json": deque(["503"]) for split in ("train", "val")}
     with serve(FaultServer(upstream=address, faults=faults)) as told:
         remote = run(
-            run_cli,
+            run_preloaded,
             "remote",
             f"data.cache.folder={cache}",
             f"data.cache.limit={CACHE_BYTES} B",

@@ -69,7 +69,7 @@ stage.node_command = lambda launch, fleet, node, master_addr: [sys.executable, "
 # The agents' times are the test's to pass. What ssh takes for a host's death stays as it is.
 stage._ALIVE_SECONDS, stage._SILENCE_SECONDS, stage._GRACE_SECONDS = 0.5, 600.0, 600.0
 stage._FOLLOW_SECONDS, stage._ANSWER_SECONDS = float(follow_seconds), 3.0
-launch = Launch(load_recipe("digits"), "digits", (), runs_root=Path("runs"), stage="pretrain", processes=2)
+launch = Launch(load_recipe("digits"), Path("recipe.yaml"), runs_root=Path("runs"), stage="pretrain", processes=2)
 fleet = Fleet((Host("alpha", (0,)), Host("beta", (0,))), Path("hostfile"), launcher=launcher)
 ready = Ready(address, {"alpha": "veth0", "beta": "veth0"})
 variables = travelling(without_place(), folders=(Path("home"), Path())).all
