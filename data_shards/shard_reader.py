@@ -97,7 +97,7 @@ class _Opened:
         # A long name, a damaged header, or an index that lies: a walk through all headers tells.
         if self._walked is None:
             try:
-                self._walked = readable_open(self.descriptor, label=self.label_extension)
+                self._walked = readable_open(self.descriptor, label=self.entry.labels.part)
             except OSError as error:
                 raise SampleError(f"{self.entry.name}: cannot be read ({error.strerror})") from error
             self._rows_of_walk = {start: number for number, start in enumerate(self._walked.index.image_offset.data)}

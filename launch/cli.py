@@ -12,6 +12,7 @@ from cyclopts import App, CycloptsError, Parameter
 from data_shards.errors import UserError
 from data_shards.printable import printable
 from launch.doctor.command import doctor
+from launch.image_limit import USUAL, MaxImagePixels, pixel_limit
 from launch.models import export_model, import_model
 from launch.output import EXIT_READER_LEFT, OutputLost, go_on, guard
 from launch.plan import plan
@@ -95,9 +96,7 @@ def pack(
         Parameter(help="Reduce images with a longer short side to this many pixels; default: original bytes."),
     ] = None,
     quality: Annotated[int | None, Parameter(help="JPEG quality of the reduced images; default: 90.")] = None,
-    max_image_pixels: Annotated[
-        int, Parameter(help="Larger images count as unreadable: decoding takes up to 17 bytes a pixel and core.")
-    ] = 50_000_000,
+    max_image_pixels: MaxImagePixels = USUAL,
     drop_duplicates: Annotated[
         bool, Parameter(negative="", help="Of images with the same bytes pack only the first, train before val, test.")
     ] = False,
@@ -139,7 +138,6 @@ def pack(
     or absolute ones inside it.
     """
     from data_shards.byte_sizes import parse_bytes
-    from data_shards.images.decode import PixelLimit
     from data_shards.packing.image import DEFAULT_QUALITY, Resize
     from data_shards.packing.pack import pack as pack_images
     from data_shards.sources import LabelList
@@ -167,7 +165,7 @@ def pack(
         samples_per_shard=samples_per_shard,
         shard_size_bytes=shard_size_bytes,
         resize=None if resize_short is None else Resize(resize_short, DEFAULT_QUALITY if quality is None else quality),
-        pixel_limit=PixelLimit(max_image_pixels, name="--max-image-pixels"),
+        pixel_limit=pixel_limit(max_image_pixels),
         unreadable="skip" if skip_unreadable else "refuse",
         duplicates="drop" if drop_duplicates else "keep",
         seed=seed,
@@ -184,9 +182,7 @@ def check(
     decode: Annotated[
         bool, Parameter(negative="", help="Decode every image in full: finds those that are cut.")
     ] = False,
-    max_image_pixels: Annotated[
-        int, Parameter(help="With --decode: larger images are told, and not decoded; as data.max_image_pixels.")
-    ] = 50_000_000,
+    max_image_pixels: MaxImagePixels = USUAL,
     digests: Annotated[bool, Parameter(help="Compare each shard's SHA-256 with the manifest's.")] = True,
     world_size: Annotated[
         int | None, Parameter(help="Processes to train with, over all nodes: say how the shards suit that number.")
@@ -232,7 +228,6 @@ def check(
     from data_shards.byte_sizes import parse_bytes
     from data_shards.checking.check import check as check_shards
     from data_shards.checking.report import as_json, as_text
-    from data_shards.images.decode import PixelLimit
     from data_shards.shard_set import ShardsSpec
     from data_shards.store.cache import CacheConfig, default_cache_folder
     from data_shards.store.location import is_local
@@ -253,7 +248,7 @@ def check(
     result = check_shards(
         ShardsSpec(shards, label=label, kind="multi" if multi_label else "single", classes=classes),
         decode=decode,
-        pixel_limit=PixelLimit(max_image_pixels, name="--max-image-pixels"),
+        pixel_limit=pixel_limit(max_image_pixels),
         digests=digests,
         world_size=world_size,
         lanes=lanes,

@@ -17,6 +17,7 @@ from cyclopts import Parameter
 
 from data_shards.errors import UserError
 from data_shards.printable import printable
+from launch.image_limit import USUAL, MaxImagePixels, pixel_limit
 
 if TYPE_CHECKING:
     from pipeline.predict import ImagePrediction
@@ -32,9 +33,7 @@ def predict(
     top: Annotated[int, Parameter(help="Classes of each image.")] = 5,
     as_json: Annotated[bool, Parameter(name="--json", negative="", help="Print a JSON list.")] = False,
     batch_size: Annotated[int, Parameter(help="Images that the model sees at a time.")] = 32,
-    max_image_pixels: Annotated[
-        int, Parameter(help="Larger images are not decoded, which takes up to 17 bytes a pixel and core.")
-    ] = 50_000_000,
+    max_image_pixels: MaxImagePixels = USUAL,
     device: Annotated[
         Literal["auto", "cpu", "cuda"], Parameter(help="Where to run; auto: a GPU if there is one.")
     ] = "auto",
@@ -69,9 +68,7 @@ def predict(
     if not model.exists():
         raise UserError(f"{model}: there is no such model")
 
-    from data_shards.images.decode import PixelLimit
-
-    pixel_limit = PixelLimit(max_image_pixels, name="--max-image-pixels")
+    limit = pixel_limit(max_image_pixels)
     from pipeline.predict import image_files, open_predictor, predict_images
 
     files = image_files(images)
@@ -80,7 +77,7 @@ def predict(
         _tell(f"the model is {predictor.origin}")
     for note in predictor.notes:
         _tell(f"note: {note}")
-    predictions = predict_images(predictor, files, top=top, batch_images=batch_size, pixel_limit=pixel_limit)
+    predictions = predict_images(predictor, files, top=top, batch_images=batch_size, pixel_limit=limit)
     if as_json:
         faults = _print_json(predictions)
     else:

@@ -2,11 +2,12 @@
 
 Which ones depends on the numbers of shards and samples alone. At most 64 shards are opened and 2,048 samples read, and
 of one shard no more than a 64th of 128 MiB: 0.1 to 0.3 s from a warm disk, a few seconds from a cold one. Sets of up
-to 64 shards and 2,048 samples are read as a whole. Of a larger one with N samples, images that were exchanged here and
-there, k of them in all, are noticed with probability 1 - (1 - 2048 / N)^k: k = 1,500 of N = 1,281,167 with 0.91. So
-this is the second line: what is written, even with its time set back, has another time of inode change, and then all
-its bytes are compared (see `unlike`). Shards that are not local are not read here: a packed one is held to the
-manifest's digest when it is downloaded, another tool's tar to its ETag, or, where that is another, to its new index.
+to 64 shards with no more samples each than their part of the 2,048 are read as a whole. Of a larger one with N samples,
+images that were exchanged here and there, k of them in all, are noticed with probability 1 - (1 - 2048 / N)^k:
+k = 1,500 of N = 1,281,167 with 0.91. So this is the second line: what is written, even with its time set back, has
+another time of inode change, and then all its bytes are compared (see `compare_suspects`). Shards that are not local
+are not read here: a packed one is held to the manifest's digest when it is downloaded, another tool's tar to its ETag,
+or, where that is another, to its new index.
 """
 
 from __future__ import annotations

@@ -212,8 +212,8 @@ def test_an_image_above_the_limit_is_damaged_and_says_which_key(tmp_path: Path):
     sizes = {Image.open(io.BytesIO(raw.image)).size for raw in read_all(shards)}
     largest = max(width * height for width, height in sizes)
 
-    def batch(limit: int, **access: Any) -> Batch:
-        access = Access(shards, pixel_limit=PixelLimit(limit), **access)
+    def batch(limit: int, **options: Any) -> Batch:
+        access = Access(shards, pixel_limit=PixelLimit(limit), **options)
         dataset = EvalBatches(access, transform=EvalTransform(SIZE), rank=0, world_size=1, batch_size=12)
         (only,) = eval_batches(dataset, workers=0)
         return only

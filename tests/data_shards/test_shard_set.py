@@ -160,7 +160,7 @@ def test_a_packed_set_over_http_costs_one_request(tmp_path: Path, server: FaultS
 
 
 @pytest.mark.parametrize(
-    ("content", "message"), [(b"{", "not readable as JSON"), (b"{}", "version None"), (None, r"x-\{000..127\}\.tar")]
+    ("content", "message"), [(b"{", "not readable as JSON"), (b"{}", "version null"), (None, r"x-\{000..127\}\.tar")]
 )
 def test_a_broken_manifest_elsewhere(server: FaultServer, quick: RetryPolicy, content: bytes | None, message: str):
     if content is not None:

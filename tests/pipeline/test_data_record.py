@@ -44,6 +44,7 @@ class Run:
     def __init__(self, root: Path, packed: Path) -> None:
         self.shards = root / "data"
         self.folder = RunFolder(runs_root=root / "runs", name="r")
+        self.folder.path.mkdir(parents=True)
         shutil.copytree(packed, self.shards)
 
     def attempt(self, train: object = None, *, eval_set: str = "") -> tuple[str, ...]:
