@@ -80,6 +80,7 @@ class SubmittedRun:
 
     def order(self, **orders: object) -> None:
         """Tell the stand-in what to do."""
+        self.run.mkdir(parents=True, exist_ok=True)
         replace_text(self.run / "orders.json", json.dumps(orders))
 
     def go_on(self) -> None:

@@ -38,7 +38,7 @@ def test_the_same_run_passes(tmp_path: Path):
     ("override", "named"),
     [
         ("seed=1", "with recipe"),
-        ("engine.precision=fp32", "with precision bf16 (now fp32): set engine.precision=bf16,"),
+        ("engine.precision=bf16", "with precision fp32 (now bf16): set engine.precision=fp32,"),
         ("engine.backend=accelerate", "with backend deepspeed (now accelerate): set engine.backend=deepspeed,"),
     ],
 )
@@ -67,8 +67,8 @@ def test_another_number_of_processes_or_another_zero_stage_may_go_on(
 
 
 def test_a_layout_that_may_differ_does_not_hide_what_may_not(tmp_path: Path):
-    now = identity("engine.zero_stage=3", "engine.precision=fp32", processes=4)
-    with pytest.raises(UserError, match=r"precision bf16 \(now fp32\)") as caught:
+    now = identity("engine.zero_stage=3", "engine.precision=bf16", processes=4)
+    with pytest.raises(UserError, match=r"precision fp32 \(now bf16\)") as caught:
         check_identity(identity(), now, folder=tmp_path)
     assert "processes" not in str(caught.value) and "zero_stage" not in str(caught.value)
     with pytest.raises(UserError, match="go on with the recipe that wrote it"):
