@@ -93,7 +93,7 @@ def report(waits: Mapping[str, Sequence[Waits]]) -> list[str]:
     lines = [
         f"Python {platform.python_version()}, torch {version('torch')}, deepspeed {version('deepspeed')}, "
         f"{os.cpu_count()} cores",
-        f"make demo, {rounds} rounds: seconds from the command, median (least to worst)",
+        f"make demo, {rounds} round{'s' if rounds > 1 else ''}: seconds from the command, median (least to worst)",
         "",
         f"{'':10}" + "".join(f"{name:>26}" for name in _NAMES),
     ]
