@@ -12,6 +12,7 @@ from cyclopts import App, CycloptsError, Parameter
 from data_shards.errors import UserError
 from data_shards.printable import printable
 from launch.doctor.command import doctor
+from launch.endings import EXIT_STOPPED, EXIT_USER_ERROR
 from launch.image_limit import USUAL, MaxImagePixels, pixel_limit
 from launch.models import export_model, import_model
 from launch.output import EXIT_READER_LEFT, OutputLost, go_on, guard
@@ -19,9 +20,6 @@ from launch.plan import plan
 from launch.predict import predict
 from launch.slurm.command_line import cancel, status, submit
 from launch.table8 import table8
-
-EXIT_USER_ERROR = 2
-EXIT_STOPPED = 75
 
 app = App(
     name="shardvit",

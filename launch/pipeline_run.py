@@ -19,7 +19,7 @@ from data_shards.errors import UserError
 from data_shards.printable import printable
 from data_shards.store.location import CommandRefused, Commands
 from launch.disk_errors import disk_problem
-from launch.endings import EXIT_STOPPED, memory_kills, reason
+from launch.endings import EXIT_STOPPED, EXIT_USER_ERROR, memory_kills, reason
 from launch.env import SUPERVISOR_PID, num_gpus
 from launch.hosts.fleet import Fleet
 from launch.local import Launch, run_stage_locally
@@ -37,7 +37,6 @@ from pipeline.recipe_io import load_recipe
 from pipeline.run_folder import RunFolder, StageRecord
 from pipeline.start_model import model_from_elsewhere
 
-EXIT_USER_ERROR = 2
 _GONE_SECONDS = 20.0  # for the ranks, which find out by themselves, to say it and to end
 
 

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, NoReturn
 from data_shards.errors import SampleError, UserError, WorkerDied
 from data_shards.printable import printable
 from launch.disk_errors import disk_problem
+from launch.endings import EXIT_USER_ERROR
 from launch.env import (
     experiment_name,
     job_tags,
@@ -54,7 +55,6 @@ from pipeline.run_folder import ALL_STAGES, RunFolder
 if TYPE_CHECKING:
     from pipeline.stopping import StopFlag
 
-EXIT_USER_ERROR = 2
 # A rank that merely notices that another one is gone leaves later, so that the launcher reports the other's exit code.
 _COLLATERAL_WAIT_SECONDS = 3.0
 _WATCH_SECONDS = 1.0

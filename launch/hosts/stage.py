@@ -46,7 +46,6 @@ _ANSWER_SECONDS = 15.0  # to a kill
 _BEGIN_SECONDS = 60.0  # for the agents
 _LOOK_SECONDS = 0.1
 _ANY_PORT = 29500  # the launcher wants one; nobody uses it
-_USER_ERROR = 2
 
 
 def node_command(launch: Launch, fleet: Fleet, *, node: int, master_addr: str) -> list[str]:

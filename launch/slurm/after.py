@@ -20,13 +20,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from data_shards.errors import UserError
-from launch.endings import EXIT_STOPPED, reason
+from launch.endings import EXIT_STOPPED, EXIT_USER_ERROR, reason
 from launch.restarts import Restarts
 from launch.slurm.records import End, Kind, read_cancelled, read_ends, write_ends
 from pipeline.recipe import StageName
 from pipeline.run_folder import ALL_STAGES, RunFolder, StageRecord
 
-EXIT_USER_ERROR = 2
 _TIME_LIMIT = "TimeLimit"
 
 
