@@ -2,10 +2,12 @@
 
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
-from launch import cli
+from launch import cli, pipeline_run
+from tests.launch.machine import Machine, make_shards
 
 Call = Callable[..., tuple[int, str, str]]
 
@@ -23,3 +25,14 @@ def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
         return int(caught.value.code or 0), output.out, output.err
 
     return run
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    """A machine without GPUs, and packed shards."""
+    machine = Machine(tmp_path)
+    for split in ("train", "val"):
+        make_shards(tmp_path / "shards" / split)
+    monkeypatch.setattr(pipeline_run, "run_stage_locally", machine.start)
+    monkeypatch.setattr(pipeline_run, "num_gpus", lambda: 0)
+    return machine

@@ -3,9 +3,8 @@
 import io
 import json
 import pickle
-import warnings
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,58 +26,19 @@ from model.formats.google.npz import (
     write_google_npz,
 )
 from model.formats.side_record import side_path
-from model.formats.surgery import adapt
-from model.saved import SavedModelMeta
 from model.variants import HYBRIDS, VARIANTS
-
-SIZES: dict[str, Any] = {"width": 16, "depth": 11, "heads": 2, "mlp_dim": 24, "patch_size": 4}
-Arrays = dict[str, np.ndarray]
-
-
-def _meta(**more: Any) -> SavedModelMeta:
-    """A record; `head` and `image_size` are its own, everything else the trunk's."""
-    head, image_size = more.pop("head", "linear"), more.pop("image_size", 12)
-    model = ModelConfig.model_validate((SIZES if "variant" not in more else {}) | more)
-    return SavedModelMeta(model=model, image_size=image_size, num_classes=3, class_names=("a", "b", "c"), head=head)
-
-
-def _state(meta: SavedModelMeta) -> dict[str, torch.Tensor]:
-    assert meta.head != "masked_patch"
-    with torch.device("meta"):
-        model = build_model(meta.model, image_size=meta.image_size, num_classes=3, head=meta.head)
-    generator = torch.Generator().manual_seed(0)
-    return {name: torch.randn(value.shape, generator=generator) for name, value in model.state_dict().items()}
-
-
-def _arrays(tmp_path: Path, names: GoogleNames = "vision_transformer", **more: Any) -> Arrays:
-    """What we write for a model, without the record."""
-    meta, path = _meta(**more), tmp_path / "written.npz"
-    write_google_npz(path, _state(meta), meta=meta, names=names)
-    side_path(path).unlink()
-    with np.load(path) as file:
-        return dict(file)
-
-
-def _save(path: Path, arrays: Mapping[str, np.ndarray]) -> Path:
-    np.savez(path, **arrays)
-    return path
-
-
-def _same(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
-    assert list(found) == list(expected)
-    for name, value in expected.items():
-        assert torch.equal(found[name], value), name
+from tests.model.formats.google.small_npz import Arrays, arrays_of, meta_of, same, save, state_of
 
 
 @pytest.mark.parametrize("head", ["linear", "mlp"])
 @pytest.mark.parametrize("pool", ["cls", "gap"])
 @pytest.mark.parametrize("prefix", ["", "opt/target/", "params/", "target/"])
 def test_any_prefix_reads_the_same(tmp_path: Path, prefix: str, pool: str, head: str) -> None:
-    arrays = {prefix + name: value for name, value in _arrays(tmp_path, pool=pool, head=head).items()}
+    arrays = {prefix + name: value for name, value in arrays_of(tmp_path, pool=pool, head=head).items()}
     if prefix:
         arrays |= {"opt/state/step": np.array(7), "epoch": np.array(1)}
-    foreign = read_google_npz(_save(tmp_path / "model.npz", arrays))
-    _same(foreign.state, _state(_meta(pool=pool, head=head)))
+    foreign = read_google_npz(save(tmp_path / "model.npz", arrays))
+    same(foreign.state, state_of(meta_of(pool=pool, head=head)))
     assert [note for note in foreign.notes if "optimiser" in note] == (
         [f"2 arrays outside {prefix} (the optimiser's) are left out."] if prefix else []
     )
@@ -87,7 +47,7 @@ def test_any_prefix_reads_the_same(tmp_path: Path, prefix: str, pool: str, head:
 
 def test_weights_are_tensors_of_their_own(tmp_path: Path) -> None:
     """No view of an array that is kept alive, and no strides that safetensors would refuse."""
-    foreign = read_google_npz(_save(tmp_path / "model.npz", _arrays(tmp_path)))
+    foreign = read_google_npz(save(tmp_path / "model.npz", arrays_of(tmp_path)))
     for name, tensor in foreign.state.items():
         assert tensor.is_contiguous(), name
         assert tensor.untyped_storage().nbytes() == tensor.nbytes, name
@@ -111,88 +71,25 @@ def test_a_named_variant_is_recognised_by_its_shapes(variant: str, layout: Any) 
 @pytest.mark.parametrize("other", [{"depth": 2}, {"heads": 6}, {"mlp_dim": 384}])
 def test_almost_a_named_variant_is_told_by_its_sizes(tmp_path: Path, other: dict[str, int]) -> None:
     sizes = {"width": 192, "depth": 12, "heads": 3, "mlp_dim": 768} | other  # Ti's but for one
-    path = _save(tmp_path / "model.npz", _arrays(tmp_path, **sizes))
+    path = save(tmp_path / "model.npz", arrays_of(tmp_path, **sizes))
     assert read_google_npz(path, said=Said(depth=sizes["depth"])).config == ModelConfig(**sizes, patch_size=4)
 
 
-def test_a_file_without_its_last_blocks_is_no_shallower_model(tmp_path: Path) -> None:
-    arrays = _arrays(tmp_path, variant="Ti/4")
-    shallower = {name: value for name, value in arrays.items() if "encoderblock_11/" not in name}
-    with pytest.raises(ValueError, match=r"model.npz: it has 11 blocks where Ti has 12.*--depth 11"):
-        read_google_npz(_save(tmp_path / "model.npz", shallower))
-    unknown = _arrays(tmp_path)  # of no known width: but the optimiser's arrays remember
-    last = {name: value for name, value in unknown.items() if "encoderblock_10/" in name}
-    lost = {f"opt/target/{name}": value for name, value in unknown.items() if name not in last}
-    lost |= {f"opt/state/param_states/{name}/grad_ema": value for name, value in last.items()}
-    with pytest.raises(
-        ValueError, match=r"model.npz: it has the weights of 10 blocks, and the optimiser's state of 11"
-    ):
-        read_google_npz(_save(tmp_path / "model.npz", lost))
-
-
-@pytest.mark.parametrize("names", ["vision_transformer", "big_vision"])
-def test_a_file_without_positions_is_a_model_with_fixed_ones_only_if_the_user_says_so(
-    tmp_path: Path, names: GoogleNames
-) -> None:
-    arrays = _arrays(tmp_path, names, pool="gap")
-    path = _save(tmp_path / "model.npz", {name: value for name, value in arrays.items() if "pos_emb" not in name})
-    with pytest.raises(ValueError, match=r"model.npz: it has no position embeddings.*--position sincos_2d"):
-        read_google_npz(path)
-    for position in ("sincos_2d", "none"):
-        foreign = read_google_npz(path, said=Said(position=position))
-        assert (foreign.config.position, foreign.image_size) == (position, 224)
-        assert any("224 pixels" in note for note in foreign.notes)
-
-
-@pytest.mark.parametrize("again", ["embedding/bias.npy", "embedding/bias"])
-def test_two_arrays_of_one_name_are_refused(tmp_path: Path, again: str) -> None:
-    path = _save(tmp_path / "model.npz", _arrays(tmp_path))
-    with zipfile.ZipFile(path, "a") as archive, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # zipfile's own
-        archive.writestr(again, archive.read("embedding/bias.npy"))
-    with pytest.raises(ValueError, match=r"model.npz: the array 'embedding/bias' is in it 2 times"):
-        read_google_npz(path)
-
-
-@pytest.mark.parametrize("has_logits", [True, False])
-def test_a_representation_of_another_width_goes_with_the_head(tmp_path: Path, has_logits: bool) -> None:
-    arrays = _arrays(tmp_path)
-    arrays |= {"pre_logits/kernel": np.ones((16, 40), "float32"), "pre_logits/bias": np.ones(40, "float32")}
-    arrays["head/kernel"] = np.ones((40, 3), "float32")
-    if not has_logits:
-        del arrays["head/kernel"], arrays["head/bias"]
-    foreign = read_google_npz(_save(tmp_path / "model.npz", arrays))
-    with pytest.raises(ValueError, match=r"has a representation layer .*: give --num-classes"):
-        adapt(foreign)
-    meta, state = adapt(foreign, num_classes=5)
-    trunk = {name: value for name, value in _state(_meta()).items() if not name.startswith("head.")}
-    assert (meta.num_classes, meta.head) == (5, "linear") and not state.pop("head.weight").any()
-    assert not state.pop("head.bias").any()
-    _same(state, trunk)
-
-
-def test_the_hybrid_with_a_root_alone_is_read(tmp_path: Path) -> None:
-    hybrid = {"patch_size": 16, "resnet_layers": (), "image_size": 32}
-    foreign = read_google_npz(_save(tmp_path / "model.npz", _arrays(tmp_path, **hybrid)))
-    _same(foreign.state, _state(_meta(**hybrid)))
-    assert foreign.config.sizes == _meta(**hybrid).model.sizes
-
-
 def test_big_vision_of_before_2022_has_positions_in_the_encoder_and_for_the_class_token(tmp_path: Path) -> None:
-    arrays = _arrays(tmp_path, "big_vision")
-    state = _state(_meta())
+    arrays = arrays_of(tmp_path, "big_vision")
+    state = state_of(meta_of())
     arrays["params/Transformer/pos_embedding"] = state["pos_embed"].numpy()
     arrays["params/cls"] = state["cls_token"].numpy()
     del arrays["params/pos_embedding"]
-    foreign = read_google_npz(_save(tmp_path / "model.npz", arrays))
-    _same(foreign.state, state)
+    foreign = read_google_npz(save(tmp_path / "model.npz", arrays))
+    same(foreign.state, state)
     assert foreign.eval_protocol == "big_vision"
 
 
 def test_big_visions_class_token_takes_up_its_position(tmp_path: Path) -> None:
     """And then has none: zero in ours, so the sum that the first block sees is the same."""
-    state = _state(_meta())
-    foreign = read_google_npz(_save(tmp_path / "model.npz", _arrays(tmp_path, "big_vision")))
+    state = state_of(meta_of())
+    foreign = read_google_npz(save(tmp_path / "model.npz", arrays_of(tmp_path, "big_vision")))
     assert not foreign.state["pos_embed"][:, 0].any()
     assert torch.equal(foreign.state["pos_embed"][:, 1:], state["pos_embed"][:, 1:])
     assert torch.equal(foreign.state["cls_token"], state["cls_token"] + state["pos_embed"][:, :1])
@@ -200,45 +97,45 @@ def test_big_visions_class_token_takes_up_its_position(tmp_path: Path) -> None:
 
 def test_group_norms_of_older_flax_have_more_axes(tmp_path: Path) -> None:
     hybrid = {"patch_size": 16, "resnet_layers": (1, 2, 1), "image_size": 32}
-    arrays = _arrays(tmp_path, **hybrid)
+    arrays = arrays_of(tmp_path, **hybrid)
     padded = {name: value.reshape(1, 1, 1, -1) if "gn" in name else value for name, value in arrays.items()}
     assert sum(value.ndim == 4 and value.shape[:3] == (1, 1, 1) for value in padded.values()) == 2 * (1 + 4 * 3 + 3)
-    foreign = read_google_npz(_save(tmp_path / "model.npz", padded))
-    _same(foreign.state, _state(_meta(**hybrid)))
-    assert foreign.config == _meta(**hybrid).model.model_copy(update={"resnet_width_factor": 1})
+    foreign = read_google_npz(save(tmp_path / "model.npz", padded))
+    same(foreign.state, state_of(meta_of(**hybrid)))
+    assert foreign.config == meta_of(**hybrid).model.model_copy(update={"resnet_width_factor": 1})
 
 
 def test_a_head_of_zeros_is_told(tmp_path: Path) -> None:
-    arrays = _arrays(tmp_path)
-    assert not any("zero" in note for note in read_google_npz(_save(tmp_path / "model.npz", arrays)).notes)
+    arrays = arrays_of(tmp_path)
+    assert not any("zero" in note for note in read_google_npz(save(tmp_path / "model.npz", arrays)).notes)
     arrays["head/kernel"] = np.zeros_like(arrays["head/kernel"])  # the bias of the released files is not zero
-    assert any("fine-tune it" in note for note in read_google_npz(_save(tmp_path / "model.npz", arrays)).notes)
+    assert any("fine-tune it" in note for note in read_google_npz(save(tmp_path / "model.npz", arrays)).notes)
 
 
 def test_a_file_without_a_head_has_no_classes(tmp_path: Path) -> None:
-    arrays = {name: value for name, value in _arrays(tmp_path).items() if not name.startswith("head/")}
-    foreign = read_google_npz(_save(tmp_path / "model.npz", arrays))
+    arrays = {name: value for name, value in arrays_of(tmp_path).items() if not name.startswith("head/")}
+    foreign = read_google_npz(save(tmp_path / "model.npz", arrays))
     assert (foreign.num_classes, foreign.head) == (0, "linear")
-    _same(foreign.state, {name: value for name, value in _state(_meta()).items() if not name.startswith("head.")})
+    same(foreign.state, {name: value for name, value in state_of(meta_of()).items() if not name.startswith("head.")})
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float64", ">f4"])
 def test_other_precisions_become_float32(tmp_path: Path, dtype: str) -> None:
-    arrays = _arrays(tmp_path)
+    arrays = arrays_of(tmp_path)
     stored = {name: np.asfortranarray(value.astype(dtype)) for name, value in arrays.items()}
-    foreign = read_google_npz(_save(tmp_path / "model.npz", stored))
+    foreign = read_google_npz(save(tmp_path / "model.npz", stored))
     exact = read_google_npz(
-        _save(tmp_path / "exact.npz", {name: value.astype("float32") for name, value in stored.items()})
+        save(tmp_path / "exact.npz", {name: value.astype("float32") for name, value in stored.items()})
     )
-    _same(foreign.state, exact.state)
+    same(foreign.state, exact.state)
     assert any(str(np.dtype(dtype)) in note for note in foreign.notes)
 
 
 def test_a_record_beside_the_file_is_believed(tmp_path: Path) -> None:
-    meta = _meta(pool="gap").model_copy(
+    meta = meta_of(pool="gap").model_copy(
         update={"eval_protocol": "timm", "eval_crop_share": 0.95, "mean": (0.1, 0.2, 0.3)}
     )
-    write_google_npz(tmp_path / "model.npz", _state(meta), meta=meta, names="big_vision")
+    write_google_npz(tmp_path / "model.npz", state_of(meta), meta=meta, names="big_vision")
     foreign = read_google_npz(tmp_path / "model.npz")
     assert foreign.config == meta.model
     for name in ("image_size", "num_classes", "head", "class_names", "mean", "std", "eval_protocol", "eval_crop_share"):
@@ -246,9 +143,9 @@ def test_a_record_beside_the_file_is_believed(tmp_path: Path) -> None:
 
 
 def test_a_record_of_another_model_is_told_with_what_would_fix_it(tmp_path: Path) -> None:
-    meta = _meta()
+    meta = meta_of()
     path = tmp_path / "model.npz"
-    write_google_npz(path, _state(meta), meta=meta, names="vision_transformer")
+    write_google_npz(path, state_of(meta), meta=meta, names="vision_transformer")
     record = json.loads(side_path(path).read_text())
     record["shardvit"] |= {"num_classes": 2, "class_names": ["a", "b"]}
     side_path(path).write_text(json.dumps(record))
@@ -295,10 +192,10 @@ BLOCK = "Transformer/encoderblock_10/"
     ],
 )
 def test_arrays_that_do_not_fit_are_named(tmp_path: Path, change: Callable[[Arrays], None], message: str) -> None:
-    arrays = _arrays(tmp_path)
+    arrays = arrays_of(tmp_path)
     change(arrays)
     with pytest.raises(ValueError, match=rf"(?s)model.npz: .*{message}"):
-        read_google_npz(_save(tmp_path / "model.npz", arrays))
+        read_google_npz(save(tmp_path / "model.npz", arrays))
 
 
 def test_pickles_are_refused_unopened(tmp_path: Path) -> None:
@@ -306,10 +203,10 @@ def test_pickles_are_refused_unopened(tmp_path: Path) -> None:
         def __reduce__(self) -> tuple[Any, ...]:
             return (Path.touch, (tmp_path / "sprung",))
 
-    arrays = _arrays(tmp_path)
+    arrays = arrays_of(tmp_path)
     arrays["head/bias"] = np.array([Trap()] * 3, dtype=object)
     with pytest.raises(ValueError, match="'head/bias' holds object"):
-        read_google_npz(_save(tmp_path / "model.npz", arrays))
+        read_google_npz(save(tmp_path / "model.npz", arrays))
     assert not (tmp_path / "sprung").exists()
     (tmp_path / "bare.npz").write_bytes(pickle.dumps(Trap()))
     with pytest.raises(ValueError, match="no npz file"):
@@ -327,12 +224,12 @@ def test_what_is_no_npz_is_told_in_a_sentence(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="found none"):
         read_google_npz(tmp_path / "empty.npz")
     with pytest.raises(ValueError, match="found resnet/root_block/kernel"):
-        read_google_npz(_save(tmp_path / "bit.npz", {"resnet/root_block/kernel": np.ones(3)}))
+        read_google_npz(save(tmp_path / "bit.npz", {"resnet/root_block/kernel": np.ones(3)}))
 
 
 def test_a_damaged_file_is_refused_or_harmless(tmp_path: Path) -> None:
     """Cut anywhere, or with a bit flipped in an array: a ValueError that names the file, never other weights."""
-    path = _save(tmp_path / "model.npz", _arrays(tmp_path, depth=1))
+    path = save(tmp_path / "model.npz", arrays_of(tmp_path, depth=1))
     good, damaged = path.read_bytes(), tmp_path / "damaged.npz"
     generator = np.random.default_rng(0)
     with zipfile.ZipFile(path) as archive:
@@ -352,15 +249,15 @@ def test_a_damaged_file_is_refused_or_harmless(tmp_path: Path) -> None:
         except ValueError:
             refused += 1
         else:
-            _same(state, expected)
+            same(state, expected)
     assert refused > 100
 
 
 def test_an_array_shorter_than_it_says_is_refused(tmp_path: Path) -> None:
-    arrays = _arrays(tmp_path)
+    arrays = arrays_of(tmp_path)
     buffer = io.BytesIO()
     np.save(buffer, arrays.pop("head/bias"))
-    path = _save(tmp_path / "model.npz", arrays)
+    path = save(tmp_path / "model.npz", arrays)
     with zipfile.ZipFile(path, "a") as archive:
         archive.writestr("head/bias.npy", buffer.getvalue()[:-1])
     with pytest.raises(ValueError, match="'head/bias' is damaged"):
@@ -386,7 +283,7 @@ def test_an_array_shorter_than_it_says_is_refused(tmp_path: Path) -> None:
 def test_what_the_names_cannot_hold_is_not_written(
     tmp_path: Path, names: GoogleNames, trunk: dict[str, Any], message: str
 ) -> None:
-    meta = _meta(**trunk)
+    meta = meta_of(**trunk)
     assert message in str(npz_objection(meta, names=names))
     with pytest.raises(ValueError, match=message):
         write_google_npz(tmp_path / "model.npz", {}, meta=meta, names=names)
@@ -394,25 +291,25 @@ def test_what_the_names_cannot_hold_is_not_written(
 
 
 def test_weights_of_another_model_are_not_written(tmp_path: Path) -> None:
-    path, meta = tmp_path / "model.npz", _meta()
-    write_google_npz(path, _state(meta), meta=meta, names="vision_transformer")
+    path, meta = tmp_path / "model.npz", meta_of()
+    write_google_npz(path, state_of(meta), meta=meta, names="vision_transformer")
     before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
     with pytest.raises(ValueError, match=r"(?s)not written.*cls_token"):
-        write_google_npz(path, _state(_meta(pool="gap")), meta=meta, names="vision_transformer")
+        write_google_npz(path, state_of(meta_of(pool="gap")), meta=meta, names="vision_transformer")
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
 
 
 def test_an_earlier_file_is_replaced_and_the_same_weights_are_the_same_bytes(tmp_path: Path) -> None:
-    path, meta = tmp_path / "model.npz", _meta()
+    path, meta = tmp_path / "model.npz", meta_of()
     path.write_bytes(b"earlier")
-    state = _state(meta)
+    state = state_of(meta)
     write_google_npz(path, state, meta=meta, names="vision_transformer")
     first = path.read_bytes()
     on_the_way = {name: torch.nn.Parameter(value.double()) for name, value in state.items()}
     write_google_npz(path, on_the_way, meta=meta, names="vision_transformer")
     assert path.read_bytes() == first
     assert sorted(file.name for file in tmp_path.iterdir()) == ["model.npz", "model.npz.json"]
-    _same(read_google_npz(path).state, state)
+    same(read_google_npz(path).state, state)
 
 
 @pytest.mark.parametrize("stopped_at", ["write_npz", "write_side_record"])
@@ -420,7 +317,7 @@ def test_an_interrupted_export_leaves_no_file_with_the_record_of_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stopped_at: str
 ) -> None:
     path = tmp_path / "model.npz"
-    write_google_npz(path, _state(_meta()), meta=_meta(), names="vision_transformer")
+    write_google_npz(path, state_of(meta_of()), meta=meta_of(), names="vision_transformer")
 
     def stop(file: Path, *rest: Any, **named: Any) -> None:
         if stopped_at == "write_npz":
@@ -428,9 +325,9 @@ def test_an_interrupted_export_leaves_no_file_with_the_record_of_another(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(f"model.formats.google.npz.{stopped_at}", stop)
-    meta = _meta(pool="gap")
+    meta = meta_of(pool="gap")
     with pytest.raises(KeyboardInterrupt):
-        write_google_npz(path, _state(meta), meta=meta, names="vision_transformer")
+        write_google_npz(path, state_of(meta), meta=meta, names="vision_transformer")
     assert read_google_npz(path).config.pool == ("cls" if stopped_at == "write_npz" else "gap")
     assert side_path(path).exists() == (stopped_at == "write_npz")
 
@@ -446,8 +343,8 @@ def test_recognised_by_names() -> None:
 
 def test_a_row_of_positions_that_is_lost_is_no_grid_without_class_position(tmp_path: Path) -> None:
     """Only big_vision adds positions before the class token comes."""
-    arrays = _arrays(tmp_path)
+    arrays = arrays_of(tmp_path)
     name = "Transformer/posembed_input/pos_embedding"
-    path = _save(tmp_path / "model.npz", arrays | {name: arrays[name][:, 1:]})
+    path = save(tmp_path / "model.npz", arrays | {name: arrays[name][:, 1:]})
     with pytest.raises(ValueError, match=r"posembed_input/pos_embedding|pos_embed"):
         read_google_npz(path)
