@@ -58,19 +58,15 @@ class Store(Protocol):
 
     def set_tags(self, tags: Mapping[str, str]) -> None:
         """Set tags on the stage's run."""
-        ...
 
     def send_file(self, path: Path, folder: str) -> None:
         """Keep a file with the stage's run."""
-        ...
 
     def set_parent_status(self, status: Status) -> None:
         """Set the status of the pipeline's run."""
-        ...
 
     def finish(self, status: FinalStatus) -> None:
         """Close the stage's run."""
-        ...
 
 
 class Tracker(Protocol):
@@ -91,23 +87,18 @@ class Tracker(Protocol):
     ) -> None:
         """Record values at a step. The row stands in metrics.jsonl already; `time_seconds` is that row's
         time."""
-        ...
 
     def log_summary(self, metrics: Mapping[str, float]) -> None:
         """Record final values, at the step logged last."""
-        ...
 
     def log_artifact(self, path: Path, folder: str = "") -> None:
         """Send a file soon; it stays where it is until `close`."""
-        ...
 
     def set_tags(self, tags: Mapping[str, str]) -> None:
         """Set tags on the stage's run."""
-        ...
 
     def set_parent_status(self, status: Status) -> None:
         """Set the status of the pipeline's run."""
-        ...
 
     def wait_connected(self, timeout_seconds: float) -> bool:
         """Wait until the run is open in the store; whether it is."""
@@ -115,7 +106,6 @@ class Tracker(Protocol):
 
     def close(self, status: FinalStatus, *, finish_parent: bool = False) -> None:
         """Send what is left, within the time-out, and close the run, with `finish_parent` its parent too."""
-        ...
 
 
 class NullTracker:

@@ -38,9 +38,8 @@ _LOOK_SECONDS = 1.0  # at the processes of this host
 _LEAVE_SECONDS = 3.0  # for the main thread to fail by itself; and the launcher sees the dead one's exit code first
 _FOLLOW_SECONDS = 6.0  # until a rank leaves after another one on its host has ended the run
 _STACK_SECONDS = 10.0  # for a process to answer with its whole stack, on a disk that is busy
-_SAY_SECONDS = 5.0
 _CLOSE_SECONDS = 60.0  # for a last "running" that the disk holds up; after "left" it would make this rank a dead one
-_FIRST_STEP_SECONDS = 600.0
+_SAY_SECONDS, _FIRST_STEP_SECONDS = 5.0, 600.0
 _MOST_NAMED = 4
 _PEER_GONE = re.compile(r"Connection closed by peer|onnection reset|Broken pipe|remote process exited")  # gloo, NCCL
 
@@ -116,11 +115,7 @@ class Watch:
             self._patience_seconds = self._hang_seconds
 
     def close(self, *, failure: str = "") -> None:
-        """Leave: the end of this process is no reason for alarm from now on.
-
-        Args:
-            failure: the error that this rank ends by, for the others to name it.
-        """
+        """Leave: from now on the end of this process is no reason for alarm; `failure` is the error that it ends by."""
         self._closing.set()
         self._thread.join(timeout=_CLOSE_SECONDS)
         if not self._ended:
@@ -292,8 +287,7 @@ class Watch:
                 )
 
     def _is_run_gone(self) -> bool:
-        """Whether the stage's folder was deleted or renamed: that is said elsewhere, and ends all ranks."""
-        return not self._folder.parent.exists()
+        return not self._folder.parent.exists()  # deleted or renamed: that is said elsewhere, and ends all ranks
 
     def _beat(self, state: State, *, note: str = "") -> Heartbeat:
         step, turn, doing = self._progress

@@ -3,7 +3,6 @@
 import math
 import signal
 import socket
-import socketserver
 import subprocess
 import sys
 import textwrap
@@ -20,6 +19,7 @@ from pipeline import tracking, tracking_thread
 from pipeline.metrics_log import open_metrics_log
 from pipeline.tracking import DatasetInput, NullTracker, Tracker, TrackerSettings, open_tracker
 from pipeline.tracking_state import load_run_state
+from tests.pipeline.trickling import trickling_server
 
 # MLflow's and SQLAlchemy's own: they are not for us to mend.
 pytestmark = [
@@ -270,47 +270,21 @@ def test_a_server_that_never_answers_holds_up_nobody(settings: TrackerSettings) 
     assert "3 points" in attempt.said[-1]
 
 
-class Trickle(socketserver.BaseRequestHandler):
-    """An answer of which a byte comes every tenth of a second, for longer than anybody would wait."""
-
-    def handle(self) -> None:
-        self.request.recv(2**16)
-        self.server.requests += 1  # type: ignore[attr-defined]
-        try:
-            self.request.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n")
-            while not self.server.over.wait(0.1):  # type: ignore[attr-defined]
-                self.request.sendall(b" ")
-        except OSError:
-            pass
-
-
-@pytest.fixture
-def trickling() -> Iterator[socketserver.ThreadingTCPServer]:
-    socketserver.ThreadingTCPServer.daemon_threads = True
-    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Trickle) as server:
-        server.over, server.requests = threading.Event(), 0  # type: ignore[attr-defined]
-        thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
-        thread.start()
-        yield server
-        server.over.set()  # type: ignore[attr-defined]
-        server.shutdown()
-        thread.join()
-
-
 def test_a_server_that_answers_byte_by_byte_is_told_and_holds_up_nobody(
-    settings: TrackerSettings, trickling: socketserver.ThreadingTCPServer, monkeypatch: pytest.MonkeyPatch
+    settings: TrackerSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tracking_thread, "_SILENT_SECONDS", 0.01)
-    uri = f"http://me:secret@127.0.0.1:{trickling.server_address[1]}"
-    trickles = replace(settings, tracking_uri=uri, call_timeout_seconds=0.5, close_timeout_seconds=3.0)
-    attempt = Attempt(trickles)
-    attempt.log(1, 2)
-    until(lambda: any("not whole after 0.5 s" in line for line in attempt.said))  # while training goes on
-    until(lambda: trickling.requests > 1)  # type: ignore[attr-defined] - it is tried again
-    attempt.tracker.close("FINISHED")
-    (waiting,) = [line for line in attempt.said if "waiting for" in line]
-    assert "1 s at most" in waiting and "http://***@127.0.0.1" in waiting  # and not four times three
-    assert any("were not sent" in line for line in attempt.said)
+    with trickling_server() as trickling:
+        uri = f"http://me:secret@127.0.0.1:{trickling.server_address[1]}"
+        trickles = replace(settings, tracking_uri=uri, call_timeout_seconds=0.5, close_timeout_seconds=3.0)
+        attempt = Attempt(trickles)
+        attempt.log(1, 2)
+        until(lambda: any("not whole after 0.5 s" in line for line in attempt.said))  # while training goes on
+        until(lambda: trickling.requests > 1)  # type: ignore[attr-defined] - it is tried again
+        attempt.tracker.close("FINISHED")
+        (waiting,) = [line for line in attempt.said if "waiting for" in line]
+        assert "1 s at most" in waiting and "http://***@127.0.0.1" in waiting  # and not four times three
+        assert any("were not sent" in line for line in attempt.said)
 
 
 def test_a_run_that_the_store_does_not_know_is_begun_anew_and_filled(client: Any, settings: TrackerSettings) -> None:
