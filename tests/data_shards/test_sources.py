@@ -200,6 +200,12 @@ def test_digits_are_lossless():
         assert np.array_equal(np.rint(pixels / 255 * 16), data.images[i])
 
 
+def test_without_scikit_learn_the_digits_say_what_is_missing(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError, match="pip install scikit-learn"):
+        open_source("digits")
+
+
 @given(st.integers(1, 9), st.integers(1, 9), st.randoms())
 def test_arrays_survive_encoding(height: int, width: int, random):
     pixels = np.array([[random.randrange(256) for _ in range(width)] for _ in range(height)], dtype=np.uint8)
