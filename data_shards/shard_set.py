@@ -169,7 +169,7 @@ def open_shards(
         if spec.kind != "single":
             raise UserError(f"{shown(location)} has a {MANIFEST_FILE}, which says it: leave out kind")
         return _open_local(location, damaged=damaged) if is_local(location) else _open_remote(location, store=store)
-    from data_shards.tars.foreign_set import open_foreign
+    from data_shards.foreign.opening import open_foreign
 
     return open_foreign(
         spec, urls=_urls(location), damaged=damaged, index_folder=index_folder, report=report, store=store

@@ -11,16 +11,16 @@ from cyclopts import App, CycloptsError, Parameter
 
 from data_shards.errors import UserError
 from data_shards.printable import printable
-from launch.check import check
+from launch.commands.check import check
+from launch.commands.image_limit import USUAL, MaxImagePixels, pixel_limit
+from launch.commands.models import export_model, import_model
+from launch.commands.predict import predict
+from launch.commands.table8 import table8
 from launch.doctor.command import doctor
 from launch.endings import EXIT_STOPPED, EXIT_USER_ERROR
-from launch.image_limit import USUAL, MaxImagePixels, pixel_limit
-from launch.models import export_model, import_model
 from launch.output import EXIT_READER_LEFT, OutputLost, go_on, guard
-from launch.plan import plan
-from launch.predict import predict
+from launch.planning.command import plan
 from launch.slurm.command_line import cancel, status, submit
-from launch.table8 import table8
 
 app = App(
     name="shardvit",
@@ -224,13 +224,13 @@ def run(
 
         shardvit run my.yaml --hostfile hosts --exclude host3
     """
-    from pipeline.recipe_io import load_recipe
+    from pipeline.recipe.io import load_recipe
 
     if all_keys and not dry_run:
         raise UserError("--all-keys says what --dry-run prints: give that too")
     loaded = load_recipe(recipe, overrides=overrides)  # a mistake in it is said before anything slow is imported
 
-    from launch.pipeline_run import PipelineRun
+    from launch.run.pipeline_run import PipelineRun
 
     if not dry_run:
         go_on()
@@ -299,7 +299,7 @@ def demo(
 
         shardvit demo --data fashion-mnist
     """
-    from launch.demo import run_demo
+    from launch.commands.demo import run_demo
 
     go_on()
     return run_demo(data, runs_root=runs, shards_root=shards)

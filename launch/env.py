@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Literal
 
 from data_shards.errors import UserError
-from launch.slurm.node import NodeShare
-from launch.slurm.step import Step, gpu_of_task, read_step
-from pipeline.process import Place
+from launch.slurm_node import NodeShare
+from launch.slurm_step import Step, gpu_of_task, read_step
+from pipeline.ranks.place import Place
 
 SUPERVISOR_PID = "SHARDVIT_SUPERVISOR_PID"
-RENDEZVOUS = "SHARDVIT_RENDEZVOUS"  # a folder, see `pipeline.rendezvous`
+RENDEZVOUS = "SHARDVIT_RENDEZVOUS"  # a folder, see `pipeline.ranks.rendezvous`
 _RANK_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 _LAUNCHER_NAMES = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")  # torchrun's and accelerate's; deepspeed's
 _PLACE_NAMES = (

@@ -7,7 +7,7 @@ done is read from its record, not from the exit codes.
 No launcher stands between: `deepspeed` and torchrun would import torch once or twice more before the first rank does
 (9 CPU seconds for each stage), and end with exit codes of their own. They remain for several hosts (`hosts`) and for
 those who type them. The ranks find one another through a folder inside the run folder that lives as long as they do
-(see `pipeline.rendezvous`), so two runs never ask for the same port.
+(see `pipeline.ranks.rendezvous`), so two runs never ask for the same port.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from launch.endings import EXIT_STOPPED, overall_code, signal_of
 from launch.env import RENDEZVOUS, SUPERVISOR_PID, num_gpus, without_place
 from launch.processes import RANK_COMMAND, kill_all
 from launch.signals import handled
-from pipeline.recipe import Recipe, StageName
+from pipeline.recipe.schema import Recipe, StageName
 
 _RENDEZVOUS_PREFIX = ".rendezvous-"
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)

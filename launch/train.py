@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING, NoReturn
 
 from data_shards.errors import SampleError, UserError, WorkerDied
 from data_shards.printable import printable
-from launch.disk_errors import disk_problem
 from launch.endings import EXIT_USER_ERROR
 from launch.env import (
     experiment_name,
@@ -39,21 +38,22 @@ from launch.env import (
     tracking_uri,
     without_place,
 )
-from launch.lock import locked
 from launch.output import go_on
-from launch.presence import Presence, gone
 from launch.processes import RANK_COMMAND
+from launch.run.disk_errors import disk_problem
+from launch.run.lock import locked
+from launch.run.presence import Presence, gone
 from launch.signals import handled
-from launch.slurm.node import run_node
-from pipeline.living import process_started
-from pipeline.mend_record import mend_records
-from pipeline.process import Place
-from pipeline.recipe import Recipe, StageName
-from pipeline.recipe_io import load_recipe
+from launch.slurm_node import run_node
+from pipeline.checkpoint.mend_record import mend_records
+from pipeline.ranks.living import process_started
+from pipeline.ranks.place import Place
+from pipeline.recipe.io import load_recipe
+from pipeline.recipe.schema import Recipe, StageName
 from pipeline.run_folder import ALL_STAGES, RunFolder
 
 if TYPE_CHECKING:
-    from pipeline.stopping import StopFlag
+    from pipeline.ranks.stopping import StopFlag
 
 # A rank that merely notices that another one is gone leaves later, so that the launcher reports the other's exit code.
 _COLLATERAL_WAIT_SECONDS = 3.0
@@ -100,8 +100,8 @@ def _failed(error: Exception, *, folder: RunFolder, stage: StageName, place: Pla
         _say(problem)
         return EXIT_USER_ERROR
     if place.world_size > 1:
-        from pipeline.rendezvous import PeerGone
-        from pipeline.watch import peer_is_gone, report_gone
+        from pipeline.ranks.rendezvous import PeerGone
+        from pipeline.ranks.watch import peer_is_gone, report_gone
 
         if isinstance(error, PeerGone):
             _say(f"rank {place.rank}: {error}")
@@ -115,16 +115,16 @@ def _failed(error: Exception, *, folder: RunFolder, stage: StageName, place: Pla
 
 
 def _run(recipe: Recipe, *, folder: RunFolder, stage: StageName, place: Place) -> int:
-    from pipeline.stopping import EXIT_STOPPED, StopFlag, Stopped
+    from pipeline.ranks.stopping import EXIT_STOPPED, StopFlag, Stopped
 
     stop = StopFlag()
     stop.listen()
     _watch_parents(stop)
     import torch
 
+    from pipeline.checkpoint.saver import SaveFailed
     from pipeline.context import StageContext, Tracking
-    from pipeline.ranks import Ranks
-    from pipeline.saver import SaveFailed
+    from pipeline.ranks.group import Ranks
     from pipeline.stages import run_stage
     from pipeline.train_loop import TrainingFailed
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from data_shards.printable import printable
-from pipeline.ranks import Ranks
-from pipeline.recipe import Recipe
+from pipeline.ranks.group import Ranks
+from pipeline.ranks.stopping import StopFlag
+from pipeline.recipe.schema import Recipe
 from pipeline.run_folder import RunFolder
-from pipeline.stopping import StopFlag
 
 
 @dataclass(frozen=True)

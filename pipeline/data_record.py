@@ -14,11 +14,11 @@ from pathlib import Path
 
 from data_shards.checking.identity import SetIdentity, differences, suspects
 from data_shards.checking.spots import compare_suspects, identify
+from data_shards.durable import replace_text
 from data_shards.errors import UserError
 from data_shards.json_text import parse_json
 from data_shards.shard_set import ShardSet
-from pipeline.durable import replace_text
-from pipeline.recipe import StageName
+from pipeline.recipe.schema import StageName
 from pipeline.run_folder import RunFolder
 from pipeline.stage_data import StageData
 

@@ -7,10 +7,10 @@ from collections.abc import Iterable
 
 import torch
 
-from data_shards.batch import Batch
-from pipeline.engine import Engine
+from data_shards.loading.batch import Batch
+from pipeline.engine.protocol import Engine
 from pipeline.faults import FaultLedger
-from pipeline.ranks import Ranks
+from pipeline.ranks.group import Ranks
 from pipeline.task import Task
 
 

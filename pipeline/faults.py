@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from data_shards.batch import Batch, Fault
-from pipeline.ranks import Ranks
+from data_shards.loading.batch import Batch, Fault
+from pipeline.ranks.group import Ranks
 
 Use = Literal["train", "eval"]
 FILE = "corrupt_samples.jsonl"

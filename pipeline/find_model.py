@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from data_shards.batch import GOOGLES, Normalisation
 from data_shards.errors import UserError
+from data_shards.loading.batch import GOOGLES, Normalisation
 from data_shards.store.location import CommandRefused
 from model.saved import CONFIG_FILE, SavedModelMeta, build_described, load_model, read_meta
-from pipeline.checkpoint import damage_of
-from pipeline.identity import FOLDER_PREFIX, checkpoint_folders
-from pipeline.recipe import FinetuneStage, MaskedPatchStage, PretrainStage, Recipe, StageName, TrainStage
-from pipeline.recipe_io import parse_recipe
+from pipeline.checkpoint.identity import FOLDER_PREFIX, checkpoint_folders
+from pipeline.checkpoint.store import damage_of
+from pipeline.recipe.io import parse_recipe
+from pipeline.recipe.schema import FinetuneStage, MaskedPatchStage, PretrainStage, Recipe, StageName, TrainStage
 from pipeline.run_folder import ALL_STAGES, RunFolder
 from pipeline.stage_data import open_data
 from pipeline.stage_model import stage_model
@@ -116,7 +116,7 @@ def _of_checkpoint(checkpoint: Path) -> FoundModel:
 def _of_whole_checkpoint(checkpoint: Path) -> FoundModel:
     import torch
 
-    from pipeline.engine_weights import checkpoint_weights
+    from pipeline.checkpoint.weights import checkpoint_weights
 
     stage_folder = checkpoint.absolute().parent.parent
     run, stage = stage_folder.parent, stage_folder.name

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from data_shards.images.rand_augment import RandAugment
 from data_shards.images.transforms import EvalTransform, TrainTransform
-from data_shards.mixing import MixupConfig
-from pipeline.recipe import TrainStage
+from data_shards.loading.mixing import MixupConfig
+from pipeline.recipe.schema import TrainStage
 
 
 def train_transform(config: TrainStage) -> TrainTransform:

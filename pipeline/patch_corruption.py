@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike
 
-from data_shards.batch import Batch
+from data_shards.loading.batch import Batch
 from data_shards.randomness import uniforms
 
 # Separate these numbers from all others that are keyed with the same seed.

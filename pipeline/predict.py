@@ -21,11 +21,11 @@ from typing import Literal
 import numpy as np
 import torch
 
-from data_shards.batch import Batch, Normalisation, model_input
 from data_shards.errors import UnreadableImage, UserError
 from data_shards.images.box import Pixels
 from data_shards.images.decode import USUAL_LIMIT, PixelLimit, read_image
 from data_shards.images.transforms import EvalTransform
+from data_shards.loading.batch import Batch, Normalisation, model_input
 from data_shards.processes import num_cores
 from data_shards.sources.folder import walk_images
 from model.formats import onnx_file

@@ -24,10 +24,10 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
+from data_shards.durable import replace_text
 from data_shards.errors import UserError
-from pipeline.durable import replace_text
-from pipeline.recipe import Recipe, StageName
-from pipeline.recipe_io import differences, dump_recipe, flatten, parse_recipe, without_free_keys
+from pipeline.recipe.io import differences, dump_recipe, flatten, parse_recipe, without_free_keys
+from pipeline.recipe.schema import Recipe, StageName
 
 ALL_STAGES: tuple[StageName, ...] = get_args(StageName)
 

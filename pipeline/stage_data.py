@@ -17,9 +17,9 @@ from data_shards.shard_set import ShardSet, ShardsSpec, merge_shard_sets, open_s
 from data_shards.store.cache import CacheConfig, default_cache_folder
 from data_shards.store.location import CommandRefused, Commands, is_local
 from data_shards.store.store import Store
-from pipeline.plan import StagePlan
-from pipeline.recipe import MaskedPatchStage, Recipe, StageName, TrainStage
-from pipeline.recipe_data import ShardsConfig
+from pipeline.recipe.data import ShardsConfig
+from pipeline.recipe.schema import MaskedPatchStage, Recipe, StageName, TrainStage
+from pipeline.recipe.stage_plan import StagePlan
 
 Report = Callable[[str], None]
 

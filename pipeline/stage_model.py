@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from data_shards.batch import Normalisation
+from data_shards.loading.batch import Normalisation
 from model.config import HeadKind
 from model.saved import SavedModelMeta
-from pipeline.recipe import Recipe, StageName
+from pipeline.recipe.schema import Recipe, StageName
 
 
 def stage_model(

@@ -15,35 +15,35 @@ from typing import Literal
 
 from torch import nn
 
-from data_shards.batch import GOOGLES, Normalisation
+from data_shards.durable import make_folders
 from data_shards.errors import UserError
 from data_shards.images.decode import require_decoder
+from data_shards.loading.batch import GOOGLES, Normalisation
 from model.config import HeadKind
 from model.flops import account
 from model.masked_patch import COLOURS
 from model.saved import save_model
-from pipeline.best import best_results, describe_best
-from pipeline.checkpoint import Restored, restore_checkpoint
+from pipeline.checkpoint.disk_space import check_free_space, estimate_bytes
+from pipeline.checkpoint.identity import checkpoint_identity
+from pipeline.checkpoint.restored_note import describe_changes, describe_restored
+from pipeline.checkpoint.store import Restored, restore_checkpoint
+from pipeline.checkpoint.written_by import written_by
 from pipeline.context import StageContext
 from pipeline.data_record import DataRecord, check_data, keep_data
-from pipeline.disk_space import check_free_space, estimate_bytes
-from pipeline.durable import make_folders
-from pipeline.engine_open import open_engine
-from pipeline.identity import checkpoint_identity
-from pipeline.metrics_log import iter_metrics
-from pipeline.plan import StagePlan, plan_stage
-from pipeline.recipe import StageName
-from pipeline.restored_note import describe_changes, describe_restored
+from pipeline.engine.open import open_engine
+from pipeline.ranks.watch import Watch
+from pipeline.recipe.schema import StageName
+from pipeline.recipe.stage_plan import StagePlan, plan_stage
+from pipeline.report.best import best_results, describe_best
+from pipeline.report.metrics_log import iter_metrics
+from pipeline.report.stage_report import stage_report
 from pipeline.run_folder import check_inputs, weights_digest
 from pipeline.stage_data import StageData, cache_advice, training_order
 from pipeline.stage_model import stage_model
-from pipeline.stage_report import stage_report
 from pipeline.state import TrainState
 from pipeline.task import Task, make_task
 from pipeline.train_loop import TrainJob, train
 from pipeline.training_job import training_job
-from pipeline.watch import Watch
-from pipeline.written_by import written_by
 
 
 @dataclass(frozen=True)

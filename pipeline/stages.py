@@ -13,8 +13,9 @@ from __future__ import annotations
 
 from torch import nn
 
-from data_shards.batch import Normalisation
+from data_shards.durable import make_folders
 from data_shards.errors import UserError
+from data_shards.loading.batch import Normalisation
 from model.build import build_model
 from model.head import replace_head
 from model.init import initialise
@@ -23,12 +24,11 @@ from model.pos_embed import resize_state
 from model.regularisation import Regularisation
 from model.saved import build_from_saved, load_model, save_model
 from pipeline.context import StageContext
-from pipeline.durable import make_folders
-from pipeline.metrics_log import open_metrics_log
-from pipeline.recipe import StageName, TrainStage
+from pipeline.recipe.schema import StageName, TrainStage
+from pipeline.report.metrics_log import open_metrics_log
+from pipeline.report.stage_report import NOTHING_DONE, stage_tracker
 from pipeline.run_folder import check_model, weights_digest
 from pipeline.stage_data import open_data
-from pipeline.stage_report import NOTHING_DONE, stage_tracker
 from pipeline.stage_training import StageStart, train_stage
 from pipeline.start_model import model_from_elsewhere
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from data_shards.errors import UserError
 from model.config import ModelConfig
 from model.saved import CONFIG_FILE, WEIGHTS_FILE, read_meta
-from pipeline.recipe import Recipe
+from pipeline.recipe.schema import Recipe
 
 
 def model_from_elsewhere(recipe: Recipe) -> Path | None:

@@ -13,12 +13,12 @@ from typing import Literal, Protocol
 
 import torch
 
-from data_shards.batch import Batch, LabelKind, Normalisation, model_input, targets
+from data_shards.loading.batch import Batch, LabelKind, Normalisation, model_input, targets
 from model.loss import LossFunction, loss_function, softmax_cross_entropy
 from model.masked_patch import COLOURS, colour_classes
-from pipeline.engine import Engine
+from pipeline.engine.protocol import Engine
 from pipeline.patch_corruption import corruption_held_out, corruption_in_training
-from pipeline.recipe import MaskedPatchStage, Recipe, StageName
+from pipeline.recipe.schema import MaskedPatchStage, Recipe, StageName
 from pipeline.stage_data import StageData
 
 Use = Literal["train", "eval"]

@@ -11,22 +11,22 @@ from dataclasses import dataclass
 from typing import Literal
 
 from data_shards.errors import UserError
-from data_shards.loader import TrainLoader
+from data_shards.loading.loader import TrainLoader
 from model.vit import set_patch_dropout
-from pipeline.engine import Engine
+from pipeline.checkpoint.saver import CheckpointSaver
+from pipeline.engine.protocol import Engine
 from pipeline.faults import FaultLedger
-from pipeline.loss_window import LossWindow
-from pipeline.pace import Pace
-from pipeline.plan import StagePlan
-from pipeline.ranks import Ranks
-from pipeline.report import Report
-from pipeline.saver import CheckpointSaver
-from pipeline.schedule import Schedule
-from pipeline.spikes import SpikeFinder
+from pipeline.ranks.group import Ranks
+from pipeline.ranks.pace import Pace
+from pipeline.ranks.stopping import SaveClock, StopFlag, Stopped
+from pipeline.ranks.watch import Watch
+from pipeline.recipe.schedule import Schedule
+from pipeline.recipe.stage_plan import StagePlan
+from pipeline.report.loss_window import LossWindow
+from pipeline.report.reporter import Report
+from pipeline.report.spikes import SpikeFinder
 from pipeline.state import TrainState, seed_step
-from pipeline.stopping import SaveClock, StopFlag, Stopped
 from pipeline.task import Task
-from pipeline.watch import Watch
 
 
 class TrainingFailed(Exception):

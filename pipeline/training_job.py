@@ -5,34 +5,34 @@ from __future__ import annotations
 import platform
 from collections.abc import Iterable, Iterator
 
-from data_shards.assemble import Access
-from data_shards.batch import Batch
 from data_shards.images.decode import PixelLimit
-from data_shards.loader import EvalBatches, Layout, TrainBatches, TrainLoader, eval_batches
+from data_shards.loading.assemble import Access
+from data_shards.loading.batch import Batch
+from data_shards.loading.loader import EvalBatches, Layout, TrainBatches, TrainLoader, eval_batches
 from data_shards.shard_set import ShardSet
-from pipeline.checkpoint import Restored
+from pipeline.checkpoint.identity import checkpoint_identity
+from pipeline.checkpoint.retention import Retention
+from pipeline.checkpoint.saver import CheckpointSaver
+from pipeline.checkpoint.store import Restored
+from pipeline.checkpoint.written_by import written_by
 from pipeline.context import StageContext
-from pipeline.engine import Engine
+from pipeline.engine.protocol import Engine
 from pipeline.evaluate import evaluate
 from pipeline.faults import FILE as FAULTS_FILE
 from pipeline.faults import FaultLedger
-from pipeline.identity import checkpoint_identity
 from pipeline.images import eval_transform, mixup, train_transform
-from pipeline.pace import Pace
-from pipeline.plan import StagePlan
-from pipeline.recipe import Recipe, StageName
-from pipeline.recipe_io import dump_recipe
-from pipeline.report import Report
-from pipeline.retention import Retention
-from pipeline.saver import CheckpointSaver
-from pipeline.schedule import Schedule
+from pipeline.ranks.pace import Pace
+from pipeline.ranks.stopping import SaveClock
+from pipeline.ranks.watch import Watch
+from pipeline.recipe.io import dump_recipe
+from pipeline.recipe.schedule import Schedule
+from pipeline.recipe.schema import Recipe, StageName
+from pipeline.recipe.stage_plan import StagePlan
+from pipeline.report.reporter import Report
 from pipeline.stage_data import StageData, training_order
 from pipeline.state import TrainState
-from pipeline.stopping import SaveClock
 from pipeline.task import Task
 from pipeline.train_loop import TrainJob
-from pipeline.watch import Watch
-from pipeline.written_by import written_by
 
 
 def training_job(

@@ -11,13 +11,13 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from pipeline import saver
-from pipeline.checkpoint import Restored, restore_checkpoint
-from pipeline.process import Place
-from pipeline.retention import Retention
-from pipeline.saver import CheckpointSaver
+from pipeline.checkpoint import saver
+from pipeline.checkpoint.retention import Retention
+from pipeline.checkpoint.saver import CheckpointSaver
+from pipeline.checkpoint.store import Restored, restore_checkpoint
+from pipeline.engine.state_files import StateFile, state_file, text_file, write_file
+from pipeline.ranks.place import Place
 from pipeline.state import TrainState
-from pipeline.state_files import StateFile, state_file, text_file, write_file
 
 IDENTITY: dict[str, Any] = {
     "stage": "pretrain",

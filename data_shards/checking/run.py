@@ -13,8 +13,8 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 
 from data_shards.checking.scan import Part, PartScan, ScanRequest, scan_part
-from data_shards.packing.progress import Progress
 from data_shards.processes import deaf_to_interrupts, num_cores
+from data_shards.progress_line import Progress
 
 # Of work that is done without processes, each of which takes 0.3 s to start.
 _LITTLE_SECONDS = 0.5

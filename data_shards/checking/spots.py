@@ -19,11 +19,11 @@ from dataclasses import dataclass
 
 from data_shards.checking.identity import SetIdentity
 from data_shards.errors import CorruptSample, UserError
+from data_shards.foreign.tar import pixels_digest, spread
 from data_shards.processes import num_cores
 from data_shards.shard_reader import ShardReader
 from data_shards.shard_set import ShardEntry, ShardSet
 from data_shards.store.location import is_local, local_path
-from data_shards.tars.foreign_tar import pixels_digest, spread
 from data_shards.tars.shard_index import load_index
 
 MOST_SHARDS = 64

@@ -10,8 +10,8 @@ import numpy as np
 from data_shards.errors import UserError
 from data_shards.manifest import Manifest, write_manifest
 from data_shards.packing.found import UnreadableFile, write_unreadable
-from data_shards.packing.plan import LABEL_SPECS, PackPlan, ShardPlan, class_numbers
-from data_shards.packing.report import UNREADABLE_FILE
+from data_shards.packing.shard_plan import LABEL_SPECS, PackPlan, ShardPlan, class_numbers
+from data_shards.packing.summary import UNREADABLE_FILE
 from data_shards.packing.work import ShardRecord
 from data_shards.sources import Source
 from data_shards.tars.tar_index import index_path

@@ -18,7 +18,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from data_shards.packing.plan import PackPlan, ShardPlan, class_numbers
+from data_shards.packing.shard_plan import PackPlan, ShardPlan, class_numbers
 from data_shards.packing.work import DIGEST_BYTES, ShardRecord
 from data_shards.sources import Source
 from data_shards.sources.base import SplitName

@@ -42,14 +42,14 @@ from data_shards.packing.found import (
     write_unreadable,
 )
 from data_shards.packing.image import PACKED_LIMIT, Resize
-from data_shards.packing.plan import PackPlan, ShardPlan, ShardSize, make_plan, needed_bytes
-from data_shards.packing.progress import Progress
-from data_shards.packing.report import DUPLICATES_FILE, UNREADABLE_FILE, PackReport
 from data_shards.packing.request import PackRequest
+from data_shards.packing.shard_plan import PackPlan, ShardPlan, ShardSize, make_plan, needed_bytes
 from data_shards.packing.shard_writer import plan_mark, read_digests, write_shards
 from data_shards.packing.split import read_holdout_list
+from data_shards.packing.summary import DUPLICATES_FILE, UNREADABLE_FILE, PackReport
 from data_shards.packing.work import ShardRecord, WorkFolder, open_work, sync_file, sync_folders, work_path
 from data_shards.processes import num_cores
+from data_shards.progress_line import Progress
 from data_shards.sources import LabelList, Source, open_source
 from data_shards.sources.base import SplitName
 

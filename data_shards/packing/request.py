@@ -10,7 +10,7 @@ from typing import Literal
 from data_shards.errors import UserError
 from data_shards.images.decode import PixelLimit
 from data_shards.packing.image import PACKED_LIMIT, Resize
-from data_shards.packing.plan import ShardSize
+from data_shards.packing.shard_plan import ShardSize
 from data_shards.packing.split import HoldoutList
 from data_shards.sources import LabelList, Source
 

@@ -24,9 +24,9 @@ from data_shards.errors import UnreadableImage
 from data_shards.images.decode import PixelLimit
 from data_shards.manifest import Shard
 from data_shards.packing.image import PACKED_LIMIT, PackedImage, Resize, prepare_image
-from data_shards.packing.plan import LABEL_SPECS, ShardPlan
-from data_shards.packing.progress import Progress
+from data_shards.packing.shard_plan import LABEL_SPECS, ShardPlan
 from data_shards.packing.work import DIGEST_BYTES, Refused, ShardRecord, sync_file
+from data_shards.progress_line import Progress
 from data_shards.tars.tar_index import build_index, index_path, write_index
 
 PROGRESS_STEP_IMAGES = 50  # per thread, between two updates

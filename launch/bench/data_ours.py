@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from data_shards.assemble import Access
-from data_shards.batch import Batch
-from data_shards.loader import Layout, TrainBatches, TrainLoader
+from data_shards.loading.assemble import Access
+from data_shards.loading.batch import Batch
+from data_shards.loading.loader import Layout, TrainBatches, TrainLoader
 from data_shards.mixture import AnyOrder, make_order
 from data_shards.shard_set import ShardSet, open_shards
 from launch.bench.data_fast import OURS

@@ -34,15 +34,15 @@ import torch
 
 from model.build import build_model
 from model.init import initialise
-from pipeline.disk_space import estimate_bytes
-from pipeline.engine import Engine
-from pipeline.engine_open import open_engine
-from pipeline.plan import StagePlan
-from pipeline.process import Place
-from pipeline.ranks import Ranks
-from pipeline.recipe import EngineConfig, Recipe
-from pipeline.retention import Retention
-from pipeline.saver import CheckpointSaver
+from pipeline.checkpoint.disk_space import estimate_bytes
+from pipeline.checkpoint.retention import Retention
+from pipeline.checkpoint.saver import CheckpointSaver
+from pipeline.engine.open import open_engine
+from pipeline.engine.protocol import Engine
+from pipeline.ranks.group import Ranks
+from pipeline.ranks.place import Place
+from pipeline.recipe.schema import EngineConfig, Recipe
+from pipeline.recipe.stage_plan import StagePlan
 from pipeline.state import TrainState
 
 _PIECE_BYTES = 1 << 26

@@ -1,7 +1,7 @@
 """One of two processes that add numbers up: `python -m launch.doctor.all_reduce BACKEND`, started by `network`.
 
-They meet as the processes of a run do, in a private folder (`pipeline.rendezvous`). Rank 0 says how long one number
-takes, and how many bytes a second a large tensor.
+They meet as the processes of a run do, in a private folder (`pipeline.ranks.rendezvous`). Rank 0 says how long one
+number takes, and how many bytes a second a large tensor.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def main(backend: str) -> int:
     import torch
     from torch import distributed
 
-    from pipeline.rendezvous import join_group
+    from pipeline.ranks.rendezvous import join_group
 
     place = read_place()
     device = torch.device("cuda", place.local_rank) if backend == "nccl" else torch.device("cpu")

@@ -22,8 +22,8 @@ from data_shards.byte_sizes import parse_bytes, show_bytes
 from launch.doctor.child import ask
 from launch.doctor.limits import NETWORK_FILE_SYSTEMS, core_quota, file_system, memory_limit_bytes
 from launch.doctor.result import Check
-from pipeline.disk_space import free_bytes
-from pipeline.recipe_data import CacheRecipe
+from pipeline.checkpoint.disk_space import free_bytes
+from pipeline.recipe.data import CacheRecipe
 
 _DEMO_BYTES = 3 * 10**9  # `make demo` takes 2.5 GiB
 _CHECKPOINTS_BYTES = 30 * 10**9  # two of ViT-L/16 in bf16 (14 bytes a parameter) and a model, with room to spare

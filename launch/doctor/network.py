@@ -19,7 +19,7 @@ from launch.doctor.all_reduce import LIMIT_SECONDS
 from launch.doctor.child import Answer, run_children
 from launch.doctor.result import Check
 from launch.env import RENDEZVOUS
-from pipeline.tracking_thread import without_credentials
+from pipeline.report.tracking_thread import without_credentials
 
 _WORLD = 2
 _COMMAND = (sys.executable, "-m", "launch.doctor.all_reduce")

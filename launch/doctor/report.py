@@ -17,7 +17,7 @@ import textwrap
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from data_shards.packing.progress import show_seconds
+from data_shards.progress_line import show_seconds
 from launch.doctor.result import Check, Section, Verdict, exit_code
 
 _VERSION = 1

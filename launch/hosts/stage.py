@@ -7,8 +7,9 @@ Rank 0 listens on a port that its host's system chooses; its agent tells it to t
 port is asked for that somebody else may take meanwhile, and nothing depends on how fast a file server shows new files.
 With --master-port the ranks use that port instead.
 
-When a host is lost, or its ranks have failed, the others' ranks end by themselves (`pipeline.watch`); what has not
-after `_FOLLOW_SECONDS` is killed. Not covered: a host that nobody reaches any more; its agent ends its ranks by itself.
+When a host is lost, or its ranks have failed, the others' ranks end by themselves (`pipeline.ranks.watch`); what
+has not after `_FOLLOW_SECONDS` is killed. Not covered: a host that nobody reaches any more; its agent ends its ranks by
+itself.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from launch.hosts.preflight import preflight
 from launch.hosts.stage import run_stage_on_hosts
 from launch.hosts.variables import travelling
 from launch.local import Launch, run_stage_locally
-from pipeline.recipe import Recipe, StageName, TrainStage
+from pipeline.recipe.schema import Recipe, StageName, TrainStage
 from pipeline.stage_data import open_data
 
 

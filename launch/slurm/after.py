@@ -21,9 +21,9 @@ from pathlib import Path
 
 from data_shards.errors import UserError
 from launch.endings import EXIT_STOPPED, EXIT_USER_ERROR, reason
-from launch.restarts import Restarts
+from launch.run.restarts import Restarts
 from launch.slurm.records import End, Kind, read_cancelled, read_ends, write_ends
-from pipeline.recipe import StageName
+from pipeline.recipe.schema import StageName
 from pipeline.run_folder import ALL_STAGES, RunFolder, StageRecord
 
 _TIME_LIMIT = "TimeLimit"
@@ -114,7 +114,7 @@ def _refusal(ending: Ending, *, record: StageRecord, earlier: Sequence[End], max
 
 
 def _replay(steps: Sequence[int], *, allowed: int) -> str | None:
-    """The rule of `launch.restarts`, for the last of these failures."""
+    """The rule of `launch.run.restarts`, for the last of these failures."""
     restarts, refusal = Restarts(allowed), None
     for step in steps:
         refusal = restarts.after_failure("", last_saved_step=step)

@@ -58,7 +58,7 @@ def submit(
 
         shardvit submit digits --nodes 2 --tasks-per-node 1 --time 1:00:00
     """
-    from pipeline.recipe_io import load_recipe
+    from pipeline.recipe.io import load_recipe
 
     loaded = load_recipe(recipe, overrides=overrides)  # a mistake in it is said before anything slow is imported
 

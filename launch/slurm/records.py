@@ -15,9 +15,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from data_shards.durable import replace_text
 from data_shards.errors import UserError
-from pipeline.durable import replace_text
-from pipeline.recipe import StageName
+from pipeline.recipe.schema import StageName
 
 _Record = TypeVar("_Record")
 Kind = Literal["stopped", "failed", "taken away"]

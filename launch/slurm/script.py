@@ -12,7 +12,7 @@ from data_shards.errors import UserError
 from launch.endings import EXIT_STOPPED
 from launch.slurm.job import SWAP_HEAD_SECONDS, SlurmJob, format_limit
 from launch.slurm.site import ContainerSite
-from pipeline.recipe import StageName
+from pipeline.recipe.schema import StageName
 
 _TEMPLATE = Path(__file__).with_name("templates") / "stage.sbatch.jinja"
 _WAIT_SECONDS = 120  # after the first process has ended: saving is over by then, MLflow may still be told the rest

@@ -32,7 +32,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, Field, ValidationError
 
 from data_shards.errors import UserError
-from pipeline.recipe_base import Strict
+from pipeline.recipe.base import Strict
 
 
 def _one_line(text: str) -> str:

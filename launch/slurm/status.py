@@ -17,13 +17,13 @@ from data_shards.printable import printable
 from launch.slurm.commands import Queued, Slurm
 from launch.slurm.records import Submission, read_ends, read_submission
 from launch.slurm.submit import total_steps
-from pipeline.identity import checkpoint_folders
-from pipeline.metrics_log import iter_metrics
-from pipeline.progress import RecentSpeed, format_duration
-from pipeline.recipe import Recipe, StageName, TrainStage
-from pipeline.recipe_io import parse_recipe
+from pipeline.checkpoint.identity import checkpoint_folders
+from pipeline.recipe.io import parse_recipe
+from pipeline.recipe.schema import Recipe, StageName, TrainStage
+from pipeline.report.metrics_log import iter_metrics
+from pipeline.report.progress import RecentSpeed, format_duration
+from pipeline.report.tracking_state import load_run_state
 from pipeline.run_folder import RunFolder
-from pipeline.tracking_state import load_run_state
 
 _SPEED_WINDOW_SECONDS = 1800.0
 
@@ -118,7 +118,7 @@ def run_status(run: Path, *, slurm: Slurm) -> RunStatus:
 
 def as_text(status: RunStatus) -> str:
     """The table, and a sentence for whatever is not as one would wish."""
-    from launch.demo import format_table
+    from launch.commands.demo import format_table
 
     rows = [("stage", "state", "job", "queue", "step", "ETA", "job's time left", "restarts", "last checkpoint")]
     for stage in status.stages:

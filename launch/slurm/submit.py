@@ -14,17 +14,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import launch
+from data_shards.durable import replace_text
 from data_shards.errors import UserError
 from data_shards.store.location import Commands
-from launch.pipeline_run import PipelineRun
+from launch.run.pipeline_run import PipelineRun
 from launch.slurm.commands import Slurm, submit_command
 from launch.slurm.job import SlurmJob
 from launch.slurm.records import Submission, read_submission, write_cancelled, write_ends, write_submission
 from launch.slurm.script import Paths, stage_script
-from pipeline.durable import replace_text
-from pipeline.plan import plan_stage
-from pipeline.recipe import Recipe, StageName, TrainStage
-from pipeline.recipe_io import dump_recipe, load_recipe
+from pipeline.recipe.io import dump_recipe, load_recipe
+from pipeline.recipe.schema import Recipe, StageName, TrainStage
+from pipeline.recipe.stage_plan import plan_stage
 from pipeline.run_folder import RunFolder
 from pipeline.stage_data import open_data
 

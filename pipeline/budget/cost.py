@@ -13,7 +13,7 @@ from typing import Literal
 from model.config import HeadKind, ModelConfig
 from model.cost import VALUE_BYTES, linear
 from model.flops import account
-from pipeline.recipe import EngineConfig, MaskedPatchStage, PretrainStage, TrainStage
+from pipeline.recipe.schema import EngineConfig, MaskedPatchStage, PretrainStage, TrainStage
 
 MASKED_PATCH_CLASSES = 512  # colours of 3 bits a channel: `model.masked_patch`, which needs torch
 

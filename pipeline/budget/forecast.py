@@ -16,10 +16,10 @@ from pipeline.budget.length import Length
 from pipeline.budget.memory import MAX_LIVE_ELEMENTS, ZERO_STAGES, Activations, State, ZeroStage, state_of
 from pipeline.budget.reading import Reading, reading
 from pipeline.budget.speed import Speed, host_seconds, measured_speed, nearest_anchor, speed_at
-from pipeline.disk_space import estimate_bytes
-from pipeline.plan import StagePlan
-from pipeline.recipe import Recipe, StageName, TrainStage
-from pipeline.zero_config import deepspeed_config
+from pipeline.checkpoint.disk_space import estimate_bytes
+from pipeline.engine.zero_config import deepspeed_config
+from pipeline.recipe.schema import Recipe, StageName, TrainStage
+from pipeline.recipe.stage_plan import StagePlan
 
 _ACTIVATIONS: tuple[Activations, ...] = ("all", "checkpointed")
 _RECOMPUTED = 4 / 3  # of the arithmetic, with activation checkpointing

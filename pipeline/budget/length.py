@@ -6,9 +6,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from data_shards.errors import UserError
-from pipeline.duration import parse_duration
-from pipeline.plan import StagePlan, plan_stage
-from pipeline.recipe import Recipe, StageName
+from pipeline.recipe.duration import parse_duration
+from pipeline.recipe.schema import Recipe, StageName
+from pipeline.recipe.stage_plan import StagePlan, plan_stage
 
 _ANY_IMAGES = 10**9  # in the place of an unknown number, once nothing depends on it
 

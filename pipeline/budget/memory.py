@@ -24,9 +24,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from pipeline.plan import StagePlan
-from pipeline.recipe import EngineConfig, OptimizerConfig
-from pipeline.zero_config import deepspeed_config
+from pipeline.engine.zero_config import deepspeed_config
+from pipeline.recipe.schema import EngineConfig, OptimizerConfig
+from pipeline.recipe.stage_plan import StagePlan
 
 ZeroStage = Literal[0, 1, 2, 3]
 ZERO_STAGES: tuple[ZeroStage, ...] = (0, 1, 2, 3)

@@ -10,7 +10,7 @@ from data_shards.byte_sizes import show_bytes
 from pipeline.budget.communication import GOOD_KEPT_SHARE
 from pipeline.budget.forecast import Machine, StageForecast
 from pipeline.budget.gpus import RESERVE_SHARE
-from pipeline.recipe import Recipe
+from pipeline.recipe.schema import Recipe
 
 _FULL_IMAGES = 64  # of a micro-batch, from which on a GPU is well filled (B/16 and larger)
 _ROOMY = 2  # times a smaller micro-batch that would fit, from which on accumulating is a waste

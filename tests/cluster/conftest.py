@@ -12,9 +12,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from data_shards.durable import replace_text
 from launch.slurm.records import End, read_ends
-from pipeline.durable import replace_text
-from pipeline.recipe import StageName
+from pipeline.recipe.schema import StageName
 from pipeline.run_folder import RunFolder, StageRecord
 from tests.cluster.slurm_cluster import Done, SlurmCluster, missing
 from tests.launch.machine import make_shards

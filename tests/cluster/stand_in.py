@@ -24,7 +24,7 @@ from types import FrameType
 
 from launch.endings import EXIT_STOPPED
 from launch.env import read_place
-from pipeline.recipe_io import load_recipe
+from pipeline.recipe.io import load_recipe
 from pipeline.run_folder import ALL_STAGES, RunFolder
 
 STEP_SECONDS = 0.1

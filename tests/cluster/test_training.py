@@ -13,8 +13,8 @@ import pytest
 import yaml
 
 from data_shards.packing.pack import pack
-from pipeline.metrics_log import read_metrics
-from pipeline.recipe import StageName
+from pipeline.recipe.schema import StageName
+from pipeline.report.metrics_log import read_metrics
 from tests.cluster.conftest import ROOT, SubmittedRun
 from tests.cluster.slurm_cluster import SlurmCluster
 from tests.faults.harness import recipe

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from data_shards.checking.check import check
-from data_shards.checking.report import as_text
+from data_shards.checking.page import as_text
 from data_shards.errors import UserError
 from data_shards.printable import one_line, printable
 from data_shards.shard_set import ShardsSpec

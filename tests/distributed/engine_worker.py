@@ -13,12 +13,12 @@ import torch
 
 from model import build
 from model.init import initialise
-from pipeline.engine_open import open_engine
-from pipeline.plan import StagePlan
-from pipeline.process import Place
-from pipeline.ranks import Ranks
-from pipeline.recipe import Recipe
-from pipeline.state_files import write_file
+from pipeline.engine.open import open_engine
+from pipeline.engine.state_files import write_file
+from pipeline.ranks.group import Ranks
+from pipeline.ranks.place import Place
+from pipeline.recipe.schema import Recipe
+from pipeline.recipe.stage_plan import StagePlan
 
 STEPS = 10
 GLOBAL_BATCH, CLASSES, SIZE = 16, 5, 8

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from model.saved import SavedModelMeta, build_from_saved, save_model
-from pipeline.engine_weights import assemble
-from pipeline.ranks import Ranks
+from pipeline.checkpoint.weights import assemble
+from pipeline.ranks.group import Ranks
 
 WORKER = Path(__file__).with_name("engine_worker.py")
 WORLD_SIZE = 2
@@ -171,7 +171,7 @@ def test_no_shared_memory_is_left_behind(results):
 
 
 def test_gathering_stacks_in_rank_order():
-    from pipeline.process import Place
+    from pipeline.ranks.place import Place
 
     ranks = Ranks(Place(), timeout_seconds=30)
     try:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 
 from launch.train import main
-from pipeline import tracking_thread
+from pipeline.report import tracking_thread
 
 if __name__ == "__main__":
     tracking_thread._FIRST_PAUSE_SECONDS = 0.05  # pyright: ignore[reportPrivateUsage]

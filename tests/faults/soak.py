@@ -28,8 +28,8 @@ from typing import Any
 import psutil
 
 from data_shards.packing.pack import pack
-from pipeline.checkpoint import damage_of
-from pipeline.metrics_log import iter_metrics
+from pipeline.checkpoint.store import damage_of
+from pipeline.report.metrics_log import iter_metrics
 from tests.faults.harness import Attempt, Case, send
 from tests.faults.rows import Row
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from launch import cli, pipeline_run
+from launch import cli
+from launch.run import pipeline_run
 from tests.launch.machine import Machine, make_shards
 
 Call = Callable[..., tuple[int, str, str]]

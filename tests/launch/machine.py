@@ -8,8 +8,8 @@ from pathlib import Path
 
 from data_shards.manifest import Manifest, Shard, write_manifest
 from launch.local import Launch
-from launch.pipeline_run import PipelineRun
-from pipeline.recipe import StageName
+from launch.run.pipeline_run import PipelineRun
+from pipeline.recipe.schema import StageName
 from pipeline.run_folder import RunFolder
 
 

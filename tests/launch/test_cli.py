@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from launch import pipeline_run
-from pipeline.identity import STATE, checkpoint_identity
-from pipeline.recipe_io import load_recipe
+from launch.run import pipeline_run
+from pipeline.checkpoint.identity import STATE, checkpoint_identity
+from pipeline.recipe.io import load_recipe
 from pipeline.run_folder import RunFolder
 
 # `main` reads sys.argv, which is what these tests set.

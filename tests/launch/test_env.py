@@ -15,7 +15,7 @@ from launch.env import (
     tracking_uri,
     without_place,
 )
-from pipeline.process import Place
+from pipeline.ranks.place import Place
 
 ADDRESS = {"MASTER_ADDR": "node7", "MASTER_PORT": "29501"}
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", **ADDRESS}

@@ -19,8 +19,8 @@ import pytest
 from launch.env import read_place
 from launch.local import Launch, rank_arguments, rank_environment
 from launch.train import _parse
-from pipeline.recipe import StageName
-from pipeline.recipe_io import load_recipe
+from pipeline.recipe.io import load_recipe
+from pipeline.recipe.schema import StageName
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_SECONDS = 240.0
@@ -83,7 +83,7 @@ import sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 from launch import local
-from pipeline.recipe_io import load_recipe
+from pipeline.recipe.io import load_recipe
 local.rank_arguments = lambda launch: sys.argv[2:]
 local._FOLLOW_FAILED_SECONDS = 1.0
 stage = local.Launch(load_recipe("digits"), Path("recipe.yaml"), Path("runs"), stage="pretrain", processes=2)
@@ -271,7 +271,7 @@ import sys
 sys.path.insert(0, sys.argv[1])
 from launch import local
 from pathlib import Path
-from pipeline.recipe_io import load_recipe
+from pipeline.recipe.io import load_recipe
 show = "from launch.env import read_place; place = read_place(); print('place', place.rank, place.world_size)"
 local.RANK_COMMAND, local.rank_arguments = ["-c", show], lambda launch: []
 root = Path(sys.argv[2])

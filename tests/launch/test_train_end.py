@@ -18,10 +18,10 @@ from types import SimpleNamespace
 import pytest
 
 from launch import train
-from launch.disk_errors import disk_problem
-from pipeline.rendezvous import PeerGone
-from pipeline.saver import SaveFailed
-from pipeline.stopping import StopFlag, Stopped
+from launch.run.disk_errors import disk_problem
+from pipeline.checkpoint.saver import SaveFailed
+from pipeline.ranks.rendezvous import PeerGone
+from pipeline.ranks.stopping import StopFlag, Stopped
 from pipeline.train_loop import TrainingFailed
 
 ARGUMENTS = ["digits", "--stage", "pretrain", "--runs", "some runs"]
@@ -74,13 +74,13 @@ def test_a_write_whose_path_is_not_known_names_the_place_that_is_full(tmp_path: 
     error = OSError(errno.ENOSPC, "No space left on device")
     assert str(disk_problem(error, folder=tmp_path)).startswith(f"{tmp_path} cannot be written: the disk is full")
     elsewhere = tmp_path / "elsewhere"
-    monkeypatch.setattr("launch.disk_errors.tempfile.gettempdir", lambda: str(elsewhere))
+    monkeypatch.setattr("launch.run.disk_errors.tempfile.gettempdir", lambda: str(elsewhere))
     real = os.statvfs
 
     def statvfs(path: Path) -> os.statvfs_result:
         return os.statvfs_result((*real(tmp_path)[:4], 0, *real(tmp_path)[5:])) if path == elsewhere else real(path)
 
-    monkeypatch.setattr("launch.disk_errors.os.statvfs", statvfs)
+    monkeypatch.setattr("launch.run.disk_errors.os.statvfs", statvfs)
     assert str(disk_problem(error, folder=tmp_path)).startswith(f"{elsewhere} cannot be written")
 
 
@@ -125,8 +125,8 @@ def test_a_later_rank_lets_the_first_one_say_it(
 def test_a_rank_whose_peer_is_gone_adds_no_traceback(
     error: Exception, waits: list[float], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    monkeypatch.setattr("pipeline.watch._LEAVE_SECONDS", 0.1)
-    monkeypatch.setattr("pipeline.watch._first_word", threading.Lock())  # as in a process of its own
+    monkeypatch.setattr("pipeline.ranks.watch._LEAVE_SECONDS", 0.1)
+    monkeypatch.setattr("pipeline.ranks.watch._first_word", threading.Lock())  # as in a process of its own
     assert end(error, rank=1, monkeypatch=monkeypatch) == 1
     said = capsys.readouterr().err
     assert "Traceback" not in said and said.startswith("shardvit: ") and said.count("\n") == 1
@@ -158,8 +158,8 @@ def test_what_ends_training_in_good_order_has_its_own_exit_code_and_no_traceback
         return SimpleNamespace(leave=lambda: None)
 
     monkeypatch.setattr("pipeline.stages.run_stage", run_stage)
-    monkeypatch.setattr("pipeline.ranks.Ranks", alone)
-    monkeypatch.setattr("pipeline.stopping.StopFlag.listen", lambda flag: None)
+    monkeypatch.setattr("pipeline.ranks.group.Ranks", alone)
+    monkeypatch.setattr("pipeline.ranks.stopping.StopFlag.listen", lambda flag: None)
     monkeypatch.setattr(train, "_watch_parents", lambda flag: None)
     arguments = ["digits", "engine.collective_timeout_seconds=7", "--stage", "pretrain", "--runs", str(tmp_path)]
     assert train.main(arguments) == code

@@ -20,7 +20,7 @@ from data_shards.manifest import read_manifest, write_manifest
 from data_shards.packing.pack import pack
 from data_shards.tars.tar_index import read_index
 from pipeline.data_record import check_data, has_record, keep_data
-from pipeline.recipe import Recipe
+from pipeline.recipe.schema import Recipe
 from pipeline.run_folder import RunFolder
 from pipeline.stage_data import open_data
 

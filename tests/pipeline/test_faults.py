@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from data_shards.batch import Batch, Fault
+from data_shards.loading.batch import Batch, Fault
 from pipeline.faults import FaultLedger
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from data_shards.batch import Batch
+from data_shards.loading.batch import Batch
 from pipeline.patch_corruption import Corruption, corruption_held_out, corruption_in_training, draw_corruption
 
 PATCHES = 16

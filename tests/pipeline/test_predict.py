@@ -12,11 +12,11 @@ import torch
 from PIL import Image
 from sklearn.datasets import load_sample_images
 
-from data_shards.assemble import Access
-from data_shards.batch import Normalisation, model_input
 from data_shards.errors import UserError
 from data_shards.images.transforms import EvalTransform
-from data_shards.loader import EvalBatches, eval_batches
+from data_shards.loading.assemble import Access
+from data_shards.loading.batch import Normalisation, model_input
+from data_shards.loading.loader import EvalBatches, eval_batches
 from data_shards.packing.pack import pack
 from data_shards.shard_set import ShardsSpec, open_shards
 from model.config import ModelConfig

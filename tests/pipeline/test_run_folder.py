@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from data_shards.errors import UserError
-from pipeline.recipe import Recipe
-from pipeline.recipe_io import load_recipe
+from pipeline.recipe.io import load_recipe
+from pipeline.recipe.schema import Recipe
 from pipeline.run_folder import RunFolder, StageRecord, check_inputs, check_model, recipe_digest, weights_digest
 
 STAGES = ("pretrain", "swap_head", "finetune")

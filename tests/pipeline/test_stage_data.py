@@ -13,8 +13,8 @@ from data_shards.errors import UserError
 from data_shards.mixture import MixedOrder
 from data_shards.order import Order
 from data_shards.packing.pack import pack
-from pipeline.plan import plan_stage
-from pipeline.recipe import Recipe
+from pipeline.recipe.schema import Recipe
+from pipeline.recipe.stage_plan import plan_stage
 from pipeline.stage_data import StageData, cache_advice, open_data, training_order
 
 

@@ -21,23 +21,23 @@ import torch
 from data_shards.errors import UserError
 from data_shards.packing.pack import pack
 from pipeline import stage_training
-from pipeline.checkpoint import Restored
+from pipeline.checkpoint.identity import checkpoint_identity
+from pipeline.checkpoint.mend_record import mend_records
+from pipeline.checkpoint.store import Restored
+from pipeline.checkpoint.written_by import written_by
 from pipeline.context import StageContext, Tracking
-from pipeline.identity import checkpoint_identity
-from pipeline.mend_record import mend_records
-from pipeline.metrics_log import open_metrics_log
-from pipeline.plan import plan_stage
-from pipeline.process import Place
-from pipeline.recipe import Recipe
-from pipeline.recipe_io import dump_recipe
+from pipeline.ranks.place import Place
+from pipeline.ranks.stopping import StopFlag
+from pipeline.recipe.io import dump_recipe
+from pipeline.recipe.schema import Recipe
+from pipeline.recipe.stage_plan import plan_stage
+from pipeline.report.metrics_log import open_metrics_log
 from pipeline.run_folder import RunFolder
 from pipeline.stage_data import open_data
 from pipeline.stage_training import StageStart, train_stage
 from pipeline.state import TrainState
-from pipeline.stopping import StopFlag
 from pipeline.train_loop import TrainJob
 from pipeline.training_job import training_job
-from pipeline.written_by import written_by
 from tests.data_shards.small_set import touch_up
 from tests.saving import Gate, TinyEngine, one_rank, state_at, steps
 
@@ -156,7 +156,7 @@ def test_the_clock_is_set_to_save_every_minutes(
     stage: Stage, minutes: float, due: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [1000.0]
-    monkeypatch.setattr("pipeline.stopping.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("pipeline.ranks.stopping.time", SimpleNamespace(monotonic=lambda: now[0]))
     job = stage.job(save_every_minutes=minutes)
     now[0] += 120.0
     assert job.save_clock.due() == due
@@ -196,7 +196,7 @@ def test_a_save_that_takes_long_is_no_hang_to_the_watch(stage: Stage, monkeypatc
         beats.add((step, doing))
         gate.opened.set()
 
-    monkeypatch.setattr("pipeline.saver._BEAT_SECONDS", 0.01)
+    monkeypatch.setattr("pipeline.checkpoint.saver._BEAT_SECONDS", 0.01)
     stage.job(watch=SimpleNamespace(beat=beat)).saver.save(state_at(4))
     assert beats == {(4, "saving a checkpoint")}
 
@@ -229,7 +229,7 @@ def test_the_forward_pass_is_a_ranks_own_unless_it_waits_for_the_others_weights(
     stage: Stage, zero_stage: int, own: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ticks = itertools.count()
-    monkeypatch.setattr("pipeline.pace.time", SimpleNamespace(perf_counter=lambda: float(next(ticks))))
+    monkeypatch.setattr("pipeline.ranks.pace.time", SimpleNamespace(perf_counter=lambda: float(next(ticks))))
     job, ranks = stage.job(engine={"zero_stage": zero_stage}), Two(1.0)
     with job.pace.computing():
         pass
@@ -325,7 +325,7 @@ def test_what_could_not_be_saved_is_not_begun_and_what_is_saved_whole_needs_no_r
     def opened(*arguments: Any, **more: Any) -> None:
         raise Reached
 
-    monkeypatch.setattr("pipeline.disk_space.free_bytes", lambda root: 15_399)
+    monkeypatch.setattr("pipeline.checkpoint.disk_space.free_bytes", lambda root: 15_399)
     monkeypatch.setattr(stage_training, "open_engine", opened)
     with pytest.raises(UserError, match=r"a checkpoint needs about 15.4 kB"):  # 14 bytes for each of 1100 parameters
         ends.train()

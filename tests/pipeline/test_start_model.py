@@ -10,7 +10,7 @@ from data_shards.errors import UserError
 from model.build import build_model
 from model.config import ModelConfig
 from model.saved import CONFIG_FILE, RECORD_KEY, WEIGHTS_FILE, SavedModelMeta, save_model
-from pipeline.recipe import Recipe
+from pipeline.recipe.schema import Recipe
 from pipeline.start_model import model_from_elsewhere
 
 SMALL = {"width": 16, "depth": 2, "heads": 2, "patch_size": 4}

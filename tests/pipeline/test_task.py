@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from data_shards.batch import GOOGLES, Batch, LabelKind, Normalisation, model_input, targets
-from data_shards.mixing import Mix
+from data_shards.loading.batch import GOOGLES, Batch, LabelKind, Normalisation, model_input, targets
+from data_shards.loading.mixing import Mix
 from data_shards.shard_set import ShardSet
 from model.loss import loss_function
 from model.masked_patch import COLOURS, colour_classes

@@ -17,13 +17,13 @@ from data_shards.errors import UserError
 from model.build import build_model
 from model.config import ModelConfig
 from model.regularisation import Regularisation
-from pipeline.engine import StepResult
+from pipeline.engine.protocol import StepResult
 from pipeline.evaluate import evaluate
-from pipeline.pace import Slowest
-from pipeline.plan import StagePlan
-from pipeline.spikes import Spike
+from pipeline.ranks.pace import Slowest
+from pipeline.ranks.stopping import Agreed, SaveClock, StopFlag
+from pipeline.recipe.stage_plan import StagePlan
+from pipeline.report.spikes import Spike
 from pipeline.state import TrainState
-from pipeline.stopping import Agreed, SaveClock, StopFlag
 from pipeline.task import Example
 from pipeline.train_loop import TrainingFailed, TrainJob, train
 

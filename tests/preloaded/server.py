@@ -67,7 +67,7 @@ def main(address: str) -> int:
 
     import launch.cli
     import launch.train  # noqa: F401
-    import pipeline.engine_deepspeed as engine
+    import pipeline.engine.deepspeed_engine as engine
 
     engine._import_deepspeed()  # pyright: ignore[reportPrivateUsage]
     assert threading.active_count() == 1, threading.enumerate()

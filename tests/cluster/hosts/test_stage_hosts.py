@@ -63,7 +63,7 @@ from launch.hosts.preflight import Ready
 from launch.hosts.variables import travelling
 from launch.env import without_place
 from launch.local import Launch
-from pipeline.recipe_io import load_recipe
+from pipeline.recipe.io import load_recipe
 launcher, address, follow_seconds = sys.argv[1:]
 stage.node_command = lambda launch, fleet, node, master_addr: [sys.executable, "launcher.py", str(node)]
 # The agents' times are the test's to pass. What ssh takes for a host's death stays as it is.

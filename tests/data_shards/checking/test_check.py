@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from data_shards.checking.report import as_json, as_text
+from data_shards.checking.page import as_json, as_text
 from data_shards.shard_set import ShardEntry
 from data_shards.store.store import Store
 from data_shards.tars.tar_index import index_path

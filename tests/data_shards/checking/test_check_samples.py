@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 from data_shards.checking.findings import MOST_PLACES
-from data_shards.checking.report import as_json, as_text
+from data_shards.checking.page import as_json, as_text
 from data_shards.errors import UserError
 from data_shards.shard_set import ShardsSpec
 from data_shards.tars.tar_index import open_index

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from data_shards.checking import spots
 from data_shards.checking.identity import SetIdentity, differences, suspects
 from data_shards.checking.spots import MOST_SAMPLES, MOST_SHARDS, compare_suspects, identify
+from data_shards.foreign.tar import spread
 from data_shards.shard_set import ShardsSpec, open_shards
 from data_shards.store.cache import CacheConfig
 from data_shards.store.store import RetryPolicy, Store
-from data_shards.tars.foreign_tar import spread
 from tests.data_shards.foreign_tars import opened, write_tar
 from tests.data_shards.http_server import FaultServer
 from tests.data_shards.small_set import touch_up

@@ -2,7 +2,7 @@
 
 import pytest
 
-from data_shards.packing import progress
+from data_shards import progress_line as progress
 
 
 @pytest.fixture(autouse=True)

@@ -19,7 +19,7 @@ from data_shards.errors import UserError
 from data_shards.packing import shard_writer
 from data_shards.packing.image import Resize
 from data_shards.packing.pack import pack
-from data_shards.packing.report import PackReport
+from data_shards.packing.summary import PackReport
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from data_shards.packing.image import Resize
-from data_shards.packing.plan import ShardPlan
-from data_shards.packing.progress import Progress
+from data_shards.packing.shard_plan import ShardPlan
 from data_shards.packing.shard_writer import image_digest, plan_mark, read_digests, write_shards
 from data_shards.packing.work import ShardRecord
+from data_shards.progress_line import Progress
 from data_shards.sources.base import ArrayImages
 from data_shards.tars.tar_index import build_index, index_path, read_index
 

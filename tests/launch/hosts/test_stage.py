@@ -19,7 +19,7 @@ from launch.hosts.stage import node_command
 from launch.hosts.start import shared_files
 from launch.local import Launch
 from launch.train import _parse
-from pipeline.recipe_io import load_recipe
+from pipeline.recipe.io import load_recipe
 from pipeline.stage_data import open_data
 from tests.launch.machine import make_shards
 

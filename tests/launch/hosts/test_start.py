@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 
 from data_shards.errors import UserError
-from launch import pipeline_run
 from launch.endings import EXIT_STOPPED
 from launch.hosts import start
 from launch.hosts.fleet import Fleet
 from launch.hosts.hostfile import Host
 from launch.hosts.preflight import Ready
 from launch.local import Launch
-from launch.pipeline_run import PipelineRun
+from launch.run import pipeline_run
+from launch.run.pipeline_run import PipelineRun
 from tests.launch.machine import Machine, each_once, make_shards
 
 FLEET = Fleet((Host("a", (0, 1)), Host("b", (1, 2))), Path("hosts"))

@@ -16,19 +16,19 @@ from typing import Any
 import torch
 import yaml
 
-from data_shards.batch import GOOGLES
 from data_shards.images.decode import read_image
+from data_shards.loading.batch import GOOGLES
 from data_shards.manifest import load_manifest
 from data_shards.packing.pack import pack
 from model.build import build_model
 from model.saved import save_model
-from pipeline.checkpoint import MANIFEST
-from pipeline.identity import STATE, checkpoint_identity
-from pipeline.recipe import Recipe
-from pipeline.recipe_io import dump_recipe
+from pipeline.checkpoint.identity import STATE, checkpoint_identity
+from pipeline.checkpoint.store import MANIFEST
+from pipeline.engine.state_files import Seal, digest_of
+from pipeline.recipe.io import dump_recipe
+from pipeline.recipe.schema import Recipe
 from pipeline.run_folder import RunFolder
 from pipeline.stage_model import stage_model
-from pipeline.state_files import Seal, digest_of
 
 STEP = "step-00000002"
 

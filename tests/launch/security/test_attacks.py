@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from data_shards.store.store import Store
-from launch import pipeline_run
+from launch.run import pipeline_run
 from tests.launch.conftest import Call
 from tests.launch.security.attacks import ROWS, Outcome
 from tests.launch.security.on_records import pipe, tagged_recipe

@@ -15,7 +15,7 @@ from data_shards.errors import UserError
 from launch.slurm.job import SlurmJob
 from launch.slurm.script import Paths, stage_script
 from launch.slurm.site import Site
-from pipeline.recipe import StageName
+from pipeline.recipe.schema import StageName
 
 JOB = SlurmJob(nodes=4, tasks_per_node=8, gpus_per_node=8, limit_seconds=90_000)
 NASTY = "/runs/a b$(touch x)`'\"%j"

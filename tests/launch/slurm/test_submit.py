@@ -9,7 +9,7 @@ from data_shards.errors import UserError
 from launch.slurm.job import SlurmJob
 from launch.slurm.records import read_submission, write_cancelled, write_ends
 from launch.slurm.submit import Plan, plan_submission, render, submit_plan
-from pipeline.recipe_io import parse_recipe
+from pipeline.recipe.io import parse_recipe
 from pipeline.run_folder import RunFolder
 from tests.launch.machine import each_once, make_shards
 from tests.launch.slurm.fake_slurm import FakeSlurm

@@ -22,11 +22,12 @@ from torch.utils._pytree import tree_iter
 
 from model.build import build_model
 from model.init import initialise
-from pipeline import engine_deepspeed, optim, zero_config
-from pipeline.engine_open import open_engine
-from pipeline.process import Place
-from pipeline.ranks import Ranks
-from pipeline.recipe import Recipe
+from pipeline.engine import deepspeed_engine as engine_deepspeed
+from pipeline.engine import optim, zero_config
+from pipeline.engine.open import open_engine
+from pipeline.ranks.group import Ranks
+from pipeline.ranks.place import Place
+from pipeline.recipe.schema import Recipe
 from tests.pipeline.budget.planning import recipe, stage_plan
 
 BUCKET_ELEMENTS = 20_000

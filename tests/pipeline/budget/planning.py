@@ -8,8 +8,8 @@ from pipeline.budget.communication import links_of
 from pipeline.budget.forecast import Machine, Pace, Shards, StageForecast, forecast_stage
 from pipeline.budget.gpus import find_gpu
 from pipeline.budget.length import stage_length
-from pipeline.plan import StagePlan
-from pipeline.recipe import Recipe
+from pipeline.recipe.schema import Recipe
+from pipeline.recipe.stage_plan import StagePlan
 
 IMAGES = 1_281_167
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from pipeline import zero_config
 from pipeline.budget import memory
 from pipeline.budget.communication import Job, links_of, traffic
 from pipeline.budget.gpus import find_gpu
+from pipeline.engine import zero_config
 from tests.conftest import ROOT
 from tests.pipeline.budget import engine_memory_worker as worker
 from tests.pipeline.budget.planning import forecast, stage_plan

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pipeline.budget.length import stage_length
-from pipeline.plan import plan_stage
+from pipeline.recipe.stage_plan import plan_stage
 from tests.pipeline.budget.planning import IMAGES, forecast, recipe
 
 

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.budget.memory import ZERO_STAGES, ZeroStage, state_of
-from pipeline.recipe import EngineConfig, OptimizerConfig
-from pipeline.zero_config import deepspeed_config
+from pipeline.engine.zero_config import deepspeed_config
+from pipeline.recipe.schema import EngineConfig, OptimizerConfig
 from tests.pipeline.budget.planning import forecast, recipe, stage_plan
 
 ADAMW = OptimizerConfig(name="adamw", lr=0.001)

@@ -16,8 +16,8 @@ from torch.distributed._tools.mem_tracker import MemTracker
 
 from model.build import build_model
 from pipeline.budget.memory import state_of
-from pipeline.optim import build_optimizer
-from pipeline.recipe import Recipe
+from pipeline.engine.optim import build_optimizer
+from pipeline.recipe.schema import Recipe
 from tests.pipeline.budget.planning import forecast, recipe, stage_plan
 
 SMALL: dict[str, Any] = {"width": 192, "depth": 6, "heads": 3, "patch_size": 8}

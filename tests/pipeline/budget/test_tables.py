@@ -10,7 +10,7 @@ import pytest
 from pipeline.budget.communication import Job, Links, Way, links_of, most_useful_gpus, traffic
 from pipeline.budget.gpus import find_gpu
 from pipeline.budget.memory import ZeroStage, state_of
-from pipeline.recipe import EngineConfig, OptimizerConfig
+from pipeline.recipe.schema import EngineConfig, OptimizerConfig
 from tests.pipeline.budget.planning import forecast, recipe, stage_plan
 
 GB = 10**9

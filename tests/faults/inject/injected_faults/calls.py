@@ -64,12 +64,12 @@ def install() -> None:
         _AfterImport(
             {
                 "pipeline.state": _patch_state,
-                "pipeline.engine_deepspeed": lambda module: _patch_engine(module.DeepSpeedEngine),
-                "pipeline.engine_accelerate": lambda module: _patch_engine(module.AccelerateEngine),
-                "pipeline.saver": _patch_saver,
+                "pipeline.engine.deepspeed_engine": lambda module: _patch_engine(module.DeepSpeedEngine),
+                "pipeline.engine.accelerate_engine": lambda module: _patch_engine(module.AccelerateEngine),
+                "pipeline.checkpoint.saver": _patch_saver,
                 "model.head": _patch_head,
-                "data_shards.assemble": _patch_assemble,
-                "pipeline.tracking": lambda module: _before(module.MlflowStore, "send", "mlflow"),
+                "data_shards.loading.assemble": _patch_assemble,
+                "pipeline.report.mlflow_store": lambda module: _before(module.MlflowStore, "send", "mlflow"),
             }
         ),
     )

@@ -1,0 +1,335 @@
+"""Tars of other tools, without a manifest -> `ShardSet`: img2dataset's, open_clip's, timm's, webdataset's own.
+
+They are indexed once, in parallel (see `foreign.tar`), into a folder of the user's cache: one file for each tar, and
+at the end `set.json`, so what was killed goes on where it was. The next open reads `set.json` and compares each tar's
+size and time of change (or its ETag: one request each, many at once). A `pipe:` has neither, so it is indexed once and
+then taken as it was. Processes of one machine wait for the one that indexes. Files of tars that have changed since stay
+behind in the folder; it can be deleted at any time.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import multiprocessing
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from data_shards.errors import UserError
+from data_shards.foreign.tar import FoundLabels, TarFacts, facts_from, index_tar, labels_from, peek
+from data_shards.json_text import parse_json
+from data_shards.labels import LabelKind, LabelSpec
+from data_shards.manifest import stamp_of, write_json
+from data_shards.processes import deaf_to_interrupts, num_cores
+from data_shards.shard_set import ShardEntry
+from data_shards.store.location import PIPE, is_local, local_path, shown
+
+if TYPE_CHECKING:
+    from data_shards.store.store import Store
+
+_VERSION = 1  # of the indexes; raised when older ones cannot be used
+# Indexing holds the GIL, so threads do not help; but a process takes 0.2 to 2 s to start: below this it is in vain
+_WORTH_PROCESSES_SECONDS = 4.0
+_MOST_PROCESSES = 32
+_REMOTE_THREADS = 8  # each holds a whole tar in the store's cache
+_STAT_THREADS = 32
+_PROGRESS_SECONDS = 5.0
+_PEEKED_TARS = 3
+
+_ABSENT = TarFacts(0, 0, "there is no such tar", 0, (), "")
+
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Tar:
+    """One tar and what was found in it."""
+
+    entry: ShardEntry
+    facts: TarFacts
+
+
+@dataclass(frozen=True)
+class Indexed:
+    """All tars in their order, and their labels."""
+
+    tars: tuple[Tar, ...]
+    labels: LabelSpec
+    found: FoundLabels
+
+
+def default_index_folder() -> Path:
+    """Where the user's caches are (freedesktop.org's base directories)."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardvit" / "indexes"
+
+
+def index_foreign(
+    urls: Sequence[str],
+    *,
+    source: str,
+    label: str | None,
+    kind: LabelKind,
+    index_folder: Path,
+    report: Report,
+    store: Store | None,
+) -> Indexed:
+    """Index tars, or take the indexes that are there.
+
+    Args:
+        urls: absolute local paths, URLs, pipes.
+        source: what messages call them all.
+        label: "cls", "txt" or "json:KEY"; None: `cls`, if there is one.
+        kind: one label for each sample, or a list.
+        index_folder: for the indexes of all sets; this one gets a folder in it.
+        report: takes lines on the progress.
+        store: for what is not local; None: all are.
+
+    Raises:
+        UserError: the label is not said and not clear, or the folder cannot be written.
+        StoreError: a tar could not be had.
+    """
+    try:
+        stated = LabelSpec.parse(label, kind=kind) if label is not None else None
+    except ValueError as error:
+        raise UserError(f"{source}: label: {error}") from None
+    identity = repr((_VERSION, list(urls), label, kind))
+    folder = index_folder / hashlib.sha256(identity.encode("utf-8", "surrogateescape")).hexdigest()[:32]
+    job = _Job(urls, source=source, stated=stated, kind=kind, folder=folder, report=report, store=store)
+    try:
+        return job.saved() or job.index()
+    except OSError as error:
+        raise UserError(
+            f"{source}: its indexes cannot be kept in {folder} ({error.strerror}): set XDG_CACHE_HOME to a folder that "
+            "you may write to"
+        ) from error
+
+
+class _Job:
+    def __init__(
+        self,
+        urls: Sequence[str],
+        *,
+        source: str,
+        stated: LabelSpec | None,
+        kind: LabelKind,
+        folder: Path,
+        report: Report,
+        store: Store | None,
+    ) -> None:
+        self._urls, self._source, self._stated = urls, source, stated
+        self._kind: LabelKind = kind
+        self._folder, self._report, self._store = folder, report, store
+        with ThreadPoolExecutor(_STAT_THREADS) as pool:
+            found = list(pool.map(self._fingerprint, urls))
+        self._fingerprints, self._stamps = [one for one, _ in found], [stamp for _, stamp in found]
+
+    def saved(self) -> Indexed | None:
+        """What an earlier run has left, if the tars are still the same."""
+        try:
+            content = parse_json((self._folder / "set.json").read_bytes())
+            files = [entry["file"] for entry in content["tars"]]
+            if files != [self._target(number).name for number in range(len(self._urls))]:
+                return None
+            labels = LabelSpec(**content["label"])
+            facts = [facts_from(entry["facts"]) for entry in content["tars"]]
+            return self._result(facts, labels, labels_from(content["found"]))
+        except (FileNotFoundError, ValueError, KeyError, TypeError):
+            return None
+
+    def index(self) -> Indexed:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        with _locked(self._folder / "lock", report=self._report, source=self._source):
+            if (saved := self.saved()) is not None:  # another process has done it meanwhile
+                return saved
+            labels = self._stated or self._cls_if_there()
+            facts, found = self._index_all(labels)
+            content = {
+                "source": self._source,
+                "label": asdict(labels),
+                "found": {**asdict(found), "names": sorted(found.names)},
+                "tars": [{"file": self._target(number).name, "facts": asdict(one)} for number, one in enumerate(facts)],
+            }
+            write_json(self._folder / "set.json", content)
+            return self._result(facts, labels, found)
+
+    def _result(self, facts: Sequence[TarFacts], labels: LabelSpec, found: FoundLabels) -> Indexed:
+        tars = [Tar(self._entry(number, labels, one), one) for number, one in enumerate(facts)]
+        return Indexed(tuple(tars), labels, found)
+
+    def _entry(self, number: int, labels: LabelSpec, facts: TarFacts) -> ShardEntry:
+        url = self._urls[number]
+        return ShardEntry(
+            url=url,
+            name=shown(url),
+            num_samples=facts.num_samples,
+            # The store's name for what it has cached depends on it, and of a pipe it is not known beforehand.
+            num_bytes=facts.num_bytes if is_local(url) else None,
+            sha256="",
+            index=self._target(number),
+            labels=labels,
+            stamp=self._stamps[number],
+            index_digest=facts.digest,
+            pixels_digest=facts.pixels,
+        )
+
+    def _fingerprint(self, url: str) -> tuple[str, str]:
+        """What changes with the tar ("absent" for none), and its entry's `stamp`."""
+        from data_shards.store.download import MissingObject
+
+        try:
+            if is_local(url):
+                status = os.stat(local_path(url))
+                return f"{status.st_size} {status.st_mtime_ns}", stamp_of(status)
+            assert self._store is not None
+            if url.startswith(PIPE):
+                return "pipe", ""
+            fingerprint = self._store.fingerprint(url)
+            return fingerprint, fingerprint
+        except (FileNotFoundError, NotADirectoryError, MissingObject):
+            return "absent", ""
+        except OSError as error:
+            raise UserError(f"{url}: cannot be read ({error.strerror})") from None
+
+    def _target(self, number: int) -> Path:
+        content = repr((self._urls[number], self._fingerprints[number]))
+        return self._folder / (hashlib.sha256(content.encode("utf-8", "surrogateescape")).hexdigest()[:32] + ".npz")
+
+    def _index_all(self, labels: LabelSpec) -> tuple[list[TarFacts], FoundLabels]:
+        count = len(self._urls)
+        facts: dict[int, TarFacts] = {}
+        found = FoundLabels()
+        begun = last_line = time.monotonic()
+        tars = "1 tar" if count == 1 else f"{count:,} tars"
+        self._report(f"{self._source}: indexing {tars}, once; the indexes are kept in {self._folder}")
+        todo: list[int] = []
+        for number, fingerprint in enumerate(self._fingerprints):
+            if fingerprint == "absent":
+                facts[number] = _ABSENT
+            else:
+                todo.append(number)
+        for number, (facts_here, labels_here) in self._each(todo, labels):
+            facts[number] = facts_here
+            found |= labels_here
+            now = time.monotonic()
+            if now - last_line >= _PROGRESS_SECONDS and len(facts) < count:
+                last_line = now
+                left_seconds = (now - begun) / len(facts) * (count - len(facts))
+                self._report(f"{self._source}: {len(facts):,} of {count:,} tars, {_duration(left_seconds)} left")
+        num_samples = sum(one.num_samples for one in facts.values())
+        self._report(f"{self._source}: {num_samples:,} samples, {_described(found)} in {labels.text}")
+        return [facts[number] for number in range(count)], found
+
+    def _each(self, todo: list[int], labels: LabelSpec) -> Iterator[tuple[int, tuple[TarFacts, FoundLabels]]]:
+        """(number of a tar, what was found in it), in the order in which they get done."""
+        pool: Executor
+        if all(map(is_local, self._urls)):
+            begun = time.monotonic()
+            for done, number in enumerate(todo, start=1):
+                url = self._urls[number]
+                yield (
+                    number,
+                    index_tar(str(local_path(url)), target=self._target(number), labels=labels, name=shown(url)),
+                )
+                left = len(todo) - done
+                processes = min(_processes(), left)
+                if processes > 1 and (time.monotonic() - begun) / done * left > _WORTH_PROCESSES_SECONDS:
+                    todo = todo[done:]
+                    break
+            else:
+                return
+            # Spawned: a fork copies locks of other threads, and the fork server is kept for the loader's workers.
+            pool = ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn"))
+        else:
+            pool = ThreadPoolExecutor(_REMOTE_THREADS)
+        try:
+            with deaf_to_interrupts():
+                futures = {self._submit(pool, number, labels): number for number in todo}
+            for future in as_completed(futures):
+                yield futures[future], future.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+    def _submit(self, pool: Executor, number: int, labels: LabelSpec) -> Future[tuple[TarFacts, FoundLabels]]:
+        url, target = self._urls[number], self._target(number)
+        if is_local(url):
+            return pool.submit(index_tar, str(local_path(url)), target=target, labels=labels, name=shown(url))
+        return pool.submit(self._index_remote, number, labels)
+
+    def _index_remote(self, number: int, labels: LabelSpec) -> tuple[TarFacts, FoundLabels]:
+        with self._local_copy(number, labels) as path:
+            return index_tar(path, target=self._target(number), labels=labels, name=shown(self._urls[number]))
+
+    @contextmanager
+    def _local_copy(self, number: int, labels: LabelSpec) -> Iterator[str]:
+        url = self._urls[number]
+        if is_local(url):
+            yield str(local_path(url))
+            return
+        assert self._store is not None
+        descriptor = self._store.open_file(self._entry(number, labels, _ABSENT))
+        try:
+            yield f"/dev/fd/{descriptor}"  # it may be evicted from the cache meanwhile
+        finally:
+            os.close(descriptor)
+
+    def _cls_if_there(self) -> LabelSpec:
+        """The label where the user named none."""
+        labels = LabelSpec(kind=self._kind)
+        present = [number for number, fingerprint in enumerate(self._fingerprints) if fingerprint != "absent"]
+        parts: set[str] = set()
+        suggestions: dict[str, None] = {}
+        for number in present[:_PEEKED_TARS]:
+            with self._local_copy(number, labels) as path:
+                seen = peek(path)
+            if "cls" in seen.parts:
+                return labels
+            parts |= seen.parts
+            suggestions |= dict.fromkeys(seen.suggestions)
+        if not parts:
+            # Nothing to be read in any: the damage is what there is to say.
+            return labels
+        choice = f"give label: {' or '.join(suggestions)}" if suggestions else "none of these can be a label"
+        found = ", ".join(sorted(parts))
+        raise UserError(f"{self._source}: its samples have no .cls member to be the label, only {found}: {choice}")
+
+
+def _processes() -> int:
+    """How many may work at once; a daemon, such as a worker of the loader, may have none."""
+    if multiprocessing.current_process().daemon:
+        return 1
+    return min(num_cores(), _MOST_PROCESSES)
+
+
+@contextmanager
+def _locked(path: Path, *, report: Report, source: str) -> Iterator[None]:
+    """Hold the lock file; the kernel lets go of it with the process."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            report(f"{source}: another process is indexing it; waiting for that")
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
+
+
+def _described(found: FoundLabels) -> str:
+    if not found.names and not found.numbers_below:
+        return "no labels"
+    if not found.names:
+        return f"class numbers up to {found.numbers_below - 1:,}"
+    numbers = f", and class numbers up to {found.numbers_below - 1:,}," if found.numbers_below else ""
+    first = sorted(found.names)[0]
+    return f"{len(found.names):,} different names of classes ({first[:40]!r}, ...){numbers}"

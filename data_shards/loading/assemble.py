@@ -1,0 +1,197 @@
+"""Visits -> `Batch`: read, decode, transform, and what happens when a sample turns out to be damaged.
+
+A damaged training image is replaced by another one of the same window of its lane, chosen by a hash of (seed, epoch,
+sample, attempt): the same one on any number of processes and after any restart. It takes the crop and the flip that
+were drawn for the damaged one. A damaged held-out image has no substitute, since each must count once: it is left out
+of the sums. Either way the sample is named in `Batch.faults`. With `on_corrupt="stop"` the first one ends it all.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from data_shards.errors import CorruptSample, SampleError, UnreadableImage
+from data_shards.images.decode import USUAL_LIMIT, DecoderName, EncodedImage, PixelLimit, read_image
+from data_shards.images.transforms import EvalTransform, Pixels, TrainTransform
+from data_shards.loading.batch import Batch, Fault
+from data_shards.loading.mixing import Mix
+from data_shards.loading.workers import empty_images, now_reading
+from data_shards.order import Visits
+from data_shards.shard_reader import ShardReader
+from data_shards.shard_set import ShardSet
+from data_shards.store.store import Store
+
+OnCorrupt = Literal["stop", "substitute"]
+
+# Substitutes that are tried for one sample. At a share c of damaged samples all fail with c**16: never, unless the
+# shard is lost as a whole, and then the run must stop.
+_MOST_ATTEMPTS = 16
+PADDING = -1  # fills the label rows of samples with fewer labels than others
+
+_Transform = Callable[[EncodedImage, Pixels], None]  # of an image, into a row
+
+
+class Substitutes(Protocol):
+    """The part of an order that is needed here."""
+
+    def substitute(self, visits: Visits, *, attempt: int) -> Visits:
+        """Other samples for the same places of the stream."""
+        ...
+
+
+@dataclass(frozen=True)
+class Access:
+    """How samples are read: everything that training and evaluation share."""
+
+    shards: ShardSet
+    store: Store | None = None  # None: every shard is a local file
+    decoder: DecoderName = "auto"
+    pixel_limit: PixelLimit = USUAL_LIMIT
+    on_corrupt: OnCorrupt = "stop"
+
+
+class _Rows:
+    """A batch in the making, as if all were well; images are written where they stay."""
+
+    def __init__(self, visits: Visits, *, image_size: int) -> None:
+        count = len(visits.sample)
+        self.images = empty_images(count, image_size)
+        self.pixels: Pixels = self.images.numpy()
+        self.labels: list[tuple[int, ...]] = [(0,)] * count
+        self.keys = [""] * count
+        self.samples: list[int] = visits.sample.tolist()
+        self.mirrored = [False] * count
+        self.counted = [True] * count
+        self.substituted = [False] * count
+        self.faults: list[Fault] = []
+
+    def batch(self, *, epochs: NDArray[np.int64], is_multi_label: bool, mix: Mix | None = None) -> Batch:
+        return Batch(
+            images=self.images,
+            mirrored=torch.tensor(self.mirrored, dtype=torch.bool),
+            labels=_label_tensor(self.labels, is_multi_label=is_multi_label),
+            counted=torch.tensor(self.counted, dtype=torch.bool),
+            substituted=torch.tensor(self.substituted, dtype=torch.bool),
+            samples=torch.tensor(self.samples, dtype=torch.int64),
+            epochs=torch.tensor(epochs, dtype=torch.int64),
+            keys=tuple(self.keys),
+            faults=tuple(self.faults),
+            mix=mix,
+        )
+
+
+class Assembler:
+    """Makes batches out of visits; one for each data set. Picklable, and safe in several threads."""
+
+    def __init__(self, access: Access) -> None:
+        self._access = access
+        self._is_multi_label = access.shards.is_multi_label
+        self._of_thread = threading.local()  # readers: each keeps track of its own open shards
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Assembler, (self._access,)
+
+    @property
+    def _reader(self) -> ShardReader:
+        if not hasattr(self._of_thread, "reader"):
+            self._of_thread.reader = ShardReader(self._access.shards, store=self._access.store)
+        return self._of_thread.reader
+
+    def train(
+        self,
+        visits: Visits,
+        *,
+        order: Substitutes,
+        transform: TrainTransform,
+        draws: NDArray[np.float64],
+        mix: Mix | None = None,
+    ) -> Batch:
+        """A training batch: the visits' samples, or substitutes; `draws` has a row for each visit.
+
+        With `mix` the last row is not trained on itself, it is only mixed into the one before it.
+
+        Raises:
+            SampleError: a damaged sample where none is allowed, or no substitute that is whole.
+        """
+        rows = _Rows(visits, image_size=transform.image_size)
+        for slot, (shard, row) in enumerate(zip(visits.shard.tolist(), visits.row.tolist(), strict=True)):
+
+            def crop(image: EncodedImage, into: Pixels, slot: int = slot) -> None:
+                rows.mirrored[slot] = transform(image, draws=draws[slot], into=into)[1]
+
+            if not self._fill(rows, slot, shard=shard, row=row, transform=crop):
+                self._substitute(rows, slot, visits, order=order, transform=crop)
+        return rows.batch(epochs=visits.epoch, is_multi_label=self._is_multi_label, mix=mix)
+
+    def _substitute(self, rows: _Rows, slot: int, visits: Visits, *, order: Substitutes, transform: _Transform) -> None:
+        first, wanted = rows.faults[-1], visits.part(slice(slot, slot + 1))
+        for attempt in range(1, _MOST_ATTEMPTS + 1):
+            other = order.substitute(wanted, attempt=attempt)
+            if self._fill(rows, slot, shard=int(other.shard[0]), row=int(other.row[0]), transform=transform):
+                rows.samples[slot], rows.substituted[slot] = int(other.sample[0]), True
+                return
+        raise SampleError(
+            f"sample {first.key!r} of {first.shard} is damaged ({first.reason}), and so are {_MOST_ATTEMPTS} others "
+            "that were tried in its place: run `shardvit check` on these shards, and bring back whole copies"
+        )
+
+    def evaluate(self, visits: Visits, *, counted: NDArray[np.bool_], transform: EvalTransform) -> Batch:
+        """A held-out batch; what is not `counted` is padding, and a damaged image is not counted either.
+
+        Raises:
+            SampleError: a damaged sample where none is allowed.
+        """
+        rows = _Rows(visits, image_size=transform.image_size)
+
+        def shown(image: EncodedImage, into: Pixels) -> None:
+            transform(image, into=into)
+
+        for slot, (shard, row) in enumerate(zip(visits.shard.tolist(), visits.row.tolist(), strict=True)):
+            whole = self._fill(rows, slot, shard=shard, row=row, transform=shown)
+            if not whole:
+                rows.keys[slot] = rows.faults[-1].key
+                rows.pixels[slot] = 0
+            rows.counted[slot] = whole and bool(counted[slot])
+        return rows.batch(epochs=visits.epoch, is_multi_label=self._is_multi_label)
+
+    def describe(self, shard: int, *, row: int) -> str:
+        """A sample's shard and key, for messages."""
+        return self._reader.describe(shard, row=row)
+
+    def _fill(self, rows: _Rows, slot: int, *, shard: int, row: int, transform: _Transform) -> bool:
+        """Read and transform one sample into a row; False, and a fault in `rows`, where it is damaged."""
+        now_reading(shard, row=row)
+        try:
+            raw = self._reader.read(shard, row=row)
+            try:
+                access = self._access
+                image = read_image(raw.image, decoder=access.decoder, limit=access.pixel_limit)
+                transform(image, rows.pixels[slot])
+            except UnreadableImage as error:
+                name = self._access.shards.shards[shard].name
+                raise CorruptSample(name, key=raw.key, reason=str(error)) from error
+        except CorruptSample as corrupt:
+            if self._access.on_corrupt == "stop":
+                raise SampleError(
+                    f"{corrupt}; mend the shard (`shardvit check` finds all such samples), or set "
+                    "data.max_corrupt_share above 0 to train on with another sample in its place"
+                ) from corrupt
+            rows.faults.append(Fault(shard=corrupt.shard, key=corrupt.key, reason=corrupt.reason))
+            return False
+        rows.keys[slot], rows.labels[slot] = raw.key, raw.labels
+        return True
+
+
+def _label_tensor(labels: list[tuple[int, ...]], *, is_multi_label: bool) -> torch.Tensor:
+    """int64 [n], or [n, most labels of a sample] filled up with `PADDING`."""
+    if not is_multi_label:
+        return torch.tensor([label for (label,) in labels], dtype=torch.int64)
+    width = max(1, *(len(row) for row in labels)) if labels else 1
+    return torch.tensor([[*row, *[PADDING] * (width - len(row))] for row in labels], dtype=torch.int64)

@@ -1,0 +1,269 @@
+"""Those who read and decode ahead, in threads of the training process or in processes of their own.
+
+Threads share everything: no second torch, no copy through shared memory, a first batch at once. But a tenth of the work
+is Python, during which they and the training loop wait for one another; so from some number on, processes.
+
+Worker processes come from a fork server, not from a fork of the training process, whose other threads (MLflow's,
+CUDA's) may hold locks that a fork would copy for ever. They ignore the signals that stop a job: the rank that owns
+them saves first and then ends them. One that dies is reported with the sample that it was reading. They cost 0.03 s and
+25 MB each once the server has loaded torch, which takes it 2 s and 300 MB. `PREFETCH` items of memory for each worker
+of either kind. What an item is, this does not know.
+"""
+
+from __future__ import annotations
+
+import atexit
+import math
+import multiprocessing
+import multiprocessing.connection
+import os
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Generator
+from concurrent.futures import Future
+from functools import partial
+from itertools import islice
+from multiprocessing import forkserver, resource_tracker
+from queue import SimpleQueue
+from typing import Any, Literal, Protocol, TypeVar
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from data_shards.errors import UserError, WorkerDied
+
+Item = TypeVar("Item")
+Produced = TypeVar("Produced", covariant=True)
+
+WorkerKind = Literal["thread", "process"]
+PREFETCH = 4  # items that a worker has ready or in the making
+
+_EXIT_SECONDS = 5.0  # that worker threads are given for the item they are at, which takes a fraction of one
+
+_NEWS_SECONDS = 30.0  # that the fork server is given to tell of a dead worker, which takes a millisecond
+
+_at_work: set[threading.Thread] = set()
+_exiting = threading.Event()
+
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+
+
+class Described(Protocol[Produced]):
+    """What is iterated over: item number i, and the name of a sample for messages."""
+
+    def __getitem__(self, number: int) -> Produced: ...
+
+    def describe(self, shard: int, *, row: int) -> str:
+        """The sample's shard and key."""
+        ...
+
+
+# Where the workers note (shard, row) of the sample they are at: two numbers for each, in memory shared with the rank.
+# None in a process that is no worker.
+_notes: Any = None
+_worker = -1  # its number
+
+
+def now_reading(shard: int, *, row: int) -> None:
+    """Note, in a worker, which sample comes next, so that its death can be told with a name."""
+    if _notes is not None:
+        _notes[2 * _worker], _notes[2 * _worker + 1] = shard, row
+
+
+def empty_images(count: int, size: int) -> torch.Tensor:
+    """uint8 [count, size, size, 3], not filled, in memory that need not be copied on the way to the device.
+
+    Shared in a worker process, as the DataLoader's own collation has it; page-locked where there is a GPU.
+    """
+    shape = (count, size, size, 3)
+    if _notes is None:
+        return torch.empty(shape, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+    return torch.empty(0, dtype=torch.uint8).set_(torch.UntypedStorage._new_shared(math.prod(shape))).view(shape)
+
+
+def iterate(dataset: Described[Item], *, numbers: range, workers: int, kind: WorkerKind = "process") -> Generator[Item]:
+    """The items of `numbers`, in order.
+
+    Args:
+        dataset: picklable, for processes; safe in several threads, for threads.
+        numbers: which items.
+        workers: how many work ahead; 0 does it in the calling thread.
+        kind: what the workers are.
+
+    Raises:
+        UserError: what the dataset raised, wherever it did.
+        WorkerDied: a worker process was killed, or crashed.
+    """
+    if not workers:
+        return (_pinned(dataset[number]) for number in numbers)
+    match kind:
+        case "thread":
+            return _in_threads(dataset, numbers=numbers, workers=workers)
+        case "process":
+            return _in_processes(dataset, numbers=numbers, workers=workers)
+
+
+def _in_threads(dataset: Described[Item], *, numbers: range, workers: int) -> Generator[Item]:
+    """Daemon threads, since those of a ThreadPoolExecutor would hold up the exit until a store's last retry."""
+    upcoming = iter(numbers)
+    jobs: SimpleQueue[tuple[int, Future[Item]] | None] = SimpleQueue()
+    ahead: deque[Future[Item]] = deque()
+
+    def begin(count: int) -> None:
+        for number in islice(upcoming, count):
+            ahead.append(Future())
+            jobs.put((number, ahead[-1]))
+
+    for _ in range(workers):
+        threading.Thread(target=_work, args=(dataset, jobs), name="data-worker", daemon=True).start()
+    try:
+        begin(workers * PREFETCH)
+        while ahead:
+            item = ahead.popleft().result()
+            begin(1)
+            yield item
+    finally:
+        for future in ahead:
+            future.cancel()
+        for _ in range(workers):
+            jobs.put(None)
+
+
+def _work(dataset: Described[Item], jobs: SimpleQueue[tuple[int, Future[Item]] | None]) -> None:
+    me = threading.current_thread()
+    while (job := jobs.get()) is not None:
+        number, future = job
+        _at_work.add(me)
+        if _exiting.is_set():  # asked after the line above, or the exit might not see this thread
+            return
+        if future.set_running_or_notify_cancel():
+            try:
+                future.set_result(_pinned(dataset[number]))
+            except BaseException as error:  # noqa: BLE001 - the reader of the future gets it
+                future.set_exception(error)
+        del job, future
+        _at_work.discard(me)
+
+
+def _end_threads() -> None:
+    """At exit: a thread that is ended inside torch takes the process with it; one that waits for a store does not."""
+    _exiting.set()
+    end = time.monotonic() + _EXIT_SECONDS
+    for thread in list(_at_work):
+        thread.join(max(0.0, end - time.monotonic()))
+
+
+def _pinned(item: Item) -> Item:
+    """In page-locked memory where there is a GPU, as the DataLoader does for worker processes."""
+    return item.pin_memory() if torch.cuda.is_available() else item  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _in_processes(dataset: Described[Item], *, numbers: range, workers: int) -> Generator[Item]:
+    _start_fork_server()
+    notes: Any = multiprocessing.get_context("forkserver").RawArray("q", [-1] * (2 * workers))
+    loader = DataLoader(
+        _WithErrors(dataset),
+        batch_size=None,
+        sampler=numbers,
+        num_workers=workers,
+        prefetch_factor=PREFETCH,
+        multiprocessing_context="forkserver",
+        worker_init_fn=partial(_prepare_worker, notes),
+        pin_memory=torch.cuda.is_available(),
+        # The DataLoader draws a seed for its workers; from a generator of its own, or it would move the global one.
+        generator=torch.Generator(),
+    )
+    iterator: Any = iter(loader)
+    while True:
+        try:
+            item = next(iterator)
+        except StopIteration:
+            return
+        except (RuntimeError, OSError, EOFError) as error:  # OSError: of a batch that the dead one did not hand over
+            if "in DataLoader worker process" not in str(error):  # torch's words for what the dataset raised
+                # A death is told by the fork server, on a busy machine after what was lost with the dead one is missed.
+                multiprocessing.connection.wait([each.sentinel for each in iterator._workers], timeout=_NEWS_SECONDS)
+            if all(process.is_alive() for process in iterator._workers):
+                raise
+            raise WorkerDied(_obituary(dataset, iterator._workers, notes)) from error
+        if isinstance(item, UserError):
+            raise item
+        yield item
+
+
+class _WithErrors(Dataset["Item | UserError"]):
+    """Hands a `UserError` over as a value: raised in a worker, it would come wrapped in the worker's traceback."""
+
+    def __init__(self, dataset: Described[Item]) -> None:
+        self._dataset = dataset
+
+    def __getitem__(self, number: int) -> Item | UserError:
+        try:
+            return self._dataset[number]
+        except UserError as error:
+            return error
+
+
+def _obituary(dataset: Described[Item], processes: list[Any], notes: Any) -> str:
+    dead = []
+    for number, process in enumerate(processes):
+        if process.is_alive():
+            continue
+        shard, row = notes[2 * number], notes[2 * number + 1]
+        try:
+            where = f"reading sample {dataset.describe(shard, row=row)}" if shard >= 0 else "not reading yet"
+        except Exception as error:  # noqa: BLE001 - the death is the news, whatever keeps us from naming the sample
+            where = f"reading row {row} of shard {shard}, which cannot be opened ({error})"
+        code = process.exitcode
+        how = f"was killed by signal {-code}" if code is not None and code < 0 else f"ended with exit code {code}"
+        dead.append(f"data worker {number} (pid {process.pid}) {how} while {where}")
+    reason = "; ".join(dead) or "a data worker is gone"
+    return f"{reason}: signal 9 is what the kernel sends when memory runs out, 11 points at the image itself"
+
+
+def _start_fork_server() -> None:
+    """Start it with torch loaded, and deaf to the signals that stop a job.
+
+    Loaded once and shared: a worker then starts in 0.03 s instead of 1, with 25 MB of its own instead of 310. Deaf,
+    because Slurm sends its signals to every process, and the workers are lost with their server. A blocked signal
+    stays blocked through fork and exec; one that comes meanwhile reaches this process afterwards.
+    """
+    atexit.unregister(_kill_workers)
+    atexit.register(_kill_workers)
+    forkserver.set_forkserver_preload(["torch", "data_shards.loading.loader"])
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
+    try:
+        resource_tracker.ensure_running()  # the fork server would start it, but it unblocks signals when it is started
+        signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _kill_workers() -> None:
+    """At exit, ahead of multiprocessing's own way: SIGTERM, which they ignore, and then waiting for them, for ever."""
+    for process in multiprocessing.active_children():
+        if process.daemon:
+            process.kill()
+
+
+def _prepare_worker(notes: Any, worker: int) -> None:
+    global _notes, _worker
+    _notes, _worker = notes, worker
+    for stop in _STOP_SIGNALS:
+        signal.signal(stop, signal.SIG_IGN)
+    torch.set_num_threads(1)  # the workers share the cores among themselves
+    # torch's workers watch their parent, which here is the fork server; and that lives as long as any of them.
+    threading.Thread(target=_end_with_the_rank, daemon=True).start()
+
+
+def _end_with_the_rank() -> None:
+    rank = multiprocessing.parent_process()
+    assert rank is not None
+    rank.join()  # returns when the rank is gone, however it ended
+    os._exit(1)
+
+
+atexit.register(_end_threads)

@@ -1,0 +1,102 @@
+"""`shardvit check`: the command line of `data_shards.checking`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from data_shards.errors import UserError
+from data_shards.printable import printable
+from launch.commands.image_limit import USUAL, MaxImagePixels, pixel_limit
+
+
+def check(
+    shards: str,
+    /,
+    *,
+    decode: Annotated[
+        bool, Parameter(negative="", help="Decode every image in full: finds those that are cut.")
+    ] = False,
+    max_image_pixels: MaxImagePixels = USUAL,
+    digests: Annotated[bool, Parameter(help="Compare each shard's SHA-256 with the manifest's.")] = True,
+    world_size: Annotated[
+        int | None, Parameter(help="Processes to train with, over all nodes: say how the shards suit that number.")
+    ] = None,
+    lanes: Annotated[int | None, Parameter(help="data.lanes of that training; default: 256 or near it.")] = None,
+    gpus_per_node: Annotated[
+        int | None, Parameter(help="Processes on one machine, for --world-size; default: 8.")
+    ] = None,
+    label: Annotated[
+        str | None, Parameter(help="Where tars without a manifest have their labels: cls, txt or json:KEY.")
+    ] = None,
+    classes: Annotated[
+        Path | None, Parameter(help="File with the classes' names, for tars without a manifest.")
+    ] = None,
+    multi_label: Annotated[
+        bool, Parameter(negative="", help="Tars without a manifest have a list of labels for each image.")
+    ] = False,
+    cache: Annotated[
+        Path | None,
+        Parameter(help="Folder for shards that are fetched; default: shardvit-cache-USER in $TMPDIR or /tmp."),
+    ] = None,
+    cache_limit: Annotated[
+        str | None, Parameter(help="Size of that folder, beyond which the oldest shards are removed; default: 50GB.")
+    ] = None,
+    as_json_text: Annotated[bool, Parameter(name="--json", negative="", help="Print the result as JSON.")] = False,
+) -> int:
+    """Look through shards for damage, duplicates, wrong labels, and how they suit a number of GPUs.
+
+    SHARDS is what a recipe names: a packed folder, the folder with its train/
+    and val/ (each is checked, and whether images are in both), a folder of tars
+    made by other tools, a pattern such as "data/x-{000..127}.tar", or a URL.
+    All bytes are read and nothing is changed. Exit code 1 if there is a problem.
+
+    Some examples:
+        shardvit check shards/photos
+
+        shardvit check shards/photos --decode --world-size 64
+
+        shardvit check "laion/{00000..00099}.tar" --label json:label --json
+    """
+    import json
+
+    from data_shards.byte_sizes import parse_bytes
+    from data_shards.checking.check import check as check_shards
+    from data_shards.checking.page import as_json, as_text
+    from data_shards.shard_set import ShardsSpec
+    from data_shards.store.cache import CacheConfig, default_cache_folder
+    from data_shards.store.location import is_local
+    from data_shards.store.store import RetryPolicy, Store
+
+    for name, number in (("world-size", world_size), ("lanes", lanes), ("gpus-per-node", gpus_per_node)):
+        if number is not None and number < 1:
+            raise UserError(f"--{name}: it is {number}; give 1 or more")
+    if world_size is None and (lanes, gpus_per_node) != (None, None):
+        raise UserError("--lanes, --gpus-per-node: they say how --world-size processes would read; give that too")
+    if is_local(shards) and (cache, cache_limit) != (None, None):
+        raise UserError(f"--cache, --cache-limit: {shards} is local and is not copied; leave them out")
+    try:
+        limit_bytes = parse_bytes(cache_limit or "50GB")
+    except ValueError as error:
+        raise UserError(f"--cache-limit: {error}") from None
+    folder = cache or default_cache_folder()
+    result = check_shards(
+        ShardsSpec(shards, label=label, kind="multi" if multi_label else "single", classes=classes),
+        decode=decode,
+        pixel_limit=pixel_limit(max_image_pixels),
+        digests=digests,
+        world_size=world_size,
+        lanes=lanes,
+        processes_per_node=gpus_per_node or 8,
+        store=Store(
+            None if is_local(shards) else CacheConfig(folder=folder, limit_bytes=limit_bytes),
+            retry=RetryPolicy(give_up_seconds=60.0),  # somebody waits for the answer, no training is at stake
+            commands="run",  # SHARDS, as it was typed; what lies there cannot name others
+        ),
+        report=lambda line: print(printable(line), file=sys.stderr, flush=True),
+    )
+    print(json.dumps(as_json(result), indent=1) if as_json_text else as_text(result))
+    return result.exit_code

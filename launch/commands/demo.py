@@ -1,0 +1,158 @@
+"""`shardvit demo`: the whole pipeline on small real images, ending in a table and the next commands to type.
+
+Packs two sets of shards (classes to pre-train on, and three others to transfer to), runs the recipe of the data set,
+runs the same fine-tuning from scratch, and compares. Typed again after an interruption it goes on where it was.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from pipeline.recipe.io import parse_recipe
+from pipeline.run_folder import RunFolder, StageRecord
+
+DemoData = Literal["digits", "fashion-mnist"]
+
+
+@dataclass(frozen=True)
+class DemoChoice:
+    """One demo: where the images come from, how they are divided, and the recipe's name."""
+
+    source: str
+    recipe: str
+    pretrain_classes: tuple[str, ...]
+    transfer_classes: tuple[str, ...]
+    pretrain_holdout: float | None  # None: the source has a held-out split of its own
+    transfer_holdout: float | None
+
+
+CHOICES: dict[DemoData, DemoChoice] = {
+    "digits": DemoChoice(
+        source="digits",
+        recipe="digits",
+        pretrain_classes=("0", "1", "4", "5", "6", "7", "9"),
+        transfer_classes=("2", "3", "8"),  # look alike: slow to learn from nothing
+        pretrain_holdout=0.2,
+        transfer_holdout=0.3,
+    ),
+    "fashion-mnist": DemoChoice(
+        source="fashion-mnist",
+        recipe="fashion_mnist",
+        pretrain_classes=("T-shirt/top", "Trouser", "Dress", "Sandal", "Shirt", "Sneaker", "Bag"),
+        transfer_classes=("Pullover", "Coat", "Ankle boot"),
+        pretrain_holdout=None,
+        transfer_holdout=None,
+    ),
+}
+
+
+def run_demo(data: DemoData, *, runs_root: Path, shards_root: Path) -> int:
+    """Run the demo; returns the exit code.
+
+    Raises:
+        UserError: the images are not there, or the folders hold something else.
+    """
+    choice = CHOICES[data]
+    print(f"== packing {choice.source} ==", flush=True)
+    from data_shards.packing.pack import pack  # and scikit-learn, which takes longer than the first line should
+    from launch.run.pipeline_run import PipelineRun
+
+    folders: list[RunFolder] = []
+    packed = (
+        ("pretrain", choice.pretrain_classes, choice.pretrain_holdout),
+        ("transfer", choice.transfer_classes, choice.transfer_holdout),
+    )
+    for use, classes, holdout in packed:
+        pack(choice.source, shards_root / f"{data}-{use}", classes=classes, holdout=holdout)
+    for recipe in (choice.recipe, f"{choice.recipe}_scratch"):
+        print(f"\n== {recipe} ==", flush=True)
+        run = PipelineRun.open(recipe, overrides=_shard_paths(recipe, data, shards_root), runs_root=runs_root)
+        code = run.execute()
+        if code:
+            return code
+        folders.append(run.folder)
+    transferred, scratch = folders
+    print()
+    print(comparison(transferred, scratch=scratch))
+    print()
+    print(next_commands(choice, runs_root=runs_root))
+    return 0
+
+
+def _shard_paths(recipe: str, data: DemoData, shards_root: Path) -> list[str]:
+    """Overrides for shards that are not where the recipe says."""
+    if shards_root == Path("shards"):
+        return []
+    uses = {"pretrain": "pretrain", "finetune": "transfer"}
+    if recipe.endswith("_scratch"):
+        del uses["pretrain"]
+    return [
+        f"stages.{stage}.{key}={shards_root / f'{data}-{use}' / split}"
+        for stage, use in uses.items()
+        for key, split in (("train", "train"), ("eval", "val"))
+    ]
+
+
+def comparison(transferred: RunFolder, *, scratch: RunFolder) -> str:
+    """The table: what each stage saw, took and reached, beside the same fine-tuning from scratch."""
+    recipe = parse_recipe(transferred.path / "recipe.yaml")
+    rows = [("stage", "images seen", "seconds", "resolution", "top-1 held out", "top-1 from scratch")]
+    for stage in recipe.stages.names:
+        record = transferred.record(stage)
+        config = getattr(recipe.stages, stage)
+        size = getattr(config, "image_size", None)
+        rows.append(
+            (
+                stage,
+                f"{record.images_seen:,}",
+                f"{record.seconds:.1f}",
+                f"{size} px" if size else "",
+                _top1(record),
+                _top1(scratch.record(stage)) if stage == "finetune" else "",
+            )
+        )
+    return format_table(rows)
+
+
+def format_table(rows: Sequence[Sequence[str]]) -> str:
+    """Columns of equal width, the first one to the left, the others to the right, a rule below the heading."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = [
+        "  ".join(
+            cell.ljust(width) if column == 0 else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
+
+
+def next_commands(choice: DemoChoice, *, runs_root: Path) -> str:
+    """What to type now."""
+    shardvit, mlflow = _command("shardvit", module="launch.cli"), _command("mlflow", module="mlflow")
+    return (
+        "Next:\n"
+        f"  look at the curves      {mlflow} ui --backend-store-uri sqlite:///{runs_root}/mlflow.db\n"
+        f"  resume                  interrupt a run (Ctrl-C or kill -9) and type the same command again\n"
+        f"  fine-tune once more     {shardvit} run {choice.recipe} --restart finetune "
+        "stages.finetune.optimizer.lr=0.01\n"
+        f"  use your own images     {shardvit} pack FOLDER_OF_CLASS_FOLDERS shards/mine --holdout 0.1\n"
+        f"                          then copy pipeline/recipes/cifar10.yaml, set its train and eval, {shardvit} run it"
+    )
+
+
+def _command(name: str, *, module: str) -> str:
+    """How to type a command of this environment: its script, or python -m where there is none."""
+    script = Path(sys.executable).parent / name
+    if not script.exists():
+        return f"{sys.executable} -m {module}"
+    return str(script.relative_to(Path.cwd())) if script.is_relative_to(Path.cwd()) else str(script)
+
+
+def _top1(record: StageRecord) -> str:
+    top1 = record.results.get("val/top1")
+    return "" if top1 is None else f"{top1:.4f}"

@@ -1,0 +1,184 @@
+"""A recipe, what is known of its shards, and the user's flags -> `Plan`.
+
+Opens the training sets' manifests where they are there (tars without one are indexed, as before a run), asks the
+driver's files for the kind of GPU, and says in a sentence what had to be assumed. Writes nothing, needs no torch. A
+bucket that does not answer is given up after half a minute.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from data_shards.errors import UserError
+from data_shards.printable import printable
+from data_shards.shard_set import ShardSet, ShardsSpec, merge_shard_sets, open_shards
+from data_shards.store.download import RetryPolicy
+from data_shards.store.location import is_local, shown, why_command
+from data_shards.store.store import Store
+from launch.env import num_gpus
+from launch.planning.page import Plan
+from pipeline.budget.communication import links_of
+from pipeline.budget.cost import stage_cost
+from pipeline.budget.forecast import Machine, Pace, Shards, StageForecast, forecast_stage
+from pipeline.budget.gpus import Gpu, find_gpu, gpu_of_driver
+from pipeline.budget.length import stage_length
+from pipeline.budget.warnings import engine_warnings, stage_warnings
+from pipeline.recipe.duration import parse_duration
+from pipeline.recipe.schema import MaskedPatchStage, Recipe, StageName, TrainStage
+
+DRIVER = Path("/proc/driver/nvidia/gpus")  # a folder for each GPU, with a file `information`
+_ASSUMED_CLASSES = 1000
+_MOST_IMAGES = 10**12
+GIVE_UP_SECONDS = 30.0  # somebody waits for the answer
+
+
+def make_plan(
+    recipe: Recipe,
+    *,
+    gpus: int | None = None,
+    gpu: str | None = None,
+    gpus_per_node: int = 8,
+    node_gbps: float | None = None,
+    mfu: float | None = None,
+    images_per_second: float | None = None,
+    images: str | None = None,
+    classes: str | None = None,
+    driver: Path = DRIVER,
+) -> Plan:
+    """All stages' forecasts; the arguments are the command's.
+
+    Raises:
+        UserError: an argument that is out of range or contradicts another.
+    """
+    for flag, value in (("gpus", gpus), ("gpus-per-node", gpus_per_node)):
+        if value is not None and value < 1:
+            raise UserError(f"--{flag}: it is {value}; give 1 or more")
+    for flag, number in (("node-gbps", node_gbps), ("images-per-second", images_per_second)):
+        if number is not None and number <= 0:
+            raise UserError(f"--{flag}: it is {number:g}; give a number above 0")
+    if mfu is not None and not 0 < mfu <= 1:
+        raise UserError(f"--mfu: it is {mfu:g}; give a share of the peak, such as 0.45")
+    if mfu is not None and images_per_second is not None:
+        raise UserError("--mfu, --images-per-second: both give the speed; leave one out")
+    names: tuple[StageName, ...] = tuple(
+        name for name in recipe.stages.names if isinstance(getattr(recipe.stages, name), TrainStage)
+    )
+    num_images = _by_stage(images, flag="images", names=names)
+    num_classes = _by_stage(classes, flag="classes", names=names)
+
+    kind = find_gpu(gpu) if gpu else _gpu_here(driver)
+    if kind is None and (mfu, node_gbps) != (None, None):
+        raise UserError("--mfu, --node-gbps: they mean nothing without a GPU's peak and links; give --gpu too")
+    count = gpus or (recipe.processes if recipe.processes != "auto" else max(1, num_gpus()))
+    per_node = min(gpus_per_node, count)
+    machine = Machine(
+        gpus=count,
+        gpu=kind,
+        links=links_of(kind, gpus_per_node=gpus_per_node, node_gbps=node_gbps) if kind else None,
+    )
+    warnings = [] if kind else [_no_gpu(here=num_gpus(), timed=images_per_second is not None, gpus=count)]
+    forecasts: list[StageForecast] = []
+    notes: list[str] = []
+    pace = Pace(mfu=mfu)
+    for name in names:
+        shards, missing = _shards(
+            recipe, stage=name, num_images=num_images.get(name), num_classes=num_classes.get(name)
+        )
+        notes += missing
+        if images_per_second is not None and pace.measured_flops is None:
+            cost = stage_cost(
+                recipe.model, stage=recipe.train_stage(name), engine=recipe.engine, num_classes=shards.num_classes
+            )
+            pace = Pace(None, images_per_second, cost.training_flops, name)
+        length = stage_length(recipe, stage=name, num_images=shards.num_images, processes=count)
+        forecasts.append(forecast_stage(recipe, stage=name, length=length, shards=shards, machine=machine, pace=pace))
+    for forecast in forecasts:
+        warnings += stage_warnings(forecast, recipe=recipe, machine=machine)
+    warnings += [*engine_warnings(recipe, machine=machine), *notes]
+    return Plan(recipe, machine, per_node, tuple(dict.fromkeys(warnings)), tuple(forecasts))
+
+
+def _by_stage(text: str | None, *, flag: str, names: tuple[StageName, ...]) -> dict[str, int]:
+    """Read 1281167, or pretrain=14197122,finetune=1281167."""
+    if text is None:
+        return {}
+    found: dict[str, int] = {}
+    parts = text.split(",") if "=" in text else [f"{name}={text}" for name in names]
+    for part in parts:
+        name, _, number = part.strip().partition("=")
+        if name not in names:
+            raise UserError(f"--{flag}: {name} is no training stage of the recipe; it has {', '.join(names)}")
+        try:
+            found[name] = int(float(number.replace("_", "")))
+        except (ValueError, OverflowError):
+            raise UserError(f"--{flag}: {number!r} is no number; write {flag}=N or STAGE=N,STAGE=N") from None
+        if not 1 <= found[name] <= _MOST_IMAGES:
+            raise UserError(f"--{flag}: it is {number}; give 1 to {_MOST_IMAGES:.0e}")
+    return found
+
+
+def _shards(
+    recipe: Recipe, *, stage: StageName, num_images: int | None, num_classes: int | None
+) -> tuple[Shards, list[str]]:
+    """What is known of a stage's training set, and a sentence for each thing that had to be assumed."""
+    config, known, problem = recipe.train_stage(stage), None, ""
+    far = not all(is_local(each.shards) for each in config.train)
+    if not (far and num_images and num_classes):  # then it would fetch what is not needed
+        try:
+            train = _open(config)
+        except (UserError, OSError) as error:
+            problem = f" ({error})"
+        else:
+            mean_bytes = None if train.num_bytes is None else train.num_bytes / max(1, train.num_samples)
+            known = Shards(train.num_samples, train.num_classes, mean_bytes, len(train.shards))
+    if known is not None:
+        return replace(
+            known, num_images=num_images or known.num_images, num_classes=num_classes or known.num_classes
+        ), []
+    missing: list[str] = []
+    if num_images is None and parse_duration(config.duration).unit == "epochs":
+        missing.append(f"how many steps {config.duration} are cannot be counted: give --images N")
+    if num_classes is None and not isinstance(config, MaskedPatchStage):
+        missing.append(f"{_ASSUMED_CLASSES:,} classes are assumed: give --classes N")
+    notes = [f"{stage}: planned without its shards; {'; '.join(missing)}{problem}"] if missing else []
+    return Shards(num_images, num_classes or _ASSUMED_CLASSES), notes
+
+
+def _open(config: TrainStage) -> ShardSet:
+    """The training sets of a stage, laid end to end; what is damaged counts, and no command is started."""
+    for each in config.train:
+        if why := why_command(each.shards):
+            raise UserError(f"{shown(each.shards)} {why}, and none is started")
+    store = Store(None, retry=RetryPolicy(give_up_seconds=GIVE_UP_SECONDS))
+    return merge_shard_sets(
+        [
+            open_shards(
+                ShardsSpec(each.shards, each.label, each.kind, Path(each.classes) if each.classes else None),
+                damaged="report",
+                report=lambda line: print(printable(line), file=sys.stderr),
+                store=store,
+            )
+            for each in config.train
+        ]
+    )
+
+
+def _gpu_here(driver: Path) -> Gpu | None:
+    """The kind of this machine's GPUs, from what their driver shows as files; None: none that is in the table."""
+    if not num_gpus():
+        return None
+    for information in sorted(driver.glob("*/information")):
+        for line in information.read_text(encoding="utf-8", errors="replace").splitlines():
+            key, _, value = line.partition(":")
+            if key.strip() == "Model":
+                return gpu_of_driver(value.strip())
+    return None
+
+
+def _no_gpu(*, here: int, timed: bool, gpus: int) -> str:
+    where = "this machine's GPU is not in the table" if here else "this machine has no GPU"
+    left_out = "whether it fits" if timed else "whether it fits, and how long it takes,"
+    traffic = " and what the processes wait for one another" if timed and gpus > 1 else ""
+    return f"{where}, so {left_out}{traffic} is not counted: name one, such as --gpu h200"

@@ -1,0 +1,344 @@
+"""A whole pipeline on this machine: check everything first, then start the stages one after the other.
+
+No torch in this process; each stage is started as processes of its own (`local`), and again when it fails, if the
+user allows it (`restarts`).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from data_shards.errors import UserError
+from data_shards.printable import printable
+from data_shards.store.location import CommandRefused, Commands
+from launch.endings import EXIT_STOPPED, EXIT_USER_ERROR, memory_kills, reason
+from launch.env import SUPERVISOR_PID, num_gpus
+from launch.hosts.fleet import Fleet
+from launch.local import Launch, run_stage_locally
+from launch.processes import kill_all
+from launch.run.disk_errors import disk_problem
+from launch.run.lock import locked
+from launch.run.presence import Presence
+from launch.run.restarts import PAUSE_SECONDS, Restarts
+from launch.signals import handled
+from pipeline.checkpoint.identity import check_newest, checkpoint_identity
+from pipeline.checkpoint.mend_record import mend_records
+from pipeline.data_record import check_data, has_record
+from pipeline.recipe.io import load_recipe
+from pipeline.recipe.schema import Recipe, StageName, TrainStage
+from pipeline.report.best import SCORES, describe_best
+from pipeline.run_folder import RunFolder, StageRecord
+from pipeline.start_model import model_from_elsewhere
+
+_GONE_SECONDS = 20.0  # for the ranks, which find out by themselves, to say it and to end
+
+
+@dataclass(frozen=True)
+class PipelineRun:
+    """A recipe and its run folder, found to fit together; `commands`: whether a `pipe:` in it is run."""
+
+    recipe: Recipe
+    folder: RunFolder
+    processes: int
+    restart: StageName | None
+    fleet: Fleet | None = None
+    commands: Commands = "run"
+    shards: Literal["needed", "if there"] = "needed"
+
+    @classmethod
+    def open(
+        cls,
+        recipe: str,
+        *,
+        overrides: Sequence[str],
+        runs_root: Path,
+        restart: StageName | None = None,
+        fleet: Fleet | None = None,
+        loaded: Recipe | None = None,
+        shards: Literal["needed", "if there"] = "needed",
+    ) -> PipelineRun:
+        """Read and check; changes nothing on disk.
+
+        Args:
+            recipe: path or name.
+            overrides: key=value.
+            runs_root: folder of all runs.
+            restart: this stage and those after it begin again.
+            fleet: the hosts to run on; default: this machine.
+            loaded: what `recipe` and `overrides` say, where the caller has read them.
+            shards: "if there" for a dry run: those that are not there are not checked, and commands not started.
+
+        Raises:
+            UserError: anything that would keep a stage from running.
+        """
+        loaded = loaded or load_recipe(recipe, overrides=overrides)
+        if restart is not None and restart not in loaded.stages.names:
+            raise UserError(f"--restart {restart}: the recipe has only the stages {', '.join(loaded.stages.names)}")
+        processes = _processes_here(loaded) if fleet is None else _processes_of(fleet, loaded)
+        folder = RunFolder(runs_root=runs_root, name=loaded.name)
+        folder.check_recipe(loaded, restart=restart)
+        run = cls(
+            recipe=loaded,
+            folder=folder,
+            processes=processes,
+            restart=restart,
+            fleet=fleet,
+            shards=shards,
+            commands="run" if shards == "needed" else "refuse",
+        )
+        for note in run.check_stages():
+            _say(note)
+        return run
+
+    def execute(
+        self,
+        *,
+        only: StageName | None = None,
+        mode: Literal["train", "dry-run"] = "train",
+        max_restarts: int = 0,
+        keys: Literal["changed", "all"] = "changed",
+    ) -> int:
+        """Run the stages that are not done; returns the exit code.
+
+        Args:
+            only: this stage alone.
+            mode: "dry-run" prints a summary and the resolved recipe, and starts nothing.
+            max_restarts: how often, over all stages, one that failed is started again by itself.
+            keys: of the recipe that a dry run prints: those that differ from their defaults, or all.
+
+        Raises:
+            UserError: there is no such stage, another process is at work in the run folder, or nothing can be
+                written there.
+            KeyboardInterrupt: the user stopped it between two stages or before a restart.
+        """
+        if only is not None and only not in self.recipe.stages.names:
+            raise UserError(f"--stage {only}: the recipe has only the stages {', '.join(self.recipe.stages.names)}")
+        if only is not None:
+            self._demand_earlier(only)
+        if max_restarts < 0:
+            raise UserError(f"--max-restarts: it is {max_restarts}; give 0 or more")
+        if mode == "dry-run":
+            from launch.planning.dry_run import printed, summary
+
+            self._start_function()  # which asks the hosts
+            text = summary(
+                self.recipe,
+                folder=self.folder,
+                processes=self.processes,
+                stages=self.recipe.stages.names if only is None else (only,),
+                state=self._state,
+            )
+            print(printed(text, recipe=self.recipe, keys=keys), end="")
+            return 0
+        restarts = Restarts(max_restarts)
+        try:
+            # Between two stages there is nothing at work that could be saved: they do what Ctrl-C does.
+            interrupting = handled((signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1), signal.default_int_handler)
+            lock = locked(
+                self.folder.path / ".run.lock",
+                what=f"run {self.folder.path}",
+                gone_seconds=_GONE_SECONDS,
+                end_others=lambda: kill_all(SUPERVISOR_PID, str(os.getpid())),
+            )
+            with interrupting, lock as there, there.demanded():
+                start = _in_folder(there, self._start_function())
+                for note in self.folder.open(self.recipe, restart=self.restart):
+                    print(note)
+                for note in mend_records(self.folder, self.recipe.stages.names):
+                    print(note, flush=True)
+                for stage in self.recipe.stages.names if only is None else (only,):
+                    code = self._run_stage(stage, start=start, restarts=restarts)
+                    if code:
+                        return code
+        except OSError as error:
+            problem = disk_problem(error, folder=self.folder.path)
+            if problem is None:
+                raise
+            raise UserError(problem) from error
+        return 0
+
+    def _start_function(self) -> Callable[[Launch], int]:
+        """What starts a stage: here, or on the hosts, which are asked first."""
+        if self.fleet is None:
+            return run_stage_locally
+        from launch.hosts.start import prepare
+
+        return prepare(
+            self.fleet,
+            recipe=self.recipe,
+            stages=[name for name in self.recipe.stages.names if not self._unopened(name)],
+            runs_root=self.folder.runs_root,
+            say=lambda text: print(text, file=sys.stderr, flush=True),
+            commands=self.commands,
+        )
+
+    def _run_stage(self, stage: StageName, *, start: Callable[[Launch], int], restarts: Restarts) -> int:
+        record = self.folder.record(stage)
+        if record.state == "done":
+            print(f"{stage}: done already{_results(record, self.folder, stage)}", flush=True)
+            return 0
+        launch = Launch(
+            recipe=self.recipe,
+            recipe_file=self.folder.path / "recipe.yaml",
+            runs_root=self.folder.runs_root,
+            stage=stage,
+            processes=self.processes,
+        )
+        while True:
+            print(f"{stage}: starting {self._describe_ranks(launch)}", flush=True)
+            kills_before = memory_kills()
+            interrupted = False
+            try:
+                code = start(launch)
+            except KeyboardInterrupt:
+                interrupted, code = True, EXIT_STOPPED
+            record = self.folder.record(stage)
+            if record.state == "done":
+                print(f"{stage}: done{_results(record, self.folder, stage)}", flush=True)
+                if interrupted and stage != self.recipe.stages.names[-1]:
+                    raise KeyboardInterrupt
+                return 0
+            if code == EXIT_USER_ERROR:
+                return code
+            saved = f"step {record.last_saved_step:,}" if record.last_saved_step else "its beginning"
+            kills = memory_kills()
+            out_of_memory = None if kills is None or kills_before is None or self.fleet else kills > kills_before
+            why = "stopped" if interrupted else reason(code, out_of_memory=out_of_memory)
+            command = "the same command without --restart" if self.restart else "the same command"
+            goes_on = f"{command} goes on from {saved}"
+            if code != EXIT_STOPPED:
+                refusal = restarts.after_failure(stage, last_saved_step=record.last_saved_step)
+                if refusal is None:
+                    _say(
+                        f"{stage} is not finished ({why}): restart {restarts.used} of {restarts.allowed} from {saved} "
+                        f"in {PAUSE_SECONDS:g} seconds"
+                    )
+                    time.sleep(PAUSE_SECONDS)  # Ctrl-C ends it
+                    continue
+                if restarts.allowed:
+                    goes_on = f"{refusal}; once the cause is mended, {goes_on}"
+            _say(f"{stage} is not finished ({why}): {goes_on}")
+            return EXIT_STOPPED if code == EXIT_STOPPED else 1
+
+    def _describe_ranks(self, launch: Launch) -> str:
+        number = f"{launch.ranks} process{'es' if launch.ranks > 1 else ''}"
+        if self.fleet is not None and launch.stage != "swap_head":
+            return f"{number} on {len(self.fleet.hosts)} hosts"
+        return f"{number} on this machine ({'GPU' if num_gpus() else 'CPU'})"
+
+    def check_stages(self) -> list[str]:
+        """Every stage's data, sizes, model and checkpoints, before the first one is started; what was not looked at."""
+        from pipeline.recipe.stage_plan import plan_stage  # numpy and the network only for a recipe that was read
+        from pipeline.stage_data import open_data, training_order
+
+        notes: list[str] = []
+        for stage in self.recipe.stages.names:
+            is_open = self._begins_again(stage) or self.folder.peek(stage).state != "done"
+            config = getattr(self.recipe.stages, stage)
+            if not isinstance(config, TrainStage):  # swap_head
+                if is_open:
+                    model_from_elsewhere(self.recipe)
+                continue
+            data = None
+            try:
+                if not self._unopened(stage):  # else the summary checks what it can
+                    data = open_data(self.recipe, stage=stage, commands=self.commands)
+            except CommandRefused as error:
+                notes.append(f"stages.{stage}: its images and their number were not looked at: {error}")
+            if data is not None:
+                images = data.train.num_samples
+                plan = plan_stage(self.recipe, stage=stage, samples_per_epoch=images, world_size=self.processes)
+                training_order(self.recipe, data=data, plan=plan)
+            if is_open and not self._begins_again(stage):
+                identity = checkpoint_identity(self.recipe, stage=stage, processes=self.processes)
+                check_newest(self.folder.checkpoints(stage), expected=identity)
+                if data is not None and has_record(self.folder, stage=stage):
+                    check_data(self.folder, stage=stage, data=data)
+        return notes
+
+    def _unopened(self, stage: StageName) -> tuple[str, ...]:
+        """The training stage's shards that a dry run does not open, a sentence each."""
+        config = getattr(self.recipe.stages, stage)
+        if self.shards == "needed" or not isinstance(config, TrainStage):
+            return ()
+        from launch.planning.dry_run import look
+
+        return look(config).unopened
+
+    def _state(self, stage: StageName) -> str:
+        """How far a stage is, in a few words."""
+        record = self.folder.peek(stage)
+        if self._begins_again(stage) and record.state != "new":
+            return "begins again"
+        if record.state == "running":
+            return f"at step {record.last_saved_step:,}" if record.last_saved_step else "begun"
+        return record.state
+
+    def _demand_earlier(self, stage: StageName) -> None:
+        """Refuse a stage whose model is to come from one that is not done."""
+        names = self.recipe.stages.names
+        missing = [
+            name
+            for name in names[: names.index(stage)]
+            if self._begins_again(name) or self.folder.peek(name).state != "done"
+        ]
+        if missing:
+            raise UserError(
+                f"--stage {stage}: in {self.folder.path}, {' and '.join(missing)} must be done first: leave out "
+                f"--stage, or begin with --stage {missing[0]}"
+            )
+
+    def _begins_again(self, stage: StageName) -> bool:
+        names = self.recipe.stages.names
+        return self.restart is not None and names.index(stage) >= names.index(self.restart)
+
+
+def _in_folder(there: Presence, start: Callable[[Launch], int]) -> Callable[[Launch], int]:
+    """`start`, after which the run folder must be there, or the ranks have said that it is not."""
+
+    def run(launch: Launch) -> int:
+        code = start(launch)
+        if code != EXIT_USER_ERROR:
+            there.demand()
+        return code
+
+    return run
+
+
+def _processes_here(recipe: Recipe) -> int:
+    gpus = num_gpus()
+    processes = max(1, gpus) if recipe.processes == "auto" else recipe.processes
+    if gpus and processes > gpus:
+        raise UserError(f"processes is {processes}, but this machine has {gpus} GPUs: set processes={gpus}")
+    if recipe.engine.precision == "fp16" and not gpus:
+        raise UserError("engine.precision fp16 needs a GPU: use bf16 or fp32 on this machine")
+    return processes
+
+
+def _processes_of(fleet: Fleet, recipe: Recipe) -> int:
+    if recipe.processes not in ("auto", fleet.processes):
+        raise UserError(
+            f"processes is {recipe.processes}, but the slots of {fleet.source} that are used are {fleet.processes}: "
+            "set processes=auto, or change the slots"
+        )
+    return fleet.processes
+
+
+def _say(text: str) -> None:
+    print(f"shardvit: {printable(text)}", file=sys.stderr, flush=True)
+
+
+def _results(record: StageRecord, folder: RunFolder, stage: StageName) -> str:
+    for key, name in SCORES.items():
+        if key in record.results:
+            best = describe_best(record.results, stage=stage, checkpoints=folder.checkpoints(stage))
+            last = f", held-out {name} {record.results[key]:.4f} after {record.images_seen:,} images"
+            return f"{last}; {best}" if best else last
+    return ""  # swap_head

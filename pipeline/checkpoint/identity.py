@@ -1,0 +1,96 @@
+"""Whose checkpoint is this? What a run must agree on with the run that wrote one, and the check. No torch here.
+
+`launch` asks before it starts any process; `checkpoint` asks again when it restores. Another number of processes or
+another ZeRO stage is no obstacle: the engine converts while it loads (`Engine.load_converted`). Losses then agree with
+the undisturbed run's to rounding, not to the last bit, and with dropout only in distribution, because each process
+draws its own. Backend and precision keep their state in other forms; those do not change within a stage.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from data_shards.errors import UserError
+from pipeline.recipe.schema import Recipe, StageName
+from pipeline.run_folder import recipe_digest
+
+STATE = "state.json"
+FOLDER_PREFIX = "step-"
+_LAYOUT = ("zero_stage", "processes")  # how the state is cut up
+_FIXED_ENGINE = ("backend", "precision")
+_OLDER_DIGEST = "recipe_before"  # of the recipe, as checkpoints from before elastic resume have it
+
+
+def checkpoint_identity(recipe: Recipe, *, stage: StageName, processes: int) -> dict[str, Any]:
+    """What a checkpoint is known by: `check_identity` says what of it must agree with the run that restores it."""
+    return {
+        "stage": stage,
+        "recipe": recipe_digest(recipe, stage=stage),
+        _OLDER_DIGEST: recipe_digest(recipe, stage=stage, form="before"),
+        "backend": recipe.engine.backend,
+        "zero_stage": recipe.engine.zero_stage,
+        "precision": recipe.engine.precision,
+        "processes": processes,
+    }
+
+
+def check_identity(found: dict[str, Any], expected: dict[str, Any], *, folder: Path) -> None:
+    """Refuse a checkpoint of another run.
+
+    Raises:
+        UserError: naming what differs.
+    """
+    missing = [key for key in _LAYOUT if key not in found]
+    bound = [key for key in expected if key not in (*_LAYOUT, _OLDER_DIGEST)]
+    different = [key for key in bound if found.get(key) != expected[key]] + missing
+    if found.get("recipe") == expected.get(_OLDER_DIGEST):
+        different = [key for key in different if key != "recipe"]
+    if not different:
+        return
+    engine = [key for key in different if key in _FIXED_ENGINE and key in found]
+    if not {"recipe", *engine}.issuperset(different):
+        engine = []
+    # Where it is the engine that differs, the recipe's digest does too, but tells a reader less.
+    shown = ", ".join(f"{key} {found.get(key)} (now {expected[key]})" for key in engine or different)
+    advice = (
+        "set " + " and ".join(f"engine.{key}={found.get(key)}" for key in engine)
+        if engine
+        else "go on with the recipe that wrote it"
+    )
+    raise UserError(
+        f"checkpoint {folder} was written with {shown}: {advice}, give the run another name, or begin again with "
+        f"--restart {expected['stage']}"
+    )
+
+
+def is_cut_alike(found: dict[str, Any], expected: dict[str, Any]) -> bool:
+    """Whether as many processes wrote a checkpoint, under the same ZeRO stage: it is loaded as it is, bit for bit."""
+    return all(found.get(key) == expected.get(key) for key in _LAYOUT)
+
+
+def checkpoint_folders(root: Path) -> list[Path]:
+    """The committed checkpoints below `root`, newest first; a copy of the user's has another name."""
+    return sorted(
+        (
+            path
+            for path in root.glob(f"{FOLDER_PREFIX}*")
+            if path.name.removeprefix(FOLDER_PREFIX).isdecimal() and path.is_dir()
+        ),
+        reverse=True,
+    )
+
+
+def check_newest(root: Path, *, expected: dict[str, Any]) -> None:
+    """Refuse, before anything is launched, a folder whose newest readable checkpoint is another run's.
+
+    Raises:
+        UserError: see `check_identity`.
+    """
+    for folder in checkpoint_folders(root):
+        try:
+            found = dict(json.loads((folder / STATE).read_text(encoding="utf-8"))["identity"])
+        except (OSError, ValueError, KeyError, TypeError):
+            continue  # damaged: restoring says so and takes the next
+        return check_identity(found, expected, folder=folder)

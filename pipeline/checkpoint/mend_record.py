@@ -1,0 +1,77 @@
+"""A stage.json that cannot be read is made again from what the stage saved, so that nothing whole is trained again.
+
+A checkpoint proves how far the stage was, and not that its model is the one that the stage left; so the stage is never
+called done: it goes on from its newest whole checkpoint, where the last one has nothing left to train, and writes its
+model again, which is the same. Only what runs a stage calls this, and holds the run folder's lock. Reads that
+checkpoint once, for its digests.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+from data_shards.errors import UserError
+from pipeline.checkpoint.identity import STATE, checkpoint_folders
+from pipeline.recipe.schema import StageName
+from pipeline.run_folder import BrokenRecord, RunFolder, StageRecord
+
+
+def mend_records(folder: RunFolder, stages: Iterable[StageName]) -> list[str]:
+    """Make the broken records of these stages again; the broken files are kept beside.
+
+    Returns:
+        What was done, a line each.
+
+    Raises:
+        UserError: a stage has no whole checkpoint to do it from.
+        OSError: the disk is full or fails.
+    """
+    notes = []
+    for stage in stages:
+        try:
+            folder.record(stage)
+        except BrokenRecord as broken:
+            record, what = _from_checkpoints(folder, stage, broken) if stage != "swap_head" else (StageRecord(), "")
+            aside = _keep(broken.path)
+            folder.write(stage, record)
+            what = what or "the stage, in which nothing is trained, is done again"
+            notes.append(f"{broken.path} was broken ({broken.why}) and is kept as {aside.name}: {what}")
+    return notes
+
+
+def _from_checkpoints(folder: RunFolder, stage: StageName, broken: BrokenRecord) -> tuple[StageRecord, str]:
+    from pipeline.checkpoint.store import damage_of  # torch
+
+    for checkpoint in checkpoint_folders(folder.checkpoints(stage)):
+        if damage_of(checkpoint):
+            continue  # restoring says so
+        try:
+            content = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
+            state = content["state"]
+            record = StageRecord(
+                state="running",
+                last_saved_step=int(state["step"]),
+                images_seen=int(state["images_seen"]),
+                seconds=float(state["training_seconds"]),
+                inputs={str(name): str(digest) for name, digest in content.get("inputs", {}).items()},
+            )
+        except (ValueError, KeyError, TypeError, AttributeError):
+            continue
+        return record, f"it is made again from {checkpoint.name}, from which the stage goes on or is ended again"
+    raise UserError(
+        f"{broken.path} is broken ({broken.why}), and there is no whole checkpoint to make it again from: bring the "
+        f"file back, or begin the stage again with --restart {stage}"
+    )
+
+
+def _keep(path: Path) -> Path:
+    """A copy beside: killed before the new one is there, the broken one still is."""
+    aside, number = path.with_name(f"{path.name}.broken"), 1
+    while aside.exists():
+        number += 1
+        aside = path.with_name(f"{path.name}.broken.{number}")
+    shutil.copy2(path, aside)
+    return aside

@@ -1,0 +1,88 @@
+"""What was restored and what has changed since, in words for the screen. Pure, but for the age of the folder."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from data_shards.errors import UserError
+from data_shards.mixture import AnyOrder
+from data_shards.shard_set import ShardSet
+from pipeline.checkpoint.store import Restored
+from pipeline.checkpoint.written_by import changed_since
+from pipeline.recipe.io import flatten, parse_recipe
+from pipeline.recipe.schema import Recipe
+from pipeline.recipe.stage_plan import StagePlan
+
+_LAYOUT = {"processes": "processes", "zero_stage": "ZeRO stage"}
+
+
+def describe_restored(restored: Restored, *, plan: StagePlan, order: AnyOrder, shards: ShardSet, lr: float) -> str:
+    """What was restored, a line each: damaged checkpoints that were passed over, then position and age.
+
+    Args:
+        restored: the checkpoint.
+        plan: of the stage.
+        order: of its training images.
+        shards: the training images.
+        lr: learning rate of the next step.
+    """
+    state = restored.state
+    age_minutes = (time.time() - restored.folder.stat().st_mtime) / 60
+    position = "nothing is left to train"
+    if state.step < plan.total_steps:
+        first = order.rank_batch(state.step, rank=0, world_size=1, start=0, stop=1)
+        shard, row = int(first.shard[0]), int(first.row[0])
+        position = f"the next image is number {row} of {Path(shards.shards[shard].url).name}, learning rate {lr:.3g}"
+    return "\n".join(
+        [
+            *restored.notes,
+            f"going on from {restored.folder}, {max(0.0, age_minutes):.0f} minutes old: step {state.step:,} of "
+            f"{plan.total_steps:,}, {state.images_seen:,} images seen, epoch "
+            f"{state.images_seen / plan.samples_per_epoch:.2f}; {position}; {state.skipped_steps} steps skipped so "
+            "far; weights, optimizer and loss scale are restored, random numbers are functions of seed and step",
+        ]
+    )
+
+
+def describe_changes(
+    restored: Restored, *, recipe: Recipe, identity: Mapping[str, Any], written_by: Mapping[str, str]
+) -> str | None:
+    """What has changed since the checkpoint was written; None: nothing.
+
+    Args:
+        restored: the checkpoint.
+        recipe: as it is now.
+        identity: as it is now.
+        written_by: facts of this process.
+    """
+    layout = [
+        f"{name} {restored.identity[key]} -> {identity[key]}"
+        for key, name in _LAYOUT.items()
+        if restored.identity[key] != identity[key]
+    ]
+    changes = [*layout, *changed_since(restored.written_by, written_by), *_changed_keys(restored.folder, recipe)]
+    if not changes:
+        return None
+    return f"changed since that checkpoint was written: {', '.join(changes)}" + (
+        " (weights and optimizer state are the same; losses may differ from the undisturbed run's in the last digits, "
+        "dropout draws other numbers)"
+        if layout
+        else ""
+    )
+
+
+def _changed_keys(folder: Path, recipe: Recipe) -> list[str]:
+    """Keys of the recipe that differ from the checkpoint's copy; those that may not have been refused before."""
+    try:
+        before = flatten(parse_recipe(folder / "recipe.yaml"))
+    except (OSError, UserError):  # an older checkpoint has no copy
+        return []
+    now = flatten(recipe)
+    return [
+        f"{key} {before.get(key, '(absent)')} -> {now[key]}"
+        for key in now
+        if before.get(key) != now[key] and key not in ("processes", "engine.zero_stage", "name", "experiment")
+    ]

@@ -1,0 +1,353 @@
+"""Saving checkpoints: in the background while training goes on, or with training standing still.
+
+In the background a save costs training the time to copy the state to host memory; a thread of each rank then writes,
+and the main threads commit as soon as all have: they agree on that with one tiny all-reduce a step, only while a save
+is in flight. There is never more than one. Where the host memory does not hold the copy, the save is a blocking one,
+and that is said once. Blocking saves copy nothing.
+
+A disk that is full or fails on any rank ends the save on all of them with the same error, what was written of it is
+removed, and the earlier checkpoints stay as they were. How the bytes get onto the disk and are proven there is
+`state_files`, what becomes visible when is `checkpoint`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import errno
+import json
+import platform
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+from data_shards.byte_sizes import show_bytes
+from data_shards.errors import UserError
+from pipeline.checkpoint.disk_space import free_bytes
+from pipeline.checkpoint.host_memory import spare_host_bytes
+from pipeline.checkpoint.identity import STATE, checkpoint_folders
+from pipeline.checkpoint.retention import Retention
+from pipeline.checkpoint.store import beside_of, collect_leftovers, commit_checkpoint, open_beside, prune_checkpoints
+from pipeline.engine.protocol import Engine
+from pipeline.engine.state_files import Abandoned, Seal, StateFile, text_file, write_file
+from pipeline.ranks.group import Agreement, Ranks
+from pipeline.state import TrainState
+
+RECIPE = "recipe.yaml"
+_BEAT_SECONDS = 5.0
+# Of a file server that is away, or of one bad transfer: another attempt may do without anybody's help.
+_PASSING = {
+    errno.EIO,
+    errno.ESTALE,
+    errno.ETIMEDOUT,
+    errno.ENOTCONN,
+    errno.ECONNRESET,
+    errno.EHOSTDOWN,
+    errno.EHOSTUNREACH,
+    errno.EREMOTEIO,
+}
+
+
+class SaveFailed(Exception):
+    """A checkpoint could not be written, for a reason that may pass; the message says what stands."""
+
+
+@dataclass(frozen=True)
+class _Problem:
+    """Why a save cannot be done."""
+
+    text: str
+    passes: bool = False  # perhaps, by itself
+
+
+@dataclass(frozen=True)
+class _Needs:
+    """What one rank brings to the decision how to save."""
+
+    host: str
+    file_bytes: int
+    copy_bytes: int
+    spare_bytes: int  # of the host's memory
+    free_bytes: int  # of the disk, on rank 0
+    problem: _Problem | None  # rank 0 could not make the folder
+
+
+class CheckpointSaver:
+    """Saves the state of a stage; all methods but `close` are collective.
+
+    Args:
+        root: the stage's folder of checkpoints.
+        engine: what to save.
+        ranks: the processes.
+        identity: what a run must agree on to restore it (stage, recipe, layout).
+        written_by: facts of this process, for the reader of a checkpoint.
+        recipe_text: the resolved recipe.
+        inputs: digests of what went into the stage, as its record has them.
+        retention: which older checkpoints are kept.
+        mode: whether training goes on while the files are written.
+        say: prints a line; called on rank 0.
+        on_commit: called on every rank with the state that is safe now.
+        beat: told that a save of that step gets on, while training stands still for it.
+
+    Attributes:
+        stall_seconds: how long training stood still for saves, here and so far.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        *,
+        engine: Engine,
+        ranks: Ranks,
+        identity: dict[str, Any],
+        written_by: dict[str, str],
+        recipe_text: str,
+        inputs: Mapping[str, str] | None = None,
+        retention: Retention,
+        mode: Literal["background", "blocking"],
+        say: Callable[[str], None],
+        on_commit: Callable[[TrainState], None],
+        beat: Callable[[int], None] = lambda step: None,
+    ) -> None:
+        self.stall_seconds = 0.0
+        self._root = root
+        self._engine = engine
+        self._ranks = ranks
+        self._about: dict[str, Any] = {"identity": identity, "written_by": written_by, "inputs": dict(inputs or {})}
+        self._recipe_text = recipe_text
+        self._retention = retention
+        self._mode = mode
+        self._say = say
+        self._on_commit = on_commit
+        self._beat = beat
+        self._writing: _Writing | None = None
+        self._pending: Agreement | None = None
+        self._told_of_memory = False
+
+    def save(self, state: TrainState) -> None:
+        """Save `state` and the engine's; one still in flight is finished first.
+
+        Raises:
+            UserError: the disk has no room for it or cannot be written, now or for the one in flight.
+            SaveFailed: the disk failed.
+        """
+        with self._standing_still():
+            self._finish()
+            state = copy.deepcopy(state)  # the loop goes on counting in its own
+            room_bytes, problem = self._open_folder(state.step)
+            files = self._engine.snapshot()
+            if self._ranks.place.is_main:
+                files = (*files, *self._our_files(state))
+            needs: list[_Needs] = self._ranks.gather_objects(  # pyright: ignore[reportAssignmentType]
+                self._needs(files, room_bytes=room_bytes, problem=problem)
+            )
+            needed_bytes = sum(need.file_bytes for need in needs)
+            if needs[0].problem:
+                self._fail(state.step, needs[0].problem)
+            if needs[0].free_bytes < needed_bytes:
+                room = f"it needs {show_bytes(needed_bytes)}, {show_bytes(needs[0].free_bytes)} are free"
+                self._fail(state.step, _Problem(room))
+            background = self._mode == "background" and self._memory_holds(needs)
+            if background:
+                files = tuple(file.on_host() for file in files)
+            self._writing = _Writing(beside_of(self._root, state.step), files=files, state=state)
+            del files
+            self._writing.start()
+            if not background:
+                self._finish()
+
+    def poll(self) -> None:
+        """Commit the save in flight if all ranks have written it; once a step.
+
+        Raises:
+            UserError: the disk has no room for it or cannot be written.
+            SaveFailed: the disk failed.
+        """
+        if self._writing is None:
+            return
+        with self._standing_still():
+            busy = True
+            if self._pending is not None:  # asked a step ago, so that nobody waits for the answer
+                (busy,) = self._pending.result()
+                self._pending = None
+            if busy:
+                self._pending = self._ranks.start_any(self._writing.is_alive())
+            else:
+                self._commit(self._writing)
+
+    def finish(self) -> None:
+        """Wait for the save in flight, if there is one, and commit it.
+
+        Raises:
+            UserError: the disk has no room for it or cannot be written.
+            SaveFailed: the disk failed.
+        """
+        with self._standing_still():
+            self._finish()
+
+    def close(self) -> None:
+        """Call off this rank's part of a save in flight: the way out after a failure. Not collective."""
+        if self._writing is not None:
+            self._writing.abandon()
+            self._writing = None
+
+    def _finish(self) -> None:
+        if self._pending is not None:
+            self._pending.result()
+            self._pending = None
+        if self._writing is not None:
+            self._commit(self._writing)
+
+    def _commit(self, writing: _Writing) -> None:
+        """Make the save visible, or end it, on all ranks alike."""
+        moved_bytes = -1
+        while not writing.join(timeout_seconds=_BEAT_SECONDS):
+            if writing.moved_bytes > moved_bytes:  # a disk that takes nothing more is a hang
+                moved_bytes = writing.moved_bytes
+                self._beat(writing.state.step)
+        self._writing = None
+        parts: list[tuple[dict[str, Seal], _Problem | None]] = self._ranks.gather_objects(
+            (writing.seals, writing.failure)
+        )  # pyright: ignore[reportAssignmentType]
+        failures = [(rank, failure) for rank, (_, failure) in enumerate(parts) if failure]
+        found: _Problem | None = None
+        if failures:
+            rank, first = failures[0]
+            found = _Problem(f"rank {rank}: {first.text}", passes=all(failure.passes for _, failure in failures))
+        step = writing.state.step
+        if self._ranks.place.is_main and not found:
+            try:
+                commit_checkpoint(
+                    self._root, step=step, seals={name: seal for seals, _ in parts for name, seal in seals.items()}
+                )
+            except OSError as error:
+                found = _problem(error)
+        problem: _Problem | None = self._ranks.gather_objects(found)[0]  # pyright: ignore[reportAssignmentType]
+        if problem:
+            self._fail(step, problem)
+        self._on_commit(writing.state)  # before the pruning, which may take its time on a file server
+        if self._ranks.place.is_main:
+            prune_checkpoints(self._root, newest_step=step, retention=self._retention)
+
+    def _fail(self, step: int, problem: _Problem) -> NoReturn:
+        """Remove what was written of a save and raise; with the same words on every rank."""
+        words = ""
+        if self._ranks.place.is_main:
+            try:
+                collect_leftovers(self._root)
+                newest = next(iter(checkpoint_folders(self._root)), None)
+                stands = f"{newest.name} stands" if newest else "there is no earlier one"
+            except OSError as error:  # the others wait for these words
+                stands = f"which earlier ones stand cannot be read ({_problem(error).text})"
+            words = f"the checkpoint of step {step} could not be written to {self._root} ({problem.text}); {stands}: "
+            words += (
+                "it may pass, or something there has to be mended" if problem.passes else "make room or mend the disk"
+            )
+            words += "; the same command goes on"
+        raise (SaveFailed if problem.passes else UserError)(str(self._ranks.gather_objects(words)[0]))
+
+    def _open_folder(self, step: int) -> tuple[int, _Problem | None]:
+        """Make the folder to write into, on rank 0: the room there, and why it failed."""
+        if self._ranks.place.is_main:
+            try:
+                open_beside(self._root, step=step)
+                return free_bytes(self._root), None
+            except OSError as error:
+                return 0, _problem(error)
+        return 0, None
+
+    def _our_files(self, state: TrainState) -> tuple[StateFile, ...]:
+        content = json.dumps({**self._about, "state": state.to_json()}, indent=1) + "\n"
+        return text_file(STATE, content), text_file(RECIPE, self._recipe_text)
+
+    def _needs(self, files: Sequence[StateFile], *, room_bytes: int, problem: _Problem | None) -> _Needs:
+        return _Needs(
+            host=platform.node(),
+            file_bytes=sum(file.num_bytes for file in files),
+            copy_bytes=sum(file.tensor_bytes for file in files),
+            spare_bytes=spare_host_bytes(),
+            free_bytes=room_bytes,
+            problem=problem,
+        )
+
+    def _memory_holds(self, needs: Sequence[_Needs]) -> bool:
+        """Whether every host has the memory for its ranks' copies; if not, it is said, once."""
+        for host in {need.host for need in needs}:
+            local = [need for need in needs if need.host == host]
+            copies, spare = sum(need.copy_bytes for need in local), min(need.spare_bytes for need in local)
+            if copies > spare:
+                if self._ranks.place.is_main and not self._told_of_memory:
+                    self._say(
+                        f"checkpoints are written while training stands still: a copy takes {show_bytes(copies)} of "
+                        f"{host}'s memory, {show_bytes(spare)} are left"
+                    )
+                self._told_of_memory = True
+                return False
+        return True
+
+    @contextlib.contextmanager
+    def _standing_still(self) -> Iterator[None]:
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.stall_seconds += time.perf_counter() - begin
+
+
+class _Writing:
+    """One rank's files on their way to the disk, in a thread."""
+
+    def __init__(self, folder: Path, *, files: Sequence[StateFile], state: TrainState) -> None:
+        self.state = state
+        self.seals: dict[str, Seal] = {}
+        self.failure: _Problem | None = None
+        self.moved_bytes = 0
+        self._folder = folder
+        self._files = list(files)
+        self._abandoned = threading.Event()
+        # Not a daemon: one that is in torch's C++ when the interpreter ends would abort the process.
+        self._thread = threading.Thread(target=self.run, name="checkpoint")
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def join(self, *, timeout_seconds: float | None = None) -> bool:
+        """Wait; whether all is written, or has failed."""
+        self._thread.join(timeout_seconds)
+        return not self._thread.is_alive()
+
+    def abandon(self) -> None:
+        """Stop writing at the next piece."""
+        self._abandoned.set()
+        self.join()
+
+    def run(self) -> None:
+        """Write file after file; each one's memory is free when it is on the disk."""
+        try:
+            while self._files:
+                file = self._files.pop()
+                self.seals[file.path] = write_file(self._folder, file, abandoned=self._abandoned, on_bytes=self._count)
+        except Abandoned:
+            self.failure = _Problem("called off")
+        except OSError as error:
+            self.failure = _problem(error)
+        except Exception as error:  # noqa: BLE001 - our mistake: told by all ranks, instead of one that leaves the others waiting
+            traceback.print_exc()
+            self.failure = _Problem(f"{type(error).__name__}: {error}", passes=True)
+        finally:
+            self._files.clear()
+
+    def _count(self, num_bytes: int) -> None:
+        self.moved_bytes += num_bytes
+
+
+def _problem(error: OSError) -> _Problem:
+    return _Problem(error.strerror or str(error), passes=error.errno in _PASSING)

@@ -1,0 +1,207 @@
+"""Checkpoints that are whole or not there: the layout, the commit, the pruning, the restoring. `saver` writes them.
+
+One checkpoint is a folder `step-00000400`: the engine's sharded state, our own `state.json`, the resolved recipe, and
+`manifest.json` with the size and digest of every file. It is written beside its place (`.writing-step-...`), the
+manifest last, everything flushed to disk and read back, and then renamed; so a folder of that name is complete,
+whatever was killed and whenever. Older ones are pruned after that, each under another name first (`.removing-...`).
+
+Restoring checks every digest, falls back to the next older checkpoint when one is damaged, and says so; when there are
+checkpoints but none is good, that is an error and never a silent start from zero. It reads the state twice: for its
+digests (half a GiB a second and core, shared by the ranks), and to load it. There is no pointer to the newest one that
+could be wrong: the highest number is it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from data_shards.durable import flush, write_text
+from data_shards.errors import UserError
+from pipeline.checkpoint.identity import FOLDER_PREFIX, STATE, check_identity, checkpoint_folders, is_cut_alike
+from pipeline.checkpoint.retention import Kept, Retention, superfluous
+from pipeline.engine.protocol import Engine
+from pipeline.engine.state_files import Seal, digest_of
+from pipeline.ranks.group import Ranks
+from pipeline.state import TrainState
+
+MANIFEST = "manifest.json"
+_WRITING = ".writing-"
+_REMOVING = ".removing-"
+
+
+@dataclass(frozen=True)
+class Restored:
+    """A checkpoint that was loaded."""
+
+    folder: Path
+    state: TrainState
+    notes: tuple[str, ...]  # damaged newer checkpoints that were passed over
+    identity: dict[str, Any]  # of the run that wrote it
+    written_by: dict[str, str]  # facts of the process that wrote it; empty in an old one
+
+
+def beside_of(root: Path, step: int) -> Path:
+    """Where the checkpoint of `step` is written."""
+    return root / f"{_WRITING}{FOLDER_PREFIX}{step:08d}"
+
+
+def open_beside(root: Path, *, step: int) -> None:
+    """Make `beside_of` a new folder; what a killed writer left is removed. On one rank.
+
+    Raises:
+        OSError: it cannot be made, or the stage's folder, in which `root` lies, is gone.
+    """
+    collect_leftovers(root)
+    root.mkdir(exist_ok=True)
+    beside_of(root, step).mkdir()
+
+
+def commit_checkpoint(root: Path, *, step: int, seals: Mapping[str, Seal]) -> Path:
+    """Make what lies beside visible, and look at it once more. On one rank, when all have written.
+
+    Args:
+        root: the stage's folder of checkpoints.
+        step: of the checkpoint.
+        seals: every file that was written, flushed and read back, by its path in the checkpoint.
+
+    Returns:
+        The committed folder.
+
+    Raises:
+        OSError: the disk is full or fails, or the committed files are not those that were written.
+    """
+    beside, final = beside_of(root, step), root / f"{FOLDER_PREFIX}{step:08d}"
+    files = {name: {"bytes": seal.num_bytes, "blake2b": seal.blake2b} for name, seal in sorted(seals.items())}
+    if absent := [name for name in files if not (beside / name).exists()]:
+        raise OSError(
+            errno.ENOENT, f"{absent[0]} was written and is not there: do all machines have the same folder there?"
+        )
+    manifest = json.dumps({"version": 1, "files": files}, indent=1) + "\n"
+    write_text(beside / MANIFEST, manifest)
+    for folder in {above for name in files for above in (beside / name).parents if above.is_relative_to(beside)}:
+        flush(folder)
+    if final.exists():  # passed over as damaged, and reached again
+        _set_aside(final)
+    beside.rename(final)
+    try:
+        flush(root)
+        sizes = {name: (final / name).stat().st_size for name in files}
+        if sizes != {name: seal.num_bytes for name, seal in seals.items()} or (
+            (final / MANIFEST).read_text(encoding="utf-8") != manifest
+        ):
+            raise OSError(errno.EIO, f"{final.name} is not what was written")
+    except OSError:
+        with contextlib.suppress(OSError):  # it may be whole, but nobody can tell
+            _set_aside(final)
+        raise
+    return final
+
+
+def prune_checkpoints(root: Path, *, newest_step: int, retention: Retention) -> None:
+    """Remove what retention does not keep, now that the checkpoint of `newest_step` is verified. On one rank.
+
+    Newer ones were passed over as damaged: they must not push out the good ones, and are redone when reached. A folder
+    gets another name before its first file goes, so that whatever is killed, none looks whole that is not.
+    """
+    numbered = {int(folder.name.removeprefix(FOLDER_PREFIX)): folder for folder in checkpoint_folders(root)}
+    there = {step: folder for step, folder in numbered.items() if step <= newest_step}
+    kept = (Kept(step, metric=_metric(folder, name=retention.best)) for step, folder in there.items())
+    for step in superfluous(kept, retention=retention):
+        with contextlib.suppress(OSError):  # it is there again for the next time
+            _set_aside(there[step])
+    for leftover in root.glob(f"{_REMOVING}*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+
+
+def collect_leftovers(root: Path) -> None:
+    """Remove what a killed writer or remover left."""
+    for prefix in (_WRITING, _REMOVING):
+        for leftover in root.glob(f"{prefix}*"):
+            shutil.rmtree(leftover, ignore_errors=True)
+
+
+def restore_checkpoint(root: Path, *, engine: Engine, ranks: Ranks, identity: dict[str, Any]) -> Restored | None:
+    """Load the newest checkpoint that is whole; None when there is none at all; collective.
+
+    Raises:
+        UserError: every checkpoint is damaged, or the newest good one belongs to another recipe.
+    """
+    notes: list[str] = []
+    listed: list[str] = []
+    if ranks.place.is_main:
+        collect_leftovers(root)
+        listed = [folder.name for folder in checkpoint_folders(root)]
+    # One rank's list for all: another machine's may be a minute old, and two ranks would restore different steps.
+    listed = ranks.gather_objects(listed)[0]  # pyright: ignore[reportAssignmentType]
+    folders = [root / name for name in listed]
+    for folder in folders:
+        share = (ranks.place.rank, ranks.place.world_size)
+        damage = [text for text in ranks.gather_objects(damage_of(folder, share=share)) if text]
+        if damage:
+            notes.append(f"{folder} is damaged ({damage[0]}): it is passed over")
+            continue
+        content = json.loads((folder / STATE).read_text(encoding="utf-8"))
+        check_identity(content["identity"], identity, folder=folder)
+        if is_cut_alike(content["identity"], identity):
+            engine.load(folder)
+        else:
+            engine.load_converted(folder, written=content["identity"])
+        return Restored(
+            folder=folder,
+            state=TrainState.from_json(content["state"]),
+            notes=tuple(notes),
+            identity=content["identity"],
+            written_by=content.get("written_by", {}),
+        )
+    if folders:
+        raise UserError(
+            f"all {len(folders)} checkpoints in {root} are damaged ({'; '.join(notes)}): bring one back, or begin "
+            f"the stage again with --restart {identity['stage']}"
+        )
+    return None
+
+
+def damage_of(folder: Path, *, share: tuple[int, int] = (0, 1)) -> str:
+    """What is wrong with a checkpoint's files, or with a share of them (number, of how many); empty: nothing."""
+    try:
+        content: dict[str, Any] = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        files = {name: (int(entry["bytes"]), str(entry["blake2b"])) for name, entry in content["files"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return f"no readable {MANIFEST}"
+    first, step = share
+    for name in sorted(files)[first::step]:
+        path, (num_bytes, digest) = folder / name, files[name]
+        try:
+            if not path.is_file():
+                return f"{name} is missing"
+            if path.stat().st_size != num_bytes:
+                return f"{name} has {path.stat().st_size} bytes instead of {num_bytes}"
+            if digest_of(path) != digest:
+                return f"{name} has changed since it was written"
+        except OSError as error:  # one rank's bad disk must not leave the others waiting
+            return f"{name} cannot be read: {error.strerror}"
+    return ""
+
+
+def _metric(folder: Path, *, name: str | None) -> float | None:
+    """A metric of the evaluation at the very step that a checkpoint was saved at."""
+    if name is None:
+        return None
+    try:
+        state = json.loads((folder / STATE).read_text(encoding="utf-8"))["state"]
+        return float(state["evaluation"][name]) if state["evaluation_step"] == state["step"] else None
+    except (OSError, ValueError, KeyError, TypeError):  # damaged, older than the field, or without an evaluation
+        return None
+
+
+def _set_aside(folder: Path) -> None:
+    aside = folder.with_name(f"{_REMOVING}{folder.name}")
+    shutil.rmtree(aside, ignore_errors=True)
+    folder.rename(aside)

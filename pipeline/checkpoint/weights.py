@@ -1,0 +1,63 @@
+"""The weights inside a checkpoint, whole and in float32, without the processes that wrote it.
+
+What an engine saved is opened by `engine.portable` and put together on the CPU: 4 bytes of memory a parameter, seconds
+for ViT-L. What comes out is, to the last bit, what the engine's `weights` gives at that step. Nothing of DeepSpeed is
+imported, and nothing that a file says is executed (`engine.reading`). It neither looks for damage
+(`pipeline.checkpoint.store.damage_of` does) nor restores an optimizer.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from data_shards.errors import UserError
+from pipeline.checkpoint.identity import STATE
+from pipeline.engine.accelerate_engine import FILE as ACCELERATE_FILE
+from pipeline.engine.deepspeed_engine import TAG
+from pipeline.engine.portable import open_accelerate, open_deepspeed
+
+
+def checkpoint_weights(folder: Path, *, model: nn.Module) -> dict[str, Tensor]:
+    """The weights of the checkpoint `folder` under the names of `model`, float32 on the CPU.
+
+    Args:
+        folder: RUNS/NAME/STAGE/checkpoints/step-*, undamaged.
+        model: the stage's model, which may be on torch's meta device: names, order and shapes are read.
+
+    Raises:
+        UserError: the checkpoint is of another model, or no engine wrote it.
+    """
+    try:
+        identity = json.loads((folder / STATE).read_text(encoding="utf-8"))["identity"]
+        return assemble(
+            folder,
+            backend=identity["backend"],
+            zero_stage=identity["zero_stage"],
+            processes=identity["processes"],
+            model=model,
+        )
+    except UserError:
+        raise
+    except (ValueError, LookupError, TypeError, AttributeError, RuntimeError) as error:  # well-formed, but not ours
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise UserError(f"checkpoint {folder} is not what an engine writes ({reason}): take another one") from error
+
+
+def assemble(folder: Path, *, backend: str, zero_stage: int, processes: int, model: nn.Module) -> dict[str, Tensor]:
+    """The weights in what the engines of so many processes wrote into `folder`; float32 on the CPU.
+
+    Raises:
+        UserError: they are another model's.
+    """
+    if backend == "accelerate":
+        saved = open_accelerate(folder / ACCELERATE_FILE, model=model)
+    else:
+        saved = open_deepspeed(folder / TAG, zero_stage=zero_stage, processes=processes, model=model)
+    # Copies: the checkpoint may be removed while they are in use.
+    state = {name: saved.whole(name).clone() for name in saved.shapes}
+    state.update({name: buffer.detach().to(torch.float32) for name, buffer in saved.buffers.items()})
+    return state

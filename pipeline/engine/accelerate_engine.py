@@ -1,0 +1,122 @@
+"""Plain data parallelism by accelerate (DDP) behind the `Engine` protocol: for debugging, and as the yardstick.
+
+Nothing is sharded: every process keeps all weights and the whole optimizer state, and rank 0 writes them to a
+checkpoint. Half precision is autocast over float32 weights. Deliberately not accelerate's DeepSpeed plugin, which
+drops to DDP on a CPU without a word and hides the checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from pipeline.engine.optim import build_optimizer
+from pipeline.engine.portable import open_accelerate
+from pipeline.engine.protocol import StepResult
+from pipeline.engine.reading import read_state
+from pipeline.engine.state_files import StateFile, state_file
+from pipeline.ranks.group import Ranks
+from pipeline.recipe.schema import EngineConfig, OptimizerConfig
+from pipeline.recipe.stage_plan import StagePlan
+
+FILE = "accelerate.pt"
+_MIXED_PRECISION = {"bf16": "bf16", "fp16": "fp16", "fp32": "no"}
+
+
+class AccelerateEngine:
+    """See `pipeline.engine.protocol.Engine`."""
+
+    input_dtype = torch.float32
+
+    def __init__(
+        self, model: nn.Module, *, config: EngineConfig, optimizer: OptimizerConfig, plan: StagePlan, ranks: Ranks
+    ) -> None:
+        from accelerate import Accelerator
+        from accelerate.utils import DistributedDataParallelKwargs
+
+        self._accelerator: Any = Accelerator(
+            cpu=not torch.cuda.is_available(),
+            mixed_precision=_MIXED_PRECISION[config.precision],
+            kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
+        )
+        if self._accelerator.num_processes != ranks.place.world_size:
+            raise RuntimeError(
+                f"accelerate sees {self._accelerator.num_processes} of {ranks.place.world_size} processes"
+            )
+        self.device = torch.device(self._accelerator.device)
+        self._ranks = ranks
+        self._accumulation_steps = plan.accumulation_steps
+        self._micro_step = 0
+        self._clip_grad_norm = optimizer.clip_grad_norm
+        self._optimizer: Any
+        self._model, self._optimizer = self._accelerator.prepare(model, build_optimizer(model, optimizer))
+
+    @property
+    def module(self) -> nn.Module:
+        """The model, unwrapped."""
+        return self._accelerator.unwrap_model(self._model)
+
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        """The outputs for one micro-batch; DDP decides here whether the backward pass will reduce over the ranks."""
+        self._micro_step += 1
+        last = self._micro_step == self._accumulation_steps
+        with contextlib.nullcontext() if last else self._accelerator.no_sync(self._model):
+            return self._model(*inputs)
+
+    @torch.no_grad()
+    def predict(self, *inputs: torch.Tensor) -> torch.Tensor:
+        """The outputs for evaluation."""
+        return self._model(*inputs)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Accumulate; on the last micro-batch of a step DDP reduces."""
+        self._accelerator.backward(loss / self._accumulation_steps)
+
+    def step(self, *, lr: float) -> StepResult:
+        """Unscale, clip, step; a gradient that is not finite moves nothing."""
+        assert self._micro_step == self._accumulation_steps, "step() before all micro-batches"
+        self._micro_step = 0
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        limit = self._clip_grad_norm or math.inf
+        grad_norm = float(self._accelerator.clip_grad_norm_(self._model.parameters(), limit))
+        if not math.isfinite(grad_norm):
+            for parameter in self._model.parameters():
+                parameter.grad = None
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return StepResult(applied=math.isfinite(grad_norm), grad_norm=grad_norm)
+
+    def snapshot(self) -> tuple[StateFile, ...]:
+        """Of rank 0 the weights, the optimizer and the loss scale."""
+        if not self._ranks.place.is_main:
+            return ()
+        scaler = self._accelerator.scaler
+        state = {
+            "model": self.module.state_dict(),
+            "optimizer": self._optimizer.state_dict(),
+            "scaler": scaler.state_dict() if scaler is not None else None,
+        }
+        return (state_file(FILE, state),)
+
+    def load(self, folder: Path) -> None:
+        """Every rank reads the one file."""
+        state = read_state(folder / FILE, how="copy")
+        self.module.load_state_dict(state["model"])
+        self._optimizer.load_state_dict(state["optimizer"])
+        if self._accelerator.scaler is not None:
+            self._accelerator.scaler.load_state_dict(state["scaler"])
+
+    def load_converted(self, folder: Path, *, written: dict[str, Any]) -> None:
+        """Nothing is sharded: what any number of processes wrote is read as `load` does, once its model is checked."""
+        open_accelerate(folder / FILE, model=self.module)
+        self.load(folder)
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """The weights; they are float32 and whole on every rank."""
+        return {name: tensor.detach().cpu().clone() for name, tensor in self.module.state_dict().items()}

@@ -1,0 +1,258 @@
+"""DeepSpeed behind the `Engine` protocol: ZeRO 0 to 3, bf16/fp16/fp32, on GPUs (NCCL) and CPUs (gloo).
+
+DeepSpeed owns the sharded state, precision, accumulation and clipping; the learning rate, the data, the checkpoints'
+commit and what counts as progress are ours. What is mended here, because DeepSpeed 0.19 leaves it open:
+
+- ZeRO stage 0 in float32 does not look at its gradients, so one NaN would spoil the weights for ever: we look,
+  and clip.
+- `load_checkpoint` returns None instead of failing when it finds nothing: that is an error here.
+- Stage 0 in half precision: its master weights are not among those that DeepSpeed's helpers find, and its Adam begins
+  with a step already counted.
+- Master weights are made from the rounded half-precision ones: they get their exact values back.
+- Its checkpoints are pickles, which it executes: `engine.reading` reads them as data.
+- Its checkpoints load only on as many processes, and under the same ZeRO stage, as wrote them: `load_converted` reads
+  the shards of any (engine_portable.py) and puts them where this engine keeps its own (engine_masters.py).
+- On CPUs it compiles an all-reduce over shared memory at the first start (half a minute, a C++ compiler) and leaves a
+  69 MB file in /dev/shm per rank and run: switched off, gloo does the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import sys
+from collections.abc import Iterator
+from pathlib import Path, PurePath
+from typing import Any
+
+import torch
+from torch import nn
+
+from pipeline.engine.masters import put_state, slots, unsharded_masters
+from pipeline.engine.optim import build_optimizer
+from pipeline.engine.portable import open_deepspeed
+from pipeline.engine.protocol import StepResult
+from pipeline.engine.reading import DynamicScaler, Record, read_state
+from pipeline.engine.state_files import StateFile, state_file
+from pipeline.engine.zero_config import checks_gradients, deepspeed_config
+from pipeline.ranks.group import Ranks
+from pipeline.recipe.schema import EngineConfig, OptimizerConfig
+from pipeline.recipe.stage_plan import StagePlan
+
+TAG = "deepspeed"  # DeepSpeed's name for the folder of one checkpoint inside ours
+_INPUT_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+class DeepSpeedEngine:
+    """See `pipeline.engine.protocol.Engine`."""
+
+    def __init__(
+        self, model: nn.Module, *, config: EngineConfig, optimizer: OptimizerConfig, plan: StagePlan, ranks: Ranks
+    ) -> None:
+        deepspeed = _import_deepspeed()
+        # Wraps the process group that `Ranks` has joined.
+        deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
+        self._ranks = ranks
+        self._accumulation_steps = plan.accumulation_steps
+        self._micro_step = 0
+        self._checks_itself = checks_gradients(config)
+        self._clip_grad_norm = optimizer.clip_grad_norm
+        client = build_optimizer(model, optimizer)
+        self._group_settings = [
+            {key: value for key, value in group.items() if key != "params"} for group in client.param_groups
+        ]
+        self.input_dtype = _INPUT_DTYPES[config.precision]
+        exact = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        deepspeed.utils.logger.setLevel(logging.ERROR)  # it warns of SGD, which its tests do not cover and ours do
+        self._engine: Any = deepspeed.initialize(
+            model=model,
+            optimizer=client,
+            config=deepspeed_config(config, optimizer=optimizer, plan=plan),
+        )[0]
+        deepspeed.utils.logger.setLevel(logging.WARNING)
+        self.device = torch.device(self._engine.device)
+        if config.precision != "fp32":
+            self._set_masters(exact)
+
+    @property
+    def module(self) -> nn.Module:
+        """The model, with DeepSpeed's hooks on it under ZeRO-3."""
+        return self._engine.module
+
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        """The outputs for one micro-batch."""
+        return self._engine(*inputs)
+
+    @torch.no_grad()
+    def predict(self, *inputs: torch.Tensor) -> torch.Tensor:
+        """The outputs for evaluation."""
+        return self._engine(*inputs)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Accumulate; on the last micro-batch of a step DeepSpeed reduces over the ranks."""
+        self._engine.backward(loss)
+        self._micro_step += 1
+        if self._micro_step < self._accumulation_steps:
+            self._engine.step()  # not a boundary: DeepSpeed only counts
+
+    def step(self, *, lr: float) -> StepResult:
+        """The optimizer step at the accumulation boundary."""
+        assert self._micro_step == self._accumulation_steps, "step() before all micro-batches"
+        self._micro_step = 0
+        for group in self._engine.optimizer.param_groups:
+            group["lr"] = lr
+        if self._checks_itself:
+            self._engine.step()
+            return StepResult(
+                applied=bool(self._engine.was_step_applied()), grad_norm=float(self._engine.get_global_grad_norm())
+            )
+        parameters = [p for p in self._engine.module.parameters() if p.grad is not None]
+        total_norm = torch.nn.utils.get_total_norm([p.grad for p in parameters])
+        grad_norm = float(total_norm)
+        if not math.isfinite(grad_norm):
+            for parameter in parameters:
+                parameter.grad = None  # torch's optimizers pass over parameters without a gradient
+        elif self._clip_grad_norm:
+            torch.nn.utils.clip_grads_with_norm_(parameters, self._clip_grad_norm, total_norm)
+        self._engine.step()
+        return StepResult(applied=math.isfinite(grad_norm), grad_norm=grad_norm)
+
+    def snapshot(self) -> tuple[StateFile, ...]:
+        """DeepSpeed's sharded checkpoint, caught on its way to the disk."""
+        writer, collector = self._engine.checkpoint_engine, _Collector()
+        self._engine.checkpoint_engine = collector
+        # It would copy two scripts into the folder, past its own writer; `shardvit export` does what they do.
+        self._engine._copy_recovery_script = lambda save_path: None
+        try:
+            self._engine.save_checkpoint(".", tag=TAG, client_state={}, save_latest=False)
+        finally:
+            self._engine.checkpoint_engine = writer
+            del self._engine._copy_recovery_script
+        return tuple(collector.files)
+
+    def load(self, folder: Path) -> None:
+        """Restore weights, master weights, optimizer state and loss scale."""
+        reader = self._engine.checkpoint_engine
+        self._engine.checkpoint_engine = _SafeReader()
+        try:
+            loaded, _ = self._engine.load_checkpoint(str(folder), tag=TAG)
+        finally:
+            self._engine.checkpoint_engine = reader
+        if loaded is None:
+            raise RuntimeError(f"DeepSpeed found nothing to load in {folder / TAG}")
+        self._restore_group_settings()
+
+    def load_converted(self, folder: Path, *, written: dict[str, Any]) -> None:
+        """Restore from the shards of another number of processes or another ZeRO stage; see `engine.portable`."""
+        saved = open_deepspeed(
+            folder / TAG,
+            zero_stage=written["zero_stage"],
+            processes=written["processes"],
+            model=self._engine.module,
+        )
+        put_state(self._engine, saved, rank=self._ranks.place.rank)
+        self._restore_group_settings()
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Float32 weights, assembled from wherever the stage keeps its master copy."""
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        masters = unsharded_masters(self._engine.optimizer)
+        state: dict[str, torch.Tensor] = {}
+        for name, parameter in self._engine.module.named_parameters():
+            full = masters.get(id(parameter))
+            if full is None:
+                full = safe_get_full_fp32_param(parameter)
+            state[name] = (parameter if full is None else full).detach().to("cpu", torch.float32).clone()
+        kept = set(self._engine.module.state_dict())  # what a module can compute again is not among them
+        buffers = self._engine.module.named_buffers()
+        state.update({name: buffer.detach().cpu().clone() for name, buffer in buffers if name in kept})
+        return state
+
+    def _set_masters(self, exact: dict[str, torch.Tensor]) -> None:
+        """Give the master weights the float32 values that DeepSpeed made them from after rounding."""
+        if unsharded_masters(self._engine.optimizer):
+            # This wrapper has stepped on zero gradients to allocate Adam's state, which shifts its bias correction.
+            self._engine.optimizer.optimizer.state.clear()
+        for name, slot in slots(self._engine, rank=self._ranks.place.rank).items():
+            slot.fill(slot.master, exact[name].flatten()[slot.first : slot.first + slot.count])
+
+    def _restore_group_settings(self) -> None:
+        """Say again what holds for each group: some of DeepSpeed's loaders give all of them the first group's."""
+        for group, settings in zip(self._engine.optimizer.param_groups, self._group_settings, strict=True):
+            group.update(settings)
+
+
+class _Collector:
+    """Stands in for DeepSpeed's writer of checkpoints during a snapshot: keeps what is to be written."""
+
+    def __init__(self) -> None:
+        self.files: list[StateFile] = []
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        """Nothing: no folder is needed yet."""
+
+    def create(self, info: Any) -> None:
+        """Nothing: it is not ours to begin."""
+
+    def save(self, state_dict: dict[str, Any], path: str) -> None:
+        """One file of this rank."""
+        self.files.append(state_file(PurePath(path).as_posix(), state_dict))
+
+    def commit(self, info: Any) -> bool:
+        """Nothing: what makes a checkpoint whole is `pipeline.checkpoint.store`'s."""
+        return True
+
+    def is_decoupled(self) -> bool:
+        """No: DeepSpeed need not wait for anything afterwards."""
+        return False
+
+
+class _SafeReader:
+    """Stands in for DeepSpeed's reader of checkpoints, which would execute what a file says."""
+
+    def load(self, path: str, map_location: Any = None) -> dict[str, Any]:
+        """One file; the engine copies what it wants of it."""
+        content = read_state(Path(path), how="copy")
+        optimizer = content.get("optimizer_state_dict")
+        if isinstance(optimizer, dict) and isinstance(optimizer.get("loss_scaler"), Record):
+            optimizer["loss_scaler"] = loss_scaler(optimizer["loss_scaler"])
+        return content
+
+    def is_decoupled(self) -> bool:
+        """No: nothing is waited for."""
+        return False
+
+
+def loss_scaler(record: Record) -> Any:
+    """DeepSpeed's own object with the values of a record of it."""
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+
+    made = object.__new__(DynamicLossScaler if isinstance(record, DynamicScaler) else LossScaler)
+    vars(made).update(vars(record))
+    return made
+
+
+def _import_deepspeed() -> Any:
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    with _without("mlflow"):  # its autotuner, which nobody asks for, costs every rank 1.9 CPU seconds and 118 MB by it
+        import deepspeed
+
+    deepspeed.utils.logger.setLevel(logging.WARNING)
+    # Looked up by DeepSpeed before it compiles its shared-memory all-reduce; see the head of this file.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    return deepspeed
+
+
+@contextlib.contextmanager
+def _without(library: str) -> Iterator[None]:
+    """Within it the library is not there for those who would import it, unless it was imported already."""
+    if library in sys.modules:
+        yield
+        return
+    sys.modules[library] = None  # pyright: ignore[reportArgumentType] # Python's own word for "cannot be imported"
+    try:
+        yield
+    finally:
+        del sys.modules[library]

@@ -1,0 +1,144 @@
+"""Where a running DeepSpeed engine keeps its master weights and moments, and how others are put there.
+
+Each ZeRO stage keeps a rank's share in another structure: stage 0 whole parameters, stages 1 and 2 a piece of each
+flattened group, stage 3 a piece of each parameter. `slots` says for each parameter which of its elements lie where, so
+that putting a weight or a moment is one copy in every stage. DeepSpeed's own setters are not used: that of stage 3
+fails where the ranks do not divide a parameter's size, and none of them can make moments that are not there yet.
+
+DeepSpeed itself is not imported here. What is relied on are the optimizers' attributes of DeepSpeed 0.19.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeline.engine.portable import WEIGHT, LossScale, PortableState
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Elements `first` to `first + count` of a flattened parameter, as this rank keeps them.
+
+    They lie from `start` on in the flattened `master`, and at the same place in each of its moments.
+    """
+
+    master: Tensor
+    start: int
+    first: int
+    count: int
+
+    def fill(self, tensor: Tensor, values: Tensor) -> None:
+        """Put `count` values in place, in `tensor`: the master, or a moment of it."""
+        tensor.detach().view(-1).narrow(0, self.start, self.count).copy_(values)
+
+
+def slots(engine: Any, *, rank: int) -> dict[str, Slot]:
+    """By name, where this rank keeps what it keeps of each parameter; those that it has nothing of are left out."""
+    optimizer = engine.optimizer
+    unsharded = unsharded_masters(optimizer)
+    found: dict[str, Slot] = {}
+    for name, parameter in engine.module.named_parameters():
+        if hasattr(parameter, "ds_id"):  # stage 3: equal pieces, the last of them padded
+            flat, start, size = optimizer.grad_position[optimizer.get_param_id(parameter)]
+            first = rank * size
+            count = min(size, parameter.ds_numel - first)
+            slot = Slot(optimizer.fp32_partitioned_groups_flat[flat], start, first, count)
+        elif not hasattr(parameter, "_hp_mapping"):  # stage 0
+            master = unsharded.get(id(parameter))
+            slot = Slot(parameter if master is None else master, 0, 0, parameter.numel())
+        elif (mapping := parameter._hp_mapping) is not None:  # stages 1 and 2
+            group, address = mapping.param_group_index, mapping.hp_fragment_address
+            flat = optimizer.single_partition_of_fp32_groups[group]
+            slot = Slot(flat, address.start, mapping.lp_fragment_address.start, address.numel)
+        else:
+            continue
+        if slot.count > 0:
+            found[name] = slot
+    return found
+
+
+def unsharded_masters(optimizer: Any) -> dict[int, Tensor]:
+    """Stage 0 in half precision, and nothing in the others: id of the half parameter -> its float32 master."""
+    if not hasattr(optimizer, "fp32_groups") or not hasattr(optimizer, "fp16_groups"):
+        return {}
+    return {
+        id(half): master
+        for halves, masters in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True)
+        for half, master in zip(halves, masters, strict=True)
+    }
+
+
+def put_state(engine: Any, saved: PortableState, *, rank: int) -> None:
+    """Give an engine the weights, moments and counters of a saved state; collective: half weights are gathered."""
+    places = slots(engine, rank=rank)
+    torch_optimizer = getattr(engine.optimizer, "optimizer", engine.optimizer)  # inside DeepSpeed's, except in fp32
+    torch_optimizer.state.clear()
+    if saved.moments:
+        for master in _masters(engine):
+            torch_optimizer.state[master] = _empty_state(master, saved, group=torch_optimizer.param_groups[0])
+    for name, slot in places.items():
+        for of in (WEIGHT, *saved.moments):
+            values = saved.part(name, of=of, first=slot.first, count=slot.count)
+            slot.fill(slot.master if of == WEIGHT else torch_optimizer.state[slot.master][of], values)
+    for name, buffer in engine.module.named_buffers():
+        if name in saved.buffers:
+            buffer.copy_(saved.buffers[name])
+    round_masters(engine)
+    counters = saved.counters
+    engine.global_steps = counters.global_steps
+    engine.global_samples = counters.global_samples
+    engine.skipped_steps = counters.skipped_steps
+    if counters.loss_scale is not None:
+        put_loss_scale(engine.optimizer, counters.loss_scale)
+
+
+def round_masters(engine: Any) -> None:
+    """Make the weights that compute from the masters; collective."""
+    optimizer = engine.optimizer
+    if hasattr(optimizer, "fp32_partitioned_groups_flat"):  # stage 3, as its own loader does it
+        optimizer.checkpoint_event_prologue()  # lets go of gathered weights
+        shards = zip(optimizer.fp16_partitioned_groups_flat, optimizer.fp32_partitioned_groups_flat, strict=True)
+        for half, master in shards:
+            half.detach().copy_(master.detach())
+        optimizer.checkpoint_event_epilogue()  # gathers those again that are kept whole
+    elif hasattr(optimizer, "single_partition_of_fp32_groups"):
+        optimizer.update_lp_params()
+    else:
+        masters = unsharded_masters(optimizer)
+        for parameter in engine.module.parameters():
+            if id(parameter) in masters:
+                parameter.detach().copy_(masters[id(parameter)].detach())
+
+
+def put_loss_scale(optimizer: Any, saved: LossScale) -> None:
+    """Go on with a dynamic loss scale; ZeRO 0 keeps it elsewhere than the others."""
+    scaler = getattr(optimizer, "loss_scaler", None) or optimizer.loss_scale_config
+    scaler.cur_scale = saved.scale
+    scaler.cur_iter = saved.iteration
+    scaler.last_overflow_iter = saved.last_overflow
+    if saved.hysteresis is not None and hasattr(scaler, "cur_hysteresis"):
+        scaler.cur_hysteresis = saved.hysteresis
+
+
+def _masters(engine: Any) -> list[Tensor]:
+    """What torch's optimizer moves, on this rank."""
+    optimizer = engine.optimizer
+    for name in ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups"):
+        if hasattr(optimizer, name):
+            return list(getattr(optimizer, name))
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _empty_state(master: Tensor, saved: PortableState, *, group: dict[str, Any]) -> dict[str, Tensor]:
+    """What torch's optimizers make at their first step, for one tensor."""
+    state: dict[str, Tensor] = {}
+    if saved.counters.optimizer_step is not None:
+        on_device = group.get("fused") or group.get("capturable")
+        device = master.device if on_device else "cpu"
+        state["step"] = torch.tensor(saved.counters.optimizer_step, dtype=torch.float32, device=device)
+    state.update({moment: torch.zeros_like(master, requires_grad=False) for moment in saved.moments})
+    return state

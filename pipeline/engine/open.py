@@ -1,0 +1,32 @@
+"""Recipe -> engine: which backend carries the arithmetic out. The libraries are imported here, when one is chosen."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from data_shards.errors import UserError
+from pipeline.engine.protocol import Engine
+from pipeline.ranks.group import Ranks
+from pipeline.recipe.schema import Recipe, StageName
+from pipeline.recipe.stage_plan import StagePlan
+
+
+def open_engine(recipe: Recipe, *, stage: StageName, plan: StagePlan, model: nn.Module, ranks: Ranks) -> Engine:
+    """Build the backend that the recipe names; the process group is joined already.
+
+    Raises:
+        UserError: a precision that this device cannot do.
+    """
+    if recipe.engine.precision == "fp16" and not torch.cuda.is_available():
+        raise UserError("engine.precision fp16 needs a GPU: use bf16 or fp32 on this machine")
+    optimizer = recipe.train_stage(stage).optimizer
+    match recipe.engine.backend:
+        case "deepspeed":
+            from pipeline.engine.deepspeed_engine import DeepSpeedEngine
+
+            return DeepSpeedEngine(model, config=recipe.engine, optimizer=optimizer, plan=plan, ranks=ranks)
+        case "accelerate":
+            from pipeline.engine.accelerate_engine import AccelerateEngine
+
+            return AccelerateEngine(model, config=recipe.engine, optimizer=optimizer, plan=plan, ranks=ranks)

@@ -1,0 +1,66 @@
+"""The optimizer of a stage: torch's own AdamW, or its SGD with AdamW's weight decay, over two parameter groups.
+
+Weight decay touches the kernels of linear and convolution layers only (big_vision: names that end in `kernel`); biases,
+LayerNorms, the class token and the position embeddings are left alone. Gradient clipping is the engine's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from pipeline.recipe.schema import OptimizerConfig
+
+
+def parameter_groups(model: nn.Module, *, weight_decay: float) -> list[dict[str, object]]:
+    """Two groups: the kernels with `weight_decay`, everything else with none; empty groups are left out."""
+    kernels = [
+        module.weight
+        for module in model.modules()
+        if isinstance(module, nn.Linear | nn.Conv2d) and module.weight.requires_grad
+    ]
+    decayed = {id(parameter) for parameter in kernels}
+    others = [p for p in model.parameters() if id(p) not in decayed and p.requires_grad]
+    groups: list[dict[str, object]] = [
+        {"params": kernels, "weight_decay": weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+class DecoupledSgd(torch.optim.SGD):
+    """SGD with momentum whose weight decay is AdamW's: p <- p - lr * wd * p, whatever the momentum.
+
+    torch's own adds wd * p to the gradient, so that the momentum gathers it: with 0.9, ten times as much. The paper
+    fine-tunes without any. State and groups are torch's.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """One step with the gradients that are there."""
+        if closure is not None:
+            raise ValueError("gradients must be there already: closures are not supported")
+        decays = [float(group["weight_decay"]) for group in self.param_groups]
+        try:
+            for group, decay in zip(self.param_groups, decays, strict=True):
+                if decay:
+                    for parameter in group["params"]:
+                        if parameter.grad is not None:
+                            parameter.mul_(1 - group["lr"] * decay)
+                group["weight_decay"] = 0.0  # torch's part is the momentum alone
+            return super().step()
+        finally:
+            for group, decay in zip(self.param_groups, decays, strict=True):
+                group["weight_decay"] = decay
+
+
+def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
+    """AdamW (fused on a GPU) or SGD with momentum; the learning rate is set anew before every step."""
+    groups = parameter_groups(model, weight_decay=config.weight_decay)
+    match config.name:
+        case "adamw":
+            return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, fused=torch.cuda.is_available())
+        case "sgd":
+            return DecoupledSgd(groups, lr=config.lr, momentum=config.momentum)

@@ -1,0 +1,275 @@
+"""What an engine saved, as a state that knows of no processes and no ZeRO stages: parameter name -> tensors.
+
+DeepSpeed cuts weights and moments into flat shards, in another way for each ZeRO stage and each number of processes,
+and loads only what was cut as it cuts itself (its universal checkpoints want an offline conversion and do not cross
+stages 2 and 3). Here the cuts are undone by address: where element i of a parameter lies in which file. So any part of
+any parameter can be asked for, and one process of the run that goes on reads what it will keep and little more. The
+files are mapped, not read: memory is what is asked for, and only those shards are opened that hold some of it.
+
+Restored by means of this: float32 weights, the moments of AdamW or SGD, AdamW's counter of steps, DeepSpeed's counters
+and the state of the dynamic loss scale, all to the last bit. Not restored: dropout's randomness under another number
+of processes; it is drawn anew from (seed, step, rank) at every step, so each rank's stream is as reproducible as ever,
+but the images are divided among other ranks and meet other masks. Gradients are then added up in another order, too:
+in float32 the losses agree with the undisturbed run's to about 1e-6.
+
+Sources: deepspeed.utils.zero_to_fp32 and the optimizers' `state_dict` of DeepSpeed 0.19. Its files are pickles, of
+which nothing is executed (`engine.reading`). Damage is not looked for (`pipeline.checkpoint.store.damage_of` does).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from data_shards.errors import UserError
+from pipeline.engine.optim import parameter_groups
+from pipeline.engine.reading import read_state
+
+WEIGHT = "weight"  # the master weight, among the names of moments
+_STEP = "step"  # AdamW's counter, among the names of moments in torch's optimizers
+
+
+@dataclass(frozen=True)
+class LossScale:
+    """Where dynamic loss scaling (fp16) stands."""
+
+    scale: float
+    iteration: int  # attempted steps
+    last_overflow: int  # the iteration of the last overflow; -1: none
+    hysteresis: int | None  # overflows that are still let pass; None: ZeRO 0 has no such thing
+
+
+@dataclass(frozen=True)
+class Counters:
+    """Everything in a state that is a number."""
+
+    optimizer_step: float | None = None  # AdamW's, for its bias correction; None: SGD, or no step was applied yet
+    global_steps: int = 0  # attempted, as DeepSpeed counts
+    global_samples: int = 0
+    skipped_steps: int = 0
+    loss_scale: LossScale | None = None
+
+
+@dataclass(frozen=True)
+class _Address:
+    """Element i of a parameter lies in shard (lead + i) // stride, at base + (lead + i) % stride of one flat tensor."""
+
+    flat: int  # which of the flat tensors of a shard
+    lead: int
+    stride: int
+    base: int
+
+
+@dataclass(frozen=True)
+class PortableState:
+    """A saved state, opened. What is inside is read when it is asked for."""
+
+    shapes: dict[str, tuple[int, ...]]  # of all parameters, under the names of the model
+    buffers: dict[str, Tensor]
+    moments: tuple[str, ...]  # ("exp_avg", "exp_avg_sq"), ("momentum_buffer",) or none when no step was applied yet
+    counters: Counters
+    _addresses: dict[str, _Address] = field(repr=False)
+    _flat: Callable[[int, int, str], Tensor] = field(repr=False)  # (shard, flat, WEIGHT or a moment) -> 1-d tensor
+
+    def part(self, name: str, *, of: str, first: int, count: int) -> Tensor:
+        """Elements `first` to `first + count` of a flattened parameter, float32 on the CPU; `of`: WEIGHT or a moment.
+
+        It may share memory with the mapped file: copy it, do not write to it.
+        """
+        address = self._addresses[name]
+        pieces: list[Tensor] = []
+        position, end = address.lead + first, address.lead + first + count
+        while position < end:
+            shard, offset = divmod(position, address.stride)
+            length = min(address.stride - offset, end - position)
+            pieces.append(self._flat(shard, address.flat, of).narrow(0, address.base + offset, length))
+            position += length
+        return torch.cat(pieces) if len(pieces) != 1 else pieces[0]
+
+    def whole(self, name: str, *, of: str = WEIGHT) -> Tensor:
+        """A parameter, or a moment of it, in its shape."""
+        shape = self.shapes[name]
+        return self.part(name, of=of, first=0, count=torch.Size(shape).numel()).view(shape)
+
+
+def open_deepspeed(folder: Path, *, zero_stage: int, processes: int, model: nn.Module) -> PortableState:
+    """Open what DeepSpeed saved.
+
+    Args:
+        folder: DeepSpeed's own, with its *.pt files.
+        zero_stage: under which it was saved.
+        processes: how many saved it.
+        model: of the same shape, on any device, sharded by ZeRO 3 or not: names, order and shapes are read.
+
+    Raises:
+        UserError: the state is of another model, or of another number of processes.
+    """
+    if zero_stage == 0:
+        return _open_whole(folder.parent, content=read_state(folder / "mp_rank_00_model_states.pt"), model=model)
+    return _open_sharded(folder, zero_stage=zero_stage, processes=processes, model=model)
+
+
+def open_accelerate(file: Path, *, model: nn.Module) -> PortableState:
+    """Open what the accelerate backend saved; the arguments and errors are those of `open_deepspeed`."""
+    content = read_state(file)
+    return _open_whole(file.parent, content={**content, "module": content["model"]}, model=model)
+
+
+def _open_whole(folder: Path, *, content: dict[str, Any], model: nn.Module) -> PortableState:
+    """One file with everything: torch's state of an optimizer, whose parameters have numbers instead of names."""
+    weights: dict[str, Tensor] = dict(content["module"])
+    buffers = {name: weights.pop(name) for name in content.get("buffer_names", _buffer_names(model))}
+    shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+    _check_fits(shapes, model=model, folder=folder)
+
+    known = {id(parameter): name for name, parameter in model.named_parameters()}
+    groups: Any = parameter_groups(model, weight_decay=0.0)
+    names = [known[id(parameter)] for group in groups for parameter in group["params"]]
+    optimizer = content["optimizer"]
+    if "fp32_groups" in optimizer:  # DeepSpeed's wrapper in half precision
+        masters = [master for group in optimizer["fp32_groups"] for master in group]
+        weights.update(zip(names, masters, strict=True))
+    states = optimizer.get("optimizer_state_dict", optimizer)["state"]
+    moments = _moments(states)
+    by_number = dict(enumerate(names))
+    if missing := [name for number, name in by_number.items() if moments and number not in states]:
+        raise UserError(f"checkpoint {folder} holds no {moments[0]} of {_few(missing)}: take an older one")
+
+    def flat(_: int, number: int, of: str) -> Tensor:
+        tensor = weights[by_number[number]] if of == WEIGHT else states[number][of]
+        return tensor.detach().reshape(-1).to(torch.float32)
+
+    return PortableState(
+        shapes=shapes,
+        buffers=buffers,
+        moments=moments,
+        counters=_counters(content, states=states, loss_scale=_read_loss_scale(optimizer)),
+        _addresses={
+            name: _Address(flat=number, lead=0, stride=max(1, weights[name].numel()), base=0)
+            for number, name in by_number.items()
+        },
+        _flat=flat,
+    )
+
+
+def _open_sharded(folder: Path, *, zero_stage: int, processes: int, model: nn.Module) -> PortableState:
+    """ZeRO 1 to 3: one file of optimizer states a process, and the shapes in the first process's other file."""
+    found = len(list(folder.glob("*_optim_states.pt")))
+    if found != processes:
+        raise UserError(f"checkpoint {folder.parent} has the shards of {found} processes instead of {processes}")
+    prefix = "bf16_" if (folder / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt").exists() else ""
+
+    @cache
+    def shard(rank: int) -> dict[str, Any]:
+        return read_state(folder / f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")["optimizer_state_dict"]
+
+    first = "zero_pp_rank_0_mp_rank_00" if zero_stage == 3 else "mp_rank_00"
+    content = read_state(folder / f"{first}_model_states.pt")
+    groups: list[dict[str, torch.Size]] = content["param_shapes"]
+    shapes = {name: tuple(shape) for group in groups for name, shape in group.items()}
+    _check_fits(shapes, model=model, folder=folder.parent)
+    if zero_stage == 3:
+        flat_key, state_key = "fp32_flat_groups", "optimizer_state_dict"
+        addresses = _addresses_3(groups, processes=processes)
+    else:
+        flat_key, state_key = "single_partition_of_fp32_groups", "base_optimizer_state"
+        addresses = _addresses_1_2(groups, shard=shard(0))
+    states = shard(0)[state_key]["state"]
+
+    def flat(rank: int, number: int, of: str) -> Tensor:
+        content = shard(rank)
+        return (content[flat_key][number] if of == WEIGHT else content[state_key]["state"][number][of]).detach()
+
+    return PortableState(
+        shapes=shapes,
+        buffers={name: content["module"][name] for name in content["buffer_names"]},
+        moments=_moments(states),
+        counters=_counters(content, states=states, loss_scale=_read_loss_scale(vars(shard(0)["loss_scaler"]))),
+        _addresses=addresses,
+        _flat=flat,
+    )
+
+
+def _addresses_1_2(groups: list[dict[str, torch.Size]], *, shard: dict[str, Any]) -> dict[str, _Address]:
+    """A group's parameters one after the other, cut into equal shards; the padding of the first shard is not saved."""
+    addresses: dict[str, _Address] = {}
+    for number, group in enumerate(groups):
+        stride = shard["single_partition_of_fp32_groups"][number].numel() + shard["group_paddings"][number]
+        lead = 0
+        for (name, shape), padding in zip(group.items(), shard["param_alignment_paddings"][number], strict=True):
+            addresses[name] = _Address(flat=number, lead=lead, stride=stride, base=0)
+            lead += shape.numel() + padding
+    return addresses
+
+
+def _addresses_3(groups: list[dict[str, torch.Size]], *, processes: int) -> dict[str, _Address]:
+    """Each parameter cut into equal shards; a group's pieces of one shard lie one after the other."""
+    addresses: dict[str, _Address] = {}
+    for number, group in enumerate(groups):
+        base = 0
+        for name, shape in group.items():
+            stride = -(-shape.numel() // processes)
+            addresses[name] = _Address(flat=number, lead=0, stride=stride, base=base)
+            base += stride
+    return addresses
+
+
+def _check_fits(shapes: Mapping[str, tuple[int, ...]], *, model: nn.Module, folder: Path) -> None:
+    """Refuse a state whose parameters are not exactly the model's."""
+    # Under ZeRO 3 a parameter's own shape is that of nothing.
+    wanted = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in model.named_parameters()}
+    lacking, foreign = sorted(wanted.keys() - shapes.keys()), sorted(shapes.keys() - wanted.keys())
+    reshaped = [name for name in wanted if name in shapes and shapes[name] != wanted[name]]
+    others = [f"{name} is {list(shapes[name])} instead of {list(wanted[name])}" for name in reshaped]
+    said = [
+        *([f"it lacks {_few(lacking)}"] if lacking else []),
+        *([f"it has {_few(foreign)} besides"] if foreign else []),
+        *([_few(others)] if others else []),
+    ]
+    if said:
+        raise UserError(f"checkpoint {folder} is of another model than its recipe says: {'; '.join(said)}")
+
+
+def _few(texts: list[str]) -> str:
+    return ", ".join(texts[:3]) + (f" and {len(texts) - 3} more" if len(texts) > 3 else "")
+
+
+def _buffer_names(model: nn.Module) -> list[str]:
+    parameters = {name for name, _ in model.named_parameters()}
+    return [name for name in model.state_dict() if name not in parameters]
+
+
+def _moments(states: Mapping[int, Mapping[str, Any]]) -> tuple[str, ...]:
+    first = next(iter(states.values()), {})
+    return tuple(key for key, value in first.items() if key != _STEP and value is not None)
+
+
+def _counters(
+    content: Mapping[str, Any], *, states: Mapping[int, Mapping[str, Any]], loss_scale: LossScale | None
+) -> Counters:
+    step = next(iter(states.values()), {}).get(_STEP)
+    return Counters(
+        optimizer_step=None if step is None else float(step),
+        global_steps=content.get("global_steps", 0),
+        global_samples=content.get("global_samples", 0),
+        skipped_steps=content.get("skipped_steps", 0),
+        loss_scale=loss_scale,
+    )
+
+
+def _read_loss_scale(scaler: Mapping[str, Any]) -> LossScale | None:
+    """From the attributes of DeepSpeed's scaler (ZeRO 1 to 3), or the entries of its wrapper's state (ZeRO 0)."""
+    if not scaler.get("dynamic", scaler.get("dynamic_loss_scale", False)):
+        return None
+    return LossScale(
+        scale=scaler["cur_scale"],
+        iteration=scaler["cur_iter"],
+        last_overflow=scaler["last_overflow_iter"],
+        hysteresis=scaler.get("cur_hysteresis"),
+    )

@@ -1,0 +1,145 @@
+"""Slow ranks: how long each one takes for its own part of a step, compared over all of them.
+
+The time of a whole step tells nothing, because everyone waits for the slowest. So what is measured is what a rank does
+alone: it gets its batch and does its forward pass. On a GPU the forward pass is timed by events in its stream, which
+are read only when the ranks compare; on a CPU by the clock.
+
+Cost: two events a micro-batch and one exchange of a number at each comparison. Under ZeRO-3 the forward pass itself
+waits for the others' weights, so there it is left out, and a slow rank shows through its batches alone.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from pipeline.ranks.group import Ranks
+
+_NOISE_SECONDS = 0.005  # a rank that is slower by less does no harm, whatever the factor
+_WINDOWS_IN_A_ROW = 2  # one slow window may be anything
+_MOST_EVENTS = 1000  # pairs kept between two comparisons; the first ones stand for the rest
+
+
+@dataclass(frozen=True)
+class Slowest:
+    """The slowest rank between two comparisons."""
+
+    rank: int
+    host: str
+    seconds: float  # its own, per micro-batch
+    usual_seconds: float  # the median rank's
+    ratio: float  # of the two
+    windows: int  # in a row in which this rank was slow; 0: it is not
+    is_news: bool  # slow for long enough to be told, and not told yet
+
+    def describe(self) -> str:
+        """For the screen."""
+        return (
+            f"rank {self.rank} (host {self.host}) is slow: it takes {self.seconds:.3f} s for its own part of a "
+            f"micro-batch (reading, forward pass), {self.ratio:.1f} times the median rank's {self.usual_seconds:.3f} s"
+        )
+
+
+class Pace:
+    """Measures this rank, and compares all.
+
+    Args:
+        host: of this process.
+        device: where the forward pass runs.
+        factor: a rank is slow if it takes so many times as long as the median rank, and 5 ms more.
+        forward: whether the forward pass is this rank's own, or waits for others.
+    """
+
+    def __init__(
+        self, *, host: str, device: torch.device, factor: float, forward: Literal["own", "shared"] = "own"
+    ) -> None:
+        self._forward = forward
+        self._host = host
+        self._on_gpu = device.type == "cuda"
+        self._factor = factor
+        self._hosts: list[str] = []
+        self._windows: list[int] = []
+        self._told: set[int] = set()
+        self._begin_window()
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Time in here is this rank's: getting a batch."""
+        start = time.perf_counter()
+        yield
+        self._reading_seconds += time.perf_counter() - start
+        self._readings += 1
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Time in here is this rank's: the forward pass."""
+        if self._forward == "shared":
+            yield
+        elif not self._on_gpu:
+            start = time.perf_counter()
+            yield
+            self._computing_seconds += time.perf_counter() - start
+            self._computings += 1
+        elif len(self._events) < _MOST_EVENTS:
+            before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            before.record()
+            yield
+            after.record()
+            self._events.append((before, after))
+        else:
+            yield
+
+    def judge(self, ranks: Ranks) -> Slowest | None:
+        """Compare what was measured since the last time; collective, the same answer on all ranks.
+
+        Returns:
+            The slowest rank; None for a single process, or when some rank has measured nothing.
+        """
+        mine = self._own_seconds()
+        self._begin_window()
+        if ranks.place.world_size == 1:
+            return None
+        if not self._hosts:
+            self._hosts = [str(host) for host in ranks.gather_objects(self._host)]
+            self._windows = [0] * len(self._hosts)
+        seconds = ranks.gather(torch.tensor([mine], dtype=torch.float64)).flatten().tolist()
+        return self._compare(seconds) if min(seconds) > 0 else None
+
+    def _compare(self, seconds: list[float]) -> Slowest:
+        usual = sorted(seconds)[(len(seconds) - 1) // 2]  # of two ranks the faster: the slow one must not hide itself
+        for rank, own in enumerate(seconds):
+            slow = own > self._factor * usual and own - usual > _NOISE_SECONDS
+            self._windows[rank] = self._windows[rank] + 1 if slow else 0
+            if not slow:
+                self._told.discard(rank)
+        # Of several slow ranks the slowest that has not been told yet.
+        due = [r for r, n in enumerate(self._windows) if n >= _WINDOWS_IN_A_ROW and r not in self._told]
+        slowest = max(due or range(len(seconds)), key=lambda rank: seconds[rank])
+        self._told.update(due and [slowest])
+        return Slowest(
+            rank=slowest,
+            host=self._hosts[slowest],
+            seconds=seconds[slowest],
+            usual_seconds=usual,
+            ratio=seconds[slowest] / usual,
+            windows=self._windows[slowest],
+            is_news=bool(due),
+        )
+
+    def _begin_window(self) -> None:
+        self._reading_seconds = self._computing_seconds = 0.0
+        self._readings = self._computings = 0
+        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    def _own_seconds(self) -> float:
+        """The mean of a micro-batch; 0 when nothing was measured."""
+        if self._events:
+            self._events[-1][1].synchronize()
+            self._computing_seconds = sum(before.elapsed_time(after) for before, after in self._events) / 1000
+            self._computings = len(self._events)
+        return self._reading_seconds / max(1, self._readings) + self._computing_seconds / max(1, self._computings)

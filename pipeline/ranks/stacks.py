@@ -1,0 +1,111 @@
+"""Where the processes of a run stand in their code: SIGUSR2 makes a rank add the stacks of all its threads to a file.
+
+The dump is faulthandler's, made by the signal's handler in C: it works while the main thread computes, waits, or holds
+the interpreter's lock in a C call. Anybody may send the signal, at any time; it disturbs nothing.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import re
+import signal
+import sys
+import threading
+from contextlib import suppress
+from pathlib import Path
+
+DUMP_SIGNAL = signal.SIGUSR2
+_INNERMOST_FRAMES, _OWN_FRAMES = 4, 6  # shown in a message
+_OUTERMOST = (" in <module>", " in _run_module_as_main", "  ...")  # the last: faulthandler shows 100 frames at most
+_OWN_PACKAGES = ("data_shards", "launch", "model", "pipeline")
+_ROOT = Path(__file__).resolve().parents[2]
+
+# A main thread whose innermost Python frame is in one of these waits for other ranks, or may do so.
+_WAITING_FILES = re.compile(
+    r"torch/distributed/|deepspeed/comm/|pipeline/ranks\.py$|torch/autograd/(graph|__init__)\.py$|torch/_tensor\.py$"
+)
+_WAITING_FUNCTIONS = re.compile(r"wait|synchronize|barrier")  # DeepSpeed's, around the handles of collectives
+_DEEPSPEED = re.compile(r"/deepspeed/")
+
+
+class StackDumps:
+    """This process's dumps: on SIGUSR2 from `open` on, and on request.
+
+    Args:
+        path: a file to add to.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._descriptor: int | None = None
+
+    def open(self) -> None:
+        """Begin to listen; in the main thread. Where the file cannot be made, dumps go to the standard error."""
+        try:
+            self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        except OSError:
+            self._descriptor = os.dup(2)
+        signal.signal(DUMP_SIGNAL, signal.SIG_IGN)  # what `close` goes back to: a late signal must not kill
+        faulthandler.register(DUMP_SIGNAL, file=self._descriptor, all_threads=True)
+
+    def dump(self) -> None:
+        """Add this process's own stacks."""
+        if self._descriptor is not None:
+            faulthandler.dump_traceback(file=self._descriptor, all_threads=True)
+
+    def close(self) -> None:
+        """Ignore the signal from now on; a file to which nothing was added is removed."""
+        if self._descriptor is None:
+            return
+        faulthandler.unregister(DUMP_SIGNAL)
+        size = os.fstat(self._descriptor).st_size
+        os.close(self._descriptor)
+        self._descriptor = None
+        if not size:
+            with suppress(OSError):
+                self._path.unlink()
+
+
+def stack_file(folder: Path, rank: int) -> Path:
+    """Where a rank's stacks go."""
+    return folder / f"stack-rank-{rank}.txt"
+
+
+def stack_excerpt(text: str, *, thread: int) -> list[str]:
+    """The lines of one thread in a dump that matter: the innermost, and those in this project; innermost first."""
+    lines = _lines_of(thread, text)
+    own = [
+        line for line in lines[_INNERMOST_FRAMES:] if any(f"{_ROOT}/{package}/" in line for package in _OWN_PACKAGES)
+    ]
+    return lines[:_INNERMOST_FRAMES] + own[:_OWN_FRAMES]
+
+
+def is_whole(text: str, *, main_thread: int) -> bool:
+    """Whether a dump, which is written piece by piece, has got to the outermost frame of the main thread: its end."""
+    return bool((_lines_of(main_thread, text) or [""])[-1].endswith(_OUTERMOST))
+
+
+def _lines_of(thread: int, text: str) -> list[str]:
+    """The frames of one thread; of several dumps the last one's."""
+    lines: list[str] = []
+    inside = False
+    for line in text.splitlines():
+        if not line.startswith("  "):
+            inside = int((re.findall(r"0x([0-9a-f]+)", line) or ["0"])[0], 16) == thread
+            lines = [] if inside else lines
+        elif inside:
+            lines.append(line)
+    return lines
+
+
+def main_thread_waits() -> bool:
+    """Whether the main thread is inside a call that waits for other ranks; to be asked from another thread."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    return frame is not None and _waits(frame.f_code.co_filename, function=frame.f_code.co_name)
+
+
+def _waits(file: str, *, function: str) -> bool:
+    if _WAITING_FILES.search(file):
+        return True
+    return bool(_DEEPSPEED.search(file) and _WAITING_FUNCTIONS.search(function))

@@ -1,0 +1,145 @@
+"""The recipe's part about data: which shards, how they are read, what is done to the images.
+
+Sets without a manifest (other tools' tars) say where their labels lie; several training sets are mixed by weight.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, PlainSerializer, field_validator, model_validator
+
+from data_shards.images.names import MOST_PIXELS, USUAL_MOST_PIXELS, DecoderName
+from data_shards.store.location import shown
+from pipeline.recipe.base import BytesText, Strict
+
+# A tenth of the work on a photograph is Python; with more threads they, and the training loop, wait for one another.
+_MOST_THREADS = 4
+
+WorkerKind = Literal["thread", "process"]  # as in data_shards.loading.workers, which needs torch
+
+
+class ShardsConfig(Strict):
+    """One set of shards; where only `shards` is needed, the text alone will do."""
+
+    shards: str = Field(min_length=1)
+    """A folder or URL with a manifest, or of tars (`folder/`, `s3://bucket/train-{000..127}.tar`, `pipe:COMMAND`).
+    A command is written into the run folder and MLflow as it is: name secrets in it by `$VARIABLE`."""
+    weight: float | None = Field(default=None, gt=0)
+    """Share of the training images that come from this set, relative to the others; default: its size."""
+    label: str | None = None
+    """For tars without a manifest: cls, txt or json:KEY, the member (and key) that holds the label."""
+    kind: Literal["single", "multi"] = "single"
+    """For tars without a manifest: one label an image, or a list."""
+    classes: str | None = None
+    """For tars without a manifest: a file with the classes' names; default: the labels that are found."""
+
+    @field_validator("shards")
+    @classmethod
+    def _no_secrets(cls, shards: str) -> str:
+        if not shards.startswith("pipe:") and shown(shards) != shards:
+            raise ValueError(
+                f"{shown(shards)} was given with a password or a query string, which would be written into the run "
+                "folder and MLflow: leave it out, and give credentials in the environment, ~/.netrc or ~/.aws"
+            )
+        return shards
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the location says it all."""
+        return self == ShardsConfig(shards=self.shards)
+
+
+def _one(value: Any) -> Any:
+    return {"shards": value} if isinstance(value, str) else value
+
+
+def _some(value: Any) -> Any:
+    if value == []:
+        raise ValueError("the list is empty: name at least one set of shards")
+    return [_one(each) for each in (value if isinstance(value, list | tuple) else [value])]
+
+
+def _short(value: ShardsConfig) -> Any:
+    return value.shards if value.is_plain else value.model_dump(exclude_defaults=True)
+
+
+def _all_short(value: tuple[ShardsConfig, ...]) -> Any:
+    return _short(value[0]) if len(value) == 1 else [_short(each) for each in value]
+
+
+OneSet = Annotated[ShardsConfig, BeforeValidator(_one), PlainSerializer(_short)]
+SomeSets = Annotated[tuple[ShardsConfig, ...], BeforeValidator(_some), PlainSerializer(_all_short)]
+
+
+class CacheRecipe(Strict):
+    """Where shards that are not local files are kept on a node; all its processes share it."""
+
+    folder: str | None = None
+    """Default: shardvit-cache-USER in the folder for temporary files ($TMPDIR or /tmp)."""
+    limit: BytesText = "100 GB"
+    """The least recently used shards are removed beyond this."""
+
+
+class DataConfig(Strict):
+    """How the training stream is laid out and read."""
+
+    lanes: Annotated[int, Field(ge=1, le=2**16)] | Literal["auto"] = "auto"
+    """Spans of an epoch; divides the global batch; the processes divide it. auto: the largest divisor up to 256."""
+    shuffle_window_images: int = Field(default=16384, ge=1, le=2**31)
+    """Images of a lane that are shuffled among themselves."""
+    workers: int = Field(default=0, ge=0, le=1024)
+    """How many of a rank read and decode ahead."""
+    worker_kind: Literal["auto", "thread", "process"] = "auto"
+    """What they are; the same samples either way. auto: threads up to 4, which start faster and share memory."""
+    max_corrupt_share: float = Field(default=0.001, ge=0, le=1)
+    """Share of a set's images that may turn out damaged (others are trained on instead); above it the run stops."""
+    max_image_pixels: int = Field(default=USUAL_MOST_PIXELS, ge=1, le=MOST_PIXELS)
+    """Images of more pixels count as damaged, and are not decoded: it takes up to 17 bytes a pixel, in each worker."""
+    decoder: DecoderName = "auto"
+    """auto: nvImageCodec on the CPU where it is installed, which decodes only the crop; gpu: its GPU engine."""
+    cache: CacheRecipe = CacheRecipe()
+
+    @property
+    def kind_of_workers(self) -> WorkerKind:
+        """`worker_kind`, with auto decided."""
+        if self.worker_kind == "auto":
+            return "thread" if self.workers <= _MOST_THREADS else "process"
+        return self.worker_kind
+
+
+class RandAugmentConfig(Strict):
+    """RandAugment(n, m): n operations of strength m on each image (arXiv 1909.13719; timm's operations)."""
+
+    num_ops: int = Field(default=2, ge=1, le=10)
+    magnitude: int = Field(ge=0, le=30)
+
+
+class AugmentConfig(Strict):
+    """The random-resized crop and flip, whose defaults are Google's, and stronger augmentation, off by default."""
+
+    crop_area: tuple[float, float] = (0.05, 1.0)
+    """Smallest and largest share of the image's area in a crop."""
+    crop_ratio: tuple[float, float] = (3 / 4, 4 / 3)
+    """Smallest and largest width/height of a crop."""
+    interpolation: Literal["bilinear", "bicubic"] = "bilinear"
+    """Of the crop's resize, antialiased either way."""
+    flip: float = Field(default=0.5, ge=0, le=1)
+    """Share of the images mirrored; 0 where left and right have a meaning."""
+    rand_augment: RandAugmentConfig | None = None
+    mixup_alpha: float = Field(default=0.0, ge=0)
+    """Beta(alpha, alpha) of mixup; 0 does not mix."""
+    cutmix_alpha: float = Field(default=0.0, ge=0)
+    """Beta(alpha, alpha) of CutMix; 0 does not paste."""
+    cutmix_share: float = Field(default=0.5, ge=0, le=1)
+    """Share of the batches that get CutMix, where both are on."""
+
+    @model_validator(mode="after")
+    def _ranges(self) -> AugmentConfig:
+        if not 0 < self.crop_area[0] <= self.crop_area[1] <= 1:
+            raise ValueError("crop_area must be two shares in ascending order, above 0 and at most 1")
+        if not 0 < self.crop_ratio[0] <= self.crop_ratio[1]:
+            raise ValueError("crop_ratio must be two positive numbers in ascending order")
+        if self.cutmix_share != 0.5 and not (self.mixup_alpha and self.cutmix_alpha):
+            raise ValueError("cutmix_share chooses between mixup and CutMix: set both alphas, or leave it out")
+        return self

@@ -1,0 +1,130 @@
+"""The arithmetic of one stage on a number of processes: batches, steps, epochs; and every check that needs no GPU.
+
+Pure, given the manifests. It runs before anything is launched, and again on every rank, and it is where a wrong size
+is found: the message names the key and values that fit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from data_shards.errors import UserError
+from data_shards.order import check_sizes, check_world_size
+from pipeline.recipe.duration import in_steps, parse_duration
+from pipeline.recipe.schema import Recipe, StageName
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """What follows from a recipe, the shards and the number of processes."""
+
+    world_size: int
+    global_batch_images: int
+    micro_batch_size: int  # images of one process in one forward pass
+    accumulation_steps: int  # forward passes of one process in one optimizer step
+    lanes: int
+    total_steps: int
+    warmup_steps: int
+    log_steps: int
+    eval_steps: int
+    save_steps: int
+    samples_per_epoch: int
+    patch_dropout_steps: int = 0  # from then on all patches are there
+    keep_steps: int = 0  # checkpoints at multiples of this stay for good
+
+    def evaluates_after(self, step: int) -> bool:
+        """Whether an evaluation falls due once so many steps are done.
+
+        After the last step always. What would come a single step before that, or a tenth of the interval, is left to
+        it: 25% of 101 steps are 25, and neither 100 and 101 nor one epoch that is rounded down a hundred times tells
+        anything twice.
+        """
+        left = self.total_steps - step
+        if left == 0 or self.eval_steps == 1:
+            return True
+        return self.eval_steps > 0 and step % self.eval_steps == 0 and left > max(1, self.eval_steps // 10)
+
+    def describe(self) -> str:
+        """The sum, for the screen."""
+        images = self.total_steps * self.global_batch_images
+        return (
+            f"global batch {self.global_batch_images} = {self.world_size} processes x {self.accumulation_steps} "
+            f"accumulation x {self.micro_batch_size} images; {self.total_steps:,} steps = {images:,} images "
+            f"= {images / self.samples_per_epoch:.1f} epochs of {self.samples_per_epoch:,}; {self.lanes} lanes"
+        )
+
+
+def plan_stage(recipe: Recipe, *, stage: StageName, samples_per_epoch: int, world_size: int) -> StagePlan:
+    """Derive a training stage's numbers.
+
+    Raises:
+        UserError: sizes that do not fit together.
+    """
+    config = recipe.train_stage(stage)
+    lanes = recipe.lanes(config)
+    if 0 < samples_per_epoch < config.global_batch_size:
+        raise UserError(
+            f"stages.{stage}.global_batch_size is {config.global_batch_size:,}, but the training set has only "
+            f"{samples_per_epoch:,} images, which each step would see more than once: set it to "
+            f"{1 << (samples_per_epoch.bit_length() - 1)}, or less"
+        )
+    check_sizes(
+        samples_per_epoch,
+        lanes=lanes,
+        global_batch_images=config.global_batch_size,
+        window_images=recipe.data.shuffle_window_images,
+    )
+    if config.global_batch_size % world_size:
+        raise UserError(
+            f"stages.{stage}.global_batch_size {config.global_batch_size} does not divide among {world_size} "
+            f"processes: use a multiple of {world_size}, or another number of processes"
+        )
+    check_world_size(lanes, world_size=world_size)
+    per_process = config.global_batch_size // world_size
+    accumulation = _accumulation(per_process, most=recipe.engine.max_micro_batch_size)
+
+    def steps(text: str, *, of: int | None = None) -> int:
+        return in_steps(
+            parse_duration(text),
+            global_batch_images=config.global_batch_size,
+            samples_per_epoch=samples_per_epoch,
+            total_steps=of,
+        )
+
+    try:
+        total = steps(config.duration)
+    except ValueError as error:
+        raise UserError(f"stages.{stage}.duration: {error}") from error
+    if total == 0:
+        raise UserError(f"stages.{stage}.duration is nothing: give at least one step")
+    warmup = steps(config.schedule.warmup, of=total)
+    if warmup >= total:
+        raise UserError(
+            f"stages.{stage}.schedule.warmup takes {warmup} of {total} steps: make it shorter than the duration"
+        )
+    unmasked = steps(config.unmasked_finish, of=total)
+    if config.patch_dropout and unmasked >= total:
+        raise UserError(
+            f"stages.{stage}.unmasked_finish takes {unmasked} of {total} steps, and nothing is left for "
+            "patch_dropout: make it shorter than the duration"
+        )
+    return StagePlan(
+        world_size=world_size,
+        global_batch_images=config.global_batch_size,
+        micro_batch_size=per_process // accumulation,
+        accumulation_steps=accumulation,
+        lanes=lanes,
+        total_steps=total,
+        warmup_steps=warmup,
+        log_steps=steps(config.log_every, of=total),
+        eval_steps=steps(config.eval_every, of=total),
+        save_steps=steps(config.save_every, of=total),
+        samples_per_epoch=samples_per_epoch,
+        patch_dropout_steps=total - unmasked if config.patch_dropout else 0,
+        keep_steps=steps(config.keep_every, of=total),
+    )
+
+
+def _accumulation(per_process: int, *, most: int) -> int:
+    """The fewest equal micro-batches of at most `most` images."""
+    return next(n for n in range(1, per_process + 1) if per_process % n == 0 and per_process // n <= most)

@@ -1,0 +1,51 @@
+"""The best evaluation of a stage, where it was not the last one. Pure, but for one look for a checkpoint.
+
+Kept in a record's results beside the last evaluation, under keys that begin with "best/".
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from pipeline.checkpoint.identity import FOLDER_PREFIX
+from pipeline.report.metrics_log import MetricRow
+
+SCORES = {"val/top1": "top-1", "val/accuracy": "accuracy"}  # on the screen
+_NAMES = {**SCORES, "val/loss": "loss"}
+_STEP = "best/step"
+
+
+def best_results(rows: Iterable[MetricRow], *, last: Mapping[str, float], by: str) -> dict[str, float]:
+    """The step and value of the best evaluation; empty: none was better than the last.
+
+    Args:
+        rows: of metrics.jsonl.
+        last: the last evaluation.
+        by: its key that is compared; of a loss less is better.
+    """
+    sign = -1.0 if by.endswith("loss") else 1.0
+    known = [(row.metrics[by], row.step) for row in rows if not math.isnan(row.metrics.get(by, math.nan))]
+    if not known:
+        return {}
+    value, step = max(known, key=lambda found: (sign * found[0], found[1]))
+    if sign * value <= sign * last.get(by, math.nan):
+        return {}
+    return {_STEP: float(step), f"best/{by}": value}
+
+
+def describe_best(results: Mapping[str, float], *, stage: str, checkpoints: Path) -> str:
+    """Where the best evaluation was and how to keep its weights; empty: the last one was the best."""
+    for key, name in _NAMES.items():
+        if f"best/{key}" in results and _STEP in results:
+            step = int(results[_STEP])
+            folder = checkpoints / f"{FOLDER_PREFIX}{step:08d}"
+            what = "loss" if key == "val/loss" else "score"
+            kept = (
+                f"its checkpoint is {folder}"
+                if folder.is_dir()
+                else f"keep_best: {what} in stages.{stage} keeps its checkpoint, from --restart {stage} on"
+            )
+            return f"the best held-out {name} was {results[f'best/{key}']:.4f} after step {step:,}: {kept}"
+    return ""

@@ -1,0 +1,269 @@
+"""The law of the project: one stream of augmented samples, whatever the processes, workers, micro-batches, restarts."""
+
+import io
+import math
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from data_shards.errors import UserError
+from data_shards.images.decode import read_image
+from data_shards.images.rand_augment import RandAugment
+from data_shards.images.transforms import DRAWS_PER_SAMPLE, EvalTransform
+from data_shards.loading import loader
+from data_shards.loading.assemble import Access
+from data_shards.loading.loader import EvalBatches, TrainLoader, eval_batches
+from data_shards.order import Order
+from data_shards.randomness import uniforms
+from data_shards.shard_reader import ShardReader
+from data_shards.shard_set import ShardSet
+from data_shards.tars.tar_index import open_index
+from tests.data_shards.streams import (
+    GLOBAL_BATCH,
+    SEED,
+    SIZE,
+    STEPS,
+    TRANSFORM,
+    Seen,
+    global_batches,
+    make_order,
+    micro_batches,
+    pack_noise,
+    seen,
+    train_batches,
+)
+
+# torch tells machines with fewer cores than workers; that is not what these tests are about.
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> ShardSet:
+    """61 noise images of many sizes in 7 shards: nothing divides anything. 50 steps are 6.6 epochs."""
+    return pack_noise(tmp_path_factory.mktemp("noise"), count=61, samples_per_shard=9)
+
+
+@pytest.fixture(scope="module")
+def reference(shards: ShardSet) -> list[list[Seen]]:
+    """Computed without a loader, batch or rank, a sample at a time."""
+    order, reader, steps = make_order(shards), ShardReader(shards), []
+    for step in range(STEPS):
+        visits, batch = order.rank_batch(step, rank=0, world_size=1), []
+        for at in range(GLOBAL_BATCH):
+            shard, row, epoch, sample = (
+                int(column[at]) for column in (visits.shard, visits.row, visits.epoch, visits.sample)
+            )
+            raw = reader.read(shard, row=row)
+            draws = uniforms(3, SEED, epoch, sample, draws=DRAWS_PER_SAMPLE)[0]
+            square, mirrored = TRANSFORM(read_image(raw.image), draws=draws)
+            batch.append(Seen(raw.key, *raw.labels, sample, epoch, mirrored, square.tobytes()))
+        steps.append(batch)
+    reader.close()
+    return steps
+
+
+# ---- one stream
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("workers", [0, 1, 3])
+def test_the_first_50_global_batches_are_the_same_for_all(
+    shards: ShardSet, reference: list[list[Seen]], world_size: int, workers: int
+):
+    accumulation_steps = {0: 1, 1: 2, 3: 1}[workers]
+    found = global_batches(shards, world_size=world_size, accumulation_steps=accumulation_steps, workers=workers)
+    assert found == reference
+
+
+@pytest.mark.parametrize("rand_augment", [None, RandAugment(num_ops=2, magnitude=9)])
+def test_worker_threads_do_not_change_the_stream(shards: ShardSet, rand_augment: RandAugment | None):
+    transform = replace(TRANSFORM, rand_augment=rand_augment)
+    alone = global_batches(shards, world_size=1, transform=transform)
+    assert alone == global_batches(shards, world_size=2, transform=transform, workers=3, kind="thread")
+
+
+@pytest.mark.parametrize("planned_images", [1, 24, 100])
+@pytest.mark.parametrize("options", [{"accumulation_steps": 2}, {"workers": 2, "kind": "thread"}])
+def test_how_much_is_planned_at_once_does_not_change_the_stream(
+    shards: ShardSet,
+    reference: list[list[Seen]],
+    monkeypatch: pytest.MonkeyPatch,
+    planned_images: int,
+    options: dict[str, Any],
+):
+    monkeypatch.setattr(loader, "_PLANNED_IMAGES", planned_images)
+    assert global_batches(shards, world_size=2, **options) == reference
+
+
+@pytest.mark.parametrize(("world_size", "accumulation_steps"), [(1, 2), (1, 4), (1, 8), (2, 2), (2, 4), (4, 2)])
+def test_micro_batches_do_not_change_the_stream(
+    shards: ShardSet, reference: list[list[Seen]], world_size: int, accumulation_steps: int
+):
+    found = global_batches(shards, world_size=world_size, accumulation_steps=accumulation_steps)
+    assert found == reference
+
+
+def test_the_stream_is_what_it_is_meant_to_be(shards: ShardSet, reference: list[list[Seen]]):
+    """Guards the reference: every sample once an epoch, its own label, another crop each time, half of them flipped."""
+    order = make_order(shards)
+    stream = [one for step in reference for one in step]
+    for epoch in range(6):
+        assert sorted(one.sample for one in stream if one.epoch == epoch) == list(range(61))
+    assert all(shards.classes[one.label] == one.key.split("_")[0] for one in stream)
+    assert [[one.sample for one in step] for step in reference] == [
+        order.rank_batch(step, rank=0, world_size=1).sample.tolist() for step in range(STEPS)
+    ]
+    looks = {(one.sample, one.pixels) for one in stream}
+    assert len(looks) > 0.95 * len(stream)  # the smallest images may be cropped alike twice
+    assert 0.4 < np.mean([one.mirrored for one in stream]) < 0.6  # 400 of them: 4 standard deviations
+
+
+def test_another_seed_is_another_stream(shards: ShardSet, reference: list[list[Seen]]):
+    other = [one for batch in micro_batches(shards, seed=SEED + 1) for one in seen(batch)]
+    stream = [one for step in reference for one in step]
+    assert sum(a.key == b.key for a, b in zip(stream, other, strict=True)) < 30  # 1 in 61 by chance
+    # The crops are others as well, not only in another order.
+    pixels = {(one.sample, one.epoch): one.pixels for one in stream}
+    both = [one for one in other if (one.sample, one.epoch) in pixels]
+    assert sum(pixels[one.sample, one.epoch] == one.pixels for one in both) < 0.05 * len(both)
+
+
+# ---- resuming
+
+
+def test_resuming_at_any_step_begins_with_that_step(shards: ShardSet, reference: list[list[Seen]]):
+    for step in range(STEPS):
+        first = next(micro_batches(shards, start_step=step))
+        assert seen(first) == reference[step]
+
+
+@pytest.mark.parametrize(("step", "workers"), [(7, 0), (8, 0), (23, 1), (49, 0), (50, 0)])
+def test_the_resumed_stream_is_the_tail(shards: ShardSet, reference: list[list[Seen]], step: int, workers: int):
+    """Step 7 holds the end of epoch 0 and the beginning of epoch 1; 50 is the end."""
+    assert {one.epoch for one in reference[7]} == {0, 1}
+    tail = [[], *([] for _ in reference[step + 1 :])] if step < STEPS else []
+    for rank in (0, 1):
+        stream = micro_batches(shards, rank=rank, world_size=2, accumulation_steps=2, workers=workers, start_step=step)
+        for number, batch in enumerate(stream):
+            tail[number // 2] += seen(batch)
+    assert tail == reference[step:]
+
+
+# ---- evaluation
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("batch_size", [1, 3, 7, 64])
+def test_evaluation_counts_every_sample_once_and_ranks_make_equally_many_batches(
+    shards: ShardSet, world_size: int, batch_size: int
+):
+    counted: list[tuple[int, str]] = []
+    lengths = set()
+    for rank in range(world_size):
+        dataset = EvalBatches(
+            Access(shards),
+            transform=EvalTransform(SIZE),
+            rank=rank,
+            world_size=world_size,
+            batch_size=batch_size,
+        )
+        batches = list(eval_batches(dataset, workers=0))
+        lengths.add(len(batches))
+        assert len(dataset) == len(batches)
+        for batch in batches:
+            assert len(batch.keys) == batch_size and not batch.mirrored.any() and not batch.epochs.any()
+            samples = zip(batch.samples.tolist(), batch.keys, batch.counted.tolist(), strict=True)
+            counted += [(sample, key) for sample, key, one_counts in samples if one_counts]
+    keys = [key for entry in shards.shards for key in open_index(Path(entry.url)).keys]
+    assert counted == list(enumerate(keys))
+    assert lengths == {math.ceil(math.ceil(61 / world_size) / batch_size)}  # no batch more than the longest part needs
+
+
+def test_a_rank_without_a_sample_of_its_own_pads(tmp_path: Path):
+    small = pack_noise(tmp_path, count=6, samples_per_shard=2)
+    counted, batches = [], []
+    for rank in range(5):
+        dataset = EvalBatches(Access(small), transform=EvalTransform(SIZE), rank=rank, world_size=5, batch_size=3)
+        for batch in eval_batches(dataset, workers=0):
+            counted += batch.samples[batch.counted].tolist()
+            batches.append(rank)
+    assert counted == list(range(6)) and batches == [0, 1, 2, 3, 4]
+
+
+def test_evaluation_shows_the_whole_image_and_workers_change_nothing(shards: ShardSet):
+    dataset = EvalBatches(Access(shards), transform=EvalTransform(SIZE), rank=0, world_size=2, batch_size=4)
+    alone = [seen(batch) for batch in eval_batches(dataset, workers=0)]
+    assert alone == [seen(batch) for batch in eval_batches(dataset, workers=1)]
+    assert alone == [seen(batch) for batch in eval_batches(dataset, workers=3, kind="thread")]
+    reader = ShardReader(shards)
+    for one in (one for batch in alone for one in batch):
+        shard, row = divmod(one.sample, 9)
+        if shards.shards[shard].num_samples == 9 and reader.read(shard, row=row).image[:2] != b"\xff\xd8":
+            assert np.array(Image.open(io.BytesIO(reader.read(shard, row=row).image))).shape[2] == 3
+            assert EvalTransform(SIZE)(read_image(reader.read(shard, row=row).image)).tobytes() == one.pixels
+
+
+# ---- state
+
+
+def test_a_state_of_a_few_numbers_goes_on_anywhere(shards: ShardSet, reference: list[list[Seen]]):
+    """Saved in mid-step by one process with workers, taken up by two without."""
+    loader = TrainLoader(train_batches(shards, accumulation_steps=2), stop_step=STEPS, workers=1)
+    for _ in range(2 * 13 + 1):
+        next(loader)
+    state = loader.state_dict()
+    loader.close()
+    assert {name: value for name, value in state.items() if name != "order"} == {
+        "images_seen": 13 * GLOBAL_BATCH,
+        "global_batch_images": GLOBAL_BATCH,
+        "lanes": 4,
+        "seed": SEED,
+        "shards": shards.digest,
+    }
+    found: list[list[Seen]] = [[] for _ in range(STEPS - 13)]
+    for rank in (0, 1):
+        other = TrainLoader(train_batches(shards, rank=rank, world_size=2), stop_step=STEPS)
+        other.load_state_dict(state)
+        for number, batch in enumerate(other):
+            found[number] += seen(batch)
+    assert found == reference[13:]
+
+
+def test_a_state_can_be_loaded_in_mid_stream_and_backwards(shards: ShardSet, reference: list[list[Seen]]):
+    loader = TrainLoader(train_batches(shards), stop_step=STEPS)
+    begin = loader.state_dict()
+    for step in range(5):
+        assert seen(next(loader)) == reference[step]
+    loader.load_state_dict(begin)
+    assert [seen(batch) for batch in loader] == reference
+
+
+def test_the_state_of_another_stream_is_refused(shards: ShardSet):
+    loader = TrainLoader(train_batches(shards), stop_step=STEPS)
+    for name, value in {"seed": 12, "shards": "another", "lanes": 2, "global_batch_images": 4}.items():
+        with pytest.raises(UserError, match=name):
+            loader.load_state_dict({**loader.state_dict(), name: value})
+    other = train_batches(shards)
+    other.order = Order(shards.shard_sizes, seed=SEED, lanes=4, global_batch_images=GLOBAL_BATCH, window_images=11)
+    with pytest.raises(UserError, match="order"):
+        TrainLoader(other, stop_step=STEPS).load_state_dict(loader.state_dict())
+    with pytest.raises(UserError, match="no multiple of the global batch 8"):
+        loader.load_state_dict({**loader.state_dict(), "images_seen": 12})
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_loading_does_not_move_the_global_random_numbers(shards: ShardSet, workers: int):
+    torch.manual_seed(5)
+    before = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
+    list(micro_batches(shards, workers=workers, stop_step=3))
+    dataset = EvalBatches(Access(shards), transform=EvalTransform(SIZE), rank=0, world_size=1, batch_size=30)
+    list(eval_batches(dataset, workers=workers))
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert np.random.get_state()[1].tolist() == before[1]
+    assert random.getstate() == before[2]

@@ -1,0 +1,145 @@
+"""The processes that read ahead: deaf to a job's signals, ended with their rank, named when they die."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from data_shards.errors import WorkerDied
+from data_shards.loading.loader import TrainLoader
+from data_shards.shard_set import ShardSet
+from tests.data_shards.opened import wait_until
+from tests.data_shards.streams import pack_noise, train_batches
+
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> ShardSet:
+    return pack_noise(tmp_path_factory.mktemp("noise"), count=20, samples_per_shard=5)
+
+
+class _Deadly:
+    """The stream, but whoever comes to `fatal` is killed, as by the kernel or a decoder's crash."""
+
+    def __init__(self, shards: ShardSet, *, fatal: int, number: signal.Signals) -> None:
+        self._batches = train_batches(shards)
+        self.order, self.layout, self.access = self._batches.order, self._batches.layout, self._batches.access
+        self.seed, self._fatal, self._signal = self._batches.seed, fatal, number
+        self.rows_beyond = 0
+
+    def __getitem__(self, number: int) -> object:
+        batch = self._batches[number]
+        if number == self._fatal:
+            os.kill(os.getpid(), self._signal)
+        return batch
+
+    def describe(self, shard: int, *, row: int) -> str:
+        return self._batches.describe(shard, row=row)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+def test_a_dead_worker_is_named_with_the_sample_it_was_at(shards: ShardSet, number: signal.Signals):
+    deadly = _Deadly(shards, fatal=3, number=number)
+    loader = TrainLoader(deadly, stop_step=50, workers=2)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(WorkerDied) as caught:
+        list(loader)
+    visits = deadly.order.rank_batch(3, rank=0, world_size=1)
+    last = deadly.describe(int(visits.shard[-1]), row=int(visits.row[-1]))
+    assert f"killed by signal {int(number)} while reading sample {last}" in str(caught.value)
+    assert str(caught.value).count("data worker") == 1
+
+
+class _DeadlyBehindABusyServer(_Deadly):
+    """The fork server, which tells of the deaths, is at a standstill just then, and for a while.
+
+    In `folder` is `begun` when the reader has its first batch, and `stopped` when the server is.
+    """
+
+    folder = Path()
+
+    def __getitem__(self, number: int) -> object:
+        if number == self._fatal:
+            wait_until((self.folder / "begun").exists)
+            server = os.getppid()
+            script = f"kill -STOP {server}; touch {self.folder}/stopped; sleep 2; kill -CONT {server}"
+            subprocess.Popen(["sh", "-c", script], start_new_session=True)
+            wait_until((self.folder / "stopped").exists)
+        return super().__getitem__(number)
+
+
+def test_a_dead_worker_is_named_where_its_death_is_told_late(shards: ShardSet, tmp_path: Path):
+    deadly = _DeadlyBehindABusyServer(shards, fatal=3, number=signal.SIGKILL)
+    deadly.folder = tmp_path
+    loader = TrainLoader(deadly, stop_step=50, workers=1)  # pyright: ignore[reportArgumentType]
+    next(loader)
+    (tmp_path / "begun").touch()
+    wait_until((tmp_path / "stopped").exists)
+    time.sleep(0.5)  # by then it is dead, and does not hand over the second batch; the outcome is the same if it does
+    with pytest.raises(WorkerDied, match="killed by signal 9 while reading sample"):
+        list(loader)
+
+
+ENDLESS = """
+import sys
+from data_shards.loading.loader import TrainLoader
+from data_shards.shard_set import open_shards
+from tests.data_shards.streams import train_batches
+
+if __name__ == "__main__":
+    batches = TrainLoader(train_batches(open_shards(sys.argv[1])), stop_step=10**9, workers=2)
+    for number, _ in enumerate(batches):  # the name keeps the loader and its workers until the very end
+        print(number, flush=True)
+        if not sys.stdin.readline():
+            raise RuntimeError("an exception of the rank's")
+"""
+
+
+@pytest.mark.parametrize("end", ["an exception", "SIGKILL"])
+def test_a_jobs_signals_leave_workers_at_work_and_they_end_with_their_rank(shards: ShardSet, tmp_path: Path, end: str):
+    """Slurm sends SIGTERM and the like to every process of a job; the rank must be able to finish its step and save."""
+    (tmp_path / "endless.py").write_text(ENDLESS)
+    root = Path(__file__).resolve().parents[3]
+    process = subprocess.Popen(
+        [sys.executable, "-W", "ignore", tmp_path / "endless.py", Path(shards.shards[0].url).parent],
+        env={"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    assert process.stdin and process.stdout
+    helpers: list[psutil.Process] = []
+    try:
+        assert process.stdout.readline() == "0\n"
+        helpers = psutil.Process(process.pid).children(recursive=True)
+        assert len(helpers) == 4  # the resource tracker, the fork server and its two workers
+        for helper in helpers:
+            for number in (15, 2, 10):  # SIGTERM, SIGINT, SIGUSR1
+                helper.send_signal(number)
+        time.sleep(0.5)
+        for number in range(1, 40):  # more than was read ahead
+            process.stdin.write("\n")
+            process.stdin.flush()
+            assert process.stdout.readline() == f"{number}\n"
+        assert all(helper.is_running() and helper.status() != psutil.STATUS_ZOMBIE for helper in helpers)
+        if end == "SIGKILL":
+            process.kill()
+        else:
+            process.stdin.close()
+            assert process.wait(timeout=240) == 1
+        _, alive = psutil.wait_procs(helpers, timeout=240)
+        assert not alive
+    finally:
+        for left in (process, *helpers):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                left.kill()
+        process.wait()
+        process.stdin.close()
+        process.stdout.close()

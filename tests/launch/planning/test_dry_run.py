@@ -1,0 +1,164 @@
+"""`--dry-run`: a summary whose numbers are those of the run, the same recipe, and nothing started."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from data_shards.errors import UserError
+from launch.run import pipeline_run
+from launch.run.pipeline_run import PipelineRun
+from model.build import build_model
+from pipeline.recipe.io import SHIPPED, dump_recipe, load_recipe, parse_recipe
+from pipeline.recipe.schema import StageName
+from pipeline.recipe.stage_plan import plan_stage
+from pipeline.run_folder import RunFolder
+from tests.launch.machine import make_shards
+
+# `main` reads sys.argv, which is what these tests set.
+pytestmark = pytest.mark.filterwarnings("ignore:Cyclopts application invoked without tokens")
+
+Call = Callable[..., tuple[int, str, str]]
+PACKED = [
+    f"stages.{stage}.{key}=shards/{split}"
+    for stage in ("pretrain", "finetune")
+    for key, split in (("train", "train"), ("eval", "val"))
+]
+
+
+@pytest.fixture
+def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder with shards, on a machine without GPUs where nothing may be started."""
+    for split in ("train", "val"):
+        make_shards(tmp_path / "shards" / split)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(pipeline_run, "num_gpus", lambda: 0)
+    monkeypatch.setattr(pipeline_run, "run_stage_locally", lambda launch: pytest.fail("a stage was started"))
+    return tmp_path
+
+
+def rows(output: str) -> dict[str, list[str]]:
+    """The summary's table: label -> its cells; "batch" is what the global batch is made of."""
+    found: dict[str, list[str]] = {}
+    for line in output.split("\n#\n")[1].splitlines()[1:]:
+        label, *cells = re.split(r"\s{2,}", line.removeprefix("# "))
+        found[label or "batch"] = cells
+    return found
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in SHIPPED.glob("*.yaml")))
+def test_the_keys_that_are_shown_make_the_same_recipe(name: str, tmp_path: Path):
+    recipe = load_recipe(name)
+    (tmp_path / "again.yaml").write_text(dump_recipe(recipe, keys="changed"))
+    assert load_recipe(str(tmp_path / "again.yaml")) == recipe
+    assert len(dump_recipe(recipe, keys="changed")) < len(dump_recipe(recipe)) / 2
+
+
+@pytest.mark.parametrize("flags", [[], ["--all-keys"]])
+def test_all_that_is_printed_is_a_recipe(call: Call, work: Path, flags: list[str]):
+    code, output, error = call("run", "digits", "--dry-run", *flags, *PACKED, "seed=5", "stages.swap_head.model=null")
+    assert (code, error) == (0, "")
+    (work / "again.yaml").write_text(output)
+    assert parse_recipe(work / "again.yaml") == load_recipe("digits", overrides=[*PACKED, "seed=5"])
+    assert ("collective_timeout_seconds" in output) == bool(flags)
+    assert sorted(path.name for path in work.iterdir()) == ["again.yaml", "shards"]
+
+
+def test_the_summary_has_the_numbers_of_the_run(call: Call, work: Path):
+    long = "stages.pretrain.duration=16 epochs"
+    output = call("run", "digits", "--dry-run", *PACKED, long, "engine.max_micro_batch_size=8")[1]
+    recipe = load_recipe("digits", overrides=[*PACKED, long, "engine.max_micro_batch_size=8"])
+    table = rows(output)
+    stages: tuple[StageName, ...] = ("pretrain", "finetune")
+    for number, stage in enumerate(stages):
+        config = recipe.train_stage(stage)
+        plan = plan_stage(recipe, stage=stage, samples_per_epoch=100, world_size=2)
+        head = "mlp" if stage == "pretrain" else "linear"
+        model = build_model(recipe.model, image_size=config.image_size, num_classes=2, head=head)
+        assert table["steps"][number] == f"{plan.total_steps:,}"
+        assert table["parameters"][number] == f"{sum(each.numel() for each in model.parameters()):,}"
+        assert table["image size"][number] == f"{config.image_size} px"
+        assert table["evaluated every"][number] == f"{plan.eval_steps:,} steps"
+        assert table["saved every"][number] == f"{plan.save_steps:,} steps"
+        assert table["of them warm-up"][number] == f"{plan.warmup_steps:,} steps"
+        assert table["global batch"][number] == "64"
+        assert table["training images"][number] == "100" and table["classes"][number] == "2"
+    assert table["epochs"][0] == "16"
+    assert table["batch"][:2] == ["2 x 4 x 8", "2 x 4 x 8"]
+    assert table["state"] == ["new", "new", "new"] and "time" not in table and "?" not in output
+
+
+def test_one_stage_alone(call: Call, work: Path):
+    output = call("run", "digits", "--dry-run", "--stage", "pretrain", *PACKED)[1]
+    assert rows(output)["state"] == ["new"]
+
+
+def test_the_time_is_that_of_an_earlier_attempt(call: Call, work: Path):
+    folder = RunFolder(runs_root=Path("runs"), name="digits")
+    folder.open(load_recipe("digits", overrides=PACKED))
+    folder.update("pretrain", state="running", last_saved_step=400)
+    points = [{"perf/images_per_s": speed} for speed in (1.0, 16.0, 16.0)] + [{"val/loss": 3.0}]
+    lines = [{"step": n, "images_seen": 0, "time": 0, "metrics": each} for n, each in enumerate(points)]
+    (folder.stage("pretrain") / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    table = rows(call("run", "digits", "--dry-run", *PACKED)[1])
+    assert table["time"][0] == "53 min (16 images/s)"  # 800 steps of 64 images
+    assert table["state"] == ["at step 400", "new", "new"]
+
+
+def test_the_shards_need_not_be_there(call: Call, work: Path):
+    (work / "empty").mkdir()
+    changes = ["stages.pretrain.train=nowhere/train", "stages.finetune.eval=empty", "stages.pretrain.duration=7 epochs"]
+    changed = {change.partition("=")[0] for change in changes}
+    given = [*(each for each in PACKED if each.partition("=")[0] not in changed), *changes]
+    code, output, error = call("run", "digits", "--dry-run", *given)
+    assert (code, error) == (0, "")
+    table = rows(output)
+    assert "! pretrain: nowhere/train is not there yet" in output and "! finetune: empty is not there yet" in output
+    assert table["steps"] == ["?", "50"] and table["training images"] == ["?", "100"] and table["epochs"][0] == "7"
+    assert table["of them warm-up"][0] == "10%" and table["parameters"][:2] == ["308.5 k + classes", "305,730"]
+    assert call("run", "digits", *given)[0] == 2  # for a run they must be
+    for wrong, named in (
+        ("stages.pretrain.global_batch_size=63", "does not divide among 2 processes"),
+        ("stages.finetune.schedule.warmup=60 steps", "warmup takes 60 of 50 steps"),
+        ("data.lanes=7", "data.lanes"),
+    ):
+        code, output, error = call("run", "digits", "--dry-run", *given, wrong)
+        assert code == 2 and output == "" and named in error  # what does not depend on them is checked all the same
+
+
+def test_shards_that_are_there_and_broken_are_refused(call: Call, work: Path):
+    (work / "shards" / "train" / "a.tar").unlink()
+    code, output, error = call("run", "digits", "--dry-run", *PACKED)
+    assert code == 2 and output == "" and "a.tar" in error
+
+
+def test_a_command_is_never_started(call: Call, work: Path):
+    marker = work / "started"
+    pipes = [f"stages.{stage}.train=pipe:touch {marker}; cat x.tar" for stage in ("pretrain", "finetune")]
+    evals = [each for each in PACKED if ".eval=" in each]
+    code, output, _ = call("run", "digits", "--dry-run", *evals, *pipes)
+    assert code == 0 and not marker.exists() and "! pretrain: pipe:touch ... x.tar is a command" in output
+    (work / "mixed.yaml").write_text(
+        f"extends: digits\nstages: {{pretrain: {{train: [shards/train, 'pipe:touch {marker}']}}}}\n"
+    )
+    assert call("run", "mixed.yaml", "--dry-run", *(each for each in PACKED if "pretrain.train" not in each))[0] == 0
+    assert not marker.exists()
+    url = "stages.pretrain.train=git:///srv/photos/x.tar"  # fsspec's starts git
+    output = call("run", "digits", "--dry-run", *(each for each in PACKED if "pretrain.train" not in each), url)[1]
+    assert "! pretrain: git:" in output and "may start programs" in output
+
+
+def test_what_a_dry_run_prints_is_asked_of_it_alone(call: Call, work: Path):
+    code, _, error = call("run", "digits", "--all-keys", *PACKED)
+    assert code == 2 and "--all-keys" in error and "--dry-run" in error
+
+
+def test_a_run_may_not_begin_without_its_shards(work: Path):
+    with pytest.raises(UserError, match="nowhere"):
+        PipelineRun.open(
+            "digits", overrides=[*PACKED[1:], "stages.pretrain.train=nowhere"], runs_root=work / "runs", loaded=None
+        )

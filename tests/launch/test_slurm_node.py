@@ -1,0 +1,152 @@
+"""One task for a whole node: a process for each GPU, told apart, signalled, and waited for."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from launch import env, train
+from launch.env import node_share, read_place
+from launch.slurm_node import NodeShare, run_node
+from pipeline.ranks.place import Place
+
+SHARE = NodeShare(node=1, nodes=2, processes=2, address="n1", port=20_001)
+STEP = {
+    **{"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_PROCID": "1", "SLURM_LOCALID": "0"},
+    **{"SLURM_JOB_ID": "9", "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "n[1-2]"},
+}
+ONE_NODE = {**STEP, "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_TASKS_PER_NODE": "1", "SLURM_PROCID": "0"}
+
+
+def test_a_task_that_sees_several_gpus_has_the_whole_node():
+    assert node_share(STEP, processes="auto", gpus=8) == NodeShare(1, 2, processes=8, address="n1", port=20_144)
+    assert node_share({**STEP, "MASTER_ADDR": "a", "MASTER_PORT": "7"}, processes=16, gpus=8) == NodeShare(
+        1, 2, processes=8, address="a", port=7
+    )
+    assert node_share(ONE_NODE, processes="auto", gpus=4) == NodeShare(0, 1, processes=4, address="n1", port=20_144)
+
+
+@pytest.mark.parametrize("gpus", [0, 1])
+def test_a_task_that_sees_one_gpu_is_a_process(gpus: int):
+    assert node_share(STEP, processes="auto", gpus=gpus) is None
+
+
+def test_as_many_tasks_as_the_recipe_has_processes_are_the_processes():
+    assert node_share(STEP, processes=2, gpus=8) is None
+    assert node_share(ONE_NODE, processes=1, gpus=8) is None
+
+
+def test_several_tasks_on_a_node_are_processes():
+    assert node_share({**STEP, "SLURM_STEP_TASKS_PER_NODE": "2"}, processes="auto", gpus=2) is None
+
+
+def test_outside_of_a_step_and_under_another_launcher_there_is_no_share():
+    assert node_share({}, processes="auto", gpus=8) is None
+    assert node_share({"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_JOB_ID": "9"}, processes="auto", gpus=8) is None
+    names = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
+    assert node_share({**STEP, **names, "LOCAL_WORLD_SIZE": "8"}, processes="auto", gpus=8) is None
+    assert node_share({**ONE_NODE, **names}, processes="auto", gpus=8) is None
+
+
+def told(monkeypatch: pytest.MonkeyPatch, **changes: str) -> None:
+    for name, value in {**STEP, **changes}.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.parametrize(("task", "times"), [("0", 1), ("1", 0)])
+def test_one_task_says_what_all_find_wrong(
+    task: str, times: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    told(monkeypatch, SLURM_PROCID=task, WORLD_SIZE="16")
+    assert train.main(["digits", "--stage", "pretrain"]) == 2
+    assert capsys.readouterr().err.count("WORLD_SIZE is 16, but srun started 2 tasks") == times
+
+
+def test_the_entry_point_becomes_the_launcher_of_its_node(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    told(monkeypatch)
+    started: list[tuple[NodeShare, list[str], str | None]] = []
+
+    def run(share: NodeShare, *, arguments: list[str], environ: dict[str, str]) -> int:
+        started.append((share, arguments, environ.get("SLURM_PROCID")))
+        return 75
+
+    monkeypatch.setattr(env, "num_gpus", lambda environ: 4)
+    monkeypatch.setattr(train, "run_node", run)
+    given = ["digits", "processes=auto", "--stage", "pretrain", "--runs", str(tmp_path)]
+    assert train.main(given) == 75
+    share = NodeShare(1, 2, processes=4, address="n1", port=20_144)
+    assert started == [(share, ["-u", "-m", "launch.train", *given], None)]
+
+
+def test_its_processes_know_their_place():
+    place = read_place({**STEP, **SHARE.names_of(1)}, gpus=2)
+    assert place == Place(3, 4, local_rank=1, local_world_size=2, master_addr="n1", master_port=20_001)
+
+
+def test_the_highest_exit_code_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    program = (
+        "import os, sys; open('seen-' + os.environ['RANK'], 'w').close(); sys.exit(int(os.environ['LOCAL_RANK']) * 7)"
+    )
+    monkeypatch.chdir(tmp_path)
+    assert run_node(SHARE, arguments=["-c", program], environ=os.environ) == 7
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["seen-2", "seen-3"]
+    killed = "import os, signal; os.kill(os.getpid(), signal.SIGKILL if os.environ['RANK'] == '2' else 0)"
+    assert run_node(SHARE, arguments=["-c", killed], environ=os.environ) == 128 + signal.SIGKILL
+
+
+def test_one_that_does_not_end_after_another_is_killed():
+    program = "import os, time; time.sleep(0 if os.environ['RANK'] == '2' else 600)"
+    begun = time.monotonic()
+    assert run_node(SHARE, arguments=["-c", program], environ=os.environ, wait_seconds=0.3) == 128 + signal.SIGKILL
+    assert time.monotonic() - begun < 240
+
+
+def test_a_signal_while_they_are_being_started_reaches_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    rank = (
+        "import os, signal, sys, time; "
+        "signal.signal(signal.SIGUSR1, lambda *_: sys.exit(75)); "
+        "open('ready-' + os.environ['RANK'], 'w').close(); time.sleep(600)"
+    )
+    monkeypatch.chdir(tmp_path)
+    started, real = [], subprocess.Popen
+
+    def start(*arguments: Any, **more: Any) -> subprocess.Popen[bytes]:
+        started.append(real(*arguments, **more))
+        while len(list(tmp_path.glob("ready-*"))) < len(started):
+            time.sleep(0.02)
+        if len(started) == 1:
+            signal.raise_signal(signal.SIGUSR1)
+        return started[-1]
+
+    monkeypatch.setattr("launch.slurm_node.subprocess", SimpleNamespace(Popen=start))
+    assert run_node(SHARE, arguments=["-c", rank], environ=os.environ) == 75
+
+
+def test_signals_reach_all_processes(tmp_path: Path):
+    rank = (
+        "import os, signal, sys, time; "
+        "signal.signal(signal.SIGUSR1, lambda *_: sys.exit(75)); "
+        "open('ready-' + os.environ['RANK'], 'w').close(); time.sleep(600)"
+    )
+    node = (
+        "import os; from launch.slurm_node import *; "
+        f"raise SystemExit(run_node(NodeShare(0, 1, 2, 'a', 1), arguments=['-c', {rank!r}], environ=os.environ))"
+    )
+    root = Path(__file__).resolve().parents[2]
+    process = subprocess.Popen([sys.executable, "-c", node], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(root)})
+    try:
+        deadline = time.monotonic() + 240
+        while len(list(tmp_path.glob("ready-*"))) < 2:
+            assert time.monotonic() < deadline and process.poll() is None
+            time.sleep(0.02)
+        process.send_signal(signal.SIGUSR1)
+        assert process.wait(timeout=240) == 75
+    finally:
+        process.kill()
+        process.wait()

@@ -1,0 +1,191 @@
+"""Saving in the background and standing still: what is written, and when it is visible."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pipeline.checkpoint import saver
+from pipeline.checkpoint import store as checkpoint
+from pipeline.checkpoint.store import damage_of
+from pipeline.engine.state_files import StateFile, write_file
+from pipeline.state import TrainState
+from tests.saving import (
+    Gate,
+    TensorEngine,
+    TinyEngine,
+    names,
+    on_ranks,
+    one_rank,
+    saver_of,
+    state_at,
+    steps,
+)
+
+MODES = ("background", "blocking")
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_both_modes_write_the_same_bytes_and_what_is_read_equals_the_state(tmp_path: Path):
+    written = {}
+    for mode in MODES:
+        engine, committed = TensorEngine(1.5), []
+        one = saver_of(tmp_path / mode, ranks=one_rank(), engine=engine, mode=mode, committed=committed)
+        one.save(state_at(3))
+        one.finish()
+        assert committed == [state_at(3)] and one.stall_seconds > 0
+        written[mode] = contents(tmp_path / mode / "step-00000003")
+    assert written["background"] == written["blocking"] and len(written["blocking"]) == 5
+    folder = tmp_path / "blocking" / "step-00000003" / "deepspeed"
+    weights = torch.load(folder / "weights0.pt", weights_only=True)
+    assert torch.equal(weights["module"]["kernel"], torch.full((100, 10), 1.5))
+    assert weights["module"]["bias"].shape == (10,) and weights["module"]["none"].shape == (0,)
+    assert weights["counters"] == {"step": 1, "scale": [1.5]}
+    assert (folder / "weights0.pt").stat().st_size < 4 * 1010 + 3000  # not the flat buffer of 8000 bytes
+    optimizer = torch.load(folder / "optimizer0.pt", weights_only=True)
+    assert torch.equal(optimizer["state"]["average"], torch.full((8, 64), 1.5))
+    assert optimizer["rows"][0].data_ptr() == optimizer["rows"][1].data_ptr()  # stored once
+
+
+def test_training_on_does_not_change_what_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The writer is held back until everything has changed that training changes."""
+    still = TensorEngine(1.5)
+    reference = saver_of(tmp_path / "still", ranks=one_rank(), engine=still)
+    reference.save(state_at(3))
+    gate = Gate(monkeypatch)
+    engine, state, committed = TensorEngine(1.5), state_at(3), []
+    one = saver_of(tmp_path / "moving", ranks=one_rank(), engine=engine, mode="background", committed=committed)
+    one.save(state)
+    assert gate.reached.wait(240) and committed == []
+    for value in (2.0, float("nan")):
+        engine.change(value)
+        state.step += 1
+        state.losses_since_log.append(value)
+    gate.opened.set()
+    one.finish()
+    assert contents(tmp_path / "moving" / "step-00000003") == contents(tmp_path / "still" / "step-00000003")
+    assert committed == [state_at(3)] and steps(tmp_path / "moving") == [3]
+
+
+def test_it_is_committed_when_the_slowest_rank_has_written_and_nothing_is_asked_in_between_saves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    gate = Gate(monkeypatch, path="rank1")
+    seen: list[list[str]] = []
+
+    def train(ranks: Any) -> tuple[int, int]:
+        committed: list[TrainState] = []
+        engine = TinyEngine(value=5, rank=ranks.place.rank)
+        one = saver_of(tmp_path, ranks=ranks, engine=engine, mode="background", committed=committed)
+        one.poll()
+        assert ranks.asked == 0
+        one.save(state_at(5))
+        for _ in range(10):
+            one.poll()
+        waited = ranks.asked
+        ranks.barrier()
+        if ranks.place.is_main:
+            seen.append(names(tmp_path))
+            gate.opened.set()
+        polls = 0
+        while not committed:
+            one.poll()
+            polls += 1
+        asked = ranks.asked
+        one.poll()
+        one.finish()
+        assert ranks.asked == asked and committed == [state_at(5)]
+        return waited, polls
+
+    results = on_ranks(2, train)
+    assert results[0] == results[1] and results[0][0] == 10
+    assert seen == [[".writing-step-00000005"]]
+    assert names(tmp_path) == ["step-00000005"] and damage_of(tmp_path / "step-00000005") == ""
+
+
+def test_there_are_never_two_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    gate = Gate(monkeypatch)
+    at_begin: list[list[str]] = []
+    open_beside = checkpoint.open_beside
+
+    def note(root: Path, *, step: int) -> None:
+        at_begin.append(names(root) if root.exists() else [])
+        open_beside(root, step=step)
+
+    monkeypatch.setattr(saver, "open_beside", note)
+    one = saver_of(tmp_path, ranks=one_rank(), engine=TinyEngine(1), mode="background")
+    one.save(state_at(1))
+    threading.Timer(0.2, gate.opened.set).start()
+    one.save(state_at(2))  # waits for the first
+    one.finish()
+    assert at_begin == [[], ["step-00000001"]] and steps(tmp_path) == [1, 2]
+
+
+def test_without_memory_for_the_copies_of_all_ranks_of_a_host_it_stands_still_and_says_so_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    single = sum(file.tensor_bytes for file in TensorEngine(0).snapshot())
+    for num_ranks, spare, expected in ((1, single, 0), (2, single, 1), (2, 2 * single, 0), (3, 2 * single, 1)):
+        monkeypatch.setattr(saver, "spare_host_bytes", lambda spare=spare: spare)
+        copied: list[str] = []
+        on_host = StateFile.on_host
+        monkeypatch.setattr(StateFile, "on_host", lambda file: (copied.append(file.path), on_host(file))[1])  # noqa: B023
+        said: list[str] = []
+        root = tmp_path / f"{num_ranks}-{spare}"
+
+        def train(ranks: Any, root: Path = root, said: list[str] = said) -> None:
+            engine = TensorEngine(1, rank=ranks.place.rank)
+            one = saver_of(root, ranks=ranks, engine=engine, mode="background", said=said)
+            for step in (1, 2):
+                one.save(state_at(step))
+            one.finish()
+
+        assert on_ranks(num_ranks, train) == [None] * num_ranks
+        assert len(said) == expected and bool(copied) == (not expected)
+        assert all("written while training stands still" in line and "memory" in line for line in said)
+        assert steps(root) == [1, 2] and damage_of(root / "step-00000002") == ""
+        monkeypatch.setattr(StateFile, "on_host", on_host)
+
+
+def test_what_is_safe_is_told_before_old_checkpoints_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Pruning may take long enough for a launcher to lose its patience."""
+    committed: list[TrainState] = []
+    known: list[int] = []
+    monkeypatch.setattr(saver, "prune_checkpoints", lambda root, **keywords: known.append(committed[-1].step))
+    one = saver_of(tmp_path, ranks=one_rank(), engine=TinyEngine(), committed=committed)
+    one.save(state_at(4))
+    assert known == [4]
+
+
+def test_while_training_stands_still_it_says_that_it_gets_on_and_only_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    beats: list[int] = []
+    at_the_standstill: list[int] = []
+
+    def slow(folder: Path, file: StateFile, *, abandoned: threading.Event, on_bytes: Callable[[int], None]) -> Any:
+        for _ in range(3):
+            before, deadline = len(beats), time.monotonic() + 240
+            on_bytes(1)
+            while len(beats) == before and time.monotonic() < deadline:
+                time.sleep(0.01)
+        at_the_standstill.append(len(beats))
+        time.sleep(0.5)  # the disk takes nothing: a hang, if it lasts
+        at_the_standstill.append(len(beats))
+        return write_file(folder, file, abandoned=abandoned)
+
+    monkeypatch.setattr(saver, "_BEAT_SECONDS", 0.01)
+    monkeypatch.setattr(saver, "write_file", slow)
+    saver_of(tmp_path, ranks=one_rank(), engine=TinyEngine(), beat=beats.append).save(state_at(4))
+    assert beats and set(beats) == {4}
+    stuck = zip(at_the_standstill[::2], at_the_standstill[1::2], strict=True)
+    assert all(after - before <= 1 for before, after in stuck)

@@ -1,0 +1,119 @@
+"""What is taken of an engine's state and written: every kind of view, exactly, no more bytes than it has."""
+
+from __future__ import annotations
+
+import io
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.engine import state_files
+from pipeline.engine.state_files import Abandoned, Seal, digest_of, state_file, text_file, write_file
+
+BASE = torch.arange(240, dtype=torch.float32)
+
+
+@st.composite
+def views(draw: Any) -> torch.Tensor:
+    """A piece of BASE: flat, as a matrix, transposed, with gaps, expanded, a number, or empty."""
+    first = draw(st.integers(0, 200))
+    piece = BASE[first : first + draw(st.sampled_from([0, 1, 4, 12, 40]))]
+    kind = draw(st.sampled_from(["flat", "matrix", "transposed", "gaps", "expanded", "number"]))
+    match kind:
+        case "matrix" | "transposed" if piece.numel() % 4 == 0:
+            matrix = piece.view(4, -1)
+            return matrix.t() if kind == "transposed" else matrix
+        case "gaps":
+            return piece[::3]
+        case "expanded" if piece.numel() == 1:
+            return piece.expand(5)
+        case "number" if piece.numel():
+            return piece[0]
+    return piece
+
+
+def loaded(file: Any) -> Any:
+    stream = io.BytesIO()
+    file.write_to(stream)
+    stream.seek(0)
+    return torch.load(stream, weights_only=True)
+
+
+@given(st.lists(views(), min_size=1, max_size=6))
+def test_views_come_back_as_they_were_shared_or_copied_and_no_byte_is_stored_twice(tensors):
+    file = state_file("x.pt", tensors)
+    for taken in (file, file.on_host()):
+        back = loaded(taken)
+        assert [tensor.shape for tensor in back] == [tensor.shape for tensor in tensors]
+        assert all(torch.equal(one, other) for one, other in zip(back, tensors, strict=True))
+    reached = {
+        number
+        for tensor in tensors
+        if tensor.numel()
+        for number in range(int(tensor.min()), int(tensor.max()) + 1)  # of BASE, gaps between strides included
+    }
+    stored = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in file.tensors or ()}
+    assert sum(stored.values()) == 4 * len(reached)
+
+
+@given(st.lists(views(), min_size=1, max_size=6))
+def test_a_file_is_never_larger_than_was_said_and_hardly_smaller(tensors):
+    file = state_file("x.pt", {"tensors": tensors, "text": "x" * 1000})
+    stream = io.BytesIO()
+    file.write_to(stream)
+    assert len(stream.getvalue()) <= file.num_bytes <= len(stream.getvalue()) + 8192
+
+
+def test_a_copy_shares_no_memory_and_a_shared_one_all(tmp_path: Path):
+    weights = torch.zeros(10)
+    shared = state_file("x.pt", [weights])
+    copied = shared.on_host()
+    weights.fill_(7)
+    assert loaded(shared)[0].tolist() == [7] * 10 and loaded(copied)[0].tolist() == [0] * 10
+
+
+def test_what_stands_beside_the_tensors_is_kept_as_it_was():
+    class_of_ours = {"step": 3, "nested": [{"scale": [2.0]}], "tensor": torch.ones(1)}
+    file = state_file("x.pt", class_of_ours)
+    class_of_ours["nested"][0]["scale"][0] = 4.0
+    class_of_ours["step"] = 4
+    assert loaded(file)["nested"] == [{"scale": [2.0]}] and loaded(file)["step"] == 3
+
+
+def test_the_seal_is_that_of_the_file_and_parameters_become_plain_tensors(tmp_path: Path):
+    parameter = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    for file in (state_file("a/b/x.pt", {"p": parameter}), text_file("y.json", "ä\n")):
+        seal = write_file(tmp_path, file)
+        path = tmp_path / file.path
+        assert seal == Seal(path.stat().st_size, digest_of(path))
+    back = torch.load(tmp_path / "a" / "b" / "x.pt", weights_only=True)["p"]
+    assert type(back) is torch.Tensor and not back.requires_grad and torch.equal(back, parameter)
+    assert (tmp_path / "y.json").read_text(encoding="utf-8") == "ä\n"
+
+
+def test_a_large_tensor_is_written_piece_by_piece_and_can_be_called_off_in_between(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(state_files, "_PIECE_BYTES", 1000)
+    file, pieces, abandoned = state_file("x.pt", torch.arange(1000.0)), list[int](), threading.Event()
+    seal = write_file(tmp_path, file, on_bytes=pieces.append)
+    assert sum(pieces) == seal.num_bytes and pieces.count(1000) == 4 and max(pieces) == 1000
+    assert seal.blake2b == digest_of(tmp_path / "x.pt")
+    with pytest.raises(Abandoned):
+        write_file(tmp_path, file, abandoned=abandoned, on_bytes=lambda n: abandoned.set() if n == 1000 else None)
+    assert (tmp_path / "x.pt").stat().st_size < 3000
+
+
+@pytest.mark.gpu
+def test_tensors_of_a_gpu_are_copied_to_the_host():
+    weights = torch.arange(1000.0, device="cuda")
+    file = state_file("x.pt", [weights[10:20]])
+    copied = file.on_host()
+    weights.fill_(0)
+    assert copied.tensors is not None and copied.tensors[0].device.type == "cpu"
+    assert loaded(copied)[0].tolist() == list(range(10, 20))

@@ -1,0 +1,400 @@
+"""Heartbeats, the judgement upon them, stacks and sentences. Real faults are in tests/distributed."""
+
+import faulthandler
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import nullcontext
+from dataclasses import replace
+
+import pytest
+
+from pipeline.ranks import watch as watch_module
+from pipeline.ranks.heartbeat import Heartbeat, heartbeat_file, is_gone, read_heartbeat, write_heartbeat
+from pipeline.ranks.living import process_started, this_machine
+from pipeline.ranks.place import Place
+from pipeline.ranks.sightings import Sightings, WakingClock, find_suspects
+from pipeline.ranks.stacks import is_whole, main_thread_waits, stack_excerpt
+from pipeline.ranks.watch import Watch, peer_is_gone, report_gone, who_is_gone
+
+
+def make_beat(rank: int, **changes) -> Heartbeat:
+    """Of this very process, so that it is alive."""
+    beat = Heartbeat(
+        rank=rank,
+        attempt="one",
+        host="h",
+        machine=this_machine(),
+        pid=os.getpid(),
+        started=process_started(os.getpid()),
+        main_thread=threading.main_thread().ident,
+        sequence=1,
+        step=412,
+        turn=0,
+        doing="forward",
+        idle_seconds=0.0,
+        waiting=False,
+    )
+    return replace(beat, **changes)
+
+
+@pytest.fixture
+def dead():
+    """Number and start of a process that is no more."""
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    started = process_started(process.pid)
+    process.stdin.close()
+    process.wait()
+    return {"pid": process.pid, "started": started}
+
+
+@pytest.fixture(autouse=True)
+def first_word(monkeypatch):
+    monkeypatch.setattr(watch_module, "_first_word", threading.Lock())
+
+
+@pytest.fixture(autouse=True)
+def signal_as_before():
+    before = signal.getsignal(signal.SIGUSR2)
+    yield
+    signal.signal(signal.SIGUSR2, before)
+
+
+# Heartbeats
+
+
+def test_a_heartbeat_is_read_as_it_was_written_and_its_file_never_changes_its_size(tmp_path):
+    for beat in (make_beat(3), make_beat(3, note="\U0001f4a5" * 10_000, doing="\U0001f4a5" * 500)):
+        write_heartbeat(tmp_path, beat)
+        kept = replace(beat, note=beat.note[:240], doing=beat.doing[:60])
+        assert read_heartbeat(tmp_path, 3) == kept
+        assert heartbeat_file(tmp_path, 3).stat().st_size == 4096
+    write_heartbeat(tmp_path, make_beat(3))  # shorter than the one before
+    assert read_heartbeat(tmp_path, 3) == make_beat(3)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "null", "{}", '{"rank": 1}', "\x00" * 4096])
+def test_a_torn_heartbeat_counts_as_none(tmp_path, content):
+    heartbeat_file(tmp_path, 1).write_text(content)
+    assert read_heartbeat(tmp_path, 1) is None
+    assert read_heartbeat(tmp_path, 2) is None
+
+
+def test_a_heartbeat_of_an_earlier_attempt_counts_as_none(tmp_path):
+    write_heartbeat(tmp_path, make_beat(1, attempt="earlier"))
+    assert read_heartbeat(tmp_path, 1, attempt="one") is None
+    assert read_heartbeat(tmp_path, 1) is not None
+
+
+def test_a_process_is_gone_when_it_is_dead_or_its_number_belongs_to_another(dead):
+    assert not is_gone(make_beat(0))
+    assert is_gone(make_beat(0, **dead))
+    assert is_gone(make_beat(0, started=-1.0))  # a reused number
+    assert not is_gone(make_beat(0, **dead, machine="another"))
+
+
+def test_a_dead_process_that_nobody_has_collected_is_gone():
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    beat = make_beat(0, pid=process.pid, started=process_started(process.pid))
+    assert not is_gone(beat)
+    process.kill()
+    deadline = time.monotonic() + 240
+    while not is_gone(beat):
+        assert time.monotonic() < deadline
+    process.stdin.close()
+    process.wait()
+
+
+# Judgement
+
+
+def test_the_clock_counts_no_time_in_which_its_owner_slept():
+    readings = iter([100.0, 101.0, 101.5, 9_000.0, 9_001.0])
+    clock = WakingClock(most_seconds=4, monotonic=lambda: next(readings))
+    assert [clock.tick() for _ in range(4)] == [1.0, 1.5, 5.5, 6.5]
+
+
+def suspects_of(*beats: Heartbeat, silent: dict[int, float] | None = None, ranks: int = 3, now: float = 1000.0):
+    """Who is suspected of a hang of 100 s; the heartbeats have just changed, but for the silent ones."""
+    sightings = Sightings()
+    for beat in beats:
+        sightings.note(beat, now=now - (silent or {}).get(beat.rank, 0.0))
+    found = find_suspects(sightings, ranks=range(ranks), now=now, hang_seconds=100, slack_seconds=5)
+    return [(suspect.rank, suspect.why) for suspect in found]
+
+
+def stuck(rank: int, **changes) -> Heartbeat:
+    return make_beat(rank, **{"idle_seconds": 100.0, "waiting": True, **changes})
+
+
+def test_nobody_is_suspected_while_any_rank_goes_on():
+    assert suspects_of(stuck(0), stuck(1, waiting=False, step=2), stuck(2, idle_seconds=94.0)) == []
+    assert suspects_of(stuck(0), stuck(1), stuck(2, idle_seconds=10.0), silent={2: 80.0}) == []
+    assert suspects_of(stuck(0), stuck(1, waiting=False), stuck(2, idle_seconds=96.0)) == [(1, "behind")]
+
+
+def test_a_silent_rank_is_to_blame_before_all_that_answer():
+    beats = stuck(0), stuck(1, step=500, idle_seconds=1.0), stuck(2, waiting=False, step=1)
+    assert suspects_of(*beats, silent={1: 99.0}) == [(1, "silent")]
+
+
+def test_a_rank_that_was_never_heard_of_is_to_blame():
+    assert suspects_of(stuck(0), stuck(2)) == [(1, "silent")]
+
+
+def test_a_rank_that_waits_for_nobody_is_to_blame():
+    assert suspects_of(stuck(0, step=411), stuck(1, waiting=False), stuck(2)) == [(1, "behind")]
+
+
+def test_among_equals_the_ones_that_have_got_least_far_are_to_blame():
+    assert suspects_of(stuck(0), stuck(1, step=411, turn=3), stuck(2, step=411, turn=2)) == [(2, "behind")]
+    assert suspects_of(stuck(0), stuck(1, step=411), stuck(2, step=411)) == [(1, "behind"), (2, "behind")]
+    assert suspects_of(stuck(0, waiting=False), stuck(1, waiting=False, step=411), stuck(2)) == [(1, "behind")]
+
+
+def test_a_rank_that_has_left_is_out_of_it():
+    assert suspects_of(stuck(0), stuck(1, state="left", step=1), stuck(2), silent={1: 500.0}) == [
+        (0, "behind"),
+        (2, "behind"),
+    ]
+
+
+def test_a_rank_that_has_failed_is_to_blame_without_further_ado():
+    assert suspects_of(stuck(0), make_beat(1, state="failed"), stuck(2), silent={2: 99.0}) == [(1, "failed")]
+
+
+# Stacks
+
+
+def test_an_excerpt_has_the_innermost_lines_of_the_thread_and_those_of_this_project(tmp_path):
+    path = tmp_path / "stack"
+    with path.open("w") as file:
+        other = threading.Thread(target=faulthandler.dump_traceback, kwargs={"file": file, "all_threads": True})
+
+        def in_a_function_of_ours():
+            other.start()
+            other.join()
+
+        in_a_function_of_ours()
+    lines = stack_excerpt(path.read_text(), thread=threading.main_thread().ident)
+    assert any("in in_a_function_of_ours" in line for line in lines[:4])
+    assert len(lines) <= 10
+    assert stack_excerpt(path.read_text(), thread=1) == []
+
+
+def test_a_dump_is_whole_from_its_last_line_on_and_not_before(tmp_path):
+    code = "import faulthandler, sys, threading\n"
+    code += "def f():\n  faulthandler.dump_traceback(sys.stdout, all_threads=True)\n"
+    code += "print(threading.main_thread().ident)\nsys.stdout.flush()\nwait = threading.Event()\n"
+    code += "threading.Thread(target=wait.wait).start()\nf()\nwait.set()\n"
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    thread, _, dump = answer.partition("\n")
+    assert dump.count("most recent call first") == 2  # the main thread is the last one
+    assert is_whole(dump, main_thread=int(thread))
+    assert not any(is_whole(dump[:end], main_thread=int(thread)) for end in range(len(dump.rstrip())))
+
+
+def test_lines_of_this_project_are_shown_however_deep_the_libraries_are():
+    root = watch_module.__file__.removesuffix("/pipeline/ranks/watch.py")
+    dump = "\n".join(
+        [
+            "Thread 0x00000000000000aa (most recent call first):",
+            '  File "/x.py", line 1 in other_thread',
+            "",
+            "Current thread 0x00000000000000bb [python] (most recent call first):",
+            *[f'  File "/site-packages/library.py", line {number} in deep' for number in range(30)],
+            f'  File "{root}/pipeline/train_loop.py", line 91 in train',
+        ]
+    )
+    lines = stack_excerpt(dump, thread=0xBB)
+    assert [line.split()[-1] for line in lines] == ["deep"] * 4 + ["train"]
+    assert len(stack_excerpt(dump + "\n\n" + dump, thread=0xBB)) == 5  # of two dumps the last
+
+
+def waits_inside(file: str, *, function: str) -> bool:
+    """Whether a main thread whose innermost frame is that function counts as waiting."""
+    namespace = {"ask": lambda: ask_from_a_thread()}
+    # The frame that is looked at is the innermost Python frame, so the wait itself is a lock's, in C.
+    exec(compile(f"def {function}(lock):\n    lock.acquire()\n", file, "exec"), namespace)
+    lock, answer = threading.Lock(), []
+    lock.acquire()
+
+    def ask_from_a_thread():
+        deadline = time.monotonic() + 240
+        while sys._current_frames()[threading.main_thread().ident].f_code.co_filename != file:
+            assert time.monotonic() < deadline
+        answer.append(main_thread_waits())
+        lock.release()
+
+    thread = threading.Thread(target=ask_from_a_thread)
+    thread.start()
+    namespace[function](lock)
+    thread.join()
+    return answer[0]
+
+
+@pytest.mark.parametrize(
+    ("file", "function", "expected"),
+    [
+        ("/site-packages/torch/distributed/distributed_c10d.py", "all_gather", True),
+        ("/site-packages/deepspeed/comm/torch.py", "all_reduce", True),
+        ("/site-packages/deepspeed/runtime/zero/partition_parameters.py", "wait", True),
+        ("/repository/pipeline/ranks/group.py", "result", True),
+        ("/site-packages/torch/autograd/graph.py", "_engine_run_backward", True),
+        ("/site-packages/deepspeed/runtime/zero/stage_1_and_2.py", "step", False),
+        ("/repository/pipeline/train_loop.py", "train", False),
+        ("/site-packages/torch/nn/functional.py", "linear", False),
+    ],
+)
+def test_a_main_thread_inside_an_exchange_waits_for_others(file, function, expected):
+    assert waits_inside(file, function=function) is expected
+
+
+# Sentences
+
+
+PLACE = Place(rank=0, world_size=3, local_rank=0, local_world_size=3)
+
+
+def test_the_rank_whose_process_is_dead_is_gone(tmp_path, dead):
+    write_heartbeat(tmp_path, make_beat(0))
+    write_heartbeat(tmp_path, make_beat(1))
+    assert who_is_gone(tmp_path, place=PLACE) == ""
+    write_heartbeat(tmp_path, make_beat(2, **dead))
+    assert (
+        who_is_gone(tmp_path, place=PLACE)
+        == f"rank 2 (host h, process {dead['pid']}) is gone; its last known step was 412, while forward"
+    )
+    write_heartbeat(tmp_path, make_beat(2, **dead, state="left"))
+    assert who_is_gone(tmp_path, place=PLACE) == ""
+    write_heartbeat(tmp_path, make_beat(2, **dead, attempt="earlier"))
+    assert who_is_gone(tmp_path, place=PLACE) == ""
+
+
+def test_what_another_host_has_found_out_is_passed_on(tmp_path, dead):
+    write_heartbeat(tmp_path, make_beat(0))
+    write_heartbeat(tmp_path, make_beat(1, machine="another", state="failed", note="OSError: no space"))
+    assert "rank 1 (host h, process " in who_is_gone(tmp_path, place=PLACE)
+    assert "has failed (OSError: no space)" in who_is_gone(tmp_path, place=PLACE)
+    write_heartbeat(tmp_path, make_beat(2, machine="another", state="ended", note="rank 7 (host x) hangs"))
+    assert who_is_gone(tmp_path, place=PLACE) == "rank 7 (host x) hangs"
+
+
+def test_heartbeats_of_an_earlier_attempt_are_not_spoken_of(tmp_path, dead):
+    """A rank that fails before its watch begins finds its own earlier one's."""
+    for rank in range(3):
+        write_heartbeat(tmp_path, make_beat(rank, **dead))
+    assert who_is_gone(tmp_path, place=PLACE) == ""
+    write_heartbeat(tmp_path, make_beat(0, machine="another"))
+    assert who_is_gone(tmp_path, place=PLACE) == ""
+
+
+def test_without_heartbeats_nobody_knows(tmp_path):
+    assert who_is_gone(tmp_path / "nowhere", place=PLACE) == ""
+
+
+def test_the_lowest_rank_of_a_host_says_it_and_says_it_once(tmp_path, dead, monkeypatch):
+    said = []
+    write_heartbeat(tmp_path, make_beat(0))
+    write_heartbeat(tmp_path, make_beat(1))
+    write_heartbeat(tmp_path, make_beat(2, **dead))
+    report_gone(tmp_path, place=replace(PLACE, rank=1, local_rank=1), say=said.append)
+    assert said == []  # rank 0 is there to say it
+    report_gone(tmp_path, place=PLACE, say=said.append)
+    assert len(said) == 1 and "rank 2" in said[0]
+    report_gone(tmp_path, place=PLACE, say=said.append)
+    monkeypatch.setattr(watch_module, "_first_word", threading.Lock())  # as in another process
+    write_heartbeat(tmp_path, replace(read_heartbeat(tmp_path, 0), **dead))  # which outlives rank 0
+    report_gone(tmp_path, place=replace(PLACE, rank=1, local_rank=1), say=said.append)
+    assert len(said) == 1
+
+
+def test_a_gone_rank_that_nobody_knows_is_spoken_of_all_the_same(tmp_path, monkeypatch):
+    monkeypatch.setattr(watch_module, "_LEAVE_SECONDS", 0.1)
+    said = []
+    report_gone(tmp_path, place=PLACE, say=said.append)
+    assert said == ["another process of the run is gone, and which one is not known on this host"]
+
+
+def test_errors_of_a_lost_peer_are_told_from_others():
+    assert peer_is_gone(RuntimeError("[/pytorch/gloo/transport/tcp/pair.cc:538] Connection closed by peer [127.0.0.1]"))
+    assert peer_is_gone(RuntimeError("[/pytorch/gloo/transport/tcp/pair.cc:618] writev [127.0.0.1]:5: Broken pipe"))
+    assert not peer_is_gone(RuntimeError("CUDA out of memory"))
+    assert not peer_is_gone(OSError("Connection closed by peer"))
+
+
+# The watch in this process
+
+
+def make_watch(folder, said, **changes) -> Watch:
+    return Watch(folder, **{"place": Place(), "attempt": "one", "hang_seconds": 900.0, "say": said.append, **changes})
+
+
+def test_how_a_rank_ends_is_in_its_heartbeat(tmp_path):
+    class Stopped(Exception):
+        pass
+
+    for error, state in (
+        (None, "left"),
+        (Stopped(), "left"),
+        (RuntimeError("Connection closed by peer"), "left"),
+        (OSError("no space"), "failed"),
+    ):
+        said = []
+        with pytest.raises(type(error)) if error else nullcontext(), make_watch(tmp_path, said) as watch:
+            watch.beat(7, doing="reading")
+            assert read_heartbeat(tmp_path, 0).state == "running"
+            if error:
+                raise error
+        beat = read_heartbeat(tmp_path, 0)
+        assert (beat.state, beat.step, beat.doing, said) == (state, 7, "reading", [])
+    assert beat.note == "OSError: no space"
+    assert [path.name for path in tmp_path.iterdir()] == ["rank-0.json"]
+
+
+def test_progress_within_a_step_is_counted(tmp_path):
+    watch = make_watch(tmp_path, [])
+    positions = []
+    for step in (3, 3, 3, 4, 4):
+        watch.beat(step)
+        positions.append(watch._beat("running").position)
+    assert positions == [(3, 0), (3, 1), (3, 2), (4, 0), (4, 1)]
+
+
+def test_the_first_step_may_take_ten_minutes_whatever_the_limit(tmp_path):
+    watch = make_watch(tmp_path, [], hang_seconds=5.0)
+    patience = []
+    for step in (0, 0, 400, 400, 401, 402):  # goes on from step 400
+        watch.beat(step)
+        patience.append(watch._patience_seconds)
+    assert patience == [600, 600, 600, 600, 5, 5]
+    assert make_watch(tmp_path, [])._patience_seconds == 900
+
+
+def test_a_folder_that_cannot_be_written_is_told_once_and_training_goes_on(tmp_path):
+    (tmp_path / "file").touch()
+    said = []
+    with make_watch(tmp_path / "file" / "ranks", said) as watch:
+        watch.beat(1)
+        watch._write("running")
+    assert len(said) == 1 and "training goes on" in said[0]
+
+
+def test_a_stack_asked_for_after_the_end_is_harmless(tmp_path):
+    with make_watch(tmp_path, []):
+        pass
+    os.kill(os.getpid(), signal.SIGUSR2)
+    assert not list(tmp_path.glob("stack*"))
+
+
+def test_many_ranks_write_more_seldom_and_a_short_limit_more_often(tmp_path):
+    def seconds(**changes):
+        return make_watch(tmp_path, [], **changes)._write_seconds
+
+    assert seconds() == 2
+    assert seconds(place=Place(world_size=512)) == 16  # 32 files a second, all together
+    assert seconds(hang_seconds=8.0) == 1
+    assert seconds(hang_seconds=0.0, place=Place(world_size=512)) == 16

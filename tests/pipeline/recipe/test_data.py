@@ -1,0 +1,153 @@
+"""The recipe's part about data: short and long forms mean the same, and what means nothing is refused."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from data_shards.errors import UserError
+from pipeline.images import eval_transform, mixup, train_transform
+from pipeline.recipe.data import ShardsConfig
+from pipeline.recipe.io import differences, dump_recipe, load_recipe, parse_recipe
+from pipeline.recipe.schema import Recipe
+
+
+def recipe(
+    folder: Path, *, train: Any = "a", data: Any = None, overrides: tuple[str, ...] = (), **stage: Any
+) -> Recipe:
+    tree = {
+        "name": "r",
+        "model": {"width": 16, "depth": 1, "heads": 2, "patch_size": 4},
+        **({} if data is None else {"data": data}),
+        "stages": {
+            "pretrain": {
+                "train": train,
+                "eval": "b",
+                "image_size": 8,
+                "global_batch_size": 8,
+                "duration": "10 steps",
+                "optimizer": {"name": "adamw", "lr": 0.001},
+                **stage,
+            }
+        },
+    }
+    (folder / "r.yaml").write_text(yaml.safe_dump(tree))
+    return load_recipe(str(folder / "r.yaml"), overrides=overrides)
+
+
+TWO = [{"shards": "a", "weight": 0.7}, {"shards": "s3://bucket/b", "weight": 0.3}]
+
+
+@pytest.mark.parametrize(
+    ("train", "means"),
+    [
+        ("a", (ShardsConfig(shards="a"),)),
+        ({"shards": "a"}, (ShardsConfig(shards="a"),)),
+        (["a", "b"], (ShardsConfig(shards="a"), ShardsConfig(shards="b"))),
+        (TWO, (ShardsConfig(shards="a", weight=0.7), ShardsConfig(shards="s3://bucket/b", weight=0.3))),
+        (
+            {"shards": "x-{0..3}.tar", "label": "json:tags", "kind": "multi"},
+            (ShardsConfig(shards="x-{0..3}.tar", label="json:tags", kind="multi"),),
+        ),
+    ],
+)
+def test_short_and_long_forms_and_the_resolved_recipe_mean_the_same(tmp_path: Path, train: Any, means: Any):
+    ours = recipe(tmp_path, train=train)
+    assert ours.train_stage("pretrain").train == means
+    (tmp_path / "dumped.yaml").write_text(dump_recipe(ours))
+    again = parse_recipe(tmp_path / "dumped.yaml")
+    assert again == ours and differences(again, ours) == {}
+
+
+def test_a_plain_location_stays_plain_in_what_is_printed(tmp_path: Path):
+    tree = yaml.safe_load(dump_recipe(recipe(tmp_path)))
+    assert tree["stages"]["pretrain"]["train"] == "a" and tree["stages"]["pretrain"]["eval"] == "b"
+    ours = recipe(tmp_path, overrides=("stages.pretrain.train=elsewhere",))
+    assert ours.train_stage("pretrain").train == (ShardsConfig(shards="elsewhere"),)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"train": [{"shards": "a", "weight": 1}, "b"]}, "give every set a weight, or none"),
+        ({"train": {"shards": "a", "weight": 1}}, "a weight means nothing to a single set"),
+        ({"train": [{"shards": "a", "weight": 0}, {"shards": "b", "weight": 1}]}, "weight"),
+        ({"train": [{"shards": "a", "waight": 1}]}, "waight, did you mean weight?"),
+        ({"train": []}, "stages.pretrain.train: the list is empty"),
+        ({"train": "https://me:secret@host/x"}, "password or a query string"),
+        ({"train": "https://host/x?signature=secret"}, "password or a query string"),
+        ({"data": {"cache": {"limit": "much"}}}, "'much' is no size"),
+        ({"data": {"max_corrupt_share": 1.5}}, "data.max_corrupt_share"),
+        ({"data": {"worker_kind": "fork"}}, "data.worker_kind"),
+        ({"eval_crop_share": 0.9}, "means nothing to eval_protocol vit"),
+        ({"eval_protocol": "torch"}, "eval_protocol"),
+        ({"augment": {"cutmix_share": 0.2, "mixup_alpha": 0.5}}, "set both alphas"),
+        ({"augment": {"rand_augment": {"magnitude": 9.5}}}, "magnitude"),
+        ({"augment": {"crop_area": [0.9, 0.1]}}, "crop_area"),
+    ],
+)
+def test_mistakes_are_named(tmp_path: Path, changes: dict[str, Any], message: str):
+    with pytest.raises(UserError, match=message.replace("?", r"\?")) as caught:
+        recipe(tmp_path, **changes)
+    assert "secret" not in str(caught.value)
+
+
+def test_a_command_is_taken_as_it_is(tmp_path: Path):
+    (config,) = recipe(tmp_path, train="pipe:curl -H $HEADER https://host/x?a=b").train_stage("pretrain").train
+    assert config.shards == "pipe:curl -H $HEADER https://host/x?a=b"
+
+
+def test_what_does_not_change_the_samples_may_change_when_a_run_goes_on(tmp_path: Path):
+    before = recipe(tmp_path)
+    after = recipe(
+        tmp_path,
+        data={
+            "workers": 3,
+            "worker_kind": "process",
+            "max_corrupt_share": 0.5,
+            "cache": {"folder": "c", "limit": "1 GB"},
+        },
+    )
+    assert differences(before, after) == {}
+    assert differences(before, recipe(tmp_path, data={"decoder": "pillow"})) == {"data.decoder": "auto -> pillow"}
+    fewer = recipe(tmp_path, data={"max_image_pixels": 1_000_000})  # others take the place of larger images
+    assert differences(before, fewer) == {"data.max_image_pixels": "50000000 -> 1000000"}
+    for pixels in (0, 178_956_971):
+        with pytest.raises(ValueError, match="max_image_pixels"):
+            recipe(tmp_path, data={"max_image_pixels": pixels})
+
+
+@pytest.mark.parametrize(
+    ("data", "kind"),
+    [
+        ({"workers": 4}, "thread"),
+        ({"workers": 5}, "process"),
+        ({"workers": 5, "worker_kind": "thread"}, "thread"),
+        ({"workers": 1, "worker_kind": "process"}, "process"),
+    ],
+)
+def test_few_workers_are_threads(tmp_path: Path, data: dict[str, Any], kind: str):
+    assert recipe(tmp_path, data=data).data.kind_of_workers == kind
+
+
+def test_every_augmentation_key_reaches_the_data_path(tmp_path: Path):
+    augment = {
+        "crop_area": [0.2, 0.8],
+        "crop_ratio": [0.5, 2.0],
+        "interpolation": "bicubic",
+        "flip": 0.25,
+        "rand_augment": {"num_ops": 3, "magnitude": 7},
+        "mixup_alpha": 0.2,
+        "cutmix_alpha": 1.0,
+        "cutmix_share": 0.75,
+    }
+    config = recipe(tmp_path, augment=augment, eval_protocol="timm", eval_crop_share=0.95).train_stage("pretrain")
+    transform, mixing, evaluation = train_transform(config), mixup(config), eval_transform(config)
+    assert (transform.crop_area, transform.crop_ratio, transform.flip) == ((0.2, 0.8), (0.5, 2.0), 0.25)
+    assert transform.interpolation == "bicubic" and transform.rand_augment is not None
+    assert (transform.rand_augment.num_ops, transform.rand_augment.magnitude) == (3, 7)
+    assert mixing is not None
+    assert (mixing.mixup_alpha, mixing.cutmix_alpha, mixing.switch_share) == (0.2, 1.0, 0.75)
+    assert (evaluation.image_size, evaluation.protocol, evaluation.crop_share) == (8, "timm", 0.95)
+    assert mixup(recipe(tmp_path).train_stage("pretrain")) is None

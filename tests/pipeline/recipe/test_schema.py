@@ -1,0 +1,137 @@
+"""The recipe's own rules: what does not fit together is refused, and the sentence says what to change."""
+
+from copy import deepcopy
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from pipeline.recipe.schema import OptimizerConfig, Recipe, ScheduleConfig
+
+TRAIN: dict[str, Any] = {
+    "train": "a/train",
+    "eval": "a/val",
+    "image_size": 16,
+    "global_batch_size": 8,
+    "duration": "10 steps",
+    "optimizer": {"name": "sgd", "lr": 0.1},
+}
+TREE: dict[str, Any] = {
+    "name": "r",
+    "model": {"width": 8, "depth": 1, "heads": 2, "patch_size": 4},
+    "stages": {"pretrain": TRAIN, "swap_head": {}, "finetune": {**TRAIN, "image_size": 24}},
+}
+
+
+def tree(**changes: Any) -> dict[str, Any]:
+    """TREE with dotted keys changed (dots written as `__`); a value of `...` removes the key."""
+    changed = deepcopy(TREE)
+    for key, value in changes.items():
+        *parents, leaf = key.split("__")
+        node = changed
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        if value is ...:
+            del node[leaf]
+        else:
+            node[leaf] = value
+    return changed
+
+
+def refusal(**changes: Any) -> str:
+    with pytest.raises(ValidationError) as caught:
+        Recipe.model_validate(tree(**changes))
+    return str(caught.value)
+
+
+def test_a_whole_recipe_and_its_defaults():
+    recipe = Recipe.model_validate(TREE)
+    assert recipe.stages.names == ("pretrain", "swap_head", "finetune")
+    assert recipe.engine.backend == "deepspeed" and recipe.engine.zero_stage == 1 and recipe.engine.precision == "bf16"
+    assert recipe.train_stage("finetune").image_size == 24
+    with pytest.raises(KeyError):
+        recipe.train_stage("swap_head")
+
+
+def test_lanes_divide_the_global_batch_whatever_it_is():
+    for batch in range(1, 1030):
+        recipe = Recipe.model_validate(tree(stages__pretrain__global_batch_size=batch))
+        lanes = recipe.lanes(recipe.train_stage("pretrain"))
+        assert batch % lanes == 0 and 1 <= lanes <= 256
+        assert not any(batch % more == 0 for more in range(lanes + 1, 257))
+    fixed = Recipe.model_validate(tree(data__lanes=3))
+    assert fixed.lanes(fixed.train_stage("pretrain")) == 3
+
+
+def test_an_image_size_that_is_no_multiple_of_the_patch_names_the_neighbours():
+    text = refusal(stages__finetune__image_size=22)
+    assert "stages.finetune.image_size: image size 22 is not a multiple of the patch size 4: take 20 or 24" in text
+    assert "take 4" in refusal(stages__pretrain__image_size=3)
+    for size in (20, 24):
+        Recipe.model_validate(tree(stages__finetune__image_size=size))
+    assert "patch size 16" in refusal(model={"variant": "B/16"}, stages__finetune__image_size=24)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"stages": {}}, "at least one of masked_patch, pretrain, swap_head and finetune"),
+        ({"stages__finetune": ...}, "swap_head stands before finetune"),
+        ({"stages__pretrain": ...}, "swap_head needs a model"),
+        ({"stages__swap_head__model": "imported"}, "swap_head.model and pretrain both"),
+        ({"stages__pretrain__unmasked_finish": "1 epoch"}, "unmasked_finish means nothing"),
+        (
+            {"stages__pretrain__loss": "sigmoid", "stages__pretrain__label_smoothing": 0.5},
+            "label_smoothing 0.5 turns the sigmoid's targets around",
+        ),
+        ({"stages__finetune__init": "timm"}, "init means nothing to start swap_head"),
+        ({"stages__swap_head": ...}, "add one, or set start: scratch"),
+        ({"stages__finetune__start": "scratch"}, "leave out swap_head"),
+        ({"stages__pretrain__start": "scratch"}, "stages.pretrain.start"),
+        ({"stages__finetune__head_bias": -10.0}, "stages.finetune.head_bias"),
+        ({"stages__pretrain__augment": {"crop_area": [0.9, 0.1]}}, "crop_area"),
+        ({"stages__pretrain__augment": {"crop_area": [0.0, 1.0]}}, "crop_area"),
+        ({"stages__pretrain__augment": {"crop_ratio": [2, 1]}}, "crop_ratio"),
+        ({"stages__pretrain__augment": {"flip": 1.5}}, "flip"),
+        ({"stages__pretrain__optimizer__lr": 0}, "lr"),
+        ({"stages__pretrain__optimizer__lr": float("inf")}, "lr"),
+        ({"stages__pretrain__optimizer__lr": float("nan")}, "lr"),
+        ({"stages__pretrain__optimizer__name": "adam"}, "adamw"),
+        ({"stages__pretrain__duration": "soon"}, "400 steps"),
+        ({"stages__pretrain__global_batch_size": 0}, "global_batch_size"),
+        ({"engine__zero_stage": 4}, "zero_stage"),
+        ({"engine": {"backend": "accelerate", "zero_stage": 3}}, "zero_stage means nothing to accelerate"),
+        ({"processes": 0}, "processes"),
+        ({"processes": -2}, "processes"),
+        ({"seed": -1}, "seed"),
+        ({"name": "../elsewhere"}, "name"),
+        ({"name": ".hidden"}, "name"),
+        ({"name": ""}, "name"),
+        ({"name": "a/b"}, "name"),
+    ],
+)
+def test_what_does_not_fit_is_refused(changes: dict[str, Any], message: str):
+    assert message in refusal(**changes)
+
+
+def test_a_recipe_cannot_be_changed_afterwards():
+    recipe = Recipe.model_validate(TREE)
+    with pytest.raises(ValidationError):
+        recipe.seed = 1
+
+
+@pytest.mark.parametrize(
+    ("group", "key"),
+    [
+        ({"name": "sgd", "lr": 0.1, "betas": [0.8, 0.9]}, "betas"),
+        ({"name": "adamw", "lr": 0.1, "momentum": 0.5}, "momentum"),
+    ],
+)
+def test_a_setting_that_the_optimizer_would_ignore_is_refused(group, key):
+    with pytest.raises(ValidationError, match=f"{key} means nothing"):
+        OptimizerConfig.model_validate(group)
+
+
+def test_an_end_that_a_constant_learning_rate_would_ignore_is_refused():
+    with pytest.raises(ValidationError, match="end_lr means nothing"):
+        ScheduleConfig.model_validate({"decay": "constant", "end_lr": 0.1})

@@ -1,0 +1,234 @@
+"""The arithmetic of a stage: what the batch is made of, and that each bad size is refused with values that fit."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from data_shards.errors import UserError
+from data_shards.manifest import Manifest, Shard, write_manifest
+from pipeline.recipe.schema import Recipe
+from pipeline.recipe.stage_plan import StagePlan, plan_stage
+from pipeline.stage_data import open_data
+
+
+def recipe(*, most: int = 256, lanes: int | str = "auto", stage: dict[str, Any] | None = None) -> Recipe:
+    return Recipe.model_validate(
+        {
+            "name": "r",
+            "model": {"width": 8, "depth": 1, "heads": 2, "patch_size": 4},
+            "data": {"lanes": lanes},
+            "engine": {"max_micro_batch_size": most},
+            "stages": {
+                "pretrain": {
+                    "train": "train",
+                    "eval": "val",
+                    "image_size": 16,
+                    "global_batch_size": 64,
+                    "duration": "100 steps",
+                    "optimizer": {"name": "sgd", "lr": 0.1},
+                    **(stage or {}),
+                }
+            },
+        }
+    )
+
+
+def plan(*, world_size: int = 1, samples: int = 1000, **settings: Any) -> StagePlan:
+    return plan_stage(recipe(**settings), stage="pretrain", samples_per_epoch=samples, world_size=world_size)
+
+
+def refusal(**settings: Any) -> str:
+    with pytest.raises(UserError) as caught:
+        plan(**settings)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@given(
+    world_size=st.sampled_from([1, 2, 4, 8, 16]),
+    images_each=st.integers(1, 300),
+    most=st.integers(1, 300),
+    data=st.data(),
+)
+def test_the_global_batch_is_what_its_parts_make(world_size: int, images_each: int, most: int, data: st.DataObject):
+    batch = world_size * images_each
+    lanes = data.draw(st.sampled_from([n for n in range(1, batch + 1) if batch % n == 0 and n % world_size == 0]))
+    got = plan(world_size=world_size, samples=batch, most=most, lanes=lanes, stage={"global_batch_size": batch})
+    assert got.world_size * got.accumulation_steps * got.micro_batch_size == got.global_batch_images == batch
+    assert 1 <= got.micro_batch_size <= most
+    # The fewest passes: every larger equal part would be above the limit.
+    larger = [n for n in range(got.micro_batch_size + 1, images_each + 1) if images_each % n == 0]
+    assert all(n > most for n in larger)
+    assert got.lanes == lanes
+
+
+def test_the_plan_of_a_known_recipe():
+    got = plan(
+        world_size=2,
+        samples=1000,
+        most=10,
+        stage={
+            "duration": "5 epochs",
+            "schedule": {"warmup": "10%"},
+            "log_every": "640 images",
+            "eval_every": "1 epoch",
+            "save_every": "0 steps",
+            "keep_every": "50%",
+        },
+    )
+    assert got == StagePlan(
+        world_size=2,
+        global_batch_images=64,
+        micro_batch_size=8,
+        accumulation_steps=4,
+        lanes=64,
+        total_steps=78,  # 5000 / 64 = 78.1
+        warmup_steps=8,
+        log_steps=10,
+        eval_steps=16,  # 1000 / 64 = 15.6
+        save_steps=0,
+        samples_per_epoch=1000,
+        keep_steps=39,
+    )
+    text = got.describe()
+    assert "64 = 2 processes x 4 accumulation x 8 images" in text
+    assert "78 steps = 4,992 images = 5.0 epochs" in text
+
+
+def test_a_batch_that_does_not_divide_among_the_processes():
+    text = refusal(world_size=3)
+    assert "stages.pretrain.global_batch_size 64 does not divide among 3 processes: use a multiple of 3" in text
+
+
+def test_lanes_that_do_not_divide_among_the_processes_name_the_numbers_that_do():
+    text = refusal(world_size=3, lanes=4, stage={"global_batch_size": 12})
+    assert "3 processes" in text and "data.lanes 4" in text
+    advised = re.search(r"use one of ([\d, ]+) processes", text)
+    assert advised
+    for world_size in map(int, advised[1].split(", ")):
+        plan(world_size=world_size, lanes=4, stage={"global_batch_size": 12})
+
+
+def test_a_batch_that_is_no_multiple_of_the_lanes_names_the_nearest_that_are():
+    text = refusal(lanes=24)
+    assert "global_batch_size 64" in text and "data.lanes 24" in text
+    assert "48 and 72" in text
+    for batch in (48, 72):
+        plan(lanes=24, stage={"global_batch_size": batch})
+
+
+def test_a_batch_of_more_images_than_there_are_names_one_that_fits():
+    """It would be accepted else, and 10 epochs would be three steps."""
+    for samples, lanes, batch in ((30, "auto", 64), (30, 32, 64), (5, 6, 6), (2631, "auto", 8192)):
+        text = refusal(samples=samples, lanes=lanes, stage={"global_batch_size": batch})
+        assert f"stages.pretrain.global_batch_size is {batch:,}," in text and f"only {samples:,} images" in text
+        advised = re.search(r"set it to (\d+)", text)
+        assert advised
+        plan(samples=samples, stage={"global_batch_size": int(advised[1])})
+    plan(samples=64)
+
+
+def test_more_lanes_than_images_names_a_number_of_lanes_that_fits():
+    text = refusal(samples=30, lanes=32, stage={"global_batch_size": 16})
+    assert "only 30 images" in text
+    advised = re.search(r"set data.lanes to (\d+)", text)
+    assert advised
+    plan(samples=30, lanes=int(advised[1]), stage={"global_batch_size": 16})
+
+
+@pytest.mark.parametrize(
+    ("stage", "message"),
+    [
+        ({"duration": "10%"}, "stages.pretrain.duration: .* percentage: give steps, epochs or images"),
+        ({"duration": "0 steps"}, "stages.pretrain.duration is nothing"),
+        ({"schedule": {"warmup": "100 steps"}}, "stages.pretrain.schedule.warmup takes 100 of 100 steps"),
+        ({"schedule": {"warmup": "7 epochs"}}, "stages.pretrain.schedule.warmup takes 109 of 100 steps"),
+        ({"patch_dropout": 0.5, "unmasked_finish": "100%"}, "unmasked_finish takes 100 of 100 steps, and nothing is"),
+        ({"patch_dropout": 0.5, "unmasked_finish": "7 epochs"}, "unmasked_finish takes 109 of 100 steps"),
+    ],
+)
+def test_lengths_that_do_not_fit_name_their_key(stage: dict[str, Any], message: str):
+    assert re.search(message, refusal(stage=stage))
+
+
+def make_shards(folder: Path, classes: tuple[str, ...]) -> None:
+    folder.mkdir()
+    (folder / "a.tar").write_bytes(b"12345")
+    shards = (Shard("a.tar", num_samples=3, num_bytes=5, sha256="0" * 64),)
+    write_manifest(Manifest(folder, name="a", split=folder.name, classes=classes, shards=shards, source="here"))
+
+
+def test_train_and_held_out_classes_must_be_the_same_in_the_same_order(tmp_path: Path):
+    digits = tuple("0123456789")
+    make_shards(tmp_path / "train", digits)
+    for number, (classes, fits) in enumerate([(digits, True), (digits[::-1], False), (digits[:9], False)]):
+        make_shards(tmp_path / f"val{number}", classes)
+        ours = recipe(stage={"train": str(tmp_path / "train"), "eval": str(tmp_path / f"val{number}")})
+        if fits:
+            assert open_data(ours, stage="pretrain").eval.classes == digits
+        else:
+            with pytest.raises(UserError, match=r"stages.pretrain: the classes .*0, 1, 2, 3, 4 and 5 more.*differ"):
+                open_data(ours, stage="pretrain")
+
+
+def test_missing_shards_name_the_folder(tmp_path: Path):
+    with pytest.raises(UserError, match=str(tmp_path / "nowhere")):
+        open_data(recipe(stage={"train": str(tmp_path / "nowhere")}), stage="pretrain")
+
+
+@pytest.mark.parametrize(
+    ("stage", "masked_steps"),
+    [
+        ({}, 0),
+        ({"patch_dropout": 0.5}, 100),
+        ({"patch_dropout": 0.5, "unmasked_finish": "10%"}, 90),
+        ({"patch_dropout": 0.5, "unmasked_finish": "99 steps"}, 1),
+    ],
+)
+def test_patch_dropout_rests_for_the_finish(stage: dict[str, Any], masked_steps: int):
+    assert plan(stage=stage).patch_dropout_steps == masked_steps
+
+
+@given(
+    total=st.integers(1, 3000),
+    every=st.one_of(
+        st.integers(0, 120).map(lambda percent: f"{percent}%"),
+        st.integers(1, 3000).map(lambda steps: f"{steps} steps"),
+        st.sampled_from(["1 epoch", "0.5 epochs", "7 epochs"]),
+    ),
+    samples=st.integers(64, 5000),
+)
+def test_evaluations_fall_on_multiples_and_on_the_end_and_never_twice_there(total: int, every: str, samples: int):
+    got = plan(samples=samples, lanes=1, stage={"duration": f"{total} steps", "eval_every": every})
+    found = [step for step in range(1, total + 1) if got.evaluates_after(step)]
+    multiples = [step for step in range(1, total) if got.eval_steps and step % got.eval_steps == 0]
+    assert found[-1] == total
+    assert set(found[:-1]) <= set(multiples)
+    left_out = [step for step in multiples if step not in found]
+    assert len(left_out) <= 1 and multiples[-1:] in ([], left_out or multiples[-1:])  # none but the last one
+    if len(found) > 1 and got.eval_steps > 1:
+        assert found[-1] - found[-2] > max(1, got.eval_steps / 10 - 1)
+    if left_out:
+        assert total - left_out[0] <= max(1, got.eval_steps / 10)
+
+
+@pytest.mark.parametrize(
+    ("total", "every", "expected"),
+    [
+        (101, "25%", [25, 50, 75, 101]),
+        (100, "33%", [33, 66, 100]),
+        (13, "25%", [3, 6, 9, 13]),
+        (60, "40%", [24, 48, 60]),
+        (1040, "100 steps", [*range(100, 1001, 100), 1040]),  # as asked for, and not near the end
+        (4, "1 step", [1, 2, 3, 4]),
+        (9, "0%", [9]),
+        (100, "25%", [25, 50, 75, 100]),
+    ],
+)
+def test_where_evaluations_fall(total: int, every: str, expected: list[int]):
+    got = plan(stage={"duration": f"{total} steps", "eval_every": every})
+    assert [step for step in range(1, total + 1) if got.evaluates_after(step)] == expected

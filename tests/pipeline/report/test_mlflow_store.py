@@ -1,0 +1,394 @@
+"""Real MLflow on SQLite. One store for the module, since MLflow makes its schema in some seconds."""
+
+import math
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.report import mlflow_store as tracking
+from pipeline.report import tracking_thread
+from pipeline.report.metrics_log import open_metrics_log
+from pipeline.report.mlflow_store import DatasetInput, NullTracker, Tracker, TrackerSettings, open_tracker
+from pipeline.report.tracking_state import load_run_state
+from tests.pipeline.report.trickling import trickling_server
+
+# MLflow's and SQLAlchemy's own: they are not for us to mend.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+]
+
+
+@pytest.fixture(scope="module")
+def runs_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def client(runs_root: Path) -> Any:
+    from mlflow.tracking import MlflowClient
+
+    # With patience: where a commit's fsync takes longer than SQLite's 5 seconds, what reads meanwhile is refused.
+    opened = MlflowClient(tracking_uri=f"sqlite:///{runs_root}/mlflow.db?timeout=240")
+    opened.search_experiments()
+    return opened
+
+
+@pytest.fixture
+def settings(runs_root: Path, client: Any, request: pytest.FixtureRequest) -> TrackerSettings:
+    name = request.node.name
+    recipe = runs_root / name / "recipe.yaml"
+    recipe.parent.mkdir()
+    recipe.write_text("seed: 1\n")
+    return TrackerSettings(
+        runs_root=runs_root,
+        run_dir=recipe.parent,
+        pipeline=name,
+        stage="pretrain",
+        resume_step=0,
+        params={"seed": "1", "data.url": "https://me:secret@host/x", "long": "x" * 7000, "empty": ""},
+        recipe_file=recipe,
+        datasets=(
+            DatasetInput(name="digits", source="shards/train", digest="d" * 36, context="train"),
+            DatasetInput(name="digits", source="shards/test", digest="e" * 36, context="eval"),
+        ),
+        tags={"shardvit.world_size": "2", "host": "node1"},
+        flush_seconds=0.05,
+        close_timeout_seconds=240.0,
+    )
+
+
+_opened: list["Attempt"] = []
+
+
+@pytest.fixture(autouse=True)
+def close_files() -> Iterator[None]:
+    yield
+    while _opened:
+        _opened.pop().file.close()
+
+
+class Attempt:
+    """One attempt at a stage, with its metrics.jsonl."""
+
+    def __init__(self, settings: TrackerSettings) -> None:
+        self.said: list[str] = []
+        path = settings.run_dir / settings.stage / "metrics.jsonl"
+        self.file = open_metrics_log(path, resume_step=settings.resume_step)
+        self.tracker = open_tracker(settings, say=self.said.append)
+        _opened.append(self)
+
+    def log(self, *steps: int) -> None:
+        for step in steps:
+            row = self.file.append(step=step, images_seen=64 * step, metrics={"train/loss": 1 / step})
+            self.tracker.log(row.step, row.images_seen, row.metrics, time_seconds=row.time)
+
+    def connected(self) -> "Attempt":
+        assert self.tracker.wait_connected(240), self.said
+        return self
+
+
+def run_of(client: Any, settings: TrackerSettings) -> Any:
+    run_id = load_run_state(settings.run_dir / settings.stage / "mlflow.json").run_id
+    return client.get_run(run_id)
+
+
+def curve(client: Any, settings: TrackerSettings, name: str = "train/loss") -> list[tuple[int, float]]:
+    run_id = run_of(client, settings).info.run_id
+    return [(point.step, point.value) for point in client.get_metric_history(run_id, name)]
+
+
+def until(true: Callable[[], bool]) -> None:
+    end = time.monotonic() + 240
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def test_a_pipeline_is_a_parent_run_with_a_child_per_stage(client: Any, settings: TrackerSettings) -> None:
+    finetune = replace(settings, stage="finetune")
+    for stage, last in ((settings, False), (finetune, True)):
+        attempt = Attempt(stage).connected()
+        attempt.log(1, 2, 3)
+        attempt.tracker.log_artifact(settings.recipe_file or Path(), "configs")
+        attempt.tracker.close("FINISHED", finish_parent=last)
+        assert attempt.said == []
+        assert attempt.tracker.failures == 0
+        assert run_of(client, stage).info.run_id == attempt.tracker.run_id
+        parent = client.get_run(run_of(client, stage).data.tags["mlflow.parentRunId"])
+        assert parent.info.status == ("FINISHED" if last else "RUNNING")
+    children = client.search_runs(
+        [parent.info.experiment_id], f"tags.`mlflow.parentRunId` = '{parent.info.run_id}'", order_by=["start_time"]
+    )
+    assert client.get_experiment(parent.info.experiment_id).name == "shardvit"
+    assert parent.info.run_name == settings.pipeline
+    assert [child.info.run_name for child in children] == [
+        f"pretrain-{settings.pipeline}",
+        f"finetune-{settings.pipeline}",
+    ]
+    assert [child.info.status for child in children] == ["FINISHED"] * 2
+    assert curve(client, settings) == [(1, 1.0), (2, 0.5), (3, 1 / 3)]
+    assert curve(client, settings, "images_seen") == [(1, 64.0), (2, 128.0), (3, 192.0)]
+
+
+def test_a_run_holds_params_data_sets_tags_and_the_recipe(client: Any, settings: TrackerSettings) -> None:
+    Attempt(settings).tracker.close("FINISHED", finish_parent=True)
+    run = run_of(client, settings)
+    parent_id = run.data.tags["mlflow.parentRunId"]
+    assert run.data.params == {"seed": "1", "data.url": "https://***@host/x", "long": "x" * 6000, "empty": ""}
+    assert {
+        (one.dataset.name, one.dataset.digest, one.tags[0].key, one.tags[0].value) for one in run.inputs.dataset_inputs
+    } == {
+        ("digits", "d" * 36, "mlflow.data.context", "train"),
+        ("digits", "e" * 36, "mlflow.data.context", "eval"),
+    }
+    assert run.data.tags["host"] == "node1"
+    assert run.data.tags["shardvit.stage"] == "pretrain"
+    assert run.data.tags["shardvit.attempt.1"] == "from_step=0 shardvit.world_size=2 host=node1"
+    assert run.data.tags["mlflow.source.name"] == client.get_run(parent_id).data.tags["mlflow.source.name"]
+    for run_id in (run.info.run_id, parent_id):
+        assert [file.path for file in client.list_artifacts(run_id)] == ["recipe.yaml"]
+        artifact = settings.runs_root / "mlartifacts" / run_id / "artifacts" / "recipe.yaml"
+        assert artifact.read_text() == "seed: 1\n"
+
+
+def test_a_resumed_stage_goes_on_in_its_run_with_a_whole_curve(client: Any, settings: TrackerSettings) -> None:
+    first = Attempt(settings).connected()
+    first.log(1, 2, 3)
+    first.tracker.close("KILLED")
+    assert run_of(client, settings).info.status == "KILLED"
+    again = replace(settings, resume_step=3, params={**settings.params, "seed": "2", "new": "x"})
+    second = Attempt(again).connected()
+    assert second.tracker.run_id == first.tracker.run_id
+    assert run_of(client, settings).info.status == "RUNNING"
+    second.log(4, 5)
+    second.tracker.close("FINISHED")
+    run = run_of(client, settings)
+    assert second.said == []
+    assert curve(client, settings) == [(step, 1 / step) for step in range(1, 6)]
+    assert (run.data.params["seed"], run.data.params["new"]) == ("1", "x")
+    assert run.data.tags["shardvit.params_changed.2"] == "seed: 1 -> 2"
+    assert (run.data.tags["shardvit.attempt"], run.info.status) == ("2", "FINISHED")
+    assert len(run.inputs.dataset_inputs) == 2
+
+
+def test_a_rollback_adds_a_point_to_each_repeated_step_only(client: Any, settings: TrackerSettings) -> None:
+    first = Attempt(settings)
+    first.log(1, 2, 3)
+    first.tracker.close("KILLED")
+    time.sleep(0.002)  # another millisecond: else the points would be equal and collapse
+    second = Attempt(replace(settings, resume_step=2))
+    second.log(3, 4)
+    second.tracker.close("FINISHED")
+    assert [step for step, _ in curve(client, settings)] == [1, 2, 3, 3, 4]
+
+
+def test_non_finite_values_reach_the_store(client: Any, settings: TrackerSettings) -> None:
+    attempt = Attempt(settings)
+    attempt.tracker.log(1, 1, {"train/loss": math.nan})
+    attempt.tracker.log(2, 2, {"train/loss": math.inf})
+    attempt.tracker.log(3, 3, {"train/loss": -math.inf})
+    attempt.tracker.close("FINISHED")
+    values = [value for _, value in curve(client, settings)]
+    assert math.isnan(values[0])
+    assert values[1:] == [sys.float_info.max, -sys.float_info.max]
+    assert attempt.said == []
+
+
+def test_a_metric_that_mlflow_refuses_loses_itself_alone(client: Any, settings: TrackerSettings) -> None:
+    attempt = Attempt(settings)
+    for step in range(1, 41):
+        attempt.tracker.log(step, step, {"train/loss": 1.0, **({"bad?name$": 1.0} if step == 17 else {})})
+    attempt.tracker.close("FINISHED")
+    assert len(curve(client, settings)) == 40
+    assert attempt.tracker.failures == 1
+    assert len(attempt.said) == 1
+    assert "bad?name$" in attempt.said[0]
+
+
+def test_a_long_curve_goes_over_mlflows_limits_per_call(client: Any, settings: TrackerSettings) -> None:
+    attempt = Attempt(replace(settings, params={f"p{n}": str(n) for n in range(250)}))
+    for step in range(300):
+        attempt.tracker.log(step, step, {f"m{n}": 1.0 for n in range(9)})
+    attempt.tracker.close("FINISHED")
+    assert len(curve(client, settings, "m8")) == 300
+    assert len(run_of(client, settings).data.params) == 250
+
+
+def test_points_of_an_outage_in_the_middle_arrive_when_it_is_over(
+    client: Any, settings: TrackerSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mlflow.tracking import MlflowClient
+
+    attempt = Attempt(settings).connected()
+    attempt.log(1, 2)
+    until(lambda: len(curve(client, settings)) == 2)
+
+    def dead(*_: object, **__: object) -> None:
+        raise ConnectionError("the server is gone")
+
+    with monkeypatch.context() as patch:
+        for name in ("log_batch", "get_run", "log_artifact", "set_terminated"):
+            patch.setattr(MlflowClient, name, dead)
+        attempt.log(3, 4)
+        until(lambda: attempt.tracker.failures > 0)
+    attempt.log(5)
+    attempt.tracker.close("FINISHED")
+    assert curve(client, settings) == [(step, 1 / step) for step in range(1, 6)]
+    assert len(attempt.said) == 1
+
+
+def test_what_a_dead_server_missed_is_sent_at_the_next_opening(client: Any, settings: TrackerSettings) -> None:
+    dead = Attempt(replace(settings, tracking_uri="http://127.0.0.1:9"))
+    dead.log(*range(1, 101))
+    dead.tracker.close("KILLED")
+    assert not dead.tracker.wait_connected(0)
+    assert "100 points" in dead.said[-1]
+    second = Attempt(replace(settings, resume_step=100))
+    second.log(101)
+    second.tracker.close("FINISHED")
+    assert curve(client, settings) == [(step, 1 / step) for step in range(1, 102)]
+
+
+def test_a_server_that_never_answers_holds_up_nobody(settings: TrackerSettings) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        uri = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        attempt = Attempt(replace(settings, tracking_uri=uri, close_timeout_seconds=0.5))
+        attempt.log(1, 2, 3)
+        attempt.tracker.close("FINISHED")
+        assert "tracking call" in [thread.name for thread in threading.enumerate()]  # still waiting; nobody else was
+    assert "3 points" in attempt.said[-1]
+
+
+def test_a_server_that_answers_byte_by_byte_is_told_and_holds_up_nobody(
+    settings: TrackerSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tracking_thread, "_SILENT_SECONDS", 0.01)
+    with trickling_server() as trickling:
+        uri = f"http://me:secret@127.0.0.1:{trickling.server_address[1]}"
+        trickles = replace(settings, tracking_uri=uri, call_timeout_seconds=0.5, close_timeout_seconds=3.0)
+        attempt = Attempt(trickles)
+        attempt.log(1, 2)
+        until(lambda: any("not whole after 0.5 s" in line for line in attempt.said))  # while training goes on
+        until(lambda: trickling.requests > 1)  # type: ignore[attr-defined] - it is tried again
+        attempt.tracker.close("FINISHED")
+        (waiting,) = [line for line in attempt.said if "waiting for" in line]
+        assert "1 s at most" in waiting and "http://***@127.0.0.1" in waiting  # and not four times three
+        assert any("were not sent" in line for line in attempt.said)
+
+
+def test_a_run_that_the_store_does_not_know_is_begun_anew_and_filled(client: Any, settings: TrackerSettings) -> None:
+    first = Attempt(settings)
+    first.log(1, 2)
+    first.tracker.close("KILLED")
+    old_id = run_of(client, settings).info.run_id
+    client.delete_run(old_id)
+    second = Attempt(replace(settings, resume_step=2))
+    second.log(3)
+    second.tracker.close("FINISHED")
+    assert run_of(client, settings).info.run_id != old_id
+    assert curve(client, settings) == [(1, 1.0), (2, 0.5), (3, 1 / 3)]
+    assert old_id in second.said[0]
+
+
+def test_a_run_whose_id_was_never_written_is_found_by_its_key(client: Any, settings: TrackerSettings) -> None:
+    first = Attempt(settings)
+    first.log(1)
+    first.tracker.close("KILLED")
+    for file in (settings.run_dir / "mlflow.json", settings.run_dir / "pretrain" / "mlflow.json"):
+        state = load_run_state(file)
+        state.run_id = None
+        state.save()
+    second = Attempt(replace(settings, resume_step=1)).connected()
+    second.tracker.close("FINISHED")
+    assert second.tracker.run_id == first.tracker.run_id
+
+
+def test_a_killed_process_is_followed_by_one_that_completes_its_curve(
+    client: Any, settings: TrackerSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = """
+        import os, signal, sys
+        from pathlib import Path
+        from pipeline.report.metrics_log import open_metrics_log
+        from pipeline.report.mlflow_store import TrackerSettings, open_tracker
+
+        root, folder, name = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
+        log = open_metrics_log(folder / "pretrain" / "metrics.jsonl", resume_step=0)
+        tracker = open_tracker(
+            TrackerSettings(runs_root=root, run_dir=folder, pipeline=name, stage="pretrain", resume_step=0)
+        )
+        tracker.log(1, 64, log.append(step=1, images_seen=64, metrics={"train/loss": 1.0}).metrics)
+        assert tracker.wait_connected(240)
+        for step in (2, 3, 4):
+            log.append(step=step, images_seen=64 * step, metrics={"train/loss": 1 / step})
+        os.kill(os.getpid(), signal.SIGKILL)
+    """
+    arguments = [str(settings.runs_root), str(settings.run_dir), settings.pipeline]
+    repository = Path(tracking.__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code), *arguments],
+        cwd=repository,
+        timeout=400,
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    killed_id = run_of(client, settings).info.run_id
+    second = Attempt(replace(settings, resume_step=3))
+    second.log(4, 5)
+    second.tracker.close("FINISHED")
+    assert run_of(client, settings).info.run_id == killed_id
+    # Step 1 was on its way when the kill came: it may stand twice, with two times.
+    assert sorted(set(curve(client, settings))) == [(step, 1 / step) for step in range(1, 6)]
+
+
+def test_system_metrics_are_logged_when_asked_for(
+    client: Any, settings: TrackerSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL", "1")
+    attempt = Attempt(replace(settings, system_metrics="on")).connected()
+    until(lambda: any(name.startswith("system/cpu") for name in run_of(client, settings).data.metrics))
+    attempt.tracker.close("FINISHED")
+    assert attempt.said == []
+
+
+def test_off_tracks_nothing_and_writes_nothing(settings: TrackerSettings) -> None:
+    tracker: Tracker = open_tracker(replace(settings, mode="off"))
+    assert isinstance(tracker, NullTracker)
+    assert not (settings.run_dir / "mlflow.json").exists()
+
+
+def test_a_state_that_cannot_be_read_begins_a_new_run_and_says_so(client: Any, settings: TrackerSettings) -> None:
+    state = settings.run_dir / "pretrain" / "mlflow.json"
+    state.parent.mkdir()
+    state.write_text("{")
+    attempt = Attempt(settings)
+    attempt.tracker.close("FINISHED")
+    assert str(state) in attempt.said[0]
+    assert run_of(client, settings).info.status == "FINISHED"
+
+
+def test_a_digest_that_is_too_long_is_refused() -> None:
+    with pytest.raises(ValueError, match="digest of data set x"):
+        DatasetInput(name="x", source="y", digest="0" * 37, context="train")
+
+
+def test_opening_imports_nothing_heavy_in_the_calling_thread() -> None:
+    code = "import sys, pipeline.report.mlflow_store, pipeline.report.progress\n"
+    code += "print([m for m in sys.modules if m in heavy])"
+    code = "heavy = {'mlflow', 'torch', 'tqdm', 'pandas', 'numpy'}\n" + code
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert shown.stdout.strip() == "[]"

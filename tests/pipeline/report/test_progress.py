@@ -1,0 +1,141 @@
+import io
+import math
+import re
+import threading
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.report.progress import Progress, RecentSpeed, format_count, format_duration
+from tests.terminal import terminal
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def lines_progress(stream: io.StringIO, clock: Clock, *, total: int = 100, start: int = 0) -> Progress:
+    return Progress("pretrain", total_steps=total, start_step=start, images_per_step=64, stream=stream, clock=clock)
+
+
+def update(progress: Progress, step: int, *, loss: float = 0.5) -> None:
+    progress.update(step, loss=loss, lr=3e-4, images_per_second=512.34, data_wait_share=0.021)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0:00:00"),
+        (59.6, "0:01:00"),
+        (3723.4, "1:02:03"),
+        (86_399, "23:59:59"),
+        (90_061, "1d 1:01:01"),
+        (-1, "0:00:00"),
+        (math.nan, "?"),
+        (math.inf, "?"),
+    ],
+)
+def test_durations(seconds: float, text: str) -> None:
+    assert format_duration(seconds) == text
+
+
+@given(st.integers(0, 10**8))
+def test_a_duration_says_the_seconds_exactly(seconds: int) -> None:
+    days, hours, minutes, rest = re.fullmatch(r"(?:(\d+)d )?(\d+):(\d\d):(\d\d)", format_duration(seconds)).groups("0")
+    assert ((int(days) * 24 + int(hours)) * 60 + int(minutes)) * 60 + int(rest) == seconds
+
+
+def test_the_last_step_alone_is_a_hundred_percent() -> None:
+    assert format_count(400, 1000) == "step 400/1000 (40.0%)"
+    assert format_count(99_999, 100_000) == "step 99999/100000 (99.9%)"
+    assert format_count(100_000, 100_000) == "step 100000/100000 (100.0%)"
+
+
+def test_time_left_follows_the_recent_speed_and_not_the_start() -> None:
+    speed = RecentSpeed(60.0)
+    assert math.isnan(speed.seconds_left(100))
+    speed.add(1, 500.0)  # the first step came after a long start
+    assert math.isnan(speed.seconds_left(100))
+    speed.add(11, 510.0)
+    assert speed.seconds_left(100) == pytest.approx(89.0)
+    for tick in range(1, 101):  # half as fast from here on
+        speed.add(11 + tick, 510.0 + 2 * tick)
+    assert speed.seconds_left(211) == pytest.approx(200.0)
+    speed.add(50, 1000.0)  # a rollback
+    speed.add(60, 1005.0)
+    assert speed.seconds_left(100) == pytest.approx(20.0)
+    assert speed.seconds_left(60) == 0.0
+
+
+def test_a_file_gets_plain_lines_with_everything() -> None:
+    stream, clock = io.StringIO(), Clock()
+    progress = lines_progress(stream, clock)
+    clock.now += 30
+    update(progress, 1)
+    clock.now += 10
+    update(progress, 11, loss=0.25126)
+    progress.close()
+    assert stream.getvalue().splitlines()[1] == (
+        "pretrain step 11/100 (11.0%) | loss 0.2513 | 512.3 images/s | ETA 0:01:29 | lr 3.00e-04 | data wait 2.1% | "
+        "704 images | elapsed 0:00:40"
+    )
+    assert "\r" not in stream.getvalue()
+
+
+def test_a_file_gets_a_line_every_ten_seconds_and_the_first_and_the_last() -> None:
+    stream, clock = io.StringIO(), Clock()
+    progress = lines_progress(stream, clock, total=35)
+    for step in range(1, 36):
+        clock.now += 1
+        update(progress, step)
+    progress.close()
+    progress.close()
+    assert re.findall(r"step (\d+)/", stream.getvalue()) == ["1", "11", "21", "31", "35"]
+
+
+def test_an_interrupted_stage_still_prints_its_last_update() -> None:
+    stream, clock = io.StringIO(), Clock()
+    progress = lines_progress(stream, clock)
+    for step in (1, 2, 3):
+        update(progress, step)
+    progress.close()
+    assert re.findall(r"step (\d+)/", stream.getvalue()) == ["1", "3"]
+
+
+def test_a_note_in_a_file_is_a_line() -> None:
+    stream = io.StringIO()
+    progress = lines_progress(stream, Clock())
+    progress.note("checkpoint saved")
+    assert stream.getvalue() == "checkpoint saved\n"
+
+
+@pytest.mark.parametrize(("lines", "columns"), [(24, 0), (24, 80), (24, 200), (0, 100), (0, 0)])
+def test_a_terminal_gets_one_bar_that_notes_do_not_break(
+    monkeypatch: pytest.MonkeyPatch, lines: int, columns: int
+) -> None:
+    with terminal(lines=lines, columns=columns) as (stream, shown):
+        monkeypatch.setattr("sys.stderr", stream)  # tqdm asks this one for its size even if it is told one
+        progress = Progress("finetune", total_steps=20, start_step=10, images_per_step=64, stream=stream)
+        for step in range(11, 21):
+            update(progress, step, loss=1 / step)
+            if step == 15:
+                progress.note("held-out top-1 0.9")
+        progress.close()
+        monkeypatch.undo()
+    text = shown.decode()
+    assert max(len(part) for part in re.split("[\r\n]", text)) <= (columns if columns and lines else 120)
+    assert re.search(r"finetune 100%\|.*20/20, loss 0.0500 \| 512.3 images/s \| ETA 0:00:00", text)
+    assert re.search(r"(^|[\r\n])held-out top-1 0.9\r\n", text)
+    assert not any(thread.name.startswith("TMonitor") for thread in threading.enumerate())
+
+
+def test_a_closed_stream_is_no_terminal(tmp_path: Path) -> None:
+    stream = (tmp_path / "log").open("w")
+    stream.close()
+    Progress("x", total_steps=1, start_step=0, images_per_step=1, stream=stream).close()

@@ -1,0 +1,116 @@
+"""Loss spikes: found where they are, and next to none where curves merely fall and scatter."""
+
+import json
+import math
+import random
+
+import pytest
+
+from pipeline.report.spikes import Spike, SpikeFinder
+
+
+def curve(steps: int, *, kind: str = "power", scatter: float = 0.05, seed: int = 0) -> list[float]:
+    """An ordinary curve: falling, with a scatter that is a share of the loss, skewed as small losses are."""
+    draw = random.Random(seed)
+    base = {
+        "power": lambda step: 7 * (1 + step) ** -0.3,
+        "plateau": lambda step: 0.3 + 6 * math.exp(-step / 300),
+        "to zero": lambda step: 6 * math.exp(-step / 500) + 1e-3,
+    }[kind]
+    return [base(step) * math.exp(scatter * draw.gauss(0, 1)) for step in range(steps)]
+
+
+def spikes_of(losses: list[float]) -> list[Spike]:
+    return SpikeFinder().look(losses, last_step=len(losses))
+
+
+@pytest.mark.parametrize("kind", ["power", "plateau", "to zero"])
+@pytest.mark.parametrize("scatter", [0.0, 0.01, 0.05, 0.2, 0.5, 1.0])
+def test_an_ordinary_falling_curve_raises_no_alarm(kind, scatter):
+    assert spikes_of(curve(10_000, kind=kind, scatter=scatter)) == []
+
+
+@pytest.mark.parametrize("kind", ["power", "plateau", "to zero"])
+@pytest.mark.parametrize(("scatter", "jump"), [(0.01, 2.0), (0.05, 2.0), (0.2, 4.0), (0.5, 15.0)])
+def test_a_spike_is_found_at_its_step_and_alone(kind, scatter, jump):
+    losses = curve(3000, kind=kind, scatter=scatter)
+    losses[1999] *= jump
+    (spike,) = spikes_of(losses)
+    assert (spike.step, spike.loss) == (2000, losses[1999])
+    assert spike.loss > spike.mean + 6 * spike.sigma
+    assert spike.describe().startswith("step 2000: the loss jumps to ")
+
+
+def test_six_standard_deviations_of_the_last_128_are_the_limit():
+    before = [2.0 + 0.1 * (-1) ** step for step in range(500)]
+    sigma = 0.1 * math.sqrt(128 / 127)
+    assert spikes_of([*before, 2.0 + 5.99 * sigma]) == []
+    (spike,) = spikes_of([*before, 2.0 + 6.01 * sigma])
+    assert (spike.step, spike.mean, spike.sigma) == (501, pytest.approx(2.0), pytest.approx(sigma))
+
+
+def test_older_losses_than_128_steps_do_not_count():
+    draw = random.Random(1)
+    recent = [1 + 0.01 * draw.random() for _ in range(128)]
+    assert len(spikes_of([*[50.0, 1.0] * 300, *recent, 2.0])) == 1
+
+
+def test_a_short_history_raises_no_alarm():
+    for steps in range(64):
+        assert spikes_of([*curve(steps, scatter=0.01), 100.0]) == []
+    assert len(spikes_of([*[1.0, 1.1] * 32, 100.0])) == 1
+
+
+def test_a_fall_is_no_spike():
+    assert spikes_of([*curve(500, scatter=0.01), 1e-6]) == []
+
+
+@pytest.mark.parametrize("loss", [math.inf, math.nan, -math.inf])
+def test_a_loss_that_is_not_finite_is_a_spike_and_leaves_no_trace(loss):
+    (first,) = SpikeFinder().look([loss], last_step=1)  # also as the very first
+    assert first.step == 1
+    losses = curve(500)
+    disturbed = SpikeFinder()
+    spikes = disturbed.look([*losses[:200], loss, loss, *losses[200:]], last_step=502)
+    assert [spike.step for spike in spikes] == [201, 202]
+    assert str(loss) in spikes[0].describe()
+    undisturbed = SpikeFinder()
+    undisturbed.look(losses, last_step=500)
+    assert disturbed.recent_losses == undisturbed.recent_losses
+
+
+def test_an_enormous_spike_does_not_hide_the_next():
+    losses = curve(500, scatter=0.01)
+    losses[300] = 1e300
+    losses[320] *= 10
+    assert [spike.step for spike in spikes_of(losses)] == [301, 321]
+
+
+def test_a_new_level_is_told_of_a_few_times_only():
+    losses = [*curve(500, kind="plateau", scatter=0.01), *[5 + 0.1 * (-1) ** step for step in range(300)]]
+    spikes = spikes_of(losses)
+    assert spikes[0].step == 501
+    assert len(spikes) <= 10
+
+
+def test_looking_in_pieces_and_carrying_the_history_over_changes_nothing():
+    losses = curve(700, scatter=0.02)
+    losses[400] *= 3
+    losses[401] = math.nan
+    losses[650] *= 3
+    whole, recent = spikes_of(losses), []
+    found = []
+    for start in range(0, 700, 37):
+        finder = SpikeFinder(json.loads(json.dumps(recent)))
+        part = losses[start : start + 37]
+        found += finder.look(part, last_step=start + len(part))
+        recent = finder.recent_losses
+        assert len(recent) <= 128 and all(map(math.isfinite, recent))
+    assert [spike.step for spike in whole] == [401, 402, 651]
+    assert str(found) == str(whole)
+
+
+def test_losses_that_do_not_move_at_all_are_no_alarm_when_they_do():
+    assert spikes_of([*[2.0] * 200, 2.0001]) == []
+    assert len(spikes_of([*[2.0] * 200, 2.1])) == 1
+    assert spikes_of([0.0] * 200) == []
