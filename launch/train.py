@@ -50,7 +50,8 @@ from pipeline.ranks.living import process_started
 from pipeline.ranks.place import Place
 from pipeline.recipe.io import load_recipe
 from pipeline.recipe.schema import Recipe, StageName
-from pipeline.run_folder import ALL_STAGES, RunFolder
+from pipeline.run_folder import RunFolder
+from pipeline.vocabulary import ALL_STAGES
 
 if TYPE_CHECKING:
     from pipeline.ranks.stopping import StopFlag

@@ -22,9 +22,10 @@ from pipeline.checkpoint.identity import FOLDER_PREFIX, checkpoint_folders
 from pipeline.checkpoint.store import damage_of
 from pipeline.recipe.io import parse_recipe
 from pipeline.recipe.schema import FinetuneStage, MaskedPatchStage, PretrainStage, Recipe, StageName, TrainStage
-from pipeline.run_folder import ALL_STAGES, RunFolder
+from pipeline.run_folder import RunFolder
 from pipeline.stage_data import open_data
 from pipeline.stage_model import stage_model
+from pipeline.vocabulary import ALL_STAGES
 
 if TYPE_CHECKING:
     from torch import Tensor

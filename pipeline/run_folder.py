@@ -20,17 +20,24 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from data_shards.durable import replace_text
 from data_shards.errors import UserError
 from pipeline.recipe.io import differences, dump_recipe, flatten, parse_recipe, without_free_keys
-from pipeline.recipe.schema import Recipe, StageName
-
-ALL_STAGES: tuple[StageName, ...] = get_args(StageName)
-
+from pipeline.recipe.schema import Recipe
+from pipeline.vocabulary import (
+    ALL_STAGES,
+    CHECKPOINTS_FOLDER,
+    MODEL_FOLDER,
+    RANKS_FOLDER,
+    RECIPE_FILE,
+    REPLACED_FOLDER,
+    STAGE_FILE,
+    StageName,
+)
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 
@@ -94,15 +101,15 @@ class RunFolder:
 
     def checkpoints(self, name: StageName) -> Path:
         """A stage's folder of checkpoints."""
-        return self.stage(name) / "checkpoints"
+        return self.stage(name) / CHECKPOINTS_FOLDER
 
     def ranks(self, name: StageName) -> Path:
         """Where a stage's processes leave their heartbeats and stacks."""
-        return self.stage(name) / "ranks"
+        return self.stage(name) / RANKS_FOLDER
 
     def model(self, name: StageName) -> Path:
         """Where a stage leaves its model."""
-        return self.stage(name) / "model"
+        return self.stage(name) / MODEL_FOLDER
 
     def record(self, name: StageName) -> StageRecord:
         """A stage's record; a new one where there is none.
@@ -111,7 +118,7 @@ class RunFolder:
             BrokenRecord: the file is there but broken.
             UserError: it cannot be read.
         """
-        path = self.stage(name) / "stage.json"
+        path = self.stage(name) / STAGE_FILE
         try:
             return _RECORD.validate_json(path.read_bytes(), strict=True)
         except (FileNotFoundError, NotADirectoryError):
@@ -142,7 +149,7 @@ class RunFolder:
 
     def write(self, name: StageName, record: StageRecord) -> None:
         """Put a whole record in the place of a stage's. Raises as `update`."""
-        replace_text(self.stage(name) / "stage.json", json.dumps(asdict(record), indent=1) + "\n")
+        replace_text(self.stage(name) / STAGE_FILE, json.dumps(asdict(record), indent=1) + "\n")
 
     def check_recipe(self, recipe: Recipe, *, restart: StageName | None = None) -> None:
         """Refuse a recipe that is not the one this run was started with; changes nothing on disk.
@@ -152,7 +159,7 @@ class RunFolder:
         Raises:
             UserError: showing the differences.
         """
-        path = self.path / "recipe.yaml"
+        path = self.path / RECIPE_FILE
         if not path.exists():
             if self.path.is_dir() and any(self.stage(name).exists() for name in ALL_STAGES):
                 raise UserError(f"{path} is missing, but its stages are there: bring it back, or give another name")
@@ -182,7 +189,7 @@ class RunFolder:
             # The last one first: killed in between, no stage is left that was made from one that is gone.
             for name in reversed(ALL_STAGES[ALL_STAGES.index(restart) :]):
                 if self.stage(name).exists():
-                    aside = self.path / "replaced" / f"{name}-{stamp}"
+                    aside = self.path / REPLACED_FOLDER / f"{name}-{stamp}"
                     aside.parent.mkdir(parents=True, exist_ok=True)
                     number = 1
                     while aside.exists():  # two restarts in one second
@@ -191,7 +198,7 @@ class RunFolder:
                     self.stage(name).rename(aside)
                     notes.append(f"moved {self.stage(name)} aside to {aside}")
         self.path.mkdir(parents=True, exist_ok=True)
-        replace_text(self.path / "recipe.yaml", dump_recipe(recipe))
+        replace_text(self.path / RECIPE_FILE, dump_recipe(recipe))
         return notes
 
     def is_complete(self, recipe: Recipe) -> bool:
@@ -199,70 +206,18 @@ class RunFolder:
         return all(self.record(name).state == "done" for name in recipe.stages.names)
 
 
-def recipe_digest(recipe: Recipe, *, stage: StageName, form: Literal["now", "before"] = "now") -> str:
+def recipe_digest(recipe: Recipe, *, stage: StageName) -> str:
     """A digest of everything in the recipe that bears on one stage; free keys and later stages left out.
 
-    Args:
-        recipe: what is digested.
-        stage: the stage.
-        form: before: as in checkpoints from when `_FREED` keys were not free.
+    Keys at their defaults are left out too: a key that a later version adds changes no digest.
     """
     later = ALL_STAGES[ALL_STAGES.index(stage) + 1 :]
-    leaves = flatten(recipe)
-    bound = without_free_keys(leaves)
     lines = [
-        _FIRST_FORM.get(line := f"{key}={_FREED.get(key, value) if form == 'now' else value}", line)
-        for key, value in leaves.items()
-        if (key in bound or key in _FREED)
-        and key != "name"
-        and not any(f"{key}.".startswith(f"stages.{name}.") for name in later)
-        and not _is_younger(key, value)
+        f"{key}={value}"
+        for key, value in without_free_keys(flatten(recipe, keys="changed")).items()
+        if key != "name" and not any(f"{key}.".startswith(f"stages.{name}.") for name in later)
     ]
     return hashlib.blake2b("\n".join(lines).encode(), digest_size=8).hexdigest()
-
-
-# Keys that became free after the first checkpoints: they stand in the digest as if they had their defaults.
-_FREED = {
-    "engine.zero_stage": "1",
-    "engine.max_micro_batch_size": "256",
-    "engine.activation_checkpointing": "False",
-}
-# Keys that came after the first checkpoints, at the values that change nothing: left out, so that those still fit.
-_YOUNGER = {
-    "data.decoder": "auto",
-    "data.max_image_pixels": "50000000",
-    "stages.masked_patch": "None",
-    "model.resnet_layers": "None",
-    "model.resnet_width_factor": "None",
-    "model.pool": "cls",
-    "model.position": "learned_1d",
-    "model.position_at": "stem",
-    "model.layer_scale": "None",
-    "model.gelu": "tanh",
-    "model.layer_norm_eps": "1e-06",
-    "model.interpolation": "google",
-}
-_YOUNGER_OF_STAGES = {
-    "eval_protocol": "vit",
-    "eval_crop_share": "None",
-    "augment.interpolation": "bilinear",
-    "augment.rand_augment": "None",
-    "augment.mixup_alpha": "0.0",
-    "augment.cutmix_alpha": "0.0",
-    "augment.cutmix_share": "0.5",
-    "stochastic_depth": "0.0",
-    "patch_dropout": "0.0",
-    "unmasked_finish": "0 steps",
-    "head": "mlp",
-    "init": "google",
-}
-_FIRST_FORM = {"stages.swap_head.model=None": "stages.swap_head={}"}  # the stage had no keys then
-
-
-def _is_younger(key: str, value: str) -> bool:
-    group, _, rest = key.partition(".")
-    in_stage = rest.partition(".")[2] if group == "stages" else ""
-    return _YOUNGER.get(key) == value or _YOUNGER_OF_STAGES.get(in_stage) == value
 
 
 def check_inputs(folder: RunFolder, *, stage: StageName, inputs: Mapping[str, str]) -> None:

@@ -213,7 +213,7 @@ def export_model(
 
 def _name_of(model: Path) -> str:
     """A short name for the file: the run's, or that of a run's stage or checkpoint; a file's without its ending."""
-    from pipeline.run_folder import ALL_STAGES
+    from pipeline.vocabulary import ALL_STAGES
 
     path = model.resolve()
     parts = [path.name if path.is_dir() else path.stem]

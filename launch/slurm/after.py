@@ -24,7 +24,8 @@ from launch.endings import EXIT_STOPPED, EXIT_USER_ERROR, reason
 from launch.run.restarts import Restarts
 from launch.slurm.records import End, Kind, read_cancelled, read_ends, write_ends
 from pipeline.recipe.schema import StageName
-from pipeline.run_folder import ALL_STAGES, RunFolder, StageRecord
+from pipeline.run_folder import RunFolder, StageRecord
+from pipeline.vocabulary import ALL_STAGES
 
 _TIME_LIMIT = "TimeLimit"
 

@@ -20,7 +20,6 @@ STATE = "state.json"
 FOLDER_PREFIX = "step-"
 _LAYOUT = ("zero_stage", "processes")  # how the state is cut up
 _FIXED_ENGINE = ("backend", "precision")
-_OLDER_DIGEST = "recipe_before"  # of the recipe, as checkpoints from before elastic resume have it
 
 
 def checkpoint_identity(recipe: Recipe, *, stage: StageName, processes: int) -> dict[str, Any]:
@@ -28,7 +27,6 @@ def checkpoint_identity(recipe: Recipe, *, stage: StageName, processes: int) -> 
     return {
         "stage": stage,
         "recipe": recipe_digest(recipe, stage=stage),
-        _OLDER_DIGEST: recipe_digest(recipe, stage=stage, form="before"),
         "backend": recipe.engine.backend,
         "zero_stage": recipe.engine.zero_stage,
         "precision": recipe.engine.precision,
@@ -43,10 +41,8 @@ def check_identity(found: dict[str, Any], expected: dict[str, Any], *, folder: P
         UserError: naming what differs.
     """
     missing = [key for key in _LAYOUT if key not in found]
-    bound = [key for key in expected if key not in (*_LAYOUT, _OLDER_DIGEST)]
+    bound = [key for key in expected if key not in _LAYOUT]
     different = [key for key in bound if found.get(key) != expected[key]] + missing
-    if found.get("recipe") == expected.get(_OLDER_DIGEST):
-        different = [key for key in different if key != "recipe"]
     if not different:
         return
     engine = [key for key in different if key in _FIXED_ENGINE and key in found]

@@ -78,9 +78,10 @@ def dump_recipe(recipe: Recipe, *, keys: Literal["all", "changed"] = "all") -> s
     return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
 
 
-def flatten(recipe: Recipe) -> dict[str, str]:
-    """Dotted keys and values as text, the resolved recipe's leaves: MLflow parameters."""
-    return {key: str(value) for key, value in _leaves(recipe.model_dump(mode="json")).items()}
+def flatten(recipe: Recipe, *, keys: Literal["all", "changed"] = "all") -> dict[str, str]:
+    """Dotted keys and values as text, the resolved recipe's leaves: MLflow parameters. `keys` as in `dump_recipe`."""
+    tree = recipe.model_dump(mode="json", exclude_defaults=keys == "changed")
+    return {key: str(value) for key, value in _leaves(tree).items()}
 
 
 def differences(old: Recipe, new: Recipe) -> dict[str, str]:

@@ -18,6 +18,7 @@ from model.regularisation import Regularisation
 from pipeline.recipe.base import DurationText, Strict
 from pipeline.recipe.data import AugmentConfig, DataConfig, OneSet, SomeSets
 from pipeline.recipe.schedule import Decay
+from pipeline.vocabulary import OptimizerName, StageName
 
 _MOST_IMAGES = 2**20  # of a batch
 _MOST_PIXELS = 2**14  # of an image's side
@@ -25,8 +26,6 @@ _MOST_PATCHES = 2**20  # of an image
 _MOST_SECONDS = 10**7
 _LONGEST_NAME = 200  # file systems take 255 bytes, MLflow's server 250
 _TAKEN_NAMES = ("mlartifacts", "mlflow.db", "table8.txt", "table8.json")  # beside the runs, in the folder of them all
-
-StageName = Literal["masked_patch", "pretrain", "swap_head", "finetune"]
 
 
 class EngineConfig(Strict):
@@ -68,7 +67,7 @@ _Share = Annotated[float, Field(ge=0, lt=1)]
 class OptimizerConfig(Strict):
     """AdamW or SGD with momentum; weight decay touches the kernels of linear and convolution layers only."""
 
-    name: Literal["adamw", "sgd"]
+    name: OptimizerName
     lr: float = Field(gt=0)
     """Peak learning rate."""
     weight_decay: float = Field(default=0.0, ge=0)

@@ -25,7 +25,8 @@ from types import FrameType
 from launch.endings import EXIT_STOPPED
 from launch.env import read_place
 from pipeline.recipe.io import load_recipe
-from pipeline.run_folder import ALL_STAGES, RunFolder
+from pipeline.run_folder import RunFolder
+from pipeline.vocabulary import ALL_STAGES
 
 STEP_SECONDS = 0.1
 

@@ -78,7 +78,7 @@ def test_a_layout_that_may_differ_does_not_hide_what_may_not(tmp_path: Path):
 def test_an_identity_without_a_key_is_another_one(tmp_path: Path):
     with pytest.raises(UserError, match="stage None"):
         check_identity({}, identity(), folder=tmp_path)
-    for key in identity().keys() - {"recipe_before"}:
+    for key in identity().keys():
         with pytest.raises(UserError, match=f"{key} None"):
             check_identity({k: v for k, v in identity().items() if k != key}, identity(), folder=tmp_path)
 
@@ -105,13 +105,3 @@ def test_the_newest_readable_one_decides(tmp_path: Path):
         write(tmp_path, step, damaged.encode(errors="surrogateescape").decode("latin-1"))
     (tmp_path / "step-00000020").mkdir()
     check_newest(tmp_path, expected=identity())
-
-
-def test_a_checkpoint_from_before_elastic_resume_still_fits(tmp_path: Path):
-    now = identity("engine.zero_stage=2", "engine.max_micro_batch_size=8")
-    older = {**now, "recipe": now.pop("recipe_before")}
-    del older["recipe_before"]
-    assert older["recipe"] != now["recipe"]
-    check_identity(older, identity("engine.zero_stage=2", "engine.max_micro_batch_size=8"), folder=tmp_path)
-    with pytest.raises(UserError, match="recipe"):
-        check_identity(older, identity("engine.zero_stage=2", "seed=5"), folder=tmp_path)
