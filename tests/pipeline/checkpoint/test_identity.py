@@ -78,7 +78,7 @@ def test_a_layout_that_may_differ_does_not_hide_what_may_not(tmp_path: Path):
 def test_an_identity_without_a_key_is_another_one(tmp_path: Path):
     with pytest.raises(UserError, match="stage None"):
         check_identity({}, identity(), folder=tmp_path)
-    for key in identity().keys():
+    for key in identity():
         with pytest.raises(UserError, match=f"{key} None"):
             check_identity({k: v for k, v in identity().items() if k != key}, identity(), folder=tmp_path)
 
