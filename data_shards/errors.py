@@ -8,7 +8,7 @@ machine's, and keeps its traceback.
 
 from __future__ import annotations
 
-from data_shards.printable import printable
+from data_shards.text import printable
 
 
 class UserError(ValueError):

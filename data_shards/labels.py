@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, cast, get_args
 
-from data_shards.json_text import brief, parse_json
+from data_shards.text import brief, parse_json
 
 LabelPart = Literal["cls", "json", "txt"]
 LabelKind = Literal["single", "multi"]

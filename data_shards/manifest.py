@@ -21,8 +21,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from data_shards.errors import UserError
-from data_shards.json_text import brief, parse_json
 from data_shards.labels import LabelSpec
+from data_shards.text import brief, parse_json
 
 MANIFEST_FILE = "manifest.json"
 MANIFEST_VERSION = 1

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TextIO
 
+from data_shards.text import show_duration
+
 LINE_SECONDS = 5.0
 
 
@@ -67,7 +69,7 @@ class Progress:
             if now - self._last_line >= LINE_SECONDS and self._before < self._done < self._total:
                 self._last_line = now
                 speed = (self._done - self._before) / (now - self._start)
-                left = show_seconds((self._total - self._done) / speed)
+                left = show_duration((self._total - self._done) / speed)
                 self._report(
                     f"{self._doing}: {self._done:,} of {self._total:,} images, {speed:,.0f} images/s, {left} left"
                 )
@@ -79,13 +81,3 @@ def knows_its_size(terminal: TextIO) -> bool:
         return min(os.get_terminal_size(terminal.fileno())) > 0
     except (OSError, ValueError):
         return False
-
-
-def show_seconds(seconds: float) -> str:
-    """`4.2 s`, `3:07 min`, `2:05 h`."""
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes < 60:
-        return f"{minutes}:{rest:02d} min"
-    return f"{minutes // 60}:{minutes % 60:02d} h"

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from cyclopts import App, CycloptsError, Parameter
 
 from data_shards.errors import UserError
-from data_shards.printable import printable
+from data_shards.text import printable
 from launch.commands.check import check
 from launch.commands.image_limit import USUAL, MaxImagePixels, pixel_limit
 from launch.commands.models import export_model, import_model
@@ -136,10 +136,10 @@ def pack(
     {"path": "a/2.jpg", "label": ["cat", "dog"]}. Paths are relative to SOURCE,
     or absolute ones inside it.
     """
-    from data_shards.byte_sizes import parse_bytes
     from data_shards.packing.image import DEFAULT_QUALITY, Resize
     from data_shards.packing.pack import pack as pack_images
     from data_shards.sources import LabelList
+    from data_shards.text import parse_bytes
 
     go_on()
     if labels is None and (path_column, label_column, class_names) != (None, None, None):

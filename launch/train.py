@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from data_shards.errors import SampleError, UserError, WorkerDied
-from data_shards.printable import printable
+from data_shards.text import printable
 from launch.endings import EXIT_USER_ERROR
 from launch.env import (
     experiment_name,

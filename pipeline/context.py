@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from data_shards.printable import printable
+from data_shards.text import printable
 from pipeline.ranks.group import Ranks
 from pipeline.ranks.stopping import StopFlag
 from pipeline.recipe.schema import Recipe

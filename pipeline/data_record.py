@@ -16,8 +16,8 @@ from data_shards.checking.identity import SetIdentity, differences, suspects
 from data_shards.checking.spots import compare_suspects, identify
 from data_shards.durable import replace_text
 from data_shards.errors import UserError
-from data_shards.json_text import parse_json
 from data_shards.shard_set import ShardSet
+from data_shards.text import parse_json
 from pipeline.recipe.schema import StageName
 from pipeline.run_folder import RunFolder
 from pipeline.stage_data import StageData

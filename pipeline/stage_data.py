@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from data_shards.byte_sizes import parse_bytes, show_bytes
 from data_shards.checking.fitness import assess
 from data_shards.errors import UserError
 from data_shards.mixture import AnyOrder, make_order
@@ -17,6 +16,7 @@ from data_shards.shard_set import ShardSet, ShardsSpec, merge_shard_sets, open_s
 from data_shards.store.cache import CacheConfig, default_cache_folder
 from data_shards.store.location import CommandRefused, Commands, is_local
 from data_shards.store.store import Store
+from data_shards.text import parse_bytes, show_bytes
 from pipeline.recipe.data import ShardsConfig
 from pipeline.recipe.schema import MaskedPatchStage, Recipe, StageName, TrainStage
 from pipeline.recipe.stage_plan import StagePlan

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from data_shards.byte_sizes import show_bytes
 from data_shards.checking.findings import Finding, finding
 from data_shards.errors import UserError
 from data_shards.order import Int64s, Order, check_sizes
+from data_shards.text import show_bytes
 
 DEFAULT_LANES = 256  # what `data.lanes: auto` comes to for batches that are multiples of 256
 WINDOW_IMAGES = 16384  # the recipe's default, data.shuffle_window_images

@@ -36,13 +36,11 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from data_shards.byte_sizes import show_bytes
 from data_shards.checking.check import CheckResult
 from data_shards.checking.findings import Finding, Place
 from data_shards.checking.fitness import describe
 from data_shards.checking.split import SplitSummary, Spread
-from data_shards.printable import one_line, printable
-from data_shards.progress_line import show_seconds
+from data_shards.text import one_line, printable, show_bytes, show_duration
 
 _VERSION = 1
 _WIDTH = 100
@@ -116,7 +114,7 @@ def verdict(result: CheckResult) -> str:
     counts = [(result.count("problem"), "problem"), (result.count("warning"), "warning")]
     parts = [f"{count} {name}{'s' * (count != 1)}" for count, name in counts if count]
     found = ", ".join(parts) or "all is well"
-    return f"check: {found} ({show_seconds(result.seconds)})"
+    return f"check: {found} ({show_duration(result.seconds)})"
 
 
 def _split_text(split: SplitSummary) -> str:

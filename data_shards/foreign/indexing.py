@@ -23,12 +23,12 @@ from typing import TYPE_CHECKING
 
 from data_shards.errors import UserError
 from data_shards.foreign.tar import FoundLabels, TarFacts, facts_from, index_tar, labels_from, peek
-from data_shards.json_text import parse_json
 from data_shards.labels import LabelKind, LabelSpec
 from data_shards.manifest import stamp_of, write_json
 from data_shards.processes import deaf_to_interrupts, num_cores
 from data_shards.shard_set import ShardEntry
 from data_shards.store.location import PIPE, is_local, local_path, shown
+from data_shards.text import parse_json, show_duration
 
 if TYPE_CHECKING:
     from data_shards.store.store import Store
@@ -220,7 +220,7 @@ class _Job:
             if now - last_line >= _PROGRESS_SECONDS and len(facts) < count:
                 last_line = now
                 left_seconds = (now - begun) / len(facts) * (count - len(facts))
-                self._report(f"{self._source}: {len(facts):,} of {count:,} tars, {_duration(left_seconds)} left")
+                self._report(f"{self._source}: {len(facts):,} of {count:,} tars, {show_duration(left_seconds)} left")
         num_samples = sum(one.num_samples for one in facts.values())
         self._report(f"{self._source}: {num_samples:,} samples, {_described(found)} in {labels.text}")
         return [facts[number] for number in range(count)], found
@@ -319,10 +319,6 @@ def _locked(path: Path, *, report: Report, source: str) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
 
 
 def _described(found: FoundLabels) -> str:

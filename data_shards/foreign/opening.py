@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING
 from data_shards.errors import UserError
 from data_shards.foreign.indexing import Indexed, Tar, default_index_folder, index_foreign
 from data_shards.foreign.tar import FoundLabels
-from data_shards.json_text import parse_json
 from data_shards.labels import LabelSpec
 from data_shards.shard_set import Damaged, Report, ShardSet, ShardsSpec
 from data_shards.store.location import is_local, local_path, shown
+from data_shards.text import parse_json
 
 if TYPE_CHECKING:
     from data_shards.store.store import Store

@@ -25,10 +25,8 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from data_shards.byte_sizes import show_bytes
 from data_shards.errors import UserError
 from data_shards.images.decode import PixelLimit
-from data_shards.json_text import parse_json
 from data_shards.manifest import Manifest, read_manifest, write_json, write_timm_info
 from data_shards.packing.finish import list_beside, unreadable_error, write_manifests
 from data_shards.packing.found import (
@@ -52,6 +50,7 @@ from data_shards.processes import num_cores
 from data_shards.progress_line import Progress
 from data_shards.sources import LabelList, Source, open_source
 from data_shards.sources.base import SplitName
+from data_shards.text import parse_json, show_bytes
 
 PACK_FILE = "pack.json"
 PACK_VERSION = 1

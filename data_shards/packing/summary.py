@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from data_shards.byte_sizes import show_bytes
 from data_shards.manifest import Manifest
 from data_shards.packing.found import Counts
-from data_shards.progress_line import show_seconds
+from data_shards.text import show_bytes, show_duration
 
 DUPLICATES_FILE = "duplicates.jsonl"
 UNREADABLE_FILE = "unreadable.jsonl"
@@ -36,7 +35,7 @@ class PackReport:
 
     def lines(self, *, dropped: bool) -> list[str]:
         """The report, a line each; `dropped` tells what became of duplicates."""
-        verb = "was packed before, with" if self.reused else f"packed in {show_seconds(self.seconds)}:"
+        verb = "was packed before, with" if self.reused else f"packed in {show_duration(self.seconds)}:"
         lines = [f"{self.out}: {verb} {self.num_images:,} images of {self.train.num_classes:,} classes"]
         for manifest in self.manifests:
             lines.append(

@@ -27,11 +27,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_shards.errors import UserError
-from data_shards.json_text import brief, parse_json
 from data_shards.sources.base import Source
 from data_shards.sources.files import ABSENT, FileImages
 from data_shards.sources.folder import walk_images
 from data_shards.sources.problems import refuse_all
+from data_shards.text import brief, parse_json
 
 LABEL_SEPARATOR = "|"
 MOST_CLASS_NUMBERS = 1_000_000  # a higher number is an id: ImageNet-21k has 21,843 classes

@@ -25,7 +25,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from data_shards.byte_sizes import show_bytes
 from data_shards.errors import UserError
 from data_shards.store.cache_folder import (
     PART,
@@ -42,6 +41,7 @@ from data_shards.store.cache_folder import (
 from data_shards.store.download import StoreError
 from data_shards.store.remote_errors import Stop, Stopped, Transient
 from data_shards.tars.shard_index import ShardIndex, load_index, save_index
+from data_shards.text import show_bytes
 
 _GROWTH_BYTES = 64 * 2**20  # reserved at once, at most, where the size is not known beforehand
 _POLL_SECONDS = 0.05

@@ -9,7 +9,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from data_shards.errors import UserError
-from data_shards.printable import printable
+from data_shards.text import printable
 from launch.commands.image_limit import USUAL, MaxImagePixels, pixel_limit
 
 
@@ -63,13 +63,13 @@ def check(
     """
     import json
 
-    from data_shards.byte_sizes import parse_bytes
     from data_shards.checking.check import check as check_shards
     from data_shards.checking.page import as_json, as_text
     from data_shards.shard_set import ShardsSpec
     from data_shards.store.cache import CacheConfig, default_cache_folder
     from data_shards.store.location import is_local
     from data_shards.store.store import RetryPolicy, Store
+    from data_shards.text import parse_bytes
 
     for name, number in (("world-size", world_size), ("lanes", lanes), ("gpus-per-node", gpus_per_node)):
         if number is not None and number < 1:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts import Parameter
 
 from data_shards.errors import UserError
-from data_shards.printable import printable
+from data_shards.text import printable
 
 if TYPE_CHECKING:
     from model.config import ModelConfig

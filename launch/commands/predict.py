@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from cyclopts import Parameter
 
 from data_shards.errors import UserError
-from data_shards.printable import printable
+from data_shards.text import printable
 from launch.commands.image_limit import USUAL, MaxImagePixels, pixel_limit
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from data_shards.byte_sizes import show_bytes
+from data_shards.text import show_bytes
 from launch.doctor.child import Answer, ask
 from launch.doctor.probing import Tried
 from launch.doctor.result import Check

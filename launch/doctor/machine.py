@@ -18,7 +18,7 @@ import psutil
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from data_shards.byte_sizes import parse_bytes, show_bytes
+from data_shards.text import parse_bytes, show_bytes
 from launch.doctor.child import ask
 from launch.doctor.limits import NETWORK_FILE_SYSTEMS, core_quota, file_system, memory_limit_bytes
 from launch.doctor.result import Check

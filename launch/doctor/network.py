@@ -14,7 +14,7 @@ import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
-from data_shards.byte_sizes import show_bytes
+from data_shards.text import show_bytes
 from launch.doctor.all_reduce import LIMIT_SECONDS
 from launch.doctor.child import Answer, run_children
 from launch.doctor.result import Check

@@ -17,7 +17,7 @@ import textwrap
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from data_shards.progress_line import show_seconds
+from data_shards.text import show_duration
 from launch.doctor.result import Check, Section, Verdict, exit_code
 
 _VERSION = 1
@@ -75,7 +75,7 @@ def verdict(report: Report) -> str:
     counts = [(report.count("problem"), "problem"), (report.count("note"), "note")]
     parts = [f"{count} {name}{'s' * (count != 1)}" for count, name in counts if count]
     left_out = f"; --quick left out {', '.join(report.left_out)}" if report.left_out else ""
-    return f"doctor: {', '.join(parts) or 'all is well'} ({show_seconds(report.seconds)}){left_out}"
+    return f"doctor: {', '.join(parts) or 'all is well'} ({show_duration(report.seconds)}){left_out}"
 
 
 def _lines(check: Check, *, width: int) -> list[str]:

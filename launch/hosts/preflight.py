@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from data_shards.byte_sizes import show_bytes
 from data_shards.errors import UserError
+from data_shards.text import show_bytes
 from launch.hosts import probe
 from launch.hosts.fleet import Fleet
 from launch.hosts.hostfile import Host

@@ -19,7 +19,8 @@ from data_shards.shard_set import ShardSet, ShardsSpec, merge_shard_sets, open_s
 from data_shards.store.download import MissingObject, RetryPolicy
 from data_shards.store.location import expand_braces, is_local, join, local_path, shown, why_command
 from data_shards.store.store import Store
-from launch.planning.page import columns, short, show_hours
+from data_shards.text import show_duration
+from launch.planning.page import columns, short
 from pipeline.budget.cost import stage_cost
 from pipeline.budget.length import Length, stage_length
 from pipeline.recipe.data import ShardsConfig
@@ -226,7 +227,7 @@ def _time(column: _Column) -> str:
     speed, images = column.images_per_second, column.total_images
     if not speed or images is None:
         return ""
-    return f"{show_hours(images / speed / 3600)} ({short(speed)} images/s)"
+    return f"{show_duration(images / speed)} ({short(speed)} images/s)"
 
 
 def _speed(folder: RunFolder, *, stage: StageName) -> float | None:

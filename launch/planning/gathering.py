@@ -12,11 +12,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from data_shards.errors import UserError
-from data_shards.printable import printable
 from data_shards.shard_set import ShardSet, ShardsSpec, merge_shard_sets, open_shards
 from data_shards.store.download import RetryPolicy
 from data_shards.store.location import is_local, shown, why_command
 from data_shards.store.store import Store
+from data_shards.text import printable
 from launch.env import num_gpus
 from launch.planning.page import Plan
 from pipeline.budget.communication import links_of

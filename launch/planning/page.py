@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from data_shards.byte_sizes import show_bytes
-from data_shards.printable import printable
+from data_shards.text import printable, show_bytes, show_duration
 from pipeline.budget.communication import GOOD_KEPT_SHARE
 from pipeline.budget.forecast import Machine, StageForecast
 from pipeline.budget.gpus import RESERVE_SHARE
@@ -52,7 +51,7 @@ def as_page(plan: Plan) -> str:
         lines.append("swap_head changes the head on one processor core: seconds, no GPU.")
     if len(plan.stages) > 1 and plan.hours is not None:
         gpu_hours = plan.hours * plan.machine.gpus
-        lines.append(f"In all: {show_hours(plan.hours)} on the wall clock, {_number(gpu_hours)} GPU-hours.")
+        lines.append(f"In all: {show_duration(plan.hours * 3600)} on the wall clock, {_number(gpu_hours)} GPU-hours.")
     for stage in plan.stages:
         lines += ["", *_memory(plan, stage)]
     return printable("\n".join([*lines, "", *_glossary(plan)]))
@@ -182,7 +181,7 @@ _ROWS: tuple[Row, ...] = (
     ("images/s in all", _time(lambda time: _number(time.images_per_second)), _says("of all GPUs")),
     (
         "wall clock",
-        _time(lambda time: _UNKNOWN if time.hours is None else show_hours(time.hours)),
+        _time(lambda time: _UNKNOWN if time.hours is None else show_duration(time.hours * 3600)),
         _says("evaluating, saving, starting and waiting for data come on top"),
     ),
     (
@@ -284,15 +283,6 @@ def short(number: float) -> str:
 
 def _number(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-
-
-def show_hours(hours: float) -> str:
-    """A time in the unit that fits it: "3.17 h"."""
-    if hours >= 48:
-        return f"{hours / 24:.1f} days"
-    if hours >= 1:
-        return f"{hours:.3g} h"
-    return f"{60 * hours:.2g} min" if hours >= 1 / 60 else f"{3600 * hours:.2g} s"
 
 
 def _in_units(unit: int) -> Callable[[int], str]:

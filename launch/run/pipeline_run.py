@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Literal
 
 from data_shards.errors import UserError
-from data_shards.printable import printable
 from data_shards.store.location import CommandRefused, Commands
+from data_shards.text import printable
 from launch.endings import EXIT_STOPPED, EXIT_USER_ERROR, memory_kills, reason
 from launch.env import SUPERVISOR_PID, num_gpus
 from launch.hosts.fleet import Fleet

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from data_shards.errors import UserError
-from data_shards.printable import printable
+from data_shards.text import printable, show_duration
 from launch.slurm.commands import Queued, Slurm
 from launch.slurm.records import Submission, read_ends, read_submission
 from launch.slurm.submit import total_steps
@@ -21,7 +21,7 @@ from pipeline.checkpoint.identity import checkpoint_folders
 from pipeline.recipe.io import parse_recipe
 from pipeline.recipe.schema import Recipe, StageName, TrainStage
 from pipeline.report.metrics_log import iter_metrics
-from pipeline.report.progress import RecentSpeed, format_duration
+from pipeline.report.progress import RecentSpeed
 from pipeline.report.tracking_state import load_run_state
 from pipeline.run_folder import RunFolder
 
@@ -130,12 +130,12 @@ def as_text(status: RunStatus) -> str:
                 + (f" ({stage.reason})" if stage.reason else "")
                 + (f" {stage.nodes}" if stage.nodes else ""),
                 f"{stage.step:,}" + (f" of {stage.total_steps:,}" if known else "") if stage.step or known else "",
-                "" if stage.eta_seconds is None else format_duration(stage.eta_seconds),
-                "" if stage.left_seconds is None else format_duration(stage.left_seconds),
+                "" if stage.eta_seconds is None else show_duration(stage.eta_seconds),
+                "" if stage.left_seconds is None else show_duration(stage.left_seconds),
                 str(stage.restarts),
                 ""
                 if stage.saved_seconds_ago is None
-                else f"step {stage.saved_step:,}, {format_duration(stage.saved_seconds_ago)} ago",
+                else f"step {stage.saved_step:,}, {show_duration(stage.saved_seconds_ago)} ago",
             )
         )
     lines = [f"run {status.run}", format_table(rows)]

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from data_shards.byte_sizes import show_bytes
+from data_shards.text import show_bytes
 from pipeline.budget.communication import GOOD_KEPT_SHARE
 from pipeline.budget.forecast import Machine, StageForecast
 from pipeline.budget.gpus import RESERVE_SHARE

@@ -9,8 +9,8 @@ import shutil
 from pathlib import Path
 from typing import Literal
 
-from data_shards.byte_sizes import show_bytes
 from data_shards.errors import UserError
+from data_shards.text import show_bytes
 from pipeline.recipe.schema import EngineConfig
 
 _WEIGHT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}  # those of the forward pass; the master copy comes on top

@@ -25,8 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
-from data_shards.byte_sizes import show_bytes
 from data_shards.errors import UserError
+from data_shards.text import show_bytes
 from pipeline.checkpoint.disk_space import free_bytes
 from pipeline.checkpoint.host_memory import spare_host_bytes
 from pipeline.checkpoint.identity import STATE, checkpoint_folders

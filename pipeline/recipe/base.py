@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, ConfigDict
 
-from data_shards.byte_sizes import parse_bytes
+from data_shards.text import parse_bytes
 from pipeline.recipe.duration import parse_duration
 
 

@@ -16,8 +16,8 @@ import yaml
 from pydantic import ValidationError
 
 from data_shards.errors import UserError
-from data_shards.printable import one_line
 from data_shards.store.location import scrubbed
+from data_shards.text import one_line
 from pipeline.recipe.mistakes import mistakes, truths
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.yaml_text import read_yaml, read_yaml_file

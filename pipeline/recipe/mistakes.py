@@ -15,7 +15,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from data_shards.printable import one_line
+from data_shards.text import one_line
 from pipeline.recipe.base import BYTES, DURATION
 from pipeline.recipe.data import ShardsConfig
 

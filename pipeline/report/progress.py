@@ -1,7 +1,7 @@
 """How far a stage is: one bar on a terminal, plain lines in a file, with the same content.
 
-A line: `pretrain step 400/1000 (40.0%) | loss 0.2513 | 512.3 images/s | ETA 0:01:33 | lr 3.00e-04 | data wait
-2.1% | 25,600 images | elapsed 0:01:02`. The ETA leaves out start-up: it is measured from the first update on,
+A line: `pretrain step 400/1000 (40.0%) | loss 0.2513 | 512.3 images/s | ETA 1:33 min | lr 3.00e-04 | data wait
+2.1% | 25,600 images | elapsed 1:02 min`. The ETA leaves out start-up: it is measured from the first update on,
 over the last minute, so evaluations and checkpoints count as they come, and a slow first step does not.
 
 Costs about 20 microseconds per update; the terminal is redrawn ten times a second at most, a file gets one
@@ -18,8 +18,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Literal, TextIO
 
-from data_shards.printable import printable
 from data_shards.progress_line import knows_its_size
+from data_shards.text import printable, show_duration
 
 _SPEED_WINDOW_SECONDS = 60.0
 
@@ -72,11 +72,11 @@ class Progress:
                 # What matters most comes first: a narrow terminal cuts the bar's line off at its right end.
                 f"loss {loss:.4f}",
                 f"{images_per_second:.1f} images/s",
-                f"ETA {format_duration(self._speed.seconds_left(self._total_steps))}",
+                f"ETA {show_duration(self._speed.seconds_left(self._total_steps))}",
                 f"lr {lr:.2e}",
                 f"data wait {data_wait_share:.1%}",
                 f"{step * self._images_per_step:,} images",
-                f"elapsed {format_duration(now - self._started)}",
+                f"elapsed {show_duration(now - self._started)}",
             )
         )
         if self._bar is not None:
@@ -146,16 +146,6 @@ class RecentSpeed:
         if last == first or ended <= began:
             return math.nan
         return left * (ended - began) / (last - first)
-
-
-def format_duration(seconds: float) -> str:
-    """1:02:03 for 3723.4 seconds, "2d 1:02:03" from a day on, "?" for NaN and infinity."""
-    if not math.isfinite(seconds):
-        return "?"
-    whole = max(round(seconds), 0)
-    days, rest = divmod(whole, 86_400)
-    clock = f"{rest // 3600}:{rest % 3600 // 60:02d}:{rest % 60:02d}"
-    return f"{days}d {clock}" if days else clock
 
 
 def format_count(step: int, total_steps: int) -> str:

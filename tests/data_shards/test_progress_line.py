@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from data_shards import progress_line as pack_progress
-from data_shards.progress_line import LINE_SECONDS, Progress, show_seconds
+from data_shards.progress_line import LINE_SECONDS, Progress
 from tests.terminal import terminal
 
 
@@ -73,10 +73,3 @@ def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch, lines: int, colu
             progress.add(10)
         monkeypatch.undo()
     assert b"packing:  40%|" in shown and b"40/100" in shown and said == []
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(0.04, "0.0 s"), (59.94, "59.9 s"), (60, "1:00 min"), (187, "3:07 min"), (7500, "2:05 h")]
-)
-def test_seconds_are_shown_for_people(seconds: float, text: str):
-    assert show_seconds(seconds) == text

@@ -105,7 +105,7 @@ def test_the_time_is_that_of_an_earlier_attempt(call: Call, work: Path):
     lines = [{"step": n, "images_seen": 0, "time": 0, "metrics": each} for n, each in enumerate(points)]
     (folder.stage("pretrain") / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     table = rows(call("run", "digits", "--dry-run", *PACKED)[1])
-    assert table["time"][0] == "53 min (16 images/s)"  # 800 steps of 64 images
+    assert table["time"][0] == "53:20 min (16 images/s)"  # 800 steps of 64 images
     assert table["state"] == ["at step 400", "new", "new"]
 
 

@@ -61,7 +61,7 @@ def test_a_submitted_run(folder: RunFolder):
     assert (swap_head.state, swap_head.queue, swap_head.reason) == ("new", "PENDING", "Dependency")
     assert finetune.queue == "CANCELLED" and finetune.total_steps == 50
     text = as_text(status)
-    for part in ("400 of 800", "0:00:40", "RUNNING node[1-2]", "PENDING (Dependency)", "requeued", "about once"):
+    for part in ("400 of 800", "40.0 s", "RUNNING node[1-2]", "PENDING (Dependency)", "requeued", "about once"):
         assert part in text, text
     assert json.loads(json.dumps(as_tree(status)))["stages"][0]["job"] == "7"
 

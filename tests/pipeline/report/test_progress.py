@@ -5,10 +5,8 @@ import threading
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from pipeline.report.progress import Progress, RecentSpeed, format_count, format_duration
+from pipeline.report.progress import Progress, RecentSpeed, format_count
 from tests.terminal import terminal
 
 
@@ -26,29 +24,6 @@ def lines_progress(stream: io.StringIO, clock: Clock, *, total: int = 100, start
 
 def update(progress: Progress, step: int, *, loss: float = 0.5) -> None:
     progress.update(step, loss=loss, lr=3e-4, images_per_second=512.34, data_wait_share=0.021)
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (0, "0:00:00"),
-        (59.6, "0:01:00"),
-        (3723.4, "1:02:03"),
-        (86_399, "23:59:59"),
-        (90_061, "1d 1:01:01"),
-        (-1, "0:00:00"),
-        (math.nan, "?"),
-        (math.inf, "?"),
-    ],
-)
-def test_durations(seconds: float, text: str) -> None:
-    assert format_duration(seconds) == text
-
-
-@given(st.integers(0, 10**8))
-def test_a_duration_says_the_seconds_exactly(seconds: int) -> None:
-    days, hours, minutes, rest = re.fullmatch(r"(?:(\d+)d )?(\d+):(\d\d):(\d\d)", format_duration(seconds)).groups("0")
-    assert ((int(days) * 24 + int(hours)) * 60 + int(minutes)) * 60 + int(rest) == seconds
 
 
 def test_the_last_step_alone_is_a_hundred_percent() -> None:
@@ -82,8 +57,8 @@ def test_a_file_gets_plain_lines_with_everything() -> None:
     update(progress, 11, loss=0.25126)
     progress.close()
     assert stream.getvalue().splitlines()[1] == (
-        "pretrain step 11/100 (11.0%) | loss 0.2513 | 512.3 images/s | ETA 0:01:29 | lr 3.00e-04 | data wait 2.1% | "
-        "704 images | elapsed 0:00:40"
+        "pretrain step 11/100 (11.0%) | loss 0.2513 | 512.3 images/s | ETA 1:29 min | lr 3.00e-04 | data wait 2.1% | "
+        "704 images | elapsed 40.0 s"
     )
     assert "\r" not in stream.getvalue()
 
@@ -130,7 +105,7 @@ def test_a_terminal_gets_one_bar_that_notes_do_not_break(
         monkeypatch.undo()
     text = shown.decode()
     assert max(len(part) for part in re.split("[\r\n]", text)) <= (columns if columns and lines else 120)
-    assert re.search(r"finetune 100%\|.*20/20, loss 0.0500 \| 512.3 images/s \| ETA 0:00:00", text)
+    assert re.search(r"finetune 100%\|.*20/20, loss 0.0500 \| 512.3 images/s \| ETA 0.0 s", text)
     assert re.search(r"(^|[\r\n])held-out top-1 0.9\r\n", text)
     assert not any(thread.name.startswith("TMonitor") for thread in threading.enumerate())
 

@@ -1,6 +1,7 @@
-"""Names from files reach a screen with what would move its cursor, or hide text, escaped."""
+"""Text for people: what would move the cursor or hide text is escaped; durations, tables."""
 
 import io
+import math
 import tarfile
 from pathlib import Path
 
@@ -9,8 +10,8 @@ import pytest
 from data_shards.checking.check import check
 from data_shards.checking.page import as_text
 from data_shards.errors import UserError
-from data_shards.printable import one_line, printable
 from data_shards.shard_set import ShardsSpec
+from data_shards.text import one_line, printable, show_duration, table
 
 HARMFUL = ["\x1b[2J", "\x07", "\r", "\b", "\x9b31m", "\u202e", "\u2066", "\u200b", "\x7f", "\udc80", "\t", "\x00"]
 HARMLESS = ["photo.png", "Käfer 12", "猫\u3000犬", "a\nb", "\U0001f600", ""]
@@ -47,3 +48,44 @@ def test_no_tar_can_write_on_the_screen_of_a_check(tmp_path: Path, monkeypatch: 
     assert "\\x1b[31m\\r0\\ncheck" in text and "\\x1b]0;title\\x07\\na" in text  # keys, a class
     assert text.replace("\n", "").isprintable()
     assert not [line for line in text.split("\n")[:-1] if line.startswith("check:")]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (-1, "0.0 s"),
+        (0.04, "0.0 s"),
+        (59.94, "59.9 s"),
+        (59.96, "1:00 min"),
+        (187, "3:07 min"),
+        (3599.6, "1:00 h"),
+        (7500, "2:05 h"),
+        (86_399, "23:59 h"),
+        (90_061, "1 d 1:01 h"),
+        (1e8, "1,157 d 9:46 h"),
+        (math.nan, "?"),
+        (math.inf, "?"),
+    ],
+)
+def test_durations_have_the_unit_that_fits_them(seconds: float, text: str):
+    assert show_duration(seconds) == text
+
+
+def test_a_table_has_aligned_columns_and_no_spaces_at_the_ends():
+    rows = [("stage", "step", "left"), ("a", "1,000", "1:00 h"), ("  long one", "2", "")]
+    assert table(rows, align="lr", heading="ruled").split("\n") == [
+        "stage        step    left",
+        "-------------------------",
+        "a           1,000  1:00 h",
+        "  long one      2",
+    ]
+    assert table([], align="lr") == ""
+
+
+def test_the_last_column_is_wrapped_between_words():
+    rows = [("seen", "1", "what it is, in one-or-two words"), ("x", "12", "1e3")]
+    assert table(rows, align="lrl", indent="  ", width=40).split("\n") == [
+        "  seen   1  what it is, in one-or-two",
+        "            words",
+        "  x     12  1e3",
+    ]

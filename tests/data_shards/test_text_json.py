@@ -12,12 +12,12 @@ from PIL import Image
 
 from data_shards.errors import CorruptSample, UserError
 from data_shards.foreign.opening import read_classes
-from data_shards.json_text import parse_json
 from data_shards.manifest import read_manifest
 from data_shards.packing.pack import pack
 from data_shards.shard_reader import ShardReader
 from data_shards.shard_set import ShardsSpec
 from data_shards.sources import LabelList
+from data_shards.text import parse_json
 from tests.data_shards.foreign_tars import opened, read_all, write_tar
 
 HOSTILE = {
