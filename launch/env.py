@@ -20,7 +20,7 @@ from launch.slurm_step import Step, gpu_of_task, read_step
 from pipeline.ranks.place import Place
 
 SUPERVISOR_PID = "SHARDVIT_SUPERVISOR_PID"
-RENDEZVOUS = "SHARDVIT_RENDEZVOUS"  # a folder, see `pipeline.ranks.rendezvous`
+RENDEZVOUS = "SHARDVIT_RENDEZVOUS"  # a folder, see `pipeline.ranks.group`
 _RANK_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 _LAUNCHER_NAMES = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")  # torchrun's and accelerate's; deepspeed's
 _PLACE_NAMES = (

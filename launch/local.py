@@ -7,7 +7,7 @@ done is read from its record, not from the exit codes.
 No launcher stands between: `deepspeed` and torchrun would import torch once or twice more before the first rank does
 (9 CPU seconds for each stage), and end with exit codes of their own. They remain for several hosts (`hosts`) and for
 those who type them. The ranks find one another through a folder inside the run folder that lives as long as they do
-(see `pipeline.ranks.rendezvous`), so two runs never ask for the same port.
+(see `pipeline.ranks.group`), so two runs never ask for the same port.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ from launch.run.presence import Presence, gone
 from launch.signals import handled
 from launch.slurm_node import run_node
 from pipeline.checkpoint.mend_record import mend_records
-from pipeline.ranks.living import process_started
+from pipeline.ranks.pid import process_started
 from pipeline.ranks.place import Place
 from pipeline.recipe.io import load_recipe
 from pipeline.recipe.schema import Recipe, StageName
@@ -101,7 +101,7 @@ def _failed(error: Exception, *, folder: RunFolder, stage: StageName, place: Pla
         _say(problem)
         return EXIT_USER_ERROR
     if place.world_size > 1:
-        from pipeline.ranks.rendezvous import PeerGone
+        from pipeline.ranks.group import PeerGone
         from pipeline.ranks.watch import peer_is_gone, report_gone
 
         if isinstance(error, PeerGone):

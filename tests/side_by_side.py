@@ -32,7 +32,7 @@ FIRST = (
     "oracles/test_flax_init.py",
     "pipeline/report/test_mlflow_store.py",
     "data_shards/loading/test_workers.py",
-    "pipeline/ranks/test_rendezvous.py",
+    "pipeline/ranks/test_group.py",
     "oracles/test_flax_resnet.py",
     "model/formats/test_export.py",
     "pipeline/report/test_tracking_database.py",

@@ -1,6 +1,6 @@
 """One of two processes that add numbers up: `python -m launch.doctor.all_reduce BACKEND`, started by `network`.
 
-They meet as the processes of a run do, in a private folder (`pipeline.ranks.rendezvous`). Rank 0 says how long one
+They meet as the processes of a run do, in a private folder (`pipeline.ranks.group`). Rank 0 says how long one
 number takes, and how many bytes a second a large tensor.
 """
 
@@ -23,7 +23,7 @@ def main(backend: str) -> int:
     import torch
     from torch import distributed
 
-    from pipeline.ranks.rendezvous import join_group
+    from pipeline.ranks.group import join_group
 
     place = read_place()
     device = torch.device("cuda", place.local_rank) if backend == "nccl" else torch.device("cpu")

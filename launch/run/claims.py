@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from pipeline.ranks.living import process_started, this_machine
+from pipeline.ranks.pid import process_started, this_machine
 
 _FREE = "free"
 
@@ -26,7 +26,7 @@ class Owner:
 
     Attributes:
         host: name of its machine, for people.
-        machine: see `pipeline.ranks.living.this_machine`.
+        machine: see `pipeline.ranks.pid.this_machine`.
         pid: its number there.
         started: when it was started; a later process with the same number has another.
         token: of this claim alone.

@@ -26,7 +26,7 @@ from pathlib import Path
 from data_shards.errors import UserError
 from launch.run.claims import Claim, OwnClaim, highest_claim, this_process
 from launch.run.presence import Presence, gone
-from pipeline.ranks.living import process_started
+from pipeline.ranks.pid import process_started
 
 EXIT_GONE = 2  # somebody must bring the folder back
 _BEAT_SECONDS = 5.0

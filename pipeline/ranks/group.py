@@ -1,27 +1,39 @@
-"""The processes of a run talking to each other about small things: losses, flags, digests.
+"""The process group of a run: how the ranks meet, and small exchanges between them (losses, flags, digests).
 
-Big tensors are the engine's. What goes through here lies on the host and travels over gloo, so it never waits in a
-GPU's stream. Every method is collective: all ranks call it, in the same order.
+Big tensors are the engine's. What goes through here is on the host and travels over gloo, so it never waits in a GPU's
+stream. Every method is collective: all ranks call it, in the same order.
+
+A single process needs no network. `shardvit run` gives the processes of one machine a fresh private folder: rank 0
+listens on a port that the system picks and writes it there, so no port can be taken by somebody else in between.
+Launchers that set MASTER_ADDR and MASTER_PORT (several nodes, torchrun by hand) are believed.
 """
 
 from __future__ import annotations
 
 import os
+import time
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 from torch import distributed
 
 from pipeline.ranks.place import Place
-from pipeline.ranks.rendezvous import join_group
+
+ADDRESS_FILE = "address"
+_POLL_SECONDS = 0.02
+
+
+class PeerGone(RuntimeError):
+    """Another process of the run has died, or never came."""
 
 
 class Ranks:
-    """The process group of a run, joined when this is made.
+    """The process group of a run, joined on construction.
 
     Args:
-        place: where this process stands.
-        timeout_seconds: how long to wait for the others before one of them is taken for dead.
+        place: of this process.
+        timeout_seconds: how long to wait for the others before one of them is considered dead.
 
     Raises:
         PeerGone: rank 0 never came.
@@ -29,11 +41,10 @@ class Ranks:
 
     def __init__(self, place: Place, *, timeout_seconds: float) -> None:
         self.place = place
-        timeout = timedelta(seconds=timeout_seconds)
         cuda = torch.cuda.is_available()
         device = place.local_rank if place.gpu is None or not cuda else place.gpu
-        # DeepSpeed and accelerate learn their place from these names alone, whatever started us. By the local rank they
-        # choose the GPU; on a CPU DeepSpeed tells the processes of a machine apart by it.
+        # DeepSpeed and accelerate read these, whatever launched us. The local rank selects the GPU; on a CPU DeepSpeed
+        # tells the processes of a machine apart by it.
         os.environ.update(
             RANK=str(place.rank),
             WORLD_SIZE=str(place.world_size),
@@ -46,8 +57,8 @@ class Ranks:
         if cuda:
             torch.cuda.set_device(device)
         join_group(place, backend="nccl" if cuda else "gloo", timeout_seconds=timeout_seconds)
-        group = distributed.new_group(backend="gloo", timeout=timeout)
-        assert isinstance(group, distributed.ProcessGroup)  # a number would stand for "not a member"
+        group = distributed.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
+        assert isinstance(group, distributed.ProcessGroup)  # a number would mean "not a member"
         self._host_group = group
 
     def gather(self, values: torch.Tensor) -> torch.Tensor:
@@ -64,7 +75,7 @@ class Ranks:
         return everyone
 
     def start_any(self, *flags: bool) -> Agreement:
-        """Begin to find out which flags are up on any rank; the answer is there when it is asked for."""
+        """Start to find out which flags are set on any rank, without waiting for the answer."""
         raised = torch.tensor([int(flag) for flag in flags], dtype=torch.int32)
         work = distributed.all_reduce(raised, op=distributed.ReduceOp.MAX, group=self._host_group, async_op=True)
         return Agreement(raised, work)
@@ -74,7 +85,7 @@ class Ranks:
         distributed.barrier(group=self._host_group)
 
     def leave(self) -> None:
-        """Take the process group down."""
+        """Destroy the process group."""
         distributed.destroy_process_group()
 
 
@@ -86,7 +97,59 @@ class Agreement:
         self._work = work
 
     def result(self) -> tuple[bool, ...]:
-        """Wait for the answer, the same on every rank: for each flag, whether any rank had it up."""
+        """Wait for the answer, the same on every rank: for each flag, whether any rank had it set."""
         if self._work is not None:
             self._work.wait()
         return tuple(bool(flag) for flag in self._flags.tolist())
+
+
+def join_group(place: Place, *, backend: str, timeout_seconds: float) -> None:
+    """Make the default process group.
+
+    Raises:
+        PeerGone: rank 0 did not listen, or others did not come, in time.
+    """
+    timeout = timedelta(seconds=timeout_seconds)
+    store, address = None, None
+    if place.world_size == 1:
+        store = distributed.HashStore()
+    elif place.rendezvous is not None:
+        store = _store_in(place.rendezvous, place=place, timeout=timeout)
+    else:
+        address = f"tcp://{place.master_addr}:{place.master_port}"
+    try:
+        distributed.init_process_group(
+            backend, address, timeout, world_size=place.world_size, rank=place.rank, store=store
+        )
+    except distributed.DistError as error:
+        if address is None:
+            raise
+        raise PeerGone(
+            f"the {place.world_size} processes did not meet at {place.master_addr}:{place.master_port} "
+            f"(MASTER_ADDR, MASTER_PORT) within {timeout_seconds:.0f} seconds (engine.collective_timeout_seconds): "
+            f"{str(error).splitlines()[0]}"
+        ) from error
+
+
+def _store_in(folder: Path, *, place: Place, timeout: timedelta) -> distributed.TCPStore:
+    """Rank 0's store; its address is in a file of `folder`."""
+    if place.is_main:
+        store = distributed.TCPStore(
+            place.master_addr, 0, place.world_size, is_master=True, timeout=timeout, wait_for_workers=False
+        )
+        beside = folder / f".{ADDRESS_FILE}"
+        beside.write_text(f"{place.master_addr} {store.port}", encoding="utf-8")
+        os.replace(beside, folder / ADDRESS_FILE)
+        return store
+    deadline = time.monotonic() + timeout.total_seconds()
+    while not (folder / ADDRESS_FILE).exists():
+        if time.monotonic() >= deadline:
+            raise PeerGone(
+                f"rank 0 did not start within {timeout.total_seconds():.0f} seconds "
+                f"(engine.collective_timeout_seconds): there is no address in {folder}"
+            )
+        time.sleep(_POLL_SECONDS)
+    host, port = (folder / ADDRESS_FILE).read_text(encoding="utf-8").split()
+    return distributed.TCPStore(
+        host, int(port), place.world_size, is_master=False, timeout=timeout, wait_for_workers=False
+    )

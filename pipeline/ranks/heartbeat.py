@@ -1,8 +1,8 @@
-"""Signs of life: one small file per rank, written by the rank's own watcher and read by the others'.
+"""Heartbeats: one small file per rank, written by that rank, read by the others; and who hangs, judged from them.
 
-A file is written in place, always the same number of bytes, so that a reader on a network file system needs no fresh
-listing of the folder; one that is torn or from an earlier attempt counts as none. Nothing in it is a time of day: the
-writer says how long it has got no further, the reader sees by its own clock whether the sequence number moves.
+A file is overwritten in place with the same number of bytes, so that a reader on a network file system needs no new
+listing of the folder; a torn file, or one of an earlier attempt, counts as none. It holds no wall-clock time: a rank
+writes how long it has made no progress, and a reader sees by its own clock whether the sequence number moves.
 
 Cost: 4 KiB a write. No torch here.
 """
@@ -10,36 +10,40 @@ Cost: 4 KiB a write. No torch here.
 from __future__ import annotations
 
 import json
+import math
 import os
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from pipeline.ranks.living import process_started, this_machine
+from pipeline.ranks.pid import process_started, this_machine
 
 State = Literal["running", "left", "failed", "ended"]
-"""left: in good order; failed: by an exception; ended: it has ended the run because of another rank, and said so."""
+"""left: in good order; failed: by an exception; ended: it ended the run because of another rank, and said so."""
+Why = Literal["failed", "silent", "behind"]
 
 _FILE_BYTES = 4096
-_LONGEST_DOING, _LONGEST_NOTE = 60, 240  # characters; twelve bytes each at most as JSON
+_LONGEST_DOING, _LONGEST_NOTE = 60, 240  # characters; at most twelve bytes each as JSON
 
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """What a rank says of itself."""
+    """What a rank reports about itself."""
 
     rank: int
     attempt: str  # the same for all ranks that were started together
     host: str
-    machine: str  # equal where process numbers mean the same
+    machine: str  # `this_machine`: equal where PIDs mean the same
     pid: int
-    started: float  # tells the process from a later one with its number; see `process_started`
+    started: float  # `process_started`: tells a reused PID
     main_thread: int  # its number in a stack dump
     sequence: int  # of this file
     step: int
     turn: int  # how many signs of progress there have been in this step
     doing: str
-    idle_seconds: float  # since the last sign of progress
+    idle_seconds: float  # since the last progress
     waiting: bool  # inside a call that waits for other ranks
     state: State = "running"
     note: str = ""  # why it failed, or ended the run
@@ -54,9 +58,24 @@ class Heartbeat:
         """How far it has got; comparable between ranks."""
         return self.step, self.turn
 
+    @property
+    def is_here(self) -> bool:
+        """Whether its PID means something to this process."""
+        return self.machine == this_machine()
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether the process is known to be dead; never of a process on another machine."""
+        return self.is_here and process_started(self.pid) != self.started
+
+    @property
+    def is_signalable(self) -> bool:
+        """Whether a signal to its PID reaches this process and no other."""
+        return self.state == "running" and self.is_here and not self.is_gone
+
 
 def heartbeat_file(folder: Path, rank: int) -> Path:
-    """Where a rank's heartbeat lies."""
+    """Where a rank's heartbeat is."""
     return folder / f"rank-{rank}.json"
 
 
@@ -76,7 +95,7 @@ def write_heartbeat(folder: Path, beat: Heartbeat) -> None:
 
 
 def read_heartbeat(folder: Path, rank: int, *, attempt: str | None = None) -> Heartbeat | None:
-    """A rank's file, if it is whole and, where `attempt` is given, of this attempt."""
+    """A rank's file, if it is complete and, where `attempt` is given, of this attempt."""
     try:
         beat = Heartbeat(**json.loads(heartbeat_file(folder, rank).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
@@ -84,6 +103,96 @@ def read_heartbeat(folder: Path, rank: int, *, attempt: str | None = None) -> He
     return beat if attempt in (None, beat.attempt) else None
 
 
-def is_gone(beat: Heartbeat) -> bool:
-    """Whether the process is known to be dead; never of a process on another machine."""
-    return beat.machine == this_machine() and process_started(beat.pid) != beat.started
+class WakingClock:
+    """Seconds in which its owner was awake, as counted by calls of `tick`.
+
+    A suspended machine, processes that were all stopped and continued, and a wall clock that was set look like no time.
+
+    Args:
+        most_seconds: what a longer time between two calls counts as.
+        monotonic: the clock behind it, in seconds.
+    """
+
+    def __init__(self, *, most_seconds: float, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self._most_seconds = most_seconds
+        self._monotonic = monotonic
+        self._last = monotonic()
+        self.now = 0.0
+
+    def tick(self) -> float:
+        """Add the time since the last call; the new `now`."""
+        current = self._monotonic()
+        self.now += min(current - self._last, self._most_seconds)
+        self._last = current
+        return self.now
+
+
+class Sightings:
+    """The newest heartbeat that was read of each rank, and when it last changed by the reader's clock."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, tuple[Heartbeat, float]] = {}
+
+    def note(self, beat: Heartbeat, *, now: float) -> None:
+        """A rank's heartbeat was read."""
+        known = self._seen.get(beat.rank)
+        # Not only a larger number: a rank's file may be torn, or may not have been read for a while.
+        changed = known is None or known[0].sequence != beat.sequence
+        self._seen[beat.rank] = (beat, now if changed or known is None else known[1])
+
+    def of(self, rank: int) -> Heartbeat | None:
+        """The newest heartbeat of a rank."""
+        return self._seen[rank][0] if rank in self._seen else None
+
+    def silent_seconds(self, rank: int, *, now: float) -> float:
+        """Since its heartbeat last changed: how stale it is; infinite without any."""
+        return now - self._seen[rank][1] if rank in self._seen else math.inf
+
+    def idle_seconds(self, rank: int, *, now: float) -> float:
+        """Since its last progress: what it reported, and how stale that is."""
+        beat = self.of(rank)
+        return math.inf if beat is None else beat.idle_seconds + self.silent_seconds(rank, now=now)
+
+
+@dataclass(frozen=True)
+class Suspect:
+    """A rank that keeps the others waiting."""
+
+    rank: int
+    beat: Heartbeat | None  # None: no heartbeat in this attempt
+    why: Why
+    idle_seconds: float
+
+
+def find_suspects(
+    sightings: Sightings, *, ranks: Iterable[int], now: float, hang_seconds: float, slack_seconds: float
+) -> list[Suspect]:
+    """Which ranks keep a run from going on; empty as long as any rank makes progress.
+
+    In this order: ranks that failed; those with a stale heartbeat, because they are stopped or dead; those that do not
+    wait for others, and of these the ones that are furthest behind.
+
+    Args:
+        sightings: of all ranks, the observer's own included.
+        ranks: all of them.
+        now: on the clock of the sightings.
+        hang_seconds: how long a rank may go without progress.
+        slack_seconds: how old a heartbeat may be when it is read.
+    """
+    beats = {rank: sightings.of(rank) for rank in ranks}
+    inside = {rank: beat for rank, beat in beats.items() if beat is None or beat.state != "left"}
+    known = {rank: beat for rank, beat in inside.items() if beat is not None}
+    idle = {rank: sightings.idle_seconds(rank, now=now) for rank in inside}
+    found: list[int]
+    why: Why
+    if found := [rank for rank, beat in known.items() if beat.state != "running"]:
+        why = "failed"
+    elif any(seconds < hang_seconds - slack_seconds for seconds in idle.values()):
+        return []
+    elif found := [rank for rank in inside if sightings.silent_seconds(rank, now=now) > hang_seconds / 2]:
+        why = "silent"
+    else:
+        working = {rank: beat for rank, beat in known.items() if not beat.waiting} or known
+        last = min((beat.position for beat in working.values()), default=None)
+        found, why = [rank for rank, beat in working.items() if beat.position == last], "behind"
+    return [Suspect(rank, inside[rank], why, idle[rank]) for rank in found]

@@ -1,4 +1,4 @@
-"""Where a process stands among all processes of a run. A value; who reads it from the environment is `launch.env`."""
+"""Rank, world size and how the ranks find each other. Read from the environment by `launch.env`."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ class Place:
     """Rank numbers under their usual names.
 
     Attributes:
-        master_addr, master_port: of the first process, where a launcher named them.
-        rendezvous: a folder of this machine in which rank 0 writes its address instead.
-        gpu: number of this process's GPU among those that it sees; None: the local rank's, as when it sees all.
+        master_addr, master_port: of rank 0, where a launcher set them.
+        rendezvous: a folder on this machine where rank 0 writes its address instead.
+        gpu: index of this process's GPU among those that it sees; None: the local rank.
     """
 
     rank: int = 0
@@ -27,5 +27,5 @@ class Place:
 
     @property
     def is_main(self) -> bool:
-        """The one process that prints, logs and writes what is written once."""
+        """The one process that prints, logs and writes shared files."""
         return self.rank == 0

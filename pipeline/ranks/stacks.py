@@ -1,7 +1,7 @@
-"""Where the processes of a run stand in their code: SIGUSR2 makes a rank add the stacks of all its threads to a file.
+"""Stack dumps: SIGUSR2 makes a rank append the stacks of all its threads to a file, at any time, and go on.
 
-The dump is faulthandler's, made by the signal's handler in C: it works while the main thread computes, waits, or holds
-the interpreter's lock in a C call. Anybody may send the signal, at any time; it disturbs nothing.
+The dump is faulthandler's, made by a signal handler in C: it works while the main thread computes, waits, or holds the
+interpreter's lock in a C call.
 """
 
 from __future__ import annotations
@@ -21,41 +21,36 @@ _OUTERMOST = (" in <module>", " in _run_module_as_main", "  ...")  # the last: f
 _OWN_PACKAGES = ("data_shards", "launch", "model", "pipeline")
 _ROOT = Path(__file__).resolve().parents[2]
 
-# A main thread whose innermost Python frame is in one of these waits for other ranks, or may do so.
+# A main thread whose innermost Python frame is in one of these waits for other ranks, or may.
 _WAITING_FILES = re.compile(
-    r"torch/distributed/|deepspeed/comm/|pipeline/ranks\.py$|torch/autograd/(graph|__init__)\.py$|torch/_tensor\.py$"
+    r"torch/distributed/|deepspeed/comm/|pipeline/ranks/group\.py$|torch/autograd/(graph|__init__)\.py$|torch/_tensor\.py$"
 )
 _WAITING_FUNCTIONS = re.compile(r"wait|synchronize|barrier")  # DeepSpeed's, around the handles of collectives
-_DEEPSPEED = re.compile(r"/deepspeed/")
 
 
 class StackDumps:
-    """This process's dumps: on SIGUSR2 from `open` on, and on request.
-
-    Args:
-        path: a file to add to.
-    """
+    """This process's dumps, appended to the file `path`: on SIGUSR2 from `open` on, and on request."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._descriptor: int | None = None
 
     def open(self) -> None:
-        """Begin to listen; in the main thread. Where the file cannot be made, dumps go to the standard error."""
+        """Install the handler; in the main thread. If the file cannot be made, dumps go to standard error."""
         try:
             self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         except OSError:
             self._descriptor = os.dup(2)
-        signal.signal(DUMP_SIGNAL, signal.SIG_IGN)  # what `close` goes back to: a late signal must not kill
+        signal.signal(DUMP_SIGNAL, signal.SIG_IGN)  # what `close` restores: a late signal must not kill
         faulthandler.register(DUMP_SIGNAL, file=self._descriptor, all_threads=True)
 
     def dump(self) -> None:
-        """Add this process's own stacks."""
+        """Append this process's own stacks."""
         if self._descriptor is not None:
             faulthandler.dump_traceback(file=self._descriptor, all_threads=True)
 
     def close(self) -> None:
-        """Ignore the signal from now on; a file to which nothing was added is removed."""
+        """Ignore the signal from now on; an empty file is removed."""
         if self._descriptor is None:
             return
         faulthandler.unregister(DUMP_SIGNAL)
@@ -68,7 +63,7 @@ class StackDumps:
 
 
 def stack_file(folder: Path, rank: int) -> Path:
-    """Where a rank's stacks go."""
+    """Where a rank's dumps go."""
     return folder / f"stack-rank-{rank}.txt"
 
 
@@ -82,7 +77,7 @@ def stack_excerpt(text: str, *, thread: int) -> list[str]:
 
 
 def is_whole(text: str, *, main_thread: int) -> bool:
-    """Whether a dump, which is written piece by piece, has got to the outermost frame of the main thread: its end."""
+    """Whether a dump, which is written piece by piece, has reached its end: the main thread's outermost frame."""
     return bool((_lines_of(main_thread, text) or [""])[-1].endswith(_OUTERMOST))
 
 
@@ -100,12 +95,9 @@ def _lines_of(thread: int, text: str) -> list[str]:
 
 
 def main_thread_waits() -> bool:
-    """Whether the main thread is inside a call that waits for other ranks; to be asked from another thread."""
+    """Whether the main thread is inside a call that waits for other ranks; to be called from another thread."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    return frame is not None and _waits(frame.f_code.co_filename, function=frame.f_code.co_name)
-
-
-def _waits(file: str, *, function: str) -> bool:
-    if _WAITING_FILES.search(file):
-        return True
-    return bool(_DEEPSPEED.search(file) and _WAITING_FUNCTIONS.search(function))
+    if frame is None:
+        return False
+    file, function = frame.f_code.co_filename, frame.f_code.co_name
+    return bool(_WAITING_FILES.search(file) or ("/deepspeed/" in file and _WAITING_FUNCTIONS.search(function)))

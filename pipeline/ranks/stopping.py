@@ -1,8 +1,8 @@
-"""What any rank may wish of all of them, and all then do after the same step: stop in good order, or save.
+"""Requests of one rank that all ranks carry out after the same step: stop cleanly, or save.
 
-A signal on any rank makes all ranks finish the same step, save and leave; rank 0's clock asks for a checkpoint. The
-wishes travel once a step over the host group, without waiting: asked for after step s, answered after step s+1. A
-second Ctrl-C ends the process at once; what is on disk is whole at any time.
+A signal on any rank makes all ranks finish the same step, save and exit; rank 0's clock requests a checkpoint. Requests
+are exchanged once a step, asynchronously: made after step s, carried out after step s+1. A second Ctrl-C ends the
+process at once; what is on disk is complete at any time.
 """
 
 from __future__ import annotations
@@ -30,18 +30,14 @@ class Agreed:
 
 
 class SaveClock:
-    """Says when the last checkpoint is too old, by a clock that nobody sets.
-
-    Args:
-        minutes: the age; 0: never.
-    """
+    """When the last checkpoint is more than `minutes` old (0: never), by the monotonic clock."""
 
     def __init__(self, minutes: float) -> None:
         self._seconds = minutes * 60
         self._start = time.monotonic()
 
     def due(self) -> bool:
-        """Whether it is."""
+        """Whether a checkpoint is due."""
         return self._seconds > 0 and time.monotonic() - self._start >= self._seconds
 
     def restart(self) -> None:
@@ -50,7 +46,7 @@ class SaveClock:
 
 
 class StopFlag:
-    """Raised by SIGTERM, SIGINT, SIGUSR1 or SIGHUP (a terminal that is gone), or by `request`."""
+    """Set by SIGTERM, SIGINT, SIGUSR1 or SIGHUP (the terminal was closed), or by `request`."""
 
     def __init__(self) -> None:
         self.reason: str | None = None
@@ -59,26 +55,21 @@ class StopFlag:
     def listen(self) -> None:
         """Install the handlers; in the main thread."""
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
-            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # nohup's wish
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # nohup
                 signal.signal(number, self._on_signal)
 
     def request(self, reason: str) -> None:
-        """Ask for a stop from any thread."""
+        """Request a stop, from any thread."""
         self.reason = self.reason or reason
 
     def agreed(self, ranks: Ranks, *, save: bool) -> Agreed:
-        """What all ranks do now; collective, once a step. Answers what was asked one step ago.
-
-        Args:
-            ranks: the processes.
-            save: this rank would like a checkpoint.
-        """
+        """What all ranks do now, as requested one step ago; `save`: this rank requests a checkpoint. Collective."""
         stop_now, save_now = self._pending.result() if self._pending is not None else (False, False)
         self._pending = ranks.start_any(self.reason is not None, save)
         return Agreed(stop=stop_now, save=save_now)
 
     def settle(self) -> None:
-        """Take in the last pending answer, so that no exchange is left open at the end."""
+        """Wait for the last answer, so that no exchange is left pending at the end."""
         if self._pending is not None:
             self._pending.result()
             self._pending = None

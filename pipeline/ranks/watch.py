@@ -1,16 +1,17 @@
 """Every rank watches the others: one that died, hangs or is stopped is named, and the run ends so that it can restart.
 
-A thread of each rank writes a heartbeat (`heartbeat`), and looks
-- at the processes of the other ranks on this host, every second: one that is dead without having left is named;
-- at everybody's heartbeats, once this rank itself has got no further for a quarter of `hang_seconds`: when nobody has
-  for all of it, `sightings` tells who is to blame. The ranks of each host add their stacks to STAGE/ranks/stack-rank-N
-  (`stacks`), and one process per host says what happened, kills the hanging ones on its host and exits with 1.
+A thread of each rank writes a heartbeat (`heartbeat`) and looks
+- every second at the processes of the other ranks on this host: one that died without having left is named;
+- at all heartbeats, once this rank itself has made no progress for a quarter of `hang_seconds`: when no rank has for
+  all of it, `find_suspects` says which ones hang. The ranks of each host add their stacks to
+  STAGE/ranks/stack-rank-N.txt (`stacks`); one process per host prints what happened, kills the hanging ones on its host
+  and exits with 1.
 
-Cost: a 4 KiB file every 2 seconds, or more seldom when there are more than 64 ranks. While training goes on only the
-files of the own host are read; during a standstill one process per host reads all of them.
-What it cannot do: end a process that is alone on its host and stopped, or stuck in a C call that never lets go of the
-interpreter's lock (the other hosts name it and end; the launcher has to kill it), or one that the kernel does not let
-die. Ranks of one host that do not follow one another are only found dead by standstill.
+Cost: a 4 KiB file every 2 seconds, less often with more than 64 ranks. In normal training only the files of the same
+host are read; during a hang one process per host reads all of them.
+What it cannot do: end a process that is alone on its host and stopped, or stuck in a C call that holds the
+interpreter's lock (the other hosts name it and end; the launcher has to kill it), or one in an uninterruptible system
+call. If the ranks of a host are not numbered consecutively, a dead one is found as a hang only.
 """
 
 from __future__ import annotations
@@ -23,38 +24,47 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
 from data_shards.durable import make_folders
-from pipeline.ranks.heartbeat import Heartbeat, State, is_gone, read_heartbeat, write_heartbeat
-from pipeline.ranks.living import describe_process, process_started, this_machine
+from pipeline.ranks.heartbeat import (
+    Heartbeat,
+    Sightings,
+    State,
+    Suspect,
+    WakingClock,
+    find_suspects,
+    read_heartbeat,
+    write_heartbeat,
+)
+from pipeline.ranks.pid import describe_process, process_started, this_machine
 from pipeline.ranks.place import Place
-from pipeline.ranks.sightings import Sightings, Suspect, WakingClock, find_suspects
 from pipeline.ranks.stacks import DUMP_SIGNAL, StackDumps, is_whole, main_thread_waits, stack_excerpt, stack_file
 
 _WRITE_SECONDS, _FILES_PER_SECOND = 2.0, 32
 _LOOK_SECONDS = 1.0  # at the processes of this host
-_LEAVE_SECONDS = 3.0  # for the main thread to fail by itself; and the launcher sees the dead one's exit code first
-_FOLLOW_SECONDS = 6.0  # until a rank leaves after another one on its host has ended the run
-_STACK_SECONDS = 10.0  # for a process to answer with its whole stack, on a disk that is busy
-_CLOSE_SECONDS = 60.0  # for a last "running" that the disk holds up; after "left" it would make this rank a dead one
+_LEAVE_SECONDS = 3.0  # for the main thread to fail by itself; and the launcher sees the dead rank's exit code first
+_FOLLOW_SECONDS = 6.0  # until a rank exits after another one on its host has ended the run
+_STACK_SECONDS = 10.0  # for a process to write its whole stack to a busy disk
+_CLOSE_SECONDS = 60.0  # for a last "running" that the disk delays; after "left" it would make this rank look dead
 _SAY_SECONDS, _FIRST_STEP_SECONDS = 5.0, 600.0
 _MOST_NAMED = 4
 _PEER_GONE = re.compile(r"Connection closed by peer|onnection reset|Broken pipe|remote process exited")  # gloo, NCCL
 
-_first_word = threading.Lock()  # taken by the thread of this process that speaks of another rank's end, for good
+_first_word = threading.Lock()  # taken for good by the thread of this process that reports another rank's end
 
 
 class Watch:
-    """One rank's watcher; as a context it starts, and leaves with the state that fits.
+    """One rank's watcher; a context manager.
 
     Args:
         folder: for heartbeats and stacks, shared by all ranks.
         place: of this rank.
         attempt: any text that all ranks of this start share, and no other start has.
-        hang_seconds: how long nobody may make progress, once a first step is done (before it, 10 minutes at least);
-            0: for ever (dead processes are still found).
+        hang_seconds: how long no rank may make progress, once a first step is done (before it, at least 10 minutes);
+            0: without limit (dead processes are still found).
         say: shows a message; called from another thread.
     """
 
@@ -76,7 +86,7 @@ class Watch:
         self._progressed_at = self._next_write = self._next_look = 0.0
         self._sequence = 0
         self._has_complained = False
-        # The first step comes after imports, loading and compiling, which give no sign of progress.
+        # The first step comes after imports, loading and compiling, which count as no progress.
         self._patience_seconds = max(hang_seconds, _FIRST_STEP_SECONDS)
         self._ended = ""  # what was said when this rank ended the run
         self._stacks = StackDumps(stack_file(folder, place.rank))
@@ -90,22 +100,22 @@ class Watch:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        # Stopped is how all ranks leave together; whoever merely lost a peer is not to blame either.
+        # Stopped is how all ranks leave together; a rank that only lost its peer has not failed either.
         innocent = error is None or peer_is_gone(error) or type(error).__name__ == "Stopped"
         self.close(failure="" if innocent else f"{type(error).__name__}: {error}")
 
     def start(self) -> None:
-        """Begin; in the main thread."""
+        """Start; in the main thread."""
         with suppress(OSError):
-            make_folders(self._folder, below=self._folder.parent.parent)  # the run's, which may be gone
+            make_folders(self._folder, below=self._folder.parent.parent)  # the run folder, which may be gone
             if self._place.is_main:
                 _forget_ranks_from(self._place.world_size, folder=self._folder)
-        self._stacks.open()  # before the first heartbeat, which invites the others to ask for a stack
+        self._stacks.open()  # before the first heartbeat, after which the others may ask for a stack
         self._write("running")
         self._thread.start()
 
     def beat(self, step: int, *, doing: str = "training") -> None:
-        """A sign of progress, from the main thread: it has got to `doing`, after so many steps. Costs nothing.
+        """Report progress from the main thread: `step` steps done, now at `doing`. Costs nothing.
 
         Not to be called while waiting for other ranks.
         """
@@ -115,7 +125,7 @@ class Watch:
             self._patience_seconds = self._hang_seconds
 
     def close(self, *, failure: str = "") -> None:
-        """Leave: from now on the end of this process is no reason for alarm; `failure` is the error that it ends by."""
+        """Leave: the end of this process is no longer an alarm; `failure` is the error that it ends with."""
         self._closing.set()
         self._thread.join(timeout=_CLOSE_SECONDS)
         if not self._ended:
@@ -131,21 +141,21 @@ class Watch:
                 self._next_write = now + self._write_seconds
                 self._write("running")
                 self._read(self._siblings)
-            self._look_for_the_dead()
+            self._look_for_deaths()
             if self._hang_seconds:
-                self._look_for_a_standstill()
+                self._look_for_hangs()
 
-    def _look_for_the_dead(self) -> None:
+    def _look_for_deaths(self) -> None:
         for rank in self._siblings:
             beat = self._sightings.of(rank)
-            if beat is None or beat.machine != this_machine() or not (is_gone(beat) or beat.state == "ended"):
+            if beat is None or not (beat.is_gone or (beat.is_here and beat.state == "ended")):
                 continue
             self._read([rank])  # it may have left since
-            beat = self._sightings.of(rank)
-            if beat is not None and beat.state == "ended":  # it has said why, and its host's launcher ends us
+            beat = self._sightings.of(rank) or beat
+            if beat.state == "ended":  # it has said why, and its host's launcher ends us
                 self._end_quietly()
-            if beat is not None and beat.state == "running" and is_gone(beat):
-                self._end_because_of(f"{beat.name} is gone; {_last_step(beat)}")
+            if beat.state == "running" and beat.is_gone:
+                self._end_because_of(_gone(beat))
 
     def _end_quietly(self) -> None:
         _first_word.acquire(blocking=False)
@@ -155,7 +165,7 @@ class Watch:
     def _end_because_of(self, sentence: str) -> None:
         """The main thread usually fails in its next exchange with the others, and closes this watch."""
         self._read(self._siblings)
-        if not self._speaks() or self._is_run_gone():
+        if not self._reports() or self._is_run_gone():
             return self._end_quietly()
         if _first_word.acquire(blocking=False):
             self._ended = sentence
@@ -164,10 +174,10 @@ class Watch:
         if not self._closing.wait(_LEAVE_SECONDS):
             os._exit(1)
 
-    def _look_for_a_standstill(self) -> None:
+    def _look_for_hangs(self) -> None:
         now, idle, patience = self._clock.now, self._clock.now - self._progressed_at, self._patience_seconds
-        # The others on this host leave it to the speaker, as long as that one does its part.
-        if idle < patience / 4 or not (self._speaks() or idle > 1.5 * patience):
+        # One rank per host does this; the others only if that one seems to be stuck itself.
+        if idle < patience / 4 or not (self._reports() or idle > 1.5 * patience):
             return
         if now >= self._next_look:
             self._next_look = now + self._write_seconds
@@ -186,27 +196,27 @@ class Watch:
             self._end_the_run(suspects)
 
     def _end_the_run(self, suspects: list[Suspect]) -> None:
-        """Collect stacks, say who hangs, kill the hanging ones of this host, and exit."""
-        here = [beat for rank in self._siblings if (beat := self._sightings.of(rank)) and _is_signalable(beat)]
+        """Collect stacks, print who hangs, kill the hanging ranks of this host, and exit."""
+        here = [beat for rank in self._siblings if (beat := self._sightings.of(rank)) and beat.is_signalable]
         kernel = {beat.rank: describe_process(beat.pid) for beat in here}
-        # The own one first: one that was stopped goes on when it is asked, and this rank's main thread with it.
+        # The own one first: a stopped rank continues when it is asked, and this rank's main thread with it.
         stacks = self._collect_stacks([self._beat("running"), *here])
         named = [self._describe(suspect, kernel=kernel, stacks=stacks) for suspect in suspects[:_MOST_NAMED]]
         if len(suspects) > _MOST_NAMED:
-            named.append(f"{len(suspects) - _MOST_NAMED} more processes stand at the same place")
+            named.append(f"{len(suspects) - _MOST_NAMED} more processes are at the same place")
         if not any(suspect.rank in stacks for suspect in suspects):
             named.append(f"the stacks of this host's processes are in {self._folder}")
         self._ended = named[0].partition("\n")[0]
         self._write("ended", note=self._ended)
         self._tell("\n".join(named))
         for beat in here:
-            if any(suspect.rank == beat.rank for suspect in suspects) and _is_signalable(beat):
+            if any(suspect.rank == beat.rank for suspect in suspects) and beat.is_signalable:
                 with suppress(ProcessLookupError):
                     os.kill(beat.pid, signal.SIGKILL)
         os._exit(1)
 
     def _collect_stacks(self, beats: list[Heartbeat]) -> dict[int, list[str]]:
-        """Have the ranks of this host, this one included, dump their stacks; the lines that matter of each."""
+        """Make the ranks of this host, this one included, dump their stacks; the lines that matter of each."""
         before = {beat.rank: _size(stack_file(self._folder, beat.rank)) for beat in beats}
         for beat in beats:
             if beat.rank == self._place.rank:
@@ -227,7 +237,7 @@ class Watch:
         }
 
     def _read_dumps(self, beats: list[Heartbeat], *, before: dict[int, int]) -> dict[int, str]:
-        """What each of these ranks has added to its file; without those whose file cannot be read."""
+        """What each of these ranks has added to its file; files that cannot be read are left out."""
         dumps = {}
         for beat in beats:
             with suppress(OSError), stack_file(self._folder, beat.rank).open("rb") as file:
@@ -238,33 +248,28 @@ class Watch:
     def _describe(self, suspect: Suspect, *, kernel: dict[int, str], stacks: dict[int, list[str]]) -> str:
         beat = suspect.beat
         if beat is None:
-            return f"rank {suspect.rank} has not begun: there is no sign of life of it in {self._folder}"
+            return f"rank {suspect.rank} has not started: it has no heartbeat in {self._folder}"
         if suspect.why == "failed":
             return beat.note if beat.state == "ended" else _failure(beat)
-        seconds = f"for {suspect.idle_seconds:.0f} s"
-        what = f"has got no further {seconds}, longer than engine.hang_seconds allows"
-        if suspect.why == "silent":
-            what = f"has not been heard of {seconds}"
-        facts = [f"{beat.name} hangs: it {what}", _last_step(beat)]
-        if kernel.get(suspect.rank):
-            facts.append(kernel[suspect.rank])
-        text = "; ".join(facts)
+        text = f"{beat.name} hangs: it has made no progress for {suspect.idle_seconds:.0f} s"
+        text += " and its heartbeat is stale" if suspect.why == "silent" else " (engine.hang_seconds)"
+        text = "; ".join(filter(None, [text, _last_step(beat), kernel.get(suspect.rank)]))
         file = stack_file(self._folder, suspect.rank)
         if stacks.get(suspect.rank):
             return "\n".join([f"{text}. Its main thread ({file}):", *stacks[suspect.rank]])
         return f"{text}; it did not answer with a stack" if suspect.rank in stacks else text
 
-    def _speaks(self) -> bool:
-        """Whether it is for this rank to speak: the lowest one of its host that can, if none has yet."""
+    def _reports(self) -> bool:
+        """Whether it is this rank's turn to report: the lowest one of its host that can, if none has yet."""
         for rank in self._siblings:
             beat = self._sightings.of(rank)
-            if beat is None or beat.machine != this_machine():
+            if beat is None or not beat.is_here:
                 continue
             if beat.state == "ended":
                 return False
-            is_silent = self._sightings.silent_seconds(rank, now=self._clock.now) > 4 * self._write_seconds
-            # One that has closed its watch and is still there has lost a peer, and speaks through `report_gone`.
-            if rank < self._place.rank and not is_gone(beat) and not (beat.state == "running" and is_silent):
+            is_stale = self._sightings.silent_seconds(rank, now=self._clock.now) > 4 * self._write_seconds
+            # One that has closed its watch and is still alive has lost a peer, and reports by `report_gone`.
+            if rank < self._place.rank and not beat.is_gone and not (beat.state == "running" and is_stale):
                 return False
         return True
 
@@ -282,12 +287,12 @@ class Watch:
             if not self._has_complained and not self._is_run_gone():
                 self._has_complained = True
                 self._tell(
-                    f"rank {self._place.rank}: no heartbeats can be written to {self._folder} ({error.strerror}), so "
-                    "a process that hangs may be named wrongly; training goes on"
+                    f"rank {self._place.rank}: heartbeats cannot be written to {self._folder} ({error.strerror}), so "
+                    "the wrong process may be named if one hangs; training goes on"
                 )
 
     def _is_run_gone(self) -> bool:
-        return not self._folder.parent.exists()  # deleted or renamed: that is said elsewhere, and ends all ranks
+        return not self._folder.parent.exists()  # deleted or renamed: reported elsewhere, and ends all ranks
 
     def _beat(self, state: State, *, note: str = "") -> Heartbeat:
         step, turn, doing = self._progress
@@ -311,7 +316,7 @@ class Watch:
         )
 
     def _tell(self, text: str) -> None:
-        """Say it, in a thread: a terminal that takes nothing, or a lock of the main thread's, must not stop us."""
+        """In a thread: a blocked terminal, or a lock held by the main thread, must not block the watch."""
         thread = threading.Thread(target=self._say, args=(text,), daemon=True)
         thread.start()
         thread.join(timeout=_SAY_SECONDS)
@@ -323,43 +328,41 @@ def peer_is_gone(error: BaseException) -> bool:
 
 
 def who_is_gone(folder: Path, *, place: Place) -> str:
-    """Which rank has ended, after an exchange with the others failed, and where it was; empty: unknown.
+    """Which rank died, after an exchange with the others failed, and where it was; empty: unknown.
 
-    A process on another host is known to have ended if it failed by an exception, or if its host's ranks said so.
+    A process on another host is known to have died if it failed by an exception, or if its host's ranks said so.
     """
     mine = _own_heartbeat(folder, place=place)
     if mine is None:
         return ""
     beats = [read_heartbeat(folder, rank, attempt=mine.attempt) for rank in range(place.world_size)]
     others = [beat for beat in beats if beat is not None and beat.rank != place.rank]
-    gone = [f"{beat.name} is gone; {_last_step(beat)}" for beat in others if beat.state == "running" and is_gone(beat)]
+    gone = [_gone(beat) for beat in others if beat.state == "running" and beat.is_gone]
     failed = [_failure(beat) for beat in others if beat.state == "failed"]
     ended = [beat.note for beat in others if beat.state == "ended"]
     return next(iter([*ended, *gone, *failed]), "")
 
 
 def report_gone(folder: Path, *, place: Place, say: Callable[[str], None]) -> None:
-    """Say `who_is_gone`, once per host and unless it has been said; waits a little until it is known."""
+    """Say `who_is_gone`, once per host; waits a moment until it is known."""
     deadline = time.monotonic() + _LEAVE_SECONDS
     while not (sentence := who_is_gone(folder, place=place)) and time.monotonic() < deadline:
         time.sleep(0.1)
     mine = _own_heartbeat(folder, place=place)
     for rank in _ranks_of_host(place):
         beat = read_heartbeat(folder, rank, attempt=mine.attempt) if mine else None
-        if beat is None or mine is None or beat.machine != mine.machine:
-            continue
-        if beat.state == "ended" or (rank < place.rank and not is_gone(beat)):
+        if beat and beat.is_here and (beat.state == "ended" or (rank < place.rank and not beat.is_gone)):
             return
     if _first_word.acquire(blocking=False):
-        sentence = sentence or "another process of the run is gone, and which one is not known on this host"
+        sentence = sentence or "another process of the run died; which one is not known on this host"
         if mine is not None:
             with suppress(OSError):
-                write_heartbeat(folder, Heartbeat(**{**vars(mine), "state": "ended", "note": sentence}))
+                write_heartbeat(folder, replace(mine, state="ended", note=sentence))
         say(sentence)
 
 
 def _own_heartbeat(folder: Path, *, place: Place) -> Heartbeat | None:
-    """This process's; None: it has not written any, and one that lies there is an earlier attempt's."""
+    """This process's; None: it has not written any, and the file is an earlier attempt's."""
     beat, here = read_heartbeat(folder, place.rank), (this_machine(), os.getpid(), process_started(os.getpid()))
     return beat if beat is not None and (beat.machine, beat.pid, beat.started) == here else None
 
@@ -370,7 +373,7 @@ def _ranks_of_host(place: Place) -> range:
 
 
 def _forget_ranks_from(first: int, *, folder: Path) -> None:
-    """Remove what an attempt with more processes has left."""
+    """Remove the files of an attempt with more processes."""
     for path in folder.iterdir():
         number = re.search(r"rank-(\d+)\.", path.name)
         if number and int(number[1]) >= first:
@@ -382,13 +385,12 @@ def _last_step(beat: Heartbeat) -> str:
     return f"its last known step was {beat.step}, while {beat.doing}"
 
 
+def _gone(beat: Heartbeat) -> str:
+    return f"{beat.name} is gone; {_last_step(beat)}"
+
+
 def _failure(beat: Heartbeat) -> str:
     return f"{beat.name} has failed ({beat.note}); {_last_step(beat)}"
-
-
-def _is_signalable(beat: Heartbeat) -> bool:
-    """Whether a signal to its process reaches that process and no other."""
-    return beat.state == "running" and beat.machine == this_machine() and process_started(beat.pid) == beat.started
 
 
 def _size(path: Path) -> int:

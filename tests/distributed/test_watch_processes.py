@@ -220,7 +220,7 @@ def test_a_stopped_process_is_named_shows_its_stack_and_is_killed(start):
     code, text = ranks.hang(1, speaker=0, silent=[1])
     assert code == 1
     assert "0 says: rank 1 (host " in text
-    assert f"process {ranks.processes[1].pid}) hangs: it has not been heard of for" in text
+    assert f"process {ranks.processes[1].pid}) hangs: it has made no progress for" in text
     assert "it is stopped by a signal" in text
     assert 0 < named_step(text) <= ranks.step(1) + 1
     assert " in <module>" in text.partition("stack-rank-1.txt):")[2]
@@ -240,7 +240,7 @@ def test_a_stopped_rank_0_is_named_by_the_next(start):
 
 @pytest.mark.parametrize(
     ("fault", "function", "sign"),
-    [("loop", "loop_for_ever", "has got no further"), ("c-call", "sleep_with_the_lock", "has not been heard of")],
+    [("loop", "loop_for_ever", "(engine.hang_seconds)"), ("c-call", "sleep_with_the_lock", "its heartbeat is stale")],
 )
 def test_a_hanging_process_is_named_with_the_function_it_hangs_in_and_killed(start, fault, function, sign):
     ranks = start(rank_1=fault, follow_seconds=PATIENT)

@@ -20,7 +20,7 @@ import pytest
 from launch import train
 from launch.run.disk_errors import disk_problem
 from pipeline.checkpoint.saver import SaveFailed
-from pipeline.ranks.rendezvous import PeerGone
+from pipeline.ranks.group import PeerGone
 from pipeline.ranks.stopping import StopFlag, Stopped
 from pipeline.train_loop import TrainingFailed
 

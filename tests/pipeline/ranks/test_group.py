@@ -1,13 +1,105 @@
-"""Which GPU a process takes, and what the engines are told of it."""
+"""The ranks meet without anybody choosing a port, a missing one is named; which GPU a process takes."""
+
+from __future__ import annotations
 
 import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
-from pipeline.ranks import group as ranks
+from pipeline.ranks import group
+from pipeline.ranks.group import ADDRESS_FILE, PeerGone, Ranks, join_group
 from pipeline.ranks.place import Place
-from pipeline.ranks.rendezvous import join_group
+
+ROOT = Path(__file__).resolve().parents[3]
+RANK = """
+import sys, time
+from pathlib import Path
+import torch
+from pipeline.ranks.place import Place
+from pipeline.ranks.group import Ranks
+rank, world_size, folder, delay = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), float(sys.argv[4])
+time.sleep(delay)
+place = Place(rank=rank, world_size=world_size, local_rank=rank, local_world_size=world_size, rendezvous=folder)
+ranks = Ranks(place, timeout_seconds=240)
+print(ranks.gather(torch.tensor([rank + 0.5])).flatten().tolist(), flush=True)
+ranks.leave()
+"""
+
+
+def start(folder: Path, *, ranks: int, first_is_late: bool) -> list[subprocess.Popen[str]]:
+    return [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK, str(rank), str(ranks), str(folder), str(int(first_is_late and rank == 0))],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(ranks)
+    ]
+
+
+@pytest.mark.parametrize("first_is_late", [False, True])
+def test_two_runs_that_begin_at_the_same_moment_do_not_meet(tmp_path: Path, first_is_late: bool):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    runs = [start(tmp_path / name, ranks=ranks, first_is_late=first_is_late) for name, ranks in (("a", 2), ("b", 3))]
+    try:
+        outputs = [[process.communicate(timeout=240)[0] for process in run] for run in runs]
+    finally:
+        for process in (process for run in runs for process in run):
+            process.kill()
+    assert outputs == [["[0.5, 1.5]\n"] * 2, ["[0.5, 1.5, 2.5]\n"] * 3]
+
+
+def test_one_process_alone_needs_no_port_at_all(tmp_path: Path):
+    """Its launcher's port may even be taken."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        ranks = Ranks(Place(master_port=taken.getsockname()[1], rendezvous=tmp_path), timeout_seconds=60)
+        try:
+            assert ranks.gather(torch.tensor([1.5, 2.5])).tolist() == [[1.5, 2.5]]
+        finally:
+            ranks.leave()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_first_rank_that_never_comes_is_missed_in_words(tmp_path: Path):
+    place = Place(rank=1, world_size=2, local_rank=1, local_world_size=2, rendezvous=tmp_path)
+    with pytest.raises(PeerGone, match=r"rank 0 did not start within 0 seconds \(engine.collective_timeout"):
+        Ranks(place, timeout_seconds=0.1)
+    assert not torch.distributed.is_initialized()
+
+
+def test_nobody_reads_half_an_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    seen: list[list[str]] = []
+
+    def replace(source: Path, target: Path) -> None:
+        seen.append([source.read_text(), target.name])
+        os.rename(source, target)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("pipeline.ranks.group.os.replace", replace)
+    with pytest.raises(KeyboardInterrupt):
+        Ranks(Place(world_size=2, local_world_size=2, rendezvous=tmp_path), timeout_seconds=240)
+    (text, name) = seen[0]
+    assert name == ADDRESS_FILE and text.split()[0] == "127.0.0.1" and int(text.split()[1]) > 0
+
+
+def test_a_named_host_where_nobody_listens_is_told_with_what_to_change():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # nobody else gets it, and nobody answers
+        place = Place(rank=1, world_size=2, master_addr="127.0.0.1", master_port=taken.getsockname()[1])
+        with pytest.raises(
+            PeerGone, match=rf"127\.0\.0\.1:{place.master_port} \(MASTER_ADDR, MASTER_PORT\) within 1 s"
+        ):
+            Ranks(place, timeout_seconds=1)
 
 
 @pytest.mark.parametrize(
@@ -20,16 +112,15 @@ def test_the_gpu_of_a_process_is_its_local_rank_or_the_one_that_it_sees(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
     monkeypatch.setattr(
-        ranks,
+        group,
         "join_group",
         lambda place, backend, timeout_seconds: join_group(place, backend="gloo", timeout_seconds=30),
     )
-    group = ranks.Ranks(place, timeout_seconds=30)
-    group.leave()
+    Ranks(place, timeout_seconds=30).leave()
     assert chosen == [gpu] and os.environ["LOCAL_RANK"] == str(gpu)
 
 
 def test_on_a_cpu_processes_of_a_machine_are_told_apart(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    ranks.Ranks(Place(local_rank=1, gpu=0), timeout_seconds=30).leave()
+    Ranks(Place(local_rank=1, gpu=0), timeout_seconds=30).leave()
     assert os.environ["LOCAL_RANK"] == "1"

@@ -1,6 +1,6 @@
-"""Is that process still the one it was? Numbers of processes mean the same within one machine, and are used again.
+"""PID reuse: whether a PID still belongs to the process that it belonged to, told by when that process started.
 
-Asked by a lock about its owner and by a rank about its neighbours. Costs a read of /proc. No torch here.
+For a lock's owner and a rank's neighbours. Costs one read of /proc. No torch here.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from pathlib import Path
 
 import psutil
 
-_START_FIELD = 19  # of /proc/PID/stat, counted from the state on: ticks since the machine was started
+_START_FIELD = 19  # of /proc/PID/stat, counted from the state: clock ticks since boot
 
 
 @cache
 def this_machine() -> str:
-    """What two processes have in common if each can find the other by its number: kernel and name space.
+    """Equal for two processes that can see each other's PIDs: same kernel, same PID namespace.
 
-    Names of hosts would not do: containers on one host may share its name, and not its processes.
+    Host names would not do: containers on one host may share its name and not its PIDs.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -28,9 +28,9 @@ def this_machine() -> str:
 
 
 def process_started(pid: int) -> float | None:
-    """When a process began, in a unit of the system's; None: there is none, or it is dead and not yet collected.
+    """When a process started, to be compared only; None: there is none, or it is a zombie.
 
-    Not psutil's create_time where it can be helped: that is a time of day, and moves when the clock is set.
+    psutil's create_time, a wall-clock time that moves when the clock is set, is used only where there is no /proc.
     """
     if Path("/proc/self/stat").exists():
         fields = _stat(pid)
@@ -43,18 +43,18 @@ def process_started(pid: int) -> float | None:
 
 
 def describe_process(pid: int) -> str:
-    """What the kernel says a process does, for a message; empty where that tells nothing."""
+    """The kernel's state of a process in words, for a message; empty for the ordinary ones."""
     fields = _stat(pid)
     return {
         "T": "it is stopped by a signal (SIGSTOP or Ctrl-Z)",
-        "t": "it is held by a debugger",
+        "t": "it is stopped by a debugger",
         "D": "it waits for a disk or a driver and cannot be interrupted",
         "R": "it is computing",
     }.get(fields[0] if fields else "", "")
 
 
 def _stat(pid: int) -> list[str] | None:
-    """The fields of /proc/PID/stat from the state on; the name before them may contain anything."""
+    """The fields of /proc/PID/stat from the state on; the process name before them may contain anything."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
