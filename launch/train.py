@@ -51,7 +51,7 @@ from pipeline.ranks.place import Place
 from pipeline.recipe.io import load_recipe
 from pipeline.recipe.schema import Recipe, StageName
 from pipeline.run_folder import RunFolder
-from pipeline.vocabulary import ALL_STAGES
+from pipeline.vocabulary import ALL_STAGES, EXIT_STOPPED
 
 if TYPE_CHECKING:
     from pipeline.ranks.stopping import StopFlag
@@ -116,7 +116,7 @@ def _failed(error: Exception, *, folder: RunFolder, stage: StageName, place: Pla
 
 
 def _run(recipe: Recipe, *, folder: RunFolder, stage: StageName, place: Place) -> int:
-    from pipeline.ranks.stopping import EXIT_STOPPED, StopFlag, Stopped
+    from pipeline.ranks.stopping import StopFlag, Stopped
 
     stop = StopFlag()
     stop.listen()

@@ -14,8 +14,6 @@ from types import FrameType
 
 from pipeline.ranks.group import Agreement, Ranks
 
-EXIT_STOPPED = 75  # BSD's EX_TEMPFAIL: run the same command again
-
 
 class Stopped(Exception):
     """Training was asked to stop and has saved; the process exits with `EXIT_STOPPED`."""

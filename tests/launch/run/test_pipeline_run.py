@@ -19,7 +19,6 @@ from launch.run import pipeline_run
 from launch.run.lock import locked
 from launch.run.pipeline_run import PipelineRun
 from model.saved import SavedModelMeta
-from pipeline.ranks import stopping
 from pipeline.recipe.io import load_recipe
 from pipeline.recipe.schema import Recipe
 from tests.launch.machine import Machine
@@ -142,10 +141,6 @@ def test_done_is_believed_whatever_the_launcher_says(machine: Machine):
 
     machine.outcome = outcome
     assert machine.open().execute() == 0
-
-
-def test_the_exit_code_is_the_ranks(machine: Machine):
-    assert EXIT_STOPPED == stopping.EXIT_STOPPED
 
 
 def test_a_dry_run_shows_the_resolved_recipe_and_writes_nothing(machine: Machine, capsys: pytest.CaptureFixture[str]):

@@ -12,7 +12,8 @@ import pytest
 
 from launch.signals import handled
 from pipeline.ranks.group import Ranks
-from pipeline.ranks.stopping import EXIT_STOPPED, Agreed, SaveClock, StopFlag
+from pipeline.ranks.stopping import Agreed, SaveClock, StopFlag
+from pipeline.vocabulary import EXIT_STOPPED
 
 ROOT = Path(__file__).resolve().parents[3]
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
