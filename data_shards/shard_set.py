@@ -1,32 +1,19 @@
-"""Any place of shards -> `ShardSet`: a packed folder, local or remote, or tars that other tools made.
-
-Opening is cheap: a packed set costs its manifest and, locally, one `stat` for each shard (in parallel for many);
-no shard is read. Tars without a manifest are indexed once (see `foreign`), and then open as fast. Needs no torch.
-"""
+"""What is known of a set of shards once it is open: values, which hold no file open and cost nothing to import."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from data_shards.errors import UserError
 from data_shards.labels import LabelKind, LabelSpec
-from data_shards.manifest import MANIFEST_FILE, Manifest, load_manifest, parse_manifest, shard_files
-from data_shards.store.location import PIPE, expand_braces, is_local, join, local_path, shown
-from data_shards.tars.tar_index import index_path, read_index, readable_index
-
-if TYPE_CHECKING:
-    from data_shards.store.store import Store
 
 Damaged = Literal["refuse", "report"]
 Report = Callable[[str], None]
-
-_MOST_MANIFEST_BYTES = 1 << 30  # 150 bytes a shard, and the classes
 
 
 @dataclass(frozen=True)
@@ -134,48 +121,6 @@ class ShardsSpec:
     classes: Path | None = None
 
 
-def open_shards(
-    spec: ShardsSpec | str,
-    *,
-    damaged: Damaged = "refuse",
-    index_folder: Path | None = None,
-    report: Report = print,
-    store: Store | None = None,
-) -> ShardSet:
-    """Open a set of shards; see `ShardsSpec` for what there is.
-
-    Args:
-        spec: where it is; a text is a location that says it all.
-        damaged: "refuse" what is damaged, or "report" it in the set's `damage` and go on with the rest.
-        index_folder: where the indexes of tars without a manifest are kept; None: in the user's cache folder.
-        report: takes a line now and then while tars are indexed.
-        store: for what is not local.
-
-    Raises:
-        UserError: nothing there, a broken manifest, damage that is refused, labels that are not clear.
-        StoreError: a place that cannot be reached.
-    """
-    if isinstance(spec, str):
-        spec = ShardsSpec(spec)
-    location = spec.location
-    if store is None and not is_local(location):
-        from data_shards.store.store import Store
-
-        store = Store()
-    if _is_packed(location):
-        for name in ("label", "classes"):
-            if getattr(spec, name) is not None:
-                raise UserError(f"{shown(location)} has a {MANIFEST_FILE}, which says it: leave out {name}")
-        if spec.kind != "single":
-            raise UserError(f"{shown(location)} has a {MANIFEST_FILE}, which says it: leave out kind")
-        return _open_local(location, damaged=damaged) if is_local(location) else _open_remote(location, store=store)
-    from data_shards.foreign.opening import open_foreign
-
-    return open_foreign(
-        spec, urls=_urls(location), damaged=damaged, index_folder=index_folder, report=report, store=store
-    )
-
-
 def merge_shard_sets(sets: Sequence[ShardSet]) -> ShardSet:
     """Several sets laid end to end; one alone is returned as it is.
 
@@ -211,107 +156,3 @@ def _difference(first: ShardSet, other: ShardSet) -> str:
         if one != two:
             return f"number {number} is {one!r} and {two!r}"
     return f"there are {first.num_classes} and {other.num_classes}"
-
-
-def _is_packed(location: str) -> bool:
-    """Whether a manifest belongs there. A local folder of tars may do without, and a pattern or a tar has none."""
-    if location.startswith(PIPE):
-        return False
-    if is_local(location):
-        path = local_path(location)
-        if path.is_dir():
-            return (path / MANIFEST_FILE).is_file() or not any(path.glob("*.tar"))
-    return not location.partition("?")[0].endswith(".tar") and expand_braces(location) == [location]
-
-
-def _urls(location: str) -> list[str]:
-    """The tars that a location without a manifest means."""
-    if is_local(location) and local_path(location).is_dir():
-        return [str(path.absolute()) for path in sorted(local_path(location).glob("*.tar"))]
-    return [str(local_path(url).absolute()) if is_local(url) else url for url in expand_braces(location)]
-
-
-def _open_local(location: str, *, damaged: Damaged) -> ShardSet:
-    manifest = load_manifest(local_path(location))  # not made absolute: messages show paths as the user typed them
-    files = shard_files(manifest)
-    found = [file.damage for file in files if file.damage]
-    if found and damaged == "refuse":
-        more = f" (and {len(found) - 1} more shards are damaged)" if len(found) > 1 else ""
-        raise UserError(found[0] + more)
-    root, absolute = str(manifest.root), str(manifest.root.absolute())
-    entries = tuple(
-        ShardEntry(
-            url=os.path.join(absolute, shard.file),
-            name=os.path.join(root, shard.file),
-            num_samples=shard.num_samples,
-            num_bytes=shard.num_bytes,
-            sha256=shard.sha256,
-            index=None,
-            labels=manifest.labels,
-            state="damaged" if file.damage else "whole",
-            stamp=file.stamp,
-        )
-        for shard, file in zip(manifest.shards, files, strict=True)
-    )
-    lost = sum(_lost_samples(entry) for entry in entries if entry.state == "damaged")
-    return _packed(manifest, entries, source=str(local_path(location)), damage=tuple(found), lost_samples=lost)
-
-
-def _lost_samples(entry: ShardEntry) -> int:
-    """Samples of a damaged local shard that are not there, by the index beside it, else by the tar's headers."""
-    try:
-        num_bytes = os.stat(entry.url).st_size
-    except OSError:
-        return entry.num_samples
-    try:
-        index = read_index(index_path(entry.url), label=entry.labels.part)
-    except (OSError, UserError):
-        return max(0, entry.num_samples - len(readable_index(entry.url, label=entry.labels.part).index))
-    ends = (index.image_offset + index.image_size, index.label_offset + index.label_size)
-    return int(((ends[0] > num_bytes) | (ends[1] > num_bytes)).sum())
-
-
-def _open_remote(location: str, *, store: Store | None) -> ShardSet:
-    from data_shards.store.download import MissingObject
-
-    assert store is not None
-    url = join(location, MANIFEST_FILE)
-    try:
-        content = store.read_small(url, most_bytes=_MOST_MANIFEST_BYTES)
-    except MissingObject as error:
-        pattern = shown(join(location, "x-")) + "{000..127}.tar"
-        raise UserError(f"{error}; tars without a manifest are given as a pattern, such as {pattern}") from None
-    manifest = parse_manifest(content, root=Path(), name=shown(url))
-    entries = tuple(
-        ShardEntry(
-            url=join(location, shard.file),
-            name=shown(join(location, shard.file)),
-            num_samples=shard.num_samples,
-            num_bytes=shard.num_bytes,
-            sha256=shard.sha256,
-            index=None,
-            labels=manifest.labels,
-        )
-        for shard in manifest.shards
-    )
-    return _packed(manifest, entries, source=shown(location))
-
-
-def _packed(
-    manifest: Manifest,
-    entries: tuple[ShardEntry, ...],
-    *,
-    source: str,
-    damage: tuple[str, ...] = (),
-    lost_samples: int = 0,
-) -> ShardSet:
-    return ShardSet(
-        name=manifest.name,
-        source=source,
-        split=manifest.split,
-        classes=manifest.classes,
-        shards=entries,
-        digest=manifest.digest,
-        damage=damage,
-        lost_samples=lost_samples,
-    )

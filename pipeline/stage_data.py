@@ -12,7 +12,8 @@ from pathlib import Path
 from data_shards.checking.fitness import assess
 from data_shards.errors import UserError
 from data_shards.mixture import AnyOrder, make_order
-from data_shards.shard_set import ShardSet, ShardsSpec, merge_shard_sets, open_shards
+from data_shards.opening import open_shards
+from data_shards.shard_set import ShardSet, ShardsSpec, merge_shard_sets
 from data_shards.store.cache import CacheConfig, default_cache_folder
 from data_shards.store.location import CommandRefused, Commands, is_local
 from data_shards.store.store import Store

@@ -30,7 +30,8 @@ from data_shards.checking.split import SplitScan, SplitSummary, summary
 from data_shards.errors import UserError
 from data_shards.images.decode import USUAL_LIMIT, PixelLimit
 from data_shards.manifest import MANIFEST_FILE
-from data_shards.shard_set import ShardSet, ShardsSpec, open_shards
+from data_shards.opening import open_shards
+from data_shards.shard_set import ShardSet, ShardsSpec
 from data_shards.store.location import PIPE, expand_braces, is_local, join, local_path, shown
 from data_shards.store.store import MissingObject, Store, StoreError
 

@@ -37,7 +37,7 @@ def open_foreign(
     report: Report,
     store: Store | None,
 ) -> ShardSet:
-    """Open the tars `urls`, which have no manifest; arguments and errors as of `shard_set.open_shards`."""
+    """Open the tars `urls`, which have no manifest; arguments and errors as of `opening.open_shards`."""
     source = str(local_path(spec.location)) if is_local(spec.location) else shown(spec.location)
     indexed = index_foreign(
         urls,

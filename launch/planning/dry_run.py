@@ -15,7 +15,8 @@ from typing import Literal
 
 from data_shards.errors import UserError
 from data_shards.manifest import MANIFEST_FILE
-from data_shards.shard_set import ShardSet, ShardsSpec, merge_shard_sets, open_shards
+from data_shards.opening import open_shards
+from data_shards.shard_set import ShardSet, ShardsSpec, merge_shard_sets
 from data_shards.store.download import MissingObject, RetryPolicy
 from data_shards.store.location import expand_braces, is_local, join, local_path, shown, why_command
 from data_shards.store.store import Store

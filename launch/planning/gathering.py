@@ -12,7 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from data_shards.errors import UserError
-from data_shards.shard_set import ShardSet, ShardsSpec, merge_shard_sets, open_shards
+from data_shards.opening import open_shards
+from data_shards.shard_set import ShardSet, ShardsSpec, merge_shard_sets
 from data_shards.store.download import RetryPolicy
 from data_shards.store.location import is_local, shown, why_command
 from data_shards.store.store import Store

@@ -15,9 +15,10 @@ from data_shards.loading.batch import Batch
 from data_shards.loading.loader import Layout, TrainBatches, TrainLoader
 from data_shards.loading.mixing import MixupConfig
 from data_shards.loading.workers import WorkerKind
+from data_shards.opening import open_shards
 from data_shards.order import Order
 from data_shards.packing.pack import pack
-from data_shards.shard_set import ShardSet, open_shards
+from data_shards.shard_set import ShardSet
 
 LANES, GLOBAL_BATCH, STEPS, SEED, SIZE = 4, 8, 50, 11, 12
 TRANSFORM = TrainTransform(SIZE)

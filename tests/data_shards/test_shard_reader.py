@@ -13,8 +13,9 @@ import pytest
 
 from data_shards.errors import CorruptSample, SampleError, UserError
 from data_shards.manifest import Manifest, Shard, write_manifest
+from data_shards.opening import open_shards
 from data_shards.shard_reader import RawSample, ShardReader
-from data_shards.shard_set import Damaged, ShardSet, open_shards
+from data_shards.shard_set import Damaged, ShardSet
 from data_shards.tars.tar_index import index_path, open_index
 from tests.data_shards.small_set import by_webdataset, needs_proc, open_files, pack_small, places
 

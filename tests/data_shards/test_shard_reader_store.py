@@ -9,8 +9,9 @@ import pytest
 from data_shards import shard_reader
 from data_shards.errors import SampleError
 from data_shards.manifest import Manifest
+from data_shards.opening import open_shards
 from data_shards.shard_reader import ShardReader
-from data_shards.shard_set import ShardEntry, open_shards
+from data_shards.shard_set import ShardEntry
 from data_shards.store.cache import CacheConfig
 from data_shards.store.download import StoreError
 from data_shards.store.store import RetryPolicy, Store

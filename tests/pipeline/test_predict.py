@@ -17,8 +17,9 @@ from data_shards.images.transforms import EvalTransform
 from data_shards.loading.assemble import Access
 from data_shards.loading.batch import Normalisation, model_input
 from data_shards.loading.loader import EvalBatches, eval_batches
+from data_shards.opening import open_shards
 from data_shards.packing.pack import pack
-from data_shards.shard_set import ShardsSpec, open_shards
+from data_shards.shard_set import ShardsSpec
 from model.config import ModelConfig
 from model.formats.export import ExportFormat, export_model
 from model.masked_patch import build_masked_patch

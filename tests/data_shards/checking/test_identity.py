@@ -16,7 +16,8 @@ from data_shards.checking import spots
 from data_shards.checking.identity import SetIdentity, differences, suspects
 from data_shards.checking.spots import MOST_SAMPLES, MOST_SHARDS, compare_suspects, identify
 from data_shards.foreign.tar import spread
-from data_shards.shard_set import ShardsSpec, open_shards
+from data_shards.opening import open_shards
+from data_shards.shard_set import ShardsSpec
 from data_shards.store.cache import CacheConfig
 from data_shards.store.store import RetryPolicy, Store
 from tests.data_shards.foreign_tars import opened, write_tar

@@ -13,8 +13,9 @@ import pytest
 
 from data_shards.errors import UserError
 from data_shards.foreign import indexing as foreign
+from data_shards.opening import open_shards
 from data_shards.shard_reader import RawSample
-from data_shards.shard_set import ShardsSpec, open_shards
+from data_shards.shard_set import ShardsSpec
 from data_shards.store.cache import CacheConfig
 from data_shards.store.store import RetryPolicy, Store
 from data_shards.tars import tar_walk

@@ -89,7 +89,7 @@ def test_a_dead_worker_is_named_where_its_death_is_told_late(shards: ShardSet, t
 ENDLESS = """
 import sys
 from data_shards.loading.loader import TrainLoader
-from data_shards.shard_set import open_shards
+from data_shards.opening import open_shards
 from tests.data_shards.streams import train_batches
 
 if __name__ == "__main__":

@@ -12,8 +12,8 @@ import pytest
 from data_shards.checking.spots import identify
 from data_shards.errors import CorruptSample, UserError
 from data_shards.manifest import Manifest
+from data_shards.opening import open_shards
 from data_shards.shard_reader import RawSample, ShardReader
-from data_shards.shard_set import open_shards
 from data_shards.tars.tar_index import index_path
 from data_shards.tars.tar_walk import BLOCK_BYTES
 from tests.data_shards.foreign_tars import opened, read_all, write_tar

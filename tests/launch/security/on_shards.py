@@ -94,7 +94,8 @@ def pickled_members(world: World) -> None:
 
 def cached_index_of_objects(world: World) -> None:
     """An index that was left where ours are kept."""
-    from data_shards.shard_set import ShardsSpec, open_shards
+    from data_shards.opening import open_shards
+    from data_shards.shard_set import ShardsSpec
 
     tar_of_others(world)
     open_shards(ShardsSpec(str(world.shards)), report=lambda line: None)

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from data_shards.opening import open_shards
 from data_shards.order import Order
 from data_shards.packing.pack import pack
-from data_shards.shard_set import ShardSet, ShardsSpec, open_shards
+from data_shards.shard_set import ShardSet, ShardsSpec
 from pipeline.checkpoint.identity import checkpoint_identity
 from pipeline.checkpoint.restored_note import describe_changes, describe_restored
 from pipeline.checkpoint.store import Restored

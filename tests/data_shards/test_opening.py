@@ -16,8 +16,9 @@ import pytest
 from data_shards.errors import UserError
 from data_shards.labels import LabelSpec
 from data_shards.manifest import Manifest, Shard, read_manifest, write_manifest
+from data_shards.opening import open_shards
 from data_shards.shard_reader import ShardReader
-from data_shards.shard_set import ShardSet, ShardsSpec, merge_shard_sets, open_shards
+from data_shards.shard_set import ShardSet, ShardsSpec, merge_shard_sets
 from data_shards.store.cache import CacheConfig
 from data_shards.store.store import RetryPolicy, Store
 from data_shards.tars.tar_index import build_index, index_path, write_index
@@ -202,7 +203,7 @@ def test_sets_that_do_not_fit_together(tmp_path: Path):
 def test_needs_no_torch(tmp_path: Path):
     pack_by_hand(tmp_path / "a")
     code = (
-        "import sys; from data_shards.shard_set import open_shards; from data_shards.tars import foreign_set;"
+        "import sys; from data_shards.opening import open_shards; from data_shards.foreign import opening;"
         "open_shards(sys.argv[1]); open_shards(sys.argv[1] + '/x-000000.tar', report=str);"
         "print({'torch', 'fsspec', 'PIL', 'webdataset'} & set(sys.modules))"
     )
