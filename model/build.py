@@ -9,10 +9,10 @@ from __future__ import annotations
 from timm.models.vision_transformer import VisionTransformer
 
 from model.config import ModelConfig
-from model.head import HeadKind
 from model.regularisation import NO_REGULARISATION, Regularisation
-from model.resnet import BitResnet, build_resnet
+from model.resnet.bit import BitResnet, build_resnet
 from model.vit import build_vit
+from model.vocabulary import HeadKind
 
 
 def build_model(

@@ -13,19 +13,13 @@ from typing import Annotated, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from model.variants import Variant, parse_variant
+from model.vocabulary import Gelu, Interpolation, Pool, PositionAt, PositionKind
 
 Width = Annotated[int, Field(gt=0, le=2**16)]
 Depth = Annotated[int, Field(gt=0, le=1000)]
 Hidden = Annotated[int, Field(gt=0, le=2**20)]
 Pixels = Annotated[int, Field(gt=0, le=2**14)]
 WidthFactor = Annotated[int, Field(gt=0, le=64)]
-Pool = Literal["cls", "gap", "map"]
-PositionKind = Literal["learned_1d", "learned_2d", "relative", "sincos_2d", "none"]
-PositionAt = Literal["stem", "every_layer", "every_layer_shared"]
-Gelu = Literal["tanh", "erf"]
-Interpolation = Literal["google", "timm"]
-HeadKind = Literal["mlp", "linear"]
-InitStyle = Literal["google", "timm"]
 
 _MOST_WEIGHTS = 10**12
 _SIZES = ("width", "depth", "heads", "mlp_dim", "patch_size", "resnet_layers", "resnet_width_factor")

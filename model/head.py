@@ -14,12 +14,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from model.config import HeadKind as HeadKind
-
 if TYPE_CHECKING:
+    from timm.models.resnetv2 import ResNetV2
     from timm.models.vision_transformer import VisionTransformer
-
-    from model.resnet import BitResnet
 
 
 class MlpHead(nn.Module):
@@ -54,21 +51,7 @@ def zero_linear(
     return layer
 
 
-def pooled_features(model: VisionTransformer | BitResnet, images: Tensor) -> Tensor:
-    """Images [B, 3, S, S] -> what the head sees: the pooled, normed features [B, D]."""
-    return model.forward_head(model.forward_features(images), pre_logits=True)
-
-
-def pre_logits(model: VisionTransformer | BitResnet, images: Tensor) -> Tensor:
-    """Images [B, 3, S, S] -> what the last layer sees [B, D]: after an `MlpHead`'s tanh, else the pooled features.
-
-    This is Google's `pre_logits`, the representation that few-shot evaluation uses.
-    """
-    pooled = pooled_features(model, images)
-    return torch.tanh(model.head.pre_logits(pooled)) if isinstance(model.head, MlpHead) else pooled
-
-
-def replace_head(model: VisionTransformer | BitResnet, num_classes: int) -> None:
+def replace_head(model: VisionTransformer | ResNetV2, num_classes: int) -> None:
     """Drop the whole head of `model` (both layers of an `MlpHead`) and attach one zero Linear, in place.
 
     The new `model.head` has the device and dtype of the old one and is trainable. `model.num_classes` is set.
@@ -79,5 +62,5 @@ def replace_head(model: VisionTransformer | BitResnet, num_classes: int) -> None
     if num_classes < 1:
         raise ValueError(f"num_classes must be at least 1, not {num_classes}")
     old = next(model.head.parameters())
-    model.head = zero_linear(model.num_features, num_classes, device=old.device, dtype=old.dtype)
+    model.set_submodule("head", zero_linear(model.num_features, num_classes, device=old.device, dtype=old.dtype))
     model.num_classes = num_classes

@@ -17,9 +17,10 @@ import math
 
 import torch
 from timm.layers import LayerScale
+from timm.models.resnetv2 import ResNetV2
 from torch import Tensor, nn
 
-from model.config import InitStyle
+from model.vocabulary import InitStyle
 
 POS_EMBED_STD = 0.02  # BERT's, models_vit.py: nn.initializers.normal(stddev=0.02)
 # The ViT paper does not say how; BERT initialises the mask token, one of its words, as its position embeddings.
@@ -28,6 +29,10 @@ MLP_BIAS_STD = 1e-6  # models_vit.py: nn.initializers.normal(stddev=1e-6)
 # The standard deviation of a unit normal truncated to [-2, 2]: flax divides by it, so that the drawn values
 # have the variance asked for (jax.nn.initializers.variance_scaling).
 TRUNCATED_STD = 0.87962566103423978
+# timm 1.0, models/vision_transformer.py and models/resnetv2.py
+TIMM_LINEAR_STD = 0.02  # of position embeddings too
+TIMM_CLS_TOKEN_STD = 1e-6
+TIMM_RESNET_HEAD_STD = 0.01
 STEM_PREFIX = "patch_embed.backbone."  # a hybrid's ResNet
 
 
@@ -39,13 +44,11 @@ def initialise(model: nn.Module, *, seed: int, head_bias: float = 0.0, style: In
         seed: any integer; the same seed gives the same weights, whatever was drawn before.
         head_bias: constant bias of the last layer: -10 for sigmoid pre-training with many classes
             (vision_transformer issue 2), -6.9 for ImageNet-1k, 0 otherwise.
-        style: google, or timm's default (`model.init_timm`). Google's last layer starts at zero, timm's does not.
+        style: google, or timm's default (`timm_value`). Google's last layer starts at zero, timm's does not.
 
     Raises:
         ValueError: the model has a parameter that this project's models do not have.
     """
-    from model.init_timm import timm_value
-
     value_of = {"google": google_value, "timm": timm_value}[style]
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -69,9 +72,9 @@ def google_value(name: str, value: Tensor, *, model: nn.Module, generator: torch
     Raises:
         ValueError: no such parameter is known.
     """
-    match name.split("."):
-        case ["cls_token"] | ["head", "weight"] | ["head", "logits", "weight"] | ["head", "pre_logits", "bias"]:
-            return value
+    if is_resnet_kernel(name):
+        return _lecun_normal(value, generator=generator)
+    match name.removeprefix(STEM_PREFIX).split("."):
         case ["mask_token"]:
             return value.normal_(std=MASK_TOKEN_STD, generator=generator)
         case ["pos_embed"] | ["position", "tables", _, "embedding" | "column" | "row" | "prefix"]:
@@ -80,74 +83,95 @@ def google_value(name: str, value: Tensor, *, model: nn.Module, generator: torch
             return _lecun_normal(value, generator=generator)
         case ["blocks", _, "attn", "qkv", "weight"]:
             return _xavier_parts(value, parts=3, generator=generator)
-        case ["blocks", _, "attn", "relative"]:  # Tensor2Tensor, see model.relative_attention
-            return value.normal_(std=value.shape[-1] ** -0.5, generator=generator)
-        case ["blocks", _, "attn", "proj", "weight"] | ["blocks", _, "mlp", "fc1" | "fc2", "weight"]:
+        case ["attn_pool", "kv", "weight"]:  # big_vision's MAPHead: timm has its keys and values in one matrix
+            return _xavier_parts(value, parts=2, generator=generator)
+        case (
+            ["blocks", _, "attn", "proj", "weight"]
+            | ["attn_pool", "q" | "proj", "weight"]
+            | ["blocks", _, "mlp", "fc1" | "fc2", "weight"]
+            | ["attn_pool", "mlp", "fc1" | "fc2", "weight"]
+        ):
             return nn.init.xavier_uniform_(value, generator=generator)
-        case ["blocks", _, "mlp", "fc1" | "fc2", "bias"]:
+        case ["blocks", _, "mlp", "fc1" | "fc2", "bias"] | ["attn_pool", "mlp", "fc1" | "fc2", "bias"]:
             return value.normal_(std=MLP_BIAS_STD, generator=generator)
-        case ["patch_embed", "proj", "bias"] | ["blocks", _, "attn", "qkv" | "proj", "bias"]:
-            return value
+        case ["attn_pool", "latent"]:  # [1, 1, D]: flax's Xavier takes 1 and D for the fans; torch other ones
+            bound = math.sqrt(6.0 / sum(value.shape[-2:]))
+            return value.uniform_(-bound, bound, generator=generator)
+        case ["blocks", _, "attn", "relative"]:  # Tensor2Tensor, see model.positions.relative_attention
+            return value.normal_(std=value.shape[-1] ** -0.5, generator=generator)
         case ["blocks", _, "ls1" | "ls2", "gamma"]:
             layer_scale = model.get_submodule(name.rpartition(".")[0])
             assert isinstance(layer_scale, LayerScale)
             return value.fill_(layer_scale.init_values)
-        case ["norm", "weight"] | ["blocks", _, "norm1" | "norm2", "weight"]:
-            return value.fill_(1.0)
-        case ["norm", "bias"] | ["blocks", _, "norm1" | "norm2", "bias"]:
-            return value
-        case ["attn_pool", *parts]:
-            return _pooling_value(name, parts, value, generator=generator)
-        case _:
-            return _resnet_value(name, value, generator=generator)
-
-
-def _pooling_value(name: str, parts: list[str], value: Tensor, *, generator: torch.Generator) -> Tensor:
-    """Attention pooling, big_vision's MAPHead: timm has its keys and values in one matrix, and names its probe so."""
-    match parts:
-        case ["latent"]:  # [1, 1, D]: flax's Xavier takes the last two axes, 1 and D, for the fans; torch other ones
-            bound = math.sqrt(6.0 / sum(value.shape[-2:]))
-            return value.uniform_(-bound, bound, generator=generator)
-        case ["q" | "proj", "weight"] | ["mlp", "fc1" | "fc2", "weight"]:
-            return nn.init.xavier_uniform_(value, generator=generator)
-        case ["kv", "weight"]:
-            return _xavier_parts(value, parts=2, generator=generator)
-        case ["mlp", "fc1" | "fc2", "bias"]:
-            return value.normal_(std=MLP_BIAS_STD, generator=generator)
-        case ["norm", "weight"]:
-            return value.fill_(1.0)
-        case ["q" | "kv" | "proj" | "norm", "bias"]:
-            return value
-        case _:
-            raise _unknown(name, value)
-
-
-def _resnet_value(name: str, value: Tensor, *, generator: torch.Generator) -> Tensor:
-    """A hybrid's stem, whose units' last norm has scale zero and so starts as its shortcut, or a pure ResNet, whose
-    norms all have scale one: its units end in a convolution."""
-    if is_resnet_kernel(name):
-        return _lecun_normal(value, generator=generator)
-    match name.removeprefix(STEM_PREFIX).split("."):
         case ["stages", _, "blocks", _, "norm3", "weight"] if name.startswith(STEM_PREFIX):
-            return value
+            return value  # each unit of a hybrid's stem starts as its shortcut; a pure ResNet's end in a convolution
         case (
-            ["stem", "norm", "weight" | "bias" as kind]
+            ["norm", "weight" | "bias" as kind]
+            | ["blocks", _, "norm1" | "norm2", "weight" | "bias" as kind]
+            | ["attn_pool" | "stem", "norm", "weight" | "bias" as kind]
             | ["stages", _, "blocks", _, "norm1" | "norm2" | "norm3", "weight" | "bias" as kind]
             | ["stages", _, "blocks", _, "downsample", "norm", "weight" | "bias" as kind]
         ):
             return value.fill_(1.0) if kind == "weight" else value
+        case (
+            ["cls_token"]
+            | ["head", "weight"]
+            | ["head", "logits", "weight"]
+            | ["head", "pre_logits", "bias"]
+            | ["patch_embed", "proj", "bias"]
+            | ["blocks", _, "attn", "qkv" | "proj", "bias"]
+            | ["attn_pool", "q" | "kv" | "proj", "bias"]
+        ):
+            return value
         case _:
-            raise _unknown(name, value)
+            raise ValueError(f"no initial value is defined for the parameter {name!r} of shape {tuple(value.shape)}")
+
+
+def timm_value(name: str, value: Tensor, *, model: nn.Module, generator: torch.Generator) -> Tensor:
+    """Fill `value` with timm's initial value of a parameter: arguments and errors are those of `google_value`.
+
+    Here is what timm 1.0 with its default `weight_init=""` does otherwise than Google; scales, zero biases, the zero
+    last norm of a hybrid's units, and what timm does not have (mask token, `model.positions`) are Google's.
+    Sources: models/vision_transformer.py (init_weights_vit_timm), models/resnetv2.py, else torch's defaults.
+    """
+    match name.split("."):
+        case ["pos_embed"]:
+            return nn.init.trunc_normal_(value, std=TIMM_LINEAR_STD, generator=generator)
+        case ["cls_token"]:
+            return value.normal_(std=TIMM_CLS_TOKEN_STD, generator=generator)
+        case ["attn_pool", "latent"]:
+            std = value.shape[-1] ** -0.5
+            return nn.init.trunc_normal_(value, std=std, a=-2.0 * std, b=2.0 * std, generator=generator)
+        case ["patch_embed", "proj", "weight" | "bias"]:  # torch's default
+            bound = math.sqrt(1.0 / model.get_parameter("patch_embed.proj.weight")[0].numel())
+            return value.uniform_(-bound, bound, generator=generator)
+        case ["head", "weight"] | ["head", "pre_logits" | "logits", "weight"] if isinstance(model, ResNetV2):
+            return value.normal_(std=TIMM_RESNET_HEAD_STD, generator=generator)
+        case (
+            ["head", "weight"]
+            | ["head", "pre_logits" | "logits", "weight"]
+            | ["blocks", _, "attn", "qkv" | "proj", "weight"]
+            | ["attn_pool", "q" | "kv" | "proj", "weight"]
+            | ["blocks", _, "mlp", "fc1" | "fc2", "weight"]
+            | ["attn_pool", "mlp", "fc1" | "fc2", "weight"]
+        ):
+            return nn.init.trunc_normal_(value, std=TIMM_LINEAR_STD, generator=generator)
+        case ["blocks", _, "mlp", "fc1" | "fc2", "bias"] | ["attn_pool", "mlp", "fc1" | "fc2", "bias"]:
+            return value
+        case _ if is_resnet_kernel(name):
+            return nn.init.kaiming_normal_(value, mode="fan_out", nonlinearity="relu", generator=generator)
+        case _:
+            return google_value(name, value, model=model, generator=generator)
 
 
 def is_resnet_kernel(name: str) -> bool:
     """Whether a parameter of this name is a convolution's in a hybrid's stem or a pure ResNet."""
     match name.removeprefix(STEM_PREFIX).split("."):
-        case (
-            ["stem", "conv", "weight"]
-            | ["stages", _, "blocks", _, "conv1" | "conv2" | "conv3", "weight"]
-            | ["stages", _, "blocks", _, "downsample", "conv", "weight"]
-        ):
+        case ["stem", "conv", "weight"]:
+            return True
+        case ["stages", _, "blocks", _, "conv1" | "conv2" | "conv3", "weight"]:
+            return True
+        case ["stages", _, "blocks", _, "downsample", "conv", "weight"]:
             return True
         case _:
             return False
@@ -165,10 +189,6 @@ def _lecun_normal(value: Tensor, *, generator: torch.Generator) -> Tensor:
     fan_in = value[0].numel()
     std = math.sqrt(1.0 / fan_in) / TRUNCATED_STD
     return nn.init.trunc_normal_(value, std=std, a=-2.0 * std, b=2.0 * std, generator=generator)
-
-
-def _unknown(name: str, value: Tensor) -> ValueError:
-    return ValueError(f"no initial value is defined for the parameter {name!r} of shape {tuple(value.shape)}")
 
 
 def _stream_seed(seed: int, name: str) -> int:

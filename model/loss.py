@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Literal
 
 from torch import Tensor
 from torch.nn import functional as F
 
-LossKind = Literal["softmax", "sigmoid"]
+from model.vocabulary import LossKind
+
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 
 

@@ -16,8 +16,6 @@ tokens. It draws no random numbers.
 
 from __future__ import annotations
 
-from itertools import product
-
 import torch
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
@@ -28,10 +26,7 @@ from model.config import ModelConfig
 from model.init import initialise
 from model.regularisation import NO_REGULARISATION, Regularisation
 from model.vit import PositionedVit, build_vit
-
-LEVELS = 8  # of a channel: 3 bits
-COLOURS = tuple(f"r{red} g{green} b{blue}" for red, green, blue in product(range(LEVELS), repeat=3))
-"""The name of each class; class 64 r + 8 g + b."""
+from model.vocabulary import COLOUR_LEVELS, COLOURS
 
 
 class MaskedPatchVit(VisionTransformer):
@@ -122,8 +117,8 @@ def colour_classes(pixels: Tensor, *, patch_size: int) -> Tensor:
     count, size = pixels.shape[:2]
     grid = size // patch_size
     sums = pixels.reshape(count, grid, patch_size, grid, patch_size, 3).sum(dim=(2, 4), dtype=torch.int64)
-    red, green, blue = (LEVELS * sums // (255 * patch_size**2)).clamp(max=LEVELS - 1).unbind(dim=-1)
-    return (LEVELS**2 * red + LEVELS * green + blue).flatten(1)
+    red, green, blue = (COLOUR_LEVELS * sums // (255 * patch_size**2)).clamp(max=COLOUR_LEVELS - 1).unbind(dim=-1)
+    return (COLOUR_LEVELS**2 * red + COLOUR_LEVELS * green + blue).flatten(1)
 
 
 def classifier_of(

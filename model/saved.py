@@ -22,12 +22,13 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from model.config import ModelConfig
+from model.vocabulary import EvalProtocol, HeadKind, LossKind
 
 if TYPE_CHECKING:
     from timm.models.vision_transformer import VisionTransformer
     from torch import Tensor
 
-    from model.resnet import BitResnet
+    from model.resnet.bit import BitResnet
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
@@ -58,11 +59,11 @@ class SavedModelMeta(BaseModel):
     image_size: int = Field(gt=0)
     num_classes: int = Field(gt=0)
     class_names: tuple[str, ...]
-    head: Literal["mlp", "linear", "masked_patch"]
+    head: HeadKind | Literal["masked_patch"]
     mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
     std: tuple[float, float, float] = (0.5, 0.5, 0.5)
-    loss: Literal["softmax", "sigmoid"] = "softmax"
-    eval_protocol: Literal["vit", "big_vision", "timm"] = "vit"
+    loss: LossKind = "softmax"
+    eval_protocol: EvalProtocol = "vit"
     eval_crop_share: float | None = Field(default=None, gt=0, le=1)
 
     @model_validator(mode="before")
@@ -192,6 +193,16 @@ def build_described(meta: SavedModelMeta) -> VisionTransformer | BitResnet:
     return build_model(meta.model, image_size=meta.image_size, num_classes=meta.num_classes, head=meta.head)
 
 
+def expected_shapes(meta: SavedModelMeta) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of each tensor of the model that a record describes (built without memory)."""
+    import torch
+
+    from model.differences import shapes_of
+
+    with torch.device("meta"):
+        return shapes_of(build_described(meta).state_dict())
+
+
 def timm_objection(meta: SavedModelMeta) -> str | None:
     """Why timm cannot build this model with the same logits; None: it can."""
     config = meta.model
@@ -256,7 +267,7 @@ def _timm_evaluation(meta: SavedModelMeta) -> dict[str, Any]:
 
 def _check_state(state_dict: Mapping[str, Tensor], *, meta: SavedModelMeta, origin: str) -> None:
     """Refuse weights whose names or shapes are not those of the model in `meta` (built without memory)."""
-    from model.formats.differences import describe_differences, expected_shapes, shapes_of
+    from model.differences import describe_differences, shapes_of
 
     expected, found = expected_shapes(meta), shapes_of(state_dict)
     if expected == found:

@@ -10,7 +10,7 @@ What is set and why (the paper leaves most of it to google-research/vision_trans
   tokens (timm's "avg" would pool first) or attention pooling.
 
 timm's module names are kept, so a state dict with a linear head loads strictly into timm's own models; only
-positions that timm does not have (`model.position`) are ours. `forward_features` and `forward_head` split features
+positions that timm does not have (`model.positions`) are ours. `forward_features` and `forward_head` split features
 from logits (`model.head` has more); `set_grad_checkpointing()` works. Building draws nothing from the global random
 generator and gives placeholder weights: call `model.init.initialise` or load a state dict.
 """
@@ -28,11 +28,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from model.config import ModelConfig
-from model.head import HeadKind, MlpHead
-from model.position import Position, make_position
+from model.head import MlpHead
+from model.positions.embedding import Position, make_position
+from model.positions.relative_attention import relative_attention
 from model.regularisation import NO_REGULARISATION, Regularisation
-from model.relative_attention import relative_attention
-from model.resnet import stem_embedding
+from model.resnet.bit import stem_embedding
+from model.vocabulary import HeadKind
 
 _TIMM_POOL = {"cls": "token", "gap": "avg", "map": "map"}
 _TIMM_GELU = {"tanh": "gelu_tanh", "erf": "gelu"}

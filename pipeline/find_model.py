@@ -132,7 +132,7 @@ def _of_whole_checkpoint(checkpoint: Path) -> FoundModel:
 
 def _describe_stage(recipe: Recipe, run: Path, *, stage: StageName) -> SavedModelMeta:
     """The record that the stage will write when it is done: of its stage.json, or, in a run of before, of the data."""
-    from model.masked_patch import COLOURS
+    from model.vocabulary import COLOURS
 
     config = recipe.train_stage(stage)
     folder = RunFolder(runs_root=run.parent, name=run.name)

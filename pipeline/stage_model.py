@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from typing import Literal
 
 from data_shards.loading.batch import Normalisation
-from model.config import HeadKind
 from model.saved import SavedModelMeta
+from model.vocabulary import HeadKind
 from pipeline.recipe.schema import Recipe, StageName
 
 

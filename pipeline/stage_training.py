@@ -19,10 +19,9 @@ from data_shards.durable import make_folders
 from data_shards.errors import UserError
 from data_shards.images.decode import require_decoder
 from data_shards.loading.batch import GOOGLES, Normalisation
-from model.config import HeadKind
-from model.flops import account
-from model.masked_patch import COLOURS
+from model.counting.flops import account
 from model.saved import save_model
+from model.vocabulary import COLOURS, HeadKind
 from pipeline.checkpoint.disk_space import check_free_space, estimate_bytes
 from pipeline.checkpoint.identity import checkpoint_identity
 from pipeline.checkpoint.restored_note import describe_changes, describe_restored

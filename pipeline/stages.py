@@ -20,7 +20,7 @@ from model.build import build_model
 from model.head import replace_head
 from model.init import initialise
 from model.masked_patch import MaskedPatchVit, build_masked_patch, classifier_of
-from model.pos_embed import resize_state
+from model.positions.interpolation import resize_state
 from model.regularisation import Regularisation
 from model.saved import build_from_saved, load_model, save_model
 from pipeline.context import StageContext

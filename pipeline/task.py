@@ -15,7 +15,8 @@ import torch
 
 from data_shards.loading.batch import Batch, LabelKind, Normalisation, model_input, targets
 from model.loss import LossFunction, loss_function, softmax_cross_entropy
-from model.masked_patch import COLOURS, colour_classes
+from model.masked_patch import colour_classes
+from model.vocabulary import COLOURS
 from pipeline.engine.protocol import Engine
 from pipeline.patch_corruption import corruption_held_out, corruption_in_training
 from pipeline.recipe.schema import MaskedPatchStage, Recipe, StageName

@@ -239,7 +239,7 @@ def _class_names(text: str) -> tuple[str, ...]:
 
 
 def _summary(meta: SavedModelMeta) -> str:
-    from model.flops import account
+    from model.counting.flops import account
 
     assert meta.head != "masked_patch"  # such a head is neither imported nor exported
     parts = account(meta.model, image_size=meta.image_size, num_classes=meta.num_classes, head=meta.head)

@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from model.config import OF_TRANSFORMERS, ModelConfig
-from model.formats.foreign import NOTHING_SAID, Foreign, Said
+from model.formats.foreign import NOTHING_SAID, Foreign, Said, lost_blocks, settle
 from model.formats.side_record import read_side_record
-from model.formats.state_sizes import lost_blocks, settle
 from model.formats.surgery import adapt
 from model.formats.timm_state import is_timm_state, read_timm_folder, read_timm_state
 from model.formats.torchvision_state import is_torchvision_state, read_torchvision_state

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
-from model.formats.differences import describe_differences, expected_shapes, shapes_of
+from model.differences import describe_differences, shapes_of
 from model.formats.endings import ExportFormat as ExportFormat
 from model.formats.endings import check_ending
 from model.formats.record_inside import written_beside
@@ -27,7 +27,15 @@ from model.formats.torchvision_state import (
 )
 from model.formats.transformers_state import MODEL_TYPE, transformers_objection, write_transformers_folder
 from model.formats.weights_file import load_weights
-from model.saved import CONFIG_FILE, WEIGHTS_FILE, SavedModelMeta, build_described, save_model, timm_objection
+from model.saved import (
+    CONFIG_FILE,
+    WEIGHTS_FILE,
+    SavedModelMeta,
+    build_described,
+    expected_shapes,
+    save_model,
+    timm_objection,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -6,11 +6,16 @@ them), and nothing has been compared with a model of ours (`differences` does).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from model.config import ModelConfig
-from model.head import HeadKind
+from pydantic import ValidationError
+
+from model.config import ModelConfig, VitSizes
+from model.differences import StateSizes, variant_of
+from model.variants import VARIANTS
+from model.vocabulary import Gelu, HeadKind, Interpolation, LossKind
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,8 +27,6 @@ IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # to
 # Classes of the data sets on which Google trains with the sigmoid loss (big_vision, configs/vit_i21k.py, bit_i21k.py
 # and proj/scaling_laws/train_vit_g.py; Scaling Vision Transformers, section 3): ImageNet-21k as TFDS has it, and JFT.
 _SIGMOID_CLASSES = {21843: "ImageNet-21k", 18291: "JFT-300M", 29593: "JFT-3B"}
-
-Loss = Literal["softmax", "sigmoid"]
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,7 @@ class Said:
 
     depth: int | None = None
     position: Literal["sincos_2d", "none"] | None = None
-    loss: Loss | None = None
+    loss: LossKind | None = None
 
 
 NOTHING_SAID = Said()
@@ -72,18 +75,136 @@ class Foreign:
     class_names: tuple[str, ...] = ()
     mean: tuple[float, float, float] = GOOGLE_MEAN
     std: tuple[float, float, float] = GOOGLE_STD
-    loss: Loss | None = None
+    loss: LossKind | None = None
     eval_protocol: str = "vit"
     eval_crop_share: float | None = None
     headless: str = "has no head"
     notes: tuple[str, ...] = field(default=())
 
-    def with_loss(self, said: Loss | None) -> Foreign:
+    def with_loss(self, said: LossKind | None) -> Foreign:
         """The same with a loss: the user's word, the file's, or what is usual for so many classes (with a note)."""
         if said is not None or self.loss is not None or self.num_classes == 0:
             return replace(self, loss=said or self.loss)
         data = _SIGMOID_CLASSES.get(self.num_classes)
-        loss: Loss = "sigmoid" if data else "softmax"
+        loss: LossKind = "sigmoid" if data else "softmax"
         why = f"as Google's on {data}, which have {self.num_classes:,} classes" if data else "as is usual"
         note = f"The file does not tell the loss of its head: taken as {loss}, {why}; --loss says otherwise."
         return replace(self, loss=loss, notes=(*self.notes, note))
+
+
+# CaiT's value for its smaller models (arXiv 2103.17239, table of hyper-parameters) and timm's usual; it matters to a
+# fresh model only.
+_LAYER_SCALE = 1e-5
+
+
+@dataclass(frozen=True)
+class Semantics:
+    """What no shape tells: `heads` and `layer_scale` are None where neither file nor format does either."""
+
+    gelu: Gelu
+    layer_norm_eps: float
+    interpolation: Interpolation
+    heads: int | None = None
+    layer_scale: float | None = None
+
+
+def lost_blocks(sizes: VitSizes) -> str | None:
+    """What is said of weights whose last blocks are probably missing: a named trunk's sizes, and fewer blocks."""
+    for name, variant in VARIANTS.items():
+        same = (variant.width, variant.heads, variant.mlp_dim) == (sizes.width, sizes.heads, sizes.mlp_dim)
+        if same and sizes.depth < variant.depth:
+            return (
+                f"has {sizes.depth} blocks where {name} has {variant.depth}: the last ones are missing; if its model "
+                f"is really so shallow, give --depth {sizes.depth}"
+            )
+    return None
+
+
+def config_of(
+    sizes: StateSizes, *, semantics: Semantics, given: ModelConfig | None, origin: str
+) -> tuple[ModelConfig, tuple[str, ...]]:
+    """The trunk of a file, and notes for the user: what was assumed, what the user's word replaced.
+
+    Args:
+        sizes: of the file.
+        semantics: what the file or its format says besides.
+        given: the user's configuration. Its sizes are taken as they are (`surgery` compares them with the file); what
+            was not set explicitly follows the file; an explicit gelu, epsilon or interpolation wins.
+        origin: begins every message.
+
+    Raises:
+        ValueError: the number of heads is not known, or the user's is not the file's.
+    """
+    pool_and_scale: dict[str, Any] = {"pool": sizes.pool}
+    if sizes.layer_scale:
+        pool_and_scale["layer_scale"] = semantics.layer_scale or _LAYER_SCALE
+    told = {
+        "gelu": semantics.gelu,
+        "layer_norm_eps": semantics.layer_norm_eps,
+        "interpolation": semantics.interpolation,
+    }
+    if given is None:
+        variant = variant_of(sizes, heads=semantics.heads)
+        if variant is not None:
+            return _checked({"variant": variant} | pool_and_scale | told, origin=origin), ()
+        heads, notes = _heads(sizes, semantics=semantics, origin=origin)
+        more: dict[str, Any] = {} if sizes.resnet_layers is None else {"resnet_layers": sizes.resnet_layers}
+        own = {name: getattr(sizes, name) for name in ("width", "depth", "mlp_dim", "patch_size")}
+        return _checked(own | {"heads": heads} | more | pool_and_scale | told, origin=origin), notes
+    return settle(given, told=pool_and_scale | told, heads=semantics.heads, kind="vit", origin=origin)
+
+
+def settle(
+    given: ModelConfig, *, told: Mapping[str, Any], heads: int | None, kind: Literal["vit", "resnet"], origin: str
+) -> tuple[ModelConfig, tuple[str, ...]]:
+    """The user's configuration, completed by what a file tells.
+
+    Args:
+        given: its sizes stand (`surgery` compares them with the weights), and so does what was set explicitly.
+        told: fields of `ModelConfig`, the sizes aside, as the file or its format has them.
+        heads: those of the file, where it tells.
+        kind: of the file's model.
+        origin: begins every message.
+
+    Returns the trunk, and a note for each word of the file that the user's replaced.
+
+    Raises:
+        ValueError: the file holds a model of another kind, or with another number of heads.
+    """
+    if given.kind != kind:
+        what = {"vit": "a Vision Transformer", "resnet": "a pure ResNet"}
+        raise ValueError(f"{origin} holds {what[kind]}, not {what[given.kind]} as was asked for")
+    if heads and given.kind == "vit" and given.sizes.heads != heads:
+        raise ValueError(
+            f"{origin} has {heads} attention heads, the model asked for has {given.sizes.heads}: give --heads or "
+            "--variant as in the file"
+        )
+    said = given.model_dump(exclude_unset=True)
+    notes = tuple(
+        f"{name} is {said[name]} as given, not the {value} of the file or its format"
+        for name, value in told.items()
+        if name in said and said[name] != value
+    )
+    return _checked(dict(told) | said, origin=origin), notes
+
+
+def _checked(fields: dict[str, Any], *, origin: str) -> ModelConfig:
+    """The configuration; what contradicts itself is said in one sentence."""
+    try:
+        return ModelConfig(**fields)
+    except ValidationError as error:
+        reason = error.errors(include_url=False)[0]["msg"].removeprefix("Value error, ")
+        raise ValueError(f"{origin} is described in a way that no model is: {reason}") from None
+
+
+def _heads(sizes: StateSizes, *, semantics: Semantics, origin: str) -> tuple[int, tuple[str, ...]]:
+    """The number of heads of a trunk without a name: what the file says, else that of the named width."""
+    if semantics.heads:
+        return semantics.heads, ()
+    for name, variant in VARIANTS.items():
+        if variant.width == sizes.width:
+            return variant.heads, (f"{variant.heads} attention heads are assumed, as {name} has at this width",)
+    raise ValueError(
+        f"{origin} does not tell the number of attention heads (q, k and v of width {sizes.width} are one matrix): "
+        f"give --heads, with {sizes.in_words()}"
+    )

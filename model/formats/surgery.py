@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from model.formats.differences import describe_differences, expected_shapes, shapes_of
-from model.formats.foreign import Foreign, Loss
-from model.saved import SavedModelMeta
+from model.differences import describe_differences, shapes_of
+from model.formats.foreign import Foreign
+from model.saved import SavedModelMeta, expected_shapes
+from model.vocabulary import LossKind
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,7 +27,7 @@ def adapt(
     image_size: int | None = None,
     num_classes: int | None = None,
     class_names: Sequence[str] | None = None,
-    loss: Loss | None = None,
+    loss: LossKind | None = None,
 ) -> tuple[SavedModelMeta, dict[str, Tensor]]:
     """The record and the weights of `foreign`, for `image_size` pixels and `num_classes` classes where these are given.
 
@@ -98,7 +99,7 @@ def _record(foreign: Foreign, *, num_classes: int, head: str) -> SavedModelMeta:
 
 
 def _resized(foreign: Foreign, state: dict[str, Tensor], *, image_size: int) -> dict[str, Tensor]:
-    from model.pos_embed import resize_state
+    from model.positions.interpolation import resize_state
 
     foreign.config.grid_size(image_size)  # refuses what is no multiple of the patch size
     return resize_state(state, config=foreign.config, from_image_size=foreign.image_size, to_image_size=image_size)

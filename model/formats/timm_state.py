@@ -11,11 +11,11 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from model.config import Gelu, ModelConfig, Pool
-from model.formats.differences import describe_differences, shapes_of
-from model.formats.foreign import Foreign
-from model.formats.state_sizes import Semantics, config_of, read_sizes
+from model.config import ModelConfig
+from model.differences import describe_differences, read_sizes, shapes_of
+from model.formats.foreign import Foreign, Semantics, config_of
 from model.formats.weights_file import load_folder_weights
+from model.vocabulary import Gelu, Pool
 
 if TYPE_CHECKING:
     from timm.models.vision_transformer import VisionTransformer

@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from model.config import ModelConfig
-from model.formats.differences import shapes_of
-from model.formats.foreign import IMAGENET_MEAN, IMAGENET_STD, Foreign
-from model.formats.state_sizes import Semantics, config_of, read_sizes
+from model.differences import read_sizes, shapes_of
+from model.formats.foreign import IMAGENET_MEAN, IMAGENET_STD, Foreign, Semantics, config_of
 from model.saved import SavedModelMeta
 
 if TYPE_CHECKING:

@@ -15,13 +15,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from model.config import Gelu, ModelConfig
-from model.formats.differences import shapes_of
-from model.formats.foreign import GOOGLE_MEAN, GOOGLE_STD, Foreign
+from model.config import ModelConfig
+from model.differences import read_sizes, shapes_of
+from model.formats.foreign import GOOGLE_MEAN, GOOGLE_STD, Foreign, Semantics, config_of
 from model.formats.side_record import read_side_record
-from model.formats.state_sizes import Semantics, config_of, read_sizes
 from model.formats.weights_file import load_folder_weights, read_json
 from model.saved import CONFIG_FILE, WEIGHTS_FILE, SavedModelMeta
+from model.vocabulary import Gelu
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -1,6 +1,6 @@
 """What one training stage's model costs an image, in the precision and with the regularisation that the recipe gives.
 
-`model.flops` counts the model itself, in bf16 and without dropout; here is what a stage adds to it: the masked-patch
+`model.counting` counts the model itself, in bf16 and without dropout; here is what a stage adds to it: the masked-patch
 head, dropout's masks, float32, autocast, and the little that a backward pass holds for a moment. Checked against
 torch's MemTracker under fake tensors (tests/pipeline/budget/test_memory_tracker.py).
 """
@@ -10,12 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from model.config import HeadKind, ModelConfig
-from model.cost import VALUE_BYTES, linear
-from model.flops import account
+from model.config import ModelConfig
+from model.counting.cost import VALUE_BYTES, linear
+from model.counting.flops import account
+from model.vocabulary import COLOURS, HeadKind
 from pipeline.recipe.schema import EngineConfig, MaskedPatchStage, PretrainStage, TrainStage
-
-MASKED_PATCH_CLASSES = 512  # colours of 3 bits a channel: `model.masked_patch`, which needs torch
 
 # Autocast over float32 weights (accelerate) keeps norms' inputs in float32: 36 values of two bytes where bf16 keeps 32
 # (measured: 36.2 of 32.0 for B/16).
@@ -61,7 +60,7 @@ def stage_cost(model: ModelConfig, *, stage: TrainStage, engine: EngineConfig, n
     counted = account(
         model.model_copy(update={"pool": "gap"}) if masked and model.pool == "map" else model,
         image_size=stage.image_size,
-        num_classes=MASKED_PATCH_CLASSES if masked else num_classes,
+        num_classes=len(COLOURS) if masked else num_classes,
         head=head,
         patch_dropout=stage.patch_dropout,
     )
@@ -69,7 +68,7 @@ def stage_cost(model: ModelConfig, *, stage: TrainStage, engine: EngineConfig, n
     kept, checkpointed = counted.activation_bytes, counted.checkpointed_activation_bytes
     if masked:
         patches, width = model.grid_size(stage.image_size) ** 2, model.sizes.width
-        more = linear(patches // 2 - 1, width, MASKED_PATCH_CLASSES)  # the head sees half of the patches, not one row
+        more = linear(patches // 2 - 1, width, len(COLOURS))  # the head sees half of the patches, not one row
         parameters += width  # the mask's embedding
         corruption = 2 * patches * (patches + 1) * width  # who is replaced is no weight: one gradient, not two
         flops += 3 * more.flops + 2 * corruption

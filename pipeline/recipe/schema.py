@@ -13,8 +13,9 @@ from typing import Annotated, Literal, get_args
 from pydantic import Field, field_validator, model_validator
 
 from data_shards.images.names import EvalProtocol
-from model.config import HeadKind, InitStyle, ModelConfig
+from model.config import ModelConfig
 from model.regularisation import Regularisation
+from model.vocabulary import HeadKind, InitStyle, LossKind
 from pipeline.recipe.base import DurationText, Strict
 from pipeline.recipe.data import AugmentConfig, DataConfig, OneSet, SomeSets
 from pipeline.recipe.schedule import Decay
@@ -123,7 +124,7 @@ class TrainStage(Strict):
     optimizer: OptimizerConfig
     schedule: ScheduleConfig = ScheduleConfig()
     augment: AugmentConfig = AugmentConfig()
-    loss: Literal["softmax", "sigmoid"] = "softmax"
+    loss: LossKind = "softmax"
     label_smoothing: float = Field(default=0.0, ge=0, lt=1)
     dropout: float = Field(default=0.0, ge=0, lt=1)
     stochastic_depth: float = Field(default=0.0, ge=0, lt=1)

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from model.loss import LossKind, loss_function
+from model.loss import loss_function
+from model.vocabulary import LossKind
 
 KINDS: list[LossKind] = ["softmax", "sigmoid"]
 

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from model.build import build_model
 from model.config import ModelConfig
 from model.init import initialise
-from model.masked_patch import COLOURS, MaskedPatchVit, build_masked_patch, classifier_of, colour_classes, corrupt
+from model.masked_patch import MaskedPatchVit, build_masked_patch, classifier_of, colour_classes, corrupt
 from model.regularisation import Regularisation
 from model.saved import SavedModelMeta, build_from_saved, load_model, save_model
+from model.vocabulary import COLOURS
 from tests.model.comparing import randomise
 
 SIZES: dict[str, Any] = {"width": 32, "depth": 3, "heads": 2, "patch_size": 4}

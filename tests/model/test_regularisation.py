@@ -8,9 +8,10 @@ from timm.layers import DropPath
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-from model.config import ModelConfig, Pool
+from model.config import ModelConfig
 from model.regularisation import Regularisation
 from model.vit import build_vit, timm_arguments
+from model.vocabulary import Pool
 from tests.model.comparing import randomise
 
 DEPTH, PATCHES = 4, 36

@@ -10,9 +10,9 @@ from pydantic import ValidationError
 from safetensors import safe_open
 
 from model.config import ModelConfig
-from model.head import HeadKind
 from model.saved import SavedModelMeta, build_from_saved, load_model, read_meta, save_model
 from model.vit import build_vit
+from model.vocabulary import HeadKind
 from tests.model.comparing import randomise
 
 CONFIG = ModelConfig(width=48, depth=2, heads=4, mlp_dim=80, patch_size=4)

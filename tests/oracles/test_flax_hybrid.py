@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from model.config import ModelConfig
-from model.resnet import stem_embedding
-from model.standardised_conv import StandardisedConv2d
+from model.resnet.bit import stem_embedding
+from model.resnet.standardised_conv import StandardisedConv2d
 from model.vit import build_vit
 from tests.model.comparing import SMALL_TOKENS, randomise
 from tests.oracles.conftest import Measured

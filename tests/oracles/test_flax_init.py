@@ -7,10 +7,10 @@ import pytest
 from scipy.stats import ks_2samp
 
 from model.build import build_model
-from model.config import ModelConfig, Pool
-from model.head import HeadKind
+from model.config import ModelConfig
 from model.init import initialise
 from model.vit import build_vit
+from model.vocabulary import HeadKind, Pool
 from tests.oracles.flax_vit import CLASSES, FlaxVit, leaves, to_flax
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from model.config import ModelConfig
-from model.resnet import build_resnet
+from model.resnet.bit import build_resnet
 from tests.oracles.conftest import Measured
 from tests.oracles.flax_resnet import FlaxStdConv, compare, pre_activation_unit
 

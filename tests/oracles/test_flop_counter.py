@@ -1,4 +1,4 @@
-"""`model.flops` against torch's FlopCounterMode and the modules' parameters, on meta devices: equal to every digit."""
+"""`model.counting` against torch's FlopCounterMode and the modules' parameters: equal to every digit."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from model.build import build_model
-from model.config import HeadKind, ModelConfig
-from model.flops import account
+from model.config import ModelConfig
+from model.counting.flops import account
 from model.regularisation import Regularisation
+from model.vocabulary import HeadKind
 
 SMALL: dict[str, Any] = {"width": 192, "depth": 3, "heads": 3, "patch_size": 8}
 

@@ -21,11 +21,11 @@ from flax.training.checkpoints import convert_pre_linen
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from model.build import build_model
-from model.config import ModelConfig, Pool
+from model.config import ModelConfig
 from model.formats.foreign import Foreign, Said
 from model.formats.google.npz import GoogleNames, read_google_npz, write_google_npz
-from model.head import HeadKind
 from model.saved import SavedModelMeta
+from model.vocabulary import HeadKind, Pool
 from tests.model.comparing import SMALL_TOKENS, randomise
 from tests.oracles.conftest import Measured
 

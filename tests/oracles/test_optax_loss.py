@@ -9,7 +9,8 @@ import optax
 import pytest
 import torch
 
-from model.loss import LossKind, loss_function
+from model.loss import loss_function
+from model.vocabulary import LossKind
 from tests.oracles.conftest import Measured
 
 _NAMES = {

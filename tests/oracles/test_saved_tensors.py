@@ -1,4 +1,4 @@
-"""`model.flops`'s activation bytes against what autograd saves, counted by torch's saved-tensor hooks.
+"""`model.counting.flops`'s activation bytes against what autograd saves, counted by torch's saved-tensor hooks.
 
 They agree within half a percent: on a CPU a bf16 norm keeps its statistics in bf16, and in float32 on a GPU, as the
 formula has it.
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from model.build import build_model
 from model.config import ModelConfig
-from model.flops import account
+from model.counting.flops import account
 
 SMALL: dict[str, Any] = {"width": 192, "depth": 3, "heads": 3, "patch_size": 8}
 

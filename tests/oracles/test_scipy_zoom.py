@@ -7,7 +7,7 @@ from scipy.ndimage import zoom
 from torch.nn import functional as F
 
 from model.config import ModelConfig
-from model.pos_embed import interpolate_pos_embed, resize_state
+from model.positions.interpolation import interpolate_pos_embed, resize_state
 from tests.oracles.conftest import Measured
 
 SEMANTIC, ORACLE = "interpolation of positions, kernel google", "scipy.ndimage.zoom, order 1"

@@ -11,9 +11,10 @@ from timm.models.resnetv2 import ResNetV2
 from timm.models.vision_transformer import VisionTransformer
 
 from model.build import build_model
-from model.config import ModelConfig, Pool
+from model.config import ModelConfig
 from model.init import initialise
 from model.vit import timm_arguments
+from model.vocabulary import Pool
 
 CLASSES = 30
 

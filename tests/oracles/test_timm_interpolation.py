@@ -4,7 +4,7 @@ import pytest
 import torch
 from timm.layers import resample_abs_pos_embed
 
-from model.pos_embed import interpolate_pos_embed
+from model.positions.interpolation import interpolate_pos_embed
 from tests.oracles.conftest import Measured
 
 GRIDS = [(14, 24), (16, 37), (7, 12), (24, 14), (37, 16), (4, 3), (2, 7), (1, 4)]

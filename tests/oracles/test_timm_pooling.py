@@ -7,8 +7,9 @@ import pytest
 import torch
 from timm.models.vision_transformer import VisionTransformer
 
-from model.config import Gelu, ModelConfig, Pool
+from model.config import ModelConfig
 from model.vit import build_vit, timm_arguments
+from model.vocabulary import Gelu, Pool
 from tests.model.comparing import SMALL_TOKENS, randomise
 from tests.oracles.conftest import Measured
 

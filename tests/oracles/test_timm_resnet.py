@@ -9,7 +9,7 @@ from timm.layers import StdConv2d, StdConv2dSame
 from timm.models.resnetv2 import ResNetV2
 from torch import Tensor, nn
 
-import model.standardised_conv
+import model.resnet.standardised_conv
 from model.build import build_model
 from model.config import ModelConfig
 from tests.model.comparing import relative_difference

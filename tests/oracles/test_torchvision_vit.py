@@ -9,10 +9,10 @@ from torch import nn
 from torchvision.models.vision_transformer import VisionTransformer, interpolate_embeddings
 
 from model.config import ModelConfig
-from model.head import HeadKind
-from model.pos_embed import resize_state
+from model.positions.interpolation import resize_state
 from model.regularisation import Regularisation
 from model.vit import build_vit
+from model.vocabulary import HeadKind
 from tests.model.comparing import SMALL_TOKENS, randomise
 from tests.oracles.conftest import Measured
 

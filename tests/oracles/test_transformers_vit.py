@@ -13,9 +13,9 @@ from transformers import (
 )
 
 from model.config import ModelConfig
-from model.head import HeadKind
 from model.saved import SavedModelMeta, save_model
 from model.vit import build_vit
+from model.vocabulary import HeadKind
 from tests.model.comparing import SMALL_TOKENS, randomise
 from tests.oracles.conftest import Measured
 

@@ -15,8 +15,8 @@ import yaml
 
 from data_shards.errors import UserError
 from data_shards.packing.pack import pack
-from model.masked_patch import COLOURS
 from model.saved import load_model, read_meta
+from model.vocabulary import COLOURS
 from pipeline.find_model import FoundModel, find_model
 from pipeline.run_folder import RunFolder
 

@@ -12,7 +12,8 @@ from data_shards.loading.batch import GOOGLES, Batch, LabelKind, Normalisation, 
 from data_shards.loading.mixing import Mix
 from data_shards.shard_set import ShardSet
 from model.loss import loss_function
-from model.masked_patch import COLOURS, colour_classes
+from model.masked_patch import colour_classes
+from model.vocabulary import COLOURS
 from pipeline.evaluate import evaluate
 from pipeline.task import Classification, Example, MaskedPatches
 from tests.data_shards.streams import SIZE, STEPS, micro_batches, pack_noise

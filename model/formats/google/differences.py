@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from model.formats.differences import describe_differences
+from model.differences import describe_differences
 from model.formats.google.axes import Shape, google_shape, our_shape
 from model.formats.google.names import Slot
 

@@ -14,12 +14,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from model.config import ModelConfig, resnet_stride
-from model.formats.foreign import NOTHING_SAID, Said
+from model.formats.foreign import NOTHING_SAID, Said, lost_blocks
 from model.formats.google.axes import Shape
 from model.formats.google.names import PATCH_KERNEL, Layout
-from model.formats.state_sizes import lost_blocks
-from model.head import HeadKind
 from model.variants import HYBRIDS, VARIANTS
+from model.vocabulary import HeadKind
 
 USUAL_IMAGE_SIZE = 224  # pixels; of pre-training in both code bases' configurations
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from model.build import build_model
-from model.formats.differences import describe_differences, shapes_of
+from model.differences import describe_differences, shapes_of
 from model.formats.foreign import NOTHING_SAID, Foreign, Said
 from model.formats.google.archive import NpzReader, write_npz
 from model.formats.google.axes import Shape, from_google, to_google

@@ -10,7 +10,7 @@ from scipy import ndimage
 from model.config import ModelConfig
 from model.formats.foreign import Foreign
 from model.formats.surgery import adapt
-from model.pos_embed import resize_state
+from model.positions.interpolation import resize_state
 from tests.model.formats.small_model import CONFIG, NAMES, described, images, logits, random_model, rebuilt
 
 SIZES = {"width": 48, "depth": 4, "heads": 4, "mlp_dim": 80, "patch_size": 4}

@@ -9,8 +9,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from model.config import ModelConfig
-from model.masked_patch import COLOURS, build_masked_patch
-from pipeline.budget.cost import MASKED_PATCH_CLASSES, stage_cost
+from model.masked_patch import build_masked_patch
+from pipeline.budget.cost import stage_cost
 from pipeline.recipe.schema import EngineConfig, MaskedPatchStage
 from tests.pipeline.budget.planning import forecast, recipe
 
@@ -28,10 +28,6 @@ def masked_stage(image_size: int) -> MaskedPatchStage:
             "optimizer": {"name": "adamw", "lr": 0.001},
         }
     )
-
-
-def test_the_number_of_colours_is_the_models():
-    assert len(COLOURS) == MASKED_PATCH_CLASSES
 
 
 @pytest.mark.parametrize("pool", ["cls", "map"])

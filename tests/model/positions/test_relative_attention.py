@@ -1,4 +1,4 @@
-"""`model.relative_attention`: against loops over numbers, and timm's attention where it has nothing to add."""
+"""Relative attention against loops over numbers, and timm's attention where it has nothing to add."""
 
 import math
 
@@ -8,10 +8,11 @@ import torch
 from timm.models.vision_transformer import Attention
 from torch import Tensor
 
-from model.config import ModelConfig, Pool
+from model.config import ModelConfig
 from model.init import initialise
-from model.relative_attention import RelativeAttention, by_key, relative_attention
+from model.positions.relative_attention import RelativeAttention, by_key, relative_attention
 from model.vit import build_vit
+from model.vocabulary import Pool
 from tests.model.comparing import randomise
 
 TOKENS, WIDTH, HEADS = 7, 12, 3

@@ -1,4 +1,4 @@
-"""`model.position`: which vector is added to which token, and before which block (ViT paper, appendix D.4)."""
+"""Position embeddings: which vector is added to which token, and before which block (ViT paper, appendix D.4)."""
 
 import copy
 from typing import Any
@@ -7,10 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from model.config import ModelConfig, Pool
+from model.config import ModelConfig
 from model.init import initialise
-from model.position import Learned1d, Learned2d, SinCos2d, make_position
+from model.positions.embedding import Learned1d, Learned2d, SinCos2d, make_position
 from model.vit import build_vit
+from model.vocabulary import Pool
 from tests.model.comparing import randomise
 
 GRID, WIDTH, DEPTH = 3, 8, 2

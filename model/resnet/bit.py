@@ -1,6 +1,6 @@
 """Google's ResNets with group normalisation and standardised convolutions: the hybrids' stem, and the paper's baseline.
 
-Both are timm's ResNetV2, whose parameter names are kept, around `model.standardised_conv`:
+Both are timm's ResNetV2, whose parameter names are kept, around `model.resnet.standardised_conv`:
 - the stem (google-research/vision_transformer, `models_resnet.py`; ViT paper, section 3.1 "Hybrid Architecture"):
   post-activation units, TensorFlow's SAME padding, the root 7x7/2, norm, ReLU, max pool 3x3/2; a unit's stride is in
   its 3x3 convolution; a stage's first unit projects its shortcut.
@@ -28,9 +28,10 @@ from timm.models.resnetv2 import ResNetV2
 from torch import Tensor, nn
 
 from model.config import ModelConfig, resnet_stride
-from model.head import HeadKind, MlpHead, zero_linear
+from model.head import MlpHead, zero_linear
 from model.regularisation import NO_REGULARISATION, Regularisation
-from model.standardised_conv import Padding, StandardisedConv2d
+from model.resnet.standardised_conv import Padding, StandardisedConv2d
+from model.vocabulary import HeadKind
 
 GROUP_NORM_EPS = 1e-6  # flax's default, which models_resnet.py uses
 

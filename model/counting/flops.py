@@ -18,10 +18,11 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from model.config import HeadKind, ModelConfig, VitSizes
-from model.cost import NOTHING, Chain, Cost, convolution, fused_attention, kept, layer_norm, learnt, linear
+from model.config import ModelConfig, VitSizes
+from model.counting.cost import NOTHING, Chain, Cost, convolution, fused_attention, kept, layer_norm, learnt, linear
+from model.counting.resnet import resnet_cost, stem_cost
 from model.regularisation import Regularisation
-from model.resnet_flops import resnet_cost, stem_cost
+from model.vocabulary import HeadKind
 
 _PREFIXES = ((10**12, "T"), (10**9, "G"), (10**6, "M"), (10**3, "k"))
 

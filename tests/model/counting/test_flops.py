@@ -1,4 +1,4 @@
-"""`model.flops`: the papers' numbers, and laws that need no torch (which has the last word in tests/oracles)."""
+"""`model.counting.flops`: the papers' numbers, and laws (torch has the last word in tests/oracles)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from model.config import ModelConfig
-from model.flops import Accounting, account
+from model.counting.flops import Accounting, account
 
 
 def at_1000_classes(variant: str, image_size: int = 224, **more: Any) -> Accounting:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from model.config import ResnetSizes
-from model.cost import VALUE_BYTES, Chain, Cost, convolution, kept
+from model.counting.cost import VALUE_BYTES, Chain, Cost, convolution, kept
 
 _ROOT_WIDTH = 64  # of width factor 1 (arXiv 1512.03385, Table 1)
 _EXPANSION = 4  # a unit's outputs to its bottleneck's (the same)
@@ -100,6 +100,6 @@ def _group_norm(size: int, channels: int) -> Cost:
 
 
 def _max_pool(size: int, channels: int, *, copied: int) -> Cost:
-    """3x3 with stride 2 on [channels, size, size], with zeros in a copy (see `model.cost.convolution`)."""
+    """3x3 with stride 2 on [channels, size, size], with zeros in a copy (see `model.counting.cost.convolution`)."""
     indices = Cost(saved_bytes=_INDEX_BYTES * channels * (size // 2) ** 2)
     return kept(channels * (size + copied) ** 2) + indices

@@ -5,18 +5,51 @@ Costs nothing beyond the text. It compares names and shapes, never values.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from model.formats.state_sizes import Shape, StateSizes, read_sizes, variant_of
+from model.config import resnet_stride
+from model.variants import HYBRIDS, VARIANTS
+from model.vocabulary import HeadKind, Pool
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from model.saved import SavedModelMeta
+Shape = tuple[int, ...]
 
 _MAX_ROWS = 20
+
+
+@dataclass(frozen=True)
+class StateSizes:
+    """A Transformer's sizes as its tensors have them; `grid_size` is None without `pos_embed`, `num_classes` 0 without
+    a head, `resnet_layers` None without a ResNet stem."""
+
+    width: int
+    depth: int
+    mlp_dim: int
+    patch_size: int
+    resnet_layers: tuple[int, ...] | None
+    pool: Pool
+    layer_scale: bool
+    grid_size: int | None
+    num_classes: int
+    head: HeadKind
+
+    @property
+    def trunk(self) -> tuple[object, ...]:
+        """What a variant fixes, heads aside."""
+        return self.width, self.depth, self.mlp_dim, self.patch_size, self.resnet_layers
+
+    def in_words(self) -> str:
+        """The sizes that make the trunk, as a user would give them."""
+        stem = f" (and resnet_layers {list(self.resnet_layers)})" if self.resnet_layers is not None else ""
+        return (
+            f"--width {self.width} --depth {self.depth} --mlp-dim {self.mlp_dim} --patch-size {self.patch_size}{stem}"
+        )
 
 
 def shapes_of(state: Mapping[str, Tensor]) -> dict[str, Shape]:
@@ -24,14 +57,47 @@ def shapes_of(state: Mapping[str, Tensor]) -> dict[str, Shape]:
     return {name: tuple(tensor.shape) for name, tensor in state.items()}
 
 
-def expected_shapes(meta: SavedModelMeta) -> dict[str, Shape]:
-    """Name -> shape of each tensor of the model that a record describes (built without memory)."""
-    import torch
+def read_sizes(shapes: Mapping[str, Shape], *, origin: str) -> StateSizes:
+    """The sizes of the Vision Transformer whose tensors, under our names, have these shapes.
 
-    from model.saved import build_described
+    Raises:
+        ValueError: the tensors that tell the sizes are missing, the patches are not square, or the positions are not
+            those of a square grid; the message begins with `origin`.
+    """
+    needed = ("patch_embed.proj.weight", "blocks.0.mlp.fc1.weight", "norm.weight")
+    missing = [name for name in needed if name not in shapes]
+    if missing:
+        raise ValueError(
+            f"{origin} has no tensor for our {', '.join(missing)}: it is incomplete, or no Vision Transformer"
+        )
+    patch = shapes["patch_embed.proj.weight"]
+    if len(patch) != 4 or patch[2] != patch[3]:
+        raise ValueError(f"{origin} has a patch embedding of shape {patch}: only square patches can be read")
+    resnet_layers = _resnet_layers(shapes)
+    head = shapes.get("head.logits.weight") or shapes.get("head.weight")
+    return StateSizes(
+        width=patch[0],
+        depth=1 + max(int(name.split(".")[1]) for name in shapes if name.startswith("blocks.")),
+        mlp_dim=shapes["blocks.0.mlp.fc1.weight"][0],
+        patch_size=patch[2] * (1 if resnet_layers is None else resnet_stride(resnet_layers)),
+        resnet_layers=resnet_layers,
+        pool="cls" if "cls_token" in shapes else "map" if "attn_pool.latent" in shapes else "gap",
+        layer_scale="blocks.0.ls1.gamma" in shapes,
+        grid_size=_grid_size(shapes, origin=origin),
+        num_classes=head[0] if head else 0,
+        head="mlp" if "head.logits.weight" in shapes else "linear",
+    )
 
-    with torch.device("meta"):
-        return shapes_of(build_described(meta).state_dict())
+
+def variant_of(sizes: StateSizes, *, heads: int | None = None) -> str | None:
+    """The named variant with these sizes, if there is one; heads must be its too where they are known."""
+    named = {f"{name}/{sizes.patch_size}": variant for name, variant in VARIANTS.items()} | HYBRIDS
+    for name, variant in named.items():
+        patch_size = variant.patch_size or sizes.patch_size
+        trunk = (variant.width, variant.depth, variant.mlp_dim, patch_size, variant.resnet_layers)
+        if trunk == sizes.trunk and heads in (None, variant.heads):
+            return name
+    return None
 
 
 def describe_differences(found: Mapping[str, Shape], expected: Mapping[str, Shape]) -> str:
@@ -126,3 +192,31 @@ def _shown(shape: Shape | None) -> str:
 def _in_order(name: str) -> list[tuple[int, str]]:
     """Sorts blocks.2 before blocks.10."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"[.]", name)]
+
+
+def _grid_size(shapes: Mapping[str, Shape], *, origin: str) -> int | None:
+    """Patches along one side, from the learned 1-D position embeddings."""
+    if "pos_embed" not in shapes:
+        return None
+    shape = shapes["pos_embed"]
+    num_patches = shape[1] - ("cls_token" in shapes) if len(shape) == 3 else 0
+    grid_size = math.isqrt(max(0, num_patches))
+    if grid_size == 0 or grid_size**2 != num_patches:
+        raise ValueError(
+            f"{origin} has position embeddings of shape {shape}: {num_patches} patches are no square grid, and only "
+            "models of square images can be read"
+        )
+    return grid_size
+
+
+def _resnet_layers(shapes: Mapping[str, Shape]) -> tuple[int, ...] | None:
+    """Units in each stage of a hybrid's stem; None without one."""
+    if not any(name.startswith("patch_embed.backbone.") for name in shapes):
+        return None
+    prefix = "patch_embed.backbone.stages."
+    units: dict[int, int] = {}
+    for name in shapes:
+        if name.startswith(prefix):
+            stage, _, unit, *_ = name.removeprefix(prefix).split(".")
+            units[int(stage)] = max(units.get(int(stage), 0), 1 + int(unit))
+    return tuple(units[stage] for stage in sorted(units))

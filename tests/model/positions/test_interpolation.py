@@ -1,4 +1,4 @@
-"""`model.pos_embed`: laws of the interpolation (its values are compared with scipy's and timm's in tests/oracles)."""
+"""Laws of the interpolation of positions (its values are compared with scipy's and timm's in tests/oracles)."""
 
 from typing import Any, get_args
 
@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from model.build import build_model
-from model.config import Interpolation, ModelConfig, Pool
+from model.config import ModelConfig
 from model.init import initialise
-from model.pos_embed import interpolate_pos_embed, resize_state
+from model.positions.interpolation import interpolate_pos_embed, resize_state
 from model.vit import build_vit
+from model.vocabulary import Interpolation, Pool
 
 
 def test_a_plane_stays_a_plane_from_corner_to_corner() -> None:

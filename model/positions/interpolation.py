@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from model.config import Interpolation, ModelConfig
+from model.config import ModelConfig
+from model.vocabulary import Interpolation
 
 POS_EMBED_KEY = "pos_embed"  # timm's name of the parameter; other places and kinds are in model.position
 

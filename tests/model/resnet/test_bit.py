@@ -1,4 +1,4 @@
-"""`model.resnet` and `model.standardised_conv`: laws, what building may not cost or disturb, what is refused.
+"""`model.resnet`: laws, what building may not cost or disturb, what is refused.
 
 Logits and gradients are compared with flax's and timm's in tests/oracles.
 """
@@ -13,10 +13,10 @@ from torch.nn import functional as F
 
 from model.build import build_model
 from model.config import ModelConfig
-from model.head import MlpHead, pooled_features, pre_logits, replace_head
+from model.head import MlpHead, replace_head
 from model.regularisation import Regularisation
-from model.resnet import BitResnet, build_resnet, stem_embedding
-from model.standardised_conv import Padding, StandardisedConv2d, standardise
+from model.resnet.bit import BitResnet, build_resnet, stem_embedding
+from model.resnet.standardised_conv import Padding, StandardisedConv2d, standardise
 from tests.model.comparing import randomise
 
 HYBRID = ModelConfig(width=48, depth=2, heads=4, mlp_dim=80, patch_size=16, resnet_layers=(1, 1))
@@ -129,15 +129,13 @@ def test_heads_features_and_logits(config: ModelConfig, head: str) -> None:
     model = _build(config, head=head).eval()
     assert model.num_classes == 5 and model.num_features == config.num_features
     with torch.no_grad():
-        pooled = pooled_features(model, _images())
+        pooled = model.forward_head(model.forward_features(_images()), pre_logits=True)
         assert pooled.shape == (2, config.num_features)
         if config is RESNET:
             torch.testing.assert_close(pooled, model.forward_features(_images()).flatten(2).mean(dim=2))
         logits = model(_images())
         assert logits.shape == (2, 5) and logits.std() > 1e-3
         torch.testing.assert_close(logits, model.head(pooled))
-        last = model.head.logits if isinstance(model.head, MlpHead) else model.head
-        torch.testing.assert_close(logits, last(pre_logits(model, _images())))
     assert isinstance(model.head, MlpHead if head == "mlp" else nn.Linear)
 
 

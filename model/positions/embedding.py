@@ -5,7 +5,7 @@
   two of its place one after the other, X first. The class token stands on no grid and has a vector of its own.
 - sincos_2d: nothing is learnt; big_vision's fixed form (`models/vit.py`, after MoCo v3, arXiv 2104.02057). big_vision
   adds positions before the class token joins, so to that nothing is added.
-- none, and relative (`model.relative_attention`): nothing is added to tokens.
+- none, and relative (`model.positions.relative_attention`): nothing is added to tokens.
 
 D.4 names three places to add what is learnt: "right after the stem"; "at the beginning of each layer", each with its
 own; the same "shared between layers". In the last two the stem adds nothing.
@@ -22,7 +22,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from model.config import ModelConfig, PositionAt
+from model.config import ModelConfig
+from model.vocabulary import PositionAt
 
 SINCOS_TEMPERATURE = 10_000.0  # big_vision, models/vit.py
 
