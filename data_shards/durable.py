@@ -1,10 +1,20 @@
-"""Small files and names that outlive a loss of power. Costs one flush of the disk per file and folder."""
+"""Atomic replacement of files, and flushes to disk, for all packages but `model` (`model.replacing`).
+
+A file is written beside its place and renamed. Surviving a power failure costs one flush of the disk per file and
+folder; surviving a kill costs nothing.
+"""
 
 from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Literal
+
+Sync = Literal["disk", "none"]
+Writers = Literal["one", "several"]
 
 
 def flush(path: Path) -> None:
@@ -45,15 +55,36 @@ def write_text(path: Path, text: str) -> None:
         os.fsync(file.fileno())
 
 
-def replace_text(path: Path, text: str) -> None:
-    """Write a file that is there wholly or as it was before, killed or without power at any moment.
+def replace_text(path: Path, text: str, *, sync: Sync = "disk", writers: Writers = "one") -> None:
+    """`replaced` for a small file of text."""
+    with replaced(path, sync=sync, writers=writers) as beside:
+        beside.write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def replaced(path: Path, *, sync: Sync = "disk", writers: Writers = "one") -> Iterator[Path]:
+    """Gives a path to write a file at; when the block ends well, that file takes the place of `path`, atomically.
+
+    Readers, and whoever looks after a kill, see the old file or the whole new one.
+
+    Args:
+        path: of the file.
+        sync: "disk": the new file is on the disk first, and its name when this returns, so that a power failure leaves
+            a whole file as well. "none": costs no flush.
+        writers: "several": other processes may write the same file; the last one wins.
 
     Raises:
-        OSError: the disk is full or fails, or the folder above the file's own is gone.
+        OSError: the disk is full or fails, or the folder is gone: it is not made again.
     """
-    path.parent.mkdir(exist_ok=True)
-    beside = path.with_name(f".{path.name}.writing")
-    write_text(beside, text)
-    beside.replace(path)
-    for folder in (path.parent, path.parent.parent):  # the latter may have got the former just now
-        flush(folder)
+    beside = path.with_name(f".{path.name}.writing" if writers == "one" else f".{path.name}.{os.getpid()}.tmp")
+    try:
+        yield beside
+        if sync == "disk":
+            flush(beside)
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
+    if sync == "disk":
+        for folder in (path.parent, path.parent.parent):  # the latter may have got the former just now
+            with suppress(PermissionError):  # a home's parent may be closed to its users
+                flush(folder)

@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from data_shards.durable import replace_text
 from data_shards.errors import UserError
 from data_shards.labels import LabelSpec
 from data_shards.text import brief, parse_json
@@ -129,17 +130,8 @@ def write_timm_info(folder: Path, manifests: Iterable[Manifest]) -> None:
 
 
 def write_json(path: Path, content: object) -> None:
-    """Replace `path` atomically: a reader, or a crash, sees the old file or the whole new one."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(temporary, "w", encoding="utf-8") as stream:
-            json.dump(content, stream, indent=1, ensure_ascii=False)
-            stream.write("\n")
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    """Replace `path` atomically; it is on the disk when this returns."""
+    replace_text(path, json.dumps(content, indent=1, ensure_ascii=False) + "\n", writers="several")
 
 
 def read_manifest(folder: Path | str) -> Manifest:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -22,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from model.config import ModelConfig
+from model.replacing import replaced_folder
 from model.vocabulary import EvalProtocol, HeadKind, LossKind
 
 if TYPE_CHECKING:
@@ -87,10 +87,8 @@ class SavedModelMeta(BaseModel):
 def save_model(folder: Path, state_dict: Mapping[str, Tensor], *, meta: SavedModelMeta) -> None:
     """Write `state_dict` (full tensors, on any device, each in its own dtype) and `meta` to `folder`.
 
-    The folder is written beside its place, flushed to disk and renamed, so it is there wholly or not at all, killed
-    or without power at any moment. An earlier result at that place is replaced; killed between the two renames of
-    that, the place is empty, and the next call begins by putting the earlier result back. One process calls this, not
-    every rank.
+    An earlier result at that place is replaced, and stays until the new one is whole (`replaced_folder`). One process
+    calls this, not every rank.
 
     Raises:
         ValueError: the state dict is not that of the model which `meta` describes, or something else than a
@@ -101,30 +99,11 @@ def save_model(folder: Path, state_dict: Mapping[str, Tensor], *, meta: SavedMod
     _check_state(state_dict, meta=meta, origin="the state dict to be saved")
     if folder.exists() and not _may_be_replaced(folder):
         raise ValueError(f"{folder} exists and is not a saved model of shardvit: remove it or choose another folder")
-
-    beside = folder.with_name(f".{folder.name}.writing")
-    replaced = folder.with_name(f".{folder.name}.replaced")
-    if replaced.exists() and not folder.exists():  # of an attempt that was killed
-        replaced.rename(folder)
-    for leftover in (beside, replaced):
-        shutil.rmtree(leftover, ignore_errors=True)
-    beside.mkdir(parents=True)
-    try:
+    with replaced_folder(folder) as beside:
         _write_weights(beside / WEIGHTS_FILE, state_dict)
         (beside / CONFIG_FILE).write_text(
             json.dumps(_config_json(meta), indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
         )
-        for path in (beside / WEIGHTS_FILE, beside / CONFIG_FILE, beside):
-            _flush(path)
-    except OSError:
-        shutil.rmtree(beside, ignore_errors=True)
-        raise
-    if folder.exists():
-        folder.rename(replaced)
-    beside.rename(folder)
-    for path in (folder.parent, folder.parent.parent):  # the latter may have got the former just now
-        _flush(path)
-    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def read_meta(folder: Path) -> SavedModelMeta:
@@ -309,12 +288,3 @@ def _may_be_replaced(folder: Path) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _flush(path: Path) -> None:
-    """Wait until the content of a file, or the names in a folder, are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -81,6 +81,7 @@ def keep_data(folder: RunFolder, record: DataRecord, *, stage: StageName) -> Non
         OSError: the disk is full or fails.
     """
     content = {"version": _VERSION, "sets": {name: vars(one) for name, one in record.sets.items()}}
+    folder.stage(stage).mkdir(exist_ok=True)
     replace_text(folder.stage(stage) / DATA_FILE, json.dumps(content) + "\n")
 
 

@@ -149,6 +149,7 @@ class RunFolder:
 
     def write(self, name: StageName, record: StageRecord) -> None:
         """Put a whole record in the place of a stage's. Raises as `update`."""
+        self.stage(name).mkdir(exist_ok=True)
         replace_text(self.stage(name) / STAGE_FILE, json.dumps(asdict(record), indent=1) + "\n")
 
     def check_recipe(self, recipe: Recipe, *, restart: StageName | None = None) -> None:

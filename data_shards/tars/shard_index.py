@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,8 @@ from typing import overload
 
 import numpy as np
 from numpy.typing import NDArray
+
+from data_shards.durable import replaced
 
 MOST_TAR_BYTES = 1 << 62  # twice that still fits into 64 bits
 
@@ -102,21 +103,16 @@ class ShardIndex:
 def save_index(index: ShardIndex, path: Path, *, note: str = "") -> None:
     """Write the binary form, at once or not at all; `note` is any text to keep with it."""
     keys, extensions = Texts.of(index.keys), Texts.of(index.image_extension)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(temporary, "wb") as stream:
-            np.savez(
-                stream,
-                note=np.frombuffer(note.encode(), dtype=np.uint8),
-                keys=np.frombuffer(keys.data, dtype=np.uint8),
-                key_ends=keys.ends,
-                extensions=np.frombuffer(extensions.data, dtype=np.uint8),
-                extension_ends=extensions.ends,
-                **{name: getattr(index, name) for name in _ARRAYS},
-            )
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with replaced(path, sync="none", writers="several") as beside, beside.open("wb") as stream:
+        np.savez(
+            stream,
+            note=np.frombuffer(note.encode(), dtype=np.uint8),
+            keys=np.frombuffer(keys.data, dtype=np.uint8),
+            key_ends=keys.ends,
+            extensions=np.frombuffer(extensions.data, dtype=np.uint8),
+            extension_ends=extensions.ends,
+            **{name: getattr(index, name) for name in _ARRAYS},
+        )
 
 
 def load_index(path: Path) -> ShardIndex:

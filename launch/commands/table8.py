@@ -19,6 +19,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
+from data_shards.durable import replace_text
 from data_shards.errors import UserError
 
 RECIPE = "digits_positions"  # its images are packed where they are missing
@@ -107,8 +108,8 @@ def table8(
         return code
     text = format_results(results)
     table = json.dumps(as_tree(results), indent=1)
-    _write(runs / "table8.txt", text + "\n")
-    _write(runs / "table8.json", table + "\n")
+    replace_text(runs / "table8.txt", text + "\n", sync="none")
+    replace_text(runs / "table8.json", table + "\n", sync="none")
     print(table if as_json else f"\n{text}")
     return 0
 
@@ -226,9 +227,3 @@ def _standard_output_to_error() -> Iterator[None]:
     finally:
         os.dup2(kept, 1)
         os.close(kept)
-
-
-def _write(path: Path, text: str) -> None:
-    beside = path.with_name(f".{path.name}.writing")
-    beside.write_text(text, encoding="utf-8")
-    beside.replace(path)

@@ -30,6 +30,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from data_shards.durable import replace_text
 from launch.env import RENDEZVOUS, SUPERVISOR_PID, num_gpus, without_place
 from launch.processes import join_thread, kill_all, marked, ranks, terminate
 
@@ -172,9 +173,7 @@ class Agent:
         match word:
             case "address" if self._folder is not None and not self._has_address:
                 self._has_address = True
-                beside = self._folder / f".{_ADDRESS_FILE}"
-                beside.write_text(rest, encoding="utf-8")
-                beside.replace(self._folder / _ADDRESS_FILE)
+                replace_text(self._folder / _ADDRESS_FILE, rest, sync="none")
             case "stop" if not self._asked:
                 self._asked = True
                 if not self._ask_ranks():

@@ -8,8 +8,6 @@ refused: no export computes other logits than the model, or the notes say what t
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
@@ -17,7 +15,6 @@ from typing import TYPE_CHECKING, Literal, get_args
 from model.differences import describe_differences, shapes_of
 from model.formats.endings import ExportFormat as ExportFormat
 from model.formats.endings import check_ending
-from model.formats.record_inside import written_beside
 from model.formats.side_record import read_side_record, side_path, write_side_record
 from model.formats.torchvision_state import (
     how_to_load,
@@ -27,6 +24,7 @@ from model.formats.torchvision_state import (
 )
 from model.formats.transformers_state import MODEL_TYPE, transformers_objection, write_transformers_folder
 from model.formats.weights_file import load_weights
+from model.replacing import replaced_file, replaced_folder
 from model.saved import (
     CONFIG_FILE,
     WEIGHTS_FILE,
@@ -125,7 +123,7 @@ def _write_npz(
 
 def _write_torchvision(meta: SavedModelMeta, state: Mapping[str, Tensor], *, out: Path) -> list[str]:
     side_path(out).unlink(missing_ok=True)  # rather no record for a moment than that of an earlier file
-    with written_beside(out) as beside:
+    with replaced_file(out) as beside:
         write_torchvision_state(beside, state, meta=meta)
     write_side_record(out, meta=meta)
     notes = [f"class names, preprocessing and GELU are in {side_path(out).name}: keep the two together"]
@@ -137,21 +135,9 @@ def _write_torchvision(meta: SavedModelMeta, state: Mapping[str, Tensor], *, out
 
 
 def _write_transformers(meta: SavedModelMeta, state: Mapping[str, Tensor], *, out: Path) -> None:
-    """Written beside its place, flushed and renamed, as `save_model` does."""
-    beside = out.with_name(f".{out.name}.writing")
-    replaced = out.with_name(f".{out.name}.replaced")
-    for leftover in (beside, replaced):  # of an attempt that was killed
-        shutil.rmtree(leftover, ignore_errors=True)
-    beside.mkdir(parents=True)
-    write_transformers_folder(beside, state, meta=meta)
-    write_side_record(beside / WEIGHTS_FILE, meta=meta)
-    for path in beside.iterdir():
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-    if out.exists():
-        out.rename(replaced)
-    beside.rename(out)
-    shutil.rmtree(replaced, ignore_errors=True)
+    with replaced_folder(out) as beside:
+        write_transformers_folder(beside, state, meta=meta)
+        write_side_record(beside / WEIGHTS_FILE, meta=meta)
 
 
 def _may_be_replaced(out: Path, *, to: ExportFormat) -> bool:

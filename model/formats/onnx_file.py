@@ -14,7 +14,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from model.formats.record_inside import check_request, parse_record, record_text, written_beside
+from model.formats.record_inside import check_request, parse_record, record_text
+from model.replacing import replaced_file
 from model.saved import RECORD_KEY, SavedModelMeta
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ def write_onnx(path: Path, model: nn.Module, *, meta: SavedModelMeta) -> None:
         assert program is not None
         _protect_zeros_before_pools(program.model)
         program.model.metadata_props[RECORD_KEY] = record_text(meta)
-        with written_beside(path) as beside:
+        with replaced_file(path) as beside:
             program.save(beside)
 
 

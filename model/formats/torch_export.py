@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from zipfile import BadZipFile, ZipFile
 
-from model.formats.record_inside import check_request, parse_record, record_text, written_beside
+from model.formats.record_inside import check_request, parse_record, record_text
+from model.replacing import replaced_file
 from model.saved import RECORD_KEY, SavedModelMeta
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ def write_torch_export(path: Path, model: nn.Module, *, meta: SavedModelMeta) ->
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the exporter, about itself
         program = torch.export.export(model, (example,), dynamic_shapes=({0: torch.export.Dim("batch", min=1)},))
-        with written_beside(path) as beside:
+        with replaced_file(path) as beside:
             torch.export.save(program, beside, extra_files={RECORD_FILE: record_text(meta)})
 
 

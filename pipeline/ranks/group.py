@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 from torch import distributed
 
+from data_shards.durable import replace_text
 from pipeline.ranks.place import Place
 
 ADDRESS_FILE = "address"
@@ -137,9 +138,7 @@ def _store_in(folder: Path, *, place: Place, timeout: timedelta) -> distributed.
         store = distributed.TCPStore(
             place.master_addr, 0, place.world_size, is_master=True, timeout=timeout, wait_for_workers=False
         )
-        beside = folder / f".{ADDRESS_FILE}"
-        beside.write_text(f"{place.master_addr} {store.port}", encoding="utf-8")
-        os.replace(beside, folder / ADDRESS_FILE)
+        replace_text(folder / ADDRESS_FILE, f"{place.master_addr} {store.port}", sync="none")
         return store
     deadline = time.monotonic() + timeout.total_seconds()
     while not (folder / ADDRESS_FILE).exists():

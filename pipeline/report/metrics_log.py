@@ -13,13 +13,14 @@ names mean, and does not thin out anything.
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Self
+
+from data_shards.durable import replaced
 
 
 @dataclass(frozen=True)
@@ -83,16 +84,16 @@ def open_metrics_log(path: Path, *, resume_step: int) -> MetricsLog:
     """Open `path` for appending, after dropping what will be computed again.
 
     Rows with step > `resume_step` go (-1 empties the file), and so do rows that cannot be read, the torn last
-    line of a killed process above all. The file is rewritten beside and renamed, so a kill in between leaves
-    the old one; when there is nothing to drop it is not rewritten.
+    line of a killed process above all. The file is replaced atomically; when there is nothing to drop it is not
+    rewritten.
     """
     path.parent.mkdir(exist_ok=True)
     if not path.exists():
         return MetricsLog(path, dropped_later_rows=0, dropped_broken_rows=0)
-    beside = path.with_name(path.name + ".partial")
+    kept: list[bytes] = []
     later = broken = 0
     ends_whole = True
-    with path.open("rb") as old, beside.open("wb") as new:
+    with path.open("rb") as old:
         for line in old:
             row = _decode(line)
             if row is None:
@@ -102,13 +103,10 @@ def open_metrics_log(path: Path, *, resume_step: int) -> MetricsLog:
             else:
                 # A row whose newline alone was lost is whole: keep it, but mend its end.
                 ends_whole = line.endswith(b"\n")
-                new.write(line if ends_whole else line + b"\n")
-        new.flush()
-        os.fsync(new.fileno())
+                kept.append(line if ends_whole else line + b"\n")
     if later or broken or not ends_whole:
-        os.replace(beside, path)
-    else:
-        beside.unlink()
+        with replaced(path) as beside:
+            beside.write_bytes(b"".join(kept))
     return MetricsLog(path, dropped_later_rows=later, dropped_broken_rows=broken)
 
 

@@ -8,13 +8,13 @@ twice. Knows nothing of mlflow.
 from __future__ import annotations
 
 import json
-import os
 import sys
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from data_shards.durable import replace_text
 from pipeline.report.metrics_log import MetricRow
 
 
@@ -59,7 +59,7 @@ class RunState:
     sent: SentMark = SentMark()
 
     def save(self) -> None:
-        """Write the file beside and rename it. Raises OSError; a folder that is gone is not made again."""
+        """Replace the file atomically. Raises OSError; a folder that is gone is not made again."""
         record = {
             "key": self.key,
             "run_id": self.run_id,
@@ -67,9 +67,7 @@ class RunState:
             "sent_step": self.sent.step,
             "sent_rows_at_step": self.sent.rows,
         }
-        beside = self.file.with_name(self.file.name + ".partial")
-        beside.write_text(json.dumps(record) + "\n")
-        os.replace(beside, self.file)
+        replace_text(self.file, json.dumps(record) + "\n", sync="none")
 
 
 def load_run_state(file: Path) -> RunState:

@@ -6,7 +6,6 @@ writes the time of day. It knows nothing of models.
 
 from __future__ import annotations
 
-import os
 import zipfile
 import zlib
 from collections import Counter
@@ -102,15 +101,12 @@ class NpzReader:
 
 
 def write_npz(path: Path, arrays: Iterable[tuple[str, Tensor]]) -> None:
-    """Write named tensors, each taken from `arrays` when it is its turn, and wait until they are on the disk.
+    """Write named tensors, each taken from `arrays` when it is its turn.
 
     The same arrays make the same bytes.
     """
-    with path.open("wb") as file:
-        with zipfile.ZipFile(file, "w") as archive:
-            for name, tensor in arrays:
-                # a ZipInfo has no time of day of its own
-                with archive.open(zipfile.ZipInfo(f"{name}.npy"), "w", force_zip64=True) as member:
-                    np.lib.format.write_array(member, tensor.contiguous().numpy(), allow_pickle=False)
-        file.flush()
-        os.fsync(file.fileno())
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, tensor in arrays:
+            # a ZipInfo has no time of day of its own
+            with archive.open(zipfile.ZipInfo(f"{name}.npy"), "w", force_zip64=True) as member:
+                np.lib.format.write_array(member, tensor.contiguous().numpy(), allow_pickle=False)

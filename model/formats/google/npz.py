@@ -27,6 +27,7 @@ from model.formats.google.differences import describe_array_differences, expecte
 from model.formats.google.infer import Inferred, infer_model, is_of_head
 from model.formats.google.names import BIG_VISION, VISION_TRANSFORMER, Layout, Slot, find_layout, slots_of
 from model.formats.side_record import read_side_record, side_path, write_side_record
+from model.replacing import replaced_file
 from model.saved import SavedModelMeta
 
 GoogleNames = Literal["vision_transformer", "big_vision"]
@@ -62,7 +63,7 @@ def read_google_npz(path: Path, *, said: Said = NOTHING_SAID) -> Foreign:
 def write_google_npz(path: Path, state: Mapping[str, Tensor], *, meta: SavedModelMeta, names: GoogleNames) -> None:
     """Write weights under the names that a code base itself loads, in float32, and our record beside them.
 
-    The file is written beside its place and renamed; an earlier one is replaced. One process calls this.
+    An earlier file is replaced, atomically. One process calls this.
 
     Raises:
         ValueError: these names cannot hold the model (`npz_objection`), or `state` is not that of `meta`'s model;
@@ -76,10 +77,9 @@ def write_google_npz(path: Path, state: Mapping[str, Tensor], *, meta: SavedMode
     layout = _LAYOUTS[names] if meta.model.position == "learned_1d" else replace(_LAYOUTS[names], position=None)
     if names == "big_vision":
         state = _without_class_position(state)
-    beside = path.with_name(f".{path.name}.writing")
-    write_npz(beside, _arrays(state, layout=layout, heads=meta.model.sizes.heads))
-    side_path(path).unlink(missing_ok=True)  # rather no record for a moment than that of an earlier file
-    beside.replace(path)
+    with replaced_file(path) as beside:
+        write_npz(beside, _arrays(state, layout=layout, heads=meta.model.sizes.heads))
+        side_path(path).unlink(missing_ok=True)  # rather no record for a moment than that of an earlier file
     write_side_record(path, meta=meta)
 
 

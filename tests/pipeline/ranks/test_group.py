@@ -85,7 +85,7 @@ def test_nobody_reads_half_an_address(tmp_path: Path, monkeypatch: pytest.Monkey
         os.rename(source, target)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("pipeline.ranks.group.os.replace", replace)
+    monkeypatch.setattr("os.replace", replace)
     with pytest.raises(KeyboardInterrupt):
         Ranks(Place(world_size=2, local_world_size=2, rendezvous=tmp_path), timeout_seconds=240)
     (text, name) = seen[0]

@@ -1,0 +1,77 @@
+"""Files and folders that take the place of earlier ones when they are whole; as `data_shards.durable`, for `model`.
+
+They are written beside their place, flushed to disk and renamed. Costs the flush.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+
+@contextmanager
+def replaced_file(path: Path) -> Iterator[Path]:
+    """Gives a path of the same name in a folder beside; when the block ends well, what was written there replaces
+    `path`, atomically.
+
+    Where more files were written (weights of an ONNX model that are too large for it), an earlier `path` is removed
+    first, so that it is never seen with weights that are not its own.
+    """
+    beside = path.with_name(f".{path.name}.writing")
+    shutil.rmtree(beside, ignore_errors=True)  # of an attempt that was killed
+    beside.mkdir(parents=True)
+    try:
+        yield beside / path.name
+        companions = sorted(file for file in beside.iterdir() if file.name != path.name)
+        for file in (*companions, beside / path.name):
+            _flush(file)
+        if companions:
+            path.unlink(missing_ok=True)
+        for file in (*companions, beside / path.name):
+            file.replace(path.with_name(file.name))
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+
+
+@contextmanager
+def replaced_folder(folder: Path) -> Iterator[Path]:
+    """Gives a new folder beside to write flat files in; when the block ends well, it takes the place of `folder`.
+
+    `folder` is there wholly or not at all, killed or without power at any moment. Killed between the two renames that
+    replace an earlier folder, the place is empty, and the next call begins by putting the earlier one back.
+
+    Raises:
+        OSError: the disk is full or cannot be written; what was there stays.
+    """
+    beside, aside = (folder.with_name(f".{folder.name}.{end}") for end in ("writing", "replaced"))
+    if aside.exists() and not folder.exists():  # of an attempt that was killed
+        aside.rename(folder)
+    for leftover in (beside, aside):
+        shutil.rmtree(leftover, ignore_errors=True)
+    beside.mkdir(parents=True)
+    try:
+        yield beside
+        for path in (*beside.iterdir(), beside):
+            _flush(path)
+    except BaseException:
+        shutil.rmtree(beside, ignore_errors=True)
+        raise
+    if folder.exists():
+        folder.rename(aside)
+    beside.rename(folder)
+    for above in (folder.parent, folder.parent.parent):  # the latter may have got the former just now
+        with suppress(PermissionError):  # a home's parent may be closed to its users
+            _flush(above)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def _flush(path: Path) -> None:
+    """Wait until the content of a file, or the names in a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
