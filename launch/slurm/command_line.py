@@ -8,33 +8,14 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
+from launch.slurm.options import JobOptions
+
 
 def submit(
     recipe: str,
     /,
     *overrides: str,
-    nodes: Annotated[int, Parameter(help="Nodes of a training stage.")],
-    time: Annotated[str, Parameter(help="Time limit of one job, such as 24:00:00; a stage may take several.")],
-    gpus_per_node: Annotated[
-        int, Parameter(help="GPUs of a node, one process each; 0: a cluster without GPUs, see --tasks-per-node.")
-    ] = 0,
-    tasks_per_node: Annotated[
-        int | None, Parameter(help="Processes of a node, where there are no GPUs; default: one for each GPU.")
-    ] = None,
-    cpus_per_task: Annotated[int | None, Parameter(help="Cores of each process; default: the cluster's.")] = None,
-    partition: Annotated[str | None, Parameter(help="As sbatch's; default: the site file's.")] = None,
-    account: Annotated[str | None, Parameter(help="As sbatch's; default: the site file's.")] = None,
-    qos: Annotated[str | None, Parameter(help="As sbatch's; default: the site file's.")] = None,
-    constraint: Annotated[str | None, Parameter(help="As sbatch's; default: the site file's.")] = None,
-    container: Annotated[
-        str | None, Parameter(help="Image in which the processes run (pyxis or apptainer, see --site).")
-    ] = None,
-    signal_seconds: Annotated[
-        int, Parameter(help="So long before the limit the processes save; SLURM is up to a minute early.")
-    ] = 180,
-    max_restarts: Annotated[
-        int, Parameter(help="How often a stage that crashed is started again, as long as it gets further.")
-    ] = 20,
+    options: Annotated[JobOptions, Parameter(name="*")],
     site: Annotated[
         Path | None, Parameter(help="TOML file with what is the same for all jobs of this cluster.")
     ] = None,
@@ -63,26 +44,12 @@ def submit(
     loaded = load_recipe(recipe, overrides=overrides)  # a mistake in it is said before anything slow is imported
 
     from launch.slurm.commands import Slurm
-    from launch.slurm.job import Asked, job_of
+    from launch.slurm.job import job_of
     from launch.slurm.site import read_site
     from launch.slurm.submit import plan_submission, submit_plan
     from launch.slurm.submit import render as rendered
 
-    asked = Asked(
-        nodes=nodes,
-        time=time,
-        gpus_per_node=gpus_per_node,
-        tasks_per_node=tasks_per_node,
-        cpus_per_task=cpus_per_task,
-        partition=partition,
-        account=account,
-        qos=qos,
-        constraint=constraint,
-        container=container,
-        signal_seconds=signal_seconds,
-        max_restarts=max_restarts,
-    )
-    job = job_of(asked, site=read_site(site))
+    job = job_of(options, site=read_site(site))
     plan = plan_submission(
         recipe,
         overrides=overrides,

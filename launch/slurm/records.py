@@ -1,27 +1,27 @@
-"""What the run folder remembers of SLURM: RUNS/NAME/slurm/*.json.
+"""What a run folder records about SLURM: RUNS/NAME/slurm/*.json, each replaced atomically.
 
     jobs.json         what `shardvit submit` submitted last
-    STAGE.ends.json   how the jobs of a stage have ended so far, written by `after`
+    STAGE.ends.json   how the attempts at a stage ended, written by `after`
     cancelled.json    jobs that `shardvit cancel` was asked to end: they are not requeued
-
-Each is written beside and renamed.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from pydantic import TypeAdapter, ValidationError
+
 from data_shards.durable import replace_text
 from data_shards.errors import UserError
-from pipeline.recipe.schema import StageName
+from pipeline.vocabulary import StageName
 
 _Record = TypeVar("_Record")
 Kind = Literal["stopped", "failed", "taken away"]
-"""How an attempt ended that did not finish its stage; taken away: by SLURM, for reasons of its own."""
+"""How an attempt ended that did not finish its stage; taken away: by SLURM (preemption, a failed node, scancel)."""
 
 
 @dataclass(frozen=True)
@@ -57,14 +57,12 @@ class End:
     sentence: str
 
 
-def read_submission(slurm: Path) -> Submission | None:
-    """The last one; None: the run was never submitted.
+# All three readers raise UserError for a damaged file.
 
-    Raises:
-        UserError: the file is damaged.
-    """
-    content = _read(slurm / "jobs.json")
-    return None if content is None else _make(Submission, content, slurm / "jobs.json")
+
+def read_submission(slurm: Path) -> Submission | None:
+    """The last one; None: the run was never submitted."""
+    return _read(slurm / "jobs.json", TypeAdapter(Submission | None), missing=None)
 
 
 def write_submission(slurm: Path, submission: Submission) -> None:
@@ -73,13 +71,8 @@ def write_submission(slurm: Path, submission: Submission) -> None:
 
 
 def read_ends(slurm: Path, stage: StageName) -> list[End]:
-    """How a stage's attempts ended, oldest first.
-
-    Raises:
-        UserError: the file is damaged.
-    """
-    path = slurm / f"{stage}.ends.json"
-    return [_make(End, content, path) for content in _read(path) or []]
+    """How a stage's attempts ended, oldest first."""
+    return _read(slurm / f"{stage}.ends.json", TypeAdapter(list[End]), missing=[])
 
 
 def write_ends(slurm: Path, stage: StageName, ends: Sequence[End]) -> None:
@@ -89,7 +82,7 @@ def write_ends(slurm: Path, stage: StageName, ends: Sequence[End]) -> None:
 
 def read_cancelled(slurm: Path) -> set[str]:
     """Jobs that are not to be requeued."""
-    return set(_read(slurm / "cancelled.json") or [])
+    return _read(slurm / "cancelled.json", TypeAdapter(set[str]), missing=set())
 
 
 def write_cancelled(slurm: Path, jobs: set[str]) -> None:
@@ -97,20 +90,13 @@ def write_cancelled(slurm: Path, jobs: set[str]) -> None:
     _write(slurm / "cancelled.json", sorted(jobs))
 
 
-def _read(path: Path) -> Any:
+def _read(path: Path, kind: TypeAdapter[_Record], *, missing: Any) -> _Record:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return kind.validate_json(path.read_bytes())
     except FileNotFoundError:
-        return None
-    except ValueError as error:
-        raise UserError(f"{path} is damaged ({error}): remove it") from None
-
-
-def _make(kind: type[_Record], content: Mapping[str, Any], path: Path) -> _Record:
-    try:
-        return kind(**content)
-    except TypeError as error:
-        raise UserError(f"{path} is damaged ({error}): remove it") from None
+        return missing
+    except ValidationError as error:
+        raise UserError(f"{path} is damaged ({error.errors()[0]['msg']}): remove it") from None
 
 
 def _write(path: Path, content: object) -> None:

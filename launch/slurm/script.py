@@ -7,10 +7,12 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from data_shards.errors import UserError
 from launch.endings import EXIT_STOPPED
-from launch.slurm.job import SWAP_HEAD_SECONDS, SlurmJob, format_limit
+from launch.slurm.job import SlurmJob
+from launch.slurm.options import limit_seconds
 from launch.slurm.site import ContainerSite
 from pipeline.recipe.schema import StageName
 
@@ -63,11 +65,9 @@ def stage_script(stage: StageName, *, job: SlurmJob, paths: Paths) -> str:
     environment.filters["q"] = shlex.quote
     environment.filters["comment"] = lambda value: " ".join(str(value).split())
     python = job.site.python or ("python3" if job.container else sys.executable)
-    one = stage == "swap_head"
-    srun = _srun(job, paths=paths, nodes=1 if one else job.nodes, tasks=1 if one else job.processes)
     inside = _inside(job, paths=paths)
     after = [*inside, python, "-m", "launch.slurm.after", str(paths.run)]
-    rest = ["--stage", stage, "--max-restarts", str(job.max_restarts)]
+    rest = ["--stage", stage, "--max-restarts", str(job.options.max_restarts)]
     return environment.from_string(_TEMPLATE.read_text(encoding="utf-8")).render(
         stage=stage,
         run_folder=paths.run,
@@ -76,54 +76,44 @@ def stage_script(stage: StageName, *, job: SlurmJob, paths: Paths) -> str:
         setup=job.site.setup,
         environment={
             "PYTHONUNBUFFERED": "1",
-            **({} if job.gpus_per_node else {"DS_ACCELERATOR": "cpu"}),
+            **({} if job.options.gpus_per_node else {"DS_ACCELERATOR": "cpu"}),
             **job.site.environment,
         },
         package_folder=None if job.container or paths.package is None else str(paths.package),
         train=_command(
-            srun,
+            _srun(stage, job, paths=paths, how="train"),
             [*inside, python, "-u", "-m", "launch.train", str(paths.recipe), "--stage", stage],
             ["--runs", str(paths.run.parent)],
         ),
         # Where shardvit is in the container alone, one more task asks the question there.
-        after=_command(*([_srun(job, paths=paths, nodes=1, tasks=1)] if job.container else []), after, rest),
-        patience_seconds=max(1, job.signal_seconds - _REQUEUE_SECONDS),
+        after=_command(*([_srun(stage, job, paths=paths, how="ask")] if job.container else []), after, rest),
+        patience_seconds=max(1, job.options.signal_seconds - _REQUEUE_SECONDS),
         exit_requeue=EXIT_STOPPED,
     )
 
 
 def _options(stage: StageName, *, job: SlurmJob, paths: Paths) -> list[str]:
-    one = stage == "swap_head"
-    # A partition of GPUs may not take a job without any.
-    gpus = min(job.gpus_per_node, 1) if one else job.gpus_per_node
-    limit = min(job.limit_seconds, SWAP_HEAD_SECONDS) if one else job.limit_seconds
+    asked = {entry.flag: text for entry, text in job.options.flags(stage=stage)}
     options = {
         "job-name": f"{paths.run.name}-{stage}",
-        "nodes": 1 if one else job.nodes,
-        "ntasks-per-node": 1 if one else job.tasks_per_node,
-        "gpus-per-node": gpus or None,
-        "cpus-per-task": job.cpus_per_task,
-        "time": format_limit(limit),
-        "partition": job.partition,
-        "account": job.account,
-        "qos": job.qos,
-        "constraint": job.constraint,
+        **asked,
         "chdir": paths.work,
         "output": str(paths.log(stage)).replace("%", "%%"),
         "open-mode": "append",
-        "signal": f"B:USR1@{min(job.signal_seconds, limit - 1)}",
+        "signal": f"B:USR1@{min(job.options.signal_seconds, limit_seconds(asked['time']) - 1)}",
     }
-    lines = [f"--{name}={value}" for name, value in options.items() if value is not None]
+    lines = [f"--{name}={value}" for name, value in options.items()]
     for line in lines:
         if "\n" in line or "\r" in line:
             raise UserError(f"{line.splitlines()[0]}: a line break cannot stand in a batch script")
     return [*lines, "--requeue", *job.site.sbatch.lines]
 
 
-def _srun(job: SlurmJob, *, paths: Paths, nodes: int, tasks: int) -> list[str]:
-    command = ["srun", f"--nodes={nodes}", f"--ntasks={tasks}", "--distribution=block"]
-    if job.cpus_per_task:  # since SLURM 22.05 srun does not take it over from the job
-        command.append(f"--cpus-per-task={job.cpus_per_task}")
+def _srun(stage: StageName, job: SlurmJob, *, paths: Paths, how: Literal["train", "ask"]) -> list[str]:
+    """srun for the processes of a stage, or for the one that asks what is to become of the job."""
+    nodes, tasks = (1, 1) if how == "ask" or stage == "swap_head" else (job.options.nodes, job.processes)
+    passed_on = [f"--{entry.flag}={text}" for entry, text in job.options.flags(stage=stage) if entry.srun]
+    command = ["srun", f"--nodes={nodes}", f"--ntasks={tasks}", "--distribution=block", *passed_on]
     command += ["--kill-on-bad-exit=0", f"--wait={_WAIT_SECONDS}", *job.site.srun]
     if job.container is not None and job.container.runtime == "pyxis":
         command += [
@@ -138,7 +128,7 @@ def _inside(job: SlurmJob, *, paths: Paths) -> list[str]:
     if job.container is None or job.container.runtime != "apptainer":
         return []
     binds = [f"--bind={mount}" for mount in _mounts(job.container, paths)]
-    nv = ["--nv"] if job.gpus_per_node else []
+    nv = ["--nv"] if job.options.gpus_per_node else []
     return ["apptainer", "exec", *nv, *binds, f"--pwd={paths.work}", job.container.image]
 
 

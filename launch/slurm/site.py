@@ -29,9 +29,10 @@ import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, Field, ValidationError, create_model
 
 from data_shards.errors import UserError
+from launch.slurm.options import table
 from pipeline.recipe.base import Strict
 
 
@@ -60,14 +61,14 @@ Line = Annotated[str, AfterValidator(_one_line)]
 Option = Annotated[str, AfterValidator(_option)]
 
 
-class SbatchSite(Strict):
-    """Options of every job."""
-
-    partition: Line | None = None
-    account: Line | None = None
-    qos: Line | None = None
-    constraint: Line | None = None
-    lines: tuple[Option, ...] = ()
+_DefaultOption = Line | None
+_DEFAULTS: dict[str, Any] = {name: (_DefaultOption, None) for name, entry in table().items() if entry.in_site}
+SbatchSite = create_model(
+    "SbatchSite",
+    __base__=Strict,
+    lines=(tuple[Option, ...], ()),
+    **_DEFAULTS,
+)
 
 
 class ContainerSite(Strict):
@@ -85,7 +86,7 @@ class Site(Strict):
     setup: tuple[Line, ...] = ()
     python: Line | None = None
     srun: tuple[Option, ...] = ()
-    sbatch: SbatchSite = SbatchSite()
+    sbatch: SbatchSite = SbatchSite()  # pyright: ignore[reportInvalidTypeForm]
     environment: Annotated[dict[str, str], AfterValidator(_variables)] = Field(default_factory=dict)
     container: ContainerSite | None = None
 

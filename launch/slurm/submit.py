@@ -69,10 +69,10 @@ def plan_submission(
     loaded = loaded or load_recipe(recipe, overrides=overrides)
     if loaded.processes not in ("auto", job.processes):
         raise UserError(
-            f"processes is {loaded.processes}, but {job.nodes} nodes with {job.tasks_per_node} processes each make "
-            f"{job.processes}: set processes=auto, or ask for other nodes"
+            f"processes is {loaded.processes}, but {job.options.nodes} nodes with {job.tasks_per_node} processes each "
+            f"make {job.processes}: set processes=auto, or ask for other nodes"
         )
-    if loaded.engine.precision == "fp16" and not job.gpus_per_node:
+    if loaded.engine.precision == "fp16" and not job.options.gpus_per_node:
         raise UserError("engine.precision fp16 needs a GPU: use bf16 or fp32 with --gpus-per-node 0")
     folder = RunFolder(runs_root=runs_root.absolute(), name=loaded.name)
     folder.check_recipe(loaded)
@@ -132,7 +132,7 @@ def submit_plan(plan: Plan, *, slurm: Slurm) -> Submission:
         time=time.time(),
         processes=plan.job.processes,
         limit_seconds=plan.job.limit_seconds,
-        max_restarts=plan.job.max_restarts,
+        max_restarts=plan.job.options.max_restarts,
         total_steps=total_steps(plan.recipe, processes=plan.job.processes, commands="run"),
     )
     for stage, text in plan.scripts.items():

@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 
 from data_shards.errors import UserError
-from launch.slurm.job import Asked, format_limit, job_of, limit_seconds
+from launch.slurm.job import job_of
+from launch.slurm.options import JobOptions, format_limit, limit_seconds
 from launch.slurm.site import Site
 
-ASKED = Asked(nodes=4, time="24:00:00", gpus_per_node=8)
+ASKED = JobOptions(nodes=4, time="24:00:00", gpus_per_node=8)
 
 
 @pytest.mark.parametrize(
@@ -38,9 +39,9 @@ def test_what_is_no_time_is_refused(text: str):
 def test_every_gpu_has_a_process_and_the_site_completes_the_rest():
     site = Site.model_validate({"sbatch": {"partition": "gpu", "account": "a"}, "container": {"image": "old"}})
     job = job_of(replace(ASKED, account="b", container="new"), site=site)
-    assert (job.processes, job.tasks_per_node, job.partition, job.account) == (32, 8, "gpu", "b")
+    assert (job.processes, job.tasks_per_node, job.options.partition, job.options.account) == (32, 8, "gpu", "b")
     assert job.container is not None and job.container.image == "new"
-    assert job_of(Asked(nodes=2, time="5", tasks_per_node=3), site=Site()).processes == 6
+    assert job_of(JobOptions(nodes=2, time="5", tasks_per_node=3), site=Site()).processes == 6
 
 
 @pytest.mark.parametrize(

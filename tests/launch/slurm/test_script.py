@@ -12,12 +12,14 @@ from typing import Any
 import pytest
 
 from data_shards.errors import UserError
-from launch.slurm.job import SlurmJob
+from launch.slurm.job import SlurmJob, job_of
+from launch.slurm.options import JobOptions
 from launch.slurm.script import Paths, stage_script
 from launch.slurm.site import Site
 from pipeline.recipe.schema import StageName
 
-JOB = SlurmJob(nodes=4, tasks_per_node=8, gpus_per_node=8, limit_seconds=90_000)
+OPTIONS = JobOptions(nodes=4, gpus_per_node=8, time="25:00:00")
+JOB = job_of(OPTIONS, site=Site())
 NASTY = "/runs/a b$(touch x)`'\"%j"
 
 
@@ -39,11 +41,15 @@ def words_of(text: str, command: str) -> list[str]:
 
 def site(**content: Any) -> SlurmJob:
     read = Site.model_validate(content)
-    return replace(JOB, site=read, container=read.container)
+    return job_of(OPTIONS, site=read)
+
+
+def asking(**changes: Any) -> SlurmJob:
+    return job_of(replace(OPTIONS, **changes), site=Site())
 
 
 def test_what_is_asked_of_slurm():
-    asked = options(stage_script("pretrain", job=replace(JOB, partition="gpu", qos="long"), paths=paths()))
+    asked = options(stage_script("pretrain", job=asking(partition="gpu", qos="long"), paths=paths()))
     assert asked == {
         "--job-name": "law-pretrain",
         "--nodes": "4",
@@ -68,14 +74,14 @@ def test_swap_head_is_one_process_for_a_short_time():
 
 
 def test_a_cluster_without_gpus_is_asked_for_none():
-    text = stage_script("pretrain", job=replace(JOB, gpus_per_node=0, cpus_per_task=4), paths=paths())
+    text = stage_script("pretrain", job=asking(gpus_per_node=0, tasks_per_node=8, cpus_per_task=4), paths=paths())
     assert "--gpus-per-node" not in options(text) and "export DS_ACCELERATOR=cpu" in text
     assert options(text)["--cpus-per-task"] == "4" and "--cpus-per-task=4" in words_of(text, "srun")
     assert "DS_ACCELERATOR" not in stage_script("pretrain", job=JOB, paths=paths())
 
 
 def test_the_ranks_and_the_question_afterwards():
-    text = stage_script("finetune", job=replace(JOB, max_restarts=7), paths=paths())
+    text = stage_script("finetune", job=asking(max_restarts=7), paths=paths())
     srun = words_of(text, "srun")
     assert srun[-10:] == [
         *(sys.executable, "-u", "-m", "launch.train", "/runs/law/slurm/recipe.yaml"),

@@ -6,15 +6,17 @@ from pathlib import Path
 import pytest
 
 from data_shards.errors import UserError
-from launch.slurm.job import SlurmJob
+from launch.slurm.job import SlurmJob, job_of
+from launch.slurm.options import JobOptions
 from launch.slurm.records import read_submission, write_cancelled, write_ends
+from launch.slurm.site import Site
 from launch.slurm.submit import Plan, plan_submission, render, submit_plan
 from pipeline.recipe.io import parse_recipe
 from pipeline.run_folder import RunFolder
 from tests.launch.machine import each_once, make_shards
 from tests.launch.slurm.fake_slurm import FakeSlurm
 
-JOB = SlurmJob(nodes=2, tasks_per_node=2, gpus_per_node=0, limit_seconds=3600)
+JOB = job_of(JobOptions(nodes=2, tasks_per_node=2, time="1:00:00"), site=Site())
 
 
 @pytest.fixture
@@ -102,7 +104,7 @@ def test_when_slurm_refuses_a_job_those_before_it_are_taken_back(work: Path):
     ("override", "job", "named"),
     [
         ("processes=3", JOB, "processes is 3, but 2 nodes with 2 processes each make 4"),
-        ("seed=0", SlurmJob(nodes=3, tasks_per_node=1, gpus_per_node=0, limit_seconds=60), "among 3 processes"),
+        ("seed=0", job_of(JobOptions(nodes=3, tasks_per_node=1, time="1:00:00"), site=Site()), "among 3 processes"),
         ("engine.precision=fp16", JOB, "fp16 needs a GPU"),
         ("stages.finetune.train=nowhere", JOB, "nowhere"),
         ("stages.pretrain.duration=0 steps", JOB, "stages.pretrain.duration"),
@@ -117,7 +119,7 @@ def test_what_would_keep_a_stage_from_running_is_said_before_anything_is_submitt
 
 
 def test_a_recipe_for_gpus_may_be_submitted_from_a_machine_without_any(work: Path):
-    gpus = SlurmJob(nodes=2, tasks_per_node=8, gpus_per_node=8, limit_seconds=3600)
+    gpus = job_of(JobOptions(nodes=2, gpus_per_node=8, time="1:00:00"), site=Site())
     assert "--gpus-per-node=8" in plan("engine.precision=fp16", job=gpus).scripts["pretrain"]
 
 

@@ -1,0 +1,149 @@
+"""The table of `shardvit submit`'s options. A new one is one field of `JobOptions`, and nothing else.
+
+The field gives name, type and default, beside them stand its --help and its `Sbatch` entry. The command line, the
+checks, the [sbatch] keys of a site file and the #SBATCH lines are made from it. Imports nothing heavy: --help reads it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Annotated, Any, get_type_hints
+
+from cyclopts import Parameter
+
+from data_shards.errors import UserError
+
+_TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<first>\d+)(?::(?P<second>\d+))?(?::(?P<third>\d+))?")
+_FROM_SITE = Parameter(help="As sbatch's; default: the site file's.")
+
+
+def limit_seconds(text: str) -> int:
+    """A time limit as SLURM writes it: "90" and "90:00" are minutes, "24:00:00", "2-12", "2-12:30", "2-12:30:00".
+
+    Raises:
+        UserError: it is not a time, or zero.
+    """
+    found = _TIME.fullmatch(text.strip())
+    if found is None:
+        raise UserError(
+            f"--time: {text!r} is not a time limit; write 24:00:00, 2-12:00:00 (two and a half days) or minutes"
+        )
+    first, second, third = (int(found[name] or 0) for name in ("first", "second", "third"))
+    if found["days"] is not None:  # days-hours[:minutes[:seconds]]
+        seconds = ((int(found["days"]) * 24 + first) * 60 + second) * 60 + third
+    elif found["third"] is not None:
+        seconds = (first * 60 + second) * 60 + third
+    else:  # minutes[:seconds]
+        seconds = first * 60 + second
+    if seconds == 0:
+        raise UserError(f"--time: {text!r} is zero; write 24:00:00, for instance")
+    return seconds
+
+
+def format_limit(seconds: int) -> str:
+    """The inverse, for `#SBATCH --time`."""
+    days, rest = divmod(seconds, 86_400)
+    clock = f"{rest // 3600:02d}:{rest % 3600 // 60:02d}:{rest % 60:02d}"
+    return f"{days}-{clock}" if days else clock
+
+
+@dataclass(frozen=True)
+class Sbatch:
+    """What one option means to SLURM.
+
+    Attributes:
+        flag: of sbatch; empty: sbatch is not told. None and 0 are not passed on.
+        least: the smallest number allowed.
+        swap_head: the most that stage swap_head asks for; it is one process, and takes seconds.
+        in_site: a site file's [sbatch] may set the default.
+        srun: srun needs it as well.
+        read: the option's text -> a number.
+        show: the number -> sbatch's text.
+    """
+
+    flag: str = ""
+    least: int | None = None
+    swap_head: int | None = None
+    in_site: bool = False
+    srun: bool = False
+    read: Callable[[Any], Any] | None = None
+    show: Callable[[Any], str] = str
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobOptions:
+    """What a user asks for; the fields' order is that of the #SBATCH lines."""
+
+    nodes: Annotated[int, Parameter(help="Nodes of a training stage."), Sbatch("nodes", least=1, swap_head=1)]
+    tasks_per_node: Annotated[
+        int | None,
+        Parameter(help="Processes of a node, where there are no GPUs; default: one for each GPU."),
+        Sbatch("ntasks-per-node", least=1, swap_head=1),
+    ] = None
+    gpus_per_node: Annotated[
+        int,
+        Parameter(help="GPUs of a node, one process each; 0: a cluster without GPUs, see --tasks-per-node."),
+        Sbatch("gpus-per-node", least=0, swap_head=1),  # not 0: a partition of GPUs may refuse a job without any
+    ] = 0
+    cpus_per_task: Annotated[
+        int | None,
+        Parameter(help="Cores of each process; default: the cluster's."),
+        Sbatch("cpus-per-task", least=1, srun=True),  # since SLURM 22.05 srun does not inherit it from the job
+    ] = None
+    time: Annotated[
+        str,
+        Parameter(help="Time limit of one job, such as 24:00:00; a stage may take several."),
+        Sbatch("time", read=limit_seconds, show=format_limit, swap_head=1800),  # minutes to import from a cold disk
+    ]
+    partition: Annotated[str | None, _FROM_SITE, Sbatch("partition", in_site=True)] = None
+    account: Annotated[str | None, _FROM_SITE, Sbatch("account", in_site=True)] = None
+    qos: Annotated[str | None, _FROM_SITE, Sbatch("qos", in_site=True)] = None
+    constraint: Annotated[str | None, _FROM_SITE, Sbatch("constraint", in_site=True)] = None
+    container: Annotated[
+        str | None, Parameter(help="Image in which the processes run (pyxis or apptainer, see --site)."), Sbatch()
+    ] = None
+    signal_seconds: Annotated[
+        int,
+        Parameter(help="The processes save this long before the time limit; SLURM may signal a minute early."),
+        Sbatch(least=1),
+    ] = 180
+    max_restarts: Annotated[
+        int, Parameter(help="How often a crashed stage is restarted, as long as it makes progress."), Sbatch(least=0)
+    ] = 20
+
+    def check(self) -> None:
+        """Check each option by itself.
+
+        Raises:
+            UserError: a number is too small, or a text is empty or has several lines.
+        """
+        for name, entry in table().items():
+            value: Any = getattr(self, name)
+            option = "--" + name.replace("_", "-")
+            if entry.read is not None:
+                entry.read(value)
+            elif isinstance(value, str) and (not value or re.search(r"[\n\r\0]", value)):
+                raise UserError(f"{option}: it must be one line of text")
+            elif entry.least is not None and value is not None and value < entry.least:
+                raise UserError(f"{option}: it is {value}; give {entry.least} or more")
+
+    def flags(self, *, stage: str) -> Iterator[tuple[Sbatch, str]]:
+        """The entries that sbatch is told for a stage, each with its text."""
+        for name, entry in table().items():
+            value = getattr(self, name)
+            if entry.read is not None:
+                value = entry.read(value)
+            if entry.swap_head is not None and stage == "swap_head":
+                value = min(value, entry.swap_head)
+            if entry.flag and value:
+                yield entry, entry.show(value)
+
+
+@cache
+def table() -> dict[str, Sbatch]:
+    """Field of `JobOptions` -> its entry, in order."""
+    hints = get_type_hints(JobOptions, include_extras=True)
+    return {name: next(part for part in hint.__metadata__ if isinstance(part, Sbatch)) for name, hint in hints.items()}
