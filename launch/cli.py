@@ -17,10 +17,10 @@ from launch.commands.models import export_model, import_model
 from launch.commands.predict import predict
 from launch.commands.table8 import table8
 from launch.doctor.command import doctor
-from launch.endings import EXIT_STOPPED, EXIT_USER_ERROR
-from launch.output import EXIT_READER_LEFT, OutputLost, go_on, guard
+from launch.output import OutputLost, go_on, guard
 from launch.planning.command import plan
 from launch.slurm.command_line import cancel, status, submit
+from pipeline.vocabulary import EXIT_READER_LEFT, EXIT_STOPPED, EXIT_USER_ERROR
 
 app = App(
     name="shardvit",

@@ -11,8 +11,8 @@ import signal
 from collections.abc import Sequence
 from pathlib import Path
 
-EXIT_USER_ERROR = 2
-EXIT_STOPPED = 75  # as pipeline.ranks.stopping, which a process without torch does not import
+from pipeline.vocabulary import EXIT_STOPPED, EXIT_USER_ERROR
+
 _HINTS: dict[int, str] = {
     signal.SIGBUS: ", as happens when /dev/shm is too small or a disk filled up under an open file",
     signal.SIGSEGV: ", a crash inside a library",

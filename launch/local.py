@@ -25,11 +25,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from launch.endings import EXIT_STOPPED, overall_code, signal_of
+from launch.endings import overall_code, signal_of
 from launch.env import RENDEZVOUS, SUPERVISOR_PID, num_gpus, without_place
 from launch.processes import RANK_COMMAND, kill_all
 from launch.signals import handled
 from pipeline.recipe.schema import Recipe, StageName
+from pipeline.vocabulary import EXIT_STOPPED
 
 _RENDEZVOUS_PREFIX = ".rendezvous-"
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)

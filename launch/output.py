@@ -19,7 +19,6 @@ from contextlib import suppress
 from typing import Any, Literal
 
 _PATIENCE_SECONDS = 1.0  # for a terminal or pipe that was set not to block
-EXIT_READER_LEFT = 141  # 128 + SIGPIPE, which ends other tools then
 
 
 class OutputLost(Exception):

@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING, NoReturn
 
 from data_shards.errors import SampleError, UserError, WorkerDied
 from data_shards.text import printable
-from launch.endings import EXIT_USER_ERROR
 from launch.env import (
     experiment_name,
     job_tags,
@@ -51,7 +50,7 @@ from pipeline.ranks.place import Place
 from pipeline.recipe.io import load_recipe
 from pipeline.recipe.schema import Recipe, StageName
 from pipeline.run_folder import RunFolder
-from pipeline.vocabulary import ALL_STAGES, EXIT_STOPPED
+from pipeline.vocabulary import ALL_STAGES, EXIT_STOPPED, EXIT_USER_ERROR
 
 if TYPE_CHECKING:
     from pipeline.ranks.stopping import StopFlag

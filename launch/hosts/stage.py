@@ -28,7 +28,7 @@ import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-from launch.endings import EXIT_STOPPED, overall_code, signal_of
+from launch.endings import overall_code, signal_of
 from launch.env import RENDEZVOUS, without_place
 from launch.hosts import pdsh
 from launch.hosts.agent import RUN_MARK, Order, rendezvous_name
@@ -38,6 +38,7 @@ from launch.hosts.preflight import Ready
 from launch.hosts.remote import Connection
 from launch.local import STOP_SIGNALS, STOPPING, Launch, rank_arguments
 from launch.signals import handled
+from pipeline.vocabulary import EXIT_STOPPED
 
 _ALIVE_SECONDS = 5.0  # between two signs of life to the agents
 _SILENCE_SECONDS = 45.0  # longer than ssh's own patience: both sides find out

@@ -27,8 +27,8 @@ from data_shards.errors import UserError
 from launch.run.claims import Claim, OwnClaim, highest_claim, this_process
 from launch.run.presence import Presence, gone
 from pipeline.ranks.pid import process_started
+from pipeline.vocabulary import EXIT_USER_ERROR
 
-EXIT_GONE = 2  # somebody must bring the folder back
 _BEAT_SECONDS = 5.0
 _WATCH_SECONDS = 30.0  # file servers stand still for a while, too
 _BEGIN_SECONDS = 5.0  # within which a claim that was made is filled; whoever is slower finds that it lost
@@ -165,7 +165,7 @@ def _counting_on(
                         _to_stderr(gone(there.folder))
                         end_others()
                     finally:
-                        os._exit(EXIT_GONE)
+                        os._exit(EXIT_USER_ERROR)
                 if not claim.holds():
                     _to_stderr(f"{what} was taken over by another process while this one stood still: leaving at once")
                     os._exit(1)

@@ -18,7 +18,7 @@ from typing import Literal
 from data_shards.errors import UserError
 from data_shards.store.location import CommandRefused, Commands
 from data_shards.text import printable
-from launch.endings import EXIT_STOPPED, EXIT_USER_ERROR, memory_kills, reason
+from launch.endings import memory_kills, reason
 from launch.env import SUPERVISOR_PID, num_gpus
 from launch.hosts.fleet import Fleet
 from launch.local import Launch, run_stage_locally
@@ -36,6 +36,7 @@ from pipeline.recipe.schema import Recipe, StageName, TrainStage
 from pipeline.report.best import SCORES, describe_best
 from pipeline.run_folder import RunFolder, StageRecord
 from pipeline.start_model import model_from_elsewhere
+from pipeline.vocabulary import EXIT_STOPPED, EXIT_USER_ERROR
 
 _GONE_SECONDS = 20.0  # for the ranks, which find out by themselves, to say it and to end
 

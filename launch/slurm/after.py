@@ -20,12 +20,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from data_shards.errors import UserError
-from launch.endings import EXIT_STOPPED, EXIT_USER_ERROR, reason
+from launch.endings import reason
 from launch.run.restarts import Restarts
 from launch.slurm.records import End, Kind, read_cancelled, read_ends, write_ends
 from pipeline.recipe.schema import StageName
 from pipeline.run_folder import RunFolder, StageRecord
-from pipeline.vocabulary import ALL_STAGES
+from pipeline.vocabulary import ALL_STAGES, EXIT_STOPPED, EXIT_USER_ERROR
 
 _TIME_LIMIT = "TimeLimit"
 

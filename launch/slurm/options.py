@@ -125,8 +125,9 @@ class JobOptions:
             option = "--" + name.replace("_", "-")
             if entry.read is not None:
                 entry.read(value)
-            elif isinstance(value, str) and (not value or re.search(r"[\n\r\0]", value)):
-                raise UserError(f"{option}: it must be one line of text")
+            elif isinstance(value, str):
+                if not value or re.search(r"[\n\r\0]", value):
+                    raise UserError(f"{option}: it must be one line of text")
             elif entry.least is not None and value is not None and value < entry.least:
                 raise UserError(f"{option}: it is {value}; give {entry.least} or more")
 

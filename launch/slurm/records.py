@@ -1,8 +1,8 @@
 """What a run folder records about SLURM: RUNS/NAME/slurm/*.json, each replaced atomically.
 
-    jobs.json         what `shardvit submit` submitted last
-    STAGE.ends.json   how the attempts at a stage ended, written by `after`
-    cancelled.json    jobs that `shardvit cancel` was asked to end: they are not requeued
+jobs.json         what `shardvit submit` submitted last
+STAGE.ends.json   how the attempts at a stage ended, written by `after`
+cancelled.json    jobs that `shardvit cancel` was asked to end: they are not requeued
 """
 
 from __future__ import annotations

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Literal
 
 from data_shards.errors import UserError
-from launch.endings import EXIT_STOPPED
 from launch.slurm.job import SlurmJob
 from launch.slurm.options import limit_seconds
 from launch.slurm.site import ContainerSite
 from pipeline.recipe.schema import StageName
+from pipeline.vocabulary import EXIT_STOPPED
 
 _TEMPLATE = Path(__file__).with_name("templates") / "stage.sbatch.jinja"
 _WAIT_SECONDS = 120  # after the first process has ended: saving is over by then, MLflow may still be told the rest

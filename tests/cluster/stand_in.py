@@ -22,11 +22,10 @@ import time
 from pathlib import Path
 from types import FrameType
 
-from launch.endings import EXIT_STOPPED
 from launch.env import read_place
 from pipeline.recipe.io import load_recipe
 from pipeline.run_folder import RunFolder
-from pipeline.vocabulary import ALL_STAGES
+from pipeline.vocabulary import ALL_STAGES, EXIT_STOPPED
 
 STEP_SECONDS = 0.1
 

@@ -16,9 +16,9 @@ import yaml
 from packaging.specifiers import SpecifierSet
 
 from launch.cli import app
-from launch.endings import EXIT_STOPPED
 from launch.slurm.site import read_site
-from launch.train import EXIT_USER_ERROR, _parse
+from launch.train import _parse
+from pipeline.vocabulary import EXIT_STOPPED, EXIT_USER_ERROR
 
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCH = ROOT / "launch"

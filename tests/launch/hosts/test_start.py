@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from data_shards.errors import UserError
-from launch.endings import EXIT_STOPPED
 from launch.hosts import start
 from launch.hosts.fleet import Fleet
 from launch.hosts.hostfile import Host
@@ -15,6 +14,7 @@ from launch.hosts.preflight import Ready
 from launch.local import Launch
 from launch.run import pipeline_run
 from launch.run.pipeline_run import PipelineRun
+from pipeline.vocabulary import EXIT_STOPPED
 from tests.launch.machine import Machine, each_once, make_shards
 
 FLEET = Fleet((Host("a", (0, 1)), Host("b", (1, 2))), Path("hosts"))

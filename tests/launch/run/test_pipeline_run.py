@@ -13,7 +13,6 @@ from typing import Literal
 import pytest
 
 from data_shards.errors import UserError
-from launch.endings import EXIT_STOPPED
 from launch.local import Launch
 from launch.run import pipeline_run
 from launch.run.lock import locked
@@ -21,6 +20,7 @@ from launch.run.pipeline_run import PipelineRun
 from model.saved import SavedModelMeta
 from pipeline.recipe.io import load_recipe
 from pipeline.recipe.schema import Recipe
+from pipeline.vocabulary import EXIT_STOPPED
 from tests.launch.machine import Machine
 from tests.saving import one_rank, save
 
