@@ -35,7 +35,7 @@ from pipeline.recipe.schema import StageName
 from pipeline.recipe.stage_plan import StagePlan, plan_stage
 from pipeline.report.best import best_results, describe_best
 from pipeline.report.metrics_log import iter_metrics
-from pipeline.report.stage_report import stage_report
+from pipeline.report.reporter import stage_report
 from pipeline.run_folder import check_inputs, weights_digest
 from pipeline.stage_data import StageData, cache_advice, training_order
 from pipeline.stage_model import stage_model

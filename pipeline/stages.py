@@ -25,8 +25,7 @@ from model.regularisation import Regularisation
 from model.saved import build_from_saved, load_model, save_model
 from pipeline.context import StageContext
 from pipeline.recipe.schema import StageName, TrainStage
-from pipeline.report.metrics_log import open_metrics_log
-from pipeline.report.stage_report import NOTHING_DONE, stage_tracker
+from pipeline.report.reporter import tracked_log
 from pipeline.run_folder import check_model, weights_digest
 from pipeline.stage_data import open_data
 from pipeline.stage_training import StageStart, train_stage
@@ -96,7 +95,7 @@ def swap_head(context: StageContext) -> None:
     if source is None:
         source = check_model(folder, stage="masked_patch" if recipe.stages.masked_patch else "pretrain")
     folder.update("swap_head", state="running", inputs={"weights": weights_digest(source)})
-    with stage_tracker(context, stage="swap_head", datasets=(), resume_step=NOTHING_DONE) as tracker:
+    with tracked_log(context, stage="swap_head") as log:
         try:
             old, model = build_from_saved(source)
         except ValueError as error:
@@ -115,9 +114,7 @@ def swap_head(context: StageContext) -> None:
             "model/head_parameters_attached": float(attached),
             "model/parameters": float(_num_parameters(model)),
         }
-        with open_metrics_log(folder.stage("swap_head") / "metrics.jsonl", resume_step=NOTHING_DONE) as log:
-            row = log.append(step=0, images_seen=0, metrics=values)
-        tracker.log(row.step, row.images_seen, row.metrics, time_seconds=row.time)
+        log.append(step=0, images_seen=0, metrics=values)
         meta = old.model_copy(update={"num_classes": len(classes), "class_names": classes, "head": "linear"})
         make_folders(folder.stage("swap_head"), below=folder.path)  # fails where the run folder is gone
         save_model(folder.model("swap_head"), model.state_dict(), meta=meta)

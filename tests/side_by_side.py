@@ -35,7 +35,7 @@ FIRST = (
     "pipeline/ranks/test_group.py",
     "oracles/test_flax_resnet.py",
     "model/formats/test_export.py",
-    "pipeline/report/test_tracking_database.py",
+    "pipeline/report/test_mlflow_store_database.py",
     "data_shards/loading/test_assemble.py",
     "pipeline/checkpoint/test_killed_anywhere.py",
     "launch/commands/test_table8.py",

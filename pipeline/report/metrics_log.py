@@ -1,17 +1,16 @@
-"""Every logged value, kept in one text file per stage: RUNS/NAME/STAGE/metrics.jsonl.
+"""Every logged value, in one text file per stage: RUNS/NAME/STAGE/metrics.jsonl.
 
-One row per `append`: {"step": 400, "images_seen": 25600, "time": 1760000000.5, "metrics": {"train/loss":
-0.25}}. The file is the truth about the curves: what MLflow missed is sent from it, tables and figures read
-it.
+One row per `append`: {"step": 400, "images_seen": 25600, "time": 1760000000.5, "metrics": {"train/loss": 0.25}}. MLflow
+is fed from this file, tables and figures read it.
 
-Costs one `write` of a few hundred bytes per row. A process that is killed loses nothing that was appended; a
-machine that loses power may lose the last seconds, since rows are not fsynced. NaN and infinities are written
-as Python's json writes them (NaN, Infinity), which strict JSON readers refuse. It does not know what the
-names mean, and does not thin out anything.
+Costs one `write` of a few hundred bytes per row. A killed process loses nothing that was appended; a power loss may
+cost the last seconds, for rows are not fsynced. NaN and infinities are written as Python's json writes them (NaN,
+Infinity), which strict JSON readers refuse.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import time
 from collections.abc import Iterator, Mapping
@@ -36,27 +35,33 @@ class MetricRow:
 class MetricsLog:
     """The open file of one stage; made by `open_metrics_log`. Only rank 0 has one."""
 
-    def __init__(self, path: Path, *, dropped_later_rows: int, dropped_broken_rows: int) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        resume_step: int,
+        kept_rows: int = 0,
+        dropped_later_rows: int = 0,
+        dropped_broken_rows: int = 0,
+    ) -> None:
         self.path = path
-        self.dropped_later_rows = dropped_later_rows
-        """Rows beyond the step resumed from; the training computes them again."""
-        self.dropped_broken_rows = dropped_broken_rows
-        """Rows that could not be read: a line torn by kill -9, or a damaged file."""
+        self.resume_step = resume_step
+        self.kept_rows = kept_rows
+        self.dropped_later_rows = dropped_later_rows  # beyond the step resumed from, which are computed again
+        self.dropped_broken_rows = dropped_broken_rows  # a line torn by kill -9, or a damaged file
         # Unbuffered and O_APPEND: one row is one write, so a reader never sees half of it mixed with another.
         self._file: BinaryIO = open(path, "ab", buffering=0)  # noqa: SIM115  (closed by close())
         self._torn = False
 
     def append(self, *, step: int, images_seen: int, metrics: Mapping[str, float]) -> MetricRow:
-        """Write one row, stamped with the present time, and return it. Raises OSError when the disk is
-        full."""
+        """Write one row, stamped with the present time, and return it. Raises OSError when the disk is full."""
         row = MetricRow(
             step=int(step),
             images_seen=int(images_seen),
             time=time.time(),
             metrics={name: float(value) for name, value in metrics.items()},
         )
-        # After a disk that was full for a moment: end the half-written row, so that this one stands on its
-        # own line.
+        # After a disk that was full for a moment: end the half-written row, so that this one has its own line.
         line = (b"\n" if self._torn else b"") + _encode(row)
         self._torn = True
         while line:
@@ -83,13 +88,12 @@ class MetricsLog:
 def open_metrics_log(path: Path, *, resume_step: int) -> MetricsLog:
     """Open `path` for appending, after dropping what will be computed again.
 
-    Rows with step > `resume_step` go (-1 empties the file), and so do rows that cannot be read, the torn last
-    line of a killed process above all. The file is replaced atomically; when there is nothing to drop it is not
-    rewritten.
+    Rows with step > `resume_step` go (-1 empties the file), and so do rows that cannot be read, above all the torn last
+    line of a killed process. The file is replaced atomically, and only where there is something to drop.
     """
     path.parent.mkdir(exist_ok=True)
     if not path.exists():
-        return MetricsLog(path, dropped_later_rows=0, dropped_broken_rows=0)
+        return MetricsLog(path, resume_step=resume_step)
     kept: list[bytes] = []
     later = broken = 0
     ends_whole = True
@@ -101,20 +105,22 @@ def open_metrics_log(path: Path, *, resume_step: int) -> MetricsLog:
             elif row.step > resume_step:
                 later += 1
             else:
-                # A row whose newline alone was lost is whole: keep it, but mend its end.
+                # A row whose newline alone was lost is whole: keep it, with a new one.
                 ends_whole = line.endswith(b"\n")
                 kept.append(line if ends_whole else line + b"\n")
     if later or broken or not ends_whole:
         with replaced(path) as beside:
             beside.write_bytes(b"".join(kept))
-    return MetricsLog(path, dropped_later_rows=later, dropped_broken_rows=broken)
+    return MetricsLog(
+        path, resume_step=resume_step, kept_rows=len(kept), dropped_later_rows=later, dropped_broken_rows=broken
+    )
 
 
 def read_metrics(path: Path) -> list[MetricRow]:
     """All rows of a file, in the order written; none when the file does not exist.
 
-    Rows are not merged: a step that logs training and evaluation apart has two. A torn last line is passed
-    over; a damaged line before it raises ValueError, for a curve with silent holes is worse than none.
+    A step that logs training and evaluation apart has two rows. A torn last line is skipped; a damaged line before it
+    raises ValueError, for a curve with silent holes is worse than none.
     """
     rows: list[MetricRow] = []
     for number, (line, row) in enumerate(_decoded_lines(path), start=1):
@@ -130,6 +136,21 @@ def iter_metrics(path: Path) -> Iterator[MetricRow]:
     return (row for _, row in _decoded_lines(path) if row is not None)
 
 
+def follow_metrics(path: Path, *, offset: int) -> Iterator[tuple[MetricRow, int]]:
+    """The readable rows from a byte on, each with the byte behind it, up to a last line that is still being written."""
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        file.seek(offset)
+        for line in file:
+            if not line.endswith(b"\n"):
+                return
+            offset += len(line)
+            row = _decode(line)
+            if row is not None:
+                yield row, offset
+
+
 def _decoded_lines(path: Path) -> Iterator[tuple[bytes, MetricRow | None]]:
     try:
         file = path.open("rb")
@@ -142,13 +163,7 @@ def _decoded_lines(path: Path) -> Iterator[tuple[bytes, MetricRow | None]]:
 
 def _encode(row: MetricRow) -> bytes:
     # json writes floats by repr, the shortest text that reads back to the same bits.
-    record = {
-        "step": row.step,
-        "images_seen": row.images_seen,
-        "time": row.time,
-        "metrics": row.metrics,
-    }
-    return json.dumps(record).encode() + b"\n"
+    return json.dumps(dataclasses.asdict(row)).encode() + b"\n"
 
 
 def _decode(line: bytes) -> MetricRow | None:

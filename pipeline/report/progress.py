@@ -24,7 +24,7 @@ from data_shards.text import printable, show_duration
 _SPEED_WINDOW_SECONDS = 60.0
 
 
-class Progress:
+class TrainingProgress:
     """The display of one stage. `start_step` is the step resumed from, `images_per_step` the global batch."""
 
     def __init__(

@@ -1,95 +1,128 @@
-"""What the world gets to see of a stage: metrics.jsonl, MLflow and the progress bar, from rank 0 alone.
+"""What a stage shows of itself: metrics.jsonl, MLflow and the progress bar, from rank 0 alone.
 
-metrics.jsonl is the full record; MLflow is filled with the same values and may fail without harm. Times are measured
-here: how long the loop waited for data, and images per second with evaluation and saving taken out.
+metrics.jsonl is the full record, and MLflow is filled from it, which may fail without harm. Times are measured here:
+how long the loop waited for data, and images per second with evaluation and saving taken out.
 """
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
 
 from data_shards.loading.batch import Fault
+from pipeline.context import StageContext
+from pipeline.faults import FILE as FAULTS_FILE
+from pipeline.ranks.stopping import Stopped
+from pipeline.recipe.io import flatten
+from pipeline.recipe.schema import StageName
+from pipeline.recipe.stage_plan import StagePlan
 from pipeline.report.best import SCORES
-from pipeline.report.metrics_log import MetricsLog
-from pipeline.report.mlflow_store import Tracker
-from pipeline.report.progress import Progress
+from pipeline.report.metrics_log import MetricsLog, open_metrics_log
+from pipeline.report.mlflow_store import DatasetInput, Say, TrackerSettings, open_tracker
+from pipeline.report.progress import TrainingProgress
 from pipeline.report.spikes import Spike
+from pipeline.report.tracking_thread import FinalStatus
+from pipeline.stage_data import StageData
 from pipeline.state import TrainState
 
 _NAMED_FAULTS = 10
 
 
-class Sink(Protocol):
-    """Where the values go; rank 0 has a `Recorder`, the others a `Silence`."""
+@contextmanager
+def stage_report(
+    context: StageContext, *, stage: StageName, data: StageData, plan: StagePlan, state: TrainState
+) -> Iterator[Report]:
+    """The report of one training stage; closed as finished, killed (`Stopped`) or failed."""
+    samples, seconds = plan.samples_per_epoch, state.training_seconds
+    if not context.ranks.place.is_main:
+        yield Report(None, None, samples_per_epoch=samples, training_seconds=seconds)
+        return
+    datasets = tuple(
+        DatasetInput(name=shards.name, source=shards.source, digest=shards.digest, context=use)
+        for shards, use in ((data.train, "train"), (data.eval, "eval"))
+    )
+    progress = TrainingProgress(
+        stage, total_steps=plan.total_steps, start_step=state.step, images_per_step=plan.global_batch_images
+    )
+    with tracked_log(context, stage=stage, datasets=datasets, resume_step=state.step or -1, say=progress.note) as log:
+        try:
+            yield Report(log, progress, samples_per_epoch=samples, training_seconds=seconds)
+        finally:
+            progress.close()
 
-    def metrics(self, state: TrainState, values: dict[str, float]) -> None:
-        """Record values at the state's step."""
-        ...
 
-    def progress(self, state: TrainState, values: dict[str, float]) -> None:
-        """Show values of the training curve."""
-        ...
+@contextmanager
+def tracked_log(
+    context: StageContext,
+    *,
+    stage: StageName,
+    datasets: tuple[DatasetInput, ...] = (),
+    resume_step: int = -1,
+    say: Say | None = None,
+) -> Iterator[MetricsLog]:
+    """metrics.jsonl of one stage, from a step on (-1: anew), and MLflow's run of it, which is told how the stage ended.
 
-    def note(self, text: str) -> None:
-        """Show a line."""
-        ...
-
-
-class Recorder:
-    """Rank 0's sink: metrics.jsonl, MLflow and the screen."""
-
-    def __init__(self, *, log: MetricsLog, tracker: Tracker, progress: Progress) -> None:
-        self._log = log
-        self._tracker = tracker
-        self._progress = progress
-
-    def metrics(self, state: TrainState, values: dict[str, float]) -> None:
-        """See `Sink`."""
-        row = self._log.append(step=state.step, images_seen=state.images_seen, metrics=values)
-        self._tracker.log(row.step, row.images_seen, row.metrics, time_seconds=row.time)
-
-    def progress(self, state: TrainState, values: dict[str, float]) -> None:
-        """See `Sink`."""
-        self._progress.update(
-            state.step,
-            loss=values["train/loss"],
-            lr=values["opt/lr"],
-            images_per_second=values["perf/images_per_s"],
-            data_wait_share=values["perf/data_wait_frac"],
+    Raises:
+        OSError: the disk is full or fails.
+    """
+    recipe, folder = context.recipe, context.folder
+    with open_metrics_log(folder.stage(stage) / "metrics.jsonl", resume_step=resume_step) as log:
+        if log.dropped_broken_rows:
+            print(f"{log.path}: {log.dropped_broken_rows} unreadable rows were dropped", file=sys.stderr)
+        tracker = open_tracker(
+            TrackerSettings(
+                runs_root=folder.runs_root,
+                run_dir=folder.path,
+                pipeline=recipe.name,
+                stage=stage,
+                params=flatten(recipe),
+                recipe_file=folder.path / "recipe.yaml",
+                datasets=datasets,
+                tags={"shardvit.world_size": str(context.ranks.place.world_size), **context.job_tags},
+                tracking_uri=context.tracking.uri,
+                experiment=context.tracking.experiment,
+            ),
+            log=log,
+            say=say,
         )
-
-    def note(self, text: str) -> None:
-        """See `Sink`."""
-        self._progress.note(text)
-
-
-class Silence:
-    """The other ranks' sink."""
-
-    def metrics(self, state: TrainState, values: dict[str, float]) -> None:
-        """See `Sink`."""
-
-    def progress(self, state: TrainState, values: dict[str, float]) -> None:
-        """See `Sink`."""
-
-    def note(self, text: str) -> None:
-        """See `Sink`."""
+        status: FinalStatus = "FAILED"
+        try:
+            yield log
+            status = "FINISHED"
+        except Stopped:
+            status = "KILLED"
+            raise
+        finally:
+            faults = folder.stage(stage) / FAULTS_FILE
+            tracker.close(
+                status,
+                finish_parent=status != "FINISHED" or folder.is_complete(recipe),
+                files=[faults] if faults.exists() else [],
+            )
 
 
 class Report:
-    """What the loop tells of itself.
+    """What the training loop reports.
 
     Args:
-        sink: where it goes.
+        log: takes the values; None, on the ranks above 0: nobody.
+        progress: shows them; None: nobody.
         samples_per_epoch: to say the epoch.
         training_seconds: spent before this attempt.
     """
 
-    def __init__(self, sink: Sink, *, samples_per_epoch: int, training_seconds: float) -> None:
-        self._sink = sink
+    def __init__(
+        self,
+        log: MetricsLog | None,
+        progress: TrainingProgress | None,
+        *,
+        samples_per_epoch: int,
+        training_seconds: float,
+    ) -> None:
+        self._log = log
+        self._progress = progress
         self._samples_per_epoch = samples_per_epoch
         self._earlier_seconds = training_seconds
         self._start = self._window_start = time.perf_counter()
@@ -103,7 +136,7 @@ class Report:
 
     @property
     def attempt_seconds(self) -> float:
-        """Of these, the present attempt's."""
+        """Of these, those of this attempt."""
         return time.perf_counter() - self._start
 
     @contextmanager
@@ -160,32 +193,42 @@ class Report:
         if slowest_rank_ratio is not None:
             values["perf/slowest_rank_ratio"] = slowest_rank_ratio
         self._window_start, self._waited_seconds, self._aside_seconds, self._images = now, 0.0, 0.0, 0
-        self._sink.metrics(state, values)
-        self._sink.progress(state, values)
+        self._record(state, values)
+        if self._progress is not None:
+            self._progress.update(
+                state.step,
+                loss=loss,
+                lr=lr,
+                images_per_second=values["perf/images_per_s"],
+                data_wait_share=values["perf/data_wait_frac"],
+            )
 
     def evaluation(self, state: TrainState) -> None:
         """The state's evaluation is new."""
-        self._sink.metrics(state, state.evaluation)
+        self._record(state, state.evaluation)
         loss, images = state.evaluation["val/loss"], int(state.evaluation["val/images"])
         name, score = next((SCORES[key], value) for key, value in state.evaluation.items() if key in SCORES)
-        self._sink.note(f"step {state.step}: held-out loss {loss:.4f}, {name} {score:.4f} of {images:,} images")
+        self.note(f"step {state.step}: held-out loss {loss:.4f}, {name} {score:.4f} of {images:,} images")
 
     def spikes(self, found: Sequence[Spike]) -> None:
         """Losses far above those before them."""
         for spike in found:
-            self._sink.note(spike.describe())
+            self.note(spike.describe())
 
     def faults(self, state: TrainState, new: Sequence[tuple[str, Fault]]) -> None:
         """Damaged images that were not known before; the first few are named on the screen."""
         for use, fault in new[: max(0, _NAMED_FAULTS - self._named_faults)]:
             done = "another one takes its place" if use == "train" else "it is left out"
-            self._sink.note(
-                f"step {state.step}: image {fault.key!r} of {fault.shard} is damaged ({fault.reason}): {done}"
-            )
+            self.note(f"step {state.step}: image {fault.key!r} of {fault.shard} is damaged ({fault.reason}): {done}")
         if self._named_faults < _NAMED_FAULTS <= self._named_faults + len(new):
-            self._sink.note("more damaged images are listed in corrupt_samples.jsonl, and no longer here")
+            self.note("more damaged images are listed in corrupt_samples.jsonl, and no longer here")
         self._named_faults += len(new)
 
     def note(self, text: str) -> None:
         """A line for the screen."""
-        self._sink.note(text)
+        if self._progress is not None:
+            self._progress.note(text)
+
+    def _record(self, state: TrainState, values: dict[str, float]) -> None:
+        if self._log is not None:
+            self._log.append(step=state.step, images_seen=state.images_seen, metrics=values)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.report.progress import Progress, RecentSpeed, format_count
+from pipeline.report.progress import RecentSpeed, TrainingProgress, format_count
 from tests.terminal import terminal
 
 
@@ -18,11 +18,13 @@ class Clock:
         return self.now
 
 
-def lines_progress(stream: io.StringIO, clock: Clock, *, total: int = 100, start: int = 0) -> Progress:
-    return Progress("pretrain", total_steps=total, start_step=start, images_per_step=64, stream=stream, clock=clock)
+def lines_progress(stream: io.StringIO, clock: Clock, *, total: int = 100, start: int = 0) -> TrainingProgress:
+    return TrainingProgress(
+        "pretrain", total_steps=total, start_step=start, images_per_step=64, stream=stream, clock=clock
+    )
 
 
-def update(progress: Progress, step: int, *, loss: float = 0.5) -> None:
+def update(progress: TrainingProgress, step: int, *, loss: float = 0.5) -> None:
     progress.update(step, loss=loss, lr=3e-4, images_per_second=512.34, data_wait_share=0.021)
 
 
@@ -96,7 +98,7 @@ def test_a_terminal_gets_one_bar_that_notes_do_not_break(
 ) -> None:
     with terminal(lines=lines, columns=columns) as (stream, shown):
         monkeypatch.setattr("sys.stderr", stream)  # tqdm asks this one for its size even if it is told one
-        progress = Progress("finetune", total_steps=20, start_step=10, images_per_step=64, stream=stream)
+        progress = TrainingProgress("finetune", total_steps=20, start_step=10, images_per_step=64, stream=stream)
         for step in range(11, 21):
             update(progress, step, loss=1 / step)
             if step == 15:
@@ -113,4 +115,4 @@ def test_a_terminal_gets_one_bar_that_notes_do_not_break(
 def test_a_closed_stream_is_no_terminal(tmp_path: Path) -> None:
     stream = (tmp_path / "log").open("w")
     stream.close()
-    Progress("x", total_steps=1, start_step=0, images_per_step=1, stream=stream).close()
+    TrainingProgress("x", total_steps=1, start_step=0, images_per_step=1, stream=stream).close()

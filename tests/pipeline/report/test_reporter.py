@@ -7,28 +7,32 @@ from typing import Any
 
 import pytest
 
-from pipeline.report import reporter as report
+from pipeline.report import reporter
 from pipeline.report.reporter import Report
 from pipeline.report.spikes import Spike
 from pipeline.state import TrainState
 
 
 class Notebook:
-    """A sink that keeps everything."""
+    """A log and a progress display that keep everything."""
 
     def __init__(self) -> None:
         self.rows: list[tuple[int, dict[str, float]]] = []
-        self.shown: list[dict[str, float]] = []
+        self.shown: list[float] = []
         self.notes: list[str] = []
 
-    def metrics(self, state: TrainState, values: dict[str, float]) -> None:
-        self.rows.append((state.step, values))
+    def append(self, *, step: int, images_seen: int, metrics: dict[str, float]) -> None:
+        self.rows.append((step, metrics))
 
-    def progress(self, state: TrainState, values: dict[str, float]) -> None:
-        self.shown.append(values)
+    def update(self, step: int, *, images_per_second: float, **more: float) -> None:
+        self.shown.append(images_per_second)
 
     def note(self, text: str) -> None:
         self.notes.append(text)
+
+
+def report_to(kept: Any, *, training_seconds: float = 0.0) -> Report:
+    return Report(kept, kept, samples_per_epoch=128, training_seconds=training_seconds)
 
 
 class Clock:
@@ -40,7 +44,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(report, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+    monkeypatch.setattr(reporter, "time", SimpleNamespace(perf_counter=lambda: clock.now))
     return clock
 
 
@@ -50,18 +54,18 @@ def point(one: Report, step: int, *, stall_seconds: float = 0.0, ratio: float | 
 
 
 def test_the_share_of_the_time_lost_to_checkpoints_is_that_of_this_attempt_so_far(clock: Clock) -> None:
-    sink = Notebook()
-    one = Report(sink, samples_per_epoch=128, training_seconds=1000.0)
+    kept = Notebook()
+    one = report_to(kept, training_seconds=1000.0)
     for now, stall_seconds in ((110.0, 0.5), (150.0, 5.0)):
         clock.now = now
         point(one, 1, stall_seconds=stall_seconds)
-    assert [values["perf/save_stall_frac"] for _, values in sink.rows] == [0.05, 0.1]
+    assert [values["perf/save_stall_frac"] for _, values in kept.rows] == [0.05, 0.1]
     assert (one.attempt_seconds, one.training_seconds) == (50.0, 1050.0)
 
 
 def test_a_window_counts_its_own_images_and_waiting_and_leaves_out_what_is_aside(clock: Clock) -> None:
-    sink = Notebook()
-    one = Report(sink, samples_per_epoch=128, training_seconds=0.0)
+    kept = Notebook()
+    one = report_to(kept)
     for step in (1, 2):
         with one.waiting():
             clock.now += 2.0
@@ -70,34 +74,34 @@ def test_a_window_counts_its_own_images_and_waiting_and_leaves_out_what_is_aside
         with one.aside():
             clock.now += 30.0
         point(one, step)
-    assert [values["perf/images_per_s"] for _, values in sink.rows] == [8.0, 8.0]
-    assert [values["perf/data_wait_frac"] for _, values in sink.rows] == [0.25, 0.25]
-    assert [values["train/epoch"] for _, values in sink.rows] == [0.5, 1.0]
-    assert sink.shown == [values for _, values in sink.rows]
+    assert [values["perf/images_per_s"] for _, values in kept.rows] == [8.0, 8.0]
+    assert [values["perf/data_wait_frac"] for _, values in kept.rows] == [0.25, 0.25]
+    assert [values["train/epoch"] for _, values in kept.rows] == [0.5, 1.0]
+    assert kept.shown == [8.0, 8.0]
 
 
 def test_counters_of_the_state_and_the_slowest_rank_are_on_record(clock: Clock) -> None:
-    sink = Notebook()
-    one = Report(sink, samples_per_epoch=128, training_seconds=0.0)
+    kept = Notebook()
+    one = report_to(kept)
     point(one, 1)
     point(one, 2, ratio=2.5)
-    assert "perf/slowest_rank_ratio" not in sink.rows[0][1]
-    step, values = sink.rows[1]
+    assert "perf/slowest_rank_ratio" not in kept.rows[0][1]
+    step, values = kept.rows[1]
     wanted = {"opt/skipped_steps": 2.0, "data/substituted_images": 3.0, "perf/slowest_rank_ratio": 2.5}
     assert step == 2 and wanted.items() <= values.items()
 
 
 def test_every_spike_is_a_line_on_the_screen() -> None:
-    sink = Notebook()
+    kept = Notebook()
     found = [Spike(step=step, loss=9.0, mean=1.0, sigma=0.5) for step in (3, 4)]
-    Report(sink, samples_per_epoch=128, training_seconds=0.0).spikes(found)
-    assert sink.notes == [spike.describe() for spike in found] and sink.notes[0].startswith("step 3: the loss jumps")
+    report_to(kept).spikes(found)
+    assert kept.notes == [spike.describe() for spike in found] and kept.notes[0].startswith("step 3: the loss jumps")
 
 
 @pytest.mark.parametrize(("score", "words"), [("top1", "top-1 0.7500"), ("accuracy", "accuracy 0.7500")])
 def test_an_evaluation_is_on_record_and_on_the_screen(score: str, words: str) -> None:
-    sink = Notebook()
+    kept = Notebook()
     values: dict[str, Any] = {"val/loss": 0.5, f"val/{score}": 0.75, "val/images": 1234.0}
-    Report(sink, samples_per_epoch=128, training_seconds=0.0).evaluation(TrainState(step=7, evaluation=values))
-    assert sink.rows == [(7, values)]
-    assert sink.notes == [f"step 7: held-out loss 0.5000, {words} of 1,234 images"]
+    report_to(kept).evaluation(TrainState(step=7, evaluation=values))
+    assert kept.rows == [(7, values)]
+    assert kept.notes == [f"step 7: held-out loss 0.5000, {words} of 1,234 images"]

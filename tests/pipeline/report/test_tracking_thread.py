@@ -1,23 +1,17 @@
 """The thread against a store that is a list, dead or alive as the test wants it."""
 
+import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 from pipeline.report import tracking_thread
-from pipeline.report.metrics_log import MetricRow, open_metrics_log
-from pipeline.report.tracking_state import RunState, SentMark, load_run_state
-from pipeline.report.tracking_thread import (
-    BackgroundTracker,
-    FinalStatus,
-    Job,
-    NullTracker,
-    Tracker,
-    without_credentials,
-)
+from pipeline.report.metrics_log import MetricRow, iter_metrics, open_metrics_log
+from pipeline.report.tracking_state import load_run_state
+from pipeline.report.tracking_thread import Call, FinalStatus, Tracker, without_credentials
 
 
 class ListStore:
@@ -26,9 +20,11 @@ class ListStore:
         self.refused = ""
         self.rows: list[MetricRow] = []
         self.calls: list[tuple[str, object]] = []
+        self.failures = 0
 
     def _check(self) -> None:
         if not self.alive:
+            self.failures += 1
             raise ConnectionError("dead at http://me:secret@host")
 
     def answers(self) -> bool:
@@ -39,55 +35,62 @@ class ListStore:
         self.rows += rows
         return [name for row in rows for name in row.metrics if name == self.refused]
 
-    def set_tags(self, tags: Mapping[str, str]) -> None:
-        self._check()
-        if "bad" in tags:
-            raise ValueError("bad tag")
-        self.calls.append(("tags", dict(tags)))
+    def opening_calls(self) -> list[Call]:
+        return [Call("hello", lambda _: self._keep("hello", "1"))]
 
-    def send_file(self, path: Path, folder: str) -> None:
+    def _keep(self, name: str, value: object) -> None:
         self._check()
-        self.calls.append(("file", (path.read_text(), folder)))
+        self.calls.append((name, value))
 
-    def set_parent_status(self, status: str) -> None:
+    def send_file(self, path: Path) -> None:
         self._check()
-        self.calls.append(("parent", status))
+        self._keep("file", path.read_text())
 
     def finish(self, status: str) -> None:
-        self._check()
-        self.calls.append(("finish", status))
+        self._keep("finish", status)
+
+    def finish_parent(self, status: str) -> None:
+        self._keep("parent", status)
 
 
 class Rig:
     """A tracker with its store, its file and what it said."""
 
-    def __init__(self, folder: Path, *, resume_step: int = 0, store: ListStore | None = None, **more: object) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        resume_step: int = 0,
+        store: ListStore | None = None,
+        close_timeout_seconds: float = 240.0,
+        call_timeout_seconds: float | None = None,
+        place: str = "the store",
+    ) -> None:
         self.store = store or ListStore()
         self.said: list[str] = []
         self.state = load_run_state(folder / "mlflow.json")
-        self.state.sent = self.state.sent.rewound(resume_step)
         self.file = open_metrics_log(folder / "metrics.jsonl", resume_step=resume_step)
-        settings = {"flush_seconds": 0.01, "close_timeout_seconds": 240.0, **more}
-        self.tracker = BackgroundTracker(
+        self.state.sent_rows = min(self.state.sent_rows, self.file.kept_rows)
+        self.state.save()
+        self.tracker = Tracker(
+            self.file.path,
             connect=self._connect,
-            describe=lambda store: [Job("hello", lambda: store.set_tags({"hello": "1"}))],
             state=self.state,
-            metrics_file=folder / "metrics.jsonl",
-            resume_step=resume_step,
+            flush_seconds=0.01,
+            close_timeout_seconds=close_timeout_seconds,
+            call_timeout_seconds=call_timeout_seconds,
+            place=place,
             say=self.said.append,
-            **settings,
         )
 
     def _connect(self) -> ListStore:
-        if not self.store.alive:
-            raise ConnectionError("dead at http://me:secret@host")
+        self.store._check()
         self.state.run_id = "run"
         return self.store
 
     def log(self, *steps: int) -> None:
         for step in steps:
-            row = self.file.append(step=step, images_seen=2 * step, metrics={"loss": 1 / step})
-            self.tracker.log(row.step, row.images_seen, row.metrics, time_seconds=row.time)
+            self.file.append(step=step, images_seen=2 * step, metrics={"loss": 1 / step})
 
     @property
     def steps(self) -> list[int]:
@@ -120,14 +123,15 @@ def test_the_wait_at_the_end_is_told_and_a_call_without_a_whole_answer_ends_it(
 ) -> None:
     monkeypatch.setattr(tracking_thread, "_SILENT_SECONDS", 0.01)
     rig = make_rig(call_timeout_seconds=200.0, close_timeout_seconds=2.0, place="http://host")
-    until(lambda: ("tags", {"hello": "1"}) in rig.store.calls)
+    rig.log(1)
+    until(lambda: rig.steps == [1] and rig.store.calls == [("hello", "1")])
     gate = threading.Event()
     rig.store.send = lambda rows: gate.wait() and []  # type: ignore[method-assign,assignment,return-value]
-    rig.log(1, 2)
+    rig.log(2, 3)
     rig.tracker.close("FINISHED")
     (waiting,) = [line for line in rig.said if "waiting for" in line]
     assert "http://host, 8 s at most, to take 2 points and 1 other calls" in waiting
-    assert any("not whole after" in line for line in rig.said)
+    assert any("incomplete after" in line for line in rig.said)
     assert any("2 points and 1 other calls were not sent" in line for line in rig.said)
     gate.set()
 
@@ -152,13 +156,9 @@ def test_rows_and_calls_arrive_in_order_and_the_run_is_closed_last(
     rig = make_rig()
     artifact = tmp_path / "a.txt"
     artifact.write_text("text")
-    assert rig.tracker.wait_connected(240)
-    assert rig.tracker.run_id == "run"
     rig.log(1, 2)
-    rig.tracker.log_artifact(artifact, "plots")
-    rig.tracker.set_tags({"a": "b"})
-    rig.tracker.log_summary({"top1": 0.5})
-    rig.tracker.close("FINISHED", finish_parent=True)
+    rig.file.append(step=2, images_seen=4, metrics={"top1": 0.5})
+    rig.tracker.close("FINISHED", finish_parent=True, files=[artifact])
     rig.tracker.close("FAILED")
     assert [(row.step, row.images_seen, dict(row.metrics)) for row in rig.store.rows] == [
         (1, 2, {"loss": 1.0}),
@@ -166,14 +166,12 @@ def test_rows_and_calls_arrive_in_order_and_the_run_is_closed_last(
         (2, 4, {"top1": 0.5}),
     ]
     assert rig.store.calls == [
-        ("tags", {"hello": "1"}),
-        ("file", ("text", "plots")),
-        ("tags", {"a": "b"}),
+        ("hello", "1"),
+        ("file", "text"),
         ("finish", "FINISHED"),
         ("parent", "FINISHED"),
     ]
     assert rig.said == []
-    assert rig.tracker.failures == 0
 
 
 def test_an_outage_in_the_middle_costs_no_point_and_one_line(make_rig: Callable[..., Rig]) -> None:
@@ -182,27 +180,15 @@ def test_an_outage_in_the_middle_costs_no_point_and_one_line(make_rig: Callable[
     until(lambda: rig.steps == [1, 2])
     rig.store.alive = False
     rig.log(3, 4)
-    rig.tracker.set_tags({"a": "b"})
-    until(lambda: rig.tracker.failures >= 5)
+    until(lambda: rig.store.failures >= 5)
     rig.store.alive = True
     rig.log(5)
     rig.tracker.close("FINISHED")
     assert rig.steps == [1, 2, 3, 4, 5]
-    assert rig.store.calls[-2:] == [("tags", {"a": "b"}), ("finish", "FINISHED")]
+    assert rig.store.calls[-1] == ("finish", "FINISHED")
     assert len(rig.said) == 1
     assert "ConnectionError" in rig.said[0]
     assert "secret" not in rig.said[0]
-
-
-def test_an_outage_longer_than_the_outbox_is_filled_from_the_file(make_rig: Callable[..., Rig]) -> None:
-    rig = make_rig(max_waiting_rows=10)
-    rig.log(1)
-    until(lambda: rig.steps == [1])
-    rig.store.alive = False
-    rig.log(*range(2, 500))
-    rig.store.alive = True
-    rig.tracker.close("FINISHED")
-    assert rig.steps == list(range(1, 500))
 
 
 def test_a_store_dead_from_start_to_end_leaves_the_points_to_the_next_attempt(
@@ -213,13 +199,12 @@ def test_a_store_dead_from_start_to_end_leaves_the_points_to_the_next_attempt(
     first = make_rig(store=dead)
     first.log(1, 2, 3, 4)
     first.tracker.close("KILLED")
-    assert first.tracker.run_id is None
     assert "4 points and 1 other calls were not sent" in first.said[-1]
     second = make_rig(resume_step=3)
     second.log(4, 5)
     second.tracker.close("FINISHED")
     assert second.steps == [1, 2, 3, 4, 5]
-    assert load_run_state(tmp_path / "mlflow.json").sent == SentMark(step=5, rows=1)
+    assert load_run_state(tmp_path / "mlflow.json").sent_rows == 5
 
 
 def test_a_rollback_sends_the_repeated_steps_again_and_no_others(make_rig: Callable[..., Rig]) -> None:
@@ -232,21 +217,54 @@ def test_a_rollback_sends_the_repeated_steps_again_and_no_others(make_rig: Calla
     assert second.steps == [3, 4, 5]
 
 
-def test_a_call_that_a_living_store_refuses_does_not_hold_up_the_others(
-    make_rig: Callable[..., Rig], tmp_path: Path
+@pytest.mark.parametrize("seed", range(8))
+def test_each_attempt_sends_what_the_store_lacks_whatever_the_file_went_through(
+    make_rig: Callable[..., Rig], seed: int
 ) -> None:
+    """Attempts with rollbacks, damaged lines and outages, against a list of what a perfect sender has sent."""
+    chance, step, confirmed = random.Random(seed), 0, list[MetricRow]()
+    for _ in range(6):
+        step = chance.randint(0, step)
+        rig = make_rig(resume_step=step)
+        confirmed = [row for row in confirmed if row.step <= step]
+        rig.store.alive = chance.random() < 0.6
+        for _ in range(chance.randint(0, 5)):
+            step += chance.randint(1, 2)
+            rig.log(*[step] * chance.randint(1, 2))
+            if chance.random() < 0.4:
+                with rig.file.path.open("ab") as file:
+                    file.write(b'{"step": 3, "imag\n')
+        rig.tracker.close("KILLED")
+        if rig.store.alive:
+            rows = list(iter_metrics(rig.file.path))
+            assert rig.store.rows == [row for row in rows if row not in confirmed]
+            confirmed = rows
+
+
+@pytest.mark.parametrize("refused", ["hello", "file"])
+def test_a_call_that_a_living_store_refuses_does_not_hold_up_the_others(
+    make_rig: Callable[..., Rig], tmp_path: Path, refused: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep = ListStore._keep
+
+    def picky(self: ListStore, name: str, value: object) -> None:
+        if name == refused:
+            raise ValueError("bad call")
+        keep(self, name, value)
+
+    monkeypatch.setattr(ListStore, "_keep", picky)
     rig = make_rig()
     rig.store.refused = "loss"
-    rig.tracker.set_tags({"bad": "tag"})
-    rig.tracker.log_artifact(tmp_path / "is not there")
-    rig.tracker.set_tags({"good": "tag"})
+    artifact = tmp_path / "a.txt"
+    artifact.write_text("text")
     rig.log(1)
-    until(lambda: ("tags", {"good": "tag"}) in rig.store.calls)
-    rig.tracker.close("FINISHED")
-    assert rig.steps == [1]
-    assert [line for line in rig.said if "tags given up: bad tag" in line]
-    assert [line for line in rig.said if "artifact is not there given up" in line]
+    until(lambda: rig.steps == [1])
+    rig.tracker.close("FINISHED", files=[artifact, tmp_path / "is not there"])
+    assert rig.steps == [1] and rig.store.calls[-1] == ("finish", "FINISHED")
+    name = {"hello": "hello", "file": "artifact a.txt"}[refused]
+    assert [line for line in rig.said if f"{name} given up: bad call" in line]
     assert [line for line in rig.said if "refuses a value: loss" in line]
+    assert not any("not sent" in line for line in rig.said)
 
 
 def test_the_store_is_opened_when_there_is_something_to_send(
@@ -254,24 +272,25 @@ def test_the_store_is_opened_when_there_is_something_to_send(
 ) -> None:
     monkeypatch.setattr(tracking_thread, "_BEGIN_SECONDS", 3600.0)
     rig = make_rig()
-    assert not rig.tracker._connected.wait(0.05) and rig.store.calls == []
+    time.sleep(0.05)
+    assert rig.state.run_id is None and rig.store.calls == []
     rig.log(1)
-    assert rig.tracker._connected.wait(240)
+    until(lambda: rig.state.run_id is not None)
     monkeypatch.setattr(tracking_thread, "_BEGIN_SECONDS", 0.0)
-    assert make_rig().tracker._connected.wait(240)  # or after a while
+    late = make_rig()
+    until(lambda: late.state.run_id is not None)  # or after a while
 
 
 def test_a_store_that_hangs_holds_up_neither_log_nor_the_end(make_rig: Callable[..., Rig]) -> None:
     rig = make_rig(close_timeout_seconds=0.3)
-    assert rig.tracker.wait_connected(240)
+    rig.log(1)
     until(lambda: len(rig.store.calls) == 1)
     release = threading.Event()
     entered = threading.Event()
     rig.store.send = lambda rows: entered.set() or (release.wait() and [])
-    rig.log(1)
+    rig.log(2)
     assert entered.wait(240)  # from here on the store hangs until it is released below
-    for step in range(2, 1002):
-        rig.tracker.log(step, step, {"loss": 1.0})
+    rig.log(*range(3, 1003))
     rig.tracker.close("FINISHED")
     release.set()
     assert "1001 points and 1 other calls were not sent" in rig.said[-1]
@@ -289,19 +308,6 @@ def test_a_finished_stage_waits_longer_for_what_is_left(
     assert waited == [expected] and rig.store.calls[-1] == ("finish", status)
 
 
-def test_waiting_calls_are_bounded_and_those_left_out_counted(
-    make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tracking_thread, "_MAX_WAITING_JOBS", 3)
-    dead = ListStore()
-    dead.alive = False
-    rig = make_rig(store=dead, flush_seconds=10.0)
-    for _ in range(5):
-        rig.tracker.set_tags({"a": "b"})
-    assert [line for line in rig.said if "3 calls are waiting, tags is left out" in line]
-    rig.tracker.close("KILLED")
-
-
 def test_a_state_that_cannot_be_written_is_counted_and_training_goes_on(
     make_rig: Callable[..., Rig], tmp_path: Path
 ) -> None:
@@ -311,24 +317,9 @@ def test_a_state_that_cannot_be_written_is_counted_and_training_goes_on(
     rig.log(1)
     rig.tracker.close("FINISHED")
     assert rig.steps == [1]
-    assert rig.tracker.failures == 1
-
-
-def test_the_null_tracker_has_the_whole_interface() -> None:
-    tracker: Tracker = NullTracker()
-    public = {name for name in vars(Tracker) if not name.startswith("_")}
-    assert public <= set(dir(NullTracker))
-    assert public <= set(dir(BackgroundTracker))
-    tracker.log(1, 2, {"a": 1.0})
-    tracker.close("FINISHED")
-    assert tracker.failures == 0
-    assert not tracker.wait_connected(10)
+    assert len(rig.said) == 1 and "cannot write" in rig.said[0]
 
 
 def test_credentials_are_taken_out_of_urls() -> None:
     assert without_credentials("see https://me:pw@host/x and s3://k@b") == "see https://***@host/x and s3://***@b"
     assert without_credentials("mail me@host, http://host/a@b") == "mail me@host, http://host/a@b"
-
-
-def test_a_fresh_state_has_nothing_sent(tmp_path: Path) -> None:
-    assert RunState(tmp_path / "x").sent == SentMark(step=-1, rows=0)
