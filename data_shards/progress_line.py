@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import TextIO
+from typing import Any, TextIO
 
 from data_shards.text import show_duration
 
@@ -36,17 +36,8 @@ class Progress:
         self._start = self._last_line = time.monotonic()
         self._bar = None
         if sys.stderr.isatty():
-            from tqdm import tqdm
-
-            sized = knows_its_size(sys.stderr)
-            self._bar = tqdm(
-                total=total_images,
-                initial=done_images,
-                unit="img",
-                desc=doing,
-                leave=False,
-                ncols=None if sized else 120,
-                nrows=None if sized else 24,
+            self._bar = open_bar(
+                sys.stderr, total=total_images, initial=done_images, unit="img", desc=doing, leave=False
             )
 
     def __enter__(self) -> Progress:
@@ -75,9 +66,23 @@ class Progress:
                 )
 
 
-def knows_its_size(terminal: TextIO) -> bool:
-    """Some (containers, CI, `script`) have 0 columns or 0 lines, and tqdm would believe it and show nothing."""
+def open_bar(terminal: TextIO, *, total: int, initial: int, **options: Any) -> Any:
+    """tqdm's bar on a terminal.
+
+    Args:
+        terminal: to draw on. Some (containers, CI, `script`) say that they have 0 columns or 0 lines, which tqdm would
+            believe and show nothing.
+        total: steps, images, ...
+        initial: how many of them are done.
+        options: further ones of tqdm's.
+    """
+    from tqdm import tqdm
+
     try:
-        return min(os.get_terminal_size(terminal.fileno())) > 0
+        sized = min(os.get_terminal_size(terminal.fileno())) > 0
     except (OSError, ValueError):
-        return False
+        sized = False
+    size = {"dynamic_ncols": True} if sized else {"ncols": 120, "nrows": 24}
+    # tqdm's thread redraws bars that stall; without it there is no thread to disturb a fork.
+    bar = type("Bar", (tqdm,), {"monitor_interval": 0})
+    return bar(total=total, initial=initial, file=terminal, **size, **options)
