@@ -22,9 +22,8 @@ from pipeline.ranks.stopping import SaveClock, StopFlag, Stopped
 from pipeline.ranks.watch import Watch
 from pipeline.recipe.schedule import Schedule
 from pipeline.recipe.stage_plan import StagePlan
-from pipeline.report.loss_window import LossWindow
+from pipeline.report.losses import LossWindow, SpikeFinder
 from pipeline.report.reporter import Report
-from pipeline.report.spikes import SpikeFinder
 from pipeline.state import TrainState, seed_step
 from pipeline.task import Task
 

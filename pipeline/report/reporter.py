@@ -19,10 +19,10 @@ from pipeline.recipe.io import flatten
 from pipeline.recipe.schema import StageName
 from pipeline.recipe.stage_plan import StagePlan
 from pipeline.report.best import SCORES
+from pipeline.report.losses import Spike
 from pipeline.report.metrics_log import MetricsLog, open_metrics_log
 from pipeline.report.mlflow_store import DatasetInput, Say, TrackerSettings, open_tracker
 from pipeline.report.progress import TrainingProgress
-from pipeline.report.spikes import Spike
 from pipeline.report.tracking_thread import FinalStatus
 from pipeline.stage_data import StageData
 from pipeline.state import TrainState

@@ -22,7 +22,7 @@ from pipeline.evaluate import evaluate
 from pipeline.ranks.pace import Slowest
 from pipeline.ranks.stopping import Agreed, SaveClock, StopFlag
 from pipeline.recipe.stage_plan import StagePlan
-from pipeline.report.spikes import Spike
+from pipeline.report.losses import Spike
 from pipeline.state import TrainState
 from pipeline.task import Example
 from pipeline.train_loop import TrainingFailed, TrainJob, train

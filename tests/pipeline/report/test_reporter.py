@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from pipeline.report import reporter
+from pipeline.report.losses import Spike
 from pipeline.report.reporter import Report
-from pipeline.report.spikes import Spike
 from pipeline.state import TrainState
 
 

@@ -1,9 +1,13 @@
-"""Loss spikes: steps whose loss stands far above the last ones. Pure arithmetic on plain floats; nothing is skipped.
+"""The losses of single steps: kept on the device between two points of the curve, and searched for spikes.
 
-The rule is that of OLMo-core's SkipStepOptimizer (src/olmo_core/optim/skip_step_optimizer.py): more than 6 standard
-deviations from the mean of the last 128 losses, once there are 64. Ours looks at rises alone, and asks for 4.5
-deviations among the losses' logarithms too: near zero losses are skewed, and the first rule by itself would cry out at
-every thousandth step of an ordinary run whose losses scatter by half. A loss that is not finite is always a spike.
+No step waits for a number. Reducing gathers every rank's values and adds them in rank order in float64, so the curve
+does not depend on how many steps are reduced together: an interrupted and resumed run draws the same bits.
+
+A spike is a loss far above the last ones; it is reported, and no step is skipped. The rule is that of OLMo-core's
+SkipStepOptimizer (src/olmo_core/optim/skip_step_optimizer.py): more than 6 standard deviations from the mean of the
+last 128 losses, once there are 64. Ours looks at rises alone, and asks for 4.5 deviations among the losses' logarithms
+too: losses near zero are skewed, and the first rule alone reports every thousandth step of an ordinary run whose losses
+scatter by half. A loss that is not finite is always a spike.
 """
 
 from __future__ import annotations
@@ -12,6 +16,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
+from pipeline.ranks.group import Ranks
+
 _HISTORY_STEPS, _LEAST_STEPS = 128, 64  # OLMo-core's
 _SIGMAS = 6.0  # OLMo-core's
 _LOG_SIGMAS = 4.5
@@ -19,9 +27,48 @@ _SMALLEST_SIGMA = 1e-4  # of the mean: after losses that have hardly moved not e
 _CUT_SIGMAS = 4 * _SIGMAS  # what of a spike enters the history: one of 1e30 would hide all others for 128 steps
 
 
+class LossWindow:
+    """Losses of the steps since the last point of the curve.
+
+    Args:
+        losses: global means carried over from a checkpoint.
+    """
+
+    def __init__(self, losses: list[float]) -> None:
+        self._global = list(losses)
+        self._local: list[torch.Tensor] = []
+        self._micro: list[torch.Tensor] = []
+
+    def add(self, loss: torch.Tensor) -> None:
+        """One micro-batch's mean loss on this rank."""
+        self._micro.append(loss.detach().double())
+
+    def end_step(self) -> None:
+        """The micro-batches added since the last call make up one step."""
+        self._local.append(torch.stack(self._micro).mean())
+        self._micro.clear()
+
+    def reduce(self, ranks: Ranks) -> list[float]:
+        """The global mean loss of every step in the window; collective."""
+        if self._local:
+            everyone = ranks.gather(torch.stack(self._local))
+            total = everyone[0].clone()
+            for row in everyone[1:]:  # not .mean(dim=0): its order of addition depends on the number of steps
+                total += row
+            self._global += (total / len(everyone)).tolist()
+            self._local.clear()
+        return list(self._global)
+
+    def take(self, ranks: Ranks) -> list[float]:
+        """The global mean losses of the window's steps; it is empty then; collective."""
+        losses = self.reduce(ranks)
+        self._global.clear()
+        return losses
+
+
 @dataclass(frozen=True)
 class Spike:
-    """A step whose loss is out of line."""
+    """A step whose loss is far above those before it."""
 
     step: int
     loss: float
