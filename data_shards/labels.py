@@ -11,12 +11,10 @@ import re
 import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, cast, get_args
+from typing import Any, cast, get_args
 
 from data_shards.text import brief, parse_json
-
-LabelPart = Literal["cls", "json", "txt"]
-LabelKind = Literal["single", "multi"]
+from data_shards.vocabulary import LabelKind, LabelPart
 
 # More than any label; int() of thousands of digits is slow, and refused beyond 4300.
 _MOST_DIGITS = 18

@@ -29,9 +29,7 @@ import numpy as np
 from data_shards.errors import UserError
 from data_shards.order import Int64s, LaneStream, Order, Visits, check_sizes
 from data_shards.randomness import hash_words, uniforms
-
-# What a key is for; see `order`.
-_SET_SEED, _PATTERN_TIMES = 12, 13
+from data_shards.vocabulary import RandomStream
 
 PATTERN = 100_000  # positions until the pattern repeats: weights are rounded to multiples of 1 / PATTERN
 MOST_SETS = 256  # so that rounding up small weights to 1 position never uses up a large one
@@ -222,7 +220,7 @@ def pattern_quotas(samples: Sequence[int], *, weights: Sequence[float] | None) -
 def _pattern(quotas: Int64s, *, seed: int) -> Int64s:
     """The set of each position, [PATTERN]: one position of set k at a random time in each of quota_k equal spans."""
     times = [
-        (np.arange(quota) + uniforms(_PATTERN_TIMES, seed, number, draws=int(quota))[0]) / quota
+        (np.arange(quota) + uniforms(RandomStream.PATTERN_TIMES, seed, number, draws=int(quota))[0]) / quota
         for number, quota in enumerate(quotas)
     ]
     sets = np.repeat(np.arange(len(quotas), dtype=np.int64), quotas)
@@ -231,4 +229,4 @@ def _pattern(quotas: Int64s, *, seed: int) -> Int64s:
 
 def _set_seed(seed: int, *, number: int) -> int:
     """The first set has the seed itself, so that a mixture of one is that set's order."""
-    return seed if number == 0 else int(hash_words(_SET_SEED, seed, number)[0])
+    return seed if number == 0 else int(hash_words(RandomStream.SET_SEED, seed, number)[0])

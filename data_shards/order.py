@@ -31,11 +31,9 @@ from numpy.typing import NDArray
 
 from data_shards.errors import UserError
 from data_shards.randomness import hash_words, permute
+from data_shards.vocabulary import RandomStream
 
 Int64s = NDArray[np.int64]
-
-# What a key is for, so that no two uses of one seed ever share their random numbers.
-_SHARD_ORDER, _WINDOW_SHUFFLE, _SUBSTITUTE = 1, 2, 11
 
 MOST_IMAGES = 2**62  # that a stream can be resolved for; sums of two such numbers still fit into 64 bits
 
@@ -177,7 +175,7 @@ class Order(LaneStream):
         window = offset // self._window_images
         window_first = window * self._window_images
         window_size = np.minimum(span - window_first, self._window_images)
-        key = hash_words(_WINDOW_SHUFFLE, self.seed, epoch, lane, window)
+        key = hash_words(RandomStream.WINDOW_SHUFFLE, self.seed, epoch, lane, window)
         place = first + window_first + permute(offset - window_first, size=window_size, key=key)
         shard, row = self._laid(epoch, place)
         if attempt:
@@ -185,7 +183,7 @@ class Order(LaneStream):
             narrow, lonely = window_size == 1, span == 1
             low = np.where(lonely, 0, first + np.where(narrow, 0, window_first))
             size = np.where(lonely, self.num_samples, np.where(narrow, span, window_size))
-            key = hash_words(_SUBSTITUTE, self.seed, epoch, self._first_sample[shard] + row)
+            key = hash_words(RandomStream.SUBSTITUTE, self.seed, epoch, self._first_sample[shard] + row)
             shard, row = self._laid(epoch, _another(place, low=low, size=size, key=key, attempt=attempt))
         sample = self._first_sample[shard] + row
         return Visits(epoch=epoch, shard=shard, row=row, sample=sample, lane=lane, position=position)
@@ -215,7 +213,9 @@ class Order(LaneStream):
         if known is not None:
             return known
         shards = np.arange(len(self._sizes), dtype=np.uint64)
-        permuted = np.argsort(hash_words(_SHARD_ORDER, self.seed, epoch, shards), kind="stable").astype(np.int64)
+        permuted = np.argsort(hash_words(RandomStream.SHARD_ORDER, self.seed, epoch, shards), kind="stable").astype(
+            np.int64
+        )
         sizes = self._sizes[permuted]
         if len(self._layouts) >= 4:  # a batch spans two epochs at the most, unless an epoch is shorter than a batch
             self._layouts.pop(min(self._layouts), None)  # another thread may have been here

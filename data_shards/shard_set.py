@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Literal
 
 from data_shards.errors import UserError
-from data_shards.labels import LabelKind, LabelSpec
+from data_shards.labels import LabelSpec
+from data_shards.vocabulary import LabelKind
 
 Damaged = Literal["refuse", "report"]
 Report = Callable[[str], None]

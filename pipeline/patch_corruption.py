@@ -17,9 +17,7 @@ from numpy.typing import ArrayLike
 
 from data_shards.loading.batch import Batch
 from data_shards.randomness import uniforms
-
-# Separate these numbers from all others that are keyed with the same seed.
-_TRAIN, _HELD_OUT = 21, 22
+from data_shards.vocabulary import RandomStream
 
 _MASK_SHARE, _OTHER_SHARE = 0.8, 0.1  # of the corrupted patches; the rest is kept as it is
 
@@ -34,12 +32,14 @@ class Corruption:
 
 def corruption_in_training(batch: Batch, *, seed: int, num_patches: int) -> Corruption:
     """Another one for each epoch."""
-    return draw_corruption(_TRAIN, seed, batch.epochs.numpy(), batch.samples.numpy(), num_patches=num_patches)
+    return draw_corruption(
+        RandomStream.CORRUPTION_TRAIN, seed, batch.epochs.numpy(), batch.samples.numpy(), num_patches=num_patches
+    )
 
 
 def corruption_held_out(batch: Batch, *, seed: int, num_patches: int) -> Corruption:
     """Always the same."""
-    return draw_corruption(_HELD_OUT, seed, batch.samples.numpy(), num_patches=num_patches)
+    return draw_corruption(RandomStream.CORRUPTION_HELD_OUT, seed, batch.samples.numpy(), num_patches=num_patches)
 
 
 def draw_corruption(*key: ArrayLike, num_patches: int) -> Corruption:

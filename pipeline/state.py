@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 from data_shards.randomness import hash_words
-
-_STEP_RANDOMNESS = 4  # dropout's use of the seed; 1 to 3 are the data path's
+from data_shards.vocabulary import RandomStream
 
 
 @dataclass
@@ -43,4 +42,4 @@ class TrainState:
 
 def seed_step(seed: int, *, step: int, rank: int) -> None:
     """Seed torch's generators for one step, so that dropout is a function of (seed, step, rank)."""
-    torch.manual_seed(int(hash_words(_STEP_RANDOMNESS, seed, step, rank)[0]) >> 1)
+    torch.manual_seed(int(hash_words(RandomStream.DROPOUT, seed, step, rank)[0]) >> 1)

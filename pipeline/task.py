@@ -13,7 +13,8 @@ from typing import Literal, Protocol
 
 import torch
 
-from data_shards.loading.batch import Batch, LabelKind, Normalisation, model_input, targets
+from data_shards.loading.batch import Batch, Normalisation, model_input, targets
+from data_shards.vocabulary import LabelKind
 from model.loss import LossFunction, loss_function, softmax_cross_entropy
 from model.masked_patch import colour_classes
 from model.vocabulary import COLOURS

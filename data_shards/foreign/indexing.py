@@ -23,12 +23,13 @@ from typing import TYPE_CHECKING
 
 from data_shards.errors import UserError
 from data_shards.foreign.tar import FoundLabels, TarFacts, facts_from, index_tar, labels_from, peek
-from data_shards.labels import LabelKind, LabelSpec
+from data_shards.labels import LabelSpec
 from data_shards.manifest import stamp_of, write_json
 from data_shards.processes import deaf_to_interrupts, num_cores
 from data_shards.shard_set import ShardEntry
 from data_shards.store.location import PIPE, is_local, local_path, shown
 from data_shards.text import parse_json, show_duration
+from data_shards.vocabulary import LabelKind
 
 if TYPE_CHECKING:
     from data_shards.store.store import Store

@@ -43,7 +43,7 @@ from data_shards.errors import UnreadableImage, UserError
 from data_shards.images import decode_nvimgcodec
 from data_shards.images.box import Box, Pixels
 from data_shards.images.decode_pillow import open_with_pillow
-from data_shards.images.names import MOST_PIXELS, USUAL_MOST_PIXELS, DecoderName
+from data_shards.vocabulary import MOST_PIXELS, USUAL_MOST_PIXELS, DecoderName
 
 _JPEG_MAGIC = b"\xff\xd8\xff"
 _END_OF_IMAGE = b"\xff\xd9"

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,13 +32,11 @@ from numpy.typing import NDArray
 from data_shards.errors import UserError
 from data_shards.images.box import Box, Pixels
 from data_shards.images.decode import EncodedImage
-from data_shards.images.names import EvalProtocol
 from data_shards.images.rand_augment import RandAugment
+from data_shards.vocabulary import CropInterpolation, EvalProtocol
 
 if TYPE_CHECKING:
     import torch
-
-Interpolation = Literal["bilinear", "bicubic"]
 
 _CROP_ATTEMPTS = 10  # as torchvision's RandomResizedCrop; TensorFlow's op tries 100 times
 
@@ -70,7 +68,7 @@ class TrainTransform:
     image_size: int
     crop_area: tuple[float, float] = (0.05, 1.0)
     crop_ratio: tuple[float, float] = (3 / 4, 4 / 3)
-    interpolation: Interpolation = "bilinear"
+    interpolation: CropInterpolation = "bilinear"
     flip: float = 0.5
     rand_augment: RandAugment | None = None
 
@@ -185,7 +183,7 @@ def random_crop(
 
 
 def resize(
-    image: Pixels, *, height: int, width: int, interpolation: Interpolation = "bilinear", into: Pixels | None = None
+    image: Pixels, *, height: int, width: int, interpolation: CropInterpolation = "bilinear", into: Pixels | None = None
 ) -> Pixels:
     """Antialiased resize of uint8 [H, W, 3] to [height, width, 3]; of the size already, the image itself.
 

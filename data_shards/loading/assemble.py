@@ -11,14 +11,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from data_shards.errors import CorruptSample, SampleError, UnreadableImage
-from data_shards.images.decode import USUAL_LIMIT, DecoderName, EncodedImage, PixelLimit, read_image
+from data_shards.images.decode import USUAL_LIMIT, EncodedImage, PixelLimit, read_image
 from data_shards.images.transforms import EvalTransform, Pixels, TrainTransform
 from data_shards.loading.batch import Batch, Fault
 from data_shards.loading.mixing import Mix
@@ -27,8 +27,7 @@ from data_shards.order import Visits
 from data_shards.shard_reader import ShardReader
 from data_shards.shard_set import ShardSet
 from data_shards.store.store import Store
-
-OnCorrupt = Literal["stop", "substitute"]
+from data_shards.vocabulary import DecoderName, OnCorrupt
 
 # Substitutes that are tried for one sample. At a share c of damaged samples all fail with c**16: never, unless the
 # shard is lost as a whole, and then the run must stop.

@@ -7,13 +7,11 @@ Flip, normalisation and mixing are done here, by the batch: a few passes over me
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import Literal
 
 import torch
 
 from data_shards.loading.mixing import Mix
-
-LabelKind = Literal["single", "multi"]
+from data_shards.vocabulary import LabelKind
 
 
 @dataclass(frozen=True)

@@ -23,14 +23,12 @@ from data_shards.images.transforms import DRAWS_PER_SAMPLE, EvalTransform, Train
 from data_shards.loading.assemble import Access, Assembler
 from data_shards.loading.batch import Batch
 from data_shards.loading.mixing import MixupConfig, draw_mix
-from data_shards.loading.workers import WorkerKind, iterate
+from data_shards.loading.workers import iterate
 from data_shards.mixture import AnyOrder, upcoming_shards
 from data_shards.order import Int64s, Visits
 from data_shards.randomness import uniforms
 from data_shards.store.prefetch import Prefetcher, start_prefetch
-
-# Separates the augmentation's random numbers from those of the order, which are keyed with the same seed.
-_AUGMENT = 3
+from data_shards.vocabulary import RandomStream, WorkerKind
 
 # Planned at once: 1 us a sample, where a micro-batch of 64 alone takes 7. Worker processes plan each for themselves.
 _PLANNED_IMAGES = 1024
@@ -106,7 +104,7 @@ class TrainBatches:
         slot = (start + np.arange(self._rows, dtype=np.int64)) % order.global_batch_images
         per_lane = order.images_per_lane
         visits = order.visits((slot // per_lane).ravel(), (step * per_lane + slot % per_lane).ravel())
-        draws = uniforms(_AUGMENT, self.seed, visits.epoch, visits.sample, draws=DRAWS_PER_SAMPLE)
+        draws = uniforms(RandomStream.AUGMENT, self.seed, visits.epoch, visits.sample, draws=DRAWS_PER_SAMPLE)
         return visits, draws
 
     @property

@@ -21,9 +21,7 @@ from typing import Literal
 from data_shards.errors import UserError
 from data_shards.images.box import Box
 from data_shards.randomness import uniforms
-
-# What the numbers are for: keeps them apart from those of the order and of the augmentation, which have the same seed.
-_MIX = 7
+from data_shards.vocabulary import RandomStream
 
 
 @dataclass(frozen=True)
@@ -71,7 +69,7 @@ def draw_mix(config: MixupConfig | None, *, seed: int, step: int, image_size: in
     """
     if config is None or (config.mixup_alpha == 0 and config.cutmix_alpha == 0):
         return None
-    which, share, down, right = uniforms(_MIX, seed, step, draws=4)[0].tolist()
+    which, share, down, right = uniforms(RandomStream.MIX, seed, step, draws=4)[0].tolist()
     is_cutmix = config.cutmix_alpha > 0 and (config.mixup_alpha == 0 or which < config.switch_share)
     if is_cutmix:
         box = _cut(1 - _beta(config.cutmix_alpha, share), size=image_size, down=down, right=right)

@@ -27,17 +27,17 @@ from functools import partial
 from itertools import islice
 from multiprocessing import forkserver, resource_tracker
 from queue import SimpleQueue
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch.utils.data import DataLoader, Dataset
 
 from data_shards.errors import UserError, WorkerDied
+from data_shards.vocabulary import WorkerKind
 
 Item = TypeVar("Item")
 Produced = TypeVar("Produced", covariant=True)
 
-WorkerKind = Literal["thread", "process"]
 PREFETCH = 4  # items that a worker has ready or in the making
 
 _EXIT_SECONDS = 5.0  # that worker threads are given for the item they are at, which takes a fraction of one

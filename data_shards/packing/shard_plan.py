@@ -15,10 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_shards.errors import UserError
-from data_shards.labels import LabelKind, LabelSpec
+from data_shards.labels import LabelSpec
 from data_shards.packing.split import Holdout, hash_order, hold_out
 from data_shards.sources import ImageSet, Source
 from data_shards.sources.base import SplitName
+from data_shards.vocabulary import LabelKind
 
 LABEL_SPECS: Mapping[LabelKind, LabelSpec] = {
     "single": LabelSpec(),

@@ -13,7 +13,7 @@ from typing import Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from data_shards.labels import LabelKind
+from data_shards.vocabulary import LabelKind
 
 SplitName = Literal["train", "val", "test"]
 

@@ -9,14 +9,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PlainSerializer, field_validator, model_validator
 
-from data_shards.images.names import MOST_PIXELS, USUAL_MOST_PIXELS, DecoderName
 from data_shards.store.location import shown
+from data_shards.vocabulary import MOST_PIXELS, USUAL_MOST_PIXELS, CropInterpolation, DecoderName, LabelKind, WorkerKind
 from pipeline.recipe.base import BytesText, Strict
 
 # A tenth of the work on a photograph is Python; with more threads they, and the training loop, wait for one another.
 _MOST_THREADS = 4
-
-WorkerKind = Literal["thread", "process"]  # as in data_shards.loading.workers, which needs torch
 
 
 class ShardsConfig(Strict):
@@ -29,7 +27,7 @@ class ShardsConfig(Strict):
     """Share of the training images that come from this set, relative to the others; default: its size."""
     label: str | None = None
     """For tars without a manifest: cls, txt or json:KEY, the member (and key) that holds the label."""
-    kind: Literal["single", "multi"] = "single"
+    kind: LabelKind = "single"
     """For tars without a manifest: one label an image, or a list."""
     classes: str | None = None
     """For tars without a manifest: a file with the classes' names; default: the labels that are found."""
@@ -90,7 +88,7 @@ class DataConfig(Strict):
     """Images of a lane that are shuffled among themselves."""
     workers: int = Field(default=0, ge=0, le=1024)
     """How many of a rank read and decode ahead."""
-    worker_kind: Literal["auto", "thread", "process"] = "auto"
+    worker_kind: WorkerKind | Literal["auto"] = "auto"
     """What they are; the same samples either way. auto: threads up to 4, which start faster and share memory."""
     max_corrupt_share: float = Field(default=0.001, ge=0, le=1)
     """Share of a set's images that may turn out damaged (others are trained on instead); above it the run stops."""
@@ -122,7 +120,7 @@ class AugmentConfig(Strict):
     """Smallest and largest share of the image's area in a crop."""
     crop_ratio: tuple[float, float] = (3 / 4, 4 / 3)
     """Smallest and largest width/height of a crop."""
-    interpolation: Literal["bilinear", "bicubic"] = "bilinear"
+    interpolation: CropInterpolation = "bilinear"
     """Of the crop's resize, antialiased either way."""
     flip: float = Field(default=0.5, ge=0, le=1)
     """Share of the images mirrored; 0 where left and right have a meaning."""

@@ -12,7 +12,7 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import Field, field_validator, model_validator
 
-from data_shards.images.names import EvalProtocol
+from data_shards.vocabulary import EvalProtocol
 from model.config import ModelConfig
 from model.regularisation import Regularisation
 from model.vocabulary import HeadKind, InitStyle, LossKind

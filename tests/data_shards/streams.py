@@ -14,7 +14,6 @@ from data_shards.loading.assemble import Access
 from data_shards.loading.batch import Batch
 from data_shards.loading.loader import Layout, TrainBatches, TrainLoader
 from data_shards.loading.mixing import MixupConfig
-from data_shards.loading.workers import WorkerKind
 from data_shards.opening import open_shards
 from data_shards.order import Order
 from data_shards.packing.pack import pack

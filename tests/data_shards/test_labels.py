@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data_shards.labels import LabelKind, LabelSpec, parse_label, read_values
+from data_shards.labels import LabelSpec, parse_label, read_values
+from data_shards.vocabulary import LabelKind
 
 CLASSES = ("cat", "dog", "Hündchen", "3", "a b")
 LABEL_MAP = {name: number for number, name in enumerate(CLASSES)}

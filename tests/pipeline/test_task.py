@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from data_shards.loading.batch import GOOGLES, Batch, LabelKind, Normalisation, model_input, targets
+from data_shards.loading.batch import GOOGLES, Batch, Normalisation, model_input, targets
 from data_shards.loading.mixing import Mix
 from data_shards.shard_set import ShardSet
+from data_shards.vocabulary import LabelKind
 from model.loss import loss_function
 from model.masked_patch import colour_classes
 from model.vocabulary import COLOURS

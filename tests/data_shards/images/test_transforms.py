@@ -26,12 +26,12 @@ from data_shards.images.transforms import (
     DRAWS_PER_SAMPLE,
     EvalProtocol,
     EvalTransform,
-    Interpolation,
     TrainTransform,
     random_crop,
     resize,
 )
 from data_shards.randomness import uniforms
+from data_shards.vocabulary import CropInterpolation
 
 law = settings(max_examples=100, deadline=None)  # a deadline measures how busy the machine is
 
@@ -179,7 +179,7 @@ INTERPOLATIONS = {"bilinear": v2.InterpolationMode.BILINEAR, "bicubic": v2.Inter
 @given(st.integers(1, 90), st.integers(1, 90), st.integers(1, 64), st.integers(1, 64), st.integers(0, 99))
 @pytest.mark.parametrize("interpolation", INTERPOLATIONS)
 def test_resize_equals_torchvisions_antialiased_operator(
-    interpolation: Interpolation, height: int, width: int, tall: int, wide: int, seed: int
+    interpolation: CropInterpolation, height: int, width: int, tall: int, wide: int, seed: int
 ):
     image = noise(height, width, seed)
     operator = v2.Resize((tall, wide), interpolation=INTERPOLATIONS[interpolation], antialias=True)
@@ -193,7 +193,7 @@ def test_resize_equals_torchvisions_antialiased_operator(
 
 
 @pytest.mark.parametrize(("interpolation", "decibels"), [("bilinear", 55), ("bicubic", 55)])
-def test_resize_is_near_the_float_kernel_and_does_not_alias(interpolation: Interpolation, decibels: float):
+def test_resize_is_near_the_float_kernel_and_does_not_alias(interpolation: CropInterpolation, decibels: float):
     image = np.array(photograph("china"))
     exact = torch.nn.functional.interpolate(
         torch.from_numpy(image).permute(2, 0, 1)[None].double(), size=(150, 224), mode=interpolation, antialias=True
@@ -224,7 +224,7 @@ def test_a_crop_is_resized_as_if_it_were_an_image_of_its_own():
 
 
 @pytest.mark.parametrize("interpolation", INTERPOLATIONS)
-def test_training_crops_resizes_and_flips_by_number_22(interpolation: Interpolation):
+def test_training_crops_resizes_and_flips_by_number_22(interpolation: CropInterpolation):
     """Numbers added since stand behind it: seeds keep their crops and flips."""
     transform = TrainTransform(16, crop_area=(0.2, 0.7), interpolation=interpolation)
     image = noise(50, 70)

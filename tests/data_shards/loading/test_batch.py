@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from timm.data.mixup import mixup_target
 
 from data_shards.images.box import Box
-from data_shards.loading.batch import Batch, Fault, LabelKind, model_input, targets
+from data_shards.loading.batch import Batch, Fault, model_input, targets
 from data_shards.loading.mixing import Mix, MixupConfig, draw_mix
+from data_shards.vocabulary import LabelKind
 
 law = settings(max_examples=60, deadline=None)  # a deadline measures how busy the machine is
 CPU = torch.device("cpu")

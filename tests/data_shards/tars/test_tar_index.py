@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data_shards.errors import UserError
-from data_shards.labels import LabelPart
 from data_shards.tars.shard_index import ShardIndex, save_index
 from data_shards.tars.tar_index import build_index, index_path, open_index, read_index, readable_index, write_index
+from data_shards.vocabulary import LabelPart
 from tests.data_shards.foreign_tars import write_tar
 
 Members = list[tuple[str, bytes]]

@@ -1,0 +1,43 @@
+"""Names and numbers that several files share: keys of random streams, and what a recipe may name of the data path.
+
+Plain Python: reading a recipe or printing --help needs neither numpy nor torch. A new decoder, evaluation protocol or
+kind of worker is a name here and a branch where it is made.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum, unique
+from typing import Literal
+
+
+@unique
+class RandomStream(IntEnum):
+    """First word of every key of `randomness`, so that no two uses of one seed share random numbers.
+
+    The numbers of all packages are here. They must never change: another number is another order, crop or mask, and a
+    run that is resumed would go on with other data. A new stream takes a number that was never used.
+    """
+
+    SHARD_ORDER = 1
+    WINDOW_SHUFFLE = 2
+    AUGMENT = 3
+    DROPOUT = 4
+    MIX = 7
+    SUBSTITUTE = 11
+    SET_SEED = 12
+    PATTERN_TIMES = 13
+    CORRUPTION_TRAIN = 21
+    CORRUPTION_HELD_OUT = 22
+
+
+DecoderName = Literal["auto", "nvimgcodec", "gpu", "simplejpeg", "pillow"]
+EvalProtocol = Literal["vit", "big_vision", "timm"]
+CropInterpolation = Literal["bilinear", "bicubic"]
+WorkerKind = Literal["thread", "process"]
+OnCorrupt = Literal["stop", "substitute"]  # a damaged training image
+LabelPart = Literal["cls", "json", "txt"]  # the tar member that holds the label
+LabelKind = Literal["single", "multi"]  # one class for each sample, or a list
+
+MOST_PIXELS = 178_956_970  # where Pillow speaks of a decompression bomb: 2 * (2**30 // 4 // 3)
+# Pillow takes up to 17 bytes a pixel, so 0.85 GB a worker; the photographs of most cameras pass.
+USUAL_MOST_PIXELS = 50_000_000

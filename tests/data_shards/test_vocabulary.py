@@ -1,0 +1,41 @@
+"""Keys of random streams: unique, and never another number, or resumed runs would see other data."""
+
+import numpy as np
+
+from data_shards.randomness import hash_words
+from data_shards.vocabulary import RandomStream
+
+
+def test_the_numbers_of_the_streams_never_change():
+    assert RandomStream.__members__ == {
+        "SHARD_ORDER": 1,
+        "WINDOW_SHUFFLE": 2,
+        "AUGMENT": 3,
+        "DROPOUT": 4,
+        "MIX": 7,
+        "SUBSTITUTE": 11,
+        "SET_SEED": 12,
+        "PATTERN_TIMES": 13,
+        "CORRUPTION_TRAIN": 21,
+        "CORRUPTION_HELD_OUT": 22,
+    }
+    assert len(set(map(int, RandomStream))) == len(RandomStream)
+
+
+def test_a_stream_is_hashed_as_its_number():
+    for stream in RandomStream:
+        assert hash_words(stream, 7, np.arange(3)).tolist() == hash_words(int(stream), 7, np.arange(3)).tolist()
+
+
+def test_every_use_of_a_seed_names_its_stream():
+    uses = set()
+    for package in ("data_shards", "model", "pipeline", "launch"):
+        for file in sorted((ROOT / package).rglob("*.py")):
+            if file.name == "randomness.py" or "bench" in file.parts:
+                continue
+            for node in ast.walk(ast.parse(file.read_text())):
+                if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("hash_words", "uniforms"):
+                    uses.add(ast.unparse(node.args[0]))
+    # "*key" is draw_corruption's; its two callers name their streams
+    of_corruption = {"RandomStream.CORRUPTION_TRAIN", "RandomStream.CORRUPTION_HELD_OUT"}
+    assert uses | of_corruption == {"*key", *(f"RandomStream.{stream.name}" for stream in RandomStream)}
