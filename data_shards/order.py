@@ -213,9 +213,8 @@ class Order(LaneStream):
         if known is not None:
             return known
         shards = np.arange(len(self._sizes), dtype=np.uint64)
-        permuted = np.argsort(hash_words(RandomStream.SHARD_ORDER, self.seed, epoch, shards), kind="stable").astype(
-            np.int64
-        )
+        drawn = hash_words(RandomStream.SHARD_ORDER, self.seed, epoch, shards)
+        permuted = np.argsort(drawn, kind="stable").astype(np.int64)
         sizes = self._sizes[permuted]
         if len(self._layouts) >= 4:  # a batch spans two epochs at the most, unless an epoch is shorter than a batch
             self._layouts.pop(min(self._layouts), None)  # another thread may have been here

@@ -11,8 +11,9 @@ from cyclopts import App, CycloptsError, Parameter
 
 from data_shards.errors import UserError
 from data_shards.text import printable
+from data_shards.vocabulary import USUAL_MOST_PIXELS
 from launch.commands.check import check
-from launch.commands.image_limit import USUAL, MaxImagePixels, pixel_limit
+from launch.commands.image_limit import MaxImagePixels, pixel_limit
 from launch.commands.models import export_model, import_model
 from launch.commands.predict import predict
 from launch.commands.table8 import table8
@@ -95,7 +96,7 @@ def pack(
         Parameter(help="Reduce images with a longer short side to this many pixels; default: original bytes."),
     ] = None,
     quality: Annotated[int | None, Parameter(help="JPEG quality of the reduced images; default: 90.")] = None,
-    max_image_pixels: MaxImagePixels = USUAL,
+    max_image_pixels: MaxImagePixels = USUAL_MOST_PIXELS,
     drop_duplicates: Annotated[
         bool, Parameter(negative="", help="Of images with the same bytes pack only the first, train before val, test.")
     ] = False,

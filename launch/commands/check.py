@@ -10,7 +10,8 @@ from cyclopts import Parameter
 
 from data_shards.errors import UserError
 from data_shards.text import printable
-from launch.commands.image_limit import USUAL, MaxImagePixels, pixel_limit
+from data_shards.vocabulary import USUAL_MOST_PIXELS
+from launch.commands.image_limit import MaxImagePixels, pixel_limit
 
 
 def check(
@@ -20,7 +21,7 @@ def check(
     decode: Annotated[
         bool, Parameter(negative="", help="Decode every image in full: finds those that are cut.")
     ] = False,
-    max_image_pixels: MaxImagePixels = USUAL,
+    max_image_pixels: MaxImagePixels = USUAL_MOST_PIXELS,
     digests: Annotated[bool, Parameter(help="Compare each shard's SHA-256 with the manifest's.")] = True,
     world_size: Annotated[
         int | None, Parameter(help="Processes to train with, over all nodes: say how the shards suit that number.")

@@ -9,7 +9,6 @@ from cyclopts import Parameter
 if TYPE_CHECKING:
     from data_shards.images.decode import PixelLimit
 
-USUAL = 50_000_000  # as `decode.USUAL_MOST_PIXELS`, which takes numpy to import
 MaxImagePixels = Annotated[
     int, Parameter(help="Larger images are not decoded, which takes up to 17 bytes a pixel and core.")
 ]

@@ -17,7 +17,8 @@ from cyclopts import Parameter
 
 from data_shards.errors import UserError
 from data_shards.text import printable
-from launch.commands.image_limit import USUAL, MaxImagePixels, pixel_limit
+from data_shards.vocabulary import USUAL_MOST_PIXELS
+from launch.commands.image_limit import MaxImagePixels, pixel_limit
 
 if TYPE_CHECKING:
     from pipeline.predict import ImagePrediction
@@ -33,7 +34,7 @@ def predict(
     top: Annotated[int, Parameter(help="Classes of each image.")] = 5,
     as_json: Annotated[bool, Parameter(name="--json", negative="", help="Print a JSON list.")] = False,
     batch_size: Annotated[int, Parameter(help="Images that the model sees at a time.")] = 32,
-    max_image_pixels: MaxImagePixels = USUAL,
+    max_image_pixels: MaxImagePixels = USUAL_MOST_PIXELS,
     device: Annotated[
         Literal["auto", "cpu", "cuda"], Parameter(help="Where to run; auto: a GPU if there is one.")
     ] = "auto",

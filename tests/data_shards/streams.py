@@ -18,6 +18,7 @@ from data_shards.opening import open_shards
 from data_shards.order import Order
 from data_shards.packing.pack import pack
 from data_shards.shard_set import ShardSet
+from data_shards.vocabulary import WorkerKind
 
 LANES, GLOBAL_BATCH, STEPS, SEED, SIZE = 4, 8, 50, 11, 12
 TRANSFORM = TrainTransform(SIZE)

@@ -1,9 +1,14 @@
 """Keys of random streams: unique, and never another number, or resumed runs would see other data."""
 
+import ast
+from pathlib import Path
+
 import numpy as np
 
 from data_shards.randomness import hash_words
 from data_shards.vocabulary import RandomStream
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_the_numbers_of_the_streams_never_change():
