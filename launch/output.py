@@ -18,7 +18,14 @@ import sys
 from contextlib import suppress
 from typing import Any, Literal
 
+from data_shards.text import printable
+
 _PATIENCE_SECONDS = 1.0  # for a terminal or pipe that was set not to block
+
+
+def say(text: str) -> None:
+    """One sentence of ours for the user, on standard error."""
+    print(f"shardvit: {printable(text)}", file=sys.stderr, flush=True)
 
 
 class OutputLost(Exception):

@@ -2,12 +2,12 @@
 
     python -m launch.slurm.after RUN --stage S --job ID --code N --signal none --queue RUNNING/None --max-restarts 20
 
-The answer is the exit code, and a sentence in the job's log: 0 done, 75 requeue this job, 2 somebody must change
-something, 1 given up or not for us to decide. The jobs behind this one run after 0 alone. No torch; costs a second.
+The exit code answers, with a sentence in the job's log: 0 done, 75 requeue this job, 2 a user must change something,
+1 given up or left to SLURM. Dependent jobs run after 0 alone. No torch; costs a second.
 
-A stop (the time limit, a signal) and a crash both go on in a new attempt, a crash `--max-restarts` times at most, and
-neither when two attempts in a row saved no later step. Jobs that SLURM takes away by itself (preemption, a node that
-went down, `scontrol requeue`) are requeued by SLURM and count for nothing; those that somebody cancelled stay so.
+A stop (time limit, signal) and a crash both lead to another attempt, a crash at most `--max-restarts` times, and
+neither after two attempts in a row without progress. Jobs that SLURM takes away by itself (preemption, node failure,
+`scontrol requeue`) are requeued by SLURM and do not count; cancelled jobs stay cancelled.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from data_shards.errors import UserError
 from launch.endings import reason
+from launch.output import say
 from launch.run.restarts import Restarts
 from launch.slurm.records import End, Kind, read_cancelled, read_ends, write_ends
-from pipeline.recipe.schema import StageName
 from pipeline.run_folder import RunFolder, StageRecord
-from pipeline.vocabulary import ALL_STAGES, EXIT_STOPPED, EXIT_USER_ERROR
+from pipeline.vocabulary import ALL_STAGES, EXIT_FAILED, EXIT_STOPPED, EXIT_USER_ERROR, StageName
 
 _TIME_LIMIT = "TimeLimit"
 
@@ -38,7 +39,7 @@ class Ending:
         job: its number.
         code: srun's exit code.
         signal: the first one that the batch script received: none, USR1 (before the time limit) or TERM.
-        queue: the job's state and reason in the queue, such as RUNNING/None.
+        queue: the job's STATE/REASON in the queue, such as RUNNING/None; empty: the controller did not answer.
     """
 
     job: str
@@ -50,7 +51,7 @@ class Ending:
     def ended_by_slurm(self) -> bool:
         """Whether the job is being taken away, and not for its time limit alone."""
         state, _, why = self.queue.partition("/")
-        return state not in ("RUNNING", "") and why != _TIME_LIMIT  # "": the controller did not answer
+        return state not in ("RUNNING", "") and why != _TIME_LIMIT
 
     @property
     def kind(self) -> Kind:
@@ -59,12 +60,11 @@ class Ending:
             return "taken away"
         if self.signal == "USR1" or _TIME_LIMIT in self.queue:
             return "stopped"
-        # Preempted with a time of grace: the processes were told, and SLURM requeues when the grace is over.
+        # Preempted with a grace period: the processes got the signal, and SLURM requeues when the period is over.
         return "taken away" if self.code == EXIT_STOPPED or self.signal == "TERM" else "failed"
 
 
-@dataclass(frozen=True)
-class Verdict:
+class Verdict(NamedTuple):
     """The exit code, and why."""
 
     code: int
@@ -80,37 +80,33 @@ def decide(
         ending: of srun.
         record: the stage's.
         earlier: how attempts at this stage ended before, since it was submitted.
-        max_restarts: how often a crashed stage is started again.
-        cancelled: whether `shardvit cancel` asked for this.
+        max_restarts: of a crashed stage.
+        cancelled: whether `shardvit cancel` asked for this end.
     """
     if record.state == "done":
         return Verdict(0, "done")
     saved = f"step {record.last_saved_step:,}" if record.last_saved_step else "its beginning"
     if cancelled:
-        return Verdict(1, f"cancelled: shardvit submit goes on from {saved}")
+        return Verdict(EXIT_FAILED, f"cancelled: shardvit submit goes on from {saved}")
     if ending.ended_by_slurm:
-        return Verdict(1, f"SLURM ends the job ({ending.queue}): it goes on from {saved}")
+        return Verdict(EXIT_FAILED, f"SLURM ends the job ({ending.queue}): it goes on from {saved}")
     if ending.code == EXIT_USER_ERROR:
-        return Verdict(
-            EXIT_USER_ERROR, "not finished: what is said above must be changed, then give shardvit submit again"
-        )
+        return Verdict(EXIT_USER_ERROR, "not finished: change what the message above names, then run shardvit submit")
     why = f"signal {ending.signal}" if ending.signal != "none" else reason(ending.code, out_of_memory=None)
     refusal = _refusal(ending, record=record, earlier=earlier, max_restarts=max_restarts)
     if refusal is None:
         return Verdict(EXIT_STOPPED, f"not finished ({why}): requeued, it goes on from {saved}")
-    return Verdict(1, f"not finished ({why}) and given up: {refusal}; shardvit submit goes on from {saved}")
+    return Verdict(EXIT_FAILED, f"not finished ({why}) and given up: {refusal}; shardvit submit goes on from {saved}")
 
 
 def _refusal(ending: Ending, *, record: StageRecord, earlier: Sequence[End], max_restarts: int) -> str | None:
-    """Why another attempt would be in vain."""
+    """Why there is no other attempt."""
     if ending.kind == "taken away":
         return None
     ends = [*((end.kind, end.last_saved_step) for end in earlier), (ending.kind, record.last_saved_step)]
-    ends = [(kind, step) for kind, step in ends if kind != "taken away"]
-    progress = _replay([step for _, step in ends], allowed=len(ends))
-    if progress is not None:
-        hint = " (is --time long enough to start, and to save?)" if ending.kind == "stopped" else ""
-        return progress + hint
+    steps = [step for kind, step in ends if kind != "taken away"]
+    if no_progress := _replay(steps, allowed=len(steps)):
+        return no_progress + (" (is --time long enough to start and to save?)" if ending.kind == "stopped" else "")
     return _replay([step for kind, step in ends if kind == "failed"], allowed=max_restarts)
 
 
@@ -123,30 +119,16 @@ def _replay(steps: Sequence[int], *, allowed: int) -> str | None:
 
 
 def judge(run: Path, *, stage: StageName, ending: Ending, max_restarts: int) -> Verdict:
-    """Decide from what the run folder holds, and note the end there.
+    """Decide from what the run folder holds, and record the end there.
 
     Raises:
         UserError: a record is damaged.
     """
-    folder = RunFolder(runs_root=run.parent, name=run.name)
-    slurm = run / "slurm"
-    record, earlier = folder.record(stage), read_ends(slurm, stage)
-    verdict = decide(
-        ending,
-        record=record,
-        earlier=earlier,
-        max_restarts=max_restarts,
-        cancelled=ending.job in read_cancelled(slurm),
-    )
+    slurm, record = run / "slurm", RunFolder(runs_root=run.parent, name=run.name).record(stage)
+    earlier, cancelled = read_ends(slurm, stage), ending.job in read_cancelled(slurm)
+    verdict = decide(ending, record=record, earlier=earlier, max_restarts=max_restarts, cancelled=cancelled)
     if verdict.code:
-        end = End(
-            job=ending.job,
-            time=time.time(),
-            kind=ending.kind,
-            code=ending.code,
-            last_saved_step=record.last_saved_step,
-            sentence=verdict.sentence,
-        )
+        end = End(ending.job, time.time(), ending.kind, ending.code, record.last_saved_step, verdict.sentence)
         write_ends(slurm, stage, [*earlier, end])
     return verdict
 
@@ -162,13 +144,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--queue", default="", help="the job's STATE/REASON in the queue")
     parser.add_argument("--max-restarts", type=int, default=20)
     options = parser.parse_args(arguments)
-    ending = Ending(job=options.job, code=options.code, signal=options.signal, queue=options.queue)
+    ending = Ending(options.job, options.code, options.signal, options.queue)
     try:
         verdict = judge(options.run, stage=options.stage, ending=ending, max_restarts=options.max_restarts)
     except (UserError, OSError) as error:
-        print(f"shardvit: {options.stage}: {error}", file=sys.stderr, flush=True)
-        return EXIT_USER_ERROR
-    print(f"shardvit: {options.stage}: {verdict.sentence}", file=sys.stderr, flush=True)
+        verdict = Verdict(EXIT_USER_ERROR, str(error))
+    say(f"{options.stage}: {verdict.sentence}")
     return verdict.code
 
 

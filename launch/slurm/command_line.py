@@ -44,8 +44,7 @@ def submit(
     loaded = load_recipe(recipe, overrides=overrides)  # a mistake in it is said before anything slow is imported
 
     from launch.slurm.commands import Slurm
-    from launch.slurm.job import job_of
-    from launch.slurm.site import read_site
+    from launch.slurm.site import job_of, read_site
     from launch.slurm.submit import plan_submission, submit_plan
     from launch.slurm.submit import render as rendered
 

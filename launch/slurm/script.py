@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Literal
 
 from data_shards.errors import UserError
-from launch.slurm.job import SlurmJob
 from launch.slurm.options import limit_seconds
-from launch.slurm.site import ContainerSite
+from launch.slurm.site import ContainerSite, SlurmJob
 from pipeline.recipe.schema import StageName
 from pipeline.vocabulary import EXIT_STOPPED
 
@@ -64,7 +63,7 @@ def stage_script(stage: StageName, *, job: SlurmJob, paths: Paths) -> str:
     )
     environment.filters["q"] = shlex.quote
     environment.filters["comment"] = lambda value: " ".join(str(value).split())
-    python = job.site.python or ("python3" if job.container else sys.executable)
+    python = job.site.python or ("python3" if job.site.container else sys.executable)
     inside = _inside(job, paths=paths)
     after = [*inside, python, "-m", "launch.slurm.after", str(paths.run)]
     rest = ["--stage", stage, "--max-restarts", str(job.options.max_restarts)]
@@ -79,14 +78,14 @@ def stage_script(stage: StageName, *, job: SlurmJob, paths: Paths) -> str:
             **({} if job.options.gpus_per_node else {"DS_ACCELERATOR": "cpu"}),
             **job.site.environment,
         },
-        package_folder=None if job.container or paths.package is None else str(paths.package),
+        package_folder=None if job.site.container or paths.package is None else str(paths.package),
         train=_command(
             _srun(stage, job, paths=paths, how="train"),
             [*inside, python, "-u", "-m", "launch.train", str(paths.recipe), "--stage", stage],
             ["--runs", str(paths.run.parent)],
         ),
         # Where shardvit is in the container alone, one more task asks the question there.
-        after=_command(*([_srun(stage, job, paths=paths, how="ask")] if job.container else []), after, rest),
+        after=_command(*([_srun(stage, job, paths=paths, how="ask")] if job.site.container else []), after, rest),
         patience_seconds=max(1, job.options.signal_seconds - _REQUEUE_SECONDS),
         exit_requeue=EXIT_STOPPED,
     )
@@ -115,21 +114,21 @@ def _srun(stage: StageName, job: SlurmJob, *, paths: Paths, how: Literal["train"
     passed_on = [f"--{entry.flag}={text}" for entry, text in job.options.flags(stage=stage) if entry.srun]
     command = ["srun", f"--nodes={nodes}", f"--ntasks={tasks}", "--distribution=block", *passed_on]
     command += ["--kill-on-bad-exit=0", f"--wait={_WAIT_SECONDS}", *job.site.srun]
-    if job.container is not None and job.container.runtime == "pyxis":
+    if job.site.container is not None and job.site.container.runtime == "pyxis":
         command += [
-            f"--container-image={job.container.image}",
-            f"--container-mounts={','.join(_mounts(job.container, paths))}",
+            f"--container-image={job.site.container.image}",
+            f"--container-mounts={','.join(_mounts(job.site.container, paths))}",
             f"--container-workdir={paths.work}",
         ]
     return command
 
 
 def _inside(job: SlurmJob, *, paths: Paths) -> list[str]:
-    if job.container is None or job.container.runtime != "apptainer":
+    if job.site.container is None or job.site.container.runtime != "apptainer":
         return []
-    binds = [f"--bind={mount}" for mount in _mounts(job.container, paths)]
+    binds = [f"--bind={mount}" for mount in _mounts(job.site.container, paths)]
     nv = ["--nv"] if job.options.gpus_per_node else []
-    return ["apptainer", "exec", *nv, *binds, f"--pwd={paths.work}", job.container.image]
+    return ["apptainer", "exec", *nv, *binds, f"--pwd={paths.work}", job.site.container.image]
 
 
 def _mounts(container: ContainerSite, paths: Paths) -> list[str]:

@@ -19,21 +19,23 @@
     runtime = "pyxis"                           # or apptainer
 
 Everything is optional, unknown keys are errors. `setup` is the only place for shell code; all else is quoted.
+`job_of` completes `shardvit submit`'s options with it.
 """
 
 from __future__ import annotations
 
-import difflib
 import re
 import tomllib
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, Field, ValidationError, create_model
+from pydantic import AfterValidator, Field, ValidationError, create_model
 
 from data_shards.errors import UserError
-from launch.slurm.options import table
+from launch.slurm.options import JobOptions, limit_seconds, table
 from pipeline.recipe.base import Strict
+from pipeline.recipe.mistakes import mistakes
 
 
 def _one_line(text: str) -> str:
@@ -44,19 +46,20 @@ def _one_line(text: str) -> str:
 
 def _option(text: str) -> str:
     if not text.startswith("-"):
-        raise ValueError(f"{text!r} is no option: it must begin with - as on sbatch's command line")
+        raise ValueError(f"{text!r} is not an option: it must begin with - as on sbatch's command line")
     return _one_line(text)
 
 
-def _variables(values: dict[str, str]) -> dict[str, str]:
+def _variables(values: dict[str, Any]) -> dict[str, Any]:
     for name, value in values.items():
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-            raise ValueError(f"{name!r} is no name of an environment variable")
-        if "\0" in value or "\n" in value:
-            raise ValueError(f"{name} must be one line of text")
+            raise ValueError(f"{name!r} is not a name of an environment variable")
+        if not isinstance(value, str) or "\0" in value or "\n" in value:
+            raise ValueError(f"{name} must be one line of text, in quotes")
     return values
 
 
+_MOST_SIGNAL_SECONDS = 65_535  # SLURM's
 Line = Annotated[str, AfterValidator(_one_line)]
 Option = Annotated[str, AfterValidator(_option)]
 
@@ -87,7 +90,7 @@ class Site(Strict):
     python: Line | None = None
     srun: tuple[Option, ...] = ()
     sbatch: SbatchSite = SbatchSite()  # pyright: ignore[reportInvalidTypeForm]
-    environment: Annotated[dict[str, str], AfterValidator(_variables)] = Field(default_factory=dict)
+    environment: Annotated[dict[str, Any], AfterValidator(_variables)] = Field(default_factory=dict)
     container: ContainerSite | None = None
 
 
@@ -108,22 +111,58 @@ def read_site(path: Path | None) -> Site:
     try:
         return Site.model_validate(content)
     except ValidationError as error:
-        problems = [_problem(detail) for detail in error.errors(include_url=False)]
-        raise UserError(f"--site: {path}: " + "; ".join(problems)) from None
+        found = mistakes(error, tree=content, root=Site)
+        raise UserError(f"--site: {path}: " + "; ".join(mistake.text for mistake in found)) from None
 
 
-def _problem(detail: Any) -> str:
-    location = [str(part) for part in detail["loc"]]
-    key = ".".join(location)
-    match detail["type"]:
-        case "extra_forbidden":
-            groups: dict[str, type[BaseModel]] = {"sbatch": SbatchSite, "container": ContainerSite}
-            known = Site if len(location) == 1 else groups[location[0]]
-            close = difflib.get_close_matches(location[-1], known.model_fields, n=1)
-            return f"unknown key {key}" + (f", did you mean {close[0]}?" if close else "")
-        case "missing":
-            return f"key {key} is missing"
-        case "value_error":
-            return f"{key}: {detail['ctx']['error']}"
-        case _:
-            return f"{key}: {detail['msg'][:1].lower()}{detail['msg'][1:]}"
+@dataclass(frozen=True)
+class SlurmJob:
+    """What every stage of a run is submitted with: complete options, and the cluster."""
+
+    options: JobOptions
+    site: Site = field(default_factory=Site)
+
+    @property
+    def tasks_per_node(self) -> int:
+        """Processes of a node."""
+        return self.options.tasks_per_node or self.options.gpus_per_node
+
+    @property
+    def processes(self) -> int:
+        """Of a training stage, over all nodes."""
+        return self.options.nodes * self.tasks_per_node
+
+    @property
+    def limit_seconds(self) -> int:
+        """Time limit of one job; a stage may take several."""
+        return limit_seconds(self.options.time)
+
+
+def job_of(options: JobOptions, *, site: Site) -> SlurmJob:
+    """Check the options, and complete them.
+
+    Raises:
+        UserError: they contradict each other.
+    """
+    options.check()
+    if options.gpus_per_node and options.tasks_per_node not in (None, options.gpus_per_node):
+        raise UserError(
+            f"--tasks-per-node: it is {options.tasks_per_node}, but every GPU has one process: leave it out, or give "
+            "--gpus-per-node 0 to train on CPUs"
+        )
+    if not options.gpus_per_node and options.tasks_per_node is None:
+        raise UserError("--gpus-per-node: give the GPUs of a node, or for a cluster without GPUs --tasks-per-node")
+    limit = limit_seconds(options.time)
+    if options.signal_seconds >= min(limit, _MOST_SIGNAL_SECONDS + 1):
+        raise UserError(
+            f"--signal-seconds: it is {options.signal_seconds}, and the job has {limit} seconds (--time "
+            f"{options.time}): the signal to save must come before the end, and after the start"
+        )
+    if options.container is not None:
+        image = {"image": options.container}
+        container = site.container.model_copy(update=image) if site.container else ContainerSite(**image)
+        site = site.model_copy(update={"container": container})
+    completed = {
+        name: getattr(options, name) or getattr(site.sbatch, name) for name, entry in table().items() if entry.in_site
+    }
+    return SlurmJob(replace(options, tasks_per_node=options.tasks_per_node or options.gpus_per_node, **completed), site)

@@ -19,9 +19,9 @@ from data_shards.errors import UserError
 from data_shards.store.location import Commands
 from launch.run.pipeline_run import PipelineRun
 from launch.slurm.commands import Slurm, submit_command
-from launch.slurm.job import SlurmJob
 from launch.slurm.records import Submission, read_submission, write_cancelled, write_ends, write_submission
 from launch.slurm.script import Paths, stage_script
+from launch.slurm.site import SlurmJob
 from pipeline.recipe.io import dump_recipe, load_recipe
 from pipeline.recipe.schema import Recipe, StageName, TrainStage
 from pipeline.recipe.stage_plan import plan_stage
@@ -125,7 +125,7 @@ def submit_plan(plan: Plan, *, slurm: Slurm) -> Submission:
                 f"{plan.paths.run} has jobs in the queue ({', '.join(alive)}): wait for them, or give shardvit cancel "
                 "first"
             )
-    plan.paths.run.mkdir(parents=True, exist_ok=True)
+    records.mkdir(parents=True, exist_ok=True)
     replace_text(plan.paths.recipe, dump_recipe(plan.recipe))
     write_cancelled(records, set())
     submission = Submission(

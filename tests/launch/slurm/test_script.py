@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 
 from data_shards.errors import UserError
-from launch.slurm.job import SlurmJob, job_of
 from launch.slurm.options import JobOptions
 from launch.slurm.script import Paths, stage_script
-from launch.slurm.site import Site
+from launch.slurm.site import Site, SlurmJob, job_of
 from pipeline.recipe.schema import StageName
 
 OPTIONS = JobOptions(nodes=4, gpus_per_node=8, time="25:00:00")

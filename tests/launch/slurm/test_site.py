@@ -38,13 +38,13 @@ def test_everything_that_it_may_say(tmp_path: Path):
         ('module = ["a"]', "unknown key module, did you mean modules?"),
         ('[sbatch]\npartitions = "a"', "unknown key sbatch.partitions, did you mean partition?"),
         ("[container]\nmounts = []", "key container.image is missing"),
-        ('[container]\nimage = "a"\nruntime = "docker"', "container.runtime: input should be 'pyxis' or 'apptainer'"),
-        ('[environment]\n"A B" = "c"', "'A B' is no name of an environment variable"),
-        ('[sbatch]\nlines = ["exclusive"]', "'exclusive' is no option"),
+        ('[container]\nimage = "a"\nruntime = "docker"', "container.runtime is 'docker': give pyxis or apptainer"),
+        ('[environment]\n"A B" = "c"', "'A B' is not a name of an environment variable"),
+        ('[sbatch]\nlines = ["exclusive"]', "'exclusive' is not an option"),
         ('python = "a\\nb"', "python: it must be one line"),
         ('[environment]\nA = "b\\nc"', "A must be one line"),
         ("modules = [", "is not valid TOML"),
-        ("[environment]\nA = 1", "environment.A: input should be a valid string"),
+        ("[environment]\nA = 1", "environment: A must be one line of text, in quotes"),
     ],
 )
 def test_what_is_not_understood_is_named(tmp_path: Path, text: str, named: str):

@@ -6,10 +6,9 @@ from pathlib import Path
 import pytest
 
 from data_shards.errors import UserError
-from launch.slurm.job import SlurmJob, job_of
 from launch.slurm.options import JobOptions
 from launch.slurm.records import read_submission, write_cancelled, write_ends
-from launch.slurm.site import Site
+from launch.slurm.site import Site, SlurmJob, job_of
 from launch.slurm.submit import Plan, plan_submission, render, submit_plan
 from pipeline.recipe.io import parse_recipe
 from pipeline.run_folder import RunFolder

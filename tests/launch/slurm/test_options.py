@@ -1,4 +1,4 @@
-"""What is asked of SLURM: options completed by the site file, contradictions refused, times understood."""
+"""The table of options: completed by the site file, contradictions refused, times understood."""
 
 from dataclasses import replace
 from typing import Any
@@ -6,9 +6,8 @@ from typing import Any
 import pytest
 
 from data_shards.errors import UserError
-from launch.slurm.job import job_of
 from launch.slurm.options import JobOptions, format_limit, limit_seconds
-from launch.slurm.site import Site
+from launch.slurm.site import Site, job_of
 
 ASKED = JobOptions(nodes=4, time="24:00:00", gpus_per_node=8)
 
@@ -40,7 +39,7 @@ def test_every_gpu_has_a_process_and_the_site_completes_the_rest():
     site = Site.model_validate({"sbatch": {"partition": "gpu", "account": "a"}, "container": {"image": "old"}})
     job = job_of(replace(ASKED, account="b", container="new"), site=site)
     assert (job.processes, job.tasks_per_node, job.options.partition, job.options.account) == (32, 8, "gpu", "b")
-    assert job.container is not None and job.container.image == "new"
+    assert job.site.container is not None and job.site.container.image == "new"
     assert job_of(JobOptions(nodes=2, time="5", tasks_per_node=3), site=Site()).processes == 6
 
 
