@@ -1,8 +1,8 @@
 """`shardvit cancel`: end all jobs of a run, after the running ones have saved.
 
-The jobs are noted as cancelled first, so that none of them requeues itself; those that wait are removed; those that
-run are told to save, as before their time limit, and end by themselves. What has not ended after a while, or everything
-with "now", is cancelled by SLURM, which kills half a minute later.
+The jobs are recorded as cancelled first, so that none requeues itself; pending ones are removed; running ones get the
+signal to save and end by themselves. Those that do not end in time, or all with "now", are cancelled by SLURM, which
+kills half a minute later.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ def cancel_run(
     Args:
         run: the run folder.
         slurm: the cluster.
-        how: "now" does not wait for a checkpoint; the last one that was written counts.
+        how: "now" does not wait for a checkpoint.
         wait_seconds: for a job that saves.
-        say: told what happens.
-        sleep: between two looks at the queue.
+        say: takes what happens.
+        sleep: between two queries of the queue.
 
     Raises:
         UserError: the run was never submitted, or SLURM refuses.

@@ -1,4 +1,4 @@
-"""The commands `shardvit submit`, `status` and `cancel`. What they need is imported inside of them."""
+"""The commands `shardvit submit`, `status` and `cancel`; their imports are inside, so that --help is fast."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
+from launch.output import say
 from launch.slurm.options import JobOptions
 
 
@@ -26,11 +27,10 @@ def submit(
 ) -> int:
     """Submit a recipe's stages to SLURM, one job each, one after the other; finished stages are skipped.
 
-    Everything is checked here first, as by `shardvit run --dry-run`. A job
-    saves before its time limit, is requeued and goes on; so it does after
-    preemption, a failed node or a crash, unless it gets no further. Scripts,
-    logs and records lie in RUNS/NAME/slurm. The same command again goes on
-    where the jobs ended.
+    Everything is checked first, as by `shardvit run --dry-run`. A job saves
+    before its time limit, is requeued and goes on; the same after preemption,
+    a node failure or a crash, unless it makes no progress. Scripts, logs and
+    records lie in RUNS/NAME/slurm. The same command again resumes the run.
 
     Some examples:
         shardvit submit my.yaml --nodes 4 --gpus-per-node 8 --time 24:00:00
@@ -50,15 +50,10 @@ def submit(
 
     job = job_of(options, site=read_site(site))
     plan = plan_submission(
-        recipe,
-        overrides=overrides,
-        runs_root=runs,
-        job=job,
-        loaded=loaded,
-        commands="refuse" if render else "run",
+        recipe, overrides=overrides, runs_root=runs, job=job, loaded=loaded, commands="refuse" if render else "run"
     )
     for note in plan.notes:
-        print(f"shardvit: {note}", file=sys.stderr)
+        say(note)
     if not plan.scripts:
         print(f"{plan.paths.run}: all stages are done", file=sys.stderr)
         return 0

@@ -1,4 +1,4 @@
-"""SLURM's own commands: the only place that starts sbatch, squeue, scancel and sacct. Each call is one process."""
+"""SLURM's commands: the only place that starts sbatch, squeue, scancel and sacct. Each call is one process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from data_shards.errors import UserError
 
-_PATIENCE_SECONDS = 60.0
+_TIMEOUT_SECONDS = 60.0
 _FORMAT = "%A|%T|%r|%L|%N|%S"
 # A job in any other state is still in the queue, or will be again.
 FINISHED = frozenset(
@@ -44,26 +44,14 @@ class Queued:
 
 
 class Slurm:
-    """The cluster that this machine belongs to."""
+    """The cluster that this machine belongs to. All but `history` raise UserError where SLURM refuses or is silent."""
 
     def submit(self, script: Path, *, after: str | None) -> str:
-        """Submit a script; returns the job's number.
-
-        Args:
-            script: the batch script.
-            after: a job that must have succeeded first; when it has failed, this one is removed.
-
-        Raises:
-            UserError: SLURM refuses it.
-        """
+        """Submit a script; returns the job's number. If the job `after` fails, SLURM removes this one."""
         return self._call(submit_command(script, after=after)).strip().partition(";")[0]
 
     def queue(self, jobs: Iterable[str]) -> dict[str, Queued]:
-        """The jobs that SLURM still knows; those that ended are forgotten after some minutes.
-
-        Raises:
-            UserError: SLURM does not answer.
-        """
+        """The jobs that SLURM still knows; those that ended are forgotten after some minutes."""
         numbers = sorted(set(jobs))
         if not numbers:
             return {}
@@ -78,23 +66,15 @@ class Slurm:
         return parse_queue(text)
 
     def cancel(self, jobs: Sequence[str]) -> None:
-        """Remove jobs from the queue; a running one is killed after SLURM's KillWait.
-
-        Raises:
-            UserError: SLURM refuses.
-        """
+        """Remove jobs from the queue; a running one is killed after SLURM's KillWait."""
         self._call(["scancel", *jobs])
 
     def signal(self, job: str) -> None:
-        """Send USR1 to a job's batch script, as before the time limit.
-
-        Raises:
-            UserError: SLURM refuses.
-        """
+        """Send USR1 to a job's batch script, as before the time limit."""
         self._call(["scancel", "--signal=USR1", "--batch", job])
 
     def history(self, jobs: Iterable[str]) -> dict[str, str]:
-        """Final states of jobs that the queue has forgotten, where the cluster keeps accounts; else none."""
+        """Final states of jobs that the queue has forgotten, if the cluster keeps accounts; else none."""
         numbers = sorted(set(jobs))
         if not numbers:
             return {}
@@ -109,19 +89,12 @@ class Slurm:
     def _call(self, command: Sequence[str]) -> str:
         try:
             done = subprocess.run(
-                command,
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                timeout=_PATIENCE_SECONDS,
-                check=False,
+                command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_TIMEOUT_SECONDS, check=False
             )
         except FileNotFoundError:
-            raise UserError(
-                f"{command[0]} is not on this machine: give the command where jobs are submitted from"
-            ) from None
+            raise UserError(f"{command[0]} is not on this machine: run this where jobs are submitted from") from None
         except subprocess.TimeoutExpired:
-            raise UserError(f"SLURM has not answered {command[0]} for {_PATIENCE_SECONDS:.0f} seconds") from None
+            raise UserError(f"SLURM has not answered {command[0]} for {_TIMEOUT_SECONDS:.0f} seconds") from None
         if done.returncode:
             lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
             raise UserError(f"{' '.join(command)}: {'; '.join(lines) or f'exit code {done.returncode}'}")

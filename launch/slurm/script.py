@@ -1,4 +1,4 @@
-"""One stage as a batch script: `templates/stage.sbatch.jinja` filled in. Pure; all that is filled in is quoted."""
+"""One stage as a batch script: renders `templates/stage.sbatch.jinja`. Pure; every value is quoted."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from typing import Literal
 from data_shards.errors import UserError
 from launch.slurm.options import limit_seconds
 from launch.slurm.site import ContainerSite, SlurmJob
-from pipeline.recipe.schema import StageName
-from pipeline.vocabulary import EXIT_STOPPED
+from pipeline.vocabulary import EXIT_STOPPED, RECIPE_FILE, StageName
 
 _TEMPLATE = Path(__file__).with_name("templates") / "stage.sbatch.jinja"
 _WAIT_SECONDS = 120  # after the first process has ended: saving is over by then, MLflow may still be told the rest
@@ -22,31 +21,28 @@ _REQUEUE_SECONDS = 5  # before the time limit: to decide, and to tell SLURM
 
 @dataclass(frozen=True)
 class Paths:
-    """Where things lie, all absolute, and the same on all nodes.
+    """Absolute paths, the same on all nodes."""
 
-    Attributes:
-        run: the run folder, RUNS/NAME.
-        recipe: the resolved recipe.
-        work: the folder that relative paths in the recipe start from.
-        package: the folder to import shardvit from; None: it is installed.
-    """
-
-    run: Path
-    recipe: Path
-    work: Path
-    package: Path | None
+    run: Path  # RUNS/NAME
+    work: Path  # where relative paths in the recipe start
+    package: Path | None  # to import shardvit from; None: it is installed
 
     @property
     def slurm(self) -> Path:
         """The run folder's part for SLURM: scripts, logs, records."""
         return self.run / "slurm"
 
+    @property
+    def recipe(self) -> Path:
+        """The resolved recipe."""
+        return self.slurm / RECIPE_FILE
+
     def script(self, stage: StageName) -> Path:
         """A stage's script."""
         return self.slurm / f"{stage}.sbatch"
 
     def log(self, stage: StageName) -> Path:
-        """What a stage's processes print, over all its jobs."""
+        """Output of a stage's processes, over all its jobs."""
         return self.slurm / f"{stage}.log"
 
 

@@ -1,80 +1,59 @@
-"""`shardvit status`: how far each stage of a run is, and what SLURM says of its job.
+"""`shardvit status`: how far each stage of a run is, and the state of its SLURM job.
 
-Everything but the queue is read from the run folder, so it works for local runs as well, and on a machine without
-SLURM. Reading costs one pass over metrics.jsonl for each stage, and one squeue.
+Everything but the queue is read from the run folder, so it works for local runs and on machines without SLURM too.
+Costs one pass over each stage's metrics.jsonl, and one squeue.
 """
 
 from __future__ import annotations
 
 import math
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from data_shards.errors import UserError
-from data_shards.text import printable, show_duration
+from data_shards.text import printable, show_duration, table
 from launch.slurm.commands import Queued, Slurm
 from launch.slurm.records import Submission, read_ends, read_submission
 from launch.slurm.submit import total_steps
 from pipeline.checkpoint.identity import checkpoint_folders
 from pipeline.recipe.io import parse_recipe
-from pipeline.recipe.schema import Recipe, StageName, TrainStage
+from pipeline.recipe.schema import Recipe, TrainStage
 from pipeline.report.metrics_log import iter_metrics
 from pipeline.report.progress import RecentSpeed
 from pipeline.report.tracking_state import load_run_state
 from pipeline.run_folder import RunFolder
+from pipeline.vocabulary import METRICS_FILE, MLFLOW_FILE, RECIPE_FILE, StageName
 
 _SPEED_WINDOW_SECONDS = 1800.0
 
 
 @dataclass(frozen=True)
 class StageStatus:
-    """One stage.
-
-    Attributes:
-        stage: its name.
-        state: of stage.json: new, running (begun and not done) or done.
-        step: the last one that is in its curve.
-        total_steps: None: there are none (swap_head), or the shards are not visible from here.
-        eta_seconds: of training time that is still needed; None: unknown.
-        restarts: attempts after the first one.
-        saved_step: of the last checkpoint.
-        saved_seconds_ago: None: there is none.
-        job: SLURM's number.
-        queue: the job's state in the queue.
-        reason: why it waits, or has ended.
-        nodes: where it runs.
-        left_seconds: until its time limit.
-        last_end: how its last attempt ended, in words.
-        requeues_needed: until it is done, at this speed; None: unknown.
-    """
+    """One stage; also what `--json` prints."""
 
     stage: StageName
-    state: str
-    step: int
-    total_steps: int | None
-    eta_seconds: float | None
-    restarts: int
+    state: str  # of stage.json: new, running (begun and not done) or done
+    step: int  # the last one in metrics.jsonl
+    total_steps: int | None  # None: it has none (swap_head), or the shards are not visible from here
+    eta_seconds: float | None  # training time that is left; None: unknown
+    restarts: int  # attempts after the first one
     saved_step: int
-    saved_seconds_ago: float | None
+    saved_seconds_ago: float | None  # None: there is no checkpoint
     job: str = ""
-    queue: str = ""
-    reason: str = ""
+    queue: str = ""  # the job's state
+    reason: str = ""  # why it waits, or ended
     nodes: str = ""
-    left_seconds: int | None = None
-    last_end: str = ""
-    requeues_needed: int | None = None
+    left_seconds: int | None = None  # until the job's time limit
+    last_end: str = ""  # how its last attempt ended
+    requeues_needed: int | None = None  # until it is done, at this speed; None: unknown
 
 
 @dataclass(frozen=True)
 class RunStatus:
-    """A run.
-
-    Attributes:
-        run: its folder.
-        notes: what could not be found out.
-    """
+    """A run; `notes` say what could not be found out."""
 
     run: Path
     submission: Submission | None
@@ -117,28 +96,23 @@ def run_status(run: Path, *, slurm: Slurm) -> RunStatus:
 
 
 def as_text(status: RunStatus) -> str:
-    """The table, and a sentence for whatever is not as one would wish."""
-    from launch.commands.demo import format_table
-
+    """The table, and a sentence for each stage that needs attention."""
     rows = [("stage", "state", "job", "queue", "step", "ETA", "job's time left", "restarts", "last checkpoint")]
     for stage in status.stages:
-        known = stage.total_steps is not None
+        of_total = "" if stage.total_steps is None else f" of {stage.total_steps:,}"
+        saved, left, eta = stage.saved_seconds_ago, stage.left_seconds, stage.eta_seconds
         rows.append(
             (
                 *(stage.stage, stage.state, stage.job),
-                stage.queue
-                + (f" ({stage.reason})" if stage.reason else "")
-                + (f" {stage.nodes}" if stage.nodes else ""),
-                f"{stage.step:,}" + (f" of {stage.total_steps:,}" if known else "") if stage.step or known else "",
-                "" if stage.eta_seconds is None else show_duration(stage.eta_seconds),
-                "" if stage.left_seconds is None else show_duration(stage.left_seconds),
+                " ".join(filter(None, (stage.queue, stage.reason and f"({stage.reason})", stage.nodes))),
+                f"{stage.step:,}{of_total}" if stage.step or of_total else "",
+                "" if eta is None else show_duration(eta),
+                "" if left is None else show_duration(left),
                 str(stage.restarts),
-                ""
-                if stage.saved_seconds_ago is None
-                else f"step {stage.saved_step:,}, {show_duration(stage.saved_seconds_ago)} ago",
+                "" if saved is None else f"step {stage.saved_step:,}, {show_duration(saved)} ago",
             )
         )
-    lines = [f"run {status.run}", format_table(rows)]
+    lines = [f"run {status.run}", table(rows, align="lr", heading="ruled")]
     for stage in status.stages:
         if stage.requeues_needed:
             times = "once" if stage.requeues_needed == 1 else f"{stage.requeues_needed} times"
@@ -161,10 +135,10 @@ def as_tree(status: RunStatus) -> dict[str, Any]:
 
 
 def _recipe_of(run: Path) -> Recipe:
-    for path in (run / "recipe.yaml", run / "slurm" / "recipe.yaml"):  # the latter until the first job begins
+    for path in (run / RECIPE_FILE, run / "slurm" / RECIPE_FILE):  # the latter until the first job begins
         if path.exists():
             return parse_recipe(path)
-    raise UserError(f"{run} is no run folder: it has no recipe.yaml; give RUNS/NAME, for instance runs/digits")
+    raise UserError(f"{run} is not a run folder: it has no recipe.yaml; give RUNS/NAME, for instance runs/digits")
 
 
 def _stage_status(
@@ -177,7 +151,7 @@ def _stage_status(
 ) -> StageStatus:
     record = folder.record(stage)
     speed, step = RecentSpeed(_SPEED_WINDOW_SECONDS), record.last_saved_step
-    for row in iter_metrics(folder.stage(stage) / "metrics.jsonl"):
+    for row in iter_metrics(folder.stage(stage) / METRICS_FILE):
         speed.add(row.step, row.time)
         step = max(step, row.step)
     eta = math.nan if total is None or record.state != "running" else speed.seconds_left(total)
@@ -208,16 +182,14 @@ def _stage_status(
 
 def _attempts(folder: RunFolder, stage: StageName) -> int:
     try:
-        return load_run_state(folder.stage(stage) / "mlflow.json").attempt
+        return load_run_state(folder.stage(stage) / MLFLOW_FILE).attempt
     except (OSError, ValueError):
         return 0
 
 
 def _checkpoint_age(folder: RunFolder, stage: StageName) -> float | None:
-    times = []
+    times: list[float] = []
     for path in checkpoint_folders(folder.checkpoints(stage)):
-        try:
+        with suppress(OSError):  # pruned meanwhile
             times.append(path.stat().st_mtime)
-        except OSError:  # pruned meanwhile
-            continue
     return max(0.0, time.time() - max(times)) if times else None

@@ -1,8 +1,8 @@
-"""`shardvit submit`: everything checked here, then one job for each stage that is not done, each after the one before.
+"""`shardvit submit`: check everything, then chain one job for each stage that is not done.
 
-Nothing is submitted before all stages have passed the checks of `shardvit run --dry-run` for the number of processes
-that the jobs will have, and when SLURM refuses one of the jobs, those before it are taken back. The jobs get a copy of
-the resolved recipe, so that a file edited meanwhile changes nothing that is on its way.
+Nothing is submitted before all stages have passed the checks of `shardvit run --dry-run` for the jobs' number of
+processes; if SLURM refuses one job, those before it are cancelled. The jobs read a copy of the resolved recipe: editing
+the file later does not change them.
 """
 
 from __future__ import annotations
@@ -30,24 +30,14 @@ from pipeline.stage_data import open_data
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What would be submitted.
+class SubmissionPlan:
+    """What would be submitted."""
 
-    Attributes:
-        recipe: resolved, with the number of processes that the jobs have.
-        folder: of the run.
-        paths: where everything lies.
-        job: what is asked of SLURM.
-        scripts: of the stages that are not done, in order.
-        notes: what was not looked at.
-    """
-
-    recipe: Recipe
-    folder: RunFolder
+    recipe: Recipe  # resolved, with the jobs' number of processes
     paths: Paths
     job: SlurmJob
-    scripts: dict[StageName, str]
-    notes: tuple[str, ...] = ()
+    scripts: dict[StageName, str]  # of the stages that are not done, in order
+    notes: tuple[str, ...] = ()  # what was not checked
 
 
 def plan_submission(
@@ -58,10 +48,16 @@ def plan_submission(
     job: SlurmJob,
     loaded: Recipe | None = None,
     commands: Commands = "run",
-) -> Plan:
-    """Check everything and fill the scripts in; changes nothing on disk. `commands`: see `PipelineRun`.
+) -> SubmissionPlan:
+    """Check everything and render the scripts; changes nothing on disk.
 
-    `loaded` is what `recipe` and `overrides` say, where the caller has read them.
+    Args:
+        recipe: path or name.
+        overrides: key=value.
+        runs_root: folder of all runs.
+        job: what is asked of SLURM.
+        loaded: the recipe with its overrides, if the caller has read it.
+        commands: whether a `pipe:` in it is run.
 
     Raises:
         UserError: anything that would keep a stage from running.
@@ -76,23 +72,12 @@ def plan_submission(
         raise UserError("engine.precision fp16 needs a GPU: use bf16 or fp32 with --gpus-per-node 0")
     folder = RunFolder(runs_root=runs_root.absolute(), name=loaded.name)
     folder.check_recipe(loaded)
-    notes = PipelineRun(
-        recipe=loaded,
-        folder=folder,
-        processes=job.processes,
-        restart=None,
-        commands=commands,
-    ).check_stages()
-    paths = Paths(
-        run=folder.path,
-        recipe=folder.path / "slurm" / "recipe.yaml",
-        work=Path.cwd(),
-        package=_package_folder(),
-    )
+    run = PipelineRun(loaded, folder, processes=job.processes, restart=None, commands=commands)
+    notes = run.check_stages()
+    paths = Paths(run=folder.path, work=Path.cwd(), package=_package_folder())
     open_stages: list[StageName] = [name for name in loaded.stages.names if folder.peek(name).state != "done"]
-    return Plan(
+    return SubmissionPlan(
         recipe=loaded.model_copy(update={"processes": job.processes}),
-        folder=folder,
         paths=paths,
         job=job,
         scripts={stage: stage_script(stage, job=job, paths=paths) for stage in open_stages},
@@ -100,7 +85,7 @@ def plan_submission(
     )
 
 
-def render(plan: Plan) -> str:
+def render(plan: SubmissionPlan) -> str:
     """Exactly what would be submitted: the commands and their scripts."""
     parts, before = [], None
     for stage, text in plan.scripts.items():
@@ -110,7 +95,7 @@ def render(plan: Plan) -> str:
     return "\n".join(parts)
 
 
-def submit_plan(plan: Plan, *, slurm: Slurm) -> Submission:
+def submit_plan(plan: SubmissionPlan, *, slurm: Slurm) -> Submission:
     """Write the scripts and submit them, chained.
 
     Raises:

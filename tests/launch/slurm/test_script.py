@@ -24,7 +24,7 @@ NASTY = "/runs/a b$(touch x)`'\"%j"
 
 def paths(root: str = "/runs") -> Paths:
     run = Path(root) / "law"
-    return Paths(run=run, recipe=run / "slurm/recipe.yaml", work=Path("/w d"), package=Path("/p"))
+    return Paths(run=run, work=Path("/w d"), package=Path("/p"))
 
 
 def options(text: str) -> dict[str, str]:

@@ -100,5 +100,5 @@ def test_how_often_it_will_be_requeued(folder: RunFolder, left: int, limit: int,
 
 
 def test_what_is_no_run_folder(tmp_path: Path):
-    with pytest.raises(UserError, match="is no run folder"):
+    with pytest.raises(UserError, match="is not a run folder"):
         run_status(tmp_path, slurm=FakeSlurm())

@@ -9,7 +9,7 @@ from data_shards.errors import UserError
 from launch.slurm.options import JobOptions
 from launch.slurm.records import read_submission, write_cancelled, write_ends
 from launch.slurm.site import Site, SlurmJob, job_of
-from launch.slurm.submit import Plan, plan_submission, render, submit_plan
+from launch.slurm.submit import SubmissionPlan, plan_submission, render, submit_plan
 from pipeline.recipe.io import parse_recipe
 from pipeline.run_folder import RunFolder
 from tests.launch.machine import each_once, make_shards
@@ -27,7 +27,7 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def plan(*overrides: str, job: SlurmJob = JOB) -> Plan:
+def plan(*overrides: str, job: SlurmJob = JOB) -> SubmissionPlan:
     shards = [
         f"stages.{stage}.{key}=shards/{split}"
         for stage in ("pretrain", "finetune")
