@@ -22,7 +22,7 @@ from launch.env import num_gpus
 from launch.planning.page import Plan
 from pipeline.budget.communication import links_of
 from pipeline.budget.cost import stage_cost
-from pipeline.budget.forecast import Machine, Pace, Shards, StageForecast, forecast_stage
+from pipeline.budget.forecast import GivenSpeed, Hardware, Shards, StageForecast, forecast_stage
 from pipeline.budget.gpus import Gpu, find_gpu, gpu_of_driver
 from pipeline.budget.length import stage_length
 from pipeline.budget.warnings import engine_warnings, stage_warnings
@@ -74,7 +74,7 @@ def make_plan(
         raise UserError("--mfu, --node-gbps: they mean nothing without a GPU's peak and links; give --gpu too")
     count = gpus or (recipe.processes if recipe.processes != "auto" else max(1, num_gpus()))
     per_node = min(gpus_per_node, count)
-    machine = Machine(
+    machine = Hardware(
         gpus=count,
         gpu=kind,
         links=links_of(kind, gpus_per_node=gpus_per_node, node_gbps=node_gbps) if kind else None,
@@ -82,19 +82,19 @@ def make_plan(
     warnings = [] if kind else [_no_gpu(here=num_gpus(), timed=images_per_second is not None, gpus=count)]
     forecasts: list[StageForecast] = []
     notes: list[str] = []
-    pace = Pace(mfu=mfu)
+    given = GivenSpeed(mfu=mfu)
     for name in names:
         shards, missing = _shards(
             recipe, stage=name, num_images=num_images.get(name), num_classes=num_classes.get(name)
         )
         notes += missing
-        if images_per_second is not None and pace.measured_flops is None:
+        if images_per_second is not None and given.measured_flops is None:
             cost = stage_cost(
                 recipe.model, stage=recipe.train_stage(name), engine=recipe.engine, num_classes=shards.num_classes
             )
-            pace = Pace(None, images_per_second, cost.training_flops, name)
+            given = GivenSpeed(None, images_per_second, cost.training_flops, name)
         length = stage_length(recipe, stage=name, num_images=shards.num_images, processes=count)
-        forecasts.append(forecast_stage(recipe, stage=name, length=length, shards=shards, machine=machine, pace=pace))
+        forecasts.append(forecast_stage(recipe, stage=name, length=length, shards=shards, machine=machine, given=given))
     for forecast in forecasts:
         warnings += stage_warnings(forecast, recipe=recipe, machine=machine)
     warnings += [*engine_warnings(recipe, machine=machine), *notes]

@@ -13,7 +13,7 @@ from typing import Any
 
 from data_shards.text import printable, show_bytes, show_duration
 from pipeline.budget.communication import GOOD_KEPT_SHARE
-from pipeline.budget.forecast import Machine, StageForecast
+from pipeline.budget.forecast import Hardware, StageForecast
 from pipeline.budget.gpus import RESERVE_SHARE
 from pipeline.budget.memory import ZeroStage
 from pipeline.recipe.schema import Recipe
@@ -27,7 +27,7 @@ class Plan:
     """What `shardvit plan` found."""
 
     recipe: Recipe
-    machine: Machine
+    machine: Hardware
     gpus_per_node: int
     warnings: tuple[str, ...]
     stages: tuple[StageForecast, ...]

@@ -1,8 +1,8 @@
-"""What one training stage's model costs an image, in the precision and with the regularisation that the recipe gives.
+"""What one training stage's model costs an image, in the recipe's precision and with its regularisation.
 
-`model.counting` counts the model itself, in bf16 and without dropout; here is what a stage adds to it: the masked-patch
-head, dropout's masks, float32, autocast, and the little that a backward pass holds for a moment. Checked against
-torch's MemTracker under fake tensors (tests/pipeline/budget/test_memory_tracker.py).
+`model.counting` counts the model itself, in bf16 and without dropout; a stage adds the masked-patch head, dropout masks,
+float32, autocast, and what a backward pass holds temporarily. Checked against torch's MemTracker under fake tensors
+(tests/pipeline/budget/test_memory_tracker.py).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pipeline.recipe.schema import EngineConfig, MaskedPatchStage, PretrainStage
 # Autocast over float32 weights (accelerate) keeps norms' inputs in float32: 36 values of two bytes where bf16 keeps 32
 # (measured: 36.2 of 32.0 for B/16).
 _AUTOCAST = 36 / 32
-# What is alive beside the kept activations where the backward pass begins, as a share of the last block's hidden layer
+# What is alive beside the kept activations when the backward pass begins, as a share of the last block's hidden layer
 # (measured: 3.1 to 3.3 of 4 for B/16 and L/16, 224 and 384 px, bf16 and float32).
 _WORKING_SHARE = 0.85
 _WORKING_SHARE_OF_CONVOLUTIONS = 0.08  # of the kept activations (measured: 8 % for R50+B/16)
@@ -30,13 +30,13 @@ class StageCost:
     """What one image costs in a stage.
 
     Attributes:
-        parameters: learnt numbers, head included.
+        parameters: trained, head included.
         training_flops: forward and backward.
-        tokens: that the blocks see; 0 in a pure ResNet.
+        tokens: in the blocks; 0 in a pure ResNet.
         depth: blocks; units of a pure ResNet.
         activation_bytes: kept of one image until its backward pass.
         checkpointed_activation_bytes: the same with activation checkpointing.
-        working_bytes: held for a moment in the backward pass, on top of either.
+        working_bytes: held temporarily in the backward pass, on top of either.
     """
 
     parameters: int
@@ -66,19 +66,22 @@ def stage_cost(model: ModelConfig, *, stage: TrainStage, engine: EngineConfig, n
     )
     parameters, flops = counted.parameters, counted.training_flops
     kept, checkpointed = counted.activation_bytes, counted.checkpointed_activation_bytes
+    depth = sum(model.resnet.layers) if model.kind == "resnet" else model.sizes.depth
     if masked:
         patches, width = model.grid_size(stage.image_size) ** 2, model.sizes.width
         more = linear(patches // 2 - 1, width, len(COLOURS))  # the head sees half of the patches, not one row
         parameters += width  # the mask's embedding
-        corruption = 2 * patches * (patches + 1) * width  # who is replaced is no weight: one gradient, not two
+        corruption = 2 * patches * (patches + 1) * width  # the choice of patches has no gradient: one product, not two
         flops += 3 * more.flops + 2 * corruption
-        # the corrupting matrix, and the embeddings of the patches that were chosen
+        # the corrupting matrix, and the embeddings of the chosen patches
         added = more.saved_bytes + VALUE_BYTES * patches * (patches + 1)
         kept, checkpointed = kept + added, checkpointed + added
     if stage.dropout:
-        masks = _dropout_masks(model, tokens=counted.tokens)
-        kept, checkpointed = kept + masks, checkpointed + masks // max(1, _depth(model))
-    factor = _factor(engine)
+        # A byte for each value that dropout may take: after attention and twice in the MLP of each block, once before.
+        sizes = model.sizes
+        masks = counted.tokens * (sizes.width + sizes.depth * (2 * sizes.width + sizes.mlp_dim))
+        kept, checkpointed = kept + masks, checkpointed + masks // max(1, depth)
+    factor = 2.0 if engine.precision == "fp32" else _AUTOCAST if engine.backend == "accelerate" else 1.0
     hidden = 0 if model.kind == "resnet" else VALUE_BYTES * counted.tokens * model.sizes.mlp_dim
     convolutions = model.kind == "resnet" or model.sizes.resnet_layers is not None
     working = _WORKING_SHARE_OF_CONVOLUTIONS * checkpointed if convolutions else 0
@@ -86,25 +89,8 @@ def stage_cost(model: ModelConfig, *, stage: TrainStage, engine: EngineConfig, n
         parameters=parameters,
         training_flops=flops,
         tokens=counted.tokens,
-        depth=_depth(model),
+        depth=depth,
         activation_bytes=int(kept * factor),
         checkpointed_activation_bytes=int(checkpointed * factor),
         working_bytes=int((_WORKING_SHARE * hidden + working) * (2 if engine.precision == "fp32" else 1)),
     )
-
-
-def _factor(engine: EngineConfig) -> float:
-    """Bytes of activations to those of bf16."""
-    if engine.precision == "fp32":
-        return 2.0
-    return _AUTOCAST if engine.backend == "accelerate" else 1.0
-
-
-def _dropout_masks(model: ModelConfig, *, tokens: int) -> int:
-    """A byte for each value that dropout may take: behind attention and twice in the MLP of each block, once before."""
-    sizes = model.sizes
-    return tokens * (sizes.width + sizes.depth * (2 * sizes.width + sizes.mlp_dim))
-
-
-def _depth(model: ModelConfig) -> int:
-    return sum(model.resnet.layers) if model.kind == "resnet" else model.sizes.depth

@@ -1,8 +1,7 @@
 """The GPUs that a plan can be made for: their peaks, memory and links, from NVIDIA's data sheets.
 
-Plain data. Peaks are dense (no sparsity) and of matrix products with float32 accumulation; float32 is counted without
-TF32, which torch leaves off. Nothing here is measured: what a program reaches of a peak is `speed`'s, and what NCCL
-reaches of a link is `communication`'s.
+Peaks are dense (no sparsity), of matrix products with float32 accumulation; float32 without TF32, which torch leaves
+off. Nothing here is measured: what a program reaches of a peak is `speed`'s, and of a link `communication`'s.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ Precision = Literal["bf16", "fp16", "fp32"]
 GB, TFLOPS = 10**9, 10**12
 
 # Kept free of the data sheet's memory: CUDA's context, NCCL's buffers, cuBLAS' workspace, gaps of the allocator. The
-# data sheet counts in powers of ten, which on most cards leaves some percent more than that.
+# data sheet counts in powers of ten, which on most cards leaves a few percent more than that.
 RESERVE_SHARE = 0.04
 
-_PCIE_4 = 64 * GB
+_PCIE_4 = 64.0  # GB/s, 16 lanes
 
 
 @dataclass(frozen=True)
@@ -30,17 +29,17 @@ class Gpu:
     """One kind of GPU.
 
     Attributes:
-        key: what the user calls it.
-        name: what NVIDIA calls it.
+        key: for `--gpu`.
+        name: NVIDIA's.
         memory_bytes: of the data sheet.
         bf16_tflops: dense peak; 0: it has no bf16 arithmetic.
         fp16_tflops: dense peak.
         fp32_tflops: peak without TF32.
-        link_gb_per_second: between the GPUs of a node, both directions together: NVLink, or PCIe.
-        link: what that is.
+        link_gb_per_second: between the GPUs of a node, both directions together.
+        link: its kind.
         node_gbps: Gbit/s of the network of a usual node of 8 of them.
         source: of these numbers.
-        pattern: what the driver's name of it has in it.
+        pattern: found in the driver's name of it.
     """
 
     key: str
@@ -71,57 +70,43 @@ class Gpu:
                 return self.fp32_tflops * TFLOPS
 
 
-def _gpu(
-    key: str,
-    name: str,
-    memory: int,
-    tflops: tuple[float, float, float],
-    link: float | None,
-    gbps: float,
-    source: str,
-    pattern: str,
-) -> Gpu:
-    """Memory and links in GB and GB/s; peaks as (bf16, fp16, fp32); `link` None: PCIe 4.0 x16."""
-    return Gpu(
-        key=key,
-        name=name,
-        memory_bytes=memory * GB,
-        bf16_tflops=tflops[0],
-        fp16_tflops=tflops[1],
-        fp32_tflops=tflops[2],
-        link_gb_per_second=_PCIE_4 / GB if link is None else link,
-        link="PCIe" if link is None else "NVLink",
-        node_gbps=gbps,
-        source=source,
-        pattern=pattern,
-    )
-
-
 # In the order in which a driver's name is looked up: the more special ones first.
 GPUS = (
-    _gpu("b200", "B200 SXM", 180, (2250, 2250, 75), 1800, 3200, "NVIDIA HGX B200 data sheet", r"B200"),
-    _gpu("gh200", "GH200 96 GB", 96, (990, 990, 67), 900, 3200, "NVIDIA GH200 data sheet", r"GH200"),
-    _gpu("h200", "H200 SXM", 141, (989, 989, 67), 900, 3200, "NVIDIA H200 data sheet", r"H200"),
-    _gpu("h100-pcie", "H100 PCIe", 80, (756, 756, 51), None, 400, "NVIDIA H100 data sheet", r"H100 PCIe"),
-    _gpu("h100", "H100 SXM", 80, (989, 989, 67), 900, 3200, "NVIDIA H100 data sheet", r"H100"),
-    _gpu("a100-40", "A100 40 GB", 40, (312, 312, 19.5), 600, 1600, "NVIDIA A100 data sheet", r"A100.*40GB"),
-    _gpu("a100", "A100 80 GB", 80, (312, 312, 19.5), 600, 1600, "NVIDIA A100 data sheet", r"A100"),
-    _gpu("v100", "V100 SXM2 32 GB", 32, (0, 125, 15.7), 300, 400, "NVIDIA V100 data sheet", r"V100"),
-    _gpu("l40s", "L40S", 48, (362, 362, 91.6), None, 400, "NVIDIA L40S data sheet", r"L40S"),
-    _gpu("l4", "L4", 24, (121, 121, 30.3), None, 100, "NVIDIA L4 data sheet", r"L4\b"),
-    _gpu("a10", "A10", 24, (125, 125, 31.2), None, 100, "NVIDIA A10 data sheet", r"A10\b"),
-    _gpu("t4", "T4", 16, (0, 65, 8.1), None, 100, "NVIDIA T4 data sheet", r"T4\b"),
-    _gpu("rtx4090", "RTX 4090", 24, (165, 165, 82.6), None, 10, "NVIDIA Ada white paper", r"RTX 4090"),
-    _gpu("rtx3090", "RTX 3090", 24, (71, 71, 35.6), None, 10, "NVIDIA Ampere GA102 white paper", r"RTX 3090"),
+    Gpu("b200", "B200 SXM", 180 * GB, 2250, 2250, 75, 1800, "NVLink", 3200, "NVIDIA HGX B200 data sheet", r"B200"),
+    Gpu("gh200", "GH200 96 GB", 96 * GB, 990, 990, 67, 900, "NVLink", 3200, "NVIDIA GH200 data sheet", r"GH200"),
+    Gpu("h200", "H200 SXM", 141 * GB, 989, 989, 67, 900, "NVLink", 3200, "NVIDIA H200 data sheet", r"H200"),
+    Gpu("h100-pcie", "H100 PCIe", 80 * GB, 756, 756, 51, _PCIE_4, "PCIe", 400, "NVIDIA H100 data sheet", r"H100 PCIe"),
+    Gpu("h100", "H100 SXM", 80 * GB, 989, 989, 67, 900, "NVLink", 3200, "NVIDIA H100 data sheet", r"H100"),
+    Gpu("a100-40", "A100 40 GB", 40 * GB, 312, 312, 19.5, 600, "NVLink", 1600, "NVIDIA A100 data sheet", r"A100.*40GB"),
+    Gpu("a100", "A100 80 GB", 80 * GB, 312, 312, 19.5, 600, "NVLink", 1600, "NVIDIA A100 data sheet", r"A100"),
+    Gpu("v100", "V100 SXM2 32 GB", 32 * GB, 0, 125, 15.7, 300, "NVLink", 400, "NVIDIA V100 data sheet", r"V100"),
+    Gpu("l40s", "L40S", 48 * GB, 362, 362, 91.6, _PCIE_4, "PCIe", 400, "NVIDIA L40S data sheet", r"L40S"),
+    Gpu("l4", "L4", 24 * GB, 121, 121, 30.3, _PCIE_4, "PCIe", 100, "NVIDIA L4 data sheet", r"L4\b"),
+    Gpu("a10", "A10", 24 * GB, 125, 125, 31.2, _PCIE_4, "PCIe", 100, "NVIDIA A10 data sheet", r"A10\b"),
+    Gpu("t4", "T4", 16 * GB, 0, 65, 8.1, _PCIE_4, "PCIe", 100, "NVIDIA T4 data sheet", r"T4\b"),
+    Gpu("rtx4090", "RTX 4090", 24 * GB, 165, 165, 82.6, _PCIE_4, "PCIe", 10, "NVIDIA Ada white paper", r"RTX 4090"),
+    Gpu(
+        "rtx3090",
+        "RTX 3090",
+        24 * GB,
+        71,
+        71,
+        35.6,
+        _PCIE_4,
+        "PCIe",
+        10,
+        "NVIDIA Ampere GA102 white paper",
+        r"RTX 3090",
+    ),
 )
 _BY_KEY = {gpu.key: gpu for gpu in GPUS}
 
 
 def find_gpu(key: str) -> Gpu:
-    """The GPU that a user means.
+    """The GPU that `--gpu` names.
 
     Raises:
-        UserError: there is none of that name in the table.
+        UserError: it is not in the table.
     """
     gpu = _BY_KEY.get(key.lower().replace("_", "-").replace(" ", ""))
     if gpu is None:

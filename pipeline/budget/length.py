@@ -1,5 +1,5 @@
-"""A stage's batches and steps for a number of GPUs, also where the recipe and that number do not fit together, or the
-size of the training set is not known: a plan says so and counts what can be counted all the same."""
+"""A stage's batches and steps on a number of GPUs, also where that number does not fit the recipe, or the size of the
+training set is not known: what can be counted is, and the rest is said."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pipeline.recipe.duration import parse_duration
 from pipeline.recipe.schema import Recipe, StageName
 from pipeline.recipe.stage_plan import StagePlan, plan_stage
 
-_ANY_IMAGES = 10**9  # in the place of an unknown number, once nothing depends on it
+_ANY_IMAGES = 10**9  # for an unknown number, once nothing depends on it
 
 
 @dataclass(frozen=True)
@@ -18,9 +18,9 @@ class Length:
     """A stage's batches and length, as far as they can be known.
 
     Attributes:
-        plan: as the training itself would make it; where `problem` is not None, as near as that can be.
+        plan: the training's own; where `problem` is not None, as near to it as possible.
         problem: why the stage cannot run like that on so many processes.
-        known: whether the plan's number of steps holds.
+        known: whether the plan's number of steps is right.
     """
 
     plan: StagePlan
@@ -70,7 +70,7 @@ def _in_epochs(duration: str) -> bool:
 
 
 def _without_epochs(recipe: Recipe, *, stage: StageName) -> Recipe:
-    """The recipe with steps in the place of a stage's epochs, which nobody can count without the number of images."""
+    """The recipe with steps in place of a stage's epochs, which cannot be counted without the number of images."""
     config = recipe.train_stage(stage)
     keys = ("unmasked_finish", "log_every", "eval_every", "save_every", "keep_every")
     changes: dict[str, object] = {key: "0 steps" for key in keys if _in_epochs(getattr(config, key))}

@@ -2,9 +2,9 @@
 
 The formulas are those of DeepSpeed 0.19 as this project sets it (`zero_config`), read in its source and compared with
 real engines on two processes (tests/pipeline/budget/test_engine_memory.py). They differ from the textbook's in three
-places. Where nothing is accumulated, ZeRO 1 too keeps the gradients of its own share only. A step holds its gradients
-up to three times: averaged, flattened, and in float32. And ZeRO 3 keeps gathered weights through the whole backward
-pass, unless there are more than 10^9 of them. Not in it: activations (`cost`), the reserve for CUDA and NCCL (`gpus`).
+places: without accumulation ZeRO 1 too keeps the gradients of its own share only; a step holds its gradients up to
+three times (averaged, flattened, in float32); and ZeRO 3 keeps gathered weights through the whole backward pass, unless
+there are more than 10^9 of them. Not included: activations (`cost`), the reserve for CUDA and NCCL (`gpus`).
 
 N parameters, n processes, w bytes of a weight in the forward pass (2, or 4 in fp32), b the bucket's bytes:
 
@@ -27,6 +27,7 @@ from typing import Literal
 from pipeline.engine.zero_config import deepspeed_config
 from pipeline.recipe.schema import EngineConfig, OptimizerConfig
 from pipeline.recipe.stage_plan import StagePlan
+from pipeline.vocabulary import OPTIMIZERS
 
 ZeroStage = Literal[0, 1, 2, 3]
 ZERO_STAGES: tuple[ZeroStage, ...] = (0, 1, 2, 3)
@@ -34,7 +35,6 @@ Activations = Literal["all", "checkpointed"]
 
 _WEIGHT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 _MASTER_BYTES = 4
-_MOMENT_BYTES = {"adamw": 8, "sgd": 4}
 # Defaults of DeepSpeed 0.19 that `zero_config` leaves as they are.
 _ALLREDUCE_ELEMENTS = 500_000_000  # engine.MEMORY_OPT_ALLREDUCE_SIZE
 MAX_LIVE_ELEMENTS = 1_000_000_000  # stage3_max_live_parameters
@@ -46,11 +46,11 @@ class State:
     """Bytes on one GPU apart from activations.
 
     Attributes:
-        weights: that stay on this GPU and that the forward pass computes with.
+        weights: kept on this GPU for the forward pass.
         optimizer: master weights and moments.
         gradients: the most of them in the backward pass.
-        early_gradients: of them, what is there already while the activations are at their most.
-        buckets: buffers that gradients are averaged in during the backward pass.
+        early_gradients: of them, what exists already while the activations are at their peak.
+        buckets: buffers in which gradients are averaged during the backward pass.
         gathered: other GPUs' weights during the forward and backward pass (ZeRO 3), or weights cast by autocast.
         step: all gradients and copies of them while they are averaged or the optimizer steps.
     """
@@ -65,18 +65,18 @@ class State:
 
     @property
     def resting_bytes(self) -> int:
-        """What is there between two steps, apart from gradients and buckets."""
+        """Between two steps, apart from gradients and buckets."""
         return self.weights + self.optimizer
 
     @property
     def passing_bytes(self) -> int:
-        """What a step needs for a while beside weights, optimizer and gradients."""
+        """What a step needs temporarily, beside weights, optimizer and gradients."""
         return max(self.buckets + self.gathered, self.step - self.gradients)
 
     def backward_peak_bytes(self, activation_bytes: int) -> int:
         """The most before the optimizer steps, with so many bytes of activations of one micro-batch.
 
-        Gradients appear as activations go, unless they are there from earlier micro-batches.
+        Gradients appear as activations are freed, unless they exist from earlier micro-batches.
         """
         passes = max(self.early_gradients + activation_bytes, self.gradients)
         return self.resting_bytes + self.buckets + self.gathered + passes
@@ -98,7 +98,7 @@ def state_of(
 ) -> State:
     """The state under one ZeRO stage, whichever the recipe's own is."""
     number, share = num_parameters, -(-num_parameters // plan.world_size)
-    moments = _MOMENT_BYTES[optimizer.name]
+    moments = OPTIMIZERS[optimizer.name].bytes_per_parameter
     weight = _WEIGHT_BYTES[engine.precision]
     whole_is_early = weight * number if plan.accumulation_steps > 1 else 0
     if engine.backend == "accelerate":

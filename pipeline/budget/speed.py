@@ -1,10 +1,13 @@
-"""Images a second of one GPU: from a share of its peak (MFU), or from a recorded measurement.
+"""Images a second of one GPU, from a share of its peak (MFU) or a measurement; and what they ask of disks and cores.
 
-MFU, model FLOPs utilisation, is the arithmetic that the model needs, over what the GPU could do in the same time at its
-peak. Recomputation does not count as work. The default shares are anchors, not promises: what a carefully tuned run of
-such a model reaches on a Hopper GPU in bf16. Unpublished for most models, so each is named on the page.
+MFU, model FLOPs utilisation, is the arithmetic that the model needs over what the GPU could do in the same time at its
+peak; recomputation does not count. The default shares are anchors, not promises: what a carefully tuned run of such a
+model reaches on a Hopper GPU in bf16. A small model, or few images at a time, is bound by the processor that launches
+the kernels instead: `host_seconds`.
 
-A small model, or few images at a time, is bound by the processor that launches the kernels instead: `host_seconds`.
+Reading is an estimate from one recorded benchmark (launch/bench/records/data.txt: photographs of 107 kB and 0.2
+megapixels, cut and resized to 224 px, one core of a Xeon): decoding grows with the pixels of the image, and these with
+its bytes, the rest with the pixels of the result. `launch.bench.data` measures other images and processors.
 """
 
 from __future__ import annotations
@@ -31,8 +34,8 @@ class Anchor:
         return f"{self.model} at {self.image_size} px"
 
 
-# Targets for one H200 in bf16 with input at hand; S/16: what 6 to 7 hours of a TPU v3-8 for 90 epochs of ImageNet, and
-# measurements of small ViTs on an H100 (23 %), leave to hope for.
+# Targets for one H200 in bf16, not bound by data. S/16: between a TPU v3-8 (90 epochs of ImageNet in 6 to 7 hours) and
+# measurements of small ViTs on an H100 (23 %).
 ANCHORS = (
     Anchor("S/16", 224, 0.35, width=384, tokens=197),
     Anchor("B/16", 224, 0.45, width=768, tokens=197),
@@ -51,15 +54,15 @@ _PASS_SECONDS = 0.041
 _ENGINE_SECONDS = {0: 0.034, 1: 0.034, 2: 0.048, 3: 0.329, "ddp": 0.0}
 _TENSORS_PER_BLOCK, _OTHER_TENSORS = 12, 8
 
+_BENCH_IMAGE_BYTES, _BENCH_PIXELS = 107_000, 224
+_DECODE_MS, _REST_MS = 0.99, 0.36  # of the 1.35 ms of CPU time an image in all
+
 
 @dataclass(frozen=True)
 class Speed:
-    """What one GPU does without waiting for others.
+    """What one GPU does without waiting for others; `mfu` is None where the GPU is not known.
 
-    Attributes:
-        images_per_second: of one GPU.
-        mfu: share of its peak; None: the GPU is not known.
-        basis: where the number comes from, for people.
+    `basis` says in words where the number comes from.
     """
 
     images_per_second: float
@@ -82,13 +85,15 @@ def nearest_anchor(model: ModelConfig, *, tokens: int) -> tuple[float, str]:
     return anchor.mfu, f"anchor {anchor.name}"
 
 
-def speed_at(mfu: float, *, training_flops: float, peak_flops: float, basis: str, given: bool) -> Speed:
+def speed_at(
+    mfu: float, *, training_flops: float, peak_flops: float, basis: str, kind: Literal["anchor", "given"]
+) -> Speed:
     """Images a second at a share of the peak."""
-    return Speed(mfu * peak_flops / training_flops, mfu, basis, "given" if given else "anchor")
+    return Speed(mfu * peak_flops / training_flops, mfu, basis, kind)
 
 
 def measured_speed(images_per_second: float, *, training_flops: float, peak_flops: float | None, basis: str) -> Speed:
-    """A measured number, and the share of the peak that it comes to."""
+    """A measured number, and the share of the peak that it is."""
     mfu = images_per_second * training_flops / peak_flops if peak_flops else None
     return Speed(images_per_second, mfu, basis, "measured")
 
@@ -97,3 +102,38 @@ def host_seconds(depth: int, *, zero_stage: Literal[0, 1, 2, 3, "ddp"], passes: 
     """What a processor core needs to launch one optimizer step of `passes` forward and backward passes; an estimate."""
     share = (_TENSORS_PER_BLOCK * depth + _OTHER_TENSORS) / _MEASURED_TENSORS
     return share * (_PASS_SECONDS * passes + _ENGINE_SECONDS[zero_stage]) / _CORE_SPEED
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What must be read and decoded for the GPUs not to wait.
+
+    Attributes:
+        images_per_second: of all GPUs together.
+        bytes_per_second: of the shards, over all nodes; None: their size is not known.
+        decode_ms: processor time of one image.
+        cores: kept busy by decoding, over all nodes.
+        assumed_image_bytes: of an image on average, where it is not known; None: it is.
+    """
+
+    images_per_second: float
+    bytes_per_second: float | None
+    decode_ms: float
+    cores: float
+    assumed_image_bytes: float | None = None
+
+
+def reading(images_per_second: float, *, image_bytes: float | None, image_size: int) -> Reading:
+    """For images of `image_bytes` on average; None: not known, and the benchmark's photographs are assumed, smaller
+    ones for a smaller `image_size`."""
+    size = image_bytes
+    if size is None:
+        size = _BENCH_IMAGE_BYTES * min(1.0, (image_size / _BENCH_PIXELS) ** 2)
+    decode_ms = _DECODE_MS * size / _BENCH_IMAGE_BYTES + _REST_MS * (image_size / _BENCH_PIXELS) ** 2
+    return Reading(
+        images_per_second,
+        bytes_per_second=None if image_bytes is None else images_per_second * image_bytes,
+        decode_ms=decode_ms,
+        cores=images_per_second * decode_ms / 1000,
+        assumed_image_bytes=size if image_bytes is None else None,
+    )

@@ -1,5 +1,5 @@
-"""What somebody should know before starting, a sentence each, the worst first: what cannot run, what does not fit, what
-wastes GPUs. Each says what to change."""
+"""Warnings before a run starts, a sentence each, the worst first: what cannot run, what does not fit, what wastes GPUs.
+Each says what to change."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from collections.abc import Iterator
 
 from data_shards.text import show_bytes
 from pipeline.budget.communication import GOOD_KEPT_SHARE
-from pipeline.budget.forecast import Machine, StageForecast
+from pipeline.budget.forecast import Hardware, StageForecast
 from pipeline.budget.gpus import RESERVE_SHARE
 from pipeline.recipe.schema import Recipe
 
-_FULL_IMAGES = 64  # of a micro-batch, from which on a GPU is well filled (B/16 and larger)
-_ROOMY = 2  # times a smaller micro-batch that would fit, from which on accumulating is a waste
-_OF_NO_WORKER = 0.1  # of a core that decodes and does not train meanwhile: a tenth of the time
+_FULL_IMAGES = 64  # of a micro-batch, from which a GPU is well used (B/16 and larger)
+_ROOMY = 2  # accumulating is a waste when so many times the micro-batch would fit
+_OF_NO_WORKER = 0.1  # of a core: without workers it decodes for a tenth of the time, and does not train meanwhile
 _FEW_SHARDS = 4  # of a process
 
 
-def stage_warnings(forecast: StageForecast, *, recipe: Recipe, machine: Machine) -> Iterator[str]:
+def stage_warnings(forecast: StageForecast, *, recipe: Recipe, machine: Hardware) -> Iterator[str]:
     """The warnings of one stage."""
     if forecast.problem:
         yield _of_stage(forecast, forecast.problem)
@@ -27,8 +27,8 @@ def stage_warnings(forecast: StageForecast, *, recipe: Recipe, machine: Machine)
     yield from _data(forecast, recipe=recipe, machine=machine)
 
 
-def engine_warnings(recipe: Recipe, *, machine: Machine) -> Iterator[str]:
-    """Those of all stages alike."""
+def engine_warnings(recipe: Recipe, *, machine: Hardware) -> Iterator[str]:
+    """The warnings that hold for all stages."""
     gpu, engine = machine.gpu, recipe.engine
     if gpu and engine.precision == "bf16" and not gpu.bf16_tflops:
         yield f"{gpu.name} has no bf16 arithmetic, so its float32 peak is counted: set engine.precision=fp16"
@@ -38,7 +38,7 @@ def engine_warnings(recipe: Recipe, *, machine: Machine) -> Iterator[str]:
             yield f"engine.precision fp32: the peak of bf16 is {times:.0f} times as high on {gpu.name}"
 
 
-def _memory(forecast: StageForecast, *, recipe: Recipe, machine: Machine) -> Iterator[str]:
+def _memory(forecast: StageForecast, *, recipe: Recipe, machine: Hardware) -> Iterator[str]:
     if machine.gpu is None or forecast.own.largest_micro_batch is None:
         return
     usable = machine.gpu.usable_bytes
@@ -69,7 +69,7 @@ def _memory(forecast: StageForecast, *, recipe: Recipe, machine: Machine) -> Ite
         )
 
 
-def _waste(forecast: StageForecast, *, recipe: Recipe, machine: Machine) -> Iterator[str]:
+def _waste(forecast: StageForecast, *, recipe: Recipe, machine: Hardware) -> Iterator[str]:
     if recipe.engine.zero_stage == 2 and forecast.plan.accumulation_steps > 1 and machine.gpus > 1:
         yield _of_stage(
             forecast,
@@ -96,7 +96,7 @@ def _waste(forecast: StageForecast, *, recipe: Recipe, machine: Machine) -> Iter
         )
 
 
-def _data(forecast: StageForecast, *, recipe: Recipe, machine: Machine) -> Iterator[str]:
+def _data(forecast: StageForecast, *, recipe: Recipe, machine: Hardware) -> Iterator[str]:
     shards, needed = forecast.shards, forecast.reading
     if shards.num_shards is not None and shards.num_shards < _FEW_SHARDS * machine.gpus and machine.gpus > 1:
         few = "not one" if shards.num_shards < machine.gpus else f"{shards.num_shards / machine.gpus:.1f}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from pipeline.budget.communication import links_of
-from pipeline.budget.forecast import Machine, Pace, Shards, StageForecast, forecast_stage
+from pipeline.budget.forecast import GivenSpeed, Hardware, Shards, StageForecast, forecast_stage
 from pipeline.budget.gpus import find_gpu
 from pipeline.budget.length import stage_length
 from pipeline.recipe.schema import Recipe
@@ -54,7 +54,7 @@ def forecast(
     gpu: str | None = "h200",
     classes: int = 1000,
     shards: Shards | None = None,
-    pace: Pace | None = None,
+    given: GivenSpeed | None = None,
 ) -> StageForecast:
     """Of the recipe's `pretrain`."""
     kind = find_gpu(gpu) if gpu else None
@@ -65,8 +65,8 @@ def forecast(
         stage="pretrain",
         length=stage_length(made, stage="pretrain", num_images=known.num_images, processes=gpus),
         shards=known,
-        machine=Machine(gpus, kind, links),
-        pace=pace or Pace(),
+        machine=Hardware(gpus, kind, links),
+        given=given or GivenSpeed(),
     )
 
 

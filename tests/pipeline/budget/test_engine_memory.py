@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from pipeline.budget import memory
-from pipeline.budget.communication import Job, links_of, traffic
+from pipeline.budget.communication import Workload, links_of, traffic
 from pipeline.budget.gpus import find_gpu
 from pipeline.engine import zero_config
 from tests.conftest import ROOT
@@ -82,7 +82,7 @@ def test_what_rests_and_the_peak(case: Any, results: dict[str, dict[str, Any]], 
 def test_what_is_sent(zero_stage: Any, results: dict[str, dict[str, Any]]):
     """An all-reduce sends its tensor twice (less a share), an all-gather and a reduce-scatter once."""
     found = results[f"deepspeed-{zero_stage}-bf16-1"]
-    job = Job(found["parameters"], 2, 6, zero_stage, worker.BUCKET_ELEMENTS)
+    job = Workload(found["parameters"], 2, 6, zero_stage, worker.BUCKET_ELEMENTS)
     links = links_of(find_gpu("h200"), gpus_per_node=8, node_gbps=None)
     got = traffic(job, gpus=WORLD_SIZE, links=links, compute_seconds=1.0)
     share = (WORLD_SIZE - 1) / WORLD_SIZE

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.budget.forecast import Pace
+from pipeline.budget.forecast import GivenSpeed
 from pipeline.checkpoint.disk_space import estimate_bytes
 from tests.pipeline.budget.planning import forecast, recipe
 
@@ -55,7 +55,7 @@ def test_every_zero_stage_has_a_row_and_the_recipes_own_is_the_forecasts():
 
 
 def test_hours_are_the_steps_times_a_step():
-    made = forecast(recipe("L/16", batch=1024), gpus=8, pace=Pace(mfu=0.5))
+    made = forecast(recipe("L/16", batch=1024), gpus=8, given=GivenSpeed(mfu=0.5))
     assert made.time and made.time.hours and made.time.gpu_hours
     assert made.time.hours == pytest.approx(1000 * made.time.step_seconds / 3600)
     assert made.time.gpu_hours == pytest.approx(8 * made.time.hours)

@@ -5,29 +5,28 @@ from __future__ import annotations
 import pytest
 
 from data_shards.errors import UserError
-from pipeline.budget.forecast import Pace, Shards
+from pipeline.budget.forecast import GivenSpeed, Shards
 from pipeline.budget.gpus import GPUS, find_gpu, gpu_of_driver
-from pipeline.budget.reading import reading
-from pipeline.budget.speed import host_seconds
+from pipeline.budget.speed import host_seconds, reading
 from tests.pipeline.budget.planning import forecast, recipe
 
 
 def test_an_mfu_and_the_rate_it_comes_to_say_the_same():
-    made = forecast(recipe("L/16", batch=256), pace=Pace(mfu=0.4))
+    made = forecast(recipe("L/16", batch=256), given=GivenSpeed(mfu=0.4))
     assert made.time and made.time.speed.kind == "given"
     rate = made.time.speed.images_per_second
     assert rate == pytest.approx(0.4 * 989e12 / made.cost.training_flops)
     measured = forecast(
         recipe("L/16", batch=256),
-        pace=Pace(images_per_second=rate, measured_flops=made.cost.training_flops, measured_stage="pretrain"),
+        given=GivenSpeed(images_per_second=rate, measured_flops=made.cost.training_flops, measured_stage="pretrain"),
     )
     assert measured.time and measured.time.speed.mfu == pytest.approx(0.4)
     assert measured.time.speed.basis == "measured"
 
 
 def test_a_rate_measured_in_another_stage_is_scaled_by_its_flops():
-    pace = Pace(images_per_second=1000, measured_flops=10**12, measured_stage="pretrain")
-    made = forecast(recipe("L/16"), pace=pace, gpu=None)
+    given = GivenSpeed(images_per_second=1000, measured_flops=10**12, measured_stage="pretrain")
+    made = forecast(recipe("L/16"), given=given, gpu=None)
     assert made.time and made.time.speed.mfu is None
     assert made.time.speed.images_per_second == pytest.approx(1000 * 10**12 / made.cost.training_flops)
     assert "pretrain" in made.time.speed.basis
@@ -68,7 +67,7 @@ def test_a_step_takes_at_least_what_the_processor_needs_to_launch_it():
     large = forecast(recipe("L/16", batch=256)).time
     assert large and large.step_seconds > large.host_seconds
     assert host_seconds(24, zero_stage=3, passes=1) > 4 * host_seconds(24, zero_stage=1, passes=1)
-    measured = forecast(recipe(model, image_size=16, batch=64), pace=Pace(images_per_second=10**6)).time
+    measured = forecast(recipe(model, image_size=16, batch=64), given=GivenSpeed(images_per_second=10**6)).time
     assert measured and measured.host_seconds == 0
 
 

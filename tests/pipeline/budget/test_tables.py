@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline.budget.communication import Job, Links, Way, links_of, most_useful_gpus, traffic
+from pipeline.budget.communication import Links, Way, Workload, links_of, most_useful_gpus, traffic
 from pipeline.budget.gpus import find_gpu
 from pipeline.budget.memory import ZeroStage, state_of
 from pipeline.recipe.schema import EngineConfig, OptimizerConfig
@@ -137,8 +137,8 @@ def test_the_whole_plan_is_that_accounting(variant: str, size: int, gpus: int):
 L, H = 304_326_632, 632_045_800
 
 
-def job(number: int, *, zero_stage: ZeroStage, gathers_again: bool = False) -> Job:
-    return Job(number, 2, 24 if number == L else 32, zero_stage, 25_000_000, gathers_again)
+def job(number: int, *, zero_stage: ZeroStage, gathers_again: bool = False) -> Workload:
+    return Workload(number, 2, 24 if number == L else 32, zero_stage, 25_000_000, gathers_again)
 
 
 def sent(zero_stage: ZeroStage, number: int = L, *, again: bool = True) -> float:

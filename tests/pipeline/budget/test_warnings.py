@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from pipeline.budget.communication import links_of
-from pipeline.budget.forecast import Machine, Shards
+from pipeline.budget.forecast import Hardware, Shards
 from pipeline.budget.gpus import find_gpu
 from pipeline.budget.warnings import engine_warnings, stage_warnings
 from tests.pipeline.budget.planning import forecast, recipe
@@ -13,7 +13,7 @@ from tests.pipeline.budget.planning import forecast, recipe
 
 def warned(made, *, gpus: int = 1, gpu: str = "h200", shards: Shards | None = None) -> str:
     kind = find_gpu(gpu)
-    machine = Machine(gpus, kind, links_of(kind, gpus_per_node=8, node_gbps=None))
+    machine = Hardware(gpus, kind, links_of(kind, gpus_per_node=8, node_gbps=None))
     found = forecast(made, gpus=gpus, gpu=gpu, shards=shards)
     return "\n".join([*stage_warnings(found, recipe=made, machine=machine), *engine_warnings(made, machine=machine)])
 
