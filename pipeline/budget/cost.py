@@ -1,8 +1,8 @@
 """What one training stage's model costs an image, in the recipe's precision and with its regularisation.
 
-`model.counting` counts the model itself, in bf16 and without dropout; a stage adds the masked-patch head, dropout masks,
-float32, autocast, and what a backward pass holds temporarily. Checked against torch's MemTracker under fake tensors
-(tests/pipeline/budget/test_memory_tracker.py).
+`model.counting` counts the model itself, in bf16 and without dropout; a stage adds the masked-patch head, dropout
+masks, float32, autocast, and what a backward pass holds temporarily. Checked against torch's MemTracker under fake
+tensors (tests/pipeline/budget/test_memory_tracker.py).
 """
 
 from __future__ import annotations
