@@ -1,1 +1,4 @@
-"""`shardvit doctor`: what this machine can run, each finding with a verdict and what to do."""
+"""`shardvit doctor`: what this machine can run, as checks with a verdict and what to do.
+
+Imported by `cli`. What libraries or GPUs could crash or hang is tried in child processes.
+"""

@@ -3,30 +3,36 @@
 from __future__ import annotations
 
 import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from cyclopts import Parameter
+
+from launch.doctor.findings import Check, Diagnosis
+from launch.env import num_gpus, tracking_uri, without_place
+
+_LEFT_OUT = ("imports", "arithmetic", "decoding", "all-reduce")
 
 
 def doctor(
     *,
     quick: Annotated[
-        bool, Parameter(negative="", help="Leave out what is tried in processes of its own: a second in all.")
+        bool, Parameter(negative="", help="Leave out what is tried in child processes: a second in all.")
     ] = False,
-    runs: Annotated[Path, Parameter(help="Folder of all runs, whose disk is looked at.")] = Path("runs"),
+    runs: Annotated[Path, Parameter(help="Folder of all runs, whose disk is checked.")] = Path("runs"),
     cache: Annotated[
-        Path | None,
-        Parameter(help="Folder for shards that are fetched; default: shardvit-cache-USER in $TMPDIR or /tmp."),
+        Path | None, Parameter(help="Folder for downloaded shards; default: shardvit-cache-USER in $TMPDIR or /tmp.")
     ] = None,
     as_json_text: Annotated[bool, Parameter(name="--json", negative="", help="Print the result as JSON.")] = False,
 ) -> int:
     """Say what this machine can run: each finding with a verdict and what to do.
 
     Python, cores, memory, disks and limits; the packages, against what
-    shardvit asks for; GPUs, driver, NCCL, and the attention kernel that really
-    runs; two processes that talk; MLflow's server; SLURM, ssh. Nothing is
-    changed. A library that crashes or hangs is a finding, with its signal or
+    shardvit asks for; GPUs, driver, and arithmetic in bf16; an all-reduce of
+    two processes, on gloo and NCCL; MLflow's server; SLURM, ssh. Nothing is
+    changed. A library that crashes or hangs is reported, with its signal or
     time-out. In a batch job it says what that job was given.
 
     Verdicts: fine; note (it works, but read on); problem; absent (not here,
@@ -43,14 +49,71 @@ def doctor(
     import json
 
     from data_shards.store.cache import default_cache_folder
-    from launch.doctor.examine import examine
-    from launch.doctor.report import as_json, as_text
 
-    report = examine(
+    diagnosis = examine(
         runs=runs,
         cache=cache or default_cache_folder(),
         depth="quick" if quick else "all",
         say=lambda line: print(f"doctor: {line}", file=sys.stderr, flush=True),
     )
-    print(json.dumps(as_json(report), indent=1) if as_json_text else as_text(report))
-    return report.exit_code
+    print(json.dumps(diagnosis.as_json(), indent=1) if as_json_text else diagnosis.as_text())
+    return diagnosis.exit_code
+
+
+def examine(*, runs: Path, cache: Path, depth: Literal["all", "quick"], say: Callable[[str], None]) -> Diagnosis:
+    """All checks, one subject after the other.
+
+    Args:
+        runs: folder of all runs.
+        cache: folder for downloaded shards.
+        depth: "quick" leaves out what is tried in child processes.
+        say: takes a line before each thing that takes seconds.
+    """
+    from launch.doctor import gpus, libraries, machine, network, probe
+
+    begin = time.monotonic()
+    environment = without_place()
+    devices, visible = num_gpus({}), num_gpus()
+    tried: Mapping[str, Sequence[Check]] = {}
+    backends: tuple[probe.Backend, ...] = ()
+    if depth == "all":
+        say("trying the libraries and the device ...")
+        tried = probe.try_parts(tuple(probe.PARTS), environment=environment)
+        say("trying two processes ...")
+        backends = ("gloo", "nccl") if visible > 1 else ("gloo",)
+
+    def look_at_libraries() -> Sequence[Check]:
+        imports = {name: checks for name, checks in tried.items() if name.startswith("import:")}
+        loaded = ", ".join(name.removeprefix("import:") for name, checks in imports.items() if not checks)
+        return [
+            *libraries.library_checks(libraries.read_requirements()[1]),
+            *([Check("imports", "fine", loaded)] if loaded else []),
+            *(check for name in (*imports, "decoders") for check in tried.get(name, ())),
+        ]
+
+    looks: dict[str, Callable[[], Sequence[Check]]] = {
+        "machine": lambda: machine.machine_checks(
+            runs=runs, cache=cache, gpus=visible, pythons=libraries.read_requirements()[0]
+        ),
+        "libraries": look_at_libraries,
+        "GPUs and arithmetic": lambda: [
+            gpus.check_gpus(devices=devices, visible=visible),
+            *(check for name in ("torch", "arithmetic") for check in tried.get(name, ())),
+        ],
+        "network": lambda: [
+            *(check for each in backends for check in probe.try_all_reduce(each, environment=environment)),
+            network.check_tracking(tracking_uri()),
+        ],
+        "cluster": network.cluster_checks,
+    }
+    checks = {subject: _guarded(subject, look) for subject, look in looks.items()}
+    return Diagnosis(checks, left_out=_LEFT_OUT if depth == "quick" else (), seconds=time.monotonic() - begin)
+
+
+def _guarded(subject: str, look: Callable[[], Sequence[Check]]) -> Sequence[Check]:
+    """The checks, or that they could not be made."""
+    try:
+        return look()
+    except Exception as error:  # noqa: BLE001 - whatever is odd about a machine, the other checks are made
+        said = f"{type(error).__name__}: {error}"
+        return [Check(subject, "problem", f"the doctor failed: {said}", "please report it, with what is special here")]

@@ -1,94 +1,89 @@
-"""Processes that talk: an all-reduce of two, on gloo and where there are GPUs for it on NCCL; and MLflow's server.
+"""Processes that talk, MLflow's server, and what there is of a cluster: SLURM's commands and partitions, ssh and pdsh.
 
-The two are real processes, as `shardvit run` starts them. They share this machine: what is between machines shows only
-in a job on several of them.
+The all-reduce is of two processes on this machine; what is between machines shows only in a job on several of them.
 """
 
 from __future__ import annotations
 
 import http.client
-import sys
-import tempfile
+import shutil
+import statistics
+import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
-from typing import Literal
+from collections.abc import Callable
+from urllib.parse import urlsplit
 
 from data_shards.text import show_bytes
-from launch.doctor.all_reduce import LIMIT_SECONDS
-from launch.doctor.child import Answer, run_children
-from launch.doctor.result import Check
-from launch.env import RENDEZVOUS
+from launch.doctor.child import Answer, ask
+from launch.doctor.findings import Check, judge
+from launch.env import read_place
 from pipeline.report.tracking_thread import without_credentials
 
-_WORLD = 2
-_COMMAND = (sys.executable, "-m", "launch.doctor.all_reduce")
+ALL_REDUCE_SECONDS = 60.0
+_LARGE_VALUES = 4 * 2**20  # 16 MiB of float32, as a bucket of gradients
+_SMALL_REPEATS, _LARGE_REPEATS = 50, 5
 _MLFLOW_SECONDS = 5.0
-_ADVICE = {
-    "gloo": "gloo asks for the address of this machine's own name: put the name into /etc/hosts, or set "
-    "GLOO_SOCKET_IFNAME to an interface (ip -br address lists them)",
-    "nccl": "set NCCL_DEBUG=INFO and look at what it says; in a container give it more /dev/shm",
-}
-# What a file: store is refused with; a name without a scheme is one too.
-_NO_STORE = "MLflow takes no file stores any more: use sqlite:///FILE, or the address of a server"
+_SLURM = ("sbatch", "srun", "squeue", "scontrol", "scancel", "sinfo")
+_SINFO_SECONDS = 10.0
 
 
-def check_all_reduce(
-    backend: Literal["gloo", "nccl"],
-    *,
-    environment: Mapping[str, str],
-    command: Sequence[str] = _COMMAND,
-    limit_seconds: float = LIMIT_SECONDS + 30,
-) -> Check:
-    """Two processes that add numbers up; `environment` names no other launcher's place (`launch.env.without_place`)."""
-    with tempfile.TemporaryDirectory(prefix="shardvit-doctor-") as folder:
-        places = [
-            {
-                **environment,
-                **{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(_WORLD)},
-                **{"LOCAL_WORLD_SIZE": str(_WORLD), RENDEZVOUS: folder},
-            }
-            for rank in range(_WORLD)
-        ]
-        answers = run_children([[*command, backend]] * _WORLD, environments=places, limit_seconds=limit_seconds)
-    return judge_all_reduce(backend, answers)
+def all_reduce(backend: str) -> list[Check]:
+    """One of the processes that sum numbers. Rank 0 says how long one number takes, and the bandwidth of a bucket."""
+    import torch
+    from torch import distributed
+
+    from pipeline.ranks.group import join_group
+
+    place = read_place()
+    device = torch.device("cuda", place.local_rank) if backend == "nccl" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    join_group(place, backend=backend, timeout_seconds=ALL_REDUCE_SECONDS)
+
+    def seconds(values: torch.Tensor) -> float:
+        begin = time.perf_counter()
+        distributed.all_reduce(values)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - begin
+
+    total = torch.tensor([place.rank + 1.0], device=device)
+    distributed.all_reduce(total)
+    if total.item() != place.world_size * (place.world_size + 1) / 2:
+        raise ArithmeticError(f"the sum came out as {total.item()}")
+    small = statistics.median(seconds(torch.ones(1, device=device)) for _ in range(_SMALL_REPEATS))
+    large = statistics.median(seconds(torch.ones(_LARGE_VALUES, device=device)) for _ in range(_LARGE_REPEATS))
+    distributed.barrier()
+    distributed.destroy_process_group()
+    return [
+        Check(
+            f"{place.world_size} processes, {backend}",
+            "fine",
+            f"all-reduce of one number {small * 1e3:.2g} ms, of 17 MB {show_bytes(4 * _LARGE_VALUES / large)}/s",
+        )
+    ]
 
 
-def judge_all_reduce(backend: Literal["gloo", "nccl"], answers: Sequence[Answer]) -> Check:
-    """The verdict on what became of the processes."""
-    name = f"{_WORLD} processes, {backend}"
-    failed = [(rank, answer) for rank, answer in enumerate(answers) if not answer.is_success]
-    if failed:
-        # Who was killed for want of the other is not the one to name.
-        rank, answer = min(failed, key=lambda each: each[1].code is None)
-        return Check(name, "problem", f"all-reduce: process {rank} {answer.ending}", _ADVICE[backend])
-    [facts] = answers[0].messages
-    return Check(
-        name,
-        "fine",
-        f"all-reduce of one number {facts['latency_seconds'] * 1e3:.2g} ms, of 17 MB "
-        f"{show_bytes(facts['bytes_per_second'])}/s",
-    )
-
-
-def check_tracking(uri: str | None, *, get: Callable[[str], int] | None = None) -> Check:
-    """Whether MLflow's server answers.
-
-    Args:
-        uri: MLFLOW_TRACKING_URI.
-        get: the status of a GET of a URL.
-    """
+def check_tracking(uri: str | None) -> Check:
+    """Whether MLflow's server answers; `uri` is MLFLOW_TRACKING_URI."""
     name = "MLflow"
     if uri is None:
         return Check(name, "fine", "MLFLOW_TRACKING_URI is not set: runs/mlflow.db is used, a file beside the runs")
     shown = without_credentials(uri)
-    scheme = uri.partition("://")[0] if "://" in uri else uri.partition(":")[0] if ":" in uri else ""
-    if scheme in ("", "file") and not shown.startswith(("databricks", "uc")):
-        return Check(name, "problem", f"MLFLOW_TRACKING_URI is {shown}", _NO_STORE)
-    if scheme not in ("http", "https"):
+    parts = urlsplit(uri)
+    if parts.scheme in ("", "file") and not shown.startswith(("databricks", "uc")):
+        return Check(
+            name,
+            "problem",
+            f"MLFLOW_TRACKING_URI is {shown}",
+            "MLflow no longer takes file stores: use sqlite:///FILE, or the address of a server",
+        )
+    if parts.scheme not in ("http", "https"):
         return Check(name, "fine", f"MLFLOW_TRACKING_URI is {shown}, which is no server that could be asked")
     try:
-        status = (get or _status)(f"{uri.rstrip('/')}/health")
+        # Without credentials, which MLflow sends; urllib would take them for a part of the host's name.
+        status = _status(parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl().rstrip("/") + "/health")
     except (OSError, http.client.HTTPException, ValueError) as error:
         return Check(
             name,
@@ -97,33 +92,61 @@ def check_tracking(uri: str | None, *, get: Callable[[str], int] | None = None) 
             "start the server, correct MLFLOW_TRACKING_URI, or unset it; runs go on all the same, and send what is "
             "missing later",
         )
-    if status in (401, 403):
-        return Check(
-            name,
+    return judge(
+        name,
+        f"{shown} answers" if status == 200 else f"{shown} answers /health with {status}",
+        (
+            status in (401, 403),
             "note",
-            f"{shown} answers with {status}",
-            "it wants to know who asks: set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or "
-            "MLFLOW_TRACKING_TOKEN",
-        )
-    if status != 200:
-        return Check(
-            name, "problem", f"{shown}/health answers with {status}", "correct MLFLOW_TRACKING_URI: that is no MLflow"
-        )
-    return Check(name, "fine", f"{shown} answers")
+            "it asks for a login: set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN",
+        ),
+        (status != 200, "problem", "correct MLFLOW_TRACKING_URI: that is no MLflow"),
+    )
 
 
 def _status(url: str) -> int:
-    # MLflow itself sends credentials that stand in a URL; urllib would take them for a part of the host's name.
-    request = urllib.request.Request(_without_user(url))
     try:
-        with urllib.request.urlopen(request, timeout=_MLFLOW_SECONDS) as response:
+        with urllib.request.urlopen(url, timeout=_MLFLOW_SECONDS) as response:
             return response.status
     except urllib.error.HTTPError as error:
         with error:
             return error.code
 
 
-def _without_user(url: str) -> str:
-    scheme, _, rest = url.partition("://")
-    host, slash, path = rest.partition("/")
-    return f"{scheme}://{host.rpartition('@')[2]}{slash}{path}"
+def cluster_checks(
+    *, which: Callable[[str], str | None] = shutil.which, run: Callable[..., Answer] = ask
+) -> list[Check]:
+    """Whether jobs can be submitted from here, and what reaches the other hosts of a hostfile."""
+    shells = [name for name in ("pdsh", "ssh") if which(name)]
+    if shells:
+        return [check_slurm(which, run), Check("ssh, pdsh", "fine", " and ".join(shells))]
+    remedy = "several hosts with a hostfile need ssh; torchrun and srun do not"
+    return [check_slurm(which, run), Check("ssh, pdsh", "absent", "neither is on PATH", remedy)]
+
+
+def check_slurm(which: Callable[[str], str | None], run: Callable[..., Answer]) -> Check:
+    """SLURM's commands, and its partitions as its controller tells them within 10 seconds."""
+    missing = [name for name in _SLURM if not which(name)]
+    if len(missing) == len(_SLURM):
+        return Check("SLURM", "absent", "its commands are not on PATH: this is no machine of a SLURM cluster")
+    if missing:
+        return Check(
+            "SLURM",
+            "note",
+            f"{', '.join(missing)} missing, the other commands are on PATH",
+            "shardvit submit needs them all: work on a login node, or load SLURM's module",
+        )
+    answer = run(("sinfo", "--noheader", "--format=%P"), limit_seconds=_SINFO_SECONDS)
+    if answer.code != 0:
+        return Check(
+            "SLURM",
+            "note",
+            f"its commands are here, but sinfo {answer.ending}",
+            "nothing can be submitted from here: SLURM is not running, or its configuration names another host",
+        )
+    partitions = answer.output.split()
+    return judge(
+        "SLURM",
+        f"partitions {', '.join(partitions)} (* is the default)" if partitions else "no partitions are shown to you",
+        (not partitions, "note", "ask its administrators for an account"),
+    )

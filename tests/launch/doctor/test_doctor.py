@@ -8,16 +8,15 @@ from pathlib import Path
 import pytest
 from cyclopts import App
 
-from launch.doctor import examine as examining
-from launch.doctor.command import doctor
-from launch.doctor.report import Report, as_json, as_text
-from launch.doctor.result import Check, Section
+from launch.doctor import command
+from launch.doctor.command import doctor, examine
+from launch.doctor.findings import Check, Diagnosis
 
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def report(*checks: Check, left_out: tuple[str, ...] = ()) -> Report:
-    return Report((Section("machine", checks[:1]), Section("network", checks[1:])), left_out=left_out, seconds=12.0)
+def report(*checks: Check, left_out: tuple[str, ...] = ()) -> Diagnosis:
+    return Diagnosis({"machine": checks[:1], "network": checks[1:]}, left_out=left_out, seconds=12.0)
 
 
 FINE = Check("Python", "fine", "3.12.4")
@@ -36,14 +35,14 @@ ABSENT = Check("SLURM", "absent", "not on PATH")
 )
 def test_a_problem_alone_is_exit_code_1(checks: list[Check], code: int, last: str):
     made = report(*checks)
-    assert made.exit_code == code and as_text(made).splitlines()[-1] == last
-    assert as_json(made)["ok"] == (code == 0)
+    assert made.exit_code == code and made.as_text().splitlines()[-1] == last
+    assert made.as_json()["ok"] == (code == 0)
 
 
 def test_the_text_shows_each_finding_with_its_remedy_below_it():
-    assert as_text(report(FINE, PROBLEM)).splitlines() == [
+    assert report(FINE, PROBLEM).as_text().splitlines() == [
         "machine",
-        "  fine     Python             3.12.4",
+        "  fine     Python  3.12.4",
         "",
         "network",
         "  PROBLEM  2 processes, gloo  died of signal 11",
@@ -55,17 +54,17 @@ def test_the_text_shows_each_finding_with_its_remedy_below_it():
 
 def test_long_findings_are_wrapped():
     long = Check("GPUs", "note", "word " * 60, "word " * 60)
-    assert max(map(len, as_text(report(FINE, long)).splitlines())) <= 116
+    assert max(map(len, report(FINE, long).as_text().splitlines())) <= 116
 
 
 def test_what_was_left_out_is_said():
     made = report(FINE, left_out=("imports", "attention"))
-    assert as_text(made).endswith("; --quick left out imports, attention")
-    assert as_json(made)["left_out"] == ["imports", "attention"]
+    assert made.as_text().endswith("; --quick left out imports, attention")
+    assert made.as_json()["left_out"] == ["imports", "attention"]
 
 
 def test_json():
-    content = as_json(report(FINE, PROBLEM, NOTE))
+    content = report(FINE, PROBLEM, NOTE).as_json()
     assert (content["version"], content["problems"], content["notes"]) == (1, 1, 1)
     assert content["checks"][1] == {
         "subject": "network",
@@ -96,20 +95,20 @@ def test_quick_on_this_machine(tmp_path: Path):
     checks = {check["name"]: check for check in content["checks"]}
     assert {"Python", "cores", "/dev/shm", "packages", "GPUs", "MLflow", "SLURM", "ssh, pdsh"} <= set(checks)
     # What must be right wherever these tests run.
-    for name in ("Python", "packages", "torch and torchvision", "deepspeed launcher", "MLflow"):
+    for name in ("Python", "packages", "torch and torchvision", "MLflow"):
         assert checks[name]["verdict"] == "fine", checks[name]
-    assert not any("could not look" in check["found"] for check in content["checks"])
+    assert not any("the doctor failed" in check["found"] for check in content["checks"])
     assert content["left_out"] and "arithmetic" not in checks and not list(tmp_path.iterdir())
 
 
 def test_the_command_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path):
     asked: list[dict[str, object]] = []
 
-    def look(**options: object) -> Report:
+    def look(**options: object) -> Diagnosis:
         asked.append(options)
         return report(FINE, PROBLEM)
 
-    monkeypatch.setattr(examining, "examine", look)
+    monkeypatch.setattr(command, "examine", look)
     app = App(name="shardvit", result_action="return_value")
     app.command(doctor)
     assert app(["doctor", "--json", "--runs", str(tmp_path)], exit_on_error=False) == 1
@@ -124,41 +123,55 @@ def test_a_look_that_fails_is_a_finding_and_the_others_are_made(monkeypatch: pyt
     def broken(**_: object) -> None:
         raise OSError("a file of /proc is odd")
 
-    monkeypatch.setattr(examining, "read_machine", broken)
-    made = examining.examine(runs=tmp_path, cache=tmp_path, depth="quick", say=lambda line: None)
-    assert [section.subject for section in made.sections] == [
-        *("machine", "libraries", "GPUs and arithmetic", "network", "cluster")
-    ]
-    [check] = made.sections[0].checks
+    monkeypatch.setattr("launch.doctor.machine.machine_checks", broken)
+    made = examine(runs=tmp_path, cache=tmp_path, depth="quick", say=lambda line: None)
+    assert list(made.checks) == ["machine", "libraries", "GPUs and arithmetic", "network", "cluster"]
+    [check] = made.checks["machine"]
     assert check.verdict == "problem" and check.found.endswith("OSError: a file of /proc is odd")
-    assert made.exit_code == 1 and len(made.sections[1].checks) > 1
+    assert made.exit_code == 1 and len(made.checks["libraries"]) > 1
+
+
+def stand_in_for_children(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Every part fails; returns the backends as they are tried."""
+    from launch.doctor.probe import PARTS
+
+    tried: list[str] = []
+    monkeypatch.setattr(
+        "launch.doctor.probe.try_parts", lambda parts, environment: {name: PARTS[name].failed("gone") for name in parts}
+    )
+    monkeypatch.setattr(
+        "launch.doctor.probe.try_all_reduce", lambda backend, environment: tried.append(backend) or [PROBLEM]
+    )
+    return tried
 
 
 @pytest.mark.parametrize(("visible", "backends"), [(0, ["gloo"]), (1, ["gloo"]), (2, ["gloo", "nccl"])])
 def test_gpus_are_counted_with_and_without_what_hides_them(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, visible: int, backends: list[str]
 ):
-    from launch.doctor.gpus import Smi
-    from launch.doctor.probing import Tried
-
-    tried: list[str] = []
-    row = ("NVIDIA H200", "143771", "580.95", "9.0")
-    monkeypatch.setattr(examining, "num_gpus", lambda environ=None: visible if environ is None else 8)
-    monkeypatch.setattr(examining, "read_smi", lambda: Smi(rows=(row,) * 8))
-    monkeypatch.setattr(examining, "try_parts", lambda parts, environment: dict.fromkeys(parts, Tried(failure="gone")))
-    monkeypatch.setattr(examining, "check_all_reduce", lambda backend, environment: tried.append(backend) or FINE)
-    made = examining.examine(runs=tmp_path, cache=tmp_path, depth="all", say=lambda line: None)
-    assert made.sections[2].checks[0].found.endswith(f"CUDA_VISIBLE_DEVICES leaves {visible} of 8")
-    assert tried == backends
+    asked: list[tuple[int, int]] = []
+    tried = stand_in_for_children(monkeypatch)
+    monkeypatch.setattr(command, "num_gpus", lambda environ=None: visible if environ is None else 8)
+    monkeypatch.setattr(
+        "launch.doctor.gpus.check_gpus", lambda devices, visible: asked.append((devices, visible)) or FINE
+    )
+    examine(runs=tmp_path, cache=tmp_path, depth="all", say=lambda line: None)
+    assert asked == [(8, visible)] and tried == backends
 
 
 def test_all_parts_are_tried_and_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """Without the children: whatever part is missing is told as a problem, never left out."""
-    from launch.doctor.probing import Tried
+    stand_in_for_children(monkeypatch)
+    made = examine(runs=tmp_path, cache=tmp_path, depth="all", say=lambda line: None)
+    problems = {check.name for checks in made.checks.values() for check in checks if check.found == "gone"}
+    assert {"torch and CUDA", "arithmetic", "decoding", "import deepspeed", "import torchvision"} <= problems
+    assert PROBLEM in made.checks["network"] and made.left_out == ()
 
-    monkeypatch.setattr(examining, "try_parts", lambda parts, environment: dict.fromkeys(parts, Tried(failure="gone")))
-    monkeypatch.setattr(examining, "check_all_reduce", lambda backend, environment: PROBLEM)
-    made = examining.examine(runs=tmp_path, cache=tmp_path, depth="all", say=lambda line: None)
-    problems = {check.name for section in made.sections for check in section.checks if check.found.endswith("gone")}
-    assert {"torch and CUDA", "arithmetic", "attention", "decoding", "import deepspeed", "GPU details"} <= problems
-    assert PROBLEM in made.sections[3].checks and made.left_out == ()
+
+def test_what_can_be_imported_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    stand_in_for_children(monkeypatch)
+    results = {"import:timm": [], "import:mlflow": [], "import:deepspeed": [PROBLEM]}
+    monkeypatch.setattr("launch.doctor.probe.try_parts", lambda parts, environment: results)
+    made = examine(runs=tmp_path, cache=tmp_path, depth="all", say=lambda line: None)
+    assert Check("imports", "fine", "timm, mlflow") in made.checks["libraries"]
+    assert PROBLEM in made.checks["libraries"]

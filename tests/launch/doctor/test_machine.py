@@ -1,54 +1,29 @@
-"""The machine's verdicts, each from facts that the test makes up; and the reading of the real one."""
+"""The machine's verdicts, each from facts that the test makes up; the real one; limits of control groups."""
 
-from dataclasses import replace
+from collections import namedtuple
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from launch.doctor.machine import (
-    Disk,
-    Machine,
-    check_clock,
+    DiskOf,
+    check_cache_disk,
     check_compilers,
     check_cores,
+    check_limits,
     check_memory,
     check_python,
+    check_runs_disk,
+    check_shm,
+    core_quota,
+    file_system,
     machine_checks,
+    memory_limit_bytes,
     read_disk,
-    read_machine,
 )
-from launch.doctor.result import Check
 
 PYTHONS = ">=3.11,<3.14"
-GOOD = Machine(
-    python="3.12.4",
-    c_compiler="/usr/bin/cc",
-    ninja="/usr/bin/ninja",
-    cores=64,
-    usable_cores=64,
-    gpus=8,
-    memory_bytes=512 * 10**9,
-    available_bytes=400 * 10**9,
-    memory_limit_bytes=None,
-    runs=Disk(Path("runs"), 10**12, "ext4", "writable"),
-    cache=Disk(Path("cache"), 10**12, "xfs", "writable"),
-    shm_bytes=256 * 10**9,
-    shm_free_bytes=256 * 10**9,
-    open_files=1_048_576,
-    locked_bytes=None,
-    processes=None,
-    infiniband=("mlx5_0",),
-    clock="synchronised",
-)
-
-
-def verdicts(machine: Machine) -> dict[str, Check]:
-    return {check.name: check for check in machine_checks(machine, pythons=PYTHONS)}
-
-
-def test_a_good_machine_is_fine_in_everything():
-    assert {check.verdict for check in verdicts(GOOD).values()} == {"fine"}
-    assert len(verdicts(GOOD)) == 9
 
 
 @pytest.mark.parametrize(
@@ -71,7 +46,7 @@ def test_a_missing_compiler_is_a_note(compiler: str | None, ninja: str | None, m
 @pytest.mark.parametrize(
     ("usable", "gpus", "verdict", "found"),
     [
-        (64, 8, "fine", "64"),
+        (64, 8, "fine", "64 for 8 GPUs"),
         (64, 0, "fine", "64"),
         (1.5, 0, "fine", "1.5 of 64 (affinity or control group)"),
         (31, 8, "note", "31 of 64 (affinity or control group) for 8 GPUs"),
@@ -100,29 +75,29 @@ def test_memory_is_what_the_control_group_and_the_others_leave(available: int, l
 @pytest.mark.parametrize(
     ("disk", "verdict", "words"),
     [
-        (Disk(Path("r"), 10**12, "ext4", "read-only"), "problem", "--runs"),
-        (Disk(Path("r"), 4 * 10**9, "ext4", "writable"), "problem", "checkpoint"),
-        (Disk(Path("r"), 20 * 10**9, "ext4", "writable"), "note", "several checkpoints"),
-        (Disk(Path("r"), 10**12, "nfs4", "writable"), "note", "MLFLOW_TRACKING_URI"),
-        (Disk(Path("r"), 10**12, "", "writable"), "fine", ""),
+        (DiskOf(Path("r"), 10**12, "ext4", "read-only"), "problem", "--runs"),
+        (DiskOf(Path("r"), 4 * 10**9, "ext4", "writable"), "problem", "checkpoint"),
+        (DiskOf(Path("r"), 20 * 10**9, "ext4", "writable"), "note", "several checkpoints"),
+        (DiskOf(Path("r"), 10**12, "nfs4", "writable"), "note", "MLFLOW_TRACKING_URI"),
+        (DiskOf(Path("r"), 10**12, "", "writable"), "fine", ""),
     ],
 )
-def test_the_disk_of_the_runs(disk: Disk, verdict: str, words: str):
-    check = verdicts(replace(GOOD, runs=disk))["disk of runs"]
+def test_the_disk_of_the_runs(disk: DiskOf, verdict: str, words: str):
+    check = check_runs_disk(disk)
     assert check.verdict == verdict and words in check.remedy and check.found.startswith("r: ")
 
 
 @pytest.mark.parametrize(
     ("disk", "verdict", "words"),
     [
-        (Disk(Path("c"), 10**12, "lustre", "writable"), "note", "on a disk of this machine"),
-        (Disk(Path("c"), 10**12, "ext4", "read-only"), "note", "data.cache.folder"),
-        (Disk(Path("c"), 99 * 10**9, "ext4", "writable"), "note", "100 GB"),
-        (Disk(Path("c"), 101 * 10**9, "tmpfs", "writable"), "fine", ""),
+        (DiskOf(Path("c"), 10**12, "lustre", "writable"), "note", "on a disk of this machine"),
+        (DiskOf(Path("c"), 10**12, "ext4", "read-only"), "note", "data.cache.folder"),
+        (DiskOf(Path("c"), 99 * 10**9, "ext4", "writable"), "note", "100 GB"),
+        (DiskOf(Path("c"), 101 * 10**9, "tmpfs", "writable"), "fine", ""),
     ],
 )
-def test_the_disk_of_the_cache_is_never_a_problem_since_local_shards_need_none(disk: Disk, verdict: str, words: str):
-    check = verdicts(replace(GOOD, cache=disk))["disk of cache"]
+def test_the_disk_of_the_cache_is_never_a_problem_since_local_shards_need_none(disk: DiskOf, verdict: str, words: str):
+    check = check_cache_disk(disk)
     assert check.verdict == verdict and words in check.remedy
 
 
@@ -130,45 +105,39 @@ def test_the_disk_of_the_cache_is_never_a_problem_since_local_shards_need_none(d
     ("free", "gpus", "verdict"), [(64 * 2**20, 8, "problem"), (64 * 2**20, 1, "note"), (2 * 2**30, 8, "fine")]
 )
 def test_dockers_shared_memory_is_too_little_for_several_gpus(free: int, gpus: int, verdict: str):
-    check = verdicts(replace(GOOD, shm_bytes=4 * 2**30, shm_free_bytes=free, gpus=gpus))["/dev/shm"]
-    assert check.verdict == verdict
-    assert "NCCL" in check.found + check.remedy  # what for
+    check = check_shm(free, total=4 * 2**30, gpus=gpus)
+    assert check.verdict == verdict and ("--shm-size" in check.remedy) == (verdict != "fine")
 
 
 def test_no_shared_memory_at_all():
-    check = verdicts(replace(GOOD, shm_bytes=None, shm_free_bytes=None))["/dev/shm"]
+    check = check_shm(None, total=0, gpus=0)
     assert check.verdict == "absent" and "worker_kind=thread" in check.remedy
+
+
+LIMITS = {"open_files": 1_048_576, "processes": None, "locked_bytes": None, "has_infiniband": True}
 
 
 @pytest.mark.parametrize(
     ("change", "advice"),
     [
+        ({}, ""),
         ({"open_files": 1024}, "ulimit -n 4096"),
         ({"processes": 1000}, "ulimit -u 4096"),
         ({"locked_bytes": 65536}, "ulimit -l unlimited"),
+        ({"locked_bytes": 65536, "has_infiniband": False}, ""),
     ],
 )
-def test_limits_that_are_low(change: dict[str, int], advice: str):
-    check = verdicts(replace(GOOD, **change))["limits"]
-    assert check.verdict == "note" and advice in check.remedy
-
-
-def test_locked_memory_matters_only_with_infiniband():
-    check = verdicts(replace(GOOD, locked_bytes=65536, infiniband=()))["limits"]
-    assert check.verdict == "fine" and "65.5 kB" in check.found
-
-
-def test_the_clock():
-    assert [check_clock(each).verdict for each in ("synchronised", "not synchronised", "unknown")] == [
-        *("fine", "note", "absent")
-    ]
+def test_limits_that_are_low(change: dict[str, Any], advice: str):
+    check = check_limits(**LIMITS | change)
+    assert check.verdict == ("note" if advice else "fine") and advice in check.remedy
+    assert ("65.5 kB" if "locked_bytes" in change else "locked memory unlimited") in check.found
 
 
 def test_this_machine_can_be_read(tmp_path: Path):
-    machine = read_machine(runs=tmp_path / "not" / "there", cache=tmp_path, gpus=0)
-    assert machine.cores >= machine.usable_cores > 0 and machine.memory_bytes >= machine.available_bytes > 0
-    assert machine.runs.access == "writable" and machine.runs.free_bytes > 0
-    assert len(machine_checks(machine, pythons=PYTHONS)) == 9
+    checks = machine_checks(runs=tmp_path / "not" / "there", cache=tmp_path, gpus=0, pythons=PYTHONS)
+    assert len(checks) == 8 and {check.name: check.verdict for check in checks}["Python"] == "fine"
+    disk = read_disk(tmp_path / "not" / "there")
+    assert disk.access == "writable" and disk.free_bytes > 0 and disk.file_system
 
 
 def test_a_folder_to_be_made_is_judged_by_the_one_that_holds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -176,3 +145,89 @@ def test_a_folder_to_be_made_is_judged_by_the_one_that_holds_it(tmp_path: Path, 
     monkeypatch.setattr("os.access", lambda path, mode: asked.append(path))
     assert read_disk(tmp_path / "a" / "b").access == "read-only"
     assert asked == [tmp_path]
+
+
+def write(root: Path, files: dict[str, str]) -> Path:
+    for name, content in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content, encoding="utf-8")
+    return root
+
+
+def test_version_2_the_smallest_of_all_groups_around_counts(tmp_path: Path):
+    root = write(
+        tmp_path,
+        {
+            "proc/self/cgroup": "0::/slurm/job7/step0\n",
+            "sys/fs/cgroup/slurm/job7/step0/cpu.max": "max 100000\n",
+            "sys/fs/cgroup/slurm/job7/cpu.max": "250000 100000\n",
+            "sys/fs/cgroup/slurm/cpu.max": "800000 100000\n",
+            "sys/fs/cgroup/slurm/job7/step0/memory.max": "8000\n",
+            "sys/fs/cgroup/slurm/job7/memory.max": "4000\n",
+            "sys/fs/cgroup/slurm/memory.max": "max\n",
+        },
+    )
+    assert core_quota(root) == 2.5 and memory_limit_bytes(root) == 4000
+
+
+def test_version_1(tmp_path: Path):
+    root = write(
+        tmp_path,
+        {
+            "proc/self/cgroup": "5:memory:/docker/x\n3:cpu,cpuacct:/docker/x\n1:name=systemd:/\n",
+            "sys/fs/cgroup/cpu/docker/x/cpu.cfs_quota_us": "150000\n",
+            "sys/fs/cgroup/cpu/docker/x/cpu.cfs_period_us": "100000\n",
+            "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n",
+            "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
+            "sys/fs/cgroup/memory/docker/x/memory.limit_in_bytes": "9223372036854771712\n",
+            "sys/fs/cgroup/memory/memory.limit_in_bytes": "7000\n",
+        },
+    )
+    assert core_quota(root) == 1.5 and memory_limit_bytes(root) == 7000
+
+
+def test_version_1_writes_no_limit_as_a_number(tmp_path: Path):
+    limit = {"sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n"}
+    root = write(tmp_path, {"proc/self/cgroup": "5:memory:/\n", **limit})
+    assert memory_limit_bytes(root) is None
+
+
+def test_in_a_container_the_top_folder_is_its_own_group(tmp_path: Path):
+    root = write(
+        tmp_path,
+        {
+            "proc/self/cgroup": "0::/../../kubepods/pod7\n",
+            "sys/fs/cgroup/cpu.max": "400000 100000\n",
+            "sys/fs/cgroup/memory.max": "1000\n",
+        },
+    )
+    assert core_quota(root) == 4 and memory_limit_bytes(root) == 1000
+
+
+@pytest.mark.parametrize("content", ["", "0::/\n", "nonsense\n"])
+def test_no_limit(tmp_path: Path, content: str):
+    root = write(tmp_path, {"proc/self/cgroup": content})
+    assert core_quota(root) is None and memory_limit_bytes(root) is None
+
+
+def test_the_innermost_mount_tells_the_file_system(monkeypatch: pytest.MonkeyPatch):
+    mount = namedtuple("mount", "mountpoint fstype")
+    mounts = [
+        mount("/", "ext4"),
+        mount("/users", "nfs4"),
+        mount("/users/me/local disk", "xfs"),
+        mount("/over", "tmpfs"),
+        mount("/over", "fuse.s3fs"),  # hides the one before
+    ]
+    monkeypatch.setattr("psutil.disk_partitions", lambda all: mounts)
+    kinds = {
+        "/opt/x": "ext4",
+        "/users/me/runs": "nfs4",
+        "/users/me/local disk/runs": "xfs",
+        "/usersland": "ext4",
+        "/over/x": "s3fs",
+    }
+    assert {folder: file_system(Path(folder)) for folder in kinds} == kinds
+    mounts.clear()
+    assert file_system(Path("/x")) == ""

@@ -1,61 +1,13 @@
-"""Two real processes that add numbers up; what their failures are called; and MLflow's server on loopback."""
+"""MLflow's server, on loopback; SLURM and the remote shells, from commands and answers that the test makes up."""
 
 import http.server
-import os
-import sys
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from launch.doctor.child import MARK, Answer
-from launch.doctor.network import check_all_reduce, check_tracking, judge_all_reduce
-from launch.env import without_place
-
-ROOT = Path(__file__).resolve().parents[3]
-
-
-def environment() -> dict[str, str]:
-    return {**without_place(), "PYTHONPATH": str(ROOT)}
-
-
-def test_two_real_processes():
-    check = check_all_reduce("gloo", environment=environment(), limit_seconds=240)
-    assert check.verdict == "fine" and check.name == "2 processes, gloo", check
-    assert "all-reduce of one number" in check.found and "B/s" in check.found
-
-
-def test_they_are_told_their_place_as_shardvit_run_does_it():
-    code = (
-        "import json, os; from launch.env import read_place; place = read_place()\n"
-        "assert place.world_size == place.local_world_size == 2 and place.rank == place.local_rank\n"
-        "assert os.listdir(place.rendezvous) == [] or place.rank == 1\n"
-        f"print('{MARK}' + json.dumps(dict(latency_seconds=1e-3, bytes_per_second=5e8)))"
-    )
-    outer = {**environment(), "RANK": "7", "WORLD_SIZE": "64", "LOCAL_RANK": "7", "SLURM_PROCID": "7"}
-    check = check_all_reduce("gloo", environment=outer, command=[sys.executable, "-c", code])
-    assert check.verdict == "fine" and check.found == "all-reduce of one number 1 ms, of 17 MB 500 MB/s", check
-
-
-def test_a_process_that_crashes_is_named_and_not_the_one_that_waited():
-    code = "import os, time; os.kill(os.getpid(), 11) if os.environ['RANK'] == '1' else time.sleep(600)"
-    check = check_all_reduce("gloo", environment=os.environ, command=[sys.executable, "-c", code])
-    assert check.verdict == "problem" and "process 1 died of signal 11 (SIGSEGV)" in check.found
-    assert "/etc/hosts" in check.remedy
-
-
-def test_processes_that_hang():
-    code = "import time; time.sleep(600)"
-    check = check_all_reduce("nccl", environment=os.environ, command=[sys.executable, "-c", code], limit_seconds=3)
-    assert check.verdict == "problem" and "did not end within 3 seconds" in check.found
-    assert "NCCL_DEBUG=INFO" in check.remedy
-
-
-def test_a_wrong_sum_is_a_problem():
-    answers = [Answer(1, "", "the sum came out as 2.0\n", 60)] * 2
-    check = judge_all_reduce("gloo", answers)
-    assert check.verdict == "problem" and "the sum came out as 2.0" in check.found
+from launch.doctor.child import Answer
+from launch.doctor.network import check_tracking, cluster_checks
 
 
 @pytest.fixture
@@ -107,6 +59,41 @@ def test_a_server_that_is_not_there():
         ("./mlruns", "problem"),
     ],
 )
-def test_other_stores(uri: str | None, verdict: str):
-    check = check_tracking(uri, get=lambda url: pytest.fail("nothing is to be asked"))
+def test_other_stores(uri: str | None, verdict: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("launch.doctor.network._status", lambda url: pytest.fail("nothing is to be asked"))
+    check = check_tracking(uri)
     assert check.verdict == verdict and "secret" not in check.found
+
+
+SLURM = frozenset({"sbatch", "srun", "squeue", "scontrol", "scancel", "sinfo"})
+
+
+def cluster(commands: frozenset[str], *, sinfo: Answer | None = None):
+    def run(command: tuple[str, ...], *, limit_seconds: float) -> Answer:
+        assert command[0] == "sinfo" and sinfo is not None
+        return sinfo
+
+    found = cluster_checks(which=lambda name: f"/bin/{name}" if name in commands else None, run=run)
+    return {check.name: check for check in found}
+
+
+@pytest.mark.parametrize(
+    ("commands", "sinfo", "verdict", "words"),
+    [
+        (frozenset(), None, "absent", "not on PATH"),
+        (SLURM - {"sbatch"}, None, "note", "sbatch missing"),
+        (SLURM, Answer(0, "gpu*\nold\n", "", 10), "fine", "partitions gpu*, old"),
+        (SLURM, Answer(1, "", "Unable to contact slurm controller\n", 10), "note", "Unable to contact slurm"),
+        (SLURM, Answer(None, "", "", 10), "note", "did not end within 10 seconds"),
+        (SLURM, Answer(0, "", "", 10), "note", "no partitions"),
+    ],
+)
+def test_slurm(commands: frozenset[str], sinfo: Answer | None, verdict: str, words: str):
+    check = cluster(commands, sinfo=sinfo)["SLURM"]
+    assert check.verdict == verdict and words in check.found
+
+
+def test_remote_shells():
+    assert cluster(frozenset({"ssh"}))["ssh, pdsh"].found == "ssh"
+    assert cluster(frozenset({"ssh", "pdsh"}))["ssh, pdsh"].found == "pdsh and ssh"
+    assert cluster(frozenset())["ssh, pdsh"].verdict == "absent"

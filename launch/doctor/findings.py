@@ -1,0 +1,102 @@
+"""The doctor's checks, each with a verdict and what to do, as text for people and as JSON for programs.
+
+The keys of the JSON are stable; new ones may be added (`version` changes if one is removed or changes its meaning):
+
+    version          1
+    ok               true without problems, as the exit code 0
+    problems, notes  how many checks have that verdict
+    seconds          how long it took
+    left_out         checks that --quick left out
+    checks           a list of {subject, name, verdict, found, remedy}; verdict: "fine", "note", "problem", "absent";
+                     remedy: what to do, or an empty text
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from data_shards.text import show_duration, table
+
+Verdict = Literal["fine", "note", "problem", "absent"]
+
+_VERSION = 1
+_WIDTH = 116
+
+
+@dataclass(frozen=True)
+class Check:
+    """The result of one check.
+
+    Attributes:
+        verdict: fine; note: it works, but could be better or is worth knowing; problem: training will fail or suffer;
+            absent: it is not here, and a machine may do without.
+        found: the facts, in a line.
+        remedy: what to do, one sentence; never empty for a note or a problem.
+    """
+
+    name: str
+    verdict: Verdict
+    found: str
+    remedy: str = ""
+
+    def __post_init__(self) -> None:
+        assert self.found and (self.remedy or self.verdict in ("fine", "absent")), self
+
+
+def judge(name: str, found: str, *cases: tuple[bool, Verdict, str]) -> Check:
+    """A check with the verdict and remedy of the first case that holds; fine where none does."""
+    for holds, verdict, remedy in cases:
+        if holds:
+            return Check(name, verdict, found, remedy)
+    return Check(name, "fine", found)
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """All checks by subject, such as "machine"."""
+
+    checks: Mapping[str, Sequence[Check]]
+    left_out: tuple[str, ...]
+    seconds: float
+
+    @property
+    def exit_code(self) -> int:
+        """0 without problems, else 1."""
+        return int(self._count("problem") > 0)
+
+    def as_json(self) -> dict[str, Any]:
+        """As described above."""
+        return {
+            "version": _VERSION,
+            "ok": self.exit_code == 0,
+            "problems": self._count("problem"),
+            "notes": self._count("note"),
+            "seconds": round(self.seconds, 3),
+            "left_out": list(self.left_out),
+            "checks": [
+                {"subject": subject, **asdict(each)} for subject, checks in self.checks.items() for each in checks
+            ],
+        }
+
+    def as_text(self) -> str:
+        """For people; the last line is the verdict, such as "doctor: 2 problems, 1 note (21 s)"."""
+        lines: list[str] = []
+        for subject, checks in self.checks.items():
+            rows = [row for each in checks for row in _rows(each)]
+            lines += [subject, table(rows, indent="  ", width=_WIDTH), ""]
+        counts = [(self._count("problem"), "problem"), (self._count("note"), "note")]
+        parts = [f"{count} {name}{'s' * (count != 1)}" for count, name in counts if count]
+        left_out = f"; --quick left out {', '.join(self.left_out)}" if self.left_out else ""
+        lines.append(f"doctor: {', '.join(parts) or 'all is well'} ({show_duration(self.seconds)}){left_out}")
+        return "\n".join(lines)
+
+    def _count(self, verdict: Verdict) -> int:
+        return sum(each.verdict == verdict for checks in self.checks.values() for each in checks)
+
+
+def _rows(check: Check) -> list[tuple[str, str, str]]:
+    word = "PROBLEM" if check.verdict == "problem" else check.verdict
+    found = (f"{word:<7}", check.name, check.found)
+    return [found, ("", "", f"-> {check.remedy}")] if check.remedy else [found]
