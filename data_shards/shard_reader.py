@@ -26,7 +26,7 @@ from data_shards.store.location import is_local, local_path
 from data_shards.store.store import Store
 from data_shards.tars.shard_index import ShardIndex
 from data_shards.tars.tar_index import ReadableIndex, index_path, open_index, read_index, readable_index, readable_open
-from data_shards.tars.tar_walk import BLOCK_BYTES, split_name, stated_member
+from data_shards.tars.tar_walk import BLOCK_BYTES, stated_member
 
 # Image and label are read at once where they lie within so many bytes; taking them apart copies them once more, which
 # beyond this takes longer than a second read.
@@ -90,7 +90,8 @@ class _Opened:
                 name, stated_size = stated_member(header)
             except ValueError:
                 break
-            if stated_size != size or (name != f"{key}.{extension}" and split_name(name) != (key, extension)):
+            cut = len(key) + 1
+            if stated_size != size or name[:cut] != f"{key}." or name[cut:].lower() != extension:
                 break
         else:
             return

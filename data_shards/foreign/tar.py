@@ -21,8 +21,9 @@ from data_shards.errors import UserError
 from data_shards.labels import LabelSpec, read_values
 from data_shards.tars.shard_index import MOST_TAR_BYTES, ShardIndex, Texts, load_note, save_index
 from data_shards.tars.tar_index import IMAGE_EXTENSIONS, readable_index
-from data_shards.tars.tar_walk import TarDamage, split_name, walk_tar
+from data_shards.tars.tar_walk import TarDamage, walk_tar
 from data_shards.text import parse_json
+from data_shards.webdataset_parts import split_name
 
 _MOST_NAMED = 3  # samples that are left out, in a message
 _PEEKED_MEMBERS = 64

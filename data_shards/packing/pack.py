@@ -25,6 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
+from data_shards.durable import flush
 from data_shards.errors import UserError
 from data_shards.images.decode import PixelLimit
 from data_shards.manifest import Manifest, read_manifest, write_json, write_timm_info
@@ -45,7 +46,7 @@ from data_shards.packing.shard_plan import PackPlan, ShardPlan, ShardSize, make_
 from data_shards.packing.shard_writer import plan_mark, read_digests, write_shards
 from data_shards.packing.split import read_holdout_list
 from data_shards.packing.summary import DUPLICATES_FILE, UNREADABLE_FILE, PackReport
-from data_shards.packing.work import ShardRecord, WorkFolder, open_work, sync_file, sync_folders, work_path
+from data_shards.packing.work import ShardRecord, WorkFolder, open_work, work_path
 from data_shards.processes import num_cores
 from data_shards.progress_line import Progress
 from data_shards.sources import LabelList, Source, open_source
@@ -185,7 +186,8 @@ def _pack(
                 write_unreadable(refused, work.result / UNREADABLE_FILE)
             write_timm_info(work.result, write_manifests(plan, source, records, work.result, report))
             write_json(work.result / PACK_FILE, {**content, "found": vars(counts)})
-            sync_folders(work.result)
+            for folder in (*(work.result / split for split in plan.splits), work.result):
+                flush(folder)
         except OSError as error:
             if error.errno not in _DISK_FULL:
                 raise
@@ -197,7 +199,7 @@ def _pack(
             os.rename(work.result, out)  # replaces an empty folder, fails on any other
         except OSError as error:
             raise UserError(f"{out}: the folder could not be put in place ({error.strerror}); choose another") from None
-        sync_file(out.parent)
+        flush(out.parent)
     list_beside(out).unlink(missing_ok=True)
     return counts
 

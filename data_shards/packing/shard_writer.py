@@ -10,8 +10,6 @@ that ends the packing is for the caller to say. A shard is one thread's work, so
 from __future__ import annotations
 
 import hashlib
-import os
-import tarfile
 import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -20,14 +18,16 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import BinaryIO
 
+from data_shards.durable import flush
 from data_shards.errors import UnreadableImage
 from data_shards.images.decode import PixelLimit
 from data_shards.manifest import Shard
-from data_shards.packing.image import PACKED_LIMIT, PackedImage, Resize, prepare_image
+from data_shards.packing.image import PACKED_LIMIT, Resize, prepare_image
 from data_shards.packing.shard_plan import LABEL_SPECS, ShardPlan
-from data_shards.packing.work import DIGEST_BYTES, Refused, ShardRecord, sync_file
+from data_shards.packing.work import DIGEST_BYTES, Refused, ShardRecord
 from data_shards.progress_line import Progress
 from data_shards.tars.tar_index import build_index, index_path, write_index
+from data_shards.webdataset_parts import tar_writer
 
 PROGRESS_STEP_IMAGES = 50  # per thread, between two updates
 _BUFFER_BYTES = 1 << 20
@@ -141,8 +141,7 @@ def _write(
     digests: list[bytes] = []
     refused: list[Refused] = []
     done = 0
-    with open(path, "wb", buffering=_BUFFER_BYTES) as stream:
-        tar = _TarStream(stream)
+    with open(path, "wb", buffering=_BUFFER_BYTES) as stream, tar_writer(tar := _Digested(stream)) as writer:
         for position, index in enumerate(plan.indices.tolist()):
             if stop.is_set():
                 return None
@@ -154,18 +153,17 @@ def _write(
                 reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
                 refused.append(Refused(position, reason, was_read=data is not None))
             else:
-                tar.add(plan.key(position), _members(plan, position, image))
+                extension, label = plan.label_member(position)
+                writer.write({"__key__": plan.key(position), image.extension: image.data, extension: label})
             digests.append(bytes(DIGEST_BYTES) if data is None else image_digest(data))
             done += 1
             if done == PROGRESS_STEP_IMAGES:
                 progress.add(done)
                 done = 0
-        tar.finish()
-        stream.flush()
-        os.fsync(stream.fileno())
+    flush(path)
     part = LABEL_SPECS["single" if plan.labels.ndim == 1 else "multi"].part
     write_index(build_index(path, label=part), index_path(path), label=part)
-    sync_file(index_path(path))
+    flush(index_path(path))
     progress.add(done)
     return ShardRecord(
         mark=plan_mark(plan, resize=resize, limit=limit),
@@ -176,41 +174,15 @@ def _write(
     )
 
 
-def _members(plan: ShardPlan, position: int, image: PackedImage) -> Sequence[tuple[str, bytes]]:
-    """In the order of their extensions, as webdataset's TarWriter has them."""
-    return sorted([(image.extension, image.data), plan.label_member(position)])
-
-
-class _TarStream:
-    """A tar as webdataset's TarWriter writes it (to the byte; it costs half, and importing that costs torch), with the
-    digest of what is written: saves reading the tar again.
-    """
+class _Digested:
+    """What a tar is written to: a file, with the digest of what it gets, which saves reading it again."""
 
     def __init__(self, stream: BinaryIO) -> None:
         self._stream = stream
         self.digest = hashlib.sha256()
         self.num_bytes = 0
 
-    def add(self, key: str, members: Sequence[tuple[str, bytes]]) -> None:
-        """Write KEY.EXTENSION for each (extension, content)."""
-        pieces: list[bytes] = []
-        for extension, content in members:
-            header = tarfile.TarInfo(f"{key}.{extension}")
-            header.size = len(content)
-            header.mode = 0o444
-            pieces += [
-                header.tobuf(tarfile.USTAR_FORMAT),
-                content,
-                bytes(-len(content) % tarfile.BLOCKSIZE),
-            ]
-        self._write(b"".join(pieces))
-
-    def finish(self) -> None:
-        """Two blocks of zeros, and more up to a whole record."""
-        end = 2 * tarfile.BLOCKSIZE
-        self._write(bytes(end + -(self.num_bytes + end) % tarfile.RECORDSIZE))
-
-    def _write(self, data: bytes) -> None:
+    def write(self, data: bytes) -> None:
         self.digest.update(data)
         self.num_bytes += len(data)
         self._stream.write(data)

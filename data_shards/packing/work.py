@@ -158,21 +158,6 @@ def work_path(out: Path) -> Path:
     return resolved.parent / f".{resolved.name}.packing"
 
 
-def sync_folders(root: Path) -> None:
-    """Make sure that the entries of `root` and of the folders in it survive a power cut."""
-    for folder in (*(path for path in root.iterdir() if path.is_dir()), root):
-        sync_file(folder)
-
-
-def sync_file(path: Path) -> None:
-    """Wait until a file's content, or a folder's entries, are on the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 def _read_record(path: Path) -> ShardRecord | None:
     """None for a record that is not readable: its shard is made again."""
     try:

@@ -15,6 +15,7 @@ from typing import Literal
 from urllib.parse import quote
 
 from data_shards.errors import UserError
+from data_shards.webdataset_parts import expand_urls
 
 PIPE = "pipe:"
 Commands = Literal["run", "refuse"]
@@ -140,13 +141,11 @@ def join(location: str, file: str) -> str:
 def expand_braces(pattern: str) -> list[str]:
     """All locations of a pattern in webdataset's syntax: "x-{000..127}.tar", "{a,b}.tar", and "::" between patterns.
 
-    Zeros in front are kept. In a pipe, "::" separates only where another "pipe:" follows.
+    Unlike in webdataset, "::" separates nothing in an IPv6 address, nor in a pipe unless another "pipe:" follows.
 
     Raises:
-        UserError: a brace without its partner.
+        UserError: a brace without its partner, ${NAME} without WDS_NAME in the environment, too many tars.
     """
-    from braceexpand import braceexpand
-
     separator = re.compile(r"::(?=pipe:)") if pattern.startswith(PIPE) else _SEPARATOR
     locations: list[str] = []
     for part in separator.split(pattern):
@@ -154,7 +153,11 @@ def expand_braces(pattern: str) -> list[str]:
             raise UserError(f"{shown(part)}: it stands for more than {_MOST_LOCATIONS:,} tars: name fewer")
         try:
             # Without a brace there is nothing to expand, and backslashes mean themselves.
-            locations += braceexpand(part) if "{" in part or "}" in part else [part]
+            locations += expand_urls(part) if "{" in part or "}" in part else [part]
+        except KeyError as error:
+            raise UserError(
+                f"{shown(part)}: set the environment variable {error.args[0]}, or write what it stands for"
+            ) from None
         except ValueError:
             raise UserError(
                 f"{shown(part)}: a brace has no partner; patterns look like train-{{000..127}}.tar"

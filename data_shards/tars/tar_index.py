@@ -21,9 +21,10 @@ import numpy as np
 
 from data_shards.errors import UserError
 from data_shards.tars.shard_index import MOST_TAR_BYTES, ShardIndex, Texts, load_index
-from data_shards.tars.tar_walk import TarDamage, split_name, walk_tar
+from data_shards.tars.tar_walk import TarDamage, walk_tar
 from data_shards.text import one_line
 from data_shards.vocabulary import LabelPart
+from data_shards.webdataset_parts import split_name
 
 IMAGE_EXTENSIONS = frozenset({"jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff", "ppm"})
 _VERSION = "v1.2"

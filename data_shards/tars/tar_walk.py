@@ -1,4 +1,4 @@
-"""The members of a plain tar, by its headers alone: a few microseconds each, where tarfile takes 35.
+"""The members of a plain tar, by its headers alone: 3 microseconds each, where tarfile takes 17.
 
 Reads the dialects that exist: ustar, GNU (long names, sizes beyond 8 GB) and pax, which webdataset writes (a header of
 its own for each member's mtime). Damage is never passed over, as tarfile and webdataset do: a header that is no
@@ -10,7 +10,6 @@ piece: both are refused.
 from __future__ import annotations
 
 import os
-import re
 import zlib
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -143,18 +142,6 @@ def stated_member(header: bytes) -> tuple[str, int]:
     if len(header) != BLOCK_BYTES:
         raise ValueError("no whole header")
     return _name(header), _number(header[124:136])
-
-
-def split_name(name: str) -> tuple[str, str] | None:
-    """(key, extension) of a member as webdataset has it: cut at the first dot of the file's name; or None.
-
-    None for what belongs to no sample: without a stem or a dot, or named __SO__, webdataset's mark for metadata.
-    """
-    folder, slash, file = name.rpartition("/")
-    stem, dot, extension = file.partition(".")
-    if not stem or not dot or (name.startswith("__") and re.match(r"__[^/]*__($|/)", name)):
-        return None
-    return folder + slash + stem, extension.lower()
 
 
 def _size(header: bytes) -> int:

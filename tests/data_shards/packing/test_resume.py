@@ -16,7 +16,6 @@ import pytest
 from PIL import Image
 
 from data_shards.errors import UserError
-from data_shards.packing import shard_writer
 from data_shards.packing.image import Resize
 from data_shards.packing.pack import pack
 from data_shards.packing.summary import PackReport
@@ -197,7 +196,7 @@ class Stopper:
         self.error, self.at, self.count = error, at, 0
         self.lock = threading.Lock()
 
-    def __call__(self, descriptor: int) -> None:
+    def __call__(self, path: Path) -> None:
         with self.lock:
             self.count += 1
             if self.count == self.at:
@@ -205,16 +204,16 @@ class Stopper:
 
 
 def fail_at(monkeypatch: pytest.MonkeyPatch, error: BaseException, *, at: int) -> None:
-    """The tar's and the index's fsync are calls 1 and 2 of the first shard, and so on (on one thread)."""
+    """The tar's and the index's flush are calls 1 and 2 of the first shard, and so on (on one thread)."""
     stopper = Stopper(error, at=at)
     monkeypatch.setattr("data_shards.packing.pack.num_cores", lambda: 1)
-    monkeypatch.setattr(shard_writer.os, "fsync", stopper)
+    monkeypatch.setattr("data_shards.packing.shard_writer.flush", stopper)
 
 
 def test_a_full_disk_is_one_sentence_and_what_is_finished_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     arguments = {"classes": ["0", "1"], "samples_per_shard": 100}
     with monkeypatch.context() as patch:
-        fail_at(patch, OSError(28, "No space left on device"), at=8)  # fsync: tar, index, record; so the third tar
+        fail_at(patch, OSError(28, "No space left on device"), at=6)  # the third index
         with pytest.raises(UserError, match=r"the disk is full.*type the same command again") as caught:
             quiet("digits", tmp_path / "out", **arguments)
     assert "\n" not in str(caught.value)
@@ -229,7 +228,7 @@ def test_a_full_disk_is_one_sentence_and_what_is_finished_stays(tmp_path: Path, 
 def test_ctrl_c_keeps_what_is_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     arguments = {"classes": ["0", "1"], "samples_per_shard": 100}
     with monkeypatch.context() as patch:
-        fail_at(patch, KeyboardInterrupt(), at=5)
+        fail_at(patch, KeyboardInterrupt(), at=4)
         with pytest.raises(KeyboardInterrupt):
             quiet("digits", tmp_path / "out", **arguments)
     assert "going on: 1 of 4 shards" in spoken("digits", tmp_path / "out", **arguments)
@@ -259,7 +258,7 @@ def half(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Two of the four shards of `in` are finished."""
     write_images(tmp_path / "in", count=20)
     with monkeypatch.context() as patch:
-        fail_at(patch, KeyboardInterrupt(), at=7)
+        fail_at(patch, KeyboardInterrupt(), at=5)
         with pytest.raises(KeyboardInterrupt):
             quiet(str(tmp_path / "in"), tmp_path / "out", samples_per_shard=5)
     return tmp_path

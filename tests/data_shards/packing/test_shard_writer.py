@@ -1,5 +1,6 @@
 """The writer: tars to the byte as webdataset's TarWriter makes them, and digests of what was read."""
 
+import base64
 import hashlib
 import io
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
+from data_shards.manifest import Shard
 from data_shards.packing.image import Resize
 from data_shards.packing.shard_plan import ShardPlan
 from data_shards.packing.shard_writer import image_digest, plan_mark, read_digests, write_shards
@@ -61,6 +63,51 @@ def test_tars_are_those_of_webdatasets_writer(tmp_path: Path, count: int, kind: 
     index = read_index(index_path(tmp_path / shard.file), label=part)
     assert list(index.keys) == [shard.key(i) for i in range(count)]
     assert np.array_equal(index.image_offset, build_index(tmp_path / shard.file, label=part).image_offset)
+
+
+JPEG = base64.b85decode(
+    "|JeWF01!$>Nk#wx0RR9200961|JwjV08lqPMm#c5MnOheRZw4e$bxuoZg};txsk~K|NsC0|NsC0|NsC0|NsC0|NsC0|NsC0|NsC0|NsC0|NsC0|Np"
+    "=M3kU!K009935di<h02BZL00000000000000000004|HJ?k5CH%H0000000000000000095m00;pA002J#8~@n"
+)
+PNG = base64.b85decode("iBL{Q4GJ0x0000DNk~Le00001000012mk;806Kn~RR9103Q0skRCwBBU<UvI2>=L<tGNLH0000<MNUMnLSTX")
+
+
+class Written:
+    """An image set of bytes that no library's version changes."""
+
+    labels = num_bytes = np.zeros(6, dtype=np.int64)
+
+    def __len__(self) -> int:
+        return 6
+
+    def read(self, index: int) -> bytes:
+        return (JPEG, PNG)[index % 2] + bytes(index * 300)
+
+    def trace(self, index: int) -> str:
+        return f"train/cat/im {index}.x"
+
+    def stamp(self, index: int) -> bytes:
+        return b"%d" % index
+
+    def update_digest(self, digest: Any) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("labels", "sha256"),
+    [
+        (np.arange(6) % 3, "4f5f50ffa9fcba13622527920b88bbeb771f9aed8945fff41f7b14ac10f8d3c1"),
+        (
+            np.stack([np.arange(6) % 3 - 1, np.arange(6) % 2], axis=1),
+            "909d523ae683e6db92cb001150c52269f99379d843b4fd9a1e351a9d375a70c6",
+        ),
+    ],
+    ids=["cls", "json"],
+)
+def test_a_plan_gives_the_same_bytes_with_every_version(tmp_path: Path, labels: Any, sha256: str):
+    shard = ShardPlan("x-train-000000.tar", Written(), np.array([3, 0, 5, 1, 4, 2]), labels, ("cat", "dog", "owl"), 7)
+    records, _ = written([shard], tmp_path)
+    assert records[shard.file].shard == Shard(shard.file, 6, 20480, sha256)
 
 
 def test_records_hold_the_digest_of_each_image(tmp_path: Path):

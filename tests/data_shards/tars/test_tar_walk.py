@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from data_shards.tars.tar_walk import Member, TarDamage, split_name, walk_tar
+from data_shards.tars.tar_walk import Member, TarDamage, walk_tar
 
 FORMATS = [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT]
 KINDS = [tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.CONTTYPE, tarfile.DIRTYPE, tarfile.SYMTYPE, tarfile.LNKTYPE]
@@ -237,16 +237,3 @@ def test_broken_pax_records(tmp_path: Path, record: bytes):
     path.write_bytes(header.tobuf(tarfile.USTAR_FORMAT) + record.ljust(512, b"\0") + member + bytes(1024))
     found, damage = walk_until_damage(path)
     assert damage is None if record == b"5 a=\n" else not found and damage is not None and damage.offset == 0
-
-
-@settings(deadline=None)  # the first call imports torch
-@given(st.text("ab./_", max_size=12))
-def test_names_are_split_as_webdataset_does_but_for_hidden_files(name: str):
-    from webdataset.tariterators import base_plus_ext
-
-    expected = base_plus_ext(name)
-    split = split_name(name)
-    if split is not None:
-        assert split == (expected[0], expected[1].lower())
-    elif expected[0]:
-        assert name.startswith("__") or "/." in name  # for webdataset "d/.x" is the part "x" of a sample "d/"

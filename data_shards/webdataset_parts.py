@@ -1,0 +1,79 @@
+"""The one place that imports webdataset, when it is first used.
+
+`import webdataset` imports torch (3 s, 600 MB), for the base classes of its pipelines alone. A process without torch
+gets its modules for tars, names and URLs from a package of another name, whose `pytorch` module is empty: 0.1 s.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import re
+import sys
+from functools import cache
+from threading import Lock
+from types import ModuleType
+from typing import Any, Protocol
+
+_WITHOUT_TORCH = "webdataset_without_torch"
+_lock = Lock()
+
+
+class _Writable(Protocol):
+    def write(self, data: bytes, /) -> object: ...
+
+
+def part(module: str) -> Any:
+    """`webdataset.MODULE`: "writer", "tariterators", "shardlists" or "gopen"."""
+    if "torch" in sys.modules:
+        return importlib.import_module(f"webdataset.{module}")
+    with _lock:
+        if _WITHOUT_TORCH not in sys.modules:
+            spec = importlib.util.find_spec("webdataset")
+            assert spec is not None and spec.submodule_search_locations is not None
+            package, pytorch = ModuleType(_WITHOUT_TORCH), ModuleType(f"{_WITHOUT_TORCH}.pytorch")
+            package.__path__ = list(spec.submodule_search_locations)
+            for name in ("DataLoader", "IterableDataset", "TorchTensor"):
+                setattr(pytorch, name, type(name, (), {}))
+            sys.modules |= {pytorch.__name__: pytorch, package.__name__: package}
+    return importlib.import_module(f"{_WITHOUT_TORCH}.{module}")
+
+
+def tar_writer(stream: _Writable) -> Any:
+    """A `TarWriter` whose bytes depend on what is written alone: no time, no user, no group."""
+    return part("writer").TarWriter(stream, user="", group="", mode=0o444, mtime=0, encoder=False, compress=False)
+
+
+def split_name(name: str) -> tuple[str, str] | None:
+    """(key, extension) of a tar member by webdataset's rule, cut at the first dot of the file's name; or None.
+
+    None for what belongs to no sample: a name without a dot, hidden files (webdataset takes "d/._x.jpg" of a Mac for a
+    part of a sample "d/"), and __SO__, its mark for metadata.
+    """
+    if name.rpartition("/")[2].startswith("."):
+        return None
+    if name.startswith("__") and re.match(r"__[^/]*__($|/)", name):
+        return None
+    key, extension = _base_plus_ext()(name)
+    return None if key is None else (key, extension.lower())
+
+
+def expand_urls(pattern: str) -> list[str]:
+    """The URLs of one pattern: braces, and ${NAME} from the environment's WDS_NAME. In a pipe ${NAME} is the shell's.
+
+    Raises:
+        ValueError: a brace without its partner.
+        KeyError: the environment has no WDS_NAME.
+    """
+    shardlists = part("shardlists")
+    if pattern.startswith("pipe:") or "::" in pattern:  # an IPv6 address, which expand_urls would cut
+        return list(shardlists.braceexpand.braceexpand(pattern))
+    try:
+        return shardlists.expand_urls(pattern)
+    except AssertionError as error:
+        raise KeyError(str(error).rpartition(" ")[2].removeprefix("wds_")) from None
+
+
+@cache
+def _base_plus_ext() -> Any:
+    return part("tariterators").base_plus_ext
