@@ -22,9 +22,9 @@ from data_shards.loading.batch import GOOGLES, Normalisation
 from model.counting.flops import account
 from model.saved import save_model
 from model.vocabulary import COLOURS, HeadKind
-from pipeline.checkpoint.disk_space import check_free_space, estimate_bytes
 from pipeline.checkpoint.identity import checkpoint_identity
-from pipeline.checkpoint.restored_note import describe_changes, describe_restored
+from pipeline.checkpoint.note import describe_changes, describe_restored
+from pipeline.checkpoint.room import check_free_space, estimate_bytes
 from pipeline.checkpoint.store import Restored, restore_checkpoint
 from pipeline.checkpoint.written_by import written_by
 from pipeline.context import StageContext

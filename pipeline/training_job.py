@@ -11,9 +11,8 @@ from data_shards.loading.batch import Batch
 from data_shards.loading.loader import EvalBatches, Layout, TrainBatches, TrainLoader, eval_batches
 from data_shards.shard_set import ShardSet
 from pipeline.checkpoint.identity import checkpoint_identity
-from pipeline.checkpoint.retention import Retention
 from pipeline.checkpoint.saver import CheckpointSaver
-from pipeline.checkpoint.store import Restored
+from pipeline.checkpoint.store import Restored, Retention
 from pipeline.checkpoint.written_by import written_by
 from pipeline.context import StageContext
 from pipeline.engine.protocol import Engine

@@ -12,9 +12,8 @@ import pytest
 import torch
 
 from pipeline.checkpoint import saver
-from pipeline.checkpoint.retention import Retention
 from pipeline.checkpoint.saver import CheckpointSaver
-from pipeline.checkpoint.store import Restored, restore_checkpoint
+from pipeline.checkpoint.store import Restored, Retention, restore_checkpoint
 from pipeline.engine.state_files import StateFile, state_file, text_file, write_file
 from pipeline.ranks.place import Place
 from pipeline.state import TrainState

@@ -34,9 +34,9 @@ import torch
 
 from model.build import build_model
 from model.init import initialise
-from pipeline.checkpoint.disk_space import estimate_bytes
-from pipeline.checkpoint.retention import Retention
+from pipeline.checkpoint.room import estimate_bytes
 from pipeline.checkpoint.saver import CheckpointSaver
+from pipeline.checkpoint.store import Retention
 from pipeline.engine.open import open_engine
 from pipeline.engine.protocol import Engine
 from pipeline.ranks.group import Ranks

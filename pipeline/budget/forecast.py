@@ -14,7 +14,7 @@ from pipeline.budget.gpus import Gpu
 from pipeline.budget.length import Length
 from pipeline.budget.memory import MAX_LIVE_ELEMENTS, ZERO_STAGES, Activations, State, ZeroStage, state_of
 from pipeline.budget.speed import Reading, Speed, host_seconds, measured_speed, nearest_anchor, reading, speed_at
-from pipeline.checkpoint.disk_space import estimate_bytes
+from pipeline.checkpoint.room import estimate_bytes
 from pipeline.engine.zero_config import deepspeed_config
 from pipeline.recipe.schema import Recipe, StageName, TrainStage
 from pipeline.recipe.stage_plan import StagePlan

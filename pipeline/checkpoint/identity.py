@@ -1,9 +1,9 @@
 """Whose checkpoint is this? What a run must agree on with the run that wrote one, and the check. No torch here.
 
-`launch` asks before it starts any process; `checkpoint` asks again when it restores. Another number of processes or
-another ZeRO stage is no obstacle: the engine converts while it loads (`Engine.load_converted`). Losses then agree with
-the undisturbed run's to rounding, not to the last bit, and with dropout only in distribution, because each process
-draws its own. Backend and precision keep their state in other forms; those do not change within a stage.
+`launch` asks before it starts any process, `store` again when it restores. Another number of processes or another ZeRO
+stage is no obstacle: the engine converts while it loads (`Engine.load_converted`). Losses then agree with those of an
+uninterrupted run up to rounding, and with dropout only in distribution, because each process draws its own. Backend
+and precision keep their state in other forms; those do not change within a stage.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ def check_identity(found: dict[str, Any], expected: dict[str, Any], *, folder: P
     Raises:
         UserError: naming what differs.
     """
-    missing = [key for key in _LAYOUT if key not in found]
-    bound = [key for key in expected if key not in _LAYOUT]
-    different = [key for key in bound if found.get(key) != expected[key]] + missing
+    different = [
+        key for key, value in expected.items() if key not in found or (found[key] != value and key not in _LAYOUT)
+    ]
     if not different:
         return
     engine = [key for key in different if key in _FIXED_ENGINE and key in found]
     if not {"recipe", *engine}.issuperset(different):
         engine = []
-    # Where it is the engine that differs, the recipe's digest does too, but tells a reader less.
+    # Where the engine differs, the recipe's digest does too, but tells a reader less.
     shown = ", ".join(f"{key} {found.get(key)} (now {expected[key]})" for key in engine or different)
     advice = (
         "set " + " and ".join(f"engine.{key}={found.get(key)}" for key in engine)
@@ -63,7 +63,7 @@ def check_identity(found: dict[str, Any], expected: dict[str, Any], *, folder: P
 
 def is_cut_alike(found: dict[str, Any], expected: dict[str, Any]) -> bool:
     """Whether as many processes wrote a checkpoint, under the same ZeRO stage: it is loaded as it is, bit for bit."""
-    return all(found.get(key) == expected.get(key) for key in _LAYOUT)
+    return all(found[key] == expected[key] for key in _LAYOUT)
 
 
 def checkpoint_folders(root: Path) -> list[Path]:

@@ -1,9 +1,8 @@
-"""A stage.json that cannot be read is made again from what the stage saved, so that nothing whole is trained again.
+"""A stage.json that cannot be read is rebuilt from the newest undamaged checkpoint, so that no training is repeated.
 
-A checkpoint proves how far the stage was, and not that its model is the one that the stage left; so the stage is never
-called done: it goes on from its newest whole checkpoint, where the last one has nothing left to train, and writes its
-model again, which is the same. Only what runs a stage calls this, and holds the run folder's lock. Reads that
-checkpoint once, for its digests.
+A checkpoint proves how far the stage was, and not that STAGE/model is its result; so the stage is never called done: it
+resumes from that checkpoint, where after the last step nothing is left to train, and writes the same model again. Only
+what runs a stage calls this, and holds the run folder's lock. Reads the checkpoint once, for its digests.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ from pipeline.run_folder import BrokenRecord, RunFolder, StageRecord
 
 
 def mend_records(folder: RunFolder, stages: Iterable[StageName]) -> list[str]:
-    """Make the broken records of these stages again; the broken files are kept beside.
+    """Rebuild the broken records of these stages; the broken files are kept beside.
 
     Returns:
         What was done, a line each.
 
     Raises:
-        UserError: a stage has no whole checkpoint to do it from.
+        UserError: a stage has no undamaged checkpoint.
         OSError: the disk is full or fails.
     """
     notes = []
@@ -56,19 +55,19 @@ def _from_checkpoints(folder: RunFolder, stage: StageName, broken: BrokenRecord)
                 last_saved_step=int(state["step"]),
                 images_seen=int(state["images_seen"]),
                 seconds=float(state["training_seconds"]),
-                inputs={str(name): str(digest) for name, digest in content.get("inputs", {}).items()},
+                inputs={str(name): str(digest) for name, digest in content["inputs"].items()},
             )
         except (ValueError, KeyError, TypeError, AttributeError):
             continue
-        return record, f"it is made again from {checkpoint.name}, from which the stage goes on or is ended again"
+        return record, f"it is rebuilt from {checkpoint.name}, from which the stage resumes"
     raise UserError(
-        f"{broken.path} is broken ({broken.why}), and there is no whole checkpoint to make it again from: bring the "
-        f"file back, or begin the stage again with --restart {stage}"
+        f"{broken.path} is broken ({broken.why}), and there is no undamaged checkpoint to rebuild it from: restore "
+        f"the file, or begin the stage again with --restart {stage}"
     )
 
 
 def _keep(path: Path) -> Path:
-    """A copy beside: killed before the new one is there, the broken one still is."""
+    """A copy, not a rename: a kill before the new record is written leaves the broken one."""
     aside, number = path.with_name(f"{path.name}.broken"), 1
     while aside.exists():
         number += 1

@@ -27,11 +27,16 @@ from typing import Any, Literal, NoReturn
 
 from data_shards.errors import UserError
 from data_shards.text import show_bytes
-from pipeline.checkpoint.disk_space import free_bytes
-from pipeline.checkpoint.host_memory import spare_host_bytes
 from pipeline.checkpoint.identity import STATE, checkpoint_folders
-from pipeline.checkpoint.retention import Retention
-from pipeline.checkpoint.store import beside_of, collect_leftovers, commit_checkpoint, open_beside, prune_checkpoints
+from pipeline.checkpoint.room import free_bytes, spare_host_bytes
+from pipeline.checkpoint.store import (
+    Retention,
+    beside_of,
+    collect_leftovers,
+    commit_checkpoint,
+    open_beside,
+    prune_checkpoints,
+)
 from pipeline.engine.protocol import Engine
 from pipeline.engine.state_files import Abandoned, Seal, StateFile, text_file, write_file
 from pipeline.ranks.group import Agreement, Ranks

@@ -1,14 +1,14 @@
-"""Checkpoints that are whole or not there: the layout, the commit, the pruning, the restoring. `saver` writes them.
+"""Checkpoints on the disk, complete or absent: layout, commit, retention, restore. `saver` writes them.
 
-One checkpoint is a folder `step-00000400`: the engine's sharded state, our own `state.json`, the resolved recipe, and
+A checkpoint is a folder `step-00000400`: the engine's sharded state, our own `state.json`, the resolved recipe, and
 `manifest.json` with the size and digest of every file. It is written beside its place (`.writing-step-...`), the
 manifest last, everything flushed to disk and read back, and then renamed; so a folder of that name is complete,
-whatever was killed and whenever. Older ones are pruned after that, each under another name first (`.removing-...`).
+whatever was killed and whenever. Older ones are pruned after that, each renamed first (`.removing-...`).
 
-Restoring checks every digest, falls back to the next older checkpoint when one is damaged, and says so; when there are
-checkpoints but none is good, that is an error and never a silent start from zero. It reads the state twice: for its
-digests (half a GiB a second and core, shared by the ranks), and to load it. There is no pointer to the newest one that
-could be wrong: the highest number is it.
+Restoring checks every digest and falls back to the next older checkpoint when one is damaged; when none of those that
+exist is good, that is an error and never a silent start from step 0. It reads the state twice: for its digests (half a
+GiB a second and core, shared by the ranks), and to load it. No pointer to the newest can be wrong: the highest number
+is the newest.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import math
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,7 +26,6 @@ from typing import Any
 from data_shards.durable import flush, write_text
 from data_shards.errors import UserError
 from pipeline.checkpoint.identity import FOLDER_PREFIX, STATE, check_identity, checkpoint_folders, is_cut_alike
-from pipeline.checkpoint.retention import Kept, Retention, superfluous
 from pipeline.engine.protocol import Engine
 from pipeline.engine.state_files import Seal, digest_of
 from pipeline.ranks.group import Ranks
@@ -37,14 +37,23 @@ _REMOVING = ".removing-"
 
 
 @dataclass(frozen=True)
+class Retention:
+    """Which checkpoints are kept beside the newest."""
+
+    last: int  # the newest that many, at least 1
+    every_steps: int = 0  # the first in each stretch of that many steps is kept for good; 0: none
+    best: str | None = None  # the best by this metric of the evaluation, such as "val/loss"; None: none
+
+
+@dataclass(frozen=True)
 class Restored:
     """A checkpoint that was loaded."""
 
     folder: Path
     state: TrainState
-    notes: tuple[str, ...]  # damaged newer checkpoints that were passed over
+    notes: tuple[str, ...]  # damaged newer checkpoints that were skipped
     identity: dict[str, Any]  # of the run that wrote it
-    written_by: dict[str, str]  # facts of the process that wrote it; empty in an old one
+    written_by: dict[str, str]  # facts of the process that wrote it
 
 
 def beside_of(root: Path, step: int) -> Path:
@@ -64,7 +73,7 @@ def open_beside(root: Path, *, step: int) -> None:
 
 
 def commit_checkpoint(root: Path, *, step: int, seals: Mapping[str, Seal]) -> Path:
-    """Make what lies beside visible, and look at it once more. On one rank, when all have written.
+    """Rename what was written beside, and check it once more. On one rank, when all have written.
 
     Args:
         root: the stage's folder of checkpoints.
@@ -87,7 +96,7 @@ def commit_checkpoint(root: Path, *, step: int, seals: Mapping[str, Seal]) -> Pa
     write_text(beside / MANIFEST, manifest)
     for folder in {above for name in files for above in (beside / name).parents if above.is_relative_to(beside)}:
         flush(folder)
-    if final.exists():  # passed over as damaged, and reached again
+    if final.exists():  # skipped as damaged, and reached again
         _set_aside(final)
     beside.rename(final)
     try:
@@ -104,18 +113,43 @@ def commit_checkpoint(root: Path, *, step: int, seals: Mapping[str, Seal]) -> Pa
     return final
 
 
+def superfluous(metrics: Mapping[int, float | None], *, retention: Retention) -> list[int]:
+    """The steps of the checkpoints that may go, oldest first. The newest always stays.
+
+    A stretch begins at each multiple of `every_steps` and the first checkpoint in it stays: at the multiple itself
+    where one was saved there, else the next after it. What precedes the first multiple is not kept for good.
+
+    Args:
+        metrics: of each checkpoint's step, `retention.best` in an evaluation at that very step; None: there was none.
+        retention: what is kept.
+    """
+    there = sorted(metrics)
+    keep = set(there[-max(retention.last, 1) :])
+    if retention.every_steps:
+        first: dict[int, int] = {}
+        for step in there:
+            first.setdefault(step // retention.every_steps, step)
+        keep |= {step for stretch, step in first.items() if stretch > 0}
+    if retention.best is not None:
+        sign = -1.0 if retention.best.endswith("loss") else 1.0
+        known = [
+            (sign * metric, step) for step, metric in metrics.items() if metric is not None and not math.isnan(metric)
+        ]
+        keep |= {step for _, step in sorted(known)[-1:]}
+    return [step for step in there if step not in keep]
+
+
 def prune_checkpoints(root: Path, *, newest_step: int, retention: Retention) -> None:
     """Remove what retention does not keep, now that the checkpoint of `newest_step` is verified. On one rank.
 
-    Newer ones were passed over as damaged: they must not push out the good ones, and are redone when reached. A folder
-    gets another name before its first file goes, so that whatever is killed, none looks whole that is not.
+    Newer ones were skipped as damaged: they must not push out the good ones, and are redone when reached. A folder is
+    renamed before its first file goes, so that no kill leaves one that looks complete and is not.
     """
     numbered = {int(folder.name.removeprefix(FOLDER_PREFIX)): folder for folder in checkpoint_folders(root)}
-    there = {step: folder for step, folder in numbered.items() if step <= newest_step}
-    kept = (Kept(step, metric=_metric(folder, name=retention.best)) for step, folder in there.items())
-    for step in superfluous(kept, retention=retention):
-        with contextlib.suppress(OSError):  # it is there again for the next time
-            _set_aside(there[step])
+    metrics = {step: _metric(path, name=retention.best) for step, path in numbered.items() if step <= newest_step}
+    for step in superfluous(metrics, retention=retention):
+        with contextlib.suppress(OSError):  # the next pruning tries again
+            _set_aside(numbered[step])
     for leftover in root.glob(f"{_REMOVING}*"):
         shutil.rmtree(leftover, ignore_errors=True)
 
@@ -138,14 +172,14 @@ def restore_checkpoint(root: Path, *, engine: Engine, ranks: Ranks, identity: di
     if ranks.place.is_main:
         collect_leftovers(root)
         listed = [folder.name for folder in checkpoint_folders(root)]
-    # One rank's list for all: another machine's may be a minute old, and two ranks would restore different steps.
+    # One rank's list for all: another machine's may be stale, and two ranks would restore different steps.
     listed = ranks.gather_objects(listed)[0]  # pyright: ignore[reportAssignmentType]
     folders = [root / name for name in listed]
     for folder in folders:
         share = (ranks.place.rank, ranks.place.world_size)
         damage = [text for text in ranks.gather_objects(damage_of(folder, share=share)) if text]
         if damage:
-            notes.append(f"{folder} is damaged ({damage[0]}): it is passed over")
+            notes.append(f"{folder} is damaged ({damage[0]}): it is skipped")
             continue
         content = json.loads((folder / STATE).read_text(encoding="utf-8"))
         check_identity(content["identity"], identity, folder=folder)
@@ -158,7 +192,7 @@ def restore_checkpoint(root: Path, *, engine: Engine, ranks: Ranks, identity: di
             state=TrainState.from_json(content["state"]),
             notes=tuple(notes),
             identity=content["identity"],
-            written_by=content.get("written_by", {}),
+            written_by=content["written_by"],
         )
     if folders:
         raise UserError(
@@ -197,7 +231,7 @@ def _metric(folder: Path, *, name: str | None) -> float | None:
     try:
         state = json.loads((folder / STATE).read_text(encoding="utf-8"))["state"]
         return float(state["evaluation"][name]) if state["evaluation_step"] == state["step"] else None
-    except (OSError, ValueError, KeyError, TypeError):  # damaged, older than the field, or without an evaluation
+    except (OSError, ValueError, KeyError, TypeError):  # damaged, or without an evaluation
         return None
 
 

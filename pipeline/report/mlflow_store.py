@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from data_shards.durable import flush
-from pipeline.checkpoint.source_tags import source_tags
+from pipeline.checkpoint.written_by import source_tags
 from pipeline.report.metrics_log import MetricRow, MetricsLog
 from pipeline.report.tracking_state import RunState, load_run_state
 from pipeline.report.tracking_thread import Call, FinalStatus, Tracker, without_credentials

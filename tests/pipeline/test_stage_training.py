@@ -325,7 +325,7 @@ def test_what_could_not_be_saved_is_not_begun_and_what_is_saved_whole_needs_no_r
     def opened(*arguments: Any, **more: Any) -> None:
         raise Reached
 
-    monkeypatch.setattr("pipeline.checkpoint.disk_space.free_bytes", lambda root: 15_399)
+    monkeypatch.setattr("pipeline.checkpoint.room.free_bytes", lambda root: 15_399)
     monkeypatch.setattr(stage_training, "open_engine", opened)
     with pytest.raises(UserError, match=r"a checkpoint needs about 15.4 kB"):  # 14 bytes for each of 1100 parameters
         ends.train()

@@ -1,4 +1,4 @@
-"""A stage.json that cannot be read is made again from the checkpoints; without any, a sentence; nothing is lost."""
+"""A stage.json that cannot be read is rebuilt from the checkpoints; without any, a sentence; nothing is lost."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_without_a_checkpoint_it_is_a_sentence_and_nothing_is_touched(tmp_path: 
     folder = RunFolder(tmp_path, "a")
     folder.stage("pretrain").mkdir(parents=True)
     path = break_it(folder)
-    with pytest.raises(UserError, match=rf"{path} is broken .*no whole checkpoint.*--restart pretrain"):
+    with pytest.raises(UserError, match=rf"{path} is broken .*no undamaged checkpoint.*--restart pretrain"):
         mend_records(folder, ["pretrain"])
     assert path.read_text() == "{" and [each.name for each in path.parent.iterdir()] == ["stage.json"]
 

@@ -18,9 +18,8 @@ import torch
 
 from data_shards.errors import UserError
 from pipeline.checkpoint import saver
-from pipeline.checkpoint.retention import Retention
 from pipeline.checkpoint.saver import SaveFailed
-from pipeline.checkpoint.store import damage_of
+from pipeline.checkpoint.store import Retention, damage_of
 from pipeline.engine import state_files
 from pipeline.engine.state_files import StateFile, write_file
 from tests.saving import (

@@ -17,9 +17,8 @@ import torch
 from data_shards.errors import UserError
 from pipeline.checkpoint import store as checkpoint
 from pipeline.checkpoint.identity import STATE
-from pipeline.checkpoint.retention import Retention
 from pipeline.checkpoint.saver import SaveFailed
-from pipeline.checkpoint.store import MANIFEST, commit_checkpoint, open_beside, restore_checkpoint
+from pipeline.checkpoint.store import MANIFEST, Retention, commit_checkpoint, open_beside, restore_checkpoint
 from pipeline.engine import state_files
 from pipeline.ranks.group import Ranks
 from pipeline.ranks.place import Place
@@ -264,23 +263,6 @@ def test_a_checkpoint_that_is_cut_up_otherwise_is_converted(tmp_path: Path, alon
         restored, engine = restore(tmp_path, ranks=alone, identity=now)
         assert restored is not None and restored.identity == IDENTITY
         assert engine.conversions == converted and engine.value == 1
-
-
-def test_a_checkpoint_of_the_first_form_is_restored(tmp_path: Path, alone: Ranks):
-    """Written before there were `written_by`, the copy of the recipe and the younger fields of the state."""
-    folder = save(tmp_path, 7, ranks=alone)
-    content = json.loads((folder / STATE).read_text())
-    del content["written_by"], content["state"]["evaluation_step"], content["state"]["recent_losses"]
-    text = json.dumps(content, indent=1) + "\n"
-    (folder / STATE).write_text(text)
-    (folder / "recipe.yaml").unlink()
-    manifest = json.loads((folder / MANIFEST).read_text())
-    del manifest["files"]["recipe.yaml"]
-    manifest["files"][STATE] = {"bytes": len(text), "blake2b": state_files.digest_of(folder / STATE)}
-    (folder / MANIFEST).write_text(json.dumps(manifest))
-    restored, engine = restore(tmp_path, ranks=alone)
-    assert restored is not None and restored.state == state_at(7) and engine.value == 7
-    assert restored.written_by == {} and restored.notes == ()
 
 
 def test_what_a_killed_process_left_is_never_taken_for_a_checkpoint_and_goes_at_the_next_start(

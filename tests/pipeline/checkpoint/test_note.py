@@ -10,7 +10,7 @@ from data_shards.order import Order
 from data_shards.packing.pack import pack
 from data_shards.shard_set import ShardSet, ShardsSpec
 from pipeline.checkpoint.identity import checkpoint_identity
-from pipeline.checkpoint.restored_note import describe_changes, describe_restored
+from pipeline.checkpoint.note import describe_changes, describe_restored
 from pipeline.checkpoint.store import Restored
 from pipeline.checkpoint.written_by import written_by
 from pipeline.recipe.io import dump_recipe, load_recipe

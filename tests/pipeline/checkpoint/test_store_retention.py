@@ -7,12 +7,10 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.checkpoint.retention import Kept, Retention, superfluous
+from pipeline.checkpoint.store import Retention, superfluous
 
 METRICS = st.none() | st.sampled_from([0.1, 0.2, 0.2, 0.5, math.nan, math.inf, -math.inf])
-RUNS = st.dictionaries(st.integers(1, 60), METRICS, min_size=1).map(
-    lambda run: [Kept(step, metric) for step, metric in run.items()]
-)
+RUNS = st.dictionaries(st.integers(1, 60), METRICS, min_size=1)
 RETENTIONS = st.builds(
     Retention,
     last=st.integers(1, 5),
@@ -21,23 +19,27 @@ RETENTIONS = st.builds(
 )
 
 
-def kept(run: list[Kept], retention: Retention) -> set[int]:
-    return {each.step for each in run} - set(superfluous(run, retention=retention))
+Run = dict[int, float | None]
 
 
-def in_turn(run: list[Kept], retention: Retention) -> set[int]:
+def kept(run: Run, retention: Retention) -> set[int]:
+    return set(run) - set(superfluous(run, retention=retention))
+
+
+def in_turn(run: Run, retention: Retention) -> set[int]:
     """What is left when each was saved in turn and all were pruned after each."""
-    there: list[Kept] = []
-    for each in sorted(run, key=lambda each: each.step):
-        there.append(each)
-        there = [one for one in there if one.step in kept(there, retention)]
-    return {each.step for each in there}
+    there: Run = {}
+    for step, metric in sorted(run.items()):
+        there[step] = metric
+        left = kept(there, retention)
+        there = {one: there[one] for one in there if one in left}
+    return set(there)
 
 
 @given(RUNS, RETENTIONS)
 def test_the_last_ones_are_kept_and_nothing_is_named_that_is_not_there(run, retention):
     gone = superfluous(run, retention=retention)
-    steps = sorted(each.step for each in run)
+    steps = sorted(run)
     assert gone == sorted(set(gone)) and set(gone) <= set(steps)
     assert set(steps[-retention.last :]) <= set(steps) - set(gone)
     assert steps[-1] not in gone
@@ -51,12 +53,12 @@ def test_nothing_else_is_kept_than_what_one_of_the_three_rules_asks_for(run, ret
         Retention(1, 0, retention.best),
     ]
     assert kept(run, retention) == set().union(*(kept(run, rule) for rule in rules))
-    assert kept(run, Retention(last=retention.last)) == set(sorted(each.step for each in run)[-retention.last :])
+    assert kept(run, Retention(last=retention.last)) == set(sorted(run)[-retention.last :])
 
 
 @given(RUNS, RETENTIONS)
 def test_pruning_twice_is_pruning_once(run, retention):
-    left = [each for each in run if each.step in kept(run, retention)]
+    left = {step: run[step] for step in kept(run, retention)}
     assert superfluous(left, retention=retention) == []
 
 
@@ -69,17 +71,17 @@ def test_what_was_pruned_on_the_way_would_not_be_kept_at_the_end(run, retention)
 @given(RUNS, st.sampled_from([3, 10]))
 def test_what_is_kept_for_good_stays_whatever_comes_after(run, every_steps):
     retention = Retention(last=1, every_steps=every_steps)
-    steps = sorted(each.step for each in run)
+    steps = sorted(run)
     first = {min(s for s in steps if s // every_steps == n) for n in {s // every_steps for s in steps} - {0}}
     assert kept(run, retention) == first | {steps[-1]}
-    later = [*run, Kept(1000, None)]
+    later = {**run, 1000: None}
     assert first <= kept(later, retention)
 
 
 @given(RUNS, st.sampled_from(["val/loss", "val/top1", "val/accuracy"]))
 def test_the_best_is_the_lowest_loss_or_the_highest_score_and_of_equals_the_newest(run, best):
-    known = {each.step: each.metric for each in run if each.metric is not None and not math.isnan(each.metric)}
-    newest = max(each.step for each in run)
+    known = {step: metric for step, metric in run.items() if metric is not None and not math.isnan(metric)}
+    newest = max(run)
     expected = {newest}
     if known:
         value = (min if best == "val/loss" else max)(known.values())
@@ -88,10 +90,10 @@ def test_the_best_is_the_lowest_loss_or_the_highest_score_and_of_equals_the_newe
 
 
 def test_an_example():
-    run = [Kept(step, metric) for step, metric in {100: 2.0, 150: 0.5, 200: 1.0, 250: None, 300: 0.9, 350: 1.5}.items()]
+    run = {100: 2.0, 150: 0.5, 200: 1.0, 250: None, 300: 0.9, 350: 1.5}
     assert kept(run, Retention(last=2)) == {300, 350}
     assert kept(run, Retention(last=1, every_steps=100)) == {100, 200, 300, 350}
     assert kept(run, Retention(last=1, best="val/loss")) == {150, 350}
     assert kept(run, Retention(last=1, best="val/top1")) == {100, 350}
-    minutes = [Kept(step, None) for step in (90, 170, 205, 260, 310)]  # saved by the clock, never at a multiple
+    minutes: Run = dict.fromkeys((90, 170, 205, 260, 310))  # saved by the clock, never at a multiple
     assert kept(minutes, Retention(last=1, every_steps=100)) == {170, 205, 310}

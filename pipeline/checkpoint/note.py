@@ -1,4 +1,4 @@
-"""What was restored and what has changed since, in words for the screen. Pure, but for the age of the folder."""
+"""What was restored and what has changed since, for the screen."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LAYOUT = {"processes": "processes", "zero_stage": "ZeRO stage"}
 
 
 def describe_restored(restored: Restored, *, plan: StagePlan, order: AnyOrder, shards: ShardSet, lr: float) -> str:
-    """What was restored, a line each: damaged checkpoints that were passed over, then position and age.
+    """What was restored, a line each: damaged checkpoints that were skipped, then position and age.
 
     Args:
         restored: the checkpoint.
@@ -67,7 +67,7 @@ def describe_changes(
     if not changes:
         return None
     return f"changed since that checkpoint was written: {', '.join(changes)}" + (
-        " (weights and optimizer state are the same; losses may differ from the undisturbed run's in the last digits, "
+        " (weights and optimizer state are the same; losses may differ from an uninterrupted run's in the last digits, "
         "dropout draws other numbers)"
         if layout
         else ""
@@ -78,7 +78,7 @@ def _changed_keys(folder: Path, recipe: Recipe) -> list[str]:
     """Keys of the recipe that differ from the checkpoint's copy; those that may not have been refused before."""
     try:
         before = flatten(parse_recipe(folder / "recipe.yaml"))
-    except (OSError, UserError):  # an older checkpoint has no copy
+    except (OSError, UserError):  # the digests were right, so another version of this program wrote it
         return []
     now = flatten(recipe)
     return [

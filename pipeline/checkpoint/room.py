@@ -1,0 +1,85 @@
+"""Room for checkpoints: on the disk, and in the host's memory for the copies of a background save.
+
+Quotas do not show in the free space of a disk; the write then fails, and the saver says why. Memory: a batch system or
+a container often allows less than the machine has, so the limits of the control groups (version 2) of this process are
+read as well (Linux; elsewhere psutil alone). File pages that the kernel can drop count as free.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import psutil
+
+from data_shards.errors import UserError
+from data_shards.text import show_bytes
+from pipeline.recipe.schema import EngineConfig
+from pipeline.vocabulary import OPTIMIZERS, OptimizerName
+
+_WEIGHT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}  # those of the forward pass; the master copy comes on top
+_MASTER_BYTES = 4
+_RESERVE_BYTES = 1 << 30
+_RESERVE_SHARE = 0.05  # of the memory; left for what training itself may still take
+
+
+def estimate_bytes(num_parameters: int, *, engine: EngineConfig, optimizer: OptimizerName) -> int:
+    """Size of one checkpoint of all processes together, before there is one, from what each parameter takes.
+
+    For bf16 and ZeRO 1 that is what DeepSpeed writes, to 1 % (measured: launch/bench/records/save_stall.txt).
+    `accelerate` and ZeRO 0 in float32 have no master copy beside the weights.
+    """
+    optimizer_bytes = OPTIMIZERS[optimizer].bytes_per_parameter
+    if engine.backend == "accelerate" or (engine.zero_stage == 0 and engine.precision == "fp32"):
+        return num_parameters * (_MASTER_BYTES + optimizer_bytes)
+    return num_parameters * (_WEIGHT_BYTES[engine.precision] + _MASTER_BYTES + optimizer_bytes)
+
+
+def free_bytes(root: Path) -> int:
+    """What is free where `root` is, or will be made."""
+    there = next(folder for folder in (root, *root.absolute().parents) if folder.exists())
+    return shutil.disk_usage(there).free
+
+
+def check_free_space(root: Path, *, needed_bytes: int) -> None:
+    """Refuse to begin what could not be saved.
+
+    Raises:
+        UserError: less is free than a checkpoint needs.
+    """
+    free = free_bytes(root)
+    if free < needed_bytes:
+        raise UserError(
+            f"a checkpoint needs about {show_bytes(needed_bytes)} in {root}, but {show_bytes(free)} are free: make "
+            "room, or let --runs name a folder on a larger disk"
+        )
+
+
+def spare_host_bytes(*, cgroups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
+    """Bytes that processes on this machine may take before they are killed, less a reserve; 0: none."""
+    memory = psutil.virtual_memory()
+    room = min([memory.available, *_rooms_in_groups(cgroups, own)])
+    return max(0, room - max(_RESERVE_BYTES, round(_RESERVE_SHARE * memory.total)))
+
+
+def _rooms_in_groups(cgroups: Path, own: Path) -> list[int]:
+    """What is left in each limited group around this process."""
+    try:
+        name = next(line[3:] for line in own.read_text().splitlines() if line.startswith("0::"))
+    except (OSError, StopIteration):
+        return []
+    rooms: list[int] = []
+    group = cgroups / name.strip("/")
+    for folder in (group, *group.parents):
+        if not folder.is_relative_to(cgroups):
+            break
+        try:
+            limit = (folder / "memory.max").read_text().strip()
+            used = int((folder / "memory.current").read_text())
+            stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+            droppable = int(stat.get("inactive_file", 0)) + int(stat.get("active_file", 0))
+        except (OSError, ValueError):  # the root has no limit, or the name is of another namespace
+            continue
+        if limit != "max":
+            rooms.append(int(limit) - used + droppable)
+    return rooms
