@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from data_shards.errors import UserError
-from launch.slurm_node import NodeShare
-from launch.slurm_step import Step, gpu_of_task, read_step
+from launch.slurm_step import NodeShare, Step, gpu_of_task, read_step
 from pipeline.ranks.place import Place
 
 SUPERVISOR_PID = "SHARDVIT_SUPERVISOR_PID"

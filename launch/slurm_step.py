@@ -1,8 +1,8 @@
-"""What srun tells the tasks of a step: their numbers, and where they meet. Pure; `launch.env` hands the environment in.
+"""What srun tells the tasks of a step: their numbers, and where they meet. Pure; `launch.env` passes the environment.
 
-Only inside of a step is a process one of several: the batch script itself has SLURM_PROCID and SLURM_NTASKS, too, but
-not SLURM_STEP_NUM_TASKS. Where nobody has named a meeting place, it is the step's first node, on a port that follows
-from the job's and the step's number: 20000 to 29999, below what Linux gives to outgoing connections.
+Only inside a step is a process one of several: the batch script has SLURM_PROCID and SLURM_NTASKS too, but not
+SLURM_STEP_NUM_TASKS. The default meeting place is the step's first node, on a port derived from job and step number:
+20000 to 29999, below Linux's ephemeral ports.
 """
 
 from __future__ import annotations
@@ -19,19 +19,39 @@ _STEPS_OF_A_JOB = 16  # so many may run at the same time without meeting at anot
 
 @dataclass(frozen=True)
 class Step:
-    """One task's view of its step.
-
-    Attributes:
-        tasks_here: the most tasks on any of its nodes.
-        first_host: "" where SLURM does not say.
-    """
+    """One task's view of its step."""
 
     task: int
     tasks: int
     local_task: int
-    tasks_here: int
-    first_host: str
+    tasks_here: int  # the most tasks on any of its nodes
+    first_host: str  # "" where SLURM does not say
     port: int
+
+
+@dataclass(frozen=True)
+class NodeShare:
+    """What one srun task starts, where it has a whole node with several GPUs: a process for each GPU.
+
+    All nodes must have as many GPUs.
+    """
+
+    node: int  # its number among the step's
+    nodes: int
+    processes: int  # on each node
+    address: str  # of the first node
+    port: int
+
+    def names_of(self, local_rank: int) -> dict[str, str]:
+        """What a launcher sets for one process."""
+        return {
+            "RANK": str(self.node * self.processes + local_rank),
+            "WORLD_SIZE": str(self.nodes * self.processes),
+            "LOCAL_RANK": str(local_rank),
+            "LOCAL_WORLD_SIZE": str(self.processes),
+            "MASTER_ADDR": self.address,
+            "MASTER_PORT": str(self.port),
+        }
 
 
 def read_step(environ: Mapping[str, str]) -> Step | None:
@@ -65,9 +85,9 @@ def read_step(environ: Mapping[str, str]) -> Step | None:
 
 
 def gpu_of_task(step: Step, *, visible_gpus: int) -> int | None:
-    """Which of the GPUs that a task sees is its own; None: there is none, or the one with the task's local number.
+    """Which of the visible GPUs is this task's; None: there is none, or the one with the task's local number.
 
-    A single one is taken for this task's alone (--gpus-per-task, --gpu-bind): were it shared, NCCL would say so.
+    A single one is taken as this task's own (--gpus-per-task, --gpu-bind): NCCL reports it if it is shared.
 
     Raises:
         UserError: the tasks of a node would have to share GPUs.

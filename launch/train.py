@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from data_shards.errors import SampleError, UserError, WorkerDied
-from data_shards.text import printable
 from launch.env import (
     experiment_name,
     job_tags,
@@ -35,15 +34,13 @@ from launch.env import (
     says_mistakes,
     supervisor_pid,
     tracking_uri,
-    without_place,
 )
-from launch.output import go_on
-from launch.processes import RANK_COMMAND
+from launch.local import run_node
+from launch.output import go_on, say
+from launch.processes import RANK_COMMAND, handled
 from launch.run.disk_errors import disk_problem
 from launch.run.lock import locked
 from launch.run.presence import Presence, gone
-from launch.signals import handled
-from launch.slurm_node import run_node
 from pipeline.checkpoint.mend_record import mend_records
 from pipeline.ranks.pid import process_started
 from pipeline.ranks.place import Place
@@ -76,14 +73,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise UserError(f"the recipe has no stage {options.stage}: it has {', '.join(recipe.stages.names)}")
         share = None if options.stage == "swap_head" else node_share(processes=recipe.processes)
         if share is not None:  # srun gave this node one task, and there are several GPUs
-            return run_node(share, arguments=[*RANK_COMMAND, *arguments], environ=without_place())
+            return run_node(share, [*RANK_COMMAND, *arguments])
         return _run(recipe, folder=folder, stage=options.stage, place=place)
     except UserError as error:
         if place.local_rank == 0 or isinstance(error, SampleError):  # each node has its own disks
-            _say(str(error))
+            say(str(error))
         return EXIT_USER_ERROR
     except WorkerDied as error:
-        _say(f"rank {place.rank}: {error}")
+        say(f"rank {place.rank}: {error}")
         return 1
     except Exception as error:  # noqa: BLE001 - the last stop
         return _failed(error, folder=folder, stage=options.stage, place=place)
@@ -97,17 +94,17 @@ def _failed(error: Exception, *, folder: RunFolder, stage: StageName, place: Pla
             # The first rank, which may have met the same, says it; then the launcher ends this one with a SIGTERM.
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(_COLLATERAL_WAIT_SECONDS)
-        _say(problem)
+        say(problem)
         return EXIT_USER_ERROR
     if place.world_size > 1:
         from pipeline.ranks.group import PeerGone
         from pipeline.ranks.watch import peer_is_gone, report_gone
 
         if isinstance(error, PeerGone):
-            _say(f"rank {place.rank}: {error}")
+            say(f"rank {place.rank}: {error}")
             return 1
         if peer_is_gone(error):
-            report_gone(folder.stage(stage) / "ranks", place=place, say=_say)
+            report_gone(folder.stage(stage) / "ranks", place=place, say=say)
             time.sleep(_COLLATERAL_WAIT_SECONDS)
             return 1
     traceback.print_exception(error)
@@ -142,7 +139,7 @@ def _run(recipe: Recipe, *, folder: RunFolder, stage: StageName, place: Place) -
                 held.enter_context(locked(folder.path / ".train.lock", what=f"run {folder.path}", wait_seconds=60))
                 folder.open(recipe)
                 for note in mend_records(folder, recipe.stages.names):
-                    _say(note)
+                    say(note)
             ranks = Ranks(place, timeout_seconds=recipe.engine.collective_timeout_seconds)
             there = held.enter_context(contextlib.closing(Presence(folder.path)))
         context = StageContext(
@@ -160,7 +157,7 @@ def _run(recipe: Recipe, *, folder: RunFolder, stage: StageName, place: Place) -
             return EXIT_STOPPED
         except (TrainingFailed, SaveFailed) as error:
             if place.is_main:
-                _say(f"{stage} failed: {error}")
+                say(f"{stage} failed: {error}")
             return 1
         ranks.leave()
     return 0
@@ -183,10 +180,6 @@ def _watch_parents(stop: StopFlag) -> None:
                 return stop.request("the death of shardvit run")
 
     threading.Thread(target=watch, daemon=True, name="watch-parents").start()
-
-
-def _say(text: str) -> None:
-    print(f"shardvit: {printable(text)}", file=sys.stderr, flush=True)
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:

@@ -30,9 +30,11 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import psutil
+
 from data_shards.durable import replace_text
 from launch.env import RENDEZVOUS, SUPERVISOR_PID, num_gpus, without_place
-from launch.processes import join_thread, kill_all, marked, ranks, terminate
+from launch.processes import join_thread, kill_all, marked, marked_ranks
 
 RUN_MARK = "SHARDVIT_RUN_ON_HOSTS"
 _LOOK_SECONDS = 0.05
@@ -150,7 +152,7 @@ class Agent:
         stopped_early = False
         while True:
             code = child.poll() if child is not None else (0 if self._is_over else None)
-            if code is not None and not (self._asked and ranks(*self._mark)):  # a launcher may leave before them
+            if code is not None and not (self._asked and marked_ranks(*self._mark)):  # a launcher may leave before them
                 break
             self._tell_address()
             while not self._messages.empty():
@@ -191,9 +193,12 @@ class Agent:
 
     def _ask_ranks(self) -> bool:
         """Ask the ranks that were not asked yet; whether there are any."""
-        there = ranks(*self._mark)
-        terminate([rank for rank in there if rank.pid not in self._told])
-        self._told.update(rank.pid for rank in there)
+        there = marked_ranks(*self._mark)
+        for rank in there:
+            if rank.pid not in self._told:
+                with suppress(psutil.Error):  # it ended meanwhile
+                    rank.terminate()
+                self._told.add(rank.pid)
         return bool(there)
 
     def _lose_contact(self, why: str) -> None:

@@ -36,8 +36,8 @@ from launch.hosts.fleet import Fleet
 from launch.hosts.hostfile import Host
 from launch.hosts.preflight import Ready
 from launch.hosts.remote import Connection
-from launch.local import STOP_SIGNALS, STOPPING, Launch, rank_arguments
-from launch.signals import handled
+from launch.local import STOPPING, Launch, rank_arguments
+from launch.processes import STOP_SIGNALS, handled
 from pipeline.vocabulary import EXIT_STOPPED
 
 _ALIVE_SECONDS = 5.0  # between two signs of life to the agents

@@ -17,17 +17,16 @@ from typing import Literal
 
 from data_shards.errors import UserError
 from data_shards.store.location import CommandRefused, Commands
-from data_shards.text import printable
 from launch.endings import memory_kills, reason
 from launch.env import SUPERVISOR_PID, num_gpus
 from launch.hosts.fleet import Fleet
 from launch.local import Launch, run_stage_locally
-from launch.processes import kill_all
+from launch.output import say
+from launch.processes import handled, kill_all
 from launch.run.disk_errors import disk_problem
 from launch.run.lock import locked
 from launch.run.presence import Presence
 from launch.run.restarts import PAUSE_SECONDS, Restarts
-from launch.signals import handled
 from pipeline.checkpoint.identity import check_newest, checkpoint_identity
 from pipeline.checkpoint.mend_record import mend_records
 from pipeline.data_record import check_data, has_record
@@ -95,7 +94,7 @@ class PipelineRun:
             commands="run" if shards == "needed" else "refuse",
         )
         for note in run.check_stages():
-            _say(note)
+            say(note)
         return run
 
     def execute(
@@ -217,7 +216,7 @@ class PipelineRun:
             if code != EXIT_STOPPED:
                 refusal = restarts.after_failure(stage, last_saved_step=record.last_saved_step)
                 if refusal is None:
-                    _say(
+                    say(
                         f"{stage} is not finished ({why}): restart {restarts.used} of {restarts.allowed} from {saved} "
                         f"in {PAUSE_SECONDS:g} seconds"
                     )
@@ -225,7 +224,7 @@ class PipelineRun:
                     continue
                 if restarts.allowed:
                     goes_on = f"{refusal}; once the cause is mended, {goes_on}"
-            _say(f"{stage} is not finished ({why}): {goes_on}")
+            say(f"{stage} is not finished ({why}): {goes_on}")
             return EXIT_STOPPED if code == EXIT_STOPPED else 1
 
     def _describe_ranks(self, launch: Launch) -> str:
@@ -330,10 +329,6 @@ def _processes_of(fleet: Fleet, recipe: Recipe) -> int:
             "set processes=auto, or change the slots"
         )
     return fleet.processes
-
-
-def _say(text: str) -> None:
-    print(f"shardvit: {printable(text)}", file=sys.stderr, flush=True)
 
 
 def _results(record: StageRecord, folder: RunFolder, stage: StageName) -> str:

@@ -82,10 +82,10 @@ DRIVER = """
 import sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
-from launch import local
+from launch import local, processes
 from pipeline.recipe.io import load_recipe
 local.rank_arguments = lambda launch: sys.argv[2:]
-local._FOLLOW_FAILED_SECONDS = 1.0
+processes._FOLLOW_FAILED_SECONDS = 1.0
 stage = local.Launch(load_recipe("digits"), Path("recipe.yaml"), Path("runs"), stage="pretrain", processes=2)
 (stage.runs_root / "digits").mkdir(parents=True, exist_ok=True)  # its lock is held by now
 try:
@@ -241,15 +241,15 @@ def test_what_a_rank_makes_of_a_stop(tmp_path: Path, listens: str, ended: str):
 
 SLOW_START = """
 import os, signal, time
-from launch import local
-real = local.subprocess.Popen
+from launch import local, processes
+real = processes.subprocess.Popen
 def start(*arguments, **more):
     child = real(*arguments, **more)
     while not os.path.exists("here"):
         time.sleep(0.02)
     os.kill(os.getpid(), signal.SIGTERM)
     return child
-local.subprocess.Popen = start
+processes.subprocess.Popen = start
 """
 
 
@@ -259,7 +259,7 @@ def test_a_stop_while_the_ranks_are_being_started_lets_those_save_that_are_there
         "import signal, sys, time\nsignal.signal(15, lambda *_: sys.exit(75))\nopen('here', 'w').close()\n"
         "time.sleep(600)"
     )
-    slow = DRIVER.replace("from launch import local\n", SLOW_START)
+    slow = DRIVER.replace("from launch import local, processes\n", SLOW_START)
     done = subprocess.run(
         [sys.executable, "-c", slow, str(ROOT)], cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE_SECONDS
     )

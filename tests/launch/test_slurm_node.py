@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from launch import env, train
+from launch import env, processes, train
 from launch.env import node_share, read_place
-from launch.slurm_node import NodeShare, run_node
+from launch.local import run_node
+from launch.slurm_step import NodeShare
 from pipeline.ranks.place import Place
 
 SHARE = NodeShare(node=1, nodes=2, processes=2, address="n1", port=20_001)
@@ -70,10 +71,10 @@ def test_one_task_says_what_all_find_wrong(
 
 def test_the_entry_point_becomes_the_launcher_of_its_node(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     told(monkeypatch)
-    started: list[tuple[NodeShare, list[str], str | None]] = []
+    started: list[tuple[NodeShare, list[str]]] = []
 
-    def run(share: NodeShare, *, arguments: list[str], environ: dict[str, str]) -> int:
-        started.append((share, arguments, environ.get("SLURM_PROCID")))
+    def run(share: NodeShare, arguments: list[str]) -> int:
+        started.append((share, arguments))
         return 75
 
     monkeypatch.setattr(env, "num_gpus", lambda environ: 4)
@@ -81,7 +82,7 @@ def test_the_entry_point_becomes_the_launcher_of_its_node(monkeypatch: pytest.Mo
     given = ["digits", "processes=auto", "--stage", "pretrain", "--runs", str(tmp_path)]
     assert train.main(given) == 75
     share = NodeShare(1, 2, processes=4, address="n1", port=20_144)
-    assert started == [(share, ["-u", "-m", "launch.train", *given], None)]
+    assert started == [(share, ["-u", "-m", "launch.train", *given])]
 
 
 def test_its_processes_know_their_place():
@@ -89,28 +90,31 @@ def test_its_processes_know_their_place():
     assert place == Place(3, 4, local_rank=1, local_world_size=2, master_addr="n1", master_port=20_001)
 
 
-def test_the_highest_exit_code_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_code_that_tells_most_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     program = (
-        "import os, sys; open('seen-' + os.environ['RANK'], 'w').close(); sys.exit(int(os.environ['LOCAL_RANK']) * 7)"
+        "import os, sys; open('seen-' + os.environ['RANK'] + os.environ.get('SLURM_PROCID', ''), 'w').close(); "
+        "sys.exit(int(os.environ['LOCAL_RANK']) * 7)"
     )
     monkeypatch.chdir(tmp_path)
-    assert run_node(SHARE, arguments=["-c", program], environ=os.environ) == 7
+    monkeypatch.setenv("SLURM_PROCID", "1")
+    assert run_node(SHARE, ["-c", program]) == 7
     assert sorted(path.name for path in tmp_path.iterdir()) == ["seen-2", "seen-3"]
     killed = "import os, signal; os.kill(os.getpid(), signal.SIGKILL if os.environ['RANK'] == '2' else 0)"
-    assert run_node(SHARE, arguments=["-c", killed], environ=os.environ) == 128 + signal.SIGKILL
+    assert run_node(SHARE, ["-c", killed]) == 128 + signal.SIGKILL
 
 
-def test_one_that_does_not_end_after_another_is_killed():
+def test_one_that_does_not_end_after_another_is_killed(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(processes, "_FOLLOW_SECONDS", 0.3)
     program = "import os, time; time.sleep(0 if os.environ['RANK'] == '2' else 600)"
     begun = time.monotonic()
-    assert run_node(SHARE, arguments=["-c", program], environ=os.environ, wait_seconds=0.3) == 128 + signal.SIGKILL
+    assert run_node(SHARE, ["-c", program]) == 128 + signal.SIGKILL
     assert time.monotonic() - begun < 240
 
 
 def test_a_signal_while_they_are_being_started_reaches_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     rank = (
         "import os, signal, sys, time; "
-        "signal.signal(signal.SIGUSR1, lambda *_: sys.exit(75)); "
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(75)); "
         "open('ready-' + os.environ['RANK'], 'w').close(); time.sleep(600)"
     )
     monkeypatch.chdir(tmp_path)
@@ -124,19 +128,19 @@ def test_a_signal_while_they_are_being_started_reaches_all(tmp_path: Path, monke
             signal.raise_signal(signal.SIGUSR1)
         return started[-1]
 
-    monkeypatch.setattr("launch.slurm_node.subprocess", SimpleNamespace(Popen=start))
-    assert run_node(SHARE, arguments=["-c", rank], environ=os.environ) == 75
+    monkeypatch.setattr("launch.processes.subprocess", SimpleNamespace(Popen=start, DEVNULL=subprocess.DEVNULL))
+    assert run_node(SHARE, ["-c", rank]) == 75
 
 
 def test_signals_reach_all_processes(tmp_path: Path):
     rank = (
         "import os, signal, sys, time; "
-        "signal.signal(signal.SIGUSR1, lambda *_: sys.exit(75)); "
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(75)); "
         "open('ready-' + os.environ['RANK'], 'w').close(); time.sleep(600)"
     )
     node = (
-        "import os; from launch.slurm_node import *; "
-        f"raise SystemExit(run_node(NodeShare(0, 1, 2, 'a', 1), arguments=['-c', {rank!r}], environ=os.environ))"
+        "import os; from launch.local import *; "
+        f"raise SystemExit(run_node(NodeShare(0, 1, 2, 'a', 1), ['-c', {rank!r}]))"
     )
     root = Path(__file__).resolve().parents[2]
     process = subprocess.Popen([sys.executable, "-c", node], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(root)})

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from launch.signals import handled
+from launch.processes import handled
 from pipeline.ranks.group import Ranks
 from pipeline.ranks.stopping import Agreed, SaveClock, StopFlag
 from pipeline.vocabulary import EXIT_STOPPED
