@@ -34,7 +34,7 @@ from pydantic import AfterValidator, Field, ValidationError, create_model
 
 from data_shards.errors import UserError
 from launch.slurm.options import JobOptions, limit_seconds, table
-from pipeline.recipe.base import Strict
+from pipeline.recipe.duration import Strict
 from pipeline.recipe.mistakes import mistakes
 
 

@@ -1,7 +1,4 @@
-"""The recipe's part about data: which shards, how they are read, what is done to the images.
-
-Sets without a manifest (other tools' tars) say where their labels lie; several training sets are mixed by weight.
-"""
+"""The recipe's keys about data: which shards, how they are read, how images are augmented."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ from pydantic import BeforeValidator, Field, PlainSerializer, field_validator, m
 
 from data_shards.store.location import shown
 from data_shards.vocabulary import MOST_PIXELS, USUAL_MOST_PIXELS, CropInterpolation, DecoderName, LabelKind, WorkerKind
-from pipeline.recipe.base import BytesText, Strict
+from pipeline.recipe.duration import BytesText, Strict
 
 # A tenth of the work on a photograph is Python; with more threads they, and the training loop, wait for one another.
 _MOST_THREADS = 4

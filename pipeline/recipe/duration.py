@@ -1,7 +1,7 @@
-"""Lengths of training as people write them: "400 steps", "7 epochs", "1e6 images", "10%".
+"""What every part of the recipe is made of: the strict base class, lengths ("7 epochs", "10%") and sizes ("500 GB").
 
-Pure arithmetic. A length becomes a number of optimizer steps once the batch size, the size of the data set and, for a
-percentage, the whole stage's steps are known.
+A length becomes a number of optimizer steps once the batch size, the size of the data set and, for a percentage, the
+stage's steps are known.
 """
 
 from __future__ import annotations
@@ -9,12 +9,33 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict
+
+from data_shards.text import parse_bytes
 
 Unit = Literal["steps", "epochs", "images", "%"]
 
 _LONGEST = 1e15
 _PATTERN = re.compile(r"\s*([0-9][0-9_]*\.?[0-9]*(?:[eE]\+?[0-9]+)?)\s*(steps?|epochs?|images?|%)\s*")
+_EXAMPLES = "write it like '400 steps', '7 epochs', '1e6 images' or '10%'"
+
+
+class Strict(BaseModel):
+    """Frozen, and refuses keys it does not know."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    def refuse(self, *keys: str, means_nothing: str, group: str = "") -> None:
+        """Refuse keys that have another value than the default, because nothing would read them.
+
+        Raises:
+            ValueError: one of them has.
+        """
+        for key in keys:
+            if getattr(self, key) != type(self).model_fields[key].default:
+                raise ValueError(f"{group}{key} means nothing {means_nothing}: leave it out")
 
 
 @dataclass(frozen=True)
@@ -29,15 +50,16 @@ def parse_duration(text: str) -> Duration:
     """Read a length.
 
     Raises:
-        ValueError: it is no number with a unit.
+        ValueError: it is not a number with a unit.
     """
     match = _PATTERN.fullmatch(str(text))
     if match is None:
-        raise ValueError(f"{text!r} is no duration: write it like '400 steps', '7 epochs', '1e6 images' or '10%'")
-    if float(match[1].replace("_", "")) > _LONGEST:
-        raise ValueError(f"{text!r} is too long: write it like '400 steps', '7 epochs', '1e6 images' or '10%'")
+        raise ValueError(f"{text!r} is not a duration: {_EXAMPLES}")
+    amount = float(match[1].replace("_", ""))
+    if amount > _LONGEST:
+        raise ValueError(f"{text!r} is too long: {_EXAMPLES}")
     unit = match[2] if match[2] == "%" else match[2].rstrip("s") + "s"
-    return Duration(amount=float(match[1].replace("_", "")), unit=unit)  # pyright: ignore[reportArgumentType]
+    return Duration(amount, unit)  # pyright: ignore[reportArgumentType]
 
 
 def in_steps(
@@ -49,10 +71,10 @@ def in_steps(
         duration: what to convert.
         global_batch_images: images of one step.
         samples_per_epoch: images of one epoch.
-        total_steps: what a percentage is taken of.
+        total_steps: of which a percentage is taken.
 
     Raises:
-        ValueError: a percentage where there is nothing to take it of.
+        ValueError: a percentage without `total_steps`.
     """
     match duration.unit:
         case "steps":
@@ -66,3 +88,22 @@ def in_steps(
                 raise ValueError("a stage's own length cannot be a percentage: give steps, epochs or images")
             steps = duration.amount * total_steps / 100  # in this order 29% of 50 is 14.5
     return 0 if duration.amount == 0 else max(1, math.floor(steps + 0.5))
+
+
+def _checked_duration(text: str) -> str:
+    parse_duration(text)
+    return text
+
+
+def _checked_bytes(text: str) -> str:
+    parse_bytes(text)
+    return text
+
+
+DURATION, BYTES = AfterValidator(_checked_duration), AfterValidator(_checked_bytes)
+
+DurationText = Annotated[str, DURATION]
+"""Such as "400 steps", "7 epochs", "1e6 images" or "10%"."""
+
+BytesText = Annotated[str, BYTES]
+"""Such as "500 GB" or "1.5TB"."""

@@ -1,7 +1,7 @@
-"""YAML and `key=value` overrides -> `Recipe`; `Recipe` -> YAML; and what differs between two of them.
+"""YAML and `key=value` overrides -> `Recipe`; `Recipe` -> YAML; and the differences between two recipes.
 
-Everything is merged first and validated once. A recipe may begin with `extends: OTHER`, another recipe beside it or
-one that ships with shardvit, whose keys it then changes; setting a stage to null removes it.
+Everything is merged first and validated once. `extends: OTHER` names another recipe in the same folder, or one that
+ships with shardvit, whose keys this one changes; a stage set to null is removed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pipeline.recipe.yaml_text import read_yaml, read_yaml_file
 
 SHIPPED = Path(__file__).parents[1] / "recipes"
 
-# Keys that may differ when a run is taken up again: they decide how it is carried out and reported, not what is learnt.
+# Keys that may differ when a run is resumed: they decide how it is carried out and reported, not what is learnt.
 FREE_KEYS = (
     "experiment",
     "processes",

@@ -1,6 +1,6 @@
-"""What a recipe has wrong, as sentences: the key, what it is, and what it should be. pydantic finds it, this says it.
+"""The mistakes that pydantic finds in a recipe, as sentences: the key, its value, and what to give instead.
 
-What a key may be is read from the recipe's own types, so that a new key needs no words here.
+What a key may be is read from its type, so that a new key needs no words here.
 """
 
 from __future__ import annotations
@@ -16,34 +16,26 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from data_shards.text import one_line
-from pipeline.recipe.base import BYTES, DURATION
 from pipeline.recipe.data import ShardsConfig
+from pipeline.recipe.duration import BYTES, DURATION
 
 _LONGEST_SHOWN = 60
+_BOUNDS = ((Gt, "gt", "above"), (Ge, "ge", "of at least"), (Lt, "lt", "below"), (Le, "le", "at most"))
 _GROUPS: dict[str, str] = {"model": "{variant: B/16}", "optimizer": "{name: adamw, lr: 0.001}", "stages": "pretrain"}
 
 
 @dataclass(frozen=True)
 class Mistake:
-    """One mistake.
+    """One mistake, and the sentence that names its key."""
 
-    Attributes:
-        key: dotted; "" for what concerns the whole recipe.
-        text: the sentence, which names the key.
-    """
-
-    key: str
+    key: str  # dotted; "": the whole recipe
     text: str
 
 
 def mistakes(error: ValidationError, *, tree: Any, root: type[BaseModel]) -> list[Mistake]:
     """All mistakes that were found in `tree`, which should be a `root`, each once."""
-    found: dict[tuple[str, str], Mistake] = {}
-    for detail in error.errors(include_url=False, include_context=True):
-        place = _find(detail["loc"], tree=tree, root=root)
-        mistake = _mistake(detail, place=place)
-        found.setdefault((mistake.key, mistake.text), mistake)
-    return list(found.values())
+    details = error.errors(include_url=False, include_context=True)
+    return list(dict.fromkeys(_mistake(each, place=_find(each["loc"], tree=tree, root=root)) for each in details))
 
 
 def truths(tree: Any, *, root: type[BaseModel], key: str = "") -> list[Mistake]:
@@ -57,13 +49,11 @@ def truths(tree: Any, *, root: type[BaseModel], key: str = "") -> list[Mistake]:
         if group is not None:
             for number, each in enumerate(value) if isinstance(value, list) else [(None, value)]:
                 found += truths(each, root=group, key=f"{place}." if number is None else f"{place}.{number}.")
-        elif bool not in _branches(field.annotation) and _has_truth(value):
+        elif bool not in _branches(field.annotation) and any(
+            isinstance(each, bool) for each in (value if isinstance(value, list) else [value])
+        ):
             found.append(Mistake(place, f"{place} is {show(value)}: {_advice(value, field=field, name=name)}"))
     return found
-
-
-def _has_truth(value: Any) -> bool:
-    return isinstance(value, bool) or (isinstance(value, list) and any(isinstance(each, bool) for each in value))
 
 
 @dataclass(frozen=True)
@@ -112,18 +102,13 @@ def _mistake(detail: Any, *, place: _Place) -> Mistake:
         case _ if place.field is None:
             text = f"{key or 'it'} is {show(value)}: give keys and their values"
         case _:
-            value = _whole(value, place=place)
+            value = {} if isinstance(value, BaseModel) else value
             text = f"{key} is {show(value)}: {_advice(value, field=place.field, name=place.name)}"
     return Mistake(key, text)
 
 
-def _whole(value: Any, *, place: _Place) -> Any:
-    """What stands at a key, given what pydantic complains of, which may be a part of it."""
-    return {} if place.field is not None and isinstance(value, BaseModel) else value
-
-
 def show(value: Any) -> str:
-    """A value as somebody wrote it, or what kind of thing it is."""
+    """A value as it was written, or what kind of thing it is."""
     match value:
         case None:
             return "empty"
@@ -155,10 +140,8 @@ def _advice(value: Any, *, field: FieldInfo, name: str) -> str:
 
 def _expected(field: FieldInfo, *, name: str) -> str:
     """What a key may be, in words."""
-    bounds = list(field.metadata)
-    words: list[str] = []
-    for kind in _branches(field.annotation):
-        words += _words(kind, bounds=bounds, field=field, name=name)
+    kinds = _branches(field.annotation)
+    words = (each for kind in kinds for each in _words(kind, bounds=field.metadata, field=field, name=name))
     return ", or ".join(dict.fromkeys(words))
 
 
@@ -196,22 +179,11 @@ def _range(bounds: Sequence[Any]) -> str:
     """The bounds in words that follow "a number"."""
     words: list[str] = []
     for bound in bounds:
-        match bound:
-            case Gt():
-                words.append(f"above {_plain(bound.gt)}")
-            case Ge():
-                words.append(f"of at least {_plain(bound.ge)}")
-            case Lt():
-                words.append(f"below {_plain(bound.lt)}")
-            case Le():
-                words.append(f"at most {_plain(bound.le)}")
-            case _:
-                pass
+        for kind, attribute, phrase in _BOUNDS:
+            if isinstance(bound, kind):
+                number: Any = getattr(bound, attribute)
+                words.append(f"{phrase} {number:,}" if isinstance(number, int) else f"{phrase} {number:g}")
     return f" {' and '.join(words)}" if words else ""
-
-
-def _plain(number: Any) -> str:
-    return f"{number:,}" if isinstance(number, int) else f"{number:g}"
 
 
 def _branches(annotation: Any) -> list[Any]:

@@ -1,14 +1,13 @@
-"""The recipe: one typed description of a pipeline. Everything a run depends on stands here, and nothing else does.
+"""The recipe's keys: one typed description of a pipeline, with everything that a run depends on.
 
-Unknown keys are errors. The global batch is given; micro-batch and accumulation follow from it and from the number of
-processes (see `plan`). Numbers that can be derived are not stored. This file imports neither torch nor deepspeed, so
-a recipe is read, checked and printed at once. Reading YAML and overrides is `recipe.io`'s.
+Unknown keys are errors. Numbers that can be derived are not stored: micro-batch and accumulation follow from the global
+batch and the number of processes (`stage_plan`). No torch here: a recipe is read, checked and printed at once.
 """
 
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -16,10 +15,10 @@ from data_shards.vocabulary import EvalProtocol
 from model.config import ModelConfig
 from model.regularisation import Regularisation
 from model.vocabulary import HeadKind, InitStyle, LossKind
-from pipeline.recipe.base import DurationText, Strict
 from pipeline.recipe.data import AugmentConfig, DataConfig, OneSet, SomeSets
+from pipeline.recipe.duration import DurationText, Strict
 from pipeline.recipe.schedule import Decay
-from pipeline.vocabulary import OptimizerName, StageName
+from pipeline.vocabulary import ALL_STAGES, OptimizerName, StageName
 
 _MOST_IMAGES = 2**20  # of a batch
 _MOST_PIXELS = 2**14  # of an image's side
@@ -45,9 +44,9 @@ class EngineConfig(Strict):
     max_skipped_steps: int = Field(default=20, ge=1, le=10**9)
     """Steps in a row with a gradient that is not finite (and so skipped) before training stops."""
     collective_timeout_seconds: float = Field(default=1800, gt=0, le=_MOST_SECONDS)
-    """How long a process waits for the others before it takes one of them for dead."""
+    """How long a process waits for the others before one of them is considered dead."""
     hang_seconds: float = Field(default=900, ge=0, le=_MOST_SECONDS)
-    """A process that gets no further for so long is named, and the run ends so that it can be restarted; 0: never."""
+    """A process without progress for so long is named, and the run ends so that it can be restarted; 0: never."""
     slow_rank_factor: float = Field(default=2.0, gt=1)
     """A process whose own part of a step takes so many times as long as the others' is named."""
     slow_rank: Literal["report", "stop"] = "report"
@@ -58,11 +57,12 @@ class EngineConfig(Strict):
     @model_validator(mode="after")
     def _nothing_ignored(self) -> EngineConfig:
         if self.backend == "accelerate" and self.zero_stage > 1:
-            raise ValueError("zero_stage means nothing to accelerate, which shards nothing: leave it out")
+            self.refuse("zero_stage", means_nothing="to accelerate, which shards nothing")
         return self
 
 
 _Share = Annotated[float, Field(ge=0, lt=1)]
+_NOT_ITS_KEYS: dict[OptimizerName, tuple[str, ...]] = {"adamw": ("momentum",), "sgd": ("betas",)}
 
 
 class OptimizerConfig(Strict):
@@ -72,9 +72,7 @@ class OptimizerConfig(Strict):
     lr: float = Field(gt=0)
     """Peak learning rate."""
     weight_decay: float = Field(default=0.0, ge=0)
-    """Decoupled and multiplied by the learning rate (torch's and the paper's unit, not big_vision's), for SGD too.
-
-    SGD's went through the momentum once: a run that began so with a decay above 0 goes on with a weaker one."""
+    """Decoupled and multiplied by the learning rate (torch's and the paper's unit, not big_vision's), for SGD too."""
     betas: tuple[_Share, _Share] = (0.9, 0.999)
     """AdamW's (ViT paper, section 4.1)."""
     momentum: float = Field(default=0.9, ge=0, lt=1)
@@ -84,9 +82,7 @@ class OptimizerConfig(Strict):
 
     @model_validator(mode="after")
     def _nothing_ignored(self) -> OptimizerConfig:
-        ignored = {"adamw": "momentum", "sgd": "betas"}[self.name]
-        if getattr(self, ignored) != type(self).model_fields[ignored].default:
-            raise ValueError(f"{ignored} means nothing to {self.name}: leave it out")
+        self.refuse(*_NOT_ITS_KEYS[self.name], means_nothing=f"to {self.name}")
         return self
 
 
@@ -100,8 +96,8 @@ class ScheduleConfig(Strict):
 
     @model_validator(mode="after")
     def _nothing_ignored(self) -> ScheduleConfig:
-        if self.decay == "constant" and self.end_lr:
-            raise ValueError("end_lr means nothing to a constant learning rate: leave it out")
+        if self.decay == "constant":
+            self.refuse("end_lr", means_nothing="to a constant learning rate")
         return self
 
 
@@ -150,14 +146,14 @@ class TrainStage(Strict):
 
     @model_validator(mode="after")
     def _nothing_ignored(self) -> TrainStage:
-        if self.eval_protocol == "vit" and self.eval_crop_share is not None:
-            raise ValueError("eval_crop_share means nothing to eval_protocol vit: leave it out")
+        if self.eval_protocol == "vit":
+            self.refuse("eval_crop_share", means_nothing="to eval_protocol vit")
         if self.loss == "sigmoid" and self.label_smoothing >= 0.5:
             raise ValueError(
                 f"label_smoothing {self.label_smoothing} turns the sigmoid's targets around: stay below 0.5"
             )
-        if not self.patch_dropout and self.unmasked_finish != type(self).model_fields["unmasked_finish"].default:
-            raise ValueError("unmasked_finish means nothing without patch_dropout: leave it out")
+        if not self.patch_dropout:
+            self.refuse("unmasked_finish", means_nothing="without patch_dropout")
         given = [each.weight is not None for each in self.train]
         if any(given) and not all(given):
             raise ValueError("train: give every set a weight, or none")
@@ -175,13 +171,9 @@ class MaskedPatchStage(TrainStage):
 
     @model_validator(mode="after")
     def _no_labels(self) -> MaskedPatchStage:
-        for group, prefix, keys in (
-            (self, "", ("loss", "label_smoothing", "patch_dropout")),
-            (self.augment, "augment.", ("mixup_alpha", "cutmix_alpha")),
-        ):
-            for key in keys:
-                if getattr(group, key) != type(group).model_fields[key].default:
-                    raise ValueError(f"{prefix}{key} means nothing to masked patch prediction: leave it out")
+        why = "to masked patch prediction"
+        self.refuse("loss", "label_smoothing", "patch_dropout", means_nothing=why)
+        self.augment.refuse("mixup_alpha", "cutmix_alpha", means_nothing=why, group="augment.")
         return self
 
 
@@ -213,13 +205,13 @@ class FinetuneStage(TrainStage):
 
     @model_validator(mode="after")
     def _init_is_used(self) -> FinetuneStage:
-        if self.start != "scratch" and self.init != "google":
-            raise ValueError("init means nothing to start swap_head, whose weights are there: leave it out")
+        if self.start == "swap_head":
+            self.refuse("init", means_nothing="to start swap_head, which brings its weights")
         return self
 
 
 class Stages(Strict):
-    """The stages to run, in this order; what is left out is not run."""
+    """The stages to run, in this order; those left out are not run."""
 
     masked_patch: MaskedPatchStage | None = None
     pretrain: PretrainStage | None = None
@@ -228,36 +220,42 @@ class Stages(Strict):
 
     @model_validator(mode="after")
     def _chain(self) -> Stages:
-        if not self.names:
-            raise ValueError("at least one of masked_patch, pretrain, swap_head and finetune is needed")
-        if self.masked_patch and self.pretrain:
-            raise ValueError("masked_patch and pretrain both begin from random weights: leave one out")
         first = "masked_patch" if self.masked_patch else "pretrain" if self.pretrain else None
-        if self.swap_head and not self.finetune:
-            raise ValueError("swap_head stands before finetune: give that too, or leave swap_head out")
-        if self.swap_head and not (first or self.swap_head.model):
-            raise ValueError(
+        swap, finetune = self.swap_head, self.finetune
+        start = finetune.start if finetune else None
+        for wrong, sentence in (
+            (not self.names, "at least one of masked_patch, pretrain, swap_head and finetune is needed"),
+            (
+                self.masked_patch and self.pretrain,
+                "masked_patch and pretrain both begin from random weights: leave one out",
+            ),
+            (swap and not finetune, "swap_head comes before finetune: give that too, or leave swap_head out"),
+            (
+                swap and not (first or swap.model),
                 "swap_head needs a model: give a pretrain or masked_patch stage before it, or swap_head.model, a "
-                "model's folder"
-            )
-        if self.swap_head and self.swap_head.model and first:
-            raise ValueError(f"swap_head.model and {first} both give the model to go on with: leave one out")
-        if self.finetune and self.finetune.start == "swap_head" and not self.swap_head:
-            raise ValueError(
-                "finetune.start is swap_head, but there is no swap_head stage: add one, or set start: scratch"
-            )
-        if self.finetune and self.finetune.start == "scratch" and self.swap_head:
-            raise ValueError("finetune.start is scratch: leave out swap_head, whose model nothing would use")
+                "model's folder",
+            ),
+            (
+                first and swap and swap.model,
+                f"swap_head.model and {first} both give the model to start from: leave one out",
+            ),
+            (
+                start == "swap_head" and not swap,
+                "finetune.start is swap_head, but there is no swap_head stage: add one, or set start: scratch",
+            ),
+            (
+                start == "scratch" and swap,
+                "finetune.start is scratch: leave out swap_head, whose model nothing would use",
+            ),
+        ):
+            if wrong:
+                raise ValueError(sentence)
         return self
 
     @property
     def names(self) -> tuple[StageName, ...]:
         """The stages present, in running order."""
-        present: list[StageName] = []
-        for name in get_args(StageName):
-            if getattr(self, name) is not None:
-                present.append(name)
-        return tuple(present)
+        return tuple(name for name in ALL_STAGES if getattr(self, name) is not None)
 
 
 class Recipe(Strict):
@@ -292,39 +290,38 @@ class Recipe(Strict):
 
     @model_validator(mode="after")
     def _model_fits_stages(self) -> Recipe:
-        sizes: set[int] = set()
-        for name in self.stages.names:
-            stage = getattr(self.stages, name)
-            if isinstance(stage, TrainStage):
-                sizes.add(stage.image_size)
-                rates = Regularisation(stage.dropout, stage.stochastic_depth, stage.patch_dropout)
-                try:
-                    patches = self.model.grid_size(stage.image_size) ** 2
-                except ValueError as error:
-                    raise ValueError(f"stages.{name}.image_size: {error}") from None
-                if patches > _MOST_PATCHES:
-                    raise ValueError(
-                        f"stages.{name}.image_size: {stage.image_size} pixels are {patches:,} patches, and a model "
-                        f"takes {_MOST_PATCHES:,} at most: take a smaller image_size, or larger patches"
-                    )
-                try:
-                    rates.check(self.model)
-                except ValueError as error:
-                    raise ValueError(f"stages.{name}: {error}") from None
-            if isinstance(stage, MaskedPatchStage):
-                if self.model.kind == "resnet":
-                    raise ValueError(
-                        "stages.masked_patch: a pure ResNet has no patch embeddings to corrupt; take a Transformer or "
-                        "a hybrid, or pre-train on labels, with stages.pretrain"
-                    )
-                if self.model.grid_size(stage.image_size) == 1:
-                    raise ValueError(
-                        f"stages.masked_patch.image_size: {stage.image_size} pixels are a single patch, which nothing "
-                        f"is left to predict it from; take {2 * stage.image_size}, or smaller patches"
-                    )
+        stages = {
+            name: stage for name in self.stages.names if isinstance(stage := getattr(self.stages, name), TrainStage)
+        }
+        for name, stage in stages.items():
+            key, size = f"stages.{name}", stage.image_size
+            try:
+                grid = self.model.grid_size(size)
+            except ValueError as error:
+                raise ValueError(f"{key}.image_size: {error}") from None
+            if grid**2 > _MOST_PATCHES:
+                raise ValueError(
+                    f"{key}.image_size: {size} pixels are {grid**2:,} patches, and a model takes {_MOST_PATCHES:,} at "
+                    "most: take a smaller image_size, or larger patches"
+                )
+            try:
+                Regularisation(stage.dropout, stage.stochastic_depth, stage.patch_dropout).check(self.model)
+            except ValueError as error:
+                raise ValueError(f"{key}: {error}") from None
+            if isinstance(stage, MaskedPatchStage) and self.model.kind == "resnet":
+                raise ValueError(
+                    f"{key}: a pure ResNet has no patch embeddings to corrupt; take a Transformer or a hybrid, or "
+                    "pre-train on labels, with stages.pretrain"
+                )
+            if isinstance(stage, MaskedPatchStage) and grid == 1:
+                raise ValueError(
+                    f"{key}.image_size: {size} pixels are a single patch, with nothing left to predict it from; take "
+                    f"{2 * size}, or smaller patches"
+                )
+        sizes = {stage.image_size for stage in stages.values()}
         if self.model.position == "relative" and self.stages.swap_head and len(sizes) > 1:
             raise ValueError(
-                f"model.position relative is not defined at another resolution than it was learnt at, and the stages' "
+                "model.position relative is not defined at another resolution than it was trained at, and the stages' "
                 f"image_size are {sorted(sizes)}: give them one, or take another position"
             )
         return self

@@ -1,7 +1,6 @@
 """The arithmetic of one stage on a number of processes: batches, steps, epochs; and every check that needs no GPU.
 
-Pure, given the manifests. It runs before anything is launched, and again on every rank, and it is where a wrong size
-is found: the message names the key and values that fit.
+It runs before anything is launched, and again on every rank. Its errors name the key and values that fit.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from pipeline.recipe.schema import Recipe, StageName
 
 @dataclass(frozen=True)
 class StagePlan:
-    """What follows from a recipe, the shards and the number of processes."""
+    """The numbers that follow from a recipe, the shards and the number of processes."""
 
     world_size: int
     global_batch_images: int
@@ -33,11 +32,10 @@ class StagePlan:
     keep_steps: int = 0  # checkpoints at multiples of this stay for good
 
     def evaluates_after(self, step: int) -> bool:
-        """Whether an evaluation falls due once so many steps are done.
+        """Whether an evaluation is due after so many steps.
 
-        After the last step always. What would come a single step before that, or a tenth of the interval, is left to
-        it: 25% of 101 steps are 25, and neither 100 and 101 nor one epoch that is rounded down a hundred times tells
-        anything twice.
+        Always after the last step. One that would come a single step, or up to a tenth of the interval, before it is
+        skipped: 25% of 101 steps is 25, and evaluating at 100 and 101 tells nothing twice.
         """
         left = self.total_steps - step
         if left == 0 or self.eval_steps == 1:
@@ -45,7 +43,7 @@ class StagePlan:
         return self.eval_steps > 0 and step % self.eval_steps == 0 and left > max(1, self.eval_steps // 10)
 
     def describe(self) -> str:
-        """The sum, for the screen."""
+        """For the screen."""
         images = self.total_steps * self.global_batch_images
         return (
             f"global batch {self.global_batch_images} = {self.world_size} processes x {self.accumulation_steps} "
@@ -96,7 +94,7 @@ def plan_stage(recipe: Recipe, *, stage: StageName, samples_per_epoch: int, worl
     except ValueError as error:
         raise UserError(f"stages.{stage}.duration: {error}") from error
     if total == 0:
-        raise UserError(f"stages.{stage}.duration is nothing: give at least one step")
+        raise UserError(f"stages.{stage}.duration is zero: give at least one step")
     warmup = steps(config.schedule.warmup, of=total)
     if warmup >= total:
         raise UserError(

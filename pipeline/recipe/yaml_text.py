@@ -1,7 +1,7 @@
-"""YAML as people write recipes, read so that every mistake is one sentence and nothing is taken in silence.
+"""PyYAML's safe loader with one sentence for each mistake.
 
-Stricter than YAML 1.1: a key that is given twice is refused, and a date stays the text that it is. Depth, size, aliases
-and digits are bounded, so that no file, however it is made, costs more than a moment.
+Stricter than YAML 1.1: duplicate keys are refused, and a date stays text. Depth, size, aliases and digits are bounded,
+so that no file takes more than a moment to read.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _MOST_BYTES = 1 << 20
 
 
 class _Refused(Exception):
-    """What the file says is not taken; the text names the place."""
+    """The content is not allowed; the text names the place."""
 
 
 def read_yaml_file(path: Path) -> Any:
-    """What the file says.
+    """The content of a file.
 
     Raises:
-        UserError: it cannot be read, or is no YAML that is taken.
+        UserError: it cannot be read, or is not the YAML of a recipe.
     """
     try:
         size = path.stat().st_size
@@ -49,10 +49,10 @@ def read_yaml_file(path: Path) -> Any:
 
 
 def read_yaml(text: str, *, source: str) -> Any:
-    """What the text says; `source` is what messages call it.
+    """The content of a text; `source` is its name in messages.
 
     Raises:
-        UserError: it is no YAML, or none that is taken.
+        UserError: it is not the YAML of a recipe.
     """
     try:
         return yaml.load(text, Loader=_Loader)
@@ -63,7 +63,7 @@ def read_yaml(text: str, *, source: str) -> Any:
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses keys given twice, aliases that multiply or lead back, and values that Python cannot hold."""
+    """Refuses duplicate keys, aliases that multiply or contain themselves, and values that Python cannot hold."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012 - as in the base class; a date stays text
         first: [(tag, pattern) for tag, pattern in resolvers if tag != f"{_TAG}timestamp"]

@@ -144,7 +144,7 @@ def test_more_lanes_than_images_names_a_number_of_lanes_that_fits():
     ("stage", "message"),
     [
         ({"duration": "10%"}, "stages.pretrain.duration: .* percentage: give steps, epochs or images"),
-        ({"duration": "0 steps"}, "stages.pretrain.duration is nothing"),
+        ({"duration": "0 steps"}, "stages.pretrain.duration is zero"),
         ({"schedule": {"warmup": "100 steps"}}, "stages.pretrain.schedule.warmup takes 100 of 100 steps"),
         ({"schedule": {"warmup": "7 epochs"}}, "stages.pretrain.schedule.warmup takes 109 of 100 steps"),
         ({"patch_dropout": 0.5, "unmasked_finish": "100%"}, "unmasked_finish takes 100 of 100 steps, and nothing is"),
