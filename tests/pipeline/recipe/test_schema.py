@@ -76,7 +76,7 @@ def test_an_image_size_that_is_no_multiple_of_the_patch_names_the_neighbours():
     ("changes", "message"),
     [
         ({"stages": {}}, "at least one of masked_patch, pretrain, swap_head and finetune"),
-        ({"stages__finetune": ...}, "swap_head stands before finetune"),
+        ({"stages__finetune": ...}, "swap_head comes before finetune"),
         ({"stages__pretrain": ...}, "swap_head needs a model"),
         ({"stages__swap_head__model": "imported"}, "swap_head.model and pretrain both"),
         ({"stages__pretrain__unmasked_finish": "1 epoch"}, "unmasked_finish means nothing"),

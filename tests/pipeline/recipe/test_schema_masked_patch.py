@@ -42,7 +42,7 @@ def test_it_comes_first_and_its_model_goes_on():
     [
         ({"pretrain": TRAIN}, "masked_patch and pretrain both begin from random weights"),
         ({"finetune": TRAIN}, "there is no swap_head stage"),
-        ({"swap_head": {}}, "swap_head stands before finetune"),
+        ({"swap_head": {}}, "swap_head comes before finetune"),
         ({"swap_head": {"model": "m"}, "finetune": TRAIN}, "swap_head.model and masked_patch both give the model"),
         ({"masked_patch": TRAIN | {"loss": "sigmoid"}}, "loss means nothing to masked patch prediction"),
         ({"masked_patch": TRAIN | {"label_smoothing": 0.1}}, "label_smoothing means nothing"),
