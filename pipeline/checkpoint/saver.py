@@ -1,13 +1,13 @@
 """Saving checkpoints: in the background while training goes on, or with training standing still.
 
-In the background a save costs training the time to copy the state to host memory; a thread of each rank then writes,
-and the main threads commit as soon as all have: they agree on that with one tiny all-reduce a step, only while a save
-is in flight. There is never more than one. Where the host memory does not hold the copy, the save is a blocking one,
-and that is said once. Blocking saves copy nothing.
+A background save costs training the time to copy the state to host memory; a thread of each rank then writes, and the
+main threads commit as soon as all have: while a save is in flight, and only then, they agree on that with one tiny
+all-reduce a step. There is never more than one in flight. Where the host memory does not hold the copy, the save is a
+blocking one, which copies nothing, and that is said once.
 
 A disk that is full or fails on any rank ends the save on all of them with the same error, what was written of it is
-removed, and the earlier checkpoints stay as they were. How the bytes get onto the disk and are proven there is
-`state_files`, what becomes visible when is `checkpoint`.
+removed, and the earlier checkpoints stay as they were. `state_files` writes and verifies the bytes; `store` decides
+what becomes visible when.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ from pipeline.state import TrainState
 
 RECIPE = "recipe.yaml"
 _BEAT_SECONDS = 5.0
-# Of a file server that is away, or of one bad transfer: another attempt may do without anybody's help.
-_PASSING = {
+# Of a file server that is away, or of one bad transfer: another attempt may succeed without anybody's help.
+_TRANSIENT = {
     errno.EIO,
     errno.ESTALE,
     errno.ETIMEDOUT,
@@ -58,7 +58,7 @@ _PASSING = {
 
 
 class SaveFailed(Exception):
-    """A checkpoint could not be written, for a reason that may pass; the message says what stands."""
+    """A checkpoint could not be written, for a reason that may be transient; the message names the newest one."""
 
 
 @dataclass(frozen=True)
@@ -66,12 +66,12 @@ class _Problem:
     """Why a save cannot be done."""
 
     text: str
-    passes: bool = False  # perhaps, by itself
+    transient: bool = False  # perhaps
 
 
 @dataclass(frozen=True)
 class _Needs:
-    """What one rank brings to the decision how to save."""
+    """One rank's part of the decision how to save."""
 
     host: str
     file_bytes: int
@@ -95,8 +95,8 @@ class CheckpointSaver:
         retention: which older checkpoints are kept.
         mode: whether training goes on while the files are written.
         say: prints a line; called on rank 0.
-        on_commit: called on every rank with the state that is safe now.
-        beat: told that a save of that step gets on, while training stands still for it.
+        on_commit: called on every rank with the state that is committed.
+        beat: called with the step of a save that progresses while training stands still for it.
 
     Attributes:
         stall_seconds: how long training stood still for saves, here and so far.
@@ -148,7 +148,14 @@ class CheckpointSaver:
             if self._ranks.place.is_main:
                 files = (*files, *self._our_files(state))
             needs: list[_Needs] = self._ranks.gather_objects(  # pyright: ignore[reportAssignmentType]
-                self._needs(files, room_bytes=room_bytes, problem=problem)
+                _Needs(
+                    host=platform.node(),
+                    file_bytes=sum(file.num_bytes for file in files),
+                    copy_bytes=sum(file.tensor_bytes for file in files),
+                    spare_bytes=spare_host_bytes(),
+                    free_bytes=room_bytes,
+                    problem=problem,
+                )
             )
             needed_bytes = sum(need.file_bytes for need in needs)
             if needs[0].problem:
@@ -166,12 +173,7 @@ class CheckpointSaver:
                 self._finish()
 
     def poll(self) -> None:
-        """Commit the save in flight if all ranks have written it; once a step.
-
-        Raises:
-            UserError: the disk has no room for it or cannot be written.
-            SaveFailed: the disk failed.
-        """
+        """Commit the save in flight if all ranks have written it; once a step. Raises as `save`."""
         if self._writing is None:
             return
         with self._standing_still():
@@ -185,19 +187,15 @@ class CheckpointSaver:
                 self._commit(self._writing)
 
     def finish(self) -> None:
-        """Wait for the save in flight, if there is one, and commit it.
-
-        Raises:
-            UserError: the disk has no room for it or cannot be written.
-            SaveFailed: the disk failed.
-        """
+        """Wait for the save in flight, if there is one, and commit it. Raises as `save`."""
         with self._standing_still():
             self._finish()
 
     def close(self) -> None:
-        """Call off this rank's part of a save in flight: the way out after a failure. Not collective."""
+        """Abandon this rank's part of a save in flight, after a failure. Not collective."""
         if self._writing is not None:
-            self._writing.abandon()
+            self._writing.abandoned.set()
+            self._writing.join()
             self._writing = None
 
     def _finish(self) -> None:
@@ -208,12 +206,13 @@ class CheckpointSaver:
             self._commit(self._writing)
 
     def _commit(self, writing: _Writing) -> None:
-        """Make the save visible, or end it, on all ranks alike."""
-        moved_bytes = -1
-        while not writing.join(timeout_seconds=_BEAT_SECONDS):
+        """Make the save visible, or fail, on all ranks alike."""
+        step, moved_bytes = writing.state.step, -1
+        while writing.is_alive():
+            writing.join(_BEAT_SECONDS)
             if writing.moved_bytes > moved_bytes:  # a disk that takes nothing more is a hang
                 moved_bytes = writing.moved_bytes
-                self._beat(writing.state.step)
+                self._beat(step)
         self._writing = None
         parts: list[tuple[dict[str, Seal], _Problem | None]] = self._ranks.gather_objects(
             (writing.seals, writing.failure)
@@ -222,8 +221,7 @@ class CheckpointSaver:
         found: _Problem | None = None
         if failures:
             rank, first = failures[0]
-            found = _Problem(f"rank {rank}: {first.text}", passes=all(failure.passes for _, failure in failures))
-        step = writing.state.step
+            found = _Problem(f"rank {rank}: {first.text}", transient=all(failure.transient for _, failure in failures))
         if self._ranks.place.is_main and not found:
             try:
                 commit_checkpoint(
@@ -239,21 +237,23 @@ class CheckpointSaver:
             prune_checkpoints(self._root, newest_step=step, retention=self._retention)
 
     def _fail(self, step: int, problem: _Problem) -> NoReturn:
-        """Remove what was written of a save and raise; with the same words on every rank."""
+        """Remove what was written of a save and raise; with the same message on every rank."""
         words = ""
         if self._ranks.place.is_main:
             try:
                 collect_leftovers(self._root)
                 newest = next(iter(checkpoint_folders(self._root)), None)
-                stands = f"{newest.name} stands" if newest else "there is no earlier one"
-            except OSError as error:  # the others wait for these words
-                stands = f"which earlier ones stand cannot be read ({_problem(error).text})"
+                stands = f"{newest.name} is kept" if newest else "there is no earlier one"
+            except OSError as error:  # the others wait for this message
+                stands = f"the earlier ones cannot be read ({_problem(error).text})"
             words = f"the checkpoint of step {step} could not be written to {self._root} ({problem.text}); {stands}: "
             words += (
-                "it may pass, or something there has to be mended" if problem.passes else "make room or mend the disk"
+                "it may be transient, or something there needs repair"
+                if problem.transient
+                else "make room or repair the disk"
             )
             words += "; the same command goes on"
-        raise (SaveFailed if problem.passes else UserError)(str(self._ranks.gather_objects(words)[0]))
+        raise (SaveFailed if problem.transient else UserError)(str(self._ranks.gather_objects(words)[0]))
 
     def _open_folder(self, step: int) -> tuple[int, _Problem | None]:
         """Make the folder to write into, on rank 0: the room there, and why it failed."""
@@ -268,16 +268,6 @@ class CheckpointSaver:
     def _our_files(self, state: TrainState) -> tuple[StateFile, ...]:
         content = json.dumps({**self._about, "state": state.to_json()}, indent=1) + "\n"
         return text_file(STATE, content), text_file(RECIPE, self._recipe_text)
-
-    def _needs(self, files: Sequence[StateFile], *, room_bytes: int, problem: _Problem | None) -> _Needs:
-        return _Needs(
-            host=platform.node(),
-            file_bytes=sum(file.num_bytes for file in files),
-            copy_bytes=sum(file.tensor_bytes for file in files),
-            spare_bytes=spare_host_bytes(),
-            free_bytes=room_bytes,
-            problem=problem,
-        )
 
     def _memory_holds(self, needs: Sequence[_Needs]) -> bool:
         """Whether every host has the memory for its ranks' copies; if not, it is said, once."""
@@ -303,50 +293,33 @@ class CheckpointSaver:
             self.stall_seconds += time.perf_counter() - begin
 
 
-class _Writing:
-    """One rank's files on their way to the disk, in a thread."""
+class _Writing(threading.Thread):
+    """One rank's files on their way to the disk."""
 
     def __init__(self, folder: Path, *, files: Sequence[StateFile], state: TrainState) -> None:
+        # Not a daemon: one that is in torch's C++ when the interpreter ends would abort the process.
+        super().__init__(name="checkpoint", daemon=False)
         self.state = state
+        self.abandoned = threading.Event()  # stops the writing at the next piece
         self.seals: dict[str, Seal] = {}
         self.failure: _Problem | None = None
         self.moved_bytes = 0
         self._folder = folder
         self._files = list(files)
-        self._abandoned = threading.Event()
-        # Not a daemon: one that is in torch's C++ when the interpreter ends would abort the process.
-        self._thread = threading.Thread(target=self.run, name="checkpoint")
-
-    def start(self) -> None:
-        """Begin."""
-        self._thread.start()
-
-    def is_alive(self) -> bool:
-        return self._thread.is_alive()
-
-    def join(self, *, timeout_seconds: float | None = None) -> bool:
-        """Wait; whether all is written, or has failed."""
-        self._thread.join(timeout_seconds)
-        return not self._thread.is_alive()
-
-    def abandon(self) -> None:
-        """Stop writing at the next piece."""
-        self._abandoned.set()
-        self.join()
 
     def run(self) -> None:
         """Write file after file; each one's memory is free when it is on the disk."""
         try:
             while self._files:
                 file = self._files.pop()
-                self.seals[file.path] = write_file(self._folder, file, abandoned=self._abandoned, on_bytes=self._count)
+                self.seals[file.path] = write_file(self._folder, file, abandoned=self.abandoned, on_bytes=self._count)
         except Abandoned:
-            self.failure = _Problem("called off")
+            self.failure = _Problem("abandoned")
         except OSError as error:
             self.failure = _problem(error)
-        except Exception as error:  # noqa: BLE001 - our mistake: told by all ranks, instead of one that leaves the others waiting
+        except Exception as error:  # noqa: BLE001 - a bug: all ranks raise it, instead of one that leaves the others waiting
             traceback.print_exc()
-            self.failure = _Problem(f"{type(error).__name__}: {error}", passes=True)
+            self.failure = _Problem(f"{type(error).__name__}: {error}", transient=True)
         finally:
             self._files.clear()
 
@@ -355,4 +328,4 @@ class _Writing:
 
 
 def _problem(error: OSError) -> _Problem:
-    return _Problem(error.strerror or str(error), passes=error.errno in _PASSING)
+    return _Problem(error.strerror or str(error), transient=error.errno in _TRANSIENT)

@@ -14,10 +14,10 @@ import dataclasses
 import json
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import BinaryIO, Self
+from typing import BinaryIO
 
 from data_shards.durable import replaced
 
@@ -32,7 +32,7 @@ class MetricRow:
     metrics: Mapping[str, float]
 
 
-class MetricsLog:
+class MetricsLog(AbstractContextManager["MetricsLog"]):
     """The open file of one stage; made by `open_metrics_log`. Only rank 0 has one."""
 
     def __init__(
@@ -40,9 +40,9 @@ class MetricsLog:
         path: Path,
         *,
         resume_step: int,
-        kept_rows: int = 0,
-        dropped_later_rows: int = 0,
-        dropped_broken_rows: int = 0,
+        kept_rows: int,
+        dropped_later_rows: int,
+        dropped_broken_rows: int,
     ) -> None:
         self.path = path
         self.resume_step = resume_step
@@ -62,7 +62,8 @@ class MetricsLog:
             metrics={name: float(value) for name, value in metrics.items()},
         )
         # After a disk that was full for a moment: end the half-written row, so that this one has its own line.
-        line = (b"\n" if self._torn else b"") + _encode(row)
+        # json writes floats by repr, the shortest text that reads back to the same bits.
+        line = (b"\n" if self._torn else b"") + json.dumps(dataclasses.asdict(row)).encode() + b"\n"
         self._torn = True
         while line:
             line = line[self._file.write(line) :]
@@ -73,15 +74,7 @@ class MetricsLog:
         """Close the file; closing twice is harmless."""
         self._file.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -92,22 +85,18 @@ def open_metrics_log(path: Path, *, resume_step: int) -> MetricsLog:
     line of a killed process. The file is replaced atomically, and only where there is something to drop.
     """
     path.parent.mkdir(exist_ok=True)
-    if not path.exists():
-        return MetricsLog(path, resume_step=resume_step)
     kept: list[bytes] = []
     later = broken = 0
     ends_whole = True
-    with path.open("rb") as old:
-        for line in old:
-            row = _decode(line)
-            if row is None:
-                broken += 1
-            elif row.step > resume_step:
-                later += 1
-            else:
-                # A row whose newline alone was lost is whole: keep it, with a new one.
-                ends_whole = line.endswith(b"\n")
-                kept.append(line if ends_whole else line + b"\n")
+    for line, row in _decoded_lines(path):
+        if row is None:
+            broken += 1
+        elif row.step > resume_step:
+            later += 1
+        else:
+            # A row whose newline alone was lost is whole: keep it, with a new one.
+            ends_whole = line.endswith(b"\n")
+            kept.append(line if ends_whole else line + b"\n")
     if later or broken or not ends_whole:
         with replaced(path) as beside:
             beside.write_bytes(b"".join(kept))
@@ -138,32 +127,24 @@ def iter_metrics(path: Path) -> Iterator[MetricRow]:
 
 def follow_metrics(path: Path, *, offset: int) -> Iterator[tuple[MetricRow, int]]:
     """The readable rows from a byte on, each with the byte behind it, up to a last line that is still being written."""
-    if not path.exists():
-        return
-    with path.open("rb") as file:
-        file.seek(offset)
-        for line in file:
-            if not line.endswith(b"\n"):
-                return
-            offset += len(line)
-            row = _decode(line)
-            if row is not None:
-                yield row, offset
+    for line, row in _decoded_lines(path, offset=offset):
+        if not line.endswith(b"\n"):
+            return
+        offset += len(line)
+        if row is not None:
+            yield row, offset
 
 
-def _decoded_lines(path: Path) -> Iterator[tuple[bytes, MetricRow | None]]:
+def _decoded_lines(path: Path, *, offset: int = 0) -> Iterator[tuple[bytes, MetricRow | None]]:
+    """The lines from a byte on; none when the file does not exist."""
     try:
         file = path.open("rb")
     except FileNotFoundError:
         return
     with file:
+        file.seek(offset)
         for line in file:
             yield line, _decode(line)
-
-
-def _encode(row: MetricRow) -> bytes:
-    # json writes floats by repr, the shortest text that reads back to the same bits.
-    return json.dumps(dataclasses.asdict(row)).encode() + b"\n"
 
 
 def _decode(line: bytes) -> MetricRow | None:

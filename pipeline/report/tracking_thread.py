@@ -164,10 +164,16 @@ class Tracker:
 
     def _unsent_points(self) -> int:
         rows = itertools.islice(follow_metrics(self._metrics_file, offset=0), self._state.sent_rows, None)
-        return sum(len(row.metrics) for row, _ in rows)
+        try:
+            return sum(len(row.metrics) for row, _ in rows)
+        except OSError:
+            return 0
 
     def _file_bytes(self) -> int:
-        return self._metrics_file.stat().st_size if self._metrics_file.exists() else 0
+        try:
+            return self._metrics_file.stat().st_size
+        except OSError:
+            return 0
 
     def _once(self, kind: str, text: str) -> None:
         with self._say_lock:

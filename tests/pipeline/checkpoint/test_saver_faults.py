@@ -54,7 +54,7 @@ def test_without_room_on_the_disk_nothing_is_begun(tmp_path: Path, monkeypatch: 
     errors = on_ranks(2, train)
     assert len({str(error) for error in errors}) == 1 and all(isinstance(error, UserError) for error in errors)
     assert "the checkpoint of step 2 could not be written" in str(errors[0]) and "are free" in str(errors[0])
-    assert str(tmp_path) in str(errors[0]) and "step-00000001 stands" in str(errors[0])
+    assert str(tmp_path) in str(errors[0]) and "step-00000001 is kept" in str(errors[0])
     assert names(tmp_path) == ["step-00000001"] and damage_of(tmp_path / "step-00000001") == ""
 
 
@@ -71,7 +71,7 @@ def test_a_disk_that_rank_0_cannot_even_look_at_ends_all_ranks_in_words(
     monkeypatch.setattr(saver, of, fail)
     errors = on_ranks(2, lambda ranks: save(tmp_path, 2, ranks=ranks))
     assert len({str(error) for error in errors}) == 1 and all(isinstance(error, SaveFailed) for error in errors)
-    expected = "step-00000001 stands" if of == "free_bytes" else "which earlier ones stand cannot be read"
+    expected = "step-00000001 is kept" if of == "free_bytes" else "the earlier ones cannot be read"
     assert "(Stale file handle)" in str(errors[0]) and expected in str(errors[0])
 
 
@@ -151,7 +151,7 @@ def test_whatever_operation_on_the_disk_fails_all_ranks_end_alike_and_earlier_on
         kind = SaveFailed if code == errno.EIO else UserError  # the one may pass, the others somebody has to mend
         assert len(words) == 1 and all(isinstance(error, kind) for error in results), results
         (text,) = words
-        assert os.strerror(code) in text and "step-00000001 stands" in text and str(root) in text
+        assert os.strerror(code) in text and "step-00000001 is kept" in text and str(root) in text
         assert names(root) == ["step-00000001"] and damage_of(root / "step-00000001") == ""
         ended.append(text)
     if part != ".writing-step-00000002":
@@ -165,7 +165,7 @@ def test_what_reads_back_otherwise_is_not_committed_and_nothing_is_pruned(
     save(tmp_path, 1, ranks=one_rank())
     real = state_files.digest_of
     monkeypatch.setattr(state_files, "digest_of", lambda path: "0" * 32 if path.name == "shared.pt" else real(path))
-    with pytest.raises(SaveFailed, match=r"shared.pt reads back otherwise .*step-00000001 stands"):
+    with pytest.raises(SaveFailed, match=r"shared.pt reads back otherwise .*step-00000001 is kept"):
         save(tmp_path, 2, ranks=one_rank(), keep=1, mode=mode)
     assert names(tmp_path) == ["step-00000001"]
 
@@ -244,7 +244,7 @@ def test_on_a_disk_that_is_too_small_saving_ends_in_words_and_earlier_checkpoint
 
         with pytest.raises(UserError, match="could not be written to") as caught:
             fill()
-        assert 1 < saved < 99 and f"step-{saved:08d} stands" in str(caught.value)
+        assert 1 < saved < 99 and f"step-{saved:08d} is kept" in str(caught.value)
         assert ("No space left on device" if free == "not seen" else "are free") in str(caught.value)
         assert names(disk / "checkpoints") == [f"step-{step:08d}" for step in range(1, saved + 1)]
         assert all(damage_of(folder) == "" for folder in (disk / "checkpoints").iterdir())
