@@ -50,7 +50,7 @@ def open_shards(
         from data_shards.store.store import Store
 
         store = Store()
-    if _is_packed(location):
+    if is_packed(location):
         for name in ("label", "classes"):
             if getattr(spec, name) is not None:
                 raise UserError(f"{shown(location)} has a {MANIFEST_FILE}, which says it: leave out {name}")
@@ -60,11 +60,11 @@ def open_shards(
     from data_shards.foreign.opening import open_foreign
 
     return open_foreign(
-        spec, urls=_urls(location), damaged=damaged, index_folder=index_folder, report=report, store=store
+        spec, urls=tar_urls(location), damaged=damaged, index_folder=index_folder, report=report, store=store
     )
 
 
-def _is_packed(location: str) -> bool:
+def is_packed(location: str) -> bool:
     """Whether a manifest belongs there. A local folder of tars may do without, and a pattern or a tar has none."""
     if location.startswith(PIPE):
         return False
@@ -75,7 +75,7 @@ def _is_packed(location: str) -> bool:
     return not location.partition("?")[0].endswith(".tar") and expand_braces(location) == [location]
 
 
-def _urls(location: str) -> list[str]:
+def tar_urls(location: str) -> list[str]:
     """The tars that a location without a manifest means."""
     if is_local(location) and local_path(location).is_dir():
         return [str(path.absolute()) for path in sorted(local_path(location).glob("*.tar"))]

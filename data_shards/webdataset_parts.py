@@ -39,6 +39,11 @@ def part(module: str) -> Any:
     return importlib.import_module(f"{_WITHOUT_TORCH}.{module}")
 
 
+def library() -> Any:
+    """All of webdataset, with torch, for its pipelines."""
+    return importlib.import_module("webdataset")
+
+
 def tar_writer(stream: _Writable) -> Any:
     """A `TarWriter` whose bytes depend on what is written alone: no time, no user, no group."""
     return part("writer").TarWriter(stream, user="", group="", mode=0o444, mtime=0, encoder=False, compress=False)
