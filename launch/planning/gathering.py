@@ -1,25 +1,18 @@
-"""A recipe, what is known of its shards, and the user's flags -> `Plan`.
+"""A recipe, what is known of its shards, and the user's flags -> `RecipeForecast`.
 
-Opens the training sets' manifests where they are there (tars without one are indexed, as before a run), asks the
-driver's files for the kind of GPU, and says in a sentence what had to be assumed. Writes nothing, needs no torch. A
-bucket that does not answer is given up after half a minute.
+Reads the kind of GPU from the driver's files, and says in a sentence what had to be assumed. Writes nothing, needs no
+torch.
 """
 
 from __future__ import annotations
 
-import sys
-from dataclasses import replace
 from pathlib import Path
 
 from data_shards.errors import UserError
-from data_shards.opening import open_shards
-from data_shards.shard_set import ShardSet, ShardsSpec, merge_shard_sets
-from data_shards.store.download import RetryPolicy
-from data_shards.store.location import is_local, shown, why_command
-from data_shards.store.store import Store
-from data_shards.text import printable
+from data_shards.store.location import is_local
 from launch.env import num_gpus
-from launch.planning.page import Plan
+from launch.planning.page import RecipeForecast
+from launch.planning.shards import look
 from pipeline.budget.communication import links_of
 from pipeline.budget.cost import stage_cost
 from pipeline.budget.forecast import GivenSpeed, Hardware, Shards, StageForecast, forecast_stage
@@ -32,7 +25,6 @@ from pipeline.recipe.schema import MaskedPatchStage, Recipe, StageName, TrainSta
 DRIVER = Path("/proc/driver/nvidia/gpus")  # a folder for each GPU, with a file `information`
 _ASSUMED_CLASSES = 1000
 _MOST_IMAGES = 10**12
-GIVE_UP_SECONDS = 30.0  # somebody waits for the answer
 
 
 def make_plan(
@@ -47,7 +39,7 @@ def make_plan(
     images: str | None = None,
     classes: str | None = None,
     driver: Path = DRIVER,
-) -> Plan:
+) -> RecipeForecast:
     """All stages' forecasts; the arguments are the command's.
 
     Raises:
@@ -75,9 +67,7 @@ def make_plan(
     count = gpus or (recipe.processes if recipe.processes != "auto" else max(1, num_gpus()))
     per_node = min(gpus_per_node, count)
     machine = Hardware(
-        gpus=count,
-        gpu=kind,
-        links=links_of(kind, gpus_per_node=gpus_per_node, node_gbps=node_gbps) if kind else None,
+        gpus=count, gpu=kind, links=links_of(kind, gpus_per_node=gpus_per_node, node_gbps=node_gbps) if kind else None
     )
     warnings = [] if kind else [_no_gpu(here=num_gpus(), timed=images_per_second is not None, gpus=count)]
     forecasts: list[StageForecast] = []
@@ -98,7 +88,7 @@ def make_plan(
     for forecast in forecasts:
         warnings += stage_warnings(forecast, recipe=recipe, machine=machine)
     warnings += [*engine_warnings(recipe, machine=machine), *notes]
-    return Plan(recipe, machine, per_node, tuple(dict.fromkeys(warnings)), tuple(forecasts))
+    return RecipeForecast(recipe, machine, per_node, tuple(dict.fromkeys(warnings)), tuple(forecasts))
 
 
 def _by_stage(text: str | None, *, flag: str, names: tuple[StageName, ...]) -> dict[str, int]:
@@ -124,20 +114,19 @@ def _shards(
     recipe: Recipe, *, stage: StageName, num_images: int | None, num_classes: int | None
 ) -> tuple[Shards, list[str]]:
     """What is known of a stage's training set, and a sentence for each thing that had to be assumed."""
-    config, known, problem = recipe.train_stage(stage), None, ""
-    far = not all(is_local(each.shards) for each in config.train)
-    if not (far and num_images and num_classes):  # then it would fetch what is not needed
+    config, problem = recipe.train_stage(stage), ""
+    remote = not all(is_local(each.shards) for each in config.train)
+    if not (remote and num_images and num_classes):  # else it would fetch what is not needed
         try:
-            train = _open(config)
+            there = look(config.train)
         except (UserError, OSError) as error:
             problem = f" ({error})"
         else:
-            mean_bytes = None if train.num_bytes is None else train.num_bytes / max(1, train.num_samples)
-            known = Shards(train.num_samples, train.num_classes, mean_bytes, len(train.shards))
-    if known is not None:
-        return replace(
-            known, num_images=num_images or known.num_images, num_classes=num_classes or known.num_classes
-        ), []
+            if train := there.train:
+                mean_bytes = None if train.num_bytes is None else train.num_bytes / max(1, train.num_samples)
+                images, classes = num_images or train.num_samples, num_classes or train.num_classes
+                return Shards(images, classes, mean_bytes, len(train.shards)), []
+            problem = f" ({'; '.join(there.unopened)})"
     missing: list[str] = []
     if num_images is None and parse_duration(config.duration).unit == "epochs":
         missing.append(f"how many steps {config.duration} are cannot be counted: give --images N")
@@ -145,25 +134,6 @@ def _shards(
         missing.append(f"{_ASSUMED_CLASSES:,} classes are assumed: give --classes N")
     notes = [f"{stage}: planned without its shards; {'; '.join(missing)}{problem}"] if missing else []
     return Shards(num_images, num_classes or _ASSUMED_CLASSES), notes
-
-
-def _open(config: TrainStage) -> ShardSet:
-    """The training sets of a stage, laid end to end; what is damaged counts, and no command is started."""
-    for each in config.train:
-        if why := why_command(each.shards):
-            raise UserError(f"{shown(each.shards)} {why}, and none is started")
-    store = Store(None, retry=RetryPolicy(give_up_seconds=GIVE_UP_SECONDS))
-    return merge_shard_sets(
-        [
-            open_shards(
-                ShardsSpec(each.shards, each.label, each.kind, Path(each.classes) if each.classes else None),
-                damaged="report",
-                report=lambda line: print(printable(line), file=sys.stderr),
-                store=store,
-            )
-            for each in config.train
-        ]
-    )
 
 
 def _gpu_here(driver: Path) -> Gpu | None:

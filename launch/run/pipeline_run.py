@@ -268,9 +268,9 @@ class PipelineRun:
         config = getattr(self.recipe.stages, stage)
         if self.shards == "needed" or not isinstance(config, TrainStage):
             return ()
-        from launch.planning.dry_run import look
+        from launch.planning.shards import look
 
-        return look(config).unopened
+        return look(config.train, held_out=config.eval).unopened
 
     def _state(self, stage: StageName) -> str:
         """How far a stage is, in a few words."""

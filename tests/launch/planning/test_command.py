@@ -14,12 +14,13 @@ import yaml
 
 from data_shards.errors import UserError
 from data_shards.manifest import Manifest, Shard, write_manifest
-from data_shards.shard_set import ShardSet, ShardsSpec
 from data_shards.store.download import StoreError
+from data_shards.store.store import Store
 from launch.planning import gathering as planning
 from launch.planning.command import plan
 from launch.planning.gathering import make_plan
 from launch.planning.page import as_json, as_page
+from launch.planning.shards import GIVE_UP_SECONDS
 from pipeline.recipe.schema import Recipe
 from tests.conftest import ROOT
 
@@ -172,19 +173,19 @@ def test_before_packing_it_says_what_it_assumed_and_what_to_give():
 def test_a_bucket_is_not_asked_for_what_the_flags_say_and_given_up_soon(monkeypatch: pytest.MonkeyPatch):
     asked: list[str] = []
 
-    def unreachable(spec: ShardsSpec, **more: Any) -> ShardSet:
-        asked.append(spec.location)
-        raise StoreError(f"{spec.location} does not answer")
+    def unreachable(self: Store, url: str, **more: Any) -> bytes:
+        asked.append(url)
+        raise StoreError(f"{url} does not answer")
 
-    monkeypatch.setattr(planning, "open_shards", unreachable)
+    monkeypatch.setattr(Store, "read_small", unreachable)
     far = {
         "pretrain": STAGE | {"train": "s3://b/train", "eval": "s3://b/val", "image_size": 224, "duration": "2 epochs"}
     }
     make_plan(recipe(stages=far), gpu="h200", images="1000000", classes="10")
     assert asked == []
     made = make_plan(recipe(stages=far), gpu="h200", images="1000000")
-    assert len(asked) == 1 and "(s3://b/train does not answer)" in "".join(made.warnings)
-    assert planning.GIVE_UP_SECONDS <= 60
+    assert len(asked) == 1 and "(s3://b/train/manifest.json does not answer)" in "".join(made.warnings)
+    assert GIVE_UP_SECONDS <= 60
 
 
 def test_without_a_gpu_it_says_so_and_counts_the_rest():

@@ -1,0 +1,81 @@
+"""What there is of a stage's shards before a run. No `pipe:` is opened, for it is a command.
+
+Tars without a manifest are indexed, as a run would do. A bucket that does not answer is given up after half a minute.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from data_shards.manifest import MANIFEST_FILE
+from data_shards.opening import open_shards
+from data_shards.shard_set import ShardSet, ShardsSpec, merge_shard_sets
+from data_shards.store.download import MissingObject, RetryPolicy
+from data_shards.store.location import expand_braces, is_local, join, local_path, shown, why_command
+from data_shards.store.store import Store
+from data_shards.text import printable
+from pipeline.recipe.data import ShardsConfig
+
+GIVE_UP_SECONDS = 30.0  # somebody waits for the answer
+_MOST_MANIFEST_BYTES = 1 << 30
+
+
+@dataclass(frozen=True)
+class ShardsBefore:
+    """A stage's shards.
+
+    Attributes:
+        unopened: a sentence for each set that was not opened.
+        train: the training sets, concatenated; None: one of them was not opened.
+    """
+
+    unopened: tuple[str, ...]
+    train: ShardSet | None
+
+
+def look(training: Sequence[ShardsConfig], *, held_out: ShardsConfig | None = None) -> ShardsBefore:
+    """Open a stage's training sets, where they are there, and say what is not there.
+
+    Raises:
+        UserError: shards that are there and broken.
+        StoreError: a place that cannot be reached.
+    """
+    store = Store(None, retry=RetryPolicy(give_up_seconds=GIVE_UP_SECONDS))
+    missing = [text for each in training if (text := _unopened(each, store=store))]
+    train = None if missing else merge_shard_sets([_open(each, store=store) for each in training])
+    if held_out and (text := _unopened(held_out, store=store)):
+        missing.append(text)
+    return ShardsBefore(tuple(missing), train)
+
+
+def _unopened(shards: ShardsConfig, *, store: Store) -> str | None:
+    """Why a set is not opened; None: it is there."""
+    location = shards.shards
+    if why := why_command(location):
+        return f"{shown(location)} {why}, and none is started"
+    if is_local(location):
+        there = any(_has_something(local_path(each)) for each in expand_braces(location))
+    elif location.partition("?")[0].endswith(".tar") or expand_braces(location) != [location]:
+        return None
+    else:
+        try:
+            there = bool(store.read_small(join(location, MANIFEST_FILE), most_bytes=_MOST_MANIFEST_BYTES))
+        except MissingObject:
+            there = False
+    return None if there else f"{shown(location)} is not there yet"
+
+
+def _has_something(path: Path) -> bool:
+    return any(path.iterdir()) if path.is_dir() else path.exists()
+
+
+def _open(shards: ShardsConfig, *, store: Store) -> ShardSet:
+    return open_shards(
+        ShardsSpec(shards.shards, shards.label, shards.kind, Path(shards.classes) if shards.classes else None),
+        damaged="report",
+        report=lambda line: print(printable(line), file=sys.stderr),
+        store=store,
+    )
