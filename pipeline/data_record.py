@@ -1,7 +1,7 @@
 """A stage goes on with the data that it began with: STAGE/data.json says what they were, and what differs is named.
 
 `shardvit run` asks before it starts any process, rank 0 asks again; the sets are compared by `checking.identity`, what
-is read of them by `checking.spots`. stage.json keeps the digest of what decides, so a data.json that was lost or
+is read of them by `checking.identity`. stage.json keeps the digest of what decides, so a data.json that was lost or
 altered is noticed. A stage that was begun before there was a data.json gets one at its next attempt. No torch here.
 """
 
@@ -12,8 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from data_shards.checking.identity import SetIdentity, differences, suspects
-from data_shards.checking.spots import compare_suspects, identify
+from data_shards.checking.identity import SetIdentity, compare_suspects, differences, identify, suspects
 from data_shards.durable import replace_text
 from data_shards.errors import UserError
 from data_shards.shard_set import ShardSet

@@ -1,18 +1,17 @@
-"""The shard doctor: a set of shards, or all splits of one, looked through by all cores, and what was found.
+"""Look through a set of shards, or all splits of one, on all cores, and say what was found.
 
-    scan        one part of a shard -> what is in it, what is wrong with it
-    run         all parts of a set, on all cores
-    split       the parts of a split put together: the split in numbers
-    judge       the same: what is wrong with it, and what splits share that they should not
-    duplicates  equal images and keys
-    fitness     how the set suits a number of processes
-    findings    the kinds of findings, their severity and remedy
-    report      the result as text and as JSON
+    scan      one part of a shard -> what is in it, what is wrong with it
+    run       all parts of a set, on all cores
+    split     the parts of a split put together: the split in numbers
+    judge     what is wrong with a split, what occurs twice, and what splits share that they should not
+    fitness   how the set suits a number of processes
+    findings  the kinds of findings, their severity and remedy
+    page      the result as text and as JSON
 
 A damaged shard never keeps the others from being checked. Every byte is read: a second for each 0.5 to 1.5 GB and core,
-or the disk's speed, and 22 us a sample; `decode` adds the decoding. Memory: some 90 bytes a sample (hashes, sizes,
-compressed keys), at the end 170 for a moment, and an image for each process. Nothing is changed; sets without a
-manifest are indexed first, as training does.
+or the disk's speed, and 22 us a sample; `decode` adds the decoding. Memory: some 110 bytes a sample (hashes, sizes,
+compressed keys), and an image for each process. Nothing is changed; sets without a manifest are indexed first, as
+training does.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from data_shards.checking.findings import Finding, Place, finding
+from data_shards.checking.findings import Finding, FoundAt, finding
 from data_shards.checking.fitness import Fitness, assess
 from data_shards.checking.judge import findings_across, split_findings
 from data_shards.checking.run import scan_set
 from data_shards.checking.scan import ScanRequest
-from data_shards.checking.split import SplitScan, SplitSummary, summary
+from data_shards.checking.split import SplitScan, SplitSummary
 from data_shards.errors import UserError
 from data_shards.images.decode import USUAL_LIMIT, PixelLimit
 from data_shards.manifest import MANIFEST_FILE
@@ -84,9 +83,9 @@ def check(
     Args:
         spec: where it is, as in a recipe; or the folder with train/ and val/ in it.
         decode: decode every image in full.
-        pixel_limit: larger images are told, and not decoded.
+        pixel_limit: larger images are reported, and not decoded.
         digests: compare every shard's SHA-256 with the manifest's.
-        world_size: processes that it shall be trained with; None: not looked at.
+        world_size: processes to train with; None: fitness is not assessed.
         lanes: data.lanes of that training; None: the default.
         processes_per_node: GPUs of one machine.
         store: for shards that are not local files; None: there are none.
@@ -94,7 +93,7 @@ def check(
         report: takes lines on the progress.
 
     Raises:
-        UserError: there is no such set, or what is said of it does not fit.
+        UserError: there is no such set, or the spec does not fit it.
     """
     start = time.monotonic()
     store = store or Store()
@@ -103,8 +102,7 @@ def check(
     first: SplitScan | None = None  # the one that is trained on
     for number, (split, opened) in enumerate(_open_splits(spec, store=store, report=report)):
         if isinstance(opened, str):
-            place = Place("", "", opened)
-            findings.append(finding("unusable-set", split=split, count=1, places=[place]))
+            findings.append(finding("unusable-set", split=split, places=[FoundAt("", "", opened)]))
             continue
         request = ScanRequest(shards=opened, store=store, decode=decode, digests=digests, pixel_limit=pixel_limit)
         scan = SplitScan(opened, scan_set(request, processes=processes, report=report))
@@ -116,7 +114,7 @@ def check(
     if world_size is not None and first is not None:
         found = zip(first.shards.shards, first.shard_bytes, strict=True)
         fitness, more = assess(
-            first.shards.shard_sizes,  # what is lost is hoped to come back
+            first.shards.shard_sizes,  # lost shards included
             shard_bytes=[entry.num_bytes or num_bytes or 0 for entry, num_bytes in found],
             split=first.shards.split,
             world_size=world_size,
@@ -127,7 +125,7 @@ def check(
     ranks = {"problem": 0, "warning": 1, "info": 2}
     return CheckResult(
         location=shown(spec.location),
-        splits=tuple(summary(scan) for scan in scans),
+        splits=tuple(scan.summary() for scan in scans),
         fitness=fitness,
         findings=tuple(sorted(findings, key=lambda each: ranks[each.severity])),
         seconds=time.monotonic() - start,
@@ -140,7 +138,7 @@ def _open_splits(
     """(split, set) for each split, train first; a sentence in place of a set that is too damaged to be opened."""
     splits = _splits_below(spec.location, store=store)
     if not splits:
-        # Without a manifest, or with one that the user said too much about, it is the user's mistake.
+        # Without a manifest, or with options that a manifest excludes, an error is the user's mistake.
         is_packed = is_local(spec.location) and _has_manifest(spec.location)
         if not is_packed or spec != ShardsSpec(spec.location):
             yield "", open_shards(spec, damaged="report", store=store, report=report)
@@ -170,16 +168,12 @@ def _splits_below(location: str, *, store: Store) -> dict[str, str]:
         if not folder.is_dir() or (folder / MANIFEST_FILE).is_file() or any(folder.glob("*.tar")):
             return {}
         names = [*_SPLIT_NAMES, *sorted(path.name for path in folder.iterdir() if path.name not in _SPLIT_NAMES)]
-        packed = [name for name in names if (folder / name / MANIFEST_FILE).is_file()]
         with_tars = [name for name in _SPLIT_NAMES if any((folder / name).glob("*.tar"))]
-        return {name: str(folder / name) for name in names if name in packed or name in with_tars}
-    if (
-        location.startswith(PIPE)
-        or location.partition("?")[0].endswith(".tar")
-        or expand_braces(location) != [location]
-    ):
-        return {}
-    if _is_there(join(location, MANIFEST_FILE), store=store):
+        return {
+            name: str(folder / name) for name in names if name in with_tars or (folder / name / MANIFEST_FILE).is_file()
+        }
+    is_tar = location.startswith(PIPE) or location.partition("?")[0].endswith(".tar")
+    if is_tar or expand_braces(location) != [location] or _is_there(join(location, MANIFEST_FILE), store=store):
         return {}
     places = {name: join(location, name) for name in _SPLIT_NAMES}
     return {name: place for name, place in places.items() if _is_there(join(place, MANIFEST_FILE), store=store)}

@@ -1,7 +1,7 @@
-"""What a check can find: the kinds, how bad each is, what it means and what to do about it.
+"""The kinds of findings, how bad each is, and what to do about it.
 
-A problem is damage, or data that make results wrong without a word: exit code 1. A warning is worth knowing before
-training, which goes well all the same. The names of the kinds are what `--json` is keyed by: they stay.
+A problem is damage, or data that make results wrong silently: exit code 1. A warning is worth knowing before training,
+which works all the same. `--json` names the kinds, so their names stay.
 """
 
 from __future__ import annotations
@@ -11,38 +11,12 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 Severity = Literal["problem", "warning", "info"]
-Kind = Literal[
-    "unusable-set",
-    "damage",
-    "missing-shard",
-    "unreachable-shard",
-    "damaged-shard",
-    "digest",
-    "index",
-    "sample-count",
-    "incomplete-sample",
-    "crashed-check",
-    "image",
-    "label",
-    "contradicting-label",
-    "leaked-image",
-    "class-list",
-    "fitness",
-    "mended-image",
-    "duplicate-image",
-    "duplicate-key",
-    "extra-tar",
-    "empty-class",
-    "uneven-shards",
-    "few-shards",
-    "no-digests",
-]
 
 MOST_PLACES = 1000  # of one finding that are named; the rest is only counted
 
 
-class Place(NamedTuple):
-    """Where it was found; `key` is "" for a shard as a whole, `shard` is "" for the set as a whole."""
+class FoundAt(NamedTuple):
+    """Where something was found; `key` is "" for a shard as a whole, `shard` is "" for the set as a whole."""
 
     shard: str
     key: str
@@ -51,192 +25,171 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Finding:
-    """One kind of thing that is noteworthy in one split (or across splits, split "").
+    """One kind of finding in one split, or across splits.
 
     Attributes:
         severity: see the module.
-        kind: a name that stays.
-        split: "train", "val", ...
+        kind: a key of `_KINDS`.
+        split: "train", "val", ..., or "train and val".
         count: how often it was found.
-        message: what it is, with the count: "3 images cannot be read".
+        message: what it is, with the count: "3 unreadable images".
         remedy: what to do.
         places: where, at most `MOST_PLACES` of them.
     """
 
     severity: Severity
-    kind: Kind
+    kind: str
     split: str
     count: int
     message: str
     remedy: str
-    places: tuple[Place, ...] = ()
+    places: tuple[FoundAt, ...] = ()
 
 
-class _Text(NamedTuple):
+class _Kind(NamedTuple):
     severity: Severity
-    one: str
-    many: str  # with {n}
-    remedy: str
+    message: str  # {n}: the count; {s}: "s" if that is not 1
+    remedy: str = ""
 
 
-_COPY = "copy it again from where it came from, or pack the set again"
-_TEXTS: dict[Kind, _Text] = {
-    "unusable-set": _Text(
-        "problem", "the set cannot be opened", "", "bring back what the sentence names, or pack the set again"
+_COPY = "copy it again from its origin, or pack the set again"
+_KINDS = {
+    "unusable-set": _Kind(
+        "problem", "the set cannot be opened", "restore the file that the sentence names, or pack the set again"
     ),
-    "damage": _Text("problem", "the set is damaged", "the set is damaged in {n} places", _COPY),
-    "missing-shard": _Text(
+    "damage": _Kind("problem", "the set is damaged in {n} place{s}", _COPY),
+    "missing-shard": _Kind(
         "problem",
-        "a shard of the manifest is not there",
-        "{n} shards of the manifest are not there",
-        "copy what is missing into the folder (the manifest names it), or pack the set again",
+        "{n} shard{s} of the manifest missing",
+        "copy the missing files into the folder (the manifest names them), or pack the set again",
     ),
-    "unreachable-shard": _Text(
+    "unreachable-shard": _Kind(
         "problem",
-        "a shard could not be fetched",
-        "{n} shards could not be fetched",
-        "look at the reason, mend the network, the rights or the location, and check again",
+        "{n} shard{s} could not be fetched",
+        "see the reason, mend the network, the permissions or the location, and check again",
     ),
-    "damaged-shard": _Text(
+    "damaged-shard": _Kind(
         "problem",
-        "a shard is damaged",
-        "{n} shards are damaged",
-        f"{_COPY}; to train on what is left, leave them where they are: samples that are lost are substituted, as "
-        "long as data.max_corrupt_share allows it",
+        "{n} damaged shard{s}",
+        f"{_COPY}; to train on what is left, leave the shard in place: lost samples are substituted as long as "
+        "data.max_corrupt_share allows it",
     ),
-    "digest": _Text(
+    "digest": _Kind(
         "problem",
-        "a shard is not the one that was packed (SHA-256)",
-        "{n} shards are not those that were packed (SHA-256)",
-        f"bits were flipped, or somebody changed it: {_COPY}",
+        "{n} shard{s} with another SHA-256 than the manifest states",
+        f"bits were flipped, or somebody changed the file: {_COPY}",
     ),
-    "index": _Text(
+    "index": _Kind(
         "problem",
-        "an index is not that of its tar",
-        "{n} indexes are not those of their tars",
-        "delete the .idx files named here: they are built anew from the tars",
+        "{n} index file{s} not matching the tar",
+        "delete the .idx files named here: they are rebuilt from the tars",
     ),
-    "sample-count": _Text(
+    "sample-count": _Kind(
         "problem",
-        "a shard holds another number of samples than stated",
-        "{n} shards hold other numbers of samples than stated",
-        "the tar or the manifest was exchanged: pack the set again, or bring back both from one copy",
+        "{n} shard{s} with another number of samples than stated",
+        "the tar or the manifest was exchanged: pack the set again, or restore both from one copy",
     ),
-    "incomplete-sample": _Text(
+    "incomplete-sample": _Kind(
         "problem",
-        "a sample has not exactly one image and one label",
-        "{n} samples have not exactly one image and one label",
+        "{n} sample{s} without exactly one image and one label",
         "give each sample one image and one label with the same name up to the first dot, next to each other in the "
-        "tar; if the labels are somewhere else, say so with --label txt or --label json:KEY",
+        "tar; if the labels are in another member, say so with --label txt or --label json:KEY",
     ),
-    "crashed-check": _Text(
+    "crashed-check": _Kind(
         "problem",
-        "a shard made the checking process die",
-        "{n} shards made the checking process die",
-        "an image in it crashes the decoder or needs more memory than there is: check it again without --decode, and "
-        "keep it away from training",
+        "{n} crash{es} of the checking process",
+        "an image in the shard crashes the decoder or needs more memory than there is: check again without --decode, "
+        "and do not train on the shard",
     ),
-    "image": _Text(
+    "image": _Kind(
         "problem",
-        "an image cannot be read",
-        "{n} images cannot be read",
+        "{n} unreadable image{s}",
         "mend or drop them at the source and pack again; training substitutes others as long as "
         "data.max_corrupt_share allows it",
     ),
-    "label": _Text(
+    "label": _Kind(
         "problem",
-        "a label cannot be used",
-        "{n} labels cannot be used",
+        "{n} unusable label{s}",
         "correct them at the source and pack again; for tars of other tools, --label, --classes and --multi-label say "
-        "where labels stand and what they are called",
+        "where the labels are and what they are called",
     ),
-    "contradicting-label": _Text(
+    "contradicting-label": _Kind(
         "problem",
-        "an image occurs with different labels",
-        "{n} images occur with different labels",
-        "the same bytes cannot be both: keep the copy with the right label, drop the others, pack again",
+        "{n} image{s} occurring with different labels",
+        "keep the copy with the right label, drop the others, and pack again",
     ),
-    "leaked-image": _Text(
+    "leaked-image": _Kind(
         "problem",
-        "an image of one split is also in another",
-        "{n} images of one split are also in another",
-        "results on them measure memory: remove them from the training set, or hold out others, and pack again",
+        "{n} image{s} of one split also in another",
+        "held-out results on them measure memory: remove them from the training set, or hold out others, and pack "
+        "again",
     ),
-    "class-list": _Text(
+    "class-list": _Kind(
         "problem",
-        "the splits do not have the same list of classes",
-        "",
+        "the splits have different lists of classes",
         "class numbers mean different things in them: pack them from one source with the same classes",
     ),
-    "fitness": _Text("problem", "", "", ""),
-    "mended-image": _Text(
+    "fitness": _Kind("problem", ""),
+    "mended-image": _Kind(
         "warning",
-        "an image is damaged, and decoders go on with a guess",
-        "{n} images are damaged, and decoders go on with a guess",
+        "{n} damaged image{s}, which decoders complete with a guess",
         "look at them: part may be grey or smeared; replace them at the source if you can",
     ),
-    "duplicate-image": _Text(
+    "duplicate-image": _Kind(
         "warning",
-        "an image occurs more than once",
-        "{n} images occur more than once",
+        "{n} image{s} occurring more than once",
         "they are trained on more often than others, and may end up on both sides of a held-out split: drop the copies "
         "at the source if that is not meant",
     ),
-    "duplicate-key": _Text(
+    "duplicate-key": _Kind(
         "warning",
-        "a key occurs more than once",
-        "{n} keys occur more than once",
+        "{n} key{s} occurring more than once",
         "shardvit does not mind; tools that know samples by their keys (lists of faults, feature stores) mix them up: "
-        "give each sample a name of its own",
+        "give each sample its own name",
     ),
-    "extra-tar": _Text(
+    "extra-tar": _Kind(
         "warning",
-        "a tar lies in the folder that the manifest does not name",
-        "{n} tars lie in the folder that the manifest does not name",
-        "shardvit ignores them, other tools that read *.tar do not: move them away, or pack the set again with their "
+        "{n} tar{s} in the folder that the manifest does not name",
+        "shardvit ignores them, but other tools read every *.tar: move them away, or pack the set again with their "
         "images",
     ),
-    "empty-class": _Text(
+    "empty-class": _Kind(
         "warning",
-        "a class has no sample",
-        "{n} classes have no sample",
+        "{n} class{es} without samples",
         "check that nothing was forgotten; if they are not wanted, pack again without them",
     ),
-    "uneven-shards": _Text(
+    "uneven-shards": _Kind(
         "warning",
-        "the shards are of very different sizes",
         "",
         "shardvit trains on them exactly all the same, but loads and caches unevenly; tools that give whole shards to "
         "workers wait for the largest: pack the set again",
     ),
-    "few-shards": _Text("warning", "", "", ""),
-    "no-digests": _Text(
-        "info",
-        "no digests are known for a shard, so flipped bits are found only where they spoil an image or a header",
-        "no digests are known for {n} shards, so flipped bits are found only where they spoil an image or a header",
-        "",
+    "few-shards": _Kind("warning", ""),
+    "no-digests": _Kind(
+        "info", "{n} shard{s} without a digest: flipped bits are found only where they spoil an image or a header"
     ),
 }
 
 
 def finding(
-    kind: Kind,
+    kind: str,
     *,
     split: str,
-    count: int,
-    places: Sequence[Place] = (),
+    count: int = 1,
+    places: Sequence[FoundAt] = (),
     message: str = "",
     remedy: str = "",
     severity: Severity | None = None,
 ) -> Finding:
-    """A finding with its kind's own words; `message` and `remedy` are used in their place, if given."""
-    text = _TEXTS[kind]
+    """A finding in its kind's words; `message`, `remedy` and `severity` replace them, if given."""
+    its = _KINDS[kind]
+    plural = {"s": "", "es": ""} if count == 1 else {"s": "s", "es": "es"}
     return Finding(
-        severity=severity or text.severity,
+        severity=severity or its.severity,
         kind=kind,
         split=split,
         count=count,
-        message=message or (text.one if count == 1 or not text.many else text.many.format(n=f"{count:,}")),
-        remedy=remedy or text.remedy,
+        message=message or its.message.format(n=f"{count:,}", **plural),
+        remedy=remedy or its.remedy,
         places=tuple(places[:MOST_PLACES]),
     )

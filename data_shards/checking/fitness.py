@@ -1,8 +1,8 @@
-"""How well a set of shards suits a number of processes: do the lanes divide, what does each node read. Pure.
+"""How well a set of shards suits a number of processes: do they divide the lanes, what does each node read. Pure.
 
-What a node reads follows from the order itself (`order.Order`): a process owns whole lanes, a lane is a span of the
-permuted shards, and within it the shuffle stays inside windows. The numbers are those of epoch 0 with seed 0; other
-epochs have other shards and, within a percent or so, the same amounts. Costs a second for any number of samples.
+What a node reads follows from `order.Order`: a process owns whole lanes, a lane is a span of the permuted shards, and
+the shuffle stays inside windows of it. The numbers are those of epoch 0 with seed 0; other epochs have other shards
+and, within a percent or so, the same amounts. Costs a second for any number of samples.
 """
 
 from __future__ import annotations
@@ -38,10 +38,8 @@ class Fitness:
         images_per_process: samples of an epoch for each process, (least, most).
         shards_per_process: distinct shards that a process reads in an epoch, (least, most).
         shards_per_node: the same for a node.
-        node_share: of all bytes, what the busiest node reads in an epoch, 0 to 1.
-        node_bytes: the same in bytes.
-        window_shards: distinct shards that a node reads at a time, within one shuffle window, at the most.
-        window_bytes: the same in bytes.
+        node_share: of all bytes, what the busiest node reads in an epoch, 0 to 1; `node_bytes` in bytes.
+        window_shards: distinct shards that a node reads within one shuffle window, at most; `window_bytes` in bytes.
     """
 
     world_size: int
@@ -85,18 +83,18 @@ def assess(
         if lanes != DEFAULT_LANES:
             message = f"{world_size} processes do not divide {DEFAULT_LANES} lanes: {lanes} are assumed here"
             remedy = f"set data.lanes to {lanes} and global_batch_size to a multiple of it"
-            findings.append(finding("fitness", split=split, count=1, severity="info", message=message, remedy=remedy))
+            findings.append(finding("fitness", split=split, severity="info", message=message, remedy=remedy))
     elif lanes % world_size:
         near = max(1, lanes // world_size) * world_size
         message = f"{world_size} processes cannot share {lanes} lanes evenly"
         remedy = f"set data.lanes to {near}, or use {_listed(_divisors(lanes))} processes"
-        return None, [*findings, finding("fitness", split=split, count=1, message=message, remedy=remedy)]
+        return None, [finding("fitness", split=split, message=message, remedy=remedy)]
     try:
         check_sizes(sum(shard_sizes), lanes=lanes, global_batch_images=lanes, window_images=window_images)
     except UserError:
         message = f"there are only {sum(shard_sizes):,} samples for {lanes} lanes"
         remedy = f"use at most {sum(shard_sizes):,} lanes, and as many processes at the most; or pack more images"
-        return None, [*findings, finding("fitness", split=split, count=1, message=message, remedy=remedy)]
+        return None, [*findings, finding("fitness", split=split, message=message, remedy=remedy)]
 
     fitness = _fitness(
         np.asarray(shard_sizes, np.int64),
@@ -115,37 +113,39 @@ def assess(
         remedy = "harmless where every node has all shards on a disk of its own; where they are fetched, " + (
             f"pack smaller shards: --samples-per-shard {samples}" if samples >= _FEWEST_SAMPLES else "use fewer nodes"
         )
-        findings.append(finding("few-shards", split=split, count=1, message=message, remedy=remedy))
+        findings.append(finding("few-shards", split=split, message=message, remedy=remedy))
     return fitness, findings
 
 
 def _fitness(
-    sizes: Int64s,
-    num_bytes: Int64s,
-    *,
-    world_size: int,
-    lanes: int,
-    processes_per_node: int,
-    window_images: int,
+    sizes: Int64s, num_bytes: Int64s, *, world_size: int, lanes: int, processes_per_node: int, window_images: int
 ) -> Fitness:
-    node, process, window, shard = _touched(
-        sizes, world_size=world_size, lanes=lanes, processes_per_node=processes_per_node, window_images=window_images
-    )
-    nodes = -(-world_size // processes_per_node)
+    # All places of epoch 0, or of large sets a regular choice, with the first and last place of each window.
+    total, own_lanes = int(sizes.sum()), lanes // world_size
+    stride = min(max(1, int(sizes[sizes > 0].min()) // 2, total // _MOST_PLACES), window_images)
+    spans = (total + np.arange(lanes, dtype=np.int64)) // lanes
+    longest = int(spans.max())
+    starts = np.arange(0, longest, window_images)
+    steps = np.unique(np.concatenate([np.arange(0, longest, stride), starts, starts[1:] - 1, [longest - 1]]))
+    lane, position = (each.ravel() for each in np.meshgrid(np.arange(lanes), steps, indexing="ij"))
+    position = np.minimum(position, spans[lane] - 1)
+    # A window of one image leaves the places unshuffled; which shards a true window touches is the same.
+    order = Order(sizes.tolist(), seed=0, lanes=lanes, global_batch_images=lanes, window_images=1)
+    shard = order.visits(lane, position).shard
+
+    process = lane // own_lanes
+    node, window = process // processes_per_node, position // window_images
     per_process, _ = _distinct(process, shard, shards=len(sizes))
     per_node, node_shard = _distinct(node, shard, shards=len(sizes))
     per_window, window_shard = _distinct(node * (int(window.max()) + 1) + window, shard, shards=len(sizes))
-    node_bytes = np.bincount(per_node, weights=num_bytes[node_shard], minlength=nodes)
-    total, own_lanes = int(sizes.sum()), lanes // world_size
-    spans = [(total + lane) // lanes for lane in range(lanes)]
-    images = [sum(spans[rank * own_lanes : (rank + 1) * own_lanes]) for rank in range(world_size)]
+    node_bytes = np.bincount(per_node, weights=num_bytes[node_shard])
     return Fitness(
         world_size=world_size,
-        nodes=nodes,
+        nodes=-(-world_size // processes_per_node),
         processes_per_node=processes_per_node,
         lanes=lanes,
         fitting_world_sizes=tuple(_divisors(lanes)),
-        images_per_process=(min(images), max(images)),
+        images_per_process=_ends(spans.reshape(world_size, own_lanes).sum(axis=1)),
         shards_per_process=_ends(np.bincount(per_process)),
         shards_per_node=_ends(np.bincount(per_node)),
         node_share=float(node_bytes.max() / max(1, num_bytes.sum())),
@@ -155,35 +155,12 @@ def _fitness(
     )
 
 
-def _touched(
-    sizes: Int64s, *, world_size: int, lanes: int, processes_per_node: int, window_images: int
-) -> tuple[Int64s, Int64s, Int64s, Int64s]:
-    """(node, process, window, shard) for places of epoch 0: all that there are, or of large sets a regular choice."""
-    total = int(sizes.sum())
-    # A window of one image leaves the places unshuffled; which shards a true window touches is the same.
-    order = Order(sizes.tolist(), seed=0, lanes=lanes, global_batch_images=lanes, window_images=1)
-    stride = max(1, int(sizes[sizes > 0].min()) // 2, total // _MOST_PLACES)
-    stride = min(stride, window_images)
-    lane = np.arange(lanes, dtype=np.int64)
-    span = (total + lane) // lanes  # of epoch 0
-    longest = int(span.max())
-    starts = np.arange(0, longest, window_images)  # of windows; the place before each ends one
-    steps = np.concatenate([np.arange(0, longest, stride), starts, starts[1:] - 1, [longest - 1]])
-    lane, position = (each.ravel() for each in np.meshgrid(lane, np.unique(steps), indexing="ij"))
-    position = np.minimum(position, span[lane] - 1)
-    shard = order.visits(lane, position).shard
-    process = lane // (lanes // world_size)
-    return process // processes_per_node, process, position // window_images, shard
-
-
 def describe(fitness: Fitness) -> list[tuple[str, str]]:
     """(label, text) lines for people."""
+    shards, images = _range(fitness.shards_per_process), _range(fitness.images_per_process)
     rows = [
         ("lanes", f"{fitness.lanes}: fit for {_listed(fitness.fitting_world_sizes)} processes"),
-        (
-            "a process",
-            f"{_range(fitness.images_per_process)} images and {_range(fitness.shards_per_process)} shards an epoch",
-        ),
+        ("a process", f"{images} images and {shards} shards an epoch"),
     ]
     if fitness.nodes > 1:
         share = f"at most {100 * fitness.node_share:.1f} % of the data, {show_bytes(fitness.node_bytes)}"

@@ -1,4 +1,4 @@
-"""All parts of all shards of a set, scanned by processes of their own, as many as there are cores.
+"""All parts of all shards of a set, scanned by processes, as many as there are cores.
 
 Processes, not threads: on small images most of the time is Python, and a decoder that crashes ends one process instead
 of the check, which then finds out which shard it was.
@@ -12,28 +12,16 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 
-from data_shards.checking.scan import Part, PartScan, ScanRequest, scan_part
+from data_shards.checking.scan import PartScan, ScanRequest, ShardPart, scan_part
 from data_shards.processes import deaf_to_interrupts, num_cores
 from data_shards.progress_line import Progress
 
-# Of work that is done without processes, each of which takes 0.3 s to start.
+# Below that much work no process is started, since each takes 0.3 s to start.
 _LITTLE_SECONDS = 0.5
 _SECONDS_PER_SAMPLE, _SECONDS_PER_BYTE = 22e-6, 1e-9  # measured: headers, label, hashes; SHA-256 twice
 _PARTS_PER_PROCESS = 4  # so that the processes end at nearly the same time, also where there are few shards
 
 _request: ScanRequest | None = None  # of this worker process
-
-
-def _begin_worker(request: ScanRequest) -> None:
-    global _request
-    _request = request
-    # libjpeg tells of damage here, without saying in which image: the findings do.
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-
-
-def _scan_in_worker(part: Part) -> PartScan:
-    assert _request is not None
-    return scan_part(_request, part)
 
 
 def scan_set(request: ScanRequest, *, processes: int | None, report: Callable[[str], None]) -> list[PartScan]:
@@ -46,48 +34,53 @@ def scan_set(request: ScanRequest, *, processes: int | None, report: Callable[[s
     """
     shards = request.shards
     if processes is None:
-        processes = num_cores()
         seconds = shards.num_samples * _SECONDS_PER_SAMPLE + (shards.num_bytes or 0) * _SECONDS_PER_BYTE
-        if seconds < _LITTLE_SECONDS and not request.decode:
-            processes = 1
+        processes = num_cores() if request.decode or seconds >= _LITTLE_SECONDS else 1
     num_parts = max(1, _PARTS_PER_PROCESS * processes // max(1, len(shards.shards))) if processes > 1 else 1
-    parts = [Part(shard, number, num_parts) for shard in range(len(shards.shards)) for number in range(num_parts)]
+    parts = [ShardPart(shard, number, num_parts) for shard in range(len(shards.shards)) for number in range(num_parts)]
+    scans: dict[ShardPart, PartScan] = {}
     with Progress(shards.num_samples, report, doing=f"checking {shards.split or shards.name}") as progress:
-        if processes == 1 or len(parts) == 1:
-            scans = {}
-            for part in parts:
+        can_start = processes > 1 and len(parts) > 1
+        if can_start:
+            scans |= _scan_in_pool(request, parts, processes=processes, progress=progress)
+            # After a crash of a decoder or of memory: a process for each part shows which part it was.
+            can_start = len(scans) < len(parts) and _can_start_processes(request)
+        for part in parts:
+            if part not in scans and can_start:
+                alone = _scan_in_pool(request, [part], processes=1, progress=progress)
+                scans[part] = alone.get(part) or _crashed(part)
+            elif part not in scans:
                 scans[part] = scan_part(request, part)
-                progress.add(scans[part].num_samples)
-        else:
-            scans = _scan_in_pool(request, parts, processes=processes, progress=progress)
-            unfinished = [part for part in parts if part not in scans]
-            # A decoder has crashed, or memory ran out and the kernel ended the process: alone, each shows which it was.
-            has_processes = bool(unfinished) and _has_processes(request)
-            for part in unfinished:
-                if has_processes:
-                    scans |= _scan_in_pool(request, [part], processes=1, progress=progress) or {part: _crashed(part)}
-                else:
-                    scans[part] = scan_part(request, part)
+                progress.add(len(scans[part].samples))
     return [scans[part] for part in parts]
 
 
 def _scan_in_pool(
-    request: ScanRequest, parts: Sequence[Part], *, processes: int, progress: Progress
-) -> dict[Part, PartScan]:
+    request: ScanRequest, parts: Sequence[ShardPart], *, processes: int, progress: Progress
+) -> dict[ShardPart, PartScan]:
     """What could be scanned before a process died, or all."""
-    scans: dict[Part, PartScan] = {}
+    scans: dict[ShardPart, PartScan] = {}
     pool = _pool(request, processes=min(processes, len(parts)))
     try:
         with deaf_to_interrupts():
             futures = {pool.submit(_scan_in_worker, part): part for part in parts}
         for future in as_completed(futures):
             scans[futures.pop(future)] = future.result()
-            progress.add(future.result().num_samples)
+            progress.add(len(future.result().samples))
     except BrokenProcessPool:
         pass
     finally:
         pool.shutdown(cancel_futures=True)
     return scans
+
+
+def _can_start_processes(request: ScanRequest) -> bool:
+    """Not so below a program that comes from standard input."""
+    try:
+        with deaf_to_interrupts(), _pool(request, processes=1) as pool:
+            return pool.submit(os.getpid).result() > 0
+    except BrokenProcessPool:
+        return False
 
 
 def _pool(request: ScanRequest, *, processes: int) -> ProcessPoolExecutor:
@@ -96,16 +89,19 @@ def _pool(request: ScanRequest, *, processes: int) -> ProcessPoolExecutor:
     return ProcessPoolExecutor(processes, mp_context=context, initializer=_begin_worker, initargs=(request,))
 
 
-def _has_processes(request: ScanRequest) -> bool:
-    """Whether a process can be started at all; not so below a program that comes from standard input."""
-    try:
-        with deaf_to_interrupts(), _pool(request, processes=1) as pool:
-            return pool.submit(os.getpid).result() > 0
-    except BrokenProcessPool:
-        return False
+def _begin_worker(request: ScanRequest) -> None:
+    global _request
+    _request = request
+    # libjpeg writes here of damage, without saying in which image: the findings say it.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
-def _crashed(part: Part) -> PartScan:
+def _scan_in_worker(part: ShardPart) -> PartScan:
+    assert _request is not None
+    return scan_part(_request, part)
+
+
+def _crashed(part: ShardPart) -> PartScan:
     scan = PartScan(part)
     scan.add_fault("crashed-check", f"part {part.number + 1} of {part.parts} of its samples" if part.parts > 1 else "")
     return scan

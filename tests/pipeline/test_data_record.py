@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from data_shards.checking import spots
+from data_shards.checking import identity
 from data_shards.errors import UserError
 from data_shards.manifest import read_manifest, write_manifest
 from data_shards.packing.pack import pack
@@ -107,7 +107,7 @@ def test_two_images_swapped_in_a_tar_that_keeps_size_and_time(
     if noticed_by == "samples":
         run.forget_times()
     else:
-        monkeypatch.setattr(spots, "MOST_SAMPLES", 0)
+        monkeypatch.setattr(identity, "MOST_SAMPLES", 0)
         forget_samples(run)
     name = {"train": r"training images: .*train-000001\.tar", "val": r"held-out images: .*val-000000\.tar"}[split]
     for _ in range(2):  # what was refused is refused again
@@ -260,8 +260,8 @@ def test_a_record_that_is_lost_or_altered_does_not_stop_the_same_data_nor_let_ot
 
 
 def test_more_suspects_than_are_read_at_a_time_are_read_attempt_by_attempt(run: Run, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(spots, "MOST_SUSPECT_BYTES", run.shard(0).stat().st_size)
-    monkeypatch.setattr(spots, "MOST_SAMPLES", 0)
+    monkeypatch.setattr(identity, "MOST_SUSPECT_BYTES", run.shard(0).stat().st_size)
+    monkeypatch.setattr(identity, "MOST_SAMPLES", 0)
     run.attempt()
     for number in range(3):
         os.utime(run.shard(number), (1, 1))

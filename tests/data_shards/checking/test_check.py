@@ -35,24 +35,24 @@ def test_a_sound_set_has_nothing_to_report(sound: Path):
     result = looked_at(sound, decode=True)
     assert result.findings == () and result.exit_code == 0
     train, val = result.splits
-    assert (train.split, train.num_samples, train.num_stated, train.num_shards) == ("train", 36, 36, 4)
-    assert (val.split, val.num_samples, val.num_shards) == ("val", 12, 2)
-    assert train.classes == CLASSES and train.class_counts == (12, 12, 12)
-    assert train.num_bytes == sum(tar.stat().st_size for tar in tars(sound / "train"))
-    assert train.shard_samples is not None and (train.shard_samples.least, train.shard_samples.most) == (9, 9)
+    assert (train.split, train.samples, train.samples_stated, train.shards) == ("train", 36, 36, 4)
+    assert (val.split, val.samples, val.shards) == ("val", 12, 2)
+    assert train.classes == dict.fromkeys(CLASSES, 12)
+    assert train.bytes == sum(tar.stat().st_size for tar in tars(sound / "train"))
+    assert train.samples_per_shard is not None and (train.samples_per_shard.min, train.samples_per_shard.max) == (9, 9)
     assert train.formats == {"JPEG": 27, "PNG": 9}
-    assert train.heights is not None and train.widths is not None
-    assert (train.heights.least, train.heights.most, train.widths.median) == (24, 24, 32)
+    assert train.height is not None and train.width is not None
+    assert (train.height.min, train.height.max, train.width.median) == (24, 24, 32)
     sizes = [len(encoded(number, image_format="PNG" if number % 4 == 0 else "JPEG")) for number in range(36)]
-    assert train.image_bytes is not None
-    assert (train.image_bytes.least, train.image_bytes.most) == (min(sizes), max(sizes))
+    assert train.bytes_per_image is not None
+    assert (train.bytes_per_image.min, train.bytes_per_image.max) == (min(sizes), max(sizes))
     assert train.decode_ms is not None and train.decode_ms > 0
 
 
 def test_without_decode_nothing_is_said_of_pixels(sound: Path):
     result = looked_at(sound / "train")
     assert result.findings == () and [split.split for split in result.splits] == ["train"]
-    assert result.splits[0].heights is result.splits[0].decode_ms is None
+    assert result.splits[0].height is result.splits[0].decode_ms is None
 
 
 def test_processes_find_what_one_finds(shards: Path):
@@ -65,7 +65,7 @@ def test_processes_find_what_one_finds(shards: Path):
     together = looked_at(shards, decode=True, processes=2)
     assert alone.findings and alone.findings == together.findings
     for one, other in zip(alone.splits, together.splits, strict=True):
-        assert one.class_counts == other.class_counts and one.heights == other.heights
+        assert one.classes == other.classes and one.height == other.height
 
 
 # Damaged shards.
@@ -89,7 +89,7 @@ def test_a_truncated_tar_loses_what_is_behind_and_is_told_once(shards: Path):
     assert found.places[0].shard == tar.name
     for words in ("bytes where the manifest says", f"at byte {offset + 3}", "4 samples are lost"):
         assert words in found.places[0].detail
-    assert result.splits[0].num_samples == 32 and result.splits[0].num_stated == 36
+    assert result.splits[0].samples == 32 and result.splits[0].samples_stated == 36
     assert "36 are stated" in as_text(result)
 
 
@@ -103,7 +103,7 @@ def test_behind_a_damaged_header_the_index_knows_more(shards: Path, has_index: b
     result = looked_at(shards)
     found = only(result, "damaged-shard")
     assert ("4 samples are lost" in found.places[0].detail) != has_index
-    assert result.splits[0].num_samples == (36 if has_index else 32)
+    assert result.splits[0].samples == (36 if has_index else 32)
 
 
 def test_swapped_and_spoilt_indexes(shards: Path):
@@ -119,7 +119,7 @@ def test_swapped_and_spoilt_indexes(shards: Path):
     for tar in (first, second, third):
         index_path(tar).unlink()
     assert looked_at(shards).findings == ()  # as the remedy promises
-    assert result.splits[0].num_samples == 36  # and all were looked at meanwhile
+    assert result.splits[0].samples == 36  # and all were looked at meanwhile
 
 
 def test_an_index_with_a_sample_less(shards: Path):
@@ -144,7 +144,7 @@ def test_all_tars_missing(shards: Path):
         tar.unlink()
     result = looked_at(shards / "train", decode=True)
     assert only(result, "missing-shard").count == 4
-    assert "4 shards of the manifest are not there" in as_text(result) and as_json(result)["splits"][0]["samples"] == 0
+    assert "4 shards of the manifest missing" in as_text(result) and as_json(result)["splits"][0]["samples"] == 0
 
 
 def test_a_tar_that_cannot_be_opened_does_not_stop_the_others(shards: Path):
@@ -153,7 +153,7 @@ def test_a_tar_that_cannot_be_opened_does_not_stop_the_others(shards: Path):
     tar.mkdir()
     result = looked_at(shards)
     (found,) = (each for each in result.findings if each.places[0].shard == tar.name)
-    assert found.severity == "problem" and result.splits[0].num_samples == 27
+    assert found.severity == "problem" and result.splits[0].samples == 27
 
 
 def test_a_tar_that_is_none(shards: Path):
@@ -196,7 +196,7 @@ def test_a_crash_is_pinned_to_its_shard(shards: Path):
     result = looked_at(shards / "train", store=KillingStore(), processes=2)
     found = only(result, "crashed-check")
     assert {place.shard for place in found.places} == {tars(shards / "train")[0].name}
-    assert result.splits[0].num_samples == 27
+    assert result.splits[0].samples == 27
 
 
 def test_where_no_process_can_be_started_it_is_done_without(shards: Path, monkeypatch: pytest.MonkeyPatch):
@@ -205,7 +205,7 @@ def test_where_no_process_can_be_started_it_is_done_without(shards: Path, monkey
 
     monkeypatch.setattr(ProcessPoolExecutor, "submit", broken)
     result = looked_at(shards, decode=True, processes=2)
-    assert result.findings == () and result.splits[0].num_samples == 36
+    assert result.findings == () and result.splits[0].samples == 36
 
 
 # Damaged samples.

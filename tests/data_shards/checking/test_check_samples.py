@@ -198,10 +198,10 @@ def test_tars_of_another_tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert set(found) == {"damaged-shard", "uneven-shards", "no-digests"}
     assert found["no-digests"].severity == "info" and found["damaged-shard"].places[0].shard == "00003.tar"
     (split,) = result.splits
-    assert split.is_multi_label and split.classes == ("blue", "red")
-    assert split.class_counts == (
-        sum("blue" in labels[i % 4] for i in range(split.num_samples)),
-        sum("red" in labels[i % 4] for i in range(split.num_samples)),
+    assert split.multi_label and list(split.classes) == ["blue", "red"]
+    assert tuple(split.classes.values()) == (
+        sum("blue" in labels[i % 4] for i in range(split.samples)),
+        sum("red" in labels[i % 4] for i in range(split.samples)),
     )
 
 
@@ -275,10 +275,10 @@ def test_nothing_is_changed(shards: Path, damage: Callable[[Path], None]):
 def test_many_classes_are_summed_up(sound: Path):
     """Beyond some number of classes a line for each would be no report."""
     result = looked_at(sound / "train")
-    names = tuple(f"c{number:03d}" for number in range(100))
-    uneven = dataclasses.replace(result.splits[0], classes=names, class_counts=tuple(range(1, 101)))
+    names = [f"c{number:03d}" for number in range(100)]
+    uneven = dataclasses.replace(result.splits[0], classes=dict(zip(names, range(1, 101), strict=True)))
     text = as_text(dataclasses.replace(result, splits=(uneven,)))
     assert "100, 1 to 100 images each (median 51); most to least 100 to 1" in text
     assert "c000 1, c001 2, c002 3" in text and "c099 100, c098 99, c097 98" in text and "c050" not in text
-    even = dataclasses.replace(uneven, class_counts=(7,) * 100)
+    even = dataclasses.replace(uneven, classes=dict.fromkeys(names, 7))
     assert "100, 7 images each" in as_text(dataclasses.replace(result, splits=(even,)))

@@ -12,9 +12,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data_shards.checking import spots
-from data_shards.checking.identity import SetIdentity, differences, suspects
-from data_shards.checking.spots import MOST_SAMPLES, MOST_SHARDS, compare_suspects, identify
+from data_shards.checking import identity
+from data_shards.checking.identity import (
+    MOST_SAMPLES,
+    MOST_SHARDS,
+    SetIdentity,
+    compare_suspects,
+    differences,
+    identify,
+    suspects,
+)
 from data_shards.foreign.tar import spread
 from data_shards.opening import open_shards
 from data_shards.shard_set import ShardsSpec
@@ -119,17 +126,17 @@ def test_a_large_set_is_looked_at_in_bounds(shards: Path, monkeypatch: pytest.Mo
     assert MOST_SHARDS * (MOST_SAMPLES // MOST_SHARDS) == MOST_SAMPLES
     whole = identify(open_shards(str(shards / "train")))
     assert {number: len(row) for number, row in whole.spots.items()} == dict.fromkeys(range(4), 9)
-    monkeypatch.setattr(spots, "MOST_SHARDS", 2)
-    monkeypatch.setattr(spots, "MOST_SAMPLES", 6)
+    monkeypatch.setattr(identity, "MOST_SHARDS", 2)
+    monkeypatch.setattr(identity, "MOST_SAMPLES", 6)
     some = identify(open_shards(str(shards / "train")))
     assert {number: len(row) for number, row in some.spots.items()} == {0: 3, 3: 3}
     assert some.spots[3] == tuple(whole.spots[3][row] for row in (0, 4, 8))
-    monkeypatch.setattr(spots, "_MOST_BYTES", 2)
+    monkeypatch.setattr(identity, "_MOST_BYTES", 2)
     assert all(len(row) == 1 for row in identify(open_shards(str(shards / "train"))).spots.values())
 
 
 def test_a_suspect_is_read_wholly_where_its_digest_is_known(shards: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(spots, "MOST_SAMPLES", 0)
+    monkeypatch.setattr(identity, "MOST_SAMPLES", 0)
     before = identify(open_shards(str(shards / "train")))
     tars = sorted((shards / "train").glob("*.tar"))
     touch_up(tars[1])

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from data_shards.checking.spots import identify
+from data_shards.checking.identity import identify
 from data_shards.errors import CorruptSample, UserError
 from data_shards.manifest import Manifest
 from data_shards.opening import open_shards
