@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
+from data_shards.errors import UserError
 from data_shards.text import printable
 from pipeline.ranks.group import Ranks
 from pipeline.ranks.stopping import StopFlag
 from pipeline.recipe.schema import Recipe
 from pipeline.run_folder import RunFolder
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -29,6 +34,19 @@ class StageContext:
     tracking: Tracking
     stop: StopFlag
     job_tags: dict[str, str]  # facts of this attempt: host, launcher, job id
+
+    def on_main(self, task: Callable[[], T]) -> T | None:
+        """What `task` returns on rank 0, None elsewhere; collective. Its `UserError` is raised on all ranks."""
+        result, problem = None, ""
+        if self.ranks.place.is_main:
+            try:
+                result = task()
+            except UserError as error:
+                problem = str(error)
+        problem = str(self.ranks.gather_objects(problem)[0])
+        if problem:
+            raise UserError(problem)
+        return result
 
     def say(self, line: str) -> None:
         """Print a line, on rank 0 alone."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -15,7 +15,13 @@ from pipeline.task import Task
 
 
 def evaluate(
-    batches: Iterable[Batch], *, task: Task, engine: Engine, ranks: Ranks, faults: FaultLedger
+    batches: Iterable[Batch],
+    *,
+    task: Task,
+    engine: Engine,
+    ranks: Ranks,
+    faults: FaultLedger,
+    beat: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
     """Evaluate; collective.
 
@@ -25,6 +31,7 @@ def evaluate(
         engine: with the model.
         ranks: the processes.
         faults: takes down damaged images, which are not counted.
+        beat: called at each batch.
 
     Returns:
         "val/loss" and "val/SCORE" (the task's word for the share of right predictions), means over all predictions,
@@ -33,6 +40,7 @@ def evaluate(
     engine.module.eval()
     sums = torch.zeros(4, dtype=torch.float64, device=engine.device)  # loss, right predictions, predictions, images
     for batch in batches:
+        beat()
         faults.note(batch, use="eval", rows=len(batch.counted))
         example = task.example(batch, use="eval")
         outputs = engine.predict(*example.inputs).float()

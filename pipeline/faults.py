@@ -18,7 +18,6 @@ from data_shards.loading.batch import Batch, Fault
 from pipeline.ranks.group import Ranks
 
 Use = Literal["train", "eval"]
-FILE = "corrupt_samples.jsonl"
 
 
 @dataclass(frozen=True)

@@ -15,17 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from data_shards.errors import UserError
-from data_shards.loading.batch import GOOGLES, Normalisation
-from data_shards.store.location import CommandRefused
 from model.saved import CONFIG_FILE, SavedModelMeta, build_described, load_model, read_meta
 from pipeline.checkpoint.identity import FOLDER_PREFIX, checkpoint_folders
 from pipeline.checkpoint.store import damage_of
-from pipeline.recipe.io import parse_recipe
-from pipeline.recipe.schema import FinetuneStage, MaskedPatchStage, PretrainStage, Recipe, StageName, TrainStage
 from pipeline.run_folder import RunFolder
-from pipeline.stage_data import open_data
-from pipeline.stage_model import stage_model
-from pipeline.vocabulary import ALL_STAGES
+from pipeline.vocabulary import ALL_STAGES, CHECKPOINTS_FOLDER, RECIPE_FILE, STAGE_FILE, StageName
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -57,11 +51,11 @@ def find_model(path: Path) -> FoundModel:
     if not path.exists():
         raise UserError(f"{path} is not there: give a run's folder, a checkpoint, or a file of weights")
     place = path.absolute()  # also for "." and for a folder's bare name within its run
-    if place.name.startswith(FOLDER_PREFIX) and place.parent.name == "checkpoints":  # has a recipe too
+    if place.name.startswith(FOLDER_PREFIX) and place.parent.name == CHECKPOINTS_FOLDER:  # has a recipe too
         return _of_checkpoint(path)
-    if (path / "recipe.yaml").is_file():
+    if (path / RECIPE_FILE).is_file():
         return _of_run(path)
-    if place.name in ALL_STAGES and (place.parent / "recipe.yaml").is_file():
+    if place.name in ALL_STAGES and (place.parent / RECIPE_FILE).is_file():
         return _of_stage(path.parent if path.name else place.parent, stage=place.name)
     if (path / CONFIG_FILE).is_file():
         try:
@@ -121,49 +115,25 @@ def _of_whole_checkpoint(checkpoint: Path) -> FoundModel:
 
     stage_folder = checkpoint.absolute().parent.parent
     run, stage = stage_folder.parent, stage_folder.name
-    if stage not in ALL_STAGES or not (run / "recipe.yaml").is_file():
+    if stage not in ALL_STAGES or not (run / RECIPE_FILE).is_file():
         raise UserError(f"{checkpoint} is not in a run's folder RUNS/NAME/STAGE/checkpoints: its recipe.yaml is needed")
-    recipe = parse_recipe(run / "recipe.yaml")
-    meta = _describe_stage(recipe, run, stage=stage)
+    meta = _describe_stage(run, stage=stage)
     with torch.device("meta"):
         model = build_described(meta)
     return FoundModel(meta, checkpoint_weights(checkpoint, model=model), origin=str(checkpoint))
 
 
-def _describe_stage(recipe: Recipe, run: Path, *, stage: StageName) -> SavedModelMeta:
-    """The record that the stage will write when it is done: of its stage.json, or, in a run of before, of the data."""
-    from model.vocabulary import COLOURS
-
-    config = recipe.train_stage(stage)
+def _describe_stage(run: Path, *, stage: StageName) -> SavedModelMeta:
+    """The record that the stage will save its model with, from its stage.json."""
     folder = RunFolder(runs_root=run.parent, name=run.name)
-    if described := folder.record(stage).model:
-        try:
-            return SavedModelMeta.model_validate(described)
-        except ValueError as error:
-            reason = "; ".join(str(error).splitlines())
-            raise UserError(f"{folder.stage(stage) / 'stage.json'}: its model cannot be understood: {reason}") from None
-    start = read_meta(folder.model("swap_head")) if _starts_from_swap(config) else None
-    if isinstance(config, MaskedPatchStage):
-        classes, head = COLOURS, "masked_patch"
-    else:
-        classes = _classes(recipe, folder, stage=stage) if start is None else start.class_names
-        head = config.head if isinstance(config, PretrainStage) else "linear"
-    normalisation = GOOGLES if start is None else Normalisation(mean=start.mean, std=start.std)
-    return stage_model(recipe, stage=stage, classes=classes, head=head, normalisation=normalisation)
-
-
-def _classes(recipe: Recipe, folder: RunFolder, *, stage: StageName) -> tuple[str, ...]:
+    file = folder.stage(stage) / STAGE_FILE
+    described = folder.record(stage).model
+    if not described:
+        raise UserError(f"{file} does not say what its model is: run the recipe again, which writes it down")
     try:
-        return open_data(recipe, stage=stage).train.classes
-    except CommandRefused as error:
-        raise UserError(
-            f"{folder.stage(stage)} was begun before its classes were written down there, and its images come from a "
-            f"command ({error}): run the recipe for a moment more, which writes them down"
-        ) from None
-
-
-def _starts_from_swap(config: TrainStage) -> bool:
-    return isinstance(config, FinetuneStage) and config.start == "swap_head"
+        return SavedModelMeta.model_validate(described)
+    except ValueError as error:
+        raise UserError(f"{file}: its model cannot be understood: {'; '.join(str(error).splitlines())}") from None
 
 
 def _of_others(path: Path) -> FoundModel:

@@ -1,11 +1,12 @@
 """One training stage, put together: plan, engine, data, checkpoints, report; then the loop; then the result.
 
-Assembly only. The loop is `train_loop`, the arithmetic `plan`, what tells the stages apart `stages`.
+Assembly only. The loop is `train_loop`, the arithmetic `recipe.stage_plan`, what tells the stages apart `stages`.
 """
 
 from __future__ import annotations
 
 import os
+import platform
 import sys
 import time
 from collections.abc import Iterator
@@ -13,36 +14,47 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from torch import nn
 
 from data_shards.durable import make_folders
 from data_shards.errors import UserError
 from data_shards.images.decode import require_decoder
 from data_shards.loading.batch import GOOGLES, Normalisation
+from data_shards.loading.loader import eval_batches
 from model.counting.flops import account
 from model.saved import save_model
 from model.vocabulary import COLOURS, HeadKind
 from pipeline.checkpoint.identity import checkpoint_identity
 from pipeline.checkpoint.note import describe_changes, describe_restored
 from pipeline.checkpoint.room import check_free_space, estimate_bytes
-from pipeline.checkpoint.store import Restored, restore_checkpoint
+from pipeline.checkpoint.saver import CheckpointSaver
+from pipeline.checkpoint.store import Restored, Retention, restore_checkpoint
 from pipeline.checkpoint.written_by import written_by
 from pipeline.context import StageContext
-from pipeline.data_record import DataRecord, check_data, keep_data
+from pipeline.data_record import check_data, keep_data
 from pipeline.engine.open import open_engine
+from pipeline.engine.protocol import Engine
+from pipeline.evaluate import evaluate
+from pipeline.faults import FaultLedger
+from pipeline.ranks.pace import Pace
+from pipeline.ranks.phases import Phases
+from pipeline.ranks.stopping import Requests, SaveClock
 from pipeline.ranks.watch import Watch
-from pipeline.recipe.schema import StageName
+from pipeline.recipe.io import dump_recipe
+from pipeline.recipe.schema import EngineConfig, StageName
 from pipeline.recipe.stage_plan import StagePlan, plan_stage
 from pipeline.report.best import best_results, describe_best
 from pipeline.report.metrics_log import iter_metrics
-from pipeline.report.reporter import stage_report
+from pipeline.report.reporter import Report, stage_report
 from pipeline.run_folder import check_inputs, weights_digest
+from pipeline.stage_batches import held_out, train_loader
 from pipeline.stage_data import StageData, cache_advice, training_order
 from pipeline.stage_model import stage_model
 from pipeline.state import TrainState
 from pipeline.task import Task, make_task
 from pipeline.train_loop import TrainJob, train
-from pipeline.training_job import training_job
+from pipeline.vocabulary import CORRUPT_SAMPLES_FILE, METRICS_FILE
 
 
 @dataclass(frozen=True)
@@ -68,7 +80,9 @@ def train_stage(
     plan = plan_stage(recipe, stage=stage, samples_per_epoch=data.train.num_samples, world_size=ranks.place.world_size)
     inputs = {"training images": data.train.digest, "held-out images": data.eval.digest, "weights": start.weights}
     record = folder.record(stage)
-    data_record = _check_data(context, stage=stage, data=data)
+    data_record = context.on_main(lambda: check_data(folder, stage=stage, data=data))
+    for note in data_record.notes if data_record else ():
+        context.say(note)
     check_inputs(folder, stage=stage, inputs=inputs)
     watch = Watch(
         folder.ranks(stage),
@@ -82,7 +96,7 @@ def train_stage(
         if recipe.engine.activation_checkpointing:
             model.set_grad_checkpointing(True)  # pyright: ignore[reportCallIssue]
         if record.last_saved_step < plan.total_steps:
-            _demand_room(context, stage=stage, model=model)
+            context.on_main(lambda: _check_disk(context, stage=stage, model=model))
         engine = open_engine(recipe, stage=stage, plan=plan, model=model, ranks=ranks)
         watch.beat(0, doing="restoring a checkpoint")
         identity = checkpoint_identity(recipe, stage=stage, processes=ranks.place.world_size)
@@ -101,49 +115,43 @@ def train_stage(
             head=start.head,
             normalisation=start.normalisation,
         )
-        if ranks.place.is_main:
-            assert data_record is not None
+        if data_record:
             keep_data(folder, data_record, stage=stage)
-            described = meta.model_dump(mode="json", exclude_none=True)
             folder.update(
                 stage,
                 state="running",
                 inputs=inputs,
                 data_digest=data_record.digest,
                 total_steps=plan.total_steps,
-                model=described,
+                model=meta.model_dump(mode="json", exclude_none=True),
             )
-
-        with stage_report(context, stage=stage, data=data, plan=plan, state=state) as report:
+        phases = Phases(watch=watch, pace=make_pace(recipe.engine, device=engine.device))
+        with stage_report(context, stage=stage, data=data, plan=plan, state=state, phases=phases) as report:
             task = make_task(recipe, stage=stage, data=data, normalisation=start.normalisation, engine=engine)
-            job = training_job(
+            job = make_job(
                 context,
                 stage=stage,
                 data=data,
                 plan=plan,
                 task=task,
                 engine=engine,
-                restored=restored,
+                start_step=state.step,
                 watch=watch,
                 report=report,
             )
             if ranks.place.is_main:
-                for line in _opening_lines(
-                    context, stage=stage, data=data, plan=plan, task=task, start=start, restored=restored, job=job
-                ):
-                    report.note(line)
+                _describe_start(context, stage=stage, data=data, job=job, start=start, restored=restored)
             with closing(job.batches), closing(job.saver):
                 state = train(job, state)
-            stall_seconds = job.saver.stall_seconds
             report.note(
-                f"{stage}: training stood still for its checkpoints for {stall_seconds:.1f} s, "
-                f"{stall_seconds / report.attempt_seconds:.1%} of the time"
+                f"{stage}: training stood still for its checkpoints for {job.saver.stall_seconds:.1f} s, "
+                f"{job.saver.stall_seconds / report.attempt_seconds:.1%} of the time"
             )
             watch.beat(state.step, doing="writing the model")
             weights = engine.weights()
             if ranks.place.is_main:
                 best = best_results(
-                    iter_metrics(folder.stage(stage) / "metrics.jsonl"),
+                    iter_metrics(folder.stage(stage) / METRICS_FILE),
                     last=state.evaluation,
                     by="val/loss" if recipe.train_stage(stage).keep_best == "loss" else f"val/{task.score}",
                 )
@@ -159,83 +167,139 @@ def train_stage(
                 )
 
 
-def _check_data(context: StageContext, *, stage: StageName, data: StageData) -> DataRecord | None:
-    """What the stage's data are, on rank 0; where they have changed, refuse on all ranks alike."""
-    record, problem = None, ""
-    if context.ranks.place.is_main:
-        try:
-            record = check_data(context.folder, stage=stage, data=data)
-        except UserError as error:
-            problem = str(error)
-        else:
-            for note in record.notes:
-                context.say(note)
-    problem = str(context.ranks.gather_objects(problem)[0])
-    if problem:
-        raise UserError(problem)
-    return record
+def make_pace(config: EngineConfig, *, device: torch.device) -> Pace:
+    """What finds slow ranks."""
+    return Pace(
+        host=platform.node(),
+        device=device,
+        factor=config.slow_rank_factor,
+        forward="shared" if config.backend == "deepspeed" and config.zero_stage == 3 else "own",
+    )
 
 
-def _demand_room(context: StageContext, *, stage: StageName, model: nn.Module) -> None:
-    """Refuse, on all ranks alike, to begin what could not be saved."""
-    recipe, problem = context.recipe, ""
-    if context.ranks.place.is_main:
-        needed_bytes = estimate_bytes(
-            sum(parameter.numel() for parameter in model.parameters()),
-            engine=recipe.engine,
-            optimizer=recipe.train_stage(stage).optimizer.name,
-        )
-        try:
-            check_free_space(context.folder.checkpoints(stage), needed_bytes=needed_bytes)
-        except UserError as error:
-            problem = str(error)
-    problem = str(context.ranks.gather_objects(problem)[0])
-    if problem:
-        raise UserError(problem)
-
-
-def _opening_lines(
+def make_job(
     context: StageContext,
     *,
     stage: StageName,
     data: StageData,
     plan: StagePlan,
     task: Task,
+    engine: Engine,
+    start_step: int,
+    watch: Watch,
+    report: Report,
+) -> TrainJob:
+    """Everything the loop needs, from `start_step` on."""
+    recipe, folder, ranks = context.recipe, context.folder, context.ranks
+    config = recipe.train_stage(stage)
+    faults = FaultLedger(
+        folder.stage(stage) / CORRUPT_SAMPLES_FILE,
+        num_samples={"train": data.train.num_samples, "eval": data.eval.num_samples},
+        max_share=recipe.data.max_corrupt_share,
+    )
+    held_out_part = held_out(recipe, stage=stage, data=data, plan=plan, place=ranks.place)
+
+    def run_evaluation(at_step: int) -> dict[str, float]:
+        batches = eval_batches(held_out_part, workers=recipe.data.workers, kind=recipe.data.kind_of_workers)
+        return evaluate(
+            batches,
+            task=task,
+            engine=engine,
+            ranks=ranks,
+            faults=faults,
+            beat=lambda: watch.beat(at_step, doing="evaluation"),
+        )
+
+    def committed(at: TrainState) -> None:
+        if ranks.place.is_main:
+            folder.update(stage, last_saved_step=at.step, images_seen=at.images_seen, seconds=at.training_seconds)
+
+    return TrainJob(
+        plan=plan,
+        batches=train_loader(recipe, stage=stage, data=data, plan=plan, place=ranks.place, start_step=start_step),
+        task=task,
+        engine=engine,
+        evaluate=run_evaluation,
+        saver=CheckpointSaver(
+            folder.checkpoints(stage),
+            engine=engine,
+            ranks=ranks,
+            identity=checkpoint_identity(recipe, stage=stage, processes=ranks.place.world_size),
+            written_by=written_by() if ranks.place.is_main else {},  # who writes them down
+            recipe_text=dump_recipe(recipe),
+            inputs=folder.record(stage).inputs if ranks.place.is_main else {},
+            retention=Retention(
+                last=config.keep_checkpoints,
+                every_steps=plan.keep_steps,
+                best={None: None, "loss": "val/loss", "score": f"val/{task.score}"}[config.keep_best],
+            ),
+            mode=recipe.engine.saving,
+            say=report.note,
+            on_commit=committed,
+            beat=lambda step: watch.beat(step, doing="saving a checkpoint"),
+        ),
+        faults=faults,
+        report=report,
+        ranks=ranks,
+        requests=Requests(
+            context.stop, save_clock=SaveClock(config.save_every_minutes), ranks=ranks, saved_step=start_step
+        ),
+    )
+
+
+def _check_disk(context: StageContext, *, stage: StageName, model: nn.Module) -> None:
+    """Refuse to begin what could not be saved."""
+    recipe = context.recipe
+    needed_bytes = estimate_bytes(
+        sum(parameter.numel() for parameter in model.parameters()),
+        engine=recipe.engine,
+        optimizer=recipe.train_stage(stage).optimizer.name,
+    )
+    check_free_space(context.folder.checkpoints(stage), needed_bytes=needed_bytes)
+
+
+def _describe_start(
+    context: StageContext,
+    *,
+    stage: StageName,
+    data: StageData,
+    job: TrainJob,
     start: StageStart,
     restored: Restored | None,
-    job: TrainJob,
-) -> Iterator[str]:
-    """What is about to be done, for the screen; asked on rank 0 alone."""
-    recipe, ranks = context.recipe, context.ranks
+) -> None:
+    """Say what is about to be done; on rank 0 alone."""
+    recipe, place, plan, task = context.recipe, context.ranks.place, job.plan, job.task
     config = recipe.train_stage(stage)
-    yield f"{stage}: {config.image_size} px, {len(task.outputs)} {task.kind_of_output}; {plan.describe()}"
-    if start.head != "masked_patch":
-        cost = account(
-            recipe.model,
-            image_size=config.image_size,
-            num_classes=len(task.outputs),
-            head=start.head,
-            patch_dropout=config.patch_dropout,
-        )
-        kept = "checkpointed" if recipe.engine.activation_checkpointing else "all"
-        yield f"{stage}: {cost.describe(activations=kept)}"
-    yield from (*data.train.damage, *data.eval.damage)
-    advice = cache_advice(recipe, data=data, plan=plan, processes_per_node=ranks.place.local_world_size)
-    if advice:
-        yield advice
-    if restored:
-        yield describe_restored(
-            restored,
-            plan=plan,
-            order=training_order(recipe, data=data, plan=plan),
-            shards=data.train,
-            lr=job.schedule(restored.state.step),
-        )
-        changes = describe_changes(
-            restored,
-            recipe=recipe,
-            identity=checkpoint_identity(recipe, stage=stage, processes=ranks.place.world_size),
-            written_by=written_by(),
-        )
-        if changes:
-            yield changes
+
+    def lines() -> Iterator[str | None]:
+        yield f"{stage}: {config.image_size} px, {len(task.outputs)} {task.kind_of_output}; {plan.describe()}"
+        if start.head != "masked_patch":
+            cost = account(
+                recipe.model,
+                image_size=config.image_size,
+                num_classes=len(task.outputs),
+                head=start.head,
+                patch_dropout=config.patch_dropout,
+            )
+            kept = "checkpointed" if recipe.engine.activation_checkpointing else "all"
+            yield f"{stage}: {cost.describe(activations=kept)}"
+        yield from (*data.train.damage, *data.eval.damage)
+        yield cache_advice(recipe, data=data, plan=plan, processes_per_node=place.local_world_size)
+        if restored:
+            yield describe_restored(
+                restored,
+                plan=plan,
+                order=training_order(recipe, data=data, plan=plan),
+                shards=data.train,
+                lr=plan.schedule(restored.state.step),
+            )
+            yield describe_changes(
+                restored,
+                recipe=recipe,
+                identity=checkpoint_identity(recipe, stage=stage, processes=place.world_size),
+                written_by=written_by(),
+            )
+
+    for line in lines():
+        if line:
+            job.report.note(line)

@@ -28,8 +28,8 @@ from pipeline.recipe.schema import StageName, TrainStage
 from pipeline.report.reporter import tracked_log
 from pipeline.run_folder import check_model, weights_digest
 from pipeline.stage_data import open_data
+from pipeline.stage_model import model_from_elsewhere
 from pipeline.stage_training import StageStart, train_stage
-from pipeline.start_model import model_from_elsewhere
 
 
 def run_stage(context: StageContext, *, stage: StageName) -> None:

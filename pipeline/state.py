@@ -30,6 +30,13 @@ class TrainState:
     evaluation_step: int = 0  # when that was
     recent_losses: list[float] = field(default_factory=list)  # of the last steps, to tell a spike by
 
+    def advance(self, *, images: int, applied: bool) -> None:
+        """One optimizer step over `images` images is done; not `applied`: its gradients were not finite."""
+        self.step += 1
+        self.images_seen += images
+        self.skipped_in_a_row = 0 if applied else self.skipped_in_a_row + 1
+        self.skipped_steps += not applied
+
     def to_json(self) -> dict[str, Any]:
         """Plain values; floats survive JSON to the last bit."""
         return asdict(self)

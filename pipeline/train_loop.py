@@ -1,14 +1,14 @@
-"""THE loop. One optimizer step a turn, read from top to bottom: batch, forward, loss, backward, step, and what is due.
+"""THE loop. One optimizer step per turn, read from top to bottom: batch, forward, loss, backward, step, what is due.
 
-Everything it needs is handed in; it knows the engine only through its protocol and writes nothing itself. Position,
-randomness and batches are functions of the step, so that to begin at step k is to go on as if never stopped.
+Everything it needs is in the `TrainJob`; it knows the engine only through its protocol and writes nothing itself.
+Batches and randomness are functions of the step, so starting at step k is the same as never having stopped.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Literal
 
 from data_shards.errors import UserError
 from data_shards.loading.loader import TrainLoader
@@ -17,10 +17,8 @@ from pipeline.checkpoint.saver import CheckpointSaver
 from pipeline.engine.protocol import Engine
 from pipeline.faults import FaultLedger
 from pipeline.ranks.group import Ranks
-from pipeline.ranks.pace import Pace
-from pipeline.ranks.stopping import SaveClock, StopFlag, Stopped
-from pipeline.ranks.watch import Watch
-from pipeline.recipe.schedule import Schedule
+from pipeline.ranks.phases import Phase
+from pipeline.ranks.stopping import Requests, Stopped
 from pipeline.recipe.stage_plan import StagePlan
 from pipeline.report.losses import LossWindow, SpikeFinder
 from pipeline.report.reporter import Report
@@ -36,25 +34,20 @@ class TrainingFailed(Exception):
 class TrainJob:
     """The parts of one stage's training, ready to run."""
 
-    engine: Engine
-    ranks: Ranks
-    plan: StagePlan
-    schedule: Schedule
-    seed: int
-    max_skipped_steps: int
-    patch_dropout: float
+    plan: StagePlan  # steps, batch sizes, learning rates, and what is due when
     batches: TrainLoader  # micro-batches from the state's step on
-    faults: FaultLedger
-    task: Task
+    task: Task  # batch -> inputs and targets -> loss
+    engine: Engine  # forward, backward, step
     evaluate: Callable[[int], dict[str, float]]  # at a step
     saver: CheckpointSaver
-    save_clock: SaveClock
-    save_after: Literal["steps", "steps and evaluations"]
-    pace: Pace
-    on_slow_rank: Literal["report", "stop"]
-    watch: Watch
+    faults: FaultLedger  # damaged images
     report: Report
-    stop: StopFlag
+    ranks: Ranks
+    requests: Requests  # of any rank: stop, or save
+
+    def phase(self, name: Phase, step: int) -> AbstractContextManager[None]:
+        """What happens in here is that phase of a step: timed, and told to the watch that looks for hangs."""
+        return self.report.phases(name, step=step)
 
 
 def train(job: TrainJob, state: TrainState) -> TrainState:
@@ -66,111 +59,120 @@ def train(job: TrainJob, state: TrainState) -> TrainState:
             recipe says to stop then (everything up to the current step is saved).
         UserError: more images are damaged than the recipe allows (everything up to here is saved), or a checkpoint
             cannot be written.
-        SaveFailed: the disk failed while a checkpoint was written, which may pass.
+        SaveFailed: the disk failed while a checkpoint was written; retrying may help.
     """
-    engine, task, ranks, plan, report, faults = job.engine, job.task, job.ranks, job.plan, job.report, job.faults
-    watch = job.watch
-    if faults.complaint:  # of an earlier attempt
-        raise UserError(faults.complaint)
-    window, spikes = LossWindow(state.losses_since_log), SpikeFinder(state.recent_losses)
+    plan, task, engine = job.plan, job.task, job.engine
+    if job.faults.complaint:  # of an earlier attempt
+        raise UserError(job.faults.complaint)
+    losses, spikes = LossWindow(state.losses_since_log), SpikeFinder(state.recent_losses)
     engine.module.train()
-    saved_step = state.step
 
     while state.step < plan.total_steps:
-        seed_step(job.seed, step=state.step, rank=ranks.place.rank)
-        if job.patch_dropout:  # of the step alone; the finish sees whole images
-            set_patch_dropout(engine.module, job.patch_dropout if state.step < plan.patch_dropout_steps else 0.0)
+        step = state.step
+        seed_step(plan.seed, step=step, rank=job.ranks.place.rank)
+        if plan.patch_dropout:
+            set_patch_dropout(engine.module, plan.patch_dropout if step < plan.patch_dropout_steps else 0.0)
+
         for _ in range(plan.accumulation_steps):
-            watch.beat(state.step, doing="reading a batch")
-            with job.pace.reading(), report.waiting():
+            with job.phase("reading", step):
                 batch = next(job.batches)
-            faults.note(batch, use="train", rows=plan.micro_batch_size)
+            job.faults.note(batch, use="train", rows=plan.micro_batch_size)
             example = task.example(batch, use="train")
-            watch.beat(state.step, doing="the forward pass")
-            with job.pace.computing():
+            with job.phase("forward", step):
                 outputs = engine.forward(*example.inputs)
             loss = task.loss(outputs, example.targets)
-            watch.beat(state.step, doing="the backward pass")
-            engine.backward(loss)
-            window.add(loss)
-        lr = job.schedule(state.step)
-        watch.beat(state.step, doing="the optimizer's step")
-        result = engine.step(lr=lr)
-        window.end_step()
+            with job.phase("backward", step):
+                engine.backward(loss)
+            losses.add(loss)
+        with job.phase("step", step):
+            lr = plan.schedule(step)
+            result = engine.step(lr=lr)
 
-        state.step += 1
-        state.images_seen += plan.global_batch_images
-        state.skipped_in_a_row = 0 if result.applied else state.skipped_in_a_row + 1
-        state.skipped_steps += not result.applied
-        report.step(plan.global_batch_images)
+        losses.end_step()
+        state.advance(images=plan.global_batch_images, applied=result.applied)
+        job.report.step(plan.global_batch_images)
         job.saver.poll()
 
-        last = state.step == plan.total_steps
-        too_slow = ""
-        if last or _due(state.step, every=plan.log_steps):
-            _settle_faults(job, state)
-            losses = window.take(ranks)
-            slowest = job.pace.judge(ranks)
-            report.curve(
-                state,
-                loss=sum(losses) / len(losses),
-                lr=lr,
-                grad_norm=result.grad_norm,
-                slowest_rank_ratio=slowest.ratio if slowest else None,
-                stall_seconds=job.saver.stall_seconds,
-            )
-            report.spikes(spikes.look(losses, last_step=state.step))
-            state.recent_losses = spikes.recent_losses
-            if slowest and slowest.is_news:
-                report.note(f"step {state.step}: {slowest.describe()}")
-                too_slow = slowest.describe() if job.on_slow_rank == "stop" else ""
-        evaluated = plan.evaluates_after(state.step)
-        if evaluated:
-            with report.aside():
-                state.evaluation, state.evaluation_step = job.evaluate(state.step), state.step
-            _settle_faults(job, state)
-            report.evaluation(state)
+        slow_rank = ""
+        if plan.logs_after(state.step):
+            slow_rank = _log(job, state, losses=losses, spikes=spikes, lr=lr, grad_norm=result.grad_norm)
+        if plan.evaluates_after(state.step):
+            _evaluate(job, state)
 
-        agreed = job.stop.agreed(ranks, save=job.save_clock.due())
-        ending = bool(last or agreed.stop or faults.complaint or too_slow)
-        # What the clock asked for a step ago is done if that step saved.
-        due = agreed.save and saved_step < state.step - 1
-        due = due or _due(state.step, every=plan.save_steps) or _due(state.step, every=plan.keep_steps)
-        if ending or due or (evaluated and job.save_after == "steps and evaluations"):
-            watch.beat(state.step, doing="saving a checkpoint")
-            with report.aside():
-                _settle_faults(job, state)
-                state.losses_since_log = window.reduce(ranks)
-                state.training_seconds = report.training_seconds
-                job.saver.save(state)
-            job.save_clock.restart()
-            saved_step = state.step
-        given_up = state.skipped_in_a_row >= job.max_skipped_steps
-        if ending or given_up or faults.complaint:  # which may have come up while saving
-            with report.aside():
+        agreed = job.requests.agreed(state.step)
+        is_last = state.step == plan.total_steps
+        is_end = bool(is_last or agreed.stop or slow_rank or job.faults.complaint)
+        if is_end or agreed.save or plan.saves_after(state.step):
+            _save(job, state, losses=losses)
+        failure = _failure(job, state, slow_rank=slow_rank)
+        if is_end or failure:
+            with job.phase("saving", state.step):
                 job.saver.finish()
-        if faults.complaint:
-            raise UserError(faults.complaint)
-        if given_up:
-            saved = f"step {saved_step} is saved" if saved_step else "nothing is saved"
-            raise TrainingFailed(
-                f"{state.skipped_in_a_row} steps in a row had gradients that are not finite (the last is {state.step}, "
-                f"{saved}): lower the stage's optimizer.lr or lengthen schedule.warmup, and begin it with --restart"
-            )
-        if too_slow:
-            raise TrainingFailed(f"{too_slow}; everything up to step {state.step} is saved (engine.slow_rank: stop)")
-        if agreed.stop and not last:
+        if failure:
+            raise failure
+        if agreed.stop and not is_last:
             raise Stopped
-    job.stop.settle()
+    job.requests.settle()
     return state
+
+
+def _log(
+    job: TrainJob, state: TrainState, *, losses: LossWindow, spikes: SpikeFinder, lr: float, grad_norm: float
+) -> str:
+    """Report a point of the training curve; returns a sentence if a rank is so slow that training is to stop."""
+    _settle_faults(job, state)
+    new_losses = losses.take(job.ranks)
+    slowest = job.report.phases.slowest(job.ranks)
+    job.report.curve(
+        state,
+        loss=sum(new_losses) / len(new_losses),
+        lr=lr,
+        grad_norm=grad_norm,
+        slowest_rank_ratio=slowest.ratio if slowest else None,
+        stall_seconds=job.saver.stall_seconds,
+    )
+    job.report.spikes(spikes.look(new_losses, last_step=state.step))
+    state.recent_losses = spikes.recent_losses
+    if slowest is None or not slowest.is_news:
+        return ""
+    job.report.note(f"step {state.step}: {slowest.describe()}")
+    return slowest.describe() if job.plan.slow_rank == "stop" else ""
+
+
+def _evaluate(job: TrainJob, state: TrainState) -> None:
+    """Evaluate on the held-out set."""
+    with job.phase("evaluating", state.step):
+        state.evaluation, state.evaluation_step = job.evaluate(state.step), state.step
+    _settle_faults(job, state)
+    job.report.evaluation(state)
+
+
+def _save(job: TrainJob, state: TrainState, *, losses: LossWindow) -> None:
+    """Save a checkpoint, or begin to; whichever it is, `saver` knows."""
+    with job.phase("saving", state.step):
+        _settle_faults(job, state)
+        state.losses_since_log = losses.reduce(job.ranks)
+        state.training_seconds = job.report.training_seconds
+        job.saver.save(state)
+    job.requests.saved(state.step)
+
+
+def _failure(job: TrainJob, state: TrainState, *, slow_rank: str) -> Exception | None:
+    """Why training must not go on, if anything; too many damaged images may have come up while saving."""
+    if job.faults.complaint:
+        return UserError(job.faults.complaint)
+    if state.skipped_in_a_row >= job.plan.max_skipped_steps:
+        saved = f"step {job.requests.saved_step}" if job.requests.saved_step else "nothing"
+        return TrainingFailed(
+            f"{state.skipped_in_a_row} steps in a row had gradients that are not finite (the last is {state.step}, "
+            f"{saved} is saved): lower the stage's optimizer.lr or lengthen its schedule.warmup, then use --restart"
+        )
+    if slow_rank:
+        return TrainingFailed(f"{slow_rank}; everything up to step {state.step} is saved (engine.slow_rank: stop)")
+    return None
 
 
 def _settle_faults(job: TrainJob, state: TrainState) -> None:
     settled = job.faults.settle(job.ranks)
     state.substituted_images += settled.substituted_images
     job.report.faults(state, settled.new)
-
-
-def _due(step: int, *, every: int) -> bool:
-    """Whether something that happens every so many steps (0: never) happens after this one."""
-    return every > 0 and step % every == 0

@@ -41,6 +41,7 @@ from pipeline.engine.open import open_engine
 from pipeline.engine.protocol import Engine
 from pipeline.ranks.group import Ranks
 from pipeline.ranks.place import Place
+from pipeline.recipe.schedule import Schedule
 from pipeline.recipe.schema import EngineConfig, Recipe
 from pipeline.recipe.stage_plan import StagePlan
 from pipeline.state import TrainState
@@ -208,7 +209,7 @@ def _plan(images: int) -> StagePlan:
         accumulation_steps=1,
         lanes=images,
         total_steps=1000,
-        warmup_steps=0,
+        schedule=Schedule(),
         log_steps=1,
         eval_steps=0,
         save_steps=0,

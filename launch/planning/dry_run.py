@@ -114,7 +114,7 @@ def _column(
         "classes": f"{train.num_classes:,}" if train else UNKNOWN,
         "epochs": f"{total / images:.3g}" if images and total is not None else epochs,
         "steps": f"{plan.total_steps:,}" if length.known else UNKNOWN,
-        "of them warm-up": steps(config.schedule.warmup, plan.warmup_steps),
+        "of them warm-up": steps(config.schedule.warmup, plan.schedule.warmup_steps),
         "global batch": f"{config.global_batch_size:,}",
         "": f"{plan.world_size:,} x {plan.accumulation_steps:,} x {plan.micro_batch_size:,}",
         "evaluated every": steps(config.eval_every, plan.eval_steps) or "end",

@@ -34,7 +34,7 @@ from pipeline.recipe.io import load_recipe
 from pipeline.recipe.schema import Recipe, StageName, TrainStage
 from pipeline.report.best import SCORES, describe_best
 from pipeline.run_folder import RunFolder, StageRecord
-from pipeline.start_model import model_from_elsewhere
+from pipeline.stage_model import model_from_elsewhere
 from pipeline.vocabulary import EXIT_STOPPED, EXIT_USER_ERROR
 
 _GONE_SECONDS = 20.0  # for the ranks, which find out by themselves, to say it and to end

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from data_shards.errors import UserError
 from pipeline.recipe.duration import parse_duration
+from pipeline.recipe.schedule import Schedule
 from pipeline.recipe.schema import Recipe, StageName
 from pipeline.recipe.stage_plan import StagePlan, plan_stage
 
@@ -56,7 +57,7 @@ def stage_length(recipe: Recipe, *, stage: StageName, num_images: int | None, pr
         accumulation_steps=accumulation,
         lanes=processes,
         total_steps=1,
-        warmup_steps=0,
+        schedule=Schedule(),
         log_steps=0,
         eval_steps=0,
         save_steps=0,

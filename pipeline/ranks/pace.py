@@ -68,33 +68,23 @@ class Pace:
         self._begin_window()
 
     @contextmanager
-    def reading(self) -> Iterator[None]:
-        """Time in here is this rank's: getting a batch."""
-        start = time.perf_counter()
-        yield
-        self._reading_seconds += time.perf_counter() - start
-        self._readings += 1
-
-    @contextmanager
-    def computing(self) -> Iterator[None]:
-        """Time in here is this rank's: the forward pass."""
-        if self._forward == "shared":
+    def measuring(self, phase: str) -> Iterator[None]:
+        """Time in here is this rank's own, if the phase is reading a batch or, where it waits for nobody, forward."""
+        own = phase == "reading" or (phase == "forward" and self._forward == "own")
+        if not own or ((on_gpu := phase == "forward" and self._on_gpu) and len(self._events) >= _MOST_EVENTS):
             yield
-        elif not self._on_gpu:
-            start = time.perf_counter()
-            yield
-            self._computing_seconds += time.perf_counter() - start
-            self._computings += 1
-        elif len(self._events) < _MOST_EVENTS:
+        elif on_gpu:
             before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             before.record()
             yield
             after.record()
             self._events.append((before, after))
         else:
+            start = time.perf_counter()
             yield
+            self._spans[phase].append(time.perf_counter() - start)
 
-    def judge(self, ranks: Ranks) -> Slowest | None:
+    def compare(self, ranks: Ranks) -> Slowest | None:
         """Compare what was measured since the last time; collective, the same answer on all ranks.
 
         Returns:
@@ -108,9 +98,9 @@ class Pace:
             self._hosts = [str(host) for host in ranks.gather_objects(self._host)]
             self._windows = [0] * len(self._hosts)
         seconds = ranks.gather(torch.tensor([mine], dtype=torch.float64)).flatten().tolist()
-        return self._compare(seconds) if min(seconds) > 0 else None
+        return self._judge(seconds) if min(seconds) > 0 else None
 
-    def _compare(self, seconds: list[float]) -> Slowest:
+    def _judge(self, seconds: list[float]) -> Slowest:
         usual = sorted(seconds)[(len(seconds) - 1) // 2]  # of two ranks the faster: the slow one must not hide itself
         for rank, own in enumerate(seconds):
             slow = own > self._factor * usual and own - usual > _NOISE_SECONDS
@@ -132,14 +122,12 @@ class Pace:
         )
 
     def _begin_window(self) -> None:
-        self._reading_seconds = self._computing_seconds = 0.0
-        self._readings = self._computings = 0
+        self._spans: dict[str, list[float]] = {"reading": [], "forward": []}
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
     def _own_seconds(self) -> float:
         """The mean of a micro-batch; 0 when nothing was measured."""
         if self._events:
             self._events[-1][1].synchronize()
-            self._computing_seconds = sum(before.elapsed_time(after) for before, after in self._events) / 1000
-            self._computings = len(self._events)
-        return self._reading_seconds / max(1, self._readings) + self._computing_seconds / max(1, self._computings)
+            self._spans["forward"] = [before.elapsed_time(after) / 1000 for before, after in self._events]
+        return sum(sum(spans) / max(1, len(spans)) for spans in self._spans.values())

@@ -43,6 +43,38 @@ class SaveClock:
         self._start = time.monotonic()
 
 
+class Requests:
+    """What any rank requests of all of them, exchanged once a step.
+
+    Args:
+        stop: this rank's signals.
+        save_clock: requests checkpoints.
+        ranks: the processes.
+        saved_step: of the last checkpoint.
+    """
+
+    def __init__(self, stop: StopFlag, *, save_clock: SaveClock, ranks: Ranks, saved_step: int) -> None:
+        self.saved_step = saved_step
+        self._stop = stop
+        self._clock = save_clock
+        self._ranks = ranks
+
+    def agreed(self, step: int) -> Agreed:
+        """What all ranks do after `step`; collective. Answers what was requested one step ago."""
+        agreed = self._stop.agreed(self._ranks, save=self._clock.due())
+        # What the clock requested a step ago is done if that step saved.
+        return Agreed(stop=agreed.stop, save=agreed.save and self.saved_step < step - 1)
+
+    def saved(self, step: int) -> None:
+        """A checkpoint of `step` was handed to the saver."""
+        self._clock.restart()
+        self.saved_step = step
+
+    def settle(self) -> None:
+        """Take in the last answer, so that no exchange is left open at the end."""
+        self._stop.settle()
+
+
 class StopFlag:
     """Set by SIGTERM, SIGINT, SIGUSR1 or SIGHUP (the terminal was closed), or by `request`."""
 

@@ -17,11 +17,11 @@ Decay = Literal["cosine", "linear", "constant"]
 class Schedule:
     """A learning-rate schedule in optimizer steps."""
 
-    peak_lr: float
-    total_steps: int
-    warmup_steps: int
-    decay: Decay
-    end_lr: float  # where a linear decay ends (Google: 1e-5); a cosine ends here too
+    peak_lr: float = 0.0
+    total_steps: int = 1
+    warmup_steps: int = 0
+    decay: Decay = "constant"
+    end_lr: float = 0.0  # where a linear decay ends (Google: 1e-5); a cosine ends here too
 
     def __call__(self, step: int) -> float:
         """The learning rate of optimizer step `step`, counted from 0."""

@@ -6,10 +6,12 @@ It runs before anything is launched, and again on every rank. Its errors name th
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from data_shards.errors import UserError
 from data_shards.order import check_sizes, check_world_size
 from pipeline.recipe.duration import in_steps, parse_duration
+from pipeline.recipe.schedule import Schedule
 from pipeline.recipe.schema import Recipe, StageName
 
 
@@ -23,13 +25,22 @@ class StagePlan:
     accumulation_steps: int  # forward passes of one process in one optimizer step
     lanes: int
     total_steps: int
-    warmup_steps: int
-    log_steps: int
+    schedule: Schedule
+    log_steps: int  # this and the next three: after every so many steps; 0: never
     eval_steps: int
     save_steps: int
     samples_per_epoch: int
-    patch_dropout_steps: int = 0  # from then on all patches are there
-    keep_steps: int = 0  # checkpoints at multiples of this stay for good
+    keep_steps: int = 0  # these checkpoints are never pruned
+    save_after_evaluations: bool = False
+    patch_dropout: float = 0.0  # share of the patches that are left out, in the first `patch_dropout_steps` steps
+    patch_dropout_steps: int = 0
+    max_skipped_steps: int = 1  # in a row, until training gives up
+    slow_rank: Literal["report", "stop"] = "report"
+    seed: int = 0
+
+    def logs_after(self, step: int) -> bool:
+        """Whether a point of the training curve is due once so many steps are done; after the last one always."""
+        return step == self.total_steps or _due(step, every=self.log_steps)
 
     def evaluates_after(self, step: int) -> bool:
         """Whether an evaluation is due after so many steps.
@@ -40,7 +51,12 @@ class StagePlan:
         left = self.total_steps - step
         if left == 0 or self.eval_steps == 1:
             return True
-        return self.eval_steps > 0 and step % self.eval_steps == 0 and left > max(1, self.eval_steps // 10)
+        return _due(step, every=self.eval_steps) and left > max(1, self.eval_steps // 10)
+
+    def saves_after(self, step: int) -> bool:
+        """Whether a checkpoint is due once so many steps are done, but for the one at the end."""
+        due = _due(step, every=self.save_steps) or _due(step, every=self.keep_steps)
+        return due or (self.save_after_evaluations and self.evaluates_after(step))
 
     def describe(self) -> str:
         """For the screen."""
@@ -113,14 +129,29 @@ def plan_stage(recipe: Recipe, *, stage: StageName, samples_per_epoch: int, worl
         accumulation_steps=accumulation,
         lanes=lanes,
         total_steps=total,
-        warmup_steps=warmup,
+        schedule=Schedule(
+            peak_lr=config.optimizer.lr,
+            total_steps=total,
+            warmup_steps=warmup,
+            decay=config.schedule.decay,
+            end_lr=config.schedule.end_lr,
+        ),
         log_steps=steps(config.log_every, of=total),
         eval_steps=steps(config.eval_every, of=total),
         save_steps=steps(config.save_every, of=total),
         samples_per_epoch=samples_per_epoch,
-        patch_dropout_steps=total - unmasked if config.patch_dropout else 0,
         keep_steps=steps(config.keep_every, of=total),
+        save_after_evaluations=bool(config.keep_best),
+        patch_dropout=config.patch_dropout,
+        patch_dropout_steps=total - unmasked if config.patch_dropout else 0,
+        max_skipped_steps=recipe.engine.max_skipped_steps,
+        slow_rank=recipe.engine.slow_rank,
+        seed=recipe.seed,
     )
+
+
+def _due(step: int, *, every: int) -> bool:
+    return every > 0 and step % every == 0
 
 
 def _accumulation(per_process: int, *, most: int) -> int:

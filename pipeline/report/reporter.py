@@ -1,7 +1,7 @@
 """What a stage shows of itself: metrics.jsonl, MLflow and the progress bar, from rank 0 alone.
 
 metrics.jsonl is the full record, and MLflow is filled from it, which may fail without harm. Times are measured here:
-how long the loop waited for data, and images per second with evaluation and saving taken out.
+how long the loop waited for data, and images per second without evaluation and saving.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 from data_shards.loading.batch import Fault
 from pipeline.context import StageContext
-from pipeline.faults import FILE as FAULTS_FILE
+from pipeline.ranks.phases import Phases
 from pipeline.ranks.stopping import Stopped
 from pipeline.recipe.io import flatten
 from pipeline.recipe.schema import StageName
@@ -26,18 +26,19 @@ from pipeline.report.progress import TrainingProgress
 from pipeline.report.tracking_thread import FinalStatus
 from pipeline.stage_data import StageData
 from pipeline.state import TrainState
+from pipeline.vocabulary import CORRUPT_SAMPLES_FILE, METRICS_FILE, RECIPE_FILE
 
 _NAMED_FAULTS = 10
 
 
 @contextmanager
 def stage_report(
-    context: StageContext, *, stage: StageName, data: StageData, plan: StagePlan, state: TrainState
+    context: StageContext, *, stage: StageName, data: StageData, plan: StagePlan, state: TrainState, phases: Phases
 ) -> Iterator[Report]:
     """The report of one training stage; closed as finished, killed (`Stopped`) or failed."""
     samples, seconds = plan.samples_per_epoch, state.training_seconds
     if not context.ranks.place.is_main:
-        yield Report(None, None, samples_per_epoch=samples, training_seconds=seconds)
+        yield Report(None, None, phases=phases, samples_per_epoch=samples, training_seconds=seconds)
         return
     datasets = tuple(
         DatasetInput(name=shards.name, source=shards.source, digest=shards.digest, context=use)
@@ -48,7 +49,7 @@ def stage_report(
     )
     with tracked_log(context, stage=stage, datasets=datasets, resume_step=state.step or -1, say=progress.note) as log:
         try:
-            yield Report(log, progress, samples_per_epoch=samples, training_seconds=seconds)
+            yield Report(log, progress, phases=phases, samples_per_epoch=samples, training_seconds=seconds)
         finally:
             progress.close()
 
@@ -68,7 +69,7 @@ def tracked_log(
         OSError: the disk is full or fails.
     """
     recipe, folder = context.recipe, context.folder
-    with open_metrics_log(folder.stage(stage) / "metrics.jsonl", resume_step=resume_step) as log:
+    with open_metrics_log(folder.stage(stage) / METRICS_FILE, resume_step=resume_step) as log:
         if log.dropped_broken_rows:
             print(f"{log.path}: {log.dropped_broken_rows} unreadable rows were dropped", file=sys.stderr)
         tracker = open_tracker(
@@ -78,7 +79,7 @@ def tracked_log(
                 pipeline=recipe.name,
                 stage=stage,
                 params=flatten(recipe),
-                recipe_file=folder.path / "recipe.yaml",
+                recipe_file=folder.path / RECIPE_FILE,
                 datasets=datasets,
                 tags={"shardvit.world_size": str(context.ranks.place.world_size), **context.job_tags},
                 tracking_uri=context.tracking.uri,
@@ -95,7 +96,7 @@ def tracked_log(
             status = "KILLED"
             raise
         finally:
-            faults = folder.stage(stage) / FAULTS_FILE
+            faults = folder.stage(stage) / CORRUPT_SAMPLES_FILE
             tracker.close(
                 status,
                 finish_parent=status != "FINISHED" or folder.is_complete(recipe),
@@ -109,6 +110,7 @@ class Report:
     Args:
         log: takes the values; None, on the ranks above 0: nobody.
         progress: shows them; None: nobody.
+        phases: what this rank is doing, with its times.
         samples_per_epoch: to say the epoch.
         training_seconds: spent before this attempt.
     """
@@ -118,15 +120,16 @@ class Report:
         log: MetricsLog | None,
         progress: TrainingProgress | None,
         *,
+        phases: Phases,
         samples_per_epoch: int,
         training_seconds: float,
     ) -> None:
+        self.phases = phases
         self._log = log
         self._progress = progress
         self._samples_per_epoch = samples_per_epoch
         self._earlier_seconds = training_seconds
         self._start = self._window_start = time.perf_counter()
-        self._waited_seconds = self._aside_seconds = 0.0
         self._images = self._named_faults = 0
 
     @property
@@ -138,20 +141,6 @@ class Report:
     def attempt_seconds(self) -> float:
         """Of these, those of this attempt."""
         return time.perf_counter() - self._start
-
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Time in here is spent waiting for a batch."""
-        start = time.perf_counter()
-        yield
-        self._waited_seconds += time.perf_counter() - start
-
-    @contextmanager
-    def aside(self) -> Iterator[None]:
-        """Time in here (evaluation, saving) does not count as training."""
-        start = time.perf_counter()
-        yield
-        self._aside_seconds += time.perf_counter() - start
 
     def step(self, images: int) -> None:
         """A step over so many images, on all ranks together, is done."""
@@ -178,7 +167,8 @@ class Report:
             stall_seconds: in which this attempt stood still for its checkpoints, in all.
         """
         now = time.perf_counter()
-        seconds = max(1e-9, now - self._window_start - self._aside_seconds)
+        spent = self.phases.take_seconds()
+        seconds = max(1e-9, now - self._window_start - spent["evaluating"] - spent["saving"])
         values = {
             "train/loss": loss,
             "opt/lr": lr,
@@ -187,12 +177,12 @@ class Report:
             "data/substituted_images": float(state.substituted_images),
             "train/epoch": state.images_seen / self._samples_per_epoch,
             "perf/images_per_s": self._images / seconds,
-            "perf/data_wait_frac": min(1.0, self._waited_seconds / seconds),
+            "perf/data_wait_frac": min(1.0, spent["reading"] / seconds),
             "perf/save_stall_frac": stall_seconds / max(1e-9, self.attempt_seconds),
         }
         if slowest_rank_ratio is not None:
             values["perf/slowest_rank_ratio"] = slowest_rank_ratio
-        self._window_start, self._waited_seconds, self._aside_seconds, self._images = now, 0.0, 0.0, 0
+        self._window_start, self._images = now, 0
         self._record(state, values)
         if self._progress is not None:
             self._progress.update(

@@ -17,6 +17,7 @@ from pipeline.engine.open import open_engine
 from pipeline.engine.state_files import write_file
 from pipeline.ranks.group import Ranks
 from pipeline.ranks.place import Place
+from pipeline.recipe.schedule import Schedule
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.stage_plan import StagePlan
 
@@ -70,7 +71,7 @@ def plan_for(world_size: int, accumulation: int) -> StagePlan:
         accumulation_steps=accumulation,
         lanes=GLOBAL_BATCH,
         total_steps=STEPS,
-        warmup_steps=0,
+        schedule=Schedule(),
         log_steps=1,
         eval_steps=0,
         save_steps=0,

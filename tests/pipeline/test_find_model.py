@@ -91,11 +91,6 @@ def unfinished(runs: Path, name: str) -> Path:
     return stage
 
 
-def without_its_model(runs: Path, name: str) -> None:
-    """As an earlier version wrote its stage.json."""
-    RunFolder(runs_root=runs, name=name).update(STAGES[name], model={}, total_steps=0)  # pyright: ignore[reportArgumentType]
-
-
 def damage(checkpoint: Path) -> None:
     weights = checkpoint / "accelerate.pt"
     content = bytearray(weights.read_bytes())
@@ -182,10 +177,17 @@ def test_a_run_without_a_finished_stage_names_what_there_is(runs: Path) -> None:
         find_model(stage)
 
 
-def test_a_checkpoint_of_another_model_than_its_recipe_is_refused(runs: Path) -> None:
-    without_its_model(runs, "labels")
-    path = runs / "labels/recipe.yaml"
-    path.write_text(path.read_text().replace("position: learned_1d", "position: none"))
+def test_a_stage_whose_record_does_not_say_what_its_model_is_is_refused(runs: Path) -> None:
+    stage = unfinished(runs, "labels")
+    RunFolder(runs_root=runs, name="labels").update("pretrain", model={})
+    with pytest.raises(UserError, match=r"pretrain/stage\.json .*run the recipe again"):
+        find_model(stage)
+
+
+def test_a_checkpoint_of_another_model_than_its_record_is_refused(runs: Path) -> None:
+    folder = RunFolder(runs_root=runs, name="labels")
+    described = folder.record("pretrain").model
+    folder.update("pretrain", model={**described, "model": {**described["model"], "position": "none"}})
     with pytest.raises(UserError, match="another model than its recipe says: it has pos_embed besides"):
         find_model(runs / "labels/pretrain/checkpoints/step-00000004")
 
@@ -199,21 +201,6 @@ def test_an_unfinished_stage_needs_no_data(runs: Path, name: str) -> None:
     recipe["stages"][STAGES[name]] |= {"train": str(runs / "gone"), "eval": str(runs / "gone")}
     path.write_text(yaml.safe_dump(recipe))
     assert find_model(stage).meta == meta
-
-
-def test_a_stage_of_before_is_described_by_its_data_and_never_by_a_command(runs: Path) -> None:
-    meta = read_meta(runs / "labels/pretrain/model")
-    stage = unfinished(runs, "labels")
-    without_its_model(runs, "labels")
-    assert find_model(stage).meta == meta
-
-    path, ran = runs / "labels/recipe.yaml", runs / "ran"
-    recipe = yaml.safe_load(path.read_text())
-    recipe["stages"]["pretrain"]["train"] = f"pipe:touch {ran}"
-    path.write_text(yaml.safe_dump(recipe))
-    with pytest.raises(UserError, match=r"pretrain was begun before .* come from a command \(pipe:touch \.\.\."):
-        find_model(stage)
-    assert not ran.exists()
 
 
 def test_where_nothing_is_the_message_says_what_was_looked_for(runs: Path, tmp_path: Path) -> None:

@@ -29,15 +29,14 @@ from pipeline.context import StageContext, Tracking
 from pipeline.ranks.place import Place
 from pipeline.ranks.stopping import StopFlag
 from pipeline.recipe.io import dump_recipe
-from pipeline.recipe.schema import Recipe
+from pipeline.recipe.schema import EngineConfig, Recipe
 from pipeline.recipe.stage_plan import plan_stage
 from pipeline.report.metrics_log import open_metrics_log
 from pipeline.run_folder import RunFolder
 from pipeline.stage_data import open_data
-from pipeline.stage_training import StageStart, train_stage
+from pipeline.stage_training import StageStart, make_job, make_pace, train_stage
 from pipeline.state import TrainState
 from pipeline.train_loop import TrainJob
-from pipeline.training_job import training_job
 from tests.data_shards.small_set import touch_up
 from tests.saving import Gate, TinyEngine, one_rank, state_at, steps
 
@@ -99,14 +98,14 @@ class Stage:
         context = self.context(engine=engine or {"saving": "blocking"}, **stage)
         data = open_data(context.recipe, stage="pretrain", report=lambda line: None)
         task: Any = SimpleNamespace(score="top1")
-        return training_job(
+        return make_job(
             context,
             stage="pretrain",
             data=data,
             plan=plan_stage(context.recipe, stage="pretrain", samples_per_epoch=data.train.num_samples, world_size=1),
             task=task,
             engine=self.engine,
-            restored=None,
+            start_step=0,
             watch=watch,
             report=self.report,
         )
@@ -138,7 +137,7 @@ def test_so_many_of_the_newest_checkpoints_stay_as_the_recipe_says(stage: Stage)
 
 def test_those_at_multiples_of_keep_every_stay_for_good(stage: Stage) -> None:
     job = stage.job(keep_checkpoints=1, keep_every="50%")
-    assert (job.plan.keep_steps, job.save_after) == (20, "steps")
+    assert (job.plan.keep_steps, job.plan.save_after_evaluations) == (20, False)
     assert kept(job, stage) == [20, 40]
 
 
@@ -147,7 +146,7 @@ def test_the_best_by_loss_or_score_stays_and_evaluations_are_followed_by_a_check
     stage: Stage, keep_best: str, best: int
 ) -> None:
     job = stage.job(keep_checkpoints=1, keep_best=keep_best)
-    assert job.save_after == "steps and evaluations"
+    assert job.plan.save_after_evaluations
     assert kept(job, stage, losses={10: 0.1}, scores={30: 0.9}) == [best, 40]
 
 
@@ -159,7 +158,12 @@ def test_the_clock_is_set_to_save_every_minutes(
     monkeypatch.setattr("pipeline.ranks.stopping.time", SimpleNamespace(monotonic=lambda: now[0]))
     job = stage.job(save_every_minutes=minutes)
     now[0] += 120.0
-    assert job.save_clock.due() == due
+    context = stage.context(engine={})
+    ranks: Any = SimpleNamespace(
+        start_any=lambda *flags: SimpleNamespace(result=lambda: flags), place=context.ranks.place
+    )
+    job.requests._ranks = ranks
+    assert [job.requests.agreed(step).save for step in (1, 2)] == [False, due]
 
 
 def test_a_checkpoint_is_written_while_training_goes_on_or_while_it_waits(
@@ -219,21 +223,23 @@ class Two:
 
 @pytest.mark.parametrize(("factor", "slow"), [(2.0, True), (4.0, False)])
 def test_a_rank_is_slow_by_the_recipes_factor(stage: Stage, factor: float, slow: bool) -> None:
-    job, ranks = stage.job(engine={"slow_rank_factor": factor, "slow_rank": "stop"}), Two(3.0)
-    seen: Any = [job.pace.judge(ranks) for _ in range(2)]  # pyright: ignore[reportArgumentType]
-    assert [each.is_news for each in seen] == [False, slow] and job.on_slow_rank == "stop"
+    config, ranks = {"slow_rank_factor": factor, "slow_rank": "stop"}, Two(3.0)
+    pace = make_pace(EngineConfig.model_validate(config), device=torch.device("cpu"))
+    seen: Any = [pace.compare(ranks) for _ in range(2)]  # pyright: ignore[reportArgumentType]
+    assert [each.is_news for each in seen] == [False, slow] and stage.job(engine=config).plan.slow_rank == "stop"
 
 
 @pytest.mark.parametrize(("zero_stage", "own"), [(1, True), (3, False)])
 def test_the_forward_pass_is_a_ranks_own_unless_it_waits_for_the_others_weights(
-    stage: Stage, zero_stage: int, own: bool, monkeypatch: pytest.MonkeyPatch
+    zero_stage: int, own: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ticks = itertools.count()
     monkeypatch.setattr("pipeline.ranks.pace.time", SimpleNamespace(perf_counter=lambda: float(next(ticks))))
-    job, ranks = stage.job(engine={"zero_stage": zero_stage}), Two(1.0)
-    with job.pace.computing():
+    ranks = Two(1.0)
+    pace = make_pace(EngineConfig(zero_stage=zero_stage), device=torch.device("cpu"))  # pyright: ignore[reportArgumentType]
+    with pace.measuring("forward"):
         pass
-    job.pace.judge(ranks)  # pyright: ignore[reportArgumentType]
+    pace.compare(ranks)  # pyright: ignore[reportArgumentType]
     assert ranks.mine == float(own)
 
 
@@ -358,8 +364,7 @@ def test_data_that_have_changed_since_are_refused_on_all_ranks(ends: Stage, tmp_
         ends.train()
     context = ends.context(engine={})
     told: Any = SimpleNamespace(place=Place(rank=1, world_size=2), gather_objects=lambda mine: ["rank 0 says it", mine])
-    data = open_data(context.recipe, stage="pretrain", report=lambda line: None)
     with pytest.raises(UserError, match=r"^rank 0 says it$"):
-        stage_training._check_data(replace(context, ranks=told), stage="pretrain", data=data)
+        replace(context, ranks=told).on_main(lambda: pytest.fail("rank 0 alone looks"))
     touch_up(tar)  # the old bytes again
     ends.train()

@@ -20,7 +20,9 @@ from model.regularisation import Regularisation
 from pipeline.engine.protocol import StepResult
 from pipeline.evaluate import evaluate
 from pipeline.ranks.pace import Slowest
-from pipeline.ranks.stopping import Agreed, SaveClock, StopFlag
+from pipeline.ranks.phases import Phases
+from pipeline.ranks.stopping import Agreed, Requests, SaveClock, StopFlag
+from pipeline.recipe.schedule import Schedule
 from pipeline.recipe.stage_plan import StagePlan
 from pipeline.report.losses import Spike
 from pipeline.state import TrainState
@@ -29,6 +31,7 @@ from pipeline.train_loop import TrainingFailed, TrainJob, train
 
 STEPS, MASKED = 6, 4
 ALL, HALF = 1 + 16, 1 + 8  # tokens
+NEVER = SaveClock(0.0)
 
 
 def quiet(*names: str) -> dict[str, Any]:
@@ -63,9 +66,14 @@ def job(*, patch_dropout: float, first_step: int) -> tuple[Any, list[tuple[str, 
         note=lambda batch, *, use, rows: None,
         settle=lambda ranks: SimpleNamespace(substituted_images=0, new=()),
     )
+    phases = Phases(
+        watch=SimpleNamespace(**quiet("beat")),  # pyright: ignore[reportArgumentType]
+        pace=SimpleNamespace(  # pyright: ignore[reportArgumentType]
+            measuring=lambda phase: contextlib.nullcontext(), **quiet("compare")
+        ),
+    )
     report: Any = SimpleNamespace(
-        waiting=contextlib.nullcontext,
-        aside=contextlib.nullcontext,
+        phases=phases,
         training_seconds=0.0,
         **quiet("step", "curve", "spikes", "evaluation", "faults", "note"),
     )
@@ -83,37 +91,27 @@ def job(*, patch_dropout: float, first_step: int) -> tuple[Any, list[tuple[str, 
         accumulation_steps=2,
         lanes=8,
         total_steps=STEPS,
-        warmup_steps=0,
+        schedule=Schedule(),
         log_steps=2,
         eval_steps=2,
         save_steps=0,
         samples_per_epoch=100,
-        patch_dropout_steps=MASKED if patch_dropout else 0,
-    )
-    whole: Any = TrainJob(
-        engine=engine,
-        ranks=ranks,
-        plan=plan,
-        schedule=lambda step: 0.1,
-        seed=1,
-        max_skipped_steps=1,
         patch_dropout=patch_dropout,
+        patch_dropout_steps=MASKED if patch_dropout else 0,
+        seed=1,
+    )
+    stop: Any = SimpleNamespace(agreed=lambda ranks, *, save: Agreed(stop=False, save=save), **quiet("settle"))
+    whole: Any = TrainJob(
+        plan=plan,
         batches=iter([batch] * (STEPS - first_step) * 2),  # pyright: ignore[reportArgumentType]
-        faults=faults,
         task=task,
+        engine=engine,
         evaluate=lambda step: evaluate([batch], task=task, engine=engine, ranks=ranks, faults=faults),
         saver=SimpleNamespace(stall_seconds=0.0, **quiet("save", "poll", "finish")),  # pyright: ignore[reportArgumentType]
-        save_clock=SaveClock(0.0),
-        save_after="steps",
-        pace=SimpleNamespace(  # pyright: ignore[reportArgumentType]
-            reading=contextlib.nullcontext, computing=contextlib.nullcontext, **quiet("judge")
-        ),
-        on_slow_rank="report",
-        watch=SimpleNamespace(**quiet("beat")),  # pyright: ignore[reportArgumentType]
+        faults=faults,
         report=report,
-        stop=SimpleNamespace(  # pyright: ignore[reportArgumentType]
-            agreed=lambda ranks, *, save: Agreed(stop=False, save=save), **quiet("settle")
-        ),
+        ranks=ranks,
+        requests=Requests(stop, save_clock=NEVER, ranks=ranks, saved_step=first_step),
     )
     return whole, seen
 
@@ -162,7 +160,8 @@ def saving(*, save_clock: Any, save_steps: int) -> tuple[Any, list[str]]:
         finish=lambda: calls.append("finish"),
     )
     plan = replace(whole.plan, log_steps=0, eval_steps=0, save_steps=save_steps)
-    return replace(whole, plan=plan, saver=saver, save_clock=save_clock, stop=StopFlag()), calls
+    requests = Requests(StopFlag(), save_clock=save_clock, ranks=whole.ranks, saved_step=0)
+    return replace(whole, plan=plan, saver=saver, requests=requests), calls
 
 
 @pytest.mark.parametrize(("save_steps", "saves"), [(0, ["save 3", "save 6"]), (2, ["save 2", "save 4", "save 6"])])
@@ -175,7 +174,7 @@ def test_the_clocks_wish_is_granted_once_and_not_at_all_if_a_checkpoint_came_bef
 
 
 def test_too_many_damaged_images_found_while_saving_end_the_run_when_the_checkpoint_is_committed() -> None:
-    whole, calls = saving(save_clock=SaveClock(0.0), save_steps=3)
+    whole, calls = saving(save_clock=NEVER, save_steps=3)
 
     def settle(ranks: Any) -> Any:
         whole.faults.complaint = "too many"
@@ -187,9 +186,6 @@ def test_too_many_damaged_images_found_while_saving_end_the_run_when_the_checkpo
     assert calls == ["save 3", "finish"]
 
 
-NEVER = SaveClock(0.0)
-
-
 def test_a_save_in_flight_is_looked_after_in_every_step() -> None:
     whole, calls = saving(save_clock=NEVER, save_steps=4)
     whole.saver.poll = lambda: calls.append("poll")
@@ -198,19 +194,19 @@ def test_a_save_in_flight_is_looked_after_in_every_step() -> None:
 
 
 @pytest.mark.parametrize(
-    ("keep_steps", "save_after", "saves"),
+    ("keep_steps", "after_evaluations", "saves"),
     [
-        (4, "steps", ["save 4", "save 6"]),
-        (0, "steps", ["save 6"]),
-        (0, "steps and evaluations", ["save 2", "save 4", "save 6"]),
+        (4, False, ["save 4", "save 6"]),
+        (0, False, ["save 6"]),
+        (0, True, ["save 2", "save 4", "save 6"]),
     ],
 )
 def test_what_stays_for_good_is_saved_at_its_steps_and_what_may_be_best_after_each_evaluation(
-    keep_steps: int, save_after: Any, saves: list[str]
+    keep_steps: int, after_evaluations: bool, saves: list[str]
 ) -> None:
     whole, calls = saving(save_clock=NEVER, save_steps=0)
-    plan = replace(whole.plan, keep_steps=keep_steps, eval_steps=2)
-    train(replace(whole, plan=plan, save_after=save_after), TrainState())
+    plan = replace(whole.plan, keep_steps=keep_steps, eval_steps=2, save_after_evaluations=after_evaluations)
+    train(replace(whole, plan=plan), TrainState())
     assert calls == [*saves, "finish"]
 
 
@@ -218,7 +214,7 @@ def test_a_checkpoint_after_an_evaluation_has_its_values() -> None:
     whole, _ = saving(save_clock=NEVER, save_steps=0)
     saved: list[tuple[int, int, bool]] = []
     whole.saver.save = lambda state: saved.append((state.step, state.evaluation_step, "val/loss" in state.evaluation))
-    train(replace(whole, plan=replace(whole.plan, eval_steps=3), save_after="steps and evaluations"), TrainState())
+    train(replace(whole, plan=replace(whole.plan, eval_steps=3, save_after_evaluations=True)), TrainState())
     assert saved == [(3, 3, True), (6, 6, True)]
 
 
@@ -231,10 +227,10 @@ def test_a_slow_rank_is_told_once_and_ends_the_run_if_that_is_wished_when_all_is
     verdicts = iter([None, SLOW, replace(SLOW, is_news=False)])
     notes: list[str] = []
     ratios: list[float | None] = []
-    whole.pace.judge = lambda ranks: next(verdicts)
+    whole.report.phases.slowest = lambda ranks: next(verdicts)
     whole.report.note = notes.append
     whole.report.curve = lambda state, *, slowest_rank_ratio, **more: ratios.append(slowest_rank_ratio)
-    whole = replace(whole, plan=replace(whole.plan, log_steps=2), on_slow_rank=on_slow_rank)
+    whole = replace(whole, plan=replace(whole.plan, log_steps=2, slow_rank=on_slow_rank))
     if on_slow_rank == "stop":
         with pytest.raises(TrainingFailed, match=r"rank 1 \(host far\) is slow.*everything up to step 4 is saved"):
             train(whole, TrainState())
@@ -285,7 +281,8 @@ def test_too_many_steps_without_a_finite_gradient_end_the_run_also_across_a_resu
 ) -> None:
     whole, calls = saving(save_clock=NEVER, save_steps=4)
     whole.engine.step = lambda lr: StepResult(applied=False, grad_norm=float("nan"))
-    plan = replace(whole.plan, total_steps=STEPS + 1)
+    whole.requests.saved_step = state.step
+    plan = replace(whole.plan, total_steps=STEPS + 1, max_skipped_steps=3)
     with pytest.raises(TrainingFailed, match=words):
-        train(replace(whole, plan=plan, max_skipped_steps=3), replace(state))
+        train(replace(whole, plan=plan), replace(state))
     assert calls[-1] == "finish"

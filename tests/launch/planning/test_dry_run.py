@@ -84,7 +84,7 @@ def test_the_summary_has_the_numbers_of_the_run(call: Call, work: Path):
         assert table["image size"][number] == f"{config.image_size} px"
         assert table["evaluated every"][number] == f"{plan.eval_steps:,} steps"
         assert table["saved every"][number] == f"{plan.save_steps:,} steps"
-        assert table["of them warm-up"][number] == f"{plan.warmup_steps:,} steps"
+        assert table["of them warm-up"][number] == f"{plan.schedule.warmup_steps:,} steps"
         assert table["global batch"][number] == "64"
         assert table["training images"][number] == "100" and table["classes"][number] == "2"
     assert table["epochs"][0] == "16"

@@ -8,6 +8,7 @@ from pipeline.budget.communication import links_of
 from pipeline.budget.forecast import GivenSpeed, Hardware, Shards, StageForecast, forecast_stage
 from pipeline.budget.gpus import find_gpu
 from pipeline.budget.length import stage_length
+from pipeline.recipe.schedule import Schedule
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.stage_plan import StagePlan
 
@@ -79,7 +80,7 @@ def stage_plan(*, processes: int = 1, accumulation: int = 1, micro_batch: int = 
         accumulation_steps=accumulation,
         lanes=processes,
         total_steps=1000,
-        warmup_steps=0,
+        schedule=Schedule(),
         log_steps=0,
         eval_steps=0,
         save_steps=0,

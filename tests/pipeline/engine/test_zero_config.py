@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from pipeline.engine.zero_config import deepspeed_config
+from pipeline.recipe.schedule import Schedule
 from pipeline.recipe.schema import EngineConfig, OptimizerConfig
 from pipeline.recipe.stage_plan import StagePlan
 
@@ -16,7 +17,7 @@ PLAN = StagePlan(
     accumulation_steps=4,
     lanes=64,
     total_steps=10,
-    warmup_steps=1,
+    schedule=Schedule(),
     log_steps=1,
     eval_steps=1,
     save_steps=1,

@@ -35,7 +35,7 @@ def verdicts(windows: list[list[float]], *, factor: float = 2.0):
     found = []
     for seconds in windows:
         ranks.seconds = seconds
-        found.append(pace.judge(ranks))
+        found.append(pace.compare(ranks))
     return found
 
 
@@ -96,14 +96,14 @@ def test_own_seconds_are_the_means_of_reading_and_computing_in_this_window(monke
 
     pace, ranks = make_pace(), Listening(2)
     for _ in range(2):
-        with pace.reading():
+        with pace.measuring("reading"):
             pass
-        with pace.computing():
+        with pace.measuring("forward"):
             pass
-    pace.judge(ranks)
-    with pace.computing():
+    pace.compare(ranks)
+    with pace.measuring("forward"):
         pass
-    pace.judge(ranks)
+    pace.compare(ranks)
     assert sent == [2 + 3, 0.5]
 
 
@@ -111,9 +111,9 @@ def test_a_forward_pass_that_waits_for_others_does_not_count():
     pace, ranks = Pace(host="h", device=torch.device("cpu"), factor=2.0, forward="shared"), Chorus(2)
     sent: list[float] = []
     ranks.gather = lambda values: sent.append(values.item()) or torch.tensor([[1.0], [1.0]])  # pyright: ignore[reportAttributeAccessIssue]
-    with pace.computing():
+    with pace.measuring("forward"):
         time.sleep(0.01)
-    pace.judge(ranks)  # pyright: ignore[reportArgumentType]
+    pace.compare(ranks)  # pyright: ignore[reportArgumentType]
     assert sent == [0.0]
 
 
@@ -121,7 +121,7 @@ def test_a_forward_pass_that_waits_for_others_does_not_count():
 def test_the_forward_pass_on_a_gpu_is_measured_on_the_gpu():
     pace, matrix = Pace(host="h", device=torch.device("cuda"), factor=2.0), torch.randn(4096, 4096, device="cuda")
     for _ in range(3):
-        with pace.computing():
+        with pace.measuring("forward"):
             for _ in range(50):
                 matrix = matrix @ matrix / 4096
     assert pace._own_seconds() > 1e-3

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from data_shards.errors import UserError
 from data_shards.manifest import Manifest, Shard, write_manifest
+from pipeline.recipe.schedule import Schedule
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.stage_plan import StagePlan, plan_stage
 from pipeline.stage_data import open_data
@@ -87,12 +88,13 @@ def test_the_plan_of_a_known_recipe():
         accumulation_steps=4,
         lanes=64,
         total_steps=78,  # 5000 / 64 = 78.1
-        warmup_steps=8,
+        schedule=Schedule(peak_lr=0.1, total_steps=78, warmup_steps=8, decay="cosine"),
         log_steps=10,
         eval_steps=16,  # 1000 / 64 = 15.6
         save_steps=0,
         samples_per_epoch=1000,
         keep_steps=39,
+        max_skipped_steps=20,
     )
     text = got.describe()
     assert "64 = 2 processes x 4 accumulation x 8 images" in text

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from pipeline.ranks import phases
+from pipeline.ranks.phases import Phases
 from pipeline.report import reporter
 from pipeline.report.losses import Spike
 from pipeline.report.reporter import Report
@@ -32,7 +35,10 @@ class Notebook:
 
 
 def report_to(kept: Any, *, training_seconds: float = 0.0) -> Report:
-    return Report(kept, kept, samples_per_epoch=128, training_seconds=training_seconds)
+    watch: Any = SimpleNamespace(beat=lambda step, *, doing: None)
+    pace: Any = SimpleNamespace(measuring=lambda phase: contextlib.nullcontext())
+    parts = Phases(watch=watch, pace=pace)
+    return Report(kept, kept, phases=parts, samples_per_epoch=128, training_seconds=training_seconds)
 
 
 class Clock:
@@ -44,7 +50,8 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(reporter, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+    for module in (reporter, phases):
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: clock.now))
     return clock
 
 
@@ -67,11 +74,11 @@ def test_a_window_counts_its_own_images_and_waiting_and_leaves_out_what_is_aside
     kept = Notebook()
     one = report_to(kept)
     for step in (1, 2):
-        with one.waiting():
+        with one.phases("reading", step=step):
             clock.now += 2.0
         clock.now += 6.0
         one.step(64)
-        with one.aside():
+        with one.phases("evaluating", step=step):
             clock.now += 30.0
         point(one, step)
     assert [values["perf/images_per_s"] for _, values in kept.rows] == [8.0, 8.0]

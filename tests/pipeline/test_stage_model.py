@@ -11,7 +11,7 @@ from model.build import build_model
 from model.config import ModelConfig
 from model.saved import CONFIG_FILE, RECORD_KEY, WEIGHTS_FILE, SavedModelMeta, save_model
 from pipeline.recipe.schema import Recipe
-from pipeline.start_model import model_from_elsewhere
+from pipeline.stage_model import model_from_elsewhere
 
 SMALL = {"width": 16, "depth": 2, "heads": 2, "patch_size": 4}
 

@@ -1,0 +1,92 @@
+"""A stage's batches: what the recipe says of order, crops, augmentation and mixing, in the data path's terms."""
+
+from __future__ import annotations
+
+from data_shards.images.decode import PixelLimit
+from data_shards.images.rand_augment import RandAugment
+from data_shards.images.transforms import EvalTransform, TrainTransform
+from data_shards.loading.assemble import Access
+from data_shards.loading.loader import EvalBatches, Layout, TrainBatches, TrainLoader
+from data_shards.loading.mixing import MixupConfig
+from data_shards.shard_set import ShardSet
+from pipeline.ranks.place import Place
+from pipeline.recipe.schema import Recipe, StageName, TrainStage
+from pipeline.recipe.stage_plan import StagePlan
+from pipeline.stage_data import StageData, training_order
+
+
+def train_loader(
+    recipe: Recipe, *, stage: StageName, data: StageData, plan: StagePlan, place: Place, start_step: int
+) -> TrainLoader:
+    """This rank's micro-batches from `start_step` to the end of the plan."""
+    config = recipe.train_stage(stage)
+    batches = TrainBatches(
+        _access(data.train, data=data, recipe=recipe),
+        order=training_order(recipe, data=data, plan=plan),
+        transform=train_transform(config),
+        layout=Layout(
+            rank=place.rank,
+            world_size=place.world_size,
+            micro_batch_size=plan.micro_batch_size,
+            accumulation_steps=plan.accumulation_steps,
+        ),
+        seed=recipe.seed,
+        mixup=mixup(config),
+    )
+    return TrainLoader(
+        batches,
+        start_step=start_step,
+        stop_step=plan.total_steps,
+        workers=recipe.data.workers,
+        kind=recipe.data.kind_of_workers,
+    )
+
+
+def held_out(recipe: Recipe, *, stage: StageName, data: StageData, plan: StagePlan, place: Place) -> EvalBatches:
+    """This rank's part of the held-out set, padded so that all ranks read equally many batches."""
+    return EvalBatches(
+        _access(data.eval, data=data, recipe=recipe),
+        transform=eval_transform(recipe.train_stage(stage)),
+        rank=place.rank,
+        world_size=place.world_size,
+        batch_size=plan.micro_batch_size,
+    )
+
+
+def train_transform(config: TrainStage) -> TrainTransform:
+    """A stage's crop, resize, flip and RandAugment."""
+    augment = config.augment
+    return TrainTransform(
+        image_size=config.image_size,
+        crop_area=augment.crop_area,
+        crop_ratio=augment.crop_ratio,
+        interpolation=augment.interpolation,
+        flip=augment.flip,
+        rand_augment=augment.rand_augment
+        and RandAugment(num_ops=augment.rand_augment.num_ops, magnitude=augment.rand_augment.magnitude),
+    )
+
+
+def eval_transform(config: TrainStage) -> EvalTransform:
+    """What is evaluated of an image."""
+    return EvalTransform(config.image_size, protocol=config.eval_protocol, crop_share=config.eval_crop_share)
+
+
+def mixup(config: TrainStage) -> MixupConfig | None:
+    """A stage's mixing of images; None for none."""
+    augment = config.augment
+    if not augment.mixup_alpha and not augment.cutmix_alpha:
+        return None
+    return MixupConfig(
+        mixup_alpha=augment.mixup_alpha, cutmix_alpha=augment.cutmix_alpha, switch_share=augment.cutmix_share
+    )
+
+
+def _access(shards: ShardSet, *, data: StageData, recipe: Recipe) -> Access:
+    return Access(
+        shards,
+        store=data.store,
+        decoder=recipe.data.decoder,
+        pixel_limit=PixelLimit(recipe.data.max_image_pixels),
+        on_corrupt="substitute" if recipe.data.max_corrupt_share > 0 else "stop",
+    )
