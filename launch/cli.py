@@ -237,7 +237,7 @@ def run(
         go_on()
     fleet = None
     if hostfile is not None:
-        from launch.hosts.fleet import open_fleet
+        from launch.hosts.hostfile import open_fleet
 
         fleet = open_fleet(
             hostfile,

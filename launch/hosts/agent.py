@@ -1,16 +1,16 @@
-"""On every host: start its ranks, pass wishes on to them, and leave none behind. Started by `shardvit run` over ssh.
+"""On every host: start its ranks, pass requests on to them, and leave none behind. Started by `shardvit run` over ssh.
 
-The first line of its standard input is an `Order`; each further line is a message: `alive`; `address HOST PORT`, where
-rank 0 listens; `stop`, the ranks are to save and leave; `kill`; `end`. What the ranks print goes to its standard
-output, and between it lines that begin with the order's word: `ready`, `address PORT`, `ended CODE`.
+The first line of its standard input is an `AgentOrder`, each further line a message: `alive` (a heartbeat); `address
+HOST PORT`, where rank 0 listens; `stop`, the ranks are to save and leave; `kill`; `end`. What the ranks print goes to
+its standard output, and between it lines that begin with the order's word: `ready`, `address PORT`, `ended CODE`.
 
-Why wishes travel like this: DeepSpeed's launcher leaves orphans when it is signalled, a file in the shared run folder
-is seen late on a network file system, and the process numbers in the heartbeats may mean another process by now. The
-connection that started the ranks is there anyway, and its end is news as well: when nothing is heard of `shardvit run`
-for `silence_seconds`, or its side is closed, the ranks are asked to save and leave, and killed `grace_seconds` later.
+Why through ssh: DeepSpeed's launcher leaves orphans when it gets a signal, a file in the shared run folder is seen late
+on a network file system, and a PID in a heartbeat file may have been reused. The connection is there anyway, and losing
+it is news too: after `silence_seconds` without a message, or when the other side closes, the ranks are asked to save
+and leave, and killed `grace_seconds` later.
 
-The ranks carry the run folder in their environment. What carries it when an agent begins is from an attempt that was
-cut off, and is killed: the caller holds the run folder's lock. Costs one small process a host.
+The ranks carry the run folder in their environment. Processes that carry it when an agent starts are left from a killed
+attempt, and are killed: the caller holds the run folder's lock. Costs one small process per host.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -37,37 +38,26 @@ from launch.env import RENDEZVOUS, SUPERVISOR_PID, num_gpus, without_place
 from launch.processes import join_thread, kill_all, marked, marked_ranks
 
 RUN_MARK = "SHARDVIT_RUN_ON_HOSTS"
-_LOOK_SECONDS = 0.05
+_POLL_SECONDS = 0.05
 _MOST_LINES = 1000
 _PUT_SECONDS, _DRAIN_SECONDS = 0.5, 5.0
 _SCAN_SECONDS = 0.5  # of all processes
 _LINGER_SECONDS = 1.0  # for what another launcher was about to start
-_ADDRESS_FILE = "address"  # as pipeline.ranks.group, which a process without torch does not import
+_ADDRESS_FILE = "address"  # as pipeline.ranks.rendezvous, which a process without torch does not import
 
 
 @dataclass(frozen=True)
-class Order:
-    """What an agent is to do.
+class AgentOrder:
+    """What an agent is to do."""
 
-    Attributes:
-        word: begins the lines that are no rank's.
-        run_folder: the mark of the processes.
-        command: starts the ranks of this host; empty: another launcher does, and they are only looked after.
-        environment: for them, over that of the login.
-        rendezvous: folder to make here, in which rank 0's address is put; empty: MASTER_ADDR and MASTER_PORT tell it.
-        is_first: whether rank 0 is here.
-        silence_seconds: without a message, after which `shardvit run` is taken for gone.
-        grace_seconds: for the ranks to save and leave then.
-    """
-
-    word: str
-    run_folder: str
-    command: list[str]
-    environment: dict[str, str]
-    rendezvous: str
-    is_first: bool
-    silence_seconds: float
-    grace_seconds: float
+    word: str  # begins the lines that are no rank's
+    run_folder: str  # the mark of the processes
+    command: list[str]  # starts the ranks of this host; empty: another launcher does
+    environment: dict[str, str]  # for them, over that of the login
+    rendezvous: str  # folder to make here for rank 0's address; empty: MASTER_ADDR and MASTER_PORT name it
+    is_first: bool  # whether rank 0 is here
+    silence_seconds: float  # without a message, until the connection counts as lost
+    grace_seconds: float  # for the ranks to save and leave then
 
     def line(self) -> str:
         """As it is sent."""
@@ -77,7 +67,7 @@ class Order:
 class Agent:
     """One host's part of a stage."""
 
-    def __init__(self, order: Order) -> None:
+    def __init__(self, order: AgentOrder) -> None:
         self._order = order
         self._mark = (RUN_MARK, order.run_folder)
         self._folder = Path(order.rendezvous) if order.rendezvous else None
@@ -85,8 +75,8 @@ class Agent:
         self._heard = time.monotonic()
         self._has_address = False
         self._asked = self._is_over = False
-        self._told: set[int] = set()  # ranks that were asked to stop
-        self._next_look = 0.0
+        self._told: set[int] = set()  # PIDs of ranks that were asked to stop
+        self._next_scan = 0.0
         self._kill_at: float | None = None
         self._lines: queue.Queue[bytes | None] = queue.Queue(maxsize=_MOST_LINES)  # not written yet
 
@@ -95,17 +85,17 @@ class Agent:
         kill_all(*self._mark)
         if self._folder is not None:
             _make_own(self._folder)
-        child = None
+        child = pump = None
         try:
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):  # this host is shut down
                 signal.signal(number, lambda *_: self._messages.put("stop"))
             child = self._start()
-            writer = threading.Thread(target=self._write_lines, daemon=True, name="write")
-            for thread in (threading.Thread(target=self._listen, daemon=True, name="listen"), writer):
-                thread.start()
+            _thread(self._listen)
+            writer = _thread(self._write_lines)
             self._say("ready")
-            pump = self._start_pump(child)  # now, so that this was the first line
-            code = self._look_after(child)
+            if child is not None:
+                pump = _thread(self._pump, child)  # now, so that "ready" is the first line
+            code = self._stand_by(child)
             if pump is not None:
                 join_thread(pump, seconds=_DRAIN_SECONDS)
         finally:
@@ -141,14 +131,7 @@ class Agent:
             start_new_session=True,
         )
 
-    def _start_pump(self, child: subprocess.Popen[bytes] | None) -> threading.Thread | None:
-        if child is None:
-            return None
-        pump = threading.Thread(target=self._pump, args=(child,), daemon=True, name="pump")
-        pump.start()
-        return pump
-
-    def _look_after(self, child: subprocess.Popen[bytes] | None) -> int:
+    def _stand_by(self, child: subprocess.Popen[bytes] | None) -> int:
         stopped_early = False
         while True:
             code = child.poll() if child is not None else (0 if self._is_over else None)
@@ -158,19 +141,19 @@ class Agent:
             while not self._messages.empty():
                 stopped_early |= self._obey(self._messages.get())
             now = time.monotonic()
-            if child is None and self._asked and now >= self._next_look:
-                self._next_look = now + _SCAN_SECONDS
+            if child is None and self._asked and now >= self._next_scan:
+                self._next_scan = now + _SCAN_SECONDS
                 self._ask_ranks()  # the other launcher may have been about to start them
             if now - self._heard > self._order.silence_seconds:
-                self._lose_contact("nothing was heard of shardvit run")
+                self._lose_contact("no heartbeat from shardvit run")
             if self._kill_at is not None and (now >= self._kill_at or (child is None and not marked(*self._mark))):
                 kill_all(*self._mark)
                 self._is_over = True
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_POLL_SECONDS)
         return 128 + signal.SIGTERM if stopped_early else code if code >= 0 else 128 - code
 
     def _obey(self, message: str) -> bool:
-        """Do what was said; whether the ranks had not begun and were killed therefore."""
+        """Carry out a message; whether it was a stop before there were ranks, which killed their launcher."""
         word, _, rest = message.partition(" ")
         match word:
             case "address" if self._folder is not None and not self._has_address:
@@ -186,7 +169,7 @@ class Agent:
             case "end":
                 self._is_over = True
             case "lost":
-                self._lose_contact("the connection to shardvit run is gone")
+                self._lose_contact("the connection to shardvit run is lost")
             case _:
                 pass
         return False
@@ -223,12 +206,12 @@ class Agent:
         self._messages.put("lost")
 
     def _pump(self, child: subprocess.Popen[bytes]) -> None:
-        """The ranks write to a pipe of ours: a connection that is gone must not end them by a failed print."""
+        """The ranks write to a pipe of ours: a lost connection must not end them by a failed print."""
         assert child.stdout is not None
         for line in child.stdout:
             whole = line if line.endswith(b"\n") else line + b"\n"
             while not self._put(whole) and self._kill_at is None:
-                pass  # nobody reads at the moment: the ranks wait with us; once contact is lost, lines are dropped
+                pass  # no reader at the moment: the ranks wait with us; once contact is lost, lines are dropped
 
     def _say(self, text: str) -> None:
         self._put(f"{self._order.word} {text}\n".encode())
@@ -241,14 +224,20 @@ class Agent:
         return True
 
     def _write_lines(self) -> None:
-        """In a thread of its own: where a cable is cut a write may wait for ever, and nobody else may."""
+        """In a thread of its own: a write to a cut cable may block for ever, and must block nothing else."""
         while (line := self._lines.get()) is not None:
             with suppress(OSError):
                 os.write(1, line)
 
 
+def _thread(target: Callable[..., None], *arguments: object) -> threading.Thread:
+    thread = threading.Thread(target=target, args=arguments, daemon=True)
+    thread.start()
+    return thread
+
+
 def rendezvous_name(run_folder: str, *, node: int | None) -> str:
-    """A fresh name of a folder; with `node`, the agent there removes what earlier ones of the same run have left."""
+    """A fresh folder name; with `node`, the agent there removes those that earlier attempts at the same run left."""
     run = hashlib.blake2b(run_folder.encode(), digest_size=4).hexdigest()
     return f"shardvit-{run}-{secrets.token_hex(8)}" + ("" if node is None else f"-{node}")
 
@@ -265,9 +254,7 @@ def _make_own(folder: Path) -> None:
 def main() -> int:
     """Read the order and carry it out."""
     text = sys.stdin.readline()
-    if not text:
-        return 1
-    return Agent(Order(**json.loads(text))).run()
+    return Agent(AgentOrder(**json.loads(text))).run() if text else 1
 
 
 if __name__ == "__main__":

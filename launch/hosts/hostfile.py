@@ -1,25 +1,32 @@
-"""Which hosts and which of their GPUs: a hostfile as DeepSpeed and MPI read it, `--include` and `--exclude`. Pure.
+"""Which hosts and which of their GPUs: a hostfile as DeepSpeed and MPI read it, `--include` and `--exclude`.
 
     # a comment
     worker-0 slots=8
     worker-1 slots=8
 
 A slot is one process with one GPU. `--include worker-0@worker-1:0,2` takes all slots of worker-0 and two of worker-1;
-`--exclude` takes all others. The order is the hostfile's: the first host has rank 0. Costs nothing; does not know
-whether such hosts exist (`preflight` does).
+`--exclude` takes all others. The order is the hostfile's: the first host has rank 0. Contacts no host; whether they
+exist is for `preflight` to find out.
 """
 
 from __future__ import annotations
 
 import difflib
 import re
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
 
 from data_shards.errors import UserError
 
 _LINE = re.compile(r"(?P<name>\S+)\s+slots=(?P<slots>\d+)")
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:%-]*")  # no option of ssh's, nothing that a shell or pdsh would expand
+
+
+Launcher = Literal["ssh", "pdsh"]
+"""ssh: one connection to each host starts DeepSpeed's launcher there. pdsh: the `deepspeed` command does it."""
 
 
 @dataclass(frozen=True)
@@ -30,20 +37,56 @@ class Host:
     slots: tuple[int, ...]  # numbers of GPUs, from 0
 
 
-def num_slots(hosts: Sequence[Host]) -> int:
-    """How many processes the hosts start together."""
-    return sum(len(host.slots) for host in hosts)
+@dataclass(frozen=True)
+class Fleet:
+    """What to start the ranks on, and how."""
+
+    hosts: tuple[Host, ...]  # in the order of ranks
+    source: Path  # the hostfile
+    launcher: Launcher = "ssh"
+    master_addr: str = ""  # of the first host, for the others; empty: found out before the start
+    master_port: int = 0  # on which rank 0 listens; 0: the first host's system chooses
+
+    @property
+    def processes(self) -> int:
+        """How many ranks there are."""
+        return sum(len(host.slots) for host in self.hosts)
+
+
+def open_fleet(
+    hostfile: Path,
+    *,
+    include: str = "",
+    exclude: str = "",
+    launcher: Launcher = "ssh",
+    master_addr: str = "",
+    master_port: int = 0,
+) -> Fleet:
+    """Read the hostfile.
+
+    Raises:
+        UserError: it cannot be read, an option does not fit it, or the launcher is not installed here.
+    """
+    try:
+        text = hostfile.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise UserError(f"--hostfile {hostfile} cannot be read ({why}): name a file of lines HOST slots=8") from None
+    hosts = select(parse_hostfile(text, source=str(hostfile)), include=include, exclude=exclude, source=str(hostfile))
+    for program in ("ssh", *(["pdsh"] if launcher == "pdsh" else [])):
+        if shutil.which(program) is None:
+            advice = "install it, or use --launcher ssh" if program == "pdsh" else "install OpenSSH's client"
+            raise UserError(f"--launcher {launcher}: there is no {program} on this machine: {advice}")
+    if not 0 <= master_port < 65536:
+        raise UserError(f"--master-port: it is {master_port}; give 1 to 65535, or leave it out")
+    return Fleet(hosts, hostfile, launcher=launcher, master_addr=master_addr, master_port=master_port)
 
 
 def parse_hostfile(text: str, *, source: str) -> tuple[Host, ...]:
-    """The hosts of a hostfile, in its order.
-
-    Args:
-        text: what is in the file.
-        source: its name, for messages.
+    """The hosts of a hostfile, in its order; `source` is its name for messages.
 
     Raises:
-        UserError: a line that cannot be read, a host that stands there twice, or none at all.
+        UserError: a line that cannot be read, a host that is listed twice, or none at all.
     """
     hosts: dict[str, Host] = {}
     for number, line in enumerate(text.splitlines(), start=1):
@@ -60,7 +103,7 @@ def parse_hostfile(text: str, *, source: str) -> tuple[Host, ...]:
             raise UserError(f"{source}, line {number}: {content!r} is not a host with its GPUs: write HOST slots=8")
         name, count = found["name"], int(found["slots"])
         if name in hosts:
-            raise UserError(f"{source}, line {number}: {name} stands there twice: give it one line with all its slots")
+            raise UserError(f"{source}, line {number}: {name} is listed twice: give it one line with all its slots")
         if count == 0:
             raise UserError(f"{source}, line {number}: {name} has slots=0: give 1 or more, or leave the host out")
         hosts[name] = Host(name, tuple(range(count)))
@@ -81,10 +124,10 @@ def select(
         source: the hostfile's name, for messages.
 
     Raises:
-        UserError: both are given, a name or slot is not there, or nothing is left.
+        UserError: both are given, a name or slot does not exist, or nothing is left.
     """
     if include and exclude:
-        raise UserError("--include, --exclude: give one of them, each says all by itself")
+        raise UserError("--include, --exclude: give one of them, not both")
     if not include and not exclude:
         return tuple(hosts)
     option = "--include" if include else "--exclude"

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from data_shards.errors import UserError
-from launch.hosts.fleet import Fleet
+from launch.hosts.hostfile import Fleet
 
 _SPECIAL_IN_QUOTES = re.compile(r"[$`\\!\n]")
 

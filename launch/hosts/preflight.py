@@ -1,27 +1,26 @@
-"""Before any GPU's time: is every host reachable, alike, and does it see what the others see? A table and sentences.
+"""Before any GPU time is spent: is every host reachable, with the same software, files and clock? Prints a table.
 
-All hosts are asked at once (`probe`), this one too, which is what the others are compared with. Then the others try to
-reach the first host, because the ranks will have to. Costs a few seconds however many hosts there are; writes one
-marker file beside the runs, and removes it. It does not try the GPUs or the network between them.
+All hosts are asked at once (`probe`), and compared with this one. Then the others try to connect to the first host, as
+the ranks will have to. Costs a few seconds for any number of hosts; writes a marker file beside the runs, and removes
+it. Does not test GPUs, nor the network's speed.
 """
 
 from __future__ import annotations
 
+import functools
 import json
-import os
 import queue
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from data_shards.errors import UserError
-from data_shards.text import show_bytes
+from data_shards.text import show_bytes, table
 from launch.hosts import probe
-from launch.hosts.fleet import Fleet
-from launch.hosts.hostfile import Host
+from launch.hosts.hostfile import Fleet, Host
 from launch.hosts.remote import Connection
 
 PACKAGES = ("shardvit", "torch", "deepspeed")
@@ -54,15 +53,10 @@ class Facts:
 
 @dataclass(frozen=True)
 class Ready:
-    """What the start needs to know of hosts that are ready.
+    """What the start needs to know of hosts that are ready."""
 
-    Attributes:
-        address: under which all reach the first host.
-        interfaces: host -> its network interface to the others, where it is known.
-    """
-
-    address: str
-    interfaces: dict[str, str]
+    address: str  # at which all reach the first host
+    interfaces: dict[str, str]  # host -> its network interface to the others, where it is known
 
 
 def find_problems(
@@ -74,7 +68,7 @@ def find_problems(
         hosts: all.
         facts: of each, or why there are none.
         here: this machine's.
-        folder: where the marker was written.
+        folder: where the marker is.
     """
     found: dict[str, list[str]] = {}
     seen: dict[str, str] = {}
@@ -151,26 +145,18 @@ def _too_little(host: Host, facts: Facts, *, has_gpus: bool, folder: Path) -> li
     return found
 
 
-def table(hosts: Sequence[Host], facts: Mapping[str, Facts | str], problems: Mapping[str, Sequence[str]]) -> str:
-    """All hosts, a line each. Pure."""
+def hosts_table(hosts: Sequence[Host], facts: Mapping[str, Facts | str], problems: Mapping[str, Sequence[str]]) -> str:
+    """A line for each host. Pure."""
     rows: list[tuple[str, ...]] = [("host", "slots", "GPUs", "Python", *PACKAGES, "code", "clock", "free", "verdict")]
     for host in hosts:
         each, count = facts[host.name], len(problems[host.name])
         verdict = "ready" if not count else "1 problem" if count == 1 else f"{count} problems"
-        slots = str(len(host.slots))
-        if isinstance(each, str):
-            rows.append((host.name, slots, *["-"] * (len(rows[0]) - 3), verdict))
-            continue
-        rows.append(
-            (
-                *(host.name, slots, str(each.gpus), each.python),
-                *(each.packages[package] for package in PACKAGES),
-                *(each.code or "-", f"{each.clock_offset_seconds:+.1f} s", show_bytes(each.free_bytes), verdict),
-            )
-        )
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
+        cells = ["-"] * (len(rows[0]) - 3)
+        if not isinstance(each, str):
+            cells = [str(each.gpus), each.python, *(each.packages[package] for package in PACKAGES)]
+            cells += [each.code or "-", f"{each.clock_offset_seconds:+.1f} s", show_bytes(each.free_bytes)]
+        rows.append((host.name, str(len(host.slots)), *cells, verdict))
+    return table(rows, heading="ruled")
 
 
 def preflight(
@@ -181,12 +167,12 @@ def preflight(
     Args:
         fleet: the hosts.
         folder: of the runs; all hosts must see it. Made when missing.
-        files: that all hosts must see with the same content.
+        files: all hosts must see them with the same content.
         python_path: PYTHONPATH of the processes there.
         say: takes the table.
 
     Raises:
-        UserError: hosts that are not ready, with a sentence for each problem.
+        UserError: hosts are not ready, with a sentence for each problem.
         OSError: nothing can be written to `folder`.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -212,7 +198,7 @@ def preflight(
             address, interfaces = fleet.master_addr or fleet.hosts[0].name, {}
             if several and not any(problems.values()):
                 address, interfaces = inquiry.meet(fleet, facts, text=text, problems=problems)
-            say(table(fleet.hosts, facts, problems))
+            say(hosts_table(fleet.hosts, facts, problems))
     finally:
         marker.unlink(missing_ok=True)
     sentences = [sentence for each in problems.values() for sentence in each]
@@ -225,9 +211,8 @@ def preflight(
     return Ready(address, interfaces)
 
 
-@dataclass(frozen=True)
-class _Reply:
-    """What a host said, and when by this host's clock it was asked and had told."""
+class _Reply(NamedTuple):
+    """What a host said, and when by this host's clock it was asked and had answered."""
 
     content: Any
     asked: float
@@ -243,15 +228,9 @@ class _Inquiry:
         script = Path(probe.__file__).read_text(encoding="utf-8")
         self._connections: dict[str, Connection] = {}
         for host in fleet.hosts:
-            connection = Connection(
-                host.name,
-                _PYTHON,
-                python_path=python_path,
-                folder=Path(os.getcwd()),
-                on_line=lambda line, name=host.name: self._note(name, line),
-            )
-            self._connections[host.name] = connection
-            connection.send(f"{len(script)}\n{script}")
+            note = functools.partial(self._note, host.name)
+            self._connections[host.name] = Connection(host.name, _PYTHON, python_path=python_path, on_line=note)
+            self._connections[host.name].send(f"{len(script)}\n{script}")
 
     def __enter__(self) -> _Inquiry:
         return self
@@ -322,15 +301,10 @@ class _Inquiry:
 
 
 def clock_offset(clock: float, *, asked: float, told: float) -> float:
-    """By how many seconds a host's clock is later than ours, at the least. Pure.
+    """At least how many seconds a host's clock is ahead of ours. Pure.
 
-    It was read between our question and the arrival of the reply, usually some milliseconds apart; on a busy host
-    seconds, which must not be taken for a clock that goes wrong.
-
-    Args:
-        clock: what it showed.
-        asked: when by our clock the question was sent.
-        told: when the reply had arrived.
+    `clock` was read between our question (`asked`) and the arrival of the reply (`told`): on a busy host seconds apart,
+    which must not count as an offset.
     """
     return min(0.0, clock - asked) + max(0.0, clock - told)
 

@@ -1,14 +1,14 @@
-"""The only seam to ssh: a Python on another host, with a line in and a line out.
+"""The only place that starts ssh: a Python on another host, with lines in and lines out.
 
-Plain ssh with keys, as `ssh HOST` works without a question; users, ports and jump hosts are ~/.ssh/config's. The other
-side runs the same Python, in the same folder, as this one. What it is given to do goes through its standard input:
-arguments need no quoting for a shell, and no password ever stands in a list of processes.
-
-Costs one ssh process a host. A connection that answers nothing for `_ALIVE_SECONDS` is closed by ssh itself.
+Plain ssh with keys, as `ssh HOST` works without a prompt; users, ports and jump hosts belong in ~/.ssh/config. The
+other side runs the same Python in the same folder. Its input goes through standard input: no quoting for a shell, and
+no password in a list of processes. Costs one ssh process per host; ssh itself closes a connection that is silent for
+half a minute.
 """
 
 from __future__ import annotations
 
+import os
 import shlex
 import subprocess
 import sys
@@ -19,28 +19,19 @@ from pathlib import Path
 
 from launch.processes import join_thread
 
-_CONNECT_SECONDS = 30  # to the first word of its sshd, which a busy host says late
 _DRAIN_SECONDS = 1.0
-_ALIVE_SECONDS, _ALIVE_QUESTIONS = 10, 3  # so many without an answer, and ssh takes the other side for gone
 _NO_FOLDER, _NO_PYTHON, _SSH_FAILED = 96, 97, 255
 _OPTIONS = {
-    "BatchMode": "yes",  # never a question that nobody sees
-    "ConnectTimeout": str(_CONNECT_SECONDS),
-    "ServerAliveInterval": str(_ALIVE_SECONDS),
-    "ServerAliveCountMax": str(_ALIVE_QUESTIONS),
+    "BatchMode": "yes",  # never a prompt that nobody sees
+    "ConnectTimeout": "30",  # until the first word of its sshd, which a busy host says late
+    "ServerAliveInterval": "10",
+    "ServerAliveCountMax": "3",
     "LogLevel": "ERROR",
 }
 
 
 def ssh_command(host: str, python_arguments: Sequence[str], *, python_path: str, folder: Path) -> list[str]:
-    """The command that runs this Python in `folder` on a host.
-
-    Args:
-        host: its name.
-        python_arguments: of the Python there.
-        python_path: PYTHONPATH there; empty: none.
-        folder: there.
-    """
+    """The command that runs this Python in `folder` on a host, with that PYTHONPATH unless it is empty."""
     python = shlex.quote(sys.executable)
     path = f"PYTHONPATH={shlex.quote(python_path)} " if python_path else ""
     script = (
@@ -52,30 +43,24 @@ def ssh_command(host: str, python_arguments: Sequence[str], *, python_path: str,
 
 
 class Connection:
-    """A Python on a host, whose standard input and output are ours.
+    """A Python on a host, in the present folder, whose standard input and output are ours.
 
     Args:
         host: its name.
         python_arguments: what it runs.
         python_path: its PYTHONPATH.
-        folder: where it runs.
-        on_line: told every line that it prints, from another thread.
+        on_line: gets every line that it prints, in another thread.
     """
 
     def __init__(
-        self,
-        host: str,
-        python_arguments: Sequence[str],
-        *,
-        python_path: str,
-        folder: Path,
-        on_line: Callable[[str], None],
+        self, host: str, python_arguments: Sequence[str], *, python_path: str, on_line: Callable[[str], None]
     ) -> None:
-        self.host, self._folder, self._on_line = host, folder, on_line
+        self.host, self._on_line = host, on_line
+        self._folder = Path(os.getcwd())
         self._last_line = ""
         self._sending = threading.Lock()
         self._process = subprocess.Popen(
-            ssh_command(host, python_arguments, python_path=python_path, folder=folder),
+            ssh_command(host, python_arguments, python_path=python_path, folder=self._folder),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -92,24 +77,21 @@ class Connection:
             self._process.stdin.flush()
 
     def code(self) -> int | None:
-        """The exit code, once it is over and all that it printed has been told."""
+        """The exit code, once it has ended and all its lines were passed on."""
         code = self._process.poll()
         if code is not None:
             join_thread(self._reader, seconds=_DRAIN_SECONDS)
         return code
 
     def failure(self) -> str:
-        """Why ssh or the Python there did not begin, or was lost."""
+        """Why ssh or the Python there did not start, or was lost."""
         code, said = self.code(), f" ({self._last_line})" if self._last_line else ""
-        if code == _SSH_FAILED:
-            return f"{self.host} is not reachable{said}: `ssh {self.host} true` has to work without a question"
-        if code == _NO_FOLDER:
-            return f"{self.host} has no folder {self._folder}: start from one that all hosts share"
-        if code == _NO_PYTHON:
-            return f"{self.host} has no {sys.executable}: install the same environment at the same path"
-        if code is None:
-            return f"{self.host} does not answer"
-        return f"{self.host}: what was started there ended with exit code {code}{said}"
+        return {
+            None: f"{self.host} does not answer",
+            _SSH_FAILED: f"{self.host} is not reachable{said}: `ssh {self.host} true` has to work without a prompt",
+            _NO_FOLDER: f"{self.host} has no folder {self._folder}: start from one that all hosts share",
+            _NO_PYTHON: f"{self.host} has no {sys.executable}: install the same environment at the same path",
+        }.get(code, f"{self.host}: what was started there ended with exit code {code}{said}")
 
     def close(self) -> None:
         """End it, and the other side's standard input with it."""

@@ -1,21 +1,20 @@
-"""One stage on several hosts: an agent on each (`agent`), until the ranks on all of them are gone.
+"""One stage on several hosts: an agent on each (`agent`), until the ranks on all of them have ended.
 
-    ssh: each agent starts DeepSpeed's own launcher of one node, as `deepspeed` would over pdsh
-    pdsh: the `deepspeed` command starts those, and the agents look after what it starts
+    ssh: each agent starts DeepSpeed's launcher of one node, as `deepspeed` would over pdsh
+    pdsh: the `deepspeed` command starts those, and the agents look after its ranks
 
-Rank 0 listens on a port that its host's system chooses; its agent tells it to this process, which tells the others: no
-port is asked for that somebody else may take meanwhile, and nothing depends on how fast a file server shows new files.
-With --master-port the ranks use that port instead.
+Rank 0 listens on a port that its host's system chooses; its agent tells it to this process, which tells the others.
+So there is no race for a port, and no dependence on how fast a file server shows new files. --master-port fixes it.
 
-When a host is lost, or its ranks have failed, the others' ranks end by themselves (`pipeline.ranks.watch`); what
-has not after `_FOLLOW_SECONDS` is killed. Not covered: a host that nobody reaches any more; its agent ends its ranks by
-itself.
+When a host is lost, or its ranks fail, the others' ranks end by themselves (`pipeline.ranks.watch`); those that have
+not after `_FOLLOW_SECONDS` are killed. A host that cannot be reached any more ends its ranks by its own agent.
 """
 
 from __future__ import annotations
 
 import base64
 import json
+import math
 import os
 import queue
 import secrets
@@ -31,22 +30,22 @@ from pathlib import Path
 from launch.endings import overall_code, signal_of
 from launch.env import RENDEZVOUS, without_place
 from launch.hosts import pdsh
-from launch.hosts.agent import RUN_MARK, Order, rendezvous_name
-from launch.hosts.fleet import Fleet
-from launch.hosts.hostfile import Host
+from launch.hosts.agent import RUN_MARK, AgentOrder, rendezvous_name
+from launch.hosts.hostfile import Fleet, Host
 from launch.hosts.preflight import Ready
 from launch.hosts.remote import Connection
 from launch.local import STOPPING, Launch, rank_arguments
+from launch.output import say
 from launch.processes import STOP_SIGNALS, handled
 from pipeline.vocabulary import EXIT_STOPPED
 
-_ALIVE_SECONDS = 5.0  # between two signs of life to the agents
-_SILENCE_SECONDS = 45.0  # longer than ssh's own patience: both sides find out
+_HEARTBEAT_SECONDS = 5.0  # to the agents
+_SILENCE_SECONDS = 45.0  # longer than ssh's own timeout: both sides notice
 _GRACE_SECONDS = 120.0  # for a save without us
 _FOLLOW_SECONDS, _FOLLOW_SAVED_SECONDS = 30.0, 90.0  # rank 0 has to tell MLflow after all have saved
 _ANSWER_SECONDS = 15.0  # to a kill
 _BEGIN_SECONDS = 60.0  # for the agents
-_LOOK_SECONDS = 0.1
+_POLL_SECONDS = 0.1
 _ANY_PORT = 29500  # the launcher wants one; nobody uses it
 
 
@@ -62,9 +61,7 @@ def node_command(launch: Launch, fleet: Fleet, *, node: int, master_addr: str) -
 
 
 def run_stage_on_hosts(launch: Launch, fleet: Fleet, ready: Ready, *, variables: dict[str, str]) -> int:
-    """Run one stage to its end; returns the exit code.
-
-    The caller holds the run folder's lock and has asked the hosts (`preflight`).
+    """Run one stage to its end; returns the exit code. The caller holds the run folder's lock.
 
     Args:
         launch: the stage.
@@ -74,7 +71,7 @@ def run_stage_on_hosts(launch: Launch, fleet: Fleet, ready: Ready, *, variables:
 
     Raises:
         KeyboardInterrupt: the user stopped it and no rank answered that it has saved, as in `local`.
-        UserError: something that the launcher cannot hand on.
+        UserError: something that the launcher cannot pass on.
         OSError: no process could be started here.
     """
     return _Stage(launch, fleet, ready, variables=variables).run()
@@ -85,6 +82,7 @@ class _Stage:
 
     def __init__(self, launch: Launch, fleet: Fleet, ready: Ready, *, variables: dict[str, str]) -> None:
         self._launch, self._fleet, self._ready, self._variables = launch, fleet, ready, variables
+        self._by_ssh = fleet.launcher == "ssh"
         self._word = f"agent-{secrets.token_hex(8)}"
         self._run_folder = str((launch.runs_root / launch.recipe.name).absolute())
         self._shared_name = rendezvous_name(self._run_folder, node=None)  # under pdsh all hosts have the same
@@ -92,7 +90,7 @@ class _Stage:
         self._lines: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
         self._agents: dict[str, Connection] = {}
         self._ready_hosts: set[str] = set()
-        self._ended: dict[str, int] = {}  # host -> exit code, in the order of ending
+        self._ended: dict[str, int] = {}  # host, or "" for pdsh -> exit code, in the order of ending
         self._asked = self._interrupts = 0
         self._killed = False
         self._over = threading.Event()
@@ -100,13 +98,13 @@ class _Stage:
     def run(self) -> int:
         """To the end of all ranks."""
         with ExitStack() as held:
-            # Signals become entries of a queue: what they ask for is done by the loop.
+            # Signals become entries of a queue, handled by the loop.
             held.enter_context(handled(STOP_SIGNALS, lambda number, _: self._signals.put(number)))
             held.callback(self._close)
             for node, host in enumerate(self._fleet.hosts):
                 self._agents[host.name] = self._connect(node, host)
-            threading.Thread(target=self._show_life, daemon=True, name="alive").start()
-            code = self._run_pdsh(held) if self._fleet.launcher == "pdsh" else self._wait(None)
+            threading.Thread(target=self._send_heartbeats, daemon=True, name="alive").start()
+            code = self._wait(None) if self._by_ssh else self._run_pdsh(held)
         if self._killed or (self._asked and (code == 0 or signal_of(code) in STOP_SIGNALS)):
             raise KeyboardInterrupt
         return code
@@ -116,19 +114,14 @@ class _Stage:
             host.name,
             ["-u", "-m", "launch.hosts.agent"],
             python_path=self._variables.get("PYTHONPATH", ""),
-            folder=Path(os.getcwd()),
             on_line=lambda line: self._lines.put((host.name, line)),
         )
-        interface = self._ready.interfaces.get(host.name)
-        by_ssh = self._fleet.launcher == "ssh"
-        order = Order(
+        command = node_command(self._launch, self._fleet, node=node, master_addr=self._ready.address)
+        order = AgentOrder(
             word=self._word,
             run_folder=self._run_folder,
-            command=node_command(self._launch, self._fleet, node=node, master_addr=self._ready.address)
-            if by_ssh
-            else [],
-            # Else gloo takes the interface that the host's own name leads to, which may be the loopback.
-            environment={**({"GLOO_SOCKET_IFNAME": interface} if interface else {}), **self._variables},
+            command=command if self._by_ssh else [],
+            environment={**_gloo(self._ready.interfaces.get(host.name)), **self._variables},
             rendezvous=self._rendezvous(node),
             is_first=node == 0,
             silence_seconds=_SILENCE_SECONDS,
@@ -141,16 +134,14 @@ class _Stage:
         """The folder in which a host's ranks find rank 0's address: in its memory, which no file server shares."""
         if self._fleet.master_port:
             return ""
-        by_ssh = self._fleet.launcher == "ssh"
-        return f"/dev/shm/{rendezvous_name(self._run_folder, node=node) if by_ssh else self._shared_name}"
+        return f"/dev/shm/{rendezvous_name(self._run_folder, node=node) if self._by_ssh else self._shared_name}"
 
     def _run_pdsh(self, held: ExitStack) -> int:
         """Start `deepspeed` once all agents are there."""
         folder = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="shardvit-pdsh-")))
         interfaces = {self._ready.interfaces.get(host.name) for host in self._fleet.hosts}
-        shared = interfaces.pop() if len(interfaces) == 1 else None
         variables = {
-            **({"GLOO_SOCKET_IFNAME": shared} if shared else {}),
+            **_gloo(interfaces.pop() if len(interfaces) == 1 else None),
             **self._variables,
             RUN_MARK: self._run_folder,
             **({} if self._fleet.master_port else {RENDEZVOUS: self._rendezvous(0)}),
@@ -168,12 +159,11 @@ class _Stage:
         )
         deadline = time.monotonic() + _BEGIN_SECONDS
         while len(self._ready_hosts) < len(self._agents) and not self._ended and time.monotonic() < deadline:
-            self._take_lines()
-            self._note_ended()
+            self._take_lines_and_ends()
             if not self._signals.empty():  # before there was anything to stop
                 self._killed = True
                 return 1
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_POLL_SECONDS)
         if len(self._ready_hosts) < len(self._agents):
             return 1
         runner = subprocess.Popen(
@@ -186,10 +176,9 @@ class _Stage:
 
     def _wait(self, runner: subprocess.Popen[bytes] | None) -> int:
         """Until all agents have ended; with `runner`, they are told to when that has."""
-        kill_at = give_up_at = float("inf")
+        kill_at = give_up_at = math.inf
         while True:
-            self._take_lines()
-            self._note_ended()
+            self._take_lines_and_ends()
             now = time.monotonic()
             if runner is not None and runner.poll() is not None and "" not in self._ended:
                 self._ended[""] = runner.returncode if runner.returncode >= 0 else 128 - runner.returncode
@@ -197,23 +186,20 @@ class _Stage:
                 give_up_at = now + _ANSWER_SECONDS
             while not self._signals.empty():
                 self._on_signal(self._signals.get(), runner)
-            over = all(host in self._ended for host in self._agents) and (runner is None or "" in self._ended)
-            if over:
+            if all(host in self._ended for host in self._agents) and (runner is None or "" in self._ended):
                 break
             failed = [code for code in self._ended.values() if code]
-            if failed and kill_at == float("inf"):
+            if failed and kill_at == math.inf:
                 kill_at = now + (_FOLLOW_SAVED_SECONDS if failed[0] == EXIT_STOPPED else _FOLLOW_SECONDS)
-            if now >= kill_at and give_up_at == float("inf"):
-                self._tell("kill")
-                if runner is not None:
-                    _kill_group(runner)
+            if now >= kill_at and give_up_at == math.inf:
+                self._kill(runner)
                 give_up_at = now + _ANSWER_SECONDS
             if now >= give_up_at:
                 for host in [host for host in self._agents if host not in self._ended]:
-                    _say(f"{host} does not answer: its ranks end by themselves when they notice")
+                    say(f"{host} does not answer: its ranks end by themselves when they notice")
                     self._ended[host] = 1
                 continue
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_POLL_SECONDS)
         # pdsh's own comes last: where a host was lost, it was killed by us.
         codes = [*(code for host, code in self._ended.items() if host), self._ended.get("", 0)]
         return overall_code(codes, stop_was_asked=bool(self._asked))
@@ -222,13 +208,16 @@ class _Stage:
         self._asked += 1
         self._interrupts += number == signal.SIGINT
         if self._asked == 1:
-            _say_line(f"\n{STOPPING}")
+            print(f"\n{STOPPING}", file=sys.stderr, flush=True)
             self._tell("stop")
         elif self._interrupts > 1:  # batch systems repeat themselves; only Ctrl-C is impatience
             self._killed = True
-            self._tell("kill")
-            if runner is not None:
-                _kill_group(runner)
+            self._kill(runner)
+
+    def _kill(self, runner: subprocess.Popen[bytes] | None) -> None:
+        self._tell("kill")
+        if runner is not None:
+            _kill_group(runner)
 
     def _take_lines(self) -> None:
         while not self._lines.empty():
@@ -249,23 +238,24 @@ class _Stage:
                 case _:
                     pass
 
-    def _note_ended(self) -> None:
+    def _take_lines_and_ends(self) -> None:
+        self._take_lines()
         for host, agent in self._agents.items():
             if agent.code() is None:
                 continue
             self._take_lines()  # its last word
             if host not in self._ended:
                 self._ended[host] = 1
-                _say(f"the connection to {host} was lost" if host in self._ready_hosts else agent.failure())
+                say(f"the connection to {host} was lost" if host in self._ready_hosts else agent.failure())
 
     def _tell(self, message: str) -> None:
         for host, agent in self._agents.items():
             if host not in self._ended:
                 agent.send(f"{message}\n")
 
-    def _show_life(self) -> None:
+    def _send_heartbeats(self) -> None:
         """In a thread: a terminal that takes no more lines (Ctrl-S) must not look like our death."""
-        while not self._over.wait(_ALIVE_SECONDS):
+        while not self._over.wait(_HEARTBEAT_SECONDS):
             for agent in self._agents.values():
                 agent.send("alive\n")
 
@@ -275,15 +265,12 @@ class _Stage:
             agent.close()
 
 
+def _gloo(interface: str | None) -> dict[str, str]:
+    """Else gloo takes the interface that the host's own name leads to, which may be the loopback."""
+    return {"GLOO_SOCKET_IFNAME": interface} if interface else {}
+
+
 def _kill_group(process: subprocess.Popen[bytes]) -> None:
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-
-
-def _say(text: str) -> None:
-    _say_line(f"shardvit: {text}")
-
-
-def _say_line(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

@@ -12,7 +12,7 @@ from data_shards.manifest import MANIFEST_FILE
 from data_shards.shard_set import ShardSet
 from data_shards.store.location import Commands, is_local, local_path
 from launch.env import without_place
-from launch.hosts.fleet import Fleet
+from launch.hosts.hostfile import Fleet
 from launch.hosts.preflight import preflight
 from launch.hosts.stage import run_stage_on_hosts
 from launch.hosts.variables import travelling

@@ -1,47 +1,75 @@
 """One run folder, one run: exclusive between processes and machines, and free again when its owner dies.
 
 The kernel's lock (flock) comes first: it excludes the processes of one machine, and of all machines where the file
-system passes it on (NFS by default, Lustre with `-o flock`). Some do not: they have none, or keep it to each machine.
-So the owner also writes a claim (`claims`) and counts on in it. Who finds the claim of a process that never let go
-- of this machine: knows at once whether it is alive (from flock, or without it from /proc);
-- of another machine: watches for a while. The count goes on: in use. It stands still: the owner is dead.
+system passes it on (NFS by default, Lustre with `-o flock`). Some file systems have none, or one per machine. So the
+owner also writes a claim, with a heartbeat. A claim that its process never released is
+- of this machine: alive or dead at once (by flock, or without it by PID and start time);
+- of another machine: watched. If the heartbeat goes on, it is in use; if it stops for the watch, the owner is dead.
 A kill at any moment leaves nothing locked; after one on another machine the next start takes half a minute longer.
 
-Costs a small write and fsync every few seconds from a thread. An owner whose machine was suspended for longer than
-the watch may find that somebody else took over: its process ends within a few seconds, without another save.
+Claims lie beside the lock file PATH: PATH.1, PATH.2, ... The highest one names the owner, or says that it is free.
+Whoever takes over creates the next one, which only one process can (O_EXCL, also on NFS), and removes those below; the
+highest is never removed, so numbers only grow and two newcomers can never both be the highest. (filelock's
+SoftFileLease is alike, but takes over by renameat2's exchange, which NFS refuses: a dead owner would lock for ever.)
+
+Costs a small write and fsync every few seconds from a thread. An owner whose machine was suspended for longer than the
+watch may lose the lock: its process then ends within seconds, without another save.
 """
 
 from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import os
-import sys
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from data_shards.errors import UserError
-from launch.run.claims import Claim, OwnClaim, highest_claim, this_process
+from launch.output import say as to_stderr
 from launch.run.presence import Presence, gone
-from pipeline.ranks.pid import process_started
-from pipeline.vocabulary import EXIT_USER_ERROR
+from pipeline.ranks.pid import process_started, this_machine
+from pipeline.vocabulary import EXIT_FAILED, EXIT_USER_ERROR
 
 _BEAT_SECONDS = 5.0
-_WATCH_SECONDS = 30.0  # file servers stand still for a while, too
-_BEGIN_SECONDS = 5.0  # within which a claim that was made is filled; whoever is slower finds that it lost
-_LOOK_SECONDS = 0.2
+_WATCH_SECONDS = 30.0  # file servers pause, too
+_BEGIN_SECONDS = 5.0  # for the owner of a new claim to fill it; a slower one finds that it lost
+_POLL_SECONDS = 0.2
 _NO_FLOCK = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL)
+_FREE = "free"
 
 
 class _InUse(Exception):
-    """Somebody else holds the lock."""
+    """Another process holds the lock."""
 
 
-def _to_stderr(text: str) -> None:
-    print(f"shardvit: {text}", file=sys.stderr, flush=True)
+@dataclass(frozen=True)
+class Owner:
+    """A process that holds a lock."""
+
+    host: str  # for people
+    machine: str  # `pipeline.ranks.pid.this_machine`
+    pid: int
+    started: float  # a later process with the same PID has another
+    token: str  # of this claim alone
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}"
+
+
+class Claim(NamedTuple):
+    """The highest claim as it was read."""
+
+    number: int  # 0: there is none yet
+    text: str  # compared to see whether the heartbeat goes on
+    owner: Owner | None = None  # None: nobody, or half written
+    is_free: bool = True
 
 
 @contextmanager
@@ -50,7 +78,7 @@ def locked(
     *,
     what: str,
     wait_seconds: float = 0.0,
-    say: Callable[[str], None] = _to_stderr,
+    say: Callable[[str], None] = to_stderr,
     gone_seconds: float = 0.0,
     end_others: Callable[[], object] = lambda: None,
 ) -> Iterator[Presence]:
@@ -60,12 +88,12 @@ def locked(
         path: the file; made when missing, never removed (removing it would let two owners in).
         what: what is locked, for the message.
         wait_seconds: how long to wait for the present owner.
-        say: told when a dead owner on another machine is waited for and followed.
+        say: told when the owner on another machine is watched, and taken over from.
         gone_seconds: given to this process to end by itself when the folder is gone.
         end_others: called before it is ended then.
 
     Raises:
-        UserError: somebody else holds it.
+        UserError: another process holds it.
         OSError: nothing can be written there.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -81,10 +109,10 @@ def locked(
                     raise UserError(
                         f"{what} is in use by {error} (lock {path}): wait for it, or stop it first"
                     ) from None
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_POLL_SECONDS)
         there = Presence(path.parent)
         try:
-            with _counting_on(claim, what=what, there=there, gone_seconds=gone_seconds, end_others=end_others):
+            with _heartbeat(claim, what=what, there=there, gone_seconds=gone_seconds, end_others=end_others):
                 yield there
         finally:
             there.close()
@@ -93,7 +121,7 @@ def locked(
 
 
 def _flock(descriptor: int) -> bool | None:
-    """Take the kernel's lock; False: somebody has it; None: this file system knows none."""
+    """Take the kernel's lock; False: another process has it; None: this file system has none."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -106,7 +134,7 @@ def _flock(descriptor: int) -> bool | None:
 
 
 def _acquire(path: Path, *, has_flock: bool | None, what: str, say: Callable[[str], None]) -> OwnClaim:
-    """Make the highest claim, as soon as the one that is there has no living owner.
+    """Make the highest claim, once the present one has no living owner.
 
     Raises:
         _InUse: it has.
@@ -115,7 +143,7 @@ def _acquire(path: Path, *, has_flock: bool | None, what: str, say: Callable[[st
         found = highest_claim(path)
         if has_flock is False:
             raise _InUse(found.owner or "another process")
-        if found.state == "taken":
+        if not found.is_free:
             _make_sure_it_is_dead(found, path=path, has_flock=has_flock, what=what, say=say)
         try:
             claim = OwnClaim(path, number=found.number + 1, owner=this_process())
@@ -136,47 +164,136 @@ def _make_sure_it_is_dead(
             raise _InUse(owner)
         return
     who, seconds = (owner, _WATCH_SECONDS) if owner else ("a process that could not begin", _BEGIN_SECONDS)
-    say(f"{what} was not let go of by {who}: watching for {seconds:g} seconds whether it is alive")
+    say(f"{what} was not released by {who}: watching its heartbeat for {seconds:g} seconds")
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
-        time.sleep(_LOOK_SECONDS)
+        time.sleep(_POLL_SECONDS)
         now = highest_claim(path)
-        if now.state == "free":
+        if now.is_free:
             return
         if (now.number, now.text) != (found.number, found.text):
             raise _InUse(now.owner or "another process")
-    say(f"taking over: {who} shows no sign of life")
+    say(f"taking over: no heartbeat from {who}")
 
 
 @contextmanager
-def _counting_on(
+def _heartbeat(
     claim: OwnClaim, *, what: str, there: Presence, gone_seconds: float, end_others: Callable[[], object]
 ) -> Iterator[None]:
-    """Let the claim's count go up as long as this is entered, and release it at the end."""
+    """Beat as long as this is entered, and release the claim at the end."""
     over = threading.Event()
 
-    def count() -> None:
+    def beat() -> None:
         while not over.wait(_BEAT_SECONDS):
-            with suppress(OSError):  # the file server is away, or the disk is full: it may come back
+            with suppress(OSError):  # the file server is away, or the disk is full: retried
                 if there.is_gone() or claim.is_deleted():  # the latter: it is being deleted
                     if over.wait(gone_seconds):
                         return
                     try:
-                        _to_stderr(gone(there.folder))
+                        to_stderr(gone(there.folder))
                         end_others()
                     finally:
                         os._exit(EXIT_USER_ERROR)
                 if not claim.holds():
-                    _to_stderr(f"{what} was taken over by another process while this one stood still: leaving at once")
-                    os._exit(1)
+                    to_stderr(f"{what} was taken over by another process while this one was suspended: it ends now")
+                    os._exit(EXIT_FAILED)
                 claim.beat()
 
-    thread = threading.Thread(target=count, daemon=True, name="lock-beat")
+    thread = threading.Thread(target=beat, daemon=True, name="lock-beat")
     thread.start()
     try:
         yield
     finally:
         over.set()
-        thread.join()  # a beat that the disk holds up must not come after the release, nor into a closed file
+        thread.join()  # a beat that a slow disk delays must not come after the release, nor into a closed file
         with suppress(OSError):
             claim.release()
+
+
+def this_process() -> Owner:
+    """The owner that this process would be."""
+    pid = os.getpid()
+    return Owner(os.uname().nodename, this_machine(), pid, process_started(pid) or 0.0, token=secrets.token_hex(8))
+
+
+def highest_claim(path: Path) -> Claim:
+    """The lock's highest claim, read from the file server rather than from a cache."""
+    while True:
+        number = max(_numbers(path), default=0)
+        if number == 0:
+            return Claim(0, "")
+        try:
+            text = _claim_path(path, number).read_text(encoding="utf-8", errors="replace")
+        except FileNotFoundError:  # a higher one was made meanwhile
+            continue
+        line = text.partition("\n")[0].strip()
+        if line == _FREE:
+            return Claim(number, text)
+        try:
+            record = json.loads(line)
+            owner = Owner(**{key: record[key] for key in Owner.__dataclass_fields__})
+        except (ValueError, KeyError, TypeError):
+            owner = None
+        return Claim(number, text, owner, is_free=False)
+
+
+class OwnClaim:
+    """A claim of this process; `holds` tells whether it is the highest. FileExistsError: another process was faster."""
+
+    def __init__(self, path: Path, *, number: int, owner: Owner) -> None:
+        self._path, self._number, self._owner = path, number, owner
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        self._descriptor = os.open(_claim_path(path, number), flags, 0o644)
+        self._beats = 0
+        try:
+            self.beat()
+        except OSError:  # a full disk; the empty claim stays, for a number must not be used twice
+            os.close(self._descriptor)
+            raise
+
+    def beat(self) -> None:
+        """Count on."""
+        self._write(json.dumps({**asdict(self._owner), "beat": f"{self._beats:012d}"}))  # always of one length
+        self._beats += 1
+
+    def holds(self) -> bool:
+        """Whether this is still the highest claim."""
+        return max(_numbers(self._path), default=0) == self._number
+
+    def is_deleted(self) -> bool:
+        """Whether this claim and all others are gone."""
+        return not _numbers(self._path)
+
+    def remove_lower(self) -> None:
+        """Remove the claims of earlier owners."""
+        for number in _numbers(self._path):
+            if number < self._number:
+                _claim_path(self._path, number).unlink(missing_ok=True)
+
+    def release(self) -> None:
+        """Record that nobody owns the lock."""
+        try:
+            self._write(_FREE)
+            os.ftruncate(self._descriptor, len(_FREE) + 1)
+        finally:
+            os.close(self._descriptor)
+
+    def withdraw(self) -> None:
+        """Take back a claim that is not the highest."""
+        os.close(self._descriptor)
+        _claim_path(self._path, self._number).unlink(missing_ok=True)
+
+    def _write(self, line: str) -> None:
+        """Overwrite the line; it is on the server when this returns."""
+        os.pwrite(self._descriptor, f"{line}\n".encode(), 0)
+        os.fsync(self._descriptor)
+
+
+def _claim_path(path: Path, number: int) -> Path:
+    return path.with_name(f"{path.name}.{number}")
+
+
+def _numbers(path: Path) -> list[int]:
+    start = f"{path.name}."
+    suffixes = [name.removeprefix(start) for name in os.listdir(path.parent) if name.startswith(start)]
+    return [int(suffix) for suffix in suffixes if suffix.isdecimal()]

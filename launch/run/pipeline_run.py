@@ -19,7 +19,7 @@ from data_shards.errors import UserError
 from data_shards.store.location import CommandRefused, Commands
 from launch.endings import memory_kills, reason
 from launch.env import SUPERVISOR_PID, num_gpus
-from launch.hosts.fleet import Fleet
+from launch.hosts.hostfile import Fleet
 from launch.local import Launch, run_stage_locally
 from launch.output import say
 from launch.processes import handled, kill_all

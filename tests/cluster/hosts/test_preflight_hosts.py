@@ -37,7 +37,7 @@ def test_a_host_that_nobody_reaches(hosts: TwoHosts, case: Case):
     ended = preflight(hosts, case)
     assert ended.code == 2
     assert ended.sentence("1 of 2 hosts of hostfile is not ready")
-    assert ended.sentence("beta is not reachable .*: `ssh beta true` has to work without a question")
+    assert ended.sentence("beta is not reachable .*: `ssh beta true` has to work without a prompt")
     assert ended.sentence("^alpha .*ready$")
 
 

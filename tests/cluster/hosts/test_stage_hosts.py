@@ -57,7 +57,7 @@ DRIVER = """
 import sys
 from pathlib import Path
 from launch.hosts import stage
-from launch.hosts.fleet import Fleet
+from launch.hosts.hostfile import Fleet
 from launch.hosts.hostfile import Host
 from launch.hosts.preflight import Ready
 from launch.hosts.variables import travelling
@@ -67,7 +67,7 @@ from pipeline.recipe.io import load_recipe
 launcher, address, follow_seconds = sys.argv[1:]
 stage.node_command = lambda launch, fleet, node, master_addr: [sys.executable, "launcher.py", str(node)]
 # The agents' times are the test's to pass. What ssh takes for a host's death stays as it is.
-stage._ALIVE_SECONDS, stage._SILENCE_SECONDS, stage._GRACE_SECONDS = 0.5, 600.0, 600.0
+stage._HEARTBEAT_SECONDS, stage._SILENCE_SECONDS, stage._GRACE_SECONDS = 0.5, 600.0, 600.0
 stage._FOLLOW_SECONDS, stage._ANSWER_SECONDS = float(follow_seconds), 3.0
 launch = Launch(load_recipe("digits"), Path("recipe.yaml"), runs_root=Path("runs"), stage="pretrain", processes=2)
 fleet = Fleet((Host("alpha", (0,)), Host("beta", (0,))), Path("hostfile"), launcher=launcher)

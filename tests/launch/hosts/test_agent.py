@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from launch.hosts.agent import RUN_MARK, Order, rendezvous_name
+from launch.hosts.agent import RUN_MARK, AgentOrder, rendezvous_name
 from tests.launch.clock import AGENTS_CLOCK, pass_an_hour
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -115,7 +115,7 @@ def agent(tmp_path: Path, kind: str, **changes: object) -> Iterator[Standing]:
     (folder / "launch" / "__init__.py").write_text(package + AGENTS_CLOCK)
     (folder / "launch" / "train.py").write_text(RANK)
     (folder / "launcher.py").write_text(LAUNCHER)
-    order = Order(
+    order = AgentOrder(
         word="word",
         run_folder=str(folder),
         command=[sys.executable, "launcher.py", kind],

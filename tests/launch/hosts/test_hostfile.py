@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_shards.errors import UserError
-from launch.hosts.hostfile import Host, num_slots, parse_hostfile, select
+from launch.hosts.hostfile import Fleet, Host, parse_hostfile, select
 
 TEXT = """
 # the cluster
@@ -21,13 +23,13 @@ HOSTS = parse_hostfile(TEXT, source="hosts")
 
 def test_hosts_in_their_order_with_their_slots():
     assert list(HOSTS) == [Host("worker-0", (0, 1, 2, 3)), Host("worker-1", (0, 1)), Host("10.0.0.7", (0,))]
-    assert num_slots(HOSTS) == 7
+    assert Fleet(HOSTS, Path("hosts")).processes == 7
 
 
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("a slots=2\na slots=1", "hosts, line 2: a stands there twice"),
+        ("a slots=2\na slots=1", "hosts, line 2: a is listed twice"),
         ("a slots=0", "hosts, line 1: a has slots=0"),
         ("\na 8", "hosts, line 2: 'a 8' is not a host with its GPUs: write HOST slots=8"),
         ("a slots=8 max_slots=9", "write HOST slots=8"),

@@ -10,8 +10,7 @@ import pytest
 
 from data_shards.errors import UserError
 from launch.hosts import pdsh
-from launch.hosts.fleet import Fleet
-from launch.hosts.hostfile import Host
+from launch.hosts.hostfile import Fleet, Host
 
 FLEET = Fleet((Host("a", (0, 2)), Host("b", (1,))), Path("hosts"), launcher="pdsh")
 

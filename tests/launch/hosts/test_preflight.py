@@ -10,7 +10,7 @@ import pytest
 
 from launch.hosts import probe
 from launch.hosts.hostfile import Host
-from launch.hosts.preflight import PACKAGES, Facts, clock_offset, find_problems, table
+from launch.hosts.preflight import PACKAGES, Facts, clock_offset, find_problems, hosts_table
 
 HERE = Facts(
     host="here",
@@ -86,7 +86,7 @@ def test_where_nobody_has_a_gpu_slots_are_processes():
 def test_the_table_has_a_line_a_host():
     facts: dict[str, Facts | str] = {"a": replace(HERE, machine="a", clock_offset_seconds=-0.04), "b": "b is away"}
     found = find_problems(HOSTS, facts, here=HERE, folder=FOLDER)
-    head, _, first, second = table(HOSTS, facts, found).splitlines()
+    head, _, first, second = hosts_table(HOSTS, facts, found).splitlines()
     for word in ("host", "slots", "GPUs", "Python", *PACKAGES, "code", "clock", "free", "verdict"):
         assert word in head
     assert first.split()[:3] == ["a", "8", "8"] and first.endswith("ready") and "-0.0 s" in first

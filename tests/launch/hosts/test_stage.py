@@ -12,8 +12,7 @@ import pytest
 
 from data_shards.errors import UserError
 from launch.endings import overall_code
-from launch.hosts.fleet import Fleet, open_fleet
-from launch.hosts.hostfile import Host
+from launch.hosts.hostfile import Fleet, Host, open_fleet
 from launch.hosts.remote import ssh_command
 from launch.hosts.stage import node_command
 from launch.hosts.start import shared_files

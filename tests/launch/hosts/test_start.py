@@ -8,8 +8,7 @@ import pytest
 
 from data_shards.errors import UserError
 from launch.hosts import start
-from launch.hosts.fleet import Fleet
-from launch.hosts.hostfile import Host
+from launch.hosts.hostfile import Fleet, Host
 from launch.hosts.preflight import Ready
 from launch.local import Launch
 from launch.run import pipeline_run

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from data_shards.errors import UserError
-from launch.run import claims, lock
+from launch.run import lock
 from launch.run.lock import locked
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -25,12 +25,11 @@ MACHINE = """
 import errno, fcntl, os, sys, time
 from dataclasses import replace
 from pathlib import Path
-from launch.run import claims
 from launch.run import lock
 from launch.run.lock import locked
-lock._BEAT_SECONDS, lock._LOOK_SECONDS = 0.1, 0.02
+lock._BEAT_SECONDS, lock._POLL_SECONDS = 0.1, 0.02
 def on(machine, locks):
-    real = claims.this_process
+    real = lock.this_process
     if machine != "here":
         lock.this_process = lambda: replace(real(), host=machine, machine=machine)
     def flock(descriptor, how):
@@ -82,7 +81,7 @@ def locks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
 
     if request.param != "everywhere":
         monkeypatch.setattr(lock.fcntl, "flock", flock)
-    for name, seconds in (("BEAT", 0.1), ("WATCH", 0.5), ("BEGIN", 0.5), ("LOOK", 0.02)):
+    for name, seconds in (("BEAT", 0.1), ("WATCH", 0.5), ("BEGIN", 0.5), ("POLL", 0.02)):
         monkeypatch.setattr(lock, f"_{name}_SECONDS", seconds)
     return request.param
 
@@ -200,7 +199,7 @@ def test_another_process_with_the_dead_ones_number_is_not_taken_for_it(
     with held(path, locks=locks) as owner:
         owner.kill()
         owner.wait()
-    started = claims.highest_claim(path).owner
+    started = lock.highest_claim(path).owner
     assert started
     monkeypatch.setattr(lock, "process_started", lambda pid: started.started + 1)
     with locked(path, what="run a", say=pytest.fail):
@@ -230,8 +229,8 @@ def test_a_newcomer_that_looked_long_ago_does_not_slip_in_below_the_owner(
         first.stdin.flush()
         first.wait()
     with held(path, machine="node7", locks=locks):
-        seen = [claims.Claim(0, "", None, "free")]
-        monkeypatch.setattr(lock, "highest_claim", lambda path: seen.pop() if seen else claims.highest_claim(path))
+        seen, real = [lock.Claim(0, "")], lock.highest_claim
+        monkeypatch.setattr(lock, "highest_claim", lambda path: seen.pop() if seen else real(path))
         assert "on node7" in refused(path) and not seen
         assert {file.name for file in path.parent.iterdir()} == {".run.lock", ".run.lock.2"}
 
@@ -322,9 +321,9 @@ def test_a_full_disk_is_not_hidden_and_the_next_start_goes_on(path: Path, monkey
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(lock, "_BEGIN_SECONDS", 0.1)
-    monkeypatch.setattr(lock, "_LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(lock, "_POLL_SECONDS", 0.02)
     with monkeypatch.context() as patch:
-        patch.setattr(claims.os, "pwrite", full)
+        patch.setattr(lock.os, "pwrite", full)
         with pytest.raises(OSError, match="No space left"), locked(path, what="it"):
             pytest.fail("no owner was written down")
     with locked(path, what="it", say=lambda text: None):
@@ -333,17 +332,17 @@ def test_a_full_disk_is_not_hidden_and_the_next_start_goes_on(path: Path, monkey
 
 def test_a_beat_that_the_disk_holds_up_does_not_come_after_the_release(path: Path, monkeypatch: pytest.MonkeyPatch):
     written, begun = [], threading.Event()
-    beat, release = claims.OwnClaim.beat, claims.OwnClaim.release
+    beat, release = lock.OwnClaim.beat, lock.OwnClaim.release
 
-    def slow_beat(claim: claims.OwnClaim) -> None:
+    def slow_beat(claim: lock.OwnClaim) -> None:
         if threading.current_thread().name == "lock-beat":
             begun.set()
             time.sleep(0.5)
             written.append("beat")
         beat(claim)
 
-    monkeypatch.setattr(claims.OwnClaim, "beat", slow_beat)
-    monkeypatch.setattr(claims.OwnClaim, "release", lambda claim: (written.append("release"), release(claim)))
+    monkeypatch.setattr(lock.OwnClaim, "beat", slow_beat)
+    monkeypatch.setattr(lock.OwnClaim, "release", lambda claim: (written.append("release"), release(claim)))
     monkeypatch.setattr(lock, "_BEAT_SECONDS", 0.1)
     with locked(path, what="run a"):
         assert begun.wait(240)
