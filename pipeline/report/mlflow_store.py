@@ -20,7 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,8 @@ from data_shards.durable import flush
 from pipeline.checkpoint.written_by import source_tags
 from pipeline.report.metrics_log import MetricRow, MetricsLog
 from pipeline.report.tracking_state import RunState, load_run_state
-from pipeline.report.tracking_thread import Call, FinalStatus, Tracker, without_credentials
+from pipeline.report.tracking_thread import Call, FinalStatus, Timing, Tracker, without_credentials
+from pipeline.vocabulary import MLFLOW_FILE
 
 Say = Callable[[str], None]
 
@@ -74,9 +75,7 @@ class TrackerSettings:
     tags: Mapping[str, str] = field(default_factory=dict)
     tracking_uri: str | None = None
     experiment: str = "shardvit"
-    flush_seconds: float = 2.0
-    close_timeout_seconds: float = 30.0
-    call_timeout_seconds: float = 60.0
+    timing: Timing = field(default_factory=Timing)
 
     @property
     def uri(self) -> str:
@@ -93,44 +92,98 @@ def open_tracker(settings: TrackerSettings, *, log: MetricsLog, say: Say | None 
         say: prints one line, from the thread too; None: to stderr.
     """
     say = say or functools.partial(print, file=sys.stderr, flush=True)
-    parent = _load(settings.run_dir / "mlflow.json", say=say)
-    child = _load(log.path.with_name("mlflow.json"), say=say)
-    child.attempt += 1
-    child.sent_rows = min(child.sent_rows, log.kept_rows)  # a rollback: what came after is sent again
-    for state in (parent, child):
-        _save(state, say=say)
-    return Tracker(
-        log.path,
-        connect=lambda: _connect(settings, parent=parent, child=child, from_step=log.resume_step, say=say),
-        state=child,
-        flush_seconds=settings.flush_seconds,
-        close_timeout_seconds=settings.close_timeout_seconds,
+    timing = settings.timing
+    if settings.uri.startswith(("sqlite:", "file:", "/")):
         # What is a file here answers as fast as the disk does, and its connections belong to one thread.
-        call_timeout_seconds=None
-        if settings.uri.startswith(("sqlite:", "file:", "/"))
-        else settings.call_timeout_seconds,
-        place=without_credentials(settings.uri),
-        say=say,
-    )
+        timing = replace(timing, call_seconds=None)
+    return Tracker(MlflowStore(settings, log=log, say=say), metrics_file=log.path, timing=timing, say=say)
 
 
 class MlflowStore:
-    """The calls on one open stage run: `tracking_thread.TrackingStore` in MLflow."""
+    """`tracking_thread.TrackingStore` in MLflow: the run of a stage, and the pipeline's as its parent."""
 
-    def __init__(
-        self, client: Any, settings: TrackerSettings, *, parent_id: str, run_id: str, attempt: int, from_step: int
-    ) -> None:
-        self._client = client
+    def __init__(self, settings: TrackerSettings, *, log: MetricsLog, say: Say) -> None:
+        self.place = without_credentials(settings.uri)
         self._settings = settings
-        self._parent_id = parent_id
-        self._run_id = run_id
-        self._attempt = attempt
-        self._from_step = from_step
+        self._from_step = log.resume_step
+        self._say = say
+        self._client: Any = None
+        self._parent = self._load(settings.run_dir / MLFLOW_FILE)
+        self.state = self._load(log.path.with_name(MLFLOW_FILE))
+        self.state.attempt += 1
+        self.state.sent_rows = min(self.state.sent_rows, log.kept_rows)  # after a rollback the later ones are new
+        for state in (self._parent, self.state):
+            self._save(state)
+
+    def _load(self, file: Path) -> RunState:
+        try:
+            return load_run_state(file)
+        except (OSError, ValueError) as error:
+            self._say(f"MLflow: a new run is begun, for {file} cannot be read: {error}")
+            return RunState(file)
+
+    def _save(self, state: RunState) -> None:
+        try:
+            state.save()
+        except FileNotFoundError:  # the run folder is gone, which is said elsewhere
+            return
+        except OSError as error:
+            self._say(f"MLflow: cannot write {state.file}, a resumed stage may begin a new run: {error}")
+
+    def connect(self) -> None:
+        """See `TrackingStore`. Creates the experiment and the pipeline's run too; each id is saved once known."""
+        settings = self._settings
+        _import_mlflow()
+        from mlflow.tracking import MlflowClient
+
+        if not settings.run_dir.is_dir():
+            raise FileNotFoundError(f"{settings.run_dir} is gone")  # with it, perhaps, the folder of all runs
+        make_database(settings.uri, create=lambda uri: MlflowClient(tracking_uri=uri).search_experiments(max_results=1))
+        self._client = MlflowClient(tracking_uri=settings.uri)
+        experiment = self._client.get_experiment_by_name(settings.experiment)
+        if experiment is not None:
+            experiment_id = experiment.experiment_id
+        else:
+            # Without a server MLflow would put artifacts into ./mlruns, wherever that is.
+            local = settings.uri.startswith("sqlite:")
+            location = (settings.runs_root.absolute() / "mlartifacts").as_uri() if local else None
+            experiment_id = self._client.create_experiment(settings.experiment, artifact_location=location)
+        self._open_run(self._parent, experiment_id, name=settings.pipeline, tags={})
+        parent = {"mlflow.parentRunId": str(self._parent.run_id)}
+        self._open_run(self.state, experiment_id, name=f"{settings.stage}-{settings.pipeline}", tags=parent)
+
+    def _open_run(self, state: RunState, experiment_id: str, *, name: str, tags: Mapping[str, str]) -> None:
+        """Make the state's run RUNNING: found by its id, else by its key, else a new one."""
+        from mlflow.exceptions import MlflowException
+
+        run = None
+        if state.run_id is not None:
+            try:
+                run = self._client.get_run(state.run_id)
+            except MlflowException as error:
+                if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+                    raise
+            if run is None or run.info.lifecycle_stage == "deleted":
+                self._say(
+                    f"MLflow: run {state.run_id} ({name}) is not in this store: a new one is filled from the start"
+                )
+                run, state.run_id, state.sent_rows = None, None, 0
+        if run is None:
+            found = self._client.search_runs([experiment_id], f"tags.`shardvit.key` = '{state.key}'")
+            run = found[-1] if found else None
+        if run is None:
+            run = self._client.create_run(experiment_id, run_name=name, tags={"shardvit.key": state.key, **tags})
+        else:
+            for tag, value in tags.items():
+                self._client.set_tag(run.info.run_id, tag, value)
+            self._client.update_run(run.info.run_id, status="RUNNING")
+        state.run_id = str(run.info.run_id)
+        self._save(state)
 
     def answers(self) -> bool:
         """See `TrackingStore`."""
         try:
-            self._client.get_run(self._run_id)
+            self._client.get_run(self.state.run_id)
         except Exception:  # noqa: BLE001  (any failure means no answer)
             return False
         return True
@@ -150,7 +203,7 @@ class MlflowStore:
     def _send_points(self, points: list[Any]) -> list[str]:
         # A batch that a living store refuses is halved until the points at fault stand alone.
         try:
-            self._client.log_batch(self._run_id, metrics=points, synchronous=True)
+            self._client.log_batch(self.state.run_id, metrics=points, synchronous=True)
         except Exception as error:
             if not self.answers():
                 raise
@@ -162,38 +215,33 @@ class MlflowStore:
 
     def opening_calls(self) -> list[Call]:
         """See `TrackingStore`."""
-        settings = self._settings
+        settings, attempt, recipe = self._settings, self.state.attempt, self._settings.recipe_file
         facts = [f"from_step={self._from_step}", *(f"{name}={value}" for name, value in settings.tags.items())]
         tags = {
             **source_tags(),
             **settings.tags,
             "shardvit.stage": settings.stage,
-            "shardvit.attempt": str(self._attempt),
-            f"shardvit.attempt.{self._attempt}": " ".join(facts),
+            "shardvit.attempt": str(attempt),
+            f"shardvit.attempt.{attempt}": " ".join(facts),
         }
         calls = [
-            Call("tags", lambda _: self._set_tags(self._run_id, tags)),
-            Call("tags of the pipeline", lambda _: self._set_tags(self._parent_id, source_tags())),
+            Call("tags", lambda: self._set_tags(self.state, tags)),
+            Call("tags of the pipeline", lambda: self._set_tags(self._parent, source_tags())),
         ]
         if settings.params:
-            calls.append(Call("params", lambda _: self._send_params()))
+            calls.append(Call("params", self._send_params))
         if settings.datasets:
-            calls.append(Call("data sets", lambda _: self._send_datasets()))
-        if recipe := settings.recipe_file:
-            calls.append(Call(f"artifact {recipe.name}", lambda _: self.send_file(recipe)))
-            calls.append(
-                Call(
-                    f"artifact {recipe.name} of the pipeline",
-                    lambda _: self._client.log_artifact(self._parent_id, str(recipe)),
-                )
-            )
+            calls.append(Call("data sets", self._send_datasets))
+        if recipe is not None:
+            calls.append(Call(f"artifact {recipe.name}", lambda: self.send_file(recipe)))
+            calls.append(Call(f"artifact {recipe.name} of the pipeline", lambda: self._keep(self._parent, recipe)))
         return calls
 
-    def _set_tags(self, run_id: str, tags: Mapping[str, str]) -> None:
+    def _set_tags(self, state: RunState, tags: Mapping[str, str]) -> None:
         from mlflow.entities import RunTag
 
         entities = [RunTag(name, without_credentials(value)) for name, value in tags.items()]
-        self._client.log_batch(run_id, tags=entities, synchronous=True)
+        self._client.log_batch(state.run_id, tags=entities, synchronous=True)
 
     def _send_params(self) -> None:
         """Params are write-once: a changed one keeps its first value, and a tag has the change."""
@@ -202,15 +250,17 @@ class MlflowStore:
         clean = {
             name: without_credentials(value)[:_MAX_PARAM_CHARACTERS] for name, value in self._settings.params.items()
         }
-        known = self._client.get_run(self._run_id).data.params
+        known = self._client.get_run(self.state.run_id).data.params
         new = [Param(name, value) for name, value in clean.items() if name not in known]
         for start in range(0, len(new), _MAX_PARAMS_PER_BATCH):
-            self._client.log_batch(self._run_id, params=new[start : start + _MAX_PARAMS_PER_BATCH], synchronous=True)
+            self._client.log_batch(
+                self.state.run_id, params=new[start : start + _MAX_PARAMS_PER_BATCH], synchronous=True
+            )
         changed = [
             f"{name}: {known[name]} -> {value}" for name, value in clean.items() if known.get(name, value) != value
         ]
         if changed:
-            self._set_tags(self._run_id, {f"shardvit.params_changed.{self._attempt}": "; ".join(changed)})
+            self._set_tags(self.state, {f"shardvit.params_changed.{self.state.attempt}": "; ".join(changed)})
 
     def _send_datasets(self) -> None:
         """Data sets as inputs of the stage's run; the same again changes nothing."""
@@ -225,19 +275,22 @@ class MlflowStore:
             )
             for one in self._settings.datasets
         ]
-        self._client.log_inputs(self._run_id, datasets=inputs)
+        self._client.log_inputs(self.state.run_id, datasets=inputs)
 
     def send_file(self, path: Path) -> None:
         """See `TrackingStore`."""
-        self._client.log_artifact(self._run_id, str(path))
+        self._keep(self.state, path)
+
+    def _keep(self, state: RunState, path: Path) -> None:
+        self._client.log_artifact(state.run_id, str(path))
 
     def finish(self, status: FinalStatus) -> None:
         """See `TrackingStore`."""
-        self._client.set_terminated(self._run_id, status=status)
+        self._client.set_terminated(self.state.run_id, status=status)
 
     def finish_parent(self, status: FinalStatus) -> None:
         """See `TrackingStore`."""
-        self._client.set_terminated(self._parent_id, status=status)
+        self._client.set_terminated(self._parent.run_id, status=status)
 
 
 def make_database(uri: str, *, create: Callable[[str], object]) -> None:
@@ -279,35 +332,6 @@ def make_database(uri: str, *, create: Callable[[str], object]) -> None:
         beside.unlink(missing_ok=True)
 
 
-def _connect(settings: TrackerSettings, *, parent: RunState, child: RunState, from_step: int, say: Say) -> MlflowStore:
-    """Find or create the experiment, the parent run and the stage's run; each id is saved as soon as it is known."""
-    _import_mlflow()
-    from mlflow.tracking import MlflowClient
-
-    if not settings.run_dir.is_dir():
-        raise FileNotFoundError(f"{settings.run_dir} is gone")  # with it, perhaps, the folder of all runs
-    make_database(settings.uri, create=lambda uri: MlflowClient(tracking_uri=uri).search_experiments(max_results=1))
-    client = MlflowClient(tracking_uri=settings.uri)
-    experiment = client.get_experiment_by_name(settings.experiment)
-    if experiment is not None:
-        experiment_id = experiment.experiment_id
-    else:
-        # Without a server MLflow would put artifacts into ./mlruns, wherever that is.
-        local = settings.uri.startswith("sqlite:")
-        location = (settings.runs_root.absolute() / "mlartifacts").as_uri() if local else None
-        experiment_id = client.create_experiment(settings.experiment, artifact_location=location)
-    parent_id = _open_run(client, experiment_id, state=parent, name=settings.pipeline, tags={}, say=say)
-    run_id = _open_run(
-        client,
-        experiment_id,
-        state=child,
-        name=f"{settings.stage}-{settings.pipeline}",
-        tags={"mlflow.parentRunId": parent_id},
-        say=say,
-    )
-    return MlflowStore(client, settings, parent_id=parent_id, run_id=run_id, attempt=child.attempt, from_step=from_step)
-
-
 def _import_mlflow() -> None:
     import logging
 
@@ -322,48 +346,3 @@ def _import_mlflow() -> None:
     # Lines on schema steps and retries would break the progress bar; the thread says failures.
     for name in ("mlflow", "alembic", "urllib3.connectionpool"):
         logging.getLogger(name).setLevel(logging.ERROR)
-
-
-def _open_run(client: Any, experiment_id: str, *, state: RunState, name: str, tags: Mapping[str, str], say: Say) -> str:
-    """The id of the state's run, now RUNNING: by its id, else by its key, else a new run."""
-    from mlflow.exceptions import MlflowException
-
-    run = None
-    if state.run_id is not None:
-        try:
-            run = client.get_run(state.run_id)
-        except MlflowException as error:
-            if error.error_code != "RESOURCE_DOES_NOT_EXIST":
-                raise
-        if run is None or run.info.lifecycle_stage == "deleted":
-            say(f"MLflow: run {state.run_id} ({name}) is not in this store: a new one is filled from the start")
-            run, state.run_id, state.sent_rows = None, None, 0
-    if run is None:
-        found = client.search_runs([experiment_id], f"tags.`shardvit.key` = '{state.key}'")
-        run = found[-1] if found else None
-    if run is None:
-        run = client.create_run(experiment_id, run_name=name, tags={"shardvit.key": state.key, **tags})
-    else:
-        for tag, value in tags.items():
-            client.set_tag(run.info.run_id, tag, value)
-        client.update_run(run.info.run_id, status="RUNNING")
-    state.run_id = str(run.info.run_id)
-    _save(state, say=say)
-    return state.run_id
-
-
-def _load(file: Path, *, say: Say) -> RunState:
-    try:
-        return load_run_state(file)
-    except (OSError, ValueError) as error:
-        say(f"MLflow: a new run is begun, for {file} cannot be read: {error}")
-        return RunState(file)
-
-
-def _save(state: RunState, *, say: Say) -> None:
-    try:
-        state.save()
-    except FileNotFoundError:  # the run folder is gone, which is said elsewhere
-        return
-    except OSError as error:
-        say(f"MLflow: cannot write {state.file}, a resumed stage may begin a new run: {error}")

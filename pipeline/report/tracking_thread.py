@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent import futures
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal, Protocol, TypeVar
 
@@ -42,19 +43,41 @@ _MOST_LEFT_BEHIND = 4
 _POLL_SECONDS = 0.25
 
 
+@dataclass(frozen=True)
+class Timing:
+    """How often and how long the thread waits.
+
+    Attributes:
+        flush_seconds: between two rounds of sending.
+        close_seconds: that the end of a stage waits at most; four times as long for one that is finished, and a third
+            where the store's last answer was incomplete.
+        call_seconds: of a call on the store, for the whole of its answer; None: no limit.
+    """
+
+    flush_seconds: float = 2.0
+    close_seconds: float = 30.0
+    call_seconds: float | None = 60.0
+
+
 class TrackingStore(Protocol):
-    """An open run of a tracking store; any method but `answers` may raise anything."""
+    """One stage's run in a tracking store; any method but `answers` may raise anything, and is tried again."""
+
+    state: RunState
+    place: str  # of the store, for messages
+
+    def connect(self) -> None:
+        """Find or create the run; sets `state.sent_rows` to 0 where it is a new one."""
 
     def answers(self) -> bool:
         """Whether the store is alive and has the run."""
         ...
 
-    def send(self, rows: Sequence[MetricRow]) -> list[str]:
-        """Send rows; returns one message for each value that a living store refuses."""
-        ...
-
     def opening_calls(self) -> list[Call]:
         """What to send at the beginning of an attempt."""
+        ...
+
+    def send(self, rows: Sequence[MetricRow]) -> list[str]:
+        """Send rows; returns one message for each value that a living store refuses."""
         ...
 
     def send_file(self, path: Path) -> None:
@@ -72,7 +95,7 @@ class Call:
     """What is sent once and is no row."""
 
     name: str
-    send: Callable[[TrackingStore], None]
+    send: Callable[[], None]
 
 
 class NoAnswer(Exception):
@@ -80,44 +103,24 @@ class NoAnswer(Exception):
 
 
 class Tracker:
-    """Sends one attempt's rows and calls in a daemon thread, until `close`.
+    """Sends one attempt's rows and calls to a store, in a daemon thread, until `close`.
 
     Args:
+        store: not connected yet; all its methods are called in the thread.
         metrics_file: the rows, cut at the step resumed from.
-        connect: opens the store; called in the thread, again and again until it succeeds. It sets `state.run_id`, and
-            `state.sent_rows` to 0 where the run is a new one.
-        state: of the stage's run.
-        flush_seconds: how often it sends.
-        close_timeout_seconds: how long `close` waits at most; four times as long for a stage that is finished, and a
-            third where the store's last answer was incomplete.
-        call_timeout_seconds: of a call on the store, for the whole of its answer; None: none.
-        place: of the store, for messages.
+        timing: of the thread.
         say: prints one line; called from the thread too.
     """
 
-    def __init__(
-        self,
-        metrics_file: Path,
-        *,
-        connect: Callable[[], TrackingStore],
-        state: RunState,
-        flush_seconds: float,
-        close_timeout_seconds: float,
-        call_timeout_seconds: float | None,
-        place: str,
-        say: Callable[[str], None],
-    ) -> None:
+    def __init__(self, store: TrackingStore, *, metrics_file: Path, timing: Timing, say: Callable[[str], None]) -> None:
+        self._store = store
         self._metrics_file = metrics_file
-        self._connect = connect
-        self._state = state
-        self._flush_seconds = flush_seconds
-        self._close_timeout_seconds = close_timeout_seconds
-        self._place = place
+        self._timing = timing
         self._say = say
         self._said: set[str] = set()
         self._say_lock = threading.Lock()
-        self._bounded = _BoundedCalls(call_timeout_seconds)
-        self._store: TrackingStore | None = None
+        self._bounded = _BoundedCalls(timing.call_seconds)
+        self._is_connected = False
         self._offset = 0  # in bytes, of the first row to send
         self._calls: deque[Call] = deque()
         self._closing = threading.Event()
@@ -133,22 +136,24 @@ class Tracker:
         """
         if self._closing.is_set():
             return
-        self._calls += [Call(f"artifact {file.name}", lambda store, file=file: store.send_file(file)) for file in files]
-        self._calls.append(Call("status", lambda store: store.finish(status)))
+        store, timeout_seconds = self._store, self._timing.close_seconds
+        self._calls += [Call(f"artifact {file.name}", partial(store.send_file, file)) for file in files]
+        self._calls.append(Call("status", partial(store.finish, status)))
         if finish_parent:
-            self._calls.append(Call("status of the pipeline", lambda store: store.finish_parent(status)))
-        timeout_seconds = self._close_timeout_seconds * (_FINISHED_TIMEOUTS if status == "FINISHED" else 1)
+            self._calls.append(Call("status of the pipeline", partial(store.finish_parent, status)))
         if not self._bounded.is_answered:
-            timeout_seconds = self._close_timeout_seconds * _WITHOUT_ANSWER
+            timeout_seconds *= _WITHOUT_ANSWER
+        elif status == "FINISHED":
+            timeout_seconds *= _FINISHED_TIMEOUTS
         begun = time.monotonic()
         self._deadline = begun + timeout_seconds
-        self._bounded.deadline = begun + min(timeout_seconds, self._close_timeout_seconds)
+        self._bounded.deadline = begun + min(timeout_seconds, self._timing.close_seconds)
         self._closing.set()
         self._thread.join(min(_SILENT_SECONDS, timeout_seconds))
         if self._thread.is_alive():
             self._once(
                 "waiting",
-                f"MLflow: waiting for {self._place}, {timeout_seconds:g} s at most, to take {self._unsent_points()} "
+                f"MLflow: waiting for {store.place}, {timeout_seconds:g} s at most, to take {self._unsent_points()} "
                 f"points and {len(self._calls)} other calls; all processes wait with it",
             )
             self._thread.join(max(0.0, self._deadline - time.monotonic()))
@@ -163,7 +168,7 @@ class Tracker:
             self._say = lambda _: None
 
     def _unsent_points(self) -> int:
-        rows = itertools.islice(follow_metrics(self._metrics_file, offset=0), self._state.sent_rows, None)
+        rows = itertools.islice(follow_metrics(self._metrics_file, offset=0), self._store.state.sent_rows, None)
         try:
             return sum(len(row.metrics) for row, _ in rows)
         except OSError:
@@ -192,7 +197,7 @@ class Tracker:
         pause_seconds, tries_at_close = _FIRST_PAUSE_SECONDS, 0
         while True:
             closing = self._closing.is_set()  # read before the work, so that the last round sees the last row
-            wait_seconds = self._flush_seconds
+            wait_seconds = self._timing.flush_seconds
             try:
                 self._work()
                 pause_seconds = _FIRST_PAUSE_SECONDS
@@ -214,43 +219,38 @@ class Tracker:
                 self._closing.wait(wait_seconds)
 
     def _work(self) -> None:
-        if self._store is None:
-            store = self._bounded(self._connect)
-            sent = deque(
-                itertools.islice(follow_metrics(self._metrics_file, offset=0), self._state.sent_rows), maxlen=1
-            )
+        if not self._is_connected:
+            self._bounded(self._store.connect)
+            rows = follow_metrics(self._metrics_file, offset=0)
+            sent = deque(itertools.islice(rows, self._store.state.sent_rows), maxlen=1)
             self._offset = sent[0][1] if sent else 0
-            self._calls.extendleft(reversed(store.opening_calls()))
-            self._store = store
-        self._send_rows(self._store)
+            self._calls.extendleft(reversed(self._store.opening_calls()))
+            self._is_connected = True
+        while batch := list(itertools.islice(follow_metrics(self._metrics_file, offset=self._offset), _ROWS_PER_BATCH)):
+            self._send([row for row, _ in batch])
+            self._offset = batch[-1][1]
         while self._calls:
-            self._send_call(self._calls[0], self._store)
+            self._send_call(self._calls[0])
             self._calls.popleft()
 
-    def _send_rows(self, store: TrackingStore) -> None:
-        while True:
-            batch = list(itertools.islice(follow_metrics(self._metrics_file, offset=self._offset), _ROWS_PER_BATCH))
-            if not batch:
-                return
-            rows = [row for row, _ in batch]
-            for refusal in self._bounded(lambda rows=rows: store.send(rows)):
-                self._once("refused", f"MLflow refuses a value: {refusal[:300]}")
-            self._offset = batch[-1][1]
-            self._state.sent_rows += len(rows)
-            try:
-                self._state.save()
-            except OSError as error:
-                self._once("state", f"cannot write {self._state.file}: {error}")
+    def _send(self, rows: list[MetricRow]) -> None:
+        for refusal in self._bounded(lambda: self._store.send(rows)):
+            self._once("refused", f"MLflow refuses a value: {refusal[:300]}")
+        self._store.state.sent_rows += len(rows)
+        try:
+            self._store.state.save()
+        except OSError as error:
+            self._once("state", f"cannot write {self._store.state.file}: {error}")
 
-    def _send_call(self, call: Call, store: TrackingStore) -> None:
+    def _send_call(self, call: Call) -> None:
         problem = ""
         for _ in range(_TRIES_PER_CALL):
             try:
-                return self._bounded(lambda: call.send(store))
+                return self._bounded(call.send)
             except NoAnswer:
                 raise
             except Exception as error:
-                if not self._bounded(store.answers):
+                if not self._bounded(self._store.answers):
                     raise  # a dead store is waited for
                 problem = str(error)
         self._once(f"call {call.name}", f"MLflow: {call.name} given up: {problem[:300]}")

@@ -20,6 +20,7 @@ from pipeline.report import tracking_thread
 from pipeline.report.metrics_log import open_metrics_log
 from pipeline.report.mlflow_store import DatasetInput, TrackerSettings, open_tracker
 from pipeline.report.tracking_state import load_run_state
+from pipeline.report.tracking_thread import Timing
 from tests.pipeline.report.trickling import trickling_server
 
 # MLflow's and SQLAlchemy's own: they are not for us to mend.
@@ -63,8 +64,7 @@ def settings(runs_root: Path, client: Any, request: pytest.FixtureRequest) -> Tr
             DatasetInput(name="digits", source="shards/test", digest="e" * 36, context="eval"),
         ),
         tags={"shardvit.world_size": "2", "host": "node1"},
-        flush_seconds=0.05,
-        close_timeout_seconds=240.0,
+        timing=Timing(flush_seconds=0.05, close_seconds=240.0),
     )
 
 
@@ -264,7 +264,7 @@ def test_what_a_dead_server_missed_is_sent_at_the_next_opening(client: Any, sett
 def test_a_server_that_never_answers_holds_up_nobody(settings: TrackerSettings) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         uri = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        attempt = Attempt(replace(settings, tracking_uri=uri, close_timeout_seconds=0.5))
+        attempt = Attempt(replace(settings, tracking_uri=uri, timing=Timing(close_seconds=0.5)))
         attempt.log(1, 2, 3)
         attempt.tracker.close("FINISHED")
         assert "tracking call" in [thread.name for thread in threading.enumerate()]  # still waiting; nobody else was
@@ -277,7 +277,7 @@ def test_a_server_that_answers_byte_by_byte_is_told_and_holds_up_nobody(
     monkeypatch.setattr(tracking_thread, "_SILENT_SECONDS", 0.01)
     with trickling_server() as trickling:
         uri = f"http://me:secret@127.0.0.1:{trickling.server_address[1]}"
-        trickles = replace(settings, tracking_uri=uri, call_timeout_seconds=0.5, close_timeout_seconds=3.0)
+        trickles = replace(settings, tracking_uri=uri, timing=Timing(close_seconds=3.0, call_seconds=0.5))
         attempt = Attempt(trickles)
         attempt.log(1, 2)
         until(lambda: any("incomplete after 0.5 s" in line for line in attempt.said))  # while training goes on
@@ -330,7 +330,7 @@ def test_a_killed_process_is_followed_by_one_that_completes_its_curve(
         settings = TrackerSettings(runs_root=root, run_dir=folder, pipeline=name, stage="pretrain")
         tracker = open_tracker(settings, log=log)
         log.append(step=1, images_seen=64, metrics={"train/loss": 1.0})
-        while tracker._store is None:
+        while not tracker._is_connected:
             time.sleep(0.01)
         for step in (2, 3, 4):
             log.append(step=step, images_seen=64 * step, metrics={"train/loss": 1 / step})

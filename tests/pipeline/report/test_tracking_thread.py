@@ -10,22 +10,29 @@ import pytest
 
 from pipeline.report import tracking_thread
 from pipeline.report.metrics_log import MetricRow, iter_metrics, open_metrics_log
-from pipeline.report.tracking_state import load_run_state
-from pipeline.report.tracking_thread import Call, FinalStatus, Tracker, without_credentials
+from pipeline.report.tracking_state import RunState, load_run_state
+from pipeline.report.tracking_thread import Call, FinalStatus, Timing, Tracker, without_credentials
 
 
 class ListStore:
+    place = "http://host"
+
     def __init__(self) -> None:
         self.alive = True
         self.refused = ""
         self.rows: list[MetricRow] = []
         self.calls: list[tuple[str, object]] = []
         self.failures = 0
+        self.state = RunState(Path())
 
     def _check(self) -> None:
         if not self.alive:
             self.failures += 1
             raise ConnectionError("dead at http://me:secret@host")
+
+    def connect(self) -> None:
+        self._check()
+        self.state.run_id = "run"
 
     def answers(self) -> bool:
         return self.alive
@@ -36,7 +43,7 @@ class ListStore:
         return [name for row in rows for name in row.metrics if name == self.refused]
 
     def opening_calls(self) -> list[Call]:
-        return [Call("hello", lambda _: self._keep("hello", "1"))]
+        return [Call("hello", lambda: self._keep("hello", "1"))]
 
     def _keep(self, name: str, value: object) -> None:
         self._check()
@@ -62,31 +69,17 @@ class Rig:
         *,
         resume_step: int = 0,
         store: ListStore | None = None,
-        close_timeout_seconds: float = 240.0,
-        call_timeout_seconds: float | None = None,
-        place: str = "the store",
+        close_seconds: float = 240.0,
+        call_seconds: float | None = None,
     ) -> None:
         self.store = store or ListStore()
         self.said: list[str] = []
-        self.state = load_run_state(folder / "mlflow.json")
         self.file = open_metrics_log(folder / "metrics.jsonl", resume_step=resume_step)
+        self.state = self.store.state = load_run_state(folder / "mlflow.json")
         self.state.sent_rows = min(self.state.sent_rows, self.file.kept_rows)
         self.state.save()
-        self.tracker = Tracker(
-            self.file.path,
-            connect=self._connect,
-            state=self.state,
-            flush_seconds=0.01,
-            close_timeout_seconds=close_timeout_seconds,
-            call_timeout_seconds=call_timeout_seconds,
-            place=place,
-            say=self.said.append,
-        )
-
-    def _connect(self) -> ListStore:
-        self.store._check()
-        self.state.run_id = "run"
-        return self.store
+        timing = Timing(flush_seconds=0.01, close_seconds=close_seconds, call_seconds=call_seconds)
+        self.tracker = Tracker(self.store, metrics_file=self.file.path, timing=timing, say=self.said.append)
 
     def log(self, *steps: int) -> None:
         for step in steps:
@@ -122,7 +115,7 @@ def test_the_wait_at_the_end_is_told_and_a_call_without_a_whole_answer_ends_it(
     make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tracking_thread, "_SILENT_SECONDS", 0.01)
-    rig = make_rig(call_timeout_seconds=200.0, close_timeout_seconds=2.0, place="http://host")
+    rig = make_rig(call_seconds=200.0, close_seconds=2.0)
     rig.log(1)
     until(lambda: rig.steps == [1] and rig.store.calls == [("hello", "1")])
     gate = threading.Event()
@@ -137,7 +130,7 @@ def test_the_wait_at_the_end_is_told_and_a_call_without_a_whole_answer_ends_it(
 
 
 def test_what_is_quick_is_not_told(make_rig: Callable[..., Rig]) -> None:
-    rig = make_rig(call_timeout_seconds=200.0)
+    rig = make_rig(call_seconds=200.0)
     rig.log(1)
     rig.tracker.close("FINISHED")
     assert rig.said == [] and rig.steps == [1] and rig.store.calls[-1] == ("finish", "FINISHED")
@@ -282,7 +275,7 @@ def test_the_store_is_opened_when_there_is_something_to_send(
 
 
 def test_a_store_that_hangs_holds_up_neither_log_nor_the_end(make_rig: Callable[..., Rig]) -> None:
-    rig = make_rig(close_timeout_seconds=0.3)
+    rig = make_rig(close_seconds=0.3)
     rig.log(1)
     until(lambda: len(rig.store.calls) == 1)
     release = threading.Event()
@@ -300,7 +293,7 @@ def test_a_store_that_hangs_holds_up_neither_log_nor_the_end(make_rig: Callable[
 def test_a_finished_stage_waits_longer_for_what_is_left(
     make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch, status: FinalStatus, expected: float
 ) -> None:
-    rig = make_rig(close_timeout_seconds=7.0)
+    rig = make_rig(close_seconds=7.0)
     thread, waited = rig.tracker._thread, list[float]()
     join = thread.join
     monkeypatch.setattr(thread, "join", lambda seconds: (waited.append(seconds), join())[1])
