@@ -39,7 +39,7 @@ from data_shards.store.cache_folder import (
     victims,
 )
 from data_shards.store.download import StoreError
-from data_shards.store.remote_errors import Stop, Stopped, Transient
+from data_shards.store.remote_errors import DownloadStopped, Stop, Transient
 from data_shards.tars.shard_index import ShardIndex, load_index, save_index
 from data_shards.text import show_bytes
 
@@ -142,7 +142,7 @@ class Cache:
             UserError: the limit is less than that.
             StoreError: the disk is full, and nothing can be removed.
             NoRoom: nothing can be removed now, and it may not wait for that.
-            Stopped: `stop` said so.
+            DownloadStopped: `stop` said so.
         """
         if upto_bytes > self.config.limit_bytes:
             raise UserError(
@@ -160,7 +160,7 @@ class Cache:
                 relief.bring()
             elif may_wait:
                 if stop():
-                    raise Stopped
+                    raise DownloadStopped
                 time.sleep(_POLL_SECONDS)  # for downloads of others, which can be evicted when they are done
             else:
                 raise NoRoom
@@ -245,10 +245,10 @@ class Relief:
         Raises:
             StoreError: there is nothing to evict, or none of it was let go of in 15 seconds.
             NoRoom: all shards are in use, and they shall stay.
-            Stopped: `stop` said so.
+            DownloadStopped: `stop` said so.
         """
         if self._stop():
-            raise Stopped
+            raise DownloadStopped
         if self._calls:
             time.sleep(_FULL_POLL_SECONDS)
         self._calls += 1
@@ -265,7 +265,7 @@ class Relief:
 
 
 class Part:
-    """A shard in progress, whose lock this process holds; a `download.Sink`. Leaving it unpublished removes it."""
+    """A shard in progress, whose lock this process holds; a `download.ByteSink`. Leaving it unpublished removes it."""
 
     def __init__(self, cache: Cache, descriptor: int, *, name: str, evict: Evict, stop: Stop) -> None:
         self._cache, self._descriptor, self._name = cache, descriptor, name

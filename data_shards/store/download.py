@@ -20,8 +20,8 @@ from typing import Protocol
 
 from data_shards.errors import SampleError
 from data_shards.store.location import PIPE, Commands, shown
-from data_shards.store.remote import RANGE_BYTES, Remotes, Stream
-from data_shards.store.remote_errors import Failure, Missing, Refused, Stop, Stopped, Transient, Wrong
+from data_shards.store.remote import RANGE_BYTES, RemoteObject, Remotes
+from data_shards.store.remote_errors import DownloadStopped, Failure, Missing, Refused, Stop, Transient, Wrong
 
 _log = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ def delays(policy: RetryPolicy, *, draw: Callable[[], float]) -> Iterator[float]
         limit *= 2
 
 
-class Sink(Protocol):
+class ByteSink(Protocol):
     """Where the bytes go."""
 
     def begin(self, *, num_bytes: int | None) -> None:
@@ -161,10 +161,12 @@ class Downloads:
     def about(self, url: str, *, patiently: bool = True, stop: Stop = lambda: False) -> tuple[int | None, str]:
         """Size and fingerprint of an object (None and "" where unknown); arguments and errors as of `download`."""
         patience = self._patience(url, patiently=patiently)
+        remote = self._remotes.object(url, stop=stop)
         while True:
             begun = time.monotonic()
             try:
-                return self._remotes.about(url, stop=stop)
+                about = remote.about()
+                return about.num_bytes, about.fingerprint
             except Failure as failure:
                 patience.wait(failure, spent_seconds=time.monotonic() - begun)
 
@@ -172,7 +174,7 @@ class Downloads:
         self,
         url: str,
         *,
-        sink: Sink,
+        sink: ByteSink,
         num_bytes: int | None = None,
         sha256: str = "",
         fingerprint: str = "",
@@ -194,20 +196,21 @@ class Downloads:
 
         Raises:
             StoreError: all attempts failed.
-            Stopped: `stop` said so.
+            DownloadStopped: `stop` said so.
         """
         patience = self._patience(url, patiently=patiently)
+        remote = self._remotes.object(url, stop=stop)
         attempt = _Attempt(sink, num_bytes=num_bytes, sha256=sha256, fingerprint=fingerprint)
         furthest = 0
         while True:
             begun = time.monotonic()
             try:
-                attempt.run(self._remotes, url, stop=stop)
+                attempt.run(remote)
                 verify()
                 return
             except Failure as failure:
                 if stop():
-                    raise Stopped from None
+                    raise DownloadStopped from None
                 if isinstance(failure, Wrong):
                     attempt.forget()
                 if attempt.done > furthest and isinstance(failure, Transient):
@@ -224,10 +227,10 @@ class Downloads:
 class _Attempt:
     """How far a transfer is, over all its attempts."""
 
-    def __init__(self, sink: Sink, *, num_bytes: int | None, sha256: str, fingerprint: str) -> None:
+    def __init__(self, sink: ByteSink, *, num_bytes: int | None, sha256: str, fingerprint: str) -> None:
         self._sink = sink
         self._num_bytes, self._sha256, self._fingerprint = num_bytes, sha256, fingerprint
-        self._range_bytes: int | None = None
+        self._range_bytes = RANGE_BYTES
         self.forget()
 
     def forget(self) -> None:
@@ -235,50 +238,45 @@ class _Attempt:
         self._found = ""
         self._digest = hashlib.sha256()
 
-    def run(self, remotes: Remotes, url: str, *, stop: Stop) -> None:
-        stream = remotes.open(
-            url,
-            offset=self.done,
-            fingerprint=self._found,
-            proof="digest" if self._sha256 else "fingerprint",
-            range_bytes=self._range_bytes,
-            stop=stop,
-        )
-        begin = stream.offset
+    def run(self, remote: RemoteObject) -> None:
+        about = remote.about()
+        if self._num_bytes is not None and about.num_bytes not in (None, self._num_bytes):
+            raise Wrong(f"it has {about.num_bytes} bytes where {self._num_bytes} are expected")
+        if self._fingerprint and about.fingerprint != self._fingerprint:
+            raise Wrong("it is not the file any more that it was when the shards were opened")
+        in_ranges = about.ranges == "yes" or (about.ranges == "with a digest" and self._sha256 != "")
+        if not in_ranges or not about.fingerprint or about.fingerprint != self._found:
+            self.forget()
+            self._sink.begin(num_bytes=about.num_bytes if self._num_bytes is None else self._num_bytes)
+        self._found = about.fingerprint
+        begin = self.done
+        # Where a digest decides, machines of one server may have fingerprints of their own.
+        asked = replace(about, fingerprint="") if self._sha256 else about
         try:
-            self._take(stream)
+            with closing(
+                remote.pieces(asked, begin=begin, range_bytes=self._range_bytes if in_ranges else None)
+            ) as pieces:
+                for piece in pieces:
+                    self._take(piece)
         except Transient:
             self._adapt(self.done - begin)
             raise
-
-    def _adapt(self, num_bytes: int) -> None:
-        """The attempt was cut after so many bytes: what shall the next one ask for?"""
-        quarter = (num_bytes or self._range_bytes or RANGE_BYTES) // 4  # the store asks for four of a size
-        if num_bytes and quarter >= RANGE_BYTES:
-            self._range_bytes = None  # little was lost by the cut, and one long answer is the fastest
-        else:
-            self._range_bytes = 2 ** (max(1, quarter).bit_length() - 1)
-
-    def _take(self, stream: Stream) -> None:
-        with closing(stream.pieces):  # pyright: ignore[reportArgumentType] - they are generators
-            if self._num_bytes is not None and stream.num_bytes not in (None, self._num_bytes):
-                raise Wrong(f"it has {stream.num_bytes} bytes where {self._num_bytes} are expected")
-            if self._fingerprint and stream.fingerprint != self._fingerprint:
-                raise Wrong("it is not the file any more that it was when the shards were opened")
-            if stream.offset == 0:
-                self.forget()
-                self._sink.begin(num_bytes=stream.num_bytes if self._num_bytes is None else self._num_bytes)
-            self._found = stream.fingerprint
-            for piece in stream.pieces:
-                if self._num_bytes is not None and self.done + len(piece) > self._num_bytes:
-                    raise Wrong(f"it has more than the {self._num_bytes} bytes that are expected")
-                self._sink.write(piece)
-                if self._sha256:
-                    self._digest.update(piece)
-                self.done += len(piece)
-        if stream.num_bytes is not None and self.done != stream.num_bytes:
-            raise Transient(f"it was cut off after {self.done} of {stream.num_bytes} bytes")
+        if about.num_bytes is not None and self.done != about.num_bytes:
+            raise Transient(f"it was cut off after {self.done} of {about.num_bytes} bytes")
         if self._num_bytes is not None and self.done != self._num_bytes:
             raise Wrong(f"it has {self.done} bytes where {self._num_bytes} are expected")
         if self._sha256 and self._digest.hexdigest() != self._sha256:
             raise Wrong("its sha256 digest is not the one that the manifest has")
+
+    def _take(self, piece: bytes) -> None:
+        if self._num_bytes is not None and self.done + len(piece) > self._num_bytes:
+            raise Wrong(f"it has more than the {self._num_bytes} bytes that are expected")
+        self._sink.write(piece)
+        if self._sha256:
+            self._digest.update(piece)
+        self.done += len(piece)
+
+    def _adapt(self, num_bytes: int) -> None:
+        """The attempt was cut after so many bytes: what shall the next one ask for?"""
+        quarter = (num_bytes or self._range_bytes) // 4  # the store asks for four ranges of a size
+        self._range_bytes = min(RANGE_BYTES, 2 ** (max(1, quarter).bit_length() - 1))

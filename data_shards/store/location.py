@@ -28,7 +28,7 @@ _MOST_LOCATIONS = 1_000_000  # of a pattern
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 # What a program of a pipe may look like; `NAME=value` before it sets an environment variable, often a secret one.
 _PROGRAM = re.compile(r"[\w./+-]+")
-_TAR_NAME = re.compile(r"[\w.+{},-]+\.tar\b")
+_TAR_NAME = re.compile(r"(?:^|[\s'\"/])([\w.+{},-]+\.tar)(?![\w.+{},-])")
 # Where a word of a command ends, from coarse to fine: a secret may hold any of these, or stand next to them.
 _WORD_ENDS = (r"\s+", r"[\s'\"]+", r"[\s'\"=:;|&<>()]+")
 # "http://[::1]/x.tar" has a "::" that separates nothing.

@@ -16,7 +16,7 @@ from data_shards.shard_set import ShardEntry
 from data_shards.store.cache import NoRoom
 from data_shards.store.cache_folder import TOUCH_SECONDS
 from data_shards.store.location import is_local
-from data_shards.store.remote_errors import Stopped
+from data_shards.store.remote_errors import DownloadStopped
 from data_shards.store.store import Store
 
 # The shards in use need room as well, and those of the node's other ranks, which share the cache.
@@ -87,7 +87,7 @@ class Prefetcher:
                 self._wait_for(step - _MOST_STEPS_AHEAD)
                 for shard in shards:
                     self._fetch(shard, step=step)
-        except Stopped:
+        except DownloadStopped:
             pass
         except Exception as error:  # noqa: BLE001 - without prefetching, training goes on more slowly
             self.error = error
@@ -104,7 +104,7 @@ class Prefetcher:
                 return
             except NoRoom:
                 self._pause(_NO_ROOM_SECONDS)
-            except Stopped:
+            except DownloadStopped:
                 raise
             except Exception as error:  # noqa: BLE001 - the reader will have the same, and report it
                 self.error = error
@@ -124,13 +124,13 @@ class Prefetcher:
         """Until training has moved on, or a while has passed.
 
         Raises:
-            Stopped: on `close`.
+            DownloadStopped: on `close`.
         """
         with self._changed:
             if not self._closed.is_set():
                 self._changed.wait(TOUCH_SECONDS)
         if self._pulse():
-            raise Stopped
+            raise DownloadStopped
 
     def _pause(self, seconds: float) -> None:
         """However far training is; raises as `_wait_for_news` does."""
@@ -138,7 +138,7 @@ class Prefetcher:
         while (left := end - time.monotonic()) > 0:
             self._closed.wait(min(left, TOUCH_SECONDS))
             if self._pulse():
-                raise Stopped
+                raise DownloadStopped
 
     def _pulse(self) -> bool:
         """Whether to stop; from time to time it marks what is ahead as still wanted. Called several times a second."""

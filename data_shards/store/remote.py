@@ -1,9 +1,9 @@
-"""Bytes from elsewhere, one attempt at a time: HTTP, fsspec's other stores, and the output of commands.
+"""Bytes from elsewhere, one attempt at a time: fsspec's stores, HTTP among them, and programs' output (`commands`).
 
-HTTP(S) is one streamed GET through the session of fsspec's HTTP file system, or one for each range where ranges are
-asked for. Other stores (s3, gs, abfs, hf, ...) are read in ranges of 8 MiB, four at a time where fsspec has them
-asynchronous: one stream alone rarely fills a network card. A `pipe:` command runs in a shell. Nothing is tried twice
-here (see `download`), nothing is kept (see `cache`).
+A store is read in ranges of 8 MiB, four at a time where fsspec has it asynchronous: one stream alone rarely fills a
+network card. A web server without ranges is one streamed GET. Nothing is tried twice here (see `download`) or kept (see
+`cache`). fsspec's own `get_file` does neither stop when asked to, nor go on after a cut, nor bound what comes; hence
+its ranges.
 
 Settings of a store are fsspec's own, from the environment or ~/.config/fsspec/*.json: `AWS_ENDPOINT_URL` or
 `FSSPEC_S3_ENDPOINT_URL` for MinIO and the like, `FSSPEC_S3_ANON=true` for public buckets without credentials,
@@ -16,28 +16,40 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import os
+import re
 import time
 from collections import deque
 from collections.abc import Coroutine, Generator, Iterator
-from contextlib import closing
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from functools import partial
+from itertools import islice
+from typing import Any, Literal, Protocol, TypeVar
 
 from data_shards.errors import UserError
+from data_shards.store.commands import gopen_pieces, knows_scheme, pipe_pieces
 from data_shards.store.location import Commands, demand_no_command, protocol, scrubbed, shown
-from data_shards.store.remote_errors import Missing, Refused, Stop, Stopped, Transient, Wrong, translated
-from data_shards.store.remote_http import HTTP_PIECE_BYTES, fingerprint_of, get, get_first, read, span_of
+from data_shards.store.remote_errors import (
+    DownloadStopped,
+    Missing,
+    Refused,
+    Stop,
+    Transient,
+    Wrong,
+    of_status,
+    translated,
+)
 
 Result = TypeVar("Result")
-Proof = Literal["fingerprint", "digest"]
+Pieces = Generator[bytes, None, None]
 
 RANGE_BYTES = 8 * 2**20
 _RANGES_OF_A_SIZE = 4
-_MOST_HTTP_RANGE_BYTES = 64 * 2**20
 _RANGES_IN_FLIGHT = 4
-# A server that sends, but less than this on average over a piece, counts as stalled.
+_STREAM_PIECE_BYTES = 2**20
+# A server that sends, but less than this on average over the ranges in flight, counts as stalled.
 _LEAST_BYTES_PER_SECOND = 100_000
 _POLL_SECONDS = 0.1
+_FINGERPRINTS = ("ETag", "etag", "md5Hash", "generation", "LastModified", "last_modified", "mtime", "updated")
 
 _PACKAGES = {
     "s3": "s3fs",
@@ -53,20 +65,36 @@ _PACKAGES = {
 
 
 @dataclass(frozen=True)
-class Stream:
-    """One attempt to read an object.
+class About:
+    """An object.
 
     Args:
-        offset: where in the object the first piece begins; 0 where the store could not go on at the wanted one.
-        num_bytes: the whole object's size; None where it is unknown.
+        num_bytes: its size; None where that is unknown.
         fingerprint: changes with the object; "" where it is unknown.
-        pieces: the bytes, at most 8 MiB at once. Closing it ends the transfer.
+        ranges: how it can be read: in ranges; in ranges if a digest proves that they are of one object; only whole.
     """
 
-    offset: int
     num_bytes: int | None
     fingerprint: str
-    pieces: Iterator[bytes]
+    ranges: Literal["yes", "with a digest", "no"]
+
+
+class RemoteObject(Protocol):
+    """One object; its methods raise a `Failure`, or DownloadStopped when `stop` says so."""
+
+    def about(self) -> About:
+        """Ask for its size and fingerprint."""
+        ...
+
+    def pieces(self, about: About, *, begin: int, range_bytes: int | None) -> Pieces:
+        """Its bytes, at most 8 MiB at once; closing it ends the transfer.
+
+        Args:
+            about: what it was a moment ago; `Wrong` if its fingerprint is another now ("": that is not looked at).
+            begin: the first byte that is wanted; 0 without ranges.
+            range_bytes: of the first ranges; None: without ranges.
+        """
+        ...
 
 
 class Remotes:
@@ -88,229 +116,25 @@ class Remotes:
         """Without file systems: their sockets and threads belong to this process."""
         return {**vars(self), "_file_systems": {}}
 
-    def open(
-        self,
-        url: str,
-        *,
-        offset: int = 0,
-        fingerprint: str = "",
-        proof: Proof = "fingerprint",
-        range_bytes: int | None = None,
-        stop: Stop = lambda: False,
-    ) -> Stream:
-        """Begin to read `url`, at `offset` if the object still has this `fingerprint` and the store can do that.
-
-        Args:
-            url: what to read.
-            offset: of the first byte that is wanted.
-            fingerprint: that the object had when the bytes before `offset` were read.
-            proof: that bytes of two requests are of the same object: the fingerprint alone, which must be a strong one
-                then, or a digest that the caller checks.
-            range_bytes: ask for no more at once, where that is possible, until several such ranges have come; None: as
-                suits the store.
-            stop: asked several times a second.
+    def object(self, url: str, *, stop: Stop = lambda: False) -> RemoteObject:
+        """The object at `url`, which nobody has asked for yet; `stop` is asked several times a second.
 
         Raises:
-            Failure: one of its kinds; also while iterating over the pieces.
-            Stopped: `stop` said so; also while iterating.
             UserError: the package for this kind of URL is not installed, or it may run a program and shall not.
         """
         demand_no_command(url, commands=self._commands)
         kind = protocol(url)
         if kind == "pipe":
-            from data_shards.store.remote_pipe import open_pipe
-
-            return Stream(0, None, "", open_pipe(url, stall_seconds=self._stall_seconds, stop=stop))
-        file_system = self._file_system(url)
-        if kind in ("http", "https"):
-            is_strong = proof == "digest" or fingerprint.startswith('"')  # a strong ETag: the same one, the same bytes
-            if not fingerprint or not is_strong:
-                offset, range_bytes = 0, None
-            return self._open_http(
-                file_system, url, offset=offset, fingerprint=fingerprint, range_bytes=range_bytes, stop=stop
-            )
-        return self._open_ranges(
-            file_system,
-            url,
-            offset=offset,
-            fingerprint=fingerprint,
-            range_bytes=min(RANGE_BYTES, range_bytes or RANGE_BYTES),
-            stop=stop,
-        )
-
-    def about(self, url: str, *, stop: Stop = lambda: False) -> tuple[int | None, str]:
-        """Size (None: unknown) and fingerprint ("": unknown); raises as `open` does."""
-        if protocol(url) == "pipe":
-            return None, ""
-        demand_no_command(url, commands=self._commands)
-        if protocol(url) in ("http", "https"):
-            # A HEAD request would be refused where a signature in the URL allows GET alone.
-            return self._http_about(self._file_system(url), url, stop=stop)
-        return self._info(self._file_system(url), url, stop=stop)
-
-    # ---- HTTP -------------------------------------------------------------------------------------------------------
-
-    def _open_http(
-        self, file_system: Any, url: str, *, offset: int, fingerprint: str, range_bytes: int | None, stop: Stop
-    ) -> Stream:
-        sizes = _sizes(range_bytes, most_bytes=_MOST_HTTP_RANGE_BYTES) if range_bytes else None
-        response, pieces, begin, num_bytes, found = self._ask_http(
-            file_system,
-            url,
-            offset=offset,
-            fingerprint=fingerprint,
-            range_bytes=next(sizes) if sizes else None,
-            stop=stop,
-        )
-        if sizes and response.status == 206 and num_bytes is not None:
-            pieces = self._http_ranges(
-                file_system, url, pieces, stream=(begin, num_bytes, found), sizes=sizes, stop=stop
-            )
-        return Stream(begin, num_bytes, found, pieces)
-
-    def _ask_http(
-        self, file_system: Any, url: str, *, offset: int, fingerprint: str, range_bytes: int | None, stop: Stop
-    ) -> tuple[Any, Generator[bytes, None, None], int, int | None, str]:
-        """(response, its bytes, where they begin, size of the file, fingerprint) of one request."""
-        headers = {"Accept-Encoding": "identity"}
-        if offset or range_bytes:
-            headers["Range"] = f"bytes={offset}-{offset + range_bytes - 1 if range_bytes else ''}"
-            if fingerprint.startswith('"'):
-                headers["If-Range"] = fingerprint
-        with translated():
-            response, piece = self._wait(get_first(file_system, url, headers), file_system.loop, stop=stop)
-            try:
-                begin, num_bytes = span_of(response)
-                if begin != (offset if "Range" in headers and response.status == 206 else 0):
-                    raise Transient("the server sent another part of the file than it was asked for")
-                found = fingerprint_of(response)
-                if begin and found != fingerprint:  # it knows Range, but not If-Range
-                    raise Wrong("the file has changed while it was read")
-            except BaseException:
-                file_system.loop.call_soon_threadsafe(response.close)
-                raise
-        return response, self._http_pieces(file_system, response, piece, stop=stop), begin, num_bytes, found
-
-    def _http_pieces(
-        self, file_system: Any, response: Any, piece: bytes, *, stop: Stop
-    ) -> Generator[bytes, None, None]:
-        try:
-            while True:
-                if piece:
-                    yield piece
-                with translated():
-                    piece = self._wait(read(response, HTTP_PIECE_BYTES), file_system.loop, stop=stop)
-                if not piece:
-                    return
-        finally:
-            file_system.loop.call_soon_threadsafe(response.close)
-
-    def _http_ranges(
-        self,
-        file_system: Any,
-        url: str,
-        pieces: Generator[bytes, None, None],
-        *,
-        stream: tuple[int, int, str],
-        sizes: Iterator[int],
-        stop: Stop,
-    ) -> Generator[bytes, None, None]:
-        """The range whose `pieces` are on their way, and those after it; the session keeps the connection."""
-        at, num_bytes, found = stream
-        while True:
-            begin = at
-            with closing(pieces):
-                for piece in pieces:
-                    yield piece
-                    at += len(piece)
-            if at >= num_bytes:
-                return
-            if at == begin:
-                raise Transient("the server sent nothing of the part that it was asked for")
-            response, pieces, *following = self._ask_http(
-                file_system, url, offset=at, fingerprint=found, range_bytes=min(next(sizes), num_bytes - at), stop=stop
-            )
-            if following != [at, num_bytes, found]:  # the next attempt begins anew
-                file_system.loop.call_soon_threadsafe(response.close)
-                raise Transient("the server does not go on where it was")
-
-    def _http_about(self, file_system: Any, url: str, *, stop: Stop) -> tuple[int | None, str]:
-        with translated():
-            headers = {"Accept-Encoding": "identity", "Range": "bytes=0-0"}
-            response = self._wait(get(file_system, url, headers, allow=(416,)), file_system.loop, stop=stop)
-            file_system.loop.call_soon_threadsafe(response.close)
-            return span_of(response)[1], fingerprint_of(response)
-
-    # ---- the other stores of fsspec ---------------------------------------------------------------------------------
-
-    def _open_ranges(
-        self, file_system: Any, url: str, *, offset: int, fingerprint: str, range_bytes: int, stop: Stop
-    ) -> Stream:
-        num_bytes, found = self._info(file_system, url, stop=stop)
-        if num_bytes is None:
-            raise Refused("the store does not tell its size")
-        begin = offset if found and found == fingerprint else 0
-        pieces = self._range_pieces(
-            file_system, url, begin=begin, stream=(num_bytes, found), range_bytes=range_bytes, stop=stop
-        )
-        return Stream(begin, num_bytes, found, pieces)
-
-    def _range_pieces(
-        self, file_system: Any, url: str, *, begin: int, stream: tuple[int, str], range_bytes: int, stop: Stop
-    ) -> Iterator[bytes]:
-        num_bytes, found = stream
-        path = file_system._strip_protocol(url)
-        spans = _spans(begin, num_bytes, sizes=_sizes(range_bytes, most_bytes=RANGE_BYTES))
-        running: deque[tuple[int, concurrent.futures.Future[bytes]]] = deque()
-        try:
-            while True:
-                with translated():
-                    while file_system.async_impl and len(running) < _RANGES_IN_FLIGHT:
-                        span = next(spans, None)
-                        if span is None:
-                            break
-                        coroutine = file_system._cat_file(path, start=span[0], end=span[1])
-                        running.append(
-                            (span[1] - span[0], asyncio.run_coroutine_threadsafe(coroutine, file_system.loop))
-                        )
-                    if running:
-                        wanted, future = running.popleft()
-                        piece = self._result(future, stop=stop)
-                    else:
-                        span = next(spans, None)
-                        if span is None:
-                            break
-                        if stop():
-                            raise Stopped
-                        wanted, piece = span[1] - span[0], file_system.cat_file(path, start=span[0], end=span[1])
-                if len(piece) != wanted:
-                    raise Transient(f"{len(piece)} bytes came where {wanted} were asked for")
-                yield piece
-        finally:
-            for _, future in running:
-                future.cancel()
-        # The ranges may be of different objects if it was replaced meanwhile.
-        if self._info(file_system, url, stop=stop) != (num_bytes, found):
-            raise Wrong("it was replaced while it was read")
-
-    def _info(self, file_system: Any, url: str, *, stop: Stop) -> tuple[int | None, str]:
-        path = file_system._strip_protocol(url)
-        with translated():
-            if file_system.async_impl:
-                info = self._wait(file_system._info(path), file_system.loop, stop=stop)
-            else:
-                info = file_system.info(path)
-        if info.get("type") == "directory":
-            raise Missing("it is a folder")
-        for name in ("ETag", "etag", "md5Hash", "generation", "LastModified", "last_modified", "mtime", "updated"):
-            if info.get(name):
-                return info.get("size"), f"{name}={info[name]}"
-        return info.get("size"), ""
-
-    # ---- file systems and their event loop --------------------------------------------------------------------------
+            return _Output(partial(pipe_pieces, url, stall_seconds=self._stall_seconds, stop=stop))
+        if _is_gopens(url):
+            return _Output(partial(gopen_pieces, url, stall_seconds=self._stall_seconds, stop=stop))
+        wait_seconds = self._connect_seconds + self._stall_seconds
+        wait_seconds += _RANGES_IN_FLIGHT * RANGE_BYTES / _LEAST_BYTES_PER_SECOND
+        made_by = _Page if kind in ("http", "https") else _Stored
+        return made_by(self._file_system(url), url, wait_seconds=wait_seconds, stop=stop)
 
     def _file_system(self, url: str) -> Any:
-        """The file system for a URL: one for each process and kind of URL, made when it is first needed."""
+        """fsspec's file system for a URL: one for each process and kind of URL, made when it is first needed."""
         kind = protocol(url)
         try:
             import fsspec
@@ -350,16 +174,92 @@ class Remotes:
             return {"config_kwargs": {**config, **configured.get("config_kwargs", {})}}
         return {}
 
-    def _wait(self, coroutine: Coroutine[Any, Any, Result], loop: Any, *, stop: Stop) -> Result:
-        return self._result(asyncio.run_coroutine_threadsafe(coroutine, loop), stop=stop)
 
-    def _result(self, future: concurrent.futures.Future[Result], *, stop: Stop) -> Result:
-        deadline = time.monotonic() + self._connect_seconds + self._stall_seconds
-        deadline += _RANGES_IN_FLIGHT * RANGE_BYTES / _LEAST_BYTES_PER_SECOND
+def _is_gopens(url: str) -> bool:
+    """Whether webdataset's gopen knows this kind of URL, and fsspec does not."""
+    import fsspec
+    from fsspec.registry import registry
+
+    kind = protocol(url)
+    return kind not in fsspec.available_protocols() and kind not in registry and knows_scheme(url)
+
+
+class _Output:
+    """What a program writes: there is nothing to know beforehand."""
+
+    def __init__(self, start: partial[Pieces]) -> None:
+        self._start = start
+
+    def about(self) -> About:
+        return About(None, "", "no")
+
+    def pieces(self, about: About, *, begin: int, range_bytes: int | None) -> Pieces:
+        return self._start()
+
+
+class _Stored:
+    """An object in one of fsspec's stores."""
+
+    def __init__(self, file_system: Any, url: str, *, wait_seconds: float, stop: Stop) -> None:
+        self._fs, self._path = file_system, file_system._strip_protocol(url)
+        self._wait_seconds, self._stop = wait_seconds, stop
+
+    def about(self) -> About:
+        with translated():
+            fs = self._fs
+            info = self._wait(fs._info(self._path)) if fs.async_impl else fs.info(self._path)
+        if info.get("type") == "directory":
+            raise Missing("it is a folder")
+        if info.get("size") is None:
+            raise Refused("the store does not tell its size")
+        return About(
+            info["size"], next((f"{name}={info[name]}" for name in _FINGERPRINTS if info.get(name)), ""), "yes"
+        )
+
+    def pieces(self, about: About, *, begin: int, range_bytes: int | None) -> Pieces:
+        yield from self._ranges(about, begin=begin, range_bytes=range_bytes or RANGE_BYTES)
+        # The ranges may be of different objects.
+        if about.fingerprint and self.about() != about:
+            raise Wrong("it was replaced while it was read")
+
+    def _ranges(self, about: About, *, begin: int, range_bytes: int) -> Pieces:
+        def ask(start: int, end: int) -> tuple[int, int, concurrent.futures.Future[bytes] | None]:
+            if not self._fs.async_impl:
+                return start, end, None
+            return start, end, asyncio.run_coroutine_threadsafe(self._range(about, start, end), self._fs.loop)
+
+        assert about.num_bytes is not None
+        spans = _spans(begin, about.num_bytes, range_bytes=range_bytes)
+        asked = deque(ask(*span) for span in islice(spans, _RANGES_IN_FLIGHT))
+        try:
+            while asked:
+                if self._stop():
+                    raise DownloadStopped
+                start, end, future = asked.popleft()
+                with translated():
+                    piece = self._result(future) if future else self._fs.cat_file(self._path, start=start, end=end)
+                if 0 < len(piece) <= end - start:
+                    yield piece
+                if len(piece) != end - start:
+                    raise Transient(f"{len(piece)} bytes came where {end - start} were asked for")
+                asked.extend(ask(*span) for span in islice(spans, 1))
+        finally:
+            for *_, future in asked:
+                if future:
+                    future.cancel()
+
+    async def _range(self, about: About, start: int, end: int) -> bytes:
+        return await self._fs._cat_file(self._path, start=start, end=end)
+
+    def _wait(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
+        return self._result(asyncio.run_coroutine_threadsafe(coroutine, self._fs.loop))
+
+    def _result(self, future: concurrent.futures.Future[Result]) -> Result:
+        deadline = time.monotonic() + self._wait_seconds
         try:
             while not concurrent.futures.wait([future], timeout=_POLL_SECONDS).done:
-                if stop():
-                    raise Stopped
+                if self._stop():
+                    raise DownloadStopped
                 if time.monotonic() > deadline:
                     raise Transient("the server hardly sends anything")
             return future.result()
@@ -367,15 +267,108 @@ class Remotes:
             future.cancel()
 
 
-def _sizes(range_bytes: int, *, most_bytes: int) -> Iterator[int]:
+class _Page(_Stored):
+    """A file of a web server, through the session of fsspec's file system.
+
+    fsspec's own `_info` makes any failure a missing file, and its `_cat_file` reads all that comes, a part or not.
+    """
+
+    def about(self) -> About:
+        # Not HEAD: a signature in the URL may allow GET alone.
+        with translated():
+            response = self._wait(self._get("bytes=0-0"))
+            self._close(response)
+        headers, found = response.headers, _fingerprint(response)
+        size = re.fullmatch(r"bytes (?:0-0|\*)/(\d+)", headers.get("Content-Range", "").strip())
+        if response.status in (206, 416) and size:
+            # A strong ETag, in quotes: the same one, the same bytes.
+            return About(int(size[1]), found, "yes" if found.startswith('"') else "with a digest")
+        return About(_length(response) if response.status == 200 else None, found, "no")
+
+    def pieces(self, about: About, *, begin: int, range_bytes: int | None) -> Pieces:
+        return self._stream(about) if range_bytes is None else self._ranges(about, begin=begin, range_bytes=range_bytes)
+
+    def _stream(self, about: About) -> Pieces:
+        with translated():
+            response = self._wait(self._get(""))
+        try:
+            _check(response, about)
+            if about.num_bytes is not None and (length := _length(response)) not in (None, about.num_bytes):
+                raise Wrong(f"it has {length} bytes where {about.num_bytes} are expected")
+            while True:
+                with translated():
+                    piece = self._wait(read(response, _STREAM_PIECE_BYTES))
+                if not piece:
+                    return
+                yield piece
+        finally:
+            self._close(response)
+
+    async def _range(self, about: About, start: int, end: int) -> bytes:
+        response = await self._get(f"bytes={start}-{end - 1}")
+        try:
+            _check(response, about)
+            span = response.headers.get("Content-Range", "").strip()
+            is_all = response.status == 200 and (start, end) == (0, about.num_bytes)
+            if not is_all and (response.status != 206 or not span.startswith(f"bytes {start}-")):
+                raise Transient("the server sent another part of the file than it was asked for")
+            return await read(response, end - start)
+        finally:
+            response.close()
+
+    async def _get(self, span: str) -> Any:
+        """A response, its body still to come."""
+        session = await self._fs.set_session()
+        headers = {**self._fs.kwargs.get("headers", {}), "Accept-Encoding": "identity"}
+        headers |= {"Range": span} if span else {}
+        response = await session.get(self._fs.encode_url(self._path), **{**self._fs.kwargs, "headers": headers})
+        if response.status >= 400 and response.status != 416:  # an empty file has no byte 0
+            response.close()
+            raise of_status(response.status)
+        return response
+
+    def _close(self, response: Any) -> None:
+        self._fs.loop.call_soon_threadsafe(response.close)
+
+
+async def read(response: Any, most_bytes: int) -> bytes:
+    """So many bytes of a body, or what comes before its end or a fault; a fault is raised where nothing comes."""
+    parts: list[bytes] = []
+    num_bytes = 0
+    while num_bytes < most_bytes:
+        try:
+            part = await response.content.read(most_bytes - num_bytes)
+        except Exception:
+            if not parts:
+                raise
+            break
+        if not part:
+            break
+        parts.append(part)
+        num_bytes += len(part)
+    return b"".join(parts)
+
+
+def _fingerprint(response: Any) -> str:
+    return response.headers.get("ETag") or response.headers.get("Last-Modified") or ""
+
+
+def _length(response: Any) -> int | None:
+    length = response.headers.get("Content-Length", "")
+    is_plain = response.headers.get("Content-Encoding", "identity") == "identity"
+    return int(length) if is_plain and length.isdigit() else None
+
+
+def _check(response: Any, about: About) -> None:
+    if about.fingerprint and _fingerprint(response) != about.fingerprint:
+        raise Wrong("the file has changed while it was read")
+
+
+def _spans(begin: int, end: int, *, range_bytes: int) -> Iterator[tuple[int, int]]:
     """Several ranges of a size, then of twice that: a single cut must not make the rest of the file slow."""
-    while True:
-        yield from [range_bytes] * _RANGES_OF_A_SIZE
-        range_bytes = min(2 * range_bytes, most_bytes)
-
-
-def _spans(begin: int, end: int, *, sizes: Iterator[int]) -> Iterator[tuple[int, int]]:
     while begin < end:
-        following = min(begin + next(sizes), end)
-        yield begin, following
-        begin = following
+        for _ in range(_RANGES_OF_A_SIZE):
+            if begin < end:
+                yield begin, min(begin + range_bytes, end)
+                begin += range_bytes
+        range_bytes = min(2 * range_bytes, RANGE_BYTES)

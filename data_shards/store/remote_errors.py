@@ -41,7 +41,7 @@ class Wrong(Failure):
     """What came is not what was to come, or a command failed: trying again helps now and then."""
 
 
-class Stopped(Exception):
+class DownloadStopped(Exception):
     """The caller's `stop` said so."""
 
 
@@ -50,7 +50,7 @@ def translated() -> Iterator[None]:
     """Whatever a library raises becomes a `Failure`. Its own text is not chained: it may hold a URL with a password."""
     try:
         yield
-    except (Failure, Stopped, UserError):
+    except (Failure, DownloadStopped, UserError):
         raise
     except Exception as error:  # noqa: BLE001 - each library has its own hundred
         raise failure_of(error) from None

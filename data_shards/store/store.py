@@ -20,7 +20,7 @@ from data_shards.shard_set import ShardEntry
 from data_shards.store.cache import Cache, CacheConfig, Evict, Part
 from data_shards.store.download import Downloads, MissingObject, RetryPolicy, StoreError
 from data_shards.store.location import PIPE, Commands, demand_no_command, is_local, local_path, shown
-from data_shards.store.remote_errors import Stop, Stopped, Wrong
+from data_shards.store.remote_errors import DownloadStopped, Stop, Wrong
 from data_shards.tars.shard_index import ShardIndex
 from data_shards.tars.tar_index import build_index, open_index, read_index
 
@@ -136,7 +136,7 @@ class Store:
         Raises:
             StoreError, UserError: it failed, which the one that needs the shard will come upon, too.
             NoRoom: all shards in the cache are in use.
-            Stopped: `stop`, which is asked several times a second, said so.
+            DownloadStopped: `stop`, which is asked several times a second, said so.
         """
         if not is_local(entry.url):
             os.close(self._cached(entry, evict="idle", wants_index=True, stop=stop)[0])
@@ -189,7 +189,7 @@ class Store:
                     index = self._download(entry, part, name=name, evict=evict, wants_index=wants_index, stop=stop)
                     return part.publish(), name, index
             if stop():
-                raise Stopped
+                raise DownloadStopped
             time.sleep(_WAIT_SECONDS)
 
     def _download(
@@ -268,7 +268,7 @@ class Store:
 
 
 class _Memory:
-    """A `download.Sink` for small files."""
+    """A `download.ByteSink` for small files."""
 
     def __init__(self, url: str, *, most_bytes: int) -> None:
         self._url, self._most_bytes = url, most_bytes

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import signal
 import subprocess
 from collections import deque
 from collections.abc import Callable
@@ -11,7 +12,9 @@ from typing import Any
 import pytest
 
 from data_shards.shard_set import ShardEntry
+from data_shards.store.location import CommandRefused
 from data_shards.store.store import MissingObject, Store, StoreError
+from data_shards.webdataset_parts import part
 from tests.data_shards.http_server import FaultServer
 from tests.data_shards.opened import assert_attempts, content_of, parts
 
@@ -164,3 +167,53 @@ def test_a_public_bucket_is_read_without_credentials(
     monkeypatch.delenv("AWS_ENDPOINT_URL")
     monkeypatch.setitem(config.conf, "s3", settings["s3"])
     assert Store(store.cache).read_small("s3://shards/x.json", most_bytes=10) == b"{}"
+
+
+# ---- schemes that gopen knows, and fsspec does not -----------------------------------------------------------------
+
+
+@pytest.fixture
+def gopen_schemes(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """webdataset's table of handlers, as it was after the test."""
+    table = part("gopen").gopen_schemes
+    for scheme in ("robot", "robotcat"):
+        monkeypatch.setitem(table, scheme, None)
+    return table
+
+
+def test_a_scheme_of_gopen_is_a_shard(
+    tmp_path: Path, store: Store, make_tar: MakeTar, make_entry: MakeEntry, gopen_schemes: dict[str, Any]
+):
+    """A handler of one's own, and one that runs a program, as those of webdataset do."""
+    (tmp_path / "a.tar").write_bytes(make_tar(0))
+
+    def run(url: str, mode: str, bufsize: int) -> Any:
+        return part("gopen").Pipe(["cat", tmp_path / url.rpartition("/")[2]], mode=mode, bufsize=bufsize)
+
+    gopen_schemes["robot"] = lambda url, mode, bufsize: (tmp_path / url.rpartition("/")[2]).open("rb")
+    gopen_schemes["robotcat"] = run
+    for scheme in ("robot", "robotcat"):
+        entry = make_entry(f"{scheme}://u:SECRET@box/{scheme}/a.tar", content=make_tar(0))
+        assert content_of(store, entry) == make_tar(0)
+        assert store.size(f"{scheme}://box/a.tar") is None and store.fingerprint(f"{scheme}://box/a.tar") == ""
+        with pytest.raises(StoreError) as caught:
+            store.open(make_entry(f"{scheme}://u:SECRET@box/none.tar"))
+        assert str(caught.value).startswith(f"{scheme}://box/none.tar") and "SECRET" not in str(caught.value)
+        with pytest.raises(CommandRefused, match=f"may start programs, as any {scheme}:// may"):
+            Store(store.cache).open(make_entry(f"{scheme}://box/other.tar"))
+    assert parts(store) == []
+
+
+def test_a_program_of_gopen_that_hangs_is_killed(
+    impatient_with_stalls: Store, make_entry: MakeEntry, gopen_schemes: dict[str, Any]
+):
+    started: list[Any] = []
+
+    def run(url: str, mode: str, bufsize: int) -> Any:
+        started.append(part("gopen").Pipe(["sleep", "1000"], mode=mode, bufsize=bufsize))
+        return started[-1]
+
+    gopen_schemes["robot"] = run
+    with pytest.raises(StoreError, match="wrote nothing for 1 s"):
+        impatient_with_stalls.open(make_entry("robot://box/a.tar"))
+    assert len(started) > 1 and all(pipe.proc.returncode == -signal.SIGKILL for pipe in started)

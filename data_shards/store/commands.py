@@ -1,0 +1,123 @@
+"""What a program writes, as a stream of bytes: `pipe:COMMAND`, and schemes of webdataset's `gopen` (ais, scp, ...).
+
+The exit status is part of the output: other than 0 it is a failure even if bytes came. A program that writes nothing
+for too long is killed; a `pipe:` command with everything that it has started, which gopen's own pipes do not do (nor do
+they tell a shell's status 141 from 0, nor keep standard error for the message). Only the last command of a shell
+pipeline tells its status to the shell; a shard that an earlier one cut short is found by its tar's end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Generator
+from typing import IO, Any
+
+from data_shards.store.location import PIPE, protocol, scrubbed
+from data_shards.store.remote_errors import DownloadStopped, Refused, Stop, Transient, Wrong, translated
+
+_PIECE_BYTES = 2**20
+_POLL_SECONDS = 0.1
+_SHELL_CANNOT_RUN = (126, 127)
+
+
+def pipe_pieces(url: str, *, stall_seconds: float, stop: Stop) -> Generator[bytes, None, None]:
+    """What the command of `url` writes; it starts when the first piece is taken, and is killed on closing.
+
+    Raises:
+        Wrong: while iterating: the command failed; has the last line of its standard error.
+        Refused: the shell could not run it.
+        Transient: it wrote nothing for `stall_seconds`.
+        DownloadStopped: `stop` said so.
+    """
+    with tempfile.TemporaryFile() as errors:
+        process = subprocess.Popen(
+            url.removeprefix(PIPE),
+            shell=True,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            start_new_session=True,  # a group of its own, so that all of it can be killed
+        )
+        try:
+            yield from _output(process, stall_seconds=stall_seconds, stop=stop)
+        finally:
+            # SIGKILL, because data workers ignore SIGTERM and a child inherits that.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            _reap(process)
+        if process.returncode:
+            reason = f"the command ended with exit status {process.returncode}{_last_line(errors, url)}"
+            raise Refused(reason) if process.returncode in _SHELL_CANNOT_RUN else Wrong(reason)
+
+
+def knows_scheme(url: str) -> bool:
+    """Whether webdataset's `gopen` has a handler for the URL's scheme."""
+    from data_shards.webdataset_parts import part
+
+    return protocol(url) in part("gopen").gopen_schemes
+
+
+def gopen_pieces(url: str, *, stall_seconds: float, stop: Stop) -> Generator[bytes, None, None]:
+    """What `gopen` reads from `url`; raises as `pipe_pieces`. A handler that runs no program keeps its own time."""
+    from data_shards.webdataset_parts import part
+
+    with translated():
+        stream: Any = part("gopen").gopen(url, bufsize=0)
+    process: subprocess.Popen[bytes] | None = getattr(stream, "proc", None)
+    if process is None:
+        with contextlib.closing(stream):
+            while True:
+                if stop():
+                    raise DownloadStopped
+                with translated():
+                    piece = stream.read(_PIECE_BYTES)
+                if not piece:
+                    return
+                yield piece
+    try:
+        yield from _output(process, stall_seconds=stall_seconds, stop=stop)
+    finally:
+        process.kill()
+        _reap(process)
+    if process.returncode:
+        raise Wrong(f"the program of {protocol(url)}:// ended with exit status {process.returncode}")
+
+
+def _output(process: subprocess.Popen[bytes], *, stall_seconds: float, stop: Stop) -> Generator[bytes, None, None]:
+    """Until the program has closed its output and ended."""
+    assert process.stdout is not None
+    last = time.monotonic()
+    while True:
+        if stop():
+            raise DownloadStopped
+        if select.select([process.stdout], [], [], _POLL_SECONDS)[0]:
+            piece = os.read(process.stdout.fileno(), _PIECE_BYTES)
+            if not piece:
+                break
+            yield piece
+            last = time.monotonic()
+        elif time.monotonic() - last > stall_seconds:
+            raise Transient(f"the command wrote nothing for {stall_seconds:g} s")
+    try:
+        process.wait(timeout=stall_seconds)
+    except subprocess.TimeoutExpired:
+        raise Transient(f"the command closed its output but did not end for {stall_seconds:g} s") from None
+
+
+def _reap(process: subprocess.Popen[bytes]) -> None:
+    assert process.stdout is not None
+    process.stdout.close()
+    process.wait()
+
+
+def _last_line(errors: IO[bytes], url: str) -> str:
+    errors.seek(max(0, errors.seek(0, os.SEEK_END) - 4096))
+    lines = errors.read().decode(errors="replace").split("\n")
+    last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+    return f" ({scrubbed(last, url=url)[:300]})" if last else ""
