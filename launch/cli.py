@@ -252,12 +252,10 @@ def run(
             "--include, --exclude, --launcher, --master-addr and --master-port need --hostfile: give it, too"
         )
     opened = PipelineRun.open(
-        recipe,
-        overrides=overrides,
+        loaded,
         runs_root=runs,
         restart=restart,
         fleet=fleet,
-        loaded=loaded,
         shards="if there" if dry_run else "needed",
     )
     return opened.execute(

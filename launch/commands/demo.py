@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from pipeline.recipe.io import parse_recipe
+from pipeline.recipe.io import load_recipe, parse_recipe
 from pipeline.run_folder import RunFolder, StageRecord
 
 DemoData = Literal["digits", "fashion-mnist"]
@@ -70,7 +70,9 @@ def run_demo(data: DemoData, *, runs_root: Path, shards_root: Path) -> int:
         pack(choice.source, shards_root / f"{data}-{use}", classes=classes, holdout=holdout)
     for recipe in (choice.recipe, f"{choice.recipe}_scratch"):
         print(f"\n== {recipe} ==", flush=True)
-        run = PipelineRun.open(recipe, overrides=_shard_paths(recipe, data, shards_root), runs_root=runs_root)
+        run = PipelineRun.open(
+            load_recipe(recipe, overrides=_shard_paths(recipe, data, shards_root)), runs_root=runs_root
+        )
         code = run.execute()
         if code:
             return code

@@ -146,13 +146,15 @@ def run_cells(
         raise UserError(f"--shards: only {RECIPE}'s are packed, and {recipe} names its own; leave it out")
     opened = [
         PipelineRun.open(
-            recipe,
-            overrides=[
-                *(override for override in overrides if not override.startswith("name=")),
-                f"name={base.name}-{cell.name}",
-                f"model.position={cell.position}",
-                f"model.position_at={cell.at}",
-            ],
+            load_recipe(
+                recipe,
+                overrides=[
+                    *(override for override in overrides if not override.startswith("name=")),
+                    f"name={base.name}-{cell.name}",
+                    f"model.position={cell.position}",
+                    f"model.position_at={cell.at}",
+                ],
+            ),
             runs_root=runs_root,
         )
         for cell in cells

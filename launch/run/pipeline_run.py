@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -30,7 +30,6 @@ from launch.run.restarts import PAUSE_SECONDS, Restarts
 from pipeline.checkpoint.identity import check_newest, checkpoint_identity
 from pipeline.checkpoint.mend_record import mend_records
 from pipeline.data_record import check_data, has_record
-from pipeline.recipe.io import load_recipe
 from pipeline.recipe.schema import Recipe, StageName, TrainStage
 from pipeline.report.best import SCORES, describe_best
 from pipeline.run_folder import RunFolder, StageRecord
@@ -55,37 +54,32 @@ class PipelineRun:
     @classmethod
     def open(
         cls,
-        recipe: str,
+        recipe: Recipe,
         *,
-        overrides: Sequence[str],
         runs_root: Path,
         restart: StageName | None = None,
         fleet: Fleet | None = None,
-        loaded: Recipe | None = None,
         shards: Literal["needed", "if there"] = "needed",
     ) -> PipelineRun:
-        """Read and check; changes nothing on disk.
+        """Check everything; changes nothing on disk.
 
         Args:
-            recipe: path or name.
-            overrides: key=value.
+            recipe: what to run.
             runs_root: folder of all runs.
             restart: this stage and those after it begin again.
             fleet: the hosts to run on; default: this machine.
-            loaded: what `recipe` and `overrides` say, where the caller has read them.
-            shards: "if there" for a dry run: those that are not there are not checked, and commands not started.
+            shards: "if there" for a dry run: missing ones are not checked, and no `pipe:` command is started.
 
         Raises:
             UserError: anything that would keep a stage from running.
         """
-        loaded = loaded or load_recipe(recipe, overrides=overrides)
-        if restart is not None and restart not in loaded.stages.names:
-            raise UserError(f"--restart {restart}: the recipe has only the stages {', '.join(loaded.stages.names)}")
-        processes = _processes_here(loaded) if fleet is None else _processes_of(fleet, loaded)
-        folder = RunFolder(runs_root=runs_root, name=loaded.name)
-        folder.check_recipe(loaded, restart=restart)
+        if restart is not None and restart not in recipe.stages.names:
+            raise UserError(f"--restart {restart}: the recipe has only the stages {', '.join(recipe.stages.names)}")
+        processes = _processes_here(recipe) if fleet is None else _processes_of(fleet, recipe)
+        folder = RunFolder(runs_root=runs_root, name=recipe.name)
+        folder.check_recipe(recipe, restart=restart)
         run = cls(
-            recipe=loaded,
+            recipe=recipe,
             folder=folder,
             processes=processes,
             restart=restart,

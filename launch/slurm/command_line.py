@@ -49,9 +49,7 @@ def submit(
     from launch.slurm.submit import render as rendered
 
     job = job_of(options, site=read_site(site))
-    plan = plan_submission(
-        recipe, overrides=overrides, runs_root=runs, job=job, loaded=loaded, commands="refuse" if render else "run"
-    )
+    plan = plan_submission(loaded, runs_root=runs, job=job, commands="refuse" if render else "run")
     for note in plan.notes:
         say(note)
     if not plan.scripts:

@@ -159,8 +159,8 @@ def job_of(options: JobOptions, *, site: Site) -> SlurmJob:
             f"{options.time}): the signal to save must come before the end, and after the start"
         )
     if options.container is not None:
-        image = {"image": options.container}
-        container = site.container.model_copy(update=image) if site.container else ContainerSite(**image)
+        container = site.container or ContainerSite(image=options.container)
+        container = container.model_copy(update={"image": options.container})
         site = site.model_copy(update={"container": container})
     completed = {
         name: getattr(options, name) or getattr(site.sbatch, name) for name, entry in table().items() if entry.in_site

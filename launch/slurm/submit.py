@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -22,7 +21,7 @@ from launch.slurm.commands import Slurm, submit_command
 from launch.slurm.records import Submission, read_submission, write_cancelled, write_ends, write_submission
 from launch.slurm.script import Paths, stage_script
 from launch.slurm.site import SlurmJob
-from pipeline.recipe.io import dump_recipe, load_recipe
+from pipeline.recipe.io import dump_recipe
 from pipeline.recipe.schema import Recipe, StageName, TrainStage
 from pipeline.recipe.stage_plan import plan_stage
 from pipeline.run_folder import RunFolder
@@ -40,44 +39,33 @@ class SubmissionPlan:
     notes: tuple[str, ...] = ()  # what was not checked
 
 
-def plan_submission(
-    recipe: str,
-    *,
-    overrides: Sequence[str],
-    runs_root: Path,
-    job: SlurmJob,
-    loaded: Recipe | None = None,
-    commands: Commands = "run",
-) -> SubmissionPlan:
+def plan_submission(recipe: Recipe, *, runs_root: Path, job: SlurmJob, commands: Commands = "run") -> SubmissionPlan:
     """Check everything and render the scripts; changes nothing on disk.
 
     Args:
-        recipe: path or name.
-        overrides: key=value.
+        recipe: what to run.
         runs_root: folder of all runs.
         job: what is asked of SLURM.
-        loaded: the recipe with its overrides, if the caller has read it.
-        commands: whether a `pipe:` in it is run.
+        commands: whether a `pipe:` in the recipe is run.
 
     Raises:
         UserError: anything that would keep a stage from running.
     """
-    loaded = loaded or load_recipe(recipe, overrides=overrides)
-    if loaded.processes not in ("auto", job.processes):
+    if recipe.processes not in ("auto", job.processes):
         raise UserError(
-            f"processes is {loaded.processes}, but {job.options.nodes} nodes with {job.tasks_per_node} processes each "
+            f"processes is {recipe.processes}, but {job.options.nodes} nodes with {job.tasks_per_node} processes each "
             f"make {job.processes}: set processes=auto, or ask for other nodes"
         )
-    if loaded.engine.precision == "fp16" and not job.options.gpus_per_node:
+    if recipe.engine.precision == "fp16" and not job.options.gpus_per_node:
         raise UserError("engine.precision fp16 needs a GPU: use bf16 or fp32 with --gpus-per-node 0")
-    folder = RunFolder(runs_root=runs_root.absolute(), name=loaded.name)
-    folder.check_recipe(loaded)
-    run = PipelineRun(loaded, folder, processes=job.processes, restart=None, commands=commands)
+    folder = RunFolder(runs_root=runs_root.absolute(), name=recipe.name)
+    folder.check_recipe(recipe)
+    run = PipelineRun(recipe, folder, processes=job.processes, restart=None, commands=commands)
     notes = run.check_stages()
     paths = Paths(run=folder.path, work=Path.cwd(), package=_package_folder())
-    open_stages: list[StageName] = [name for name in loaded.stages.names if folder.peek(name).state != "done"]
+    open_stages: list[StageName] = [name for name in recipe.stages.names if folder.peek(name).state != "done"]
     return SubmissionPlan(
-        recipe=loaded.model_copy(update={"processes": job.processes}),
+        recipe=recipe.model_copy(update={"processes": job.processes}),
         paths=paths,
         job=job,
         scripts={stage: stage_script(stage, job=job, paths=paths) for stage in open_stages},

@@ -9,6 +9,7 @@ from pathlib import Path
 from data_shards.manifest import Manifest, Shard, write_manifest
 from launch.local import Launch
 from launch.run.pipeline_run import PipelineRun
+from pipeline.recipe.io import load_recipe
 from pipeline.recipe.schema import StageName
 from pipeline.run_folder import RunFolder
 
@@ -56,7 +57,7 @@ class Machine:
             for key, split in (("train", "train"), ("eval", "val"))
         ]
         return PipelineRun.open(
-            recipe, overrides=each_once(*shards, *overrides), runs_root=self.root / "runs", restart=restart
+            load_recipe(recipe, overrides=each_once(*shards, *overrides)), runs_root=self.root / "runs", restart=restart
         )
 
     @property

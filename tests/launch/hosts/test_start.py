@@ -13,6 +13,7 @@ from launch.hosts.preflight import Ready
 from launch.local import Launch
 from launch.run import pipeline_run
 from launch.run.pipeline_run import PipelineRun
+from pipeline.recipe.io import load_recipe
 from pipeline.vocabulary import EXIT_STOPPED
 from tests.launch.machine import Machine, each_once, make_shards
 
@@ -51,7 +52,8 @@ class Cluster:
             for key, split in (("train", "train"), ("eval", "val"))
         ]
         overrides = tuple(each_once(*shards, "stages.pretrain.global_batch_size=64", *overrides))
-        return PipelineRun.open("digits", overrides=overrides, runs_root=self.machine.root / "runs", fleet=fleet)
+        recipe = load_recipe("digits", overrides=overrides)
+        return PipelineRun.open(recipe, runs_root=self.machine.root / "runs", fleet=fleet)
 
 
 @pytest.fixture

@@ -160,5 +160,5 @@ def test_what_a_dry_run_prints_is_asked_of_it_alone(call: Call, work: Path):
 def test_a_run_may_not_begin_without_its_shards(work: Path):
     with pytest.raises(UserError, match="nowhere"):
         PipelineRun.open(
-            "digits", overrides=[*PACKED[1:], "stages.pretrain.train=nowhere"], runs_root=work / "runs", loaded=None
+            load_recipe("digits", overrides=[*PACKED[1:], "stages.pretrain.train=nowhere"]), runs_root=work / "runs"
         )

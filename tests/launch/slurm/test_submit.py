@@ -10,7 +10,7 @@ from launch.slurm.options import JobOptions
 from launch.slurm.records import read_submission, write_cancelled, write_ends
 from launch.slurm.site import Site, SlurmJob, job_of
 from launch.slurm.submit import SubmissionPlan, plan_submission, render, submit_plan
-from pipeline.recipe.io import parse_recipe
+from pipeline.recipe.io import load_recipe, parse_recipe
 from pipeline.run_folder import RunFolder
 from tests.launch.machine import each_once, make_shards
 from tests.launch.slurm.fake_slurm import FakeSlurm
@@ -34,7 +34,7 @@ def plan(*overrides: str, job: SlurmJob = JOB) -> SubmissionPlan:
         for key, split in (("train", "train"), ("eval", "val"))
     ]
     overrides = tuple(each_once("processes=auto", *shards, *overrides))
-    return plan_submission("digits", overrides=overrides, runs_root=Path("runs"), job=job)
+    return plan_submission(load_recipe("digits", overrides=overrides), runs_root=Path("runs"), job=job)
 
 
 def test_one_job_for_each_stage_each_after_the_one_before(work: Path):
