@@ -293,9 +293,6 @@ def _inside(file: str) -> str:
 
 
 def _labels(content: dict[str, Any]) -> LabelSpec:
-    """Manifests had no such entry at first: then it is a number in `cls`."""
-    if "labels" not in content:
-        return LabelSpec()
     entry = _typed(content, "labels", dict)
     try:
         return LabelSpec(part=entry["part"], key=entry["key"], kind=entry["kind"])

@@ -18,10 +18,14 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from data_shards.packing.shard_plan import PackPlan, ShardPlan, class_numbers
+from data_shards.errors import UserError
+from data_shards.packing.shard_plan import PackPlan
 from data_shards.packing.work import DIGEST_BYTES, ShardRecord
 from data_shards.sources import Source
 from data_shards.sources.base import SplitName
+
+UNREADABLE_FILE = "unreadable.jsonl"
+_MOST_NAMED = 5  # unreadable images, in a message
 
 Label = str | list[str]
 
@@ -44,16 +48,6 @@ class DuplicateGroup:
     digest: str
     images: tuple[FoundImage, ...]
 
-    @property
-    def straddles(self) -> bool:
-        """Whether splits share it."""
-        return len({image.split for image in self.images}) > 1
-
-    @property
-    def contradicts(self) -> bool:
-        """Whether the images are labelled differently."""
-        return any(image.label != self.images[0].label for image in self.images)
-
 
 @dataclass(frozen=True)
 class UnreadableFile:
@@ -72,8 +66,8 @@ class Counts:
     unreadable: int = 0
     duplicates: int = 0
     groups: int = 0
-    straddling_groups: int = 0
-    contradicting_groups: int = 0
+    straddling_groups: int = 0  # whose images are in several splits
+    contradicting_groups: int = 0  # whose images are labelled differently
 
 
 def count(groups: Sequence[DuplicateGroup], *, num_unreadable: int) -> Counts:
@@ -82,8 +76,8 @@ def count(groups: Sequence[DuplicateGroup], *, num_unreadable: int) -> Counts:
         unreadable=num_unreadable,
         duplicates=sum(len(group.images) - 1 for group in groups),
         groups=len(groups),
-        straddling_groups=sum(group.straddles for group in groups),
-        contradicting_groups=sum(group.contradicts for group in groups),
+        straddling_groups=sum(len({image.split for image in group.images}) > 1 for group in groups),
+        contradicting_groups=sum(any(one.label != group.images[0].label for one in group.images) for group in groups),
     )
 
 
@@ -101,14 +95,19 @@ def unreadable_files(plan: PackPlan, records: Mapping[str, ShardRecord]) -> list
     return [
         UnreadableFile(
             path=shard.images.trace(int(shard.indices[refused.position])),
-            split=split,
-            label=_label(plan, shard.labels[refused.position]),
+            split=shard.split,
+            label=plan.names(shard.labels[refused.position]),
             reason=refused.reason,
         )
-        for split, shards in plan.splits.items()
-        for shard in shards
+        for shard in plan.shards
         for refused in records[shard.file].refused
     ]
+
+
+def unlabelled_files(source: Source) -> list[UnreadableFile]:
+    """Those that the source has left out."""
+    reason = "it lies beside the class folders, so that it has no label"
+    return [UnreadableFile(path=path, split=split, label=None, reason=reason) for split, path in source.left_out]
 
 
 def duplicate_groups(
@@ -118,26 +117,15 @@ def duplicate_groups(
 
     Groups come in the order of their first images.
     """
-    shards: list[tuple[SplitName, ShardPlan]] = [(name, shard) for name, part in plan.splits.items() for shard in part]
-    starts = np.cumsum([0, *(len(shard) for _, shard in shards)])
     bad = {file.path for file in unreadable}
     groups: list[DuplicateGroup] = []
     for numbers in equal_groups(digests):
         images: list[FoundImage] = []
-        for number in numbers:
-            at = int(np.searchsorted(starts, number, side="right")) - 1
-            split, shard = shards[at]
-            position = number - int(starts[at])
+        for shard, position in plan.locate(numbers):
             path = shard.images.trace(int(shard.indices[position]))
-            images.append(
-                FoundImage(
-                    path=path,
-                    key=shard.key(position),
-                    split=split,
-                    label=_label(plan, shard.labels[position]),
-                    packed=path not in bad and (duplicates == "keep" or number == numbers[0]),
-                )
-            )
+            packed = path not in bad and (duplicates == "keep" or not images)
+            label = plan.names(shard.labels[position])
+            images.append(FoundImage(path, shard.key(position), shard.split, label, packed))
         start = numbers[0] * DIGEST_BYTES
         groups.append(DuplicateGroup(digests[start : start + DIGEST_BYTES].hex(), tuple(images)))
     return groups
@@ -148,13 +136,8 @@ def repeated(plan: PackPlan, source: Source, digests: bytes) -> dict[SplitName, 
     marks: dict[SplitName, NDArray[np.bool_]] = {
         split: np.zeros(len(images), dtype=np.bool_) for split, images in source.splits.items()
     }
-    shards = [shard for shards in plan.splits.values() for shard in shards]
-    split_of: dict[int, SplitName] = {id(images): split for split, images in source.splits.items()}
-    splits: list[SplitName] = [split_of[id(shard.images)] for shard in shards for _ in range(len(shard))]
-    indices = np.concatenate([shard.indices for shard in shards])
-    for numbers in equal_groups(digests):
-        for number in numbers[1:]:
-            marks[splits[number]][indices[number]] = True
+    for shard, position in plan.locate([number for group in equal_groups(digests) for number in group[1:]]):
+        marks[shard.source_split][shard.indices[position]] = True
     return marks
 
 
@@ -170,14 +153,26 @@ def write_unreadable(files: Iterable[UnreadableFile], path: Path) -> None:
     _write_lines((vars(file) for file in files), path)
 
 
+def unreadable_error(files: Sequence[UnreadableFile], source: Source, plan: PackPlan, out: Path) -> UserError:
+    """The error that names the first of them; the whole list is written beside OUT."""
+    path = list_beside(out)
+    write_unreadable(files, path)
+    first = "; ".join(f"{file.path} ({file.reason})" for file in files[:_MOST_NAMED])
+    more = f"; and {len(files) - _MOST_NAMED:,} more" if len(files) > _MOST_NAMED else ""
+    return UserError(
+        f"{source.spec}: {len(files):,} of {plan.num_images:,} images cannot be read: {first}{more}; all are listed "
+        f"in {path}: mend or remove them, or add --skip-unreadable, and the command goes on from here"
+    )
+
+
+def list_beside(out: Path) -> Path:
+    """`a/OUT` -> `a/OUT.unreadable.jsonl`."""
+    return out.with_name(f"{out.name}.{UNREADABLE_FILE}")
+
+
 def _write_lines(entries: Iterable[Mapping[str, object]], path: Path) -> None:
     # backslashreplace turns what is no UTF-8 in a file's name into an escape of JSON's.
     with open(path, "w", encoding="utf-8", errors="backslashreplace") as stream:
         stream.writelines(json.dumps(entry, ensure_ascii=False) + "\n" for entry in entries)
         stream.flush()
         os.fsync(stream.fileno())
-
-
-def _label(plan: PackPlan, labels: NDArray[np.int64]) -> Label:
-    names = [plan.classes[number] for number in class_numbers(labels)]
-    return names if plan.kind == "multi" else names[0]

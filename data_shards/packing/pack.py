@@ -1,4 +1,4 @@
-"""Images -> tar shards, indexes and manifests: `pack` decides, `plan` plans, `shard_writer` writes.
+"""Images -> tar shards, indexes and manifests: here it is decided, `shard_plan` plans, `shard_writer` writes.
 
     OUT/pack.json                       the request, so that the same request again is recognised; what was found
     OUT/_info.json                      for timm
@@ -16,67 +16,58 @@ and the result is the same to the byte. It costs one decode per image (60,000 JP
 ImageNet photographs: 2) and the space of the images plus 1.5 to 2 kB each (tar's blocks).
 """
 
+from __future__ import annotations
+
 import errno
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any
+
+import numpy as np
 
 from data_shards.durable import flush
 from data_shards.errors import UserError
-from data_shards.images.decode import PixelLimit
-from data_shards.manifest import Manifest, read_manifest, write_json, write_timm_info
-from data_shards.packing.finish import list_beside, unreadable_error, write_manifests
+from data_shards.manifest import Manifest, read_manifest, write_json, write_manifest, write_timm_info
 from data_shards.packing.found import (
+    UNREADABLE_FILE,
     Counts,
-    UnreadableFile,
     count,
     duplicate_groups,
+    list_beside,
     repeated,
+    unlabelled_files,
+    unreadable_error,
     unreadable_files,
     write_duplicates,
     write_unreadable,
 )
-from data_shards.packing.image import PACKED_LIMIT, Resize
+from data_shards.packing.image import Resize
 from data_shards.packing.request import PackRequest
-from data_shards.packing.shard_plan import PackPlan, ShardPlan, ShardSize, make_plan, needed_bytes
+from data_shards.packing.shard_plan import LABEL_SPECS, PackPlan, ShardPlan, class_numbers, make_plan, needed_bytes
 from data_shards.packing.shard_writer import plan_mark, read_digests, write_shards
 from data_shards.packing.split import read_holdout_list
-from data_shards.packing.summary import DUPLICATES_FILE, UNREADABLE_FILE, PackReport
+from data_shards.packing.summary import DUPLICATES_FILE, PackReport
 from data_shards.packing.work import ShardRecord, WorkFolder, open_work, work_path
 from data_shards.processes import num_cores
 from data_shards.progress_line import Progress
-from data_shards.sources import LabelList, Source, open_source
+from data_shards.shard_set import Report
+from data_shards.sources import Source, open_source
 from data_shards.sources.base import SplitName
+from data_shards.tars.tar_index import index_path
 from data_shards.text import parse_json, show_bytes
 
 PACK_FILE = "pack.json"
 PACK_VERSION = 1
-DEFAULT_SAMPLES_PER_SHARD = 1000  # ImageNet: about 110 MB a shard, within the 0.1 to 1 GB that object stores like
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 # An ImageNet photograph of 320 pixels' short side takes 43 kB at quality 90.
 _REDUCED_BYTES_PER_SQUARE_PIXEL = 0.42
 
 
 def pack(
-    source_spec: str,
-    out: Path,
-    *,
-    labels: LabelList | None = None,
-    classes: Sequence[str] | None = None,
-    holdout: float | None = None,
-    holdout_list: Path | None = None,
-    samples_per_shard: int | None = None,
-    shard_size_bytes: int | None = None,
-    resize: Resize | None = None,
-    pixel_limit: PixelLimit = PACKED_LIMIT,
-    unreadable: Literal["refuse", "skip"] = "refuse",
-    duplicates: Literal["keep", "drop"] = "keep",
-    seed: int = 0,
-    report: Callable[[str], None] = print,
+    source_spec: str, out: Path, *, holdout_list: Path | None = None, report: Report = print, **options: Any
 ) -> PackReport:
     """Pack a source (see `open_source`) into OUT/train and, where it has them, OUT/val and OUT/test.
 
@@ -86,18 +77,9 @@ def pack(
     Args:
         source_spec: a folder, or the name of a source.
         out: the folder to be made.
-        labels: where the labels of a folder's images stand, if not in the names of their folders.
-        classes: pack these classes only, labelled 0, 1, ... in the order given.
-        holdout: the fraction of each class (of all images, where they have several labels) that becomes split val.
         holdout_list: a file with the paths of the images that become split val, one a line.
-        samples_per_shard: images in a tar at most; 1000 unless `shard_size_bytes` is given.
-        shard_size_bytes: size of a tar at most, within one image; decided by the sizes of the source's files.
-        resize: reduce large images.
-        pixel_limit: larger images count as unreadable, and are not decoded.
-        unreadable: images that cannot be read end the packing, after a look at all, or are left out and listed.
-        duplicates: of images with the same bytes keep all, or the first in the order of the shards, train before val.
-        seed: of the shuffle and of the held-out choice.
         report: takes lines for the user.
+        options: see `PackRequest`.
 
     Raises:
         UserError: for bad input, for an OUT that holds anything else than the result of this very request, for a source
@@ -105,86 +87,56 @@ def pack(
     """
     start = time.monotonic()
     out = Path(out)
-    if holdout is not None and holdout_list is not None:
-        raise UserError("holdout, holdout_list: give one of them, not both")
-    if samples_per_shard is None and shard_size_bytes is None:
-        samples_per_shard = DEFAULT_SAMPLES_PER_SHARD
-    asked = PackRequest(
-        labels=labels,
-        classes=classes,
-        holdout=holdout
-        if holdout_list is None
-        else read_holdout_list(holdout_list, root=Path(source_spec).expanduser()),
-        shard_size=ShardSize(samples_per_shard, shard_size_bytes),
-        resize=resize,
-        pixel_limit=pixel_limit,
-        unreadable=unreadable,
-        duplicates=duplicates,
-        seed=seed,
-    )
-    source = open_source(source_spec, labels=labels, unfit=unreadable)
-    request = asked.as_json(source)
-    fingerprint = source.fingerprint()
-    counts = _demand_same(out, request, fingerprint) if _is_taken(out) else None
-    reused = counts is not None
-    if counts is None:
-        content = {"version": PACK_VERSION, "request": request, "fingerprint": fingerprint}
-        counts = _pack(source, out, asked, content, report)
-    elif work_path(out).is_dir():  # it was killed between the rename and the end
-        with open_work(out) as work:
-            shutil.rmtree(work.path)
-    manifests = _read_splits(out)
-    result = PackReport(
-        out,
-        manifests["train"],
-        manifests.get("val"),
-        manifests.get("test"),
-        counts,
-        reused,
-        time.monotonic() - start,
-    )
-    for line in result.lines(dropped=duplicates == "drop"):
+    if holdout_list is not None:
+        if options.get("holdout") is not None:
+            raise UserError("holdout, holdout_list: give one of them, not both")
+        options["holdout"] = read_holdout_list(holdout_list, root=Path(source_spec).expanduser())
+    request = PackRequest(**options)
+    source = open_source(source_spec, labels=request.labels, unfit=request.unreadable)
+    content = {"version": PACK_VERSION, "request": request.as_json(source), "fingerprint": source.fingerprint()}
+    reused = _is_taken(out)
+    if reused:
+        counts = _demand_same(out, **content)
+        if work_path(out).is_dir():  # it was killed between the rename and the end
+            with open_work(out) as work:
+                shutil.rmtree(work.path)
+    else:
+        counts = _pack(source, out, request, content, report)
+    splits: tuple[SplitName, ...] = ("train", "val", "test")
+    manifests = tuple(read_manifest(out / split) for split in splits if split == "train" or (out / split).is_dir())
+    result = PackReport(out, manifests, counts, reused, time.monotonic() - start)
+    for line in result.lines(dropped=request.duplicates == "drop"):
         report(line)
     return result
 
 
-def _pack(
-    source: Source, out: Path, asked: PackRequest, content: dict[str, object], report: Callable[[str], None]
-) -> Counts:
+def _pack(source: Source, out: Path, request: PackRequest, content: dict[str, object], report: Report) -> Counts:
     """Plan, write and put OUT in place; `content` is what pack.json begins with."""
-    num_threads = num_cores()
-    planned = partial(
-        make_plan,
-        source,
-        classes=asked.classes,
-        holdout=asked.holdout,
-        shard_size=asked.shard_size,
-        seed=asked.seed,
-    )
-    whole_plan = plan = planned()
+    whole_plan = plan = make_plan(source, request)
     digests = None
-    if asked.duplicates == "drop":
+    if request.duplicates == "drop":
         with Progress(plan.num_images, report, doing="looking for duplicates") as progress:
-            digests = read_digests(plan.shards, num_threads=num_threads, progress=progress)
-        plan = planned(without=repeated(plan, source, digests))
+            digests = read_digests(plan.shards, num_threads=num_cores(), progress=progress)
+        plan = make_plan(source, request, without=repeated(plan, source, digests))
     for note in (*source.notes, *plan.notes):
         report(note)
     with open_work(out) as work:
         try:
-            records = _write(plan, work, asked, num_threads, report, out)
+            records = _write(plan, request, work, out, report)
             refused = unreadable_files(plan, records)
-            if refused and asked.unreadable == "refuse":
+            if refused and request.unreadable == "refuse":
                 raise unreadable_error(refused, source, plan, out)
             if digests is None:
                 digests = b"".join(records[shard.file].image_digests for shard in plan.shards)
-            groups = duplicate_groups(whole_plan, digests, duplicates=asked.duplicates, unreadable=refused)
-            refused = [*_unlabelled(source), *refused]
+            groups = duplicate_groups(whole_plan, digests, duplicates=request.duplicates, unreadable=refused)
+            refused = [*unlabelled_files(source), *refused]
             counts = count(groups, num_unreadable=len(refused))
             if groups:
                 write_duplicates(groups, work.result / DUPLICATES_FILE)
             if refused:
                 write_unreadable(refused, work.result / UNREADABLE_FILE)
-            write_timm_info(work.result, write_manifests(plan, source, records, work.result, report))
+            manifests = [_write_manifest(split, plan, source, records, work.result, report) for split in plan.splits]
+            write_timm_info(work.result, manifests)
             write_json(work.result / PACK_FILE, {**content, "found": vars(counts)})
             for folder in (*(work.result / split for split in plan.splits), work.result):
                 flush(folder)
@@ -204,25 +156,9 @@ def _pack(
     return counts
 
 
-def _unlabelled(source: Source) -> list[UnreadableFile]:
-    reason = "it lies beside the class folders, so that it has no label"
-    return [UnreadableFile(path=path, split=split, label=None, reason=reason) for split, path in source.left_out]
-
-
-def _write(
-    plan: PackPlan,
-    work: WorkFolder,
-    asked: PackRequest,
-    num_threads: int,
-    report: Callable[[str], None],
-    out: Path,
-) -> dict[str, ShardRecord]:
+def _write(plan: PackPlan, request: PackRequest, work: WorkFolder, out: Path, report: Report) -> dict[str, ShardRecord]:
     """All shards' records, of those that were finished before and of the others."""
-    marks = {
-        shard.file: (split, plan_mark(shard, resize=asked.resize, limit=asked.pixel_limit) if work.has_records else "")
-        for split, shards in plan.splits.items()
-        for shard in shards
-    }
+    marks = {shard.file: (shard.split, plan_mark(shard, request) if work.has_records else "") for shard in plan.shards}
     finished, num_others = work.recover(marks)
     if finished:
         report(f"{out}: going on: {len(finished):,} of {len(marks):,} shards are there from an earlier try")
@@ -232,19 +168,40 @@ def _write(
             f"the request or the source has changed since, or an image could not be read"
         )
     left = [shard for shard in plan.shards if shard.file not in finished]
-    _demand_space(left, asked.resize, work.path)
-    paths = {work.result / marks[shard.file][0] / shard.file: shard for shard in left}
-    done_images = plan.num_images - sum(len(shard) for shard in left)
+    _demand_space(left, request.resize, work.path)
+    paths = {work.result / shard.split / shard.file: shard for shard in left}
+    done_images = plan.num_images - sum(map(len, left))
     with Progress(plan.num_images, report, done_images=done_images) as progress:
-        written = write_shards(
-            paths,
-            resize=asked.resize,
-            limit=asked.pixel_limit,
-            num_threads=num_threads,
-            progress=progress,
-            save=work.save,
-        )
-    return finished | written
+        return finished | write_shards(paths, request, num_threads=num_cores(), progress=progress, save=work.save)
+
+
+def _write_manifest(
+    split: SplitName,
+    plan: PackPlan,
+    source: Source,
+    records: Mapping[str, ShardRecord],
+    result: Path,
+    report: Report,
+) -> Manifest:
+    """Shards of which no image could be read are removed."""
+    kept = [shard for each in plan.splits[split] if (shard := records[each.file].shard).num_samples]
+    for file in {shard.file for shard in plan.splits[split]} - {shard.file for shard in kept}:
+        for path in (result / split / file, index_path(result / split / file)):
+            path.unlink()
+    if not kept:
+        raise UserError(f"{source.spec}: no image of split {split} can be read; mend them")
+    planned: set[int] = set()
+    packed: set[int] = set()
+    for shard in plan.splits[split]:
+        refused = [entry.position for entry in records[shard.file].refused]
+        planned.update(class_numbers(shard.labels[refused].ravel()))
+        packed.update(class_numbers(np.delete(shard.labels, refused, axis=0).ravel()))
+    for number in sorted(planned - packed):
+        report(f"no image of the class {plan.classes[number]} in split {split} can be read")
+    labels = LABEL_SPECS[plan.kind]
+    manifest = Manifest(result / split, source.name, split, plan.classes, tuple(kept), source.spec, labels=labels)
+    write_manifest(manifest)
+    return manifest
 
 
 def _demand_space(shards: Sequence[ShardPlan], resize: Resize | None, folder: Path) -> None:
@@ -264,13 +221,13 @@ def _is_taken(out: Path) -> bool:
     return not out.is_dir() or any(out.iterdir())
 
 
-def _demand_same(out: Path, request: Mapping[str, object], fingerprint: str) -> Counts:
+def _demand_same(out: Path, *, version: int, request: Mapping[str, object], fingerprint: str) -> Counts:
     """What was found then. Raises UserError unless OUT is the result of this request on this very source."""
     try:
         packed = parse_json((out / PACK_FILE).read_bytes())
-        known = packed["version"] == PACK_VERSION
-        before, fingerprint_before = dict(packed["request"]), packed["fingerprint"]
-        counts = Counts(**packed.get("found", {}))
+        before = dict(packed["request"])
+        known, same = packed["version"] == version, packed["fingerprint"] == fingerprint
+        counts = Counts(**packed["found"])
     except (OSError, ValueError, KeyError, TypeError):
         raise UserError(
             f"{out}: it exists and was not packed by shardvit; choose another folder or delete it"
@@ -279,17 +236,12 @@ def _demand_same(out: Path, request: Mapping[str, object], fingerprint: str) -> 
     if not known or different:
         key = different[0] if different else "version"
         raise UserError(
-            f"{out}: it exists and was packed otherwise "
+            f"{out}: it exists and was packed with another request "
             f"({key}: {before.get(key)!r} then, {request.get(key)!r} now); choose another folder or delete it"
         )
-    if fingerprint_before != fingerprint:
+    if not same:
         raise UserError(
             f"{out}: it was packed from {request['source']}, which has changed since; "
             f"choose another folder or delete it"
         )
     return counts
-
-
-def _read_splits(out: Path) -> dict[str, Manifest]:
-    splits: tuple[SplitName, ...] = ("train", "val", "test")
-    return {split: read_manifest(out / split) for split in splits if split == "train" or (out / split).is_dir()}

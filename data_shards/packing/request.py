@@ -10,38 +10,63 @@ from typing import Literal
 from data_shards.errors import UserError
 from data_shards.images.decode import PixelLimit
 from data_shards.packing.image import PACKED_LIMIT, Resize
-from data_shards.packing.shard_plan import ShardSize
-from data_shards.packing.split import HoldoutList
+from data_shards.packing.split import Holdout, HoldoutList
 from data_shards.sources import LabelList, Source
+
+DEFAULT_SAMPLES_PER_SHARD = 1000  # ImageNet: about 110 MB a shard, within the 0.1 to 1 GB that object stores like
 
 
 @dataclass(frozen=True)
 class PackRequest:
-    """Everything but the source and OUT; see `pack`."""
+    """Everything but the source and OUT.
 
-    labels: LabelList | None
-    classes: Sequence[str] | None
-    holdout: float | HoldoutList | None
-    shard_size: ShardSize
-    resize: Resize | None
-    pixel_limit: PixelLimit
-    unreadable: Literal["refuse", "skip"]
-    duplicates: Literal["keep", "drop"]
-    seed: int
+    Args:
+        labels: where the labels of a folder's images are, if not in the names of their folders.
+        classes: pack these classes only, labelled 0, 1, ... in the order given.
+        holdout: the fraction of each class (of all images, where they have several labels) that becomes split val, or
+            a list of the images.
+        samples_per_shard: images in a tar at most; 1000 unless `shard_size_bytes` is given.
+        shard_size_bytes: size of a tar at most, within one image; decided by the sizes of the source's files.
+        resize: reduce large images.
+        pixel_limit: larger images count as unreadable, and are not decoded.
+        unreadable: images that cannot be read end the packing, after a look at all, or are left out and listed.
+        duplicates: of images with the same bytes keep all, or the first in the order of the shards, train before val.
+        seed: of the shuffle and of the held-out choice.
+
+    Raises:
+        UserError: what contradicts itself.
+    """
+
+    labels: LabelList | None = None
+    classes: Sequence[str] | None = None
+    holdout: Holdout | None = None
+    samples_per_shard: int | None = None
+    shard_size_bytes: int | None = None
+    resize: Resize | None = None
+    pixel_limit: PixelLimit = PACKED_LIMIT
+    unreadable: Literal["refuse", "skip"] = "refuse"
+    duplicates: Literal["keep", "drop"] = "keep"
+    seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.resize is not None and self.shard_size.num_bytes is not None:
-            raise UserError(
-                "shard_size: the size of reduced images is not known before; give samples_per_shard instead"
-            )
+        if self.samples_per_shard is not None and self.shard_size_bytes is not None:
+            raise UserError("samples_per_shard, shard_size: give one of them, not both")
+        if self.samples_per_shard is None and self.shard_size_bytes is None:
+            object.__setattr__(self, "samples_per_shard", DEFAULT_SAMPLES_PER_SHARD)
+        if self.samples_per_shard is not None and self.samples_per_shard < 1:
+            raise UserError(f"samples_per_shard: must be at least 1, not {self.samples_per_shard}")
+        if self.shard_size_bytes is not None and self.shard_size_bytes < 1:
+            raise UserError(f"shard_size: must be at least 1 byte, not {self.shard_size_bytes}")
+        if self.resize is not None and self.shard_size_bytes is not None:
+            raise UserError("shard_size: the size of reduced images is not known yet; give samples_per_shard instead")
 
     def as_json(self, source: Source) -> dict[str, object]:
-        """For pack.json. New options are named only where used: a set packed before they came stays the same."""
+        """For pack.json. An option at its default is left out, so that one that is added changes no request."""
         request: dict[str, object] = {
             "source": source.spec,
             "classes": None if self.classes is None else list(self.classes),
             "holdout": None if isinstance(self.holdout, HoldoutList) else self.holdout,
-            "samples_per_shard": self.shard_size.samples,
+            "samples_per_shard": self.samples_per_shard,
             "seed": self.seed,
         }
         if isinstance(self.holdout, HoldoutList):
@@ -49,8 +74,8 @@ class PackRequest:
         if self.labels is not None:
             files = {name: str(value.resolve()) for name, value in vars(self.labels).items() if isinstance(value, Path)}
             request["labels"] = {**vars(self.labels), **files}
-        if self.shard_size.num_bytes is not None:
-            request["shard_size_bytes"] = self.shard_size.num_bytes
+        if self.shard_size_bytes is not None:
+            request["shard_size_bytes"] = self.shard_size_bytes
         if self.resize is not None:
             request["resize"] = asdict(self.resize)
         if self.pixel_limit != PACKED_LIMIT:

@@ -5,6 +5,8 @@ depend on neither numpy's version nor the number of cores, and an image stays in
 classes are packed or some, as long as its class has the same images. Costs about 2 us per image.
 """
 
+from __future__ import annotations
+
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -16,7 +18,8 @@ from numpy.typing import NDArray
 
 from data_shards.errors import UserError
 from data_shards.labels import LabelSpec
-from data_shards.packing.split import Holdout, hash_order, hold_out
+from data_shards.packing.request import PackRequest
+from data_shards.packing.split import hash_order, hold_out
 from data_shards.sources import ImageSet, Source
 from data_shards.sources.base import SplitName
 from data_shards.vocabulary import LabelKind
@@ -34,7 +37,8 @@ _TAR_END_BYTES = 1024 + 10_240  # two blocks of zeros, and more up to a multiple
 class ShardPlan:
     """One tar to be: images `indices` of `images`, in this order, with labels counted in the packed classes.
 
-    `labels` has the shape (num_samples,), or (num_samples, most labels) filled up with -1.
+    `labels` has the shape (num_samples,), or (num_samples, most labels) filled up with -1. `images` are those of
+    `source_split`, which is train for held-out ones.
     """
 
     file: str
@@ -43,6 +47,8 @@ class ShardPlan:
     labels: NDArray[np.int64]
     classes: tuple[str, ...]
     first_number: int
+    split: SplitName = "train"
+    source_split: SplitName = "train"
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -82,31 +88,21 @@ class PackPlan:
     def num_images(self) -> int:
         return sum(len(shard) for shard in self.shards)
 
+    def locate(self, numbers: Sequence[int]) -> list[tuple[ShardPlan, int]]:
+        """Shard and position of the images with these numbers, counted in the order of `shards`."""
+        shards = self.shards
+        starts = np.cumsum([0, *map(len, shards)])
+        found = np.searchsorted(starts, numbers, side="right") - 1
+        return [(shards[at], number - int(starts[at])) for at, number in zip(found, numbers, strict=True)]
 
-@dataclass(frozen=True)
-class ShardSize:
-    """How large a shard is at most: in images, or (within one image) in bytes of the tar."""
-
-    samples: int | None = None
-    num_bytes: int | None = None
-
-    def __post_init__(self) -> None:
-        if (self.samples is None) == (self.num_bytes is None):
-            raise UserError("samples_per_shard, shard_size: give one of them, not both")
-        if self.samples is not None and self.samples < 1:
-            raise UserError(f"samples_per_shard: must be at least 1, not {self.samples}")
-        if self.num_bytes is not None and self.num_bytes < 1:
-            raise UserError(f"shard_size: must be at least 1 byte, not {self.num_bytes}")
+    def names(self, labels: NDArray[np.int64]) -> str | list[str]:
+        """The class of an image, or a list where images have several; `labels` is its row of a label array."""
+        names = [self.classes[number] for number in class_numbers(labels)]
+        return names if self.kind == "multi" else names[0]
 
 
 def make_plan(
-    source: Source,
-    *,
-    classes: Sequence[str] | None,
-    holdout: Holdout | None,
-    shard_size: ShardSize,
-    seed: int,
-    without: Mapping[SplitName, NDArray[np.bool_]] | None = None,
+    source: Source, request: PackRequest, *, without: Mapping[SplitName, NDArray[np.bool_]] | None = None
 ) -> PackPlan:
     """Choose classes, hold out, shuffle, cut into shards.
 
@@ -116,7 +112,7 @@ def make_plan(
     Raises UserError for unknown or repeated classes, an unfit holdout, a split without an image, and, for sources that
     refuse it, a class left without an image in some split.
     """
-    chosen = _choose_classes(source, classes)
+    chosen = _choose_classes(source, request.classes)
     new_label = np.full(len(source.classes) + 1, -1, dtype=np.int64)  # the last one for -1: no label
     new_label[[source.classes.index(name) for name in chosen]] = np.arange(len(chosen))
     parts: dict[SplitName, NDArray[np.int64]] = {}
@@ -124,22 +120,22 @@ def make_plan(
     for split, images in source.splits.items():
         is_chosen = new_label[images.labels] >= 0
         if source.kind == "multi":  # all images, those without a label too, unless classes are chosen
-            is_chosen = is_chosen.any(axis=1) | (classes is None)
+            is_chosen = is_chosen.any(axis=1) | (request.classes is None)
         first_numbers[split] = sum(len(source.splits[before]) for before in first_numbers)
         parts[split] = np.flatnonzero(is_chosen)
-    if holdout is not None:
-        parts = hold_out(source, parts["train"], holdout, seed)
+    if request.holdout is not None:
+        parts = hold_out(source, parts["train"], request.holdout, request.seed)
     plans: dict[SplitName, list[ShardPlan]] = {}
     notes: list[str] = []
     for split, indices in parts.items():
-        of_split: SplitName = "train" if holdout is not None else split
+        of_split: SplitName = "train" if request.holdout is not None else split
         images = source.splits[of_split]
         if without is not None:
             indices = indices[~without[of_split][indices]]
         labels = new_label[images.labels[indices]]
         notes += _check_counts(source, split, labels, chosen)
         # Neighbours in a source are of one class; a shard, and so a shuffle window, should hold all of them.
-        order = hash_order(images, indices, f"shuffle-{split}", seed)
+        order = hash_order(images, indices, f"shuffle-{split}", request.seed)
         plans[split] = [
             ShardPlan(
                 file=f"{file_name(source.name)}-{split}-{number:06d}.tar",
@@ -148,8 +144,10 @@ def make_plan(
                 labels=labels[piece],
                 classes=chosen,
                 first_number=first_numbers[of_split],
+                split=split,
+                source_split=of_split,
             )
-            for number, piece in enumerate(_cut(order, tar_bytes(images.num_bytes[indices[order]]), shard_size))
+            for number, piece in enumerate(_cut(order, tar_bytes(images.num_bytes[indices[order]]), request))
         ]
     return PackPlan(classes=chosen, kind=source.kind, splits=plans, notes=tuple(notes))
 
@@ -231,12 +229,12 @@ def _check_counts(source: Source, split: SplitName, labels: NDArray[np.int64], c
     return [f"{int((counts == 0).sum()):,} of {len(classes):,} classes have no image in split {split} (first: {first})"]
 
 
-def _cut(order: NDArray[np.int64], sample_bytes: NDArray[np.int64], size: ShardSize) -> list[NDArray[np.int64]]:
+def _cut(order: NDArray[np.int64], sample_bytes: NDArray[np.int64], request: PackRequest) -> list[NDArray[np.int64]]:
     """Even pieces of `order`: in images, or in bytes."""
-    if size.samples is not None:
-        return np.array_split(order, -(-len(order) // size.samples))
+    if request.samples_per_shard is not None:
+        return np.array_split(order, -(-len(order) // request.samples_per_shard))
     ends = np.cumsum(sample_bytes)
-    num_shards = -(-int(ends[-1]) // max((size.num_bytes or 0) - _TAR_END_BYTES, 1))
+    num_shards = -(-int(ends[-1]) // max((request.shard_size_bytes or 0) - _TAR_END_BYTES, 1))
     shares = ends[-1] * np.arange(1, num_shards) / num_shards
     # A sample belongs to the share that its middle lies in, so a piece exceeds its share by half a sample at each end.
     return [piece for piece in np.split(order, np.searchsorted(ends - sample_bytes / 2, shares)) if len(piece)]

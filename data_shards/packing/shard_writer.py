@@ -2,9 +2,9 @@
 
 Threads suffice: decoding, hashing, reading and writing go without the GIL, and the rest is 80 µs an image (so one
 process packs at most some 10,000 images/s, more than disks deliver of photographs). Memory is one image per thread,
-as stored and decoded (0.5 GB for the largest that is let in). Tars are byte-identical for equal plans: mtime, owner
-and order are fixed. An image that cannot be read is left out of its shard and noted in the shard's record; whether
-that ends the packing is for the caller to say. A shard is one thread's work, so few large shards use few cores.
+as stored and decoded (0.5 GB for the largest that is let in). A shard is one thread's work, so few large shards use few
+cores. Tars are byte-identical for equal plans. An image that cannot be read is left out of its shard and noted in the
+shard's record; whether that ends the packing is for the caller to say.
 """
 
 from __future__ import annotations
@@ -12,32 +12,31 @@ from __future__ import annotations
 import hashlib
 import threading
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 from data_shards.durable import flush
 from data_shards.errors import UnreadableImage
-from data_shards.images.decode import PixelLimit
 from data_shards.manifest import Shard
-from data_shards.packing.image import PACKED_LIMIT, Resize, prepare_image
+from data_shards.packing.image import prepare_image
+from data_shards.packing.request import PackRequest
 from data_shards.packing.shard_plan import LABEL_SPECS, ShardPlan
 from data_shards.packing.work import DIGEST_BYTES, Refused, ShardRecord
 from data_shards.progress_line import Progress
 from data_shards.tars.tar_index import build_index, index_path, write_index
 from data_shards.webdataset_parts import tar_writer
 
-PROGRESS_STEP_IMAGES = 50  # per thread, between two updates
 _BUFFER_BYTES = 1 << 20
+_Result = TypeVar("_Result")
 
 
 def write_shards(
     plans: Mapping[Path, ShardPlan],
+    request: PackRequest,
     *,
-    resize: Resize | None,
-    limit: PixelLimit = PACKED_LIMIT,
     num_threads: int,
     progress: Progress,
     save: Callable[[ShardRecord], None],
@@ -47,26 +46,33 @@ def write_shards(
     Returns the records by file. OSError in writing (a full disk) passes through, and leaves no unfinished tar.
     """
     stop = threading.Event()
+
+    def write(path: Path, plan: ShardPlan) -> ShardRecord | None:
+        record = None
+        try:
+            if not stop.is_set():
+                record = _write(plan, path, request, stop, progress)
+            if record is not None:
+                save(record)
+        except BaseException:
+            stop.set()  # at once: the main thread hears of it only when it asks for this shard
+            path.unlink(missing_ok=True)
+            raise
+        if record is None:
+            path.unlink(missing_ok=True)
+        return record
+
     # Pillow warns of large photographs and odd metadata; here only what cannot be decoded matters. (The
     # filter is one for the whole process, so it is set around all threads.)
-    with warnings.catch_warnings(action="ignore"), ThreadPoolExecutor(num_threads) as pool:
-        futures = [
-            pool.submit(_write_shard, plan, path, resize, limit, stop, progress, save) for path, plan in plans.items()
-        ]
-        try:
-            records = [future.result() for future in futures]
-        except BaseException:  # Ctrl-C too: the threads would go on to their end otherwise
-            stop.set()
-            pool.shutdown(cancel_futures=True)
-            raise
+    with warnings.catch_warnings(action="ignore"):
+        records = _on_threads(write, plans.items(), num_threads=num_threads, stop=stop)
     return {record.shard.file: record for record in records if record is not None}
 
 
-def plan_mark(plan: ShardPlan, *, resize: Resize | None, limit: PixelLimit = PACKED_LIMIT) -> str:
+def plan_mark(plan: ShardPlan, request: PackRequest) -> str:
     """Changes with whatever the bytes of the tar depend on: images, labels, order, options, versions of libraries."""
-    digest = hashlib.sha256(repr((plan.file, resize, version("pillow"), version("simplejpeg"))).encode())
-    if limit != PACKED_LIMIT:
-        digest.update(f"{limit.pixels} pixels".encode())
+    options = (plan.file, request.resize, request.pixel_limit, version("pillow"), version("simplejpeg"))
+    digest = hashlib.sha256(repr(options).encode())
     digest.update(plan.labels.tobytes())
     for position, index in enumerate(plan.indices.tolist()):
         stamp = plan.images.stamp(index)
@@ -75,72 +81,47 @@ def plan_mark(plan: ShardPlan, *, resize: Resize | None, limit: PixelLimit = PAC
     return digest.hexdigest()
 
 
-def image_digest(data: bytes) -> bytes:
-    """By which images with the same bytes are found."""
-    return hashlib.blake2b(data, digest_size=DIGEST_BYTES).digest()
+def image_digest(data: bytes | None) -> bytes:
+    """By which images with the same bytes are found; zeros for one that could not be read."""
+    return bytes(DIGEST_BYTES) if data is None else hashlib.blake2b(data, digest_size=DIGEST_BYTES).digest()
 
 
 def read_digests(plans: Sequence[ShardPlan], *, num_threads: int, progress: Progress) -> bytes:
-    """Digests of all planned images, in plan order; zeros for those that cannot be read."""
+    """Digests of all planned images, in plan order."""
+    stop = threading.Event()
+
+    def of_image(plan: ShardPlan, index: int) -> bytes:
+        try:
+            return image_digest(plan.images.read(index))
+        except OSError:
+            return image_digest(None)
 
     def of_shard(plan: ShardPlan) -> bytes:
-        digests: list[bytes] = []
-        for index in plan.indices.tolist():
-            if stop.is_set():
-                break
-            try:
-                digests.append(image_digest(plan.images.read(index)))
-            except OSError:
-                digests.append(bytes(DIGEST_BYTES))
+        digests = b"".join(of_image(plan, index) for index in plan.indices.tolist() if not stop.is_set())
         progress.add(len(plan))
-        return b"".join(digests)
+        return digests
 
-    stop = threading.Event()
+    return b"".join(_on_threads(of_shard, ((plan,) for plan in plans), num_threads=num_threads, stop=stop))
+
+
+def _on_threads(
+    function: Callable[..., _Result], arguments: Iterable[tuple[Any, ...]], *, num_threads: int, stop: threading.Event
+) -> list[_Result]:
     with ThreadPoolExecutor(num_threads) as pool:
-        futures = [pool.submit(of_shard, plan) for plan in plans]
+        futures = [pool.submit(function, *each) for each in arguments]
         try:
-            return b"".join(future.result() for future in futures)
-        except BaseException:
+            return [future.result() for future in futures]
+        except BaseException:  # Ctrl-C too: the threads would go on to their end otherwise
             stop.set()
             pool.shutdown(cancel_futures=True)
             raise
 
 
-def _write_shard(
-    plan: ShardPlan,
-    path: Path,
-    resize: Resize | None,
-    limit: PixelLimit,
-    stop: threading.Event,
-    progress: Progress,
-    save: Callable[[ShardRecord], None],
-) -> ShardRecord | None:
-    if stop.is_set():
-        return None
-    try:
-        record = _write(plan, path, resize, limit, stop, progress)
-        if record is not None:
-            save(record)
-            return record
-    except BaseException:
-        stop.set()  # at once: the main thread hears of it only when it asks for this shard
-        path.unlink(missing_ok=True)
-        raise
-    path.unlink(missing_ok=True)
-    return None
-
-
 def _write(
-    plan: ShardPlan,
-    path: Path,
-    resize: Resize | None,
-    limit: PixelLimit,
-    stop: threading.Event,
-    progress: Progress,
+    plan: ShardPlan, path: Path, request: PackRequest, stop: threading.Event, progress: Progress
 ) -> ShardRecord | None:
     digests: list[bytes] = []
     refused: list[Refused] = []
-    done = 0
     with open(path, "wb", buffering=_BUFFER_BYTES) as stream, tar_writer(tar := _Digested(stream)) as writer:
         for position, index in enumerate(plan.indices.tolist()):
             if stop.is_set():
@@ -148,25 +129,21 @@ def _write(
             data = None
             try:
                 data = plan.images.read(index)
-                image = prepare_image(data, resize=resize, limit=limit)
+                image = prepare_image(data, resize=request.resize, limit=request.pixel_limit)
             except (UnreadableImage, OSError) as error:
                 reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
                 refused.append(Refused(position, reason, was_read=data is not None))
             else:
                 extension, label = plan.label_member(position)
                 writer.write({"__key__": plan.key(position), image.extension: image.data, extension: label})
-            digests.append(bytes(DIGEST_BYTES) if data is None else image_digest(data))
-            done += 1
-            if done == PROGRESS_STEP_IMAGES:
-                progress.add(done)
-                done = 0
-    flush(path)
+            digests.append(image_digest(data))
+            progress.add(1)
     part = LABEL_SPECS["single" if plan.labels.ndim == 1 else "multi"].part
     write_index(build_index(path, label=part), index_path(path), label=part)
-    flush(index_path(path))
-    progress.add(done)
+    for each in (path, index_path(path)):
+        flush(each)
     return ShardRecord(
-        mark=plan_mark(plan, resize=resize, limit=limit),
+        mark=plan_mark(plan, request),
         shard=Shard(plan.file, len(plan) - len(refused), tar.num_bytes, tar.digest.hexdigest()),
         index_bytes=index_path(path).stat().st_size,
         image_digests=b"".join(digests),

@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from data_shards.manifest import Manifest
-from data_shards.packing.found import Counts
+from data_shards.packing.found import UNREADABLE_FILE, Counts
 from data_shards.text import show_bytes, show_duration
 
 DUPLICATES_FILE = "duplicates.jsonl"
-UNREADABLE_FILE = "unreadable.jsonl"
 
 
 @dataclass(frozen=True)
@@ -18,16 +17,18 @@ class PackReport:
     """What OUT holds. `reused`: it was there already, from the same request, and nothing was written."""
 
     out: Path
-    train: Manifest
-    val: Manifest | None
-    test: Manifest | None
+    manifests: tuple[Manifest, ...]
     counts: Counts
     reused: bool
     seconds: float
 
     @property
-    def manifests(self) -> tuple[Manifest, ...]:
-        return tuple(manifest for manifest in (self.train, self.val, self.test) if manifest is not None)
+    def train(self) -> Manifest:
+        return self.manifests[0]
+
+    @property
+    def val(self) -> Manifest | None:
+        return next((manifest for manifest in self.manifests if manifest.split == "val"), None)
 
     @property
     def num_images(self) -> int:

@@ -127,16 +127,8 @@ def test_file_names_and_pack_json(tmp_path: Path):
     assert set(content["found"].values()) == {0}
 
 
-def test_a_set_packed_before_the_newer_options_came_is_recognised(tmp_path: Path):
+def test_another_option_is_named(tmp_path: Path):
     quiet("digits", tmp_path / "out", classes=["0", "1"], samples_per_shard=100)
-    content = json.loads((tmp_path / "out/pack.json").read_text())
-    del content["found"]
-    (tmp_path / "out/pack.json").write_text(json.dumps(content))
-    for split in ("train",):
-        manifest = json.loads((tmp_path / "out" / split / "manifest.json").read_text())
-        del manifest["labels"]
-        (tmp_path / "out" / split / "manifest.json").write_text(json.dumps(manifest))
-    assert quiet("digits", tmp_path / "out", classes=["0", "1"], samples_per_shard=100).reused
     with pytest.raises(UserError, match="duplicates: None then, 'drop' now"):
         quiet("digits", tmp_path / "out", classes=["0", "1"], samples_per_shard=100, duplicates="drop")
     with pytest.raises(UserError, match="resize: None then"):

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from webdataset.tariterators import base_plus_ext
 
 from data_shards.errors import UserError
-from data_shards.packing.shard_plan import PackPlan, ShardSize, make_plan, needed_bytes, sample_key, tar_bytes
+from data_shards.packing.request import PackRequest
+from data_shards.packing.shard_plan import PackPlan, make_plan, needed_bytes, sample_key, tar_bytes
 from data_shards.packing.shard_writer import write_shards
 from data_shards.progress_line import Progress
 from data_shards.sources import Source
@@ -41,7 +42,7 @@ def test_each_image_exactly_once_stratified_in_even_shards(
     labels: list[int], holdout: float | None, samples_per_shard: int, seed: int
 ):
     source = array_source(labels)
-    plan = make_plan(source, classes=None, holdout=holdout, shard_size=ShardSize(samples_per_shard), seed=seed)
+    plan = make_plan(source, PackRequest(holdout=holdout, samples_per_shard=samples_per_shard, seed=seed))
     train, val = planned(plan, "train"), planned(plan, "val")
     assert sorted(index for index, _ in train + val) == list(range(len(labels)))
     assert all(label == labels[index] for index, label in train + val)
@@ -60,7 +61,7 @@ def test_each_image_exactly_once_stratified_in_even_shards(
 
 def test_shards_mix_the_classes():
     labels = [0] * 500 + [1] * 500  # sorted by class, as folders are
-    plan = make_plan(array_source(labels), classes=None, holdout=None, shard_size=ShardSize(100), seed=0)
+    plan = make_plan(array_source(labels), PackRequest(samples_per_shard=100))
     for shard in plan.splits["train"]:
         # 100 drawn from 500 + 500: 50 expected, standard deviation 4.7; 5 of them
         assert abs(int(shard.labels.sum()) - 50) <= 24
@@ -89,7 +90,7 @@ def test_shards_by_bytes_hold_each_image_once_and_no_more_than_an_image_too_much
     sizes = np.array(image_bytes)
     images = SizedImages("train", source.splits["train"].pixels, source.splits["train"].labels, sizes)  # type: ignore
     source = Source("x", "x", ("a",), {"train": images})
-    plan = make_plan(source, classes=None, holdout=None, shard_size=ShardSize(num_bytes=size), seed=seed)
+    plan = make_plan(source, PackRequest(shard_size_bytes=size, seed=seed))
     assert sorted(index for index, _ in planned(plan, "train")) == list(range(len(sizes)))
     largest = int(tar_bytes(sizes).max())
     end = 10_240 + 1024  # what a tar ends with, at most
@@ -128,9 +129,9 @@ def test_several_labels_are_numbered_anew_and_images_without_a_chosen_class_left
         expected = {i: row for i, row in expected.items() if row}
     if not expected:
         with pytest.raises(UserError, match="no image is left"):
-            make_plan(source, classes=chosen, holdout=None, shard_size=ShardSize(7), seed=0)
+            make_plan(source, PackRequest(classes=chosen, samples_per_shard=7))
         return
-    plan = make_plan(source, classes=chosen, holdout=None, shard_size=ShardSize(7), seed=0)
+    plan = make_plan(source, PackRequest(classes=chosen, samples_per_shard=7))
     found = {}
     for shard in plan.splits["train"]:
         for position, index in enumerate(shard.indices.tolist()):
@@ -149,16 +150,10 @@ def test_the_space_that_is_needed_is_what_is_taken(tmp_path: Path):
     for count in (1, 30, 700):
         pixels = np.random.default_rng(count).integers(0, 256, (count, 40, 50), dtype=np.uint8)
         images = ArrayImages("x", pixels, np.zeros(count, dtype=np.int64))
-        plan = make_plan(
-            Source("x", "x", ("a",), {"train": images}),
-            classes=None,
-            holdout=None,
-            shard_size=ShardSize(1000),
-            seed=0,
-        )
+        plan = make_plan(Source("x", "x", ("a",), {"train": images}), PackRequest())
         shards = {tmp_path / f"{count}.tar": plan.shards[0]}
         with Progress(count, lambda line: None) as progress:
-            write_shards(shards, resize=None, num_threads=1, progress=progress, save=lambda record: None)
+            write_shards(shards, PackRequest(), num_threads=1, progress=progress, save=lambda record: None)
         taken = sum((tmp_path / f"{count}.{kind}").stat().st_size for kind in ("tar", "idx"))
         assert 0.85 * taken - 20_000 <= needed_bytes(plan.shards, most_image_bytes=None) <= 1.1 * taken + 20_000
         assert needed_bytes(plan.shards, most_image_bytes=100) < needed_bytes(plan.shards, most_image_bytes=None)

@@ -11,6 +11,7 @@ import pytest
 
 from data_shards.manifest import Shard
 from data_shards.packing.image import Resize
+from data_shards.packing.request import PackRequest
 from data_shards.packing.shard_plan import ShardPlan
 from data_shards.packing.shard_writer import image_digest, plan_mark, read_digests, write_shards
 from data_shards.packing.work import ShardRecord
@@ -39,7 +40,7 @@ def written(plans: list[ShardPlan], folder: Path, *, num_threads: int = 2) -> tu
 
     paths = {folder / each.file: each for each in plans}
     with Progress(sum(map(len, plans)), lambda line: None) as progress:
-        return write_shards(paths, resize=None, num_threads=num_threads, progress=progress, save=save), saved
+        return write_shards(paths, PackRequest(), num_threads=num_threads, progress=progress, save=save), saved
 
 
 @pytest.mark.parametrize("kind", ["single", "multi"])
@@ -122,8 +123,8 @@ def test_records_hold_the_digest_of_each_image(tmp_path: Path):
 
 def test_the_mark_changes_with_all_that_makes_a_shard():
     base = plan(6)
-    marks = [plan_mark(base, resize=None)]
-    assert plan_mark(plan(6), resize=None) == marks[0]
+    marks = [plan_mark(base, PackRequest())]
+    assert plan_mark(plan(6), PackRequest()) == marks[0]
     other_label = base.labels.copy()
     other_label[2] = (other_label[2] + 1) % 3
     pixels = base.images.pixels.copy()  # type: ignore[attr-defined]
@@ -140,7 +141,7 @@ def test_the_mark_changes_with_all_that_makes_a_shard():
         (ShardPlan(base.file, base.images, base.indices, base.labels, base.classes, 8), None),
         (ShardPlan(base.file, changed, base.indices, base.labels, base.classes, 7), None),
     ):
-        marks.append(plan_mark(shard, resize=resize))
+        marks.append(plan_mark(shard, PackRequest(resize=resize)))
     assert len(set(marks)) == len(marks)
 
 
@@ -150,5 +151,5 @@ def test_an_error_in_saving_stops_all_and_comes_out(tmp_path: Path):
 
     shards = {tmp_path / f"{i}.tar": plan(40, file=f"{i}.tar") for i in range(9)}
     with pytest.raises(OSError, match="No space"), Progress(360, lambda line: None) as progress:
-        write_shards(shards, resize=None, num_threads=2, progress=progress, save=save)
+        write_shards(shards, PackRequest(), num_threads=2, progress=progress, save=save)
     assert not list(tmp_path.glob("*.tar"))
