@@ -85,7 +85,7 @@ def test_broken_json_and_unknown_version(tmp_path: Path, text: str):
         read_manifest(tmp_path)
 
 
-@pytest.mark.parametrize("key", ["name", "split", "source", "classes", "label_map", "shards", "num_samples"])
+@pytest.mark.parametrize("key", ["name", "split", "source", "classes", "label_map", "labels", "shards", "num_samples"])
 def test_missing_or_mistyped_entry_is_named(tmp_path: Path, key: str):
     write_manifest(make(tmp_path))
     edit(tmp_path, **{key: None})
@@ -182,13 +182,11 @@ def test_needs_neither_torch_nor_numpy():
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "set()"
 
 
-def test_labels_are_kept_and_old_manifests_have_none(tmp_path: Path):
+def test_labels_are_kept(tmp_path: Path):
     manifest = make(tmp_path)
     write_manifest(manifest)
     content = json.loads((tmp_path / "manifest.json").read_text())
     assert content["labels"] == {"part": "cls", "key": None, "kind": "single"}
-    del content["labels"]
-    (tmp_path / "manifest.json").write_text(json.dumps(content))
     assert read_manifest(tmp_path) == manifest
     several = replace(manifest, labels=LabelSpec("json", "label", "multi"))
     write_manifest(several)
