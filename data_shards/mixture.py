@@ -23,11 +23,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from itertools import count
 
 import numpy as np
 
 from data_shards.errors import UserError
-from data_shards.order import Int64s, LaneStream, Order, Visits, check_sizes
+from data_shards.order import Int64s, LaneStream, Order, Visits
 from data_shards.randomness import hash_words, uniforms
 from data_shards.vocabulary import RandomStream
 
@@ -42,62 +43,32 @@ class MixedOrder(LaneStream):
     sample's own set's. With one data set it is that set's `Order`, visit for visit.
 
     Args:
-        component_sizes: for each set the samples of each of its shards.
+        orders: of each set, with the same lanes and global batch.
         weights: share of each set in the stream, in any unit; None: proportional to the numbers of samples.
-        seed: another seed is another order.
-        lanes: spans that each set's epoch is cut into; every usable number of processes divides it.
-        global_batch_images: samples of one optimizer step, over all processes; a multiple of `lanes`.
-        window_images: places of a set's lane that are shuffled among themselves.
+        seed: of the pattern.
 
     Raises:
-        UserError: sizes or weights that do not fit; the sentence names the key or the set, and what does fit.
+        UserError: weights that do not fit; the sentence names the set, and what does fit.
     """
 
-    def __init__(
-        self,
-        component_sizes: Sequence[Sequence[int]],
-        *,
-        weights: Sequence[float] | None,
-        seed: int,
-        lanes: int,
-        global_batch_images: int,
-        window_images: int,
-    ) -> None:
-        sizes = [np.asarray(each, dtype=np.int64) for each in component_sizes]
-        samples = [int(each.sum()) for each in sizes]
-        for number, num_samples in enumerate(samples, start=1):
-            check_sizes(
-                num_samples,
-                lanes=lanes,
-                global_batch_images=global_batch_images,
-                window_images=window_images,
-                holder="the shards hold" if len(sizes) == 1 else f"data set {number} of the mixture holds",
-            )
+    def __init__(self, orders: Sequence[Order], *, weights: Sequence[float] | None, seed: int) -> None:
+        samples, shards = [each.num_samples for each in orders], [each.num_shards for each in orders]
         super().__init__(
             sum(samples),
-            num_shards=sum(len(each) for each in sizes),
-            lanes=lanes,
-            global_batch_images=global_batch_images,
+            num_shards=sum(shards),
+            lanes=orders[0].lanes,
+            global_batch_images=orders[0].global_batch_images,
         )
-        self.orders = tuple(
-            Order(
-                shard_sizes,
-                seed=_set_seed(seed, number=number),
-                lanes=lanes,
-                global_batch_images=global_batch_images,
-                window_images=window_images,
-            )
-            for number, shard_sizes in enumerate(component_sizes)
-        )
+        self.orders = tuple(orders)
         self.quotas = pattern_quotas(samples, weights=weights)
         self._first_sample = np.cumsum([0, *samples], dtype=np.int64)
-        self._first_shard = np.cumsum([0, *(len(each) for each in sizes)], dtype=np.int64)
+        self._first_shard = np.cumsum([0, *shards], dtype=np.int64)
         self._pattern = _pattern(self.quotas, seed=seed)
         # For each position of the pattern how many before it are of the same set; for each set and lane how many
         # come before the lane's first position.
         self._earlier = np.empty(PATTERN, dtype=np.int64)
-        self._before_lane = np.empty((len(sizes), lanes), dtype=np.int64)
-        rounds, start = np.divmod(np.arange(lanes, dtype=np.int64) * self.images_per_lane, PATTERN)
+        self._before_lane = np.empty((len(orders), self.lanes), dtype=np.int64)
+        rounds, start = np.divmod(np.arange(self.lanes, dtype=np.int64) * self.images_per_lane, PATTERN)
         for number, quota in enumerate(self.quotas):
             own = np.flatnonzero(self._pattern == number)
             self._earlier[own] = np.arange(quota)
@@ -130,37 +101,41 @@ def make_order(
     global_batch_images: int,
     window_images: int,
 ) -> AnyOrder:
-    """The order of a stream over one data set or several; see `MixedOrder` for the arguments.
+    """The order of a stream over one data set or several.
+
+    Args:
+        component_sizes: for each set the samples of each of its shards.
+        weights: see `MixedOrder`; of a single set it does not matter.
+        seed: another seed is another order.
+        lanes: see `Order`, as the two that follow.
+        global_batch_images: samples of one optimizer step, over all processes.
+        window_images: places of a set's lane that are shuffled among themselves.
 
     Raises:
-        UserError: sizes or weights that do not fit.
+        UserError: sizes or weights that do not fit; the sentence names the key or the set, and what does fit.
     """
-    if len(component_sizes) == 1:  # whatever its weight
-        return Order(
-            component_sizes[0],
-            seed=seed,
+    is_mixed = len(component_sizes) > 1
+    orders = [
+        Order(
+            sizes,
+            seed=set_seed(seed, number=number),
             lanes=lanes,
             global_batch_images=global_batch_images,
             window_images=window_images,
+            holder=f"data set {number + 1} of the mixture holds" if is_mixed else "the shards hold",
         )
-    return MixedOrder(
-        component_sizes,
-        weights=weights,
-        seed=seed,
-        lanes=lanes,
-        global_batch_images=global_batch_images,
-        window_images=window_images,
-    )
+        for number, sizes in enumerate(component_sizes)
+    ]
+    return MixedOrder(orders, weights=weights, seed=seed) if is_mixed else orders[0]
 
 
 def upcoming_shards(
     order: LaneStream, *, rank: int, world_size: int, start_step: int, beyond: int = 0
 ) -> Iterator[tuple[int, list[int]]]:
-    """For each step from `start_step` on, without end, the shards that a rank is the first time to touch.
+    """For each step from `start_step` on, without end, the shards that a rank touches for the first time in an epoch.
 
-    First in an epoch: a shard is named once for each epoch in which the rank reads from it (once more after a
-    restart), in the step that needs it first, in the order of need. Memory: 8 bytes a shard. With `beyond` the rank
-    reads so many slots of the next one as well, as mixing does.
+    Shards come in the order of need, once for each epoch in which the rank reads from them (once more after a restart).
+    With `beyond` the rank reads so many slots of the next one as well, as mixing does. Memory: 8 bytes a shard.
 
     Yields:
         The number of the step and the numbers of the shards.
@@ -169,18 +144,15 @@ def upcoming_shards(
         UserError: a number of processes that does not divide the lanes.
     """
     last_epoch = np.full(order.num_shards, -1, dtype=np.int64)
-    step = start_step
-    while True:
+    for step in count(start_step):
         visits = order.rank_batch(step, rank=rank, world_size=world_size)
+        shard, epoch = visits.shard, visits.epoch
         if beyond:
-            neighbour = order.rank_batch(
-                step, rank=(rank + 1) % world_size, world_size=world_size, start=0, stop=beyond
-            )
-            visits = visits.joined(neighbour)
-        new = visits.shard[visits.epoch > last_epoch[visits.shard]]
-        np.maximum.at(last_epoch, visits.shard, visits.epoch)
+            more = order.rank_batch(step, rank=(rank + 1) % world_size, world_size=world_size, start=0, stop=beyond)
+            shard, epoch = np.concatenate([shard, more.shard]), np.concatenate([epoch, more.epoch])
+        new = shard[epoch > last_epoch[shard]]
+        np.maximum.at(last_epoch, shard, epoch)
         yield step, list(dict.fromkeys(new.tolist()))
-        step += 1
 
 
 def pattern_quotas(samples: Sequence[int], *, weights: Sequence[float] | None) -> Int64s:
@@ -227,6 +199,6 @@ def _pattern(quotas: Int64s, *, seed: int) -> Int64s:
     return sets[np.argsort(np.concatenate(times), kind="stable")]
 
 
-def _set_seed(seed: int, *, number: int) -> int:
-    """The first set has the seed itself, so that a mixture of one is that set's order."""
+def set_seed(seed: int, *, number: int) -> int:
+    """Of a set's order. The first set has the seed itself, so that a mixture of one is that set's order."""
     return seed if number == 0 else int(hash_words(RandomStream.SET_SEED, seed, number)[0])

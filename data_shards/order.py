@@ -53,11 +53,6 @@ class Visits:
         """Some of them."""
         return Visits(**{each.name: getattr(self, each.name)[slots] for each in fields(self)})
 
-    def joined(self, others: Visits) -> Visits:
-        """These and others."""
-        pairs = {each.name: (getattr(self, each.name), getattr(others, each.name)) for each in fields(self)}
-        return Visits(**{name: np.concatenate(pair) for name, pair in pairs.items()})
-
 
 class LaneStream(ABC):
     """What every order of samples has: lanes, the global batches cut from them, and the ranks' parts of those.
@@ -135,6 +130,7 @@ class Order(LaneStream):
         lanes: spans an epoch is cut into; every usable number of processes divides it.
         global_batch_images: samples of one optimizer step, over all processes; a multiple of `lanes`.
         window_images: places of a lane that are shuffled among themselves (a lane's span at the most).
+        holder: of the samples, for the message.
 
     Raises:
         UserError: sizes that do not fit together; the sentence names the key and values that do fit.
@@ -148,6 +144,7 @@ class Order(LaneStream):
         lanes: int,
         global_batch_images: int,
         window_images: int,
+        holder: str = "the shards hold",
     ) -> None:
         self._sizes = np.asarray(shard_sizes, dtype=np.int64)
         num_samples = int(self._sizes.sum())
@@ -156,6 +153,7 @@ class Order(LaneStream):
             lanes=lanes,
             global_batch_images=global_batch_images,
             window_images=window_images,
+            holder=holder,
         )
         super().__init__(num_samples, num_shards=len(self._sizes), lanes=lanes, global_batch_images=global_batch_images)
         self.seed = seed

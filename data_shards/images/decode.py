@@ -1,10 +1,10 @@
 """Encoded image bytes -> size at once, pixels of the whole or of a box on demand.
 
-A random-resized crop needs a third of an average photograph, so a JPEG's region is decoded alone where nvImageCodec is
-installed: the rows below the crop are not touched, and no colour is computed outside it. All CPU decoders are builds of
-libjpeg-turbo with its exact transform and smooth chroma; their pixels are equal to the bit (55 dB is the promise).
+A random-resized crop needs a third of an average photograph, so where nvImageCodec is installed only the crop's region
+of a JPEG is decoded. All CPU decoders are builds of libjpeg-turbo with its exact transform and smooth chroma; their
+pixels are equal to the bit (55 dB is the promise). For anything but a plain JPEG, Pillow decodes the whole image.
 
-What is done with what a real data set holds, whatever the decoder:
+What real data sets hold, whatever the decoder:
 
     plain JPEG: 8 bits, Huffman-coded, grey or three colours   the decoder that is asked for
     CMYK JPEG, arithmetic coding, lossless                     Pillow: libjpeg's plain conversion to RGB, or refused
@@ -19,31 +19,36 @@ What is done with what a real data set holds, whatever the decoder:
     at most 178,956,970, Pillow's limit)
     truncated (no end marker)                                  refused, wherever the crop lies, unless so many other
                                                                bytes follow that libjpeg takes them for the rest
-    damaged in the middle, where libjpeg goes on               taken as libjpeg mends it, which it tells on stderr
+    damaged in the middle, where libjpeg goes on               taken as libjpeg mends it, with a line on stderr
     bytes after the end                                        ignored
 
-Whether a JPEG can be read does not depend on the crop, but for one case: bytes inside the coded data, below the crop,
-that happen to spell a marker which libjpeg cannot go on after. Only a decoder that gets there finds out.
+Whether a JPEG can be read does not depend on the crop, but for one case: damage inside the coded data, below the crop,
+that spells a marker after which libjpeg cannot go on. Only a decoder that gets there finds out.
 
-Cost: 3 µs for the size; then libjpeg-turbo and little else: 1.0 ms for a training crop of an ImageNet photograph on a
-core where the crop's region takes libjpeg-turbo itself 0.88, the whole photograph 1.1 (simplejpeg) or 1.4 (Pillow).
-Two thirds of that are the Huffman codes of the rows down to the crop's end, which nothing can skip.
+Cost: 3 µs for the size; then 1.0 ms for a training crop of an ImageNet photograph on a core where libjpeg-turbo itself
+takes 0.88 for the region; the whole photograph takes 1.1 (simplejpeg) or 1.4 (Pillow). Two thirds are the Huffman codes
+of the rows down to the crop's end, which nothing can skip.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import io
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from data_shards.errors import UnreadableImage, UserError
 from data_shards.images import decode_nvimgcodec
 from data_shards.images.box import Box, Pixels
-from data_shards.images.decode_pillow import open_with_pillow
 from data_shards.vocabulary import MOST_PIXELS, USUAL_MOST_PIXELS, DecoderName
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 _JPEG_MAGIC = b"\xff\xd8\xff"
 _END_OF_IMAGE = b"\xff\xd9"
@@ -53,6 +58,10 @@ _START_OF_SCAN, _FILL = 0xDA, 0xFF
 
 # Images of fewer pixels go to simplejpeg even for a region: at 32 pixels a side that takes 0.7 of the time.
 _REGION_PAYS_PIXELS = 96 * 96
+
+# Of Pillow's formats those that it decodes by itself (its EPS reader starts Ghostscript on the file). Most frequent
+# first: it tries them in turn, and loads the plugins of the last four only if it gets there.
+_PILLOW_FORMATS = ("JPEG", "PNG", "GIF", "BMP", "PPM", "WEBP", "TIFF", "AVIF", "JPEG2000")
 
 
 @dataclass(frozen=True)
@@ -72,13 +81,7 @@ USUAL_LIMIT = PixelLimit()
 
 @dataclass(frozen=True)
 class EncodedImage:
-    """An image that is not decoded yet.
-
-    Attributes:
-        height: of the whole image, in pixels.
-        width: likewise.
-        decode: gives the pixels of a box inside the image; use `pixels`.
-    """
+    """An image that is not decoded yet; sizes in pixels. `decode` gives a box inside the image: use `pixels`."""
 
     height: int
     width: int
@@ -112,29 +115,25 @@ def read_image(data: bytes, *, decoder: DecoderName = "auto", limit: PixelLimit 
     require_decoder(decoder)
     header = _read_header(data) if data[:3] == _JPEG_MAGIC else None
     if decoder == "pillow" or header is None or not header.is_plain or not header.is_complete:
-        opened = open_with_pillow(data)
-        _check_size(opened.image.height, opened.image.width, limit)
-        return EncodedImage(opened.image.height, opened.image.width, decode=opened.pixels)
+        opened = _open_with_pillow(data)
+        _check_size(opened.height, opened.width, limit)
+        return EncodedImage(opened.height, opened.width, decode=partial(_pillow_pixels, opened))
     _check_size(header.height, header.width, limit)
     return EncodedImage(header.height, header.width, decode=partial(_decode, data, header, decoder))
 
 
 @cache
 def require_decoder(decoder: DecoderName) -> None:
-    """Make sure that a decoder is there and works; what it finds out holds for the life of the process.
+    """Make sure that a decoder is installed and works; the answer holds for the life of the process.
 
     Raises:
         UserError: it is not, or does not.
     """
-    match decoder:
-        case "nvimgcodec":
-            complaint = decode_nvimgcodec.complaint("cpu")
-        case "gpu":
-            complaint = decode_nvimgcodec.complaint("gpu")
-        case "simplejpeg":
-            complaint = None if find_spec("simplejpeg") else "the package simplejpeg is not installed"
-        case _:
-            complaint = None
+    complaint = None
+    if decoder in ("nvimgcodec", "gpu"):
+        complaint = decode_nvimgcodec.complaint("gpu" if decoder == "gpu" else "cpu")
+    elif decoder == "simplejpeg" and not find_spec("simplejpeg"):
+        complaint = "the package simplejpeg is not installed"
     if complaint:
         raise UserError(f"decoder {decoder}: {complaint}; set data.decoder to auto, or mend that")
 
@@ -150,7 +149,7 @@ class _Header:
 
 
 def _read_header(data: bytes) -> _Header | None:
-    """Walk a JPEG's segments up to the frame's; None where something is odd, which Pillow may then judge."""
+    """Walk a JPEG's segments up to the frame's; None where something is odd, which is left to Pillow."""
     position = 2
     try:
         while True:
@@ -192,7 +191,7 @@ def _decode(data: bytes, header: _Header, decoder: DecoderName, box: Box) -> Pix
         pixels = decode_nvimgcodec.decode_jpeg(data, box=box, device="cpu")
     else:
         pixels = _simplejpeg(data, box)
-    return open_with_pillow(data).pixels(box) if pixels is None else pixels
+    return _pillow_pixels(_open_with_pillow(data), box) if pixels is None else pixels
 
 
 def _region_pays(header: _Header, box: Box) -> bool:
@@ -211,3 +210,45 @@ def _simplejpeg(data: bytes, box: Box) -> Pixels | None:
     except ValueError:
         return None
     return np.ascontiguousarray(whole[box.top : box.bottom, box.left : box.right])
+
+
+def _open_with_pillow(data: bytes) -> Image.Image:
+    """Read the header; UnreadableImage: no image, or one of more pixels than Pillow allows."""
+    from PIL import Image
+
+    with _refusals():
+        return Image.open(io.BytesIO(data), formats=_PILLOW_FORMATS)
+
+
+def _pillow_pixels(image: Image.Image, box: Box) -> Pixels:
+    with _refusals():
+        part = _eight_bit(image).crop((box.left, box.top, box.right, box.bottom))
+        return np.array(part.convert("RGB"))  # a copy: torch wants memory that it may write to
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    from PIL import UnidentifiedImageError
+
+    try:
+        yield
+    except MemoryError:
+        raise  # the machine's fault, not the image's
+    except UnidentifiedImageError as error:  # its own message has a memory address in it
+        raise UnreadableImage("not a readable image (of no known format)") from error
+    except Exception as error:  # Pillow's parsers raise whatever damaged bytes lead to
+        raise UnreadableImage(f"not a readable image ({str(error) or type(error).__name__})") from error
+
+
+def _eight_bit(image: Image.Image) -> Image.Image:
+    """An image whose `convert("RGB")` neither clips nor warns."""
+    from PIL import Image
+
+    if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PPM"):
+        # Grey of 16 bits; Pillow would clip it at 255 instead of scaling it.
+        return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    if image.mode in ("I", "F"):
+        raise OSError(f"pixels of mode {image.mode} have no fixed range; convert them to 8 bits")
+    if image.mode == "P" and "transparency" in image.info:
+        return image.convert("RGBA")  # the same colours; straight to RGB, Pillow warns
+    return image

@@ -1,13 +1,13 @@
 """nvImageCodec's part of decoding: a region of a JPEG, on the CPU (libjpeg-turbo) or on the GPU (nvJPEG).
 
-The package is NVIDIA's but the CPU part needs neither GPU nor driver. It costs 5 ms and 6 MB to load, once a process,
-and some 0.1 ms a photograph beyond libjpeg-turbo's own time. Loaded plainly it also loads OpenCV, TIFF and GPU codecs,
-and announces on stderr the libraries that those miss; so it is shown a folder that holds its libjpeg-turbo alone.
+The CPU part needs neither GPU nor driver. It costs 5 ms and 6 MB to load, once a process, and some 0.1 ms a photograph
+beyond libjpeg-turbo's own time. By default it also loads OpenCV, TIFF and GPU codecs, and writes to stderr which of
+their libraries are missing; so it is shown a folder that holds its libjpeg-turbo alone.
 
-The GPU part was written where there was no GPU: it has never been run. It copies the pixels back to the host, gives
-every worker a CUDA context (some 400 MB), and nvJPEG spreads chroma more plainly, so edges of colour differ a little.
+The GPU part has never been run on a GPU. It copies the pixels back to the host, gives every worker a CUDA context (some
+400 MB), and nvJPEG upsamples chroma more simply, so edges of colour differ a little.
 
-libjpeg-turbo itself writes a line to stderr for a damaged image, which says what but not where: `Fault`s say where.
+libjpeg-turbo writes a line to stderr for a damaged image, without its name: `batch.Fault` has that.
 """
 
 from __future__ import annotations
@@ -56,8 +56,11 @@ def complaint(device: Device) -> str | None:
     try:
         if find_spec("nvidia.nvimgcodec") is None:
             return f"the package {_PACKAGE} is not installed"
-        if device == "gpu" and not _has_gpu():
-            return "torch sees no CUDA device"
+        if device == "gpu":
+            import torch
+
+            if not torch.cuda.is_available():
+                return "torch sees no CUDA device"
         pixels = decode_jpeg(_sample(), box=Box(top=0, left=0, height=16, width=16), device=device)
     except (ImportError, RuntimeError) as error:
         return f"the package {_PACKAGE} does not work here ({error})"
@@ -72,8 +75,9 @@ class _Decoder:
     """The library's objects that are made once; not shared between threads, nor with a forked child."""
 
     def __init__(self, device: Device) -> None:
-        self.library = _library(device)
-        library = self.library
+        with _importing, _only_what_is_needed(device):
+            from nvidia import nvimgcodec as library
+        self.library: Any = library
         if device == "cpu":
             where = library.NVIMGCODEC_DEVICE_CPU_ONLY
             kinds = [library.BackendKind.CPU_ONLY]  # without which it asks for a GPU all the same
@@ -98,22 +102,11 @@ def _decoder(device: Device) -> _Decoder:
     return made[key]
 
 
-def _has_gpu() -> bool:
-    import torch
-
-    return torch.cuda.is_available()
-
-
-def _library(device: Device) -> Any:
-    """The library; what it finds at its first import in a process is what it has from then on."""
-    with _importing, _only_what_is_needed(device):
-        from nvidia import nvimgcodec
-    return nvimgcodec
-
-
 @contextmanager
 def _only_what_is_needed(device: Device) -> Iterator[None]:
-    """For the import: its extension folder, and no chatter, unless the user has set either variable."""
+    """For the first import, which decides for the process: its extension folder, and silence, unless the user has set
+    either variable.
+    """
     wanted = {"PYNVIMGCODEC_VERBOSITY": "0"}
     with tempfile.TemporaryDirectory(prefix="shardvit-nvimgcodec-") as folder:
         spec = find_spec("nvidia.nvimgcodec")

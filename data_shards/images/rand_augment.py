@@ -1,15 +1,14 @@
 """RandAugment(n, m) (Cubuk et al., arXiv 1909.13719) with timm's operations, as a function of one number.
 
-timm's configuration string is `rand-m{m}-n{n}-p1-mmax{max(m, 10)}`: Google's own reading of the paper, in the code of
-EfficientNet and big_vision. All n operations are applied (`p1`; timm's default skips half of them), all with strength
-m (no `mstd` noise, and m above 10 is not cut off: "How to train your ViT?" goes to 20), out of the 15 that Google
-has (no `inc`, which makes every operation stronger as m grows; Google's posterize and solarize grow weaker). What an
-operation uncovers is filled with grey, (128, 128, 128). Shifts reach 45 % of a side at m = 10, which is Google's 100
-pixels of 224.
+timm's configuration is `rand-m{m}-n{n}-p1-mmax{max(m, 10)}`, as Google reads the paper in EfficientNet and big_vision:
+all n operations are applied (`p1`; timm's default skips half of them), all with strength m (no `mstd` noise; m above 10
+is not cut off: "How to train your ViT?" goes to 20), out of Google's 15 (no `inc`, under which posterize and solarize
+grow stronger with m; Google's grow weaker). Uncovered pixels are grey, (128, 128, 128). Shifts reach 45 % of a side at
+m = 10, which is Google's 100 pixels of 224.
 
-timm's operations draw from Python's `random` and from numpy's global generator. Both are seeded here from the sample's
-number and put back afterwards, under a lock, since data workers may be threads. The numbers are
-those of the installed Python and timm: another version of either may augment a sample in another way.
+timm draws from Python's `random` and numpy's global generator. Both are seeded here from the sample's number and
+restored afterwards, under a lock, since data workers may be threads. Another version of Python or timm may augment a
+sample in another way.
 
 Cost: 0.1 ms for the seeds, and 0.1 to 1.4 ms an operation at 224 pixels: 1.2 ms an image for two of them.
 """

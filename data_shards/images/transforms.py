@@ -4,16 +4,15 @@ Randomness comes in as numbers, drawn by `randomness.uniforms` from (seed, epoch
 same on any number of processes and workers and after a restart. Pixels stay uint8 until they are on the device
 (a quarter of the bytes through every queue); flip and normalisation happen there, per batch: see `batch`.
 
-Resizing is torch's antialiased kernel for uint8: 57 dB against a float reference (bicubic 56.9), 73 to 77 dB from
-Pillow's. Google's code resizes without antialiasing; at the sizes of training crops the two differ by less than the
-crop's randomness.
+Resizing is torch's antialiased kernel for uint8: 57 dB against a float reference, 73 to 77 dB from Pillow's. Google's
+code does not antialias; at the sizes of training crops that differs by less than the crop's randomness.
 
-Three ways to evaluate, by name (`size` is the square's side, `share` is `crop_share`):
+Evaluation protocols (`size` is the square's side, `share` is `crop_share`):
 
-    vit         the whole image squashed to the square, bilinear, as google-research/vision_transformer (which does not
-                antialias: 33 dB apart on ImageNet's photographs, about what a JPEG loses)
+    vit         the whole image squashed to the square, bilinear, as google-research/vision_transformer (without its
+                aliasing: 33 dB apart on ImageNet's photographs, about what a JPEG loses)
     big_vision  short side to round(size / share), then the centre, as `resize_small(256)|central_crop(224)`: share
-                0.875. big_vision averages areas; the antialiased bilinear kernel is the nearest in torch, 44 dB apart
+                0.875. big_vision averages areas; torch's nearest is the antialiased bilinear kernel, 44 dB apart
     timm        short side to floor(size / share), bicubic, then the centre, as `timm.data.create_transform` for most
                 of its Vision Transformers: share 0.9; 73 dB apart
 
@@ -40,8 +39,8 @@ if TYPE_CHECKING:
 
 _CROP_ATTEMPTS = 10  # as torchvision's RandomResizedCrop; TensorFlow's op tries 100 times
 
-# What each number is for: two for the size and shape of each attempt at a crop, two for its place, one for the flip,
-# one for RandAugment. New ones come at the end, so that the others keep their meaning and runs their pixels.
+# Two numbers for the size and shape of each attempt at a crop, two for its place, one for the flip, one for
+# RandAugment. New ones come at the end, so that runs keep their pixels.
 _TOP_DRAW, _LEFT_DRAW, _FLIP_DRAW, _RAND_AUGMENT_DRAW = range(2 * _CROP_ATTEMPTS, 2 * _CROP_ATTEMPTS + 4)
 DRAWS_PER_SAMPLE = 2 * _CROP_ATTEMPTS + 4
 
@@ -75,12 +74,9 @@ class TrainTransform:
     def __call__(
         self, image: EncodedImage, *, draws: NDArray[np.float64], into: Pixels | None = None
     ) -> tuple[Pixels, bool]:
-        """One sample and its `DRAWS_PER_SAMPLE` uniforms -> uint8 [size, size, 3], and "mirror it on the device".
+        """uint8 [size, size, 3], in `into` if given, and whether it is to be mirrored on the device.
 
-        Args:
-            image: the sample.
-            draws: its random numbers.
-            into: where the pixels go, uint8 [size, size, 3]; new memory when left out.
+        `draws` are the sample's `DRAWS_PER_SAMPLE` random numbers.
 
         Raises:
             UnreadableImage: the image is damaged.
@@ -118,7 +114,7 @@ class EvalTransform:
             )
 
     def __call__(self, image: EncodedImage, *, into: Pixels | None = None) -> Pixels:
-        """One sample -> uint8 [size, size, 3]; `into` is where the pixels go, new memory when left out.
+        """uint8 [size, size, 3], in `into` if given.
 
         Raises:
             UnreadableImage: the image is damaged.
@@ -151,12 +147,7 @@ def _without_far_ends(image: EncodedImage) -> Box:
 
 
 def random_crop(
-    height: int,
-    width: int,
-    *,
-    area: tuple[float, float],
-    ratio: tuple[float, float],
-    draws: NDArray[np.float64],
+    height: int, width: int, *, area: tuple[float, float], ratio: tuple[float, float], draws: NDArray[np.float64]
 ) -> Box:
     """The box of a random-resized crop: area uniform, ratio log-uniform; the centre where no attempt fits.
 

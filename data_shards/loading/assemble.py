@@ -1,9 +1,9 @@
 """Visits -> `Batch`: read, decode, transform, and what happens when a sample turns out to be damaged.
 
 A damaged training image is replaced by another one of the same window of its lane, chosen by a hash of (seed, epoch,
-sample, attempt): the same one on any number of processes and after any restart. It takes the crop and the flip that
-were drawn for the damaged one. A damaged held-out image has no substitute, since each must count once: it is left out
-of the sums. Either way the sample is named in `Batch.faults`. With `on_corrupt="stop"` the first one ends it all.
+sample, attempt): the same one on any number of processes and after any restart. It takes the crop and the flip of the
+damaged one. A damaged held-out image has no substitute, since each must count once: it is left out of the sums. Both
+are named in `Batch.faults`. With `on_corrupt="stop"` the first one raises.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -23,26 +22,18 @@ from data_shards.images.transforms import EvalTransform, Pixels, TrainTransform
 from data_shards.loading.batch import Batch, Fault
 from data_shards.loading.mixing import Mix
 from data_shards.loading.workers import empty_images, now_reading
-from data_shards.order import Visits
+from data_shards.order import LaneStream, Visits
 from data_shards.shard_reader import ShardReader
 from data_shards.shard_set import ShardSet
 from data_shards.store.store import Store
 from data_shards.vocabulary import DecoderName, OnCorrupt
 
-# Substitutes that are tried for one sample. At a share c of damaged samples all fail with c**16: never, unless the
-# shard is lost as a whole, and then the run must stop.
+# Substitutes tried for one sample. At a share c of damaged samples all fail with c**16: never, unless the whole shard
+# is lost, and then the run must stop.
 _MOST_ATTEMPTS = 16
 PADDING = -1  # fills the label rows of samples with fewer labels than others
 
 _Transform = Callable[[EncodedImage, Pixels], None]  # of an image, into a row
-
-
-class Substitutes(Protocol):
-    """The part of an order that is needed here."""
-
-    def substitute(self, visits: Visits, *, attempt: int) -> Visits:
-        """Other samples for the same places of the stream."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -107,14 +98,14 @@ class Assembler:
         self,
         visits: Visits,
         *,
-        order: Substitutes,
+        order: LaneStream,
         transform: TrainTransform,
         draws: NDArray[np.float64],
         mix: Mix | None = None,
     ) -> Batch:
         """A training batch: the visits' samples, or substitutes; `draws` has a row for each visit.
 
-        With `mix` the last row is not trained on itself, it is only mixed into the one before it.
+        With `mix` the last row is only mixed into the one before it.
 
         Raises:
             SampleError: a damaged sample where none is allowed, or no substitute that is whole.
@@ -129,7 +120,7 @@ class Assembler:
                 self._substitute(rows, slot, visits, order=order, transform=crop)
         return rows.batch(epochs=visits.epoch, is_multi_label=self._is_multi_label, mix=mix)
 
-    def _substitute(self, rows: _Rows, slot: int, visits: Visits, *, order: Substitutes, transform: _Transform) -> None:
+    def _substitute(self, rows: _Rows, slot: int, visits: Visits, *, order: LaneStream, transform: _Transform) -> None:
         first, wanted = rows.faults[-1], visits.part(slice(slot, slot + 1))
         for attempt in range(1, _MOST_ATTEMPTS + 1):
             other = order.substitute(wanted, attempt=attempt)
@@ -137,8 +128,8 @@ class Assembler:
                 rows.samples[slot], rows.substituted[slot] = int(other.sample[0]), True
                 return
         raise SampleError(
-            f"sample {first.key!r} of {first.shard} is damaged ({first.reason}), and so are {_MOST_ATTEMPTS} others "
-            "that were tried in its place: run `shardvit check` on these shards, and bring back whole copies"
+            f"sample {first.key!r} of {first.shard} is damaged ({first.reason}), and so are the {_MOST_ATTEMPTS} "
+            "substitutes that were tried: run `shardvit check` on these shards, and restore whole copies"
         )
 
     def evaluate(self, visits: Visits, *, counted: NDArray[np.bool_], transform: EvalTransform) -> Batch:
@@ -149,11 +140,11 @@ class Assembler:
         """
         rows = _Rows(visits, image_size=transform.image_size)
 
-        def shown(image: EncodedImage, into: Pixels) -> None:
+        def centre(image: EncodedImage, into: Pixels) -> None:
             transform(image, into=into)
 
         for slot, (shard, row) in enumerate(zip(visits.shard.tolist(), visits.row.tolist(), strict=True)):
-            whole = self._fill(rows, slot, shard=shard, row=row, transform=shown)
+            whole = self._fill(rows, slot, shard=shard, row=row, transform=centre)
             if not whole:
                 rows.keys[slot] = rows.faults[-1].key
                 rows.pixels[slot] = 0
@@ -167,17 +158,17 @@ class Assembler:
     def _fill(self, rows: _Rows, slot: int, *, shard: int, row: int, transform: _Transform) -> bool:
         """Read and transform one sample into a row; False, and a fault in `rows`, where it is damaged."""
         now_reading(shard, row=row)
+        access = self._access
         try:
             raw = self._reader.read(shard, row=row)
             try:
-                access = self._access
                 image = read_image(raw.image, decoder=access.decoder, limit=access.pixel_limit)
                 transform(image, rows.pixels[slot])
             except UnreadableImage as error:
-                name = self._access.shards.shards[shard].name
+                name = access.shards.shards[shard].name
                 raise CorruptSample(name, key=raw.key, reason=str(error)) from error
         except CorruptSample as corrupt:
-            if self._access.on_corrupt == "stop":
+            if access.on_corrupt == "stop":
                 raise SampleError(
                     f"{corrupt}; mend the shard (`shardvit check` finds all such samples), or set "
                     "data.max_corrupt_share above 0 to train on with another sample in its place"

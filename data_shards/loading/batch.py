@@ -1,7 +1,7 @@
-"""What the data path hands to training, and its last hop: uint8 pixels -> the model's input, on the device.
+"""What the data path hands to training, and its last step: uint8 pixels -> the model's input, on the device.
 
-Flip, normalisation and mixing are done here, by the batch: a few passes over memory on a GPU, where a CPU would spend
-0.5 ms an image.
+Flip, normalisation and mixing run by the batch: a few passes over memory on a GPU, where a CPU would take 0.5 ms an
+image.
 """
 
 from __future__ import annotations

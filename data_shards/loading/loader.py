@@ -1,9 +1,9 @@
-"""The stream of batches: order -> read -> decode -> transform -> `Batch`, in as many workers as one likes.
+"""The stream of batches: order -> read -> decode -> transform -> `Batch`, in any number of workers.
 
-Everything is a function of the micro-batch's number. A worker is handed a number and computes the rest from it, so the
-stream is the same for any number of workers and processes, and to resume is to begin at another number: no replay, and
-a state of a few numbers. Evaluation counts every sample exactly once, for any number of ranks. Shards that are not
-local files are downloaded ahead of need by a thread of the rank, and shared by all processes of the node.
+Everything is a function of the micro-batch's number, so the stream is the same for any number of workers and processes,
+and to resume is to begin at another number: no replay, and a state of a few numbers. Evaluation counts every sample
+exactly once, for any number of ranks. Shards that are not local files are prefetched by a thread of the rank, and
+shared by all processes of the node.
 
 Cost: 1 to 3 ms of CPU a photograph, nearly all of it decoding; memory of `PREFETCH` micro-batches a worker.
 """
@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,7 +29,7 @@ from data_shards.randomness import uniforms
 from data_shards.store.prefetch import Prefetcher, start_prefetch
 from data_shards.vocabulary import RandomStream, WorkerKind
 
-# Planned at once: 1 us a sample, where a micro-batch of 64 alone takes 7. Worker processes plan each for themselves.
+# Planned at once, which costs a ninth of planning 64 at a time. Each worker process plans for itself.
 _PLANNED_IMAGES = 1024
 
 
@@ -44,7 +43,19 @@ class Layout:
     accumulation_steps: int  # micro-batches in one optimizer step
 
 
-class TrainBatches:
+class _Batches:
+    """What training and evaluation batches share."""
+
+    def __init__(self, access: Access) -> None:
+        self.access = access
+        self._assembler = Assembler(access)
+
+    def describe(self, shard: int, *, row: int) -> str:
+        """A sample's shard and key, for messages."""
+        return self._assembler.describe(shard, row=row)
+
+
+class TrainBatches(_Batches):
     """Micro-batch number i of this rank's training stream; micro-batch i belongs to step i // accumulation.
 
     Args:
@@ -66,8 +77,8 @@ class TrainBatches:
         seed: int,
         mixup: MixupConfig | None = None,
     ) -> None:
-        self.access, self.order, self.layout, self.seed = access, order, layout, seed
-        self._assembler = Assembler(access)
+        super().__init__(access)
+        self.order, self.layout, self.seed = order, layout, seed
         self._transform = transform
         self._mixup = mixup
         is_mixing = draw_mix(mixup, seed=seed, step=0, image_size=transform.image_size) is not None
@@ -107,35 +118,32 @@ class TrainBatches:
         draws = uniforms(RandomStream.AUGMENT, self.seed, visits.epoch, visits.sample, draws=DRAWS_PER_SAMPLE)
         return visits, draws
 
-    @property
-    def rows_beyond(self) -> int:
-        """Rows of a micro-batch that are only mixed into others."""
-        return self._rows - self.layout.micro_batch_size
+    def upcoming(self, start_step: int) -> Iterator[tuple[int, list[int]]]:
+        """The shards that each step is the first to touch, for the prefetcher."""
+        layout = self.layout
+        beyond = self._rows - layout.micro_batch_size
+        return upcoming_shards(
+            self.order, rank=layout.rank, world_size=layout.world_size, start_step=start_step, beyond=beyond
+        )
 
-    def describe(self, shard: int, *, row: int) -> str:
-        """A sample's shard and key, for messages."""
-        return self._assembler.describe(shard, row=row)
 
-
-class EvalBatches:
+class EvalBatches(_Batches):
     """Batch number i of this rank's part of an evaluation; every rank has the same number of batches.
 
-    The samples are cut into one contiguous block a rank. Blocks are padded to equal length by repeating the last
-    sample with `counted` False: ZeRO-3 gathers weights in every forward pass, so all ranks must make equally many.
+    Each rank has a contiguous block of the samples. Blocks are padded to equal length by repeating the last sample with
+    `counted` False: ZeRO-3 gathers weights in every forward pass, so all ranks must make equally many.
     """
 
     def __init__(
         self, access: Access, *, transform: EvalTransform, rank: int, world_size: int, batch_size: int
     ) -> None:
-        self.access = access
-        self._assembler = Assembler(access)
+        super().__init__(access)
         self._transform = transform
         self._num_samples = access.shards.num_samples
         self._block = -(-self._num_samples // world_size)
         self._first = rank * self._block
         self._batch_size = batch_size
-        sizes = np.array(access.shards.shard_sizes, dtype=np.int64)
-        self._first_of_shard = np.cumsum(sizes) - sizes
+        self._first_of_shard = np.cumsum([0, *access.shards.shard_sizes], dtype=np.int64)[:-1]
 
     def __len__(self) -> int:
         """Batches of every rank."""
@@ -154,26 +162,14 @@ class EvalBatches:
             last = max([last, *shards])
             yield number, shards
 
-    def describe(self, shard: int, *, row: int) -> str:
-        """A sample's shard and key, for messages."""
-        return self._assembler.describe(shard, row=row)
-
-    def _visits(self, number: int) -> tuple[Visits, np.ndarray[Any, np.dtype[np.bool_]]]:
+    def _visits(self, number: int) -> tuple[Visits, NDArray[np.bool_]]:
         in_block = np.arange(number * self._batch_size, (number + 1) * self._batch_size, dtype=np.int64)
         wanted = self._first + in_block
         counted = (in_block < self._block) & (wanted < self._num_samples)
         sample = np.minimum(wanted, self._num_samples - 1)
         shard = np.searchsorted(self._first_of_shard, sample, side="right") - 1
-        zeros = np.zeros_like(sample)
-        visits = Visits(
-            epoch=zeros,
-            shard=shard,
-            row=sample - self._first_of_shard[shard],
-            sample=sample,
-            lane=zeros,
-            position=sample,
-        )
-        return visits, counted
+        row, zeros = sample - self._first_of_shard[shard], np.zeros_like(sample)
+        return Visits(epoch=zeros, shard=shard, row=row, sample=sample, lane=zeros, position=sample), counted
 
 
 class TrainLoader:
@@ -182,9 +178,9 @@ class TrainLoader:
     Args:
         batches: the stream.
         stop_step: one past the last optimizer step.
-        start_step: the first; what a resumed run has done already.
-        workers: how many read and decode ahead; 0 does it in the calling thread.
-        kind: what they are.
+        start_step: the first: the steps that a resumed run has done.
+        workers: how many read and decode ahead; 0: the calling thread does it.
+        kind: of the workers.
 
     Raises:
         UserError: while iterating, for a sample that cannot be read.
@@ -231,7 +227,7 @@ class TrainLoader:
         return {"images_seen": self.step * self._batches.order.global_batch_images, **self._identity()}
 
     def load_state_dict(self, state: dict[str, int | str]) -> None:
-        """Go on where a state says; before the first batch is taken, or after `close`.
+        """Go on where a state stands; before the first batch is taken, or after `close`.
 
         Raises:
             UserError: the state is another stream's.
@@ -269,16 +265,9 @@ class TrainLoader:
         }
 
     def _start(self) -> None:
-        layout, access = self._batches.layout, self._batches.access
-        upcoming = upcoming_shards(
-            self._batches.order,
-            rank=layout.rank,
-            world_size=layout.world_size,
-            start_step=self.step,
-            beyond=self._batches.rows_beyond,
-        )
+        access, upcoming = self._batches.access, self._batches.upcoming(self.step)
         self._prefetcher = start_prefetch(access.store, access.shards.shards, upcoming=upcoming)
-        numbers = range(self._delivered, self._stop_step * layout.accumulation_steps)
+        numbers = range(self._delivered, self._stop_step * self._batches.layout.accumulation_steps)
         self._iterator = iterate(self._batches, numbers=numbers, workers=self._workers, kind=self._kind)
 
 

@@ -4,10 +4,10 @@ The law. In the global batch of step s, slot i is mixed with slot i + 1 (the las
 one box hold for the whole batch: functions of the seed and s. So the mixed images are the same on any number of
 processes; a process needs one sample more than its own, the one after its last. `batch` does the mixing, on the device.
 
-Mixup keeps the larger part of the own image, max(lambda, 1 - lambda), as big_vision does: with a partner that is
-another slot's own image, the smaller part would give the same pairs a second time. CutMix pastes timm's box: as high
-and wide as the square root of 1 - lambda, its centre anywhere, cut off at the edges, and the weight set to the area
-that is left. big_vision mixes along the batch in the same way, timm with the batch turned round.
+Mixup keeps the larger part of the own image, max(lambda, 1 - lambda), as big_vision does: the smaller part would give
+the same pairs a second time, since each partner is another slot's own image. CutMix pastes timm's box: as high and wide
+as the square root of 1 - lambda, its centre anywhere, cut off at the edges, and the weight is the area that is left.
+big_vision mixes along the batch in the same way, timm with the batch reversed.
 
 Cost: 0.1 ms a batch. Needs scipy, for the inverse of the Beta distribution: a draw is then a function of one number.
 """

@@ -1,13 +1,12 @@
-"""Those who read and decode ahead, in threads of the training process or in processes of their own.
+"""Data workers: threads of the training process, or processes, that read and decode ahead.
 
 Threads share everything: no second torch, no copy through shared memory, a first batch at once. But a tenth of the work
-is Python, during which they and the training loop wait for one another; so from some number on, processes.
+is Python, where they and the training loop hold the GIL in turn; so from some number on, processes.
 
 Worker processes come from a fork server, not from a fork of the training process, whose other threads (MLflow's,
-CUDA's) may hold locks that a fork would copy for ever. They ignore the signals that stop a job: the rank that owns
-them saves first and then ends them. One that dies is reported with the sample that it was reading. They cost 0.03 s and
-25 MB each once the server has loaded torch, which takes it 2 s and 300 MB. `PREFETCH` items of memory for each worker
-of either kind. What an item is, this does not know.
+CUDA's) may hold locks that a fork would copy forever. They ignore the signals that stop a job: their rank saves first
+and then ends them. A worker's death is reported with the sample that it was reading. They cost 0.03 s and 25 MB each
+once the server has loaded torch (2 s, 300 MB). Each worker holds `PREFETCH` items.
 """
 
 from __future__ import annotations
@@ -40,9 +39,8 @@ Produced = TypeVar("Produced", covariant=True)
 
 PREFETCH = 4  # items that a worker has ready or in the making
 
-_EXIT_SECONDS = 5.0  # that worker threads are given for the item they are at, which takes a fraction of one
-
-_NEWS_SECONDS = 30.0  # that the fork server is given to tell of a dead worker, which takes a millisecond
+_EXIT_SECONDS = 5.0  # that worker threads get to finish their item, which takes a fraction of one
+_NEWS_SECONDS = 30.0  # that the fork server gets to report a dead worker, which takes a millisecond
 
 _at_work: set[threading.Thread] = set()
 _exiting = threading.Event()
@@ -60,14 +58,13 @@ class Described(Protocol[Produced]):
         ...
 
 
-# Where the workers note (shard, row) of the sample they are at: two numbers for each, in memory shared with the rank.
-# None in a process that is no worker.
+# (shard, row) of each worker's current sample, in memory shared with the rank; None in a process that is no worker.
 _notes: Any = None
-_worker = -1  # its number
+_worker = -1  # this worker's number
 
 
 def now_reading(shard: int, *, row: int) -> None:
-    """Note, in a worker, which sample comes next, so that its death can be told with a name."""
+    """Note, in a worker, which sample comes next, so that a report of its death can name it."""
     if _notes is not None:
         _notes[2 * _worker], _notes[2 * _worker + 1] = shard, row
 
@@ -106,7 +103,7 @@ def iterate(dataset: Described[Item], *, numbers: range, workers: int, kind: Wor
 
 
 def _in_threads(dataset: Described[Item], *, numbers: range, workers: int) -> Generator[Item]:
-    """Daemon threads, since those of a ThreadPoolExecutor would hold up the exit until a store's last retry."""
+    """Daemon threads, since those of a ThreadPoolExecutor would delay the exit until a store's last retry."""
     upcoming = iter(numbers)
     jobs: SimpleQueue[tuple[int, Future[Item]] | None] = SimpleQueue()
     ahead: deque[Future[Item]] = deque()
@@ -183,7 +180,7 @@ def _in_processes(dataset: Described[Item], *, numbers: range, workers: int) -> 
             return
         except (RuntimeError, OSError, EOFError) as error:  # OSError: of a batch that the dead one did not hand over
             if "in DataLoader worker process" not in str(error):  # torch's words for what the dataset raised
-                # A death is told by the fork server, on a busy machine after what was lost with the dead one is missed.
+                # The fork server reports the death, on a busy machine later than the lost item is missed.
                 multiprocessing.connection.wait([each.sentinel for each in iterator._workers], timeout=_NEWS_SECONDS)
             if all(process.is_alive() for process in iterator._workers):
                 raise
@@ -214,7 +211,7 @@ def _obituary(dataset: Described[Item], processes: list[Any], notes: Any) -> str
         shard, row = notes[2 * number], notes[2 * number + 1]
         try:
             where = f"reading sample {dataset.describe(shard, row=row)}" if shard >= 0 else "not reading yet"
-        except Exception as error:  # noqa: BLE001 - the death is the news, whatever keeps us from naming the sample
+        except Exception as error:  # noqa: BLE001 - the death must be reported, even where the sample has no name
             where = f"reading row {row} of shard {shard}, which cannot be opened ({error})"
         code = process.exitcode
         how = f"was killed by signal {-code}" if code is not None and code < 0 else f"ended with exit code {code}"
@@ -224,11 +221,11 @@ def _obituary(dataset: Described[Item], processes: list[Any], notes: Any) -> str
 
 
 def _start_fork_server() -> None:
-    """Start it with torch loaded, and deaf to the signals that stop a job.
+    """Start it with torch loaded and with the signals blocked that stop a job.
 
-    Loaded once and shared: a worker then starts in 0.03 s instead of 1, with 25 MB of its own instead of 310. Deaf,
-    because Slurm sends its signals to every process, and the workers are lost with their server. A blocked signal
-    stays blocked through fork and exec; one that comes meanwhile reaches this process afterwards.
+    A worker then starts in 0.03 s instead of 1, with 25 MB of its own instead of 310. Blocked, because Slurm signals
+    every process, and without their server the workers die. A blocked signal stays blocked through fork and exec; one
+    that comes meanwhile reaches this process afterwards.
     """
     atexit.unregister(_kill_workers)
     atexit.register(_kill_workers)
@@ -243,7 +240,7 @@ def _start_fork_server() -> None:
 
 
 def _kill_workers() -> None:
-    """At exit, ahead of multiprocessing's own way: SIGTERM, which they ignore, and then waiting for them, for ever."""
+    """At exit, before multiprocessing sends SIGTERM, which they ignore, and waits for them forever."""
     for process in multiprocessing.active_children():
         if process.daemon:
             process.kill()
@@ -255,7 +252,7 @@ def _prepare_worker(notes: Any, worker: int) -> None:
     for stop in _STOP_SIGNALS:
         signal.signal(stop, signal.SIG_IGN)
     torch.set_num_threads(1)  # the workers share the cores among themselves
-    # torch's workers watch their parent, which here is the fork server; and that lives as long as any of them.
+    # torch's workers watch their parent, which here is the fork server and lives as long as any of them.
     threading.Thread(target=_end_with_the_rank, daemon=True).start()
 
 

@@ -10,10 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_shards.errors import UserError
-from data_shards.mixture import MOST_SETS, PATTERN, MixedOrder, make_order, pattern_quotas, upcoming_shards
+from data_shards.mixture import MOST_SETS, PATTERN, MixedOrder, make_order, pattern_quotas, set_seed, upcoming_shards
 from data_shards.order import LaneStream, Order, Visits
 
 law = settings(max_examples=40, deadline=None)  # a deadline measures how busy the machine is
+
+
+def mixed(sizes: list[list[int]], *, weights: list[float] | None, seed: int, **cut: int) -> MixedOrder:
+    """Also of a single set."""
+    orders = [Order(each, seed=set_seed(seed, number=number), **cut) for number, each in enumerate(sizes)]
+    return MixedOrder(orders, weights=weights, seed=seed)
 
 
 @dataclass(frozen=True)
@@ -26,7 +32,7 @@ class Case:
     window_images: int
 
     def order(self) -> MixedOrder:
-        return MixedOrder(
+        return mixed(
             self.sizes,
             weights=self.weights,
             seed=self.seed,
@@ -156,7 +162,7 @@ def test_make_order_mixes_several():
 
 
 def test_equal_sets_are_not_shuffled_alike():
-    order = MixedOrder([[500], [500]], weights=None, seed=0, lanes=1, global_batch_images=1, window_images=500)
+    order = mixed([[500], [500]], weights=None, seed=0, lanes=1, global_batch_images=1, window_images=500)
     first, second = (lane_visits(each, 0, start=0, stop=500).sample for each in order.orders)
     assert np.count_nonzero(first == second) < 10
 
@@ -189,7 +195,7 @@ def test_shares_hold_in_every_batch_and_every_slice_of_one(case: Case, step: int
 
 
 def test_two_sets_are_within_two_of_their_share_even_in_large_batches():
-    order = MixedOrder(
+    order = mixed(
         [[1000] * 30, [1000] * 70], weights=[0.29, 0.71], seed=5, lanes=64, global_batch_images=4096, window_images=500
     )
     for step in (0, 1, 7, 10**5):
@@ -198,7 +204,7 @@ def test_two_sets_are_within_two_of_their_share_even_in_large_batches():
 
 def test_neighbours_in_a_batch_are_not_always_of_different_sets():
     """Mixup pairs neighbours; a strictly alternating pattern would never mix two samples of one set."""
-    order = MixedOrder([[1000], [1000]], weights=None, seed=0, lanes=8, global_batch_images=512, window_images=100)
+    order = mixed([[1000], [1000]], weights=None, seed=0, lanes=8, global_batch_images=512, window_images=100)
     which = np.concatenate([batch(order, step).shard for step in range(0, 640, 64)])
     different = np.mean(which[1:] != which[:-1])
     assert 0.7 < different < 0.8  # 3 in 4: always in the span of a pair, half of the time across
@@ -255,7 +261,7 @@ def test_a_restart_at_any_step_goes_on_with_the_same_stream(case: Case, steps: l
 
 
 def test_processes_that_do_not_divide_the_lanes_are_refused():
-    order = MixedOrder([[20], [20]], weights=None, seed=0, lanes=6, global_batch_images=6, window_images=5)
+    order = mixed([[20], [20]], weights=None, seed=0, lanes=6, global_batch_images=6, window_images=5)
     with pytest.raises(UserError, match=r"4 processes .* data\.lanes 6 evenly: use one of 1, 2, 3, 6 processes"):
         order.rank_batch(0, rank=0, world_size=4)
     with pytest.raises(UserError, match="4 processes"):
@@ -352,7 +358,7 @@ def test_weights_and_sizes_that_do_not_fit_are_refused():
 
 def test_pinned_batches():
     """A change of these numbers is a change of every mixed run's order: no run could be resumed across it."""
-    order = MixedOrder(
+    order = mixed(
         [[7, 1, 12], [5, 9], [30]], weights=[2, 1, 1], seed=3, lanes=4, global_batch_images=12, window_images=5
     )
     assert {step: batch(order, step).sample.tolist() for step in GOLDEN_SAMPLES} == GOLDEN_SAMPLES

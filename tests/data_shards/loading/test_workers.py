@@ -32,7 +32,7 @@ class _Deadly:
         self._batches = train_batches(shards)
         self.order, self.layout, self.access = self._batches.order, self._batches.layout, self._batches.access
         self.seed, self._fatal, self._signal = self._batches.seed, fatal, number
-        self.rows_beyond = 0
+        self.upcoming = self._batches.upcoming
 
     def __getitem__(self, number: int) -> object:
         batch = self._batches[number]
