@@ -1,4 +1,4 @@
-"""One file for each command of `shardvit` that is not a room of its own.
+"""One file for each command of `shardvit` that has no room of its own; heavy imports are inside the commands.
 
-Imported by `cli`, inside the command. Imports `run` and everything below `launch`.
+Imported by `cli`. Imports `run` and everything below `launch`.
 """

@@ -11,7 +11,7 @@ from cyclopts import Parameter
 from data_shards.errors import UserError
 from data_shards.text import printable
 from data_shards.vocabulary import USUAL_MOST_PIXELS
-from launch.commands.image_limit import MaxImagePixels, pixel_limit
+from launch.flags import CacheFolder, JsonFlag, MaxImagePixels, demand_counts, pixel_limit, size_bytes
 
 
 def check(
@@ -39,14 +39,11 @@ def check(
     multi_label: Annotated[
         bool, Parameter(negative="", help="Tars without a manifest have a list of labels for each image.")
     ] = False,
-    cache: Annotated[
-        Path | None,
-        Parameter(help="Folder for shards that are fetched; default: shardvit-cache-USER in $TMPDIR or /tmp."),
-    ] = None,
+    cache: CacheFolder = None,
     cache_limit: Annotated[
         str | None, Parameter(help="Size of that folder, beyond which the oldest shards are removed; default: 50GB.")
     ] = None,
-    as_json_text: Annotated[bool, Parameter(name="--json", negative="", help="Print the result as JSON.")] = False,
+    as_json_text: JsonFlag = False,
 ) -> int:
     """Look through shards for damage, duplicates, wrong labels, and how they suit a number of GPUs.
 
@@ -70,20 +67,13 @@ def check(
     from data_shards.store.cache import CacheConfig, default_cache_folder
     from data_shards.store.location import is_local
     from data_shards.store.store import RetryPolicy, Store
-    from data_shards.text import parse_bytes
 
-    for name, number in (("world-size", world_size), ("lanes", lanes), ("gpus-per-node", gpus_per_node)):
-        if number is not None and number < 1:
-            raise UserError(f"--{name}: it is {number}; give 1 or more")
+    demand_counts(world_size=world_size, lanes=lanes, gpus_per_node=gpus_per_node)
     if world_size is None and (lanes, gpus_per_node) != (None, None):
         raise UserError("--lanes, --gpus-per-node: they say how --world-size processes would read; give that too")
     if is_local(shards) and (cache, cache_limit) != (None, None):
         raise UserError(f"--cache, --cache-limit: {shards} is local and is not copied; leave them out")
-    try:
-        limit_bytes = parse_bytes(cache_limit or "50GB")
-    except ValueError as error:
-        raise UserError(f"--cache-limit: {error}") from None
-    folder = cache or default_cache_folder()
+    limit_bytes = size_bytes("--cache-limit", cache_limit) or 50 * 10**9
     result = check_shards(
         ShardsSpec(shards, label=label, kind="multi" if multi_label else "single", classes=classes),
         decode=decode,
@@ -93,7 +83,7 @@ def check(
         lanes=lanes,
         processes_per_node=gpus_per_node or 8,
         store=Store(
-            None if is_local(shards) else CacheConfig(folder=folder, limit_bytes=limit_bytes),
+            None if is_local(shards) else CacheConfig(folder=cache or default_cache_folder(), limit_bytes=limit_bytes),
             retry=RetryPolicy(give_up_seconds=60.0),  # somebody waits for the answer, no training is at stake
             commands="run",  # SHARDS, as it was typed; what lies there cannot name others
         ),

@@ -7,13 +7,18 @@ runs the same fine-tuning from scratch, and compares. Typed again after an inter
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from pipeline.recipe.io import load_recipe, parse_recipe
-from pipeline.run_folder import RunFolder, StageRecord
+from cyclopts import Parameter
+
+from data_shards.text import table
+from launch.flags import RunsFolder
+from launch.output import go_on
+
+if TYPE_CHECKING:
+    from pipeline.run_folder import RunFolder, StageRecord
 
 DemoData = Literal["digits", "fashion-mnist"]
 
@@ -50,38 +55,42 @@ CHOICES: dict[DemoData, DemoChoice] = {
 }
 
 
-def run_demo(data: DemoData, *, runs_root: Path, shards_root: Path) -> int:
-    """Run the demo; returns the exit code.
+def demo(
+    *,
+    data: Annotated[DemoData, Parameter(help="Which images.")] = "digits",
+    runs: RunsFolder = Path("runs"),
+    shards: Annotated[Path, Parameter(help="Where the shards are packed to.")] = Path("shards"),
+) -> int:
+    """Run the whole pipeline on small real images: pack, pretrain, swap head, finetune, and compare with scratch.
 
-    Raises:
-        UserError: the images are not there, or the folders hold something else.
+    Some examples:
+        shardvit demo
+
+        shardvit demo --data fashion-mnist
     """
+    go_on()
     choice = CHOICES[data]
     print(f"== packing {choice.source} ==", flush=True)
     from data_shards.packing.pack import pack  # and scikit-learn, which takes longer than the first line should
     from launch.run.pipeline_run import PipelineRun
+    from pipeline.recipe.io import load_recipe
 
-    folders: list[RunFolder] = []
     packed = (
         ("pretrain", choice.pretrain_classes, choice.pretrain_holdout),
         ("transfer", choice.transfer_classes, choice.transfer_holdout),
     )
     for use, classes, holdout in packed:
-        pack(choice.source, shards_root / f"{data}-{use}", classes=classes, holdout=holdout)
+        pack(choice.source, shards / f"{data}-{use}", classes=classes, holdout=holdout)
+    folders: list[RunFolder] = []
     for recipe in (choice.recipe, f"{choice.recipe}_scratch"):
         print(f"\n== {recipe} ==", flush=True)
-        run = PipelineRun.open(
-            load_recipe(recipe, overrides=_shard_paths(recipe, data, shards_root)), runs_root=runs_root
-        )
-        code = run.execute()
-        if code:
+        loaded = load_recipe(recipe, overrides=_shard_paths(recipe, data, shards))
+        run = PipelineRun.open(loaded, runs_root=runs)
+        if code := run.execute():
             return code
         folders.append(run.folder)
     transferred, scratch = folders
-    print()
-    print(comparison(transferred, scratch=scratch))
-    print()
-    print(next_commands(choice, runs_root=runs_root))
+    print(f"\n{comparison(transferred, scratch=scratch)}\n\n{next_commands(choice, runs_root=runs)}")
     return 0
 
 
@@ -101,36 +110,19 @@ def _shard_paths(recipe: str, data: DemoData, shards_root: Path) -> list[str]:
 
 def comparison(transferred: RunFolder, *, scratch: RunFolder) -> str:
     """The table: what each stage saw, took and reached, beside the same fine-tuning from scratch."""
-    recipe = parse_recipe(transferred.path / "recipe.yaml")
+    from pipeline.recipe.io import parse_recipe
+
+    def top1(record: StageRecord) -> str:
+        return f"{record.results['val/top1']:.4f}" if "val/top1" in record.results else ""
+
+    stages = parse_recipe(transferred.path / "recipe.yaml").stages
     rows = [("stage", "images seen", "seconds", "resolution", "top-1 held out", "top-1 from scratch")]
-    for stage in recipe.stages.names:
-        record = transferred.record(stage)
-        config = getattr(recipe.stages, stage)
-        size = getattr(config, "image_size", None)
-        rows.append(
-            (
-                stage,
-                f"{record.images_seen:,}",
-                f"{record.seconds:.1f}",
-                f"{size} px" if size else "",
-                _top1(record),
-                _top1(scratch.record(stage)) if stage == "finetune" else "",
-            )
-        )
-    return format_table(rows)
-
-
-def format_table(rows: Sequence[Sequence[str]]) -> str:
-    """Columns of equal width, the first one to the left, the others to the right, a rule below the heading."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = [
-        "  ".join(
-            cell.ljust(width) if column == 0 else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
-    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
+    for name in stages.names:
+        record, size = transferred.record(name), getattr(getattr(stages, name), "image_size", None)
+        own, other = top1(record), top1(scratch.record(name)) if name == "finetune" else ""
+        seen, seconds = f"{record.images_seen:,}", f"{record.seconds:.1f}"
+        rows.append((name, seen, seconds, f"{size} px" if size else "", own, other))
+    return table(rows, align="lr", heading="ruled")
 
 
 def next_commands(choice: DemoChoice, *, runs_root: Path) -> str:
@@ -153,8 +145,3 @@ def _command(name: str, *, module: str) -> str:
     if not script.exists():
         return f"{sys.executable} -m {module}"
     return str(script.relative_to(Path.cwd())) if script.is_relative_to(Path.cwd()) else str(script)
-
-
-def _top1(record: StageRecord) -> str:
-    top1 = record.results.get("val/top1")
-    return "" if top1 is None else f"{top1:.4f}"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -134,7 +135,7 @@ def import_model(
 
     config = trunk.config()
     names = None if class_names is None else _class_names(class_names)
-    try:
+    with _mistakes(out):
         said = Said(depth=trunk.depth, position=trunk.position, loss=loss)
         foreign = read_foreign(file, config=config, said=said)
         if config is None:
@@ -146,14 +147,9 @@ def import_model(
             )
         meta, state = adapt(foreign, image_size=image_size, num_classes=num_classes, class_names=names, loss=loss)
         save_model(out, state, meta=meta)
-    except ValueError as error:
-        raise UserError(str(error)) from None
-    except OSError as error:
-        raise UserError(f"{out} cannot be written: {error}") from None
-    for note in foreign.notes:
+    new_head = f"the head is new, for {meta.num_classes:,} classes and all zeros: fine-tune it"
+    for note in (*foreign.notes, *([new_head] if meta.num_classes != foreign.num_classes else [])):
         print(f"note: {printable(note)}")
-    if meta.num_classes != foreign.num_classes:
-        print(f"note: the head is new, for {meta.num_classes:,} classes and all zeros: fine-tune it")
     print(printable(f"{out}: {foreign.format}; {_summary(meta)}"))
     return 0
 
@@ -199,16 +195,23 @@ def export_model(
     from pipeline.find_model import find_model
 
     found = find_model(model)
-    try:
+    with _mistakes(target):
         notes = write(found.meta, found.state, to=to, out=target)
-    except ValueError as error:
-        raise UserError(str(error)) from None
-    except OSError as error:
-        raise UserError(f"{target} cannot be written: {error}") from None
     for note in (*found.notes, *notes):
         print(f"note: {printable(note)}")
     print(printable(f"{target}: {found.origin} as {to}: {_summary(found.meta)}"))
     return 0
+
+
+@contextmanager
+def _mistakes(target: Path) -> Iterator[None]:
+    """What is wrong with weights, or with the place to write to, is one sentence for the user."""
+    try:
+        yield
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    except OSError as error:
+        raise UserError(f"{target} cannot be written: {error}") from None
 
 
 def _name_of(model: Path) -> str:

@@ -9,16 +9,17 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
 from data_shards.errors import UserError
-from data_shards.text import printable
+from data_shards.text import one_line
 from data_shards.vocabulary import USUAL_MOST_PIXELS
-from launch.commands.image_limit import MaxImagePixels, pixel_limit
+from launch.flags import MaxImagePixels, demand_counts, pixel_limit
+from launch.output import say
 
 if TYPE_CHECKING:
     from pipeline.predict import ImagePrediction
@@ -60,10 +61,7 @@ def predict(
 
         shardvit predict model.onnx photos/ --json > photos.json
     """
-    if top < 1:
-        raise UserError(f"--top: it is {top}; give 1 or more")
-    if batch_size < 1:
-        raise UserError(f"--batch-size: it is {batch_size}; give 1 or more")
+    demand_counts(top=top, batch_size=batch_size)
     if not images:
         raise UserError("predict: name at least one image or folder of images after the model")
     if not model.exists():
@@ -75,83 +73,49 @@ def predict(
     files = image_files(images)
     predictor = open_predictor(model, device=device)
     if predictor.origin != str(model):
-        _tell(f"the model is {predictor.origin}")
+        say(f"the model is {predictor.origin}")
     for note in predictor.notes:
-        _tell(f"note: {note}")
+        say(f"note: {note}")
     predictions = predict_images(predictor, files, top=top, batch_images=batch_size, pixel_limit=limit)
-    if as_json:
-        faults = _print_json(predictions)
-    else:
-        longest = sorted(len(_shown(name)) for name in predictor.meta.class_names)[-top:]
-        faults = _print_lines(predictions, line=_layout(files, class_widths=longest))
-    if faults:
-        _tell(f"{faults:,} of {len(files):,} images could not be read")
-    return 1 if faults else 0
-
-
-def _print_json(predictions: Iterable[ImagePrediction]) -> int:
-    """The list, an image a line; returns the number of those that could not be read."""
-    faults = 0
-    before = "["
+    longest = sorted(len(one_line(name)) for name in predictor.meta.class_names)[-top:]
+    line = _layout(files, class_widths=longest)
+    faults, before = 0, "["
     for prediction in predictions:
-        print(f"{before}{json.dumps(_as_json(prediction))}", end="", flush=True)
-        before = ",\n "
-        faults += _told_fault(prediction)
-    print("]")
-    return faults
+        if as_json:
+            print(f"{before}{json.dumps(_as_json(prediction))}", end="", flush=True)
+            before = ",\n "
+        if prediction.fault is not None:
+            faults += 1
+            say(f"{one_line(str(prediction.image))}: {prediction.fault}")
+        elif not as_json:
+            print(line(prediction), flush=True)
+    if as_json:
+        print("]")
+    if faults:
+        say(f"{faults:,} of {len(files):,} images could not be read")
+    return 1 if faults else 0
 
 
 def _as_json(prediction: ImagePrediction) -> dict[str, object]:
     if prediction.fault is not None:
         return {"image": str(prediction.image), "error": prediction.fault}
-    return {
-        "image": str(prediction.image),
-        "predictions": [
-            {"class": each.name, "index": each.index, "probability": each.probability} for each in prediction.classes
-        ],
-    }
-
-
-def _print_lines(predictions: Iterable[ImagePrediction], *, line: Callable[[ImagePrediction], str]) -> int:
-    """Lines for people; returns the number of images that could not be read."""
-    faults = 0
-    for prediction in predictions:
-        faults += _told_fault(prediction)
-        if prediction.fault is None:
-            print(line(prediction), flush=True)
-    return faults
+    classes = [
+        {"class": each.name, "index": each.index, "probability": each.probability} for each in prediction.classes
+    ]
+    return {"image": str(prediction.image), "predictions": classes}
 
 
 def _layout(files: Sequence[Path], *, class_widths: Sequence[int]) -> Callable[[ImagePrediction], str]:
     """One line an image, or, on a terminal where the longest would not fit, one line a class."""
-    name_width = min(max(len(_shown(str(file))) for file in files), _WIDEST_NAME)
+    name_width = min(max(len(one_line(str(file))) for file in files), _WIDEST_NAME)
     widest = name_width + 1 + sum(width + len("  100.0 %,") for width in class_widths)
-    if sys.stdout.isatty() and widest > shutil.get_terminal_size().columns:
-        return lambda prediction: "\n".join(_block(prediction))
-    return lambda prediction: _line(prediction, name_width=name_width)
 
+    def line(prediction: ImagePrediction) -> str:
+        classes = ", ".join(f"{one_line(each.name)} {100 * each.probability:.1f} %" for each in prediction.classes)
+        return f"{one_line(str(prediction.image)) + ':':{name_width + 1}} {classes}"
 
-def _line(prediction: ImagePrediction, *, name_width: int) -> str:
-    classes = ", ".join(f"{_shown(each.name)} {100 * each.probability:.1f} %" for each in prediction.classes)
-    return f"{_shown(str(prediction.image)) + ':':{name_width + 1}} {classes}"
+    def block(prediction: ImagePrediction) -> str:
+        classes = (f"\n  {100 * each.probability:5.1f} %  {one_line(each.name)}" for each in prediction.classes)
+        return f"{one_line(str(prediction.image))}:{''.join(classes)}"
 
-
-def _block(prediction: ImagePrediction) -> Iterator[str]:
-    yield f"{_shown(str(prediction.image))}:"
-    for each in prediction.classes:
-        yield f"  {100 * each.probability:5.1f} %  {_shown(each.name)}"
-
-
-def _told_fault(prediction: ImagePrediction) -> bool:
-    if prediction.fault is not None:
-        _tell(f"{_shown(str(prediction.image))}: {prediction.fault}")
-    return prediction.fault is not None
-
-
-def _tell(message: str) -> None:
-    print(f"shardvit: {printable(message)}", file=sys.stderr, flush=True)
-
-
-def _shown(text: str) -> str:
-    """Names that would move the cursor, or that the output's encoding cannot hold, as Python writes them."""
-    return text if text.isprintable() else ascii(text)
+    return block if sys.stdout.isatty() and widest > shutil.get_terminal_size().columns else line

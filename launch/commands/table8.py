@@ -13,7 +13,7 @@ import math
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -21,6 +21,7 @@ from cyclopts import Parameter
 
 from data_shards.durable import replace_text
 from data_shards.errors import UserError
+from data_shards.text import table
 
 RECIPE = "digits_positions"  # its images are packed where they are missing
 _HOLDOUT = 0.3
@@ -106,11 +107,10 @@ def table8(
         code, results = run_cells(CELLS, recipe, overrides=overrides, runs_root=runs, shards_root=shards)
     if code:
         return code
-    text = format_results(results)
-    table = json.dumps(as_tree(results), indent=1)
+    text, tree = format_results(results), json.dumps(as_tree(results), indent=1)
     replace_text(runs / "table8.txt", text + "\n", sync="none")
-    replace_text(runs / "table8.json", table + "\n", sync="none")
-    print(table if as_json else f"\n{text}")
+    replace_text(runs / "table8.json", tree + "\n", sync="none")
+    print(tree if as_json else f"\n{text}")
     return 0
 
 
@@ -181,19 +181,20 @@ def run_cells(
 
 def format_results(results: Sequence[Result]) -> str:
     """The paper's table with our numbers, its own in brackets, and what must be known to read it."""
-    from launch.commands.demo import format_table
-
-    by_place = {(result.cell.position, result.cell.at): result for result in results}
+    shown = {
+        (each.cell.position, each.cell.at): f"{each.top1:.4f}"
+        + (" " * 10 if each.cell.paper is None else f" ({each.cell.paper:.5f})")
+        for each in results
+    }
     rows = [("position embedding", *_COLUMNS.values())]
     for position, name in _ROWS.items():
-        cells = [by_place.get((position, at)) for at in _COLUMNS]
-        if any(cells):
-            rows.append((name, *("N/A" if result is None else _cell_text(result) for result in cells)))
-    images = min(result.images for result in results)
-    error = max(math.sqrt(result.top1 * (1 - result.top1) / result.images) for result in results)
+        if any(position == each.cell.position for each in results):
+            rows.append((name, *(shown.get((position, at), "N/A") for at in _COLUMNS)))
+    error = max(math.sqrt(each.top1 * (1 - each.top1) / each.images) for each in results)
     return (
-        f"{format_table(rows)}\n"
-        f"Top-1 on {images:,} held-out images, one run each: one standard error is up to {error:.4f}.\n"
+        f"{table(rows, align='lr', heading='ruled')}\n"
+        f"Top-1 on {min(each.images for each in results):,} held-out images, one run each: one standard error is up to "
+        f"{error:.4f}.\n"
         "In brackets the ViT paper's Table 8: B/16, JFT-300M, ImageNet 5-shot; another measure, so only the order\n"
         "can be compared. The fixed sin-cos embedding is not in the paper's table."
     )
@@ -201,25 +202,17 @@ def format_results(results: Sequence[Result]) -> str:
 
 def as_tree(results: Sequence[Result]) -> list[dict[str, object]]:
     """The same for programs: one entry for each run."""
+    keys = ("run", "top1", "images", "seconds")
     return [
-        {
-            "position": result.cell.position,
-            "position_at": result.cell.at,
-            "paper_5_shot": result.cell.paper,
-            **{key: value for key, value in asdict(result).items() if key != "cell"},
-        }
-        for result in results
+        {"position": each.cell.position, "position_at": each.cell.at, "paper_5_shot": each.cell.paper}
+        | {key: getattr(each, key) for key in keys}
+        for each in results
     ]
-
-
-def _cell_text(result: Result) -> str:
-    paper = " " * 10 if result.cell.paper is None else f" ({result.cell.paper:.5f})"
-    return f"{result.top1:.4f}{paper}"
 
 
 @contextlib.contextmanager
 def _standard_output_to_error() -> Iterator[None]:
-    """So that what this process and its children say on the way stays out of the JSON."""
+    """What this process and its children print on the way stays out of the JSON."""
     sys.stdout.flush()
     kept = os.dup(1)
     os.dup2(2, 1)

@@ -12,6 +12,7 @@ from cyclopts import Parameter
 
 from launch.doctor.findings import Check, Diagnosis
 from launch.env import num_gpus, tracking_uri, without_place
+from launch.flags import CacheFolder, JsonFlag
 
 _LEFT_OUT = ("imports", "arithmetic", "decoding", "all-reduce")
 
@@ -22,10 +23,8 @@ def doctor(
         bool, Parameter(negative="", help="Leave out what is tried in child processes: a second in all.")
     ] = False,
     runs: Annotated[Path, Parameter(help="Folder of all runs, whose disk is checked.")] = Path("runs"),
-    cache: Annotated[
-        Path | None, Parameter(help="Folder for downloaded shards; default: shardvit-cache-USER in $TMPDIR or /tmp.")
-    ] = None,
-    as_json_text: Annotated[bool, Parameter(name="--json", negative="", help="Print the result as JSON.")] = False,
+    cache: CacheFolder = None,
+    as_json_text: JsonFlag = False,
 ) -> int:
     """Say what this machine can run: each finding with a verdict and what to do.
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from data_shards.errors import UserError
 from data_shards.store.location import is_local
 from launch.env import num_gpus
+from launch.flags import demand_counts
 from launch.planning.page import RecipeForecast
 from launch.planning.shards import look
 from pipeline.budget.communication import links_of
@@ -45,9 +46,7 @@ def make_plan(
     Raises:
         UserError: an argument that is out of range or contradicts another.
     """
-    for flag, value in (("gpus", gpus), ("gpus-per-node", gpus_per_node)):
-        if value is not None and value < 1:
-            raise UserError(f"--{flag}: it is {value}; give 1 or more")
+    demand_counts(gpus=gpus, gpus_per_node=gpus_per_node)
     for flag, number in (("node-gbps", node_gbps), ("images-per-second", images_per_second)):
         if number is not None and number <= 0:
             raise UserError(f"--{flag}: it is {number:g}; give a number above 0")

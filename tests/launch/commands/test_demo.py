@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from data_shards.sources import open_source
-from launch.commands.demo import CHOICES, comparison, format_table, next_commands
+from launch.commands.demo import CHOICES, comparison, next_commands
 from launch.commands.demo import _shard_paths as shard_paths
 from pipeline.recipe.io import load_recipe
 from pipeline.recipe.schema import FinetuneStage, Recipe
@@ -58,10 +58,6 @@ def test_the_table_shows_what_the_records_hold(tmp_path):
     assert lines[2].split() == ["pretrain", "51,200", "61.2", "16", "px", "0.9800"]
     assert lines[4].split() == ["finetune", "3,200", "5.0", "24", "px", "0.9700", "0.7500"]
     assert "0.75" in lines[4] and "0.75" not in lines[2]
-
-
-def test_columns_are_as_wide_as_their_widest_cell():
-    assert format_table([("a", "bb"), ("ccc", "d")]) == "a    bb\n-------\nccc   d"
 
 
 def test_the_next_commands_name_the_store_and_the_recipe(tmp_path):

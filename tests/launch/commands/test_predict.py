@@ -95,7 +95,7 @@ def test_damaged_images_are_named_and_the_others_answered(call: Call, tmp_path: 
     assert [line.split(":")[0] for line in out.splitlines()] == [f"{tmp_path}/d.png", "one.png"]
     lines = err.splitlines()
     assert len(lines) == 3
-    assert lines[0].startswith(f"shardvit: '{tmp_path}/b\\x1b[31m.png': not a readable image")
+    assert lines[0].startswith(f"shardvit: {tmp_path}/b\\x1b[31m.png: not a readable image")
     assert lines[1].startswith(f"shardvit: {tmp_path}/c.png: not a readable image")
     assert lines[2] == "shardvit: 2 of 4 images could not be read"
 

@@ -1,0 +1,118 @@
+"""`shardvit pack`: the command line of `data_shards.packing`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from data_shards.errors import UserError
+from data_shards.text import printable
+from data_shards.vocabulary import USUAL_MOST_PIXELS
+from launch.flags import MaxImagePixels, pixel_limit, size_bytes
+from launch.output import go_on
+
+
+def pack(
+    source: str,
+    out: Path,
+    /,
+    *,
+    labels: Annotated[
+        Path | None, Parameter(help="CSV or JSONL file with path and label of each image, instead of class folders.")
+    ] = None,
+    path_column: Annotated[str | None, Parameter(help="Column or key of the paths in --labels; default: path.")] = None,
+    label_column: Annotated[
+        str | None, Parameter(help="Column or key of the labels in --labels; default: label.")
+    ] = None,
+    class_names: Annotated[
+        Path | None, Parameter(help="File with the names of class 0, 1, ... of --labels, one a line.")
+    ] = None,
+    classes: Annotated[
+        str | None, Parameter(help="Only these classes, comma separated; they get labels 0, 1, ...")
+    ] = None,
+    holdout: Annotated[float | None, Parameter(help="Share of each class kept apart as the split 'val'.")] = None,
+    holdout_list: Annotated[
+        Path | None, Parameter(help="File with the paths of the images kept apart as 'val', one a line.")
+    ] = None,
+    samples_per_shard: Annotated[int | None, Parameter(help="Images in one tar at most; default: 1000.")] = None,
+    shard_size: Annotated[
+        str | None, Parameter(help="Size of one tar instead, such as 256MB; exact to within an image.")
+    ] = None,
+    resize_short: Annotated[
+        int | None,
+        Parameter(help="Reduce images with a longer short side to this many pixels; default: original bytes."),
+    ] = None,
+    quality: Annotated[int | None, Parameter(help="JPEG quality of the reduced images; default: 90.")] = None,
+    max_image_pixels: MaxImagePixels = USUAL_MOST_PIXELS,
+    drop_duplicates: Annotated[
+        bool, Parameter(negative="", help="Of images with the same bytes pack only the first, train before val, test.")
+    ] = False,
+    skip_unreadable: Annotated[
+        bool,
+        Parameter(
+            negative="",
+            help="Leave out images that cannot be read or lie beside the class folders, and list them; pass over empty "
+            "class folders.",
+        ),
+    ] = False,
+    seed: Annotated[int, Parameter(help="Of the shuffle and of the held-out choice.")] = 0,
+) -> int:
+    """Pack images into WebDataset shards with a manifest.
+
+    SOURCE is a folder of class folders (or train/, val/ and test/ of them), any
+    folder with --labels, a folder with the four IDX files of MNIST or
+    Fashion-MNIST, "fashion-mnist" for the ones that Debian installs, or
+    "digits" for scikit-learn's digits. OUT gets a folder for each split.
+
+    All images are decoded once: one that cannot be read ends the command,
+    which then names all such images. Killed or stopped at any moment, the same
+    command goes on with the finished shards; the result is the same to the byte.
+
+    Some examples:
+        shardvit pack photos/ shards/photos --holdout 0.1
+
+        shardvit pack photos/ shards/photos --labels photos.csv --holdout-list val.txt
+
+        shardvit pack imagenet/ shards/imagenet --shard-size 256MB --skip-unreadable
+
+        shardvit pack imagenet/ shards/imagenet-320 --resize-short 320 --quality 90
+
+        shardvit pack digits shards/digits --classes 0,1,2,3,4,5,6 --holdout 0.2
+
+    photos.csv begins with the line "path,label"; a line is "a/1.jpg,cat", or
+    "a/2.jpg,cat|dog" where images have several labels. JSONL has the same as
+    {"path": "a/2.jpg", "label": ["cat", "dog"]}. Paths are relative to SOURCE,
+    or absolute ones inside it.
+    """
+    from data_shards.packing.image import DEFAULT_QUALITY, Resize
+    from data_shards.packing.pack import pack as pack_images
+    from data_shards.sources import LabelList
+
+    go_on()
+    if labels is None and (path_column, label_column, class_names) != (None, None, None):
+        raise UserError(
+            "--path-column, --label-column, --class-names: they describe a list of labels; give --labels too"
+        )
+    if resize_short is None and quality is not None:
+        raise UserError("--quality: it is that of reduced images; give --resize-short too")
+    pack_images(
+        source,
+        out,
+        labels=None
+        if labels is None
+        else LabelList(labels, path_column or "path", label_column or "label", class_names),
+        classes=[name.strip() for name in classes.split(",")] if classes else None,
+        holdout=holdout,
+        holdout_list=holdout_list,
+        samples_per_shard=samples_per_shard,
+        shard_size_bytes=size_bytes("--shard-size", shard_size),
+        resize=None if resize_short is None else Resize(resize_short, DEFAULT_QUALITY if quality is None else quality),
+        pixel_limit=pixel_limit(max_image_pixels),
+        unreadable="skip" if skip_unreadable else "refuse",
+        duplicates="drop" if drop_duplicates else "keep",
+        seed=seed,
+        report=lambda line: print(printable(line)),
+    )
+    return 0

@@ -1,0 +1,114 @@
+"""`shardvit run`, and `shardvit train`, which every launcher starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from cyclopts import Parameter
+
+from data_shards.errors import UserError
+from launch.flags import RunsFolder
+from launch.output import go_on
+from pipeline.vocabulary import StageName
+
+
+def run(
+    recipe: str,
+    /,
+    *overrides: str,
+    stage: Annotated[StageName | None, Parameter(help="Only this stage; default: all, in order.")] = None,
+    restart: Annotated[
+        StageName | None,
+        Parameter(
+            help="Begin this stage and those after it again; what is there is moved aside. Leave it out to go on later."
+        ),
+    ] = None,
+    runs: RunsFolder = Path("runs"),
+    max_restarts: Annotated[
+        int, Parameter(help="How often a stage that failed is started again by itself, over all stages.")
+    ] = 0,
+    hostfile: Annotated[
+        Path | None, Parameter(help="Run on several machines: a file of lines HOST slots=8, as deepspeed's.")
+    ] = None,
+    include: Annotated[str, Parameter(help="Only these of --hostfile, such as host0@host1:0,1.")] = "",
+    exclude: Annotated[str, Parameter(help="Not these of --hostfile, written likewise.")] = "",
+    launcher: Annotated[
+        Literal["ssh", "pdsh"], Parameter(help="With --hostfile: what reaches the hosts; pdsh must be installed.")
+    ] = "ssh",
+    master_addr: Annotated[str, Parameter(help="With --hostfile: under which the others find the first host.")] = "",
+    master_port: Annotated[int, Parameter(help="With --hostfile: where rank 0 listens; 0: the system chooses.")] = 0,
+    dry_run: Annotated[
+        bool, Parameter(help="Check everything, print what would be run, start nothing. Shards may be missing yet.")
+    ] = False,
+    all_keys: Annotated[
+        bool, Parameter(negative="", help="With --dry-run: print every key, not only those that differ from defaults.")
+    ] = False,
+) -> int:
+    """Run a recipe's stages here or on several machines: finished ones are skipped, an interrupted one goes on.
+
+    RECIPE is a YAML file or the name of a recipe that ships with shardvit; OVERRIDES are changes to it, key=value.
+
+    Some examples:
+        shardvit run digits
+
+        shardvit run my.yaml stages.pretrain.optimizer.lr=3e-4 processes=8
+
+        shardvit run my.yaml --stage finetune --restart finetune
+
+        shardvit run my.yaml --max-restarts 20
+
+        shardvit run my.yaml --hostfile hosts --exclude host3
+    """
+    from pipeline.recipe.io import load_recipe
+
+    if all_keys and not dry_run:
+        raise UserError("--all-keys says what --dry-run prints: give that too")
+    loaded = load_recipe(recipe, overrides=overrides)  # a mistake in it is said before anything slow is imported
+
+    from launch.run.pipeline_run import PipelineRun
+
+    if not dry_run:
+        go_on()
+    fleet = None
+    if hostfile is not None:
+        from launch.hosts.hostfile import open_fleet
+
+        fleet = open_fleet(
+            hostfile,
+            include=include,
+            exclude=exclude,
+            launcher=launcher,
+            master_addr=master_addr,
+            master_port=master_port,
+        )
+    elif include or exclude or launcher != "ssh" or master_addr or master_port:
+        raise UserError(
+            "--include, --exclude, --launcher, --master-addr and --master-port need --hostfile: give it, too"
+        )
+    opened = PipelineRun.open(
+        loaded, runs_root=runs, restart=restart, fleet=fleet, shards="if there" if dry_run else "needed"
+    )
+    return opened.execute(
+        only=stage,
+        mode="dry-run" if dry_run else "train",
+        max_restarts=max_restarts,
+        keys="all" if all_keys else "changed",
+    )
+
+
+def train(
+    *arguments: Annotated[
+        str, Parameter(allow_leading_hyphen=True, help="RECIPE [key=value ...] --stage STAGE [--runs FOLDER].")
+    ],
+) -> int:
+    """Run one stage of a recipe on this rank: what every launcher starts (`shardvit run` does it for you).
+
+    Some examples:
+        python -m launch.torchrun --nproc-per-node 8 -m launch.train my.yaml --stage pretrain --runs runs key=value
+
+        shardvit train my.yaml --stage swap_head
+    """
+    from launch.train import main as train_main
+
+    return train_main(arguments)

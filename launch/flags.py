@@ -1,0 +1,58 @@
+"""Flags that several commands have: their types, and mistakes in their values as one sentence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
+
+from data_shards.errors import UserError
+
+if TYPE_CHECKING:
+    from data_shards.images.decode import PixelLimit
+
+RunsFolder = Annotated[Path, Parameter(help="Folder of all runs and of mlflow.db.")]
+CacheFolder = Annotated[
+    Path | None, Parameter(help="Folder for downloaded shards; default: shardvit-cache-USER in $TMPDIR or /tmp.")
+]
+JsonFlag = Annotated[bool, Parameter(name="--json", negative="", help="Print the result as JSON.")]
+MaxImagePixels = Annotated[
+    int, Parameter(help="Larger images are not decoded, which takes up to 17 bytes a pixel and core.")
+]
+
+
+def pixel_limit(max_image_pixels: int) -> PixelLimit:
+    """The flag's value, as decoding takes it.
+
+    Raises:
+        UserError: it is no number of pixels that can be allowed.
+    """
+    from data_shards.images.decode import PixelLimit
+
+    return PixelLimit(max_image_pixels, name="--max-image-pixels")
+
+
+def demand_counts(**flags: int | None) -> None:
+    """Each flag is left out or 1 or more.
+
+    Raises:
+        UserError: one is not.
+    """
+    for name, number in flags.items():
+        if number is not None and number < 1:
+            raise UserError(f"--{name.replace('_', '-')}: it is {number}; give 1 or more")
+
+
+def size_bytes(flag: str, text: str | None) -> int | None:
+    """The value of a flag such as 256MB; None: it was left out.
+
+    Raises:
+        UserError: it is no size.
+    """
+    from data_shards.text import parse_bytes
+
+    try:
+        return None if text is None else parse_bytes(text)
+    except ValueError as error:
+        raise UserError(f"{flag}: {error}") from None
