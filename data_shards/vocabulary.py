@@ -6,6 +6,7 @@ kind of worker is a name here and a branch where it is made.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import IntEnum, unique
 from typing import Literal
 
@@ -41,3 +42,14 @@ LabelKind = Literal["single", "multi"]  # one class for each sample, or a list
 MOST_PIXELS = 178_956_970  # where Pillow speaks of a decompression bomb: 2 * (2**30 // 4 // 3)
 # Pillow takes up to 17 bytes a pixel, so 0.85 GB a worker; the photographs of most cameras pass.
 USUAL_MOST_PIXELS = 50_000_000
+
+
+@dataclass(frozen=True)
+class Normalisation:
+    """Pixels x in 0 to 255 become (x - 255 mean) / (255 std), channel by channel."""
+
+    mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
+    std: tuple[float, float, float] = (0.5, 0.5, 0.5)
+
+
+GOOGLES = Normalisation()  # (x - 127.5) / 127.5, in vision_transformer and big_vision alike

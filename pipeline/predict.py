@@ -25,12 +25,14 @@ from data_shards.errors import UnreadableImage, UserError
 from data_shards.images.box import Pixels
 from data_shards.images.decode import USUAL_LIMIT, PixelLimit, read_image
 from data_shards.images.transforms import EvalTransform
-from data_shards.loading.batch import Batch, Normalisation, model_input
+from data_shards.loading.batch import Batch
 from data_shards.processes import num_cores
 from data_shards.sources.folder import walk_images
+from data_shards.vocabulary import Normalisation
 from model.formats import onnx_file
 from model.saved import SavedModelMeta, build_described
 from pipeline.find_model import find_model
+from pipeline.task import model_input
 
 DeviceChoice = Literal["auto", "cpu", "cuda"]
 

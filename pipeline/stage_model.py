@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from data_shards.errors import UserError
-from data_shards.loading.batch import Normalisation
+from data_shards.vocabulary import Normalisation
 from model.config import ModelConfig
 from model.saved import CONFIG_FILE, WEIGHTS_FILE, SavedModelMeta, read_meta
 from model.vocabulary import HeadKind

@@ -20,8 +20,8 @@ from torch import nn
 from data_shards.durable import make_folders
 from data_shards.errors import UserError
 from data_shards.images.decode import require_decoder
-from data_shards.loading.batch import GOOGLES, Normalisation
 from data_shards.loading.loader import eval_batches
+from data_shards.vocabulary import GOOGLES, Normalisation
 from model.counting.flops import account
 from model.saved import save_model
 from model.vocabulary import COLOURS, HeadKind

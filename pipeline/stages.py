@@ -15,7 +15,7 @@ from torch import nn
 
 from data_shards.durable import make_folders
 from data_shards.errors import UserError
-from data_shards.loading.batch import Normalisation
+from data_shards.vocabulary import Normalisation
 from model.build import build_model
 from model.head import replace_head
 from model.init import initialise

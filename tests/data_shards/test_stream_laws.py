@@ -18,13 +18,14 @@ from data_shards.errors import SampleError, UserError
 from data_shards.images.transforms import EvalTransform, TrainTransform
 from data_shards.labels import LabelSpec
 from data_shards.loading.assemble import Access
-from data_shards.loading.batch import Batch, model_input, targets
+from data_shards.loading.batch import Batch
 from data_shards.loading.loader import EvalBatches, Layout, TrainBatches, TrainLoader, eval_batches
 from data_shards.loading.mixing import MixupConfig
 from data_shards.mixture import PATTERN, AnyOrder, MixedOrder, make_order
 from data_shards.shard_set import ShardEntry, ShardSet, merge_shard_sets
 from data_shards.tars.tar_index import build_index, index_path, write_index
 from data_shards.vocabulary import WorkerKind
+from pipeline.task import model_input, targets
 from tests.data_shards.foreign_tars import write_tar
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")

@@ -15,11 +15,11 @@ from sklearn.datasets import load_sample_images
 from data_shards.errors import UserError
 from data_shards.images.transforms import EvalTransform
 from data_shards.loading.assemble import Access
-from data_shards.loading.batch import Normalisation, model_input
 from data_shards.loading.loader import EvalBatches, eval_batches
 from data_shards.opening import open_shards
 from data_shards.packing.pack import pack
 from data_shards.shard_set import ShardsSpec
+from data_shards.vocabulary import Normalisation
 from model.config import ModelConfig
 from model.formats.export import ExportFormat, export_model
 from model.masked_patch import build_masked_patch
@@ -27,6 +27,7 @@ from model.saved import SavedModelMeta, build_described, build_from_saved, save_
 from pipeline import predict as predict_module
 from pipeline.predict import Predictor, image_files, open_predictor, predict_images
 from pipeline.run_folder import RunFolder
+from pipeline.task import model_input
 
 CLASSES = ("barn", "city", "dog", "elk", "fox, red", "goat")
 CPU = torch.device("cpu")

@@ -17,9 +17,9 @@ import torch
 import yaml
 
 from data_shards.images.decode import read_image
-from data_shards.loading.batch import GOOGLES
 from data_shards.manifest import load_manifest
 from data_shards.packing.pack import pack
+from data_shards.vocabulary import GOOGLES
 from model.build import build_model
 from model.saved import save_model
 from pipeline.checkpoint.identity import STATE, checkpoint_identity

@@ -1,4 +1,4 @@
-"""The last hop, against numpy; and that what is mixed does not depend on who computes it."""
+"""From uint8 pixels to the model's input, against numpy; and that what is mixed does not depend on who computes it."""
 
 from dataclasses import fields, replace
 
@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from timm.data.mixup import mixup_target
 
 from data_shards.images.box import Box
-from data_shards.loading.batch import Batch, Fault, model_input, targets
+from data_shards.loading.batch import Batch, Fault
 from data_shards.loading.mixing import Mix, MixupConfig, draw_mix
 from data_shards.vocabulary import LabelKind
+from pipeline.task import model_input, targets
 
 law = settings(max_examples=60, deadline=None)  # a deadline measures how busy the machine is
 CPU = torch.device("cpu")
