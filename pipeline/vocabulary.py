@@ -39,15 +39,10 @@ OptimizerName = Literal["adamw", "sgd"]
 
 @dataclass(frozen=True)
 class OptimizerState:
-    """What an optimizer keeps of each parameter.
+    """What an optimizer keeps of each parameter, and which keys of the recipe are its own."""
 
-    Attributes:
-        moments: the names of its averages in torch's state, each float32 and of the parameter's shape.
-        counts_steps: whether it keeps a counter of steps too.
-    """
-
-    moments: tuple[str, ...]
-    counts_steps: bool
+    moments: tuple[str, ...]  # their names in torch's state; each float32 and of the parameter's shape
+    keys: tuple[str, ...]  # of the recipe's optimizer group; refused for the other optimizers
 
     @property
     def bytes_per_parameter(self) -> int:
@@ -56,8 +51,8 @@ class OptimizerState:
 
 
 OPTIMIZERS: dict[OptimizerName, OptimizerState] = {
-    "adamw": OptimizerState(moments=("exp_avg", "exp_avg_sq"), counts_steps=True),
-    "sgd": OptimizerState(moments=("momentum_buffer",), counts_steps=False),
+    "adamw": OptimizerState(moments=("exp_avg", "exp_avg_sq"), keys=("betas",)),
+    "sgd": OptimizerState(moments=("momentum_buffer",), keys=("momentum",)),
 }
 
 # ---- metrics: what stands in metrics.jsonl and MLflow ----

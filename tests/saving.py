@@ -38,20 +38,17 @@ class TinyEngine:
     value: int = 0
     rank: int = 0
     loads: list[Path] = field(default_factory=list)
-    conversions: list[dict[str, Any]] = field(default_factory=list)
+    written: list[dict[str, Any]] = field(default_factory=list)
 
     def snapshot(self) -> tuple[StateFile, ...]:
         mine = StateFile(f"deepspeed/rank{self.rank}.pt", bytes([self.value]) * RANK_FILE_BYTES)
         return (mine, text_file("deepspeed/shared.pt", str(self.value))) if self.rank == 0 else (mine,)
 
-    def load(self, folder: Path) -> None:
+    def load(self, folder: Path, *, written: dict[str, Any]) -> None:
         self.loads.append(folder)
+        self.written.append(written)
         (self.value,) = set((folder / "deepspeed" / f"rank{self.rank}.pt").read_bytes())
         assert self.value == int((folder / "deepspeed" / "shared.pt").read_text())
-
-    def load_converted(self, folder: Path, *, written: dict[str, Any]) -> None:
-        self.conversions.append(written)
-        self.load(folder)
 
 
 class TensorEngine:

@@ -64,21 +64,13 @@ def links_of(gpu: Gpu, *, gpus_per_node: int, node_gbps: float | None) -> Links:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one GPU sends in a step, and how long it takes.
+    """What one GPU sends in a step, and how long it takes."""
 
-    Attributes:
-        reduce_bytes: to average the gradients.
-        gather_bytes: of weights.
-        seconds: if nothing else were done.
-        bare_seconds: of them, what is not hidden behind computing.
-        kept_share: computing time over the step's time.
-    """
-
-    reduce_bytes: float
-    gather_bytes: float
-    seconds: float
-    bare_seconds: float
-    kept_share: float
+    reduce_bytes: float  # to average the gradients
+    gather_bytes: float  # of weights
+    seconds: float  # if nothing else were done
+    bare_seconds: float  # of them, what is not hidden behind computing
+    kept_share: float  # computing time over the step's time
 
     @property
     def num_bytes(self) -> float:
@@ -87,23 +79,14 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Workload:
-    """What the traffic depends on, apart from the number of GPUs.
+    """What the traffic depends on, apart from the number of GPUs."""
 
-    Attributes:
-        num_parameters: N.
-        weight_bytes: w.
-        depth: blocks of the model.
-        zero_stage: of the engine.
-        bucket_elements: gradients averaged at a time.
-        gathers_again: whether ZeRO 3 gathers the weights for the backward pass too.
-    """
-
-    num_parameters: int
-    weight_bytes: int
-    depth: int
-    zero_stage: ZeroKind
-    bucket_elements: int
-    gathers_again: bool = False
+    num_parameters: int  # N
+    weight_bytes: int  # w
+    depth: int  # blocks of the model
+    zero_stage: ZeroKind  # of the engine
+    bucket_elements: int  # gradients averaged at a time
+    gathers_again: bool = False  # whether ZeRO 3 gathers the weights for the backward pass too
 
 
 def traffic(

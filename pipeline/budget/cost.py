@@ -27,25 +27,15 @@ _WORKING_SHARE_OF_CONVOLUTIONS = 0.08  # of the kept activations (measured: 8 % 
 
 @dataclass(frozen=True)
 class StageCost:
-    """What one image costs in a stage.
+    """What one image costs in a stage."""
 
-    Attributes:
-        parameters: trained, head included.
-        training_flops: forward and backward.
-        tokens: in the blocks; 0 in a pure ResNet.
-        depth: blocks; units of a pure ResNet.
-        activation_bytes: kept of one image until its backward pass.
-        checkpointed_activation_bytes: the same with activation checkpointing.
-        working_bytes: held temporarily in the backward pass, on top of either.
-    """
-
-    parameters: int
-    training_flops: int
-    tokens: int
-    depth: int
-    activation_bytes: int
-    checkpointed_activation_bytes: int
-    working_bytes: int
+    parameters: int  # trained, head included
+    training_flops: int  # forward and backward
+    tokens: int  # in the blocks; 0 in a pure ResNet
+    depth: int  # blocks; units of a pure ResNet
+    activation_bytes: int  # kept of one image until its backward pass
+    checkpointed_activation_bytes: int  # the same with activation checkpointing
+    working_bytes: int  # held temporarily in the backward pass, on top of either
 
     def image_bytes(self, activations: Literal["all", "checkpointed"]) -> int:
         """Of one image at the peak."""

@@ -54,48 +54,28 @@ class Shards:
 
 @dataclass(frozen=True)
 class MemoryRow:
-    """One ZeRO stage on one GPU.
+    """One ZeRO stage on one GPU."""
 
-    Attributes:
-        state: bytes apart from activations.
-        peak_bytes: at the planned micro-batch, without and with activation checkpointing.
-        largest_micro_batch: that fits, without and with it; None: the GPU is not known.
-        traffic: of a step; None: the speed or the links are not known.
-        step_seconds: of a step under this ZeRO stage; None: the speed is not known.
-        kept_share: of one GPU's own speed, in such a step.
-    """
-
-    state: State
-    peak_bytes: dict[Activations, int]
-    largest_micro_batch: dict[Activations, int] | None
-    traffic: Traffic | None
-    step_seconds: float | None = None
-    kept_share: float | None = None
+    state: State  # bytes apart from activations
+    peak_bytes: dict[Activations, int]  # at the planned micro-batch, without and with activation checkpointing
+    largest_micro_batch: dict[Activations, int] | None  # that fits, without and with it; None: the GPU is not known
+    traffic: Traffic | None  # of a step; None: the speed or the links are not known
+    step_seconds: float | None = None  # of a step under this ZeRO stage; None: the speed is not known
+    kept_share: float | None = None  # of one GPU's own speed, in such a step
 
 
 @dataclass(frozen=True)
 class Time:
-    """How fast a stage goes; hours are None where its length is not known.
+    """How fast a stage goes; hours are None where its length is not known."""
 
-    Attributes:
-        speed: of one GPU alone.
-        step_seconds: of an optimizer step, with waiting for the others.
-        host_seconds: that a processor needs to launch it: its lower bound.
-        kept_share: of the GPU's own speed, together with the others.
-        images_per_second: of all GPUs.
-        useful_gpus: of 1, 2, 4, ... the most that keep enough of their speed at this global batch.
-        hours: of the stage.
-        gpu_hours: of all GPUs together.
-    """
-
-    speed: Speed
-    step_seconds: float
-    host_seconds: float
-    kept_share: float
-    images_per_second: float
-    useful_gpus: int
-    hours: float | None
-    gpu_hours: float | None
+    speed: Speed  # of one GPU alone
+    step_seconds: float  # of an optimizer step, with waiting for the others
+    host_seconds: float  # that a processor needs to launch it: its lower bound
+    kept_share: float  # of the GPU's own speed, together with the others
+    images_per_second: float  # of all GPUs
+    useful_gpus: int  # of 1, 2, 4, ... the most that keep enough of their speed at this global batch
+    hours: float | None  # of the stage
+    gpu_hours: float | None  # of all GPUs together
 
 
 @dataclass(frozen=True)
@@ -112,33 +92,19 @@ class CheckpointSpace:
 
 @dataclass(frozen=True)
 class StageForecast:
-    """What one training stage will need.
+    """What one training stage will need."""
 
-    Attributes:
-        name: of the stage.
-        config: the recipe's.
-        cost: of one image.
-        plan: the batches; where `problem` is not None only its sizes hold, as near as they can be.
-        problem: why the stage cannot run like that on so many processes.
-        total_images: None: the stage's length is not known.
-        activations: whether the recipe checkpoints them.
-        image_bytes: of activations of one image at the peak, without and with checkpointing.
-        memory: by ZeRO stage.
-        zero_stage: the recipe's.
-        shards: what is known of them.
-    """
-
-    name: StageName
-    config: TrainStage
-    cost: StageCost
-    plan: StagePlan
-    problem: str | None
-    total_images: int | None
-    activations: Activations
-    image_bytes: dict[Activations, int]
-    memory: dict[ZeroStage, MemoryRow]
-    zero_stage: ZeroStage
-    shards: Shards
+    name: StageName  # of the stage
+    config: TrainStage  # the recipe's
+    cost: StageCost  # of one image
+    plan: StagePlan  # the batches; where `problem` is not None only its sizes hold, as near as they can be
+    problem: str | None  # why the stage cannot run like that on so many processes
+    total_images: int | None  # None: the stage's length is not known
+    activations: Activations  # whether the recipe checkpoints them
+    image_bytes: dict[Activations, int]  # of activations of one image at the peak, without and with checkpointing
+    memory: dict[ZeroStage, MemoryRow]  # by ZeRO stage
+    zero_stage: ZeroStage  # the recipe's
+    shards: Shards  # what is known of them
     disk: CheckpointSpace
     time: Time | None
     reading: Reading | None

@@ -26,33 +26,19 @@ _PCIE_4 = 64.0  # GB/s, 16 lanes
 
 @dataclass(frozen=True)
 class Gpu:
-    """One kind of GPU.
+    """One kind of GPU."""
 
-    Attributes:
-        key: for `--gpu`.
-        name: NVIDIA's.
-        memory_bytes: of the data sheet.
-        bf16_tflops: dense peak; 0: it has no bf16 arithmetic.
-        fp16_tflops: dense peak.
-        fp32_tflops: peak without TF32.
-        link_gb_per_second: between the GPUs of a node, both directions together.
-        link: its kind.
-        node_gbps: Gbit/s of the network of a usual node of 8 of them.
-        source: of these numbers.
-        pattern: found in the driver's name of it.
-    """
-
-    key: str
-    name: str
-    memory_bytes: int
-    bf16_tflops: float
-    fp16_tflops: float
-    fp32_tflops: float
-    link_gb_per_second: float
-    link: Literal["NVLink", "PCIe"]
-    node_gbps: float
-    source: str
-    pattern: str
+    key: str  # for `--gpu`
+    name: str  # NVIDIA's
+    memory_bytes: int  # of the data sheet
+    bf16_tflops: float  # dense peak; 0: it has no bf16 arithmetic
+    fp16_tflops: float  # dense peak
+    fp32_tflops: float  # peak without TF32
+    link_gb_per_second: float  # between the GPUs of a node, both directions together
+    link: Literal["NVLink", "PCIe"]  # its kind
+    node_gbps: float  # Gbit/s of the network of a usual node of 8 of them
+    source: str  # of these numbers
+    pattern: str  # found in the driver's name of it
 
     @property
     def usable_bytes(self) -> int:

@@ -16,17 +16,11 @@ _ANY_IMAGES = 10**9  # for an unknown number, once nothing depends on it
 
 @dataclass(frozen=True)
 class Length:
-    """A stage's batches and length, as far as they can be known.
+    """A stage's batches and length, as far as they can be known."""
 
-    Attributes:
-        plan: the training's own; where `problem` is not None, as near to it as possible.
-        problem: why the stage cannot run like that on so many processes.
-        known: whether the plan's number of steps is right.
-    """
-
-    plan: StagePlan
-    problem: str | None = None
-    known: bool = True
+    plan: StagePlan  # the training's own; where `problem` is not None, as near to it as possible
+    problem: str | None = None  # why the stage cannot run like that on so many processes
+    known: bool = True  # whether the plan's number of steps is right
 
 
 def stage_length(recipe: Recipe, *, stage: StageName, num_images: int | None, processes: int) -> Length:

@@ -43,25 +43,15 @@ _PREFETCH_ELEMENTS = 50_000_000  # stage3_prefetch_bucket_size
 
 @dataclass(frozen=True)
 class State:
-    """Bytes on one GPU apart from activations.
+    """Bytes on one GPU apart from activations."""
 
-    Attributes:
-        weights: kept on this GPU for the forward pass.
-        optimizer: master weights and moments.
-        gradients: the most of them in the backward pass.
-        early_gradients: of them, what exists already while the activations are at their peak.
-        buckets: buffers in which gradients are averaged during the backward pass.
-        gathered: other GPUs' weights during the forward and backward pass (ZeRO 3), or weights cast by autocast.
-        step: all gradients and copies of them while they are averaged or the optimizer steps.
-    """
-
-    weights: int
-    optimizer: int
-    gradients: int
-    early_gradients: int
-    buckets: int
-    gathered: int
-    step: int
+    weights: int  # kept on this GPU for the forward pass
+    optimizer: int  # master weights and moments
+    gradients: int  # the most of them in the backward pass
+    early_gradients: int  # of them, what exists already while the activations are at their peak
+    buckets: int  # buffers in which gradients are averaged during the backward pass
+    gathered: int  # other GPUs' weights during the forward and backward pass (ZeRO 3), or weights cast by autocast
+    step: int  # all gradients and copies of them while they are averaged or the optimizer steps
 
     @property
     def resting_bytes(self) -> int:

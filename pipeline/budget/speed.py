@@ -106,21 +106,13 @@ def host_seconds(depth: int, *, zero_stage: Literal[0, 1, 2, 3, "ddp"], passes: 
 
 @dataclass(frozen=True)
 class Reading:
-    """What must be read and decoded for the GPUs not to wait.
+    """What must be read and decoded for the GPUs not to wait."""
 
-    Attributes:
-        images_per_second: of all GPUs together.
-        bytes_per_second: of the shards, over all nodes; None: their size is not known.
-        decode_ms: processor time of one image.
-        cores: kept busy by decoding, over all nodes.
-        assumed_image_bytes: of an image on average, where it is not known; None: it is.
-    """
-
-    images_per_second: float
-    bytes_per_second: float | None
-    decode_ms: float
-    cores: float
-    assumed_image_bytes: float | None = None
+    images_per_second: float  # of all GPUs together
+    bytes_per_second: float | None  # of the shards, over all nodes; None: their size is not known
+    decode_ms: float  # processor time of one image
+    cores: float  # kept busy by decoding, over all nodes
+    assumed_image_bytes: float | None = None  # of an image on average, where it is not known; None: it is
 
 
 def reading(images_per_second: float, *, image_bytes: float | None, image_size: int) -> Reading:

@@ -1,7 +1,7 @@
 """Whose checkpoint is this? What a run must agree on with the run that wrote one, and the check. No torch here.
 
 `launch` asks before it starts any process, `store` again when it restores. Another number of processes or another ZeRO
-stage is no obstacle: the engine converts while it loads (`Engine.load_converted`). Losses then agree with those of an
+stage is no obstacle: the engine converts while it loads (`Engine.load`). Losses then agree with those of an
 uninterrupted run up to rounding, and with dropout only in distribution, because each process draws its own. Backend
 and precision keep their state in other forms; those do not change within a stage.
 """
@@ -59,11 +59,6 @@ def check_identity(found: dict[str, Any], expected: dict[str, Any], *, folder: P
         f"checkpoint {folder} was written with {shown}: {advice}, give the run another name, or begin again with "
         f"--restart {expected['stage']}"
     )
-
-
-def is_cut_alike(found: dict[str, Any], expected: dict[str, Any]) -> bool:
-    """Whether as many processes wrote a checkpoint, under the same ZeRO stage: it is loaded as it is, bit for bit."""
-    return all(found[key] == expected[key] for key in _LAYOUT)
 
 
 def checkpoint_folders(root: Path) -> list[Path]:

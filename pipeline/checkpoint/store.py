@@ -25,7 +25,7 @@ from typing import Any
 
 from data_shards.durable import flush, write_text
 from data_shards.errors import UserError
-from pipeline.checkpoint.identity import FOLDER_PREFIX, STATE, check_identity, checkpoint_folders, is_cut_alike
+from pipeline.checkpoint.identity import FOLDER_PREFIX, STATE, check_identity, checkpoint_folders
 from pipeline.engine.protocol import Engine
 from pipeline.engine.state_files import Seal, digest_of
 from pipeline.ranks.group import Ranks
@@ -183,10 +183,7 @@ def restore_checkpoint(root: Path, *, engine: Engine, ranks: Ranks, identity: di
             continue
         content = json.loads((folder / STATE).read_text(encoding="utf-8"))
         check_identity(content["identity"], identity, folder=folder)
-        if is_cut_alike(content["identity"], identity):
-            engine.load(folder)
-        else:
-            engine.load_converted(folder, written=content["identity"])
+        engine.load(folder, written=content["identity"])
         return Restored(
             folder=folder,
             state=TrainState.from_json(content["state"]),

@@ -1,8 +1,8 @@
-"""Plain data parallelism by accelerate (DDP) behind the `Engine` protocol: for debugging, and as the yardstick.
+"""Plain data parallelism by accelerate (DDP) behind the `Engine` protocol, for debugging and comparison.
 
 Nothing is sharded: every process keeps all weights and the whole optimizer state, and rank 0 writes them to a
-checkpoint. Half precision is autocast over float32 weights. Deliberately not accelerate's DeepSpeed plugin, which
-drops to DDP on a CPU without a word and hides the checkpoint.
+checkpoint. Half precision is autocast over float32 weights. Not accelerate's DeepSpeed plugin, which silently falls
+back to DDP on a CPU and hides the checkpoint.
 """
 
 from __future__ import annotations
@@ -104,18 +104,14 @@ class AccelerateEngine:
         }
         return (state_file(FILE, state),)
 
-    def load(self, folder: Path) -> None:
-        """Every rank reads the one file."""
+    def load(self, folder: Path, *, written: dict[str, Any]) -> None:
+        """Every rank reads the one file, whoever wrote it, once it is known to be of this model."""
+        open_accelerate(folder / FILE, model=self.module)
         state = read_state(folder / FILE, how="copy")
         self.module.load_state_dict(state["model"])
         self._optimizer.load_state_dict(state["optimizer"])
         if self._accelerator.scaler is not None:
             self._accelerator.scaler.load_state_dict(state["scaler"])
-
-    def load_converted(self, folder: Path, *, written: dict[str, Any]) -> None:
-        """Nothing is sharded: what any number of processes wrote is read as `load` does, once its model is checked."""
-        open_accelerate(folder / FILE, model=self.module)
-        self.load(folder)
 
     def weights(self) -> dict[str, torch.Tensor]:
         """The weights; they are float32 and whole on every rank."""

@@ -1,17 +1,14 @@
 """DeepSpeed behind the `Engine` protocol: ZeRO 0 to 3, bf16/fp16/fp32, on GPUs (NCCL) and CPUs (gloo).
 
 DeepSpeed owns the sharded state, precision, accumulation and clipping; the learning rate, the data, the checkpoints'
-commit and what counts as progress are ours. What is mended here, because DeepSpeed 0.19 leaves it open:
+commit and their loading are ours. What DeepSpeed 0.19 lacks, and this file adds:
 
-- ZeRO stage 0 in float32 does not look at its gradients, so one NaN would spoil the weights for ever: we look,
-  and clip.
-- `load_checkpoint` returns None instead of failing when it finds nothing: that is an error here.
-- Stage 0 in half precision: its master weights are not among those that DeepSpeed's helpers find, and its Adam begins
-  with a step already counted.
+- ZeRO stage 0 in float32 does not check its gradients, so one NaN would spoil the weights for good: we check, and clip.
+- Its checkpoints are pickles, which it executes, and they load only on as many processes, and under the same ZeRO
+  stage, as wrote them. `load` reads those of any as data (`portable`) and puts them in place (`masters`).
+- Stage 0 in half precision: its master weights are not found by DeepSpeed's helpers, and its Adam starts with a step
+  already counted.
 - Master weights are made from the rounded half-precision ones: they get their exact values back.
-- Its checkpoints are pickles, which it executes: `engine.reading` reads them as data.
-- Its checkpoints load only on as many processes, and under the same ZeRO stage, as wrote them: `load_converted` reads
-  the shards of any (engine_portable.py) and puts them where this engine keeps its own (engine_masters.py).
 - On CPUs it compiles an all-reduce over shared memory at the first start (half a minute, a C++ compiler) and leaves a
   69 MB file in /dev/shm per rank and run: switched off, gloo does the same.
 """
@@ -33,7 +30,6 @@ from pipeline.engine.masters import put_state, slots, unsharded_masters
 from pipeline.engine.optim import build_optimizer
 from pipeline.engine.portable import open_deepspeed
 from pipeline.engine.protocol import StepResult
-from pipeline.engine.reading import DynamicScaler, Record, read_state
 from pipeline.engine.state_files import StateFile, state_file
 from pipeline.engine.zero_config import checks_gradients, deepspeed_config
 from pipeline.ranks.group import Ranks
@@ -58,16 +54,12 @@ class DeepSpeedEngine:
         self._micro_step = 0
         self._checks_itself = checks_gradients(config)
         self._clip_grad_norm = optimizer.clip_grad_norm
-        client = build_optimizer(model, optimizer)
-        self._group_settings = [
-            {key: value for key, value in group.items() if key != "params"} for group in client.param_groups
-        ]
         self.input_dtype = _INPUT_DTYPES[config.precision]
         exact = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
         deepspeed.utils.logger.setLevel(logging.ERROR)  # it warns of SGD, which its tests do not cover and ours do
         self._engine: Any = deepspeed.initialize(
             model=model,
-            optimizer=client,
+            optimizer=build_optimizer(model, optimizer),
             config=deepspeed_config(config, optimizer=optimizer, plan=plan),
         )[0]
         deepspeed.utils.logger.setLevel(logging.WARNING)
@@ -119,7 +111,7 @@ class DeepSpeedEngine:
         return StepResult(applied=math.isfinite(grad_norm), grad_norm=grad_norm)
 
     def snapshot(self) -> tuple[StateFile, ...]:
-        """DeepSpeed's sharded checkpoint, caught on its way to the disk."""
+        """DeepSpeed's sharded checkpoint, intercepted on its way to the disk."""
         writer, collector = self._engine.checkpoint_engine, _Collector()
         self._engine.checkpoint_engine = collector
         # It would copy two scripts into the folder, past its own writer; `shardvit export` does what they do.
@@ -131,20 +123,8 @@ class DeepSpeedEngine:
             del self._engine._copy_recovery_script
         return tuple(collector.files)
 
-    def load(self, folder: Path) -> None:
-        """Restore weights, master weights, optimizer state and loss scale."""
-        reader = self._engine.checkpoint_engine
-        self._engine.checkpoint_engine = _SafeReader()
-        try:
-            loaded, _ = self._engine.load_checkpoint(str(folder), tag=TAG)
-        finally:
-            self._engine.checkpoint_engine = reader
-        if loaded is None:
-            raise RuntimeError(f"DeepSpeed found nothing to load in {folder / TAG}")
-        self._restore_group_settings()
-
-    def load_converted(self, folder: Path, *, written: dict[str, Any]) -> None:
-        """Restore from the shards of another number of processes or another ZeRO stage; see `engine.portable`."""
+    def load(self, folder: Path, *, written: dict[str, Any]) -> None:
+        """Restore weights, master weights, optimizer state, counters and loss scale."""
         saved = open_deepspeed(
             folder / TAG,
             zero_stage=written["zero_stage"],
@@ -152,7 +132,6 @@ class DeepSpeedEngine:
             model=self._engine.module,
         )
         put_state(self._engine, saved, rank=self._ranks.place.rank)
-        self._restore_group_settings()
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Float32 weights, assembled from wherever the stage keeps its master copy."""
@@ -165,7 +144,7 @@ class DeepSpeedEngine:
             if full is None:
                 full = safe_get_full_fp32_param(parameter)
             state[name] = (parameter if full is None else full).detach().to("cpu", torch.float32).clone()
-        kept = set(self._engine.module.state_dict())  # what a module can compute again is not among them
+        kept = set(self._engine.module.state_dict())  # without non-persistent buffers
         buffers = self._engine.module.named_buffers()
         state.update({name: buffer.detach().cpu().clone() for name, buffer in buffers if name in kept})
         return state
@@ -178,65 +157,35 @@ class DeepSpeedEngine:
         for name, slot in slots(self._engine, rank=self._ranks.place.rank).items():
             slot.fill(slot.master, exact[name].flatten()[slot.first : slot.first + slot.count])
 
-    def _restore_group_settings(self) -> None:
-        """Say again what holds for each group: some of DeepSpeed's loaders give all of them the first group's."""
-        for group, settings in zip(self._engine.optimizer.param_groups, self._group_settings, strict=True):
-            group.update(settings)
-
 
 class _Collector:
-    """Stands in for DeepSpeed's writer of checkpoints during a snapshot: keeps what is to be written."""
+    """Replaces DeepSpeed's checkpoint writer during a snapshot: keeps what is to be written."""
 
     def __init__(self) -> None:
         self.files: list[StateFile] = []
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        """Nothing: no folder is needed yet."""
+        """Nothing is written yet."""
 
     def create(self, info: Any) -> None:
-        """Nothing: it is not ours to begin."""
+        """Nothing to start."""
 
     def save(self, state_dict: dict[str, Any], path: str) -> None:
         """One file of this rank."""
         self.files.append(state_file(PurePath(path).as_posix(), state_dict))
 
     def commit(self, info: Any) -> bool:
-        """Nothing: what makes a checkpoint whole is `pipeline.checkpoint.store`'s."""
+        """The commit is `pipeline.checkpoint.store`'s."""
         return True
 
     def is_decoupled(self) -> bool:
-        """No: DeepSpeed need not wait for anything afterwards."""
+        """DeepSpeed need not wait for anything afterwards."""
         return False
-
-
-class _SafeReader:
-    """Stands in for DeepSpeed's reader of checkpoints, which would execute what a file says."""
-
-    def load(self, path: str, map_location: Any = None) -> dict[str, Any]:
-        """One file; the engine copies what it wants of it."""
-        content = read_state(Path(path), how="copy")
-        optimizer = content.get("optimizer_state_dict")
-        if isinstance(optimizer, dict) and isinstance(optimizer.get("loss_scaler"), Record):
-            optimizer["loss_scaler"] = loss_scaler(optimizer["loss_scaler"])
-        return content
-
-    def is_decoupled(self) -> bool:
-        """No: nothing is waited for."""
-        return False
-
-
-def loss_scaler(record: Record) -> Any:
-    """DeepSpeed's own object with the values of a record of it."""
-    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
-
-    made = object.__new__(DynamicLossScaler if isinstance(record, DynamicScaler) else LossScaler)
-    vars(made).update(vars(record))
-    return made
 
 
 def _import_deepspeed() -> Any:
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    with _without("mlflow"):  # its autotuner, which nobody asks for, costs every rank 1.9 CPU seconds and 118 MB by it
+    with _without("mlflow"):  # its autotuner imports it: 1.9 CPU seconds and 118 MB in every rank
         import deepspeed
 
     deepspeed.utils.logger.setLevel(logging.WARNING)
@@ -247,11 +196,11 @@ def _import_deepspeed() -> Any:
 
 @contextlib.contextmanager
 def _without(library: str) -> Iterator[None]:
-    """Within it the library is not there for those who would import it, unless it was imported already."""
+    """Within it the library cannot be imported, unless it was already."""
     if library in sys.modules:
         yield
         return
-    sys.modules[library] = None  # pyright: ignore[reportArgumentType] # Python's own word for "cannot be imported"
+    sys.modules[library] = None  # pyright: ignore[reportArgumentType] # Python's mark of "cannot be imported"
     try:
         yield
     finally:

@@ -1,11 +1,10 @@
-"""Where a running DeepSpeed engine keeps its master weights and moments, and how others are put there.
+"""Where a running DeepSpeed engine keeps its master weights and moments, and how saved ones are put there.
 
-Each ZeRO stage keeps a rank's share in another structure: stage 0 whole parameters, stages 1 and 2 a piece of each
-flattened group, stage 3 a piece of each parameter. `slots` says for each parameter which of its elements lie where, so
-that putting a weight or a moment is one copy in every stage. DeepSpeed's own setters are not used: that of stage 3
-fails where the ranks do not divide a parameter's size, and none of them can make moments that are not there yet.
-
-DeepSpeed itself is not imported here. What is relied on are the optimizers' attributes of DeepSpeed 0.19.
+Each ZeRO stage keeps a rank's share differently: stage 0 whole parameters, stages 1 and 2 a piece of each flattened
+group, stage 3 a piece of each parameter. `slots` says which elements of each parameter are where, so that restoring a
+weight or a moment is one copy in every stage. DeepSpeed's own setters are not used: that of stage 3 fails where the
+ranks do not divide a parameter's size, and none of them can create moments. Relies on the optimizers' attributes of
+DeepSpeed 0.19, which is not imported.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from pipeline.engine.portable import WEIGHT, LossScale, PortableState
 class Slot:
     """Elements `first` to `first + count` of a flattened parameter, as this rank keeps them.
 
-    They lie from `start` on in the flattened `master`, and at the same place in each of its moments.
+    They start at `start` in the flattened `master`, and at the same place in each of its moments.
     """
 
     master: Tensor
@@ -32,12 +31,12 @@ class Slot:
     count: int
 
     def fill(self, tensor: Tensor, values: Tensor) -> None:
-        """Put `count` values in place, in `tensor`: the master, or a moment of it."""
+        """Copy `count` values into `tensor`: the master, or a moment of it."""
         tensor.detach().view(-1).narrow(0, self.start, self.count).copy_(values)
 
 
 def slots(engine: Any, *, rank: int) -> dict[str, Slot]:
-    """By name, where this rank keeps what it keeps of each parameter; those that it has nothing of are left out."""
+    """By name, where this rank keeps its share of each parameter; those without a share are left out."""
     optimizer = engine.optimizer
     unsharded = unsharded_masters(optimizer)
     found: dict[str, Slot] = {}
@@ -97,14 +96,14 @@ def put_state(engine: Any, saved: PortableState, *, rank: int) -> None:
 
 
 def round_masters(engine: Any) -> None:
-    """Make the weights that compute from the masters; collective."""
+    """Compute the weights of the forward pass from the masters; collective."""
     optimizer = engine.optimizer
     if hasattr(optimizer, "fp32_partitioned_groups_flat"):  # stage 3, as its own loader does it
-        optimizer.checkpoint_event_prologue()  # lets go of gathered weights
+        optimizer.checkpoint_event_prologue()  # frees gathered weights
         shards = zip(optimizer.fp16_partitioned_groups_flat, optimizer.fp32_partitioned_groups_flat, strict=True)
         for half, master in shards:
             half.detach().copy_(master.detach())
-        optimizer.checkpoint_event_epilogue()  # gathers those again that are kept whole
+        optimizer.checkpoint_event_epilogue()  # gathers again those that are kept whole
     elif hasattr(optimizer, "single_partition_of_fp32_groups"):
         optimizer.update_lp_params()
     else:
@@ -115,7 +114,7 @@ def round_masters(engine: Any) -> None:
 
 
 def put_loss_scale(optimizer: Any, saved: LossScale) -> None:
-    """Go on with a dynamic loss scale; ZeRO 0 keeps it elsewhere than the others."""
+    """Restore a dynamic loss scale; ZeRO 0 keeps it in another attribute."""
     scaler = getattr(optimizer, "loss_scaler", None) or optimizer.loss_scale_config
     scaler.cur_scale = saved.scale
     scaler.cur_iter = saved.iteration
@@ -125,7 +124,7 @@ def put_loss_scale(optimizer: Any, saved: LossScale) -> None:
 
 
 def _masters(engine: Any) -> list[Tensor]:
-    """What torch's optimizer moves, on this rank."""
+    """The tensors that torch's optimizer steps on this rank."""
     optimizer = engine.optimizer
     for name in ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups"):
         if hasattr(optimizer, name):
@@ -134,7 +133,7 @@ def _masters(engine: Any) -> list[Tensor]:
 
 
 def _empty_state(master: Tensor, saved: PortableState, *, group: dict[str, Any]) -> dict[str, Tensor]:
-    """What torch's optimizers make at their first step, for one tensor."""
+    """What torch's optimizers create at their first step, for one tensor."""
     state: dict[str, Tensor] = {}
     if saved.counters.optimizer_step is not None:
         on_device = group.get("fused") or group.get("capturable")

@@ -1,7 +1,8 @@
-"""The optimizer of a stage: torch's own AdamW, or its SGD with AdamW's weight decay, over two parameter groups.
+"""The optimizer of a stage: torch's AdamW, or its SGD with AdamW's weight decay, over two parameter groups.
 
 Weight decay touches the kernels of linear and convolution layers only (big_vision: names that end in `kernel`); biases,
-LayerNorms, the class token and the position embeddings are left alone. Gradient clipping is the engine's.
+LayerNorms, the class token and the position embeddings have none. Gradient clipping is the engine's. To add an
+optimizer: an entry in `pipeline.vocabulary` and a case in `build_optimizer`.
 """
 
 from __future__ import annotations
@@ -33,22 +34,21 @@ def parameter_groups(model: nn.Module, *, weight_decay: float) -> list[dict[str,
 class DecoupledSgd(torch.optim.SGD):
     """SGD with momentum whose weight decay is AdamW's: p <- p - lr * wd * p, whatever the momentum.
 
-    torch's own adds wd * p to the gradient, so that the momentum gathers it: with 0.9, ten times as much. The paper
-    fine-tunes without any. State and groups are torch's.
+    torch's own adds wd * p to the gradient, so that the momentum accumulates it: with 0.9, ten times as much. The paper
+    fine-tunes without any.
     """
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """One step with the gradients that are there."""
+        """One step; closures are not supported."""
         if closure is not None:
-            raise ValueError("gradients must be there already: closures are not supported")
+            raise ValueError("closures are not supported: compute the gradients before")
         decays = [float(group["weight_decay"]) for group in self.param_groups]
         try:
             for group, decay in zip(self.param_groups, decays, strict=True):
-                if decay:
-                    for parameter in group["params"]:
-                        if parameter.grad is not None:
-                            parameter.mul_(1 - group["lr"] * decay)
+                for parameter in group["params"] if decay else ():
+                    if parameter.grad is not None:
+                        parameter.mul_(1 - group["lr"] * decay)
                 group["weight_decay"] = 0.0  # torch's part is the momentum alone
             return super().step()
         finally:

@@ -1,19 +1,18 @@
 """What an engine saved, as a state that knows of no processes and no ZeRO stages: parameter name -> tensors.
 
-DeepSpeed cuts weights and moments into flat shards, in another way for each ZeRO stage and each number of processes,
-and loads only what was cut as it cuts itself (its universal checkpoints want an offline conversion and do not cross
-stages 2 and 3). Here the cuts are undone by address: where element i of a parameter lies in which file. So any part of
-any parameter can be asked for, and one process of the run that goes on reads what it will keep and little more. The
-files are mapped, not read: memory is what is asked for, and only those shards are opened that hold some of it.
+DeepSpeed cuts weights and moments into flat shards, differently for each ZeRO stage and number of processes, and loads
+only what was cut the same way (its universal checkpoints need an offline conversion and do not cross stages 2 and 3).
+Here the cuts are undone by address: which element of which file holds element i of a parameter. So any part of any
+parameter can be read, and a process reads what it will keep and little more. Files are mapped: memory is what is asked
+for, and only shards that hold some of it are opened.
 
-Restored by means of this: float32 weights, the moments of AdamW or SGD, AdamW's counter of steps, DeepSpeed's counters
-and the state of the dynamic loss scale, all to the last bit. Not restored: dropout's randomness under another number
-of processes; it is drawn anew from (seed, step, rank) at every step, so each rank's stream is as reproducible as ever,
-but the images are divided among other ranks and meet other masks. Gradients are then added up in another order, too:
-in float32 the losses agree with the undisturbed run's to about 1e-6.
+Restored to the last bit: float32 weights, the optimizer's moments and step counter, DeepSpeed's counters, the dynamic
+loss scale. Not restored: dropout's randomness under another number of processes; it is a function of (seed, step,
+rank), so the images, divided among other ranks, meet other masks. Gradients are then added up in another order, too: in
+float32 the losses agree with the undisturbed run's to about 1e-6.
 
-Sources: deepspeed.utils.zero_to_fp32 and the optimizers' `state_dict` of DeepSpeed 0.19. Its files are pickles, of
-which nothing is executed (`engine.reading`). Damage is not looked for (`pipeline.checkpoint.store.damage_of` does).
+Sources: deepspeed.utils.zero_to_fp32 and the optimizers' `state_dict` of DeepSpeed 0.19. Nothing in the files is
+executed (`reading`). Damage is not looked for (`pipeline.checkpoint.store.damage_of` does).
 """
 
 from __future__ import annotations
@@ -30,9 +29,11 @@ from torch import Tensor, nn
 from data_shards.errors import UserError
 from pipeline.engine.optim import parameter_groups
 from pipeline.engine.reading import read_state
+from pipeline.vocabulary import OPTIMIZERS
 
 WEIGHT = "weight"  # the master weight, among the names of moments
-_STEP = "step"  # AdamW's counter, among the names of moments in torch's optimizers
+_STEP = "step"  # AdamW's counter, beside the moments in torch's optimizers
+_MOMENTS = {moment for optimizer in OPTIMIZERS.values() for moment in optimizer.moments}
 
 
 @dataclass(frozen=True)
@@ -42,12 +43,12 @@ class LossScale:
     scale: float
     iteration: int  # attempted steps
     last_overflow: int  # the iteration of the last overflow; -1: none
-    hysteresis: int | None  # overflows that are still let pass; None: ZeRO 0 has no such thing
+    hysteresis: int | None  # overflows that are still tolerated; None: ZeRO 0 has none
 
 
 @dataclass(frozen=True)
 class Counters:
-    """Everything in a state that is a number."""
+    """The numbers in a state."""
 
     optimizer_step: float | None = None  # AdamW's, for its bias correction; None: SGD, or no step was applied yet
     global_steps: int = 0  # attempted, as DeepSpeed counts
@@ -68,7 +69,7 @@ class _Address:
 
 @dataclass(frozen=True)
 class PortableState:
-    """A saved state, opened. What is inside is read when it is asked for."""
+    """A saved state, opened; its tensors are read when they are asked for."""
 
     shapes: dict[str, tuple[int, ...]]  # of all parameters, under the names of the model
     buffers: dict[str, Tensor]
@@ -105,7 +106,7 @@ def open_deepspeed(folder: Path, *, zero_stage: int, processes: int, model: nn.M
         folder: DeepSpeed's own, with its *.pt files.
         zero_stage: under which it was saved.
         processes: how many saved it.
-        model: of the same shape, on any device, sharded by ZeRO 3 or not: names, order and shapes are read.
+        model: of the same shape, on any device, sharded by ZeRO 3 or not: for names, order and shapes.
 
     Raises:
         UserError: the state is of another model, or of another number of processes.
@@ -122,7 +123,7 @@ def open_accelerate(file: Path, *, model: nn.Module) -> PortableState:
 
 
 def _open_whole(folder: Path, *, content: dict[str, Any], model: nn.Module) -> PortableState:
-    """One file with everything: torch's state of an optimizer, whose parameters have numbers instead of names."""
+    """One file with everything: torch's optimizer state, whose parameters have numbers instead of names."""
     weights: dict[str, Tensor] = dict(content["module"])
     buffers = {name: weights.pop(name) for name in content.get("buffer_names", _buffer_names(model))}
     shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
@@ -197,7 +198,7 @@ def _open_sharded(folder: Path, *, zero_stage: int, processes: int, model: nn.Mo
 
 
 def _addresses_1_2(groups: list[dict[str, torch.Size]], *, shard: dict[str, Any]) -> dict[str, _Address]:
-    """A group's parameters one after the other, cut into equal shards; the padding of the first shard is not saved."""
+    """A group's parameters one after the other, cut into equal shards; their padding is not saved."""
     addresses: dict[str, _Address] = {}
     for number, group in enumerate(groups):
         stride = shard["single_partition_of_fp32_groups"][number].numel() + shard["group_paddings"][number]
@@ -222,7 +223,7 @@ def _addresses_3(groups: list[dict[str, torch.Size]], *, processes: int) -> dict
 
 def _check_fits(shapes: Mapping[str, tuple[int, ...]], *, model: nn.Module, folder: Path) -> None:
     """Refuse a state whose parameters are not exactly the model's."""
-    # Under ZeRO 3 a parameter's own shape is that of nothing.
+    # Under ZeRO 3 a parameter's own shape is empty.
     wanted = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in model.named_parameters()}
     lacking, foreign = sorted(wanted.keys() - shapes.keys()), sorted(shapes.keys() - wanted.keys())
     reshaped = [name for name in wanted if name in shapes and shapes[name] != wanted[name]]
@@ -247,7 +248,7 @@ def _buffer_names(model: nn.Module) -> list[str]:
 
 def _moments(states: Mapping[int, Mapping[str, Any]]) -> tuple[str, ...]:
     first = next(iter(states.values()), {})
-    return tuple(key for key, value in first.items() if key != _STEP and value is not None)
+    return tuple(key for key, value in first.items() if key in _MOMENTS and value is not None)
 
 
 def _counters(

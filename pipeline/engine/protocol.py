@@ -1,9 +1,8 @@
-"""The seam between the training loop and what carries it out: one protocol, two backends.
+"""What carries the training loop out: one protocol, two backends.
 
-`deepspeed` (engine_deepspeed.py, the default on every device) shards and checkpoints; `accelerate`
-(engine_accelerate.py) is plain data parallelism, for debugging and as the yardstick. Nothing else in the project
-imports either library; `engine.open` chooses. The loop calls, per optimizer step: `forward` and `backward` for each
-micro-batch, then `step`.
+`deepspeed` (`deepspeed_engine`, the default on every device) shards and checkpoints; `accelerate` (`accelerate_engine`)
+is plain data parallelism, for debugging and comparison. Nothing else in the project imports either library; `open`
+chooses. The loop calls, per optimizer step: `forward` and `backward` for each micro-batch, then `step`.
 """
 
 from __future__ import annotations
@@ -64,15 +63,11 @@ class Engine(Protocol):
         """This rank's part of the state, as files to be written; they share the engine's memory; collective."""
         ...
 
-    def load(self, folder: Path) -> None:
-        """Restore what `snapshot` gave and was written into `folder`: same number of ranks, same ZeRO stage."""
-        ...
+    def load(self, folder: Path, *, written: dict[str, Any]) -> None:
+        """Restore what `snapshot` gave and was written into `folder`, by any number of ranks and any ZeRO stage.
 
-    def load_converted(self, folder: Path, *, written: dict[str, Any]) -> None:
-        """Restore what another number of ranks or another ZeRO stage wrote; collective.
-
-        Weights, moments and counters are the written ones to the last bit. `written` is the checkpoint's identity
-        (`pipeline.checkpoint.identity.checkpoint_identity`); its `processes` and `zero_stage` say how to read
+        Collective. Weights, moments and counters are the written ones to the last bit. `written` is the checkpoint's
+        identity (`pipeline.checkpoint.identity.checkpoint_identity`); its `processes` and `zero_stage` say how to read
         it, its backend and precision are this engine's.
 
         Raises:

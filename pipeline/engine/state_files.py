@@ -1,13 +1,11 @@
-"""What one process has to write of a checkpoint: taken from the engine in memory, put on the disk and proven there.
+"""One process's files of a checkpoint: a snapshot of the engine's state in memory, then written, flushed and verified.
 
 A `StateFile` holds a structure of tensors and plain values, or text. Taking it costs milliseconds: the structure is
-copied, so that what the training replaces or counts up later does not change it, and the tensors share the training's
-memory. `on_host` copies them too, exactly as many bytes as are written: then training may go on.
+copied, and the tensors share the training's memory. `on_host` copies them too, exactly as many bytes as are written;
+then training may go on. The files are equal to the last bit, shared or copied, as long as the tensors are on the CPU.
 
-Writing reads every byte twice: once to write and digest it in one go (0.3 to 0.9 GiB a second and core, by
-blake2b), and, after it was flushed to the disk and dropped from the page cache, once more from the disk, whose digest
-must be the same. The files that are written are equal to the last bit, shared or copied, as long as the tensors lie
-on the CPU.
+Writing digests in the same pass (0.3 to 0.9 GiB a second and core, by blake2b); then the file is flushed, dropped from
+the page cache, and read back from the disk, which must give the same digest.
 """
 
 from __future__ import annotations
@@ -36,38 +34,32 @@ _PIECE_BYTES = 64 << 20  # torch hands over a whole tensor at once
 
 @dataclass(frozen=True)
 class Seal:
-    """Size and digest of a file, as the manifest lists them."""
+    """Size and digest of a file, as in the manifest."""
 
     num_bytes: int
     blake2b: str
 
 
 class Abandoned(Exception):
-    """The writing was called off."""
+    """Writing was cancelled."""
 
 
 @dataclass(frozen=True)
 class StateFile:
-    """One file to be written.
+    """One file to be written."""
 
-    Attributes:
-        path: relative to the checkpoint's folder.
-        structure: pickled content with the tensors left out; for a file of text, its bytes.
-        tensors: what was left out; None for a file of text.
-    """
-
-    path: str
-    structure: bytes
-    tensors: tuple[torch.Tensor, ...] | None = None
+    path: str  # relative to the checkpoint's folder
+    structure: bytes  # pickled content with the tensors left out; for a file of text, its bytes
+    tensors: tuple[torch.Tensor, ...] | None = None  # what was left out; None for a file of text
 
     @property
     def num_bytes(self) -> int:
-        """About as large as the file will be, a little more rather than less."""
+        """Upper bound of the file's size, by a few KB."""
         return _FILE_OVERHEAD_BYTES + len(self.structure) + self.tensor_bytes
 
     @property
     def tensor_bytes(self) -> int:
-        """What a copy of the tensors needs."""
+        """Memory that a copy of the tensors needs."""
         storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in self.tensors or ()}
         return sum(storage.nbytes() + _TENSOR_OVERHEAD_BYTES for storage in storages.values())
 
@@ -86,7 +78,7 @@ class StateFile:
         return StateFile(self.path, self.structure, tuple(copied(tensor) for tensor in self.tensors))
 
     def write_to(self, stream: IO[bytes]) -> None:
-        """Serialise; only `stream.write` is used, from the first byte to the last."""
+        """Serialise; only `stream.write` is used."""
         if self.tensors is None:
             stream.write(self.structure)
         else:
@@ -99,9 +91,9 @@ def text_file(path: str, text: str) -> StateFile:
 
 
 def state_file(path: str, content: Any) -> StateFile:
-    """A file for `torch.save`: any structure that can be pickled. Its tensors share their memory.
+    """A file for `torch.save`, of any structure that can be pickled; the tensors share their memory.
 
-    Parts of one storage that touch each other stay one storage; what no tensor reaches of it is left out.
+    Parts of one storage that touch each other stay one storage; the rest of it is left out.
     """
     structure = io.BytesIO()
     pickler = _Pickler(structure)
@@ -116,17 +108,13 @@ def write_file(
     abandoned: threading.Event | None = None,
     on_bytes: Callable[[int], None] | None = None,
 ) -> Seal:
-    """Write one file, flush it to the disk and read it back.
+    """Write one file below an existing `folder`, flush it to the disk and read it back.
 
-    Args:
-        folder: of the checkpoint, which is there; the folders between are made.
-        file: what to write.
-        abandoned: a `threading.Event` that calls it off.
-        on_bytes: told of every so many bytes that were written.
+    `abandoned` cancels it; `on_bytes` is called with the size of every piece that was written.
 
     Raises:
         OSError: the disk is full or fails, or gives back something else than was written.
-        Abandoned: called off.
+        Abandoned: cancelled.
     """
     path = folder / file.path
     make_folders(path.parent, below=folder)
@@ -143,7 +131,7 @@ def write_file(
             os.posix_fadvise(raw.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     seal = tee.seal()
     if digest_of(path) != seal.blake2b:
-        raise OSError(errno.EIO, f"{file.path} reads back otherwise than it was written")
+        raise OSError(errno.EIO, f"{file.path} reads back different from what was written")
     return seal
 
 
@@ -154,10 +142,10 @@ def digest_of(path: Path) -> str:
 
 
 class _Tee:
-    """Writes and digests in one go.
+    """Writes and digests in one pass.
 
     It never raises into `torch.save`, whose C++ writer would print and throw again while it cleans up: the first
-    failure is kept, and what comes after it is dropped.
+    failure is kept, and later writes are dropped.
     """
 
     def __init__(
@@ -209,7 +197,7 @@ class _Pickler(pickle.Pickler):
 
 
 class _Unpickler(pickle.Unpickler):
-    """Puts the tensors in again; reads only what `_Pickler` wrote a moment ago in this process."""
+    """Puts the tensors back; reads only what `_Pickler` wrote in this process."""
 
     def __init__(self, file: IO[bytes], tensors: Sequence[torch.Tensor]) -> None:
         super().__init__(file)
@@ -243,7 +231,7 @@ def _home(tensor: torch.Tensor) -> tuple[int, torch.dtype]:
 
 
 def _reach(tensor: torch.Tensor) -> tuple[int, int]:
-    """The bytes of its storage that a tensor lies in: first and end."""
+    """The bytes of its storage that a tensor spans: first and end."""
     last: int = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     first = int(tensor.storage_offset())
     return first * tensor.element_size(), (first + last + 1) * tensor.element_size()

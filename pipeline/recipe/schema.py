@@ -18,7 +18,7 @@ from model.vocabulary import HeadKind, InitStyle, LossKind
 from pipeline.recipe.data import AugmentConfig, DataConfig, OneSet, SomeSets
 from pipeline.recipe.duration import DurationText, Strict
 from pipeline.recipe.schedule import Decay
-from pipeline.vocabulary import ALL_STAGES, OptimizerName, StageName
+from pipeline.vocabulary import ALL_STAGES, OPTIMIZERS, OptimizerName, StageName
 
 _MOST_IMAGES = 2**20  # of a batch
 _MOST_PIXELS = 2**14  # of an image's side
@@ -62,7 +62,6 @@ class EngineConfig(Strict):
 
 
 _Share = Annotated[float, Field(ge=0, lt=1)]
-_NOT_ITS_KEYS: dict[OptimizerName, tuple[str, ...]] = {"adamw": ("momentum",), "sgd": ("betas",)}
 
 
 class OptimizerConfig(Strict):
@@ -82,7 +81,8 @@ class OptimizerConfig(Strict):
 
     @model_validator(mode="after")
     def _nothing_ignored(self) -> OptimizerConfig:
-        self.refuse(*_NOT_ITS_KEYS[self.name], means_nothing=f"to {self.name}")
+        others = {key for each in OPTIMIZERS.values() for key in each.keys} - {*OPTIMIZERS[self.name].keys}
+        self.refuse(*sorted(others), means_nothing=f"to {self.name}")
         return self
 
 

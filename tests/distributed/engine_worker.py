@@ -151,7 +151,7 @@ def run_case(case: tuple[str, int, str], ranks: Ranks, folder: Path) -> dict:
     engine.module.train()
 
     resumed = fresh()
-    resumed.load(folder)
+    resumed.load(folder, written={"zero_stage": case[1], "processes": ranks.place.world_size})
     restored = resumed.weights()
     resumed_rows = run_steps(resumed, ranks, plan, range(STEPS // 2, STEPS))
     resumed_weights = copy.deepcopy(resumed.weights())

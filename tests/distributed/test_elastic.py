@@ -106,7 +106,7 @@ def test_the_next_losses_are_those_of_the_undisturbed_run(case, results):
 
 
 @pytest.mark.parametrize("case", SAME, ids=name_of)
-def test_of_the_same_size_and_stage_the_conversion_equals_the_engines_own_way(case, results):
+def test_of_the_same_size_and_stage_loading_equals_deepspeeds_own(case, results):
     ours = results[str(case)]
     assert ours["losses"] == ours["native"]["losses"] == results[str(case.written)]["losses"]
     assert ours["weights"].keys() == ours["native"]["weights"].keys()
@@ -127,9 +127,9 @@ def test_a_state_of_another_model_is_refused_by_name_and_nothing_is_touched(stag
 
 def test_a_command_in_any_file_of_any_stage_is_refused_by_name_and_not_run(results):
     said = results["poisoned"]
-    files = {stage: {name for at, name, _ in said if at == stage} for stage in range(4)}
+    files = {stage: {name for at, name in said if at == stage} for stage in range(4)}
     assert [len(files[stage]) for stage in range(4)] == [1, 2, 2, 2]
-    for (_, name, _), (text, ran) in said.items():
+    for (_, name), (text, ran) in said.items():
         assert not ran and name in text and "is not read" in text and "\n" not in text
 
 
