@@ -151,6 +151,7 @@ def saver_of(
         identity=IDENTITY,
         written_by={"torch": "2.0", "host": "here"},
         recipe_text="name: test\n",
+        inputs={},
         retention=retention,
         mode=mode,
         say=(said if said is not None else []).append,

@@ -88,6 +88,7 @@ class _Training:
             identity={},
             written_by={},
             recipe_text="",
+            inputs={},
             retention=Retention(last=1),
             mode=mode,
             say=print,

@@ -45,16 +45,12 @@ def check_identity(found: dict[str, Any], expected: dict[str, Any], *, folder: P
     ]
     if not different:
         return
+    advice = "go on with the recipe that wrote it"
     engine = [key for key in different if key in _FIXED_ENGINE and key in found]
-    if not {"recipe", *engine}.issuperset(different):
-        engine = []
-    # Where the engine differs, the recipe's digest does too, but tells a reader less.
-    shown = ", ".join(f"{key} {found.get(key)} (now {expected[key]})" for key in engine or different)
-    advice = (
-        "set " + " and ".join(f"engine.{key}={found.get(key)}" for key in engine)
-        if engine
-        else "go on with the recipe that wrote it"
-    )
+    if engine and {"recipe", *engine}.issuperset(different):
+        advice = "set " + " and ".join(f"engine.{key}={found[key]}" for key in engine)
+        different = engine  # the recipe's digest differs with it, but tells a reader less
+    shown = ", ".join(f"{key} {found.get(key)} (now {expected[key]})" for key in different)
     raise UserError(
         f"checkpoint {folder} was written with {shown}: {advice}, give the run another name, or begin again with "
         f"--restart {expected['stage']}"
@@ -63,14 +59,9 @@ def check_identity(found: dict[str, Any], expected: dict[str, Any], *, folder: P
 
 def checkpoint_folders(root: Path) -> list[Path]:
     """The committed checkpoints below `root`, newest first; a copy of the user's has another name."""
-    return sorted(
-        (
-            path
-            for path in root.glob(f"{FOLDER_PREFIX}*")
-            if path.name.removeprefix(FOLDER_PREFIX).isdecimal() and path.is_dir()
-        ),
-        reverse=True,
-    )
+    paths = root.glob(f"{FOLDER_PREFIX}*")
+    found = [path for path in paths if path.name.removeprefix(FOLDER_PREFIX).isdecimal() and path.is_dir()]
+    return sorted(found, reverse=True)
 
 
 def check_newest(root: Path, *, expected: dict[str, Any]) -> None:

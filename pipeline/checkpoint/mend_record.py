@@ -33,10 +33,11 @@ def mend_records(folder: RunFolder, stages: Iterable[StageName]) -> list[str]:
         try:
             folder.record(stage)
         except BrokenRecord as broken:
-            record, what = _from_checkpoints(folder, stage, broken) if stage != "swap_head" else (StageRecord(), "")
+            record, what = StageRecord(), "the stage, in which nothing is trained, is done again"
+            if stage != "swap_head":
+                record, what = _from_checkpoints(folder, stage, broken)
             aside = _keep(broken.path)
             folder.write(stage, record)
-            what = what or "the stage, in which nothing is trained, is done again"
             notes.append(f"{broken.path} was broken ({broken.why}) and is kept as {aside.name}: {what}")
     return notes
 

@@ -41,8 +41,8 @@ from pipeline.engine.protocol import Engine
 from pipeline.engine.state_files import Abandoned, Seal, StateFile, text_file, write_file
 from pipeline.ranks.group import Agreement, Ranks
 from pipeline.state import TrainState
+from pipeline.vocabulary import RECIPE_FILE
 
-RECIPE = "recipe.yaml"
 _BEAT_SECONDS = 5.0
 # Of a file server that is away, or of one bad transfer: another attempt may succeed without anybody's help.
 _TRANSIENT = {
@@ -89,9 +89,9 @@ class CheckpointSaver:
         engine: what to save.
         ranks: the processes.
         identity: what a run must agree on to restore it (stage, recipe, layout).
-        written_by: facts of this process, for the reader of a checkpoint.
+        written_by: facts of this process.
         recipe_text: the resolved recipe.
-        inputs: digests of what went into the stage, as its record has them.
+        inputs: digests of what went into the stage.
         retention: which older checkpoints are kept.
         mode: whether training goes on while the files are written.
         say: prints a line; called on rank 0.
@@ -111,7 +111,7 @@ class CheckpointSaver:
         identity: dict[str, Any],
         written_by: dict[str, str],
         recipe_text: str,
-        inputs: Mapping[str, str] | None = None,
+        inputs: Mapping[str, str],
         retention: Retention,
         mode: Literal["background", "blocking"],
         say: Callable[[str], None],
@@ -122,7 +122,7 @@ class CheckpointSaver:
         self._root = root
         self._engine = engine
         self._ranks = ranks
-        self._about: dict[str, Any] = {"identity": identity, "written_by": written_by, "inputs": dict(inputs or {})}
+        self._about: dict[str, Any] = {"identity": identity, "written_by": written_by, "inputs": dict(inputs)}
         self._recipe_text = recipe_text
         self._retention = retention
         self._mode = mode
@@ -267,7 +267,7 @@ class CheckpointSaver:
 
     def _our_files(self, state: TrainState) -> tuple[StateFile, ...]:
         content = json.dumps({**self._about, "state": state.to_json()}, indent=1) + "\n"
-        return text_file(STATE, content), text_file(RECIPE, self._recipe_text)
+        return text_file(STATE, content), text_file(RECIPE_FILE, self._recipe_text)
 
     def _memory_holds(self, needs: Sequence[_Needs]) -> bool:
         """Whether every host has the memory for its ranks' copies; if not, it is said, once."""

@@ -73,15 +73,12 @@ def open_beside(root: Path, *, step: int) -> None:
 
 
 def commit_checkpoint(root: Path, *, step: int, seals: Mapping[str, Seal]) -> Path:
-    """Rename what was written beside, and check it once more. On one rank, when all have written.
+    """Rename what was written beside, check it once more, and return it. On one rank, when all have written.
 
     Args:
         root: the stage's folder of checkpoints.
         step: of the checkpoint.
         seals: every file that was written, flushed and read back, by its path in the checkpoint.
-
-    Returns:
-        The committed folder.
 
     Raises:
         OSError: the disk is full or fails, or the committed files are not those that were written.
@@ -150,8 +147,7 @@ def prune_checkpoints(root: Path, *, newest_step: int, retention: Retention) -> 
     for step in superfluous(metrics, retention=retention):
         with contextlib.suppress(OSError):  # the next pruning tries again
             _set_aside(numbered[step])
-    for leftover in root.glob(f"{_REMOVING}*"):
-        shutil.rmtree(leftover, ignore_errors=True)
+    collect_leftovers(root)
 
 
 def collect_leftovers(root: Path) -> None:
@@ -168,14 +164,13 @@ def restore_checkpoint(root: Path, *, engine: Engine, ranks: Ranks, identity: di
         UserError: every checkpoint is damaged, or the newest good one belongs to another recipe.
     """
     notes: list[str] = []
-    listed: list[str] = []
+    names: list[str] = []
     if ranks.place.is_main:
         collect_leftovers(root)
-        listed = [folder.name for folder in checkpoint_folders(root)]
+        names = [folder.name for folder in checkpoint_folders(root)]
     # One rank's list for all: another machine's may be stale, and two ranks would restore different steps.
-    listed = ranks.gather_objects(listed)[0]  # pyright: ignore[reportAssignmentType]
-    folders = [root / name for name in listed]
-    for folder in folders:
+    names = ranks.gather_objects(names)[0]  # pyright: ignore[reportAssignmentType]
+    for folder in (root / name for name in names):
         share = (ranks.place.rank, ranks.place.world_size)
         damage = [text for text in ranks.gather_objects(damage_of(folder, share=share)) if text]
         if damage:
@@ -191,9 +186,9 @@ def restore_checkpoint(root: Path, *, engine: Engine, ranks: Ranks, identity: di
             identity=content["identity"],
             written_by=content["written_by"],
         )
-    if folders:
+    if notes:
         raise UserError(
-            f"all {len(folders)} checkpoints in {root} are damaged ({'; '.join(notes)}): bring one back, or begin "
+            f"all {len(notes)} checkpoints in {root} are damaged ({'; '.join(notes)}): bring one back, or begin "
             f"the stage again with --restart {identity['stage']}"
         )
     return None

@@ -1,9 +1,8 @@
-"""The weights inside a checkpoint, whole and in float32, without the processes that wrote it.
+"""The complete weights of a checkpoint in float32, without the processes that wrote it.
 
-What an engine saved is opened by `engine.portable` and put together on the CPU: 4 bytes of memory a parameter, seconds
-for ViT-L. What comes out is, to the last bit, what the engine's `weights` gives at that step. Nothing of DeepSpeed is
-imported, and nothing that a file says is executed (`engine.reading`). It neither looks for damage
-(`pipeline.checkpoint.store.damage_of` does) nor restores an optimizer.
+`engine.portable` opens what an engine saved and this puts it together on the CPU: 4 bytes of memory a parameter,
+seconds for ViT-L, the same bits as the engine's `weights` at that step. Imports nothing of DeepSpeed and runs no code
+from a file (`engine.reading`). It neither looks for damage (`store.damage_of` does) nor restores an optimizer.
 """
 
 from __future__ import annotations
@@ -33,13 +32,8 @@ def checkpoint_weights(folder: Path, *, model: nn.Module) -> dict[str, Tensor]:
     """
     try:
         identity = json.loads((folder / STATE).read_text(encoding="utf-8"))["identity"]
-        return assemble(
-            folder,
-            backend=identity["backend"],
-            zero_stage=identity["zero_stage"],
-            processes=identity["processes"],
-            model=model,
-        )
+        layout = {key: identity[key] for key in ("backend", "zero_stage", "processes")}
+        return assemble(folder, **layout, model=model)
     except UserError:
         raise
     except (ValueError, LookupError, TypeError, AttributeError, RuntimeError) as error:  # well-formed, but not ours

@@ -35,19 +35,10 @@ class MetricRow:
 class MetricsLog(AbstractContextManager["MetricsLog"]):
     """The open file of one stage; made by `open_metrics_log`. Only rank 0 has one."""
 
-    def __init__(
-        self,
-        path: Path,
-        *,
-        resume_step: int,
-        kept_rows: int,
-        dropped_later_rows: int,
-        dropped_broken_rows: int,
-    ) -> None:
+    def __init__(self, path: Path, *, resume_step: int, kept_rows: int, dropped_broken_rows: int) -> None:
         self.path = path
         self.resume_step = resume_step
         self.kept_rows = kept_rows
-        self.dropped_later_rows = dropped_later_rows  # beyond the step resumed from, which are computed again
         self.dropped_broken_rows = dropped_broken_rows  # a line torn by kill -9, or a damaged file
         # Unbuffered and O_APPEND: one row is one write, so a reader never sees half of it mixed with another.
         self._file: BinaryIO = open(path, "ab", buffering=0)  # noqa: SIM115  (closed by close())
@@ -85,24 +76,14 @@ def open_metrics_log(path: Path, *, resume_step: int) -> MetricsLog:
     line of a killed process. The file is replaced atomically, and only where there is something to drop.
     """
     path.parent.mkdir(exist_ok=True)
-    kept: list[bytes] = []
-    later = broken = 0
-    ends_whole = True
-    for line, row in _decoded_lines(path):
-        if row is None:
-            broken += 1
-        elif row.step > resume_step:
-            later += 1
-        else:
-            # A row whose newline alone was lost is whole: keep it, with a new one.
-            ends_whole = line.endswith(b"\n")
-            kept.append(line if ends_whole else line + b"\n")
-    if later or broken or not ends_whole:
+    lines = list(_decoded_lines(path))
+    # A row whose newline alone was lost is whole, and gets a new one.
+    kept = [line.removesuffix(b"\n") + b"\n" for line, row in lines if row is not None and row.step <= resume_step]
+    if kept != [line for line, _ in lines]:
         with replaced(path) as beside:
             beside.write_bytes(b"".join(kept))
-    return MetricsLog(
-        path, resume_step=resume_step, kept_rows=len(kept), dropped_later_rows=later, dropped_broken_rows=broken
-    )
+    broken = sum(row is None for _, row in lines)
+    return MetricsLog(path, resume_step=resume_step, kept_rows=len(kept), dropped_broken_rows=broken)
 
 
 def read_metrics(path: Path) -> list[MetricRow]:

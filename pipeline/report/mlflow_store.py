@@ -45,16 +45,12 @@ _STALE_SECONDS = 3600.0  # after which an unfinished database is a killed proces
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetInput:
-    """A data set as MLflow shows it: `digest` of at most 36 characters, `context` such as train or eval."""
+    """A data set as MLflow shows it; `context` is train or eval."""
 
     name: str
     source: str
     digest: str
     context: str
-
-    def __post_init__(self) -> None:
-        if len(self.digest) > _MAX_DIGEST_CHARACTERS:
-            raise ValueError(f"the digest of data set {self.name} is longer than {_MAX_DIGEST_CHARACTERS} characters")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -247,34 +243,26 @@ class MlflowStore:
         """Params are write-once: a changed one keeps its first value, and a tag has the change."""
         from mlflow.entities import Param
 
-        clean = {
-            name: without_credentials(value)[:_MAX_PARAM_CHARACTERS] for name, value in self._settings.params.items()
-        }
+        params = self._settings.params.items()
+        clean = {name: without_credentials(value)[:_MAX_PARAM_CHARACTERS] for name, value in params}
         known = self._client.get_run(self.state.run_id).data.params
         new = [Param(name, value) for name, value in clean.items() if name not in known]
         for start in range(0, len(new), _MAX_PARAMS_PER_BATCH):
             self._client.log_batch(
                 self.state.run_id, params=new[start : start + _MAX_PARAMS_PER_BATCH], synchronous=True
             )
-        changed = [
-            f"{name}: {known[name]} -> {value}" for name, value in clean.items() if known.get(name, value) != value
-        ]
-        if changed:
+        if changed := [f"{name}: {known[name]} -> {now}" for name, now in clean.items() if known.get(name, now) != now]:
             self._set_tags(self.state, {f"shardvit.params_changed.{self.state.attempt}": "; ".join(changed)})
 
     def _send_datasets(self) -> None:
         """Data sets as inputs of the stage's run; the same again changes nothing."""
         from mlflow import entities
 
-        inputs = [
-            entities.DatasetInput(
-                entities.Dataset(
-                    one.name[:500], one.digest, "local", json.dumps({"uri": without_credentials(one.source)})
-                ),
-                [entities.InputTag("mlflow.data.context", one.context)],
-            )
-            for one in self._settings.datasets
-        ]
+        inputs = []
+        for one in self._settings.datasets:
+            source = json.dumps({"uri": without_credentials(one.source)})
+            dataset = entities.Dataset(one.name[:500], one.digest[:_MAX_DIGEST_CHARACTERS], "local", source)
+            inputs.append(entities.DatasetInput(dataset, [entities.InputTag("mlflow.data.context", one.context)]))
         self._client.log_inputs(self.state.run_id, datasets=inputs)
 
     def send_file(self, path: Path) -> None:

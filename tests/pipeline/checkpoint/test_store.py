@@ -321,6 +321,6 @@ def test_a_commit_that_fails_after_the_rename_leaves_nothing_visible(tmp_path: P
             raise OSError(errno.EIO, "the disk is gone")
 
     monkeypatch.setattr(checkpoint, "flush", flush)
-    with pytest.raises(SaveFailed, match=r"step 2 could not be written .*the disk is gone.*step-00000001 stands"):
+    with pytest.raises(SaveFailed, match=r"step 2 could not be written .*the disk is gone.*step-00000001 is kept"):
         save(tmp_path, 2, ranks=one_rank())
     assert names(tmp_path) == ["step-00000001"]
