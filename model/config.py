@@ -7,12 +7,11 @@ change between pre-training and fine-tuning while the trunk stays the same.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from model.variants import Variant, parse_variant
+from model.variants import ResnetSizes, VitSizes, parse_variant, resnet_stride
 from model.vocabulary import Gelu, Interpolation, Pool, PositionAt, PositionKind
 
 Width = Annotated[int, Field(gt=0, le=2**16)]
@@ -25,52 +24,6 @@ _MOST_WEIGHTS = 10**12
 _SIZES = ("width", "depth", "heads", "mlp_dim", "patch_size", "resnet_layers", "resnet_width_factor")
 OF_TRANSFORMERS = ("pool", "position", "position_at", "layer_scale", "gelu", "layer_norm_eps", "interpolation")
 """Fields beside the sizes, which a pure ResNet does not have."""
-
-
-@dataclass(frozen=True)
-class VitSizes:
-    """All sizes of a trunk, resolved: tokens of `width`, `depth` blocks of `heads` heads, MLPs of `mlp_dim`
-    hidden units, square patches of `patch_size` pixels; `resnet_layers` is None without a ResNet stem, else
-    the stem's units in each of its stages: () for the root alone."""
-
-    width: int
-    depth: int
-    heads: int
-    mlp_dim: int
-    patch_size: int
-    resnet_layers: tuple[int, ...] | None = None
-    resnet_width_factor: int = 1
-
-    def grid_size(self, image_size: int) -> int:
-        """Patches along one side of a square image of `image_size` pixels.
-
-        Raises:
-            ValueError: `image_size` is not a positive multiple of the patch size.
-        """
-        return _positions(image_size, stride=self.patch_size, what="the patch size")
-
-    @property
-    def stem_patch_size(self) -> int:
-        """The patch size on what the patch embedding sees: pixels, or the ResNet stem's features."""
-        return self.patch_size if self.resnet_layers is None else self.patch_size // resnet_stride(self.resnet_layers)
-
-
-@dataclass(frozen=True)
-class ResnetSizes:
-    """All sizes of a pure ResNet (BiT): units per stage, and the factor on all widths."""
-
-    layers: tuple[int, ...]
-    width_factor: int
-
-    @property
-    def num_features(self) -> int:
-        """Channels of the last stage: four times its bottleneck's, which doubles from 64 with each stage."""
-        return 64 * self.width_factor * 2 ** (len(self.layers) - 1) * 4
-
-
-def resnet_stride(layers: tuple[int, ...]) -> int:
-    """Pixels per feature, along a side, of a ResNet with these stages: 4 at the root, doubled by all but the first."""
-    return 4 * 2 ** max(0, len(layers) - 1)
 
 
 class ModelConfig(BaseModel):
@@ -175,24 +128,16 @@ class ModelConfig(BaseModel):
     def kind(self) -> Literal["vit", "resnet"]:
         """Whether this is a Transformer (a hybrid too) or a pure ResNet."""
         if self.variant is not None:
-            return "vit" if isinstance(parse_variant(self.variant), Variant) else "resnet"
+            return "vit" if isinstance(parse_variant(self.variant), VitSizes) else "resnet"
         return "resnet" if self.width is None else "vit"
 
     @property
     def sizes(self) -> VitSizes:
         """A Transformer's sizes in numbers, whichever way they were given."""
         if self.variant is not None:
-            variant = parse_variant(self.variant)
-            assert isinstance(variant, Variant), f"{self.variant} has no tokens"
-            return VitSizes(
-                variant.width,
-                variant.depth,
-                variant.heads,
-                variant.mlp_dim,
-                variant.patch_size,
-                variant.resnet_layers,
-                variant.resnet_width_factor,
-            )
+            sizes = parse_variant(self.variant)
+            assert isinstance(sizes, VitSizes), f"{self.variant} has no tokens"
+            return sizes
         assert self.width and self.depth and self.heads and self.patch_size  # held by the validator
         return VitSizes(
             self.width,
@@ -208,9 +153,9 @@ class ModelConfig(BaseModel):
     def resnet(self) -> ResnetSizes:
         """A pure ResNet's sizes in numbers, whichever way they were given."""
         if self.variant is not None:
-            variant = parse_variant(self.variant)
-            assert not isinstance(variant, Variant), f"{self.variant} is no pure ResNet"
-            return ResnetSizes(variant.layers, variant.width_factor)
+            sizes = parse_variant(self.variant)
+            assert isinstance(sizes, ResnetSizes), f"{self.variant} is no pure ResNet"
+            return sizes
         assert self.resnet_layers is not None  # held by the validator
         return ResnetSizes(self.resnet_layers, self.resnet_width_factor or 1)
 
@@ -226,14 +171,12 @@ class ModelConfig(BaseModel):
             ValueError: the model cannot take images of `image_size` pixels; says which it can.
         """
         if self.kind == "vit":
-            return self.sizes.grid_size(image_size)
-        return _positions(image_size, stride=resnet_stride(self.resnet.layers), what="the ResNet's stride")
-
-
-def _positions(image_size: int, *, stride: int, what: str) -> int:
-    if image_size <= 0 or image_size % stride:
-        below = max(1, image_size // stride) * stride
-        raise ValueError(
-            f"image size {image_size} is not a multiple of {what} {stride}: take {below} or {below + stride}"
-        )
-    return image_size // stride
+            what, stride = "the patch size", self.sizes.patch_size
+        else:
+            what, stride = "the ResNet's stride", resnet_stride(self.resnet.layers)
+        if image_size <= 0 or image_size % stride:
+            below = max(1, image_size // stride) * stride
+            raise ValueError(
+                f"image size {image_size} is not a multiple of {what} {stride}: take {below} or {below + stride}"
+            )
+        return image_size // stride

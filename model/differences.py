@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from model.config import resnet_stride
-from model.variants import HYBRIDS, VARIANTS
+from model.variants import HYBRIDS, VARIANTS, resnet_stride
 from model.vocabulary import HeadKind, Pool
 
 if TYPE_CHECKING:

@@ -9,41 +9,56 @@ from __future__ import annotations
 
 import difflib
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 
 @dataclass(frozen=True)
-class Variant:
-    """A named Transformer, with or without a ResNet stem.
+class VitSizes:
+    """All sizes of a Transformer, with or without a ResNet stem.
 
     Attributes:
         width: the size D of a token.
         depth: the number of encoder blocks.
         heads: the number of attention heads of a block.
         mlp_dim: the hidden size of a block's MLP.
-        source: the paper and table that give these four numbers.
         patch_size: in pixels, stem included; 0 in `VARIANTS`, where any is possible.
         resnet_layers: units per stage of a hybrid's stem, () for its root alone; None: a pure Transformer.
         resnet_width_factor: of the stem.
+        source: of a named variant, the paper and table that give these numbers.
     """
 
     width: int
     depth: int
     heads: int
     mlp_dim: int
-    source: str
     patch_size: int = 0
     resnet_layers: tuple[int, ...] | None = None
     resnet_width_factor: int = 1
+    source: str = field(default="", compare=False)
+
+    @property
+    def stem_patch_size(self) -> int:
+        """The patch size on what the patch embedding sees: pixels, or the ResNet stem's features."""
+        return self.patch_size if self.resnet_layers is None else self.patch_size // resnet_stride(self.resnet_layers)
 
 
 @dataclass(frozen=True)
-class ResnetVariant:
-    """A named ResNet: units in each stage, the factor on all widths, and the paper."""
+class ResnetSizes:
+    """All sizes of a pure ResNet (BiT): units in each stage, and the factor on all widths; the paper of a named one."""
 
     layers: tuple[int, ...]
     width_factor: int
-    source: str
+    source: str = field(default="", compare=False)
+
+    @property
+    def num_features(self) -> int:
+        """Channels of the last stage: four times its bottleneck's, which doubles from 64 with each stage."""
+        return 64 * self.width_factor * 2 ** (len(self.layers) - 1) * 4
+
+
+def resnet_stride(layers: tuple[int, ...]) -> int:
+    """Pixels per feature, along a side, of a ResNet with these stages: 4 at the root, doubled by all but the first."""
+    return 4 * 2 ** max(0, len(layers) - 1)
 
 
 _VIT = "An Image is Worth 16x16 Words (arXiv 2010.11929), Table 1"
@@ -53,18 +68,18 @@ _HYBRID = "google-research/vision_transformer, vit_jax/configs/models.py; ViT pa
 _BIT = "Big Transfer (arXiv 1912.11370), the ResNets of the ViT paper's Tables 2 and 6"
 
 # The names are case-sensitive, as in the papers: g (giant, 1.0 billion) is not G (gigantic, 1.8 billion).
-VARIANTS: dict[str, Variant] = {
-    "Ti": Variant(192, 12, 3, 768, _AUGREG),
-    "S": Variant(384, 12, 6, 1536, _AUGREG),
-    "B": Variant(768, 12, 12, 3072, _VIT),
-    "L": Variant(1024, 24, 16, 4096, _VIT),
-    "H": Variant(1280, 32, 16, 5120, _VIT),
-    "g": Variant(1408, 40, 16, 6144, _SCALING),
-    "G": Variant(1664, 48, 16, 8192, _SCALING),
+VARIANTS: dict[str, VitSizes] = {
+    "Ti": VitSizes(192, 12, 3, 768, source=_AUGREG),
+    "S": VitSizes(384, 12, 6, 1536, source=_AUGREG),
+    "B": VitSizes(768, 12, 12, 3072, source=_VIT),
+    "L": VitSizes(1024, 24, 16, 4096, source=_VIT),
+    "H": VitSizes(1280, 32, 16, 5120, source=_VIT),
+    "g": VitSizes(1408, 40, 16, 6144, source=_SCALING),
+    "G": VitSizes(1664, 48, 16, 8192, source=_SCALING),
 }
 
 # R50's fourth stage is left out at /16 and its three units given to the third (ViT paper, section 4.1).
-HYBRIDS: dict[str, Variant] = {
+HYBRIDS: dict[str, VitSizes] = {
     "R50+B/16": replace(VARIANTS["B"], source=_HYBRID, patch_size=16, resnet_layers=(3, 4, 9)),
     "R50+L/32": replace(VARIANTS["L"], source=_HYBRID, patch_size=32, resnet_layers=(3, 4, 6, 3)),
     # By its name /16; but root and max pool halve twice, so that 8x8 patches of their features are 32 pixels.
@@ -74,12 +89,12 @@ HYBRIDS: dict[str, Variant] = {
 
 _RESNET_DEPTHS = {"50": (3, 4, 6, 3), "101": (3, 4, 23, 3), "152": (3, 8, 36, 3), "200": (3, 24, 36, 3)}
 _RESNETS = ("50x1", "50x2", "50x3", "101x1", "101x3", "152x1", "152x2", "152x4", "200x3")
-RESNETS: dict[str, ResnetVariant] = {
-    f"R{name}": ResnetVariant(_RESNET_DEPTHS[name.split("x")[0]], int(name.split("x")[1]), _BIT) for name in _RESNETS
+RESNETS: dict[str, ResnetSizes] = {
+    f"R{name}": ResnetSizes(_RESNET_DEPTHS[name.split("x")[0]], int(name.split("x")[1]), _BIT) for name in _RESNETS
 }
 
 
-def parse_variant(name: str) -> Variant | ResnetVariant:
+def parse_variant(name: str) -> VitSizes | ResnetSizes:
     """What a name such as "B/16", "R50+B/16" or "R50x1" stands for.
 
     Raises:

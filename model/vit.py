@@ -83,7 +83,7 @@ def build_vit(
         raise ValueError(f"num_classes must be at least 1, not {num_classes}")
     regularisation.check(config)
     sizes = config.sizes
-    grid_size = sizes.grid_size(image_size)
+    grid_size = config.grid_size(image_size)
     timms_own = config.position == "learned_1d" and config.position_at == "stem"
     num_prefix_tokens = int(config.pool == "cls")
     more: dict[str, Any] = {}

@@ -18,10 +18,11 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from model.config import ModelConfig, VitSizes
+from model.config import ModelConfig
 from model.counting.cost import NOTHING, Chain, Cost, convolution, fused_attention, kept, layer_norm, learnt, linear
 from model.counting.resnet import resnet_cost, stem_cost
 from model.regularisation import Regularisation
+from model.variants import VitSizes
 from model.vocabulary import HeadKind
 
 _PREFIXES = ((10**12, "T"), (10**9, "G"), (10**6, "M"), (10**3, "k"))
@@ -97,7 +98,7 @@ def _account_vit(
     config: ModelConfig, *, image_size: int, num_classes: int, head: HeadKind, patch_dropout: float
 ) -> Accounting:
     sizes = config.sizes
-    patches = sizes.grid_size(image_size) ** 2
+    patches = config.grid_size(image_size) ** 2
     prefix = int(config.pool == "cls")
     tokens = prefix + max(1, int(patches * (1 - patch_dropout)))  # the model rounds down, but keeps one
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from model.config import ResnetSizes
 from model.counting.cost import VALUE_BYTES, Chain, Cost, convolution, kept
+from model.variants import ResnetSizes
 
 _ROOT_WIDTH = 64  # of width factor 1 (arXiv 1512.03385, Table 1)
 _EXPANSION = 4  # a unit's outputs to its bottleneck's (the same)

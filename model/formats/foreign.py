@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import ValidationError
 
-from model.config import ModelConfig, VitSizes
+from model.config import ModelConfig
 from model.differences import StateSizes, variant_of
-from model.variants import VARIANTS
+from model.variants import VARIANTS, VitSizes
 from model.vocabulary import Gelu, HeadKind, Interpolation, LossKind
 
 if TYPE_CHECKING:

@@ -27,10 +27,11 @@ from timm.models import FeatureInfo
 from timm.models.resnetv2 import ResNetV2
 from torch import Tensor, nn
 
-from model.config import ModelConfig, resnet_stride
+from model.config import ModelConfig
 from model.head import MlpHead, zero_linear
 from model.regularisation import NO_REGULARISATION, Regularisation
 from model.resnet.standardised_conv import Padding, StandardisedConv2d
+from model.variants import resnet_stride
 from model.vocabulary import HeadKind
 
 GROUP_NORM_EPS = 1e-6  # flax's default, which models_resnet.py uses

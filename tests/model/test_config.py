@@ -6,8 +6,8 @@ import sys
 import pytest
 from pydantic import ValidationError
 
-from model.config import ModelConfig, ResnetSizes, VitSizes, resnet_stride
-from model.variants import HYBRIDS, VARIANTS
+from model.config import ModelConfig
+from model.variants import HYBRIDS, VARIANTS, ResnetSizes, VitSizes, resnet_stride
 
 SMALL = {"width": 64, "depth": 4, "heads": 4, "patch_size": 4}
 
@@ -155,11 +155,11 @@ def test_what_is_written_down_reads_back_equal(config: ModelConfig) -> None:
 
 
 def test_grid_size() -> None:
-    sizes = ModelConfig(variant="L/16").sizes
-    assert (sizes.grid_size(224), sizes.grid_size(384)) == (14, 24)
+    config = ModelConfig(variant="L/16")
+    assert (config.grid_size(224), sizes.grid_size(384)) == (14, 24)
     for image_size in (225, 0, -16, 8):
         with pytest.raises(ValueError, match=f"image size {image_size} is not a multiple of the patch size 16"):
-            sizes.grid_size(image_size)
+            config.grid_size(image_size)
 
 
 def test_grid_size_of_hybrids_and_resnets() -> None:

@@ -6,7 +6,7 @@ from torch import nn
 
 from model.build import build_model
 from model.config import ModelConfig
-from model.variants import HYBRIDS, RESNETS, ResnetVariant, parse_variant
+from model.variants import HYBRIDS, RESNETS, ResnetSizes, parse_variant
 
 
 def _build(variant: str, *, head: str = "linear") -> nn.Module:
@@ -62,7 +62,7 @@ def _residual_parameters(layers: tuple[int, ...], *, factor: int, pre_activation
 @pytest.mark.parametrize("variant", RESNETS)
 def test_resnets_have_what_arithmetic_says(variant: str) -> None:
     sizes = parse_variant(variant)
-    assert isinstance(sizes, ResnetVariant)
+    assert isinstance(sizes, ResnetSizes)
     trunk = _residual_parameters(sizes.layers, factor=sizes.width_factor, pre_activation=True)
     width = 2048 * sizes.width_factor
     assert _count(_build(variant)) == trunk + (width + 1) * 1000
