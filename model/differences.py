@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 Shape = tuple[int, ...]
 
 _MAX_ROWS = 20
+_STEM = "patch_embed.backbone."  # a hybrid's ResNet
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class StateSizes:
     mlp_dim: int
     patch_size: int
     resnet_layers: tuple[int, ...] | None
+    resnet_width_factor: int
     pool: Pool
     layer_scale: bool
     grid_size: int | None
@@ -41,7 +43,8 @@ class StateSizes:
     @property
     def trunk(self) -> tuple[object, ...]:
         """What a variant fixes, heads aside."""
-        return self.width, self.depth, self.mlp_dim, self.patch_size, self.resnet_layers
+        stem = (self.resnet_layers, self.resnet_width_factor)
+        return self.width, self.depth, self.mlp_dim, self.patch_size, *stem
 
     def in_words(self) -> str:
         """The sizes that make the trunk, as a user would give them."""
@@ -80,6 +83,7 @@ def read_sizes(shapes: Mapping[str, Shape], *, origin: str) -> StateSizes:
         mlp_dim=shapes["blocks.0.mlp.fc1.weight"][0],
         patch_size=patch[2] * (1 if resnet_layers is None else resnet_stride(resnet_layers)),
         resnet_layers=resnet_layers,
+        resnet_width_factor=max(1, (shapes.get(f"{_STEM}stem.conv.weight", ()) or (64,))[0] // 64),
         pool="cls" if "cls_token" in shapes else "map" if "attn_pool.latent" in shapes else "gap",
         layer_scale="blocks.0.ls1.gamma" in shapes,
         grid_size=_grid_size(shapes, origin=origin),
@@ -92,11 +96,21 @@ def variant_of(sizes: StateSizes, *, heads: int | None = None) -> str | None:
     """The named variant with these sizes, if there is one; heads must be its too where they are known."""
     named = {f"{name}/{sizes.patch_size}": variant for name, variant in VARIANTS.items()} | HYBRIDS
     for name, variant in named.items():
-        patch_size = variant.patch_size or sizes.patch_size
-        trunk = (variant.width, variant.depth, variant.mlp_dim, patch_size, variant.resnet_layers)
+        stem = (variant.resnet_layers, variant.resnet_width_factor)
+        trunk = (variant.width, variant.depth, variant.mlp_dim, variant.patch_size or sizes.patch_size, *stem)
         if trunk == sizes.trunk and heads in (None, variant.heads):
             return name
     return None
+
+
+def first_difference(found: Mapping[str, Shape], expected: Mapping[str, Shape]) -> str:
+    """What is wrong with the first name, in alphabetical order, whose shapes differ."""
+    name = min(name for name in {**found, **expected} if found.get(name) != expected.get(name))
+    if name not in found:
+        return f"{name!r} is missing"
+    if name not in expected:
+        return f"{name!r} does not belong to it"
+    return f"{name!r} has the shape {found[name]} instead of {expected[name]}"
 
 
 def describe_differences(found: Mapping[str, Shape], expected: Mapping[str, Shape]) -> str:
@@ -210,12 +224,8 @@ def _grid_size(shapes: Mapping[str, Shape], *, origin: str) -> int | None:
 
 def _resnet_layers(shapes: Mapping[str, Shape]) -> tuple[int, ...] | None:
     """Units in each stage of a hybrid's stem; None without one."""
-    if not any(name.startswith("patch_embed.backbone.") for name in shapes):
+    if not any(name.startswith(_STEM) for name in shapes):
         return None
-    prefix = "patch_embed.backbone.stages."
-    units: dict[int, int] = {}
-    for name in shapes:
-        if name.startswith(prefix):
-            stage, _, unit, *_ = name.removeprefix(prefix).split(".")
-            units[int(stage)] = max(units.get(int(stage), 0), 1 + int(unit))
-    return tuple(units[stage] for stage in sorted(units))
+    paths = [name.removeprefix(_STEM).split(".") for name in shapes if name.startswith(f"{_STEM}stages.")]
+    units = {(int(stage), int(unit)) for _, stage, _, unit, *_ in paths}
+    return tuple(sum(stage == of for of, _ in units) for stage in sorted({stage for stage, _ in units}))

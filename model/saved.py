@@ -54,27 +54,17 @@ class SavedModelMeta(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    format_version: Literal[2] = 2
+    format_version: Literal[1] = 1
     model: ModelConfig
     image_size: int = Field(gt=0)
     num_classes: int = Field(gt=0)
     class_names: tuple[str, ...]
-    head: HeadKind | Literal["masked_patch"]
+    head: Literal[HeadKind, "masked_patch"]
     mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
     std: tuple[float, float, float] = (0.5, 0.5, 0.5)
     loss: LossKind = "softmax"
     eval_protocol: EvalProtocol = "vit"
     eval_crop_share: float | None = Field(default=None, gt=0, le=1)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _of_version_1(cls, record: object) -> object:
-        """The first records had these at the top, at the only values there were."""
-        if isinstance(record, dict) and record.get("format_version") == 1:
-            fixed = {"gelu": "tanh", "layer_norm_eps": 1e-6, "pos_embed_interpolation": "bilinear_align_corners"}
-            same = {key: value for key, value in record.items() if fixed.get(key) != value}
-            return {**same, "format_version": 2}
-        return record
 
     @model_validator(mode="after")
     def _parts_fit(self) -> Self:
@@ -96,14 +86,13 @@ def save_model(folder: Path, state_dict: Mapping[str, Tensor], *, meta: SavedMod
         OSError: the disk is full or cannot be written; what was there stays.
     """
     folder = Path(folder)
-    _check_state(state_dict, meta=meta, origin="the state dict to be saved")
+    says = "the state dict to be saved does not fit the model that its record describes"
+    check_state(state_dict, meta=meta, says=says)
     if folder.exists() and not _may_be_replaced(folder):
         raise ValueError(f"{folder} exists and is not a saved model of shardvit: remove it or choose another folder")
     with replaced_folder(folder) as beside:
-        _write_weights(beside / WEIGHTS_FILE, state_dict)
-        (beside / CONFIG_FILE).write_text(
-            json.dumps(_config_json(meta), indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
-        )
+        write_safetensors(beside / WEIGHTS_FILE, state_dict)
+        write_json(beside / CONFIG_FILE, _config_json(meta))
 
 
 def read_meta(folder: Path) -> SavedModelMeta:
@@ -112,11 +101,23 @@ def read_meta(folder: Path) -> SavedModelMeta:
     Raises:
         ValueError: the file is missing, is not JSON, or holds no valid record; the message names it.
     """
-    path = Path(folder) / CONFIG_FILE
+    try:
+        return read_record(Path(folder) / CONFIG_FILE)
+    except FileNotFoundError as missing:
+        raise ValueError(f"{missing.filename} is missing: {folder} is not a saved model of shardvit") from None
+
+
+def read_record(path: Path) -> SavedModelMeta:
+    """The record under "shardvit" in a JSON file.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is not JSON, or holds no valid record; the message names it.
+    """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ValueError(f"{path} is missing: {folder} is not a saved model of shardvit") from None
+        raise
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
     if not isinstance(content, dict) or RECORD_KEY not in content:
@@ -124,9 +125,13 @@ def read_meta(folder: Path) -> SavedModelMeta:
     try:
         return SavedModelMeta.model_validate(content[RECORD_KEY])
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = ".".join([RECORD_KEY, *map(str, first["loc"])])
-        raise ValueError(f"{path}: {where}: {first['msg']}") from error
+        raise ValueError(f"{path}: {RECORD_KEY}.{first_mistake(error)}") from error
+
+
+def first_mistake(error: ValidationError) -> str:
+    """The first thing that is wrong with a record, as "model.gelu: Input should be ..."."""
+    first = error.errors(include_url=False)[0]
+    return ": ".join(filter(None, [".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, ")]))
 
 
 def load_model(folder: Path) -> tuple[SavedModelMeta, dict[str, Tensor]]:
@@ -135,18 +140,12 @@ def load_model(folder: Path) -> tuple[SavedModelMeta, dict[str, Tensor]]:
     Raises:
         ValueError: a file is missing or broken, or the weights are not those of the model in the record.
     """
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
     meta = read_meta(folder)
     path = Path(folder) / WEIGHTS_FILE
     if not path.is_file():
         raise ValueError(f"{path} is missing: the saved model has no weights")
-    try:
-        state_dict = load_file(path)
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"{path} cannot be read as safetensors: {error}") from error
-    _check_state(state_dict, meta=meta, origin=str(path))
+    state_dict = read_safetensors(path)
+    check_state(state_dict, meta=meta, says=f"{path} does not fit the model that its record describes")
     return meta, state_dict
 
 
@@ -200,26 +199,25 @@ def timm_objection(meta: SavedModelMeta) -> str | None:
 
 def _config_json(meta: SavedModelMeta) -> dict[str, Any]:
     """The content of `config.json`."""
-    record = {RECORD_KEY: meta.model_dump(mode="json", exclude_none=True)}
     if timm_objection(meta) is not None:
-        return record
+        return record_json(meta)
 
     from model.vit import timm_arguments
 
-    image_shape = [3, meta.image_size, meta.image_size]
+    arguments = timm_arguments(meta.model, image_size=meta.image_size)
     return {
         "architecture": _TIMM_ENTRY_POINT,
         # At the top level only: transformers passes num_classes to timm itself and crashes when model_args
         # holds a second.
         "num_classes": meta.num_classes,
         "num_features": meta.model.sizes.width,
-        "global_pool": timm_arguments(meta.model, image_size=meta.image_size)["global_pool"],
+        "global_pool": arguments["global_pool"],
         "label_names": list(meta.class_names),
-        "model_args": timm_arguments(meta.model, image_size=meta.image_size),
+        "model_args": arguments,
         "pretrained_cfg": {
             "tag": RECORD_KEY,
             "custom_load": False,
-            "input_size": image_shape,
+            "input_size": [3, meta.image_size, meta.image_size],
             "fixed_input_size": True,
             "num_classes": meta.num_classes,
             "pool_size": None,
@@ -229,7 +227,7 @@ def _config_json(meta: SavedModelMeta) -> dict[str, Any]:
             "first_conv": "patch_embed.proj",
             "classifier": "head",
         },
-        **record,
+        **record_json(meta),
     }
 
 
@@ -244,25 +242,25 @@ def _timm_evaluation(meta: SavedModelMeta) -> dict[str, Any]:
             return {"interpolation": "bicubic", "crop_pct": meta.eval_crop_share or 0.9, "crop_mode": "center"}
 
 
-def _check_state(state_dict: Mapping[str, Tensor], *, meta: SavedModelMeta, origin: str) -> None:
-    """Refuse weights whose names or shapes are not those of the model in `meta` (built without memory)."""
-    from model.differences import describe_differences, shapes_of
+def check_state(state: Mapping[str, Tensor], *, meta: SavedModelMeta, says: str) -> None:
+    """Compare names and shapes with those of the model in `meta` (built without memory).
 
-    expected, found = expected_shapes(meta), shapes_of(state_dict)
-    if expected == found:
-        return
-    name = sorted(name for name in expected | found if expected.get(name) != found.get(name))[0]
-    if name not in found:
-        problem = f"{name!r} is missing"
-    elif name not in expected:
-        problem = f"{name!r} does not belong to it"
-    else:
-        problem = f"{name!r} has the shape {found[name]} instead of {expected[name]}"
-    table = describe_differences(found, expected)
-    raise ValueError(f"{origin} does not fit the model that its record describes: {problem}\n{table}")
+    Raises:
+        ValueError: they differ; `says` begins the message, the first difference and a table of all follow.
+    """
+    from model.differences import describe_differences, first_difference, shapes_of
+
+    found, expected = shapes_of(state), expected_shapes(meta)
+    if expected != found:
+        raise ValueError(f"{says}: {first_difference(found, expected)}\n{describe_differences(found, expected)}")
 
 
-def _write_weights(path: Path, state_dict: Mapping[str, Tensor]) -> None:
+def write_safetensors(path: Path, state_dict: Mapping[str, Tensor]) -> None:
+    """Write tensors on any device, in their own dtypes.
+
+    Raises:
+        OSError: the disk is full or cannot be written.
+    """
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
@@ -277,14 +275,36 @@ def _write_weights(path: Path, state_dict: Mapping[str, Tensor]) -> None:
         raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
 
 
+def read_safetensors(path: Path) -> dict[str, Tensor]:
+    """The tensors of a file, on the CPU.
+
+    Raises:
+        ValueError: it cannot be read; the message names it.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        return load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path} cannot be read as safetensors: {error}") from error
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a JSON file as timm and transformers do, for people to read."""
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def record_json(meta: SavedModelMeta) -> dict[str, Any]:
+    """The record under its key."""
+    return {RECORD_KEY: meta.model_dump(mode="json", exclude_none=True)}
+
+
 def _may_be_replaced(folder: Path) -> bool:
     """Whether `folder` is empty or a saved model of ours."""
     if not folder.is_dir():
         return False
-    if not any(folder.iterdir()):
-        return True
     try:
-        read_meta(folder)
+        return not any(folder.iterdir()) or bool(read_meta(folder))
     except ValueError:
         return False
-    return True

@@ -1,12 +1,14 @@
 """The names that a user may write about a model, and what they stand for; torch-free, for recipes and plans.
 
 To add a loss: its name here and its function in `model/loss.py`. A head: here and `model/head.py`; a pooling: here and
-`model/vit.py`; a position embedding: here and `model/positions/embedding.py`; initial values: here and `model/init.py`.
+`model/vit.py`; a position embedding: here and `model/positions/embedding.py`; initial values: here and `model/init.py`;
+a format to export to: here and `model/formats/export.py`.
 """
 
 from __future__ import annotations
 
 from itertools import product
+from pathlib import Path
 from typing import Literal
 
 LossKind = Literal["softmax", "sigmoid"]
@@ -18,7 +20,28 @@ Gelu = Literal["tanh", "erf"]
 Interpolation = Literal["google", "timm"]
 InitStyle = Literal["google", "timm"]
 EvalProtocol = Literal["vit", "big_vision", "timm"]
+ExportFormat = Literal["npz", "big_vision", "timm", "transformers", "torchvision", "onnx", "torch_export"]
+EXPORT_ENDINGS: dict[ExportFormat, tuple[str, ...]] = {  # of the files' names; (): a folder
+    "npz": (".npz",),
+    "big_vision": (".npz",),
+    "timm": (),
+    "transformers": (),
+    "torchvision": (".pth", ".pt"),
+    "onnx": (".onnx",),
+    "torch_export": (".pt2",),
+}
 
 COLOUR_LEVELS = 8  # of a channel in masked patch prediction: 3 bits
 COLOURS = tuple(f"r{red} g{green} b{blue}" for red, green, blue in product(range(COLOUR_LEVELS), repeat=3))
 """The name of each of its classes; class 64 r + 8 g + b."""
+
+
+def check_ending(out: Path, *, to: ExportFormat) -> None:
+    """Refuse a name by which nobody would know the format; needs no model, so it can be asked first.
+
+    Raises:
+        ValueError: `out` ends in something else than the files of the format.
+    """
+    endings = EXPORT_ENDINGS[to]
+    if endings and out.suffix not in endings:
+        raise ValueError(f"{out}: the name of such a file must end in {' or '.join(endings)}")

@@ -184,7 +184,7 @@ def export_model(
         shardvit export runs/imagenet21k/pretrain/checkpoints/step-00010000 --format npz --out vit-b16.npz
     """
     target = out or Path(f"{_name_of(model)}{_ENDINGS[to]}")
-    from model.formats.endings import check_ending
+    from model.vocabulary import check_ending
 
     try:
         check_ending(target, to=to)

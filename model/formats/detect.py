@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from model.config import OF_TRANSFORMERS, ModelConfig
-from model.formats.foreign import NOTHING_SAID, Foreign, Said, lost_blocks, settle
-from model.formats.side_record import read_side_record
+from model.formats.foreign import NOTHING_SAID, Foreign, Said, lost_blocks, of_record, settle
+from model.formats.record import read_side_record
 from model.formats.surgery import adapt
 from model.formats.timm_state import is_timm_state, read_timm_folder, read_timm_state
 from model.formats.torchvision_state import is_torchvision_state, read_torchvision_state
@@ -82,7 +82,7 @@ def _read(path: Path, *, config: ModelConfig | None, said: Said) -> Foreign:
         from model.formats.torch_export import read_torch_export
 
         return _settled(
-            _recorded(*read_torch_export(path), format="torch.export file"), config=config, origin=str(path)
+            of_record(*read_torch_export(path), format="torch.export file"), config=config, origin=str(path)
         )
     if path.suffix == ".onnx":
         raise ValueError(f"{path} is a program without named weights: import the model that it was exported from")
@@ -105,7 +105,7 @@ def _folder(folder: Path, *, config: ModelConfig | None) -> Foreign:
     content = read_json(folder / CONFIG_FILE)
     if RECORD_KEY in content:
         meta, state = load_model(folder)
-        return _settled(_recorded(meta, state, format="model saved by shardvit"), config=config, origin=str(folder))
+        return _settled(of_record(meta, state, format="model saved by shardvit"), config=config, origin=str(folder))
     if content.get("model_type") == MODEL_TYPE:
         return read_transformers_folder(folder, content=content, config=config)
     if "architecture" in content:
@@ -132,38 +132,15 @@ def _bare(path: Path, *, config: ModelConfig | None, said: Said) -> Foreign:
                     raise ValueError(f"{origin} {lost}")
                 return foreign
             if belongs is is_timm_state:  # our own names: any of our models, those that timm cannot build too
-                described = _recorded(meta, state, format="state dict under our names")
+                described = of_record(meta, state, format="state dict under our names")
             else:
                 foreign = read(state, config=meta.model, origin=origin)
-                described = _recorded(meta, foreign.state, format=foreign.format)
+                described = of_record(meta, foreign.state, format=foreign.format)
             return _settled(described, config=config, origin=origin)
     raise ValueError(
         f"{path} has tensors such as {', '.join(sorted(state)[:3])}: looked for the names of timm (blocks.0.*, "
         "patch_embed.proj.weight), transformers (vit.embeddings.*) and torchvision (class_token, encoder.layers.*)"
     )
-
-
-def _recorded(meta: SavedModelMeta, state: dict[str, Tensor], *, format: str) -> Foreign:
-    """A model that has a record of ours; the trunk alone of one from the masked-patch stage."""
-    described = Foreign(
-        format=format,
-        state=state,
-        config=meta.model,
-        image_size=meta.image_size,
-        num_classes=meta.num_classes,
-        head="mlp" if meta.head == "mlp" else "linear",
-        class_names=meta.class_names,
-        mean=meta.mean,
-        std=meta.std,
-        loss=meta.loss,
-        eval_protocol=meta.eval_protocol,
-        eval_crop_share=meta.eval_crop_share,
-    )
-    if meta.head != "masked_patch":
-        return described
-    trunk = {name: value for name, value in state.items() if name != "mask_token" and not name.startswith("head.")}
-    note = "it is of the masked-patch stage: the mask token and the head for patches were left out"
-    return replace(described, state=trunk, num_classes=0, class_names=(), notes=(note,))
 
 
 def _settled(foreign: Foreign, *, config: ModelConfig | None, origin: str) -> Foreign:

@@ -7,15 +7,11 @@ refused: no export computes other logits than the model, or the notes say what t
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, get_args
 
-from model.differences import describe_differences, shapes_of
-from model.formats.endings import ExportFormat as ExportFormat
-from model.formats.endings import check_ending
-from model.formats.side_record import read_side_record, side_path, write_side_record
+from model.formats.record import read_side_record, side_path, write_side_record
 from model.formats.torchvision_state import (
     how_to_load,
     is_torchvision_state,
@@ -23,17 +19,18 @@ from model.formats.torchvision_state import (
     write_torchvision_state,
 )
 from model.formats.transformers_state import MODEL_TYPE, transformers_objection, write_transformers_folder
-from model.formats.weights_file import load_weights
+from model.formats.weights_file import load_weights, read_json
 from model.replacing import replaced_file, replaced_folder
 from model.saved import (
     CONFIG_FILE,
     WEIGHTS_FILE,
     SavedModelMeta,
     build_described,
-    expected_shapes,
+    check_state,
     save_model,
     timm_objection,
 )
+from model.vocabulary import ExportFormat, check_ending
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -62,35 +59,46 @@ def export_model(meta: SavedModelMeta, state: Mapping[str, Tensor], *, to: Expor
         raise ValueError(f"there is no format {to!r}: take one of {', '.join(get_args(ExportFormat))}")
     if objection := export_objection(meta, to=to):
         raise ValueError(f"{to} cannot hold this model: {objection}")
-    if differences := describe_differences(shapes_of(state), expected_shapes(meta)):
-        raise ValueError(f"the weights do not fit the model that its record describes:\n{differences}")
+    check_state(state, meta=meta, says="the weights do not fit the model that its record describes")
     check_ending(out, to=to)
     if out.exists() and to != "timm" and not _may_be_replaced(out, to=to):  # save_model looks for itself
         raise ValueError(f"{out} exists and is no earlier {to} export: remove it or choose another name")
     match to:
         case "npz" | "big_vision":
-            return _write_npz(meta, state, out=out, to=to)
+            from model.formats.google.npz import write_google_npz
+
+            write_google_npz(out, state, meta=meta, names="vision_transformer" if to == "npz" else "big_vision")
+            return [f"class names and preprocessing are in {side_path(out).name}: keep the two together"]
         case "timm":
             save_model(out, state, meta=meta)
             return [f'load it with timm.create_model("local-dir:{out}", pretrained=True)']
         case "transformers":
-            _write_transformers(meta, state, out=out)
+            with replaced_folder(out) as beside:
+                write_transformers_folder(beside, state, meta=meta)
+                write_side_record(beside / WEIGHTS_FILE, meta=meta)
             return [
                 f"load it with AutoModelForImageClassification and AutoImageProcessor, .from_pretrained({str(out)!r})",
                 *_double_names(meta),
             ]
         case "torchvision":
-            return _write_torchvision(meta, state, out=out)
+            with replaced_file(out) as beside:
+                write_torchvision_state(beside, state, meta=meta)
+                write_side_record(beside, meta=meta)
+            notes = [f"class names, preprocessing and GELU are in {side_path(out).name}: keep the two together"]
+            if meta.model.gelu == "tanh":
+                notes.append(
+                    "torchvision's class has GELU in the erf form, this model the tanh form: the last two lines swap it"
+                )
+            return [*notes, "\n".join(["load it with", *how_to_load(meta, file=out)]), _pixels(meta)]
         case "onnx":
             from model.formats.onnx_file import write_onnx
 
             write_onnx(out, _in_evaluation(meta, state), meta=meta)
-            return [_pixels(meta)]
         case "torch_export":
             from model.formats.torch_export import write_torch_export
 
             write_torch_export(out, _in_evaluation(meta, state), meta=meta)
-            return [_pixels(meta)]
+    return [_pixels(meta)]
 
 
 def export_objection(meta: SavedModelMeta, *, to: ExportFormat) -> str | None:
@@ -112,34 +120,6 @@ def export_objection(meta: SavedModelMeta, *, to: ExportFormat) -> str | None:
             return None
 
 
-def _write_npz(
-    meta: SavedModelMeta, state: Mapping[str, Tensor], *, out: Path, to: Literal["npz", "big_vision"]
-) -> list[str]:
-    from model.formats.google.npz import write_google_npz
-
-    write_google_npz(out, state, meta=meta, names="vision_transformer" if to == "npz" else "big_vision")
-    return [f"class names and preprocessing are in {side_path(out).name}: keep the two together"]
-
-
-def _write_torchvision(meta: SavedModelMeta, state: Mapping[str, Tensor], *, out: Path) -> list[str]:
-    side_path(out).unlink(missing_ok=True)  # rather no record for a moment than that of an earlier file
-    with replaced_file(out) as beside:
-        write_torchvision_state(beside, state, meta=meta)
-    write_side_record(out, meta=meta)
-    notes = [f"class names, preprocessing and GELU are in {side_path(out).name}: keep the two together"]
-    if meta.model.gelu == "tanh":
-        notes.append(
-            "torchvision's class has GELU in the erf form, this model the tanh form: the last two lines swap it"
-        )
-    return [*notes, "\n".join(["load it with", *how_to_load(meta, file=out)]), _pixels(meta)]
-
-
-def _write_transformers(meta: SavedModelMeta, state: Mapping[str, Tensor], *, out: Path) -> None:
-    with replaced_folder(out) as beside:
-        write_transformers_folder(beside, state, meta=meta)
-        write_side_record(beside / WEIGHTS_FILE, meta=meta)
-
-
 def _may_be_replaced(out: Path, *, to: ExportFormat) -> bool:
     """Whether an earlier export to the same format is at `out`."""
     try:
@@ -153,31 +133,21 @@ def _may_be_replaced(out: Path, *, to: ExportFormat) -> bool:
             case "torchvision":
                 return out.is_file() and read_side_record(out) is not None and is_torchvision_state(load_weights(out))
             case "transformers":
-                return _is_transformers_export(out)
+                if not out.is_dir() or not any(out.iterdir()):
+                    return out.is_dir()
+                recorded = read_side_record(out / WEIGHTS_FILE) is not None
+                return recorded and read_json(out / CONFIG_FILE).get("model_type") == MODEL_TYPE
             case "onnx":
                 from model.formats.onnx_file import read_onnx_meta
 
-                return out.is_file() and read_onnx_meta(out) is not None
+                return out.is_file() and bool(read_onnx_meta(out))
             case "torch_export":
                 from model.formats.torch_export import read_torch_export_meta
 
-                return out.is_file() and read_torch_export_meta(out) is not None
+                return out.is_file() and bool(read_torch_export_meta(out))
             case "timm":
                 raise AssertionError("save_model looks for itself")
     except ValueError:
-        return False
-
-
-def _is_transformers_export(out: Path) -> bool:
-    if not out.is_dir():
-        return False
-    if not any(out.iterdir()):
-        return True
-    if read_side_record(out / WEIGHTS_FILE) is None:
-        return False
-    try:
-        return json.loads((out / CONFIG_FILE).read_text(encoding="utf-8")).get("model_type") == MODEL_TYPE
-    except OSError:
         return False
 
 

@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import ValidationError
 
 from model.config import ModelConfig
-from model.differences import StateSizes, variant_of
+from model.differences import StateSizes, read_sizes, shapes_of, variant_of
 from model.variants import VARIANTS, VitSizes
-from model.vocabulary import Gelu, HeadKind, Interpolation, LossKind
+from model.vocabulary import Gelu, HeadKind, Interpolation, LossKind, PositionKind
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from model.saved import SavedModelMeta
 
 GOOGLE_MEAN = GOOGLE_STD = (0.5, 0.5, 0.5)  # pixels / 127.5 - 1: vision_transformer, big_vision, timm's augreg
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # torchvision's and most of timm's
@@ -92,6 +94,56 @@ class Foreign:
         return replace(self, loss=loss, notes=(*self.notes, note))
 
 
+def of_record(meta: SavedModelMeta, state: dict[str, Tensor], *, format: str) -> Foreign:
+    """A model that has a record of ours; the trunk alone of one from the masked-patch stage."""
+    names = ("image_size", "num_classes", "class_names", "mean", "std", "loss", "eval_protocol", "eval_crop_share")
+    described = Foreign(
+        format=format,
+        state=state,
+        config=meta.model,
+        head="mlp" if meta.head == "mlp" else "linear",
+        **{name: getattr(meta, name) for name in names},
+    )
+    if meta.head != "masked_patch":
+        return described
+    trunk = {name: value for name, value in state.items() if name != "mask_token" and not name.startswith("head.")}
+    note = "it is of the masked-patch stage: the mask token and the head for patches were left out"
+    return replace(described, state=trunk, num_classes=0, class_names=(), notes=(note,))
+
+
+def of_shapes(
+    state: dict[str, Tensor], *, format: str, semantics: Semantics, given: ModelConfig | None, origin: str
+) -> Foreign:
+    """A model without a record, under our names: its sizes are those of its tensors.
+
+    Args:
+        state: the weights.
+        format: of the file, for messages.
+        semantics: what no shape tells.
+        given: what the user says of the trunk.
+        origin: the file, for messages.
+
+    Raises:
+        ValueError: the tensors do not tell the sizes, or contradict `given`.
+    """
+    sizes = read_sizes(shapes_of(state), origin=origin)
+    if sizes.grid_size is None:
+        raise ValueError(
+            f"{origin} has no position embeddings ({format}), so its resolution and kind of positions are not told: it "
+            "is incomplete, or import the folder that shardvit saved, or the file with its record FILE.json beside it"
+        )
+    config, notes = config_of(sizes, semantics=semantics, given=given, origin=origin)
+    return Foreign(
+        format=format,
+        state=state,
+        config=config,
+        image_size=sizes.grid_size * config.sizes.patch_size,
+        num_classes=sizes.num_classes,
+        head=sizes.head,
+        notes=notes,
+    )
+
+
 # CaiT's value for its smaller models (arXiv 2103.17239, table of hyper-parameters) and timm's usual; it matters to a
 # fresh model only.
 _LAYER_SCALE = 1e-5
@@ -106,6 +158,7 @@ class Semantics:
     interpolation: Interpolation
     heads: int | None = None
     layer_scale: float | None = None
+    position: PositionKind | None = None
 
 
 def lost_blocks(sizes: VitSizes) -> str | None:
@@ -138,19 +191,19 @@ def config_of(
     pool_and_scale: dict[str, Any] = {"pool": sizes.pool}
     if sizes.layer_scale:
         pool_and_scale["layer_scale"] = semantics.layer_scale or _LAYER_SCALE
-    told = {
+    told: dict[str, Any] = {
         "gelu": semantics.gelu,
         "layer_norm_eps": semantics.layer_norm_eps,
         "interpolation": semantics.interpolation,
-    }
+    } | ({"position": semantics.position} if semantics.position else {})
     if given is None:
         variant = variant_of(sizes, heads=semantics.heads)
         if variant is not None:
             return _checked({"variant": variant} | pool_and_scale | told, origin=origin), ()
         heads, notes = _heads(sizes, semantics=semantics, origin=origin)
-        more: dict[str, Any] = {} if sizes.resnet_layers is None else {"resnet_layers": sizes.resnet_layers}
-        own = {name: getattr(sizes, name) for name in ("width", "depth", "mlp_dim", "patch_size")}
-        return _checked(own | {"heads": heads} | more | pool_and_scale | told, origin=origin), notes
+        stem = ("resnet_layers", "resnet_width_factor") if sizes.resnet_layers is not None else ()
+        own = {name: getattr(sizes, name) for name in ("width", "depth", "mlp_dim", "patch_size", *stem)}
+        return _checked(own | {"heads": heads} | pool_and_scale | told, origin=origin), notes
     return settle(given, told=pool_and_scale | told, heads=semantics.heads, kind="vit", origin=origin)
 
 

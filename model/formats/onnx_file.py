@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from model.formats.record_inside import check_request, parse_record, record_text
+from model.formats.record import parse_inside
 from model.replacing import replaced_file
 from model.saved import RECORD_KEY, SavedModelMeta
 
@@ -33,12 +33,12 @@ def write_onnx(path: Path, model: nn.Module, *, meta: SavedModelMeta) -> None:
     exporter's default. An earlier file at `path` is replaced.
 
     Raises:
-        ValueError: a package is missing, or the name does not end in ".onnx".
+        ValueError: a package is missing.
     """
     import torch
 
     _require("onnx", "onnxscript")
-    check_request(path, model, ending=ENDING)
+    assert not model.training, "a model in training mode would be exported with its dropout"
     example = torch.zeros(2, 3, meta.image_size, meta.image_size)
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the exporter, about itself
@@ -53,7 +53,7 @@ def write_onnx(path: Path, model: nn.Module, *, meta: SavedModelMeta) -> None:
         )
         assert program is not None
         _protect_zeros_before_pools(program.model)
-        program.model.metadata_props[RECORD_KEY] = record_text(meta)
+        program.model.metadata_props[RECORD_KEY] = meta.model_dump_json(exclude_none=True)
         with replaced_file(path) as beside:
             program.save(beside)
 
@@ -72,7 +72,7 @@ def read_onnx_meta(path: Path) -> SavedModelMeta:
         properties = onnx.load(path, load_external_data=False).metadata_props
     except (OSError, DecodeError) as error:
         raise ValueError(f"{path} cannot be read as ONNX: {error}") from None
-    return parse_record({each.key: each.value for each in properties}.get(RECORD_KEY), path=path)
+    return parse_inside({each.key: each.value for each in properties}.get(RECORD_KEY), path=path)
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def open_onnx(path: Path) -> OnnxModel:
     except Exception as error:  # noqa: BLE001 - its exceptions have no class in common, nor public names
         raise ValueError(f"{path} cannot be read as ONNX: {error}") from None
     record = session.get_modelmeta().custom_metadata_map.get(RECORD_KEY)
-    return OnnxModel(meta=parse_record(record, path=path), session=session)
+    return OnnxModel(meta=parse_inside(record, path=path), session=session)
 
 
 def _protect_zeros_before_pools(program: Any) -> None:

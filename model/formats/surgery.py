@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from model.differences import describe_differences, shapes_of
 from model.formats.foreign import Foreign
-from model.saved import SavedModelMeta, expected_shapes
+from model.saved import SavedModelMeta, check_state, first_mistake
 from model.vocabulary import LossKind
 
 if TYPE_CHECKING:
@@ -64,10 +63,7 @@ def adapt(
         state["head.weight"] = torch.zeros(wanted, foreign.config.num_features, dtype=like.dtype)
         state["head.bias"] = torch.zeros(wanted, dtype=like.dtype)
     described = _record(foreign, num_classes=wanted, head="linear" if new_head else foreign.head)
-    differences = describe_differences(shapes_of(state), expected_shapes(described))
-    if differences:
-        raise ValueError(f"{foreign.format}: does not fit the model that it was taken for:\n{differences}")
-
+    check_state(state, meta=described, says=f"{foreign.format}: does not fit the model that it was taken for")
     broken = next((name for name, tensor in state.items() if not tensor.isfinite().all()), None)
     if broken:
         raise ValueError(f"the {foreign.format} has NaN or infinity in {broken}: it is damaged, get it again")
@@ -77,7 +73,10 @@ def adapt(
     if new_head:
         changes["loss"] = loss or "softmax"
     if image_size is not None and image_size != foreign.image_size:
-        state = _resized(foreign, state, image_size=image_size)
+        from model.positions.interpolation import resize_state
+
+        sizes = {"from_image_size": foreign.image_size, "to_image_size": image_size}
+        state = resize_state(state, config=foreign.config, **sizes)
         changes["image_size"] = image_size
     return SavedModelMeta.model_validate(described.model_dump() | changes), state
 
@@ -92,14 +91,4 @@ def _record(foreign: Foreign, *, num_classes: int, head: str) -> SavedModelMeta:
             | {"class_names": tuple(map(str, range(num_classes)))}
         )
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = ".".join(map(str, first["loc"])) or "model"
-        reason = first["msg"].removeprefix("Value error, ")
-        raise ValueError(f"the {foreign.format} tells of {where} what cannot be: {reason}") from None
-
-
-def _resized(foreign: Foreign, state: dict[str, Tensor], *, image_size: int) -> dict[str, Tensor]:
-    from model.positions.interpolation import resize_state
-
-    foreign.config.grid_size(image_size)  # refuses what is no multiple of the patch size
-    return resize_state(state, config=foreign.config, from_image_size=foreign.image_size, to_image_size=image_size)
+        raise ValueError(f"the {foreign.format} says what cannot be: {first_mistake(error)}") from None

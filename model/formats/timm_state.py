@@ -7,15 +7,18 @@ copy of the weights. It does not read timm's hybrids: their weight standardisati
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from model.config import ModelConfig
 from model.differences import describe_differences, read_sizes, shapes_of
-from model.formats.foreign import Foreign, Semantics, config_of
+from model.formats.foreign import Foreign, Semantics, config_of, of_shapes
+from model.formats.library import add_qkv_biases
 from model.formats.weights_file import load_folder_weights
-from model.vocabulary import Gelu, Pool
+from model.vocabulary import EvalProtocol, Gelu, Pool
 
 if TYPE_CHECKING:
     from timm.models.vision_transformer import VisionTransformer
@@ -54,36 +57,19 @@ def read_timm_state(state: dict[str, Tensor], *, config: ModelConfig | None, ori
         ValueError: it has parts that our models do not have, or does not tell what `config` must then say.
     """
     _refuse_unknown_parts(state, origin=origin)
-    notes: list[str] = []
-    state = _completed(state, notes=notes)
-    sizes = read_sizes(shapes_of(state), origin=origin)
-    if sizes.resnet_layers is not None and config is None:
+    if config is None and any(name.startswith("patch_embed.backbone.") for name in state):
         raise ValueError(
             f"{origin} has a ResNet stem and does not tell whose: for one of Google's code or of shardvit give its "
             "--variant; timm's own hybrids have other epsilons than Google's and cannot be read"
         )
-    if sizes.grid_size is None:
-        raise ValueError(
-            f"{origin} has no pos_embed, so its resolution and kind of positions are not told: import the folder that "
-            "shardvit saved, or the file with its record FILE.json beside it"
-        )
+    state, notes = _completed(state)
     semantics = Semantics(gelu="erf", layer_norm_eps=1e-6, interpolation="timm")
-    found, more = config_of(sizes, semantics=semantics, given=config, origin=origin)
-    notes += more
-    notes.append(
-        f"a bare state dict tells neither GELU nor pixels: taken as GELU {found.gelu}, epsilon "
-        f"{found.layer_norm_eps:g}, pixels (x - 0.5) / 0.5, as timm has it for Google's weights"
+    foreign = of_shapes(state, format="timm state dict", semantics=semantics, given=config, origin=origin)
+    assumed = (
+        f"a bare state dict tells neither GELU nor pixels: taken as GELU {foreign.config.gelu}, epsilon "
+        f"{foreign.config.layer_norm_eps:g}, pixels (x - 0.5) / 0.5, as timm has it for Google's weights"
     )
-    return Foreign(
-        format="timm state dict",
-        state=state,
-        config=found,
-        image_size=sizes.grid_size * found.sizes.patch_size,
-        num_classes=sizes.num_classes,
-        head=sizes.head,
-        eval_protocol="timm",
-        notes=tuple(notes),
-    )
+    return replace(foreign, eval_protocol="timm", notes=(*notes, *foreign.notes, assumed))
 
 
 def read_timm_folder(folder: Path, *, content: dict[str, Any], config: ModelConfig | None) -> Foreign:
@@ -97,39 +83,34 @@ def read_timm_folder(folder: Path, *, content: dict[str, Any], config: ModelConf
     origin = str(folder)
     state = load_folder_weights(folder)
     _refuse_unknown_parts(state, origin=origin)
-    model = _built_by_timm(content, origin=origin)
-    objection = _objection(model)
-    if objection:
+    model: Any = _built_by_timm(content, origin=origin)
+    if objection := _objection(model):
         raise ValueError(f"{origin} is timm's {content['architecture']} with {objection}: we build no such model")
-    differences = describe_differences(shapes_of(state), shapes_of(model.state_dict()))
-    if differences:
+    if differences := describe_differences(shapes_of(state), shapes_of(model.state_dict())):
         raise ValueError(f"{origin}: the weights are not those of the model in its config.json:\n{differences}")
-    notes: list[str] = []
-    state = _completed(state, notes=notes)
-    sizes = read_sizes(shapes_of(state), origin=origin)
-    found, more = config_of(sizes, semantics=_semantics(model), given=config, origin=origin)
-    notes += more
-    if config is not None:  # timm's model is compared with ours of the same sizes, whatever was asked for
-        own, _ = config_of(sizes, semantics=_semantics(model), given=None, origin=origin)
-    else:
-        own = found
-    _compare_structure(model, own, num_classes=sizes.num_classes, origin=origin)
-    data = resolve_data_config(pretrained_cfg=_evaluated_as(model) | (content.get("pretrained_cfg") or {}))
-    protocol, share = _evaluation(data, notes=notes)
+    state, notes = _completed(state)
+    semantics = Semantics(
+        gelu=_GELUS[repr(model.blocks[0].mlp.act)],
+        layer_norm_eps=model.norm.eps,
+        interpolation="timm",
+        heads=model.blocks[0].attn.num_heads,
+        layer_scale=getattr(model.blocks[0].ls1, "init_values", None),
+    )
+    foreign = of_shapes(state, format="timm folder", semantics=semantics, given=config, origin=origin)
+    # timm's model is compared with ours of the same sizes, whatever was asked for
+    own, _ = config_of(read_sizes(shapes_of(state), origin=origin), semantics=semantics, given=None, origin=origin)
+    _compare_structure(model, own, origin=origin)
+    data = resolve_data_config(pretrained_cfg=dict(model.pretrained_cfg) | (content.get("pretrained_cfg") or {}))
+    protocol, share, more = _evaluation(data)
     label_names = content.get("label_names") or ()
-    return Foreign(
-        format="timm folder",
-        state=state,
-        config=found,
-        image_size=(sizes.grid_size or 0) * found.sizes.patch_size,
-        num_classes=sizes.num_classes,
-        head=sizes.head,
-        class_names=tuple(map(str, label_names)) if len(label_names) == sizes.num_classes else (),
+    return replace(
+        foreign,
+        class_names=tuple(map(str, label_names)) if len(label_names) == foreign.num_classes else (),
         mean=tuple(data["mean"]),
         std=tuple(data["std"]),
         eval_protocol=protocol,
         eval_crop_share=share,
-        notes=tuple(notes),
+        notes=(*notes, *foreign.notes, *more),
     )
 
 
@@ -140,31 +121,21 @@ def _refuse_unknown_parts(state: dict[str, Tensor], *, origin: str) -> None:
             raise ValueError(f"{origin} has {what}, see {name}: we build no such model")
 
 
-def _completed(state: dict[str, Tensor], *, notes: list[str]) -> dict[str, Tensor]:
-    """The same model with the tensors that ours has besides, all zero: what timm leaves out on request."""
+def _completed(state: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
+    """The same model with the tensors that ours has besides, all zero (what timm leaves out on request), and notes."""
     import torch
 
     state = dict(state)
-    weights = [name for name in state if name.endswith(".attn.qkv.weight")]
-    if weights and not any(name.endswith(".attn.qkv.bias") for name in state):
-        for name in weights:
-            state[name.replace(".weight", ".bias")] = state[name].new_zeros(state[name].shape[0])
-        notes.append("q, k and v have no biases: they became zeros, which training would move")
+    notes = add_qkv_biases(state)
     positions = state.get("pos_embed")
-    if "cls_token" in state and positions is not None and _is_square(positions.shape[1]):
+    if "cls_token" in state and positions is not None and round(positions.shape[1] ** 0.5) ** 2 == positions.shape[1]:
         state["pos_embed"] = torch.cat([positions.new_zeros(1, 1, positions.shape[2]), positions], dim=1)
         notes.append("the class token has no position embedding (no_embed_class): it got a row of zeros")
-    return state
-
-
-def _is_square(number: int) -> bool:
-    return round(number**0.5) ** 2 == number
+    return state, notes
 
 
 def _built_by_timm(content: dict[str, Any], *, origin: str) -> VisionTransformer:
     """The architecture of a `config.json`, built by timm without memory."""
-    import inspect
-
     import timm
     import torch
     from timm.models.vision_transformer import VisionTransformer
@@ -208,12 +179,6 @@ def _objection(model: VisionTransformer) -> str | None:
         return f"{model.patch_embed.proj.in_channels} input channels"
     if model.patch_embed.grid_size[0] != model.patch_embed.grid_size[1]:
         return f"a grid of {model.patch_embed.grid_size} patches, which is not square"
-    if model.reg_token is not None:
-        return "register tokens"
-    if not isinstance(model.norm_pre, nn.Identity):
-        return "a norm before the blocks (pre_norm)"
-    if not isinstance(model.fc_norm, nn.Identity):
-        return _FC_NORM
     if not isinstance(model.norm, nn.LayerNorm):
         return f"{type(model.norm).__name__} as its last norm"
     if pool is None:
@@ -222,24 +187,21 @@ def _objection(model: VisionTransformer) -> str | None:
         return f"a class token that global_pool {model.global_pool!r} does not read"
     if type(block) is not Block:
         return f"blocks of the kind {type(block).__name__}"
-    if not isinstance(block.attn.q_norm, nn.Identity):
-        return "norms on queries and keys (qk_norm)"
     activation = getattr(block.mlp, "act", None)
     if repr(activation) not in _GELUS:
         return f"the activation {type(activation).__name__}"
     return None
 
 
-def _compare_structure(model: VisionTransformer, config: ModelConfig, *, num_classes: int, origin: str) -> None:
+def _compare_structure(model: VisionTransformer, config: ModelConfig, *, origin: str) -> None:
     """Refuse what `_objection` does not know by name: any layer that is another one than ours at its place."""
     import torch
 
     from model.build import build_model
 
+    image_size = model.patch_embed.grid_size[0] * model.patch_embed.patch_size[0]
     with torch.device("meta"):
-        ours = _leaves(
-            build_model(config, image_size=_image_size(model), num_classes=max(1, num_classes), head="linear")
-        )
+        ours = _leaves(build_model(config, image_size=image_size, num_classes=1, head="linear"))
     theirs = _leaves(model)
     for name in sorted(ours.keys() | theirs.keys()):
         if ours.get(name) != theirs.get(name):
@@ -261,39 +223,16 @@ def _leaves(model: nn.Module) -> dict[str, str]:
     }
 
 
-def _semantics(model: Any) -> Semantics:
-    """What a model that timm built computes, beyond its shapes."""
-    return Semantics(
-        gelu=_GELUS[repr(model.blocks[0].mlp.act)],
-        layer_norm_eps=model.norm.eps,
-        interpolation="timm",
-        heads=model.blocks[0].attn.num_heads,
-        layer_scale=getattr(model.blocks[0].ls1, "init_values", None),
-    )
-
-
-def _evaluated_as(model: Any) -> dict[str, Any]:
-    """What the architecture has where a folder says nothing of pixels."""
-    return dict(model.pretrained_cfg)
-
-
-def _image_size(model: VisionTransformer) -> int:
-    return model.patch_embed.grid_size[0] * model.patch_embed.patch_size[0]
-
-
-def _evaluation(data: dict[str, Any], *, notes: list[str]) -> tuple[str, float | None]:
-    """Our evaluation protocol and crop share nearest to timm's transforms."""
-    squash, share = data["crop_mode"] == "squash", float(data["crop_pct"])
-    if squash:
-        protocol, share, exact = "vit", None, data["interpolation"] == "bilinear" and data["crop_pct"] == 1.0
-    elif data["interpolation"] == "bicubic":
-        protocol, exact = "timm", data["crop_mode"] == "center"
+def _evaluation(data: dict[str, Any]) -> tuple[EvalProtocol, float | None, list[str]]:
+    """Our evaluation protocol and crop share nearest to timm's transforms, and a note where they are not the same."""
+    kernel, mode, share = data["interpolation"], data["crop_mode"], float(data["crop_pct"])
+    if mode == "squash":
+        protocol, exact = "vit", kernel == "bilinear" and share == 1.0
     else:
-        protocol, exact = "big_vision", data["crop_mode"] == "center" and data["interpolation"] == "bilinear"
-    if not exact or (share is not None and share > 1):
-        share = None if share is None else min(share, 1.0)
-        notes.append(
-            f"timm evaluates it with {data['interpolation']}, crop_mode {data['crop_mode']}, crop_pct "
-            f"{data['crop_pct']}: taken as the protocol {protocol}, the nearest one here"
-        )
-    return protocol, share
+        protocol = "timm" if kernel == "bicubic" else "big_vision"
+        exact = mode == "center" and kernel in ("bicubic", "bilinear") and share <= 1
+    note = (
+        f"timm evaluates it with {kernel}, crop_mode {mode}, crop_pct {data['crop_pct']}: taken as the protocol "
+        f"{protocol}, the nearest one here"
+    )
+    return protocol, None if mode == "squash" else min(share, 1.0), [] if exact else [note]

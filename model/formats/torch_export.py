@@ -18,14 +18,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from zipfile import BadZipFile, ZipFile
 
-from model.formats.record_inside import check_request, parse_record, record_text
+from model.formats.record import parse_inside
 from model.replacing import replaced_file
 from model.saved import RECORD_KEY, SavedModelMeta
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-ENDING = ".pt2"
 RECORD_FILE = f"{RECORD_KEY}.json"
 
 _RECORD = f"extra/{RECORD_FILE}"
@@ -41,19 +40,16 @@ def write_torch_export(path: Path, model: nn.Module, *, meta: SavedModelMeta) ->
 
     The program takes float32 [batch, 3, S, S], already normalised with the record's mean and std, and gives logits
     [batch, classes]; the record is the extra file "shardvit.json". An earlier file at `path` is replaced.
-
-    Raises:
-        ValueError: the name does not end in ".pt2".
     """
     import torch
 
-    check_request(path, model, ending=ENDING)
+    assert not model.training, "a model in training mode would be exported with its dropout"
     example = torch.zeros(2, 3, meta.image_size, meta.image_size)
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the exporter, about itself
         program = torch.export.export(model, (example,), dynamic_shapes=({0: torch.export.Dim("batch", min=1)},))
         with replaced_file(path) as beside:
-            torch.export.save(program, beside, extra_files={RECORD_FILE: record_text(meta)})
+            torch.export.save(program, beside, extra_files={RECORD_FILE: meta.model_dump_json(exclude_none=True)})
 
 
 def read_torch_export_meta(path: Path) -> SavedModelMeta:
@@ -68,7 +64,7 @@ def read_torch_export_meta(path: Path) -> SavedModelMeta:
             record = archive.read(name) if name in archive.namelist() else None
     except _BROKEN as error:
         raise _unreadable(path, error) from None
-    return parse_record(record, path=path)
+    return parse_inside(record, path=path)
 
 
 def read_torch_export(path: Path) -> tuple[SavedModelMeta, dict[str, Tensor]]:

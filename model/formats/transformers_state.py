@@ -7,20 +7,18 @@ the weights. It reads neither ViT's relatives (DeiT, BEiT, DINOv2) nor the tenso
 
 from __future__ import annotations
 
-import json
 import math
-import re
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from model.config import ModelConfig
-from model.differences import read_sizes, shapes_of
-from model.formats.foreign import GOOGLE_MEAN, GOOGLE_STD, Foreign, Semantics, config_of
-from model.formats.side_record import read_side_record
+from model.formats.foreign import GOOGLE_MEAN, GOOGLE_STD, Foreign, Semantics, of_shapes
+from model.formats.library import Names, add_qkv_biases, plain_vit_objection
+from model.formats.record import read_side_record
 from model.formats.weights_file import load_folder_weights, read_json
-from model.saved import CONFIG_FILE, WEIGHTS_FILE, SavedModelMeta
+from model.saved import CONFIG_FILE, WEIGHTS_FILE, SavedModelMeta, write_json, write_safetensors
 from model.vocabulary import Gelu
 
 if TYPE_CHECKING:
@@ -29,33 +27,34 @@ if TYPE_CHECKING:
 PREPROCESSOR_FILE = "preprocessor_config.json"
 MODEL_TYPE = "vit"
 
-# theirs (without the "vit." of the classifier's trunk) -> ours; the rest of each name stays
-_MODULES = {
-    "embeddings.cls_token": "cls_token",
-    "embeddings.position_embeddings": "pos_embed",
-    "embeddings.patch_embeddings.projection": "patch_embed.proj",
-    "layernorm": "norm",
-    "classifier": "head",
-}
-_IN_BLOCKS = {
-    "layernorm_before": "norm1",
-    "layernorm_after": "norm2",
-    "attention.attention.query": "attn.q",
-    "attention.attention.key": "attn.k",
-    "attention.attention.value": "attn.v",
-    "attention.output.dense": "attn.proj",
-    "intermediate.dense": "mlp.fc1",
-    "output.dense": "mlp.fc2",
-}
-_NEW_IN_BLOCKS = {  # inside version 5
-    "attention.q_proj": "attn.q",
-    "attention.k_proj": "attn.k",
-    "attention.v_proj": "attn.v",
-    "attention.o_proj": "attn.proj",
-    "mlp.fc1": "mlp.fc1",
-    "mlp.fc2": "mlp.fc2",
-}
-_BLOCK = re.compile(r"(?:encoder\.layer|layers)\.(\d+)\.(.+)\.(weight|bias)")
+_NAMES = Names(  # without the "vit." of the classifier's trunk; q, k and v are three
+    outside={
+        "embeddings.cls_token": "cls_token",
+        "embeddings.position_embeddings": "pos_embed",
+        "embeddings.patch_embeddings.projection.": "patch_embed.proj.",
+        "layernorm.": "norm.",
+        "classifier.": "head.",
+    },
+    block="encoder.layer.{}.",
+    inside={
+        "layernorm_before.": "norm1.",
+        "layernorm_after.": "norm2.",
+        "attention.attention.query.": "attn.q.",
+        "attention.attention.key.": "attn.k.",
+        "attention.attention.value.": "attn.v.",
+        "attention.output.dense.": "attn.proj.",
+        "intermediate.dense.": "mlp.fc1.",
+        "output.dense.": "mlp.fc2.",
+    },
+    other_blocks=("layers.{}.",),  # inside version 5
+    other_inside={
+        "attention.q_proj.": "attn.q.",
+        "attention.k_proj.": "attn.k.",
+        "attention.v_proj.": "attn.v.",
+        "attention.o_proj.": "attn.proj.",
+        "mlp.": "mlp.",
+    },
+)
 _UNUSED = ("pooler.", "embeddings.mask_token", "decoder.")
 _GELUS: dict[str, Gelu] = {
     "gelu": "erf",
@@ -127,98 +126,42 @@ def read_transformers_folder(folder: Path, *, content: dict[str, Any], config: M
 
 def transformers_objection(meta: SavedModelMeta) -> str | None:
     """Why transformers' own ViT cannot hold this model; None: it can."""
-    config = meta.model
-    if config.kind == "resnet" or config.sizes.resnet_layers is not None:
-        return "transformers' ViT is neither a hybrid nor a ResNet"
     if meta.head != "linear":
         return f"its head is {meta.head}, and transformers' ViT has a linear one"
-    if config.pool != "cls":
-        return f"transformers' ViT has no pooling {config.pool}, only the class token"
-    if config.position != "learned_1d" or config.position_at != "stem":
-        return f"transformers' ViT has no position embedding {config.position} at {config.position_at}"
-    if config.layer_scale is not None:
-        return "transformers' ViT has no layer scale"
-    return None
+    return plain_vit_objection(meta.model, whose="transformers' ViT")
 
 
 def write_transformers_folder(folder: Path, state: Mapping[str, Tensor], *, meta: SavedModelMeta) -> None:
     """Write the three files into an empty `folder`; `transformers_objection(meta)` is None."""
-    from safetensors.torch import save_file
-
-    save_file(_to_transformers(state), folder / WEIGHTS_FILE, metadata={"format": "pt"})
-    for name, content in ((CONFIG_FILE, _config_json(meta)), (PREPROCESSOR_FILE, _preprocessor_json(meta))):
-        text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
-        (folder / name).write_text(text, encoding="utf-8")
+    write_safetensors(folder / WEIGHTS_FILE, _to_transformers(state))
+    write_json(folder / CONFIG_FILE, _config_json(meta))
+    write_json(folder / PREPROCESSOR_FILE, _preprocessor_json(meta))
 
 
 def _read(state: Mapping[str, Tensor], *, semantics: Semantics, config: ModelConfig | None, origin: str) -> Foreign:
     import torch
 
-    notes: list[str] = []
-    renamed: dict[str, Tensor] = {}
-    unused: list[str] = []
-    for name, value in state.items():
-        if name.removeprefix("vit.").startswith(_UNUSED):
-            unused.append(name)
-        else:
-            renamed[_our_name(name)] = value
-    if unused:
-        notes.append(f"{', '.join(sorted(unused))}: left out, classification does not use them")
-    for name in [name for name in renamed if name.endswith(".attn.q.weight")]:
-        for leaf in ("weight", "bias"):
-            parts = [name.replace(".q.weight", f".{part}.{leaf}") for part in "qkv"]
-            if all(part in renamed for part in parts):
-                renamed[name.replace(".q.weight", f".qkv.{leaf}")] = torch.cat([renamed.pop(part) for part in parts])
-            elif leaf == "bias" and not any(part in renamed for part in parts):
-                fused = renamed[name.replace(".q.", ".qkv.")]
-                renamed[name.replace(".q.weight", ".qkv.bias")] = fused.new_zeros(fused.shape[0])
-                if "q, k and v have no biases: they became zeros, which training would move" not in notes:
-                    notes.append("q, k and v have no biases: they became zeros, which training would move")
-    sizes = read_sizes(shapes_of(renamed), origin=origin)
-    if sizes.grid_size is None:
-        raise ValueError(f"{origin} has no embeddings.position_embeddings: it is incomplete")
-    found, more = config_of(sizes, semantics=semantics, given=config, origin=origin)
-    return Foreign(
-        format="transformers state dict",
-        state=renamed,
-        config=found,
-        image_size=sizes.grid_size * found.sizes.patch_size,
-        num_classes=sizes.num_classes,
-        head=sizes.head,
-        notes=(*notes, *more),
-    )
-
-
-def _our_name(name: str) -> str:
-    """transformers' name of a parameter -> ours; a name that is not theirs stays."""
-    bare = name.removeprefix("vit.")
-    block = _BLOCK.fullmatch(bare)
-    if block:
-        index, module, leaf = block.groups()
-        ours = (_IN_BLOCKS | _NEW_IN_BLOCKS).get(module)
-        return f"blocks.{index}.{ours}.{leaf}" if ours else name
-    for theirs, ours in _MODULES.items():
-        if bare == theirs or bare.startswith(f"{theirs}."):
-            return f"{ours}{bare.removeprefix(theirs)}"
-    return name
+    bare = {name.removeprefix("vit."): value for name, value in state.items()}
+    unused = sorted(name for name in bare if name.startswith(_UNUSED))
+    renamed = {_NAMES.ours(name): value for name, value in bare.items() if name not in unused}
+    for name in [name for name in renamed if ".attn.q." in name]:
+        parts = [name.replace(".q.", f".{part}.") for part in "qkv"]
+        if all(part in renamed for part in parts):
+            renamed[name.replace(".q.", ".qkv.")] = torch.cat([renamed.pop(part) for part in parts])
+    notes = [f"{', '.join(unused)}: left out, classification does not use them"] if unused else []
+    notes += add_qkv_biases(renamed)
+    foreign = of_shapes(renamed, format="transformers state dict", semantics=semantics, given=config, origin=origin)
+    return replace(foreign, notes=(*notes, *foreign.notes))
 
 
 def _to_transformers(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Our names -> those on the Hub; the fused q, k, v becomes three."""
-    blocks = {ours: theirs for theirs, ours in _IN_BLOCKS.items()}
     renamed: dict[str, Tensor] = {}
     for name, value in state.items():
-        value = value.detach().cpu()
-        if name.startswith("blocks."):
-            _, index, inside = name.split(".", 2)
-            module, leaf = inside.rsplit(".", 1)
-            modules = [f"attn.{part}" for part in "qkv"] if module == "attn.qkv" else [module]
-            for part, rows in zip(modules, value.chunk(len(modules)), strict=True):
-                renamed[f"vit.encoder.layer.{index}.{blocks[part]}.{leaf}"] = rows.contiguous().clone()
-            continue
-        theirs, ours = next(pair for pair in _MODULES.items() if name == pair[1] or name.startswith(f"{pair[1]}."))
-        trunk = "" if theirs == "classifier" else "vit."
-        renamed[f"{trunk}{theirs}{name.removeprefix(ours)}"] = value.contiguous()
+        parts = [name.replace(".qkv.", f".{part}.") for part in "qkv"] if ".qkv." in name else [name]
+        for part, rows in zip(parts, value.detach().cpu().chunk(len(parts)), strict=True):
+            theirs = _NAMES.theirs(part)
+            renamed[theirs if name.startswith("head.") else f"vit.{theirs}"] = rows.clone()
     return renamed
 
 

@@ -15,6 +15,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from model.saved import read_safetensors
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -34,7 +36,7 @@ def load_weights(path: Path) -> dict[str, Tensor]:
     Raises:
         ValueError: the file cannot be read, or holds something else than tensors by name; the message names it.
     """
-    content: object = _safetensors(path) if path.suffix == ".safetensors" else _torch_file(path)
+    content: object = read_safetensors(path) if path.suffix == ".safetensors" else _torch_file(path)
     while isinstance(content, Mapping):
         inner = next((content[key] for key in _WRAPPERS if isinstance(content.get(key), Mapping)), None)
         if inner is None:
@@ -60,7 +62,7 @@ def load_folder_weights(folder: Path) -> dict[str, Tensor]:
             raise ValueError(f"{path} has no key 'weight_map': it is no index of weights")
         whole: dict[str, Tensor] = {}
         for part in sorted(set(map(str, weight_map.values()))):
-            whole |= _safetensors(folder / Path(part).name)
+            whole |= read_safetensors(folder / Path(part).name)
         return _without_prefixes(whole)
     raise ValueError(f"{folder} has no weights: looked for {', '.join(FOLDER_FILES)}")
 
@@ -78,16 +80,6 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError(f"{path} is not a JSON object")
     return content
-
-
-def _safetensors(path: Path) -> dict[str, Tensor]:
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    try:
-        return load_file(path)
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"{path} cannot be read as safetensors: {error}") from error
 
 
 def _torch_file(path: Path) -> object:

@@ -156,7 +156,7 @@ def test_what_is_written_down_reads_back_equal(config: ModelConfig) -> None:
 
 def test_grid_size() -> None:
     config = ModelConfig(variant="L/16")
-    assert (config.grid_size(224), sizes.grid_size(384)) == (14, 24)
+    assert (config.grid_size(224), config.grid_size(384)) == (14, 24)
     for image_size in (225, 0, -16, 8):
         with pytest.raises(ValueError, match=f"image size {image_size} is not a multiple of the patch size 16"):
             config.grid_size(image_size)

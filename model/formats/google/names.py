@@ -1,4 +1,4 @@
-"""Which array of Google's npz files holds which of our parameters. Pure mapping: no file, no tensor, no torch.
+"""Which array of Google's npz files holds which of our parameters, and in which order of axes. It reads no file.
 
 Names by google-research/vision_transformer (`models_vit.py`, `models_resnet.py`; its released files number a block's
 parts as flax did before linen, by position in the block) and google-research/big_vision (`models/vit.py`; by class).
@@ -9,10 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from model.formats.google.axes import Axes
+from einops import rearrange
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Axes = Literal["same", "conv", "dense", "to_heads", "to_heads_bias", "from_heads"]
 Numbering = Literal["pre_linen", "linen"]
 
 PREFIXES = ("", "opt/target/", "params/", "target/")
@@ -34,10 +38,20 @@ _PARTS: dict[Numbering, dict[str, str]] = {
         "mlp": "MlpBlock_0",
     },
 }
+# flax's order and torch's: flax multiplies from the right, and attention keeps its heads as an axis of their own.
+# One matrix at a time: timm's fused q/k/v is taken apart before it comes here.
+_ORDERS: dict[Axes, tuple[str, str]] = {
+    "same": ("...", "..."),
+    "conv": ("height width inputs outputs", "outputs inputs height width"),
+    "dense": ("inputs outputs", "outputs inputs"),
+    "to_heads": ("inputs heads size", "(heads size) inputs"),
+    "to_heads_bias": ("heads size", "(heads size)"),
+    "from_heads": ("heads size outputs", "outputs (heads size)"),
+}
 
 
 @dataclass(frozen=True)
-class Layout:
+class NpzLayout:
     """Where a file keeps things.
 
     Attributes:
@@ -66,12 +80,12 @@ class Layout:
         return STACKED if self.stacked else f"Transformer/encoderblock_{index}/"
 
 
-VISION_TRANSFORMER = Layout("", "pre_linen", _POSITIONS[0])
-BIG_VISION = Layout("params/", "linen", _POSITIONS[1])
+VISION_TRANSFORMER = NpzLayout("", "pre_linen", _POSITIONS[0])
+BIG_VISION = NpzLayout("params/", "linen", _POSITIONS[1])
 
 
 @dataclass(frozen=True)
-class Slot:
+class ArrayPart:
     """A part of one of our parameters, as it lies in an array of the file.
 
     Attributes:
@@ -89,24 +103,36 @@ class Slot:
     layer: int | None = None
 
 
-def find_layout(names: Collection[str]) -> Layout | None:
+def from_google(axes: Axes, value: Tensor) -> Tensor:
+    """An array of theirs in our order; raises RuntimeError where it has another number of axes."""
+    theirs, ours = _ORDERS[axes]
+    return rearrange(value, f"{theirs} -> {ours}")
+
+
+def to_google(axes: Axes, value: Tensor, *, heads: int) -> Tensor:
+    """A parameter of ours in their order."""
+    theirs, ours = _ORDERS[axes]
+    return rearrange(value, f"{ours} -> {theirs}", **({"heads": heads} if "heads" in theirs else {}))
+
+
+def find_layout(names: Collection[str]) -> NpzLayout | None:
     """The layout of a file with these arrays; None: it is no Vision Transformer of Google's."""
     for prefix in PREFIXES:
         if f"{prefix}{PATCH_KERNEL}" in names and f"{prefix}{FINAL_SCALE}" in names:
             position = next((name for name in _POSITIONS if f"{prefix}{name}" in names), None)
             old = any(name.startswith(f"{prefix}Transformer/") and "/MlpBlock_3/" in name for name in names)
             stacked = any(name.startswith(f"{prefix}{STACKED}") for name in names)
-            return Layout(prefix, "pre_linen" if old else "linen", position, stacked)
+            return NpzLayout(prefix, "pre_linen" if old else "linen", position, stacked)
     return None
 
 
-def slots_of(parameters: Iterable[str], *, layout: Layout) -> list[Slot]:
+def slots_of(parameters: Iterable[str], *, layout: NpzLayout) -> list[ArrayPart]:
     """Where all of our parameters are, in their order.
 
     Raises:
         ValueError: a parameter has no name in this layout.
     """
-    slots: list[Slot] = []
+    slots: list[ArrayPart] = []
     for parameter in parameters:
         path = parameter.split(".")
         found = _arrays(path, layout=layout)
@@ -114,13 +140,13 @@ def slots_of(parameters: Iterable[str], *, layout: Layout) -> list[Slot]:
             raise ValueError(f"Google's {layout.code_base} names have no place for {parameter!r}")
         layer = int(path[1]) if layout.stacked and path[0] == "blocks" else None
         slots += [
-            Slot(layout.prefix + array, parameter, axes, part, len(found), layer)
+            ArrayPart(layout.prefix + array, parameter, axes, part, len(found), layer)
             for part, (array, axes) in enumerate(found)
         ]
     return slots
 
 
-def _arrays(path: list[str], *, layout: Layout) -> list[tuple[str, Axes]]:
+def _arrays(path: list[str], *, layout: NpzLayout) -> list[tuple[str, Axes]]:
     """The arrays, without the prefix, that make one of our parameters, in order; none: it has no place."""
     match path:
         case ["cls_token"]:

@@ -12,27 +12,34 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from model.build import build_model
-from model.differences import describe_differences, shapes_of
-from model.formats.foreign import NOTHING_SAID, Foreign, Said
+from model.differences import Shape, describe_differences, first_difference, shapes_of
+from model.formats.foreign import NOTHING_SAID, Foreign, Said, of_record
 from model.formats.google.archive import NpzReader, write_npz
-from model.formats.google.axes import Shape, from_google, to_google
-from model.formats.google.differences import describe_array_differences, expected_arrays
-from model.formats.google.infer import Inferred, infer_model, is_of_head
-from model.formats.google.names import BIG_VISION, VISION_TRANSFORMER, Layout, Slot, find_layout, slots_of
-from model.formats.side_record import read_side_record, side_path, write_side_record
+from model.formats.google.infer import infer_model, with_class_row
+from model.formats.google.names import (
+    BIG_VISION,
+    VISION_TRANSFORMER,
+    ArrayPart,
+    NpzLayout,
+    find_layout,
+    from_google,
+    slots_of,
+    to_google,
+)
+from model.formats.record import read_side_record, write_side_record
 from model.replacing import replaced_file
-from model.saved import SavedModelMeta
+from model.saved import SavedModelMeta, check_state
 
 GoogleNames = Literal["vision_transformer", "big_vision"]
 
-_LAYOUTS: dict[GoogleNames, Layout] = {"vision_transformer": VISION_TRANSFORMER, "big_vision": BIG_VISION}
+_LAYOUTS: dict[GoogleNames, NpzLayout] = {"vision_transformer": VISION_TRANSFORMER, "big_vision": BIG_VISION}
 _POSITIONS = {"vision_transformer": ("learned_1d",), "big_vision": ("learned_1d", "sincos_2d")}
 
 
@@ -72,15 +79,13 @@ def write_google_npz(path: Path, state: Mapping[str, Tensor], *, meta: SavedMode
     path = Path(path)
     if objection := npz_objection(meta, names=names):
         raise ValueError(f"{path} cannot be written with {names}'s names: {objection}")
-    if differences := describe_differences(shapes_of(state), _our_shapes(_recorded(meta))):
-        raise ValueError(f"{path} is not written: the weights are not those of the model\n{differences}")
+    check_state(state, meta=meta, says=f"{path} is not written: the weights are not those of the model")
     layout = _LAYOUTS[names] if meta.model.position == "learned_1d" else replace(_LAYOUTS[names], position=None)
     if names == "big_vision":
         state = _without_class_position(state)
     with replaced_file(path) as beside:
         write_npz(beside, _arrays(state, layout=layout, heads=meta.model.sizes.heads))
-        side_path(path).unlink(missing_ok=True)  # rather no record for a moment than that of an earlier file
-    write_side_record(path, meta=meta)
+        write_side_record(beside, meta=meta)
 
 
 def npz_objection(meta: SavedModelMeta, *, names: GoogleNames) -> str | None:
@@ -120,10 +125,13 @@ def _read(npz: NpzReader, *, meta: SavedModelMeta | None, said: Said) -> Foreign
         bare = {name.removeprefix(layout.prefix): shape for name, shape in shapes.items()}
         model = infer_model(bare, layout=layout, said=said)
         if model.num_classes == 0:
-            shapes = {name: s for name, s in shapes.items() if not is_of_head(name.removeprefix(layout.prefix))}
+            of_head = (f"{layout.prefix}head/", f"{layout.prefix}pre_logits/")
+            shapes = {name: shape for name, shape in shapes.items() if not name.startswith(of_head)}
         _refuse_lost_blocks(set(npz.names) - headers.keys(), depth=model.config.sizes.depth)
+    elif meta.head == "masked_patch":
+        raise ValueError("its record has the head masked_patch, which no file of Google's can have")
     else:
-        model = _recorded(meta)
+        model = of_record(meta, {}, format=f"Google's npz ({layout.code_base})")
 
     ours = _our_shapes(model)
     patches = model.config.grid_size(model.image_size) ** 2
@@ -138,10 +146,10 @@ def _read(npz: NpzReader, *, meta: SavedModelMeta | None, said: Said) -> Foreign
     if without_class_position and "pos_embed" in ours:
         ours["pos_embed"] = (1, patches, model.config.sizes.width)
     slots = slots_of(ours, layout=layout)
-    sizes = model.config.sizes
-    expected = expected_arrays(slots, ours, heads=sizes.heads, depth=sizes.depth)
+    expected = expected_arrays(slots, ours, heads=model.config.sizes.heads, depth=model.config.sizes.depth)
     if shapes != expected:
-        raise ValueError(describe_array_differences(shapes, expected, slots=slots, ours=ours))
+        table = describe_differences(with_class_row(_in_our_names(shapes, slots)), with_class_row(ours))
+        raise ValueError(f"its arrays are not those of the model: {first_difference(shapes, expected)}\n{table}")
 
     state = _read_state(npz, slots, ours)
     if without_class_position:
@@ -155,17 +163,7 @@ def _read(npz: NpzReader, *, meta: SavedModelMeta | None, said: Said) -> Foreign
         notes.append(f"Its numbers are {' and '.join(others)}, and are float32 here.")
     if left_out := len(npz.names) - len(headers):
         notes.append(f"{left_out} arrays outside {layout.prefix} (the optimiser's) are left out.")
-    return Foreign(
-        format=f"Google's npz ({layout.code_base})",
-        state=state,
-        config=model.config,
-        image_size=model.image_size,
-        num_classes=model.num_classes,
-        head=model.head,
-        headless=model.headless,
-        notes=tuple(notes),
-        **_evaluation(meta, layout=layout),
-    )
+    return replace(model, state=state, notes=tuple(notes))
 
 
 def _refuse_lost_blocks(names: Collection[str], *, depth: int) -> None:
@@ -177,22 +175,7 @@ def _refuse_lost_blocks(names: Collection[str], *, depth: int) -> None:
         )
 
 
-def _recorded(meta: SavedModelMeta) -> Inferred:
-    """The model that our record describes."""
-    if meta.head == "masked_patch":
-        raise ValueError("its record has the head masked_patch, which no file of Google's can have")
-    return Inferred(meta.model, meta.image_size, meta.num_classes, meta.head, ())
-
-
-def _evaluation(meta: SavedModelMeta | None, *, layout: Layout) -> dict[str, Any]:
-    """What is known of the classes, of the pixels and of the loss."""
-    if meta is None:
-        return {"eval_protocol": "vit" if layout.code_base == "vision_transformer" else "big_vision"}
-    names = ("class_names", "mean", "std", "loss", "eval_protocol", "eval_crop_share")
-    return {name: getattr(meta, name) for name in names}
-
-
-def _our_shapes(model: Inferred) -> dict[str, Shape]:
+def _our_shapes(model: Foreign) -> dict[str, Shape]:
     """The state dict of our model, without memory for it; without a head where the file has none."""
     with torch.device("meta"):
         built = build_model(
@@ -202,15 +185,46 @@ def _our_shapes(model: Inferred) -> dict[str, Shape]:
     return shapes if model.num_classes else {name: s for name, s in shapes.items() if not name.startswith("head.")}
 
 
+def expected_arrays(slots: list[ArrayPart], ours: Mapping[str, Shape], *, heads: int, depth: int) -> dict[str, Shape]:
+    """Name -> shape of each array that a file of our model has; `ours` are the shapes of the state dict."""
+    expected: dict[str, Shape] = {}
+    for slot in slots:
+        part = torch.empty(ours[slot.parameter], device="meta").chunk(slot.parts)[slot.part]
+        shape = tuple(to_google(slot.axes, part, heads=heads).shape)
+        expected[slot.array] = shape if slot.layer is None else (depth, *shape)
+    return expected
+
+
+def _in_our_names(found: Mapping[str, Shape], slots: list[ArrayPart]) -> dict[str, Shape]:
+    """Shapes by our names, of those parameters whose arrays are all there and fit together; by theirs of the rest."""
+    parts: dict[str, list[Shape | None]] = {}
+    for slot in slots:
+        shape = found.get(slot.array)
+        if shape is not None and slot.layer is not None:
+            shape = shape[1:] if shape and slot.layer < shape[0] else None
+        try:
+            part = None if shape is None else tuple(from_google(slot.axes, torch.empty(shape, device="meta")).shape)
+        except RuntimeError:  # of einops: another number of axes
+            part = None
+        parts.setdefault(slot.parameter, []).append(part)
+    known = {slot.array for slot in slots}
+    renamed = {name: shape for name, shape in found.items() if name not in known}
+    for name, shapes in parts.items():
+        whole = [shape for shape in shapes if shape]
+        if len(whole) == len(shapes) and len({shape[1:] for shape in whole}) == 1:
+            renamed[name] = (sum(shape[0] for shape in whole), *whole[0][1:])
+    return renamed
+
+
 def _unpadded(name: str, shape: Shape) -> Shape:
     """GroupNorm of older flax has (1, 1, 1, C): flax issue 1721."""
     return shape[3:] if shape[:3] == (1, 1, 1) and len(shape) == 4 and not name.endswith("kernel") else shape
 
 
-def _read_state(npz: NpzReader, slots: list[Slot], ours: Mapping[str, Shape]) -> dict[str, Tensor]:
+def _read_state(npz: NpzReader, slots: list[ArrayPart], ours: Mapping[str, Shape]) -> dict[str, Tensor]:
     """All weights; an array is read once, though it may hold a part of each block (stacked)."""
     state = {name: torch.empty(shape, dtype=torch.float32) for name, shape in ours.items()}
-    by_array: dict[str, list[Slot]] = {}
+    by_array: dict[str, list[ArrayPart]] = {}
     for slot in slots:
         by_array.setdefault(slot.array, []).append(slot)
     for name, its_slots in by_array.items():
@@ -222,7 +236,7 @@ def _read_state(npz: NpzReader, slots: list[Slot], ours: Mapping[str, Shape]) ->
     return state
 
 
-def _arrays(state: Mapping[str, Tensor], *, layout: Layout, heads: int) -> Iterator[tuple[str, Tensor]]:
+def _arrays(state: Mapping[str, Tensor], *, layout: NpzLayout, heads: int) -> Iterator[tuple[str, Tensor]]:
     """The arrays of a file, one by one."""
     for slot in slots_of(state, layout=layout):
         part = state[slot.parameter].detach().chunk(slot.parts)[slot.part]

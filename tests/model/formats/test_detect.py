@@ -15,7 +15,7 @@ from model.config import ModelConfig
 from model.formats.detect import import_file, read_foreign
 from model.formats.export import export_model
 from model.formats.foreign import Said
-from model.formats.side_record import write_side_record
+from model.formats.record import write_side_record
 from model.saved import save_model
 from tests.model.formats.small_model import CONFIG, described, images, logits, random_model, rebuilt
 
@@ -107,7 +107,7 @@ def test_other_positions_come_with_their_record(tmp_path: Path, position: Any) -
     meta = described(ModelConfig(**SIZES, position=position))
     model = random_model(meta)
     save_file(model.state_dict(), tmp_path / "bare.safetensors")
-    with pytest.raises(ValueError, match=r"no pos_embed, so its resolution .* are not told"):
+    with pytest.raises(ValueError, match=r"no position embeddings .*, so its resolution .* are not told"):
         read_foreign(tmp_path / "bare.safetensors", config=meta.model)
     write_side_record(tmp_path / "bare.safetensors", meta=meta)
     found, state = import_file(tmp_path / "bare.safetensors")

@@ -14,7 +14,7 @@ from transformers import AutoModelForImageClassification
 from model.config import ModelConfig
 from model.formats.detect import import_file
 from model.formats.export import ExportFormat, export_model, export_objection
-from model.formats.side_record import read_side_record
+from model.formats.record import read_side_record
 from tests.model.comparing import relative_difference
 from tests.model.formats.small_model import (
     CONFIG,

@@ -170,9 +170,7 @@ def test_a_flipped_byte_is_noticed_or_harmless(
 
 
 def test_mistakes_of_the_caller(tmp_path: Path, exported: tuple[SavedModelMeta, torch.nn.Module, Path]) -> None:
-    meta, model, _ = exported
-    with pytest.raises(ValueError, match=r"model\.bin: the name of such a file must end in \.pt2"):
-        write_torch_export(tmp_path / "model.bin", model, meta=meta)
+    meta, *_ = exported
     with pytest.raises(AssertionError, match="dropout"):
         write_torch_export(tmp_path / "model.pt2", build_described(meta), meta=meta)
     assert not any(tmp_path.iterdir())

@@ -12,7 +12,7 @@ from model.config import ModelConfig
 from model.formats.detect import import_file, read_foreign
 from model.formats.export import export_model
 from model.formats.foreign import IMAGENET_MEAN, IMAGENET_STD
-from model.formats.side_record import side_path
+from model.formats.record import side_path
 from model.formats.torchvision_state import how_to_load
 from tests.model.comparing import SMALL_TOKENS, randomise, relative_difference
 from tests.model.formats.small_model import (
@@ -125,7 +125,7 @@ def test_a_named_variant_is_loaded_into_its_builder() -> None:
         (ModelConfig(**SIZES, pool="map"), "no pooling map"),
         (ModelConfig(**SIZES, layer_scale=0.1), "no layer scale"),
         (ModelConfig(**SIZES, position="none"), "no position embedding none"),
-        (ModelConfig(variant="R50+B/16"), "no hybrids"),
+        (ModelConfig(variant="R50+B/16"), "neither a hybrid"),
     ],
 )
 def test_what_it_cannot_hold_is_refused(tmp_path: Path, config: ModelConfig, says: str) -> None:

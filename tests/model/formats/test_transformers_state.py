@@ -195,7 +195,7 @@ def test_means_of_a_preprocessor(tmp_path: Path, mean: Any, expected: Any) -> No
     path = tmp_path / "out" / "preprocessor_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"image_mean": mean}))
     if expected is None:
-        with pytest.raises(ValueError, match=r"transformers folder tells of mean.* what cannot be"):
+        with pytest.raises(ValueError, match=r"transformers folder says what cannot be: mean"):
             import_file(tmp_path / "out")
     else:
         assert import_file(tmp_path / "out")[0].mean == expected

@@ -13,7 +13,7 @@ from model.formats.google.npz import (
     GoogleNames,
     write_google_npz,
 )
-from model.formats.side_record import side_path
+from model.formats.record import side_path
 from model.saved import SavedModelMeta
 
 SIZES: dict[str, Any] = {"width": 16, "depth": 11, "heads": 2, "mlp_dim": 24, "patch_size": 4}

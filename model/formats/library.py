@@ -1,0 +1,73 @@
+"""What the readers and writers for other libraries share: names by tables of prefixes, and what a plain ViT lacks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from model.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class Names:
+    """A library's names.
+
+    Attributes:
+        outside: prefix of theirs -> of ours, of what is in no block.
+        block: what they write before a block's parts, with {} for its number.
+        inside: prefix of theirs -> of ours, of a block's parts.
+        other_blocks, other_inside: the same in other releases of the library, which are read too.
+    """
+
+    outside: Mapping[str, str]
+    block: str
+    inside: Mapping[str, str]
+    other_blocks: tuple[str, ...] = ()
+    other_inside: Mapping[str, str] | None = None
+
+    def ours(self, name: str) -> str:
+        """Our name of a parameter; a name that is not theirs stays."""
+        for block in (self.block, *self.other_blocks):
+            if match := re.match(re.escape(block).replace(r"\{\}", r"(\d+)"), name):
+                part = _changed(name[match.end() :], {**self.inside, **(self.other_inside or {})})
+                return f"blocks.{match[1]}.{part}" if part else name
+        return _changed(name, self.outside) or name
+
+    def theirs(self, name: str) -> str:
+        """Their name of a parameter of ours."""
+        if not name.startswith("blocks."):
+            return _changed(name, {ours: theirs for theirs, ours in self.outside.items()}) or name
+        _, index, part = name.split(".", 2)
+        return self.block.format(index) + str(_changed(part, {ours: theirs for theirs, ours in self.inside.items()}))
+
+
+def _changed(name: str, prefixes: Mapping[str, str]) -> str | None:
+    return next((new + name[len(old) :] for old, new in prefixes.items() if name.startswith(old)), None)
+
+
+def add_qkv_biases(state: dict[str, Tensor]) -> list[str]:
+    """Give a model without biases of q, k and v zeros in their place; returns what is to be said of it."""
+    weights = [name for name in state if name.endswith(".attn.qkv.weight")]
+    if not weights or any(name.endswith(".attn.qkv.bias") for name in state):
+        return []
+    for name in weights:
+        state[name.replace(".weight", ".bias")] = state[name].new_zeros(state[name].shape[0])
+    return ["q, k and v have no biases: they became zeros, which training would move"]
+
+
+def plain_vit_objection(config: ModelConfig, *, whose: str) -> str | None:
+    """Why a ViT with nothing but class token and learned 1-D positions cannot be this trunk; None: it can."""
+    if config.kind == "resnet" or config.sizes.resnet_layers is not None:
+        return f"{whose} is neither a hybrid nor a ResNet of Google's kind"
+    if config.pool != "cls":
+        return f"{whose} has no pooling {config.pool}, only the class token"
+    if config.position != "learned_1d" or config.position_at != "stem":
+        return f"{whose} has no position embedding {config.position} at {config.position_at}"
+    if config.layer_scale is not None:
+        return f"{whose} has no layer scale"
+    return None

@@ -1,0 +1,54 @@
+"""Our record in other projects' files: beside those that have no place for it (FILE.json), or inside a program.
+
+FILE.json holds what `config.json` holds of a folder, is written with npz, torchvision and transformers exports, and
+believed by their readers in place of guesses. ONNX and torch.export files have the record's JSON inside.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from model.saved import SavedModelMeta, first_mistake, read_record, record_json, write_json
+
+
+def side_path(file: Path) -> Path:
+    """Where the record of `file` is."""
+    return file.with_name(f"{file.name}.json")
+
+
+def write_side_record(file: Path, *, meta: SavedModelMeta) -> None:
+    """Write the record of `file` beside it."""
+    write_json(side_path(file), record_json(meta))
+
+
+def read_side_record(file: Path) -> SavedModelMeta | None:
+    """The record beside `file`; None where there is none.
+
+    Raises:
+        ValueError: there is one, but it is broken; the message names it.
+    """
+    path = side_path(file)
+    try:
+        return read_record(path)
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise ValueError(f"{path} is no record of shardvit ({error}): remove it, or bring the right one back") from None
+
+
+def parse_inside(text: str | bytes | None, *, path: Path) -> SavedModelMeta:
+    """The record that was found inside the program `path`.
+
+    Raises:
+        ValueError: there was none, or it is not valid; the message names `path`.
+    """
+    if text is None:
+        raise ValueError(f"{path} has no record of shardvit, which says what is fed to it: export it with shardvit")
+    try:
+        return SavedModelMeta.model_validate_json(text)
+    except ValidationError as error:
+        raise ValueError(
+            f"{path}: its record of shardvit is broken ({first_mistake(error)}): export it again"
+        ) from None
