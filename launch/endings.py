@@ -1,7 +1,7 @@
-"""How the processes of a stage ended, in words.
+"""Exit codes of a stage's processes, in words.
 
-A launcher passes a rank's exit code on: of a signal it is -n, 256 - n or 128 + n. Whether a SIGKILL came for want of
-memory is told by the kernel's own count of such kills, of this cgroup where there is one. Costs three small reads.
+Launchers report signal n as -n, 256 - n or 128 + n. Whether a SIGKILL was an out-of-memory kill is told by the kernel's
+count of those, of this cgroup if there is one. Costs three small reads.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _HINTS: dict[int, str] = {
 
 
 def signal_of(code: int) -> int:
-    """The number of the signal that an exit code stands for; 0: of none."""
+    """The signal that an exit code stands for; 0: none."""
     return -code if code < 0 else 256 - code if code > 192 else code - 128 if code > 128 else 0
 
 
 def overall_code(codes: Sequence[int], *, stop_was_asked: bool) -> int:
-    """One exit code for several processes or hosts, whose codes come in the order in which they ended.
+    """One exit code for several processes or hosts, whose codes come in the order of ending.
 
-    A mistake, which the others could not know of, and "stopped", where that was asked for, tell more than the rest.
+    A user's mistake, which the others do not know of, and "stopped", if requested, tell more than the rest.
     """
     for telling in (EXIT_USER_ERROR, *((EXIT_STOPPED,) if stop_was_asked else ())):
         if telling in codes:
@@ -40,8 +40,8 @@ def reason(code: int, *, out_of_memory: bool | None) -> str:
     """Why a stage is not done.
 
     Args:
-        code: the launcher's exit code; negative: it was itself ended by a signal.
-        out_of_memory: whether the kernel killed a process meanwhile for want of memory; None: it does not say.
+        code: the launcher's exit code; negative: a signal killed it.
+        out_of_memory: whether the kernel killed a process meanwhile because memory ran out; None: unknown.
     """
     number = signal_of(code)
     if code == EXIT_STOPPED:
@@ -59,7 +59,7 @@ def reason(code: int, *, out_of_memory: bool | None) -> str:
 
 
 def memory_kills(root: Path = Path("/")) -> int | None:
-    """How many processes the kernel has killed for want of memory so far, in this cgroup or else on this machine."""
+    """The kernel's out-of-memory kills so far, in this cgroup or else on this machine; None: unknown."""
     try:
         groups = dict(line.split(":", 2)[1:] for line in (root / "proc/self/cgroup").read_text().splitlines())
     except (OSError, ValueError):

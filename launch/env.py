@@ -1,6 +1,8 @@
-"""The only reader of the environment: which process this is, which GPUs there are, where to track.
+"""The only reader of the environment: rank and world size from any launcher, visible GPUs, where to track. No torch.
 
-Launchers differ in the names they set; here they become a `Place`. No torch: `shardvit run` asks too.
+srun: only inside a step is a process one of several. The batch script has SLURM_PROCID and SLURM_NTASKS too, but not
+SLURM_STEP_NUM_TASKS. The default meeting place is the step's first node, on a port derived from job and step number:
+20000 to 29999, below Linux's ephemeral ports.
 """
 
 from __future__ import annotations
@@ -10,12 +12,11 @@ import os
 import platform
 import re
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from data_shards.errors import UserError
-from launch.slurm_step import NodeShare, Step, gpu_of_task, read_step
 from pipeline.ranks.place import Place
 
 SUPERVISOR_PID = "SHARDVIT_SUPERVISOR_PID"
@@ -27,16 +28,52 @@ _PLACE_NAMES = (
     *_LAUNCHER_NAMES,
     *("MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS", RENDEZVOUS),
 )
+FIRST_PORT, PORTS = 20_000, 10_000
+_STEPS_OF_A_JOB = 16  # so many may run at the same time without meeting at another job's port
+
+
+@dataclass(frozen=True)
+class Step:
+    """One task's view of its step."""
+
+    task: int
+    tasks: int
+    local_task: int
+    tasks_here: int  # the most tasks on any of its nodes
+    first_host: str  # "" where SLURM does not say
+    port: int
+
+
+@dataclass(frozen=True)
+class NodeShare:
+    """What one srun task starts, where it has a whole node with several GPUs: a process for each GPU.
+
+    All nodes must have as many GPUs.
+    """
+
+    node: int  # its number among the step's
+    nodes: int
+    processes: int  # on each node
+    address: str  # of the first node
+    port: int
+
+    def names_of(self, local_rank: int) -> dict[str, str]:
+        """What a launcher sets for one process."""
+        return {
+            "RANK": str(self.node * self.processes + local_rank),
+            "WORLD_SIZE": str(self.nodes * self.processes),
+            "LOCAL_RANK": str(local_rank),
+            "LOCAL_WORLD_SIZE": str(self.processes),
+            "MASTER_ADDR": self.address,
+            "MASTER_PORT": str(self.port),
+        }
 
 
 def read_place(environ: Mapping[str, str] = os.environ, *, gpus: int | None = None) -> Place:
     """Where the launcher (deepspeed, torchrun, accelerate, srun, or none) put this process.
 
-    A launcher that srun started comes first; srun itself comes before names that somebody exported by hand.
-
-    Args:
-        environ: the environment.
-        gpus: that this process sees; default: they are counted.
+    A launcher inside srun wins over srun, and srun over variables exported by hand. `gpus`: visible to this process;
+    default: they are counted.
 
     Raises:
         UserError: the variables contradict each other or are incomplete.
@@ -72,12 +109,9 @@ def read_place(environ: Mapping[str, str] = os.environ, *, gpus: int | None = No
 def node_share(
     environ: Mapping[str, str] = os.environ, *, processes: int | Literal["auto"], gpus: int | None = None
 ) -> NodeShare | None:
-    """What to start here, where srun gave each node one task and that task sees several GPUs; None: this is a process.
+    """What to start here, if srun gave each node one task and it sees several GPUs; None: this is a rank itself.
 
-    Args:
-        environ: the environment.
-        processes: the recipe's; as many as there are tasks: every task is meant to be one.
-        gpus: that this process sees; default: they are counted.
+    `processes` is the recipe's: if it equals the number of tasks, each task is a rank.
     """
     step = None if _has_launcher(environ) or "RANK" in environ else read_step(environ)
     if step is None or step.tasks_here != 1 or processes == step.tasks:
@@ -90,7 +124,7 @@ def node_share(
 
 
 def says_mistakes(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether it is for this process to say what all of them find wrong, also where `read_place` refuses."""
+    """Whether this process is the one to report a mistake that all of them find, even if `read_place` refuses."""
     by_srun = "SLURM_STEP_NUM_TASKS" in environ and not _has_launcher(environ)
     return environ.get("SLURM_PROCID" if by_srun else "RANK", "0") == "0"
 
@@ -126,12 +160,12 @@ def _launchers_place(environ: Mapping[str, str]) -> Place:
 
 
 def without_place(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The environment without a launcher's or a batch script's numbers, for processes that get their own."""
+    """The environment without a launcher's or batch script's ranks, for processes that get their own."""
     return {name: value for name, value in environ.items() if name not in _PLACE_NAMES}
 
 
 def num_gpus(environ: Mapping[str, str] = os.environ, *, devices: Path = Path("/dev")) -> int:
-    """NVIDIA GPUs that a process here would see, without asking the driver."""
+    """NVIDIA GPUs that a process here sees, without asking the driver."""
     there = len([path for path in devices.glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name)])
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and there:
@@ -164,7 +198,7 @@ def supervisor_pid(environ: Mapping[str, str] = os.environ) -> int | None:
 
 
 def rendezvous_folder(environ: Mapping[str, str] = os.environ) -> Path | None:
-    """Where the ranks meet, if their launcher made a folder for it."""
+    """Where the ranks meet, if their launcher made a folder for that."""
     return Path(environ[RENDEZVOUS]) if environ.get(RENDEZVOUS) else None
 
 
@@ -173,3 +207,70 @@ def _user() -> str:
         return getpass.getuser()
     except (KeyError, OSError):  # a container's user without a name
         return str(os.getuid())
+
+
+def read_step(environ: Mapping[str, str]) -> Step | None:
+    """This task's step; None: srun did not start this process.
+
+    Raises:
+        UserError: a number is missing.
+    """
+    tasks = environ.get("SLURM_STEP_NUM_TASKS", "")
+    if not tasks.isdigit():
+        return None
+    numbers: dict[str, int] = {}
+    for name in ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_JOB_ID", "SLURM_STEP_ID"):
+        text = environ.get(name, "")
+        if not text.isdigit():
+            raise UserError(
+                f"srun started {tasks} tasks, but {name} is {text or 'missing'}: do not change SLURM's names"
+            )
+        numbers[name] = int(text)
+    if numbers["SLURM_PROCID"] >= int(tasks):
+        raise UserError(f"SLURM_PROCID {numbers['SLURM_PROCID']} is not below SLURM_STEP_NUM_TASKS {tasks}")
+    nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
+    return Step(
+        task=numbers["SLURM_PROCID"],
+        tasks=int(tasks),
+        local_task=numbers["SLURM_LOCALID"],
+        tasks_here=most_tasks(environ.get("SLURM_STEP_TASKS_PER_NODE", "")) or int(tasks),
+        first_host=first_host(nodes),
+        port=meeting_port(job=numbers["SLURM_JOB_ID"], step=numbers["SLURM_STEP_ID"]),
+    )
+
+
+def gpu_of_task(step: Step, *, visible_gpus: int) -> int | None:
+    """Which of the visible GPUs is this task's; None: there is none, or the one with the task's local number.
+
+    A single one is taken as this task's own (--gpus-per-task, --gpu-bind): NCCL reports it if it is shared.
+
+    Raises:
+        UserError: the tasks of a node would have to share GPUs.
+    """
+    if visible_gpus == 0:
+        return None
+    if visible_gpus == 1 and step.tasks_here > 1:
+        return 0
+    if visible_gpus < step.tasks_here:
+        raise UserError(
+            f"srun started {step.tasks_here} tasks on a node, which see {visible_gpus} GPUs: give --ntasks-per-node "
+            f"{visible_gpus}, or more GPUs"
+        )
+    return None
+
+
+def first_host(nodes: str) -> str:
+    """The first of a list such as "gpu[03-05,7],login1"; "" of an empty one."""
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
+    assert first is not None  # it matches nothing, too
+    return re.sub(r"\[([^],-]*)[^]]*\]", r"\1", first[0])
+
+
+def most_tasks(per_node: str) -> int:
+    """The most tasks on any node, of "8(x63),4"; 0 where nothing is said."""
+    return max((int(count) for count in re.findall(r"(?:^|,)(\d+)", per_node)), default=0)
+
+
+def meeting_port(*, job: int, step: int) -> int:
+    """Where a step's tasks meet on its first node."""
+    return FIRST_PORT + (job * _STEPS_OF_A_JOB + step) % PORTS

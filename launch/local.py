@@ -6,7 +6,7 @@ done is read from its record, not from the exit codes.
 
 No launcher in between: `deepspeed` and torchrun would import torch once or twice more before the first rank does (9 CPU
 seconds a stage), and end with exit codes of their own. The ranks meet through a folder inside the run folder that lives
-as long as they do (`pipeline.ranks.rendezvous`), so two runs never compete for a port.
+as long as they do (`pipeline.ranks.group`), so two runs never compete for a port.
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launch.endings import signal_of
-from launch.env import RENDEZVOUS, SUPERVISOR_PID, num_gpus, without_place
+from launch.env import RENDEZVOUS, SUPERVISOR_PID, NodeShare, num_gpus, without_place
 from launch.processes import RANK_COMMAND, STOP_SIGNALS, run_ranks
-from launch.slurm_step import NodeShare
 from pipeline.recipe.schema import Recipe
 from pipeline.vocabulary import StageName
 

@@ -1,11 +1,9 @@
-"""Standard output and error that may disappear: a reader that leaves (`| head`), a terminal that is gone, a full disk.
+"""Standard output and error that may fail: a reader that leaves (`| head`), a closed terminal, a full disk.
 
-`guard` comes first in every process of ours. Streams that are closed lead to /dev/null from then on, also for children
-and for libraries in C: else the next file that is opened would get their number, and what is printed would go into it.
-What cannot be written ends a command whose product is its output (`OutputLost`); after `go_on` it is dropped, for a
-run's product lies in its folder. Standard error is always dropped. SIGPIPE is ignored by Python itself.
-
-Costs nothing but a look at three descriptors.
+`guard` comes first in each of our processes. Closed streams are opened on /dev/null, for children and C libraries too:
+else the next opened file would get their number, and prints would go into it. A failed write to stdout ends a command
+whose product is its output (`OutputLost`); after `go_on` it is dropped, for a run's product lies in its folder. stderr
+is always dropped. Python itself ignores SIGPIPE.
 """
 
 from __future__ import annotations
@@ -20,20 +18,16 @@ from typing import Any, Literal
 
 from data_shards.text import printable
 
-_PATIENCE_SECONDS = 1.0  # for a terminal or pipe that was set not to block
+_PATIENCE_SECONDS = 1.0  # for a non-blocking terminal or pipe
 
 
 def say(text: str) -> None:
-    """One sentence of ours for the user, on standard error."""
+    """A sentence for the user, on standard error."""
     print(f"shardvit: {printable(text)}", file=sys.stderr, flush=True)
 
 
 class OutputLost(Exception):
-    """Standard output takes nothing more.
-
-    Attributes:
-        why: the system's words; empty: its reader has left, as `| head` does, and wants to hear nothing more.
-    """
+    """Standard output cannot be written. `why` is the system's reason; empty: its reader has left, as `| head` does."""
 
     def __init__(self, error: OSError) -> None:
         self.why = "" if error.errno == errno.EPIPE else (error.strerror or str(error))
@@ -41,7 +35,7 @@ class OutputLost(Exception):
 
 
 class _Stream(io.RawIOBase):
-    """A descriptor that is written to while it can be."""
+    """A descriptor that is written to as long as that works."""
 
     def __init__(self, descriptor: int, *, name: str, when_lost: Literal["raise", "drop"]) -> None:
         self.name, self.when_lost = f"<{name}>", when_lost
@@ -74,11 +68,8 @@ class _Stream(io.RawIOBase):
 
 
 def guard() -> None:
-    """Open what is closed, and put streams that do not fail by themselves in the place of sys.stdout and sys.stderr.
-
-    Streams that somebody else has put there, as tests do, are left alone.
-    """
-    for descriptor in (0, 1, 2):  # from below: a file that is opened gets the lowest number that is free
+    """Open closed descriptors, and replace sys.stdout and sys.stderr; streams that tests put there are left alone."""
+    for descriptor in (0, 1, 2):  # in this order: an opened file gets the lowest free number
         try:
             os.fstat(descriptor)
         except OSError:
@@ -88,7 +79,7 @@ def guard() -> None:
 
 
 def go_on() -> None:
-    """Whatever becomes of standard output, this process is to go on."""
+    """From now on a failed write to standard output is dropped."""
     guard()
     stream = _stream_of(sys.stdout)
     if stream is not None:
@@ -117,7 +108,7 @@ def _guard(name: Literal["stdout", "stderr"], *, descriptor: int, when_lost: Lit
 
 
 def _stream_of(text: Any) -> _Stream | None:
-    """What is below a stream, if it is one of these."""
+    """The raw stream, if it is one of these."""
     buffer = getattr(text, "buffer", None)
     raw = getattr(buffer, "raw", buffer)
     return raw if isinstance(raw, _Stream) else None

@@ -1,7 +1,7 @@
-"""torchrun, ending with the exit code of the rank that failed first, and without a traceback of its own.
+"""torchrun that ends with the exit code of the first failed rank, and without a traceback of its own.
 
-torchrun itself ends with 1 whatever a rank's code was, and the difference between the user's mistake (2), a stop after
-saving (75) and a crash would be lost.
+torchrun itself always ends with 1, which hides the difference between a user's mistake (2), a stop after saving (75)
+and a crash.
 """
 
 from __future__ import annotations

@@ -38,9 +38,8 @@ from launch.env import (
 from launch.local import run_node
 from launch.output import go_on, say
 from launch.processes import RANK_COMMAND, handled
-from launch.run.disk_errors import disk_problem
+from launch.run.disk import Presence, disk_problem, gone
 from launch.run.lock import locked
-from launch.run.presence import Presence, gone
 from pipeline.checkpoint.mend_record import mend_records
 from pipeline.ranks.pid import process_started
 from pipeline.ranks.place import Place

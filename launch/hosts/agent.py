@@ -43,7 +43,7 @@ _MOST_LINES = 1000
 _PUT_SECONDS, _DRAIN_SECONDS = 0.5, 5.0
 _SCAN_SECONDS = 0.5  # of all processes
 _LINGER_SECONDS = 1.0  # for what another launcher was about to start
-_ADDRESS_FILE = "address"  # as pipeline.ranks.rendezvous, which a process without torch does not import
+_ADDRESS_FILE = "address"  # as pipeline.ranks.group, which a process without torch does not import
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
-"""`--launcher pdsh`: the `deepspeed` command itself, over all hosts; what it needs said in its own way. Pure.
+"""`--launcher pdsh`: the `deepspeed` command over all hosts, and the files that it reads. Pure.
 
-DeepSpeed hands arguments and variables to a shell on each host (deepspeed/launcher/multinode_runner.py 0.19): arguments
-with a space get double quotes, others none, and the values of variables stand in the command line, where every user of
-the hosts can read them. `--launcher ssh` has neither trouble. What cannot be said through that is refused.
+DeepSpeed passes arguments and variables to a shell on each host (deepspeed/launcher/multinode_runner.py 0.19):
+arguments with a space get double quotes, others none, and variables stand in the command line, where every user of the
+hosts can read them. What cannot be passed on like that is refused; `--launcher ssh` has neither problem.
 """
 
 from __future__ import annotations
@@ -30,15 +30,11 @@ def include_text(fleet: Fleet) -> str:
 
 
 def environment_text(variables: Mapping[str, str]) -> str:
-    """A file as DS_ENV_FILE names it.
-
-    Raises:
-        UserError: a value that DeepSpeed would not hand on as it is.
-    """
+    """The file for DS_ENV_FILE. UserError: DeepSpeed would not pass a value on unchanged."""
     for name, value in variables.items():
         if '"' in value or _SPECIAL_IN_QUOTES.search(value):
             raise UserError(
-                f"the variable {name} holds a character that DeepSpeed's pdsh launcher cannot hand on: use "
+                f"the variable {name} holds a character that DeepSpeed's pdsh launcher cannot pass on: use "
                 "--launcher ssh"
             )
     return "".join(f"{name}={value}\n" for name, value in variables.items())
@@ -47,11 +43,7 @@ def environment_text(variables: Mapping[str, str]) -> str:
 def command(
     fleet: Fleet, rank_arguments: Sequence[str], *, hostfile: Path, master_addr: str, master_port: int
 ) -> list[str]:
-    """The `deepspeed` command.
-
-    Raises:
-        UserError: an argument that its pdsh launcher would not hand on as it is.
-    """
+    """The `deepspeed` command. UserError: its pdsh launcher would not pass an argument on unchanged."""
     return [
         *(sys.executable, "-m", "deepspeed.launcher.runner", "--log_level", "critical"),
         *("--hostfile", str(hostfile), "--include", include_text(fleet), "--force_multi", "--no_ssh_check"),
@@ -65,7 +57,7 @@ def _argument(text: str) -> str:
         return shlex.quote(text)
     if _SPECIAL_IN_QUOTES.search(text):
         raise UserError(
-            f"{text!r} holds a space and a character of the shell, which DeepSpeed's pdsh launcher cannot hand on: "
+            f"{text!r} holds a space and a character of the shell, which DeepSpeed's pdsh launcher cannot pass on: "
             "use --launcher ssh"
         )
     return text

@@ -1,10 +1,8 @@
-"""What a host says of itself before a run: sent there as text and run by its Python, so that it needs nothing there.
+"""A host's facts before a run. Sent there as text and run by its Python, so that it needs nothing installed.
 
-Standard library only, and no import of ours: shardvit may be missing on that host, or be another one. It reads one line
-of JSON after another and answers each with a line: first the questions (`answer`), then with which addresses it
-reaches the first host (`connect`), or by which of its network interfaces it was reached (`interface`).
-
-Costs reading the four packages' sources and the manifests. Writes nothing.
+Standard library only: shardvit may be missing on that host, or be another version. Each line of JSON is answered by a
+line: first the questions (`answer`), then at which addresses it reaches the first host (`connect`), or by which of its
+network interfaces it was reached (`interface`). Costs reading the four packages' sources and the manifests.
 """
 
 from __future__ import annotations

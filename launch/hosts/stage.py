@@ -24,19 +24,26 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
+from data_shards.manifest import MANIFEST_FILE
+from data_shards.shard_set import ShardSet
+from data_shards.store.location import Commands, is_local, local_path
 from launch.endings import overall_code, signal_of
 from launch.env import RENDEZVOUS, without_place
 from launch.hosts import pdsh
 from launch.hosts.agent import RUN_MARK, AgentOrder, rendezvous_name
 from launch.hosts.hostfile import Fleet, Host
-from launch.hosts.preflight import Ready
+from launch.hosts.preflight import Ready, preflight
 from launch.hosts.remote import Connection
-from launch.local import STOPPING, Launch, rank_arguments
+from launch.hosts.variables import travelling
+from launch.local import STOPPING, Launch, rank_arguments, run_stage_locally
 from launch.output import say
 from launch.processes import STOP_SIGNALS, handled
+from pipeline.recipe.schema import Recipe, StageName, TrainStage
+from pipeline.stage_data import open_data
 from pipeline.vocabulary import EXIT_STOPPED
 
 _HEARTBEAT_SECONDS = 5.0  # to the agents
@@ -67,7 +74,7 @@ def run_stage_on_hosts(launch: Launch, fleet: Fleet, ready: Ready, *, variables:
         launch: the stage.
         fleet: the hosts.
         ready: what `preflight` found out.
-        variables: that travel to the hosts.
+        variables: environment variables for the hosts.
 
     Raises:
         KeyboardInterrupt: the user stopped it and no rank answered that it has saved, as in `local`.
@@ -75,6 +82,66 @@ def run_stage_on_hosts(launch: Launch, fleet: Fleet, ready: Ready, *, variables:
         OSError: no process could be started here.
     """
     return _Stage(launch, fleet, ready, variables=variables).run()
+
+
+def prepare(
+    fleet: Fleet,
+    *,
+    recipe: Recipe,
+    runs_root: Path,
+    say: Callable[[str], None],
+    stages: Sequence[StageName] | None = None,
+    commands: Commands = "run",
+) -> Callable[[Launch], int]:
+    """Check every host; returns the counterpart of `run_stage_locally`.
+
+    Args:
+        fleet: the hosts.
+        recipe: what will be run.
+        runs_root: folder of the runs.
+        say: takes what is to be shown.
+        stages: every host must see their shards; default: of all.
+        commands: whether a `pipe:` is run.
+
+    Raises:
+        UserError: hosts are not ready.
+        OSError: nothing can be written to `runs_root`.
+    """
+    variables = travelling(without_place(), folders=(Path.home(), Path()))
+    say(variables.describe())
+    files: list[Path] = []
+    for stage in recipe.stages.names if stages is None else stages:
+        if isinstance(getattr(recipe.stages, stage), TrainStage):
+            data = open_data(recipe, stage=stage, report=lambda text: None, commands=commands)
+            files += shared_files((data.train, data.eval))
+    ready = preflight(
+        fleet,
+        folder=runs_root,
+        files=list(dict.fromkeys(files)),
+        python_path=variables.all.get("PYTHONPATH", ""),
+        say=say,
+    )
+
+    def start(launch: Launch) -> int:
+        if launch.stage == "swap_head":
+            return run_stage_locally(launch)
+        return run_stage_on_hosts(launch, fleet, ready, variables=variables.all)
+
+    return start
+
+
+def shared_files(sets: Iterable[ShardSet]) -> list[Path]:
+    """Of each local folder of shards the manifest, or a tar where there is none."""
+    found: dict[Path, Path] = {}
+    for shards in sets:
+        for shard in shards.shards:
+            if not is_local(shard.url):
+                continue
+            tar = local_path(shard.url)
+            if tar.parent not in found:
+                manifest = tar.parent / MANIFEST_FILE
+                found[tar.parent] = manifest if manifest.is_file() else tar
+    return list(found.values())
 
 
 class _Stage:

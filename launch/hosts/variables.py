@@ -1,8 +1,7 @@
-"""Which environment variables travel to the other hosts: DeepSpeed's rule, and its file `.deepspeed_env`.
+"""Which environment variables go to the other hosts: DeepSpeed's rule, and its file `.deepspeed_env`.
 
-Names that begin with one of `PREFIXES` travel from the environment of `shardvit run`; what stands in `.deepspeed_env`
-in the home folder and then in the working folder travels too and wins (DS_ENV_FILE gives that file another name).
-Everything else a host has from its own login. Costs reading two small files.
+Variables of `shardvit run` that begin with one of `PREFIXES`, then those in `.deepspeed_env` of the home folder and of
+the working folder; later ones win (DS_ENV_FILE renames that file). A host has everything else from its own login.
 """
 
 from __future__ import annotations
@@ -36,18 +35,14 @@ class Variables:
         return {**self.inherited, **self.from_files}
 
     def describe(self) -> str:
-        """Names alone: values may be secret."""
+        """The names; values may be secret."""
         inherited = ", ".join(sorted(name for name in self.inherited if name not in self.from_files)) or "none"
         files = f"; from {' and '.join(self.files)}: {', '.join(sorted(self.from_files))}" if self.files else ""
-        return f"variables that travel to the hosts: {inherited}{files}"
+        return f"variables that go to the hosts: {inherited}{files}"
 
 
 def travelling(environ: Mapping[str, str], *, folders: tuple[Path, ...]) -> Variables:
-    """The variables for the other hosts.
-
-    Args:
-        environ: of this process.
-        folders: where `.deepspeed_env` may lie, later ones win.
+    """The variables for the other hosts, from this process and from `.deepspeed_env` in `folders`, later ones win.
 
     Raises:
         UserError: a line of such a file cannot be read.
@@ -71,7 +66,7 @@ def travelling(environ: Mapping[str, str], *, folders: tuple[Path, ...]) -> Vari
 
 
 def parse_environment(text: str, *, source: str) -> dict[str, str]:
-    """NAME=VALUE lines, read as DeepSpeed reads them; empty lines and comments are passed over, which it does not.
+    """NAME=VALUE lines, read as DeepSpeed does; but empty lines and comments are skipped.
 
     Raises:
         UserError: a line that is neither.

@@ -23,9 +23,8 @@ from launch.hosts.hostfile import Fleet
 from launch.local import Launch, run_stage_locally
 from launch.output import say
 from launch.processes import handled, kill_all
-from launch.run.disk_errors import disk_problem
+from launch.run.disk import Presence, disk_problem
 from launch.run.lock import locked
-from launch.run.presence import Presence
 from launch.run.restarts import PAUSE_SECONDS, Restarts
 from pipeline.checkpoint.identity import check_newest, checkpoint_identity
 from pipeline.checkpoint.mend_record import mend_records
@@ -162,7 +161,7 @@ class PipelineRun:
         """What starts a stage: here, or on the hosts, which are asked first."""
         if self.fleet is None:
             return run_stage_locally
-        from launch.hosts.start import prepare
+        from launch.hosts.stage import prepare
 
         return prepare(
             self.fleet,

@@ -18,7 +18,7 @@ from types import SimpleNamespace
 import pytest
 
 from launch import train
-from launch.run.disk_errors import disk_problem
+from launch.run.disk import disk_problem
 from pipeline.checkpoint.saver import SaveFailed
 from pipeline.ranks.group import PeerGone
 from pipeline.ranks.stopping import StopFlag, Stopped
@@ -74,13 +74,13 @@ def test_a_write_whose_path_is_not_known_names_the_place_that_is_full(tmp_path: 
     error = OSError(errno.ENOSPC, "No space left on device")
     assert str(disk_problem(error, folder=tmp_path)).startswith(f"{tmp_path} cannot be written: the disk is full")
     elsewhere = tmp_path / "elsewhere"
-    monkeypatch.setattr("launch.run.disk_errors.tempfile.gettempdir", lambda: str(elsewhere))
+    monkeypatch.setattr("launch.run.disk.tempfile.gettempdir", lambda: str(elsewhere))
     real = os.statvfs
 
     def statvfs(path: Path) -> os.statvfs_result:
         return os.statvfs_result((*real(tmp_path)[:4], 0, *real(tmp_path)[5:])) if path == elsewhere else real(path)
 
-    monkeypatch.setattr("launch.run.disk_errors.os.statvfs", statvfs)
+    monkeypatch.setattr("launch.run.disk.os.statvfs", statvfs)
     assert str(disk_problem(error, folder=tmp_path)).startswith(f"{elsewhere} cannot be written")
 
 

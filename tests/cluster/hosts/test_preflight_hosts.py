@@ -27,7 +27,7 @@ def test_hosts_that_are_alike_are_ready_and_so_says_the_table(hosts: TwoHosts, c
     assert ended.sentence("^host .*slots.*Python.*torch.*deepspeed.*code.*clock.*verdict")
     for name in ("alpha", "beta"):
         assert ended.sentence(f"^{name} .*ready$")
-    told = ended.sentence("variables that travel")
+    told = ended.sentence("variables that go")
     assert "MLFLOW_TRACKING_URI" in told and "OMP_NUM_THREADS" in told and "127.0.0.1:9" not in ended.output
     assert "global_batch_size" in ended.output  # the recipe
 

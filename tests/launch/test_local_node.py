@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 
 from launch import env, processes, train
-from launch.env import node_share, read_place
+from launch.env import NodeShare, node_share, read_place
 from launch.local import run_node
-from launch.slurm_step import NodeShare
 from pipeline.ranks.place import Place
 
 SHARE = NodeShare(node=1, nodes=2, processes=2, address="n1", port=20_001)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from data_shards.errors import UserError
-from launch.hosts import start
+from launch.hosts import stage
 from launch.hosts.hostfile import Fleet, Host
 from launch.hosts.preflight import Ready
 from launch.local import Launch
@@ -26,9 +26,9 @@ class Cluster:
     def __init__(self, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
         self.machine, self.log = machine, list[str]()
         self.files: list[Path] = []
-        monkeypatch.setattr(start, "preflight", self.preflight)
-        monkeypatch.setattr(start, "run_stage_on_hosts", self.run_there)
-        monkeypatch.setattr(start, "run_stage_locally", self.run_here)
+        monkeypatch.setattr(stage, "preflight", self.preflight)
+        monkeypatch.setattr(stage, "run_stage_on_hosts", self.run_there)
+        monkeypatch.setattr(stage, "run_stage_locally", self.run_here)
 
     def preflight(self, fleet: Fleet, *, files: list[Path], **_: object) -> Ready:
         assert not self.machine.folder.stage("pretrain").exists()
@@ -88,7 +88,7 @@ def test_hosts_that_are_not_ready_cost_nothing(cluster: Cluster, monkeypatch: py
     def refuse(*_: object, **__: object) -> Ready:
         raise UserError("b is away")
 
-    monkeypatch.setattr(start, "preflight", refuse)
+    monkeypatch.setattr(stage, "preflight", refuse)
     with pytest.raises(UserError, match="b is away"):
         cluster.open("processes=auto").execute()
     assert cluster.log == [] and not (cluster.machine.folder.path / "recipe.yaml").exists()

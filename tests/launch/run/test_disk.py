@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from data_shards.errors import UserError
-from launch.run.presence import Presence
+from launch.run.disk import Presence
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from launch.slurm_step import first_host, meeting_port, most_tasks, read_step
+from launch.env import first_host, meeting_port, most_tasks, read_step
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,101 @@
+"""What becomes of the disk under a run: full or not writable, or its run folder deleted or renamed; one sentence each.
+
+The system's error for a full disk often has no path: a write fails long after its file was opened. Then the full one
+among the places that a stage writes to is named. A renamed folder takes the open files with it, and another may have
+its name by now: so the folder itself is held open and compared. Nothing is created in its place
+(`data_shards.durable.make_folders`). Costs one stat.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from data_shards.errors import UserError
+
+_ADVICE = {
+    errno.ENOSPC: "the disk is full: make room there, and the same command goes on",
+    errno.EDQUOT: "your quota there is used up: make room, and the same command goes on",
+    errno.EROFS: "it is on a read-only file system: mount it writable, or choose another folder with --runs",
+    errno.EACCES: "permission denied: change its owner or mode, or choose another folder with --runs",
+    errno.EPERM: "the system does not permit it: change its owner or mode, or choose another folder with --runs",
+}
+_SHARED_MEMORY = Path("/dev/shm")  # through which data workers pass on what they read
+_SHM_ADVICE = "it is full: give it more room (docker run --shm-size), or read with threads (data.worker_kind=thread)"
+_FULL_BYTES = 2**20
+
+
+def disk_problem(error: BaseException, *, folder: Path) -> str | None:
+    """The sentence, if `error` or one of its causes is such an error; `folder` is the run's."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, OSError) and seen.errno in _ADVICE:
+            path = seen.filename2 or seen.filename
+            if isinstance(path, str | os.PathLike):
+                return f"{os.fspath(path)} cannot be written: {_ADVICE[seen.errno]}"
+            if seen.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):  # of a write to an open file, for certain
+                place = _full_place([folder, Path(tempfile.gettempdir()), _SHARED_MEMORY])
+                return f"{place} cannot be written: {_SHM_ADVICE if place == _SHARED_MEMORY else _ADVICE[seen.errno]}"
+        seen = seen.__cause__
+    return None
+
+
+def _full_place(places: Sequence[Path]) -> Path:
+    """The first one whose disk is full; if none is any more, the first one."""
+    for place in places:
+        try:
+            room = os.statvfs(place)
+        except OSError:
+            continue
+        if room.f_bavail * room.f_frsize < _FULL_BYTES:
+            return place
+    return places[0]
+
+
+def gone(folder: Path) -> str:
+    """The sentence for it."""
+    return (
+        f"the run folder {folder} is gone: it was deleted or renamed during the run, and nothing was written in its "
+        "place; restore it under this name, and the same command goes on"
+    )
+
+
+class Presence:
+    """A run folder that is held open. UserError: it is not there."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        try:
+            self._descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except (FileNotFoundError, NotADirectoryError):
+            raise UserError(gone(folder)) from None
+
+    def is_gone(self) -> bool:
+        """Whether the folder has certainly lost its name: a file server that is away is no proof."""
+        try:
+            return not os.path.samestat(os.stat(self.folder), os.fstat(self._descriptor))
+        except OSError as error:
+            return error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
+
+    def demand(self) -> None:
+        """Raise UserError if it is gone."""
+        if self.is_gone():
+            raise UserError(gone(self.folder))
+
+    @contextmanager
+    def demanded(self) -> Iterator[None]:
+        """An error within becomes a UserError if the folder is gone, for that is then its cause."""
+        try:
+            yield
+        except Exception as error:
+            if self.is_gone():
+                raise UserError(gone(self.folder)) from error
+            raise
+
+    def close(self) -> None:
+        """Close the folder."""
+        os.close(self._descriptor)
