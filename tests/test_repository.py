@@ -176,3 +176,30 @@ def test_readme_shows_the_two_commands_and_only_targets_that_exist() -> None:
     shown = set(re.findall(r"(?:^|`|\$ )make ([a-z]+)", readme, re.M))
     assert {"demo", "test"} <= shown
     assert shown <= targets
+
+
+PAGES = [path for path in FILES if path.suffix == ".md" and path.name != "CHANGELOG.md"]
+_PATH = re.compile(r"(?<![\w/.])(?:(?:data_shards|launch|model|pipeline|tests)/[\w/]+\.\w+)(?![\w/])")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_page_names_no_file_that_is_not_there(page: Path) -> None:
+    named = set(_PATH.findall(page.read_text(encoding="utf-8")))
+    assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
+
+
+def test_a_batch_passes_twelve_files_and_comes_back_to_none() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    way = _PATH.findall(text.partition("Follow one batch through the code")[2].partition(". What is left")[0])
+    assert 8 <= len(way) <= 12 and len(set(way)) == len(way)
+
+
+def test_no_class_name_has_two_meanings() -> None:
+    found: dict[str, list[str]] = {}
+    for path in FILES:
+        name = str(path.relative_to(ROOT))
+        if path.suffix == ".py" and name.startswith(("data_shards/", "launch/", "model/", "pipeline/")):
+            for node in ast.parse(path.read_text(encoding="utf-8")).body:
+                if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                    found.setdefault(node.name, []).append(name)
+    assert {name: files for name, files in found.items() if len(files) > 1} == {}
