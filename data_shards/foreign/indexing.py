@@ -14,10 +14,11 @@ import hashlib
 import multiprocessing
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,10 +27,9 @@ from data_shards.foreign.tar import FoundLabels, TarFacts, facts_from, index_tar
 from data_shards.labels import LabelSpec
 from data_shards.manifest import stamp_of, write_json
 from data_shards.processes import deaf_to_interrupts, num_cores
-from data_shards.shard_set import ShardEntry
+from data_shards.shard_set import Report, ShardEntry, ShardsSpec
 from data_shards.store.location import PIPE, is_local, local_path, shown
 from data_shards.text import parse_json, show_duration
-from data_shards.vocabulary import LabelKind
 
 if TYPE_CHECKING:
     from data_shards.store.store import Store
@@ -43,9 +43,7 @@ _STAT_THREADS = 32
 _PROGRESS_SECONDS = 5.0
 _PEEKED_TARS = 3
 
-_ABSENT = TarFacts(0, 0, "there is no such tar", 0, (), "")
-
-Report = Callable[[str], None]
+_ABSENT = TarFacts(0, 0, "there is no such tar", 0, (), "", "")
 
 
 @dataclass(frozen=True)
@@ -70,72 +68,55 @@ def default_index_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardvit" / "indexes"
 
 
-def index_foreign(
-    urls: Sequence[str],
-    *,
-    source: str,
-    label: str | None,
-    kind: LabelKind,
-    index_folder: Path,
-    report: Report,
-    store: Store | None,
-) -> Indexed:
-    """Index tars, or take the indexes that are there.
+@dataclass(frozen=True)
+class Indexing:
+    """Tars to be indexed, or whose indexes are there.
 
     Args:
+        spec: says where the labels are.
         urls: absolute local paths, URLs, pipes.
         source: what messages call them all.
-        label: "cls", "txt" or "json:KEY"; None: `cls`, if there is one.
-        kind: one label for each sample, or a list.
         index_folder: for the indexes of all sets; this one gets a folder in it.
         report: takes lines on the progress.
         store: for what is not local; None: all are.
-
-    Raises:
-        UserError: the label is not said and not clear, or the folder cannot be written.
-        StoreError: a tar could not be had.
     """
-    try:
-        stated = LabelSpec.parse(label, kind=kind) if label is not None else None
-    except ValueError as error:
-        raise UserError(f"{source}: label: {error}") from None
-    identity = repr((_VERSION, list(urls), label, kind))
-    folder = index_folder / hashlib.sha256(identity.encode("utf-8", "surrogateescape")).hexdigest()[:32]
-    job = _Job(urls, source=source, stated=stated, kind=kind, folder=folder, report=report, store=store)
-    try:
-        return job.saved() or job.index()
-    except OSError as error:
-        raise UserError(
-            f"{source}: its indexes cannot be kept in {folder} ({error.strerror}): set XDG_CACHE_HOME to a folder that "
-            "you may write to"
-        ) from error
 
+    spec: ShardsSpec
+    urls: Sequence[str]
+    source: str
+    index_folder: Path
+    report: Report
+    store: Store | None
 
-class _Job:
-    def __init__(
-        self,
-        urls: Sequence[str],
-        *,
-        source: str,
-        stated: LabelSpec | None,
-        kind: LabelKind,
-        folder: Path,
-        report: Report,
-        store: Store | None,
-    ) -> None:
-        self._urls, self._source, self._stated = urls, source, stated
-        self._kind: LabelKind = kind
-        self._folder, self._report, self._store = folder, report, store
-        with ThreadPoolExecutor(_STAT_THREADS) as pool:
-            found = list(pool.map(self._fingerprint, urls))
-        self._fingerprints, self._stamps = [one for one, _ in found], [stamp for _, stamp in found]
+    def result(self) -> Indexed:
+        """Index them, or take what an earlier run has left, if the tars are still the same.
 
-    def saved(self) -> Indexed | None:
-        """What an earlier run has left, if the tars are still the same."""
+        Raises:
+            UserError: the label is not said and not clear, or the folder cannot be written.
+            StoreError: a tar could not be had.
+        """
+        try:
+            stated = None if self.spec.label is None else LabelSpec.parse(self.spec.label, kind=self.spec.kind)
+        except ValueError as error:
+            raise UserError(f"{self.source}: label: {error}") from None
+        try:
+            if (saved := self._saved()) is not None:
+                return saved
+            self._folder.mkdir(parents=True, exist_ok=True)
+            with _locked(self._folder / "lock", report=self.report, source=self.source):
+                # Another process may have done it meanwhile.
+                return self._saved() or self._index(stated or self._cls_if_there())
+        except OSError as error:
+            raise UserError(
+                f"{self.source}: its indexes cannot be kept in {self._folder} ({error.strerror}): set XDG_CACHE_HOME "
+                "to a folder that you may write to"
+            ) from error
+
+    def _saved(self) -> Indexed | None:
         try:
             content = parse_json((self._folder / "set.json").read_bytes())
             files = [entry["file"] for entry in content["tars"]]
-            if files != [self._target(number).name for number in range(len(self._urls))]:
+            if files != [self._target(number).name for number in range(len(self.urls))]:
                 return None
             labels = LabelSpec(**content["label"])
             facts = [facts_from(entry["facts"]) for entry in content["tars"]]
@@ -143,28 +124,23 @@ class _Job:
         except (FileNotFoundError, ValueError, KeyError, TypeError):
             return None
 
-    def index(self) -> Indexed:
-        self._folder.mkdir(parents=True, exist_ok=True)
-        with _locked(self._folder / "lock", report=self._report, source=self._source):
-            if (saved := self.saved()) is not None:  # another process has done it meanwhile
-                return saved
-            labels = self._stated or self._cls_if_there()
-            facts, found = self._index_all(labels)
-            content = {
-                "source": self._source,
-                "label": asdict(labels),
-                "found": {**asdict(found), "names": sorted(found.names)},
-                "tars": [{"file": self._target(number).name, "facts": asdict(one)} for number, one in enumerate(facts)],
-            }
-            write_json(self._folder / "set.json", content)
-            return self._result(facts, labels, found)
+    def _index(self, labels: LabelSpec) -> Indexed:
+        facts, found = self._index_all(labels)
+        content = {
+            "source": self.source,
+            "label": asdict(labels),
+            "found": {**asdict(found), "names": sorted(found.names)},
+            "tars": [{"file": self._target(number).name, "facts": asdict(one)} for number, one in enumerate(facts)],
+        }
+        write_json(self._folder / "set.json", content)
+        return self._result(facts, labels, found)
 
     def _result(self, facts: Sequence[TarFacts], labels: LabelSpec, found: FoundLabels) -> Indexed:
         tars = [Tar(self._entry(number, labels, one), one) for number, one in enumerate(facts)]
         return Indexed(tuple(tars), labels, found)
 
     def _entry(self, number: int, labels: LabelSpec, facts: TarFacts) -> ShardEntry:
-        url = self._urls[number]
+        url = self.urls[number]
         return ShardEntry(
             url=url,
             name=shown(url),
@@ -174,23 +150,33 @@ class _Job:
             sha256="",
             index=self._target(number),
             labels=labels,
-            stamp=self._stamps[number],
+            stamp=self._found[number][1],
             index_digest=facts.digest,
             pixels_digest=facts.pixels,
         )
 
+    @cached_property
+    def _folder(self) -> Path:
+        identity = repr((_VERSION, list(self.urls), self.spec.label, self.spec.kind))
+        return self.index_folder / hashlib.sha256(identity.encode("utf-8", "surrogateescape")).hexdigest()[:32]
+
+    @cached_property
+    def _found(self) -> list[tuple[str, str]]:
+        """Of each tar what changes with it ("absent" for none), and its entry's `stamp`."""
+        with ThreadPoolExecutor(_STAT_THREADS) as pool:
+            return list(pool.map(self._fingerprint, self.urls))
+
     def _fingerprint(self, url: str) -> tuple[str, str]:
-        """What changes with the tar ("absent" for none), and its entry's `stamp`."""
         from data_shards.store.download import MissingObject
 
         try:
             if is_local(url):
                 status = os.stat(local_path(url))
                 return f"{status.st_size} {status.st_mtime_ns}", stamp_of(status)
-            assert self._store is not None
+            assert self.store is not None
             if url.startswith(PIPE):
                 return "pipe", ""
-            fingerprint = self._store.fingerprint(url)
+            fingerprint = self.store.fingerprint(url)
             return fingerprint, fingerprint
         except (FileNotFoundError, NotADirectoryError, MissingObject):
             return "absent", ""
@@ -198,22 +184,17 @@ class _Job:
             raise UserError(f"{url}: cannot be read ({error.strerror})") from None
 
     def _target(self, number: int) -> Path:
-        content = repr((self._urls[number], self._fingerprints[number]))
+        content = repr((self.urls[number], self._found[number][0]))
         return self._folder / (hashlib.sha256(content.encode("utf-8", "surrogateescape")).hexdigest()[:32] + ".npz")
 
     def _index_all(self, labels: LabelSpec) -> tuple[list[TarFacts], FoundLabels]:
-        count = len(self._urls)
-        facts: dict[int, TarFacts] = {}
-        found = FoundLabels()
+        count = len(self.urls)
         begun = last_line = time.monotonic()
         tars = "1 tar" if count == 1 else f"{count:,} tars"
-        self._report(f"{self._source}: indexing {tars}, once; the indexes are kept in {self._folder}")
-        todo: list[int] = []
-        for number, fingerprint in enumerate(self._fingerprints):
-            if fingerprint == "absent":
-                facts[number] = _ABSENT
-            else:
-                todo.append(number)
+        self.report(f"{self.source}: indexing {tars}, once; the indexes are kept in {self._folder}")
+        facts = {number: _ABSENT for number, (print_, _) in enumerate(self._found) if print_ == "absent"}
+        found = FoundLabels()
+        todo = [number for number in range(count) if number not in facts]
         for number, (facts_here, labels_here) in self._each(todo, labels):
             facts[number] = facts_here
             found |= labels_here
@@ -221,22 +202,18 @@ class _Job:
             if now - last_line >= _PROGRESS_SECONDS and len(facts) < count:
                 last_line = now
                 left_seconds = (now - begun) / len(facts) * (count - len(facts))
-                self._report(f"{self._source}: {len(facts):,} of {count:,} tars, {show_duration(left_seconds)} left")
+                self.report(f"{self.source}: {len(facts):,} of {count:,} tars, {show_duration(left_seconds)} left")
         num_samples = sum(one.num_samples for one in facts.values())
-        self._report(f"{self._source}: {num_samples:,} samples, {_described(found)} in {labels.text}")
+        self.report(f"{self.source}: {num_samples:,} samples, {found} in {labels.text}")
         return [facts[number] for number in range(count)], found
 
     def _each(self, todo: list[int], labels: LabelSpec) -> Iterator[tuple[int, tuple[TarFacts, FoundLabels]]]:
         """(number of a tar, what was found in it), in the order in which they get done."""
         pool: Executor
-        if all(map(is_local, self._urls)):
+        if all(map(is_local, self.urls)):
             begun = time.monotonic()
             for done, number in enumerate(todo, start=1):
-                url = self._urls[number]
-                yield (
-                    number,
-                    index_tar(str(local_path(url)), target=self._target(number), labels=labels, name=shown(url)),
-                )
+                yield number, self._index_one(number, labels)
                 left = len(todo) - done
                 processes = min(_processes(), left)
                 if processes > 1 and (time.monotonic() - begun) / done * left > _WORTH_PROCESSES_SECONDS:
@@ -257,23 +234,24 @@ class _Job:
             pool.shutdown(cancel_futures=True)
 
     def _submit(self, pool: Executor, number: int, labels: LabelSpec) -> Future[tuple[TarFacts, FoundLabels]]:
-        url, target = self._urls[number], self._target(number)
+        url = self.urls[number]
         if is_local(url):
+            target = self._target(number)
             return pool.submit(index_tar, str(local_path(url)), target=target, labels=labels, name=shown(url))
-        return pool.submit(self._index_remote, number, labels)
+        return pool.submit(self._index_one, number, labels)
 
-    def _index_remote(self, number: int, labels: LabelSpec) -> tuple[TarFacts, FoundLabels]:
+    def _index_one(self, number: int, labels: LabelSpec) -> tuple[TarFacts, FoundLabels]:
         with self._local_copy(number, labels) as path:
-            return index_tar(path, target=self._target(number), labels=labels, name=shown(self._urls[number]))
+            return index_tar(path, target=self._target(number), labels=labels, name=shown(self.urls[number]))
 
     @contextmanager
     def _local_copy(self, number: int, labels: LabelSpec) -> Iterator[str]:
-        url = self._urls[number]
+        url = self.urls[number]
         if is_local(url):
             yield str(local_path(url))
             return
-        assert self._store is not None
-        descriptor = self._store.open_file(self._entry(number, labels, _ABSENT))
+        assert self.store is not None
+        descriptor = self.store.open_file(self._entry(number, labels, _ABSENT))
         try:
             yield f"/dev/fd/{descriptor}"  # it may be evicted from the cache meanwhile
         finally:
@@ -281,8 +259,8 @@ class _Job:
 
     def _cls_if_there(self) -> LabelSpec:
         """The label where the user named none."""
-        labels = LabelSpec(kind=self._kind)
-        present = [number for number, fingerprint in enumerate(self._fingerprints) if fingerprint != "absent"]
+        labels = LabelSpec(kind=self.spec.kind)
+        present = [number for number, (print_, _) in enumerate(self._found) if print_ != "absent"]
         parts: set[str] = set()
         suggestions: dict[str, None] = {}
         for number in present[:_PEEKED_TARS]:
@@ -297,7 +275,7 @@ class _Job:
             return labels
         choice = f"give label: {' or '.join(suggestions)}" if suggestions else "none of these can be a label"
         found = ", ".join(sorted(parts))
-        raise UserError(f"{self._source}: its samples have no .cls member to be the label, only {found}: {choice}")
+        raise UserError(f"{self.source}: its samples have no .cls member to be the label, only {found}: {choice}")
 
 
 def _processes() -> int:
@@ -320,13 +298,3 @@ def _locked(path: Path, *, report: Report, source: str) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
-
-
-def _described(found: FoundLabels) -> str:
-    if not found.names and not found.numbers_below:
-        return "no labels"
-    if not found.names:
-        return f"class numbers up to {found.numbers_below - 1:,}"
-    numbers = f", and class numbers up to {found.numbers_below - 1:,}," if found.numbers_below else ""
-    first = sorted(found.names)[0]
-    return f"{len(found.names):,} different names of classes ({first[:40]!r}, ...){numbers}"

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from data_shards.errors import UserError
-from data_shards.foreign.indexing import Indexed, Tar, default_index_folder, index_foreign
+from data_shards.foreign.indexing import Indexed, Indexing, Tar, default_index_folder
 from data_shards.foreign.tar import FoundLabels
 from data_shards.labels import LabelSpec
 from data_shards.shard_set import Damaged, Report, ShardSet, ShardsSpec
@@ -39,15 +39,7 @@ def open_foreign(
 ) -> ShardSet:
     """Open the tars `urls`, which have no manifest; arguments and errors as of `opening.open_shards`."""
     source = str(local_path(spec.location)) if is_local(spec.location) else shown(spec.location)
-    indexed = index_foreign(
-        urls,
-        source=source,
-        label=spec.label,
-        kind=spec.kind,
-        index_folder=index_folder or default_index_folder(),
-        report=report,
-        store=store,
-    )
+    indexed = Indexing(spec, urls, source, index_folder or default_index_folder(), report, store).result()
     damage = [sentence for tar in indexed.tars for sentence in _damage(tar)]
     if damage and damaged == "refuse":
         more = f" (and {len(damage) - 1} more tars are damaged)" if len(damage) > 1 else ""

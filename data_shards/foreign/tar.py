@@ -9,17 +9,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from data_shards.errors import UserError
 from data_shards.labels import LabelSpec, read_values
-from data_shards.tars.shard_index import MOST_TAR_BYTES, ShardIndex, Texts, load_note, save_index
+from data_shards.tars.shard_index import MOST_TAR_BYTES, ShardIndex, load_note, save_index
 from data_shards.tars.tar_index import IMAGE_EXTENSIONS, readable_index
 from data_shards.tars.tar_walk import TarDamage, walk_tar
 from data_shards.text import parse_json
@@ -42,7 +39,7 @@ class TarFacts:
         left_out: samples that were found, but are not in the index.
         examples: the first of these: key and reason.
         digest: of keys, image sizes and labels.
-        pixels: see `pixels_digest`; "" in an index from before there was one.
+        pixels: see `pixels_digest`; "" of a tar that is not there.
     """
 
     num_samples: int
@@ -51,7 +48,7 @@ class TarFacts:
     left_out: int
     examples: tuple[str, ...]
     digest: str
-    pixels: str = ""
+    pixels: str
 
 
 @dataclass(frozen=True)
@@ -66,6 +63,12 @@ class FoundLabels:
         return FoundLabels(
             max(self.numbers_below, other.numbers_below), self.names | other.names, self.num_values + other.num_values
         )
+
+    def __str__(self) -> str:
+        if not self.names:
+            return f"class numbers up to {self.numbers_below - 1:,}" if self.numbers_below else "no labels"
+        numbers = f", and class numbers up to {self.numbers_below - 1:,}," if self.numbers_below else ""
+        return f"{len(self.names):,} different names of classes ({min(self.names)[:40]!r}, ...){numbers}"
 
 
 def index_tar(path: str, *, target: Path, labels: LabelSpec, name: str) -> tuple[TarFacts, FoundLabels]:
@@ -92,7 +95,7 @@ def index_tar(path: str, *, target: Path, labels: LabelSpec, name: str) -> tuple
     try:
         num_bytes = os.stat(path).st_size
         good, found, digest = _read_labels(path, readable.index, labels=labels, left_out=left_out)
-        index = _rows(readable.index, good)
+        index = readable.index.take(good)
         pixels = pixels_digest(path, index)
     except OSError as error:
         raise UserError(f"{name}: cannot be read ({error.strerror})") from None
@@ -184,20 +187,6 @@ def _read_labels(
     finally:
         os.close(descriptor)
     return good, FoundLabels(below, frozenset(names), num_values), digest.hexdigest()
-
-
-def _rows(index: ShardIndex, rows: Sequence[int]) -> ShardIndex:
-    if len(rows) == len(index):
-        return index
-    chosen = np.array(rows, dtype=np.int64)
-    return ShardIndex(
-        Texts.of(index.keys[row] for row in rows),
-        [index.image_extension[row] for row in rows],
-        index.image_offset[chosen],
-        index.image_size[chosen],
-        index.label_offset[chosen],
-        index.label_size[chosen],
-    )
 
 
 @dataclass(frozen=True)

@@ -94,6 +94,15 @@ class ShardIndex:
         """Offsets and sizes of a sample's image and label."""
         return tuple(int(getattr(self, name)[row]) for name in _ARRAYS)
 
+    def take(self, rows: Sequence[int]) -> ShardIndex:
+        """The index of these samples alone."""
+        if len(rows) == len(self):
+            return self
+        extensions = [self.image_extension[row] for row in rows]
+        chosen = np.array(rows, dtype=np.int64)
+        arrays = (getattr(self, name)[chosen] for name in _ARRAYS)
+        return ShardIndex(Texts.of(self.keys[row] for row in rows), extensions, *arrays)
+
     @property
     def is_ascending(self) -> bool:
         """Whether the samples lie in the tar in the order that they are listed in."""
