@@ -1,19 +1,29 @@
 """What a source is: named classes, and per split a set of images that are read one at a time.
 
-Nothing is read before `ImageSet.read`, apart from the listing (folders, lists) or the array (IDX, digits). Images
-are handed on as encoded bytes: a file's own bytes unchanged, an array's as PNG (lossless).
+Images are files, or arrays in memory. Nothing is read before `ImageSet.read`, apart from the listing or the arrays; of
+each file that costs one `stat`. Images are handed on as encoded bytes: a file's own, an array's as PNG (lossless).
 """
+
+from __future__ import annotations
 
 import hashlib
 import io
-from collections.abc import Mapping
+import os
+import stat
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
 from typing import Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from data_shards.errors import UserError
 from data_shards.vocabulary import LabelKind
+
+ABSENT = -1  # in place of a file's size
+_MOST_PROBLEMS = 20
 
 SplitName = Literal["train", "val", "test"]
 
@@ -49,7 +59,7 @@ class ImageSet(Protocol):
         """Changes when the image does, as far as that can be told without reading it; holds its trace too."""
         ...
 
-    def update_digest(self, digest: "hashlib._Hash") -> None:
+    def update_digest(self, digest: hashlib._Hash) -> None:
         """Feed what identifies the content, without reading image files."""
         ...
 
@@ -118,6 +128,70 @@ class ArrayImages:
     def stamp(self, index: int) -> bytes:
         return self.trace(index).encode() + b"\0" + self.pixels[index].tobytes()
 
-    def update_digest(self, digest: "hashlib._Hash") -> None:
+    def update_digest(self, digest: hashlib._Hash) -> None:
         digest.update(repr((self.origin, self.pixels.shape)).encode())
         digest.update(np.ascontiguousarray(self.pixels).tobytes())
+
+
+@dataclass(frozen=True)
+class FileImages:
+    """Image files below `root`; `files` are paths relative to it, with forward slashes."""
+
+    root: Path
+    files: list[str]
+    labels: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def read(self, index: int) -> bytes:
+        # A pipe or a device would be waited for without end.
+        if self.num_bytes[index] == ABSENT:
+            raise OSError("there is no such file, or it is none that can be read")
+        with open(f"{self.root}/{self.files[index]}", "rb", buffering=0) as stream:
+            return stream.read()
+
+    def trace(self, index: int) -> str:
+        return self.files[index]
+
+    @property
+    def num_bytes(self) -> NDArray[np.int64]:
+        """Sizes of the files; `ABSENT` for what is not there or is no plain file."""
+        return self._stats[:, 0]
+
+    def stamp(self, index: int) -> bytes:
+        size, modified_ns = self._stats[index].tolist()
+        return f"{self.files[index]}\0{size}\0{modified_ns}".encode(errors="surrogateescape")
+
+    def update_digest(self, digest: hashlib._Hash) -> None:
+        for file, size in zip(self.files, self.num_bytes.tolist(), strict=True):
+            digest.update(f"{file}\0{size}\0".encode(errors="surrogateescape"))
+
+    @cached_property
+    def _stats(self) -> NDArray[np.int64]:
+        """Shape (num_images, 2): size in bytes, time of the last change in ns."""
+        stats = np.full((len(self.files), 2), ABSENT, dtype=np.int64)
+        for i, file in enumerate(self.files):
+            try:
+                found = os.stat(f"{self.root}/{file}")
+            except OSError:
+                continue
+            if stat.S_ISREG(found.st_mode):
+                stats[i] = found.st_size, found.st_mtime_ns
+        return stats
+
+
+def refuse_all(problems: Sequence[str]) -> None:
+    """Raises UserError with all of them, in one line; nothing where there are none."""
+    if len(problems) == 1:
+        raise UserError(problems[0])
+    if problems:
+        shown = "; ".join(f"({number}) {problem}" for number, problem in enumerate(problems[:_MOST_PROBLEMS], start=1))
+        more = f"; and {len(problems) - _MOST_PROBLEMS:,} more" if len(problems) > _MOST_PROBLEMS else ""
+        raise UserError(f"{len(problems):,} problems: {shown}{more}")
+
+
+def named(names: Sequence[str], *, most: int = 5) -> str:
+    """The first few of them, and how many more there are."""
+    more = f" and {len(names) - most:,} more" if len(names) > most else ""
+    return ", ".join(name if name.isprintable() else ascii(name) for name in names[:most]) + more

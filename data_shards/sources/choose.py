@@ -4,10 +4,9 @@ from pathlib import Path
 from typing import Literal
 
 from data_shards.errors import UserError
+from data_shards.sources.arrays import IDX_NAMES, digits_source, fashion_mnist_source, idx_source
 from data_shards.sources.base import Source
-from data_shards.sources.digits import digits_source
 from data_shards.sources.folder import folder_source
-from data_shards.sources.idx import IDX_NAMES, fashion_mnist_source, idx_source
 from data_shards.sources.label_list import LabelList, label_list_source
 
 NAMES = ("digits", "fashion-mnist")

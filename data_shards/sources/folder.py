@@ -14,9 +14,7 @@ from typing import Literal
 import numpy as np
 
 from data_shards.errors import UserError
-from data_shards.sources.base import ImageSet, Source, SplitName
-from data_shards.sources.files import FileImages
-from data_shards.sources.problems import named, refuse_all
+from data_shards.sources.base import FileImages, ImageSet, Source, SplitName, named, refuse_all
 from data_shards.tars.tar_index import IMAGE_EXTENSIONS
 
 # In this order: what is called val is preferred to what is called test, whose labels are often not public.

@@ -27,10 +27,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_shards.errors import UserError
-from data_shards.sources.base import Source
-from data_shards.sources.files import ABSENT, FileImages
+from data_shards.sources.base import ABSENT, FileImages, Source, refuse_all
 from data_shards.sources.folder import walk_images
-from data_shards.sources.problems import refuse_all
 from data_shards.text import brief, parse_json
 
 LABEL_SEPARATOR = "|"

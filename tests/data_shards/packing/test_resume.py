@@ -360,7 +360,7 @@ def test_unreadable_images_left_out_in_the_second_try_cost_no_shard(tmp_path: Pa
 
 
 def test_a_file_that_could_not_be_opened_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    from data_shards.sources.files import FileImages
+    from data_shards.sources.base import FileImages
 
     write_images(tmp_path / "in", count=20)
     read = FileImages.read

@@ -14,10 +14,9 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 from data_shards.errors import UserError
-from data_shards.sources import Source, open_source
-from data_shards.sources import idx as idx_module
+from data_shards.sources import Source, arrays, open_source
+from data_shards.sources.arrays import DEBIAN_FOLDER, FASHION_CLASSES
 from data_shards.sources.base import ArrayImages
-from data_shards.sources.idx import DEBIAN_FOLDER, FASHION_CLASSES
 
 
 def touch(root: Path, *files: str) -> Path:
@@ -291,7 +290,7 @@ def test_broken_gzip(tmp_path: Path):
 
 
 def test_fashion_mnist_absent_says_how_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(idx_module, "DEBIAN_FOLDER", tmp_path / "none")
+    monkeypatch.setattr(arrays, "DEBIAN_FOLDER", tmp_path / "none")
     with pytest.raises(UserError, match="apt-get install dataset-fashion-mnist"):
         open_source("fashion-mnist")
 
