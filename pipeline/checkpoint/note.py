@@ -22,12 +22,7 @@ _LAYOUT = {"processes": "processes", "zero_stage": "ZeRO stage"}
 def describe_restored(restored: Restored, *, plan: StagePlan, order: AnyOrder, shards: ShardSet, lr: float) -> str:
     """What was restored, a line each: damaged checkpoints that were skipped, then position and age.
 
-    Args:
-        restored: the checkpoint.
-        plan: of the stage.
-        order: of its training images.
-        shards: the training images.
-        lr: learning rate of the next step.
+    `order` and `shards` are of the training images, `lr` of the next step.
     """
     state = restored.state
     age_minutes = (time.time() - restored.folder.stat().st_mtime) / 60
@@ -37,31 +32,23 @@ def describe_restored(restored: Restored, *, plan: StagePlan, order: AnyOrder, s
         shard, row = int(first.shard[0]), int(first.row[0])
         position = f"the next image is number {row} of {Path(shards.shards[shard].url).name}, learning rate {lr:.3g}"
     return "\n".join(
-        [
+        (
             *restored.notes,
             f"going on from {restored.folder}, {max(0.0, age_minutes):.0f} minutes old: step {state.step:,} of "
             f"{plan.total_steps:,}, {state.images_seen:,} images seen, epoch "
             f"{state.images_seen / plan.samples_per_epoch:.2f}; {position}; {state.skipped_steps} steps skipped so "
             "far; weights, optimizer and loss scale are restored, random numbers are functions of seed and step",
-        ]
+        )
     )
 
 
 def describe_changes(
     restored: Restored, *, recipe: Recipe, identity: Mapping[str, Any], written_by: Mapping[str, str]
 ) -> str | None:
-    """What has changed since the checkpoint was written; None: nothing.
-
-    Args:
-        restored: the checkpoint.
-        recipe: as it is now.
-        identity: as it is now.
-        written_by: facts of this process.
-    """
+    """What has changed between the checkpoint and this process, of which the last three are; None: nothing."""
+    before = restored.identity
     layout = [
-        f"{name} {restored.identity[key]} -> {identity[key]}"
-        for key, name in _LAYOUT.items()
-        if restored.identity[key] != identity[key]
+        f"{name} {before[key]} -> {identity[key]}" for key, name in _LAYOUT.items() if before[key] != identity[key]
     ]
     changes = [*layout, *changed_since(restored.written_by, written_by), *_changed_keys(restored.folder, recipe)]
     if not changes:

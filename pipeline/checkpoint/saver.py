@@ -208,11 +208,12 @@ class CheckpointSaver:
     def _commit(self, writing: _Writing) -> None:
         """Make the save visible, or fail, on all ranks alike."""
         step, moved_bytes = writing.state.step, -1
+        writing.join(_BEAT_SECONDS)
         while writing.is_alive():
-            writing.join(_BEAT_SECONDS)
             if writing.moved_bytes > moved_bytes:  # a disk that takes nothing more is a hang
                 moved_bytes = writing.moved_bytes
                 self._beat(step)
+            writing.join(_BEAT_SECONDS)
         self._writing = None
         parts: list[tuple[dict[str, Seal], _Problem | None]] = self._ranks.gather_objects(
             (writing.seals, writing.failure)
