@@ -54,7 +54,7 @@ def reason(code: int, *, out_of_memory: bool | None) -> str:
         hint = ", which is what the kernel does when memory runs out" if out_of_memory is None else ""
         return f"a process was killed by signal 9{hint}"
     if number:
-        return f"a process was ended by signal {number} ({_signal_name(number)}){_HINTS.get(number, '')}"
+        return f"a process was ended by signal {number} ({signal_name(number)}){_HINTS.get(number, '')}"
     return f"exit code {code}"
 
 
@@ -79,7 +79,8 @@ def memory_kills(root: Path = Path("/")) -> int | None:
     return None
 
 
-def _signal_name(number: int) -> str:
+def signal_name(number: int) -> str:
+    """Such as SIGSEGV."""
     try:
         return signal.Signals(number).name
     except ValueError:  # a real-time signal

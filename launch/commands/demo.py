@@ -25,32 +25,27 @@ DemoData = Literal["digits", "fashion-mnist"]
 
 @dataclass(frozen=True)
 class DemoChoice:
-    """One demo: where the images come from, how they are divided, and the recipe's name."""
+    """One demo: the recipe's name, and how the images are divided: classes and held-out share of each shard set."""
 
-    source: str
     recipe: str
     pretrain_classes: tuple[str, ...]
     transfer_classes: tuple[str, ...]
-    pretrain_holdout: float | None  # None: the source has a held-out split of its own
-    transfer_holdout: float | None
+    pretrain_holdout: float | None = None  # None: the source has a held-out split of its own
+    transfer_holdout: float | None = None
 
 
 CHOICES: dict[DemoData, DemoChoice] = {
     "digits": DemoChoice(
-        source="digits",
-        recipe="digits",
+        "digits",
         pretrain_classes=("0", "1", "4", "5", "6", "7", "9"),
         transfer_classes=("2", "3", "8"),  # look alike: slow to learn from nothing
         pretrain_holdout=0.2,
         transfer_holdout=0.3,
     ),
     "fashion-mnist": DemoChoice(
-        source="fashion-mnist",
-        recipe="fashion_mnist",
+        "fashion_mnist",
         pretrain_classes=("T-shirt/top", "Trouser", "Dress", "Sandal", "Shirt", "Sneaker", "Bag"),
         transfer_classes=("Pullover", "Coat", "Ankle boot"),
-        pretrain_holdout=None,
-        transfer_holdout=None,
     ),
 }
 
@@ -70,7 +65,7 @@ def demo(
     """
     go_on()
     choice = CHOICES[data]
-    print(f"== packing {choice.source} ==", flush=True)
+    print(f"== packing {data} ==", flush=True)
     from data_shards.packing.pack import pack  # and scikit-learn, which takes longer than the first line should
     from launch.run.pipeline_run import PipelineRun
     from pipeline.recipe.io import load_recipe
@@ -80,7 +75,7 @@ def demo(
         ("transfer", choice.transfer_classes, choice.transfer_holdout),
     )
     for use, classes, holdout in packed:
-        pack(choice.source, shards / f"{data}-{use}", classes=classes, holdout=holdout)
+        pack(data, shards / f"{data}-{use}", classes=classes, holdout=holdout)
     folders: list[RunFolder] = []
     for recipe in (choice.recipe, f"{choice.recipe}_scratch"):
         print(f"\n== {recipe} ==", flush=True)

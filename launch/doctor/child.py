@@ -15,7 +15,10 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import IO, Any
+from pathlib import Path
+from typing import Any
+
+from launch.endings import signal_name
 
 MARK = "@doctor "  # begins the lines of a child's output that are ours; libraries print what they like
 _ASK_SECONDS = 5.0
@@ -51,8 +54,7 @@ class Answer:
         lines = [line.strip() for line in self.errors.splitlines() if line.strip()]
         said = f": {lines[-1][:_MOST_CHARACTERS]}" if lines and not lines[-1].startswith(MARK) else ""
         if self.code < 0:
-            names = {each.value: each.name for each in signal.Signals}
-            return f"died of signal {-self.code} ({names.get(-self.code, 'real-time')}){said}"
+            return f"died of signal {-self.code} ({signal_name(-self.code)}){said}"
         return f"ended with exit code {self.code}{said}"
 
 
@@ -65,12 +67,14 @@ def run_children(
     commands: Sequence[Sequence[str]], *, environments: Sequence[Mapping[str, str]], limit_seconds: float
 ) -> list[Answer]:
     """Run commands side by side until all have ended; once one fails, the others have a few seconds left."""
-    with contextlib.ExitStack() as stack:
-        files = [(stack.enter_context(_file()), stack.enter_context(_file())) for _ in commands]
+    with tempfile.TemporaryDirectory(prefix="shardvit-doctor-") as folder:
+        files = [
+            (Path(folder, f"{number}.output"), Path(folder, f"{number}.errors")) for number in range(len(commands))
+        ]
         children: list[subprocess.Popen[bytes] | None] = []
         try:
-            for command, environment, (output, errors) in zip(commands, environments, files, strict=True):
-                children.append(_start(command, environment=environment, output=output, errors=errors))
+            for command, environment, paths in zip(commands, environments, files, strict=True):
+                children.append(_start(command, environment=environment, paths=paths))
             _wait(children, limit_seconds=limit_seconds)
             codes = [127 if child is None else child.poll() for child in children]
         finally:
@@ -78,22 +82,21 @@ def run_children(
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(child.pid, signal.SIGKILL)  # and what it has started itself
                 child.wait()
-        return [
-            Answer(code, _content(output), _content(errors), limit_seconds)
-            for code, (output, errors) in zip(codes, files, strict=True)
-        ]
+        texts = [[path.read_text(encoding="utf-8", errors="replace") for path in paths] for paths in files]
+        return [Answer(code, *said, limit_seconds) for code, said in zip(codes, texts, strict=True)]
 
 
 def _start(
-    command: Sequence[str], *, environment: Mapping[str, str], output: IO[bytes], errors: IO[bytes]
+    command: Sequence[str], *, environment: Mapping[str, str], paths: tuple[Path, Path]
 ) -> subprocess.Popen[bytes] | None:
-    try:
-        return subprocess.Popen(
-            command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=errors, start_new_session=True
-        )
-    except OSError as error:  # not there, or not executable
-        errors.write(str(error).encode())
-        return None
+    with paths[0].open("wb") as output, paths[1].open("wb") as errors:
+        try:
+            return subprocess.Popen(
+                command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=errors, start_new_session=True
+            )
+        except OSError as error:  # not there, or not executable
+            errors.write(str(error).encode())
+            return None
 
 
 def _wait(children: Sequence[subprocess.Popen[bytes] | None], *, limit_seconds: float) -> None:
@@ -104,15 +107,5 @@ def _wait(children: Sequence[subprocess.Popen[bytes] | None], *, limit_seconds: 
         if None not in codes:
             return
         if any(codes) and not has_failed:
-            has_failed = True
-            deadline = min(deadline, time.monotonic() + _FOLLOW_SECONDS)
+            has_failed, deadline = True, min(deadline, time.monotonic() + _FOLLOW_SECONDS)
         time.sleep(_POLL_SECONDS)
-
-
-def _file() -> IO[bytes]:
-    return tempfile.TemporaryFile()
-
-
-def _content(file: IO[bytes]) -> str:
-    file.seek(0)
-    return file.read().decode(errors="replace")

@@ -1,42 +1,25 @@
 """`shardvit plan`: whether a recipe fits, how long it takes and what it costs, before anything is started.
 
-Starts nothing, writes nothing, needs neither a GPU nor torch; a second for a local recipe. The command alone: what goes
-in is `planning`'s, the numbers are `pipeline.budget`'s, the page is `planning.page`'s.
+Starts nothing, writes nothing, needs neither a GPU nor torch; a second for a local recipe. The numbers are
+`pipeline.budget`'s.
 """
 
 from __future__ import annotations
 
 import json
-from typing import Annotated
 
-from cyclopts import Parameter
+from launch.flags import JsonFlag
+from launch.planning.options import PlanOptions
+
+_NO_OPTIONS = PlanOptions()
 
 
 def plan(
     recipe: str,
     /,
     *overrides: str,
-    gpus: Annotated[
-        int | None, Parameter(help="GPUs over all nodes; default: the recipe's processes, or this machine's.")
-    ] = None,
-    gpu: Annotated[str | None, Parameter(help="Their kind, such as h200, a100 or l4; default: this machine's.")] = None,
-    gpus_per_node: Annotated[int, Parameter(help="GPUs in one machine.")] = 8,
-    node_gbps: Annotated[
-        float | None, Parameter(help="Network of one node in Gbit/s; default: usual for the GPU (h200: 3200).")
-    ] = None,
-    mfu: Annotated[
-        float | None, Parameter(help="Share of the peak that training reaches, such as 0.45; default: an anchor.")
-    ] = None,
-    images_per_second: Annotated[
-        float | None,
-        Parameter(help="Of one GPU, as measured in the first training stage; the others follow by their FLOPs."),
-    ] = None,
-    images: Annotated[
-        str | None,
-        Parameter(help="Images in the training sets, in place of what the shards say: N, or STAGE=N,STAGE=N."),
-    ] = None,
-    classes: Annotated[str | None, Parameter(help="Their classes, likewise: N, or STAGE=N,STAGE=N.")] = None,
-    as_json_text: Annotated[bool, Parameter(name="--json", negative="", help="Print the plan as JSON.")] = False,
+    options: PlanOptions = _NO_OPTIONS,
+    as_json_text: JsonFlag = False,
 ) -> int:
     """Say what a recipe will need: memory, time, GPU-hours, traffic, disk; nothing is started.
 
@@ -61,16 +44,6 @@ def plan(
     from launch.planning.gathering import make_plan
     from launch.planning.page import as_json, as_page
 
-    made = make_plan(
-        loaded,
-        gpus=gpus,
-        gpu=gpu,
-        gpus_per_node=gpus_per_node,
-        node_gbps=node_gbps,
-        mfu=mfu,
-        images_per_second=images_per_second,
-        images=images,
-        classes=classes,
-    )
+    made = make_plan(loaded, options)
     print(json.dumps(as_json(made), indent=1) if as_json_text else as_page(made))
     return 0

@@ -11,7 +11,7 @@ from pathlib import Path
 from data_shards.errors import UserError
 from data_shards.store.location import is_local
 from launch.env import num_gpus
-from launch.flags import demand_counts
+from launch.planning.options import PlanOptions
 from launch.planning.page import RecipeForecast
 from launch.planning.shards import look
 from pipeline.budget.communication import links_of
@@ -28,65 +28,46 @@ _ASSUMED_CLASSES = 1000
 _MOST_IMAGES = 10**12
 
 
-def make_plan(
-    recipe: Recipe,
-    *,
-    gpus: int | None = None,
-    gpu: str | None = None,
-    gpus_per_node: int = 8,
-    node_gbps: float | None = None,
-    mfu: float | None = None,
-    images_per_second: float | None = None,
-    images: str | None = None,
-    classes: str | None = None,
-    driver: Path = DRIVER,
-) -> RecipeForecast:
-    """All stages' forecasts; the arguments are the command's.
+def make_plan(recipe: Recipe, options: PlanOptions, *, driver: Path = DRIVER) -> RecipeForecast:
+    """All stages' forecasts.
 
     Raises:
-        UserError: an argument that is out of range or contradicts another.
+        UserError: an option that is out of range or contradicts another.
     """
-    demand_counts(gpus=gpus, gpus_per_node=gpus_per_node)
-    for flag, number in (("node-gbps", node_gbps), ("images-per-second", images_per_second)):
-        if number is not None and number <= 0:
-            raise UserError(f"--{flag}: it is {number:g}; give a number above 0")
-    if mfu is not None and not 0 < mfu <= 1:
-        raise UserError(f"--mfu: it is {mfu:g}; give a share of the peak, such as 0.45")
-    if mfu is not None and images_per_second is not None:
-        raise UserError("--mfu, --images-per-second: both give the speed; leave one out")
+    options.check()
     names: tuple[StageName, ...] = tuple(
         name for name in recipe.stages.names if isinstance(getattr(recipe.stages, name), TrainStage)
     )
-    num_images = _by_stage(images, flag="images", names=names)
-    num_classes = _by_stage(classes, flag="classes", names=names)
+    num_images = _by_stage(options.images, flag="images", names=names)
+    num_classes = _by_stage(options.classes, flag="classes", names=names)
 
-    kind = find_gpu(gpu) if gpu else _gpu_here(driver)
-    if kind is None and (mfu, node_gbps) != (None, None):
+    kind = find_gpu(options.gpu) if options.gpu else _gpu_here(driver)
+    if kind is None and (options.mfu, options.node_gbps) != (None, None):
         raise UserError("--mfu, --node-gbps: they mean nothing without a GPU's peak and links; give --gpu too")
-    count = gpus or (recipe.processes if recipe.processes != "auto" else max(1, num_gpus()))
-    per_node = min(gpus_per_node, count)
-    machine = Hardware(
-        gpus=count, gpu=kind, links=links_of(kind, gpus_per_node=gpus_per_node, node_gbps=node_gbps) if kind else None
-    )
-    warnings = [] if kind else [_no_gpu(here=num_gpus(), timed=images_per_second is not None, gpus=count)]
+    count = options.gpus or (recipe.processes if recipe.processes != "auto" else max(1, num_gpus()))
+    links = links_of(kind, gpus_per_node=options.gpus_per_node, node_gbps=options.node_gbps) if kind else None
+    machine = Hardware(gpus=count, gpu=kind, links=links)
+    measured = options.images_per_second
+    warnings = [] if kind else [_no_gpu(here=num_gpus(), timed=measured is not None, gpus=count)]
     forecasts: list[StageForecast] = []
     notes: list[str] = []
-    given = GivenSpeed(mfu=mfu)
+    given = GivenSpeed(mfu=options.mfu)
     for name in names:
         shards, missing = _shards(
             recipe, stage=name, num_images=num_images.get(name), num_classes=num_classes.get(name)
         )
         notes += missing
-        if images_per_second is not None and given.measured_flops is None:
+        if measured is not None and given.measured_flops is None:
             cost = stage_cost(
                 recipe.model, stage=recipe.train_stage(name), engine=recipe.engine, num_classes=shards.num_classes
             )
-            given = GivenSpeed(None, images_per_second, cost.training_flops, name)
+            given = GivenSpeed(None, measured, cost.training_flops, name)
         length = stage_length(recipe, stage=name, num_images=shards.num_images, processes=count)
         forecasts.append(forecast_stage(recipe, stage=name, length=length, shards=shards, machine=machine, given=given))
     for forecast in forecasts:
         warnings += stage_warnings(forecast, recipe=recipe, machine=machine)
     warnings += [*engine_warnings(recipe, machine=machine), *notes]
+    per_node = min(options.gpus_per_node, count)
     return RecipeForecast(recipe, machine, per_node, tuple(dict.fromkeys(warnings)), tuple(forecasts))
 
 

@@ -19,7 +19,8 @@ from data_shards.store.store import Store
 from launch.planning import gathering as planning
 from launch.planning.command import plan
 from launch.planning.gathering import make_plan
-from launch.planning.page import as_json, as_page
+from launch.planning.options import PlanOptions
+from launch.planning.page import RecipeForecast, as_json, as_page
 from launch.planning.shards import GIVE_UP_SECONDS
 from pipeline.recipe.schema import Recipe
 from tests.conftest import ROOT
@@ -41,6 +42,10 @@ def tree(**changes: Any) -> dict[str, Any]:
 
 def recipe(**changes: Any) -> Recipe:
     return Recipe.model_validate(tree(**changes))
+
+
+def planned(recipe: Recipe, *, driver: Path = planning.DRIVER, **flags: Any) -> RecipeForecast:
+    return make_plan(recipe, PlanOptions(**flags), driver=driver)
 
 
 @pytest.fixture(autouse=True)
@@ -82,7 +87,7 @@ COMPLETE: dict[str, Any] = {
 
 
 def test_the_page_of_three_stages_fits_on_a_screen_and_says_it_in_words():
-    page = as_page(make_plan(recipe(), **COMPLETE))
+    page = as_page(planned(recipe(), **COMPLETE))
     lines = page.splitlines()
     assert len(lines) <= 60
     assert max(map(len, lines)) <= 120
@@ -106,30 +111,30 @@ def test_the_page_of_three_stages_fits_on_a_screen_and_says_it_in_words():
 def test_images_alone_are_enough_to_count_decoding():
     """Before packing, with no worker to decode for GPUs that want thousands of images a second each."""
     flags = {"gpus": 8, "gpu": "h200", "images": "1281167", "classes": "1000"}
-    page = as_page(make_plan(recipe(data={"workers": 0}), **flags))
+    page = as_page(planned(recipe(data={"workers": 0}), **flags))
     assert "No warnings" not in page and "data.workers is 0: set data.workers=" in page
     assert re.search(r"cores to decode +[0-9.]+", page) and "which is assumed" in page
-    assert "No warnings" in as_page(make_plan(recipe(), **flags))
+    assert "No warnings" in as_page(planned(recipe(), **flags))
 
 
 def test_a_plan_starts_no_command(tmp_path: Path):
     pretrain = {**tree()["stages"]["pretrain"], "train": f"pipe:touch {tmp_path / 'started'}; cat x.tar"}
-    made = make_plan(recipe(stages={"pretrain": pretrain}), gpus=8, gpu="h200")
+    made = planned(recipe(stages={"pretrain": pretrain}), gpus=8, gpu="h200")
     assert not (tmp_path / "started").exists() and any("is a command" in text for text in made.warnings)
 
 
 def test_warnings_come_first_and_those_that_stop_a_run_before_all_others():
-    made = make_plan(recipe(data={"lanes": 256}), gpus=512, gpu="h200", classes="1000", images="1e6")
+    made = planned(recipe(data={"lanes": 256}), gpus=512, gpu="h200", classes="1000", images="1e6")
     page = as_page(made).splitlines()
     assert page[2].startswith("! pretrain: 512 processes cannot share data.lanes 256 evenly")
     assert all(f"! {text[:60]}" in "\n".join(page) for text in made.warnings) and len(made.warnings) > 2
     last_warning = max(number for number, line in enumerate(page) if line.startswith("! "))
     assert last_warning < next(number for number, line in enumerate(page) if line.startswith("image size"))
-    assert "No warnings." in as_page(make_plan(recipe(), gpus=1, gpu="h200", images="1e6", classes="1000"))
+    assert "No warnings." in as_page(planned(recipe(), gpus=1, gpu="h200", images="1e6", classes="1000"))
 
 
 def test_json_has_the_pages_numbers():
-    made = make_plan(recipe(), **COMPLETE)
+    made = planned(recipe(), **COMPLETE)
     found = json.loads(json.dumps(as_json(made)))
     assert found["gpus"] == 64 and found["gpu"]["key"] == "h200"
     pretrain = found["stages"]["pretrain"]
@@ -145,7 +150,7 @@ def test_json_has_the_pages_numbers():
 
 
 def test_shards_that_are_there_say_images_classes_and_bytes(shards: None):
-    made = make_plan(recipe(data={"lanes": 8, "workers": 12}), gpus=8, gpu="h200")
+    made = planned(recipe(data={"lanes": 8, "workers": 12}), gpus=8, gpu="h200")
     pretrain, finetune = made.stages
     assert (pretrain.shards.num_images, pretrain.shards.num_classes, pretrain.shards.num_shards) == (14_000, 7, 14)
     assert finetune.shards.num_images == 2_000
@@ -153,13 +158,13 @@ def test_shards_that_are_there_say_images_classes_and_bytes(shards: None):
     assert pretrain.reading.bytes_per_second == pytest.approx(110_000 * pretrain.time.images_per_second)
     assert any("14 shards for 8 processes (1.8 each)" in text for text in made.warnings)
     assert not any("without its shards" in text for text in made.warnings)
-    other = make_plan(recipe(), gpus=8, gpu="h200", images="finetune=5000", classes="finetune=9").stages
+    other = planned(recipe(), gpus=8, gpu="h200", images="finetune=5000", classes="finetune=9").stages
     assert [each.shards.num_images for each in other] == [14_000, 5_000]
     assert [each.shards.num_classes for each in other] == [7, 9]
 
 
 def test_before_packing_it_says_what_it_assumed_and_what_to_give():
-    made = make_plan(recipe(), gpus=8, gpu="h200")
+    made = planned(recipe(), gpus=8, gpu="h200")
     pretrain, finetune = (text for text in made.warnings if "planned without its shards" in text)
     assert "how many steps 90 epochs are cannot be counted: give --images N" in pretrain
     assert "1,000 classes are assumed: give --classes N" in pretrain and "big/train" in pretrain
@@ -167,7 +172,7 @@ def test_before_packing_it_says_what_it_assumed_and_what_to_give():
     first, second = made.stages
     assert first.time and second.time and first.time.hours is None and second.time.hours
     assert made.hours is None and "In all" not in as_page(made)
-    assert "without its shards" not in "".join(make_plan(recipe(), **COMPLETE).warnings)
+    assert "without its shards" not in "".join(planned(recipe(), **COMPLETE).warnings)
 
 
 def test_a_bucket_is_not_asked_for_what_the_flags_say_and_given_up_soon(monkeypatch: pytest.MonkeyPatch):
@@ -181,41 +186,41 @@ def test_a_bucket_is_not_asked_for_what_the_flags_say_and_given_up_soon(monkeypa
     far = {
         "pretrain": STAGE | {"train": "s3://b/train", "eval": "s3://b/val", "image_size": 224, "duration": "2 epochs"}
     }
-    make_plan(recipe(stages=far), gpu="h200", images="1000000", classes="10")
+    planned(recipe(stages=far), gpu="h200", images="1000000", classes="10")
     assert asked == []
-    made = make_plan(recipe(stages=far), gpu="h200", images="1000000")
+    made = planned(recipe(stages=far), gpu="h200", images="1000000")
     assert len(asked) == 1 and "(s3://b/train/manifest.json does not answer)" in "".join(made.warnings)
     assert GIVE_UP_SECONDS <= 60
 
 
 def test_without_a_gpu_it_says_so_and_counts_the_rest():
-    made = make_plan(recipe(), images="1000000", classes="1000")
+    made = planned(recipe(), images="1000000", classes="1000")
     assert made.machine.gpus == 1 and made.machine.gpu is None
     assert made.warnings[0].startswith("this machine has no GPU, so whether it fits, and how long it takes, is not")
     assert "--gpu h200" in made.warnings[0]
     page = as_page(made)
     assert "GPU-hours" not in page and "MFU  " not in page and "ZeRO 3" in page and "parameters" in page
-    timed = make_plan(recipe(), images="1000000", classes="1000", images_per_second=20.0)
+    timed = planned(recipe(), images="1000000", classes="1000", images_per_second=20.0)
     first, second = timed.stages
     assert first.time and second.time
     assert first.time.images_per_second == 20
     ratio = first.cost.training_flops / second.cost.training_flops
     assert second.time.images_per_second == pytest.approx(20 * ratio)
     assert "kept together" in as_page(timed)
-    two = make_plan(recipe(), gpus=2, images="1000000", classes="1000", images_per_second=20.0)
+    two = planned(recipe(), gpus=2, images="1000000", classes="1000", images_per_second=20.0)
     assert "kept together" not in as_page(two) and "wait for one another is not counted" in two.warnings[0]
 
 
 def test_the_recipes_processes_or_the_machines_gpus_are_the_default(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    assert make_plan(recipe(processes=4), gpu="a100").machine.gpus == 4
+    assert planned(recipe(processes=4), gpu="a100").machine.gpus == 4
     monkeypatch.setattr(planning, "num_gpus", lambda: 2)
     card = tmp_path / "driver" / "0000:01:00.0"
     card.mkdir(parents=True)
     (card / "information").write_text("Model: \t\t NVIDIA L40S\nIRQ: 42\n")
-    machine = make_plan(recipe(), driver=tmp_path / "driver").machine
+    machine = planned(recipe(), driver=tmp_path / "driver").machine
     assert machine.gpus == 2 and machine.gpu and machine.gpu.key == "l40s"
     (card / "information").write_text("Model: Quadro K620\n")
-    made = make_plan(recipe(), driver=tmp_path / "driver")
+    made = planned(recipe(), driver=tmp_path / "driver")
     assert made.machine.gpu is None and "this machine's GPU is not in the table" in made.warnings[0]
 
 
@@ -237,35 +242,36 @@ def test_the_recipes_processes_or_the_machines_gpus_are_the_default(monkeypatch:
 )
 def test_mistakes_are_one_sentence(arguments: dict[str, Any], message: str):
     with pytest.raises(UserError) as caught:
-        make_plan(recipe(), **arguments)
+        planned(recipe(), **arguments)
     assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_other_kinds_of_recipes_have_a_page():
     small = {"width": 64, "depth": 2, "heads": 2, "patch_size": 4}
     masked = STAGE | {"train": "a", "eval": "b", "image_size": 32, "duration": "10 steps"}
-    page = as_page(make_plan(recipe(model=small, stages={"masked_patch": masked}), gpus=2, gpu="t4"))
+    page = as_page(planned(recipe(model=small, stages={"masked_patch": masked}), gpus=2, gpu="t4"))
     assert "masked_patch: MB on one GPU" in page and "classes are assumed" not in page
     ddp = recipe(engine={"backend": "accelerate"})
-    page = as_page(make_plan(ddp, gpus=8, gpu="a100", **{k: COMPLETE[k] for k in ("images", "classes")}))
+    page = as_page(planned(ddp, gpus=8, gpu="a100", **{k: COMPLETE[k] for k in ("images", "classes")}))
     assert "accelerate (DDP), bf16" in page and "DDP  " in page and "ZeRO 3" not in page
     resnet = tree(model={"variant": "R50x1"})
-    assert "a guess for convolutions" in as_page(make_plan(Recipe.model_validate(resnet), **COMPLETE))
+    assert "a guess for convolutions" in as_page(planned(Recipe.model_validate(resnet), **COMPLETE))
 
 
 def test_the_command_prints_the_page_or_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     (tmp_path / "three.yaml").write_text(yaml.safe_dump(tree()), encoding="utf-8")
-    arguments: dict[str, Any] = {"gpus": 8, "gpu": "h100", "images": "1e6", "classes": "10"}
-    assert plan("three.yaml", "engine.zero_stage=3", **arguments) == 0
+    arguments = PlanOptions(gpus=8, gpu="h100", images="1e6", classes="10")
+    assert plan("three.yaml", "engine.zero_stage=3", options=arguments) == 0
     assert capsys.readouterr().out.startswith("Plan of three on 8 x H100 SXM: DeepSpeed ZeRO 3, bf16\n")
-    assert plan("three.yaml", as_json_text=True, **arguments) == 0
+    assert plan("three.yaml", as_json_text=True, options=arguments) == 0
     assert json.loads(capsys.readouterr().out)["engine"]["zero_stage"] == 1
 
 
 def test_a_plan_needs_no_torch(tmp_path: Path):
     (tmp_path / "three.yaml").write_text(yaml.safe_dump(tree()), encoding="utf-8")
     code = (
-        "import sys; from launch.planning.command import plan; plan('three.yaml', gpus=8, gpu='h200'); "
+        "import sys; from launch.planning.command import PlanOptions, plan; "
+        "plan('three.yaml', options=PlanOptions(gpus=8, gpu='h200')); "
         "assert not {'torch', 'deepspeed', 'timm', 'mlflow'} & set(sys.modules)"
     )
     done = subprocess.run(
