@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from data_shards.text import parse_bytes
 
@@ -100,10 +100,8 @@ def _checked_bytes(text: str) -> str:
     return text
 
 
-DURATION, BYTES = AfterValidator(_checked_duration), AfterValidator(_checked_bytes)
-
-DurationText = Annotated[str, DURATION]
+DurationText = Annotated[str, AfterValidator(_checked_duration), Field(json_schema_extra={"format": "duration"})]
 """Such as "400 steps", "7 epochs", "1e6 images" or "10%"."""
 
-BytesText = Annotated[str, BYTES]
+BytesText = Annotated[str, AfterValidator(_checked_bytes), Field(json_schema_extra={"format": "bytes"})]
 """Such as "500 GB" or "1.5TB"."""
