@@ -35,7 +35,6 @@ _PYTHON = ["-u", "-c", "import sys; exec(sys.stdin.read(int(sys.stdin.readline()
 class Facts:
     """What one host said (`probe.answer`)."""
 
-    host: str
     machine: str
     python: str
     packages: dict[str, str]

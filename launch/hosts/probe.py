@@ -37,7 +37,6 @@ def answer(questions):  # noqa: ANN001, ANN201 - runs under any Python, as it is
     if door is not None:
         threading.Thread(target=_greet, args=(door, text), daemon=True).start()
     return {
-        "host": socket.gethostname(),
         "machine": _machine(),
         "python": platform.python_version(),
         "packages": {package: _version(package) for package in questions["packages"]},

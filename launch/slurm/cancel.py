@@ -16,7 +16,7 @@ from data_shards.errors import UserError
 from launch.slurm.commands import Slurm
 from launch.slurm.records import read_cancelled, read_submission, write_cancelled
 
-_LOOK_SECONDS = 2.0
+_POLL_SECONDS = 2.0
 
 
 def cancel_run(
@@ -46,7 +46,7 @@ def cancel_run(
         raise UserError(f"{run} was not submitted (it has no slurm/jobs.json): a run on this machine ends with Ctrl-C")
     jobs = list(submission.jobs.values())
     write_cancelled(run / "slurm", read_cancelled(run / "slurm") | set(jobs))
-    alive = _alive(jobs, slurm=slurm)
+    alive = slurm.alive(jobs)
     count = len(alive)
     if not alive:
         say(f"{run}: no job is in the queue")
@@ -54,7 +54,7 @@ def cancel_run(
     told: set[str] = set()
     waited = 0.0
     while alive and waited < wait_seconds:
-        # Those behind first, so that none of them begins when the one before it is gone.
+        # Dependent jobs first, so that none starts when the one before it is gone.
         idle = [job for job in reversed(jobs) if job in alive and (how == "now" or alive[job] == "PENDING")]
         if idle:
             slurm.cancel(idle)
@@ -65,14 +65,10 @@ def cancel_run(
             say(f"job {job} saves and ends (at most {wait_seconds:.0f} seconds; --now does not wait)")
         if how == "now":
             return count
-        sleep(_LOOK_SECONDS)
-        waited += _LOOK_SECONDS
-        alive = _alive(jobs, slurm=slurm)
+        sleep(_POLL_SECONDS)
+        waited += _POLL_SECONDS
+        alive = slurm.alive(jobs)
     if alive:
         slurm.cancel(list(alive))
         say(f"cancelled without a checkpoint: {', '.join(alive)} did not end within {wait_seconds:.0f} seconds")
     return count
-
-
-def _alive(jobs: list[str], *, slurm: Slurm) -> dict[str, str]:
-    return {job: queued.state for job, queued in slurm.queue(jobs).items() if not queued.is_finished}

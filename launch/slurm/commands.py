@@ -11,7 +11,7 @@ from pathlib import Path
 from data_shards.errors import UserError
 
 _TIMEOUT_SECONDS = 60.0
-_FORMAT = "%A|%T|%r|%L|%N|%S"
+_FORMAT = "%A|%T|%r|%L|%N"
 # A job in any other state is still in the queue, or will be again.
 FINISHED = frozenset(
     ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "REVOKED", "TIMEOUT")
@@ -21,21 +21,12 @@ _LEFT = re.compile(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)")
 
 @dataclass(frozen=True)
 class Queued:
-    """A job as SLURM sees it.
+    """A job as SLURM sees it."""
 
-    Attributes:
-        state: such as PENDING, RUNNING, COMPLETING or TIMEOUT.
-        reason: why it waits, or ended.
-        left_seconds: until its time limit; None: it is not running, or has none.
-        nodes: on which it runs.
-        start: when it began, or is expected to begin.
-    """
-
-    state: str
-    reason: str = ""
-    left_seconds: int | None = None
-    nodes: str = ""
-    start: str = ""
+    state: str  # such as PENDING, RUNNING, COMPLETING or TIMEOUT
+    reason: str = ""  # why it waits, or ended
+    left_seconds: int | None = None  # until its time limit; None: it is not running, or has none
+    nodes: str = ""  # on which it runs
 
     @property
     def is_finished(self) -> bool:
@@ -64,6 +55,10 @@ class Slurm:
                 return {}
             raise
         return parse_queue(text)
+
+    def alive(self, jobs: Iterable[str]) -> dict[str, str]:
+        """The states of those that are in the queue or run."""
+        return {job: queued.state for job, queued in self.queue(jobs).items() if not queued.is_finished}
 
     def cancel(self, jobs: Sequence[str]) -> None:
         """Remove jobs from the queue; a running one is killed after SLURM's KillWait."""
@@ -111,15 +106,9 @@ def parse_queue(text: str) -> dict[str, Queued]:
     """squeue's lines in `_FORMAT`, by job number. Of an array the last line counts."""
     found: dict[str, Queued] = {}
     for line in text.splitlines():
-        number, state, why, left, *rest = line.split("|")
-        nodes, start = rest if len(rest) == 2 else ("", "")
-        found[number] = Queued(
-            state=state,
-            reason="" if why == "None" else why,
-            left_seconds=parse_left(left) if state == "RUNNING" else None,
-            nodes=nodes,
-            start="" if start == "N/A" else start,
-        )
+        number, state, why, left, nodes = line.split("|")
+        left_seconds = parse_left(left) if state == "RUNNING" else None
+        found[number] = Queued(state, "" if why == "None" else why, left_seconds, nodes)
     return found
 
 

@@ -92,11 +92,10 @@ def submit_plan(plan: SubmissionPlan, *, slurm: Slurm) -> Submission:
     records = plan.paths.slurm
     previous = read_submission(records)
     if previous is not None:
-        alive = [job for job, queued in slurm.queue(previous.jobs.values()).items() if not queued.is_finished]
+        alive = slurm.alive(previous.jobs.values())
         if alive:
             raise UserError(
-                f"{plan.paths.run} has jobs in the queue ({', '.join(alive)}): wait for them, or give shardvit cancel "
-                "first"
+                f"{plan.paths.run} has jobs in the queue ({', '.join(alive)}): wait for them, or run shardvit cancel"
             )
     records.mkdir(parents=True, exist_ok=True)
     replace_text(plan.paths.recipe, dump_recipe(plan.recipe))

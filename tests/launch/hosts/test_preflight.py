@@ -13,7 +13,6 @@ from launch.hosts.hostfile import Host
 from launch.hosts.preflight import PACKAGES, Facts, clock_offset, find_problems, hosts_table
 
 HERE = Facts(
-    host="here",
     machine="boot here",
     python="3.12.1",
     packages={"shardvit": "0.1", "torch": "2.15.0", "deepspeed": "0.19.8"},
@@ -41,7 +40,7 @@ def problems(**changes: Any) -> list[str]:
 
 def test_alike_is_ready():
     assert problems() == []
-    assert problems(clock_offset_seconds=3.0, host="another name", addresses=[], revision="r2") == []
+    assert problems(clock_offset_seconds=3.0, addresses=[], revision="r2") == []
 
 
 @pytest.mark.parametrize(

@@ -9,15 +9,11 @@ from launch.slurm.commands import Queued, Slurm, parse_left, parse_queue, submit
 
 
 def test_the_queue_is_read():
-    text = (
-        "12|RUNNING|None|1-00:10:05|node[1-2]|2026-01-01T10:00:00\n"
-        "13|PENDING|Dependency|1:00||N/A\n"
-        "14|TIMEOUT|TimeLimit|0:00|node1|2026-01-01T10:00:00\n"
-    )
+    text = "12|RUNNING|None|1-00:10:05|node[1-2]\n13|PENDING|Dependency|1:00|\n14|TIMEOUT|TimeLimit|0:00|node1\n"
     assert parse_queue(text) == {
-        "12": Queued("RUNNING", "", 87_005, "node[1-2]", "2026-01-01T10:00:00"),
+        "12": Queued("RUNNING", "", 87_005, "node[1-2]"),
         "13": Queued("PENDING", "Dependency"),
-        "14": Queued("TIMEOUT", "TimeLimit", None, "node1", "2026-01-01T10:00:00"),
+        "14": Queued("TIMEOUT", "TimeLimit", None, "node1"),
     }
     assert [queued.is_finished for queued in parse_queue(text).values()] == [False, False, True]
 
@@ -49,7 +45,7 @@ def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_the_commands_are_called(programs: Path):
     program(programs, "sbatch", 'echo "$@" >> said; echo "17;cluster"')
     program(programs, "scancel", 'echo "$@" >> said')
-    program(programs, "squeue", "echo '17|PENDING|Priority|1:00||N/A'")
+    program(programs, "squeue", "echo '17|PENDING|Priority|1:00|'")
     program(programs, "sacct", "printf '16|CANCELLED by 0\\n15|COMPLETED\\n'")
     for name in ("sbatch", "scancel"):
         (programs / name).write_text((programs / name).read_text().replace(">> said", f">> {programs}/said"))
