@@ -19,7 +19,7 @@ from launch.doctor.command import doctor
 from launch.output import OutputLost, guard, say
 from launch.planning.command import plan
 from launch.slurm.command_line import cancel, status, submit
-from pipeline.vocabulary import EXIT_READER_LEFT, EXIT_STOPPED, EXIT_USER_ERROR
+from pipeline.vocabulary import EXIT_FAILED, EXIT_READER_LEFT, EXIT_STOPPED, EXIT_USER_ERROR
 
 app = App(
     name="shardvit",
@@ -41,7 +41,7 @@ def main() -> None:
     except OutputLost as error:
         if error.why:
             print(f"shardvit: {error}", file=sys.stderr)
-        code = 1 if error.why else EXIT_READER_LEFT
+        code = EXIT_FAILED if error.why else EXIT_READER_LEFT
     sys.exit(code)
 
 

@@ -84,8 +84,8 @@ def check(
         processes_per_node=gpus_per_node or 8,
         store=Store(
             None if is_local(shards) else CacheConfig(folder=cache or default_cache_folder(), limit_bytes=limit_bytes),
-            retry=RetryPolicy(give_up_seconds=60.0),  # somebody waits for the answer, no training is at stake
-            commands="run",  # SHARDS, as it was typed; what lies there cannot name others
+            retry=RetryPolicy(give_up_seconds=60.0),  # the user is waiting
+            commands="run",  # SHARDS as the user typed it; a manifest cannot name commands
         ),
         report=lambda line: print(printable(line), file=sys.stderr, flush=True),
     )

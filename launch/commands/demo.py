@@ -1,7 +1,7 @@
 """`shardvit demo`: the whole pipeline on small real images, ending in a table and the next commands to type.
 
 Packs two sets of shards (classes to pre-train on, and three others to transfer to), runs the recipe of the data set,
-runs the same fine-tuning from scratch, and compares. Typed again after an interruption it goes on where it was.
+runs the same fine-tuning from scratch, and compares. Typed again after an interruption it resumes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`shardvit import` and `shardvit export`: weights from and to everybody's formats. Heavy libraries inside."""
+"""`shardvit import` and `shardvit export`: weights from and to other projects' formats."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from cyclopts import Parameter
 
 from data_shards.errors import UserError
 from data_shards.text import printable
+from model.vocabulary import ExportFormat, Gelu, Interpolation, LossKind, check_ending
 
 if TYPE_CHECKING:
     from model.config import ModelConfig
     from model.saved import SavedModelMeta
 
-_ENDINGS = {
+_ENDINGS: dict[ExportFormat, str] = {
     "npz": ".npz",
     "big_vision": "-big_vision.npz",  # not the file that npz writes
     "timm": "-timm",
@@ -31,7 +32,7 @@ _ENDINGS = {
 @Parameter(name="*")
 @dataclass(frozen=True)
 class TrunkOptions:
-    """What the user says of a file's model: keys of the recipe's `model`."""
+    """What the user tells of a file's model: keys of the recipe's `model`."""
 
     variant: Annotated[str | None, Parameter(help='What FILE is, such as "B/16".')] = None
     width: Annotated[int | None, Parameter(help="Size of a token; with the next four, in place of --variant.")] = None
@@ -39,17 +40,17 @@ class TrunkOptions:
     heads: Annotated[int | None, Parameter(help="Attention heads, which weights alone do not tell.")] = None
     mlp_dim: int | None = None
     patch_size: int | None = None
-    gelu: Annotated[Literal["tanh", "erf"] | None, Parameter(help="Default: the format's.")] = None
+    gelu: Annotated[Gelu | None, Parameter(help="Default: the format's.")] = None
     layer_norm_eps: Annotated[float | None, Parameter(help="Default: the format's.")] = None
-    interpolation: Annotated[
-        Literal["google", "timm"] | None, Parameter(help="Of position embeddings; default: the format's.")
-    ] = None
+    interpolation: Annotated[Interpolation | None, Parameter(help="Of position embeddings; default: the format's.")] = (
+        None
+    )
     position: Annotated[
         Literal["sincos_2d", "none"] | None, Parameter(help="Of a model whose file has no position embeddings.")
     ] = None
 
     def config(self) -> ModelConfig | None:
-        """The model, where its sizes were given; None: they are the file's.
+        """The model, if its sizes were given; None: take the file's.
 
         Raises:
             UserError: it does not make a model.
@@ -62,7 +63,7 @@ class TrunkOptions:
         return self._checked(lambda: ModelConfig(**given))
 
     def changed(self, found: ModelConfig) -> ModelConfig:
-        """What was found in a file, with what was given in its place.
+        """The file's model, with the given values in place of its own.
 
         Raises:
             UserError: it does not make a model.
@@ -104,14 +105,14 @@ def import_model(
         Parameter(help="File with the classes' names, one a line, or imagenet-1k, or imagenet-21k (Google's order)."),
     ] = None,
     loss: Annotated[
-        Literal["softmax", "sigmoid"] | None,
+        LossKind | None,
         Parameter(
             help="That its head was trained with; default: as its record says, sigmoid for 21,843, 18,291 and"
             " 29,593 classes (Google's on ImageNet-21k and JFT), else softmax."
         ),
     ] = None,
 ) -> int:
-    """Make a model of ours from weights in somebody else's format.
+    """Import weights from another project's format as a model of shardvit.
 
     FILE is Google's npz (vision_transformer or big_vision), a folder or state
     dict of timm or transformers, a state dict of torchvision, or anything that
@@ -119,7 +120,7 @@ def import_model(
     it in a recipe as stages.swap_head.model, or give it to `shardvit predict`.
 
     What the weights were trained with (GELU's form, epsilons, normalisation,
-    interpolation) is kept with them and obeyed from then on.
+    interpolation) is stored with them and applied from then on.
 
     Some examples:
         shardvit import ViT-B_16.npz models/vit-b16
@@ -159,7 +160,7 @@ def export_model(
     /,
     *,
     to: Annotated[
-        Literal["npz", "big_vision", "timm", "transformers", "torchvision", "onnx", "torch_export"],
+        ExportFormat,
         Parameter(name="--format", help="npz: vision_transformer's names; big_vision: big_vision's."),
     ],
     out: Annotated[
@@ -184,8 +185,6 @@ def export_model(
         shardvit export runs/imagenet21k/pretrain/checkpoints/step-00010000 --format npz --out vit-b16.npz
     """
     target = out or Path(f"{_name_of(model)}{_ENDINGS[to]}")
-    from model.vocabulary import check_ending
-
     try:
         check_ending(target, to=to)
     except ValueError as error:

@@ -68,7 +68,7 @@ def pack(
 
     All images are decoded once: one that cannot be read ends the command,
     which then names all such images. Killed or stopped at any moment, the same
-    command goes on with the finished shards; the result is the same to the byte.
+    command resumes after the finished shards; the result is the same to the byte.
 
     Some examples:
         shardvit pack photos/ shards/photos --holdout 0.1
@@ -93,10 +93,10 @@ def pack(
     go_on()
     if labels is None and (path_column, label_column, class_names) != (None, None, None):
         raise UserError(
-            "--path-column, --label-column, --class-names: they describe a list of labels; give --labels too"
+            "--path-column, --label-column, --class-names: they describe the file of --labels; give that too"
         )
     if resize_short is None and quality is not None:
-        raise UserError("--quality: it is that of reduced images; give --resize-short too")
+        raise UserError("--quality: only reduced images are encoded again; give --resize-short too")
     pack_images(
         source,
         out,

@@ -21,31 +21,36 @@ def run(
     restart: Annotated[
         StageName | None,
         Parameter(
-            help="Begin this stage and those after it again; what is there is moved aside. Leave it out to go on later."
+            help="Begin this stage and those after it again; their results are moved aside. Leave it out to resume."
         ),
     ] = None,
     runs: RunsFolder = Path("runs"),
     max_restarts: Annotated[
-        int, Parameter(help="How often a stage that failed is started again by itself, over all stages.")
+        int, Parameter(help="How often failed stages are restarted automatically, over all stages.")
     ] = 0,
     hostfile: Annotated[
         Path | None, Parameter(help="Run on several machines: a file of lines HOST slots=8, as deepspeed's.")
     ] = None,
     include: Annotated[str, Parameter(help="Only these of --hostfile, such as host0@host1:0,1.")] = "",
-    exclude: Annotated[str, Parameter(help="Not these of --hostfile, written likewise.")] = "",
+    exclude: Annotated[str, Parameter(help="Not these of --hostfile, in the same form.")] = "",
     launcher: Annotated[
-        Literal["ssh", "pdsh"], Parameter(help="With --hostfile: what reaches the hosts; pdsh must be installed.")
+        Literal["ssh", "pdsh"],
+        Parameter(help="With --hostfile: what starts processes on the hosts; pdsh must be installed."),
     ] = "ssh",
-    master_addr: Annotated[str, Parameter(help="With --hostfile: under which the others find the first host.")] = "",
-    master_port: Annotated[int, Parameter(help="With --hostfile: where rank 0 listens; 0: the system chooses.")] = 0,
+    master_addr: Annotated[
+        str, Parameter(help="With --hostfile: address under which the other hosts reach the first one.")
+    ] = "",
+    master_port: Annotated[
+        int, Parameter(help="With --hostfile: port that rank 0 listens on; 0: the system chooses.")
+    ] = 0,
     dry_run: Annotated[
-        bool, Parameter(help="Check everything, print what would be run, start nothing. Shards may be missing yet.")
+        bool, Parameter(help="Check everything, print what would be run, start nothing. Shards may still be missing.")
     ] = False,
     all_keys: Annotated[
         bool, Parameter(negative="", help="With --dry-run: print every key, not only those that differ from defaults.")
     ] = False,
 ) -> int:
-    """Run a recipe's stages here or on several machines: finished ones are skipped, an interrupted one goes on.
+    """Run a recipe's stages here or on several machines: finished ones are skipped, an interrupted one is resumed.
 
     RECIPE is a YAML file or the name of a recipe that ships with shardvit; OVERRIDES are changes to it, key=value.
 
@@ -64,7 +69,7 @@ def run(
 
     if all_keys and not dry_run:
         raise UserError("--all-keys says what --dry-run prints: give that too")
-    loaded = load_recipe(recipe, overrides=overrides)  # a mistake in it is said before anything slow is imported
+    loaded = load_recipe(recipe, overrides=overrides)  # mistakes are reported before anything slow is imported
 
     from launch.run.pipeline_run import PipelineRun
 

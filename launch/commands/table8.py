@@ -1,7 +1,7 @@
 """`shardvit table8`: the position embeddings of the ViT paper's Table 8, trained on one small set and compared.
 
 Each cell of the table is an ordinary run of one recipe, with a run folder and an MLflow run of its own, in which only
-`model.position` and `model.position_at` are changed. Runs that are done are skipped and interrupted ones go on, so
+`model.position` and `model.position_at` are changed. Finished runs are skipped and interrupted ones resumed, so
 the command can be typed again until the table is full. Costs as many trainings as there are cells, nine.
 """
 
@@ -93,7 +93,7 @@ def table8(
     RECIPE is a YAML file or the name of a recipe that ships with shardvit;
     OVERRIDES are changes to it, key=value. It is run once for each position
     embedding, in RUNS/NAME-POSITION-PLACE; runs that are done are skipped and an
-    interrupted one goes on. The table is printed and left in RUNS/table8.txt and
+    interrupted one is resumed. The table is printed and left in RUNS/table8.txt and
     RUNS/table8.json.
 
     Some examples:

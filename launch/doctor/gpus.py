@@ -5,6 +5,7 @@ On a machine without a GPU the arithmetic is the CPU's.
 
 from __future__ import annotations
 
+import re
 import statistics
 import time
 from collections import Counter
@@ -56,6 +57,7 @@ def check_gpus(*, devices: int, visible: int, run: Callable[..., Answer] = ask) 
         )
     names = Counter(row[0] for row in rows)
     _, memory, driver, capability = rows[0]
+    is_old = any(tuple(map(int, row[3].split("."))) < _AMPERE for row in rows if re.fullmatch(r"\d+\.\d+", row[3]))
     hidden = f"; CUDA_VISIBLE_DEVICES leaves {visible} of {devices}" if visible < devices else ""
     return judge(
         "GPUs",
@@ -66,12 +68,13 @@ def check_gpus(*, devices: int, visible: int, run: Callable[..., Answer] = ask) 
             "note",
             "unset it to train on all of them; a batch system sets it to those that the job was given",
         ),
+        (is_old, "note", "no bf16 units, which 8.0 and newer have: engine.precision=fp16 is faster on these GPUs"),
         (len(names) > 1, "note", "they differ, and the slowest sets the pace: CUDA_VISIBLE_DEVICES chooses"),
     )
 
 
 def try_torch() -> list[Check]:
-    """Whether torch can use the GPUs, their free memory and their bf16 units."""
+    """Whether torch can use the GPUs, and their free memory."""
     import torch
     from torch.cuda import nccl
 
@@ -90,11 +93,8 @@ def try_torch() -> list[Check]:
         devices=num_gpus({}),
         visible=num_gpus(),
     )
-    gpus = range(torch.cuda.device_count())
-    if not gpus:
-        return [check]
-    memory = [torch.cuda.mem_get_info(gpu) for gpu in gpus]
-    return [check, judge_memory(memory), judge_bf16(min(torch.cuda.get_device_capability(gpu) for gpu in gpus))]
+    memory = [torch.cuda.mem_get_info(gpu) for gpu in range(torch.cuda.device_count())]
+    return [check, judge_memory(memory)] if memory else [check]
 
 
 def judge_torch(build: str, *, complaint: str, has_cuda: bool, devices: int, visible: int) -> Check:
@@ -119,13 +119,6 @@ def judge_memory(free_and_total_bytes: Sequence[tuple[int, int]]) -> Check:
     found = f"{show_bytes(min(free for free, _ in free_and_total_bytes))} free on the fullest GPU"
     is_taken = any(free < (1 - _MOST_TAKEN) * total for free, total in free_and_total_bytes)
     return judge("GPU memory", found, (is_taken, "note", "another program holds the rest: see nvidia-smi"))
-
-
-def judge_bf16(capability: tuple[int, int]) -> Check:
-    """The verdict on the oldest GPU's compute capability."""
-    is_old = capability < _AMPERE
-    found = f"compute capability {capability[0]}.{capability[1]}{', which has no bf16 units (8.0 has)' * is_old}"
-    return judge("bf16", found, (is_old, "note", "engine.precision=fp16 is faster on these GPUs"))
 
 
 def try_arithmetic() -> list[Check]:

@@ -75,7 +75,7 @@ def check_requirement(needed: Requirement, *, version: str | None) -> Check | No
             needed.name,
             "note",
             "not installed",
-            f"reading is slower without, for it decodes only the crop: pip install '{text}'",
+            f"reading is slower without it (it decodes only the crop): pip install '{text}'",
         )
     if needed.specifier.contains(version, prereleases=True):
         return None
@@ -86,7 +86,7 @@ def check_requirement(needed: Requirement, *, version: str | None) -> Check | No
         needed.name,
         "note",
         f"{version}, which is newer than {text}",
-        f"nobody has tried it; if something goes wrong: pip install '{text}'",
+        f"untested; if something fails: pip install '{text}'",
     )
 
 

@@ -1,4 +1,4 @@
-"""The machine: Python, compilers, cores, memory, disks, /dev/shm, and the limits of a process.
+"""The machine: Python, cores, memory, disks, /dev/shm, and the limits of a process.
 
 `machine_checks` asks the system once, in milliseconds; the verdicts are pure functions. Thresholds are what the demo or
 a run of ViT-L/16 takes. What a batch system or a container allows is read from control groups of both versions.
@@ -57,9 +57,6 @@ def machine_checks(*, runs: Path, cache: Path, gpus: int, pythons: str) -> list[
     shm = shutil.disk_usage("/dev/shm") if Path("/dev/shm").is_dir() else None
     return [
         check_python(platform.python_version(), pythons=pythons),
-        check_compilers(
-            shutil.which("cc") or shutil.which("gcc") or shutil.which("clang"), ninja=shutil.which("ninja")
-        ),
         check_cores(cores, usable=min(num_cores(), core_quota() or cores), gpus=gpus),
         check_memory(memory.total, available=memory.available, limit=memory_limit_bytes()),
         check_runs_disk(read_disk(runs)),
@@ -137,17 +134,6 @@ def check_python(version: str, *, pythons: str) -> Check:
     """Whether the version is in the range."""
     wrong = not SpecifierSet(pythons).contains(Version(version), prereleases=True)
     return judge("Python", version, (wrong, "problem", f"install shardvit with a Python {pythons}"))
-
-
-def check_compilers(c_compiler: str | None, *, ninja: str | None) -> Check:
-    """What torch.compile and DeepSpeed's operators are built with."""
-    missing = [what for what, path in (("C compiler", c_compiler), ("ninja", ninja)) if not path]
-    remedy = (
-        "runs do without; installing DeepSpeed, torch.compile and DeepSpeed's own operators need them: install gcc, "
-        "pip install ninja, and have the environment's bin folder on PATH"
-    )
-    found = f"no {' and no '.join(missing)} on PATH" if missing else f"{c_compiler}, {ninja}"
-    return judge("compiler", found, (bool(missing), "note", remedy))
 
 
 def check_cores(cores: int, *, usable: float, gpus: int) -> Check:

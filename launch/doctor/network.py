@@ -1,6 +1,6 @@
-"""Processes that talk, MLflow's server, and what there is of a cluster: SLURM's commands and partitions, ssh and pdsh.
+"""An all-reduce, MLflow's server, and the cluster: SLURM's commands and partitions, ssh and pdsh.
 
-The all-reduce is of two processes on this machine; what is between machines shows only in a job on several of them.
+The all-reduce is of two processes on this machine; the network between machines shows only in a job on several.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def check_tracking(uri: str | None) -> Check:
             "MLflow no longer takes file stores: use sqlite:///FILE, or the address of a server",
         )
     if parts.scheme not in ("http", "https"):
-        return Check(name, "fine", f"MLFLOW_TRACKING_URI is {shown}, which is no server that could be asked")
+        return Check(name, "fine", f"MLFLOW_TRACKING_URI is {shown}, not a server that can be checked")
     try:
         # Without credentials, which MLflow sends; urllib would take them for a part of the host's name.
         status = _status(parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl().rstrip("/") + "/health")
@@ -89,8 +89,8 @@ def check_tracking(uri: str | None) -> Check:
             name,
             "problem",
             f"{shown} does not answer: {without_credentials(str(error))}",
-            "start the server, correct MLFLOW_TRACKING_URI, or unset it; runs go on all the same, and send what is "
-            "missing later",
+            "start the server, correct MLFLOW_TRACKING_URI, or unset it; runs train without it, and send their "
+            "metrics later",
         )
     return judge(
         name,
@@ -100,7 +100,7 @@ def check_tracking(uri: str | None) -> Check:
             "note",
             "it asks for a login: set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN",
         ),
-        (status != 200, "problem", "correct MLFLOW_TRACKING_URI: that is no MLflow"),
+        (status != 200, "problem", "correct MLFLOW_TRACKING_URI: that is not an MLflow server"),
     )
 
 
@@ -116,7 +116,7 @@ def _status(url: str) -> int:
 def cluster_checks(
     *, which: Callable[[str], str | None] = shutil.which, run: Callable[..., Answer] = ask
 ) -> list[Check]:
-    """Whether jobs can be submitted from here, and what reaches the other hosts of a hostfile."""
+    """Whether jobs can be submitted from here, and which remote shells there are."""
     shells = [name for name in ("pdsh", "ssh") if which(name)]
     if shells:
         return [check_slurm(which, run), Check("ssh, pdsh", "fine", " and ".join(shells))]
@@ -128,7 +128,7 @@ def check_slurm(which: Callable[[str], str | None], run: Callable[..., Answer]) 
     """SLURM's commands, and its partitions as its controller tells them within 10 seconds."""
     missing = [name for name in _SLURM if not which(name)]
     if len(missing) == len(_SLURM):
-        return Check("SLURM", "absent", "its commands are not on PATH: this is no machine of a SLURM cluster")
+        return Check("SLURM", "absent", "its commands are not on PATH: this machine belongs to no SLURM cluster")
     if missing:
         return Check(
             "SLURM",
@@ -142,7 +142,7 @@ def check_slurm(which: Callable[[str], str | None], run: Callable[..., Answer]) 
             "SLURM",
             "note",
             f"its commands are here, but sinfo {answer.ending}",
-            "nothing can be submitted from here: SLURM is not running, or its configuration names another host",
+            "no job can be submitted from here: SLURM is not running, or its configuration names another host",
         )
     partitions = answer.output.split()
     return judge(

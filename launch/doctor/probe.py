@@ -81,10 +81,8 @@ def judge_decoders(complaints: Mapping[str, str], *, gpu: str | None) -> Check:
 
 PARTS = {
     "torch": Part("torch and CUDA", try_torch, "reinstall it: pip install --force-reinstall torch -c constraints.txt"),
-    "arithmetic": Part("arithmetic", try_arithmetic, "try a torch that is built for this device"),
-    "decoders": Part(
-        "decoding", try_decoders, "a decoder takes the process along: data.decoder=simplejpeg or pillow does not"
-    ),
+    "arithmetic": Part("arithmetic", try_arithmetic, "try another GPU, or a torch that is built for this device"),
+    "decoders": Part("decoding", try_decoders, "a decoder crashes its process: set data.decoder=simplejpeg or pillow"),
     **{
         f"import:{name}": Part(
             f"import {name}",
@@ -104,7 +102,7 @@ _ALL_REDUCE: dict[str, Part] = {
     "nccl": Part(
         f"{_WORLD} processes, nccl",
         partial(all_reduce, "nccl"),
-        "set NCCL_DEBUG=INFO and look at what it says; in a container give it more /dev/shm",
+        "set NCCL_DEBUG=INFO and read its log; give a container more /dev/shm",
     ),
 }
 

@@ -24,7 +24,7 @@ def plan(
     """Say what a recipe will need: memory, time, GPU-hours, traffic, disk; nothing is started.
 
     RECIPE and OVERRIDES are as for `shardvit run`. Warnings come first. The
-    shards need not be there yet: give --images then, if durations are in epochs.
+    shards need not exist yet: give --images then, if durations are in epochs.
     Speed is a share of the GPU's peak (MFU) that is realistic for the model, or
     what you have measured. Times are of training alone.
 
@@ -39,7 +39,7 @@ def plan(
     """
     from pipeline.recipe.io import load_recipe
 
-    loaded = load_recipe(recipe, overrides=overrides)  # a mistake in it is said before anything slow is imported
+    loaded = load_recipe(recipe, overrides=overrides)  # mistakes are reported before anything slow is imported
 
     from launch.planning.gathering import make_plan
     from launch.planning.page import as_json, as_page

@@ -1,7 +1,7 @@
 """`shardvit run --dry-run`: what would be run, in a summary, and the keys that differ from the defaults.
 
-Everything is checked that can be, and nothing is started. The shards need not be there yet: what is not there is said
-in a line, and what follows from it is left open. All that is printed is a recipe, with the summary in comments. Needs
+Everything is checked that can be, and nothing is started. The shards need not be there yet: a line says what is
+missing, and what depends on it is left open. All that is printed is a recipe, with the summary in comments. Needs
 no torch; parameters are counted by formula.
 """
 

@@ -35,7 +35,7 @@ class PlanOptions:
         str | None,
         Parameter(help="Images in the training sets, in place of what the shards say: N, or STAGE=N,STAGE=N."),
     ] = None
-    classes: Annotated[str | None, Parameter(help="Their classes, likewise: N, or STAGE=N,STAGE=N.")] = None
+    classes: Annotated[str | None, Parameter(help="Their classes: N, or STAGE=N,STAGE=N.")] = None
 
     def check(self) -> None:
         """Refuse what is out of range or contradicts itself.

@@ -1,6 +1,6 @@
-"""What there is of a stage's shards before a run. No `pipe:` is opened, for it is a command.
+"""Which of a stage's shards exist before a run. No `pipe:` is opened, because it is a command.
 
-Tars without a manifest are indexed, as a run would do. A bucket that does not answer is given up after half a minute.
+Tars without a manifest are indexed, as a run would do. Gives up on a silent bucket after half a minute.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from data_shards.store.store import Store
 from data_shards.text import printable
 from pipeline.recipe.data import ShardsConfig
 
-GIVE_UP_SECONDS = 30.0  # somebody waits for the answer
+GIVE_UP_SECONDS = 30.0  # the user is waiting
 _MOST_MANIFEST_BYTES = 1 << 30
 
 

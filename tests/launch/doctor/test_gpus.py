@@ -8,7 +8,6 @@ from launch.doctor.child import Answer
 from launch.doctor.gpus import (
     check_gpus,
     judge_arithmetic,
-    judge_bf16,
     judge_memory,
     judge_torch,
     try_arithmetic,
@@ -50,12 +49,18 @@ def test_torch_and_the_driver(has_cuda: bool, devices: int, visible: int, compla
     assert check.verdict == verdict and words in check.found
 
 
-def test_each_gpus_memory_and_units():
+def test_each_gpus_memory():
     assert judge_memory([(149, 150), (149, 150)]).verdict == "fine"
     assert judge_memory([(149, 150), (1, 150)]).verdict == "note"
-    assert judge_bf16((8, 0)).verdict == judge_bf16((10, 3)).verdict == "fine"
-    old = judge_bf16((7, 5))
-    assert old.verdict == "note" and "fp16" in old.remedy
+
+
+@pytest.mark.parametrize(
+    ("capability", "verdict"), [("7.5", "note"), ("8.0", "fine"), ("10.3", "fine"), ("[N/A]", "fine")]
+)
+def test_gpus_without_bf16_units(capability: str, verdict: str):
+    answer = Answer(0, ROW.replace("9.0", capability), "", 20)
+    check = check_gpus(devices=1, visible=1, run=lambda command, limit_seconds: answer)
+    assert check.verdict == verdict and ("fp16" in check.remedy) == (verdict == "note")
 
 
 @pytest.mark.parametrize(

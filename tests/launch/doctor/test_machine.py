@@ -9,7 +9,6 @@ import pytest
 from launch.doctor.machine import (
     DiskOf,
     check_cache_disk,
-    check_compilers,
     check_cores,
     check_limits,
     check_memory,
@@ -32,15 +31,6 @@ PYTHONS = ">=3.11,<3.14"
 def test_pythons_range(version: str, verdict: str):
     check = check_python(version, pythons=PYTHONS)
     assert check.verdict == verdict and check.found == version
-
-
-@pytest.mark.parametrize(
-    ("compiler", "ninja", "missing"),
-    [(None, "/n", "no C compiler on"), ("/c", None, "no ninja on"), (None, None, "no C compiler and no ninja")],
-)
-def test_a_missing_compiler_is_a_note(compiler: str | None, ninja: str | None, missing: str):
-    check = check_compilers(compiler, ninja=ninja)
-    assert check.verdict == "note" and missing in check.found
 
 
 @pytest.mark.parametrize(
@@ -135,7 +125,7 @@ def test_limits_that_are_low(change: dict[str, Any], advice: str):
 
 def test_this_machine_can_be_read(tmp_path: Path):
     checks = machine_checks(runs=tmp_path / "not" / "there", cache=tmp_path, gpus=0, pythons=PYTHONS)
-    assert len(checks) == 8 and {check.name: check.verdict for check in checks}["Python"] == "fine"
+    assert len(checks) == 7 and {check.name: check.verdict for check in checks}["Python"] == "fine"
     disk = read_disk(tmp_path / "not" / "there")
     assert disk.access == "writable" and disk.free_bytes > 0 and disk.file_system
 
