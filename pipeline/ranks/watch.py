@@ -94,17 +94,6 @@ class Watch:
         self._thread = threading.Thread(target=self._run, daemon=True, name="watch")
 
     def __enter__(self) -> Watch:
-        self.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        # Stopped is how all ranks leave together; a rank that only lost its peer has not failed either.
-        innocent = error is None or peer_is_gone(error) or type(error).__name__ == "Stopped"
-        self.close(failure="" if innocent else f"{type(error).__name__}: {error}")
-
-    def start(self) -> None:
         """Start; in the main thread."""
         with suppress(OSError):
             make_folders(self._folder, below=self._folder.parent.parent)  # the run folder, which may be gone
@@ -113,6 +102,14 @@ class Watch:
         self._stacks.open()  # before the first heartbeat, after which the others may ask for a stack
         self._write("running")
         self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        # Stopped is how all ranks leave together; a rank that only lost its peer has not failed either.
+        innocent = error is None or peer_is_gone(error) or type(error).__name__ == "Stopped"
+        self.close(failure="" if innocent else f"{type(error).__name__}: {error}")
 
     def beat(self, step: int, *, doing: str = "training") -> None:
         """Report progress from the main thread: `step` steps done, now at `doing`. Costs nothing.
