@@ -231,10 +231,27 @@ def as_json(plan: RecipeForecast) -> dict[str, Any]:
     }
 
 
+_PLAN_KEYS = (
+    *("world_size", "global_batch_images", "micro_batch_size", "accumulation_steps", "lanes", "total_steps"),
+    *(
+        "warmup_steps",
+        "log_steps",
+        "eval_steps",
+        "save_steps",
+        "samples_per_epoch",
+        "patch_dropout_steps",
+        "keep_steps",
+    ),
+)
+
+
 def _stage_json(stage: StageForecast) -> dict[str, Any]:
     return {
         "cost": asdict(stage.cost),
-        "plan": asdict(stage.plan),
+        "plan": {
+            key: stage.plan.schedule.warmup_steps if key == "warmup_steps" else getattr(stage.plan, key)
+            for key in _PLAN_KEYS
+        },
         "problem": stage.problem,
         "total_images": stage.total_images,
         "memory": {

@@ -139,6 +139,7 @@ def test_json_has_the_pages_numbers():
     assert found["gpus"] == 64 and found["gpu"]["key"] == "h200"
     pretrain = found["stages"]["pretrain"]
     assert pretrain["total_images"] == pretrain["plan"]["total_steps"] * 1024
+    assert "warmup_steps" in pretrain["plan"] and "seed" not in pretrain["plan"]
     assert pretrain["cost"]["parameters"] == made.stages[0].cost.parameters
     assert (
         pretrain["memory"]["zero_3"]["peak_bytes"]["checkpointed"] < pretrain["memory"]["zero_0"]["peak_bytes"]["all"]
