@@ -1,9 +1,8 @@
 """The exceptions of the data path: what the user can mend, and what is wrong with one sample.
 
-A `UserError` carries one sentence that names the file, the key or the flag and says what to change. The command line
-prints it without a traceback and exits with code 2. A `CorruptSample` never reaches the user as it is: the loader
-puts another sample in its place and counts it, or stops. Everything else that is raised is our own mistake or the
-machine's, and keeps its traceback.
+The command line prints a `UserError` without a traceback and exits with code 2. A `CorruptSample` never reaches the
+user as it is: the loader substitutes the sample and counts it, or stops. Any other exception is a bug or the machine's
+fault, and keeps its traceback.
 """
 
 from __future__ import annotations
@@ -12,22 +11,22 @@ from data_shards.text import printable
 
 
 class UserError(ValueError):
-    """A mistake of the user's; `str(error)` is the whole message, fit to be printed as it is."""
+    """A mistake of the user's: one sentence, fit to be printed, with the file, key or flag and what to change."""
 
     def __str__(self) -> str:
         return printable(super().__str__())  # it may name what a file holds
 
 
 class SampleError(UserError):
-    """A sample that cannot be read: one process alone comes upon it, so that process must speak up."""
+    """A sample that cannot be read: only one process meets it, so that process must report it."""
 
 
 class WorkerDied(RuntimeError):
-    """A process that reads ahead is gone; the message says which sample it was reading."""
+    """A data worker process has died; the message names the sample that it was reading."""
 
 
 class UnreadableImage(ValueError):
-    """Bytes that are no image, or none that is whole; `str(error)` is the reason, in a few words."""
+    """Bytes that are no whole image; `str(error)` is the reason, in a few words."""
 
 
 class CorruptSample(ValueError):
@@ -39,16 +38,11 @@ class CorruptSample(ValueError):
         reason: what is wrong, in a few words.
     """
 
-    def __init__(self, shard: str, *, key: str, reason: str) -> None:
-        super().__init__(f"sample {key!r} of {shard}: {reason}")
+    def __init__(self, shard: str, key: str, reason: str) -> None:
+        super().__init__(shard, key, reason)  # not the message: pickling calls the class with these
         self.shard = shard
         self.key = key
         self.reason = reason
 
-    def __reduce__(self) -> tuple[object, ...]:
-        """Keyword-only arguments do not survive pickling by themselves."""
-        return _corrupt_sample, (self.shard, self.key, self.reason)
-
-
-def _corrupt_sample(shard: str, key: str, reason: str) -> CorruptSample:
-    return CorruptSample(shard, key=key, reason=reason)
+    def __str__(self) -> str:
+        return f"sample {self.key!r} of {self.shard}: {self.reason}"

@@ -16,9 +16,8 @@ from typing import Any, cast, get_args
 from data_shards.text import brief, parse_json
 from data_shards.vocabulary import LabelKind, LabelPart
 
-# More than any label; int() of thousands of digits is slow, and refused beyond 4300.
-_MOST_DIGITS = 18
-# What is a number at once; "-1" is a mark for "no label", not a class of that name.
+_MOST_DIGITS = 18  # int() of thousands is slow, and refused beyond 4300
+# Text that is a number, not a name; "-1" stands for "no label".
 _NUMBER = {"cls": re.compile(r"-?[0-9]{1,18}"), "txt": re.compile(r"-[0-9]{1,18}")}
 
 
@@ -26,10 +25,7 @@ _NUMBER = {"cls": re.compile(r"-?[0-9]{1,18}"), "txt": re.compile(r"-[0-9]{1,18}
 class LabelSpec:
     """Which member of a sample holds its label.
 
-    Args:
-        part: the member's extension.
-        key: for `json`: the key in it; dots go into nested objects, unless there is a key with the dots in its name.
-        kind: one class for each sample, or a list of them.
+    `part` is the member's extension. `key`, for `json`: dots go into nested objects, unless a key has them in its name.
     """
 
     part: LabelPart = "cls"
@@ -84,9 +80,9 @@ def parse_label(content: bytes, *, spec: LabelSpec, label_map: Mapping[str, int]
 
 
 def read_values(content: bytes, *, spec: LabelSpec) -> list[int | str]:
-    """What a label member states, before it is understood: class numbers and names. One if it is a single label.
+    """The class numbers and names that a label member states, not looked up yet; one if it is a single label.
 
-    Text that is a number is a number for `cls` and text for `txt` (which is looked up first: see `parse_label`).
+    A text of digits is a number for `cls`, and a name for `txt`, which `parse_label` looks up first.
 
     Raises:
         ValueError: it is not text, not JSON, without the key, or not a number, a name, or a list of these.

@@ -8,11 +8,10 @@ gives to set k is position n of that lane in the set's own order: no sample of i
 visited exactly once in each of the set's own epochs. How many positions came before is looked up, so any position is
 resolved in constant time, for any number of processes.
 
-The pattern is cut at jittered times: of set k one position falls at random into each of quota_k equal spans of time.
-So a prefix of the pattern has a share of set k that is off by less than 1 + w_k * (sets - 2) positions (by less than
-1 for two sets), where independent draws would be off by a square root. Each global batch, each rank's part of it and
-each micro-batch is a contiguous run of the pattern, and so is every lane's stream: off by less than twice that.
-Neighbours are random all the same, so that mixup of neighbours does not always pair two sets.
+The pattern is stratified: of set k one position falls at random into each of quota_k equal spans. So a prefix of the
+pattern has a share of set k that is off by less than 1 + w_k * (sets - 2) positions, where independent draws would be
+off by a square root. Each global batch, each rank's part, each micro-batch and each lane's stream is a contiguous run
+of the pattern: off by less than twice that. Neighbours are random, so that mixup does not always pair two sets.
 
 Since c is in the law, another global batch size is another stream, which it is not for one data set.
 

@@ -1,10 +1,10 @@
-"""Which sample stands at which position of the stream: a pure function, the heart of the project.
+"""Which sample stands at which position of the stream: a pure function.
 
 The law. An epoch is a permutation of all samples. The shards are permuted and laid end to end, which gives every
 sample of the epoch a place 0..N-1; the places are cut into `lanes` equal spans, and each lane is shuffled inside
 windows of a fixed number of places. Global batch s takes the places [s*c, (s+1)*c) of every lane's stream, in lane
 order, where c = global batch / lanes. A rank owns whole lanes and so reads few shards. The position in training is
-one number, the images seen; everything else follows from it, for any number of processes and workers.
+one number, the images seen, for any number of processes and workers.
 
 No remainder is dropped or repeated. A lane's stream is the lane's span of epoch 0, then of epoch 1, and so on without
 a gap. Where `lanes` does not divide N the spans differ by one sample, and the lanes take turns with the longer one:
@@ -12,12 +12,11 @@ after e epochs lane l has been given floor((e*N + l) / lanes) samples, which sum
 (Hermite's identity). So each sample is visited exactly once an epoch, and the only trace of an epoch's end is that
 the batch on the boundary may hold the last samples of one epoch and the first of the next.
 
-A sample that turns out to be damaged is replaced by another one of its window, which its rank has at hand.
+A damaged sample is replaced by another one of its window, whose shard the rank has open.
 
 Cost: constant time and memory a sample; per epoch in use one permutation of the shards (16 bytes a shard). Nothing
-grows with the number of samples: launch/bench/order.py measures it for 10^9 samples in 10^5 shards. Every product
-here is at most the number of images seen, so 64-bit integers last for `MOST_IMAGES` (4 * 10^9 epochs of 10^9
-samples). No I/O here; several data sets are mixed in `mixture`.
+grows with the number of samples: launch/bench/order.py measures 10^9 samples in 10^5 shards. Every product is at most
+the number of images seen, so 64-bit integers last for `MOST_IMAGES` (4 * 10^9 epochs of 10^9 samples). No I/O here.
 """
 
 from __future__ import annotations
@@ -84,10 +83,10 @@ class LaneStream(ABC):
     def substitute(self, visits: Visits, *, attempt: int) -> Visits:
         """Other samples for the same places of the stream, for when a visit's own sample is damaged.
 
-        Drawn by a hash of (seed, epoch, sample) and the attempt from the window that the place lies in, so that the
-        rank has the shard at hand; from the whole lane where the window has one place only, from the whole epoch where
-        the lane has. Never the visit's own sample if there is another, and never one twice before all were tried.
-        Epoch, lane and position stay the visits' own.
+        Drawn by a hash of (seed, epoch, sample) and the attempt from the place's window, so that the rank has the shard
+        open; from the whole lane where the window has only one place, from the whole epoch where the lane has. Never
+        the visit's own sample if there is another, and never one twice before all were tried. Epoch, lane and position
+        stay the visits' own.
 
         Args:
             visits: resolved visits, or substitutes of them: only their places count.
@@ -148,14 +147,9 @@ class Order(LaneStream):
     ) -> None:
         self._sizes = np.asarray(shard_sizes, dtype=np.int64)
         num_samples = int(self._sizes.sum())
-        check_sizes(
-            num_samples,
-            lanes=lanes,
-            global_batch_images=global_batch_images,
-            window_images=window_images,
-            holder=holder,
-        )
-        super().__init__(num_samples, num_shards=len(self._sizes), lanes=lanes, global_batch_images=global_batch_images)
+        cut = {"lanes": lanes, "global_batch_images": global_batch_images}
+        check_sizes(num_samples, **cut, window_images=window_images, holder=holder)
+        super().__init__(num_samples, num_shards=len(self._sizes), **cut)
         self.seed = seed
         self._window_images = window_images
         self._first_sample = np.cumsum(self._sizes) - self._sizes
@@ -229,14 +223,9 @@ def _another(place: Int64s, *, low: Int64s, size: Int64s, key: NDArray[np.uint64
 
 
 def check_sizes(
-    num_samples: int,
-    *,
-    lanes: int,
-    global_batch_images: int,
-    window_images: int,
-    holder: str = "the shards hold",
+    num_samples: int, *, lanes: int, global_batch_images: int, window_images: int, holder: str = "the shards hold"
 ) -> None:
-    """Refuse sizes that the law cannot hold for; see `Order` for the arguments, `holder` is for the message.
+    """Refuse sizes for which the law cannot hold; see `Order` for the arguments.
 
     Raises:
         UserError: naming the recipe's key and what to change.

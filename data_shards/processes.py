@@ -1,4 +1,4 @@
-"""Processes that help with a command: how many are of use, and how they leave Ctrl-C to the one that the user sees."""
+"""Helper processes of a command: how many are useful, and how they leave Ctrl-C to the command itself."""
 
 import os
 import signal
@@ -7,15 +7,15 @@ from contextlib import contextmanager
 
 
 def num_cores() -> int:
-    """A container or a batch system may grant fewer than the machine has."""
+    """Cores that this process may use: a container or a batch system may grant fewer than the machine has."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @contextmanager
 def deaf_to_interrupts() -> Iterator[None]:
-    """Processes started meanwhile never get SIGINT, which a terminal sends to all of a command's; this one does, after.
+    """Block SIGINT, which a terminal sends to all processes of a command, for processes started meanwhile.
 
-    Ignoring it is too late for them: while Python starts, each would print a traceback.
+    This process gets it afterwards. To ignore it in them is too late: each would print a traceback while Python starts.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:

@@ -1,4 +1,4 @@
-"""How far a long piece of work on images is: a bar on a terminal, otherwise a line every few seconds."""
+"""Progress of long work on images: tqdm's bar on a terminal, otherwise a line every few seconds."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from types import TracebackType
+from contextlib import AbstractContextManager
 from typing import Any, TextIO
 
 from data_shards.text import show_duration
@@ -15,14 +15,14 @@ from data_shards.text import show_duration
 LINE_SECONDS = 5.0
 
 
-class Progress:
-    """Counts images, across threads; says images/s and the time that is left.
+class Progress(AbstractContextManager["Progress"]):
+    """Counts images, across threads; shows images/s and the time left.
 
     Args:
-        total_images: all there are.
+        total_images: all of them.
         report: takes the lines, where there is no terminal.
-        doing: what is done, such as "packing".
-        done_images: that were done before; they do not count for the speed.
+        doing: such as "packing".
+        done_images: done before; they do not count for the speed.
     """
 
     def __init__(
@@ -40,12 +40,7 @@ class Progress:
                 sys.stderr, total=total_images, initial=done_images, unit="img", desc=doing, leave=False
             )
 
-    def __enter__(self) -> Progress:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._bar is not None:
             self._bar.close()
 

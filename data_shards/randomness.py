@@ -1,11 +1,10 @@
 """Random numbers that are a function of what they are for: (seed, epoch, sample), never of who draws them.
 
-Every random choice of the data path goes through this file: the order of shards, the shuffling inside a window, each
-sample's crop and flip. A number depends on nothing but the words it is keyed with, so any process, worker or restart
-that asks for the same thing gets the same bits. The mixer is the finaliser of SplitMix64 (Steele, Lea and Flood,
-"Fast Splittable Pseudorandom Number Generators", 2014), chained over the words; written out here, in integers,
-because NumPy does not promise that a Generator's stream stays the same from one release to the next, and a resumed
-run must not depend on the release.
+Every random choice of the data path goes through this file. A number depends on nothing but the words it is keyed with
+(the first is a `vocabulary.RandomStream`), so any process, worker or restart gets the same bits. The mixer is the
+finaliser of SplitMix64 (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", 2014), chained over
+the words; in our own integers, because NumPy does not promise the same stream in its next release, and a resumed run
+must not depend on that.
 
 Cost: about 10 ns a word, vectorised over whole batches. Not for cryptography.
 """
@@ -22,8 +21,8 @@ _INCREMENT = np.uint64(0x9E3779B97F4A7C15)
 _MULTIPLIER_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MULTIPLIER_2 = np.uint64(0x94D049BB133111EB)
 
-# Four make a permutation of large ranges random; of a range of 3 to 64, such as the last window of a lane may be, four
-# leave a bias that a chi-square test sees in 40,000 keys, six leave less of it, eight none.
+# Four are enough for large ranges; for a range of 3 to 64, as the last window of a lane may be, four leave a bias that
+# a chi-square test sees in 40,000 keys, six less of it, eight none.
 _FEISTEL_ROUNDS = 8
 
 

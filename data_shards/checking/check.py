@@ -29,9 +29,9 @@ from data_shards.checking.split import SplitScan, SplitSummary
 from data_shards.errors import UserError
 from data_shards.images.decode import USUAL_LIMIT, PixelLimit
 from data_shards.manifest import MANIFEST_FILE
-from data_shards.opening import open_shards
+from data_shards.opening import is_packed, open_shards
 from data_shards.shard_set import ShardSet, ShardsSpec
-from data_shards.store.location import PIPE, expand_braces, is_local, join, local_path, shown
+from data_shards.store.location import is_local, join, local_path, shown
 from data_shards.store.store import MissingObject, Store, StoreError
 
 _SPLIT_NAMES = ("train", "val", "validation", "test")
@@ -172,8 +172,7 @@ def _splits_below(location: str, *, store: Store) -> dict[str, str]:
         return {
             name: str(folder / name) for name in names if name in with_tars or (folder / name / MANIFEST_FILE).is_file()
         }
-    is_tar = location.startswith(PIPE) or location.partition("?")[0].endswith(".tar")
-    if is_tar or expand_braces(location) != [location] or _is_there(join(location, MANIFEST_FILE), store=store):
+    if not is_packed(location) or _is_there(join(location, MANIFEST_FILE), store=store):
         return {}
     places = {name: join(location, name) for name in _SPLIT_NAMES}
     return {name: place for name, place in places.items() if _is_there(join(place, MANIFEST_FILE), store=store)}

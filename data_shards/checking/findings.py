@@ -25,17 +25,7 @@ class FoundAt(NamedTuple):
 
 @dataclass(frozen=True)
 class Finding:
-    """One kind of finding in one split, or across splits.
-
-    Attributes:
-        severity: see the module.
-        kind: a key of `_KINDS`.
-        split: "train", "val", ..., or "train and val".
-        count: how often it was found.
-        message: what it is, with the count: "3 unreadable images".
-        remedy: what to do.
-        places: where, at most `MOST_PLACES` of them.
-    """
+    """One kind of finding in one split, or across splits; `page` explains the fields."""
 
     severity: Severity
     kind: str

@@ -17,16 +17,14 @@ The keys of the JSON are stable; new ones may be added (`version` changes if any
         formats             {format: images}
         height, width       {min, median, max} in pixels, or null without --decode
         decode_ms           CPU time for one image on one core, or null
-    fitness             null, or world_size, nodes, processes_per_node, lanes, fitting_world_sizes, images_per_process,
-                        shards_per_process, shards_per_node ([least, most] each), node_share, node_bytes, window_shards,
-                        window_bytes
+    fitness             null, or what `fitness.Fitness` holds
     findings            a list of
         severity            "problem", "warning" or "info"
         kind                see `findings`
         split               "train", ..., "train and val"
         count               how often
-        message, remedy     sentences
-        places              a list of {shard, key, detail}, at most 1,000
+        message, remedy     what it is, with the count: "3 unreadable images"; what to do
+        places              where: a list of {shard, key, detail}, at most 1,000
 """
 
 from __future__ import annotations

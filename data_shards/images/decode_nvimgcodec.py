@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 
@@ -76,8 +76,8 @@ class _Decoder:
 
     def __init__(self, device: Device) -> None:
         with _importing, _only_what_is_needed(device):
-            from nvidia import nvimgcodec as library
-        self.library: Any = library
+            from nvidia import nvimgcodec
+        self.library = library = cast(Any, nvimgcodec)
         if device == "cpu":
             where = library.NVIMGCODEC_DEVICE_CPU_ONLY
             kinds = [library.BackendKind.CPU_ONLY]  # without which it asks for a GPU all the same
@@ -104,9 +104,7 @@ def _decoder(device: Device) -> _Decoder:
 
 @contextmanager
 def _only_what_is_needed(device: Device) -> Iterator[None]:
-    """For the first import, which decides for the process: its extension folder, and silence, unless the user has set
-    either variable.
-    """
+    """The variables that its first import reads, for all of the process, unless the user has set them."""
     wanted = {"PYNVIMGCODEC_VERBOSITY": "0"}
     with tempfile.TemporaryDirectory(prefix="shardvit-nvimgcodec-") as folder:
         spec = find_spec("nvidia.nvimgcodec")
