@@ -1,4 +1,4 @@
-"""What every stage is given: the recipe, the run folder, the processes, where to track, and the stop flag."""
+"""What every stage is given: recipe, run folder, process group, MLflow's address, stop flag."""
 
 from __future__ import annotations
 

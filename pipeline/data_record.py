@@ -1,8 +1,7 @@
-"""A stage goes on with the data that it began with: STAGE/data.json says what they were, and what differs is named.
+"""A stage resumes with the data that it began with: STAGE/data.json says what they were, and what differs is named.
 
-`shardvit run` asks before it starts any process, rank 0 asks again; the sets are compared by `checking.identity`, what
-is read of them by `checking.identity`. stage.json keeps the digest of what decides, so a data.json that was lost or
-altered is noticed. A stage that was begun before there was a data.json gets one at its next attempt. No torch here.
+`shardvit run` compares before it starts any process, rank 0 compares again (`data_shards.checking.identity`).
+stage.json keeps the digest of what decides, so a data.json that was lost or altered is noticed. No torch here.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ from data_shards.text import parse_json
 from pipeline.recipe.schema import StageName
 from pipeline.run_folder import RunFolder
 from pipeline.stage_data import StageData
+from pipeline.vocabulary import DATA_FILE
 
-DATA_FILE = "data.json"
-_VERSION = 1  # of the file; of another one nothing is known
+_VERSION = 1  # of the file; others are ignored
 
 
 @dataclass(frozen=True)
@@ -112,7 +111,7 @@ def _changed(folder: RunFolder, stage: StageName, what: str) -> UserError:
 
 
 def _read(path: Path, *, digest: str) -> DataRecord | None:
-    """None where there is none that can be believed; an empty `digest` vouches for none, and none is asked for."""
+    """None where there is none, it is broken, or it is not the one that `digest` (if there is one) vouches for."""
     try:
         content = parse_json(path.read_bytes())
         if content["version"] != _VERSION or list(content["sets"]) != ["training images", "held-out images"]:

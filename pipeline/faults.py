@@ -1,9 +1,8 @@
-"""The damaged images met so far: counted over all ranks, listed in the stage's folder, held against the budget.
+"""Damaged images: counted over all ranks, listed in the stage's folder, held against the budget.
 
-Each rank notes what its batches report; `settle` brings the notes together, a few times a minute. The list is
-STAGE/corrupt_samples.jsonl, one line for each image, written by rank 0 and read again when the stage is resumed, so
-that an image counts once however often it is met. A line stays when training is rolled back: the image is damaged all
-the same. What is substituted is the loader's business.
+Each rank notes what its batches report; `settle` gathers the notes, a few times a minute. The list is
+STAGE/corrupt_samples.jsonl, one line per image, written by rank 0 and read again on resume, so an image counts once
+however often it is met. Which sample is substituted is the loader's business.
 """
 
 from __future__ import annotations
@@ -29,12 +28,15 @@ class Settled:
 
 
 class FaultLedger:
-    """The account of one stage.
+    """The damaged images of one stage.
 
     Args:
         file: the list.
         num_samples: images of each set.
         max_share: share of a set that may be damaged.
+
+    Attributes:
+        complaint: one sentence, if more images are damaged than the recipe allows; the same on every rank.
     """
 
     def __init__(self, file: Path, *, num_samples: dict[Use, int], max_share: float) -> None:
@@ -45,17 +47,16 @@ class FaultLedger:
         self._mine: dict[tuple[Use, str, str], Fault] = {}
         self._substituted = 0
         self.complaint = self._complaint()
-        """One sentence, if more images are damaged than the recipe allows; the same on every rank."""
 
     def note(self, batch: Batch, *, use: Use, rows: int) -> None:
-        """Take down what a batch reports; its first `rows` rows are this rank's own."""
+        """Note what a batch reports; its first `rows` rows are this rank's own."""
         for fault in batch.faults:
             self._mine[use, fault.shard, fault.key] = fault
         if batch.faults:
             self._substituted += int(batch.substituted[:rows].sum())
 
     def settle(self, ranks: Ranks) -> Settled:
-        """Bring all ranks' notes together; collective."""
+        """Gather the notes of all ranks; collective."""
         parts = ranks.gather_objects((self._mine, self._substituted))
         new: dict[tuple[Use, str, str], Fault] = {}
         substituted = 0

@@ -1,8 +1,8 @@
 """Which patches of an image are corrupted, and how: functions of (seed, epoch, sample) in training, and of (seed,
 sample) in evaluation.
 
-So they are the same on any number of processes and workers, in any micro-batch, and after a resume; and held-out
-numbers compare from one evaluation to the next. The shares are those of the ViT paper (appendix B.1.2) and BERT's.
+So they do not depend on the number of processes or workers, the micro-batch or a resume, and held-out numbers can be
+compared between evaluations. The shares are those of the ViT paper (appendix B.1.2) and BERT's.
 
 Cost: about 1.5 random words a patch, 20 ns each; on the CPU, while a GPU is still busy with the batch before.
 """

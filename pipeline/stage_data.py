@@ -1,4 +1,4 @@
-"""A stage's shards, opened and checked against each other; what the recipe says of them, made into the loader's terms.
+"""A stage's shards, opened and checked against each other, and the order of their samples.
 
 Needs no torch: `shardvit run` opens the shards before it starts any process, and each rank opens them again.
 """

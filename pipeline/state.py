@@ -1,7 +1,7 @@
-"""What the loop carries from one step to the next, and a checkpoint from one process to the next.
+"""What the loop carries from one step to the next, and a checkpoint from one attempt to the next.
 
-Small and plain on purpose: weights and optimizer are the engine's, the position in the data is `step`, and there are
-no random generators to save, because every step is seeded anew from (seed, step, rank).
+Weights and optimizer are the engine's, the position in the data is `step`, and there are no random generators to save:
+every step is seeded from (seed, step, rank).
 """
 
 from __future__ import annotations
