@@ -1,7 +1,6 @@
-"""A whole pipeline on this machine: check everything first, then start the stages one after the other.
+"""A whole pipeline: check everything first, then start the stages one after the other, each in processes of its own.
 
-No torch in this process; each stage is started as processes of its own (`local`), and again when it fails, if the
-user allows it (`restarts`).
+No torch in this process. A failed stage is restarted if the user allows it (`restarts`).
 """
 
 from __future__ import annotations
@@ -35,12 +34,12 @@ from pipeline.run_folder import RunFolder, StageRecord
 from pipeline.stage_model import model_from_elsewhere
 from pipeline.vocabulary import EXIT_STOPPED, EXIT_USER_ERROR
 
-_GONE_SECONDS = 20.0  # for the ranks, which find out by themselves, to say it and to end
+_GONE_SECONDS = 20.0  # for the ranks, which notice by themselves, to say it and to end
 
 
 @dataclass(frozen=True)
 class PipelineRun:
-    """A recipe and its run folder, found to fit together; `commands`: whether a `pipe:` in it is run."""
+    """A recipe and its run folder, checked to fit together; `commands`: whether a `pipe:` in it is run."""
 
     recipe: Recipe
     folder: RunFolder
@@ -103,12 +102,11 @@ class PipelineRun:
         Args:
             only: this stage alone.
             mode: "dry-run" prints a summary and the resolved recipe, and starts nothing.
-            max_restarts: how often, over all stages, one that failed is started again by itself.
+            max_restarts: of failed stages, over all stages.
             keys: of the recipe that a dry run prints: those that differ from their defaults, or all.
 
         Raises:
-            UserError: there is no such stage, another process is at work in the run folder, or nothing can be
-                written there.
+            UserError: there is no such stage, the run folder is in use, or nothing can be written there.
             KeyboardInterrupt: the user stopped it between two stages or before a restart.
         """
         if only is not None and only not in self.recipe.stages.names:
@@ -120,7 +118,7 @@ class PipelineRun:
         if mode == "dry-run":
             from launch.planning.dry_run import printed, summary
 
-            self._start_function()  # which asks the hosts
+            self._start_function()  # which checks the hosts
             text = summary(
                 self.recipe,
                 folder=self.folder,
@@ -132,7 +130,7 @@ class PipelineRun:
             return 0
         restarts = Restarts(max_restarts)
         try:
-            # Between two stages there is nothing at work that could be saved: they do what Ctrl-C does.
+            # Between two stages there is nothing to save: these signals do what Ctrl-C does.
             interrupting = handled((signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1), signal.default_int_handler)
             lock = locked(
                 self.folder.path / ".run.lock",
@@ -141,13 +139,13 @@ class PipelineRun:
                 end_others=lambda: kill_all(SUPERVISOR_PID, str(os.getpid())),
             )
             with interrupting, lock as there, there.demanded():
-                start = _in_folder(there, self._start_function())
+                start = self._start_function()
                 for note in self.folder.open(self.recipe, restart=self.restart):
                     print(note)
                 for note in mend_records(self.folder, self.recipe.stages.names):
                     print(note, flush=True)
                 for stage in self.recipe.stages.names if only is None else (only,):
-                    code = self._run_stage(stage, start=start, restarts=restarts)
+                    code = self._run_stage(stage, start=start, there=there, restarts=restarts)
                     if code:
                         return code
         except OSError as error:
@@ -158,7 +156,7 @@ class PipelineRun:
         return 0
 
     def _start_function(self) -> Callable[[Launch], int]:
-        """What starts a stage: here, or on the hosts, which are asked first."""
+        """What starts a stage: here, or on the hosts, which are checked first."""
         if self.fleet is None:
             return run_stage_locally
         from launch.hosts.stage import prepare
@@ -172,7 +170,9 @@ class PipelineRun:
             commands=self.commands,
         )
 
-    def _run_stage(self, stage: StageName, *, start: Callable[[Launch], int], restarts: Restarts) -> int:
+    def _run_stage(
+        self, stage: StageName, *, start: Callable[[Launch], int], there: Presence, restarts: Restarts
+    ) -> int:
         record = self.folder.record(stage)
         if record.state == "done":
             print(f"{stage}: done already{_results(record, self.folder, stage)}", flush=True)
@@ -190,6 +190,8 @@ class PipelineRun:
             interrupted = False
             try:
                 code = start(launch)
+                if code != EXIT_USER_ERROR:  # else the ranks may have said that it is gone
+                    there.demand()
             except KeyboardInterrupt:
                 interrupted, code = True, EXIT_STOPPED
             record = self.folder.record(stage)
@@ -216,7 +218,7 @@ class PipelineRun:
                     time.sleep(PAUSE_SECONDS)  # Ctrl-C ends it
                     continue
                 if restarts.allowed:
-                    goes_on = f"{refusal}; once the cause is mended, {goes_on}"
+                    goes_on = f"{refusal}; once the cause is fixed, {goes_on}"
             say(f"{stage} is not finished ({why}): {goes_on}")
             return EXIT_STOPPED if code == EXIT_STOPPED else 1
 
@@ -227,7 +229,7 @@ class PipelineRun:
         return f"{number} on this machine ({'GPU' if num_gpus() else 'CPU'})"
 
     def check_stages(self) -> list[str]:
-        """Every stage's data, sizes, model and checkpoints, before the first one is started; what was not looked at."""
+        """Check every stage's data, sizes, model and checkpoints; returns what was not checked."""
         from pipeline.recipe.stage_plan import plan_stage  # numpy and the network only for a recipe that was read
         from pipeline.stage_data import open_data, training_order
 
@@ -244,7 +246,7 @@ class PipelineRun:
                 if not self._unopened(stage):  # else the summary checks what it can
                     data = open_data(self.recipe, stage=stage, commands=self.commands)
             except CommandRefused as error:
-                notes.append(f"stages.{stage}: its images and their number were not looked at: {error}")
+                notes.append(f"stages.{stage}: its images and their number were not checked: {error}")
             if data is not None:
                 images = data.train.num_samples
                 plan = plan_stage(self.recipe, stage=stage, samples_per_epoch=images, world_size=self.processes)
@@ -257,7 +259,7 @@ class PipelineRun:
         return notes
 
     def _unopened(self, stage: StageName) -> tuple[str, ...]:
-        """The training stage's shards that a dry run does not open, a sentence each."""
+        """The stage's shards that a dry run does not open, a sentence each."""
         config = getattr(self.recipe.stages, stage)
         if self.shards == "needed" or not isinstance(config, TrainStage):
             return ()
@@ -275,7 +277,7 @@ class PipelineRun:
         return record.state
 
     def _demand_earlier(self, stage: StageName) -> None:
-        """Refuse a stage whose model is to come from one that is not done."""
+        """Refuse a stage whose model comes from one that is not done."""
         names = self.recipe.stages.names
         missing = [
             name
@@ -291,18 +293,6 @@ class PipelineRun:
     def _begins_again(self, stage: StageName) -> bool:
         names = self.recipe.stages.names
         return self.restart is not None and names.index(stage) >= names.index(self.restart)
-
-
-def _in_folder(there: Presence, start: Callable[[Launch], int]) -> Callable[[Launch], int]:
-    """`start`, after which the run folder must be there, or the ranks have said that it is not."""
-
-    def run(launch: Launch) -> int:
-        code = start(launch)
-        if code != EXIT_USER_ERROR:
-            there.demand()
-        return code
-
-    return run
 
 
 def _processes_here(recipe: Recipe) -> int:

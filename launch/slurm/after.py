@@ -33,19 +33,12 @@ _TIME_LIMIT = "TimeLimit"
 
 @dataclass(frozen=True)
 class Ending:
-    """How srun ended.
+    """How srun ended."""
 
-    Attributes:
-        job: its number.
-        code: srun's exit code.
-        signal: the first one that the batch script received: none, USR1 (before the time limit) or TERM.
-        queue: the job's STATE/REASON in the queue, such as RUNNING/None; empty: the controller did not answer.
-    """
-
-    job: str
-    code: int
-    signal: str
-    queue: str
+    job: str  # its number
+    code: int  # srun's exit code
+    signal: str  # the first one that the batch script received: none, USR1 (before the time limit) or TERM
+    queue: str  # the job's STATE/REASON, such as RUNNING/None; empty: the controller did not answer
 
     @property
     def ended_by_slurm(self) -> bool:

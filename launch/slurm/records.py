@@ -7,42 +7,32 @@ cancelled.json    jobs that `shardvit cancel` was asked to end: they are not req
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
+from pydantic_core import to_json
 
 from data_shards.durable import replace_text
 from data_shards.errors import UserError
 from pipeline.vocabulary import StageName
 
-_Record = TypeVar("_Record")
 Kind = Literal["stopped", "failed", "taken away"]
 """How an attempt ended that did not finish its stage; taken away: by SLURM (preemption, a failed node, scancel)."""
 
 
 @dataclass(frozen=True)
 class Submission:
-    """The jobs of a run, one for each stage that was not done.
+    """The jobs of a run, one for each stage that was not done."""
 
-    Attributes:
-        time: unix seconds.
-        processes: of a training stage.
-        limit_seconds: of one job.
-        max_restarts: of a stage that crashed.
-        jobs: stage -> job number; stages are submitted in this order.
-        total_steps: of the training stages.
-    """
-
-    time: float
-    processes: int
-    limit_seconds: int
-    max_restarts: int
-    jobs: dict[StageName, str] = field(default_factory=dict)
-    total_steps: dict[StageName, int] = field(default_factory=dict)
+    time: float  # unix seconds
+    processes: int  # of a training stage
+    limit_seconds: int  # of one job
+    max_restarts: int  # of a crashed stage
+    jobs: dict[StageName, str] = field(default_factory=dict)  # stage -> job number, in the order of submission
+    total_steps: dict[StageName, int] = field(default_factory=dict)  # of the training stages
 
 
 @dataclass(frozen=True)
@@ -57,7 +47,7 @@ class End:
     sentence: str
 
 
-# All three readers raise UserError for a damaged file.
+_Value = TypeVar("_Value")
 
 
 def read_submission(slurm: Path) -> Submission | None:
@@ -66,8 +56,8 @@ def read_submission(slurm: Path) -> Submission | None:
 
 
 def write_submission(slurm: Path, submission: Submission) -> None:
-    """Replace the record."""
-    _write(slurm / "jobs.json", asdict(submission))
+    """Replace it."""
+    _write(slurm / "jobs.json", submission)
 
 
 def read_ends(slurm: Path, stage: StageName) -> list[End]:
@@ -76,8 +66,8 @@ def read_ends(slurm: Path, stage: StageName) -> list[End]:
 
 
 def write_ends(slurm: Path, stage: StageName, ends: Sequence[End]) -> None:
-    """Replace the record."""
-    _write(slurm / f"{stage}.ends.json", [asdict(end) for end in ends])
+    """Replace them."""
+    _write(slurm / f"{stage}.ends.json", ends)
 
 
 def read_cancelled(slurm: Path) -> set[str]:
@@ -86,11 +76,12 @@ def read_cancelled(slurm: Path) -> set[str]:
 
 
 def write_cancelled(slurm: Path, jobs: set[str]) -> None:
-    """Replace the record."""
+    """Replace them."""
     _write(slurm / "cancelled.json", sorted(jobs))
 
 
-def _read(path: Path, kind: TypeAdapter[_Record], *, missing: Any) -> _Record:
+def _read(path: Path, kind: TypeAdapter[_Value], *, missing: Any) -> _Value:
+    """UserError: the file is damaged."""
     try:
         return kind.validate_json(path.read_bytes())
     except FileNotFoundError:
@@ -101,4 +92,4 @@ def _read(path: Path, kind: TypeAdapter[_Record], *, missing: Any) -> _Record:
 
 def _write(path: Path, content: object) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    replace_text(path, json.dumps(content, indent=1) + "\n")
+    replace_text(path, to_json(content, indent=1).decode() + "\n")

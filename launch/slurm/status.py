@@ -126,12 +126,7 @@ def as_text(status: RunStatus) -> str:
 
 def as_tree(status: RunStatus) -> dict[str, Any]:
     """The same for programs."""
-    return {
-        "run": str(status.run),
-        "submission": None if status.submission is None else asdict(status.submission),
-        "stages": [asdict(stage) for stage in status.stages],
-        "notes": list(status.notes),
-    }
+    return {**asdict(status), "run": str(status.run)}
 
 
 def _recipe_of(run: Path) -> Recipe:
