@@ -182,11 +182,7 @@ def _usable_index(entry: ShardEntry, readable: ReadableIndex, *, tar_bytes: int)
     if len(stored) <= len(headers):
         return headers, ""
     ends = np.maximum(stored.image_offset + stored.image_size, stored.label_offset + stored.label_size)
-    rows = np.flatnonzero(ends <= tar_bytes)
-    columns = (stored.image_offset, stored.image_size, stored.label_offset, stored.label_size)
-    keys, extensions = list(stored.keys), list(stored.image_extension)
-    kept = ([keys[row] for row in rows], [extensions[row] for row in rows], *(column[rows] for column in columns))
-    return ShardIndex(*kept), ""
+    return stored.take(np.flatnonzero(ends <= tar_bytes).tolist()), ""
 
 
 def _difference(stored: ShardIndex, headers: ShardIndex) -> str:
@@ -205,7 +201,7 @@ def _scan_samples(
     request: ScanRequest, entry: ShardEntry, index: ShardIndex, rows: range, *, descriptor: int, scan: PartScan
 ) -> None:
     shards = request.shards
-    keys = list(index.keys[rows.start : rows.stop])
+    keys = [index.keys[row] for row in rows]
     scan.packed_keys = zlib.compress("\0".join(keys).encode("utf-8", "surrogateescape"), 1)
     scan.samples = np.zeros(len(rows), SAMPLE)
     scan.samples["label_code"] = -1

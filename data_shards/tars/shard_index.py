@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +20,7 @@ MOST_TAR_BYTES = 1 << 62  # twice that still fits into 64 bits
 _ARRAYS = ("image_offset", "image_size", "label_offset", "label_size")
 
 
-class Texts(Sequence[str]):
+class Texts:
     """Many short texts in one piece of memory: a Python list of them takes 60 bytes more for each."""
 
     def __init__(self, data: bytes, ends: NDArray[np.int64]) -> None:
@@ -37,15 +36,8 @@ class Texts(Sequence[str]):
     def __len__(self) -> int:
         return len(self.ends)
 
-    @overload
-    def __getitem__(self, number: int) -> str: ...
-    @overload
-    def __getitem__(self, number: slice) -> list[str]: ...
-    def __getitem__(self, number: int | slice) -> str | list[str]:
-        if isinstance(number, slice):
-            return [self[each] for each in range(*number.indices(len(self)))]
-        if number < 0:
-            number += len(self)
+    def __getitem__(self, number: int) -> str:
+        """Raises IndexError for a number that is not from 0 to the length."""
         if not 0 <= number < len(self):
             raise IndexError(number)
         start = int(self.ends[number - 1]) if number else 0
@@ -57,25 +49,13 @@ class Texts(Sequence[str]):
             yield self.data[start:end].decode("utf-8", "surrogateescape")
             start = end
 
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Sequence):
-            return NotImplemented
-        return len(self) == len(other) and all(a == b for a, b in zip(self, other, strict=True))
-
-    __hash__ = None  # pyright: ignore[reportAssignmentType]  # as a list
-
-    def __repr__(self) -> str:
-        return f"Texts({list(self)!r})"
-
 
 @dataclass(frozen=True)
 class ShardIndex:
-    """One tar's samples in their order; all arrays are int64 of shape (num_samples,), in bytes from the tar's
-    start.
-    """
+    """One tar's samples in their order; all arrays are int64 of shape (num_samples,), in bytes from the tar's start."""
 
-    keys: Sequence[str]
-    image_extension: Sequence[str]
+    keys: Texts
+    image_extension: Texts
     image_offset: NDArray[np.int64]
     image_size: NDArray[np.int64]
     label_offset: NDArray[np.int64]
@@ -98,10 +78,8 @@ class ShardIndex:
         """The index of these samples alone."""
         if len(rows) == len(self):
             return self
-        extensions = [self.image_extension[row] for row in rows]
-        chosen = np.array(rows, dtype=np.int64)
-        arrays = (getattr(self, name)[chosen] for name in _ARRAYS)
-        return ShardIndex(Texts.of(self.keys[row] for row in rows), extensions, *arrays)
+        keys, extensions = (Texts.of(each[row] for row in rows) for each in (self.keys, self.image_extension))
+        return ShardIndex(keys, extensions, *(getattr(self, name)[np.array(rows, dtype=int)] for name in _ARRAYS))
 
     @property
     def is_ascending(self) -> bool:
@@ -111,15 +89,14 @@ class ShardIndex:
 
 def save_index(index: ShardIndex, path: Path, *, note: str = "") -> None:
     """Write the binary form, at once or not at all; `note` is any text to keep with it."""
-    keys, extensions = Texts.of(index.keys), Texts.of(index.image_extension)
     with replaced(path, sync="none", writers="several") as beside, beside.open("wb") as stream:
         np.savez(
             stream,
             note=np.frombuffer(note.encode(), dtype=np.uint8),
-            keys=np.frombuffer(keys.data, dtype=np.uint8),
-            key_ends=keys.ends,
-            extensions=np.frombuffer(extensions.data, dtype=np.uint8),
-            extension_ends=extensions.ends,
+            keys=np.frombuffer(index.keys.data, dtype=np.uint8),
+            key_ends=index.keys.ends,
+            extensions=np.frombuffer(index.image_extension.data, dtype=np.uint8),
+            extension_ends=index.image_extension.ends,
             **{name: getattr(index, name) for name in _ARRAYS},
         )
 

@@ -44,22 +44,6 @@ class TarDamage(ValueError):
         self.offset = offset
 
 
-class _Extended:
-    """What the headers before a member's own say of it."""
-
-    def __init__(self) -> None:
-        self.name: str | None = None
-        self.size: int | None = None
-
-    def add_pax(self, records: dict[bytes, bytes]) -> None:
-        if b"path" in records:
-            self.name = _decoded(records[b"path"]).rstrip("/")
-        if b"size" in records:
-            self.size = int(records[b"size"])
-            if self.size < 0:
-                raise ValueError("a size below zero")
-
-
 def walk_tar(descriptor: int) -> Iterator[Member]:
     """The regular files of an open tar, in their order.
 
@@ -78,7 +62,7 @@ def walk_tar(descriptor: int) -> Iterator[Member]:
 
     position = 0
     every: dict[bytes, bytes] = {}  # pax records that hold for all that follow
-    extended = _Extended()
+    records: dict[bytes, bytes] = {}  # what headers before a member's own say of it, as pax has it
     while True:
         header = read(position, BLOCK_BYTES)
         if len(header) < BLOCK_BYTES:
@@ -98,19 +82,18 @@ def walk_tar(descriptor: int) -> Iterator[Member]:
                 data = read(start, size)
                 _check_end(start + size, num_bytes, what="an extended header")
                 if kind == b"L":
-                    extended.name = _decoded(data.split(b"\0", 1)[0])
+                    records[b"path"] = data.split(b"\0", 1)[0]
                 elif kind in _PAX:
-                    extended.add_pax(every | _pax_records(data))
+                    records |= _pax_records(data)
                 elif kind == b"g":
                     every |= _pax_records(data)
-                    extended.add_pax(every)
                 position = start + _padded(size)
                 continue
             if kind == b"S":
                 raise ValueError("a sparse file; pack it anew")
-            name = extended.name if extended.name is not None else _name(header)
-            if extended.size is not None:
-                size = extended.size
+            records = every | records
+            name = _decoded(records[b"path"]) if b"path" in records else _name(header)
+            size = int(records.get(b"size", size))
         except TarDamage:
             raise
         except ValueError as error:
@@ -119,9 +102,7 @@ def walk_tar(descriptor: int) -> Iterator[Member]:
             raise TarDamage(
                 f"the tar is damaged (no readable header at byte {position}: {error})", offset=position
             ) from None
-        extended = _Extended()
-        if every:
-            extended.add_pax(every)
+        records = {}
         if kind in _WITHOUT_DATA:
             position = start
             continue
@@ -193,7 +174,9 @@ def _pax_records(data: bytes) -> dict[bytes, bytes]:
             raise ValueError("a broken pax record")
         if keyword.startswith(b"GNU.sparse."):
             raise ValueError("a sparse file; pack it anew")
-        records[keyword] = value[:-1]
+        if keyword == b"size" and not value[:-1].isdigit():
+            raise ValueError(f"a size of {value[:24]!r}")
+        records[keyword] = value[:-1].rstrip(b"/") if keyword == b"path" else value[:-1]
         start = end
     return records
 

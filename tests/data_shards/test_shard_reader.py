@@ -254,8 +254,8 @@ def test_the_samples_before_the_cut_stay(manifest: Manifest, has_index: bool):
         index_path(path).unlink()
     reader = ShardReader(opened(manifest, damaged="report"))
     keys, corrupt = readable(reader, 2)
-    assert keys == list(index.keys[:3])
-    assert [error.key for error in corrupt] == (list(index.keys[3:]) if has_index else ["row 3", "row 4"])
+    assert keys == list(index.keys)[:3]
+    assert [error.key for error in corrupt] == (list(index.keys)[3:] if has_index else ["row 3", "row 4"])
     assert {Path(error.shard).name for error in corrupt} == {path.name}
     assert corrupt[-1].key in reader.describe(2, row=4)
     assert readable(reader, 3) == (list(open_index(manifest.shard_paths[3]).keys), [])

@@ -33,7 +33,7 @@ def damaged(tmp_path_factory: pytest.TempPathFactory) -> Damaged:
                 lost.add((tar.name, index.keys[row]))
             if number == 5:
                 stream.truncate(int(index.image_offset[-20]) + 7)
-                lost |= {(tar.name, key) for key in index.keys[-20:]}
+                lost |= {(tar.name, key) for key in list(index.keys)[-20:]}
     recipe = {
         "name": "damaged",
         "processes": 2,

@@ -114,10 +114,10 @@ def test_a_tar_cut_short_loses_what_is_cut_and_nothing_else(tmp_path: Path):
     assert len(shards.damage) == 1 and path.name in shards.damage[0]
     batches = list(micro_batches(shards, on_corrupt="substitute", stop_step=8))
     offenders = {(fault.shard, fault.key) for batch in batches for fault in batch.faults}
-    assert offenders == {(shards.shards[3].name, key) for key in index.keys[5:]}
+    assert offenders == {(shards.shards[3].name, key) for key in list(index.keys)[5:]}
     seen_keys = {key for batch in batches for key in batch.keys}
     every = {key for entry in shards.shards for key in read_index(Path(entry.url).with_suffix(".idx")).keys}
-    assert seen_keys == every - set(index.keys[5:])
+    assert seen_keys == every - set(list(index.keys)[5:])
 
 
 def test_a_set_without_a_readable_sample_ends_instead_of_searching_for_ever(tmp_path: Path):

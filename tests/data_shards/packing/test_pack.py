@@ -145,4 +145,4 @@ def test_a_png_called_jpeg_is_packed_as_png(tmp_path: Path):
     (tmp_path / "in/a").mkdir(parents=True)
     (tmp_path / "in/a/1.JPEG").write_bytes(encoded(1))
     result = quiet(str(tmp_path / "in"), tmp_path / "out")
-    assert open_index(result.train.shard_paths[0]).image_extension == ["png"]
+    assert open_index(result.train.shard_paths[0]).image_extension[0] == "png"

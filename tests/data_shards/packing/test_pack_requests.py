@@ -193,7 +193,7 @@ def test_reduced_images_are_in_the_tars_and_in_the_request(tmp_path: Path):
     result = quiet(str(tmp_path / "in"), tmp_path / "out", resize=Resize(32, quality=80))
     sizes = {key[-1]: Image.open(io.BytesIO(data)).size for key, data, _ in by_index(result.train)}
     assert sizes == {"0": (32, 48), "1": (90, 30), "2": (32, 64)}
-    assert open_index(result.train.shard_paths[0]).image_extension.count("png") == 1
+    assert list(open_index(result.train.shard_paths[0]).image_extension).count("png") == 1
     request = json.loads((tmp_path / "out/pack.json").read_text())["request"]
     assert request["resize"] == {"short_pixels": 32, "quality": 80}
 

@@ -16,19 +16,16 @@ texts = st.lists(st.text(st.characters(codec="utf-8"), max_size=12) | st.just("n
 
 def make(keys: list[str]) -> ShardIndex:
     numbers = np.arange(len(keys), dtype=np.int64)
-    extensions = [("jpg", "png")[i % 2] for i in range(len(keys))]
+    extensions = Texts.of(("jpg", "png")[i % 2] for i in range(len(keys)))
     return ShardIndex(Texts.of(keys), extensions, numbers, numbers + 1, numbers + 2, numbers + 3)
 
 
 @given(texts)
-def test_texts_are_a_sequence_like_a_list(content: list[str]):
+def test_texts_are_read_like_a_list(content: list[str]):
     found = Texts.of(content)
-    assert found == content and list(found) == content and len(found) == len(content)
-    assert [found[i] for i in range(-len(content), len(content))] == content * 2
-    assert found[1:5:2] == content[1:5:2] and list(reversed(found)) == content[::-1]
-    assert pickle.loads(pickle.dumps(found)) == found
-    assert found != [*content, "x"] and found != ["x", *content]
-    for outside in (len(content), -len(content) - 1):
+    assert list(found) == content == [found[i] for i in range(len(content))] and len(found) == len(content)
+    assert list(pickle.loads(pickle.dumps(found))) == content
+    for outside in (len(content), -1):
         with pytest.raises(IndexError):
             found[outside]
 
@@ -41,7 +38,7 @@ def test_round_trip(tmp_path_factory: pytest.TempPathFactory, keys: list[str], n
     save_index(index, path, note=note)
     loaded = load_index(path)
     assert load_note(path) == note and list(path.parent.iterdir()) == [path]
-    assert all(np.array_equal(value, getattr(loaded, name)) for name, value in vars(index).items())
+    assert all(list(value) == list(getattr(loaded, name)) for name, value in vars(index).items())
     assert loaded.end == index.end == (2 * (len(keys) - 1) + 5 if keys else 0)
 
 
@@ -61,7 +58,7 @@ def test_a_broken_file_is_told(tmp_path_factory: pytest.TempPathFactory, data: s
     with suppress(ValueError):  # nothing else
         loaded = load_index(path)
         # A byte that says nothing, such as a time stamp.
-        assert loaded.keys == index.keys and np.array_equal(loaded.image_offset, index.image_offset)
+        assert list(loaded.keys) == list(index.keys) and np.array_equal(loaded.image_offset, index.image_offset)
 
 
 def test_other_files(tmp_path: Path):
