@@ -44,7 +44,6 @@ class Links:
     far_bytes_per_second: float
 
     def bytes_per_second(self, gpus: int) -> float:
-        """Of a collective over so many GPUs."""
         near = self.near_bytes_per_second
         return near if gpus <= self.gpus_per_node else min(near, self.far_bytes_per_second)
 

@@ -38,7 +38,6 @@ class StageCost:
     working_bytes: int  # held temporarily in the backward pass, on top of either
 
     def image_bytes(self, activations: Literal["all", "checkpointed"]) -> int:
-        """Of one image at the peak."""
         kept = self.activation_bytes if activations == "all" else self.checkpointed_activation_bytes
         return kept + self.working_bytes
 

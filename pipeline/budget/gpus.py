@@ -42,7 +42,6 @@ class Gpu:
 
     @property
     def usable_bytes(self) -> int:
-        """Memory less the reserve."""
         return int(self.memory_bytes * (1 - RESERVE_SHARE))
 
     def peak_flops(self, precision: Precision) -> float:

@@ -58,7 +58,6 @@ class AccelerateEngine:
 
     @property
     def module(self) -> nn.Module:
-        """The model, unwrapped."""
         return self._accelerator.unwrap_model(self._model)
 
     def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
@@ -70,7 +69,6 @@ class AccelerateEngine:
 
     @torch.no_grad()
     def predict(self, *inputs: torch.Tensor) -> torch.Tensor:
-        """The outputs for evaluation."""
         return self._model(*inputs)
 
     def backward(self, loss: torch.Tensor) -> None:

@@ -73,12 +73,10 @@ class DeepSpeedEngine:
         return self._engine.module
 
     def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
-        """The outputs for one micro-batch."""
         return self._engine(*inputs)
 
     @torch.no_grad()
     def predict(self, *inputs: torch.Tensor) -> torch.Tensor:
-        """The outputs for evaluation."""
         return self._engine(*inputs)
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -89,7 +87,6 @@ class DeepSpeedEngine:
             self._engine.step()  # not a boundary: DeepSpeed only counts
 
     def step(self, *, lr: float) -> StepResult:
-        """The optimizer step at the accumulation boundary."""
         assert self._micro_step == self._accumulation_steps, "step() before all micro-batches"
         self._micro_step = 0
         for group in self._engine.optimizer.param_groups:
@@ -111,7 +108,6 @@ class DeepSpeedEngine:
         return StepResult(applied=math.isfinite(grad_norm), grad_norm=grad_norm)
 
     def snapshot(self) -> tuple[StateFile, ...]:
-        """DeepSpeed's sharded checkpoint, intercepted on its way to the disk."""
         writer, collector = self._engine.checkpoint_engine, _Collector()
         self._engine.checkpoint_engine = collector
         # It would copy two scripts into the folder, past its own writer; `shardvit export` does what they do.

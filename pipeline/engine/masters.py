@@ -31,7 +31,6 @@ class Slot:
     count: int
 
     def fill(self, tensor: Tensor, values: Tensor) -> None:
-        """Copy `count` values into `tensor`: the master, or a moment of it."""
         tensor.detach().view(-1).narrow(0, self.start, self.count).copy_(values)
 
 

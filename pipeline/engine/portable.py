@@ -94,19 +94,14 @@ class PortableState:
         return torch.cat(pieces) if len(pieces) != 1 else pieces[0]
 
     def whole(self, name: str, *, of: str = WEIGHT) -> Tensor:
-        """A parameter, or a moment of it, in its shape."""
         shape = self.shapes[name]
         return self.part(name, of=of, first=0, count=torch.Size(shape).numel()).view(shape)
 
 
 def open_deepspeed(folder: Path, *, zero_stage: int, processes: int, model: nn.Module) -> PortableState:
-    """Open what DeepSpeed saved.
+    """Open what so many processes saved under a ZeRO stage into DeepSpeed's own `folder`.
 
-    Args:
-        folder: DeepSpeed's own, with its *.pt files.
-        zero_stage: under which it was saved.
-        processes: how many saved it.
-        model: of the same shape, on any device, sharded by ZeRO 3 or not: for names, order and shapes.
+    `model` gives names, order and shapes; it may be on any device, and sharded.
 
     Raises:
         UserError: the state is of another model, or of another number of processes.

@@ -30,11 +30,7 @@ class PeerGone(RuntimeError):
 
 
 class Ranks:
-    """The process group of a run, joined on construction.
-
-    Args:
-        place: of this process.
-        timeout_seconds: how long to wait for the others before one of them is considered dead.
+    """The process group of a run, joined on construction; after `timeout_seconds` of waiting a rank counts as dead.
 
     Raises:
         PeerGone: rank 0 never came.
@@ -82,11 +78,9 @@ class Ranks:
         return Agreement(raised, work)
 
     def barrier(self) -> None:
-        """Wait for all ranks."""
         distributed.barrier(group=self._host_group)
 
     def leave(self) -> None:
-        """Destroy the process group."""
         distributed.destroy_process_group()
 
 

@@ -50,7 +50,6 @@ class Heartbeat:
 
     @property
     def name(self) -> str:
-        """The rank for a message."""
         return f"rank {self.rank} (host {self.host}, process {self.pid})"
 
     @property
@@ -106,11 +105,8 @@ def read_heartbeat(folder: Path, rank: int, *, attempt: str | None = None) -> He
 class WakingClock:
     """Seconds in which its owner was awake, as counted by calls of `tick`.
 
-    A suspended machine, processes that were all stopped and continued, and a wall clock that was set look like no time.
-
-    Args:
-        most_seconds: what a longer time between two calls counts as.
-        monotonic: the clock behind it, in seconds.
+    A suspended machine, processes that were all stopped and continued, and a wall clock that was set look like no time:
+    a longer time than `most_seconds` between two calls counts as that.
     """
 
     def __init__(self, *, most_seconds: float, monotonic: Callable[[], float] = time.monotonic) -> None:
@@ -134,14 +130,12 @@ class Sightings:
         self._seen: dict[int, tuple[Heartbeat, float]] = {}
 
     def note(self, beat: Heartbeat, *, now: float) -> None:
-        """A rank's heartbeat was read."""
         known = self._seen.get(beat.rank)
         # Not only a larger number: a rank's file may be torn, or may not have been read for a while.
         changed = known is None or known[0].sequence != beat.sequence
         self._seen[beat.rank] = (beat, now if changed or known is None else known[1])
 
     def of(self, rank: int) -> Heartbeat | None:
-        """The newest heartbeat of a rank."""
         return self._seen[rank][0] if rank in self._seen else None
 
     def silent_seconds(self, rank: int, *, now: float) -> float:
@@ -170,14 +164,8 @@ def find_suspects(
     """Which ranks keep a run from going on; empty as long as any rank makes progress.
 
     In this order: ranks that failed; those with a stale heartbeat, because they are stopped or dead; those that do not
-    wait for others, and of these the ones that are furthest behind.
-
-    Args:
-        sightings: of all ranks, the observer's own included.
-        ranks: all of them.
-        now: on the clock of the sightings.
-        hang_seconds: how long a rank may go without progress.
-        slack_seconds: how old a heartbeat may be when it is read.
+    wait for others, and of these the ones that are furthest behind. `sightings` includes the observer's own; a rank may
+    go `hang_seconds` without progress, and a heartbeat may be `slack_seconds` old when it is read.
     """
     beats = {rank: sightings.of(rank) for rank in ranks}
     inside = {rank: beat for rank, beat in beats.items() if beat is None or beat.state != "left"}

@@ -45,7 +45,6 @@ class StackDumps:
         faulthandler.register(DUMP_SIGNAL, file=self._descriptor, all_threads=True)
 
     def dump(self) -> None:
-        """Append this process's own stacks."""
         if self._descriptor is not None:
             faulthandler.dump_traceback(file=self._descriptor, all_threads=True)
 

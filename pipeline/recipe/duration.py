@@ -67,12 +67,6 @@ def in_steps(
 ) -> int:
     """The length in whole optimizer steps, to the nearest, and at least one unless the amount is zero.
 
-    Args:
-        duration: what to convert.
-        global_batch_images: images of one step.
-        samples_per_epoch: images of one epoch.
-        total_steps: of which a percentage is taken.
-
     Raises:
         ValueError: a percentage without `total_steps`.
     """

@@ -254,7 +254,6 @@ class Stages(Strict):
 
     @property
     def names(self) -> tuple[StageName, ...]:
-        """The stages present, in running order."""
         return tuple(name for name in ALL_STAGES if getattr(self, name) is not None)
 
 

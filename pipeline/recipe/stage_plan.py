@@ -59,7 +59,6 @@ class StagePlan:
         return due or (self.save_after_evaluations and self.evaluates_after(step))
 
     def describe(self) -> str:
-        """For the screen."""
         images = self.total_steps * self.global_batch_images
         return (
             f"global batch {self.global_batch_images} = {self.world_size} processes x {self.accumulation_steps} "
