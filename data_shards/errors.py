@@ -1,4 +1,4 @@
-"""The exceptions of the data path: what the user can mend, and what is wrong with one sample.
+"""The exceptions of the data path: what the user can fix, and what is wrong with one sample.
 
 The command line prints a `UserError` without a traceback and exits with code 2. A `CorruptSample` never reaches the
 user as it is: the loader substitutes the sample and counts it, or stops. Any other exception is a bug or the machine's

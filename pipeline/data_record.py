@@ -88,18 +88,19 @@ def _compare_suspects(
 ) -> tuple[SetIdentity, list[str]]:
     """What to keep of a set that differs in nothing but its files' times, and what to say of it."""
     touched = suspects(old, new)
-    compared = compare_suspects(shards, old, touched)
-    if compared.unlike:
-        names = ", ".join(new.names[shard] for shard in compared.unlike[:3])
-        more = f" and {len(compared.unlike) - 3:,} more" if len(compared.unlike) > 3 else ""
+    alike = compare_suspects(shards, old, touched)
+    unseen = [shard for shard in touched if shard not in alike]
+    if unlike := [shard for shard, same in alike.items() if not same]:
+        names = ", ".join(new.names[shard] for shard in unlike[:3])
+        more = f" and {len(unlike) - 3:,} more" if len(unlike) > 3 else ""
         raise _changed(folder, stage, f"{name}: {names}{more} has the size it had but other bytes")
     note: list[str] = []
-    if compared.unseen:
+    if unseen:
         note = [
             f"{stage}: {len(touched):,} shards of the {name} have other times than before; the content of "
-            f"{len(compared.same):,} was compared and is the same, of the others only what is read at each start"
+            f"{len(alike):,} was compared and is the same, of the others only what is read at each start"
         ]
-    local_unseen = [shard for shard in compared.unseen if new.sha256[shard] or new.pixels[shard]]
+    local_unseen = [shard for shard in unseen if new.sha256[shard] or new.pixels[shard]]
     return old.seen_as(new, unseen=local_unseen), note
 
 

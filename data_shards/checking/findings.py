@@ -56,7 +56,7 @@ _KINDS = {
     "unreachable-shard": _Kind(
         "problem",
         "{n} shard{s} could not be fetched",
-        "see the reason, mend the network, the permissions or the location, and check again",
+        "see the reason, fix the network, the permissions or the location, and check again",
     ),
     "damaged-shard": _Kind(
         "problem",
@@ -94,7 +94,7 @@ _KINDS = {
     "image": _Kind(
         "problem",
         "{n} unreadable image{s}",
-        "mend or drop them at the source and pack again; training substitutes others as long as "
+        "repair or drop them at the source and pack again; training substitutes others as long as "
         "data.max_corrupt_share allows it",
     ),
     "label": _Kind(

@@ -1,4 +1,4 @@
-"""What a set of shards was when a stage began, what of it differs now, and the look at the shards that tells.
+"""What a set of shards was when a stage began, and what of it differs now.
 
 A set is known by a column for each property. Content decides: sizes, numbers of samples, digests, and the samples that
 were read (`spots`). Stamps (times, ETags) decide nothing by themselves, since a copy has others: where one differs,
@@ -138,7 +138,7 @@ def differences(before: SetIdentity, now: SetIdentity) -> list[str]:
         left = len(found) - len(phrases)
         return phrases + ([f"{left:,} more shards differ"] if left else [])
     if before.digest != now.digest:
-        return ["its classes are others, or where its labels stand"]
+        return ["its classes differ, or where its labels are"]
     return []
 
 
@@ -177,10 +177,10 @@ def _contents(one: SetIdentity) -> list[tuple[str, ...]]:
 
 
 def identify(shards: ShardSet) -> SetIdentity:
-    """What a set is now.
+    """What a set is now, with the few samples read that the module's head speaks of.
 
     Raises:
-        UserError: a shard that is looked at cannot be read, or its index lies.
+        UserError: a shard cannot be read, or its index does not match it.
     """
     numbers = [number for number in spread(len(shards.shards), most=MOST_SHARDS) if is_local(shards.shards[number].url)]
     share = max(1, min(len(shards.shards), MOST_SHARDS))
@@ -190,20 +190,11 @@ def identify(shards: ShardSet) -> SetIdentity:
     return SetIdentity.of(shards, spots=dict(zip(numbers, found, strict=True)))
 
 
-@dataclass(frozen=True)
-class Compared:
-    """What reading the suspects has shown; numbers of shards."""
+def compare_suspects(shards: ShardSet, before: SetIdentity, suspects: Sequence[int]) -> dict[int, bool]:
+    """Read shards whose stamps have changed, up to `MOST_SUSPECT_BYTES`: whether each has its old content.
 
-    unlike: tuple[int, ...]  # other content than before
-    same: tuple[int, ...]
-    unseen: tuple[int, ...]  # not read, because they are too many, or remote
-
-
-def compare_suspects(shards: ShardSet, before: SetIdentity, suspects: Sequence[int]) -> Compared:
-    """Read shards whose stamps have changed, up to `MOST_SUSPECT_BYTES` of them.
-
-    All bytes where the manifest has their digest; 16 images of another tool's tar, since its index was compared. The
-    rest counts as unseen.
+    Compares all bytes where the manifest has their digest; 16 images of another tool's tar, whose index was compared.
+    Shards that were not read, because they are too many or remote, are not in the result.
     """
     chosen: list[int] = []
     left_bytes = MOST_SUSPECT_BYTES
@@ -219,11 +210,7 @@ def compare_suspects(shards: ShardSet, before: SetIdentity, suspects: Sequence[i
         entry = shards.shards[shard]
         if not is_local(entry.url) and entry.pixels_digest and before.pixels[shard]:
             alike[shard] = True  # it was indexed again, and `differences` has compared what was found
-    return Compared(
-        unlike=tuple(shard for shard, same in alike.items() if not same),
-        same=tuple(shard for shard, same in alike.items() if same),
-        unseen=tuple(shard for shard in suspects if shard not in alike),
-    )
+    return alike
 
 
 def _is_alike(shards: ShardSet, before: SetIdentity, shard: int) -> bool:

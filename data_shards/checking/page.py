@@ -46,7 +46,7 @@ _SHOWN_PLACES = 8  # of a finding; all are in the JSON
 _SHOWN_CLASSES = 20  # up to which each has its line
 _BAR = 32  # characters
 _RARE = 3  # classes that are named as the rarest and the most frequent
-_RATE = 1000  # images/s that the cores are told for
+_RATE = 1000  # images/s that the cores are given for
 
 
 def as_json(result: CheckResult) -> dict[str, Any]:

@@ -19,7 +19,7 @@ What real data sets hold, whatever the decoder:
     at most 178,956,970, Pillow's limit)
     truncated (no end marker)                                  refused, wherever the crop lies, unless so many other
                                                                bytes follow that libjpeg takes them for the rest
-    damaged in the middle, where libjpeg goes on               taken as libjpeg mends it, with a line on stderr
+    damaged in the middle, where libjpeg goes on               taken as libjpeg repairs it, with a line on stderr
     bytes after the end                                        ignored
 
 Whether a JPEG can be read does not depend on the crop, but for one case: damage inside the coded data, below the crop,
@@ -135,7 +135,7 @@ def require_decoder(decoder: DecoderName) -> None:
     elif decoder == "simplejpeg" and not find_spec("simplejpeg"):
         complaint = "the package simplejpeg is not installed"
     if complaint:
-        raise UserError(f"decoder {decoder}: {complaint}; set data.decoder to auto, or mend that")
+        raise UserError(f"decoder {decoder}: {complaint}; set data.decoder to auto, or fix that")
 
 
 @dataclass(frozen=True)

@@ -140,7 +140,7 @@ class EvalTransform:
 
 
 def _without_far_ends(image: EncodedImage) -> Box:
-    """The whole image, or the middle of one that is elongated beyond any photograph."""
+    """The whole image, or the middle of one more elongated than any photograph."""
     most = _MOST_ELONGATED * min(image.height, image.width)
     height, width = min(image.height, most), min(image.width, most)
     return Box(top=(image.height - height) // 2, left=(image.width - width) // 2, height=height, width=width)

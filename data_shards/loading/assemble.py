@@ -170,7 +170,7 @@ class Assembler:
         except CorruptSample as corrupt:
             if access.on_corrupt == "stop":
                 raise SampleError(
-                    f"{corrupt}; mend the shard (`shardvit check` finds all such samples), or set "
+                    f"{corrupt}; repair the shard (`shardvit check` finds all such samples), or set "
                     "data.max_corrupt_share above 0 to train on with another sample in its place"
                 ) from corrupt
             rows.faults.append(Fault(shard=corrupt.shard, key=corrupt.key, reason=corrupt.reason))

@@ -30,7 +30,7 @@ class MixupConfig:
 
     Attributes:
         mixup_alpha: lambda is drawn from Beta(alpha, alpha); 0 for no mixup. (0.2 and 0.5 in big_vision's recipes.)
-        cutmix_alpha: likewise for CutMix. (1.0 in its paper.)
+        cutmix_alpha: the same for CutMix. (1.0 in its paper.)
         switch_share: share of the batches that get CutMix, where both are on.
 
     Raises:
@@ -87,7 +87,7 @@ def _beta(alpha: float, share: float) -> float:
 
 
 def _cut(area: float, *, size: int, down: float, right: float) -> Box | None:
-    """A square of a share of the image, its centre at (down, right) of it, without what lies outside."""
+    """A square of that share of the image, centred at (down, right) of it and cut off at its edges."""
     side = int(size * math.sqrt(area))
     centre_y, centre_x = int(down * size), int(right * size)
     top, bottom = max(centre_y - side // 2, 0), min(centre_y + (side + 1) // 2, size)

@@ -174,7 +174,7 @@ def test_other_shards_their_order_their_number_and_other_classes_are_named(run: 
     for split in ("train", "val"):
         text = (run.shards / split / "manifest.json").read_text().replace("class1", "klasse1")
         (run.shards / split / "manifest.json").write_text(text)
-    refused("its classes are others")
+    refused("its classes differ")
 
 
 def test_each_set_of_a_mixture_counts(run: Run, packed: Path, tmp_path: Path):
