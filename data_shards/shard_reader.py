@@ -1,13 +1,10 @@
 """A sample by its number: one read at a known offset of a tar shard, no streaming through it.
 
-The offsets come from the shard's index (see `tar_index`), read when the shard is first touched; a shard that is no
-local file comes from the store. What the index says of a sample is held against the tar's headers whenever it is read.
-From a warm cache a read costs 5 microseconds and the copy of the bytes, in any order: some 18 for a photograph. A
-limited number of shards is kept open, the least recently used is closed first, so descriptors and memory do not grow
-with the data set.
-
-What the store's cache has evicted is read on for as long as it is in use, since to open it again is to download it
-again; the disk gets its bytes back seconds after its last read.
+The offsets come from the shard's index (see `tar_index`), read when the shard is first touched, and are checked against
+the tar's headers at every read. From a warm cache a read costs 5 microseconds and the copy of the bytes, in any order:
+some 18 for a photograph. A limited number of shards is kept open, the least recently used is closed first. What the
+store's cache has evicted stays open while it is in use, since to open it again is to download it again; the disk gets
+its bytes back seconds after its last read.
 """
 
 from __future__ import annotations
@@ -75,12 +72,12 @@ class _Opened:
                 self._check(row, both[image - BLOCK_BYTES : image], both[label - BLOCK_BYTES : label])
                 return both[image : image + image_size], both[label : label + label_size]
         found = self._whole(image_size, image, row=row), self._whole(label_size, label, row=row)
-        before = (offset - BLOCK_BYTES for offset in (image, label))
-        self._check(row, *(self._pread(BLOCK_BYTES, start) if start >= 0 else b"" for start in before))
+        headers = (self._pread(BLOCK_BYTES, at - BLOCK_BYTES) if at >= BLOCK_BYTES else b"" for at in (image, label))
+        self._check(row, *headers)
         return found
 
     def _check(self, row: int, image_header: bytes, label_header: bytes) -> None:
-        """Hold what the index says of a sample against the headers before its two members: 3 microseconds."""
+        """Check what the index says of a sample against the headers before its two members: 3 microseconds."""
         key = self.keys[row]
         for header, extension, size in (
             (image_header, self.image_extension[row], self.image_size[row]),
@@ -102,22 +99,15 @@ class _Opened:
             except OSError as error:
                 raise SampleError(f"{self.entry.name}: cannot be read ({error.strerror})") from error
             self._rows_of_walk = {start: number for number, start in enumerate(self._walked.index.image_offset.data)}
-        walked = self._walked
-        there = self._rows_of_walk.get(self.image_offset[row])
-        if there is not None and (walked.index.keys[there], walked.index.places(there)) == (
-            key,
-            self._index.places(row),
-        ):
-            return
+        walked, there = self._walked, self._rows_of_walk.get(self.image_offset[row])
         if there is None and walked.damage:
             raise CorruptSample(self.entry.name, key=key, reason=f"its tar headers cannot be read: {walked.damage}")
-        file = self.entry.index or (
-            f"{self.entry.name} in the cache" if self.is_cached else index_path(self.entry.name)
-        )
-        raise SampleError(
-            f"{file}: this index is not that of {self.entry.name}, it leads elsewhere for {key!r}: delete it, and it "
-            "is built anew"
-        )
+        if there is None or (walked.index.keys[there], walked.index.places(there)) != (key, self._index.places(row)):
+            kept = f"{self.entry.name} in the cache" if self.is_cached else index_path(self.entry.name)
+            raise SampleError(
+                f"{self.entry.index or kept}: this index is not that of {self.entry.name}, it leads elsewhere for "
+                f"{key!r}: delete it, and it is built anew"
+            )
 
     def _whole(self, size: int, offset: int, *, row: int) -> bytes:
         data = self._pread(size, offset)
@@ -175,11 +165,9 @@ class ShardReader:
         return f"{self._opened(shard).key(row)!r} of {self.shards.shards[shard].name}"
 
     def _opened(self, shard: int) -> _Opened:
-        opened = self._open.get(shard)
-        if opened is None:
-            opened = self._open_now(shard)
-        else:
+        if shard in self._open:
             self._open.move_to_end(shard)
+        opened = self._open.get(shard) or self._open_now(shard)
         if opened.is_cached:
             opened.read_at = self._now()
             if opened.read_at - self._touched_at > TOUCH_SECONDS:
@@ -202,11 +190,11 @@ class ShardReader:
         return self._open[shard]
 
     def _now(self) -> float:
-        """A clock that stands still while a shard is opened: during a long download no other one falls out of use."""
+        """A clock that stops while a shard is opened: during a long download no other one becomes idle."""
         return time.monotonic() - self._opening_seconds
 
     def _touch(self) -> None:
-        """Tell the cache what is in use, and let go of what it has evicted and nobody has read for a while."""
+        """Tell the cache what is in use, and close what it has evicted and nobody has read for a while."""
         last, self._touched_at = self._touched_at, self._now()
         for opened in self._open.values():
             if opened.is_cached and opened.read_at >= last:
@@ -242,14 +230,11 @@ class ShardReader:
     def _close_evicted(self, *, idle_seconds: float) -> bool:
         """Close what was evicted and not read for so long; whether there was any."""
         latest = self._now() - idle_seconds
-        going = [
-            shard
-            for shard, opened in self._open.items()
-            if opened.is_cached and opened.read_at <= latest and is_evicted(opened.descriptor)
-        ]
-        for shard in going:
+        cached = [(shard, opened) for shard, opened in self._open.items() if opened.is_cached]
+        idle = [shard for shard, opened in cached if opened.read_at <= latest and is_evicted(opened.descriptor)]
+        for shard in idle:
             self._close(shard)
-        return bool(going)
+        return bool(idle)
 
     def _close(self, shard: int) -> None:
         os.close(self._open.pop(shard).descriptor)

@@ -1,14 +1,11 @@
 """Shards of other machines as files of this node: whole or absent, shared by all its processes, within a limit.
 
-One file a shard. It is written as NAME.tar.part by the process that holds that file's lock (flock, which the kernel
-lets go of however the process ends), with its space reserved first; the rename to NAME.tar makes it visible when all
-is verified and on the disk. Other processes wait for it. What a dead process left is removed, or written over.
-
-Beyond the limit the least recently used shard is removed: by the file's mtime, which a reader refreshes with `touch`.
-Removing is unlinking, so who has the file open reads on, the right bytes, until it lets go (`is_evicted`); until then
-the disk has them too. Files in progress and indexes count. Deciding takes a lock and a listing of the folder: a few
-milliseconds for a thousand shards, once for each download. The folder must be on a local disk: locks, and the one
-writer, are those of one node.
+One file a shard, written as NAME.tar.part by the process that holds that file's lock (flock, which the kernel releases
+however the process ends), with its space reserved first; the rename to NAME.tar makes it visible when all is verified
+and on the disk. Beyond the limit the least recently used shard is removed: by the file's mtime, which a reader
+refreshes with `touch`. Who has the file open reads on, the right bytes, until it is closed (`is_evicted`); until then
+the disk has them too. Files in progress and indexes count. Each download costs a lock and a listing of the folder: a
+few milliseconds for a thousand shards. The folder must be on a local disk: the locks are those of one node.
 """
 
 from __future__ import annotations
@@ -22,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Literal
 
@@ -125,79 +123,26 @@ class Cache:
         path = self._index_path(name, label)
         try:
             save_index(index, path)
-            with self._locked():
+            with self.locked():
                 files = files_in(self.config.folder)
                 others = [file for file in files if file.stem != name]
-                if not self._evict_bytes(sum(file.num_bytes for file in files), others, evict=evict):
+                if not self.evict_bytes(sum(file.num_bytes for file in files), others, evict=evict):
                     path.unlink(missing_ok=True)
         except OSError:
             path.unlink(missing_ok=True)
 
-    def reserve(
-        self, descriptor: int, *, path: Path, upto_bytes: int, evict: Evict, stop: Stop, may_wait: bool
-    ) -> None:
-        """Make the file at `path` `upto_bytes` long, with the space for it on the disk, within the limit.
-
-        Raises:
-            UserError: the limit is less than that.
-            StoreError: the disk is full, and nothing can be removed.
-            NoRoom: nothing can be removed now, and it may not wait for that.
-            DownloadStopped: `stop` said so.
-        """
-        if upto_bytes > self.config.limit_bytes:
-            raise UserError(
-                f"data.cache.limit is {show_bytes(self.config.limit_bytes)}, but one shard alone needs "
-                f"{show_bytes(upto_bytes)}: raise it, to several shards for each process"
-            )
-        before = os.fstat(descriptor).st_size
-        relief = Relief(self, path=path, needed_bytes=upto_bytes, evict=evict, stop=stop)
-        while True:
-            if self._claim(descriptor, path=path, upto_bytes=upto_bytes, evict=evict):
-                if self._allocate(descriptor, upto_bytes=upto_bytes):
-                    return
-                # The disk has less than the limit. No claim while waiting: others may wait for us.
-                os.ftruncate(descriptor, before)
-                relief.bring()
-            elif may_wait:
-                if stop():
-                    raise DownloadStopped
-                time.sleep(_POLL_SECONDS)  # for downloads of others, which can be evicted when they are done
-            else:
-                raise NoRoom
-
-    def _claim(self, descriptor: int, *, path: Path, upto_bytes: int, evict: Evict) -> bool:
-        """Whether there is room; if so the file is lengthened, which is how other processes learn of the claim."""
-        with self._locked():
-            others = [file for file in files_in(self.config.folder) if file.path != path]
-            if not self._evict_bytes(sum(file.num_bytes for file in others) + upto_bytes, others, evict=evict):
-                return False
-            if os.fstat(descriptor).st_size < upto_bytes:
-                os.ftruncate(descriptor, upto_bytes)
-        return True
-
-    def _allocate(self, descriptor: int, *, upto_bytes: int) -> bool:
-        """Whether the disk has the space; a disk that cannot reserve says so when it is written."""
-        try:
-            os.posix_fallocate(descriptor, 0, upto_bytes)
-        except OSError as error:
-            if error.errno in _FULL:
-                return False
-            if error.errno not in _CANNOT_RESERVE:
-                raise self.unusable(error) from None
-        return True
-
-    def evict_one(self, path: Path, *, evict: Evict) -> Literal["evicted", "busy", "nothing"]:
-        """Remove one shard, for the part at `path`; "busy": there is none, but downloads of others will be some."""
-        with self._locked():
-            others = [file for file in files_in(self.config.folder) if file.path != path]
+    def evict_one(self, part: Path, *, evict: Evict) -> Literal["evicted", "busy", "nothing"]:
+        """Remove one shard, for the file at `part`; "busy": there is none, but downloads of others will be some."""
+        with self.locked():
+            others = [file for file in files_in(self.config.folder) if file.path != part]
             victim = next(victims(others, evict=evict), None)
             if victim is None:
                 return "busy" if any(file.kind == "part" for file in others) else "nothing"
             remove(victim, others)
         return "evicted"
 
-    def _evict_bytes(self, total_bytes: int, files: list[CachedFile], *, evict: Evict) -> bool:
-        """Remove shards until `total_bytes` is within the limit; whether it is."""
+    def evict_bytes(self, total_bytes: int, files: list[CachedFile], *, evict: Evict) -> bool:
+        """Remove shards until `total_bytes` is within the limit; whether it is. With the folder's lock held."""
         candidates = victims(files, evict=evict)
         while total_bytes > self.config.limit_bytes:
             victim = next(candidates, None)
@@ -207,7 +152,8 @@ class Cache:
         return True
 
     @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
+    def locked(self) -> Iterator[None]:
+        """The folder's lock, for whoever evicts or claims room."""
         descriptor = os.open(self._path("cache.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -229,50 +175,24 @@ class Cache:
         )
 
 
-class Relief:
-    """What helps against a full disk, for one part: evicting one shard after the other, and waiting in between."""
-
-    def __init__(self, cache: Cache, *, path: Path, needed_bytes: int, evict: Evict, stop: Stop) -> None:
-        self._cache, self._path, self._needed_bytes = cache, path, needed_bytes
-        self._evict: Evict = evict
-        self._stop = stop
-        self._calls = 0
-        self._has_helped = False
-
-    def bring(self) -> None:
-        """Do something about it; afterwards the caller tries again.
-
-        Raises:
-            StoreError: there is nothing to evict, or none of it was let go of in 15 seconds.
-            NoRoom: all shards are in use, and they shall stay.
-            DownloadStopped: `stop` said so.
-        """
-        if self._stop():
-            raise DownloadStopped
-        if self._calls:
-            time.sleep(_FULL_POLL_SECONDS)
-        self._calls += 1
-        found = self._cache.evict_one(self._path, evict=self._evict)
-        if found != "evicted" and self._evict == "idle":
-            raise NoRoom
-        self._has_helped |= found != "nothing"
-        if self._calls > _FULL_POLLS[found] or not self._has_helped:
-            raise StoreError(
-                f"the disk of data.cache.folder, {self._cache.config.folder}, is full: "
-                f"{show_bytes(self._needed_bytes)} are needed for one shard; free some space, set data.cache.folder to "
-                f"another disk, or data.cache.limit below {show_bytes(self._cache.config.limit_bytes)}"
-            )
-
-
 class Part:
-    """A shard in progress, whose lock this process holds; a `download.ByteSink`. Leaving it unpublished removes it."""
+    """A shard in progress, whose lock this process holds; a `download.ByteSink`. Leaving it unpublished removes it.
+
+    `begin` and `write` raise:
+        UserError: the shard is larger than the limit, or the folder cannot be used.
+        StoreError: the disk is full, and nothing can be removed, or is not let go of in 15 seconds.
+        NoRoom: all shards are in use, and they shall stay.
+        Transient: there is no room at present.
+        DownloadStopped: `stop` said so.
+    """
 
     def __init__(self, cache: Cache, descriptor: int, *, name: str, evict: Evict, stop: Stop) -> None:
         self._cache, self._descriptor, self._name = cache, descriptor, name
         self._evict: Evict = evict
         self._stop = stop
+        self._limit_bytes = cache.config.limit_bytes
         self._done = self._reserved = 0
-        self._growth = max(1, min(_GROWTH_BYTES, cache.config.limit_bytes // 8))
+        self._growth = max(1, min(_GROWTH_BYTES, self._limit_bytes // 8))
         self._wanted = self._growth
         self.path = cache.config.folder / (name + PART)
 
@@ -286,16 +206,16 @@ class Part:
 
     def begin(self, *, num_bytes: int | None) -> None:
         """Start from the first byte, with room for all of them, or where their number is unknown for those that there
-        was no room for the last time; raises as `Cache.reserve` does.
+        was no room for the last time.
         """
         self._done = self._reserved = 0
         os.ftruncate(self._descriptor, 0)
         self._reserve(self._wanted if num_bytes is None else num_bytes, may_wait=self._evict == "any")
 
     def write(self, piece: bytes) -> None:
-        """Append; raises as `Cache.reserve` does, or Transient if there is no room at present."""
+        """Append."""
         if self._done + len(piece) > self._reserved:
-            self._wanted = max(self._done + len(piece), min(self._reserved + self._growth, self._limit))
+            self._wanted = max(self._done + len(piece), min(self._reserved + self._growth, self._limit_bytes))
             try:
                 # Not waiting: who holds some room and waits for more may wait for one that does the same.
                 self._reserve(self._wanted, may_wait=False)
@@ -304,14 +224,14 @@ class Part:
                     raise
                 raise Transient("the cache has no room for it at present") from None
         view = memoryview(piece)
-        relief = Relief(self._cache, path=self.path, needed_bytes=self._reserved, evict=self._evict, stop=self._stop)
+        relief = self._relief(self._reserved)
         while view:
             try:
                 written = os.pwrite(self._descriptor, view, self._done)
             except OSError as error:
                 if error.errno not in _FULL:
                     raise self._cache.unusable(error) from None
-                relief.bring()  # a disk that cannot reserve
+                next(relief)  # a disk that cannot reserve
                 continue
             self._done += written
             view = view[written:]
@@ -330,17 +250,68 @@ class Part:
         descriptor, self._descriptor = self._descriptor, -1
         return descriptor
 
-    @property
-    def _limit(self) -> int:
-        return self._cache.config.limit_bytes
-
     def _reserve(self, upto_bytes: int, *, may_wait: bool) -> None:
-        self._cache.reserve(
-            self._descriptor,
-            path=self.path,
-            upto_bytes=upto_bytes,
-            evict=self._evict,
-            stop=self._stop,
-            may_wait=may_wait,
-        )
-        self._reserved = upto_bytes
+        """Make the file so long, with the space for it on the disk, within the limit."""
+        if upto_bytes > self._limit_bytes:
+            raise UserError(
+                f"data.cache.limit is {show_bytes(self._limit_bytes)}, but one shard alone needs "
+                f"{show_bytes(upto_bytes)}: raise it, to several shards for each process"
+            )
+        before = os.fstat(self._descriptor).st_size
+        relief = self._relief(upto_bytes)
+        while True:
+            if self._claim(upto_bytes):
+                if self._allocate(upto_bytes):
+                    self._reserved = upto_bytes
+                    return
+                # The disk has less than the limit. No claim while waiting: others may wait for us.
+                os.ftruncate(self._descriptor, before)
+                next(relief)
+            elif not may_wait:
+                raise NoRoom
+            elif self._stop():
+                raise DownloadStopped
+            else:
+                time.sleep(_POLL_SECONDS)  # for downloads of others, which can be evicted when they are done
+
+    def _claim(self, upto_bytes: int) -> bool:
+        """Whether there is room; if so the file is lengthened, which is how other processes learn of the claim."""
+        with self._cache.locked():
+            others = [file for file in files_in(self._cache.config.folder) if file.path != self.path]
+            total_bytes = sum(file.num_bytes for file in others) + upto_bytes
+            if not self._cache.evict_bytes(total_bytes, others, evict=self._evict):
+                return False
+            if os.fstat(self._descriptor).st_size < upto_bytes:
+                os.ftruncate(self._descriptor, upto_bytes)
+        return True
+
+    def _allocate(self, upto_bytes: int) -> bool:
+        """Whether the disk has the space; a disk that cannot reserve says so when it is written."""
+        try:
+            os.posix_fallocate(self._descriptor, 0, upto_bytes)
+        except OSError as error:
+            if error.errno in _FULL:
+                return False
+            if error.errno not in _CANNOT_RESERVE:
+                raise self._cache.unusable(error) from None
+        return True
+
+    def _relief(self, needed_bytes: int) -> Iterator[None]:
+        """What helps against a full disk: each step evicts a shard, or waits for one; then the caller tries again."""
+        has_helped = False
+        for steps in count(1):
+            if self._stop():
+                raise DownloadStopped
+            if steps > 1:
+                time.sleep(_FULL_POLL_SECONDS)
+            found = self._cache.evict_one(self.path, evict=self._evict)
+            if found != "evicted" and self._evict == "idle":
+                raise NoRoom
+            has_helped |= found != "nothing"
+            if steps > _FULL_POLLS[found] or not has_helped:
+                raise StoreError(
+                    f"the disk of data.cache.folder, {self._cache.config.folder}, is full: "
+                    f"{show_bytes(needed_bytes)} are needed for one shard; free some space, set data.cache.folder to "
+                    f"another disk, or data.cache.limit below {show_bytes(self._limit_bytes)}"
+                )
+            yield

@@ -1,7 +1,7 @@
 """What lies in the folder of the cache: whole shards, shards in progress, indexes; and which of them may go.
 
-Nothing but files of our own names is seen or removed: somebody may have named his home. All that decides over files of
-others is called with the lock of the folder held (see `cache`).
+Only files of our own names are seen or removed: somebody may have named his home folder. What decides over files of
+other processes is called with the folder's lock held (see `cache`).
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Trying until the bytes are there and right: back-off with jitter, going on where a transfer was cut, digests.
 
-A transient fault (5xx, 429, timeouts, cut connections) is waited out, about ten minutes by default; a transfer that
-got further begins that time anew. After a cut it goes on in ranges that fit into what came through, and into less each
-time where nothing did: behind a proxy that cuts every connection it ends as long as any bytes arrive. What is missing
-or refused ends at once. Bytes of a wrong size or digest, and failing commands, are tried a few times only: the source
-itself may be wrong. The digest is taken while the bytes pass, at 0.5 to 1.5 GB/s.
+A transient fault (5xx, 429, timeouts, cut connections) is retried, for about ten minutes by default; a transfer that
+got further begins that time anew. It goes on in ranges that fit into what came through, and into less each time where
+nothing did: behind a proxy that cuts every connection it ends as long as any bytes arrive. What is missing or refused
+ends at once. Bytes of a wrong size or digest, and failing commands, are tried a few times only: the source itself may
+be wrong. The digest is taken while the bytes pass, at 0.5 to 1.5 GB/s.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import hashlib
 import logging
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 from data_shards.errors import SampleError
 from data_shards.store.location import PIPE, Commands, shown
-from data_shards.store.remote import RANGE_BYTES, RemoteObject, Remotes
+from data_shards.store.remote import RANGE_BYTES, Output, Remotes, Stored
 from data_shards.store.remote_errors import DownloadStopped, Failure, Missing, Refused, Stop, Transient, Wrong
 
 _log = logging.getLogger(__name__)
@@ -55,16 +55,6 @@ class RetryPolicy:
     stall_timeout_seconds: float = 60.0
 
 
-def delays(policy: RetryPolicy, *, draw: Callable[[], float]) -> Iterator[float]:
-    """Seconds to wait after each failure in a row: a draw from [0, 1) of a limit that doubles ("full jitter", which
-    spreads the clients of a store that comes back best: Brooker, "Exponential Backoff and Jitter", AWS blog, 2015).
-    """
-    limit = policy.first_delay_seconds
-    while True:
-        yield draw() * min(limit, policy.most_delay_seconds)
-        limit *= 2
-
-
 class ByteSink(Protocol):
     """Where the bytes go."""
 
@@ -80,11 +70,8 @@ class ByteSink(Protocol):
 class Patience:
     """Counts the failures of one task, waits after each, and says when it is enough.
 
-    Args:
-        url: of the task, for messages.
-        policy: how long to try.
-        sleep: takes seconds.
-        draw: a number from [0, 1).
+    The wait is a draw from [0, 1) of a limit that doubles ("full jitter", which spreads the clients of a store that
+    comes back best: Brooker, "Exponential Backoff and Jitter", AWS blog, 2015).
     """
 
     def __init__(
@@ -97,40 +84,38 @@ class Patience:
     def progress(self) -> None:
         """The task got further than ever: begin to count anew."""
         self._failures, self._spent_seconds = 0, 0.0
-        self._delays = delays(self._policy, draw=self._draw)
+        self._limit_seconds = self._policy.first_delay_seconds
 
     def wait(self, failure: Failure, *, spent_seconds: float) -> None:
-        """Wait before the next attempt.
-
-        Args:
-            failure: of the attempt.
-            spent_seconds: how long the attempt took.
+        """Wait after an attempt of `spent_seconds`, before the next one.
 
         Raises:
             StoreError: there shall be no further one.
         """
+        url = shown(self._url)
         if isinstance(failure, Missing):
-            raise MissingObject(f"{shown(self._url)} is not there ({failure}): check the location, or copy it there")
+            raise MissingObject(f"{url} is not there ({failure}): check the location, or copy it there")
         if isinstance(failure, Refused):
             raise StoreError(
-                f"{shown(self._url)} cannot be read ({failure}): check the location, and the credentials and settings "
+                f"{url} cannot be read ({failure}): check the location, and the credentials and settings "
                 "in the environment, ~/.netrc, ~/.aws or ~/.config/fsspec"
             )
         self._wrong += isinstance(failure, Wrong)
         self._failures += 1
-        delay = next(self._delays)
+        delay = self._draw() * min(self._limit_seconds, self._policy.most_delay_seconds)
+        self._limit_seconds *= 2
         self._spent_seconds += spent_seconds + delay
         if isinstance(failure, Wrong):  # by count alone: a slow machine does not make the network the culprit
             if self._wrong >= self._policy.wrong_attempts:
                 advice = "run the command by hand" if self._url.startswith(PIPE) else "upload or pack it again"
-                raise StoreError(f"{shown(self._url)}: {failure}{_times(self._wrong)}: {advice}")
+                raise StoreError(f"{url}: {failure}{_times(self._wrong)}: {advice}")
         elif self._spent_seconds >= self._policy.give_up_seconds:
             raise StoreError(
-                f"{shown(self._url)}: {failure}{_times(self._failures)}: check the network and the server, "
+                f"{url}: {failure}{_times(self._failures)}: check the network and the server, "
                 "then run the same command again"
             )
         if self._failures == 3:  # by now it is no hiccup, and the wait should not look like a hang
-            _log.warning("%s: %s; trying again", shown(self._url), failure)
+            _log.warning("%s: %s; trying again", url, failure)
         self._sleep(delay)
 
 
@@ -139,13 +124,7 @@ def _times(count: int) -> str:
 
 
 class Downloads:
-    """Reads remote objects with patience; picklable if `sleep` is.
-
-    Args:
-        policy: how long to try.
-        sleep: takes seconds.
-        commands: whether what may run a program is opened.
-    """
+    """Reads remote objects with patience; picklable if `sleep`, which takes seconds, is."""
 
     def __init__(
         self, policy: RetryPolicy, *, sleep: Callable[[float], None] = time.sleep, commands: Commands = "refuse"
@@ -200,21 +179,21 @@ class Downloads:
         """
         patience = self._patience(url, patiently=patiently)
         remote = self._remotes.object(url, stop=stop)
-        attempt = _Attempt(sink, num_bytes=num_bytes, sha256=sha256, fingerprint=fingerprint)
+        transfer = _Transfer(sink, num_bytes=num_bytes, sha256=sha256, fingerprint=fingerprint)
         furthest = 0
         while True:
             begun = time.monotonic()
             try:
-                attempt.run(remote)
+                transfer.attempt(remote)
                 verify()
                 return
             except Failure as failure:
                 if stop():
                     raise DownloadStopped from None
                 if isinstance(failure, Wrong):
-                    attempt.forget()
-                if attempt.done > furthest and isinstance(failure, Transient):
-                    furthest = attempt.done
+                    transfer.forget()
+                if transfer.done > furthest and isinstance(failure, Transient):
+                    furthest = transfer.done
                     patience.progress()
                 patience.wait(failure, spent_seconds=time.monotonic() - begun)
 
@@ -224,7 +203,7 @@ class Downloads:
         return Patience(url, policy=policy, sleep=self._sleep, draw=random.SystemRandom().random)
 
 
-class _Attempt:
+class _Transfer:
     """How far a transfer is, over all its attempts."""
 
     def __init__(self, sink: ByteSink, *, num_bytes: int | None, sha256: str, fingerprint: str) -> None:
@@ -235,10 +214,10 @@ class _Attempt:
 
     def forget(self) -> None:
         self.done = 0
-        self._found = ""
+        self._found = ""  # the fingerprint of the object that what came is of
         self._digest = hashlib.sha256()
 
-    def run(self, remote: RemoteObject) -> None:
+    def attempt(self, remote: Output | Stored) -> None:
         about = remote.about()
         if self._num_bytes is not None and about.num_bytes not in (None, self._num_bytes):
             raise Wrong(f"it has {about.num_bytes} bytes where {self._num_bytes} are expected")
@@ -250,12 +229,11 @@ class _Attempt:
             self._sink.begin(num_bytes=about.num_bytes if self._num_bytes is None else self._num_bytes)
         self._found = about.fingerprint
         begin = self.done
-        # Where a digest decides, machines of one server may have fingerprints of their own.
+        # Where a digest decides, the machines of one server may each have a fingerprint of their own.
         asked = replace(about, fingerprint="") if self._sha256 else about
+        range_bytes = self._range_bytes if in_ranges else None
         try:
-            with closing(
-                remote.pieces(asked, begin=begin, range_bytes=self._range_bytes if in_ranges else None)
-            ) as pieces:
+            with closing(remote.pieces(asked, begin=begin, range_bytes=range_bytes)) as pieces:
                 for piece in pieces:
                     self._take(piece)
         except Transient:

@@ -1,16 +1,15 @@
 """Downloads what comes next while training goes on: one background thread for each rank, over the shared cache.
 
-It walks the shards in the order in which training will need them, and keeps those that are ahead marked as wanted, so
-that nobody's prefetching removes them; only shards that nobody has used for a while make room. It looks ahead until so
-many bytes of shards lie there that are not reached yet. Errors are not its business: the reader that needs the shard
-comes upon them again, waits them out or reports them. Meanwhile it tries again, until training has come past.
+It walks the shards in the order in which training will need them, until so many bytes of shards lie there that are not
+reached yet. Those are marked as wanted, so that no prefetching evicts them; only idle shards make room. Errors are left
+to the reader that needs the shard: it retries or reports them. This one tries again until training has come past.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from data_shards.shard_set import ShardEntry
 from data_shards.store.cache import NoRoom
@@ -42,8 +41,7 @@ class Prefetcher:
     """Makes upcoming shards local, in a thread that lives until `close`.
 
     Args:
-        store: which makes them local.
-        entries: all shards.
+        store, entries: all shards, and what makes them local.
         upcoming: (step, numbers of the shards that it needs first), steps ascending; may be endless. Only the thread
             iterates.
         lookahead_bytes: of shards that training has not reached; one shard is always allowed.
@@ -84,7 +82,7 @@ class Prefetcher:
     def _run(self) -> None:
         try:
             for step, shards in self._upcoming:
-                self._wait_for(step - _MOST_STEPS_AHEAD)
+                self._wait_while(lambda step=step: self._step < step - _MOST_STEPS_AHEAD)
                 for shard in shards:
                     self._fetch(shard, step=step)
         except DownloadStopped:
@@ -94,8 +92,7 @@ class Prefetcher:
 
     def _fetch(self, shard: int, *, step: int) -> None:
         """Wait for this shard's turn, and make it local; or leave it to the reader when training is there first."""
-        while self._step <= step and not self._has_room(shard):
-            self._wait_for_news()
+        self._wait_while(lambda: self._step <= step and not self._has_room(shard))
         delay = _FIRST_DELAY_SECONDS
         while self._step <= step:
             try:
@@ -116,24 +113,17 @@ class Prefetcher:
         ahead_bytes = sum(size for _, size in self._ahead.values())
         return not self._ahead or ahead_bytes + (self._entries[shard].num_bytes or 0) <= self._lookahead_bytes
 
-    def _wait_for(self, step: int) -> None:
-        while self._step < step:
-            self._wait_for_news()
-
-    def _wait_for_news(self) -> None:
-        """Until training has moved on, or a while has passed.
-
-        Raises:
-            DownloadStopped: on `close`.
-        """
-        with self._changed:
-            if not self._closed.is_set():
-                self._changed.wait(TOUCH_SECONDS)
-        if self._pulse():
-            raise DownloadStopped
+    def _wait_while(self, condition: Callable[[], bool]) -> None:
+        """Raises DownloadStopped on `close`."""
+        while condition():
+            with self._changed:
+                if not self._closed.is_set():
+                    self._changed.wait(TOUCH_SECONDS)
+            if self._pulse():
+                raise DownloadStopped
 
     def _pause(self, seconds: float) -> None:
-        """However far training is; raises as `_wait_for_news` does."""
+        """However far training is; raises DownloadStopped on `close`."""
         end = time.monotonic() + seconds
         while (left := end - time.monotonic()) > 0:
             self._closed.wait(min(left, TOUCH_SECONDS))

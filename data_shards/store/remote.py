@@ -1,9 +1,8 @@
 """Bytes from elsewhere, one attempt at a time: fsspec's stores, HTTP among them, and programs' output (`commands`).
 
 A store is read in ranges of 8 MiB, four at a time where fsspec has it asynchronous: one stream alone rarely fills a
-network card. A web server without ranges is one streamed GET. Nothing is tried twice here (see `download`) or kept (see
-`cache`). fsspec's own `get_file` does neither stop when asked to, nor go on after a cut, nor bound what comes; hence
-its ranges.
+network card. (fsspec's `get_file` cannot be stopped, or go on after a cut.) A web server without ranges is one streamed
+GET. Nothing is retried here (see `download`) or kept (see `cache`).
 
 Settings of a store are fsspec's own, from the environment or ~/.config/fsspec/*.json: `AWS_ENDPOINT_URL` or
 `FSSPEC_S3_ENDPOINT_URL` for MinIO and the like, `FSSPEC_S3_ANON=true` for public buckets without credentials,
@@ -23,7 +22,7 @@ from collections.abc import Coroutine, Generator, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, TypeVar
 
 from data_shards.errors import UserError
 from data_shards.store.commands import gopen_pieces, knows_scheme, pipe_pieces
@@ -51,18 +50,6 @@ _LEAST_BYTES_PER_SECOND = 100_000
 _POLL_SECONDS = 0.1
 _FINGERPRINTS = ("ETag", "etag", "md5Hash", "generation", "LastModified", "last_modified", "mtime", "updated")
 
-_PACKAGES = {
-    "s3": "s3fs",
-    "s3a": "s3fs",
-    "gs": "gcsfs",
-    "gcs": "gcsfs",
-    "http": "aiohttp",
-    "https": "aiohttp",
-    "abfs": "adlfs",
-    "az": "adlfs",
-    "hf": "huggingface_hub",
-}
-
 
 @dataclass(frozen=True)
 class About:
@@ -77,24 +64,6 @@ class About:
     num_bytes: int | None
     fingerprint: str
     ranges: Literal["yes", "with a digest", "no"]
-
-
-class RemoteObject(Protocol):
-    """One object; its methods raise a `Failure`, or DownloadStopped when `stop` says so."""
-
-    def about(self) -> About:
-        """Ask for its size and fingerprint."""
-        ...
-
-    def pieces(self, about: About, *, begin: int, range_bytes: int | None) -> Pieces:
-        """Its bytes, at most 8 MiB at once; closing it ends the transfer.
-
-        Args:
-            about: what it was a moment ago; `Wrong` if its fingerprint is another now ("": that is not looked at).
-            begin: the first byte that is wanted; 0 without ranges.
-            range_bytes: of the first ranges; None: without ranges.
-        """
-        ...
 
 
 class Remotes:
@@ -116,7 +85,7 @@ class Remotes:
         """Without file systems: their sockets and threads belong to this process."""
         return {**vars(self), "_file_systems": {}}
 
-    def object(self, url: str, *, stop: Stop = lambda: False) -> RemoteObject:
+    def object(self, url: str, *, stop: Stop = lambda: False) -> Output | Stored:
         """The object at `url`, which nobody has asked for yet; `stop` is asked several times a second.
 
         Raises:
@@ -125,12 +94,12 @@ class Remotes:
         demand_no_command(url, commands=self._commands)
         kind = protocol(url)
         if kind == "pipe":
-            return _Output(partial(pipe_pieces, url, stall_seconds=self._stall_seconds, stop=stop))
+            return Output(partial(pipe_pieces, url, stall_seconds=self._stall_seconds, stop=stop))
         if _is_gopens(url):
-            return _Output(partial(gopen_pieces, url, stall_seconds=self._stall_seconds, stop=stop))
+            return Output(partial(gopen_pieces, url, stall_seconds=self._stall_seconds, stop=stop))
         wait_seconds = self._connect_seconds + self._stall_seconds
         wait_seconds += _RANGES_IN_FLIGHT * RANGE_BYTES / _LEAST_BYTES_PER_SECOND
-        made_by = _Page if kind in ("http", "https") else _Stored
+        made_by = _Page if kind in ("http", "https") else Stored
         return made_by(self._file_system(url), url, wait_seconds=wait_seconds, stop=stop)
 
     def _file_system(self, url: str) -> Any:
@@ -149,10 +118,7 @@ class Remotes:
                 if kind in ("s3", "s3a"):
                     self._file_systems[key].retries = 1  # trying again is `download`'s business
         except ImportError as error:
-            package = _PACKAGES.get(kind) or "the package that fsspec asks for"
-            raise UserError(
-                f"{shown(url)}: for {kind}:// a package is missing: pip install {package} ({error})"
-            ) from None
+            raise UserError(f"{shown(url)}: for {kind}:// a Python package is missing: {error}") from None
         except ValueError as error:
             raise UserError(f"{shown(url)}: {scrubbed(str(error))}: check the part before ://") from None
         return self._file_systems[key]
@@ -184,8 +150,8 @@ def _is_gopens(url: str) -> bool:
     return kind not in fsspec.available_protocols() and kind not in registry and knows_scheme(url)
 
 
-class _Output:
-    """What a program writes: there is nothing to know beforehand."""
+class Output:
+    """What a program writes, as a `Stored` of which nothing is known beforehand."""
 
     def __init__(self, start: partial[Pieces]) -> None:
         self._start = start
@@ -197,14 +163,15 @@ class _Output:
         return self._start()
 
 
-class _Stored:
-    """An object in one of fsspec's stores."""
+class Stored:
+    """An object in one of fsspec's stores; its methods raise a `Failure`, or DownloadStopped when `stop` says so."""
 
     def __init__(self, file_system: Any, url: str, *, wait_seconds: float, stop: Stop) -> None:
         self._fs, self._path = file_system, file_system._strip_protocol(url)
         self._wait_seconds, self._stop = wait_seconds, stop
 
     def about(self) -> About:
+        """Ask for its size and fingerprint."""
         with translated():
             fs = self._fs
             info = self._wait(fs._info(self._path)) if fs.async_impl else fs.info(self._path)
@@ -217,6 +184,13 @@ class _Stored:
         )
 
     def pieces(self, about: About, *, begin: int, range_bytes: int | None) -> Pieces:
+        """Its bytes, at most 8 MiB at once; closing it ends the transfer.
+
+        Args:
+            about: what it was a moment ago; `Wrong` if its fingerprint is another now ("": that is not looked at).
+            begin: the first byte that is wanted; 0 without ranges.
+            range_bytes: of the first ranges; None: without ranges.
+        """
         yield from self._ranges(about, begin=begin, range_bytes=range_bytes or RANGE_BYTES)
         # The ranges may be of different objects.
         if about.fingerprint and self.about() != about:
@@ -267,7 +241,7 @@ class _Stored:
             future.cancel()
 
 
-class _Page(_Stored):
+class _Page(Stored):
     """A file of a web server, through the session of fsspec's file system.
 
     fsspec's own `_info` makes any failure a missing file, and its `_cat_file` reads all that comes, a part or not.

@@ -1,7 +1,6 @@
-"""Why an attempt to read from elsewhere failed, in the terms that decide whether to try again.
+"""Why an attempt to read from elsewhere failed: exceptions of many libraries -> four kinds of `Failure`.
 
-Every library has its own exceptions; here they become one of four kinds of `Failure`, with a reason that is fit to be
-shown: no URL with a password, no query string.
+The kind decides whether to retry; the reason is fit to be shown: no URL with a password, no query string.
 """
 
 from __future__ import annotations

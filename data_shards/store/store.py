@@ -1,9 +1,8 @@
 """Shard URL -> an open local file and its index, whatever lies between: a local path, HTTP, s3, gs, a command.
 
 Local shards are opened where they are. All others are downloaded once for each node, verified, indexed and kept in the
-cache (see `cache`); where a faulty network or store delays that, it is waited out (see `download`). How to reach a
-store of one's own (`AWS_ENDPOINT_URL`), or a public bucket (`FSSPEC_S3_ANON=true`), stands in `remote`. To open a
-shard that is here costs a few system calls and reading its index: about a millisecond. Needs no torch.
+cache (see `cache`); faults of a network or store are retried (see `download`). Settings of a store stand in `remote`.
+To open a shard that is here costs a few system calls and reading its index: about a millisecond. Needs no torch.
 """
 
 from __future__ import annotations
@@ -31,11 +30,7 @@ _WAIT_SECONDS = 0.05
 
 @dataclass(frozen=True)
 class OpenShard:
-    """A shard that can be read; the descriptor is the caller's to close.
-
-    In the cache it may be evicted while it is open, and then still has the right bytes: see `cache.touch`, which keeps
-    it from that, and `cache.is_evicted`.
-    """
+    """A shard that can be read, even after the cache has evicted it; the descriptor is the caller's to close."""
 
     descriptor: int
     index: ShardIndex
@@ -78,21 +73,19 @@ class Store:
             StoreError: it cannot be read.
             UserError: it is larger than `most_bytes`.
         """
+        sink = _Memory(url, most_bytes=most_bytes)
         if not is_local(url):
-            sink = _Memory(url, most_bytes=most_bytes)
             self._downloads.download(url, sink=sink)
             return bytes(sink.content)
         try:
             with open(local_path(url), "rb") as stream:
-                content = stream.read(most_bytes + 1)
+                sink.write(stream.read(most_bytes + 1))
         except OSError as error:
             raise _local_error(url, error) from None
-        if len(content) > most_bytes:
-            raise _too_large(url, most_bytes)
-        return content
+        return bytes(sink.content)
 
     def size(self, url: str) -> int | None:
-        """Bytes of an object; None where that is unknown, as of a pipe. Raises as `read_small` does."""
+        """Bytes of an object; None: unknown, as of a pipe. Raises as `read_small` does."""
         return self._about(url)[0]
 
     def fingerprint(self, url: str) -> str:
@@ -228,13 +221,13 @@ class Store:
     def _index(self, entry: ShardEntry, descriptor: int, *, name: str) -> ShardIndex:
         """Of a shard in the cache, which may be evicted meanwhile: through its descriptor."""
         assert self._cache is not None
-        if entry.index is None:
-            index = self._cache.load_index(name, label=entry.labels.part)
-            if index is not None:
-                return index
-        index = self._read_or_build(entry, f"/dev/fd/{descriptor}")
-        if entry.index is None:
-            self._cache.save_index(index, name, label=entry.labels.part, evict="any")
+        path, label = f"/dev/fd/{descriptor}", entry.labels.part
+        if entry.index is not None:
+            return self._read_or_build(entry, path)
+        index = self._cache.load_index(name, label=label)
+        if index is None:
+            index = self._read_or_build(entry, path)
+            self._cache.save_index(index, name, label=label, evict="any")
         return index
 
     def _read_or_build(self, entry: ShardEntry, path: str) -> ShardIndex:
@@ -247,13 +240,12 @@ class Store:
 
     def _name(self, entry: ShardEntry, *, evict: Evict, stop: Stop = lambda: False) -> str:
         """The shard's name in the cache; another content has another name, another password does not."""
-        identity = [entry.sha256]
         if entry.sha256:
-            identity.append(shown(entry.url))
+            identity = [entry.sha256, shown(entry.url)]
         else:
             # A query may say which file it is, and nothing else here does for sure.
-            identity += [re.sub(r"(?<=://)[^/?#]*@", "", entry.url)]
-            identity.append(self._fingerprint(entry.url, evict=evict, stop=stop))
+            url = re.sub(r"(?<=://)[^/?#]*@", "", entry.url)
+            identity = ["", url, self._fingerprint(entry.url, evict=evict, stop=stop)]
         # Of a pipe only the program and the tar are shown, and neither need be there or differ.
         if entry.url.startswith(PIPE):
             identity.append(entry.url)
@@ -276,17 +268,18 @@ class _Memory:
 
     def begin(self, *, num_bytes: int | None) -> None:
         self.content.clear()
-        if num_bytes is not None and num_bytes > self._most_bytes:
-            raise _too_large(self._url, self._most_bytes)
+        self._check(num_bytes or 0)
 
     def write(self, piece: bytes) -> None:
         self.content += piece
-        if len(self.content) > self._most_bytes:
-            raise _too_large(self._url, self._most_bytes)
+        self._check(len(self.content))
 
-
-def _too_large(url: str, most_bytes: int) -> UserError:
-    return UserError(f"{shown(url)} has more than {most_bytes} bytes, which such a file never has: check the location")
+    def _check(self, num_bytes: int) -> None:
+        if num_bytes > self._most_bytes:
+            raise UserError(
+                f"{shown(self._url)} has more than {self._most_bytes} bytes, which such a file never has: "
+                "check the location"
+            )
 
 
 def _local_error(url: str, error: OSError) -> StoreError:
