@@ -4,9 +4,8 @@
     python -m launch.torchrun --nproc-per-node 8 -m launch.train RECIPE --stage pretrain
     python -m launch.train RECIPE --stage pretrain
 
-`shardvit run` does that by itself (`local`). Exit codes, of a rank and of `launch.torchrun`: 0 done, 2 the user's
-mistake or a disk that cannot be written, 75 stopped by a signal after saving (the same command goes on), 1 anything
-else.
+`shardvit run` does that by itself (`local`). Exit codes of a rank and of `launch.torchrun`: 0 done, 2 a user's mistake
+or a disk that is not writable, 75 stopped by a signal after saving (the same command goes on), 1 anything else.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ from pipeline.vocabulary import ALL_STAGES, EXIT_STOPPED, EXIT_USER_ERROR
 if TYPE_CHECKING:
     from pipeline.ranks.stopping import StopFlag
 
-# A rank that merely notices that another one is gone leaves later, so that the launcher reports the other's exit code.
+# A rank that notices another one's end leaves later, so that the launcher reports the other's exit code.
 _COLLATERAL_WAIT_SECONDS = 3.0
 _WATCH_SECONDS = 1.0
 
@@ -90,7 +89,7 @@ def _failed(error: Exception, *, folder: RunFolder, stage: StageName, place: Pla
     problem = disk_problem(error, folder=folder.path)
     if problem is not None:
         if place.local_rank:
-            # The first rank, which may have met the same, says it; then the launcher ends this one with a SIGTERM.
+            # The first rank may have the same error and say it; then the launcher ends this one with a SIGTERM.
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(_COLLATERAL_WAIT_SECONDS)
         say(problem)
@@ -125,14 +124,14 @@ def _run(recipe: Recipe, *, folder: RunFolder, stage: StageName, place: Place) -
     from pipeline.train_loop import TrainingFailed
 
     if not torch.cuda.is_available() and place.local_world_size > 1:
-        # The ranks of a machine without a GPU share its cores; more threads than cores would fight each other.
+        # Ranks on CPU share its cores; more threads than cores slow each other down.
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // place.local_world_size))
     with contextlib.ExitStack() as held:
-        # While this rank waits for others there is nothing to save, and it would not look at a flag.
+        # While this rank waits for others there is nothing to save, and nothing polls the stop flag.
         with handled((signal.SIGTERM, signal.SIGINT, signal.SIGHUP), signal.SIG_DFL):
             meeting = rendezvous_folder()
             if meeting is not None and meeting.parent == folder.path.absolute() and not meeting.exists():
-                raise UserError(gone(folder.path))  # `shardvit run` had made both: here it would be made again
+                raise UserError(gone(folder.path))  # `shardvit run` made both: do not make them again here
             if place.is_main:
                 # An orphaned earlier attempt may still be saving.
                 held.enter_context(locked(folder.path / ".train.lock", what=f"run {folder.path}", wait_seconds=60))
@@ -163,9 +162,9 @@ def _run(recipe: Recipe, *, folder: RunFolder, stage: StageName, place: Place) -
 
 
 def _watch_parents(stop: StopFlag) -> None:
-    """Ask for a stop when the launcher or `shardvit run` dies: nobody would ever collect this process."""
+    """Request a stop when the launcher or `shardvit run` dies, so that no orphan stays."""
     launcher, supervisor = os.getppid(), supervisor_pid()
-    if process_started(os.getpid()) is None:  # without /proc nothing is known of a process
+    if process_started(os.getpid()) is None:  # no /proc: PIDs cannot be checked
         supervisor = None
     started = None if supervisor is None else process_started(supervisor)
 
@@ -174,7 +173,7 @@ def _watch_parents(stop: StopFlag) -> None:
             time.sleep(_WATCH_SECONDS)
             if os.getppid() != launcher:
                 return stop.request("the death of its launcher")
-            # One that is dead and not collected has no start, and a later process with its number another one.
+            # A zombie has no start time, and a process that reused the PID has another one.
             if supervisor is not None and (started is None or process_started(supervisor) != started):
                 return stop.request("the death of shardvit run")
 
@@ -193,10 +192,10 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _leave(code: int) -> NoReturn:
-    """End this process without taking torch, DeepSpeed and MLflow apart, which takes 1.8 CPU seconds."""
+    """End this process without tearing down torch, DeepSpeed and MLflow, which takes 1.8 CPU seconds."""
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
+        with contextlib.suppress(OSError, ValueError):  # its reader is gone
             stream.flush()
     os._exit(code)
 

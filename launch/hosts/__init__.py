@@ -1,1 +1,4 @@
-"""One run on several hosts, by ssh: which hosts, what is asked of them first, and the ranks on all of them."""
+"""One run on several hosts, by ssh: which hosts, their checks before the start, and the ranks on all of them.
+
+Imported by `run`; imports `launch`'s files and `pipeline`. Only `remote` starts ssh.
+"""

@@ -61,7 +61,7 @@ def submit(
     submission = submit_plan(plan, slurm=Slurm())
     for stage, number in submission.jobs.items():
         print(f"{stage}: job {number}, log {plan.paths.log(stage)}")
-    print(f"look at it with: shardvit status {plan.paths.run}")
+    print(f"show its state with: shardvit status {plan.paths.run}")
     return 0
 
 

@@ -1,9 +1,9 @@
-"""The site file: what is the same for every job on one cluster, written once by whoever knows the cluster (TOML).
+"""The site file: settings that all jobs of a cluster share, written once (TOML).
 
     modules = ["cuda/12.8"]                     # module load
     setup = ["source ~/envs/vit/bin/activate"]  # further shell lines, as they are
     python = "python3"                          # that has shardvit; default: the one that submits
-    srun = ["--cpu-bind=none"]                  # further arguments
+    srun = ["--cpu-bind=none"]                  # more arguments
 
     [sbatch]
     partition = "gpu"                           # these four are defaults for submit's options
@@ -15,7 +15,7 @@
 
     [container]
     image = "images/vit.sqsh"                   # has shardvit and its packages
-    mounts = ["/data:/data"]                    # besides the folder of the runs and the present one
+    mounts = ["/data:/data"]                    # in addition to the folder of the runs and the current one
     runtime = "pyxis"                           # or apptainer
 
 Everything is optional, unknown keys are errors. `setup` is the only place for shell code; all else is quoted.
@@ -95,11 +95,7 @@ class Site(Strict):
 
 
 def read_site(path: Path | None) -> Site:
-    """The site file; without one, nothing is special.
-
-    Raises:
-        UserError: it is not there, or says something that is not understood.
-    """
+    """The site file; None: the defaults. UserError: it cannot be read, or has an unknown key or a wrong value."""
     if path is None:
         return Site()
     try:
