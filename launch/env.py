@@ -11,7 +11,7 @@ import getpass
 import os
 import platform
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -22,6 +22,7 @@ from pipeline.ranks.place import Place
 SUPERVISOR_PID = "SHARDVIT_SUPERVISOR_PID"
 RENDEZVOUS = "SHARDVIT_RENDEZVOUS"  # a folder, see `pipeline.ranks.group`
 _RANK_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+_STEP_NAMES = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_JOB_ID", "SLURM_STEP_ID")
 _LAUNCHER_NAMES = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")  # torchrun's and accelerate's; deepspeed's
 _PLACE_NAMES = (
     *_RANK_NAMES,
@@ -145,14 +146,16 @@ def _meeting_place(environ: Mapping[str, str], *, step: Step | None) -> tuple[st
     return address, int(port)
 
 
+def _numbers(environ: Mapping[str, str], names: Sequence[str], *, problem: str) -> list[int]:
+    for name in names:
+        if not environ.get(name, "").isdigit():
+            raise UserError(f"{problem}: {name} is {environ.get(name) or 'missing'}")
+    return [int(environ[name]) for name in names]
+
+
 def _launchers_place(environ: Mapping[str, str]) -> Place:
-    values: list[int] = []
-    for name in _RANK_NAMES:
-        text = environ.get(name, "")
-        if not text.isdigit():
-            raise UserError(f"the launcher set {', '.join(_RANK_NAMES)} incompletely: {name} is {text or 'missing'}")
-        values.append(int(text))
-    rank, world_size, local_rank = values
+    problem = f"the launcher set {', '.join(_RANK_NAMES)} incompletely"
+    rank, world_size, local_rank = _numbers(environ, _RANK_NAMES, problem=problem)
     if rank >= world_size:
         raise UserError(f"RANK {rank} is not below WORLD_SIZE {world_size}")
     local_world_size = next((environ[name] for name in _LAUNCHER_NAMES if name in environ), "")
@@ -210,32 +213,22 @@ def _user() -> str:
 
 
 def read_step(environ: Mapping[str, str]) -> Step | None:
-    """This task's step; None: srun did not start this process.
-
-    Raises:
-        UserError: a number is missing.
-    """
+    """This task's step; None: srun did not start this process. UserError: a number is missing."""
     tasks = environ.get("SLURM_STEP_NUM_TASKS", "")
     if not tasks.isdigit():
         return None
-    numbers: dict[str, int] = {}
-    for name in ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_JOB_ID", "SLURM_STEP_ID"):
-        text = environ.get(name, "")
-        if not text.isdigit():
-            raise UserError(
-                f"srun started {tasks} tasks, but {name} is {text or 'missing'}: do not change SLURM's names"
-            )
-        numbers[name] = int(text)
-    if numbers["SLURM_PROCID"] >= int(tasks):
-        raise UserError(f"SLURM_PROCID {numbers['SLURM_PROCID']} is not below SLURM_STEP_NUM_TASKS {tasks}")
+    problem = f"srun started {tasks} tasks, but its variables are incomplete or changed"
+    task, local_task, job, step = _numbers(environ, _STEP_NAMES, problem=problem)
+    if task >= int(tasks):
+        raise UserError(f"SLURM_PROCID {task} is not below SLURM_STEP_NUM_TASKS {tasks}")
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
     return Step(
-        task=numbers["SLURM_PROCID"],
+        task=task,
         tasks=int(tasks),
-        local_task=numbers["SLURM_LOCALID"],
+        local_task=local_task,
         tasks_here=most_tasks(environ.get("SLURM_STEP_TASKS_PER_NODE", "")) or int(tasks),
         first_host=first_host(nodes),
-        port=meeting_port(job=numbers["SLURM_JOB_ID"], step=numbers["SLURM_STEP_ID"]),
+        port=meeting_port(job=job, step=step),
     )
 
 
