@@ -1,7 +1,7 @@
 """The stages of the paper, each a run of its own: masked_patch or pretrain, swap_head, finetune.
 
-Each function builds its model, says what went into it, and hands over. What a stage leaves behind is `STAGE/model/`;
-the next one starts from that alone, so no optimizer state, learning rate or clipping is ever carried across.
+Each function builds the model that its stage starts from. What a stage leaves behind is `STAGE/model/`; the next one
+starts from that alone, so no optimizer state, learning rate or clipping is ever carried across.
 
     masked_patch  random weights + mask token + Linear for tokens    -> trained on the colours of corrupted patches
     pretrain      random weights + MLP head (Linear, tanh, Linear)   -> trained on the pre-training classes
@@ -23,8 +23,9 @@ from model.masked_patch import MaskedPatchVit, build_masked_patch, classifier_of
 from model.positions.interpolation import resize_state
 from model.regularisation import Regularisation
 from model.saved import build_from_saved, load_model, save_model
+from model.vocabulary import HeadKind
 from pipeline.context import StageContext
-from pipeline.recipe.schema import StageName, TrainStage
+from pipeline.recipe.schema import FinetuneStage, MaskedPatchStage, PretrainStage, Recipe, StageName, TrainStage
 from pipeline.report.reporter import tracked_log
 from pipeline.run_folder import check_model, weights_digest
 from pipeline.stage_data import open_data
@@ -43,53 +44,61 @@ def run_stage(context: StageContext, *, stage: StageName) -> None:
     missing = [name for name in earlier if context.folder.record(name).state != "done"]
     if missing:
         raise UserError(f"stage {stage} needs {' and '.join(missing)} first: run the recipe without --stage")
-    match stage:
-        case "masked_patch":
-            masked_patch(context)
-        case "pretrain":
-            pretrain(context)
-        case "swap_head":
+    if stage == "swap_head":
+        if context.ranks.place.is_main:
             swap_head(context)
-        case "finetune":
-            finetune(context)
+        return
+    recipe, config = context.recipe, context.recipe.train_stage(stage)
+    data = open_data(recipe, stage=stage, report=context.say, commands="run")
+    match config:
+        case MaskedPatchStage():
+            model, start = masked_patch(recipe, config)
+        case PretrainStage():
+            model, start = pretrain(recipe, config, num_classes=data.train.num_classes)
+        case FinetuneStage():
+            model, start = finetune(context, config, num_classes=data.train.num_classes)
+    train_stage(context, stage=stage, data=data, model=model, start=start)
 
 
-def masked_patch(context: StageContext) -> None:
+def masked_patch(recipe: Recipe, config: MaskedPatchStage) -> tuple[nn.Module, StageStart]:
     """Self-supervised pre-training from random weights: the mean colours of corrupted patches."""
-    recipe = context.recipe
-    config = recipe.stages.masked_patch
-    assert config is not None
-    data = open_data(recipe, stage="masked_patch", report=context.say, commands="run")
     model = build_masked_patch(recipe.model, image_size=config.image_size, regularisation=regularisation(config))
     initialise(model, seed=recipe.seed, style=config.init)
-    start = StageStart(head="masked_patch", weights="random")
-    train_stage(context, stage="masked_patch", data=data, model=model, start=start)
+    return model, StageStart(head="masked_patch", weights="random")
 
 
-def pretrain(context: StageContext) -> None:
+def pretrain(recipe: Recipe, config: PretrainStage, *, num_classes: int) -> tuple[nn.Module, StageStart]:
     """Supervised pre-training from random weights, with a head of one hidden layer."""
-    recipe = context.recipe
-    config = recipe.stages.pretrain
-    assert config is not None
-    data = open_data(recipe, stage="pretrain", report=context.say, commands="run")
-    model = build_model(
-        recipe.model,
-        image_size=config.image_size,
-        num_classes=data.train.num_classes,
-        head=config.head,
-        regularisation=regularisation(config),
-    )
+    model = _classifier(recipe, config, num_classes=num_classes, head=config.head)
     initialise(model, seed=recipe.seed, head_bias=config.head_bias, style=config.init)
-    start = StageStart(head=config.head, weights="random")
-    train_stage(context, stage="pretrain", data=data, model=model, start=start)
+    return model, StageStart(head=config.head, weights="random")
+
+
+def finetune(context: StageContext, config: FinetuneStage, *, num_classes: int) -> tuple[nn.Module, StageStart]:
+    """Everything trained at the new resolution, from swap_head's model or, to compare, from scratch.
+
+    The images are normalised as those of the model that it starts from.
+    """
+    recipe, folder = context.recipe, context.folder
+    model = _classifier(recipe, config, num_classes=num_classes, head="linear")
+    if config.start == "scratch":
+        initialise(model, seed=recipe.seed, style=config.init)
+        return model, StageStart(head="linear", weights="random")
+    meta, state = load_model(check_model(folder, stage="swap_head"))
+    model.load_state_dict(
+        resize_state(state, config=recipe.model, from_image_size=meta.image_size, to_image_size=config.image_size)
+    )
+    return model, StageStart(
+        head="linear",
+        weights=folder.record("swap_head").model_digest,
+        normalisation=Normalisation(mean=meta.mean, std=meta.std),
+    )
 
 
 def swap_head(context: StageContext) -> None:
     """Drop the pre-training head, both layers of it or with the mask token, and attach one zero Linear for
-    fine-tuning's classes."""
+    fine-tuning's classes; on rank 0 alone."""
     recipe, folder = context.recipe, context.folder
-    if not context.ranks.place.is_main:
-        return
     classes = open_data(recipe, stage="finetune", report=context.say, commands="run").train.classes
     source = model_from_elsewhere(recipe)
     if source is None:
@@ -126,44 +135,19 @@ def swap_head(context: StageContext) -> None:
     )
 
 
-def finetune(context: StageContext) -> None:
-    """Train everything at the new resolution, from the swapped head's model or, to compare, from scratch.
-
-    The images are normalised as those of the model that it starts from.
-    """
-    recipe, folder = context.recipe, context.folder
-    config = recipe.stages.finetune
-    assert config is not None
-    data = open_data(recipe, stage="finetune", report=context.say, commands="run")
-    model = build_model(
-        recipe.model,
-        image_size=config.image_size,
-        num_classes=data.train.num_classes,
-        head="linear",
-        regularisation=regularisation(config),
-    )
-    match config.start:
-        case "scratch":
-            initialise(model, seed=recipe.seed, style=config.init)
-            start = StageStart(head="linear", weights="random")
-        case "swap_head":
-            meta, state = load_model(check_model(folder, stage="swap_head"))
-            model.load_state_dict(
-                resize_state(
-                    state, config=recipe.model, from_image_size=meta.image_size, to_image_size=config.image_size
-                )
-            )
-            start = StageStart(
-                head="linear",
-                weights=folder.record("swap_head").model_digest,
-                normalisation=Normalisation(mean=meta.mean, std=meta.std),
-            )
-    train_stage(context, stage="finetune", data=data, model=model, start=start)
-
-
 def regularisation(config: TrainStage) -> Regularisation:
     """A training stage's, as `model` takes it."""
     return Regularisation(config.dropout, config.stochastic_depth, config.patch_dropout)
+
+
+def _classifier(recipe: Recipe, config: TrainStage, *, num_classes: int, head: HeadKind) -> nn.Module:
+    return build_model(
+        recipe.model,
+        image_size=config.image_size,
+        num_classes=num_classes,
+        head=head,
+        regularisation=regularisation(config),
+    )
 
 
 def _num_parameters(module: nn.Module) -> int:
