@@ -1,11 +1,9 @@
-"""The manifest: which shards a split consists of, how many samples each holds, and what the classes are
-called.
+"""The manifest: which shards a split consists of, how many samples each holds, and what the classes are called.
 
-`FOLDER/manifest.json` lies next to the tars it describes, and is written last, so a folder with a manifest is
-whole. Beside it go the small files that other tools look for: `sizes.json` (open_clip, webdataset) in the
-same folder and `_info.json` (timm) one folder up. Reading costs one small file and one `stat` per shard; the
-shards' digests are recorded here but not verified (that would read every byte). Needs neither torch nor
-numpy.
+`FOLDER/manifest.json` lies next to the tars it describes, and is written last, so a folder with a manifest is whole.
+Beside it go the small files that other tools look for: `sizes.json` (open_clip, webdataset) in the same folder and
+`_info.json` (timm) one folder up. Reading costs one small file and one `stat` per shard; the shards' digests are
+recorded here but not verified (that would read every byte). Needs neither torch nor numpy.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
 
 from data_shards.durable import replace_text
 from data_shards.errors import UserError
@@ -93,9 +91,7 @@ class Manifest:
 
 
 def write_manifest(manifest: Manifest) -> Path:
-    """Write `manifest.json` and `sizes.json` into `manifest.root`, each at once or not at all; return the
-    former.
-    """
+    """Write `manifest.json` and `sizes.json` into `manifest.root`, each atomically; return the former."""
     content = {
         "version": MANIFEST_VERSION,
         "name": manifest.name,
@@ -108,15 +104,12 @@ def write_manifest(manifest: Manifest) -> Path:
         "shards": [vars(shard) for shard in manifest.shards],
     }
     write_json(manifest.root / "sizes.json", {shard.file: shard.num_samples for shard in manifest.shards})
-    path = manifest.root / MANIFEST_FILE
-    write_json(path, content)
+    write_json(path := manifest.root / MANIFEST_FILE, content)
     return path
 
 
 def write_timm_info(folder: Path, manifests: Iterable[Manifest]) -> None:
-    """Write `folder/_info.json`, so that timm reads the splits below it: `--dataset wds/ --data-dir
-    FOLDER`.
-    """
+    """Write `folder/_info.json`, so that timm reads the splits below it: `--dataset wds/ --data-dir FOLDER`."""
     splits = {
         manifest.split: {
             "name": manifest.split,
@@ -190,14 +183,8 @@ def parse_manifest(text: bytes, *, root: Path, name: str) -> Manifest:
         raise UserError(f"{name}: {error}; {REMEDY} again") from None
 
 
-@dataclass(frozen=True)
-class ShardFile:
-    """What one `stat` tells of a shard's file.
-
-    Args:
-        damage: what is wrong with it: a sentence, or "" if it is there and has the size it should have.
-        stamp: see `stamp_of`; "" if it is not there.
-    """
+class ShardFile(NamedTuple):
+    """What one `stat` tells of a shard's file: what is wrong with it, a sentence or ""; and its `stamp_of`, if any."""
 
     damage: str
     stamp: str
@@ -206,8 +193,6 @@ class ShardFile:
 def shard_files(manifest: Manifest) -> list[ShardFile]:
     """The files of all shards, in their order."""
     shards = manifest.shards
-    if len(shards) <= _MOST_STATS_IN_TURN:
-        return [_file(manifest.root, shard) for shard in shards]
     pieces = [shards[start : start + _MOST_STATS_IN_TURN] for start in range(0, len(shards), _MOST_STATS_IN_TURN)]
     with ThreadPoolExecutor(_STAT_THREADS) as pool:
         found = pool.map(lambda piece: [_file(manifest.root, shard) for shard in piece], pieces)
@@ -277,15 +262,9 @@ def _count(content: dict[str, Any], key: str) -> int:
 
 
 def _inside(file: str) -> str:
-    parts = PurePosixPath(file).parts
-    if (
-        not parts
-        or len(file) > _MOST_NAME
-        or "\\" in file
-        or "\0" in file
-        or PurePosixPath(file).is_absolute()
-        or ".." in parts
-    ):
+    path = PurePosixPath(file)
+    is_strange = len(file) > _MOST_NAME or "\\" in file or "\0" in file
+    if is_strange or not path.parts or path.is_absolute() or ".." in path.parts:
         raise ValueError(f"the shard {file[:80]!r} does not lie inside the folder")
     if _SCHEME.match(file):
         raise ValueError(f"the shard {file[:80]!r} is a command or a URL, where only a file in the folder can be")
@@ -306,10 +285,10 @@ def _file(root: Path, shard: Shard) -> ShardFile:
         status = os.stat(path)
     except OSError:
         return ShardFile(f"{path}: the manifest names this shard but it is not there; copy it here or {REMEDY}", "")
+    damage = ""
     if status.st_size != shard.num_bytes:
         damage = (
             f"{path}: the shard has {status.st_size} bytes where the manifest says {shard.num_bytes}; "
             f"copy it again or {REMEDY}"
         )
-        return ShardFile(damage, stamp_of(status))
-    return ShardFile("", stamp_of(status))
+    return ShardFile(damage, stamp_of(status))

@@ -7,6 +7,7 @@ no shard is read. Tars without a manifest are indexed once (see `foreign`), and 
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -90,22 +91,14 @@ def _open_local(location: str, *, damaged: Damaged) -> ShardSet:
         more = f" (and {len(found) - 1} more shards are damaged)" if len(found) > 1 else ""
         raise UserError(found[0] + more)
     root, absolute = str(manifest.root), str(manifest.root.absolute())
+    places = [(os.path.join(absolute, shard.file), os.path.join(root, shard.file)) for shard in manifest.shards]
+    entries = _entries(manifest, places)
     entries = tuple(
-        ShardEntry(
-            url=os.path.join(absolute, shard.file),
-            name=os.path.join(root, shard.file),
-            num_samples=shard.num_samples,
-            num_bytes=shard.num_bytes,
-            sha256=shard.sha256,
-            index=None,
-            labels=manifest.labels,
-            state="damaged" if file.damage else "whole",
-            stamp=file.stamp,
-        )
-        for shard, file in zip(manifest.shards, files, strict=True)
+        replace(entry, state="damaged" if file.damage else "whole", stamp=file.stamp)
+        for entry, file in zip(entries, files, strict=True)
     )
     lost = sum(_lost_samples(entry) for entry in entries if entry.state == "damaged")
-    return _packed(manifest, entries, source=str(local_path(location)), damage=tuple(found), lost_samples=lost)
+    return _packed(manifest, entries, str(local_path(location)), damage=tuple(found), lost_samples=lost)
 
 
 def _lost_samples(entry: ShardEntry) -> int:
@@ -133,36 +126,25 @@ def _open_remote(location: str, *, store: Store | None) -> ShardSet:
         pattern = shown(join(location, "x-")) + "{000..127}.tar"
         raise UserError(f"{error}; tars without a manifest are given as a pattern, such as {pattern}") from None
     manifest = parse_manifest(content, root=Path(), name=shown(url))
-    entries = tuple(
-        ShardEntry(
-            url=join(location, shard.file),
-            name=shown(join(location, shard.file)),
-            num_samples=shard.num_samples,
-            num_bytes=shard.num_bytes,
-            sha256=shard.sha256,
-            index=None,
-            labels=manifest.labels,
-        )
-        for shard in manifest.shards
+    urls = [join(location, shard.file) for shard in manifest.shards]
+    return _packed(manifest, _entries(manifest, [(url, shown(url)) for url in urls]), shown(location))
+
+
+def _entries(manifest: Manifest, places: list[tuple[str, str]]) -> tuple[ShardEntry, ...]:
+    """`places`: each shard's URL and name."""
+    return tuple(
+        ShardEntry(url, name, shard.num_samples, shard.num_bytes, shard.sha256, index=None, labels=manifest.labels)
+        for (url, name), shard in zip(places, manifest.shards, strict=True)
     )
-    return _packed(manifest, entries, source=shown(location))
 
 
 def _packed(
     manifest: Manifest,
     entries: tuple[ShardEntry, ...],
-    *,
     source: str,
+    *,
     damage: tuple[str, ...] = (),
     lost_samples: int = 0,
 ) -> ShardSet:
-    return ShardSet(
-        name=manifest.name,
-        source=source,
-        split=manifest.split,
-        classes=manifest.classes,
-        shards=entries,
-        digest=manifest.digest,
-        damage=damage,
-        lost_samples=lost_samples,
-    )
+    about = (manifest.name, source, manifest.split, manifest.classes)
+    return ShardSet(*about, entries, manifest.digest, damage=damage, lost_samples=lost_samples)

@@ -1,11 +1,9 @@
 """One source image -> the bytes that go into the tar: verified, and made smaller if that is asked for.
 
-Every image is decoded once, in full, by the decoder that training uses, because a broken one is cheap to mend now and
-expensive in the middle of a run. Without `Resize` its bytes are kept as they are. With it, an image whose short side
-is longer than `short_pixels` is reduced (Lanczos, antialiased) and encoded as JPEG with 4:2:0 chroma; its colours are
-those that the decoder gives (CMYK and palettes become RGB, grey three equal channels, alpha is dropped, 16 bits become
-8), and its metadata is gone: the orientation tag too, so that a viewer shows the pixels as they are stored and as
-training sees them. Costs a decode (1.2 ms for an ImageNet photograph, 25 µs for 32 x 32), and 3 ms for the reduction.
+Every image is decoded in full by the decoder that training uses: a broken one is cheap to mend now and expensive in
+the middle of a run. Without `Resize` its bytes are kept. With it, a large image is reduced (Lanczos, antialiased) and
+encoded as JPEG with 4:2:0 chroma, in the colours that the decoder gives and without metadata: no orientation tag, so a
+viewer shows what training sees. Costs a decode (1.2 ms for an ImageNet photograph), and 3 ms for the reduction.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Which image goes into which shard, under which key and label: pure, decided before a byte is written.
 
-Shuffling and holding out are done by sorting on a hash of (seed, purpose, where the image is from). So they
-depend on neither numpy's version nor the number of cores, and an image stays in train or val whether all
-classes are packed or some, as long as its class has the same images. Costs about 2 us per image.
+Shuffling and holding out are done by sorting on a hash of (seed, purpose, where the image is from). So they depend on
+neither numpy's version nor the number of cores, and an image stays in train or val whether all classes are packed or
+some, as long as its class has the same images. Costs about 2 us per image.
 """
 
 from __future__ import annotations
@@ -59,15 +59,11 @@ class ShardPlan:
         name = self.classes[self.labels[position]] if self.labels.ndim == 1 else None
         return sample_key(name, self.images.trace(index), self.first_number + index)
 
-    def class_numbers(self, position: int) -> tuple[int, ...]:
-        """Labels of the sample at `position`, ascending."""
-        return class_numbers(self.labels[position])
-
     def label_member(self, position: int) -> tuple[str, bytes]:
         """Extension and content of the member that holds the label: ASCII in .cls, or a list in .json."""
         if self.labels.ndim == 1:
             return "cls", str(self.labels[position]).encode("ascii")
-        return "json", json.dumps({"label": list(self.class_numbers(position))}).encode("ascii")
+        return "json", json.dumps({"label": list(class_numbers(self.labels[position]))}).encode("ascii")
 
 
 @dataclass(frozen=True)
@@ -174,12 +170,11 @@ def class_numbers(labels: NDArray[np.int64]) -> tuple[int, ...]:
 
 
 def sample_key(class_name: str | None, trace: str, number: int) -> str:
-    """`cat`, `train/cat/0338.jpg`, 42 -> `cat_0338_0000042`: readable, unique by its number, and safe in a
-    tar.
+    """`cat`, `train/cat/0338.jpg`, 42 -> `cat_0338_0000042`: readable, unique by its number, and safe in a tar.
 
-    webdataset cuts keys at the first dot, DALI's index at spaces, and tar (ustar) limits names to 100 bytes.
-    The number counts the images of the whole source, so an image keeps its key whichever classes are packed. An image
-    with several labels (None) has no class in its key.
+    webdataset cuts keys at the first dot, DALI's index at spaces, and tar (ustar) limits names to 100 bytes. The number
+    counts the images of the whole source, so an image keeps its key whichever classes are packed. An image with several
+    labels (None) has no class in its key.
     """
     stem = trace.rpartition("/")[2].rpartition(".")[0] or trace.rpartition("/")[2]
     if class_name is None:
@@ -188,9 +183,7 @@ def sample_key(class_name: str | None, trace: str, number: int) -> str:
 
 
 def file_name(name: str) -> str:
-    """`name` with everything but ASCII letters, digits, - and _ replaced; never empty, never starting with _
-    or -.
-    """
+    """`name` with all but ASCII letters, digits, - and _ replaced; never empty, never starting with _ or -."""
     return _safe(name).lstrip("_-") or "x"
 
 

@@ -24,7 +24,7 @@ from data_shards.manifest import Shard
 from data_shards.packing.image import prepare_image
 from data_shards.packing.request import PackRequest
 from data_shards.packing.shard_plan import LABEL_SPECS, ShardPlan
-from data_shards.packing.work import DIGEST_BYTES, Refused, ShardRecord
+from data_shards.packing.work import DIGEST_BYTES, RefusedImage, ShardRecord
 from data_shards.progress_line import Progress
 from data_shards.tars.tar_index import build_index, index_path, write_index
 from data_shards.webdataset_parts import tar_writer
@@ -121,7 +121,7 @@ def _write(
     plan: ShardPlan, path: Path, request: PackRequest, stop: threading.Event, progress: Progress
 ) -> ShardRecord | None:
     digests: list[bytes] = []
-    refused: list[Refused] = []
+    refused: list[RefusedImage] = []
     with open(path, "wb", buffering=_BUFFER_BYTES) as stream, tar_writer(tar := _Digested(stream)) as writer:
         for position, index in enumerate(plan.indices.tolist()):
             if stop.is_set():
@@ -132,7 +132,7 @@ def _write(
                 image = prepare_image(data, resize=request.resize, limit=request.pixel_limit)
             except (UnreadableImage, OSError) as error:
                 reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-                refused.append(Refused(position, reason, was_read=data is not None))
+                refused.append(RefusedImage(position, reason, was_read=data is not None))
             else:
                 extension, label = plan.label_member(position)
                 writer.write({"__key__": plan.key(position), image.extension: image.data, extension: label})

@@ -5,7 +5,7 @@
 
 A shard counts as finished if its record is there, was made from the same images, labels and options (its mark), and
 tar and index have the sizes that it says. Everything else in the folder is deleted and made again. A lock, which dies
-with its process, keeps a second packing out. Costs a small file and two fsync for each shard.
+with its process, keeps a second packing out. Costs a small file and a few fsync for each shard.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ DIGEST_BYTES = 16  # of an image
 
 
 @dataclass(frozen=True)
-class Refused:
+class RefusedImage:
     """An image of a shard that is not in the tar. `was_read`: its bytes were, so trying again will not help."""
 
     position: int
@@ -52,7 +52,7 @@ class ShardRecord:
     shard: Shard
     index_bytes: int
     image_digests: bytes
-    refused: tuple[Refused, ...]
+    refused: tuple[RefusedImage, ...]
 
     @property
     def is_final(self) -> bool:
@@ -167,7 +167,7 @@ def _read_record(path: Path) -> ShardRecord | None:
             shard=Shard(**content["shard"]),
             index_bytes=content["index_bytes"],
             image_digests=bytes.fromhex(content["image_digests"]),
-            refused=tuple(Refused(*entry) for entry in content["refused"]),
+            refused=tuple(RefusedImage(*entry) for entry in content["refused"]),
         )
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -50,9 +50,7 @@ class ImageSet(Protocol):
         ...
 
     def trace(self, index: int) -> str:
-        """Where the image is from, relative to the source, such as `train/cat/0338.jpg`; unique in the
-        source.
-        """
+        """Where the image is from, relative to the source, such as `train/cat/0338.jpg`; unique in the source."""
         ...
 
     def stamp(self, index: int) -> bytes:

@@ -1,9 +1,8 @@
-"""Folders of class folders: ROOT/CLASS/**/*.jpg, or ROOT/train/CLASS/** with ROOT/val (or validation, or
-test), and ROOT/test besides.
+"""Folders of class folders: ROOT/CLASS/**/*.jpg, or ROOT/train/CLASS/** with ROOT/val (validation, test).
 
-Classes are the folders' names in code-point order, as torchvision's ImageFolder has them, so labels agree.
-Hidden files and folders are passed over; other files that are not images are passed over, counted and named.
-Listing costs one `scandir` per folder; no image is opened here. Symbolic links are followed, once per folder.
+Classes are the folders' names in code-point order, as torchvision's ImageFolder has them, so labels agree. Hidden files
+and folders are passed over; other files that are not images are passed over, counted and named. Listing costs one
+`scandir` per folder; no image is opened here. Symbolic links are followed, once per folder.
 """
 
 import os
@@ -19,12 +18,6 @@ from data_shards.tars.tar_index import IMAGE_EXTENSIONS
 
 # In this order: what is called val is preferred to what is called test, whose labels are often not public.
 VAL_NAMES = ("val", "validation", "test")
-
-
-@dataclass(frozen=True)
-class _Listing:
-    images: list[str]
-    others: list[str]
 
 
 @dataclass
@@ -149,11 +142,10 @@ def _read_split(root: Path, folder: str, *, split: SplitName, found: _Found) -> 
         if not name.isprintable():
             found.problems.append(f"{base}: the class folder {name!a} has a name that cannot be written; rename it")
             continue
-        listing = _walk(root, above + name)
-        if not listing.images:
+        by_class[name], others = _walk(root, above + name)
+        if not by_class[name]:
             found.empty(base / name)
-        by_class[name] = listing.images
-        skipped += listing.others
+        skipped += others
     if skipped:
         found.notes.append(f"{base}: {len(skipped)} files are not images and were left out (the first: {skipped[0]})")
     return by_class
@@ -168,12 +160,13 @@ def _images(root: Path, by_class: dict[str, list[str]], classes: tuple[str, ...]
 
 def walk_images(root: Path) -> list[str]:
     """Paths of all image files below `root`, relative to it; hidden ones are passed over."""
-    return _walk(root, "").images
+    return _walk(root, "")[0]
 
 
-def _walk(root: Path, start: str) -> _Listing:
-    """All files below ROOT/start, depth first, each folder in code-point order."""
-    listing = _Listing([], [])
+def _walk(root: Path, start: str) -> tuple[list[str], list[str]]:
+    """Images and other files below ROOT/start, depth first, each folder in code-point order."""
+    all_images: list[str] = []
+    all_others: list[str] = []
     seen: set[str] = set()
     stack = [start]
     while stack:
@@ -184,31 +177,22 @@ def _walk(root: Path, start: str) -> _Listing:
         seen.add(real)
         folders, images, others = _scan(root / folder)
         above = f"{folder}/" if folder else ""
-        listing.images.extend(f"{above}{name}" for name in images)
-        listing.others.extend(f"{above}{name}" for name in others)
+        all_images += [f"{above}{name}" for name in images]
+        all_others += [f"{above}{name}" for name in others]
         stack.extend(f"{above}{name}" for name in reversed(folders))
-    return listing
+    return all_images, all_others
 
 
 def _scan(folder: Path) -> tuple[list[str], list[str], list[str]]:
     """The names of sub-folders, images and other files directly in `folder`, sorted, without hidden ones."""
-    folders: list[str] = []
-    images: list[str] = []
-    others: list[str] = []
     try:
         with os.scandir(folder) as entries:
-            for entry in entries:
-                if entry.name.startswith("."):
-                    continue
-                if entry.is_dir():
-                    folders.append(entry.name)
-                elif entry.name.rpartition(".")[2].lower() in IMAGE_EXTENSIONS:
-                    images.append(entry.name)
-                else:
-                    others.append(entry.name)
+            is_folder = {entry.name: entry.is_dir() for entry in entries if not entry.name.startswith(".")}
     except OSError as error:
         raise UserError(f"{folder}: the folder cannot be listed ({error.strerror})") from None
-    return sorted(folders), sorted(images), sorted(others)
+    files = sorted(name for name in is_folder if not is_folder[name])
+    images = [name for name in files if name.rpartition(".")[2].lower() in IMAGE_EXTENSIONS]
+    return sorted(name for name in is_folder if is_folder[name]), images, sorted({*files} - {*images})
 
 
 def _differences(root: Path, folder: str, classes: tuple[str, ...], here: set[str]) -> list[str]:
