@@ -108,7 +108,41 @@ def open_deepspeed(folder: Path, *, zero_stage: int, processes: int, model: nn.M
     """
     if zero_stage == 0:
         return _open_whole(folder.parent, content=read_state(folder / "mp_rank_00_model_states.pt"), model=model)
-    return _open_sharded(folder, zero_stage=zero_stage, processes=processes, model=model)
+    # ZeRO 1 to 3: one file of optimizer states a process, and the shapes in the first process's other file.
+    found = len(list(folder.glob("*_optim_states.pt")))
+    if found != processes:
+        raise UserError(f"checkpoint {folder.parent} has the shards of {found} processes instead of {processes}")
+    prefix = "bf16_" if (folder / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt").exists() else ""
+
+    @cache
+    def shard(rank: int) -> dict[str, Any]:
+        return read_state(folder / f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")["optimizer_state_dict"]
+
+    first = "zero_pp_rank_0_mp_rank_00" if zero_stage == 3 else "mp_rank_00"
+    content = read_state(folder / f"{first}_model_states.pt")
+    groups: list[dict[str, torch.Size]] = content["param_shapes"]
+    shapes = {name: tuple(shape) for group in groups for name, shape in group.items()}
+    _check_fits(shapes, model=model, folder=folder.parent)
+    if zero_stage == 3:
+        flat_key, state_key = "fp32_flat_groups", "optimizer_state_dict"
+        addresses = _addresses_3(groups, processes=processes)
+    else:
+        flat_key, state_key = "single_partition_of_fp32_groups", "base_optimizer_state"
+        addresses = _addresses_1_2(groups, shard=shard(0))
+    states = shard(0)[state_key]["state"]
+
+    def flat(rank: int, number: int, of: str) -> Tensor:
+        content = shard(rank)
+        return (content[flat_key][number] if of == WEIGHT else content[state_key]["state"][number][of]).detach()
+
+    return PortableState(
+        shapes=shapes,
+        buffers={name: content["module"][name] for name in content["buffer_names"]},
+        moments=_moments(states),
+        counters=_counters(content, states=states, loss_scale=_read_loss_scale(vars(shard(0)["loss_scaler"]))),
+        _addresses=addresses,
+        _flat=flat,
+    )
 
 
 def open_accelerate(file: Path, *, model: nn.Module) -> PortableState:
@@ -150,44 +184,6 @@ def _open_whole(folder: Path, *, content: dict[str, Any], model: nn.Module) -> P
             name: _Address(flat=number, lead=0, stride=max(1, weights[name].numel()), base=0)
             for number, name in by_number.items()
         },
-        _flat=flat,
-    )
-
-
-def _open_sharded(folder: Path, *, zero_stage: int, processes: int, model: nn.Module) -> PortableState:
-    """ZeRO 1 to 3: one file of optimizer states a process, and the shapes in the first process's other file."""
-    found = len(list(folder.glob("*_optim_states.pt")))
-    if found != processes:
-        raise UserError(f"checkpoint {folder.parent} has the shards of {found} processes instead of {processes}")
-    prefix = "bf16_" if (folder / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt").exists() else ""
-
-    @cache
-    def shard(rank: int) -> dict[str, Any]:
-        return read_state(folder / f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")["optimizer_state_dict"]
-
-    first = "zero_pp_rank_0_mp_rank_00" if zero_stage == 3 else "mp_rank_00"
-    content = read_state(folder / f"{first}_model_states.pt")
-    groups: list[dict[str, torch.Size]] = content["param_shapes"]
-    shapes = {name: tuple(shape) for group in groups for name, shape in group.items()}
-    _check_fits(shapes, model=model, folder=folder.parent)
-    if zero_stage == 3:
-        flat_key, state_key = "fp32_flat_groups", "optimizer_state_dict"
-        addresses = _addresses_3(groups, processes=processes)
-    else:
-        flat_key, state_key = "single_partition_of_fp32_groups", "base_optimizer_state"
-        addresses = _addresses_1_2(groups, shard=shard(0))
-    states = shard(0)[state_key]["state"]
-
-    def flat(rank: int, number: int, of: str) -> Tensor:
-        content = shard(rank)
-        return (content[flat_key][number] if of == WEIGHT else content[state_key]["state"][number][of]).detach()
-
-    return PortableState(
-        shapes=shapes,
-        buffers={name: content["module"][name] for name in content["buffer_names"]},
-        moments=_moments(states),
-        counters=_counters(content, states=states, loss_scale=_read_loss_scale(vars(shard(0)["loss_scaler"]))),
-        _addresses=addresses,
         _flat=flat,
     )
 
