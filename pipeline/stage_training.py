@@ -39,7 +39,7 @@ from pipeline.evaluate import evaluate
 from pipeline.faults import FaultLedger
 from pipeline.ranks.pace import Pace
 from pipeline.ranks.phases import Phases
-from pipeline.ranks.stopping import Requests, SaveClock
+from pipeline.ranks.stopping import Requests
 from pipeline.ranks.watch import Watch
 from pipeline.recipe.io import dump_recipe
 from pipeline.recipe.schema import EngineConfig, StageName
@@ -241,9 +241,7 @@ def make_job(
         faults=faults,
         report=report,
         ranks=ranks,
-        requests=Requests(
-            context.stop, save_clock=SaveClock(config.save_every_minutes), ranks=ranks, saved_step=start_step
-        ),
+        requests=Requests(context.stop, ranks=ranks, saved_step=start_step, save_minutes=config.save_every_minutes),
     )
 
 

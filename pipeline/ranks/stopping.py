@@ -27,52 +27,44 @@ class Agreed:
     save: bool
 
 
-class SaveClock:
-    """When the last checkpoint is more than `minutes` old (0: never), by the monotonic clock."""
-
-    def __init__(self, minutes: float) -> None:
-        self._seconds = minutes * 60
-        self._start = time.monotonic()
-
-    def due(self) -> bool:
-        """Whether a checkpoint is due."""
-        return self._seconds > 0 and time.monotonic() - self._start >= self._seconds
-
-    def restart(self) -> None:
-        """A checkpoint was written."""
-        self._start = time.monotonic()
-
-
 class Requests:
     """What any rank requests of all of them, exchanged once a step.
 
     Args:
         stop: this rank's signals.
-        save_clock: requests checkpoints.
         ranks: the processes.
         saved_step: of the last checkpoint.
+        save_minutes: a checkpoint is requested when the last one is older, by the monotonic clock; 0: never.
     """
 
-    def __init__(self, stop: StopFlag, *, save_clock: SaveClock, ranks: Ranks, saved_step: int) -> None:
+    def __init__(self, stop: StopFlag, *, ranks: Ranks, saved_step: int, save_minutes: float = 0.0) -> None:
         self.saved_step = saved_step
         self._stop = stop
-        self._clock = save_clock
         self._ranks = ranks
+        self._save_seconds = save_minutes * 60
+        self._saved_at = time.monotonic()
+        self._pending: Agreement | None = None
 
     def agreed(self, step: int) -> Agreed:
-        """What all ranks do after `step`; collective. Answers what was requested one step ago."""
-        agreed = self._stop.agreed(self._ranks, save=self._clock.due())
+        """What all ranks do after `step`, as requested one step ago; collective, once a step."""
+        stop, save = self._pending.result() if self._pending is not None else (False, False)
+        self._pending = self._ranks.start_any(self._stop.reason is not None, self._save_is_due())
         # What the clock requested a step ago is done if that step saved.
-        return Agreed(stop=agreed.stop, save=agreed.save and self.saved_step < step - 1)
+        return Agreed(stop=stop, save=save and self.saved_step < step - 1)
 
     def saved(self, step: int) -> None:
         """A checkpoint of `step` was handed to the saver."""
-        self._clock.restart()
+        self._saved_at = time.monotonic()
         self.saved_step = step
 
     def settle(self) -> None:
-        """Take in the last answer, so that no exchange is left open at the end."""
-        self._stop.settle()
+        """Wait for the last answer, so that no exchange is left pending at the end."""
+        if self._pending is not None:
+            self._pending.result()
+            self._pending = None
+
+    def _save_is_due(self) -> bool:
+        return self._save_seconds > 0 and time.monotonic() - self._saved_at >= self._save_seconds
 
 
 class StopFlag:
@@ -80,7 +72,6 @@ class StopFlag:
 
     def __init__(self) -> None:
         self.reason: str | None = None
-        self._pending: Agreement | None = None
 
     def listen(self) -> None:
         """Install the handlers; in the main thread."""
@@ -91,18 +82,6 @@ class StopFlag:
     def request(self, reason: str) -> None:
         """Request a stop, from any thread."""
         self.reason = self.reason or reason
-
-    def agreed(self, ranks: Ranks, *, save: bool) -> Agreed:
-        """What all ranks do now, as requested one step ago; `save`: this rank requests a checkpoint. Collective."""
-        stop_now, save_now = self._pending.result() if self._pending is not None else (False, False)
-        self._pending = ranks.start_any(self.reason is not None, save)
-        return Agreed(stop=stop_now, save=save_now)
-
-    def settle(self) -> None:
-        """Wait for the last answer, so that no exchange is left pending at the end."""
-        if self._pending is not None:
-            self._pending.result()
-            self._pending = None
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and self.reason == "SIGINT":  # launchers repeat SIGTERM by themselves

@@ -21,7 +21,7 @@ from pipeline.engine.protocol import StepResult
 from pipeline.evaluate import evaluate
 from pipeline.ranks.pace import Slowest
 from pipeline.ranks.phases import Phases
-from pipeline.ranks.stopping import Agreed, Requests, SaveClock, StopFlag
+from pipeline.ranks.stopping import Requests, StopFlag
 from pipeline.recipe.schedule import Schedule
 from pipeline.recipe.stage_plan import StagePlan
 from pipeline.report.losses import Spike
@@ -31,7 +31,6 @@ from pipeline.train_loop import TrainingFailed, TrainJob, train
 
 STEPS, MASKED = 6, 4
 ALL, HALF = 1 + 16, 1 + 8  # tokens
-NEVER = SaveClock(0.0)
 
 
 def quiet(*names: str) -> dict[str, Any]:
@@ -60,7 +59,11 @@ def job(*, patch_dropout: float, first_step: int) -> tuple[Any, list[tuple[str, 
         backward=lambda loss: loss.backward(),
         step=lambda lr: StepResult(applied=True, grad_norm=1.0),
     )
-    ranks: Any = SimpleNamespace(place=SimpleNamespace(rank=0), gather=lambda values: values.double()[None])
+    ranks: Any = SimpleNamespace(
+        place=SimpleNamespace(rank=0),
+        gather=lambda values: values.double()[None],
+        start_any=lambda *flags: SimpleNamespace(result=lambda: flags),
+    )
     faults: Any = SimpleNamespace(
         complaint="",
         note=lambda batch, *, use, rows: None,
@@ -100,7 +103,6 @@ def job(*, patch_dropout: float, first_step: int) -> tuple[Any, list[tuple[str, 
         patch_dropout_steps=MASKED if patch_dropout else 0,
         seed=1,
     )
-    stop: Any = SimpleNamespace(agreed=lambda ranks, *, save: Agreed(stop=False, save=save), **quiet("settle"))
     whole: Any = TrainJob(
         plan=plan,
         batches=iter([batch] * (STEPS - first_step) * 2),  # pyright: ignore[reportArgumentType]
@@ -111,7 +113,7 @@ def job(*, patch_dropout: float, first_step: int) -> tuple[Any, list[tuple[str, 
         faults=faults,
         report=report,
         ranks=ranks,
-        requests=Requests(stop, save_clock=NEVER, ranks=ranks, saved_step=first_step),
+        requests=Requests(StopFlag(), ranks=ranks, saved_step=first_step),
     )
     return whole, seen
 
@@ -134,25 +136,24 @@ def test_without_it_all_patches_are_seen() -> None:
     assert {tokens for _, tokens in seen} == {ALL}
 
 
-class Clock:
-    """Due from step 2 on until there is a checkpoint, and then no more."""
+class DueOnce(Requests):
+    """Requests a checkpoint from the second step on, until one was saved."""
 
-    def __init__(self) -> None:
-        self.asked, self.saved = 0, False
+    asked, done = 0, False
 
-    def due(self) -> bool:
+    def _save_is_due(self) -> bool:
         self.asked += 1
-        return self.asked >= 2 and not self.saved
+        return self.asked >= 2 and not self.done
 
-    def restart(self) -> None:
-        self.saved = True
+    def saved(self, step: int) -> None:
+        super().saved(step)
+        self.done = True
 
 
-def saving(*, save_clock: Any, save_steps: int) -> tuple[Any, list[str]]:
+def saving(*, kind: type[Requests], save_steps: int) -> tuple[Any, list[str]]:
     """A job whose ranks agree as they do in earnest, and the list of what is asked of its saver."""
     calls: list[str] = []
     whole, _ = job(patch_dropout=0.0, first_step=0)
-    whole.ranks.start_any = lambda *flags: SimpleNamespace(result=lambda: flags)
     saver: Any = SimpleNamespace(
         stall_seconds=0.0,
         poll=lambda: None,
@@ -160,7 +161,7 @@ def saving(*, save_clock: Any, save_steps: int) -> tuple[Any, list[str]]:
         finish=lambda: calls.append("finish"),
     )
     plan = replace(whole.plan, log_steps=0, eval_steps=0, save_steps=save_steps)
-    requests = Requests(StopFlag(), save_clock=save_clock, ranks=whole.ranks, saved_step=0)
+    requests = kind(StopFlag(), ranks=whole.ranks, saved_step=0)
     return replace(whole, plan=plan, saver=saver, requests=requests), calls
 
 
@@ -168,13 +169,13 @@ def saving(*, save_clock: Any, save_steps: int) -> tuple[Any, list[str]]:
 def test_the_clocks_wish_is_granted_once_and_not_at_all_if_a_checkpoint_came_before_the_answer(
     save_steps: int, saves: list[str]
 ) -> None:
-    whole, calls = saving(save_clock=Clock(), save_steps=save_steps)
+    whole, calls = saving(kind=DueOnce, save_steps=save_steps)
     train(whole, TrainState())
     assert calls == [*saves, "finish"]
 
 
 def test_too_many_damaged_images_found_while_saving_end_the_run_when_the_checkpoint_is_committed() -> None:
-    whole, calls = saving(save_clock=NEVER, save_steps=3)
+    whole, calls = saving(kind=Requests, save_steps=3)
 
     def settle(ranks: Any) -> Any:
         whole.faults.complaint = "too many"
@@ -187,7 +188,7 @@ def test_too_many_damaged_images_found_while_saving_end_the_run_when_the_checkpo
 
 
 def test_a_save_in_flight_is_looked_after_in_every_step() -> None:
-    whole, calls = saving(save_clock=NEVER, save_steps=4)
+    whole, calls = saving(kind=Requests, save_steps=4)
     whole.saver.poll = lambda: calls.append("poll")
     train(whole, TrainState())
     assert calls == [*["poll"] * 4, "save 4", *["poll"] * 2, "save 6", "finish"]
@@ -204,14 +205,14 @@ def test_a_save_in_flight_is_looked_after_in_every_step() -> None:
 def test_what_stays_for_good_is_saved_at_its_steps_and_what_may_be_best_after_each_evaluation(
     keep_steps: int, after_evaluations: bool, saves: list[str]
 ) -> None:
-    whole, calls = saving(save_clock=NEVER, save_steps=0)
+    whole, calls = saving(kind=Requests, save_steps=0)
     plan = replace(whole.plan, keep_steps=keep_steps, eval_steps=2, save_after_evaluations=after_evaluations)
     train(replace(whole, plan=plan), TrainState())
     assert calls == [*saves, "finish"]
 
 
 def test_a_checkpoint_after_an_evaluation_has_its_values() -> None:
-    whole, _ = saving(save_clock=NEVER, save_steps=0)
+    whole, _ = saving(kind=Requests, save_steps=0)
     saved: list[tuple[int, int, bool]] = []
     whole.saver.save = lambda state: saved.append((state.step, state.evaluation_step, "val/loss" in state.evaluation))
     train(replace(whole, plan=replace(whole.plan, eval_steps=3, save_after_evaluations=True)), TrainState())
@@ -223,7 +224,7 @@ SLOW = Slowest(rank=1, host="far", seconds=0.6, usual_seconds=0.2, ratio=3.0, wi
 
 @pytest.mark.parametrize("on_slow_rank", ["report", "stop"])
 def test_a_slow_rank_is_told_once_and_ends_the_run_if_that_is_wished_when_all_is_saved(on_slow_rank: Any) -> None:
-    whole, calls = saving(save_clock=NEVER, save_steps=0)
+    whole, calls = saving(kind=Requests, save_steps=0)
     verdicts = iter([None, SLOW, replace(SLOW, is_news=False)])
     notes: list[str] = []
     ratios: list[float | None] = []
@@ -244,7 +245,7 @@ def test_a_slow_rank_is_told_once_and_ends_the_run_if_that_is_wished_when_all_is
 def test_losses_are_held_against_those_before_the_checkpoint_and_go_into_the_next_one() -> None:
     before = [0.010, 0.011] * 40
     for earlier, spiking in ((before, True), ([], False)):
-        whole, _ = saving(save_clock=NEVER, save_steps=0)
+        whole, _ = saving(kind=Requests, save_steps=0)
         told: list[Spike] = []
         saved: list[float] = []
         whole.report.spikes = told.extend
@@ -256,7 +257,7 @@ def test_losses_are_held_against_those_before_the_checkpoint_and_go_into_the_nex
 
 
 def test_every_point_of_the_curve_is_told_how_long_training_stood_still_so_far() -> None:
-    whole, _ = saving(save_clock=NEVER, save_steps=1)
+    whole, _ = saving(kind=Requests, save_steps=1)
     told: list[float] = []
     whole.report.curve = lambda state, *, stall_seconds, **more: told.append(stall_seconds)
 
@@ -279,7 +280,7 @@ def test_every_point_of_the_curve_is_told_how_long_training_stood_still_so_far()
 def test_too_many_steps_without_a_finite_gradient_end_the_run_also_across_a_resume(
     state: TrainState, words: str
 ) -> None:
-    whole, calls = saving(save_clock=NEVER, save_steps=4)
+    whole, calls = saving(kind=Requests, save_steps=4)
     whole.engine.step = lambda lr: StepResult(applied=False, grad_norm=float("nan"))
     whole.requests.saved_step = state.step
     plan = replace(whole.plan, total_steps=STEPS + 1, max_skipped_steps=3)

@@ -12,7 +12,7 @@ import pytest
 
 from launch.processes import handled
 from pipeline.ranks.group import Ranks
-from pipeline.ranks.stopping import Agreed, SaveClock, StopFlag
+from pipeline.ranks.stopping import Agreed, Requests, StopFlag
 from pipeline.vocabulary import EXIT_STOPPED
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -99,53 +99,66 @@ class Several:
         return self.asked[-1]
 
 
-def stops(flag: StopFlag, ranks: object, *, times: int) -> list[bool]:
-    return [flag.agreed(ranks, save=False).stop for _ in range(times)]  # pyright: ignore[reportArgumentType]
+def requests(flag: StopFlag, ranks: object, **options: float) -> Requests:
+    return Requests(flag, ranks=ranks, saved_step=0, **options)  # pyright: ignore[reportArgumentType]
+
+
+def stops(exchange: Requests, *, times: int) -> list[bool]:
+    return [exchange.agreed(10).stop for _ in range(times)]
 
 
 def test_all_ranks_stop_one_step_after_the_first_one_asked():
-    here, ranks = StopFlag(), Several()
-    assert stops(here, ranks, times=3) == [False, False, False]
+    here = StopFlag()
+    exchange = requests(here, Several())
+    assert stops(exchange, times=3) == [False, False, False]
     here.request("SIGTERM")
-    assert stops(here, ranks, times=2) == [False, True]
-    elsewhere, ranks = StopFlag(), Several(at=2)
-    assert stops(elsewhere, ranks, times=4) == [False, False, False, True]
+    assert stops(exchange, times=2) == [False, True]
+    elsewhere = StopFlag()
+    assert stops(requests(elsewhere, Several(at=2)), times=4) == [False, False, False, True]
     assert elsewhere.reason is None
 
 
-def test_a_wish_to_save_is_carried_beside_and_stops_nobody():
-    flag, ranks = StopFlag(), Several()
-    answers = [flag.agreed(ranks, save=save) for save in (False, True, False, False)]
+def test_a_request_to_save_is_carried_beside_and_stops_nobody(monkeypatch: pytest.MonkeyPatch):
+    exchange, due = requests(StopFlag(), Several()), iter([False, True, False, False])
+    monkeypatch.setattr(exchange, "_save_is_due", lambda: next(due))
+    answers = [exchange.agreed(10) for _ in range(4)]
     assert answers == [Agreed(stop=False, save=save) for save in (False, False, True, False)]
 
 
-def test_the_clock_asks_for_a_checkpoint_when_the_last_one_is_old(monkeypatch: pytest.MonkeyPatch):
-    ticks = iter([1000.0, 1000.0, 1119.0, 1120.0, 1500.0, 1500.0, 1619.0, 1620.0])
+def test_a_checkpoint_is_requested_when_the_last_one_is_old(monkeypatch: pytest.MonkeyPatch):
+    now = [1000.0]
     # The module's alone: other threads of this process ask time.monotonic too.
-    monkeypatch.setattr("pipeline.ranks.stopping.time", SimpleNamespace(monotonic=lambda: next(ticks)))
-    clock = SaveClock(2.0)
-    assert [clock.due() for _ in range(4)] == [False, False, True, True]
-    clock.restart()
-    assert [clock.due(), clock.due()] == [False, True]
-    ticks = iter([0.0, 1e9])
-    assert not SaveClock(0.0).due()
+    monkeypatch.setattr("pipeline.ranks.stopping.time", SimpleNamespace(monotonic=lambda: now[0]))
+    exchange, never = requests(StopFlag(), Several(), save_minutes=2.0), requests(StopFlag(), Several())
+
+    def due(at: float) -> bool:
+        now[0] = at
+        return exchange._save_is_due()
+
+    assert [due(1000.0), due(1119.0), due(1120.0), due(1500.0)] == [False, False, True, True]
+    exchange.saved(3)
+    assert [due(1619.0), due(1620.0)] == [False, True]
+    now[0] = 1e9
+    assert not never._save_is_due()
 
 
 def test_settling_takes_in_the_last_answer():
-    flag, ranks = StopFlag(), Several()
-    flag.settle()  # nothing asked yet
-    stops(flag, ranks, times=2)
+    ranks = Several()
+    exchange = requests(StopFlag(), ranks)
+    exchange.settle()  # nothing requested yet
+    stops(exchange, times=2)
     assert [answer.taken for answer in ranks.asked] == [True, False]
-    flag.settle()
+    exchange.settle()
     assert [answer.taken for answer in ranks.asked] == [True, True]
 
 
 def test_real_ranks_agree_one_step_later(alone: Ranks):
     flag = StopFlag()
-    assert stops(flag, alone, times=1) == [False]
+    exchange = requests(flag, alone)
+    assert stops(exchange, times=1) == [False]
     flag.request("SIGTERM")
-    assert stops(flag, alone, times=2) == [False, True]
-    flag.settle()
+    assert stops(exchange, times=2) == [False, True]
+    exchange.settle()
 
 
 @pytest.fixture
