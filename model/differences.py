@@ -1,6 +1,7 @@
-"""What is wrong when tensors and model do not fit: a table of the differences, and what would fix it.
+"""The sizes that the shapes of a state dict tell, and what is wrong when tensors and model do not fit.
 
-Costs nothing beyond the text. It compares names and shapes, never values.
+Compares names and shapes, never values. Shapes tell neither the number of heads (q, k and v are one matrix), nor the
+form of GELU, nor epsilon, nor the kernel of interpolation.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ _STEM = "patch_embed.backbone."  # a hybrid's ResNet
 
 @dataclass(frozen=True)
 class StateSizes:
-    """A Transformer's sizes as its tensors have them; `grid_size` is None without `pos_embed`, `num_classes` 0 without
-    a head, `resnet_layers` None without a ResNet stem."""
+    """A Transformer's sizes as its tensors have them; `grid_size` is None without `pos_embed`, `resnet_layers` None
+    without a ResNet stem, `num_classes` 0 without a head."""
 
     width: int
     depth: int
@@ -67,8 +68,7 @@ def read_sizes(shapes: Mapping[str, Shape], *, origin: str) -> StateSizes:
             those of a square grid; the message begins with `origin`.
     """
     needed = ("patch_embed.proj.weight", "blocks.0.mlp.fc1.weight", "norm.weight")
-    missing = [name for name in needed if name not in shapes]
-    if missing:
+    if missing := [name for name in needed if name not in shapes]:
         raise ValueError(
             f"{origin} has no tensor for our {', '.join(missing)}: it is incomplete, or no Vision Transformer"
         )
@@ -114,19 +114,13 @@ def first_difference(found: Mapping[str, Shape], expected: Mapping[str, Shape]) 
 
 
 def describe_differences(found: Mapping[str, Shape], expected: Mapping[str, Shape]) -> str:
-    """A table of all names whose shapes differ (the first 20), then one line for each thing that would fix it.
-
-    Args:
-        found: name -> shape in the file, under our names.
-        expected: name -> shape in the model.
-
-    Returns "" where both are the same.
-    """
+    """A table of the names whose shapes differ (the first 20), then one line for each thing that would fix it; "" where
+    nothing differs. Both are name -> shape: found in the file, under our names, and expected by the model."""
     names = sorted((name for name in {*found, *expected} if found.get(name) != expected.get(name)), key=_in_order)
     if not names:
         return ""
     rows = [("name", "in the file", "in the model")]
-    rows += [(name, _shown(found.get(name)), _shown(expected.get(name))) for name in names[:_MAX_ROWS]]
+    rows += [(name, str(found.get(name, "missing")), str(expected.get(name, "missing"))) for name in names[:_MAX_ROWS]]
     widths = [max(len(row[column]) for row in rows) for column in range(2)]
     lines = [f"  {name:<{widths[0]}}  {left:<{widths[1]}}  {right}" for name, left, right in rows]
     if len(names) > _MAX_ROWS:
@@ -145,9 +139,9 @@ def _what_would_fix_it(found: Mapping[str, Shape], expected: Mapping[str, Shape]
     except ValueError:  # no Transformer, of which alone something can be said
         return [other]
     try:
-        file = read_sizes(found, origin="the file")
+        file = read_sizes(found, origin="The file")
     except ValueError as error:
-        return [f"{error}."[:1].upper() + f"{error}."[1:]]
+        return [f"{error}."]
     fixes: list[str] = []
     if file.trunk != model.trunk:
         variant = variant_of(file)
@@ -196,10 +190,6 @@ def _other_head(file: StateSizes, model: StateSizes) -> str:
             "it by a zero one."
         )
     return f"The file's head is {file.head}, the model's is {model.head}: the record must say {file.head}."
-
-
-def _shown(shape: Shape | None) -> str:
-    return "missing" if shape is None else str(shape)
 
 
 def _in_order(name: str) -> list[tuple[int, str]]:

@@ -2,12 +2,10 @@
 
 Sources of the google style: google-research/vision_transformer `models_vit.py` and `models_resnet.py`, big_vision
 `models/vit.py` (attention pooling), big_transfer `bit_jax/models.py` (pure ResNets), and flax's defaults. timm's own
-"jax" init differs: it applies Xavier to the fused q/k/v matrix (3D x D), whose bound is sqrt(2) too small for each
-D x D part. Every parameter has its own random stream, derived from (seed, parameter name): its values depend
-neither on the global generator, nor on the device, nor on which other parameters there are, so a from-scratch
-model with a linear head starts from the very trunk of one with an MLP head. Costs a second for B/16, about 10
-for H/14. It does not initialise modules that it does not know: an unknown parameter is an error, not a
-default.
+"jax" init applies Xavier to the fused q/k/v matrix (3D x D), whose bound is sqrt(2) too small for each D x D part.
+Every parameter has its own random stream, derived from (seed, parameter name): its values depend neither on the global
+generator, nor on the device, nor on other parameters, so models with different heads start from the same trunk. Costs
+a second for B/16, about 10 for H/14. An unknown parameter is an error.
 """
 
 from __future__ import annotations

@@ -1,17 +1,14 @@
 """Masked patch prediction, the paper's self-supervised task (ViT, appendix B.1.2): the model and its targets.
 
 Half of an image's patch embeddings are corrupted: most replaced by one learnable embedding, `mask_token`, some by
-that of another patch of the image, some kept; who is drawn is the caller's. As in BERT this is done between the patch
-embedding and the position embeddings, so a masked patch still knows where it is. From the final, normed token of each
-corrupted patch one linear layer predicts the mean colour of the patch: 3 bits a channel, 512 classes. That layer starts
-at zero, as every last layer of Google's code does: the loss begins at exactly ln 512, whatever the trunk.
+that of another patch of the image, some kept; the caller draws which. As in BERT this happens before positions are
+added, so a masked patch still knows where it is. From the final, normed token of each corrupted patch one linear layer
+predicts the mean colour of the patch: 3 bits a channel, 512 classes. That layer starts at zero, so the loss begins at
+exactly ln 512.
 
-Nothing is pooled: a trunk with attention pooling (`pool: map`) is built without it here, so that weights which no
-gradient reaches are neither decayed nor saved; `classifier_of` adds them. A class token takes
-part in the attention. The stem of a hybrid sees beyond its patch, so its task is easier.
-
-Costs one trunk's forward pass, a product of half one block's attention to corrupt, and the linear layer over half the
-tokens. It draws no random numbers.
+A trunk with attention pooling (`pool: map`) is built without it, so that weights which no gradient reaches are neither
+decayed nor saved; `classifier_of` adds them. A hybrid's stem sees beyond its patch, so its task is easier. Costs one
+forward pass of the trunk. It draws no random numbers.
 """
 
 from __future__ import annotations

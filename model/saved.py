@@ -1,12 +1,10 @@
 """A model's folder, a stage's result or an import's: `model.safetensors` and `config.json`.
 
-`config.json` carries our own record under the key "shardvit". Where timm knows the model, the rest of it is what timm
-and transformers read, so that these two need nothing of ours:
-    timm.create_model("local-dir:FOLDER", pretrained=True)
-    transformers.AutoModelForImageClassification.from_pretrained("FOLDER")
-Otherwise that part is left out on purpose (transformers would load the trunk of a model with an MLP head and attach
-a random head with no more than a warning), so both refuse the folder; `timm_objection` says why. Costs one copy of
-the weights on disk. No pickle is written or read. It does not keep dropout or optimiser state.
+`config.json` carries our own record under the key "shardvit". Where timm knows the model, the rest of it is what
+`timm.create_model("local-dir:FOLDER", pretrained=True)` and transformers' AutoModelForImageClassification read.
+Otherwise that part is left out, and both refuse the folder (transformers would load the trunk of a model with an MLP
+head and attach a random head with no more than a warning); `timm_objection` says why. Costs one copy of the weights on
+disk. No pickle is written or read. It does not keep dropout or optimiser state.
 """
 
 from __future__ import annotations
@@ -36,6 +34,13 @@ RECORD_KEY = "shardvit"
 
 # The entry point through which timm builds the trunk; every size it fixes is overridden by `model_args`.
 _TIMM_ENTRY_POINT = "vit_base_patch16_224"
+
+# What timm's transforms call our evaluation protocols: kernel, share of the image that the crop keeps, kind of crop.
+_TIMM_EVALUATION: dict[EvalProtocol, tuple[str, float, str]] = {
+    "vit": ("bilinear", 1.0, "squash"),  # the whole image squashed to the square
+    "big_vision": ("bilinear", 0.875, "center"),
+    "timm": ("bicubic", 0.9, "center"),
+}
 
 
 class SavedModelMeta(BaseModel):
@@ -75,14 +80,13 @@ class SavedModelMeta(BaseModel):
 
 
 def save_model(folder: Path, state_dict: Mapping[str, Tensor], *, meta: SavedModelMeta) -> None:
-    """Write `state_dict` (full tensors, on any device, each in its own dtype) and `meta` to `folder`.
+    """Write `state_dict` (full tensors, on any device, each in its own dtype) and `meta` to `folder`, atomically.
 
-    An earlier result at that place is replaced, and stays until the new one is whole (`replaced_folder`). One process
-    calls this, not every rank.
+    An earlier saved model there is replaced (`replaced_folder`). One process calls this, not every rank.
 
     Raises:
-        ValueError: the state dict is not that of the model which `meta` describes, or something else than a
-            saved model is at `folder` (nothing is overwritten then).
+        ValueError: the state dict is not that of the model which `meta` describes, or something else than a saved
+            model is at `folder`; nothing is overwritten then.
         OSError: the disk is full or cannot be written; what was there stays.
     """
     folder = Path(folder)
@@ -150,11 +154,7 @@ def load_model(folder: Path) -> tuple[SavedModelMeta, dict[str, Tensor]]:
 
 
 def build_from_saved(folder: Path) -> tuple[SavedModelMeta, VisionTransformer | BitResnet]:
-    """Load a saved model and build it, in float32 on the CPU and in training mode, as `build_model` gives it.
-
-    Raises:
-        ValueError: as `load_model`.
-    """
+    """`load_model`, and the model built: in float32, on the CPU, in training mode."""
     meta, state_dict = load_model(folder)
     model = build_described(meta)
     model.load_state_dict(state_dict, strict=True)
@@ -205,6 +205,7 @@ def _config_json(meta: SavedModelMeta) -> dict[str, Any]:
     from model.vit import timm_arguments
 
     arguments = timm_arguments(meta.model, image_size=meta.image_size)
+    kernel, share, mode = _TIMM_EVALUATION[meta.eval_protocol]
     return {
         "architecture": _TIMM_ENTRY_POINT,
         # At the top level only: transformers passes num_classes to timm itself and crashes when model_args
@@ -221,7 +222,9 @@ def _config_json(meta: SavedModelMeta) -> dict[str, Any]:
             "fixed_input_size": True,
             "num_classes": meta.num_classes,
             "pool_size": None,
-            **_timm_evaluation(meta),
+            "interpolation": kernel,
+            "crop_pct": meta.eval_crop_share or share,
+            "crop_mode": mode,
             "mean": list(meta.mean),
             "std": list(meta.std),
             "first_conv": "patch_embed.proj",
@@ -229,17 +232,6 @@ def _config_json(meta: SavedModelMeta) -> dict[str, Any]:
         },
         **record_json(meta),
     }
-
-
-def _timm_evaluation(meta: SavedModelMeta) -> dict[str, Any]:
-    """What `timm.data.resolve_model_data_config` reads."""
-    match meta.eval_protocol:
-        case "vit":  # the whole image squashed to the square, no crop
-            return {"interpolation": "bilinear", "crop_pct": 1.0, "crop_mode": "squash"}
-        case "big_vision":
-            return {"interpolation": "bilinear", "crop_pct": meta.eval_crop_share or 0.875, "crop_mode": "center"}
-        case "timm":
-            return {"interpolation": "bicubic", "crop_pct": meta.eval_crop_share or 0.9, "crop_mode": "center"}
 
 
 def check_state(state: Mapping[str, Tensor], *, meta: SavedModelMeta, says: str) -> None:

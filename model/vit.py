@@ -9,10 +9,9 @@ What is set and why (the paper leaves most of it to google-research/vision_trans
 - final LayerNorm over all tokens, then the pooling: the class token, or, without one, the mean of the normed
   tokens (timm's "avg" would pool first) or attention pooling.
 
-timm's module names are kept, so a state dict with a linear head loads strictly into timm's own models; only
-positions that timm does not have (`model.positions`) are ours. `forward_features` and `forward_head` split features
-from logits (`model.head` has more); `set_grad_checkpointing()` works. Building draws nothing from the global random
-generator and gives placeholder weights: call `model.init.initialise` or load a state dict.
+timm's module names are kept, so a state dict with a linear head loads strictly into timm's own models; only positions
+that timm does not have (`model.positions`) are ours. Building draws nothing from the global random generator and gives
+placeholder weights: call `model.init.initialise` or load a state dict.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """What one layer costs an image: parameters, arithmetic, and the bytes that it keeps for the backward pass.
 
-Costs nothing: plain integers, no torch. Arithmetic is counted as torch's FlopCounterMode does it: two FLOPs for each
-multiplication of a matrix product or convolution, none for anything else. For the backward pass a layer keeps its
-input, in bf16; what two layers keep in common is the caller's to count once.
+Plain integers, no torch. FLOPs are counted as torch's FlopCounterMode does: two for each multiplication of a matrix
+product or convolution, none for anything else. For the backward pass a layer keeps its input, in bf16; the caller
+counts once what two layers keep in common.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 VALUE_BYTES = 2  # bf16
 STATISTIC_BYTES = 4  # a norm's mean and reciprocal deviation, softmax's log-sum: float32 on the GPU
@@ -15,14 +15,8 @@ STATISTIC_BYTES = 4  # a norm's mean and reciprocal deviation, softmax's log-sum
 
 @dataclass(frozen=True)
 class Cost:
-    """Sums of these are what a model costs.
-
-    Attributes:
-        parameters: numbers that are learnt.
-        flops: of the forward pass of one image.
-        attention_flops: those among them that multiply queries with keys, or weights with values.
-        saved_bytes: kept of one image until its backward pass.
-    """
+    """Of one image: learnt parameters, forward FLOPs, those among them that multiply queries with keys or weights with
+    values, and the bytes kept until the backward pass."""
 
     parameters: int = 0
     flops: int = 0
@@ -30,21 +24,11 @@ class Cost:
     saved_bytes: int = 0
 
     def __add__(self, other: Cost) -> Cost:
-        return Cost(
-            self.parameters + other.parameters,
-            self.flops + other.flops,
-            self.attention_flops + other.attention_flops,
-            self.saved_bytes + other.saved_bytes,
-        )
+        return Cost(*(left + right for left, right in zip(astuple(self), astuple(other), strict=True)))
 
     def times(self, number: int) -> Cost:
         """`number` layers of this kind, each with its own parameters."""
-        return Cost(
-            self.parameters * number,
-            self.flops * number,
-            self.attention_flops * number,
-            self.saved_bytes * number,
-        )
+        return Cost(*(value * number for value in astuple(self)))
 
 
 NOTHING = Cost()
@@ -87,10 +71,8 @@ def fused_attention(queries: int, keys: int, *, width: int, heads: int) -> Cost:
 def convolution(
     size: int, channels_in: int, channels_out: int, *, kernel: int, stride: int = 1, bias: bool = False, copied: int = 0
 ) -> Cost:
-    """A convolution of [channels_in, size, size] with square kernels, whose output has size / stride a side.
-
-    `copied`: zeros along each axis, where they are added by making a copy, which is then what is kept.
-    """
+    """A convolution of [channels_in, size, size] with square kernels, whose output has size / stride a side; `copied`
+    zeros along each axis are added by making a copy, which is then what is kept."""
     weights = kernel * kernel * channels_in * channels_out
     return Cost(
         parameters=weights + (channels_out if bias else 0),
@@ -101,24 +83,16 @@ def convolution(
 
 @dataclass(frozen=True)
 class Chain:
-    """Blocks one after the other, which activation checkpointing may reduce to their inputs.
-
-    Attributes:
-        cost: of all blocks, without checkpointing.
-        input_bytes: of all blocks' inputs.
-        live_bytes: the most that one block keeps beyond its input while it is computed again.
-    """
+    """Blocks one after the other: what they cost without activation checkpointing, the bytes of their inputs (which it
+    keeps), and the most that one block keeps beyond its input while it is recomputed."""
 
     cost: Cost = NOTHING
     input_bytes: int = 0
     live_bytes: int = 0
 
     def then(self, block: Cost, *, input_elements: int, own_output_elements: int = 0, times: int = 1) -> Chain:
-        """The chain with a block more, or `times` blocks of the same kind.
-
-        `own_output_elements`: of an output that the block itself keeps, which is the next one's input and counted
-        there; computed again it is a second copy.
-        """
+        """The chain with `times` blocks more. `own_output_elements` are those of an output that the block itself keeps:
+        the next one's input and counted there; recomputed, it is a second copy."""
         input_bytes = VALUE_BYTES * input_elements
         return Chain(
             self.cost + block.times(times),

@@ -1,15 +1,13 @@
 """What a model costs an image: parameters, arithmetic and activation memory, by formula.
 
-Costs nothing: plain integers, no torch, so that a recipe can be judged before anything is built. Parameters and FLOPs
-equal, to every digit, those of the modules and torch's FlopCounterMode (tests/oracles/test_flop_counter.py): two FLOPs
-for each multiplication in a matrix product or convolution. A training step multiplies each weight three times, forward,
-for the weight's gradient and for the input's, of which the first convolution needs none; what a step computes again
-(activation checkpointing, a fused attention's backward pass) is no work of the model and not counted.
+Plain integers, no torch, so that a recipe can be judged before anything is built. Parameters and FLOPs equal those of
+the modules and torch's FlopCounterMode to every digit (tests/oracles/test_flop_counter.py). A training step multiplies
+each weight three times: forward, for the weight's gradient and for the input's, which the first convolution does not
+need; recomputation (activation checkpointing, fused attention's backward pass) is not counted.
 
-Activation bytes are what autograd keeps of one image until its backward pass: in bf16, with fused attention, without
-dropout. For a block of a Transformer of the usual shape that is 32 * tokens * width. In it: the images, the inputs of
-all layers, the statistics of norms and attention. Not in it: the weights' own memory (weights, gradients, optimizer
-state), the loss, dropout's masks, what kernels use for a moment, the gradients that flow in the backward pass.
+Activation bytes are what autograd keeps of one image until its backward pass, in bf16, with fused attention, without
+dropout: the images, the inputs of all layers, the statistics of norms and attention; for a block of the usual shape
+32 * tokens * width. Not in it: weights, gradients, optimizer state, loss, dropout's masks, kernels' workspace.
 """
 
 from __future__ import annotations
@@ -34,13 +32,12 @@ class Accounting:
 
     Attributes:
         parameters: learnt numbers, head included.
-        forward_flops: of one image.
-        training_flops: of one image, forward and backward; a step of B images needs B times as many.
+        forward_flops, training_flops: of one image; training is forward and backward.
         attention_flops: those of the forward pass that multiply queries with keys, or weights with values.
         tokens: that the blocks see, class token included; 0 in a pure ResNet.
-        activation_bytes: kept of one image until its backward pass; see above for what is in it.
+        activation_bytes: kept of one image until its backward pass.
         checkpointed_activation_bytes: the same with activation checkpointing of the blocks: their inputs, and all of
-            the one block that is computed again at the moment.
+            the one block that is being recomputed.
     """
 
     parameters: int
@@ -59,11 +56,9 @@ class Accounting:
     def describe(self, activations: Literal["all", "checkpointed"] = "all") -> str:
         """One line for people, four significant digits; `checkpointed`: the activations that are kept then."""
         tokens = f", {self.tokens:,} tokens" if self.tokens else ""
-        match activations:
-            case "all":
-                kept_bytes, which = self.activation_bytes, "activations"
-            case "checkpointed":
-                kept_bytes, which = self.checkpointed_activation_bytes, "checkpointed activations"
+        kept_bytes, which = self.activation_bytes, "activations"
+        if activations == "checkpointed":
+            kept_bytes, which = self.checkpointed_activation_bytes, "checkpointed activations"
         return (
             f"{_short(self.parameters)} parameters, {_short(self.forward_flops)}FLOP forward and "
             f"{_short(self.training_flops)}FLOP training per image{tokens}, {_short(kept_bytes)}B {which} per image "
@@ -83,40 +78,29 @@ def account(
         raise ValueError(f"num_classes must be at least 1, not {num_classes}")
     Regularisation(patch_dropout=patch_dropout).check(config)
     config.grid_size(image_size)
-    match config.kind:
-        case "vit":
-            return _account_vit(
-                config, image_size=image_size, num_classes=num_classes, head=head, patch_dropout=patch_dropout
-            )
-        case "resnet":
-            resnet = resnet_cost(config.resnet, image_size=image_size)
-            ends = resnet.ends + _head(config.num_features, num_classes=num_classes, head=head)
-            return _accounting(resnet.units, ends=ends, first=resnet.first, tokens=0)
+    logits = _head(config.num_features, num_classes=num_classes, head=head)
+    if config.kind == "resnet":
+        resnet = resnet_cost(config.resnet, image_size=image_size)
+        return _accounting(resnet.units, ends=resnet.ends + logits, first=resnet.first, tokens=0)
 
-
-def _account_vit(
-    config: ModelConfig, *, image_size: int, num_classes: int, head: HeadKind, patch_dropout: float
-) -> Accounting:
     sizes = config.sizes
     patches = config.grid_size(image_size) ** 2
     prefix = int(config.pool == "cls")
     tokens = prefix + max(1, int(patches * (1 - patch_dropout)))  # the model rounds down, but keeps one
-
-    match sizes.resnet_layers:
-        case None:
-            first = embedding = _patch_embedding(image_size, 3, sizes)
-            chain = Chain()
-        case layers:
-            stem = stem_cost(layers, width_factor=sizes.resnet_width_factor, image_size=image_size)
-            first, chain = stem.first, stem.units
-            embedding = stem.ends + _patch_embedding(stem.size, stem.channels, sizes)
+    if sizes.resnet_layers is None:
+        first = embedding = _patch_embedding(image_size, 3, sizes)
+        chain = Chain()
+    else:
+        stem = stem_cost(sizes.resnet_layers, width_factor=sizes.resnet_width_factor, image_size=image_size)
+        first, chain = stem.first, stem.units
+        embedding = stem.ends + _patch_embedding(stem.size, stem.channels, sizes)
     ends = (
         embedding
         + learnt(prefix * sizes.width)
         + learnt(_position_parameters(config, patches=patches))
         + layer_norm(tokens, sizes.width)
         + _pooling(config, tokens=tokens)
-        + _head(sizes.width, num_classes=num_classes, head=head)
+        + logits
     )
     chain = chain.then(_block(config, tokens=tokens), input_elements=tokens * sizes.width, times=sizes.depth)
     return _accounting(chain, ends=ends, first=first, tokens=tokens)

@@ -1,7 +1,7 @@
 """What a ResNet costs an image, convolution by convolution: the hybrids' stem and the pure ResNets of `model.resnet`.
 
-Costs nothing: plain integers, no torch. Sides are exact multiples of the strides, as everywhere here. Of the bytes that
-are kept, a kernel's standardised copy is left out: it is kept once for a batch, and not for each image.
+Plain integers, no torch. Sides are exact multiples of the strides. A kernel's standardised copy is left out: it is
+kept once for a batch, not for each image.
 """
 
 from __future__ import annotations
@@ -21,15 +21,8 @@ Norms = Literal["before", "after"]  # each convolution: the pre-activation units
 
 @dataclass(frozen=True)
 class ResnetCost:
-    """What a ResNet without a head costs.
-
-    Attributes:
-        first: the convolution that sees the pixels.
-        ends: all that is not in the units, `first` included.
-        units: the units of all stages.
-        channels: of the features that come out, [channels, size, size].
-        size: their side.
-    """
+    """A ResNet without a head: `first`, the convolution that sees the pixels; `ends`, all that is in no unit, `first`
+    included; the units of all stages. Its features are [channels, size, size]."""
 
     first: Cost
     ends: Cost
@@ -39,10 +32,8 @@ class ResnetCost:
 
 
 def stem_cost(layers: tuple[int, ...], *, width_factor: int, image_size: int) -> ResnetCost:
-    """A hybrid's stem. Zeros that are not the same on both sides are added to a copy, as at every stride of 2 here.
-
-    Each ReLU's output is kept by what it goes to, and counted there.
-    """
+    """A hybrid's stem. Uneven zeros, at every stride of 2, are added to a copy; each ReLU's output is counted where it
+    goes."""
     width, size = _ROOT_WIDTH * width_factor, image_size // 2
     first = convolution(image_size, 3, width, kernel=7, stride=2, copied=5)
     root = first + _group_norm(size, width) + kept(width * size**2) + _max_pool(size, width, copied=1)

@@ -1,8 +1,8 @@
 """Whatever file or folder a user names: find out whose it is, and read it.
 
 The names of the tensors decide, not the name of the file; a folder is told by its `config.json`, and a record of ours
-beside a file (FILE.json) is believed in place of guesses. Costs one copy of the weights. It reads weights, not
-programs: ONNX and torch.export files are refused.
+beside a file (FILE.json) is believed in place of guesses. Costs one copy of the weights. Of torch.export files it reads
+the weights; ONNX files are refused. To add a format: a reader that gives a `Foreign`, and a case here.
 """
 
 from __future__ import annotations
@@ -61,37 +61,35 @@ def read_foreign(path: Path, *, config: ModelConfig | None = None, said: Said = 
         ValueError: nothing of the kind is there, it cannot be read, or it contradicts `config`; says what was looked
             for.
     """
+    path = Path(path)
     if config is not None and config.kind == "vit":
         positions = {"sincos_2d": "sincos_2d", "none": "none"}
         said = replace(said, depth=config.sizes.depth, position=positions.get(config.position))
-    return _read(Path(path), config=config, said=said).with_loss(said.loss)
-
-
-def _read(path: Path, *, config: ModelConfig | None, said: Said) -> Foreign:
     if not path.exists():
         raise ValueError(f"{path} does not exist")
     if path.name in FOLDER_FILES and (path.parent / CONFIG_FILE).is_file():
         path = path.parent
     if path.is_dir():
-        return _folder(path, config=config)
-    if path.suffix == ".npz":
+        found = _folder(path, config=config)
+    elif path.suffix == ".npz":
         from model.formats.google.npz import read_google_npz
 
-        return _settled(read_google_npz(path, said=said), config=config, origin=str(path))
-    if path.suffix == ".pt2":
+        found = _settled(read_google_npz(path, said=said), config=config, origin=str(path))
+    elif path.suffix == ".pt2":
         from model.formats.torch_export import read_torch_export
 
-        return _settled(
-            of_record(*read_torch_export(path), format="torch.export file"), config=config, origin=str(path)
-        )
-    if path.suffix == ".onnx":
+        described = of_record(*read_torch_export(path), format="torch.export file")
+        found = _settled(described, config=config, origin=str(path))
+    elif path.suffix == ".onnx":
         raise ValueError(f"{path} is a program without named weights: import the model that it was exported from")
-    if path.suffix not in SUFFIXES:
+    elif path.suffix in SUFFIXES:
+        found = _bare(path, config=config, said=said)
+    else:
         raise ValueError(
             f"{path} is of no kind that can be imported: looked for a folder with config.json, or a file .npz, .pt2, "
             f"{', '.join(SUFFIXES)}"
         )
-    return _bare(path, config=config, said=said)
+    return found.with_loss(said.loss)
 
 
 def _folder(folder: Path, *, config: ModelConfig | None) -> Foreign:

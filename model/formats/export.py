@@ -1,8 +1,8 @@
 """A model of ours in somebody else's format, for those who never install shardvit.
 
-Every format that has no place for our record gets it beside the file (FILE.json), or inside (ONNX, torch.export).
-Costs one copy of the weights on disk; ONNX and torch.export trace the model besides. What a format cannot hold is
-refused: no export computes other logits than the model, or the notes say what to change.
+Our record goes beside the file (FILE.json), or inside (ONNX, torch.export). Costs one copy of the weights on disk; ONNX
+and torch.export trace the model besides. What a format cannot hold is refused: an export computes the model's logits,
+or the notes say what to change. To add a format: its name in `model/vocabulary.py`, and a case in each `match` here.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A model as it was found in somebody else's file, already under our names: what every reader returns.
 
-Costs nothing. It is not yet what the user asked for: resolution and classes are still the file's (`surgery` changes
-them), and nothing has been compared with a model of ours (`differences` does).
+Resolution and classes are still the file's (`surgery` changes them and compares the weights with a model of ours).
+What no shape tells comes from the format (`Semantics`), the file's record, or the user (`Said`, a `ModelConfig`).
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from pydantic import ValidationError
 
 from model.config import ModelConfig
 from model.differences import StateSizes, read_sizes, shapes_of, variant_of
+from model.saved import SavedModelMeta, first_mistake
 from model.variants import VARIANTS, VitSizes
 from model.vocabulary import Gelu, HeadKind, Interpolation, LossKind, PositionKind
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from model.saved import SavedModelMeta
 
 GOOGLE_MEAN = GOOGLE_STD = (0.5, 0.5, 0.5)  # pixels / 127.5 - 1: vision_transformer, big_vision, timm's augreg
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # torchvision's and most of timm's
@@ -33,13 +33,8 @@ _SIGMOID_CLASSES = {21843: "ImageNet-21k", 18291: "JFT-300M", 29593: "JFT-3B"}
 
 @dataclass(frozen=True)
 class Said:
-    """What the user says of a file of weights, where no record of ours does; None: to be found out.
-
-    Attributes:
-        depth: that it has so few blocks on purpose.
-        position: what adds positions, where it has no embeddings for them.
-        loss: that its head was trained with.
-    """
+    """What the user says of a file without a record of ours: that it has so few blocks on purpose, what adds positions
+    where it has no embeddings for them, the loss of its head. None: to be found out."""
 
     depth: int | None = None
     position: Literal["sincos_2d", "none"] | None = None
@@ -114,14 +109,7 @@ def of_record(meta: SavedModelMeta, state: dict[str, Tensor], *, format: str) ->
 def of_shapes(
     state: dict[str, Tensor], *, format: str, semantics: Semantics, given: ModelConfig | None, origin: str
 ) -> Foreign:
-    """A model without a record, under our names: its sizes are those of its tensors.
-
-    Args:
-        state: the weights.
-        format: of the file, for messages.
-        semantics: what no shape tells.
-        given: what the user says of the trunk.
-        origin: the file, for messages.
+    """A model without a record, under our names: its sizes are those of its tensors. Arguments as for `config_of`.
 
     Raises:
         ValueError: the tensors do not tell the sizes, or contradict `given`.
@@ -162,7 +150,7 @@ class Semantics:
 
 
 def lost_blocks(sizes: VitSizes) -> str | None:
-    """What is said of weights whose last blocks are probably missing: a named trunk's sizes, and fewer blocks."""
+    """The message for weights with a named trunk's sizes and fewer blocks: the last ones are probably missing."""
     for name, variant in VARIANTS.items():
         same = (variant.width, variant.heads, variant.mlp_dim) == (sizes.width, sizes.heads, sizes.mlp_dim)
         if same and sizes.depth < variant.depth:
@@ -181,8 +169,7 @@ def config_of(
     Args:
         sizes: of the file.
         semantics: what the file or its format says besides.
-        given: the user's configuration. Its sizes are taken as they are (`surgery` compares them with the file); what
-            was not set explicitly follows the file; an explicit gelu, epsilon or interpolation wins.
+        given: the user's configuration; see `settle`.
         origin: begins every message.
 
     Raises:
@@ -219,7 +206,7 @@ def settle(
         kind: of the file's model.
         origin: begins every message.
 
-    Returns the trunk, and a note for each word of the file that the user's replaced.
+    Returns the trunk, and a note for each value of the file that the user's replaced.
 
     Raises:
         ValueError: the file holds a model of another kind, or with another number of heads.
@@ -246,8 +233,7 @@ def _checked(fields: dict[str, Any], *, origin: str) -> ModelConfig:
     try:
         return ModelConfig(**fields)
     except ValidationError as error:
-        reason = error.errors(include_url=False)[0]["msg"].removeprefix("Value error, ")
-        raise ValueError(f"{origin} is described in a way that no model is: {reason}") from None
+        raise ValueError(f"{origin} describes no possible model: {first_mistake(error)}") from None
 
 
 def _heads(sizes: StateSizes, *, semantics: Semantics, origin: str) -> tuple[int, tuple[str, ...]]:

@@ -1,9 +1,8 @@
 """ONNX: a model as a graph of standard operators, of any batch size, with our record inside.
 
-Needs the packages of the extra `onnx` (onnx and onnxscript to write, onnxruntime to run). Writing takes some seconds
-and two copies of the weights in memory. A model beyond 1.5 GB (H/14, not L/16) has its weights in a second file beside
-it, NAME.onnx.data, since a protobuf message ends at 2 GB; the two belong together. Half precision and quantisation are
-not done here. Reading executes nothing of the file but ONNX's standard operators, in onnxruntime, on the CPU.
+Needs the extra `onnx` (onnx and onnxscript to write, onnxruntime to run). Writing takes some seconds and two copies of
+the weights in memory. A model beyond 1.5 GB (H/14, not L/16) has its weights in NAME.onnx.data beside it (a protobuf
+message ends at 2 GB). No half precision, no quantisation. Reading executes only ONNX's standard operators, on the CPU.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """From a model in somebody else's file to one of ours: the paper's surgery for another resolution or class count.
 
 ViT paper, section 3.2: position embeddings are interpolated, "we remove the whole pre-trained prediction head and
-attach a zero-initialized D x K feedforward layer". Costs milliseconds; tensors that do not change are shared with the
-input. It trains nothing: a replaced head answers 0 to everything.
+attach a zero-initialized D x K feedforward layer". Costs milliseconds; unchanged tensors are shared with the input.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """timm's Vision Transformers: a folder that timm wrote (or transformers, through its TimmWrapper), or bare weights.
 
-Our names are timm's, so nothing is renamed. What a folder's `config.json` means is asked of timm itself: it builds the
-named architecture without memory, and whatever of it we would compute otherwise is refused in a sentence. Costs one
-copy of the weights. It does not read timm's hybrids: their weight standardisation and GroupNorm have other epsilons.
+Our names are timm's. timm itself builds the architecture that a folder's `config.json` names, without memory; whatever
+of it we would compute otherwise is refused. Costs one copy of the weights. timm's hybrids are not read: their weight
+standardisation and GroupNorm have other epsilons.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
 """torch.export: a model as a graph of torch's operators, of any batch size, with our record inside (.pt2).
 
-`torch.export.load(FILE).module()` gives the model without any code of ours, and is for files that one trusts: it
-unpickles the sample inputs, other payloads if the file asks for it, and evaluates the file's formulas of shapes by
-`eval` (sympy); compiled parts would be loaded as a library. So it is not how we read: here the weights are taken as
-the bytes they are, and the record says which of our models they belong to. Nothing in the file is executed or
-unpickled, the graph is not looked at. The tests hold both ways of reading against the model.
+`torch.export.load(FILE).module()` gives the model without any code of ours, but only for trusted files: it unpickles
+the sample inputs and other payloads, evaluates formulas of shapes by `eval` (sympy), and loads compiled parts as a
+library. We do not read that way: the weights are taken as raw bytes, and the record says which of our models they
+belong to. Nothing in the file is executed or unpickled; the graph is ignored.
 
-Costs one copy of the weights on disk; some seconds to write. Archive layout: torch/export/pt2_archive/_package.py.
+Costs one copy of the weights on disk, some seconds to write. Archive layout: torch/export/pt2_archive/_package.py.
 """
 
 from __future__ import annotations

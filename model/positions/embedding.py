@@ -1,18 +1,17 @@
 """Position embeddings that timm's VisionTransformer lacks: what the ViT paper compares in appendix D.4, Table 8.
 
-- learned_1d: each token of the sequence has a vector of its own.
-- learned_2d: an X-embedding for each column and a Y-embedding for each row, each of half the width; a patch has the
-  two of its place one after the other, X first. The class token stands on no grid and has a vector of its own.
-- sincos_2d: nothing is learnt; big_vision's fixed form (`models/vit.py`, after MoCo v3, arXiv 2104.02057). big_vision
-  adds positions before the class token joins, so to that nothing is added.
+- learned_1d: a vector for each token of the sequence.
+- learned_2d: a vector of half the width for each column and each row; a patch has its column's, then its row's. The
+  class token is on no grid and has a vector of its own.
+- sincos_2d: big_vision's fixed form (`models/vit.py`, after MoCo v3, arXiv 2104.02057), which adds nothing to the class
+  token.
 - none, and relative (`model.positions.relative_attention`): nothing is added to tokens.
 
-D.4 names three places to add what is learnt: "right after the stem"; "at the beginning of each layer", each with its
-own; the same "shared between layers". In the last two the stem adds nothing.
+D.4 adds what is learnt "right after the stem"; "at the beginning of each layer", each with its own; or the same
+"shared between layers". In the last two the stem adds nothing.
 
-Costs one addition over the tokens each time. Each table is a module of its own and is used by calling it, as ZeRO-3
-needs: its hooks gather a module's parameters when it is called. Building draws no random numbers; learned tables are
-zero until `model.init.initialise` or a state dict fills them.
+Each table is a module that is called, as ZeRO-3 needs: its hooks gather a module's parameters when it is called.
+Building draws no random numbers; learned tables are zero until `model.init.initialise` or a state dict fills them.
 """
 
 from __future__ import annotations
@@ -96,13 +95,9 @@ class Position(nn.Module):
 
     def before_block(self, tokens: Tensor, *, layer: int) -> Tensor:
         """The input [B, T, D] of block number `layer` -> the same with that block's positions, if there are."""
-        match self.at:
-            case "stem":
-                return tokens
-            case "every_layer":
-                return self.tables[layer](tokens)
-            case "every_layer_shared":
-                return self.tables[0](tokens)
+        if self.at == "stem":
+            return tokens
+        return self.tables[layer if self.at == "every_layer" else 0](tokens)
 
 
 def make_position(config: ModelConfig, *, grid_size: int, num_prefix_tokens: int, depth: int) -> Position:

@@ -1,15 +1,14 @@
 """Position embeddings at another resolution: interpolation on the grid of patches.
 
 ViT paper, section 3.2: "we therefore perform 2D interpolation of the pre-trained position embeddings,
-according to their location in the original image". Two kernels, a model's configuration says which is its own:
+according to their location in the original image". The model's configuration says which kernel:
 - google: Google's code calls `scipy.ndimage.zoom(order=1)`, which is bilinear with the corners of both grids aligned;
   half-pixel kernels (timm, open_clip) give visibly other values.
 - timm: bicubic, half-pixel, antialiased (timm.layers.resample_abs_pos_embed), for weights trained with that.
 
-Both treat rows and columns apart, with weights whose sum is 1, so a learned 2-D embedding's two tables, resized each
-along its one axis, give what the resized embedding of the grid would be. Costs milliseconds. Positions that are
-computed, or absent, need nothing; relative ones are offsets in a sequence, which another grid lays out otherwise, so
-nobody can say what they become.
+Both are separable, with weights whose sum is 1, so resizing a learned 2-D embedding's two tables gives what resizing
+the embedding of the grid would. Costs milliseconds. Computed or absent positions need nothing; relative ones are
+offsets in a sequence, and undefined on another grid.
 """
 
 from __future__ import annotations
@@ -94,32 +93,41 @@ def resize_state(
         )
     for name in _learned_names(config):
         if name not in state_dict:
-            raise ValueError(f"the state dict has no {name!r}, where {_described(config)} has its positions")
+            where = f"position {config.position} at {config.position_at}"
+            raise ValueError(f"the state dict has no {name!r}, where a model of {where} has its positions")
         tensor = state_dict[name]
-        match name.rpartition(".")[2]:
-            case "column" | "row":  # [grid, D/2]: a grid of one column
-                resized[name] = _resize_axis(name, tensor, old=old, new=new, kernel=config.interpolation)
-            case _:
-                resized[name] = _resize_grid(name, tensor, old=old, new=new, config=config)
+        if name.endswith((".column", ".row")):  # [grid, D/2]: a grid of one column
+            if tensor.ndim != 2 or len(tensor) != old:
+                raise ValueError(
+                    f"{name!r} of shape {tuple(tensor.shape)} does not belong to a grid of {old} x {old} patches, "
+                    f"which needs the shape ({old}, D/2)"
+                )
+            if old == new:
+                continue
+            grids = {"new_grid": (new, 1), "old_grid": (old, 1)}
+            resized[name] = interpolate_pos_embed(
+                tensor[None], **grids, num_prefix_tokens=0, kernel=config.interpolation
+            )[0]
+        else:  # [1, P + grid^2, D]
+            _check_grid(name, tensor, grid_size=old, config=config)
+            grids = {"new_grid": (new, new), "old_grid": (old, old)}
+            prefix = int(config.pool == "cls")
+            resized[name] = interpolate_pos_embed(
+                tensor, **grids, num_prefix_tokens=prefix, kernel=config.interpolation
+            )
     return resized
 
 
 def _learned_names(config: ModelConfig) -> list[str]:
     """The tensors of a state dict that have a row for each patch, or for each column or row of patches."""
+    leaves = {"learned_1d": ("embedding",), "learned_2d": ("column", "row")}.get(config.position, ())
     if config.position == "learned_1d" and config.position_at == "stem":
         return [POS_EMBED_KEY]
     tables = range(config.sizes.depth if config.position_at == "every_layer" else 1)
-    match config.position:
-        case "learned_1d":
-            return [f"position.tables.{table}.embedding" for table in tables]
-        case "learned_2d":
-            return [f"position.tables.{table}.{axis}" for table in tables for axis in ("column", "row")]
-        case "relative" | "sincos_2d" | "none":
-            return []
+    return [f"position.tables.{table}.{leaf}" for table in tables for leaf in leaves]
 
 
-def _resize_grid(name: str, tensor: Tensor, *, old: int, new: int, config: ModelConfig) -> Tensor:
-    """[1, P + old^2, D] -> [1, P + new^2, D]."""
+def _check_grid(name: str, tensor: Tensor, *, grid_size: int, config: ModelConfig) -> None:
     num_prefix_tokens = int(config.pool == "cls")
     patches = tensor.shape[1] - num_prefix_tokens if tensor.ndim == 3 else -1
     side = math.isqrt(patches) if patches > 0 else 0
@@ -128,34 +136,10 @@ def _resize_grid(name: str, tensor: Tensor, *, old: int, new: int, config: Model
             f"{name!r} of shape {tuple(tensor.shape)} is not that of a square grid of patches and "
             f"{num_prefix_tokens} more token(s) (pool {config.pool}): only square images are supported"
         )
-    if side != old:
+    if side != grid_size:
         pixels = side * config.sizes.patch_size
         raise ValueError(
             f"{name!r} of shape {tuple(tensor.shape)} belongs to a grid of {side} x {side} patches, that of images of "
-            f"{pixels} pixels, not to {old} x {old}: give {pixels} as the image size that it was trained with"
+            f"{pixels} pixels, not to {grid_size} x {grid_size}: give {pixels} as the image size that it was trained "
+            "with"
         )
-    return interpolate_pos_embed(
-        tensor,
-        new_grid=(new, new),
-        old_grid=(old, old),
-        num_prefix_tokens=num_prefix_tokens,
-        kernel=config.interpolation,
-    )
-
-
-def _resize_axis(name: str, tensor: Tensor, *, old: int, new: int, kernel: Interpolation) -> Tensor:
-    """[old, D/2] -> [new, D/2]."""
-    if tensor.ndim != 2 or len(tensor) != old:
-        raise ValueError(
-            f"{name!r} of shape {tuple(tensor.shape)} does not belong to a grid of {old} x {old} patches, "
-            f"which needs the shape ({old}, D/2)"
-        )
-    if old == new:
-        return tensor
-    return interpolate_pos_embed(
-        tensor[None], new_grid=(new, 1), old_grid=(old, 1), num_prefix_tokens=0, kernel=kernel
-    )[0]
-
-
-def _described(config: ModelConfig) -> str:
-    return f"a model of position {config.position} at {config.position_at}"

@@ -12,7 +12,7 @@ the content before the softmax. What it leaves open is taken from the attention 
 - the initial table is normal with deviation 1 / sqrt(head size) (`model.init`).
 
 Costs, beside plain attention, 2 T (2 T - 1) D FLOPs per image and layer, and memory for its heads x T x T logits. It
-knows no other number of tokens than the one it was made for, and is not defined on another grid.
+is for one number of tokens, and not defined on another grid.
 """
 
 from __future__ import annotations

@@ -8,11 +8,10 @@ Both are timm's ResNetV2, whose parameter names are kept, around `model.resnet.s
   pre-activation units, fixed padding, no norm in the root, a zero rather than nothing around the max pool, norm and
   ReLU before the mean over all positions, then our heads.
 
-GroupNorm has 32 groups and flax's epsilon 1e-6 (torch's and timm's is 1e-5). The baseline shares its convolutions and
-norms with the stem; BiT's published code has other epsilons (1e-10 under the root, and 1e-5), which move the logits of
-a random model by less than 1e-4 of the largest. Building costs what the weights take in
-memory (nothing under `torch.device("meta")`, and no forward pass), draws nothing from the global random generator and
-gives placeholder weights: call `model.init.initialise` or load a state dict.
+GroupNorm has 32 groups and flax's epsilon 1e-6 (torch's and timm's is 1e-5). BiT's published code has other epsilons
+(1e-10 under the root, and 1e-5), which move the logits of a random model by less than 1e-4 of the largest. Building
+draws nothing from the global random generator and gives placeholder weights: call `model.init.initialise` or load a
+state dict.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """An npz file array by array: shapes before values, no more than one array in memory, never a pickle.
 
-`np.load` would do, but reads an array whole to tell its shape; `np.savez` would, but holds all arrays at once and
-writes the time of day. It knows nothing of models.
+`np.load` reads an array whole to tell its shape; `np.savez` holds all arrays at once and writes the time of day.
 """
 
 from __future__ import annotations

@@ -52,13 +52,8 @@ _ORDERS: dict[Axes, tuple[str, str]] = {
 
 @dataclass(frozen=True)
 class NpzLayout:
-    """Where a file keeps things.
-
-    Attributes:
-        prefix: of all names of weights; whatever does not begin with it is the optimiser's.
-        numbering: of the parts of a block.
-        position: the array of position embeddings, without the prefix; None: there is none.
-        stacked: whether the blocks are one array.
+    """Where a file keeps things: the prefix of all weights (the rest is the optimiser's), the numbering of a block's
+    parts, the array of position embeddings, without the prefix, if there is one, and whether all blocks are one array.
     """
 
     prefix: str
@@ -86,14 +81,8 @@ BIG_VISION = NpzLayout("params/", "linen", _POSITIONS[1])
 
 @dataclass(frozen=True)
 class ArrayPart:
-    """A part of one of our parameters, as it lies in an array of the file.
-
-    Attributes:
-        array: its full name in the file.
-        parameter: ours; `part` of `parts` equal ones along its first axis.
-        axes: the array's order.
-        layer: index on the array's first axis, where blocks are stacked.
-    """
+    """`part` of `parts` equal ones along the first axis of our `parameter`, as it lies in an array of the file, in the
+    order `axes`; at index `layer` of the array's first axis where blocks are stacked."""
 
     array: str
     parameter: str

@@ -1,9 +1,8 @@
 """Google's npz files, of google-research/vision_transformer and of google-research/big_vision: reading and writing.
 
 Reading costs the model in float32 and one array on top; names and shapes are compared with those of our model before
-a weight is read, so nothing is half-loaded. Writing costs one array. Numbers are moved, never computed with, so a file
-comes back to the bit; only big_vision's class token takes up its position embedding, for which that code base has no
-place. It does not know optimiser states (left out) or pure ResNets (BiT's own files).
+a weight is read. Writing costs one array. A file comes back bit for bit; only big_vision's class token takes up its
+position embedding, for which that code base has no place. Optimiser states are left out; BiT's own files are not read.
 """
 
 from __future__ import annotations
@@ -51,8 +50,8 @@ def is_google_npz(names: Collection[str]) -> bool:
 def read_google_npz(path: Path, *, said: Said = NOTHING_SAID) -> Foreign:
     """The model in a file of either code base.
 
-    A record beside it (`side_record`) is believed; else the sizes are those of the arrays, with what the user `said`.
-    Weights are float32, whatever the file's precision.
+    A record beside it is believed; else the sizes are those of the arrays, with what the user `said`. Weights become
+    float32.
 
     Raises:
         ValueError: the file is no npz, is damaged or holds something else, or arrays are missing, too many or of
@@ -68,9 +67,7 @@ def read_google_npz(path: Path, *, said: Said = NOTHING_SAID) -> Foreign:
 
 
 def write_google_npz(path: Path, state: Mapping[str, Tensor], *, meta: SavedModelMeta, names: GoogleNames) -> None:
-    """Write weights under the names that a code base itself loads, in float32, and our record beside them.
-
-    An earlier file is replaced, atomically. One process calls this.
+    """Write weights under the names that a code base itself loads, in float32, and our record beside them, atomically.
 
     Raises:
         ValueError: these names cannot hold the model (`npz_objection`), or `state` is not that of `meta`'s model;
