@@ -39,7 +39,6 @@ def test_an_optimizer_keeps_the_state_that_the_vocabulary_says(name: OptimizerNa
         moments = {key: value for key, value in state.items() if value.shape == parameter.shape}
         assert tuple(moments) == facts.moments
         assert sum(value.nbytes for value in moments.values()) == facts.bytes_per_parameter * parameter.numel()
-        assert ("step" in state) == facts.counts_steps
 
 
 def test_exit_codes_are_different() -> None:
