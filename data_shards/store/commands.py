@@ -68,7 +68,12 @@ def gopen_pieces(url: str, *, stall_seconds: float, stop: Stop) -> Generator[byt
     from data_shards.webdataset_parts import part
 
     with translated():
-        stream: Any = part("gopen").gopen(url, bufsize=0)
+        try:
+            stream: Any = part("gopen").gopen(url, bufsize=0)
+        except FileNotFoundError as error:
+            if "/" in str(error.filename):
+                raise
+            raise Refused(f"{error.filename}, which gopen runs for {protocol(url)}://, is not installed") from None
     process: subprocess.Popen[bytes] | None = getattr(stream, "proc", None)
     if process is None:
         with contextlib.closing(stream):

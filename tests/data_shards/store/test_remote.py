@@ -204,6 +204,15 @@ def test_a_scheme_of_gopen_is_a_shard(
     assert parts(store) == []
 
 
+def test_a_program_of_gopen_that_is_not_installed_is_named(
+    impatient: Store, make_entry: MakeEntry, gopen_schemes: dict[str, Any]
+):
+    gopen_schemes["robot"] = lambda url, mode, bufsize: part("gopen").Pipe(["no-such-program", url], mode=mode)
+    with pytest.raises(StoreError, match=r"cannot be read \(no-such-program, which gopen runs for robot://") as caught:
+        impatient.open(make_entry("robot://box/a.tar"))
+    assert not isinstance(caught.value, MissingObject)
+
+
 def test_a_program_of_gopen_that_hangs_is_killed(
     impatient_with_stalls: Store, make_entry: MakeEntry, gopen_schemes: dict[str, Any]
 ):
