@@ -1,7 +1,7 @@
 """Atomic replacement of files, and flushes to disk, for all packages but `model` (`model.replacing`).
 
 A file is written beside its place and renamed. Surviving a power failure costs one flush of the disk per file and
-folder; surviving a kill costs nothing.
+folder; surviving a kill costs nothing. All raise OSError when the disk is full or fails.
 """
 
 from __future__ import annotations
@@ -18,11 +18,7 @@ Writers = Literal["one", "several"]
 
 
 def flush(path: Path) -> None:
-    """Wait until a file, or a folder's list of names, is on the disk.
-
-    Raises:
-        OSError: the disk is full or fails.
-    """
+    """Wait until a file, or a folder's list of names, is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -33,8 +29,7 @@ def flush(path: Path) -> None:
 def make_folders(folder: Path, *, below: Path) -> None:
     """Make `folder` and those between it and `below`, but not that one: a run folder that is gone is not made again.
 
-    Raises:
-        FileNotFoundError: `below` is not there.
+    Raises FileNotFoundError if `below` is not there.
     """
     for part in reversed([folder, *folder.parents]):
         if part != below and part.is_relative_to(below):
@@ -44,15 +39,9 @@ def make_folders(folder: Path, *, below: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a new file of text, and wait until its content is on the disk.
-
-    Raises:
-        OSError: the disk is full or fails.
-    """
-    with path.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+    """Write a new file of text, and wait until its content is on the disk."""
+    path.write_text(text, encoding="utf-8")
+    flush(path)
 
 
 def replace_text(path: Path, text: str, *, sync: Sync = "disk", writers: Writers = "one") -> None:
@@ -67,14 +56,13 @@ def replaced(path: Path, *, sync: Sync = "disk", writers: Writers = "one") -> It
 
     Readers, and whoever looks after a kill, see the old file or the whole new one.
 
+    A folder that is gone is not made again.
+
     Args:
         path: of the file.
         sync: "disk": the new file is on the disk first, and its name when this returns, so that a power failure leaves
             a whole file as well. "none": costs no flush.
         writers: "several": other processes may write the same file; the last one wins.
-
-    Raises:
-        OSError: the disk is full or fails, or the folder is gone: it is not made again.
     """
     beside = path.with_name(f".{path.name}.writing" if writers == "one" else f".{path.name}.{os.getpid()}.tmp")
     try:
