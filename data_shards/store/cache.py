@@ -93,7 +93,7 @@ class Cache:
         touch(descriptor)
         return descriptor
 
-    def begin(self, name: str, *, evict: Evict, stop: Stop = lambda: False) -> Part | None:
+    def begin(self, name: str, *, evict: Evict, stop: Stop = lambda: False) -> PartialShard | None:
         """Become the writer of a shard; None while another process, or thread, is."""
         path = self._path(name + PART)
         try:
@@ -103,7 +103,7 @@ class Cache:
             raise self.unusable(error) from None
         # After the lock is there: the file may have been renamed or removed between its opening and the lock.
         if try_lock(descriptor) and is_at(descriptor, path):
-            return Part(self, descriptor, name=name, evict=evict, stop=stop)
+            return PartialShard(self, descriptor, name=name, evict=evict, stop=stop)
         os.close(descriptor)
         return None
 
@@ -175,7 +175,7 @@ class Cache:
         )
 
 
-class Part:
+class PartialShard:
     """A shard in progress, whose lock this process holds; a `download.ByteSink`. Leaving it unpublished removes it.
 
     `begin` and `write` raise:
@@ -196,7 +196,7 @@ class Part:
         self._wanted = self._growth
         self.path = cache.config.folder / (name + PART)
 
-    def __enter__(self) -> Part:
+    def __enter__(self) -> PartialShard:
         return self
 
     def __exit__(self, *exception: object) -> None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from data_shards.errors import UserError
 from data_shards.shard_set import ShardEntry
-from data_shards.store.cache import Cache, CacheConfig, Evict, Part
+from data_shards.store.cache import Cache, CacheConfig, Evict, PartialShard
 from data_shards.store.download import Downloads, MissingObject, RetryPolicy, StoreError
 from data_shards.store.location import PIPE, Commands, demand_no_command, is_local, local_path, shown
 from data_shards.store.remote_errors import DownloadStopped, Stop, Wrong
@@ -186,7 +186,7 @@ class Store:
             time.sleep(_WAIT_SECONDS)
 
     def _download(
-        self, entry: ShardEntry, part: Part, *, name: str, evict: Evict, wants_index: bool, stop: Stop
+        self, entry: ShardEntry, part: PartialShard, *, name: str, evict: Evict, wants_index: bool, stop: Stop
     ) -> ShardIndex | None:
         """Download and verify, which the index is a part of: a tar that was cut short shows there."""
         assert self._cache is not None
