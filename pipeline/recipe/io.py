@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -143,16 +144,15 @@ def _find(source: str, *, beside: Path, said_by: str = "") -> Path:
 def _like(source: str, *, beside: Path, shipped: Sequence[str]) -> str | None:
     """A recipe with a name like that: in the same folder, or one that ships with shardvit."""
     folder, name = os.path.split(source)
-    try:
-        files = sorted(each for each in os.listdir(beside / folder) if each.endswith((".yaml", ".yml")))
-    except (OSError, ValueError):
-        files = []
-    stems = {os.path.splitext(each)[0]: os.path.join(folder, each) for each in files}
-    stems = {**{each: each for each in shipped}, **stems}
+    names = {each.casefold(): each for each in shipped}
+    with suppress(OSError, ValueError):
+        for each in sorted(os.listdir(beside / folder)):
+            stem, suffix = os.path.splitext(each)
+            if suffix in (".yaml", ".yml"):
+                names[stem.casefold()] = os.path.join(folder, each)
     stem = name.removesuffix(".yaml").removesuffix(".yml")
-    folded = {each.casefold(): each for each in stems}
-    close = difflib.get_close_matches(stem.casefold(), folded, n=1)
-    return stems[folded[close[0]]] if close else None
+    close = difflib.get_close_matches(stem.casefold(), names, n=1)
+    return names[close[0]] if close else None
 
 
 def _read(path: Path, *, seen: tuple[Path, ...] = ()) -> dict[str, Any]:

@@ -128,7 +128,7 @@ def torch_optimizer(engine):
 
 
 def full_state(engine, *, stage: int, moments: tuple[str, ...]) -> dict[str, dict[str, torch.Tensor]]:
-    """Master weights and moments, whole, by the libraries' own means: nothing of `engine_portable` is used."""
+    """Master weights and moments, whole, by the libraries' own means: nothing of `engine.portable` is used."""
     inner = torch_optimizer(engine)
     parameters = dict(engine.module.named_parameters())
     if stage == 0:
