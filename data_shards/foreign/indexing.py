@@ -265,11 +265,11 @@ class Indexing:
         suggestions: dict[str, None] = {}
         for number in present[:_PEEKED_TARS]:
             with self._local_copy(number, labels) as path:
-                seen = peek(path)
-            if "cls" in seen.parts:
+                parts_here, suggestions_here = peek(path)
+            if "cls" in parts_here:
                 return labels
-            parts |= seen.parts
-            suggestions |= dict.fromkeys(seen.suggestions)
+            parts |= parts_here
+            suggestions |= dict.fromkeys(suggestions_here)
         if not parts:
             # Nothing to be read in any: the damage is what there is to say.
             return labels

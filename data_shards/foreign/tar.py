@@ -189,22 +189,11 @@ def _read_labels(
     return good, FoundLabels(below, frozenset(names), num_values), digest.hexdigest()
 
 
-@dataclass(frozen=True)
-class Peek:
-    """The parts of a tar's first samples, and the keys in their JSON that could be a label, nested ones with dots."""
+def peek(path: str) -> tuple[set[str], list[str]]:
+    """The parts of a tar's first samples, as far as they can be read, and what of them could be a label.
 
-    parts: frozenset[str]
-    json_keys: tuple[str, ...]
-
-    @property
-    def suggestions(self) -> list[str]:
-        """What `label:` could be."""
-        plain = [part for part in ("cls", "txt") if part in self.parts]
-        return plain + [f"json:{key}" for key in self.json_keys]
-
-
-def peek(path: str) -> Peek:
-    """Look at the first members of a tar, as far as they can be read."""
+    The latter is as `LabelSpec.parse` takes it: cls, txt, json:KEY, nested keys with dots.
+    """
     parts: set[str] = set()
     keys: dict[str, None] = {}
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -220,8 +209,8 @@ def peek(path: str) -> Peek:
         pass
     finally:
         os.close(descriptor)
-    shown = {"image" if part in IMAGE_EXTENSIONS else part for part in parts}
-    return Peek(frozenset(shown), tuple(keys))
+    suggestions = [part for part in ("cls", "txt") if part in parts] + [f"json:{key}" for key in keys]
+    return {"image" if part in IMAGE_EXTENSIONS else part for part in parts}, suggestions
 
 
 def _label_keys(content: bytes) -> list[str]:

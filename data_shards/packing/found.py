@@ -1,4 +1,4 @@
-"""What a packing comes upon, as lists for the user: images with the same bytes, and images that cannot be read.
+"""What a packing comes upon, for the user: images with the same bytes, images that cannot be read, and the figures.
 
 OUT/duplicates.jsonl has one group a line: its digest, and each image's path, key, split, label (a list where images
 have several) and whether it was packed. OUT/unreadable.jsonl (beside OUT where they end the packing) has one image a
@@ -9,54 +9,28 @@ each image; images count as equal if their files are, not if they merely look al
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from data_shards.durable import flush
 from data_shards.errors import UserError
+from data_shards.manifest import Manifest
 from data_shards.packing.shard_plan import PackPlan
 from data_shards.packing.work import DIGEST_BYTES, ShardRecord
 from data_shards.sources import Source
 from data_shards.sources.base import SplitName
+from data_shards.text import show_bytes, show_duration
 
+DUPLICATES_FILE = "duplicates.jsonl"
 UNREADABLE_FILE = "unreadable.jsonl"
 _MOST_NAMED = 5  # unreadable images, in a message
 
-Label = str | list[str]
-
-
-@dataclass(frozen=True)
-class FoundImage:
-    """One image of the source, and whether it is in the shards."""
-
-    path: str
-    key: str
-    split: SplitName
-    label: Label
-    packed: bool
-
-
-@dataclass(frozen=True)
-class DuplicateGroup:
-    """Images with the same bytes, in plan order: train before val before test."""
-
-    digest: str
-    images: tuple[FoundImage, ...]
-
-
-@dataclass(frozen=True)
-class UnreadableFile:
-    """An image that is not in the shards; its label is None where nothing tells it."""
-
-    path: str
-    split: SplitName
-    label: Label | None
-    reason: str
+Line = dict[str, Any]  # of a list
 
 
 @dataclass(frozen=True)
@@ -70,14 +44,78 @@ class Counts:
     contradicting_groups: int = 0  # whose images are labelled differently
 
 
-def count(groups: Sequence[DuplicateGroup], *, num_unreadable: int) -> Counts:
+@dataclass(frozen=True)
+class PackReport:
+    """What OUT holds. `reused`: it was there already, from the same request, and nothing was written."""
+
+    out: Path
+    manifests: tuple[Manifest, ...]
+    counts: Counts
+    reused: bool
+    seconds: float
+
+    @property
+    def train(self) -> Manifest:
+        return self.manifests[0]
+
+    @property
+    def val(self) -> Manifest | None:
+        return next((manifest for manifest in self.manifests if manifest.split == "val"), None)
+
+    @property
+    def num_images(self) -> int:
+        return sum(manifest.num_samples for manifest in self.manifests)
+
+    def lines(self, *, dropped: bool) -> list[str]:
+        """The report, a line each; `dropped` tells what became of duplicates."""
+        verb = "was packed before, with" if self.reused else f"packed in {show_duration(self.seconds)}:"
+        lines = [f"{self.out}: {verb} {self.num_images:,} images of {self.train.num_classes:,} classes"]
+        for manifest in self.manifests:
+            lines.append(
+                f"  {manifest.split:<6} {manifest.num_samples:>11,} images {len(manifest.shards):>7,} shards"
+                f" {show_bytes(manifest.num_bytes):>9}"
+            )
+        lines += self._duplicate_lines(dropped=dropped)
+        unreadable = "none"
+        if self.counts.unreadable:
+            unreadable = f"{_several(self.counts.unreadable, 'image')} left out: see {self.out / UNREADABLE_FILE}"
+        lines.append(f"  unreadable: {unreadable}")
+        lines.append(f"Next: shardvit check {self.out}")
+        return lines
+
+    def _duplicate_lines(self, *, dropped: bool) -> list[str]:
+        counts = self.counts
+        if not counts.duplicates:
+            return ["  duplicates: none"]
+        where = f"({_several(counts.groups, 'group')}): see {self.out / DUPLICATES_FILE}"
+        found = (
+            f"{_several(counts.duplicates, 'image')}{' left out' if dropped else ''} with the bytes of an earlier one"
+        )
+        lines = [f"  duplicates: {found} {where}"]
+        if counts.straddling_groups:
+            remedy = "the first of them keeps it" if len(self.manifests) > 2 else "train keeps it"
+            remedy = remedy if dropped else "held-out figures will flatter; --drop-duplicates keeps one"
+            splits = [manifest.split for manifest in self.manifests]
+            several = (
+                f"both in {splits[0]} and in {splits[-1]}" if len(splits) == 2 else f"in several of {', '.join(splits)}"
+            )
+            lines.append(f"  ! {_several(counts.straddling_groups, 'group')} {several}: {remedy}")
+        if counts.contradicting_groups:
+            remedy = "the first one's label counts" if dropped else "look at them, one of the labels is wrong"
+            lines.append(f"  ! {_several(counts.contradicting_groups, 'group')} with labels that differ: {remedy}")
+        return lines
+
+
+def count(groups: Sequence[Line], *, num_unreadable: int) -> Counts:
     """Sum up."""
     return Counts(
         unreadable=num_unreadable,
-        duplicates=sum(len(group.images) - 1 for group in groups),
+        duplicates=sum(len(group["images"]) - 1 for group in groups),
         groups=len(groups),
-        straddling_groups=sum(len({image.split for image in group.images}) > 1 for group in groups),
-        contradicting_groups=sum(any(one.label != group.images[0].label for one in group.images) for group in groups),
+        straddling_groups=sum(len({image["split"] for image in group["images"]}) > 1 for group in groups),
+        contradicting_groups=sum(
+            any(image["label"] != group["images"][0]["label"] for image in group["images"]) for group in groups
+        ),
     )
 
 
@@ -90,44 +128,50 @@ def equal_groups(digests: bytes) -> list[list[int]]:
     return sorted(run.tolist() for run in runs if len(run) > 1 and halves[run[0]].any())
 
 
-def unreadable_files(plan: PackPlan, records: Mapping[str, ShardRecord]) -> list[UnreadableFile]:
+def unreadable_files(plan: PackPlan, records: Mapping[str, ShardRecord]) -> list[Line]:
     """All that the records name, in plan order."""
     return [
-        UnreadableFile(
-            path=shard.images.trace(int(shard.indices[refused.position])),
-            split=shard.split,
-            label=plan.names(shard.labels[refused.position]),
-            reason=refused.reason,
-        )
+        {
+            "path": shard.images.trace(int(shard.indices[refused.position])),
+            "split": shard.split,
+            "label": plan.names(shard.labels[refused.position]),
+            "reason": refused.reason,
+        }
         for shard in plan.shards
         for refused in records[shard.file].refused
     ]
 
 
-def unlabelled_files(source: Source) -> list[UnreadableFile]:
+def unlabelled_files(source: Source) -> list[Line]:
     """Those that the source has left out."""
     reason = "it lies beside the class folders, so that it has no label"
-    return [UnreadableFile(path=path, split=split, label=None, reason=reason) for split, path in source.left_out]
+    return [{"path": path, "split": split, "label": None, "reason": reason} for split, path in source.left_out]
 
 
 def duplicate_groups(
-    plan: PackPlan, digests: bytes, *, duplicates: Literal["keep", "drop"], unreadable: Sequence[UnreadableFile]
-) -> list[DuplicateGroup]:
+    plan: PackPlan, digests: bytes, *, duplicates: Literal["keep", "drop"], unreadable: Sequence[Line]
+) -> list[Line]:
     """Among the planned images, whose digests are given in plan order; if dropped, the first of each group is packed.
 
-    Groups come in the order of their first images.
+    Groups come in the order of their first images, and images in plan order: train before val before test.
     """
-    bad = {file.path for file in unreadable}
-    groups: list[DuplicateGroup] = []
+    bad = {file["path"] for file in unreadable}
+    groups: list[Line] = []
     for numbers in equal_groups(digests):
-        images: list[FoundImage] = []
+        images: list[Line] = []
         for shard, position in plan.locate(numbers):
             path = shard.images.trace(int(shard.indices[position]))
-            packed = path not in bad and (duplicates == "keep" or not images)
-            label = plan.names(shard.labels[position])
-            images.append(FoundImage(path, shard.key(position), shard.split, label, packed))
+            images.append(
+                {
+                    "path": path,
+                    "key": shard.key(position),
+                    "split": shard.split,
+                    "label": plan.names(shard.labels[position]),
+                    "packed": path not in bad and (duplicates == "keep" or not images),
+                }
+            )
         start = numbers[0] * DIGEST_BYTES
-        groups.append(DuplicateGroup(digests[start : start + DIGEST_BYTES].hex(), tuple(images)))
+        groups.append({"digest": digests[start : start + DIGEST_BYTES].hex(), "images": images})
     return groups
 
 
@@ -141,23 +185,19 @@ def repeated(plan: PackPlan, source: Source, digests: bytes) -> dict[SplitName, 
     return marks
 
 
-def write_duplicates(groups: Iterable[DuplicateGroup], path: Path) -> None:
-    """One group a line."""
-    _write_lines(
-        ({"digest": group.digest, "images": [vars(image) for image in group.images]} for group in groups), path
-    )
+def write_lines(lines: Iterable[Line], path: Path) -> None:
+    """One entry a line."""
+    # backslashreplace turns what is no UTF-8 in a file's name into an escape of JSON's.
+    with open(path, "w", encoding="utf-8", errors="backslashreplace") as stream:
+        stream.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+    flush(path)
 
 
-def write_unreadable(files: Iterable[UnreadableFile], path: Path) -> None:
-    """One image a line."""
-    _write_lines((vars(file) for file in files), path)
-
-
-def unreadable_error(files: Sequence[UnreadableFile], source: Source, plan: PackPlan, out: Path) -> UserError:
+def unreadable_error(files: Sequence[Line], source: Source, plan: PackPlan, out: Path) -> UserError:
     """The error that names the first of them; the whole list is written beside OUT."""
     path = list_beside(out)
-    write_unreadable(files, path)
-    first = "; ".join(f"{file.path} ({file.reason})" for file in files[:_MOST_NAMED])
+    write_lines(files, path)
+    first = "; ".join(f"{file['path']} ({file['reason']})" for file in files[:_MOST_NAMED])
     more = f"; and {len(files) - _MOST_NAMED:,} more" if len(files) > _MOST_NAMED else ""
     return UserError(
         f"{source.spec}: {len(files):,} of {plan.num_images:,} images cannot be read: {first}{more}; all are listed "
@@ -170,9 +210,5 @@ def list_beside(out: Path) -> Path:
     return out.with_name(f"{out.name}.{UNREADABLE_FILE}")
 
 
-def _write_lines(entries: Iterable[Mapping[str, object]], path: Path) -> None:
-    # backslashreplace turns what is no UTF-8 in a file's name into an escape of JSON's.
-    with open(path, "w", encoding="utf-8", errors="backslashreplace") as stream:
-        stream.writelines(json.dumps(entry, ensure_ascii=False) + "\n" for entry in entries)
-        stream.flush()
-        os.fsync(stream.fileno())
+def _several(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"

@@ -32,8 +32,10 @@ from data_shards.durable import flush
 from data_shards.errors import UserError
 from data_shards.manifest import Manifest, read_manifest, write_json, write_manifest, write_timm_info
 from data_shards.packing.found import (
+    DUPLICATES_FILE,
     UNREADABLE_FILE,
     Counts,
+    PackReport,
     count,
     duplicate_groups,
     list_beside,
@@ -41,15 +43,13 @@ from data_shards.packing.found import (
     unlabelled_files,
     unreadable_error,
     unreadable_files,
-    write_duplicates,
-    write_unreadable,
+    write_lines,
 )
 from data_shards.packing.image import Resize
 from data_shards.packing.request import PackRequest
 from data_shards.packing.shard_plan import LABEL_SPECS, PackPlan, ShardPlan, class_numbers, make_plan, needed_bytes
 from data_shards.packing.shard_writer import plan_mark, read_digests, write_shards
 from data_shards.packing.split import read_holdout_list
-from data_shards.packing.summary import DUPLICATES_FILE, PackReport
 from data_shards.packing.work import ShardRecord, WorkFolder, open_work, work_path
 from data_shards.processes import num_cores
 from data_shards.progress_line import Progress
@@ -132,9 +132,9 @@ def _pack(source: Source, out: Path, request: PackRequest, content: dict[str, ob
             refused = [*unlabelled_files(source), *refused]
             counts = count(groups, num_unreadable=len(refused))
             if groups:
-                write_duplicates(groups, work.result / DUPLICATES_FILE)
+                write_lines(groups, work.result / DUPLICATES_FILE)
             if refused:
-                write_unreadable(refused, work.result / UNREADABLE_FILE)
+                write_lines(refused, work.result / UNREADABLE_FILE)
             manifests = [_write_manifest(split, plan, source, records, work.result, report) for split in plan.splits]
             write_timm_info(work.result, manifests)
             write_json(work.result / PACK_FILE, {**content, "found": vars(counts)})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Literal
 
 from data_shards.errors import UserError
@@ -62,26 +61,21 @@ class PackRequest:
 
     def as_json(self, source: Source) -> dict[str, object]:
         """For pack.json. An option at its default is left out, so that one that is added changes no request."""
-        request: dict[str, object] = {
+        listed = isinstance(self.holdout, HoldoutList)
+        given: dict[str, object] = {
+            "holdout_list": str(self.holdout) if listed else None,
+            "labels": self.labels.as_json() if self.labels else None,
+            "shard_size_bytes": self.shard_size_bytes,
+            "resize": asdict(self.resize) if self.resize else None,
+            "max_image_pixels": self.pixel_limit.pixels if self.pixel_limit != PACKED_LIMIT else None,
+            "unreadable": self.unreadable if self.unreadable == "skip" else None,
+            "duplicates": self.duplicates if self.duplicates == "drop" else None,
+        }
+        return {
             "source": source.spec,
             "classes": None if self.classes is None else list(self.classes),
-            "holdout": None if isinstance(self.holdout, HoldoutList) else self.holdout,
+            "holdout": None if listed else self.holdout,
             "samples_per_shard": self.samples_per_shard,
             "seed": self.seed,
+            **{name: value for name, value in given.items() if value is not None},
         }
-        if isinstance(self.holdout, HoldoutList):
-            request["holdout_list"] = f"{self.holdout.file.resolve()} ({self.holdout.digest})"
-        if self.labels is not None:
-            files = {name: str(value.resolve()) for name, value in vars(self.labels).items() if isinstance(value, Path)}
-            request["labels"] = {**vars(self.labels), **files}
-        if self.shard_size_bytes is not None:
-            request["shard_size_bytes"] = self.shard_size_bytes
-        if self.resize is not None:
-            request["resize"] = asdict(self.resize)
-        if self.pixel_limit != PACKED_LIMIT:
-            request["max_image_pixels"] = self.pixel_limit.pixels
-        if self.unreadable == "skip":
-            request["unreadable"] = "skip"
-        if self.duplicates == "drop":
-            request["duplicates"] = "drop"
-        return request

@@ -29,6 +29,9 @@ class HoldoutList:
         """Of the set of paths."""
         return hashlib.sha256("\n".join(sorted(self.lines)).encode()).hexdigest()[:16]
 
+    def __str__(self) -> str:
+        return f"{self.file.resolve()} ({self.digest})"
+
 
 Holdout = float | HoldoutList
 

@@ -53,6 +53,10 @@ class LabelList:
     label_column: str = "label"
     class_names: Path | None = None
 
+    def as_json(self) -> dict[str, str | None]:
+        """With whole paths."""
+        return {name: str(value.resolve()) if isinstance(value, Path) else value for name, value in vars(self).items()}
+
 
 class _Row(NamedTuple):
     line: int

@@ -14,9 +14,8 @@ from PIL import Image
 
 from data_shards.errors import UserError
 from data_shards.manifest import Manifest
-from data_shards.packing.found import equal_groups
+from data_shards.packing.found import PackReport, equal_groups
 from data_shards.packing.pack import pack
-from data_shards.packing.summary import PackReport
 from data_shards.tars.tar_index import open_index
 
 

@@ -16,9 +16,9 @@ import pytest
 from PIL import Image
 
 from data_shards.errors import UserError
+from data_shards.packing.found import PackReport
 from data_shards.packing.image import Resize
 from data_shards.packing.pack import pack
-from data_shards.packing.summary import PackReport
 
 ROOT = Path(__file__).resolve().parents[3]
 
