@@ -395,5 +395,5 @@ def test_a_set_with_no_image_that_is_whole_stops(pool: list[ShardEntry], tmp_pat
     lost = replace(pool[2], url=str(path), name="lost.tar", num_bytes=path.stat().st_size)
     of = replace(MIXED, sets=((2,),), weights=None, lanes=1)
     shards = replace(of.shards(pool), shards=(lost,))
-    with pytest.raises(SampleError, match=r"'k\d' of lost\.tar is damaged .* and so are 16 others"):
+    with pytest.raises(SampleError, match=r"'k\d' of lost\.tar is damaged .* and so are the 16 substitutes"):
         read(shards, of.order(), how=Reading(1, 1, workers=2), seed=1, steps=1, stop_step=1)
