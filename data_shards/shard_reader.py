@@ -22,7 +22,7 @@ from data_shards.store.download import StoreError
 from data_shards.store.location import is_local, local_path
 from data_shards.store.store import Store
 from data_shards.tars.shard_index import ShardIndex
-from data_shards.tars.tar_index import ReadableIndex, index_path, open_index, read_index, readable_index, readable_open
+from data_shards.tars.tar_index import ReadableIndex, index_path, read_index, readable_index, readable_open
 from data_shards.tars.tar_walk import BLOCK_BYTES, stated_member
 
 # Image and label are read at once where they lie within so many bytes; taking them apart copies them once more, which
@@ -128,14 +128,14 @@ class ShardReader:
 
     Args:
         shards: the data set.
-        store: for shards that are no local files.
+        store: for shards that are no local files; None: there are none.
         max_open_shards: shards kept open at the same time.
     """
 
     def __init__(self, shards: ShardSet, *, store: Store | None = None, max_open_shards: int = 128) -> None:
         self._open: OrderedDict[int, _Opened] = OrderedDict()
         self.shards = shards
-        self._store = store
+        self._store = store or Store()
         self._max_open_shards = max_open_shards
         self._label_map = shards.label_map
         self._num_classes = shards.num_classes
@@ -203,29 +203,22 @@ class ShardReader:
 
     def _open_entry(self, entry: ShardEntry) -> tuple[int, ShardIndex]:
         try:
-            if not is_local(entry.url):
-                assert self._store is not None, f"{entry.name} is no local file, and there is no store"
-                opened = self._store.open(entry)
-                descriptor, index = opened.descriptor, opened.index
-            elif entry.state == "damaged":
+            if entry.state == "damaged" and is_local(entry.url):
                 return _open_damaged(entry)
-            else:
-                path = local_path(entry.url)
-                index = open_index(path, label=entry.labels.part, index=entry.index, name=entry.name)
-                descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            opened = self._store.open(entry)
         except SampleError:
             raise
         except UserError as error:  # this process alone may have come upon it
             raise SampleError(str(error)) from error
         except OSError as error:
             raise SampleError(f"{entry.name}: cannot be opened ({error.strerror})") from error
-        if len(index) != entry.num_samples:
-            os.close(descriptor)
+        if len(opened.index) != entry.num_samples:
+            os.close(opened.descriptor)
             raise SampleError(
-                f"{entry.name}: its index lists {len(index)} samples, manifest.json {entry.num_samples}: "
+                f"{entry.name}: its index lists {len(opened.index)} samples, manifest.json {entry.num_samples}: "
                 "pack the shards again"
             )
-        return descriptor, index
+        return opened.descriptor, opened.index
 
     def _close_evicted(self, *, idle_seconds: float) -> bool:
         """Close what was evicted and not read for so long; whether there was any."""
