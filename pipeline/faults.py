@@ -60,7 +60,7 @@ class FaultLedger:
         parts = ranks.gather_objects((self._mine, self._substituted))
         new: dict[tuple[Use, str, str], Fault] = {}
         substituted = 0
-        for mine, count in parts:  # pyright: ignore[reportGeneralTypeIssues]
+        for mine, count in parts:
             new |= {key: fault for key, fault in mine.items() if key not in self._known}
             substituted += count
         self._known |= new

@@ -1,4 +1,4 @@
 """Saving, verifying, pruning and restoring checkpoints.
 
-Imported by the stage files, `report` and `budget`. Imports `engine`, `ranks`, `recipe`, `run_folder`, `state`.
+Imported by the stage files, `report`, `budget`, `launch`. Imports `engine`, `ranks`, `recipe`, `run_folder`, `state`.
 """

@@ -147,7 +147,7 @@ class CheckpointSaver:
             files = self._engine.snapshot()
             if self._ranks.place.is_main:
                 files = (*files, *self._our_files(state))
-            needs: list[_Needs] = self._ranks.gather_objects(  # pyright: ignore[reportAssignmentType]
+            needs = self._ranks.gather_objects(
                 _Needs(
                     host=platform.node(),
                     file_bytes=sum(file.num_bytes for file in files),
@@ -215,9 +215,7 @@ class CheckpointSaver:
                 self._beat(step)
             writing.join(_BEAT_SECONDS)
         self._writing = None
-        parts: list[tuple[dict[str, Seal], _Problem | None]] = self._ranks.gather_objects(
-            (writing.seals, writing.failure)
-        )  # pyright: ignore[reportAssignmentType]
+        parts = self._ranks.gather_objects((writing.seals, writing.failure))
         failures = [(rank, failure) for rank, (_, failure) in enumerate(parts) if failure]
         found: _Problem | None = None
         if failures:
@@ -230,7 +228,7 @@ class CheckpointSaver:
                 )
             except OSError as error:
                 found = _problem(error)
-        problem: _Problem | None = self._ranks.gather_objects(found)[0]  # pyright: ignore[reportAssignmentType]
+        problem = self._ranks.gather_objects(found)[0]
         if problem:
             self._fail(step, problem)
         self._on_commit(writing.state)  # before the pruning, which may take its time on a file server
@@ -254,7 +252,7 @@ class CheckpointSaver:
                 else "make room or repair the disk"
             )
             words += "; the same command goes on"
-        raise (SaveFailed if problem.transient else UserError)(str(self._ranks.gather_objects(words)[0]))
+        raise (SaveFailed if problem.transient else UserError)(self._ranks.gather_objects(words)[0])
 
     def _open_folder(self, step: int) -> tuple[int, _Problem | None]:
         """Make the folder to write into, on rank 0: the room there, and why it failed."""

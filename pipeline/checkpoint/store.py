@@ -168,9 +168,8 @@ def restore_checkpoint(root: Path, *, engine: Engine, ranks: Ranks, identity: di
     if ranks.place.is_main:
         collect_leftovers(root)
         names = [folder.name for folder in checkpoint_folders(root)]
-    # One rank's list for all: another machine's may be stale, and two ranks would restore different steps.
-    names = ranks.gather_objects(names)[0]  # pyright: ignore[reportAssignmentType]
-    for folder in (root / name for name in names):
+    # Rank 0's list for all: another machine's may be stale, and two ranks would restore different steps.
+    for folder in (root / name for name in ranks.gather_objects(names)[0]):
         share = (ranks.place.rank, ranks.place.world_size)
         damage = [text for text in ranks.gather_objects(damage_of(folder, share=share)) if text]
         if damage:

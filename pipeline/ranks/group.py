@@ -14,12 +14,15 @@ import os
 import time
 from datetime import timedelta
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import distributed
 
 from data_shards.durable import replace_text
 from pipeline.ranks.place import Place
+
+Value = TypeVar("Value")
 
 ADDRESS_FILE = "address"
 _POLL_SECONDS = 0.02
@@ -65,9 +68,9 @@ class Ranks:
         distributed.all_gather(everyone, mine, group=self._host_group)
         return torch.stack(everyone)
 
-    def gather_objects(self, value: object) -> list[object]:
+    def gather_objects(self, value: Value) -> list[Value]:
         """Every rank's picklable value, in rank order, on all ranks."""
-        everyone: list[object] = [None] * self.place.world_size
+        everyone = [value] * self.place.world_size
         distributed.all_gather_object(everyone, value, group=self._host_group)
         return everyone
 

@@ -1,4 +1,4 @@
-"""What is written of a stage: metrics.jsonl, MLflow, the progress bar. The only room that imports mlflow.
+"""What is recorded and shown of a stage: metrics.jsonl, MLflow, the progress bar. The only room that imports mlflow.
 
-Imported by the stage files. Imports `checkpoint`, `ranks` and `recipe`.
+Imported by the stage files and `launch`. Imports `checkpoint`, `ranks`, `recipe`, `stage_data`, `context`, `state`.
 """
