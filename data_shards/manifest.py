@@ -49,7 +49,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Manifest:
-    """One split of a packed data set; label `i` means `classes[i]`, and `labels` says where it stands in a sample."""
+    """One split of a packed data set; label `i` means `classes[i]`, and `labels` says where it is in a sample."""
 
     root: Path
     name: str
@@ -239,25 +239,25 @@ def _parse(root: Path, content: dict[str, Any]) -> Manifest:
 
 def _typed(content: dict[str, Any], key: str, kind: type) -> Any:
     if not isinstance(content, dict):
-        raise TypeError("an entry of 'shards' is no table")
+        raise TypeError("an entry of 'shards' is not a table")
     if not isinstance(content[key], kind):
         raise TypeError(f"'{key}' is not of type {kind.__name__}")
     return _text(content[key]) if kind is str else content[key]
 
 
 def _text(text: str) -> str:
-    """JSON can write halves of characters, which neither a screen nor a disk takes."""
+    """JSON can hold lone surrogates, which can be neither printed nor encoded."""
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise ValueError(f"{text[:40]!a} is no text") from None
+        raise ValueError(f"{text[:40]!a} is not text") from None
     return text
 
 
 def _count(content: dict[str, Any], key: str) -> int:
     value = _typed(content, key, int)
     if isinstance(value, bool) or not 0 <= value <= _MOST:
-        raise ValueError(f"'{key}' is no count: {brief(value)}")
+        raise ValueError(f"'{key}' is not a count: {brief(value)}")
     return value
 
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from data_shards.store.store import Store
 
 _VERSION = 1  # of the indexes; raised when older ones cannot be used
-# Indexing holds the GIL, so threads do not help; but a process takes 0.2 to 2 s to start: below this it is in vain
+# Indexing holds the GIL, so threads do not help; but a process takes 0.2 to 2 s to start: below this it does not pay
 _WORTH_PROCESSES_SECONDS = 4.0
 _MOST_PROCESSES = 32
 _REMOTE_THREADS = 8  # each holds a whole tar in the store's cache

@@ -1,4 +1,4 @@
-"""What a packing comes upon, for the user: images with the same bytes, images that cannot be read, and the figures.
+"""What a packing finds, for the user: images with the same bytes, images that cannot be read, and the figures.
 
 OUT/duplicates.jsonl has one group a line: its digest, and each image's path, key, split, label (a list where images
 have several) and whether it was packed. OUT/unreadable.jsonl (beside OUT where they end the packing) has one image a
@@ -144,7 +144,7 @@ def unreadable_files(plan: PackPlan, records: Mapping[str, ShardRecord]) -> list
 
 def unlabelled_files(source: Source) -> list[Line]:
     """Those that the source has left out."""
-    reason = "it lies beside the class folders, so that it has no label"
+    reason = "it is not in a class folder, so it has no label"
     return [{"path": path, "split": split, "label": None, "reason": reason} for split, path in source.left_out]
 
 
@@ -201,7 +201,7 @@ def unreadable_error(files: Sequence[Line], source: Source, plan: PackPlan, out:
     more = f"; and {len(files) - _MOST_NAMED:,} more" if len(files) > _MOST_NAMED else ""
     return UserError(
         f"{source.spec}: {len(files):,} of {plan.num_images:,} images cannot be read: {first}{more}; all are listed "
-        f"in {path}: mend or remove them, or add --skip-unreadable, and the command goes on from here"
+        f"in {path}: fix or remove them, or add --skip-unreadable, and the command goes on from here"
     )
 
 

@@ -1,6 +1,6 @@
 """One source image -> the bytes that go into the tar: verified, and made smaller if that is asked for.
 
-Every image is decoded in full by the decoder that training uses: a broken one is cheap to mend now and expensive in
+Every image is decoded in full by the decoder that training uses: a broken one is cheap to fix now and expensive in
 the middle of a run. Without `Resize` its bytes are kept. With it, a large image is reduced (Lanczos, antialiased) and
 encoded as JPEG with 4:2:0 chroma, in the colours that the decoder gives and without metadata: no orientation tag, so a
 viewer shows what training sees. Costs a decode (1.2 ms for an ImageNet photograph), and 3 ms for the reduction.

@@ -161,10 +161,10 @@ def _write(plan: PackPlan, request: PackRequest, work: WorkFolder, out: Path, re
     marks = {shard.file: (shard.split, plan_mark(shard, request) if work.has_records else "") for shard in plan.shards}
     finished, num_others = work.recover(marks)
     if finished:
-        report(f"{out}: going on: {len(finished):,} of {len(marks):,} shards are there from an earlier try")
+        report(f"{out}: resuming: {len(finished):,} of {len(marks):,} shards are finished from an earlier attempt")
     if num_others:
         report(
-            f"{out}: {num_others:,} shards of an earlier try were thrown away: "
+            f"{out}: {num_others:,} shards of an earlier attempt were discarded: "
             f"the request or the source has changed since, or an image could not be read"
         )
     left = [shard for shard in plan.shards if shard.file not in finished]
@@ -189,7 +189,7 @@ def _write_manifest(
         for path in (result / split / file, index_path(result / split / file)):
             path.unlink()
     if not kept:
-        raise UserError(f"{source.spec}: no image of split {split} can be read; mend them")
+        raise UserError(f"{source.spec}: no image of split {split} can be read; fix them")
     planned: set[int] = set()
     packed: set[int] = set()
     for shard in plan.splits[split]:

@@ -208,7 +208,7 @@ def _choose_classes(source: Source, classes: Sequence[str] | None) -> tuple[str,
 
 
 def _check_counts(source: Source, split: SplitName, labels: NDArray[np.int64], classes: tuple[str, ...]) -> list[str]:
-    """Notes of classes without an image in this split, where that is no mistake."""
+    """Notes of classes without an image in this split, where that is not a mistake."""
     if not len(labels):
         raise UserError(f"{source.spec}: no image is left for split {split}; correct classes or the held-out choice")
     counts = np.bincount(labels[labels >= 0], minlength=len(classes))

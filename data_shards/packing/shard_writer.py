@@ -55,7 +55,7 @@ def write_shards(
             if record is not None:
                 save(record)
         except BaseException:
-            stop.set()  # at once: the main thread hears of it only when it asks for this shard
+            stop.set()  # at once: the main thread learns of it only when it waits for this shard
             path.unlink(missing_ok=True)
             raise
         if record is None:

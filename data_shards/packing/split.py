@@ -103,7 +103,7 @@ def _listed(source: Source, indices: NDArray[np.int64], holdout: HoldoutList) ->
     found = {trace: index for index in range(len(images)) if (trace := images.trace(index)) in holdout.lines}
     missing = [path for path in holdout.lines if path not in found]
     if missing:
-        more = f" (nor has it {len(missing) - 1:,} others of the list)" if len(missing) > 1 else ""
+        more = f" ({len(missing) - 1:,} more of the list are missing)" if len(missing) > 1 else ""
         raise UserError(
             f"{holdout.file}, line {holdout.lines[missing[0]]}: {source.spec} has no image {missing[0]}{more}; "
             f"paths are relative to SOURCE, as in {images.trace(0)}: correct these lines"

@@ -62,7 +62,7 @@ class ShardRecord:
 
 @dataclass(frozen=True)
 class WorkFolder:
-    """`.OUT.packing`, ours alone as long as `open_work` holds it."""
+    """`.OUT.packing`, locked while `open_work` holds it."""
 
     path: Path
 

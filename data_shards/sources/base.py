@@ -145,7 +145,7 @@ class FileImages:
     def read(self, index: int) -> bytes:
         # A pipe or a device would be waited for without end.
         if self.num_bytes[index] == ABSENT:
-            raise OSError("there is no such file, or it is none that can be read")
+            raise OSError("there is no such file, or it is not a plain file")
         with open(f"{self.root}/{self.files[index]}", "rb", buffering=0) as stream:
             return stream.read()
 

@@ -7,7 +7,7 @@
 CSV starts with a line of column names; other columns and keys are passed over. A `|` in any label of a CSV, or a JSON
 list, makes the whole set multi-label: an image then has any number of labels, none too. A label is the name of a class
 or its number. In JSONL 3 is a number and "3" a name. In CSV labels are numbers if all are whole numbers, unless a file
-of class names is given in which all of them stand. Without such a file, names are sorted in code-point order, and
+of class names is given that has all of them. Without such a file, names are sorted in code-point order, and
 numbers give the classes "0", "1", ... up to the highest.
 
 Costs some 3 µs for a line, one `stat` for an image, and a listing of the folder, so that images in it which the list
@@ -39,12 +39,12 @@ Label = int | str
 
 @dataclass(frozen=True)
 class LabelList:
-    """Where labels stand.
+    """Where labels are.
 
     Args:
         file: a .csv or .jsonl file.
         path_column: column (CSV) or key (JSONL) of the image's path, relative to the source's folder.
-        label_column: likewise of its label or labels.
+        label_column: column or key of its label or labels.
         class_names: a text file with the name of class 0, 1, ... on a line each.
     """
 
@@ -81,10 +81,10 @@ def label_list_source(root: Path, labels: LabelList) -> Source:
     absent = np.flatnonzero(images.num_bytes == ABSENT)
     if len(absent):
         row = rows[int(absent[0])]
-        more = f" (nor are {len(absent) - 1:,} others)" if len(absent) > 1 else ""
+        more = f" ({len(absent) - 1:,} more are missing)" if len(absent) > 1 else ""
         raise UserError(
-            f"{labels.file}, line {row.line}: {_shown(row.path)} is no file below {root}{more}; paths are relative to "
-            f"SOURCE: correct SOURCE or these lines"
+            f"{labels.file}, line {row.line}: {_shown(row.path)} is not a file below {root}{more}; paths are "
+            "relative to SOURCE: correct SOURCE or these lines"
         )
     resolved = root.resolve()
     return Source(
@@ -127,11 +127,11 @@ def read_lines(file: Path) -> Iterator[tuple[int, str]]:
     except OSError as error:
         raise UserError(f"{file}: the file cannot be read ({error.strerror})") from None
     except UnicodeDecodeError:
-        raise UserError(f"{file}: the file is no UTF-8 text; save it as UTF-8") from None
+        raise UserError(f"{file}: the file is not UTF-8 text; save it as UTF-8") from None
 
 
 def _read_rows(labels: LabelList, *, root: Path, problems: list[str]) -> tuple[bool, list[_Row]]:
-    """Whether there are several labels for an image, and the rows with labels as they stand there.
+    """Whether there are several labels for an image, and the rows with labels as the file has them.
 
     What is wrong with a row is added to `problems`, and the row left out.
     """
@@ -165,14 +165,14 @@ def _split(value: str) -> list[str]:
 
 def _row(line: int, path: Any, values: list[Any], *, root: Path) -> _Row:
     if not isinstance(path, str):
-        raise ValueError(f"the path {brief(path)} is no text")
+        raise ValueError(f"the path {brief(path)} is not text")
     for value in values:
         if (
             isinstance(value, bool)
             or not isinstance(value, int | str)
             or (isinstance(value, int) and not 0 <= value < 10**18)
         ):
-            raise ValueError(f"the label {brief(value)} is no name of a class and no class number")
+            raise ValueError(f"the label {brief(value)} is neither a class name nor a class number")
         if isinstance(value, str) and not (value and value.isprintable()):
             raise ValueError(f"the label {value!a} is {'a name that cannot be written' if value else 'empty'}")
     return _Row(line, clean_path(path, root=root), tuple(dict.fromkeys(values)))
@@ -203,7 +203,7 @@ def _csv_rows(labels: LabelList) -> Iterator[tuple[int, str, str]]:
     except OSError as error:
         raise UserError(f"{labels.file}: the file cannot be read ({error.strerror})") from None
     except UnicodeDecodeError:
-        raise UserError(f"{labels.file}: the file is no UTF-8 text; save it as UTF-8") from None
+        raise UserError(f"{labels.file}: the file is not UTF-8 text; save it as UTF-8") from None
     except csv.Error as error:
         raise UserError(f"{labels.file}: not a readable CSV file ({error}); correct it") from None
 
@@ -227,7 +227,7 @@ def _class_names(file: Path) -> tuple[str, ...]:
     for line, text in read_lines(file):
         name = text.strip()
         if name in names or not name.isprintable():
-            reason = f"stands on line {names[name]} already" if name in names else "cannot be written"
+            reason = f"is on line {names[name]} already" if name in names else "cannot be written"
             raise UserError(f"{file}, line {line}: the name {name!a} {reason}; give each class a name of its own")
         names[name] = line
     if not names:
@@ -266,7 +266,7 @@ def _known(label: Label, row: _Row, known: dict[Label, int], labels: LabelList) 
     if label in known:
         return known[label]
     if isinstance(label, int):
-        reason = f"the number {label} is no class: {labels.class_names} has {len(known)}, from 0 to {len(known) - 1}"
+        reason = f"the number {label} is not a class: {labels.class_names} has {len(known)}, from 0 to {len(known) - 1}"
     else:
         near = get_close_matches(label, [str(name) for name in known], n=1)
         reason = f"{labels.class_names} has no class {label!r}" + (f", did you mean {near[0]!r}" if near else "")
@@ -287,7 +287,7 @@ def _named_twice(file: Path, rows: list[_Row]) -> Iterator[str]:
     for row in rows:
         before = lines.setdefault(row.path, row.line)
         if before != row.line:
-            yield f"{file}, line {row.line}: {_shown(row.path)} stands on line {before} already; name each image once"
+            yield f"{file}, line {row.line}: {_shown(row.path)} is on line {before} already; name each image once"
 
 
 def _unnamed(root: Path, rows: Iterable[_Row], file: Path) -> Iterator[str]:

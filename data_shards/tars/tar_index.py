@@ -157,13 +157,13 @@ def read_index(path: Path | str, *, label: LabelPart = "cls") -> ShardIndex:
     except FileNotFoundError:
         raise UserError(f"{path}: there is no such index file; build it from the tar") from None
     except (OSError, ValueError, IndexError) as error:
-        raise UserError(f"{path}: not a readable index ({error}); delete it, and it is built anew") from None
+        raise UserError(f"{path}: not a readable index ({error}); delete it, and it is built again") from None
     if left_out:
         key, reason = left_out[0]
-        raise UserError(f"{path}: the sample {one_line(key)} {reason}; delete the file, and it is built anew")
+        raise UserError(f"{path}: the sample {one_line(key)} {reason}; delete the file, and it is built again")
     table = _table(whole)
     if not table.is_ascending:
-        raise UserError(f"{path}: its samples are not in a tar's order; delete the file, and it is built anew")
+        raise UserError(f"{path}: its samples are not in a tar's order; delete the file, and it is built again")
     return table
 
 
@@ -183,7 +183,7 @@ def open_index(
     except FileNotFoundError:
         raise UserError(f"{name or tar_path}: there is no such tar") from None
     if found.end > num_bytes:
-        raise UserError(f"{path}: this index is not that of {name or tar_path}; delete it, and it is built anew")
+        raise UserError(f"{path}: this index is not that of {name or tar_path}; delete it, and it is built again")
     return found
 
 
@@ -203,7 +203,7 @@ def _parse_line(line: str) -> _Sample:
 
 def _place(text: str, member: str) -> int:
     if not text.isdigit() or len(text) > 20 or (number := int(text)) >= MOST_TAR_BYTES:
-        raise ValueError(f"{text[:24]} is no offset or size in a tar, for {member[:80]}")
+        raise ValueError(f"{text[:24]} is not an offset or size in a tar, for {member[:80]}")
     return number
 
 

@@ -90,7 +90,7 @@ def walk_tar(descriptor: int) -> Iterator[Member]:
                 position = start + _padded(size)
                 continue
             if kind == b"S":
-                raise ValueError("a sparse file; pack it anew")
+                raise ValueError("a sparse file; pack it again")
             records = every | records
             name = _decoded(records[b"path"]) if b"path" in records else _name(header)
             size = int(records.get(b"size", size))
@@ -173,7 +173,7 @@ def _pax_records(data: bytes) -> dict[bytes, bytes]:
         if end > len(data) or not keyword or not equals or not value.endswith(b"\n"):
             raise ValueError("a broken pax record")
         if keyword.startswith(b"GNU.sparse."):
-            raise ValueError("a sparse file; pack it anew")
+            raise ValueError("a sparse file; pack it again")
         if keyword == b"size" and not value[:-1].isdigit():
             raise ValueError(f"a size of {value[:24]!r}")
         records[keyword] = value[:-1].rstrip(b"/") if keyword == b"path" else value[:-1]

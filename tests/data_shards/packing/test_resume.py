@@ -117,7 +117,7 @@ def test_the_real_command_killed_and_interrupted(tmp_path: Path):
     process = start(tmp_path, tmp_path / "in", tmp_path / "out", *options)
     output, _ = process.communicate(timeout=240)
     assert process.returncode == 0, output
-    assert f"going on: {finished} of 33 shards are there" in output
+    assert f"resuming: {finished} of 33 shards are finished" in output
     assert tree(tmp_path / "out") == tree(tmp_path / "plain")
     assert {path.name for path in tmp_path.iterdir()} == {"in", "out", "plain"}
 
@@ -220,7 +220,7 @@ def test_a_full_disk_is_one_sentence_and_what_is_finished_stays(tmp_path: Path, 
     assert [path.name for path in tmp_path.iterdir()] == [".out.packing"]
     assert len(list((tmp_path / ".out.packing/result/train").glob("*.tar"))) == 2  # the third is not left about
     text = spoken("digits", tmp_path / "out", **arguments)
-    assert "going on: 2 of 4 shards" in text and "thrown away" not in text
+    assert "resuming: 2 of 4 shards" in text and "discarded" not in text
     quiet("digits", tmp_path / "plain", **arguments)
     assert tree(tmp_path / "out") == tree(tmp_path / "plain")
 
@@ -231,7 +231,7 @@ def test_ctrl_c_keeps_what_is_finished(tmp_path: Path, monkeypatch: pytest.Monke
         fail_at(patch, KeyboardInterrupt(), at=4)
         with pytest.raises(KeyboardInterrupt):
             quiet("digits", tmp_path / "out", **arguments)
-    assert "going on: 1 of 4 shards" in spoken("digits", tmp_path / "out", **arguments)
+    assert "resuming: 1 of 4 shards" in spoken("digits", tmp_path / "out", **arguments)
     assert {path.name for path in tmp_path.iterdir()} == {"out"}
 
 
@@ -270,7 +270,7 @@ def test_another_request_starts_afresh_and_says_so(half: Path):
         subprocess.check_call(["cp", "-a", half / ".out.packing", half / ".copy.packing"])
         options = {"samples_per_shard": 5, **arguments}
         text = spoken(str(half / "in"), out, **options)
-        assert "2 shards of an earlier try were thrown away" in text and "going on" not in text
+        assert "2 shards of an earlier attempt were discarded" in text and "resuming" not in text
         quiet(str(half / "in"), half / "plain", **options)
         assert tree(out) == tree(half / "plain")
         assert (out / "val").exists() == ("holdout" in arguments)
@@ -295,7 +295,7 @@ def test_a_changed_image_of_the_same_size_is_packed_anew(half: Path):
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns + 10**9))  # also where times are coarse
     assert picture.size == (16, 16)
     text = spoken(str(half / "in"), half / "out", samples_per_shard=5)
-    assert "going on: 1 of 4" in text and "1 shards of an earlier try were thrown away" in text
+    assert "resuming: 1 of 4" in text and "1 shards of an earlier attempt were discarded" in text
 
 
 def test_a_new_image_changes_the_plan_and_nothing_stale_stays(half: Path):
@@ -343,7 +343,7 @@ def test_unreadable_images_once_mended_cost_only_their_shards(tmp_path: Path):
         quiet(str(tmp_path / "in"), tmp_path / "out", samples_per_shard=5)
     (tmp_path / "in/cat/0006.jpg").write_bytes(whole)
     text = spoken(str(tmp_path / "in"), tmp_path / "out", samples_per_shard=5)
-    assert "going on: 3 of 4 shards" in text
+    assert "resuming: 3 of 4 shards" in text
     quiet(str(tmp_path / "in"), tmp_path / "plain", samples_per_shard=5)
     assert tree(tmp_path / "out") == tree(tmp_path / "plain")
     assert {path.name for path in tmp_path.iterdir()} == {"in", "out", "plain"}  # the list beside OUT is gone too
@@ -355,7 +355,7 @@ def test_unreadable_images_left_out_in_the_second_try_cost_no_shard(tmp_path: Pa
     with pytest.raises(UserError, match="--skip-unreadable"):
         quiet(str(tmp_path / "in"), tmp_path / "out", samples_per_shard=5)
     text = spoken(str(tmp_path / "in"), tmp_path / "out", samples_per_shard=5, unreadable="skip")
-    assert "going on: 4 of 4 shards" in text
+    assert "resuming: 4 of 4 shards" in text
     assert json.loads((tmp_path / "out/pack.json").read_text())["found"]["unreadable"] == 1
 
 

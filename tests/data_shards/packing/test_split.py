@@ -69,7 +69,7 @@ def test_the_list_file(tmp_path: Path):
         (b"\n\n", "names no image"),
         (b"a/1.jpg\n/etc/passwd\n", "line 2: the path /etc/passwd does not lead"),
         (b"../1.jpg", r"line 1: the path \.\./1\.jpg does not lead"),
-        (b"\xff\xfe", "no UTF-8"),
+        (b"\xff\xfe", "not UTF-8"),
     ],
 )
 def test_files_that_are_no_such_list(tmp_path: Path, content: bytes, message: str):
@@ -84,6 +84,6 @@ def test_files_that_are_no_such_list(tmp_path: Path, content: bytes, message: st
 def test_a_line_that_names_nothing_is_refused():
     holdout = HoldoutList(Path("val.txt"), {"x/3": 1, "cat/9.jpg": 2, "cat/8.jpg": 5})
     with pytest.raises(
-        UserError, match=r"val\.txt, line 2: x has no image cat/9\.jpg \(nor has it 1 others.*as in x/0"
+        UserError, match=r"val\.txt, line 2: x has no image cat/9\.jpg \(1 more of the list are missing.*as in x/0"
     ):
         hold_out(source(20), np.arange(20), holdout, seed=0)

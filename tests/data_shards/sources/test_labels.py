@@ -60,7 +60,7 @@ def test_absolute_paths_inside_the_folder_are_the_relative_ones(root: Path):
     with pytest.raises(UserError) as caught:
         opened(root, "path,label\n" + "".join(f"{path},cat\n" for path in outside))
     assert str(caught.value).count("inside SOURCE") == 4  # all at once
-    with pytest.raises(UserError, match=r"line 3: a/1\.jpg stands on line 2 already"):
+    with pytest.raises(UserError, match=r"line 3: a/1\.jpg is on line 2 already"):
         opened(root, f"path,label\na/1.jpg,cat\n{real}/a/1.jpg,cat\n")
 
 
@@ -162,16 +162,19 @@ def test_jsonl_round_trip_and_its_csv_twin(tmp_path_factory: pytest.TempPathFact
         ("path,label\na/1.jpg,x\na/2.jpg\n", "line 3: 1 fields where the first line has 2"),
         ("path,label\na/1.jpg,x,y\n", "line 2: 3 fields"),
         ('path,label\n"a/1.jpg,x\n', "not a readable CSV file"),
-        (b"path,label\na/\xe9.jpg,x\n", "no UTF-8"),
+        (b"path,label\na/\xe9.jpg,x\n", "not UTF-8"),
         ("path,label\na/1.jpg,\na/2.jpg,x\n", "line 2: the label '' is empty"),
         ("path,label\na/1.jpg,x||y\n", "line 2: the label '' is empty"),
         ("path,label\na/1.jpg,x\x07\n", "cannot be written"),
-        ("path,label\na/1.jpg,x\na/9.jpg,x\n8.jpg,x\n", r"line 3: a/9\.jpg is no file below .*\(nor are 1 others\)"),
-        ("path,label\na,x\n", "line 2: a is no file"),
+        (
+            "path,label\na/1.jpg,x\na/9.jpg,x\n8.jpg,x\n",
+            r"line 3: a/9\.jpg is not a file below .*\(1 more are missing\)",
+        ),
+        ("path,label\na,x\n", "line 2: a is not a file"),
         ("path,label\n/etc/passwd,x\n", "line 2: the path /etc/passwd does not lead"),
         ("path,label\na/../../x.jpg,x\n", "does not lead to a file inside"),
         ("path,label\n,x\n", "does not lead to a file inside"),
-        ("path,label\na/1.jpg,x\n./a/1.jpg,x\n", r"line 3: a/1\.jpg stands on line 2 already"),
+        ("path,label\na/1.jpg,x\n./a/1.jpg,x\n", r"line 3: a/1\.jpg is on line 2 already"),
         ("path,label\na/1.jpg,2000000\n", "would make 2,000,001 classes"),
     ],
 )
@@ -189,12 +192,12 @@ def test_csv_files_that_are_refused(root: Path, content: str | bytes, message: s
         ('{"path": "a/1.jpg", "label": ' + "9" * 5000 + "}", "line 1: not readable as JSON"),
         ("[]", "line 1: there is no key 'path'"),
         ('{"path": "a/1.jpg"}', "line 1: there is no key 'label'"),
-        ('{"path": 3, "label": 1}', "line 1: the path 3 is no text"),
-        ('{"path": "a/1.jpg", "label": true}', "the label true is no name"),
-        ('{"path": "a/1.jpg", "label": 1.5}', "the label 1.5 is no name"),
-        ('{"path": "a/1.jpg", "label": -1}', "the label -1 is no name"),
-        ('{"path": "a/1.jpg", "label": null}', "the label null is no name"),
-        ('{"path": "a/1.jpg", "label": [["x"]]}', "is no name"),
+        ('{"path": 3, "label": 1}', "line 1: the path 3 is not text"),
+        ('{"path": "a/1.jpg", "label": true}', "the label true is neither a class name"),
+        ('{"path": "a/1.jpg", "label": 1.5}', "the label 1.5 is neither a class name"),
+        ('{"path": "a/1.jpg", "label": -1}', "the label -1 is neither a class name"),
+        ('{"path": "a/1.jpg", "label": null}', "the label null is neither a class name"),
+        ('{"path": "a/1.jpg", "label": [["x"]]}', "is neither a class name"),
         ('{"path": "a/1.jpg", "label": ""}', "the label '' is empty"),
         ('{"path": "a/1.jpg", "label": []}', "no image has a label"),
         (
@@ -213,11 +216,11 @@ def test_jsonl_files_that_are_refused(root: Path, content: str, message: str):
 @pytest.mark.parametrize(
     ("names", "label", "message"),
     [
-        ("", "cat", r"names\.txt: there is no name"),
-        ("cat\ncat\n", "cat", r"names\.txt, line 2: the name 'cat' stands on line 1 already"),
+        ("", "cat", r"names\.txt: there is neither a class name"),
+        ("cat\ncat\n", "cat", r"names\.txt, line 2: the name 'cat' is on line 1 already"),
         ("cat\nd\x07g\n", "cat", r"names\.txt, line 2: the name .* cannot be written"),
         ("cat\ndog\n", "dgo", r"labels\.csv, line 2: .*names\.txt has no class 'dgo', did you mean 'dog'"),
-        ("cat\ndog\n", "2", r"labels\.csv, line 2: the number 2 is no class: .*names\.txt has 2, from 0 to 1"),
+        ("cat\ndog\n", "2", r"labels\.csv, line 2: the number 2 is not a class: .*names\.txt has 2, from 0 to 1"),
     ],
 )
 def test_class_names_that_do_not_fit(root: Path, names: str, label: str, message: str):
