@@ -39,14 +39,9 @@ _SPLIT_NAMES = ("train", "val", "validation", "test")
 
 @dataclass(frozen=True)
 class CheckResult:
-    """Everything a check has found.
+    """Everything a check has found; `page` explains the fields.
 
-    Attributes:
-        location: what was checked, fit to be shown.
-        splits: their summaries.
-        fitness: None if no number of processes was named, or it does not fit at all.
-        findings: problems first, then warnings and infos.
-        seconds: that it took.
+    `fitness` is None if no number of processes was given, or it does not fit at all; `findings` has problems first.
     """
 
     location: str
