@@ -37,12 +37,7 @@ def overall_code(codes: Sequence[int], *, stop_was_asked: bool) -> int:
 
 
 def reason(code: int, *, out_of_memory: bool | None) -> str:
-    """Why a stage is not done.
-
-    Args:
-        code: the launcher's exit code; negative: a signal killed it.
-        out_of_memory: whether the kernel killed a process meanwhile because memory ran out; None: unknown.
-    """
+    """Why a stage is not done; `out_of_memory`: whether the kernel killed a process for that; None: unknown."""
     number = signal_of(code)
     if code == EXIT_STOPPED:
         return "stopped and saved"

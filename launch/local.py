@@ -88,12 +88,7 @@ def run_stage_locally(launch: Launch) -> int:
 
 
 def run_node(share: NodeShare, arguments: Sequence[str]) -> int:
-    """The processes of one node, where srun gave it one task; returns the exit code (of a signal: 128 + n).
-
-    Args:
-        share: what to start.
-        arguments: of Python, for each process.
-    """
+    """Run Python processes with these arguments on one node of a step; returns the exit code (of a signal: 128 + n)."""
     own = {SUPERVISOR_PID: str(os.getpid())}
     environments = [{**without_place(), **share.names_of(rank), **own} for rank in range(share.processes)]
     try:

@@ -60,13 +60,8 @@ def run_ranks(
     """Run Python processes to their end, each in a session of its own.
 
     SIGINT, SIGTERM, SIGHUP and SIGUSR1 make them save and leave (SIGTERM); so does the failure of one. Those that
-    outlive the first one's end by too long are killed, with everything that they started.
-
-    Args:
-        arguments: of Python.
-        environments: one for each process; all carry `mark`.
-        mark: name and value of an environment variable.
-        on_stop: called at the first signal.
+    outlive the first one's end by too long are killed, with everything that they started. There is one environment for
+    each process; all carry `mark`, a variable's name and value. `on_stop` is called at the first signal.
 
     Returns:
         The exit code of the rank that tells most (negative: a signal killed it), and whether a stop was requested.

@@ -117,11 +117,7 @@ def select(
 ) -> tuple[Host, ...]:
     """The hosts and slots that are left, in the order of `hosts`.
 
-    Args:
-        hosts: all.
-        include: NAME[:SLOT[,SLOT ...]], joined by @: only these.
-        exclude: the same, all but these. One of the two at most.
-        source: the hostfile's name, for messages.
+    `include` is NAME[:SLOT[,SLOT ...]], joined by @: only these; `exclude`: all but these; at most one of the two.
 
     Raises:
         UserError: both are given, a name or slot does not exist, or nothing is left.

@@ -61,14 +61,7 @@ class Ready:
 def find_problems(
     hosts: Sequence[Host], facts: Mapping[str, Facts | str], *, here: Facts, folder: Path
 ) -> dict[str, list[str]]:
-    """Host -> what is wrong with it, a sentence each. Pure.
-
-    Args:
-        hosts: all.
-        facts: of each, or why there are none.
-        here: this machine's.
-        folder: where the marker is.
-    """
+    """Host -> what is wrong with it, a sentence each. Pure. `facts` has a sentence where a host told none."""
     found: dict[str, list[str]] = {}
     seen: dict[str, str] = {}
     has_gpus = any(isinstance(each, Facts) and each.gpus for each in facts.values())
@@ -161,14 +154,9 @@ def hosts_table(hosts: Sequence[Host], facts: Mapping[str, Facts | str], problem
 def preflight(
     fleet: Fleet, *, folder: Path, files: Sequence[Path], python_path: str, say: Callable[[str], None]
 ) -> Ready:
-    """Ask every host, print the table, and refuse what is not ready.
+    """Check every host, and show the table.
 
-    Args:
-        fleet: the hosts.
-        folder: of the runs; all hosts must see it. Made when missing.
-        files: all hosts must see them with the same content.
-        python_path: PYTHONPATH of the processes there.
-        say: takes the table.
+    All must see `folder` (of the runs; made when missing), and `files` with the same content.
 
     Raises:
         UserError: hosts are not ready, with a sentence for each problem.

@@ -43,14 +43,7 @@ def ssh_command(host: str, python_arguments: Sequence[str], *, python_path: str,
 
 
 class Connection:
-    """A Python on a host, in the present folder, whose standard input and output are ours.
-
-    Args:
-        host: its name.
-        python_arguments: what it runs.
-        python_path: its PYTHONPATH.
-        on_line: gets every line that it prints, in another thread.
-    """
+    """A Python on a host, in the current folder. `on_line` gets every line that it prints, in another thread."""
 
     def __init__(
         self, host: str, python_arguments: Sequence[str], *, python_path: str, on_line: Callable[[str], None]

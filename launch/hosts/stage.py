@@ -70,12 +70,6 @@ def node_command(launch: Launch, fleet: Fleet, *, node: int, master_addr: str) -
 def run_stage_on_hosts(launch: Launch, fleet: Fleet, ready: Ready, *, variables: dict[str, str]) -> int:
     """Run one stage to its end; returns the exit code. The caller holds the run folder's lock.
 
-    Args:
-        launch: the stage.
-        fleet: the hosts.
-        ready: what `preflight` found out.
-        variables: environment variables for the hosts.
-
     Raises:
         KeyboardInterrupt: the user stopped it and no rank answered that it has saved, as in `local`.
         UserError: something that the launcher cannot pass on.
@@ -95,13 +89,7 @@ def prepare(
 ) -> Callable[[Launch], int]:
     """Check every host; returns the counterpart of `run_stage_locally`.
 
-    Args:
-        fleet: the hosts.
-        recipe: what will be run.
-        runs_root: folder of the runs.
-        say: takes what is to be shown.
-        stages: every host must see their shards; default: of all.
-        commands: whether a `pipe:` is run.
+    Every host must see the shards of `stages`, by default of all. `commands`: whether a `pipe:` is run.
 
     Raises:
         UserError: hosts are not ready.

@@ -61,12 +61,8 @@ class PipelineRun:
     ) -> PipelineRun:
         """Check everything; changes nothing on disk.
 
-        Args:
-            recipe: what to run.
-            runs_root: folder of all runs.
-            restart: this stage and those after it begin again.
-            fleet: the hosts to run on; default: this machine.
-            shards: "if there" for a dry run: missing ones are not checked, and no `pipe:` command is started.
+        `restart`: this stage and those after it begin again. `fleet`: the hosts; default: this machine. `shards`: "if
+        there" is for a dry run: missing ones are not checked, and no `pipe:` command is started.
 
         Raises:
             UserError: anything that would keep a stage from running.

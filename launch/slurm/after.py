@@ -67,15 +67,7 @@ class Verdict(NamedTuple):
 def decide(
     ending: Ending, *, record: StageRecord, earlier: Sequence[End], max_restarts: int, cancelled: bool
 ) -> Verdict:
-    """What becomes of the job. Pure.
-
-    Args:
-        ending: of srun.
-        record: the stage's.
-        earlier: how attempts at this stage ended before, since it was submitted.
-        max_restarts: of a crashed stage.
-        cancelled: whether `shardvit cancel` asked for this end.
-    """
+    """What becomes of the job. Pure. `earlier`: the stage's ends since it was submitted; `cancelled`: by a user."""
     if record.state == "done":
         return Verdict(0, "done")
     saved = f"step {record.last_saved_step:,}" if record.last_saved_step else "its beginning"

@@ -28,15 +28,7 @@ def cancel_run(
     say: Callable[[str], None] = print,
     sleep: Callable[[float], None] = time.sleep,
 ) -> int:
-    """End a run's jobs; returns how many there were.
-
-    Args:
-        run: the run folder.
-        slurm: the cluster.
-        how: "now" does not wait for a checkpoint.
-        wait_seconds: for a job that saves.
-        say: takes what happens.
-        sleep: between two queries of the queue.
+    """End a run's jobs; returns how many there were. "now" does not wait for a checkpoint.
 
     Raises:
         UserError: the run was never submitted, or SLURM refuses.

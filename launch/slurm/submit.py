@@ -40,13 +40,7 @@ class SubmissionPlan:
 
 
 def plan_submission(recipe: Recipe, *, runs_root: Path, job: SlurmJob, commands: Commands = "run") -> SubmissionPlan:
-    """Check everything and render the scripts; changes nothing on disk.
-
-    Args:
-        recipe: what to run.
-        runs_root: folder of all runs.
-        job: what is asked of SLURM.
-        commands: whether a `pipe:` in the recipe is run.
+    """Check everything and render the scripts; changes nothing on disk. `commands`: whether a `pipe:` is run.
 
     Raises:
         UserError: anything that would keep a stage from running.
