@@ -67,7 +67,7 @@ def check_data(folder: RunFolder, *, stage: StageName, data: StageData) -> DataR
     Raises:
         UserError: naming what differs; or a shard cannot be read.
     """
-    sets = dict(zip(_SETS, (data.train, data.eval), strict=True))
+    sets: dict[str, ShardSet] = dict(zip(_SETS, (data.train, data.eval), strict=True))
     now = DataRecord({name: identify(one) for name, one in sets.items()})
     path, digest = folder.stage(stage) / DATA_FILE, folder.peek(stage).data_digest
     before = _read(path, digest=digest)

@@ -55,7 +55,8 @@ def run_stage(context: StageContext, *, stage: StageName) -> None:
             model, start = masked_patch(recipe, config)
         case PretrainStage():
             model, start = pretrain(recipe, config, num_classes=data.train.num_classes)
-        case FinetuneStage():
+        case _:
+            assert isinstance(config, FinetuneStage)
             model, start = finetune(context, config, num_classes=data.train.num_classes)
     train_stage(context, stage=stage, data=data, model=model, start=start)
 
