@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
-from pydantic_core import to_json
 
 from data_shards.durable import replace_text
 from data_shards.errors import UserError
@@ -92,4 +91,4 @@ def _read(path: Path, kind: TypeAdapter[_Value], *, missing: Any) -> _Value:
 
 def _write(path: Path, content: object) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    replace_text(path, to_json(content, indent=1).decode() + "\n")
+    replace_text(path, TypeAdapter(Any).dump_json(content, indent=1).decode() + "\n")
