@@ -216,7 +216,7 @@ def test_jsonl_files_that_are_refused(root: Path, content: str, message: str):
 @pytest.mark.parametrize(
     ("names", "label", "message"),
     [
-        ("", "cat", r"names\.txt: there is neither a class name"),
+        ("", "cat", r"names\.txt: there is no name"),
         ("cat\ncat\n", "cat", r"names\.txt, line 2: the name 'cat' is on line 1 already"),
         ("cat\nd\x07g\n", "cat", r"names\.txt, line 2: the name .* cannot be written"),
         ("cat\ndog\n", "dgo", r"labels\.csv, line 2: .*names\.txt has no class 'dgo', did you mean 'dog'"),
