@@ -13,7 +13,7 @@ import math
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -77,6 +77,12 @@ class Result:
     images: int  # held out, on which top1 was measured
     seconds: float
 
+    def as_tree(self) -> dict[str, object]:
+        """For programs."""
+        tree = asdict(self)
+        cell = tree.pop("cell")
+        return {"position": cell["position"], "position_at": cell["at"], "paper_5_shot": cell["paper"], **tree}
+
 
 def table8(
     recipe: str = RECIPE,
@@ -107,7 +113,7 @@ def table8(
         code, results = run_cells(CELLS, recipe, overrides=overrides, runs_root=runs, shards_root=shards)
     if code:
         return code
-    text, tree = format_results(results), json.dumps(as_tree(results), indent=1)
+    text, tree = format_results(results), json.dumps([each.as_tree() for each in results], indent=1)
     replace_text(runs / "table8.txt", text + "\n", sync="none")
     replace_text(runs / "table8.json", tree + "\n", sync="none")
     print(tree if as_json else f"\n{text}")
@@ -162,20 +168,11 @@ def run_cells(
     results = []
     for number, (cell, run) in enumerate(zip(cells, opened, strict=True), start=1):
         print(f"\n== {number} of {len(cells)}: {run.recipe.name} ==", flush=True)
-        code = run.execute()
-        if code:
+        if code := run.execute():
             return code, []
         records = [run.folder.record(stage) for stage in run.recipe.stages.names]
-        reached = records[-1].results
-        results.append(
-            Result(
-                cell,
-                run=run.recipe.name,
-                top1=reached["val/top1"],
-                images=int(reached["val/images"]),
-                seconds=sum(record.seconds for record in records),
-            )
-        )
+        top1, images = (records[-1].results[f"val/{key}"] for key in ("top1", "images"))
+        results.append(Result(cell, run.recipe.name, top1, int(images), sum(record.seconds for record in records)))
     return 0, results
 
 
@@ -198,16 +195,6 @@ def format_results(results: Sequence[Result]) -> str:
         "In brackets the ViT paper's Table 8: B/16, JFT-300M, ImageNet 5-shot; another measure, so only the order\n"
         "can be compared. The fixed sin-cos embedding is not in the paper's table."
     )
-
-
-def as_tree(results: Sequence[Result]) -> list[dict[str, object]]:
-    """The same for programs: one entry for each run."""
-    keys = ("run", "top1", "images", "seconds")
-    return [
-        {"position": each.cell.position, "position_at": each.cell.at, "paper_5_shot": each.cell.paper}
-        | {key: getattr(each, key) for key in keys}
-        for each in results
-    ]
 
 
 @contextlib.contextmanager

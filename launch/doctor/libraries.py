@@ -80,13 +80,12 @@ def check_requirement(needed: Requirement, *, version: str | None) -> Check | No
     if needed.specifier.contains(version, prereleases=True):
         return None
     lowest = [Version(each.version) for each in needed.specifier if each.operator in (">=", "==", "~=", ">")]
-    if lowest and Version(version) < max(lowest):
-        return Check(needed.name, "problem", f"{version}, but {text} is needed", f"pip install '{text}'")
-    return Check(
+    is_old = bool(lowest) and Version(version) < max(lowest)
+    return judge(
         needed.name,
-        "note",
-        f"{version}, which is newer than {text}",
-        f"untested; if something fails: pip install '{text}'",
+        f"{version}, but {text} is needed" if is_old else f"{version}, which is newer than {text}",
+        (is_old, "problem", f"pip install '{text}'"),
+        (True, "note", f"untested; if something fails: pip install '{text}'"),
     )
 
 

@@ -27,18 +27,8 @@ Keys = Literal["changed", "all"]
 
 _RECENT = 20  # points of an earlier attempt's curve, whose median speed counts
 _WORDS = {
-    "state": "",
     "parameters": "head included",
-    "image size": "",
-    "training images": "",
-    "classes": "",
-    "epochs": "",
-    "steps": "",
-    "of them warm-up": "",
-    "global batch": "",
     "": "= processes x accumulated x micro-batch",
-    "evaluated every": "",
-    "saved every": "",
     "time": "at the speed of an earlier attempt, in brackets",
 }
 
@@ -67,7 +57,8 @@ def summary(
         f"{key} {value}" for key, value in model.model_dump(exclude_none=True, exclude_defaults=True).items()
     )
     count = f"{processes:,} process{'es' * (processes > 1)}"
-    rows = [[label, *(each.get(label, "") for each in values), words] for label, words in _WORDS.items()]
+    labels = dict.fromkeys(label for each in values for label in each)
+    rows = [[label, *(each.get(label, "") for each in values), _WORDS.get(label, "")] for label in labels]
     shown = columns([["", *stages, ""], *(row for row in rows if any(row[1:-1]))])
     return "\n".join(
         [f"{recipe.name}: {what}; {count}, {engine_words(recipe.engine)}; in {folder.path}", "", shown, *notes]

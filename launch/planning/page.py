@@ -231,27 +231,15 @@ def as_json(plan: RecipeForecast) -> dict[str, Any]:
     }
 
 
-_PLAN_KEYS = (
-    *("world_size", "global_batch_images", "micro_batch_size", "accumulation_steps", "lanes", "total_steps"),
-    *(
-        "warmup_steps",
-        "log_steps",
-        "eval_steps",
-        "save_steps",
-        "samples_per_epoch",
-        "patch_dropout_steps",
-        "keep_steps",
-    ),
-)
+# Of the stage's plan, what training alone needs: no keys of the JSON.
+_OF_TRAINING = {"schedule", "save_after_evaluations", "patch_dropout", "max_skipped_steps", "slow_rank", "seed"}
 
 
 def _stage_json(stage: StageForecast) -> dict[str, Any]:
+    plan = {key: value for key, value in asdict(stage.plan).items() if key not in _OF_TRAINING}
     return {
         "cost": asdict(stage.cost),
-        "plan": {
-            key: stage.plan.schedule.warmup_steps if key == "warmup_steps" else getattr(stage.plan, key)
-            for key in _PLAN_KEYS
-        },
+        "plan": plan | {"warmup_steps": stage.plan.schedule.warmup_steps},
         "problem": stage.problem,
         "total_images": stage.total_images,
         "memory": {
