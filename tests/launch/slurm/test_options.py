@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from data_shards.errors import UserError
-from launch.slurm.options import JobOptions, format_limit, limit_seconds
-from launch.slurm.site import Site, job_of
+from launch.slurm.options import JobOptions, format_limit, limit_seconds, table
+from launch.slurm.site import SbatchSite, Site, job_of
 
 ASKED = JobOptions(nodes=4, time="24:00:00", gpus_per_node=8)
 
@@ -67,3 +67,12 @@ def test_contradictions_are_named(change: dict[str, Any], named: str):
 
 def test_as_many_processes_as_gpus_may_be_said_aloud():
     assert job_of(replace(ASKED, tasks_per_node=8), site=Site()).processes == 32
+
+
+def test_flags_and_site_keys_come_from_the_table():
+    asked = dict.fromkeys(("partition", "account", "qos", "constraint"), "x")
+    job = job_of(replace(ASKED, **asked, cpus_per_task=2), site=Site())
+    told = {entry.flag for entry, _ in job.options.flags(stage="pretrain")}
+    assert told == {entry.flag for entry in table().values() if entry.flag}
+    in_site = {name for name, entry in table().items() if entry.in_site}
+    assert in_site == set(asked) and set(SbatchSite.model_fields) == {*in_site, "lines"}
