@@ -9,10 +9,10 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from model.variants import HYBRIDS, VARIANTS, resnet_stride
+from model.variants import HYBRIDS, VARIANTS, VitSizes, resnet_stride
 from model.vocabulary import HeadKind, Pool
 
 if TYPE_CHECKING:
@@ -26,33 +26,21 @@ _STEM = "patch_embed.backbone."  # a hybrid's ResNet
 
 @dataclass(frozen=True)
 class StateSizes:
-    """A Transformer's sizes as its tensors have them; `grid_size` is None without `pos_embed`, `resnet_layers` None
-    without a ResNet stem, `num_classes` 0 without a head."""
+    """A Transformer's sizes as its tensors have them: `trunk` with heads 0, which no shape tells, `grid_size` None
+    without `pos_embed`, `num_classes` 0 without a head."""
 
-    width: int
-    depth: int
-    mlp_dim: int
-    patch_size: int
-    resnet_layers: tuple[int, ...] | None
-    resnet_width_factor: int
+    trunk: VitSizes
     pool: Pool
     layer_scale: bool
     grid_size: int | None
     num_classes: int
     head: HeadKind
 
-    @property
-    def trunk(self) -> tuple[object, ...]:
-        """What a variant fixes, heads aside."""
-        stem = (self.resnet_layers, self.resnet_width_factor)
-        return self.width, self.depth, self.mlp_dim, self.patch_size, *stem
-
     def in_words(self) -> str:
         """The sizes that make the trunk, as a user would give them."""
-        stem = f" (and resnet_layers {list(self.resnet_layers)})" if self.resnet_layers is not None else ""
-        return (
-            f"--width {self.width} --depth {self.depth} --mlp-dim {self.mlp_dim} --patch-size {self.patch_size}{stem}"
-        )
+        it = self.trunk
+        stem = f" (and resnet_layers {list(it.resnet_layers)})" if it.resnet_layers is not None else ""
+        return f"--width {it.width} --depth {it.depth} --mlp-dim {it.mlp_dim} --patch-size {it.patch_size}{stem}"
 
 
 def shapes_of(state: Mapping[str, Tensor]) -> dict[str, Shape]:
@@ -77,13 +65,17 @@ def read_sizes(shapes: Mapping[str, Shape], *, origin: str) -> StateSizes:
         raise ValueError(f"{origin} has a patch embedding of shape {patch}: only square patches can be read")
     resnet_layers = _resnet_layers(shapes)
     head = shapes.get("head.logits.weight") or shapes.get("head.weight")
-    return StateSizes(
+    trunk = VitSizes(
         width=patch[0],
         depth=1 + max(int(name.split(".")[1]) for name in shapes if name.startswith("blocks.")),
+        heads=0,
         mlp_dim=shapes["blocks.0.mlp.fc1.weight"][0],
         patch_size=patch[2] * (1 if resnet_layers is None else resnet_stride(resnet_layers)),
         resnet_layers=resnet_layers,
         resnet_width_factor=max(1, (shapes.get(f"{_STEM}stem.conv.weight", ()) or (64,))[0] // 64),
+    )
+    return StateSizes(
+        trunk=trunk,
         pool="cls" if "cls_token" in shapes else "map" if "attn_pool.latent" in shapes else "gap",
         layer_scale="blocks.0.ls1.gamma" in shapes,
         grid_size=_grid_size(shapes, origin=origin),
@@ -94,10 +86,9 @@ def read_sizes(shapes: Mapping[str, Shape], *, origin: str) -> StateSizes:
 
 def variant_of(sizes: StateSizes, *, heads: int | None = None) -> str | None:
     """The named variant with these sizes, if there is one; heads must be its too where they are known."""
-    named = {f"{name}/{sizes.patch_size}": variant for name, variant in VARIANTS.items()} | HYBRIDS
+    named = {f"{name}/{sizes.trunk.patch_size}": variant for name, variant in VARIANTS.items()} | HYBRIDS
     for name, variant in named.items():
-        stem = (variant.resnet_layers, variant.resnet_width_factor)
-        trunk = (variant.width, variant.depth, variant.mlp_dim, variant.patch_size or sizes.patch_size, *stem)
+        trunk = replace(variant, heads=0, patch_size=variant.patch_size or sizes.trunk.patch_size)
         if trunk == sizes.trunk and heads in (None, variant.heads):
             return name
     return None
@@ -173,10 +164,10 @@ def _what_would_fix_it(found: Mapping[str, Shape], expected: Mapping[str, Shape]
 def _other_grid(file: StateSizes, model: StateSizes) -> str:
     if file.grid_size is None or model.grid_size is None:
         return "Learned 1-D position embeddings (pos_embed) are in one of the two only: give the other's position."
+    theirs, ours = file.grid_size * file.trunk.patch_size, model.grid_size * model.trunk.patch_size
     return (
-        f"The file was trained on images of {file.grid_size * file.patch_size} pixels ({file.grid_size} x "
-        f"{file.grid_size} patches), the model is for {model.grid_size * model.patch_size}: import with --image-size "
-        f"{model.grid_size * model.patch_size} to interpolate, or give {file.grid_size * file.patch_size}."
+        f"The file was trained on images of {theirs} pixels ({file.grid_size} x {file.grid_size} patches), the model "
+        f"is for {ours}: import with --image-size {ours} to interpolate, or give {theirs}."
     )
 
 

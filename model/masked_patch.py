@@ -16,13 +16,12 @@ from __future__ import annotations
 import torch
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from model.build import build_model
 from model.config import ModelConfig
 from model.init import initialise
 from model.regularisation import NO_REGULARISATION, Regularisation
-from model.vit import PositionedVit, build_vit
+from model.vit import PositionedVit, build_vit, encode
 from model.vocabulary import COLOUR_LEVELS, COLOURS
 
 
@@ -44,11 +43,7 @@ class MaskedPatchVit(VisionTransformer):
             Logits [n, K, 512].
         """
         x = self._pos_embed(corrupt(self.patch_embed(images), source=source, mask_token=self.mask_token))
-        for layer, block in enumerate(self.blocks):
-            if isinstance(self, PositionedVit):
-                x = self.position.before_block(x, layer=layer)
-            x = checkpoint(block, x, use_reentrant=False) if self.grad_checkpointing else block(x)
-        patches = self.norm(x)[:, self.num_prefix_tokens :]
+        patches = encode(self, x)[:, self.num_prefix_tokens :]
         return self.head(patches.gather(1, corrupted[..., None].expand(-1, -1, patches.shape[-1])))
 
 

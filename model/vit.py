@@ -51,11 +51,16 @@ class PositionedVit(VisionTransformer):
     def forward_features(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
         """Images [B, 3, S, S] -> normed tokens [B, T, D]."""
         assert attn_mask is None and not is_causal, "nobody here masks attention"
-        x = self.patch_drop(self._pos_embed(self.patch_embed(x)))
-        for layer, block in enumerate(self.blocks):
-            x = self.position.before_block(x, layer=layer)
-            x = checkpoint(block, x, use_reentrant=False) if self.grad_checkpointing else block(x)
-        return self.norm(x)
+        return encode(self, self.patch_drop(self._pos_embed(self.patch_embed(x))))
+
+
+def encode(model: VisionTransformer, tokens: Tensor) -> Tensor:
+    """Embedded tokens [B, T, D] -> normed ones, through all blocks and the positions before them."""
+    for layer, block in enumerate(model.blocks):
+        if isinstance(model, PositionedVit):
+            tokens = model.position.before_block(tokens, layer=layer)
+        tokens = checkpoint(block, tokens, use_reentrant=False) if model.grad_checkpointing else block(tokens)
+    return model.norm(tokens)
 
 
 def build_vit(

@@ -15,12 +15,10 @@ STATISTIC_BYTES = 4  # a norm's mean and reciprocal deviation, softmax's log-sum
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one image: learnt parameters, forward FLOPs, those among them that multiply queries with keys or weights with
-    values, and the bytes kept until the backward pass."""
+    """Learnt parameters, forward FLOPs of one image, and the bytes kept of it until the backward pass."""
 
     parameters: int = 0
     flops: int = 0
-    attention_flops: int = 0
     saved_bytes: int = 0
 
     def __add__(self, other: Cost) -> Cost:
@@ -63,9 +61,8 @@ def fused_attention(queries: int, keys: int, *, width: int, heads: int) -> Cost:
 
     Its output, [queries, width], is kept by the Linear that follows.
     """
-    flops = 2 * 2 * queries * keys * width
     saved = VALUE_BYTES * (queries + 2 * keys) * width + STATISTIC_BYTES * heads * queries
-    return Cost(flops=flops, attention_flops=flops, saved_bytes=saved)
+    return Cost(flops=2 * 2 * queries * keys * width, saved_bytes=saved)
 
 
 def convolution(

@@ -33,7 +33,6 @@ class Accounting:
     Attributes:
         parameters: learnt numbers, head included.
         forward_flops, training_flops: of one image; training is forward and backward.
-        attention_flops: those of the forward pass that multiply queries with keys, or weights with values.
         tokens: that the blocks see, class token included; 0 in a pure ResNet.
         activation_bytes: kept of one image until its backward pass.
         checkpointed_activation_bytes: the same with activation checkpointing of the blocks: their inputs, and all of
@@ -43,15 +42,9 @@ class Accounting:
     parameters: int
     forward_flops: int
     training_flops: int
-    attention_flops: int
     tokens: int
     activation_bytes: int
     checkpointed_activation_bytes: int
-
-    @property
-    def attention_share(self) -> float:
-        """Share of attention's own products in the forward pass: what grows with the square of the tokens."""
-        return self.attention_flops / self.forward_flops
 
     def describe(self, activations: Literal["all", "checkpointed"] = "all") -> str:
         """One line for people, four significant digits; `checkpointed`: the activations that are kept then."""
@@ -112,7 +105,6 @@ def _accounting(chain: Chain, *, ends: Cost, first: Cost, tokens: int) -> Accoun
         parameters=total.parameters,
         forward_flops=total.flops,
         training_flops=3 * total.flops - first.flops,
-        attention_flops=total.attention_flops,
         tokens=tokens,
         activation_bytes=total.saved_bytes,
         checkpointed_activation_bytes=ends.saved_bytes + chain.input_bytes + chain.live_bytes,
@@ -154,9 +146,8 @@ def _relative(sizes: VitSizes, *, tokens: int) -> Cost:
     Kept are the queries once more, and the bias as torch's memory-efficient kernel wants it, rows of a multiple of 8.
     """
     offsets = 2 * tokens - 1
-    flops = 2 * tokens * offsets * sizes.width
     bias = kept(tokens * sizes.width + sizes.heads * tokens * (tokens + -tokens % 8))
-    return Cost(parameters=offsets * (sizes.width // sizes.heads), flops=flops, attention_flops=flops) + bias
+    return Cost(parameters=offsets * (sizes.width // sizes.heads), flops=2 * tokens * offsets * sizes.width) + bias
 
 
 def _position_parameters(config: ModelConfig, *, patches: int) -> int:

@@ -188,8 +188,8 @@ def config_of(
         if variant is not None:
             return _checked({"variant": variant} | pool_and_scale | told, origin=origin), ()
         heads, notes = _heads(sizes, semantics=semantics, origin=origin)
-        stem = ("resnet_layers", "resnet_width_factor") if sizes.resnet_layers is not None else ()
-        own = {name: getattr(sizes, name) for name in ("width", "depth", "mlp_dim", "patch_size", *stem)}
+        stem = ("resnet_layers", "resnet_width_factor") if sizes.trunk.resnet_layers is not None else ()
+        own = {name: getattr(sizes.trunk, name) for name in ("width", "depth", "mlp_dim", "patch_size", *stem)}
         return _checked(own | {"heads": heads} | pool_and_scale | told, origin=origin), notes
     return settle(given, told=pool_and_scale | told, heads=semantics.heads, kind="vit", origin=origin)
 
@@ -241,9 +241,9 @@ def _heads(sizes: StateSizes, *, semantics: Semantics, origin: str) -> tuple[int
     if semantics.heads:
         return semantics.heads, ()
     for name, variant in VARIANTS.items():
-        if variant.width == sizes.width:
+        if variant.width == sizes.trunk.width:
             return variant.heads, (f"{variant.heads} attention heads are assumed, as {name} has at this width",)
     raise ValueError(
-        f"{origin} does not tell the number of attention heads (q, k and v of width {sizes.width} are one matrix): "
-        f"give --heads, with {sizes.in_words()}"
+        f"{origin} does not tell the number of attention heads (q, k and v of width {sizes.trunk.width} are one "
+        f"matrix): give --heads, with {sizes.in_words()}"
     )

@@ -9,10 +9,10 @@ normalisation or an addition follows.
 
 from __future__ import annotations
 
-import math
 from typing import Literal
 
 import torch
+from timm.layers import get_same_padding, pad_same
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -59,18 +59,12 @@ class StandardisedConv2d(nn.Conv2d):
     def forward(self, input: Tensor) -> Tensor:
         weight = standardise(self.weight)
         if self.pad == "same":
-            before_and_after = [self._zeros(input.shape[axis], axis=axis - 2) for axis in (2, 3)]
-            if before_and_after != [(side, side) for side in self.padding]:
-                (top, bottom), (left, right) = before_and_after
-                input = F.pad(input, (left, right, top, bottom))
+            sizes = zip(input.shape[2:], self.kernel_size, self.stride, self.dilation, strict=True)
+            height, width = (get_same_padding(*of_axis) for of_axis in sizes)
+            if (height, width) != (2 * self.padding[0], 2 * self.padding[1]):
+                input = pad_same(input, list(self.kernel_size), list(self.stride), list(self.dilation))
                 return F.conv2d(input, weight, None, self.stride, 0, self.dilation, self.groups)
         return F.conv2d(input, weight, None, self.stride, self.padding, self.dilation, self.groups)
-
-    def _zeros(self, positions: int, *, axis: int) -> tuple[int, int]:
-        """Zeros of "same" before and after `positions` of the input along an axis."""
-        stride, reach = self.stride[axis], self.dilation[axis] * (self.kernel_size[axis] - 1)
-        total = max(0, (math.ceil(positions / stride) - 1) * stride + reach + 1 - positions)
-        return total // 2, total - total // 2
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, pad={self.pad}"

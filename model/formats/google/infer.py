@@ -61,10 +61,10 @@ def infer_model(shapes: Mapping[str, Shape], *, layout: NpzLayout, said: Said = 
         raise ValueError(f"it {lost}")
     grid_size = sizes.grid_size
     if grid_size is None:
-        grid_size = max(1, USUAL_IMAGE_SIZE // sizes.patch_size)
+        grid_size = max(1, USUAL_IMAGE_SIZE // sizes.trunk.patch_size)
         notes += (
             f"The file has no position embeddings ({said.position}), which tell the resolution: taken as the usual "
-            f"one, {grid_size * sizes.patch_size} pixels.",
+            f"one, {grid_size * sizes.trunk.patch_size} pixels.",
         )
     head, headless = "linear", "has no head"
     if "pre_logits/kernel" in shapes:
@@ -83,7 +83,7 @@ def infer_model(shapes: Mapping[str, Shape], *, layout: NpzLayout, said: Said = 
         format=f"Google's npz ({layout.code_base})",
         state={},
         config=config,
-        image_size=grid_size * sizes.patch_size,
+        image_size=grid_size * sizes.trunk.patch_size,
         num_classes=sizes.num_classes if headless == "has no head" else 0,
         head=head,
         eval_protocol="vit" if layout.code_base == "vision_transformer" else "big_vision",

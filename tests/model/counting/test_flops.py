@@ -37,23 +37,20 @@ def test_parameters_of_the_resnet_baseline() -> None:
 
 
 @pytest.mark.parametrize(
-    ("variant", "image_size", "tokens", "gflop", "attention_percent"),
+    ("variant", "image_size", "tokens", "gflop"),
     [
-        ("B/16", 224, 197, 35.1, 4.1),
-        ("L/16", 224, 197, 123.1, 3.1),
-        ("H/14", 224, 257, 334.6, 3.2),
-        ("L/16", 384, 577, 382.1, 8.6),
-        ("H/14", 518, 1370, 2033, 15.1),
+        ("B/16", 224, 197, 35.1),
+        ("L/16", 224, 197, 123.1),
+        ("H/14", 224, 257, 334.6),
+        ("L/16", 384, 577, 382.1),
+        ("H/14", 518, 1370, 2033),
     ],
 )
-def test_forward_pass_of_the_papers_models(
-    variant: str, image_size: int, tokens: int, gflop: float, attention_percent: float
-) -> None:
+def test_forward_pass_of_the_papers_models(variant: str, image_size: int, tokens: int, gflop: float) -> None:
     """2 (T - 1) k d + L (8 T d^2 + 4 T d m + 4 T^2 d) + 2 d C, worked out by hand."""
     ours = at_1000_classes(variant, image_size)
     assert ours.tokens == tokens
     assert ours.forward_flops / 1e9 == pytest.approx(gflop, rel=2e-3)
-    assert 100 * ours.attention_share == pytest.approx(attention_percent, abs=0.06)
 
 
 def test_training_is_three_forward_passes_less_the_pixels_gradient() -> None:
