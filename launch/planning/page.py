@@ -207,7 +207,7 @@ def short(number: float) -> str:
     for size, prefix in ((1e12, " T"), (1e9, " G"), (1e6, " M"), (1e3, " k")):
         if number >= size:
             return f"{number / size:#.4g}{prefix}"
-    return f"{number:g}"
+    return f"{number:.4g}"
 
 
 def _number(value: float) -> str:
