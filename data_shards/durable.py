@@ -54,7 +54,7 @@ def replace_text(path: Path, text: str, *, sync: Sync = "disk", writers: Writers
 def replaced(path: Path, *, sync: Sync = "disk", writers: Writers = "one") -> Iterator[Path]:
     """Gives a path to write a file at; when the block ends well, that file takes the place of `path`, atomically.
 
-    Readers, and whoever looks after a kill, see the old file or the whole new one.
+    A reader, or a restart after a kill, sees the old file or the whole new one.
 
     A folder that is gone is not made again.
 

@@ -106,7 +106,7 @@ class _Opened:
             kept = f"{self.entry.name} in the cache" if self.is_cached else index_path(self.entry.name)
             raise SampleError(
                 f"{self.entry.index or kept}: this index is not that of {self.entry.name}, it leads elsewhere for "
-                f"{key!r}: delete it, and it is built anew"
+                f"{key!r}: delete it, and it is rebuilt"
             )
 
     def _whole(self, size: int, offset: int, *, row: int) -> bytes:
@@ -208,7 +208,7 @@ class ShardReader:
             opened = self._store.open(entry)
         except SampleError:
             raise
-        except UserError as error:  # this process alone may have come upon it
+        except UserError as error:  # perhaps in this process alone
             raise SampleError(str(error)) from error
         except OSError as error:
             raise SampleError(f"{entry.name}: cannot be opened ({error.strerror})") from error

@@ -46,7 +46,7 @@ _POLL_SECONDS = 0.05
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _CANNOT_RESERVE = {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS}
 _FULL_POLL_SECONDS = 0.5
-# Readers close what was evicted within a few seconds, and only then is it gone from the disk.
+# Readers close what was evicted within a few seconds; until then it takes up space.
 _FULL_POLLS = {"evicted": 10**9, "busy": 300, "nothing": 30}
 
 
@@ -87,7 +87,7 @@ class Cache:
         except OSError as error:
             raise self.unusable(error) from None
         if num_bytes is not None and os.fstat(descriptor).st_size != num_bytes:
-            os.close(descriptor)  # a disk that lost power, or somebody's hand
+            os.close(descriptor)  # after a power failure, or edited by hand
             path.unlink(missing_ok=True)
             return None
         touch(descriptor)
@@ -153,7 +153,7 @@ class Cache:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """The folder's lock, for whoever evicts or claims room."""
+        """The folder's lock, for evicting, and for claiming room."""
         descriptor = os.open(self._path("cache.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -180,8 +180,8 @@ class PartialShard:
 
     `begin` and `write` raise:
         UserError: the shard is larger than the limit, or the folder cannot be used.
-        StoreError: the disk is full, and nothing can be removed, or is not let go of in 15 seconds.
-        NoRoom: all shards are in use, and they shall stay.
+        StoreError: the disk is full, and nothing can be evicted, or readers keep it open for 15 seconds.
+        NoRoom: all shards are in use, and prefetching evicts none of those.
         Transient: there is no room at present.
         DownloadStopped: `stop` said so.
     """
@@ -201,7 +201,7 @@ class PartialShard:
 
     def __exit__(self, *exception: object) -> None:
         if self._descriptor >= 0:
-            self.path.unlink(missing_ok=True)  # before the lock is let go, or it might be the next writer's
+            self.path.unlink(missing_ok=True)  # before the lock is released, or it might be the next writer's
             os.close(self._descriptor)
 
     def begin(self, *, num_bytes: int | None) -> None:
@@ -244,7 +244,7 @@ class PartialShard:
         """Make it visible to all, also after a power failure; returns a descriptor that is the caller's to close."""
         os.fsync(self._descriptor)
         os.utime(self._descriptor)
-        if is_at(self._descriptor, self.path):  # else somebody has cleared the folder: as good as evicted
+        if is_at(self._descriptor, self.path):  # else the folder was cleared: as good as evicted
             os.replace(self.path, self.path.with_name(self._name + TAR))
         fcntl.flock(self._descriptor, fcntl.LOCK_UN)
         descriptor, self._descriptor = self._descriptor, -1

@@ -1,6 +1,6 @@
 """What lies in the folder of the cache: whole shards, shards in progress, indexes; and which of them may go.
 
-Only files of our own names are seen or removed: somebody may have named his home folder. What decides over files of
+Only files of our own names are seen or removed: the folder may be a user's home. What decides over files of
 other processes is called with the folder's lock held (see `cache`).
 """
 
@@ -18,7 +18,7 @@ from typing import Literal
 
 Evict = Literal["any", "idle"]
 
-# A shard that nobody has touched for so long is not in use, and not what somebody prefetched for soon.
+# A shard that was not touched for so long is neither in use nor prefetched for soon.
 IDLE_SECONDS = 30.0
 TOUCH_SECONDS = 5.0  # how often a shard in use, or prefetched, needs `touch`
 TAR, PART = ".tar", ".tar.part"

@@ -1,7 +1,7 @@
 """Trying until the bytes are there and right: back-off with jitter, going on where a transfer was cut, digests.
 
 A transient fault (5xx, 429, timeouts, cut connections) is retried, for about ten minutes by default; a transfer that
-got further begins that time anew. It goes on in ranges that fit into what came through, and into less each time where
+made progress restarts that time. It goes on in ranges that fit into what came through, and into less each time where
 nothing did: behind a proxy that cuts every connection it ends as long as any bytes arrive. What is missing or refused
 ends at once. Bytes of a wrong size or digest, and failing commands, are tried a few times only: the source itself may
 be wrong. The digest is taken while the bytes pass, at 0.5 to 1.5 GB/s.
@@ -82,7 +82,7 @@ class Patience:
         self.progress()
 
     def progress(self) -> None:
-        """The task got further than ever: begin to count anew."""
+        """The task got further than before: restart the count."""
         self._failures, self._spent_seconds = 0, 0.0
         self._limit_seconds = self._policy.first_delay_seconds
 
@@ -90,7 +90,7 @@ class Patience:
         """Wait after an attempt of `spent_seconds`, before the next one.
 
         Raises:
-            StoreError: there shall be no further one.
+            StoreError: it was the last one.
         """
         url = shown(self._url)
         if isinstance(failure, Missing):
@@ -161,7 +161,7 @@ class Downloads:
         patiently: bool = True,
         stop: Stop = lambda: False,
     ) -> None:
-        """All bytes of `url`, in order, into `sink`, which may begin anew several times.
+        """All bytes of `url`, in order, into `sink`, which may restart several times.
 
         Args:
             url: what to read.
@@ -255,6 +255,6 @@ class _Transfer:
         self.done += len(piece)
 
     def _adapt(self, num_bytes: int) -> None:
-        """The attempt was cut after so many bytes: what shall the next one ask for?"""
+        """Choose the size of ranges after an attempt that was cut after so many bytes."""
         quarter = (num_bytes or self._range_bytes) // 4  # the store asks for four ranges of a size
         self._range_bytes = min(RANGE_BYTES, 2 ** (max(1, quarter).bit_length() - 1))

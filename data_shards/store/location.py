@@ -64,11 +64,11 @@ def local_path(location: str) -> Path:
 
 
 class CommandRefused(UserError):
-    """A location that may run a program, where somebody merely looks."""
+    """A location that may run a program, where the caller only looks."""
 
 
 def demand_no_command(location: str, *, commands: Commands) -> None:
-    """Refuse to open what may run a program, unless commands shall be run.
+    """Refuse to open what may run a program, unless `commands` is "run".
 
     Raises:
         CommandRefused: it is a pipe, or a URL of a kind that is not known to move bytes alone.

@@ -62,7 +62,7 @@ class Prefetcher:
         self._closed = threading.Event()
         self._ahead: dict[int, tuple[int, int]] = {}  # shard -> the step that needs it, its bytes
         self._touched_at = time.monotonic()
-        self.error: Exception | None = None  # the last one, for whoever wonders
+        self.error: Exception | None = None  # the last one, for debugging
         self._thread = threading.Thread(target=self._run, name="shard-prefetch", daemon=True)
         self._thread.start()
 

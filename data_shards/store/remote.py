@@ -86,10 +86,10 @@ class Remotes:
         return {**vars(self), "_file_systems": {}}
 
     def object(self, url: str, *, stop: Stop = lambda: False) -> Output | Stored:
-        """The object at `url`, which nobody has asked for yet; `stop` is asked several times a second.
+        """The object at `url`, not requested yet; `stop` is asked several times a second.
 
         Raises:
-            UserError: the package for this kind of URL is not installed, or it may run a program and shall not.
+            UserError: the package for this kind of URL is not installed, or it may run a program, which is refused.
         """
         demand_no_command(url, commands=self._commands)
         kind = protocol(url)

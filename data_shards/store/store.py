@@ -40,7 +40,7 @@ class Store:
     """All shards, by their entries; one for each process. Picklable: a copy has no descriptors and no connections.
 
     Args:
-        cache: for shards that are not local files; None: there shall be none.
+        cache: for shards that are not local files; None: they are refused.
         retry: how long to try.
         sleep: takes seconds; waits between attempts.
         commands: "run" where the user himself has typed the locations, or the recipe they stand in, in order to read
@@ -127,7 +127,7 @@ class Store:
         """Make a shard local, or mark it as still wanted if it is; one attempt, and nothing in use is evicted for it.
 
         Raises:
-            StoreError, UserError: it failed, which the one that needs the shard will come upon, too.
+            StoreError, UserError: it failed, which the reader of the shard will meet as well.
             NoRoom: all shards in the cache are in use.
             DownloadStopped: `stop`, which is asked several times a second, said so.
         """
@@ -219,7 +219,7 @@ class Store:
         return index
 
     def _index(self, entry: ShardEntry, descriptor: int, *, name: str) -> ShardIndex:
-        """Of a shard in the cache, which may be evicted meanwhile: through its descriptor."""
+        """Of a shard in the cache, through its descriptor: it may be evicted by now."""
         assert self._cache is not None
         path, label = f"/dev/fd/{descriptor}", entry.labels.part
         if entry.index is not None:
