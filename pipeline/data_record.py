@@ -10,14 +10,12 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
-
-from pydantic import ConfigDict, TypeAdapter
 
 from data_shards.checking.identity import SetIdentity, compare_suspects, differences, identify, suspects
 from data_shards.durable import replace_text
 from data_shards.errors import UserError
 from data_shards.shard_set import ShardSet
+from data_shards.text import parse_json
 from pipeline.recipe.schema import StageName
 from pipeline.run_folder import RunFolder
 from pipeline.stage_data import StageData
@@ -25,17 +23,6 @@ from pipeline.vocabulary import DATA_FILE
 
 _VERSION = 1  # of the file; others are ignored
 _SETS = ("training images", "held-out images")
-
-
-@dataclass(frozen=True)
-class _DataFile:
-    __pydantic_config__ = ConfigDict(extra="forbid")
-
-    version: Literal[1]
-    sets: dict[str, SetIdentity]
-
-
-_FILE = TypeAdapter(_DataFile)
 
 
 @dataclass(frozen=True)
@@ -128,7 +115,10 @@ def _changed(folder: RunFolder, stage: StageName, what: str) -> UserError:
 def _read(path: Path, *, digest: str) -> DataRecord | None:
     """None where there is none, it is broken, or it is not the one that `digest` (if there is one) vouches for."""
     try:
-        record = DataRecord(_FILE.validate_json(path.read_bytes(), strict=True).sets)
-    except (OSError, ValueError):
+        content = parse_json(path.read_bytes())
+        if content["version"] != _VERSION or list(content["sets"]) != list(_SETS):
+            return None
+        record = DataRecord({name: SetIdentity.from_json(one) for name, one in content["sets"].items()})
+    except (OSError, ValueError, KeyError, TypeError):
         return None
-    return record if list(record.sets) == list(_SETS) and digest in ("", record.digest) else None
+    return record if digest in ("", record.digest) else None

@@ -18,8 +18,10 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import PurePath
+from types import UnionType
+from typing import Any
 
 from data_shards.errors import CorruptSample, UserError
 from data_shards.foreign.tar import pixels_digest, spread
@@ -74,9 +76,25 @@ class SetIdentity:
         columns = {name: tuple(getattr(each, name_there) for each in shards.shards) for name, name_there in _COLUMNS}
         return cls(shards.digest, spots={shard: tuple(digests) for shard, digests in spots.items()}, **columns)
 
-    def __post_init__(self) -> None:
-        if len({len(getattr(self, name)) for name, _ in _COLUMNS}) != 1:
-            raise ValueError("the columns of a set of shards are not equally long")
+    @classmethod
+    def from_json(cls, content: Any) -> SetIdentity:
+        """From what `json` makes of `vars`; pydantic would refuse names with bytes that are no UTF-8.
+
+        Raises:
+            ValueError: it is something else.
+        """
+        if not isinstance(content, dict) or set(content) != {field.name for field in fields(cls)}:
+            raise ValueError("not the columns of a set of shards")
+        columns = {key: value for key, value in content.items() if key not in ("digest", "spots")}
+        digest, spots = content["digest"], content["spots"]
+        kinds = {"num_bytes": int | None, "num_samples": int}
+        good = isinstance(digest, str) and isinstance(spots, dict) and all(map(str.isdecimal, spots))
+        good = good and all(_is_list(column, of=kinds.get(key, str)) for key, column in columns.items())
+        good = good and all(_is_list(row, of=str) for row in spots.values())
+        if not good or len({len(column) for column in columns.values()}) != 1:
+            raise ValueError("the columns of a set of shards hold something else")
+        spots = {int(number): tuple(row) for number, row in spots.items()}
+        return cls(digest=digest, spots=spots, **{key: tuple(column) for key, column in columns.items()})
 
     @property
     def content_digest(self) -> str:
@@ -90,6 +108,10 @@ class SetIdentity:
         stamps = [old if shard in unseen else new for shard, (old, new) in pairs]
         pixels = tuple(old or new for old, new in zip(self.pixels, other.pixels, strict=True))
         return replace(self, names=other.names, stamps=tuple(stamps), pixels=pixels)
+
+
+def _is_list(column: Any, *, of: type | UnionType) -> bool:
+    return isinstance(column, list) and all(isinstance(one, of) for one in column)
 
 
 def suspects(before: SetIdentity, now: SetIdentity) -> list[int]:

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import TypeAdapter
 
 from data_shards.checking import identity
 from data_shards.checking.identity import (
@@ -35,7 +34,7 @@ from tests.data_shards.small_set import touch_up
 
 def columns(count: int) -> SetIdentity:
     """A set in which no two shards are alike."""
-    texts = [f"{number:04d}" for number in range(count)]
+    texts = [f"{number:04d}\udcff" for number in range(count)]  # names of files may be no UTF-8
     return SetIdentity(
         digest="d",
         names=tuple(f"a/{text}.tar" for text in texts),
@@ -52,7 +51,7 @@ def columns(count: int) -> SetIdentity:
 def test_a_set_is_no_other_than_itself_also_through_json():
     one = columns(5)
     assert differences(one, one) == [] and suspects(one, one) == []
-    again = TypeAdapter(SetIdentity).validate_json(json.dumps(vars(one)), strict=True)
+    again = SetIdentity.from_json(json.loads(json.dumps(vars(one))))
     assert again == one and again.content_digest == one.content_digest
 
 
@@ -119,8 +118,8 @@ def test_anything_else_in_json_is_refused(change: str):
             content["digest"] = None
         case _:
             content = json.loads(change)
-    with pytest.raises(ValueError, match="SetIdentity"):
-        TypeAdapter(SetIdentity).validate_json(json.dumps(content), strict=True)
+    with pytest.raises(ValueError, match="column"):
+        SetIdentity.from_json(content)
 
 
 def test_a_large_set_is_looked_at_in_bounds(shards: Path, monkeypatch: pytest.MonkeyPatch):
