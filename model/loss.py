@@ -1,9 +1,9 @@
 """The losses of ViT pre-training and fine-tuning, on hard or soft targets, always in float32.
 
 The paper pre-trains with the sigmoid loss (one yes/no question per class; vision_transformer issue 34) and
-fine-tunes with softmax. Costs one pass over the logits. It knows nothing of mixing: a mixed batch simply has
-soft targets. Logits in bf16 or fp16 are brought to float32 first, so that large ones neither overflow nor lose what
-the sum over thousands of classes would round away; their gradient is rounded once, on its way back.
+fine-tunes with softmax. A mixed batch simply has soft targets. Logits in bf16 or fp16 are brought to float32 first, so
+that large ones neither overflow nor lose precision in the sum over thousands of classes. To add a loss: its name in
+`model/vocabulary.py`, a function and a case here.
 """
 
 from __future__ import annotations

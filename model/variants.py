@@ -1,8 +1,7 @@
 """The named models: Vision Transformers, hybrids and the ResNet baseline, each with the paper that defines it.
 
-Costs nothing: plain data, no heavy import. It does not know image sizes or numbers of classes. A pure
-Transformer takes any patch size, the number after the slash of a name such as "B/16"; a hybrid's stem has its
-stages for one size.
+Plain data, no heavy import. A pure Transformer takes any patch size, the number after the slash of a name such as
+"B/16"; a hybrid's stem is for one size. To add a variant: a row in `VARIANTS`, `HYBRIDS` or `RESNETS`.
 """
 
 from __future__ import annotations
