@@ -22,30 +22,21 @@ class ShardEntry:
     """One tar of a set.
 
     Args:
-        url: an absolute local path, a URL that fsspec opens, or "pipe:COMMAND".
-        name: what messages call it; never has credentials in it.
-        num_samples: samples in it.
-        num_bytes: the tar's size; None where it is unknown.
-        sha256: the digest of all its bytes; "" where it is unknown.
-        index: a local index file; None: beside the tar, or built from it.
-        labels: which member of a sample is its label.
         state: "damaged" if it was not what the manifest says when the set was opened, and that was tolerated.
         stamp: changes when the file is written: its times or the store's ETag when the set was opened; "": unknown.
-        index_digest: of the keys, image sizes and labels of a tar without a manifest.
-        pixels_digest: of the first bytes of a few of its images; "" where its index is older than this.
     """
 
-    url: str
-    name: str
-    num_samples: int
-    num_bytes: int | None
-    sha256: str
-    index: Path | None
-    labels: LabelSpec
+    url: str  # an absolute local path, a URL that fsspec opens, or "pipe:COMMAND"
+    name: str  # what messages call it; never has credentials in it
+    num_samples: int  # samples in it
+    num_bytes: int | None  # the tar's size; None where it is unknown
+    sha256: str  # the digest of all its bytes; "" where it is unknown
+    index: Path | None  # a local index file; None: beside the tar, or built from it
+    labels: LabelSpec  # which member of a sample is its label
     state: Literal["whole", "damaged"] = "whole"
     stamp: str = ""
-    index_digest: str = ""
-    pixels_digest: str = ""
+    index_digest: str = ""  # of the keys, image sizes and labels of a tar without a manifest
+    pixels_digest: str = ""  # of the first bytes of a few of its images; "" where its index is older than this
 
 
 @dataclass(frozen=True)
@@ -53,24 +44,18 @@ class ShardSet:
     """The samples of one split; class number `i` means `classes[i]`.
 
     Args:
-        name: what the data set is called.
-        source: where it was opened, fit to be shown.
-        split: "train", "val", ...
-        classes: names of the classes.
-        shards: the tars, in the order that sample numbers follow.
-        digest: at most 32 hex digits that change with the content, not with the place.
-        damage: what is wrong with it and was tolerated, a sentence each.
         lost_samples: how many are known to be gone (reading finds the others). Packed shards still count them in
-            `num_samples`; tars without a manifest do not, and a damaged one is taken to have been as large as the rest.
+            `num_samples`; tars without a manifest do not, and a damaged one is taken to have been as large as the
+            rest.
     """
 
-    name: str
-    source: str
-    split: str
-    classes: tuple[str, ...]
-    shards: tuple[ShardEntry, ...]
-    digest: str
-    damage: tuple[str, ...] = ()
+    name: str  # what the data set is called
+    source: str  # where it was opened, fit to be shown
+    split: str  # "train", "val",
+    classes: tuple[str, ...]  # names of the classes
+    shards: tuple[ShardEntry, ...]  # the tars, in the order that sample numbers follow
+    digest: str  # at most 32 hex digits that change with the content, not with the place
+    damage: tuple[str, ...] = ()  # what is wrong with it and was tolerated, a sentence each
     lost_samples: int = 0
 
     @property

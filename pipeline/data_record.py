@@ -27,15 +27,10 @@ _SETS = ("training images", "held-out images")
 
 @dataclass(frozen=True)
 class DataRecord:
-    """What a stage's data were, and are: `sets` goes into data.json when the stage begins.
+    """What a stage's data were, and are: `sets` goes into data.json when the stage begins."""
 
-    Attributes:
-        sets: "training images" and "held-out images".
-        notes: what there is to say, a sentence each.
-    """
-
-    sets: Mapping[str, SetIdentity]
-    notes: tuple[str, ...] = ()
+    sets: Mapping[str, SetIdentity]  # "training images" and "held-out images"
+    notes: tuple[str, ...] = ()  # what there is to say, a sentence each
 
     @property
     def digest(self) -> str:

@@ -27,19 +27,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FoundModel:
-    """A model and where it was found.
+    """A model and where it was found."""
 
-    Attributes:
-        meta: its record.
-        state: its weights under our names, on the CPU.
-        origin: where it is from, for people.
-        notes: what was assumed, a sentence each.
-    """
-
-    meta: SavedModelMeta
-    state: dict[str, Tensor]
-    origin: str
-    notes: tuple[str, ...] = ()
+    meta: SavedModelMeta  # its record
+    state: dict[str, Tensor]  # its weights under our names, on the CPU
+    origin: str  # where it is from, for people
+    notes: tuple[str, ...] = ()  # what was assumed, a sentence each
 
 
 def find_model(path: Path) -> FoundModel:

@@ -42,18 +42,14 @@ class Predictor:
     """A model that is ready to use.
 
     Attributes:
-        meta: what it is and what it is fed.
         logits: normalised images, float32 [B, 3, S, S] on `device` -> logits [B, classes] on it.
-        device: where it runs.
-        origin: where its weights are from, for people.
-        notes: what was assumed when they were read, a sentence each.
     """
 
-    meta: SavedModelMeta
+    meta: SavedModelMeta  # what it is and what it is fed
     logits: Callable[[torch.Tensor], torch.Tensor]
-    device: torch.device
-    origin: str
-    notes: tuple[str, ...] = ()
+    device: torch.device  # where it runs
+    origin: str  # where its weights are from, for people
+    notes: tuple[str, ...] = ()  # what was assumed when they were read, a sentence each
 
     @torch.inference_mode()
     def __call__(self, images: torch.Tensor) -> torch.Tensor:

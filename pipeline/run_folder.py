@@ -80,15 +80,10 @@ class BrokenRecord(UserError):
 
 @dataclass(frozen=True)
 class RunFolder:
-    """Paths and records of one run.
+    """Paths and records of one run."""
 
-    Attributes:
-        runs_root: folder of all runs; the MLflow database lies here too.
-        name: the recipe's name.
-    """
-
-    runs_root: Path
-    name: str
+    runs_root: Path  # folder of all runs; the MLflow database lies here too
+    name: str  # the recipe's name
 
     @property
     def path(self) -> Path:

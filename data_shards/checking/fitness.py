@@ -27,32 +27,19 @@ _LARGE_SHARE = 1.5  # times its fair share that the busiest node reads: locality
 
 @dataclass(frozen=True)
 class Fitness:
-    """How the samples fall on processes and nodes; shares and bytes count whole shards.
+    """How the samples fall on processes and nodes; shares and bytes count whole shards."""
 
-    Attributes:
-        world_size: processes.
-        nodes: machines, `processes_per_node` on each.
-        processes_per_node: GPUs of a machine.
-        lanes: that the numbers hold for.
-        fitting_world_sizes: what divides the lanes.
-        images_per_process: samples of an epoch for each process, (least, most).
-        shards_per_process: distinct shards that a process reads in an epoch, (least, most).
-        shards_per_node: the same for a node.
-        node_share: of all bytes, what the busiest node reads in an epoch, 0 to 1; `node_bytes` in bytes.
-        window_shards: distinct shards that a node reads within one shuffle window, at most; `window_bytes` in bytes.
-    """
-
-    world_size: int
-    nodes: int
-    processes_per_node: int
-    lanes: int
-    fitting_world_sizes: tuple[int, ...]
-    images_per_process: tuple[int, int]
-    shards_per_process: tuple[int, int]
-    shards_per_node: tuple[int, int]
-    node_share: float
+    world_size: int  # processes
+    nodes: int  # machines, `processes_per_node` on each
+    processes_per_node: int  # GPUs of a machine
+    lanes: int  # that the numbers hold for
+    fitting_world_sizes: tuple[int, ...]  # what divides the lanes
+    images_per_process: tuple[int, int]  # samples of an epoch for each process, (least, most)
+    shards_per_process: tuple[int, int]  # distinct shards that a process reads in an epoch, (least, most)
+    shards_per_node: tuple[int, int]  # the same for a node
+    node_share: float  # of all bytes, what the busiest node reads in an epoch, 0 to 1; `node_bytes` in bytes
     node_bytes: int
-    window_shards: int
+    window_shards: int  # distinct shards that a node reads within one shuffle window, at most; `window_bytes` in bytes
     window_bytes: int
 
 

@@ -49,25 +49,17 @@ class SetIdentity:
     """A set of shards; every column has an entry for each shard, "" or None where something is unknown.
 
     Args:
-        digest: of the set as a whole (the manifest's own, with the classes).
-        names: of the shards, as messages show them.
-        num_bytes: sizes of the tars.
-        num_samples: samples in them.
-        sha256: of all bytes, as the manifest states it.
-        indexes: digest of keys, image sizes and labels, of a tar without a manifest.
-        pixels: digest of the first bytes of a few images, of a tar without a manifest.
-        stamps: change when the file is written: see `ShardEntry.stamp`.
         spots: number of a shard -> digest of each sample in it that was looked at, "" for one that cannot be read.
     """
 
-    digest: str
-    names: tuple[str, ...]
-    num_bytes: tuple[int | None, ...]
-    num_samples: tuple[int, ...]
-    sha256: tuple[str, ...]
-    indexes: tuple[str, ...]
-    pixels: tuple[str, ...]
-    stamps: tuple[str, ...]
+    digest: str  # of the set as a whole (the manifest's own, with the classes)
+    names: tuple[str, ...]  # of the shards, as messages show them
+    num_bytes: tuple[int | None, ...]  # sizes of the tars
+    num_samples: tuple[int, ...]  # samples in them
+    sha256: tuple[str, ...]  # of all bytes, as the manifest states it
+    indexes: tuple[str, ...]  # digest of keys, image sizes and labels, of a tar without a manifest
+    pixels: tuple[str, ...]  # digest of the first bytes of a few images, of a tar without a manifest
+    stamps: tuple[str, ...]  # change when the file is written: see `ShardEntry.stamp`
     spots: Mapping[int, tuple[str, ...]]
 
     @classmethod

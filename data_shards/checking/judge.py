@@ -77,15 +77,10 @@ def findings_across(scans: Sequence[SplitScan]) -> list[Finding]:
 
 @dataclass(frozen=True)
 class Groups:
-    """Groups of equal samples: `members[starts[g] : starts[g + 1]]` are the samples of group g, ascending.
+    """Groups of equal samples: `members[starts[g] : starts[g + 1]]` are the samples of group g, ascending."""
 
-    Attributes:
-        members: int64 [samples that have an equal].
-        starts: int64 [groups + 1].
-    """
-
-    members: Int64s
-    starts: Int64s
+    members: Int64s  # int64 [samples that have an equal]
+    starts: Int64s  # int64 [groups + 1]
 
     def __len__(self) -> int:
         return len(self.starts) - 1

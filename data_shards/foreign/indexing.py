@@ -70,23 +70,14 @@ def default_index_folder() -> Path:
 
 @dataclass(frozen=True)
 class Indexing:
-    """Tars to be indexed, or whose indexes are there.
+    """Tars to be indexed, or whose indexes are there."""
 
-    Args:
-        spec: says where the labels are.
-        urls: absolute local paths, URLs, pipes.
-        source: what messages call them all.
-        index_folder: for the indexes of all sets; this one gets a folder in it.
-        report: takes lines on the progress.
-        store: for what is not local; None: all are.
-    """
-
-    spec: ShardsSpec
-    urls: Sequence[str]
-    source: str
-    index_folder: Path
-    report: Report
-    store: Store | None
+    spec: ShardsSpec  # says where the labels are
+    urls: Sequence[str]  # absolute local paths, URLs, pipes
+    source: str  # what messages call them all
+    index_folder: Path  # for the indexes of all sets; this one gets a folder in it
+    report: Report  # takes lines on the progress
+    store: Store | None  # for what is not local; None: all are
 
     def result(self) -> Indexed:
         """Index them, or take what an earlier run has left, if the tars are still the same.

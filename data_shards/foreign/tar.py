@@ -30,25 +30,15 @@ _PIXELS_ROWS, _PIXELS_BYTES = 16, 1 << 16
 
 @dataclass(frozen=True)
 class TarFacts:
-    """What was found in a tar.
+    """What was found in a tar."""
 
-    Args:
-        num_samples: in its index.
-        num_bytes: of the tar.
-        damage: why nothing after some byte could be read; "" if the tar is whole.
-        left_out: samples that were found, but are not in the index.
-        examples: the first of these: key and reason.
-        digest: of keys, image sizes and labels.
-        pixels: see `pixels_digest`; "" of a tar that is not there.
-    """
-
-    num_samples: int
-    num_bytes: int
-    damage: str
-    left_out: int
-    examples: tuple[str, ...]
-    digest: str
-    pixels: str
+    num_samples: int  # in its index
+    num_bytes: int  # of the tar
+    damage: str  # why nothing after some byte could be read; "" if the tar is whole
+    left_out: int  # samples that were found, but are not in the index
+    examples: tuple[str, ...]  # the first of these: key and reason
+    digest: str  # of keys, image sizes and labels
+    pixels: str  # see `pixels_digest`; "" of a tar that is not there
 
 
 @dataclass(frozen=True)

@@ -43,16 +43,12 @@ _GENERATORS = threading.Lock()  # there is one of each in a process, and data wo
 class RandAugment:
     """n operations of strength m, drawn with replacement.
 
-    Attributes:
-        num_ops: operations on each image.
-        magnitude: their strength, a whole number as timm wants it; 10 is the end of most operations' scale.
-
     Raises:
         UserError: numbers that mean nothing.
     """
 
-    num_ops: int
-    magnitude: int
+    num_ops: int  # operations on each image
+    magnitude: int  # their strength, a whole number as timm wants it; 10 is the end of most operations' scale
 
     def __post_init__(self) -> None:
         if self.num_ops < 1 or self.magnitude < 0 or self.magnitude != int(self.magnitude):

@@ -55,20 +55,16 @@ class TrainTransform:
     """Random-resized crop ("Inception crop"), mirror flip, and RandAugment if wanted.
 
     Attributes:
-        image_size: side of the square that comes out, in pixels.
         crop_area: smallest and largest share of the image's area that a crop takes (Google: 0.05 to 1).
-        crop_ratio: smallest and largest width/height of a crop (Google: 3/4 to 4/3).
-        interpolation: of the resize; antialiased either way.
-        flip: share of the samples that are mirrored (0.5, or 0 where left and right have a meaning).
         rand_augment: after the resize; None for none. Google flips first, which makes no difference to the
             distribution: every operation with a direction takes either with equal chance.
     """
 
-    image_size: int
+    image_size: int  # side of the square that comes out, in pixels
     crop_area: tuple[float, float] = (0.05, 1.0)
-    crop_ratio: tuple[float, float] = (3 / 4, 4 / 3)
-    interpolation: CropInterpolation = "bilinear"
-    flip: float = 0.5
+    crop_ratio: tuple[float, float] = (3 / 4, 4 / 3)  # smallest and largest width/height of a crop (Google: 3/4 to 4/3)
+    interpolation: CropInterpolation = "bilinear"  # of the resize; antialiased either way
+    flip: float = 0.5  # share of the samples that are mirrored (0.5, or 0 where left and right have a meaning)
     rand_augment: RandAugment | None = None
 
     def __call__(
@@ -94,16 +90,14 @@ class EvalTransform:
     """What is evaluated of an image.
 
     Attributes:
-        image_size: side of the square that comes out, in pixels.
-        protocol: one of the three ways above.
         crop_share: side of the square over the short side that it is cut from; None is the protocol's own.
 
     Raises:
         UserError: a share outside (0, 1], or one for `vit`, which does not crop.
     """
 
-    image_size: int
-    protocol: EvalProtocol = "vit"
+    image_size: int  # side of the square that comes out, in pixels
+    protocol: EvalProtocol = "vit"  # one of the three ways above
     crop_share: float | None = None
 
     def __post_init__(self) -> None:

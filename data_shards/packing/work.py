@@ -41,18 +41,14 @@ class ShardRecord:
     """A finished shard.
 
     Args:
-        mark: changes with whatever the shard is made from.
-        shard: the tar as the manifest has it.
-        index_bytes: size of its index.
         image_digests: of the source's bytes of each planned image, `DIGEST_BYTES` each; zeros where it was not read.
-        refused: planned images that are not in the tar.
     """
 
-    mark: str
-    shard: Shard
-    index_bytes: int
+    mark: str  # changes with whatever the shard is made from
+    shard: Shard  # the tar as the manifest has it
+    index_bytes: int  # size of its index
     image_digests: bytes
-    refused: tuple[RefusedImage, ...]
+    refused: tuple[RefusedImage, ...]  # planned images that are not in the tar
 
     @property
     def is_final(self) -> bool:

@@ -67,23 +67,17 @@ class Source:
     """Named classes and the images of each split.
 
     Args:
-        spec: finds the source again.
-        name: becomes part of file names.
-        classes: names of the labels.
-        splits: train, then val and test if the source has them.
-        notes: what was left out and why.
         left_out: images of a split that have no label, and so are in none of `splits`: split and trace.
-        kind: one label for each image, or any number.
         empty_classes: a class without an image is a mistake in folders, and usual in lists.
     """
 
-    spec: str
-    name: str
-    classes: tuple[str, ...]
-    splits: Mapping[SplitName, ImageSet]
-    notes: tuple[str, ...] = ()
+    spec: str  # finds the source again
+    name: str  # becomes part of file names
+    classes: tuple[str, ...]  # names of the labels
+    splits: Mapping[SplitName, ImageSet]  # train, then val and test if the source has them
+    notes: tuple[str, ...] = ()  # what was left out and why
     left_out: tuple[tuple[SplitName, str], ...] = ()
-    kind: LabelKind = "single"
+    kind: LabelKind = "single"  # one label for each image, or any number
     empty_classes: Literal["refuse", "report"] = "refuse"
 
     def fingerprint(self) -> str:

@@ -42,15 +42,12 @@ class LabelList:
     """Where labels are.
 
     Args:
-        file: a .csv or .jsonl file.
-        path_column: column (CSV) or key (JSONL) of the image's path, relative to the source's folder.
-        label_column: column or key of its label or labels.
         class_names: a text file with the name of class 0, 1, ... on a line each.
     """
 
-    file: Path
-    path_column: str = "path"
-    label_column: str = "label"
+    file: Path  # a .csv or .jsonl file
+    path_column: str = "path"  # column (CSV) or key (JSONL) of the image's path, relative to the source's folder
+    label_column: str = "label"  # column or key of its label or labels
     class_names: Path | None = None
 
     def as_json(self) -> dict[str, str | None]:

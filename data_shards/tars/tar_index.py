@@ -32,14 +32,12 @@ class ReadableIndex:
     """What of a tar can be used.
 
     Args:
-        index: the samples that are whole.
         damage: what is wrong with the tar, and at which byte; "" if it is whole. Nothing after it is in the index.
-        left_out: (key, reason) of samples that lack an image or a label, or have several.
     """
 
-    index: ShardIndex
+    index: ShardIndex  # the samples that are whole
     damage: str
-    left_out: tuple[tuple[str, str], ...]
+    left_out: tuple[tuple[str, str], ...]  # (key, reason) of samples that lack an image or a label, or have several
 
 
 class _Part(NamedTuple):
