@@ -26,7 +26,7 @@ def pixel_limit(max_image_pixels: int) -> PixelLimit:
     """The flag's value, as decoding takes it.
 
     Raises:
-        UserError: it is no number of pixels that can be allowed.
+        UserError: not a number of pixels that can be allowed.
     """
     from data_shards.images.decode import PixelLimit
 
@@ -34,7 +34,7 @@ def pixel_limit(max_image_pixels: int) -> PixelLimit:
 
 
 def demand_counts(**flags: int | None) -> None:
-    """Each flag is left out or 1 or more.
+    """Demand that each flag is left out or at least 1.
 
     Raises:
         UserError: one is not.
@@ -45,10 +45,10 @@ def demand_counts(**flags: int | None) -> None:
 
 
 def size_bytes(flag: str, text: str | None) -> int | None:
-    """The value of a flag such as 256MB; None: it was left out.
+    """The value of a flag such as 256MB; None: left out.
 
     Raises:
-        UserError: it is no size.
+        UserError: not a size.
     """
     from data_shards.text import parse_bytes
 

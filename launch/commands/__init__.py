@@ -1,4 +1,1 @@
-"""One file for each command of `shardvit` that has no room of its own; heavy imports are inside the commands.
-
-Imported by `cli`. Imports `run` and everything below `launch`.
-"""
+"""A file for each command of `shardvit` without a room of its own; heavy imports are inside. Imported by `cli`."""

@@ -1,7 +1,7 @@
 """`shardvit demo`: the whole pipeline on small real images, ending in a table and the next commands to type.
 
-Packs two sets of shards (classes to pre-train on, and three others to transfer to), runs the recipe of the data set,
-runs the same fine-tuning from scratch, and compares. Typed again after an interruption it resumes.
+Packs two shard sets (one to pre-train on, three other classes to transfer to), runs the recipe, runs the same
+fine-tuning from scratch, and compares. Typed again after an interruption it resumes.
 """
 
 from __future__ import annotations
@@ -90,7 +90,6 @@ def demo(
 
 
 def _shard_paths(recipe: str, data: DemoData, shards_root: Path) -> list[str]:
-    """Overrides for shards that are not where the recipe says."""
     if shards_root == Path("shards"):
         return []
     uses = {"pretrain": "pretrain", "finetune": "transfer"}
@@ -104,7 +103,7 @@ def _shard_paths(recipe: str, data: DemoData, shards_root: Path) -> list[str]:
 
 
 def comparison(transferred: RunFolder, *, scratch: RunFolder) -> str:
-    """The table: what each stage saw, took and reached, beside the same fine-tuning from scratch."""
+    """The table: what each stage saw, took and reached, beside fine-tuning from scratch."""
     from pipeline.recipe.io import parse_recipe
 
     def top1(record: StageRecord) -> str:
@@ -121,7 +120,7 @@ def comparison(transferred: RunFolder, *, scratch: RunFolder) -> str:
 
 
 def next_commands(choice: DemoChoice, *, runs_root: Path) -> str:
-    """What to type now."""
+    """What to type next."""
     shardvit, mlflow = _command("shardvit", module="launch.cli"), _command("mlflow", module="mlflow")
     return (
         "Next:\n"
@@ -135,7 +134,7 @@ def next_commands(choice: DemoChoice, *, runs_root: Path) -> str:
 
 
 def _command(name: str, *, module: str) -> str:
-    """How to type a command of this environment: its script, or python -m where there is none."""
+    """A command of this environment: its script, or `python -m` where there is none."""
     script = Path(sys.executable).parent / name
     if not script.exists():
         return f"{sys.executable} -m {module}"

@@ -32,7 +32,7 @@ _ENDINGS: dict[ExportFormat, str] = {
 @Parameter(name="*")
 @dataclass(frozen=True)
 class TrunkOptions:
-    """What the user tells of a file's model: keys of the recipe's `model`."""
+    """What the user tells about a file's model: keys of the recipe's `model`."""
 
     variant: Annotated[str | None, Parameter(help='What FILE is, such as "B/16".')] = None
     width: Annotated[int | None, Parameter(help="Size of a token; with the next four, in place of --variant.")] = None
@@ -53,7 +53,7 @@ class TrunkOptions:
         """The model, if its sizes were given; None: take the file's.
 
         Raises:
-            UserError: it does not make a model.
+            UserError: the sizes make no model.
         """
         from model.config import ModelConfig
 
@@ -63,10 +63,10 @@ class TrunkOptions:
         return self._checked(lambda: ModelConfig(**given))
 
     def changed(self, found: ModelConfig) -> ModelConfig:
-        """The file's model, with the given values in place of its own.
+        """The file's model with the given values in place of its own.
 
         Raises:
-            UserError: it does not make a model.
+            UserError: they make no model.
         """
         given = self._given()
         if (depth := given.pop("depth", None)) is not None and (found.kind != "vit" or found.sizes.depth != depth):
@@ -204,7 +204,7 @@ def export_model(
 
 @contextmanager
 def _mistakes(target: Path) -> Iterator[None]:
-    """What is wrong with weights, or with the place to write to, is one sentence for the user."""
+    """Reports bad weights, or a bad place to write to, as one sentence for the user."""
     try:
         yield
     except ValueError as error:
@@ -214,7 +214,7 @@ def _mistakes(target: Path) -> Iterator[None]:
 
 
 def _name_of(model: Path) -> str:
-    """A short name for the file: the run's, or that of a run's stage or checkpoint; a file's without its ending."""
+    """The run's name, or that of its stage or checkpoint; a file's without its ending."""
     from pipeline.vocabulary import ALL_STAGES
 
     path = model.resolve()

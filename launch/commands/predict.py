@@ -1,7 +1,7 @@
 """`shardvit predict`: the most probable classes of images, as lines for people or as JSON.
 
-Answers are printed batch after batch, so a folder of any size will do. Images that cannot be read are named on
-standard error, the others are still answered, and the exit code is 1. Heavy libraries are imported inside.
+Answers are printed batch by batch, so a folder of any size will do. Unreadable images are named on standard error, the
+others are still answered, and the exit code is 1.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ from launch.output import say
 if TYPE_CHECKING:
     from pipeline.predict import ImagePrediction
 
-# Beyond this, file names are no longer made equally long, so that one long name does not push all classes aside.
-_WIDEST_NAME = 48
+_WIDEST_NAME = 48  # longer names are not aligned, so that one of them does not push all classes aside
 
 
 def predict(
@@ -106,7 +105,7 @@ def _as_json(prediction: ImagePrediction) -> dict[str, object]:
 
 
 def _layout(files: Sequence[Path], *, class_widths: Sequence[int]) -> Callable[[ImagePrediction], str]:
-    """One line an image, or, on a terminal where the longest would not fit, one line a class."""
+    """One line an image or, on a terminal too narrow for that, one line a class."""
     name_width = min(max(len(one_line(str(file))) for file in files), _WIDEST_NAME)
     widest = name_width + 1 + sum(width + len("  100.0 %,") for width in class_widths)
 

@@ -1,8 +1,7 @@
 """`shardvit table8`: the position embeddings of the ViT paper's Table 8, trained on one small set and compared.
 
-Each cell of the table is an ordinary run of one recipe, with a run folder and an MLflow run of its own, in which only
-`model.position` and `model.position_at` are changed. Finished runs are skipped and interrupted ones resumed, so
-the command can be typed again until the table is full. Costs as many trainings as there are cells, nine.
+Each cell is an ordinary run of one recipe with only `model.position` and `model.position_at` changed. Finished runs are
+skipped and interrupted ones resumed. Costs nine trainings, one a cell.
 """
 
 from __future__ import annotations
@@ -38,19 +37,14 @@ _COLUMNS = {"stem": "stem", "every_layer": "every layer", "every_layer_shared": 
 
 @dataclass(frozen=True)
 class Cell:
-    """One position embedding: `model.position`, `model.position_at`, and the paper's number, if it has one.
-
-    That number is the 5-shot linear accuracy on ImageNet of a B/16 that was pre-trained on JFT-300M (arXiv 2010.11929,
-    Table 8).
-    """
+    """One position embedding."""
 
     position: str
     at: str
-    paper: float | None
+    paper: float | None  # 5-shot linear accuracy on ImageNet of a B/16 from JFT-300M (arXiv 2010.11929, Table 8)
 
     @property
     def name(self) -> str:
-        """What a run's name ends in."""
         return f"{self.position}-{self.at}".replace("_", "-")
 
 
@@ -78,7 +72,6 @@ class Result:
     seconds: float
 
     def as_tree(self) -> dict[str, object]:
-        """For programs."""
         tree = asdict(self)
         cell = tree.pop("cell")
         return {"position": cell["position"], "position_at": cell["at"], "paper_5_shot": cell["paper"], **tree}
@@ -126,7 +119,7 @@ def run_cells(
     """Check all runs, then carry out those that are not done; returns the exit code, and the results if it is 0.
 
     Raises:
-        UserError: anything that would keep one of the runs from its end.
+        UserError: anything that would stop one of the runs.
     """
     from pipeline.recipe.io import load_recipe
 
@@ -177,7 +170,7 @@ def run_cells(
 
 
 def format_results(results: Sequence[Result]) -> str:
-    """The paper's table with our numbers, its own in brackets, and what must be known to read it."""
+    """The paper's table with our numbers, its own in brackets, and how to read them."""
     shown = {
         (each.cell.position, each.cell.at): f"{each.top1:.4f}"
         + (" " * 10 if each.cell.paper is None else f" ({each.cell.paper:.5f})")
@@ -199,7 +192,7 @@ def format_results(results: Sequence[Result]) -> str:
 
 @contextlib.contextmanager
 def _standard_output_to_error() -> Iterator[None]:
-    """What this process and its children print on the way stays out of the JSON."""
+    """Keeps what this process and its children print out of the JSON."""
     sys.stdout.flush()
     kept = os.dup(1)
     os.dup2(2, 1)

@@ -1,4 +1,4 @@
-"""`shardvit doctor`: what this machine can run, as checks with a verdict and what to do.
+"""`shardvit doctor`: what this machine can run, each check with a verdict and a remedy. Imported by `cli`.
 
-Imported by `cli`. What libraries or GPUs could crash or hang is tried in child processes.
+What may crash or hang (libraries, GPUs) runs in child processes.
 """

@@ -1,7 +1,6 @@
-"""Child processes, for whatever may crash, hang or be missing: that is then an answer like any other.
+"""Child processes for what may crash, hang or be missing; all of that is an answer.
 
-Each child has a session of its own, and all that is left of it is killed at the end. Their output goes into files, so
-that none of them blocks on a full pipe.
+Each has its own session, which is killed at the end. Output goes to files, so that no child blocks on a full pipe.
 """
 
 from __future__ import annotations
@@ -29,26 +28,22 @@ _MOST_CHARACTERS = 300
 
 @dataclass(frozen=True)
 class Answer:
-    """How a child ended.
+    """How a child ended."""
 
-    Attributes:
-        code: its exit code, -n of a signal; None: it did not end in time and was killed.
-    """
-
-    code: int | None
+    code: int | None  # -n: killed by signal n; None: killed by us, because it did not end in time
     output: str
     errors: str
     limit_seconds: float
 
     @property
     def messages(self) -> list[dict[str, Any]]:
-        """Its lines of JSON after `MARK`, without a last one that is incomplete."""
+        """Its lines of JSON after `MARK`, without an incomplete last one."""
         lines = [line for line in self.output.splitlines(keepends=True) if line.startswith(MARK)]
         return [json.loads(line.removeprefix(MARK)) for line in lines if line.endswith("}\n")]
 
     @property
     def ending(self) -> str:
-        """How it ended, in words, with its last line on standard error, if it is of the part that it had begun."""
+        """How it ended, in words, with its last line on standard error if that is of the part it had begun."""
         if self.code is None:
             return f"did not end within {self.limit_seconds:.0f} seconds and was killed"
         lines = [line.strip() for line in self.errors.splitlines() if line.strip()]
@@ -59,14 +54,14 @@ class Answer:
 
 
 def ask(command: Sequence[str], *, limit_seconds: float = _ASK_SECONDS) -> Answer:
-    """Run a small command of the system; one that is not there ends with code 127, as in a shell."""
+    """Run a small system command; a missing one ends with code 127, as in a shell."""
     return run_children([command], environments=[os.environ], limit_seconds=limit_seconds)[0]
 
 
 def run_children(
     commands: Sequence[Sequence[str]], *, environments: Sequence[Mapping[str, str]], limit_seconds: float
 ) -> list[Answer]:
-    """Run commands side by side until all have ended; once one fails, the others have a few seconds left."""
+    """Run commands in parallel until all have ended; once one fails, the others have a few seconds left."""
     with tempfile.TemporaryDirectory(prefix="shardvit-doctor-") as folder:
         files = [
             (Path(folder, f"{number}.output"), Path(folder, f"{number}.errors")) for number in range(len(commands))

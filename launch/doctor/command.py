@@ -60,14 +60,7 @@ def doctor(
 
 
 def examine(*, runs: Path, cache: Path, depth: Literal["all", "quick"], say: Callable[[str], None]) -> Diagnosis:
-    """All checks, one subject after the other.
-
-    Args:
-        runs: folder of all runs.
-        cache: folder for downloaded shards.
-        depth: "quick" leaves out what is tried in child processes.
-        say: takes a line before each thing that takes seconds.
-    """
+    """All checks; "quick" leaves out those in child processes. `say` takes a line before each slow one."""
     from launch.doctor import gpus, libraries, machine, network, probe
 
     begin = time.monotonic()
@@ -110,7 +103,7 @@ def examine(*, runs: Path, cache: Path, depth: Literal["all", "quick"], say: Cal
 
 
 def _guarded(subject: str, look: Callable[[], Sequence[Check]]) -> Sequence[Check]:
-    """The checks, or that they could not be made."""
+    """The checks, or one that says why they could not be made."""
     try:
         return look()
     except Exception as error:  # noqa: BLE001 - whatever is odd about a machine, the other checks are made

@@ -1,4 +1,4 @@
-"""The doctor's checks, each with a verdict and what to do, as text for people and as JSON for programs.
+"""The doctor's checks as text for people and as JSON for programs.
 
 The keys of the JSON are stable; new ones may be added (`version` changes if one is removed or changes its meaning):
 
@@ -27,26 +27,19 @@ _WIDTH = 116
 
 @dataclass(frozen=True)
 class Check:
-    """The result of one check.
-
-    Attributes:
-        verdict: fine; note: it works, but could be better or is worth knowing; problem: training will fail or suffer;
-            absent: it is not here, and a machine may do without.
-        found: the facts, in a line.
-        remedy: what to do, one sentence; never empty for a note or a problem.
-    """
+    """The result of one check."""
 
     name: str
-    verdict: Verdict
-    found: str
-    remedy: str = ""
+    verdict: Verdict  # note: works, worth knowing; problem: training fails or suffers; absent: may be all right
+    found: str  # the facts, in a line
+    remedy: str = ""  # one sentence; never empty for a note or a problem
 
     def __post_init__(self) -> None:
         assert self.found and (self.remedy or self.verdict in ("fine", "absent")), self
 
 
 def judge(name: str, found: str, *cases: tuple[bool, Verdict, str]) -> Check:
-    """A check with the verdict and remedy of the first case that holds; fine where none does."""
+    """A check with the verdict and remedy of the first case that holds; "fine" if none does."""
     for holds, verdict, remedy in cases:
         if holds:
             return Check(name, verdict, found, remedy)
@@ -63,11 +56,9 @@ class Diagnosis:
 
     @property
     def exit_code(self) -> int:
-        """0 without problems, else 1."""
         return int(self._count("problem") > 0)
 
     def as_json(self) -> dict[str, Any]:
-        """As described above."""
         return {
             "version": _VERSION,
             "ok": self.exit_code == 0,
@@ -81,7 +72,7 @@ class Diagnosis:
         }
 
     def as_text(self) -> str:
-        """For people; the last line is the verdict, such as "doctor: 2 problems, 1 note (21 s)"."""
+        """The last line is the verdict, such as "doctor: 2 problems, 1 note (21 s)"."""
         lines: list[str] = []
         for subject, checks in self.checks.items():
             rows = [row for each in checks for row in _rows(each)]

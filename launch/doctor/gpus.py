@@ -1,7 +1,4 @@
-"""The GPUs, and the arithmetic that training is made of: `try_...` measures, in a child process; `judge_...` is pure.
-
-On a machine without a GPU the arithmetic is the CPU's.
-"""
+"""The GPUs and a Transformer's arithmetic, on the CPU where there is none: `try_...` runs in a child process."""
 
 from __future__ import annotations
 
@@ -23,16 +20,15 @@ _SLOWER = 1.2
 _MOST_TAKEN = 0.2  # of a GPU's memory, by others
 _AMPERE = (8, 0)
 _WARM_UPS, _REPEATS = 3, 10
-# [images, tokens, width]: ViT-L/16 at 224 pixels on a GPU, ViT-Ti/16 on a CPU
-_SHAPE = {"cuda": (32, 197, 1024), "cpu": (4, 197, 192)}
+_SHAPE = {"cuda": (32, 197, 1024), "cpu": (4, 197, 192)}  # images, tokens, width: ViT-L/16 and ViT-Ti/16 at 224 pixels
 _HEAD_WIDTH = 64
 
 
 def check_gpus(*, devices: int, visible: int, run: Callable[..., Answer] = ask) -> Check:
-    """The GPUs and their driver as nvidia-smi, which hangs where the driver does, sees them.
+    """The GPUs and driver by nvidia-smi, which hangs if the driver does.
 
     Args:
-        devices: GPUs that /dev has.
+        devices: GPUs in /dev.
         visible: those that CUDA_VISIBLE_DEVICES leaves.
         run: runs the command.
     """
@@ -98,7 +94,7 @@ def try_torch() -> list[Check]:
 
 
 def judge_torch(build: str, *, complaint: str, has_cuda: bool, devices: int, visible: int) -> Check:
-    """The verdict on torch and the driver; `complaint` is what CUDA says where it cannot be used."""
+    """The verdict on torch and the driver; `complaint` is CUDA's where it cannot be used."""
     name = "torch and CUDA"
     if has_cuda:
         return Check(name, "fine", build)
@@ -122,7 +118,7 @@ def judge_memory(free_and_total_bytes: Sequence[tuple[int, int]]) -> Check:
 
 
 def try_arithmetic() -> list[Check]:
-    """Forward and backward pass of a Transformer block's parts in bfloat16 and in float32: agreement, and times."""
+    """A Transformer block's forward and backward pass in bfloat16 and float32: agreement and times."""
     import torch
     from torch import nn
     from torch.nn.functional import scaled_dot_product_attention
@@ -158,7 +154,7 @@ def try_arithmetic() -> list[Check]:
 
 
 def judge_arithmetic(device: str, *, error: float, bf16_ms: float, fp32_ms: float) -> Check:
-    """The verdict; `error` is the gradients' relative difference, nan where they are not finite."""
+    """The verdict; `error` is the gradients' relative difference, nan if not finite."""
     return judge(
         "arithmetic",
         f"{device.upper()}: gradients in bf16 within {error:.1%} of fp32's; bf16 {bf16_ms:.3g} ms, "

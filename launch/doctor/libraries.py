@@ -1,7 +1,7 @@
 """The packages, against the versions that pyproject.toml asks for.
 
-Read from the installed packages' metadata, in milliseconds: nothing is imported. The ranges are those of the
-pyproject.toml beside the code or, where shardvit is installed without it, of shardvit's own metadata.
+Reads metadata only, in milliseconds. Ranges are those of the pyproject.toml beside the code or, if installed without
+it, of shardvit's own metadata.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def read_requirements(pyproject: Path = _PYPROJECT) -> tuple[str, list[Requireme
 
 
 def installed_version(name: str) -> str | None:
-    """None: it is not installed."""
+    """None: not installed."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -41,7 +41,7 @@ def installed_version(name: str) -> str | None:
 
 
 def library_checks(requirements: list[Requirement]) -> list[Check]:
-    """One check if all packages fit, and one for each that does not."""
+    """One check if all packages fit, else one for each that does not."""
     wrong = [check for each in requirements if (check := check_requirement(each, version=installed_version(each.name)))]
     shown = ", ".join(f"{name} {version}" for name in _SHOWN if (version := installed_version(name)))
     missed, count = sum(check.verdict == "problem" for check in wrong), len(requirements)
@@ -90,7 +90,7 @@ def check_requirement(needed: Requirement, *, version: str | None) -> Check | No
 
 
 def check_pair(torch: str, torchvision: str, *, needs: list[Requirement]) -> Check:
-    """Whether torchvision was built for this torch: its compiled operators do not load with another one."""
+    """Whether torchvision was built for this torch: its compiled operators load with no other."""
     refused = [str(each.specifier) for each in needs if not each.specifier.contains(torch, prereleases=True)]
     builds = [Version(version).local for version in (torch, torchvision)]
     asks = f", which asks for torch{refused[0]}" if refused else ""

@@ -1,7 +1,7 @@
-"""The machine: Python, cores, memory, disks, /dev/shm, and the limits of a process.
+"""The machine: Python, cores, memory, disks, /dev/shm, and a process's limits, in milliseconds.
 
-`machine_checks` asks the system once, in milliseconds; the verdicts are pure functions. Thresholds are what the demo or
-a run of ViT-L/16 takes. What a batch system or a container allows is read from control groups of both versions.
+Thresholds are what the demo or a run of ViT-L/16 takes; limits of batch systems and containers are read from cgroups v1
+and v2.
 """
 
 from __future__ import annotations
@@ -33,13 +33,12 @@ _CORES_PER_GPU = 4  # 1,500 images/s, a GPU's pace with ViT-L/16, at 400 to 520 
 _OPEN_FILES = 4096  # a process may hold a shard of each of 256 lanes open, several workers' connections beside them
 _PROCESSES = 4096  # threads count: a rank has some 50 of its own and of its libraries
 _NO_LIMIT_BYTES = 1 << 60  # control groups of version 1 write "no limit" as a multiple of a page just below 2**63
-# File systems of another machine: slow to lock, slow for small files, and shared.
-_NETWORK_FILE_SYSTEMS = {"nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "beegfs", "ceph", "glusterfs", "9p"}
+_NETWORK_FILE_SYSTEMS = {"nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "beegfs", "ceph", "glusterfs", "9p"}  # slow
 
 
 @dataclass(frozen=True)
 class DiskOf:
-    """The disk that a folder is, or will be made, on."""
+    """The disk of a folder that exists or will be made."""
 
     folder: Path
     free_bytes: int
@@ -52,7 +51,7 @@ class DiskOf:
 
 
 def machine_checks(*, runs: Path, cache: Path, gpus: int, pythons: str) -> list[Check]:
-    """All verdicts; `pythons` is the range that pyproject.toml gives."""
+    """All verdicts; `pythons` is pyproject.toml's range."""
     cores, memory = psutil.cpu_count() or 1, psutil.virtual_memory()
     shm = shutil.disk_usage("/dev/shm") if Path("/dev/shm").is_dir() else None
     return [
@@ -72,14 +71,14 @@ def machine_checks(*, runs: Path, cache: Path, gpus: int, pythons: str) -> list[
 
 
 def read_disk(folder: Path) -> DiskOf:
-    """What the system says."""
+    """The disk of `folder`, or of the nearest folder above that exists."""
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     writable = os.access(there, os.W_OK | os.X_OK)
     return DiskOf(folder, free_bytes(folder), file_system(folder), "writable" if writable else "read-only")
 
 
 def file_system(folder: Path) -> str:
-    """The kind of file system that `folder` is, or will be, on: "ext4", "nfs4"; empty where that is not told."""
+    """The file system of `folder`, such as "ext4" or "nfs4"; empty if unknown."""
     there = folder.absolute()
     kinds = [
         (len(Path(mount.mountpoint).parts), number, mount.fstype.removeprefix("fuse."))
@@ -90,7 +89,7 @@ def file_system(folder: Path) -> str:
 
 
 def core_quota(root: Path = Path("/")) -> float | None:
-    """How many cores' worth of time processes here may use; None: no limit but the cores themselves."""
+    """Cores' worth of time that processes here may use; None: no limit."""
     limits = [_read(group / "cpu.max").split() for group in _groups(root, "")]
     limits += [[_read(group / f"cpu.cfs_{name}_us") for name in ("quota", "period")] for group in _groups(root, "cpu")]
     # "max", or -1 in version 1: no limit.
@@ -98,14 +97,14 @@ def core_quota(root: Path = Path("/")) -> float | None:
 
 
 def memory_limit_bytes(root: Path = Path("/")) -> int | None:
-    """How much memory processes here may take before the kernel kills one; None: what the machine has."""
+    """Memory that processes here may take before the kernel kills one; None: no limit."""
     limits = [_read(group / "memory.max") for group in _groups(root, "")]
     limits += [_read(group / "memory.limit_in_bytes") for group in _groups(root, "memory")]
     return min((int(text) for text in limits if text.isdigit() and int(text) < _NO_LIMIT_BYTES), default=None)
 
 
 def _groups(root: Path, controller: str) -> Iterator[Path]:
-    """The folders of the group that this process is in and of those around it; "" is version 2."""
+    """The folders of this process's cgroup and of those around it; controller "" is version 2."""
     for line in _read(root / "proc/self/cgroup").splitlines():
         words = line.split(":", 2)
         if len(words) != 3 or controller not in words[1].split(","):
@@ -160,7 +159,7 @@ def check_memory(total: int, *, available: int, limit: int | None) -> Check:
 
 
 def check_runs_disk(disk: DiskOf) -> Check:
-    """The folder that checkpoints are written to."""
+    """The disk of the checkpoints."""
     return judge(
         "disk of runs",
         str(disk),
@@ -185,7 +184,7 @@ def check_runs_disk(disk: DiskOf) -> Check:
 
 
 def check_cache_disk(disk: DiskOf) -> Check:
-    """The folder for downloaded shards; local shards need none, so that it is never a problem."""
+    """The disk of downloaded shards; never a problem, as local shards need none."""
     limit = CacheRecipe().limit
     return judge(
         "disk of cache",
@@ -206,7 +205,7 @@ def check_cache_disk(disk: DiskOf) -> Check:
 
 
 def check_shm(free: int | None, *, total: int, gpus: int) -> Check:
-    """Shared memory: worker processes pass batches through it, and NCCL its messages within a machine."""
+    """Shared memory: workers pass batches through it, and NCCL messages within a machine."""
     if free is None:
         return Check("/dev/shm", "absent", "there is none", "set data.worker_kind=thread")
     remedy = (

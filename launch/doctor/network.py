@@ -1,6 +1,6 @@
-"""An all-reduce, MLflow's server, and the cluster: SLURM's commands and partitions, ssh and pdsh.
+"""An all-reduce of two processes here, MLflow's server, and the cluster: SLURM, ssh, pdsh.
 
-The all-reduce is of two processes on this machine; the network between machines shows only in a job on several.
+The network between machines shows only in a job on several.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _SINFO_SECONDS = 10.0
 
 
 def all_reduce(backend: str) -> list[Check]:
-    """One of the processes that sum numbers. Rank 0 says how long one number takes, and the bandwidth of a bucket."""
+    """One of the two processes. Rank 0 reports the time for one number and the bandwidth of a bucket."""
     import torch
     from torch import distributed
 
@@ -66,7 +66,7 @@ def all_reduce(backend: str) -> list[Check]:
 
 
 def check_tracking(uri: str | None) -> Check:
-    """Whether MLflow's server answers; `uri` is MLFLOW_TRACKING_URI."""
+    """Whether MLflow's server at `uri` (MLFLOW_TRACKING_URI) answers."""
     name = "MLflow"
     if uri is None:
         return Check(name, "fine", "MLFLOW_TRACKING_URI is not set: runs/mlflow.db is used, a file beside the runs")
@@ -82,7 +82,7 @@ def check_tracking(uri: str | None) -> Check:
     if parts.scheme not in ("http", "https"):
         return Check(name, "fine", f"MLFLOW_TRACKING_URI is {shown}, not a server that can be checked")
     try:
-        # Without credentials, which MLflow sends; urllib would take them for a part of the host's name.
+        # Without credentials, which MLflow sends and urllib would take for a part of the host's name.
         status = _status(parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl().rstrip("/") + "/health")
     except (OSError, http.client.HTTPException, ValueError) as error:
         return Check(

@@ -1,7 +1,7 @@
-"""What is tried in child processes: `python -m launch.doctor.probe PART...`, and the parent's side of it.
+"""What is tried in child processes, `python -m launch.doctor.probe PART...`, and the parent's side of it.
 
-The child tells when a part begins and its checks, so that the doctor knows which part a crash or a hang belongs to. On
-an idle machine with 2 cores all parts take some 20 seconds, nearly all of it imports.
+The child tells when a part begins, so that a crash or hang has a name. All parts take some 20 seconds on 2 idle cores,
+nearly all of it imports.
 """
 
 from __future__ import annotations
@@ -30,11 +30,7 @@ _WORLD = 2
 
 @dataclass(frozen=True)
 class Part:
-    """Something to try.
-
-    Attributes:
-        name, remedy: of the check if it fails, crashes or hangs.
-    """
+    """Something to try; the remedy is for when it fails, crashes or hangs."""
 
     name: str
     run: Callable[[], Sequence[Check]]
@@ -45,7 +41,7 @@ class Part:
 
 
 def try_import(library: str) -> Sequence[Check]:
-    """Import it; torchvision's compiled operators are called, for that is where a wrong build shows."""
+    """Import it, and call a compiled operator of torchvision, which is where a wrong build shows."""
     module = importlib.import_module(library)
     if library == "torchvision":
         import torch
@@ -71,7 +67,7 @@ def try_decoders() -> list[Check]:
 
 
 def judge_decoders(complaints: Mapping[str, str], *, gpu: str | None) -> Check:
-    """The verdict; a complaint is empty where the decoder works. `gpu` is the GPU decoder's; None: there is no GPU."""
+    """The verdict; an empty complaint: the decoder works. `gpu` is the GPU decoder's; None: no GPU."""
     working = [name for name, complaint in {**complaints, "gpu": gpu}.items() if complaint == ""]
     found = f"data.decoder can be {', '.join([*working, 'pillow'])}"
     said = "; ".join(filter(None, complaints.values()))
@@ -108,7 +104,7 @@ _ALL_REDUCE: dict[str, Part] = {
 
 
 def main(parts: Sequence[str]) -> int:
-    """The child: try the parts. Exit code 1 if one raised, whose error is then told."""
+    """The child: try the parts. Exit code 1 if one raised; its error is printed."""
     code = 0
     for name in parts:
         _tell(name)
@@ -132,11 +128,11 @@ def try_parts(
     command: Sequence[str] = _COMMAND,
     limit_seconds: float = _LIMIT_SECONDS,
 ) -> dict[str, list[Check]]:
-    """The parent: the checks of each of `PARTS`. After one that crashes or hangs, a new child tries the others."""
+    """The parent: each part's checks. After a part that crashes or hangs, a new child tries the others."""
     found: dict[str, list[Check]] = {}
     while left := [name for name in parts if name not in found]:
         [answer] = run_children([[*command, *left]], environments=[environment], limit_seconds=limit_seconds)
-        # Where not one part began, none of the others would.
+        # If not one part began, none of the others would.
         found |= _results(answer) or {name: PARTS[name].failed(answer.ending) for name in left}
     return found
 
@@ -148,7 +144,7 @@ def try_all_reduce(
     command: Sequence[str] = _COMMAND,
     limit_seconds: float = ALL_REDUCE_SECONDS + 30,
 ) -> list[Check]:
-    """The parent: two processes that sum numbers, as `shardvit run` starts them; see `launch.env.without_place`."""
+    """The parent: two processes, started as `shardvit run` does; see `launch.env.without_place`."""
     with tempfile.TemporaryDirectory(prefix="shardvit-doctor-") as folder:
         places = [
             {
@@ -162,7 +158,7 @@ def try_all_reduce(
     failed = [(rank, answer) for rank, answer in enumerate(answers) if answer.code != 0]
     if not failed:
         return _results(answers[0])[backend]
-    # One that was killed because it waited for the other is not the one to name; one that crashed is.
+    # Name the one that crashed, not the one that was killed waiting for it.
     rank, answer = min(failed, key=lambda each: sys.maxsize if each[1].code is None else each[1].code)
     said = next((message["error"] for message in answer.messages if "error" in message), answer.ending)
     return _ALL_REDUCE[backend].failed(f"all-reduce: process {rank}: {said}")

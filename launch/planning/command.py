@@ -1,8 +1,4 @@
-"""`shardvit plan`: whether a recipe fits, how long it takes and what it costs, before anything is started.
-
-Starts nothing, writes nothing, needs neither a GPU nor torch; a second for a local recipe. The numbers are
-`pipeline.budget`'s.
-"""
+"""`shardvit plan`: whether a recipe fits, its time and cost. Starts and writes nothing; a second, no GPU, no torch."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""`shardvit run --dry-run`: what would be run, in a summary, and the keys that differ from the defaults.
+"""`shardvit run --dry-run`: a summary, and the keys that differ from the defaults, printed as a recipe.
 
-Everything is checked that can be, and nothing is started. The shards need not be there yet: a line says what is
-missing, and what depends on it is left open. All that is printed is a recipe, with the summary in comments. Needs
-no torch; parameters are counted by formula.
+Everything is checked that can be; missing shards are named, and what depends on them is left open. Starts nothing and
+needs no torch: parameters are counted by formula.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ def summary(
     """The summary as aligned text; `state` says how far a stage is.
 
     Raises:
-        UserError: shards that are there and broken, sizes that do not fit together.
+        UserError: broken shards, or sizes that do not fit together.
     """
     values: list[dict[str, str]] = []
     notes: list[str] = []
@@ -79,7 +78,7 @@ def printed(text: str, *, recipe: Recipe, keys: Keys) -> str:
 def _column(
     recipe: Recipe, *, stage: StageName, there: ShardsBefore, processes: int, images_per_second: float | None
 ) -> dict[str, str]:
-    """A training stage's value for each label, as far as its shards and the recipe say it."""
+    """A training stage's value for each label, as far as its shards and the recipe tell."""
     config, train = recipe.train_stage(stage), there.train
     images = train.num_samples if train else None
     length = stage_length(recipe, stage=stage, num_images=images, processes=processes)
@@ -92,7 +91,7 @@ def _column(
     needs_classes = train is None and not isinstance(config, MaskedPatchStage)
 
     def steps(text: str, number: int) -> str:
-        """A length in steps, or, where the size of the training set is not known, as the recipe has it."""
+        """A length in steps, or as the recipe has it if the training set's size is unknown."""
         unit = parse_duration(text).unit
         counted = images is not None or unit in ("steps", "images") or (unit == "%" and length.known)
         return "" if parse_duration(text).amount == 0 else f"{number:,} steps" if counted else text
@@ -117,7 +116,7 @@ def _column(
 
 
 def _earlier_speed(folder: RunFolder, *, stage: StageName) -> float | None:
-    """Images a second of an earlier attempt, all processes together."""
+    """Images a second of an earlier attempt, over all processes."""
     try:
         rows = read_metrics(folder.stage(stage) / "metrics.jsonl")
     except OSError:

@@ -1,7 +1,6 @@
-"""A recipe, what is known of its shards, and the user's flags -> `RecipeForecast`.
+"""A recipe, what is known of its shards, and the user's flags -> `RecipeForecast`, with each assumption in a sentence.
 
-Reads the kind of GPU from the driver's files, and says in a sentence what had to be assumed. Writes nothing, needs no
-torch.
+Reads the GPU's kind from the driver's files; writes nothing, needs no torch.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ def make_plan(recipe: Recipe, options: PlanOptions, *, driver: Path = DRIVER) ->
     """All stages' forecasts.
 
     Raises:
-        UserError: an option that is out of range or contradicts another.
+        UserError: an option is out of range or contradicts another.
     """
     options.check()
     names: tuple[StageName, ...] = tuple(
@@ -72,7 +71,7 @@ def make_plan(recipe: Recipe, options: PlanOptions, *, driver: Path = DRIVER) ->
 
 
 def _by_stage(text: str | None, *, flag: str, names: tuple[StageName, ...]) -> dict[str, int]:
-    """Read 1281167, or pretrain=14197122,finetune=1281167."""
+    """Parse 1281167, or pretrain=14197122,finetune=1281167."""
     if text is None:
         return {}
     found: dict[str, int] = {}
@@ -93,7 +92,7 @@ def _by_stage(text: str | None, *, flag: str, names: tuple[StageName, ...]) -> d
 def _shards(
     recipe: Recipe, *, stage: StageName, num_images: int | None, num_classes: int | None
 ) -> tuple[Shards, list[str]]:
-    """What is known of a stage's training set, and a sentence for each thing that had to be assumed."""
+    """What is known of a stage's training set, and a sentence for each assumption."""
     config, problem = recipe.train_stage(stage), ""
     remote = not all(is_local(each.shards) for each in config.train)
     if not (remote and num_images and num_classes):  # else it would fetch what is not needed
@@ -117,7 +116,7 @@ def _shards(
 
 
 def _gpu_here(driver: Path) -> Gpu | None:
-    """The kind of this machine's GPUs, from what their driver shows as files; None: none that is in the table."""
+    """This machine's kind of GPU, from the driver's files; None: none that is in the table."""
     if not num_gpus():
         return None
     for information in sorted(driver.glob("*/information")):

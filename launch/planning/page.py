@@ -1,7 +1,7 @@
-"""The plan as a page for people who have never computed one, and as JSON. Text only: no number is made here.
+"""The plan as a page for people who have never computed one, and as JSON. No number is made here.
 
-Warnings first; then a line for each quantity, a column for each stage, and what it means in words; then the memory of
-one GPU under each ZeRO stage; then the words that need explaining.
+Warnings; a line for each quantity with a column for each stage and an explanation; one GPU's memory under each ZeRO
+stage; the terms.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class RecipeForecast:
 
     @property
     def hours(self) -> float | None:
-        """Of all stages; None: of one it is not known."""
+        """Of all stages; None: one is unknown."""
         hours = [stage.time.hours if stage.time else None for stage in self.stages]
         return None if None in hours else sum(each or 0.0 for each in hours)
 
@@ -54,7 +54,7 @@ def as_page(plan: RecipeForecast) -> str:
 
 
 def columns(rows: list[list[str]]) -> str:
-    """Labels to the left, values right-aligned, words behind them, on several lines if they are long."""
+    """Labels left, values right-aligned, words behind them, wrapped if they are long."""
     return table(rows, align=f"l{'r' * (len(rows[0]) - 2)}l", width=PAGE_WIDTH - 2)
 
 
@@ -74,7 +74,7 @@ def _title(plan: RecipeForecast) -> str:
 
 
 def _column(stage: StageForecast) -> dict[str, str]:
-    """A stage's value for each label of the table that applies to it."""
+    """A stage's value for each label that applies to it."""
     plan, time, sent, images = stage.plan, stage.time, stage.own.traffic, stage.total_images
     of_epoch, shards = stage.shards.num_images, stage.shards.num_shards
     batch = f"{plan.world_size:,} x {plan.accumulation_steps} x {plan.micro_batch_size}"
@@ -111,7 +111,7 @@ def _column(stage: StageForecast) -> dict[str, str]:
 
 
 def _words(plan: RecipeForecast) -> dict[str, str]:
-    """The labels of the table, in order, and what each means."""
+    """The table's labels, in order, and what each means."""
     bases = dict.fromkeys(stage.time.speed.basis for stage in plan.stages if stage.time)
     disks = (f"{stage.disk.most_checkpoints} of {show_bytes(stage.disk.checkpoint_bytes)}" for stage in plan.stages)
     assumed = [stage.reading.assumed_image_bytes for stage in plan.stages if stage.reading]
@@ -149,7 +149,7 @@ def _words(plan: RecipeForecast) -> dict[str, str]:
 
 
 def _memory(plan: RecipeForecast, stage: StageForecast) -> str:
-    """One GPU's memory under each ZeRO stage, without and with activation checkpointing."""
+    """One GPU's memory under each ZeRO stage, with and without activation checkpointing."""
     gpu, images = plan.machine.gpu, stage.plan.micro_batch_size
     unit, name = (10**9, "GB") if stage.own.peak_bytes["all"] >= 10**9 else (10**6, "MB")
 
@@ -196,7 +196,7 @@ def _glossary(plan: RecipeForecast) -> Iterator[str]:
 
 
 def _wrapped(text: str) -> str:
-    """Lines within the page, the later ones indented; none is broken within a word."""
+    """Wrapped to the page with later lines indented; no word is broken."""
     return "\n".join(
         textwrap.wrap(text, PAGE_WIDTH - 2, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
     )
@@ -215,7 +215,7 @@ def _number(value: float) -> str:
 
 
 def as_json(plan: RecipeForecast) -> dict[str, Any]:
-    """Everything of the page under the names of the code; seconds, bytes and shares as plain numbers."""
+    """The whole page under the names of the code; plain numbers in seconds, bytes and shares."""
     gpu, links = plan.machine.gpu, plan.machine.links
     return {
         "recipe": plan.recipe.name,

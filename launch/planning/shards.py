@@ -1,6 +1,6 @@
-"""Which of a stage's shards exist before a run. No `pipe:` is opened, because it is a command.
+"""Which of a stage's shards exist before a run; no `pipe:` is opened, because it is a command.
 
-Tars without a manifest are indexed, as a run would do. Gives up on a silent bucket after half a minute.
+Tars without a manifest are indexed, as a run would. Gives up on a silent bucket after half a minute.
 """
 
 from __future__ import annotations
@@ -25,23 +25,18 @@ _MOST_MANIFEST_BYTES = 1 << 30
 
 @dataclass(frozen=True)
 class ShardsBefore:
-    """A stage's shards.
+    """A stage's shards."""
 
-    Attributes:
-        unopened: a sentence for each set that was not opened.
-        train: the training sets, concatenated; None: one of them was not opened.
-    """
-
-    unopened: tuple[str, ...]
-    train: ShardSet | None
+    unopened: tuple[str, ...]  # a sentence for each set that was not opened
+    train: ShardSet | None  # the training sets, concatenated; None: one of them was not opened
 
 
 def look(training: Sequence[ShardsConfig], *, held_out: ShardsConfig | None = None) -> ShardsBefore:
-    """Open a stage's training sets, where they are there, and say what is not there.
+    """Open those of a stage's training sets that exist, and name those that do not.
 
     Raises:
-        UserError: shards that are there and broken.
-        StoreError: a place that cannot be reached.
+        UserError: shards exist and are broken.
+        StoreError: a place cannot be reached.
     """
     store = Store(None, retry=RetryPolicy(give_up_seconds=GIVE_UP_SECONDS))
     missing = [text for each in training if (text := _unopened(each, store=store))]
@@ -52,7 +47,7 @@ def look(training: Sequence[ShardsConfig], *, held_out: ShardsConfig | None = No
 
 
 def _unopened(shards: ShardsConfig, *, store: Store) -> str | None:
-    """Why a set is not opened; None: it is there."""
+    """Why a set is not opened; None: it exists."""
     location = shards.shards
     if why := why_command(location):
         return f"{shown(location)} {why}, and none is started"
