@@ -12,7 +12,6 @@ __all__ = ["as_webdataset", "open_shards"]
 
 
 def __getattr__(name: str) -> Any:
-    """What people import from here; loaded when it is first used."""
     if name == "as_webdataset":
         from data_shards.streaming import as_webdataset
 

@@ -1,7 +1,7 @@
 """Atomic replacement of files, and flushes to disk, for all packages but `model` (`model.replacing`).
 
 A file is written beside its place and renamed. Surviving a power failure costs one flush of the disk per file and
-folder; surviving a kill costs nothing. All raise OSError when the disk is full or fails.
+folder; surviving a kill costs nothing. All functions raise OSError when the disk is full or fails.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ def flush(path: Path) -> None:
 
 
 def make_folders(folder: Path, *, below: Path) -> None:
-    """Make `folder` and those between it and `below`, but not that one: a run folder that is gone is not made again.
+    """Make `folder` and its parents below `below`, which must exist: a deleted run folder is not made again.
 
-    Raises FileNotFoundError if `below` is not there.
+    Raises FileNotFoundError without `below`.
     """
     for part in reversed([folder, *folder.parents]):
         if part != below and part.is_relative_to(below):
@@ -39,30 +39,24 @@ def make_folders(folder: Path, *, below: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a new file of text, and wait until its content is on the disk."""
+    """Write a new text file and flush it."""
     path.write_text(text, encoding="utf-8")
     flush(path)
 
 
 def replace_text(path: Path, text: str, *, sync: Sync = "disk", writers: Writers = "one") -> None:
-    """`replaced` for a small file of text."""
+    """`replaced` for a small text file."""
     with replaced(path, sync=sync, writers=writers) as beside:
         beside.write_text(text, encoding="utf-8")
 
 
 @contextmanager
 def replaced(path: Path, *, sync: Sync = "disk", writers: Writers = "one") -> Iterator[Path]:
-    """Gives a path to write a file at; when the block ends well, that file takes the place of `path`, atomically.
+    """Yield a path to write to; when the block succeeds, that file atomically replaces `path`.
 
-    A reader, or a restart after a kill, sees the old file or the whole new one.
-
-    A folder that is gone is not made again.
-
-    Args:
-        path: of the file.
-        sync: "disk": the new file is on the disk first, and its name when this returns, so that a power failure leaves
-            a whole file as well. "none": costs no flush.
-        writers: "several": other processes may write the same file; the last one wins.
+    A missing folder is not made. With sync "disk" the file is flushed before and its name after the rename, so that a
+    power failure leaves a whole file too; "none" flushes nothing. With writers "several" other processes may write the
+    same file, and the last one wins.
     """
     beside = path.with_name(f".{path.name}.writing" if writers == "one" else f".{path.name}.{os.getpid()}.tmp")
     try:

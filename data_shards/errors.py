@@ -1,8 +1,7 @@
-"""The exceptions of the data path: what the user can fix, and what is wrong with one sample.
+"""Exceptions of the data path: mistakes that the user can fix, and damaged samples.
 
-The command line prints a `UserError` without a traceback and exits with code 2. A `CorruptSample` never reaches the
-user as it is: the loader substitutes the sample and counts it, or stops. Any other exception is a bug or the machine's
-fault, and keeps its traceback.
+The command line prints a `UserError` without a traceback and exits with code 2. A `CorruptSample` is substituted and
+counted by the loader, or stops it. Any other exception is a bug or a machine fault, and keeps its traceback.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from data_shards.text import printable
 
 
 class UserError(ValueError):
-    """A mistake of the user's: one sentence, fit to be printed, with the file, key or flag and what to change."""
+    """The user's mistake: one printable sentence with the file, key or flag and what to change."""
 
     def __str__(self) -> str:
         return printable(super().__str__())  # it may name what a file holds
@@ -26,17 +25,11 @@ class WorkerDied(RuntimeError):
 
 
 class UnreadableImage(ValueError):
-    """Bytes that are no whole image; `str(error)` is the reason, in a few words."""
+    """Bytes that are not a whole image; `str(error)` is the reason, in a few words."""
 
 
 class CorruptSample(ValueError):
-    """One sample is damaged; the rest of its shard may be whole.
-
-    Args:
-        shard: the shard's name, fit to be shown.
-        key: the sample's key in it.
-        reason: what is wrong, in a few words.
-    """
+    """One sample is damaged; the rest of its shard may be whole. `shard` is a printable name, `reason` a few words."""
 
     def __init__(self, shard: str, key: str, reason: str) -> None:
         super().__init__(shard, key, reason)  # not the message: pickling calls the class with these

@@ -1,8 +1,8 @@
-"""Where a sample's label stands, and what it says: bytes of a tar member -> class numbers.
+"""Where a sample's label is, and what it says: bytes of a tar member -> class numbers.
 
-A label is the content of one member of the sample: `cls` or `txt` (text), or a key in `json`. A number is a class
-number, a name is looked up among the classes. A sample has one class ("single") or any number of them ("multi").
-Costs a microsecond for a number, a few for JSON. Knows nothing of tars; needs neither torch nor numpy.
+A label is one member of the sample: `cls` or `txt` (text), or a key in `json`. It holds class numbers or names, exactly
+one ("single") or any number of them ("multi"). Takes a microsecond for a number, a few for JSON. Knows nothing of tars;
+needs neither torch nor numpy.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _NUMBER = {"cls": re.compile(r"-?[0-9]{1,18}"), "txt": re.compile(r"-[0-9]{1,18}
 
 @dataclass(frozen=True)
 class LabelSpec:
-    """Which member of a sample holds its label.
+    """The member that holds a sample's label: its extension `part`, and for `json` a `key`.
 
-    `part` is the member's extension. `key`, for `json`: dots go into nested objects, unless a key has them in its name.
+    Dots in the key go into nested objects, unless an object has a key with them in its name.
     """
 
     part: LabelPart = "cls"
@@ -40,11 +40,7 @@ class LabelSpec:
 
     @classmethod
     def parse(cls, text: str, *, kind: LabelKind = "single") -> LabelSpec:
-        """From "cls", "txt" or "json:KEY".
-
-        Raises:
-            ValueError: the text is none of them; the message says which there are.
-        """
+        """From "cls", "txt" or "json:KEY"; raises ValueError for anything else."""
         part, colon, key = text.partition(":")
         if part not in get_args(LabelPart) or (part == "json") != bool(key) or (colon and not key):
             raise ValueError(f"{text!r} is no place of a label: use cls, txt or json:KEY")
@@ -57,13 +53,7 @@ class LabelSpec:
 
 
 def parse_label(content: bytes, *, spec: LabelSpec, label_map: Mapping[str, int], num_classes: int) -> tuple[int, ...]:
-    """The class numbers that a label member states; exactly one if `spec.kind` is "single".
-
-    Args:
-        content: the member's bytes.
-        spec: where in it the label stands.
-        label_map: name of a class -> its number.
-        num_classes: numbers must be below it.
+    """The class numbers in a label member, below `num_classes`; exactly one if `spec.kind` is "single".
 
     Raises:
         ValueError: what is wrong with the label, in a few words.
@@ -80,12 +70,12 @@ def parse_label(content: bytes, *, spec: LabelSpec, label_map: Mapping[str, int]
 
 
 def read_values(content: bytes, *, spec: LabelSpec) -> list[int | str]:
-    """The class numbers and names that a label member states, not looked up yet; one if it is a single label.
+    """The class numbers and names in a label member, not looked up yet; one for a single label.
 
-    A text of digits is a number for `cls`, and a name for `txt`, which `parse_label` looks up first.
+    Digits are a number for `cls`, but a name for `txt`, which `parse_label` looks up first.
 
     Raises:
-        ValueError: it is not text, not JSON, without the key, or not a number, a name, or a list of these.
+        ValueError: not text, not JSON, no such key, or not a number, a name, or a list of these.
     """
     try:
         text = content.decode("utf-8")
@@ -105,7 +95,6 @@ def read_values(content: bytes, *, spec: LabelSpec) -> list[int | str]:
 
 
 def _plain(value: Any, *, part: LabelPart) -> int | str:
-    """A class number or a name."""
     if isinstance(value, str) and value:
         return int(value) if part in _NUMBER and _NUMBER[part].fullmatch(value) else value
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 10**_MOST_DIGITS:

@@ -1,17 +1,14 @@
-"""Look through a set of shards, or all splits of one, on all cores, and say what was found.
+"""Scan a set of shards, or all splits below a folder, on all cores, and report what is wrong.
 
-    scan      one part of a shard -> what is in it, what is wrong with it
-    run       all parts of a set, on all cores
-    split     the parts of a split put together: the split in numbers
-    judge     what is wrong with a split, what occurs twice, and what splits share that they should not
-    fitness   how the set suits a number of processes
-    findings  the kinds of findings, their severity and remedy
-    page      the result as text and as JSON
+    scan, run     one part of a shard; all parts, on all cores
+    split, judge  the parts of a split put together; what is wrong with it, and across splits
+    fitness       how the set suits a world size
+    findings      the kinds of findings, with severity and remedy
+    page          the result as text and as JSON
 
-A damaged shard never keeps the others from being checked. Every byte is read: a second for each 0.5 to 1.5 GB and core,
-or the disk's speed, and 22 us a sample; `decode` adds the decoding. Memory: some 110 bytes a sample (hashes, sizes,
-compressed keys), and an image for each process. Nothing is changed; sets without a manifest are indexed first, as
-training does.
+A damaged shard never keeps the others from being checked. Nothing is changed, but sets without a manifest are indexed
+first, as for training. Every byte is read: 0.5 to 1.5 GB a second and core, or the disk's speed, plus 22 us a sample;
+`decode` adds the decoding. Memory: some 110 bytes a sample, and an image per process.
 """
 
 from __future__ import annotations
@@ -39,9 +36,8 @@ _SPLIT_NAMES = ("train", "val", "validation", "test")
 
 @dataclass(frozen=True)
 class CheckResult:
-    """Everything a check has found; `page` explains the fields.
-
-    `fitness` is None if no number of processes was given, or it does not fit at all; `findings` has problems first.
+    """All that a check has found, problems first; `page` explains the fields. `fitness` is None without a usable world
+    size.
     """
 
     location: str
@@ -51,12 +47,10 @@ class CheckResult:
     seconds: float
 
     def count(self, severity: str) -> int:
-        """Findings of a severity."""
         return sum(each.severity == severity for each in self.findings)
 
     @property
     def exit_code(self) -> int:
-        """1 if there is a problem."""
         return int(self.count("problem") > 0)
 
 
@@ -73,19 +67,11 @@ def check(
     processes: int | None = None,
     report: Callable[[str], None] = print,
 ) -> CheckResult:
-    """Look through a set of shards, or all splits below a folder.
+    """Check a set of shards, or all splits below a folder that has train/ and val/ in it.
 
-    Args:
-        spec: where it is, as in a recipe; or the folder with train/ and val/ in it.
-        decode: decode every image in full.
-        pixel_limit: larger images are reported, and not decoded.
-        digests: compare every shard's SHA-256 with the manifest's.
-        world_size: processes to train with; None: fitness is not assessed.
-        lanes: data.lanes of that training; None: the default.
-        processes_per_node: GPUs of one machine.
-        store: for shards that are not local files; None: there are none.
-        processes: that share the work; None: one for each core, 1: this one alone.
-        report: takes lines on the progress.
+    `decode` decodes every image in full; images above `pixel_limit` are reported instead. `digests` compares every
+    shard's SHA-256 with the manifest. Fitness is assessed only if `world_size` is given; `lanes` None is the default.
+    `store` is for shards that are not local. `processes`: None starts one per core, 1 starts none.
 
     Raises:
         UserError: there is no such set, or the spec does not fit it.
@@ -130,7 +116,7 @@ def check(
 def _open_splits(
     spec: ShardsSpec, *, store: Store, report: Callable[[str], None]
 ) -> Iterator[tuple[str, ShardSet | str]]:
-    """(split, set) for each split, train first; a sentence in place of a set that is too damaged to be opened."""
+    """(split, set) for each split, train first; an error message in place of a set too damaged to open."""
     splits = _splits_below(spec.location, store=store)
     if not splits:
         # Without a manifest, or with options that a manifest excludes, an error is the user's mistake.
@@ -157,7 +143,7 @@ def _open_splits(
 
 
 def _splits_below(location: str, *, store: Store) -> dict[str, str]:
-    """Names and places of the splits in a folder that is no set of shards itself."""
+    """{name: location} of the splits in a folder that is not a set of shards itself."""
     if is_local(location):
         folder = local_path(location)
         if not folder.is_dir() or (folder / MANIFEST_FILE).is_file() or any(folder.glob("*.tar")):

@@ -1,7 +1,7 @@
-"""The kinds of findings, how bad each is, and what to do about it.
+"""The kinds of findings, how severe each is, and what to do about it.
 
-A problem is damage, or data that make results wrong silently: exit code 1. A warning is worth knowing before training,
-which works all the same. `--json` names the kinds, so their names stay.
+A problem is damage, or data that silently make results wrong: exit code 1. A warning does not prevent training. The
+kinds' names appear in `--json`, so they must not change.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ def finding(
     remedy: str = "",
     severity: Severity | None = None,
 ) -> Finding:
-    """A finding in its kind's words; `message`, `remedy` and `severity` replace them, if given."""
+    """A finding in its kind's words, unless `message`, `remedy` or `severity` replace them."""
     its = _KINDS[kind]
     plural = {"s": "", "es": ""} if count == 1 else {"s": "s", "es": "es"}
     return Finding(

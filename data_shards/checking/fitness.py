@@ -1,8 +1,7 @@
-"""How well a set of shards suits a number of processes: do they divide the lanes, what does each node read. Pure.
+"""How well a set of shards suits a world size: does it divide the lanes, and what does each node read? No I/O.
 
-What a node reads follows from `order.Order`: a process owns whole lanes, a lane is a span of the permuted shards, and
-the shuffle stays inside windows of it. The numbers are those of epoch 0 with seed 0; other epochs have other shards
-and, within a percent or so, the same amounts. Costs a second for any number of samples.
+What a node reads follows from `order.Order`. The figures are those of epoch 0 with seed 0; other epochs read other
+shards, but the same amounts within about a percent. Takes a second for any number of samples.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _LARGE_SHARE = 1.5  # times its fair share that the busiest node reads: locality
 
 @dataclass(frozen=True)
 class Fitness:
-    """How the samples fall on processes and nodes; shares and bytes count whole shards."""
+    """How the samples are spread over processes and nodes; shares and bytes count whole shards."""
 
     world_size: int  # processes
     nodes: int  # machines, `processes_per_node` on each
@@ -53,16 +52,9 @@ def assess(
     processes_per_node: int,
     window_images: int = WINDOW_IMAGES,
 ) -> tuple[Fitness | None, list[Finding]]:
-    """How well shards of these sizes suit `world_size` processes; None if they do not at all.
+    """How well the shards suit `world_size` processes; None if they do not fit at all.
 
-    Args:
-        shard_sizes: samples of each shard.
-        shard_bytes: bytes of each.
-        split: for the findings.
-        world_size: processes.
-        lanes: spans of an epoch; None: the default, or a number near it that the processes divide.
-        processes_per_node: GPUs of a machine.
-        window_images: places of a lane that are shuffled among themselves.
+    `shard_sizes` are in samples. `lanes` None is the default, or a number near it that `world_size` divides.
     """
     findings: list[Finding] = []
     if lanes is None:
@@ -159,7 +151,6 @@ def describe(fitness: Fitness) -> list[tuple[str, str]]:
 
 
 def _distinct(who: Int64s, shard: Int64s, *, shards: int) -> tuple[Int64s, Int64s]:
-    """The distinct pairs."""
     pairs = np.unique(who * shards + shard)
     return pairs // shards, pairs % shards
 

@@ -1,15 +1,15 @@
-"""What a set of shards was when a stage began, and what of it differs now.
+"""What a set of shards was when a stage began, and how it differs now.
 
-A set is known by a column for each property. Content decides: sizes, numbers of samples, digests, and the samples that
-were read (`spots`). Stamps (times, ETags) decide nothing by themselves, since a copy has others: where one differs,
-`suspects` names the shard, and `compare_suspects` reads it. File names decide where nothing else does.
+Content decides: sizes, numbers of samples, digests, and the samples that were read (`spots`); file names only where
+nothing else does. Stamps (times, ETags) alone prove nothing, since a copy has others: where one differs, `suspects`
+names the shard and `compare_suspects` reads it.
 
-`identify` opens at most 64 shards and reads 2,048 samples, always the same ones, and of one shard no more than a 64th
-of 128 MiB: 0.1 to 0.3 s from a warm disk, a few seconds from a cold one. k exchanged images among N are noticed with
-probability 1 - (1 - 2048 / N)^k: k = 1,500 of N = 1,281,167 with 0.91. So this is the second line of defence: a file
-that was written, even with its time set back, has another time of inode change, and then all its bytes are compared.
-Shards that are not local are not read: a packed one is held to the manifest's digest when it is downloaded, another
-tool's tar to its ETag, or, where that differs, to its new index.
+`identify` opens at most 64 shards and reads 2,048 samples, always the same ones, at most a 64th of 128 MiB per shard:
+0.1 to 0.3 s from a warm disk, a few seconds from a cold one. k exchanged images among N are noticed with probability 1
+- (1 - 2048 / N)^k: 0.91 for k = 1,500 of N = 1,281,167. So this is the second line of defence; the first is the inode's
+change time, which cannot be set back: if it differs, all bytes are compared. Remote shards are not read: packed ones
+are verified against the manifest's digest on download, other tools' tars by their ETag or, where that differs, their
+new index.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from data_shards.tars.shard_index import load_index
 MOST_SHARDS = 64
 MOST_SAMPLES = 2048
 _MOST_BYTES = 128 << 20  # of all samples together
-# Of suspects that are read, whole where the manifest has their digest: a second or two at SHA-256's speed.
+# Suspects up to this size are read, whole where the manifest has their digest: a second or two of SHA-256.
 MOST_SUSPECT_BYTES = 1 << 30
 _THREADS = 16  # they wait for the disk, or are in SHA-256, which needs no GIL
 _PIXELS_BYTES = 1 << 20  # that `pixels_digest` reads of a tar
@@ -46,10 +46,9 @@ _FREE = ("names", "stamps", "pixels")  # columns in which a copy may differ, or 
 
 @dataclass(frozen=True)
 class SetIdentity:
-    """A set of shards; every column has an entry for each shard, "" or None where something is unknown.
+    """A set of shards; every column has an entry per shard, "" or None where unknown.
 
-    Args:
-        spots: number of a shard -> digest of each sample in it that was looked at, "" for one that cannot be read.
+    `spots`: shard number -> digest of each sample that was read, "" for one that could not be.
     """
 
     digest: str  # of the set as a whole (the manifest's own, with the classes)
@@ -64,17 +63,12 @@ class SetIdentity:
 
     @classmethod
     def of(cls, shards: ShardSet, *, spots: Mapping[int, Sequence[str]]) -> SetIdentity:
-        """Of a set that is open now."""
         columns = {name: tuple(getattr(each, name_there) for each in shards.shards) for name, name_there in _COLUMNS}
         return cls(shards.digest, spots={shard: tuple(digests) for shard, digests in spots.items()}, **columns)
 
     @classmethod
     def from_json(cls, content: Any) -> SetIdentity:
-        """From what `json` makes of `vars`; pydantic would refuse names with bytes that are no UTF-8.
-
-        Raises:
-            ValueError: it is something else.
-        """
+        """From the JSON of `vars`; pydantic would refuse names that are not UTF-8. Raises ValueError for anything else."""
         if not isinstance(content, dict) or set(content) != {field.name for field in fields(cls)}:
             raise ValueError("not the columns of a set of shards")
         columns = {key: value for key, value in content.items() if key not in ("digest", "spots")}
@@ -90,12 +84,12 @@ class SetIdentity:
 
     @property
     def content_digest(self) -> str:
-        """32 hex digits of all that decides."""
+        """32 hex digits of everything that decides."""
         content = {key: value for key, value in vars(self).items() if key not in _FREE}
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
 
     def seen_as(self, other: SetIdentity, *, unseen: Sequence[int] = ()) -> SetIdentity:
-        """The same set with the names and stamps of `other`, but for the shards `unseen`, which keep their stamps."""
+        """The same set with the names and stamps of `other`, except that the shards `unseen` keep their stamps."""
         pairs = enumerate(zip(self.stamps, other.stamps, strict=True))
         stamps = [old if shard in unseen else new for shard, (old, new) in pairs]
         pixels = tuple(old or new for old, new in zip(self.pixels, other.pixels, strict=True))
@@ -107,13 +101,13 @@ def _is_list(column: Any, *, of: type | UnionType) -> bool:
 
 
 def suspects(before: SetIdentity, now: SetIdentity) -> list[int]:
-    """The shards whose file was written, copied or touched since, as far as stamps are known."""
+    """The shards whose file was written, copied or touched since, where stamps are known."""
     pairs = zip(before.stamps, now.stamps, strict=True)
     return [shard for shard, (old, new) in enumerate(pairs) if old and new and old != new]
 
 
 def differences(before: SetIdentity, now: SetIdentity) -> list[str]:
-    """What of the content is another, in a few phrases that name shards; empty if nothing is."""
+    """What differs in the content, as phrases that name shards; empty if nothing does."""
     count, old_count = len(now.names), len(before.names)
     old, new = _contents(before), _contents(now)
     if old != new and sorted(old) == sorted(new):
@@ -160,7 +154,7 @@ def _differ(old: str, new: str) -> bool:
 
 
 def _contents(one: SetIdentity) -> list[tuple[str, ...]]:
-    """What each shard is known by, wherever it stands."""
+    """What identifies each shard, wherever it is stored."""
     columns = zip(one.sha256, one.indexes, one.names, one.num_bytes, one.num_samples, strict=True)
     return [
         (sha256, index, "" if sha256 or index else PurePath(name).name, str(num_bytes), str(num_samples))
@@ -169,7 +163,7 @@ def _contents(one: SetIdentity) -> list[tuple[str, ...]]:
 
 
 def identify(shards: ShardSet) -> SetIdentity:
-    """What a set is now, with the few samples read that the module's head speaks of.
+    """What a set is now, reading a few samples (see the module's head).
 
     Raises:
         UserError: a shard cannot be read, or its index does not match it.
@@ -183,10 +177,10 @@ def identify(shards: ShardSet) -> SetIdentity:
 
 
 def compare_suspects(shards: ShardSet, before: SetIdentity, suspects: Sequence[int]) -> dict[int, bool]:
-    """Read shards whose stamps have changed, up to `MOST_SUSPECT_BYTES`: whether each has its old content.
+    """Whether each shard with a changed stamp has its old content, read up to `MOST_SUSPECT_BYTES`.
 
-    Compares all bytes where the manifest has their digest; 16 images of another tool's tar, whose index was compared.
-    Shards that were not read, because they are too many or remote, are not in the result.
+    Compares all bytes where the manifest has their digest, and 16 images of another tool's tar, whose index was already
+    compared. Shards that were not read (too many, or remote) are missing from the result.
     """
     chosen: list[int] = []
     left_bytes = MOST_SUSPECT_BYTES

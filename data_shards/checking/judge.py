@@ -1,4 +1,4 @@
-"""What a scan of a split means: its faults by kind, duplicates, classes, stray tars; and what splits share.
+"""What a scan of a split means: faults by kind, duplicates, classes, stray tars; and leaks between splits.
 
 Duplicates are found by sorting 16-byte hashes: about a second and 80 MB for a million samples.
 """
@@ -26,7 +26,7 @@ _UNEVEN = 2.0  # times the median that the largest shard has
 
 
 def split_findings(scan: SplitScan, *, digests: bool) -> list[Finding]:
-    """Everything noteworthy in one split; `digests`: whether they were to be compared."""
+    """All findings in one split; `digests`: whether they were to be compared."""
     shards, split = scan.shards, scan.shards.split
     counts: Counter[str] = Counter()
     places: dict[str, list[FoundAt]] = {}
@@ -63,7 +63,7 @@ def split_findings(scan: SplitScan, *, digests: bool) -> list[Finding]:
 
 
 def findings_across(scans: Sequence[SplitScan]) -> list[Finding]:
-    """What shows only when splits are compared."""
+    """The findings that need several splits."""
     findings: list[Finding] = []
     for one, other in combinations(scans, 2):
         splits = f"{one.shards.split} and {other.shards.split}"
@@ -89,7 +89,7 @@ class Groups:
         return self.members[self.starts[number] : self.starts[number + 1]]
 
     def differ(self, values: Int64s) -> NDArray[np.bool_]:
-        """Whether a group's samples have different values: bool [groups]; `values` has one for every sample."""
+        """bool [groups]: whether a group's samples have different values; `values` has one for every sample."""
         if not len(self):
             return np.empty(0, np.bool_)
         own = values[self.members]
@@ -97,11 +97,9 @@ class Groups:
 
 
 def equal_groups(hashes: NDArray[np.uint64], *, among: NDArray[np.bool_] | None = None) -> Groups:
-    """The groups of two and more samples with equal hashes, in the order of their first samples.
+    """Groups of two or more samples with equal hashes, [samples] or [samples, words], ordered by first sample.
 
-    Args:
-        hashes: [samples] or [samples, words].
-        among: [samples]; the others are not looked at.
+    `among`, bool [samples], restricts the samples that are compared.
     """
     words = hashes if hashes.ndim == 2 else hashes[:, None]
     samples = np.arange(len(words)) if among is None else np.flatnonzero(among)
@@ -140,7 +138,7 @@ def _duplicates(scan: SplitScan) -> list[Finding]:
 
 
 def _copy(scan: SplitScan, kind: str, sample: int, *, first: int, labels: Int64s) -> FoundAt:
-    """A second or further sample of a group, and what it has in common with the first."""
+    """A repeated sample of a group, and what it has in common with the first."""
     original = scan.place(first)
     if kind == "duplicate-key":
         return scan.place(sample, f"as in {original.shard}")
@@ -166,7 +164,7 @@ def _difference(one: ShardSet, other: ShardSet) -> str:
 
 
 def _leaks(one: SplitScan, other: SplitScan) -> tuple[int, list[FoundAt]]:
-    """How many images are in both, and where in the other they are."""
+    """How many images are in both splits, and where in the other one they are."""
     both = np.concatenate([one.samples, other.samples])
     labels, num_own = both["label_code"], len(one.samples)
     groups = equal_groups(both["image_hash"], among=both["is_whole"])
@@ -185,7 +183,7 @@ def _leaks(one: SplitScan, other: SplitScan) -> tuple[int, list[FoundAt]]:
 
 
 def _extra_tars(shards: ShardSet) -> list[str]:
-    """Tars beside those of a packed local set that its manifest does not name."""
+    """Tars in the folder of a packed local set that its manifest does not name."""
     if not shards.source or not is_local(shards.source):
         return []
     folder = local_path(shards.source)

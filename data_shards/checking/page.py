@@ -50,7 +50,7 @@ _RATE = 1000  # images/s that the cores are given for
 
 
 def as_json(result: CheckResult) -> dict[str, Any]:
-    """The result as described above."""
+    """The result as described in the module's head."""
     return {
         "version": _VERSION,
         "location": result.location,
@@ -67,7 +67,7 @@ def as_json(result: CheckResult) -> dict[str, Any]:
 
 
 def as_text(result: CheckResult) -> str:
-    """The result for people: what there is, what was found and what to do, and the verdict as the last line."""
+    """The result for people: figures, findings with remedies, and the verdict as the last line."""
     blocks = [_split_text(split) for split in result.splits]
     if result.fitness is not None:
         fitness = result.fitness
@@ -138,7 +138,7 @@ def _finding_text(finding: Finding, *, only_split: bool) -> str:
 
 
 def _place_lines(places: Sequence[FoundAt]) -> list[str]:
-    """Columns that are empty in all of them are left out."""
+    """Columns that are empty in every line are left out."""
     columns = [column for column in zip(*places, strict=True) if any(column)]
     rows = [[one_line(cell) for cell in row] for row in zip(*columns, strict=True)]
     return table(rows, indent="    ").split("\n") if rows else []

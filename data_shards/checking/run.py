@@ -1,4 +1,4 @@
-"""All parts of all shards of a set, scanned by processes, as many as there are cores.
+"""Scan all parts of all shards of a set, with one process per core.
 
 Processes, not threads: on small images most of the time is Python, and a decoder that crashes ends one process instead
 of the check, which then finds out which shard it was.
@@ -16,7 +16,7 @@ from data_shards.checking.scan import PartScan, ScanRequest, ShardPart, scan_par
 from data_shards.processes import deaf_to_interrupts, num_cores
 from data_shards.progress_line import Progress
 
-# Below that much work no process is started, since each takes 0.3 s to start.
+# A process takes 0.3 s to start, so with less work than this none is started.
 _LITTLE_SECONDS = 0.5
 _SECONDS_PER_SAMPLE, _SECONDS_PER_BYTE = 22e-6, 1e-9  # measured: headers, label, hashes; SHA-256 twice
 _PARTS_PER_PROCESS = 4  # so that the processes end at nearly the same time, also where there are few shards
@@ -25,13 +25,7 @@ _request: ScanRequest | None = None  # of this worker process
 
 
 def scan_set(request: ScanRequest, *, processes: int | None, report: Callable[[str], None]) -> list[PartScan]:
-    """All parts of all shards, in their order.
-
-    Args:
-        request: what to look at, and how closely.
-        processes: None: as many as cores, or this one alone where the set is small.
-        report: takes lines on the progress.
-    """
+    """All parts of all shards, in order; `processes` None: one per core, or none for a small set."""
     shards = request.shards
     if processes is None:
         seconds = shards.num_samples * _SECONDS_PER_SAMPLE + (shards.num_bytes or 0) * _SECONDS_PER_BYTE
@@ -43,7 +37,7 @@ def scan_set(request: ScanRequest, *, processes: int | None, report: Callable[[s
         can_start = processes > 1 and len(parts) > 1
         if can_start:
             scans |= _scan_in_pool(request, parts, processes=processes, progress=progress)
-            # After a crash of a decoder or of memory: a process for each part shows which part it was.
+            # After a crash of a decoder or out of memory: one process per part shows which part it was.
             can_start = len(scans) < len(parts) and _can_start_processes(request)
         for part in parts:
             if part not in scans and can_start:
@@ -58,7 +52,7 @@ def scan_set(request: ScanRequest, *, processes: int | None, report: Callable[[s
 def _scan_in_pool(
     request: ScanRequest, parts: Sequence[ShardPart], *, processes: int, progress: Progress
 ) -> dict[ShardPart, PartScan]:
-    """What could be scanned before a process died, or all."""
+    """The parts that were scanned before a process died, or all."""
     scans: dict[ShardPart, PartScan] = {}
     pool = _pool(request, processes=min(processes, len(parts)))
     try:
@@ -75,7 +69,7 @@ def _scan_in_pool(
 
 
 def _can_start_processes(request: ScanRequest) -> bool:
-    """Not so below a program that comes from standard input."""
+    """False for a program that is read from standard input."""
     try:
         with deaf_to_interrupts(), _pool(request, processes=1) as pool:
             return pool.submit(os.getpid).result() > 0
@@ -92,7 +86,7 @@ def _pool(request: ScanRequest, *, processes: int) -> ProcessPoolExecutor:
 def _begin_worker(request: ScanRequest) -> None:
     global _request
     _request = request
-    # libjpeg writes here of damage, without saying in which image: the findings say it.
+    # libjpeg writes about damage here without naming the image; the findings do.
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 

@@ -1,9 +1,9 @@
-"""One shard, or a part of its samples: what is in it, and what is wrong with it.
+"""Scan one shard, or a part of its samples.
 
-The tar's own headers are the truth; the index beside it, the manifest's numbers and the digest are compared with them.
-Every image is read and hashed (16 bytes are kept), with `decode` every one is decoded in full. Costs about 25 us a
-small image and the disk's or SHA-256's time for large ones; decoding a photograph adds 1.9 ms. Damage never raises: it
-is what is looked for. How bad each kind is stands in `findings`.
+The tar's own headers are the truth; the index, the manifest's numbers and the digest are compared with them. Every
+image is read and hashed (16 bytes are kept), and with `decode` decoded in full. Takes about 25 us a small image, the
+disk's or SHA-256's time for large ones, and 1.9 ms to decode a photograph. Damage is recorded, never raised; `findings`
+grades it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,6 @@ _FORMATS = {
 }
 _MAGIC = {name: re.compile(pattern, re.DOTALL) for name, pattern in _FORMATS.items()}
 
-# What is known of a sample.
 SAMPLE = np.dtype(
     [
         ("key_hash", np.uint64),
@@ -70,7 +69,7 @@ class ScanRequest:
 
 
 class ShardPart(NamedTuple):
-    """Part `number` of the `parts` that the samples of shard `shard` are cut into."""
+    """The samples of shard `shard` are cut into `parts` parts; this is part `number`."""
 
     shard: int
     number: int
@@ -93,7 +92,6 @@ class PartScan:
 
     @property
     def keys(self) -> list[str]:
-        """Kept compressed: a data set has many."""
         text = zlib.decompress(self.packed_keys) if self.packed_keys else b""
         return text.decode("utf-8", "surrogateescape").split("\0") if len(self.samples) else []
 
@@ -105,7 +103,7 @@ class PartScan:
 
 
 def scan_part(request: ScanRequest, part: ShardPart) -> PartScan:
-    """Look at one part; part 0 also at the shard as a whole."""
+    """Scan one part; part 0 also checks the shard as a whole."""
     entry = request.shards.shards[part.shard]
     scan = PartScan(part)
     is_first = part.number == 0
@@ -141,7 +139,7 @@ def scan_part(request: ScanRequest, part: ShardPart) -> PartScan:
 def _check_whole(
     entry: ShardEntry, readable: ReadableIndex, index: ShardIndex, *, path: str | None, scan: PartScan
 ) -> None:
-    """The tar against what is stated of it; one damage shows in several ways, and is reported once.
+    """Compare the tar with what is stated of it; damage that shows in several ways is reported once.
 
     `path`: of the tar, if its digest is to be compared.
     """
@@ -164,7 +162,9 @@ def _check_whole(
 
 
 def _usable_index(entry: ShardEntry, readable: ReadableIndex, *, tar_bytes: int) -> tuple[ShardIndex, str]:
-    """The headers' index, or the one beside the tar, where that knows of samples behind the damage; and its fault."""
+    """The headers' index, or the stored one where it knows of samples behind the damage; and what is wrong with the
+    latter.
+    """
     headers = readable.index
     if entry.index is not None or not is_local(entry.url):  # made from the tar on this machine
         return headers, ""
@@ -186,7 +186,7 @@ def _usable_index(entry: ShardEntry, readable: ReadableIndex, *, tar_bytes: int)
 
 
 def _difference(stored: ShardIndex, headers: ShardIndex) -> str:
-    """In which sample two indexes differ first, as far as both go; "" if they do not."""
+    """The first sample in which two indexes differ, as far as both go; "" if they do not."""
     both = min(len(stored), len(headers))
     same = np.array([a == b for a, b in zip(stored.keys, headers.keys, strict=False)], dtype=bool)
     for column in ("image_offset", "image_size", "label_offset", "label_size"):
@@ -222,7 +222,7 @@ def _scan_samples(
 
 
 def _scan_image(data: bytes, *, request: ScanRequest, key: str, sample: Any, scan: PartScan) -> bool:
-    """Whether an image is readable, as far as can be told; decoded only if asked for."""
+    """Whether an image is readable, as far as can be told; decoded only on request."""
     image_format = next((name for name, magic in _MAGIC.items() if magic.match(data)), None)
     if not data or (image_format is None and not request.decode):
         scan.add_fault("image", "it is of no known format" if data else "it is empty", key=key)
@@ -246,7 +246,7 @@ def _scan_image(data: bytes, *, request: ScanRequest, key: str, sample: Any, sca
 
 
 def _jpeg_complaint(data: bytes) -> str | None:
-    """None: a strict decoder has decoded all of it. Its complaint is of damage, or of CMYK, which it does not know."""
+    """None if a strict decoder decodes all of it; it complains of damage, and of CMYK, which it does not support."""
     import simplejpeg
 
     try:
@@ -257,7 +257,7 @@ def _jpeg_complaint(data: bytes) -> str | None:
 
 
 def _hash(data: bytes) -> bytes:
-    """16 bytes; SHA-256 has instructions of its own on today's CPUs, BLAKE2 takes twice as long."""
+    """16 bytes of SHA-256, which CPUs have instructions for; BLAKE2 takes twice as long."""
     return hashlib.sha256(data).digest()[:16]
 
 

@@ -1,4 +1,4 @@
-"""The parts of one split put together: where each sample is, and the split in numbers."""
+"""One split: where each sample is, and the split in numbers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MOST_UNPACKED = 64  # parts
 
 @dataclass(frozen=True)
 class Spread:
-    """Of some numbers."""
+    """Minimum, median and maximum."""
 
     min: float
     median: float
@@ -28,7 +28,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class SplitSummary:
-    """One split in numbers, lost samples left out; the fields are those of the JSON, which `page` explains."""
+    """One split in numbers, without lost samples; the fields are those of the JSON (see `page`)."""
 
     split: str
     name: str
@@ -50,15 +50,10 @@ class SplitSummary:
 
 
 class SplitScan:
-    """The parts of one split put together; samples are numbered through.
+    """The parts of one split put together; samples are numbered across parts.
 
-    Attributes:
-        shards: the set as it was opened.
-        parts: what was found in each part, in the set's order.
-        samples: of all parts, an array of `SAMPLE`.
-        sizes: samples that were found in each shard.
-        shard_bytes: size of each tar; None for one that is not there.
-        class_counts: samples of each class.
+    `samples` is an array of `SAMPLE`, `sizes` the samples found in each shard, `shard_bytes` None for a missing tar,
+    and `class_counts` the samples of each class.
     """
 
     def __init__(self, shards: ShardSet, parts: Sequence[PartScan]) -> None:
@@ -84,7 +79,6 @@ class SplitScan:
         return self.shards.shards[shard].name.removeprefix(f"{self._common.rstrip('/')}/")
 
     def place(self, sample: int, detail: str = "") -> FoundAt:
-        """Where a sample is."""
         number = int(np.searchsorted(self._first_sample, sample, side="right")) - 1
         if number not in self._keys:
             if len(self._keys) == _MOST_UNPACKED:
@@ -94,7 +88,6 @@ class SplitScan:
         return FoundAt(self.shard_name(self.parts[number].part.shard), key, detail)
 
     def summary(self) -> SplitSummary:
-        """The split in numbers."""
         shards = self.shards
         formats: Counter[str] = Counter()
         for part in self.parts:
@@ -124,7 +117,7 @@ class SplitScan:
 
 
 def spread(numbers: Sequence[int] | NDArray[Any]) -> Spread | None:
-    """None where there are no numbers."""
+    """None for no numbers."""
     if not len(numbers):
         return None
     median = float(np.median(numbers))

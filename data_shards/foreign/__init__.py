@@ -1,4 +1,1 @@
-"""Tars that other tools wrote: their samples found, without a manifest.
-
-Opened by `data_shards.opening`; nothing else imports this. Imports `store`, `tars`, `labels`.
-"""
+"""Tars from other tools: their samples found, without a manifest. Imported by `data_shards.opening` alone."""

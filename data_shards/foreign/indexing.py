@@ -1,10 +1,9 @@
-"""Tars of other tools, without a manifest -> `ShardSet`: img2dataset's, open_clip's, timm's, webdataset's own.
+"""Tars of other tools, without a manifest, and their indexes: img2dataset's, open_clip's, timm's, webdataset's own.
 
-They are indexed once, in parallel (see `foreign.tar`), into a folder of the user's cache: one file for each tar, and
-at the end `set.json`, so what was killed goes on where it was. The next open reads `set.json` and compares each tar's
-size and time of change (or its ETag: one request each, many at once). A `pipe:` has neither, so it is indexed once and
-then taken as it was. Processes of one machine wait for the one that indexes. Files of tars that have changed since stay
-behind in the folder; it can be deleted at any time.
+They are indexed once, in parallel (see `foreign.tar`), into a folder of the user's cache: one file per tar and finally
+`set.json`, so an interrupted run resumes. The next open compares each tar's size and mtime, or its ETag (one request
+each, concurrently); a `pipe:` has neither and is never compared. Processes of one machine wait for the one that
+indexes. Files of changed tars stay behind; the folder can be deleted at any time.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
     from data_shards.store.store import Store
 
 _VERSION = 1  # of the indexes; raised when older ones cannot be used
-# Indexing holds the GIL, so threads do not help; but a process takes 0.2 to 2 s to start: below this it does not pay
+# Indexing holds the GIL, so threads do not help; but a process takes 0.2 to 2 s to start.
 _WORTH_PROCESSES_SECONDS = 4.0
 _MOST_PROCESSES = 32
 _REMOTE_THREADS = 8  # each holds a whole tar in the store's cache
@@ -64,13 +63,13 @@ class Indexed:
 
 
 def default_index_folder() -> Path:
-    """Where the user's caches are (freedesktop.org's base directories)."""
+    """In the user's cache folder (freedesktop.org's base directories)."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardvit" / "indexes"
 
 
 @dataclass(frozen=True)
 class Indexing:
-    """Tars to be indexed, or whose indexes are there."""
+    """Indexes tars, or reads the indexes of an earlier run."""
 
     spec: ShardsSpec  # says where the labels are
     urls: Sequence[str]  # absolute local paths, URLs, pipes
@@ -80,11 +79,11 @@ class Indexing:
     store: Store | None  # for what is not local; None: all are
 
     def result(self) -> Indexed:
-        """Index them, or take what an earlier run has left, if the tars are still the same.
+        """The indexes, from an earlier run if the tars are unchanged.
 
         Raises:
-            UserError: the label is not said and not clear, or the folder cannot be written.
-            StoreError: a tar could not be had.
+            UserError: the label is not given and ambiguous, or the folder cannot be written.
+            StoreError: a tar could not be fetched.
         """
         try:
             stated = None if self.spec.label is None else LabelSpec.parse(self.spec.label, kind=self.spec.kind)
@@ -136,7 +135,7 @@ class Indexing:
             url=url,
             name=shown(url),
             num_samples=facts.num_samples,
-            # The store's name for what it has cached depends on it, and of a pipe it is not known beforehand.
+            # The store's cache key depends on it, and a pipe's size is not known beforehand.
             num_bytes=facts.num_bytes if is_local(url) else None,
             sha256="",
             index=self._target(number),
@@ -153,7 +152,7 @@ class Indexing:
 
     @cached_property
     def _found(self) -> list[tuple[str, str]]:
-        """Of each tar what changes with it ("absent" for none), and its entry's `stamp`."""
+        """For each tar its fingerprint ("absent" for none) and its entry's `stamp`."""
         with ThreadPoolExecutor(_STAT_THREADS) as pool:
             return list(pool.map(self._fingerprint, self.urls))
 
@@ -199,7 +198,7 @@ class Indexing:
         return [facts[number] for number in range(count)], found
 
     def _each(self, todo: list[int], labels: LabelSpec) -> Iterator[tuple[int, tuple[TarFacts, FoundLabels]]]:
-        """(number of a tar, what was found in it), in the order in which they get done."""
+        """(tar number, what was found in it), in the order of completion."""
         pool: Executor
         if all(map(is_local, self.urls)):
             begun = time.monotonic()
@@ -262,7 +261,7 @@ class Indexing:
             parts |= parts_here
             suggestions |= dict.fromkeys(suggestions_here)
         if not parts:
-            # Nothing to be read in any: the damage is what there is to say.
+            # No tar can be read: the damage is what to report.
             return labels
         choice = f"give label: {' or '.join(suggestions)}" if suggestions else "none of these can be a label"
         found = ", ".join(sorted(parts))
@@ -270,7 +269,7 @@ class Indexing:
 
 
 def _processes() -> int:
-    """How many may work at once; a daemon, such as a worker of the loader, may have none."""
+    """Worker processes to start; a daemon, such as a worker of the loader, may have none."""
     if multiprocessing.current_process().daemon:
         return 1
     return min(num_cores(), _MOST_PROCESSES)
@@ -278,7 +277,7 @@ def _processes() -> int:
 
 @contextmanager
 def _locked(path: Path, *, report: Report, source: str) -> Iterator[None]:
-    """Hold the lock file; the kernel lets go of it with the process."""
+    """Hold the lock file; the kernel releases it when the process ends."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         try:

@@ -1,7 +1,7 @@
-"""Indexed tars of other tools -> `ShardSet`: what its classes are, and what to do about damage.
+"""Indexed tars of other tools -> `ShardSet`: its classes, and what to do about damage.
 
-Classes are what the user's file lists; else they are found in the labels: numbers give classes "0" to the highest,
-names give the names in alphabetical order. What is damaged or left out is refused, or told in `damage`.
+Classes come from the user's file or from the labels: numbers give classes "0" to the highest, names are sorted. Damaged
+or unusable samples are refused, or reported in `damage`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def open_foreign(
     report: Report,
     store: Store | None,
 ) -> ShardSet:
-    """Open the tars `urls`, which have no manifest; arguments and errors as of `opening.open_shards`."""
+    """Open the tars `urls`, which have no manifest; arguments and errors as for `opening.open_shards`."""
     source = str(local_path(spec.location)) if is_local(spec.location) else shown(spec.location)
     indexed = Indexing(spec, urls, source, index_folder or default_index_folder(), report, store).result()
     damage = [sentence for tar in indexed.tars for sentence in _damage(tar)]
@@ -71,7 +71,7 @@ def open_foreign(
 
 
 def read_classes(path: Path) -> tuple[str, ...]:
-    """Names of classes from a text file (one a line), or JSON (a list, or {name: number}).
+    """Class names from a text file (one a line) or JSON (a list, or {name: number}).
 
     Raises:
         UserError: it cannot be read, names a class twice, or its numbers are not 0, 1, 2, ...
@@ -106,7 +106,7 @@ def read_classes(path: Path) -> tuple[str, ...]:
 
 
 def _damage(tar: Tar) -> list[str]:
-    """A sentence for each thing that is wrong with it."""
+    """One sentence per thing that is wrong."""
     facts, name = tar.facts, tar.entry.name
     sentences = [f"{name}: {facts.damage}"] if facts.damage else []
     if facts.damage and facts.num_samples:
@@ -119,9 +119,7 @@ def _damage(tar: Tar) -> list[str]:
 
 
 def _cut_samples(tars: Sequence[Tar]) -> int:
-    """About how many samples damaged tars have lost: nothing says it, but tars of one set are of one size, but for the
-    last.
-    """
+    """Estimate of the samples that damaged tars have lost: the tars of one set, except the last, have one size."""
     whole = [tar.facts.num_samples + tar.facts.left_out for tar in tars if not tar.facts.damage]
     cut = [tar.facts.num_samples + tar.facts.left_out for tar in tars if tar.facts.damage]
     usual = max(whole, default=0)
@@ -152,7 +150,7 @@ def _found_classes(indexed: Indexed, *, source: str) -> tuple[str, ...]:
 
 
 def _unknown(found: FoundLabels, classes: tuple[str, ...], *, labels: LabelSpec) -> str:
-    """A label that is no class; "" if all are."""
+    """A label that is not a class; "" if all are."""
     for name in sorted(found.names - set(classes)):
         if not (labels.part == "txt" and _is_number(name) and int(name) < len(classes)):
             return repr(name[:80])
@@ -164,12 +162,12 @@ def _is_number(text: str) -> bool:
 
 
 def _digest(tars: Sequence[Tar], classes: tuple[str, ...], labels: LabelSpec) -> str:
-    """Of keys, image sizes, labels and classes, in their order: the same for a copy elsewhere. Pixels do not count."""
+    """Of keys, image sizes, labels and classes, in order: the same for a copy elsewhere. Pixels do not count."""
     content = [[tar.facts.digest for tar in tars], classes, labels.text, labels.kind]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:32]
 
 
 def _name(source: str) -> str:
-    """What a set is called: its folder, or the beginning of its tars' names."""
+    """The set's folder, or the common beginning of its tars' names."""
     last = re.split(r"[/\\]", source.partition("::")[0].rstrip("/"))[-1]
     return re.sub(r"[-_.]?(\{.*|\d*)\.tar$", "", last) or last

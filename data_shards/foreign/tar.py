@@ -1,7 +1,7 @@
-"""One tar of another tool: its samples with a readable label become an index file, the rest is counted and named.
+"""Index one tar of another tool: its samples with a readable label; the rest is counted and named.
 
-One pass over the headers and one small read for each label: about 40 microseconds a sample, once. Image bytes are not
-read, so an image that is damaged shows when it is decoded. Runs in processes of its own (see `foreign`).
+One pass over the headers and one small read per label: about 40 microseconds a sample, once. Image bytes are not read,
+so a damaged image shows only when it is decoded. Runs in worker processes.
 """
 
 from __future__ import annotations
@@ -62,13 +62,7 @@ class FoundLabels:
 
 
 def index_tar(path: str, *, target: Path, labels: LabelSpec, name: str) -> tuple[TarFacts, FoundLabels]:
-    """Index a local tar into the file `target`; what is there already is not made again.
-
-    Args:
-        path: the tar.
-        target: an .npz, whose name stands for the tar's content.
-        labels: where the labels are.
-        name: what messages call the tar.
+    """Index a local tar into the .npz `target`, unless that exists: its name stands for the tar's content.
 
     Raises:
         UserError: the tar cannot be read.
@@ -97,11 +91,7 @@ def index_tar(path: str, *, target: Path, labels: LabelSpec, name: str) -> tuple
 
 
 def pixels_digest(path: str, index: ShardIndex) -> str:
-    """Of the first bytes of a few images, spread evenly over the tar: 16 small reads.
-
-    Raises:
-        OSError: it cannot be read.
-    """
+    """Of the first bytes of 16 images, spread evenly over the tar. Raises OSError if it cannot be read."""
     digest = hashlib.sha256()
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -114,7 +104,7 @@ def pixels_digest(path: str, index: ShardIndex) -> str:
 
 
 def spread(count: int, *, most: int) -> list[int]:
-    """At most so many of the numbers below `count`, evenly, the first and the last among them."""
+    """At most `most` of the numbers below `count`, evenly spread, the first and the last among them."""
     if count <= most:
         return list(range(count))
     return [number * (count - 1) // max(1, most - 1) for number in range(most)]
@@ -129,7 +119,7 @@ def _from_note(note: str) -> tuple[TarFacts, FoundLabels]:
 
 
 def facts_from(content: dict[str, Any]) -> TarFacts:
-    """From the form that JSON gives back; raises KeyError, TypeError or ValueError where it is another."""
+    """From JSON; raises KeyError, TypeError or ValueError for anything else."""
     facts = TarFacts(**{**content, "examples": tuple(content["examples"])})
     numbers = (facts.num_samples, facts.num_bytes, facts.left_out)
     if not all(type(number) is int and 0 <= number < MOST_TAR_BYTES for number in numbers):
@@ -180,10 +170,7 @@ def _read_labels(
 
 
 def peek(path: str) -> tuple[set[str], list[str]]:
-    """The parts of a tar's first samples, as far as they can be read, and what of them could be a label.
-
-    The latter is as `LabelSpec.parse` takes it: cls, txt, json:KEY, nested keys with dots.
-    """
+    """The readable parts of a tar's first samples, and which could be labels, in `LabelSpec.parse`'s notation."""
     parts: set[str] = set()
     keys: dict[str, None] = {}
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)

@@ -1,4 +1,4 @@
-"""The two words that decoding, cropping and mixing share: pixels, and a rectangle of them. Nothing else lives here."""
+"""The two types that decoding, cropping and mixing share: pixels, and a rectangle of them."""
 
 from __future__ import annotations
 
@@ -21,10 +21,8 @@ class Box:
 
     @property
     def bottom(self) -> int:
-        """One past the last row."""
         return self.top + self.height
 
     @property
     def right(self) -> int:
-        """One past the last column."""
         return self.left + self.width

@@ -2,9 +2,7 @@
 
 A random-resized crop needs a third of an average photograph, so where nvImageCodec is installed only the crop's region
 of a JPEG is decoded. All CPU decoders are builds of libjpeg-turbo with its exact transform and smooth chroma; their
-pixels are equal to the bit (55 dB is the promise). For anything but a plain JPEG, Pillow decodes the whole image.
-
-What real data sets hold, whatever the decoder:
+pixels are bit-identical (55 dB is the promise). What real data sets hold, whatever the decoder:
 
     plain JPEG: 8 bits, Huffman-coded, grey or three colours   the decoder that is asked for
     CMYK JPEG, arithmetic coding, lossless                     Pillow: libjpeg's plain conversion to RGB, or refused
@@ -15,19 +13,18 @@ What real data sets hold, whatever the decoder:
     16 bits                                                    the upper 8
     integers or floats without a fixed range                   refused
     orientation tag                                            not applied, as in Google's code
-    more pixels than data.max_image_pixels (50 million;        refused before anything is decoded
-    at most 178,956,970, Pillow's limit)
+    more pixels than data.max_image_pixels                     refused before anything is decoded
     truncated (no end marker)                                  refused, wherever the crop lies, unless so many other
                                                                bytes follow that libjpeg takes them for the rest
     damaged in the middle, where libjpeg goes on               taken as libjpeg repairs it, with a line on stderr
     bytes after the end                                        ignored
 
-Whether a JPEG can be read does not depend on the crop, but for one case: damage inside the coded data, below the crop,
-that spells a marker after which libjpeg cannot go on. Only a decoder that gets there finds out.
+Whether a JPEG can be read does not depend on the crop, with one exception: damage below the crop that spells a marker
+after which libjpeg cannot continue.
 
-Cost: 3 µs for the size; then 1.0 ms for a training crop of an ImageNet photograph on a core where libjpeg-turbo itself
-takes 0.88 for the region; the whole photograph takes 1.1 (simplejpeg) or 1.4 (Pillow). Two thirds are the Huffman codes
-of the rows down to the crop's end, which nothing can skip.
+Cost: 3 µs for the size; then 1.0 ms for a training crop of an ImageNet photograph (0.88 in libjpeg-turbo itself), or
+for the whole photograph 1.1 (simplejpeg) or 1.4 (Pillow). Two thirds are Huffman codes above the crop's end, which
+cannot be skipped.
 """
 
 from __future__ import annotations
@@ -56,17 +53,17 @@ _FRAMES = frozenset({0xC0, 0xC1, 0xC2})  # start of frame: baseline, extended an
 _OTHER_FRAMES = frozenset(range(0xC3, 0xD0)) - {0xC4, 0xC8, 0xCC}  # lossless, hierarchical, arithmetic-coded
 _START_OF_SCAN, _FILL = 0xDA, 0xFF
 
-# Images of fewer pixels go to simplejpeg even for a region: at 32 pixels a side that takes 0.7 of the time.
+# Smaller images go to simplejpeg even for a region: at 32 pixels a side that takes 0.7 of the time.
 _REGION_PAYS_PIXELS = 96 * 96
 
-# Of Pillow's formats those that it decodes by itself (its EPS reader starts Ghostscript on the file). Most frequent
-# first: it tries them in turn, and loads the plugins of the last four only if it gets there.
+# The formats that Pillow decodes by itself (its EPS reader starts Ghostscript on the file), most frequent first: it
+# tries them in turn, and loads the plugins of the last four only if it gets there.
 _PILLOW_FORMATS = ("JPEG", "PNG", "GIF", "BMP", "PPM", "WEBP", "TIFF", "AVIF", "JPEG2000")
 
 
 @dataclass(frozen=True)
 class PixelLimit:
-    """The most pixels of an image that is decoded, and the recipe's key or the flag that says so."""
+    """The most pixels of an image that is decoded, and the name of the recipe's key or flag."""
 
     pixels: int = USUAL_MOST_PIXELS
     name: str = "data.max_image_pixels"
@@ -81,17 +78,15 @@ USUAL_LIMIT = PixelLimit()
 
 @dataclass(frozen=True)
 class EncodedImage:
-    """An image that is not decoded yet; sizes in pixels. `decode` gives a box inside the image: use `pixels`."""
+    """An image that is not decoded yet; sizes in pixels. `decode` needs a box inside the image; use `pixels`."""
 
     height: int
     width: int
     decode: Callable[[Box], Pixels]
 
     def pixels(self, box: Box | None = None) -> Pixels:
-        """uint8 [height, width, 3] of the box, or of the whole image; memory of its own, contiguous.
-
-        Raises:
-            UnreadableImage: the image is damaged.
+        """uint8 [height, width, 3] of the box or the whole image, contiguous and owned. Raises UnreadableImage if
+        damaged.
         """
         box = box or Box(top=0, left=0, height=self.height, width=self.width)
         assert box.top >= 0 and box.left >= 0 and box.bottom <= self.height and box.right <= self.width
@@ -100,16 +95,13 @@ class EncodedImage:
 
 
 def read_image(data: bytes, *, decoder: DecoderName = "auto", limit: PixelLimit = USUAL_LIMIT) -> EncodedImage:
-    """Look at the header of one image.
+    """Read the header of one image; no pixels are allocated yet.
 
-    Args:
-        data: the file's content.
-        decoder: of JPEGs. auto: nvImageCodec on the CPU where it is installed and decoding a region pays, otherwise
-            simplejpeg; gpu: nvImageCodec on the current CUDA device. What they decline goes to Pillow.
-        limit: larger images are refused by their header, before any memory is taken for their pixels.
+    The decoder is for JPEGs: auto is nvImageCodec on the CPU where it is installed and decoding a region pays,
+    otherwise simplejpeg; gpu is nvImageCodec on the current CUDA device. What they decline goes to Pillow.
 
     Raises:
-        UnreadableImage: the bytes are no image, or it is too large.
+        UnreadableImage: the bytes are not an image, or it has more pixels than `limit`.
         UserError: the decoder is not installed or does not work here.
     """
     require_decoder(decoder)
@@ -124,11 +116,7 @@ def read_image(data: bytes, *, decoder: DecoderName = "auto", limit: PixelLimit 
 
 @cache
 def require_decoder(decoder: DecoderName) -> None:
-    """Make sure that a decoder is installed and works; the answer holds for the life of the process.
-
-    Raises:
-        UserError: it is not, or does not.
-    """
+    """Raise UserError unless a decoder is installed and works; the answer is cached for the life of the process."""
     complaint = None
     if decoder in ("nvimgcodec", "gpu"):
         complaint = decode_nvimgcodec.complaint("gpu" if decoder == "gpu" else "cpu")
@@ -149,7 +137,7 @@ class _Header:
 
 
 def _read_header(data: bytes) -> _Header | None:
-    """Walk a JPEG's segments up to the frame's; None where something is odd, which is left to Pillow."""
+    """Walk a JPEG's segments up to the frame's; None for anything odd, which is left to Pillow."""
     position = 2
     try:
         while True:
@@ -172,8 +160,8 @@ def _read_header(data: bytes) -> _Header | None:
         height=height,
         width=width,
         is_plain=marker in _FRAMES and precision == 8 and components in (1, 3) and height > 0 and width > 0,
-        # Coded data has no end marker inside, so one that comes after the frame's header ends the image; what comes
-        # after that is somebody's padding. Thumbnails, which have end markers too, come before.
+        # Coded data has no end marker inside, so one after the frame's header ends the image and the rest is padding.
+        # Thumbnails, which have end markers too, come before.
         is_complete=data.endswith(_END_OF_IMAGE) or data.rfind(_END_OF_IMAGE, position) >= 0,
     )
 
@@ -184,7 +172,7 @@ def _check_size(height: int, width: int, limit: PixelLimit) -> None:
 
 
 def _decode(data: bytes, header: _Header, decoder: DecoderName, box: Box) -> Pixels:
-    """A plain JPEG's box: by the decoder, or by Pillow if that declines, which forgives more or gives the reason."""
+    """A plain JPEG's box: by the decoder, or if it declines by Pillow, which tolerates more or gives the reason."""
     if decoder == "gpu":
         pixels = decode_nvimgcodec.decode_jpeg(data, box=box, device="gpu")
     elif decoder == "nvimgcodec" or (decoder == "auto" and _region_pays(header, box)):
@@ -213,7 +201,7 @@ def _simplejpeg(data: bytes, box: Box) -> Pixels | None:
 
 
 def _open_with_pillow(data: bytes) -> Image.Image:
-    """Read the header; UnreadableImage: no image, or one of more pixels than Pillow allows."""
+    """Read the header; UnreadableImage: not an image, or more pixels than Pillow allows."""
     from PIL import Image
 
     with _refusals():
@@ -245,7 +233,7 @@ def _eight_bit(image: Image.Image) -> Image.Image:
     from PIL import Image
 
     if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PPM"):
-        # Grey of 16 bits; Pillow would clip it at 255 instead of scaling it.
+        # 16-bit grey; Pillow would clip it at 255 instead of scaling it.
         return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
     if image.mode in ("I", "F"):
         raise OSError(f"pixels of mode {image.mode} have no fixed range; convert them to 8 bits")

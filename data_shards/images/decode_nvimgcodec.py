@@ -1,13 +1,11 @@
 """nvImageCodec's part of decoding: a region of a JPEG, on the CPU (libjpeg-turbo) or on the GPU (nvJPEG).
 
-The CPU part needs neither GPU nor driver. It costs 5 ms and 6 MB to load, once a process, and some 0.1 ms a photograph
-beyond libjpeg-turbo's own time. By default it also loads OpenCV, TIFF and GPU codecs, and writes to stderr which of
-their libraries are missing; so it is shown a folder that holds its libjpeg-turbo alone.
+The CPU part needs neither GPU nor driver; it takes 5 ms and 6 MB to load, and some 0.1 ms a photograph beyond
+libjpeg-turbo's own time. By default the library also loads OpenCV, TIFF and GPU codecs and reports missing ones on
+stderr, so it is shown a folder with libjpeg-turbo alone, which names no image in its complaints; `batch.Fault` does.
 
 The GPU part has never been run on a GPU. It copies the pixels back to the host, gives every worker a CUDA context (some
-400 MB), and nvJPEG upsamples chroma more simply, so edges of colour differ a little.
-
-libjpeg-turbo writes a line to stderr for a damaged image, without its name: `batch.Fault` has that.
+400 MB), and nvJPEG upsamples chroma more simply, so coloured edges differ a little.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ _of_thread = threading.local()
 
 
 def decode_jpeg(data: bytes, *, box: Box, device: Device) -> Pixels | None:
-    """uint8 [h, w, 3] of a box inside the image; None where the library declines (it says no more than that)."""
+    """uint8 [h, w, 3] of a box inside the image; None where the library declines (it gives no reason)."""
     decoder = _decoder(device)
     library = decoder.library
     try:
@@ -52,7 +50,7 @@ def decode_jpeg(data: bytes, *, box: Box, device: Device) -> Pixels | None:
 
 @cache
 def complaint(device: Device) -> str | None:
-    """Why it cannot be used in this process; None if it can. Loads the library and decodes a few pixels."""
+    """Why it cannot be used in this process, else None. Loads the library and decodes a few pixels."""
     try:
         if find_spec("nvidia.nvimgcodec") is None:
             return f"the package {_PACKAGE} is not installed"
@@ -72,7 +70,7 @@ def complaint(device: Device) -> str | None:
 
 
 class _Decoder:
-    """The library's objects that are made once; not shared between threads, nor with a forked child."""
+    """The library's objects, made once; not shared between threads, nor with a forked child."""
 
     def __init__(self, device: Device) -> None:
         with _importing, _only_what_is_needed(device):
@@ -94,7 +92,7 @@ class _Decoder:
 
 
 def _decoder(device: Device) -> _Decoder:
-    """This thread's. A parent's decoder is left alone in a forked child, not even released: its threads are gone."""
+    """This thread's. A forked child neither uses nor releases the parent's decoder: its threads are gone."""
     made: dict[tuple[int, Device], _Decoder] = _of_thread.__dict__.setdefault("made", {})
     key = os.getpid(), device
     if key not in made:
@@ -104,7 +102,7 @@ def _decoder(device: Device) -> _Decoder:
 
 @contextmanager
 def _only_what_is_needed(device: Device) -> Iterator[None]:
-    """The variables that its first import reads, for all of the process, unless the user has set them."""
+    """Set the variables that the library's first import reads, unless the user has set them."""
     wanted = {"PYNVIMGCODEC_VERBOSITY": "0"}
     with tempfile.TemporaryDirectory(prefix="shardvit-nvimgcodec-") as folder:
         spec = find_spec("nvidia.nvimgcodec")
@@ -122,7 +120,6 @@ def _only_what_is_needed(device: Device) -> Iterator[None]:
 
 
 def _sample() -> bytes:
-    """A grey JPEG of 16 x 16 pixels."""
     import io
 
     from PIL import Image

@@ -1,16 +1,14 @@
 """RandAugment(n, m) (Cubuk et al., arXiv 1909.13719) with timm's operations, as a function of one number.
 
 timm's configuration is `rand-m{m}-n{n}-p1-mmax{max(m, 10)}`, as Google reads the paper in EfficientNet and big_vision:
-all n operations are applied (`p1`; timm's default skips half of them), all with strength m (no `mstd` noise; m above 10
-is not cut off: "How to train your ViT?" goes to 20), out of Google's 15 (no `inc`, under which posterize and solarize
-grow stronger with m; Google's grow weaker). Uncovered pixels are grey, (128, 128, 128). Shifts reach 45 % of a side at
-m = 10, which is Google's 100 pixels of 224.
+all n operations are applied (`p1`; timm's default skips half of them) with strength m (no `mstd` noise; m above 10 is
+not cut off: "How to train your ViT?" goes to 20), out of Google's 15 (no `inc`: posterize and solarize would grow
+stronger with m; Google's grow weaker). Uncovered pixels are (128, 128, 128). Shifts reach 45 % of a side at m = 10,
+Google's 100 pixels of 224.
 
-timm draws from Python's `random` and numpy's global generator. Both are seeded here from the sample's number and
-restored afterwards, under a lock, since data workers may be threads. Another version of Python or timm may augment a
-sample in another way.
-
-Cost: 0.1 ms for the seeds, and 0.1 to 1.4 ms an operation at 224 pixels: 1.2 ms an image for two of them.
+timm draws from the global generators of `random` and numpy, which are seeded here from the sample's number and then
+restored. Another version of Python or timm may augment differently. Cost: 0.1 ms for the seeds, and 0.1 to 1.4 ms an
+operation at 224 pixels: 1.2 ms an image for two of them.
 """
 
 from __future__ import annotations
@@ -41,11 +39,7 @@ _GENERATORS = threading.Lock()  # there is one of each in a process, and data wo
 
 @dataclass(frozen=True)
 class RandAugment:
-    """n operations of strength m, drawn with replacement.
-
-    Raises:
-        UserError: numbers that mean nothing.
-    """
+    """n operations of strength m, drawn with replacement. Raises UserError for numbers out of range."""
 
     num_ops: int  # operations on each image
     magnitude: int  # their strength, a whole number as timm wants it; 10 is the end of most operations' scale
@@ -59,7 +53,7 @@ class RandAugment:
 
     @property
     def timm_config(self) -> str:
-        """What `timm.data.auto_augment.rand_augment_transform` is given."""
+        """The argument of `timm.data.auto_augment.rand_augment_transform`."""
         magnitude = int(self.magnitude)
         return f"rand-m{magnitude}-n{self.num_ops}-p1-mmax{max(magnitude, _FULL_STRENGTH)}"
 
@@ -85,7 +79,7 @@ def _operations(config: str) -> Callable[[Image.Image], Image.Image]:
     posterize = module.NAME_TO_OP["Posterize"]
 
     def posterize_to_black(image: Image.Image, bits_to_keep: int, **options: object) -> Image.Image:
-        """Below m = 3 no bit is kept. Pillow refuses that; in Google's code black remains."""
+        """Below m = 3 no bit is kept, which Pillow refuses; in Google's code black remains."""
         from PIL import Image
 
         return posterize(image, bits_to_keep, **options) if bits_to_keep else Image.new(image.mode, image.size)
@@ -96,7 +90,7 @@ def _operations(config: str) -> Callable[[Image.Image], Image.Image]:
 
 @contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    """Both global generators at a known place, and back where they were; one thread at a time."""
+    """Seed both global generators and restore them afterwards, one thread at a time."""
     with _GENERATORS:
         of_python, of_numpy = random.getstate(), np.random.get_state()
         random.seed(seed)

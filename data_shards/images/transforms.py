@@ -1,11 +1,10 @@
 """Images of any size -> uint8 squares, for training (random crop, resize, RandAugment) and for evaluation.
 
-Randomness comes in as numbers, drawn by `randomness.uniforms` from (seed, epoch, sample): the same sample looks the
-same on any number of processes and workers and after a restart. Pixels stay uint8 until they are on the device
-(a quarter of the bytes through every queue); flip and normalisation happen there, per batch: see `batch`.
-
-Resizing is torch's antialiased kernel for uint8: 57 dB against a float reference, 73 to 77 dB from Pillow's. Google's
-code does not antialias; at the sizes of training crops that differs by less than the crop's randomness.
+Random numbers are drawn by `randomness.uniforms` from (seed, epoch, sample), so a sample looks the same for any world
+size, number of workers, and after a restart. Pixels stay uint8 until they are on the device, where flip and
+normalisation happen per batch (see `batch`). Resizing is torch's antialiased kernel for uint8: 57 dB against a float
+reference, 73 to 77 dB from Pillow's. Google's code does not antialias; for training crops that differs by less than the
+crop's randomness.
 
 Evaluation protocols (`size` is the square's side, `share` is `crop_share`):
 
@@ -16,7 +15,7 @@ Evaluation protocols (`size` is the square's side, `share` is `crop_share`):
     timm        short side to floor(size / share), bicubic, then the centre, as `timm.data.create_transform` for most
                 of its Vision Transformers: share 0.9; 73 dB apart
 
-Cost at 224 pixels: 0.2 ms for a training crop of an ImageNet photograph, once it is decoded.
+A training crop at 224 pixels takes 0.2 ms for an ImageNet photograph, once it is decoded.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ if TYPE_CHECKING:
 
 _CROP_ATTEMPTS = 10  # as torchvision's RandomResizedCrop; TensorFlow's op tries 100 times
 
-# Two numbers for the size and shape of each attempt at a crop, two for its place, one for the flip, one for
+# Two numbers for the area and ratio of each attempt at a crop, two for its place, one for the flip, one for
 # RandAugment. New ones come at the end, so that runs keep their pixels.
 _TOP_DRAW, _LEFT_DRAW, _FLIP_DRAW, _RAND_AUGMENT_DRAW = range(2 * _CROP_ATTEMPTS, 2 * _CROP_ATTEMPTS + 4)
 DRAWS_PER_SAMPLE = 2 * _CROP_ATTEMPTS + 4
@@ -52,12 +51,11 @@ _MOST_ELONGATED = 16
 
 @dataclass(frozen=True)
 class TrainTransform:
-    """Random-resized crop ("Inception crop"), mirror flip, and RandAugment if wanted.
+    """Random-resized crop ("Inception crop"), mirror flip, and optionally RandAugment.
 
-    Attributes:
-        crop_area: smallest and largest share of the image's area that a crop takes (Google: 0.05 to 1).
-        rand_augment: after the resize; None for none. Google flips first, which makes no difference to the
-            distribution: every operation with a direction takes either with equal chance.
+    `crop_area` is the range of the crop's share of the image's area (Google: 0.05 to 1). RandAugment comes after the
+    resize. Google flips first, with the same distribution: every directed operation takes both directions equally
+    often.
     """
 
     image_size: int  # side of the square that comes out, in pixels
@@ -70,12 +68,9 @@ class TrainTransform:
     def __call__(
         self, image: EncodedImage, *, draws: NDArray[np.float64], into: Pixels | None = None
     ) -> tuple[Pixels, bool]:
-        """uint8 [size, size, 3], in `into` if given, and whether it is to be mirrored on the device.
+        """uint8 [size, size, 3], in `into` if given, and whether to mirror it on the device.
 
-        `draws` are the sample's `DRAWS_PER_SAMPLE` random numbers.
-
-        Raises:
-            UnreadableImage: the image is damaged.
+        `draws`: the sample's `DRAWS_PER_SAMPLE` random numbers. Raises UnreadableImage if the image is damaged.
         """
         box = random_crop(image.height, image.width, area=self.crop_area, ratio=self.crop_ratio, draws=draws)
         size = self.image_size
@@ -87,10 +82,8 @@ class TrainTransform:
 
 @dataclass(frozen=True)
 class EvalTransform:
-    """What is evaluated of an image.
-
-    Attributes:
-        crop_share: side of the square over the short side that it is cut from; None is the protocol's own.
+    """The evaluation protocol; `crop_share`: the square's side over the short side it is cut from, None: the
+    protocol's.
 
     Raises:
         UserError: a share outside (0, 1], or one for `vit`, which does not crop.
@@ -108,11 +101,7 @@ class EvalTransform:
             )
 
     def __call__(self, image: EncodedImage, *, into: Pixels | None = None) -> Pixels:
-        """uint8 [size, size, 3], in `into` if given.
-
-        Raises:
-            UnreadableImage: the image is damaged.
-        """
+        """uint8 [size, size, 3], in `into` if given. Raises UnreadableImage if the image is damaged."""
         size = self.image_size
         share = self.crop_share or _CROP_SHARES[self.protocol]
         box = _without_far_ends(image)
@@ -128,7 +117,7 @@ class EvalTransform:
                 side = math.floor(size / share)
                 height, width = side * box.height // short, side * box.width // short
                 scaled = resize(image.pixels(box), height=height, width=width, interpolation="bicubic")
-                # torchvision's rounding, of halves to the even number
+                # torchvision's rounding: halves to even
                 top, left = round((height - size) / 2), round((width - size) / 2)
         return _placed(scaled[top : top + size, left : left + size], into)
 
@@ -143,14 +132,9 @@ def _without_far_ends(image: EncodedImage) -> Box:
 def random_crop(
     height: int, width: int, *, area: tuple[float, float], ratio: tuple[float, float], draws: NDArray[np.float64]
 ) -> Box:
-    """The box of a random-resized crop: area uniform, ratio log-uniform; the centre where no attempt fits.
+    """Random-resized crop in pixels: area uniform, width / height log-uniform; the centre where no attempt fits.
 
-    Args:
-        height: of the image, in pixels.
-        width: of the image, in pixels.
-        area: range of the crop's share of the image's area.
-        ratio: range of width / height.
-        draws: at least 2 * attempts + 2 uniform numbers in [0, 1).
+    `draws`: at least 2 * attempts + 2 uniform numbers in [0, 1).
     """
     log_low, log_high = math.log(ratio[0]), math.log(ratio[1])
     numbers: list[float] = draws.tolist()  # the same bits, three times as fast to reckon with
@@ -170,17 +154,14 @@ def random_crop(
 def resize(
     image: Pixels, *, height: int, width: int, interpolation: CropInterpolation = "bilinear", into: Pixels | None = None
 ) -> Pixels:
-    """Antialiased resize of uint8 [H, W, 3] to [height, width, 3]; of the size already, the image itself.
-
-    `into` is where the pixels go instead, uint8 [height, width, 3].
-    """
+    """Antialiased resize of uint8 [H, W, 3] to [height, width, 3], into `into` if given; may return the image itself."""
     if image.shape[:2] == (height, width):
         return _placed(image, into)
     if into is None:
         into = np.empty((height, width, 3), dtype=np.uint8)
     import torch
 
-    # What torch.nn.functional.interpolate calls, which has no way to say where the result goes.
+    # Called by torch.nn.functional.interpolate, which cannot write into given memory.
     aten = torch.ops.aten
     operator = aten._upsample_bilinear2d_aa if interpolation == "bilinear" else aten._upsample_bicubic2d_aa
     operator.out(
@@ -192,7 +173,7 @@ def resize(
 def _channels_last(image: Pixels) -> torch.Tensor:
     """[h, w, 3] as torch's [1, 3, h, w] of the same memory, with the strides that it resizes 2 to 4 times faster.
 
-    In this order: numpy's [None] would give the new axis the stride 0, permute before unsqueeze the stride 3.
+    In this order: numpy's [None] would give the new axis stride 0, permute before unsqueeze stride 3.
     """
     import torch
 
@@ -200,7 +181,7 @@ def _channels_last(image: Pixels) -> torch.Tensor:
 
 
 def _placed(pixels: Pixels, into: Pixels | None) -> Pixels:
-    """The pixels in memory that is given, or contiguous in their own."""
+    """Copy the pixels to `into`, or make them contiguous."""
     if into is None:
         return np.ascontiguousarray(pixels)
     into[...] = pixels

@@ -1,4 +1,1 @@
-"""Samples -> batches: decoding, mixing and the worker processes of one rank.
-
-The top of `data_shards`: imports any of it, and is imported by `pipeline` alone.
-"""
+"""Samples -> batches: decoding, mixing and data workers of one rank. Imported by `pipeline` alone."""

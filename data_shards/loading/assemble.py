@@ -1,9 +1,9 @@
-"""Visits -> `Batch`: read, decode, transform, and what happens when a sample turns out to be damaged.
+"""Visits -> `Batch`: read, decode and transform the samples, and handle damaged ones.
 
 A damaged training image is replaced by another one of the same window of its lane, chosen by a hash of (seed, epoch,
-sample, attempt): the same one on any number of processes and after any restart. It takes the crop and the flip of the
-damaged one. A damaged held-out image has no substitute, since each must count once: it is left out of the sums. Both
-are named in `Batch.faults`. With `on_corrupt="stop"` the first one raises.
+sample, attempt): the same for any world size and after any restart. It keeps the damaged one's crop and flip. A damaged
+held-out image is left out of the sums, since each image must count once. Both are named in `Batch.faults`; with
+`on_corrupt="stop"` the first one raises.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from data_shards.shard_set import ShardSet
 from data_shards.store.store import Store
 from data_shards.vocabulary import DecoderName, OnCorrupt
 
-# Substitutes tried for one sample. At a share c of damaged samples all fail with c**16: never, unless the whole shard
-# is lost, and then the run must stop.
+# Substitutes tried for one sample. With a share c of damaged samples all fail with probability c**16: never, unless the
+# whole shard is lost, and then the run must stop.
 _MOST_ATTEMPTS = 16
 PADDING = -1  # fills the label rows of samples with fewer labels than others
 
@@ -38,7 +38,7 @@ _Transform = Callable[[EncodedImage, Pixels], None]  # of an image, into a row
 
 @dataclass(frozen=True)
 class Access:
-    """How samples are read: everything that training and evaluation share."""
+    """How samples are read, in training and evaluation alike."""
 
     shards: ShardSet
     store: Store | None = None  # None: every shard is a local file
@@ -48,7 +48,7 @@ class Access:
 
 
 class _Rows:
-    """A batch in the making, as if all were well; images are written where they stay."""
+    """A batch in the making; images are written directly to their place."""
 
     def __init__(self, visits: Visits, *, image_size: int) -> None:
         count = len(visits.sample)
@@ -78,7 +78,7 @@ class _Rows:
 
 
 class Assembler:
-    """Makes batches out of visits; one for each data set. Picklable, and safe in several threads."""
+    """Makes batches out of visits; one for each data set. Picklable and thread-safe."""
 
     def __init__(self, access: Access) -> None:
         self._access = access
@@ -105,10 +105,8 @@ class Assembler:
     ) -> Batch:
         """A training batch: the visits' samples, or substitutes; `draws` has a row for each visit.
 
-        With `mix` the last row is only mixed into the one before it.
-
-        Raises:
-            SampleError: a damaged sample where none is allowed, or no substitute that is whole.
+        With `mix` the last row is only mixed into the one before it. Raises SampleError for a damaged sample where none
+        is allowed, or if no substitute is whole.
         """
         rows = _Rows(visits, image_size=transform.image_size)
         for slot, (shard, row) in enumerate(zip(visits.shard.tolist(), visits.row.tolist(), strict=True)):
@@ -133,7 +131,7 @@ class Assembler:
         )
 
     def evaluate(self, visits: Visits, *, counted: NDArray[np.bool_], transform: EvalTransform) -> Batch:
-        """A held-out batch; what is not `counted` is padding, and a damaged image is not counted either.
+        """A held-out batch; what is not `counted` is padding, and damaged images are not counted either.
 
         Raises:
             SampleError: a damaged sample where none is allowed.
@@ -152,11 +150,10 @@ class Assembler:
         return rows.batch(epochs=visits.epoch, is_multi_label=self._is_multi_label)
 
     def describe(self, shard: int, *, row: int) -> str:
-        """A sample's shard and key, for messages."""
         return self._reader.describe(shard, row=row)
 
     def _fill(self, rows: _Rows, slot: int, *, shard: int, row: int, transform: _Transform) -> bool:
-        """Read and transform one sample into a row; False, and a fault in `rows`, where it is damaged."""
+        """Read and transform one sample into a row; False, and a fault in `rows`, if it is damaged."""
         now_reading(shard, row=row)
         access = self._access
         try:
@@ -180,7 +177,7 @@ class Assembler:
 
 
 def _label_tensor(labels: list[tuple[int, ...]], *, is_multi_label: bool) -> torch.Tensor:
-    """int64 [n], or [n, most labels of a sample] filled up with `PADDING`."""
+    """int64 [n], or [n, most labels of a sample] padded with `PADDING`."""
     if not is_multi_label:
         return torch.tensor([label for (label,) in labels], dtype=torch.int64)
     width = max(1, *(len(row) for row in labels)) if labels else 1

@@ -1,6 +1,5 @@
-"""What the data path hands to training: one micro-batch of uint8 pixels and labels, and what was damaged in it.
-
-Flip, normalisation and mixing come later, on the device (`pipeline.task`).
+"""One micro-batch of uint8 pixels and labels, and what was damaged in it; flip, normalisation and mixing happen on the
+device (`pipeline.task`).
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ class Fault:
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro-batch of n samples, as it leaves the loader; with `mix`, of one row more.
+    """One micro-batch of n samples from the loader; with `mix`, n + 1 rows.
 
-    That last row is the sample of the next slot of the global batch, wherever that belongs: it is mixed into the row
-    before it and is not trained on itself. So the model sees one image less than there are rows.
+    The last row is then the sample of the next slot of the global batch: it is mixed into the row before it, and the
+    model does not see it otherwise.
     """
 
     images: torch.Tensor  # uint8 [n, size, size, 3]
@@ -41,6 +40,6 @@ class Batch:
     mix: Mix | None = None
 
     def pin_memory(self) -> Batch:
-        """The same batch in page-locked memory; torch's DataLoader calls this where there is a GPU."""
+        """Called by torch's DataLoader where there is a GPU."""
         mine = {field.name: getattr(self, field.name) for field in fields(self)}
         return replace(self, **{name: it.pin_memory() for name, it in mine.items() if isinstance(it, torch.Tensor)})

@@ -1,11 +1,9 @@
-"""The stream of batches: order -> read -> decode -> transform -> `Batch`, in any number of workers.
+"""The stream of batches: order -> read -> decode -> transform -> `Batch`, with any number of workers.
 
-Everything is a function of the micro-batch's number, so the stream is the same for any number of workers and processes,
-and to resume is to begin at another number: no replay, and a state of a few numbers. Evaluation counts every sample
-exactly once, for any number of ranks. Shards that are not local files are prefetched by a thread of the rank, and
-shared by all processes of the node.
-
-Cost: 1 to 3 ms of CPU a photograph, nearly all of it decoding; memory of `PREFETCH` micro-batches a worker.
+Everything is a function of the micro-batch's number: the stream is the same for any number of workers and processes,
+and resuming needs no replay, only a few numbers. Evaluation counts every sample exactly once, for any world size. A
+thread of the rank prefetches remote shards, which all processes of the node share. Cost: 1 to 3 ms of CPU a photograph,
+nearly all of it decoding; memory of `PREFETCH` micro-batches a worker.
 """
 
 from __future__ import annotations
@@ -29,13 +27,13 @@ from data_shards.randomness import uniforms
 from data_shards.store.prefetch import Prefetcher, start_prefetch
 from data_shards.vocabulary import RandomStream, WorkerKind
 
-# Planned at once, which costs a ninth of planning 64 at a time. Each worker process plans for itself.
+# Planned at once, at a ninth of the cost of 64 at a time; each worker process plans for itself.
 _PLANNED_IMAGES = 1024
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Who reads what: the place of this process among all, and the micro-batches of its part of a global batch."""
+    """The part of each global batch that this process reads, and its micro-batches."""
 
     rank: int
     world_size: int
@@ -44,28 +42,16 @@ class Layout:
 
 
 class _Batches:
-    """What training and evaluation batches share."""
-
     def __init__(self, access: Access) -> None:
         self.access = access
         self._assembler = Assembler(access)
 
     def describe(self, shard: int, *, row: int) -> str:
-        """A sample's shard and key, for messages."""
         return self._assembler.describe(shard, row=row)
 
 
 class TrainBatches(_Batches):
-    """Micro-batch number i of this rank's training stream; micro-batch i belongs to step i // accumulation.
-
-    Args:
-        access: the shards, and how to read them.
-        order: of the stream.
-        transform: crop, resize, augment.
-        layout: which part of each global batch.
-        seed: of the augmentation.
-        mixup: mixing of neighbours in the global batch; none by default.
-    """
+    """Micro-batch number i of this rank's training stream; it belongs to step i // accumulation."""
 
     def __init__(
         self,
@@ -86,14 +72,14 @@ class TrainBatches(_Batches):
         self._plans: dict[int, tuple[Visits, NDArray[np.float64]]] = {}
 
     def __getitem__(self, number: int) -> Batch:
-        """Compute, read and transform one micro-batch; with mixing it has one row more, the next slot's sample."""
+        """One micro-batch; with mixing it has one row more, the next slot's sample."""
         step = number // self.layout.accumulation_steps
         mix = draw_mix(self._mixup, seed=self.seed, step=step, image_size=self._transform.image_size)
         visits, draws = self.plan(number)
         return self._assembler.train(visits, order=self.order, transform=self._transform, draws=draws, mix=mix)
 
     def plan(self, number: int) -> tuple[Visits, NDArray[np.float64]]:
-        """Which samples make a micro-batch, [rows], and their random numbers, [rows, `DRAWS_PER_SAMPLE`]."""
+        """The samples of a micro-batch, [rows], and their random numbers, [rows, `DRAWS_PER_SAMPLE`]."""
         rows = self._rows
         batches = max(1, _PLANNED_IMAGES // rows)
         block, place = divmod(number, batches)
@@ -128,10 +114,10 @@ class TrainBatches(_Batches):
 
 
 class EvalBatches(_Batches):
-    """Batch number i of this rank's part of an evaluation; every rank has the same number of batches.
+    """Batch number i of this rank's part of an evaluation: a contiguous block of the samples.
 
-    Each rank has a contiguous block of the samples. Blocks are padded to equal length by repeating the last sample with
-    `counted` False: ZeRO-3 gathers weights in every forward pass, so all ranks must make equally many.
+    Blocks are padded to equal length by repeating the last sample with `counted` False: ZeRO-3 gathers weights in every
+    forward pass, so all ranks must make equally many.
     """
 
     def __init__(
@@ -146,11 +132,11 @@ class EvalBatches(_Batches):
         self._first_of_shard = np.cumsum([0, *access.shards.shard_sizes], dtype=np.int64)[:-1]
 
     def __len__(self) -> int:
-        """Batches of every rank."""
+        """The same for every rank."""
         return -(-self._block // self._batch_size)
 
     def __getitem__(self, number: int) -> Batch:
-        """Read and transform one batch; always `batch_size` long, so that compiled shapes stay the same."""
+        """Always `batch_size` long, so that compiled shapes stay the same."""
         visits, counted = self._visits(number)
         return self._assembler.evaluate(visits, counted=counted, transform=self._transform)
 
@@ -173,18 +159,10 @@ class EvalBatches(_Batches):
 
 
 class TrainLoader:
-    """The micro-batches of a training stream from a step on; an iterator whose state is a few numbers.
+    """Iterates over the micro-batches of [start_step, stop_step); its state is a few numbers.
 
-    Args:
-        batches: the stream.
-        stop_step: one past the last optimizer step.
-        start_step: the first: the steps that a resumed run has done.
-        workers: how many read and decode ahead; 0: the calling thread does it.
-        kind: of the workers.
-
-    Raises:
-        UserError: while iterating, for a sample that cannot be read.
-        WorkerDied: while iterating; names the sample.
+    With 0 `workers` the calling thread reads and decodes. Iteration raises UserError for a sample that cannot be read,
+    and WorkerDied, which names the sample.
     """
 
     def __init__(
@@ -223,15 +201,11 @@ class TrainLoader:
         return self._delivered // self._batches.layout.accumulation_steps
 
     def state_dict(self) -> dict[str, int | str]:
-        """Where the stream stands, for any number of processes and workers."""
+        """The position in the stream, for any number of processes and workers."""
         return {"images_seen": self.step * self._batches.order.global_batch_images, **self._identity()}
 
     def load_state_dict(self, state: dict[str, int | str]) -> None:
-        """Go on where a state stands; before the first batch is taken, or after `close`.
-
-        Raises:
-            UserError: the state is another stream's.
-        """
+        """Resume from a state, before the first batch or after `close`. Raises UserError for another stream's."""
         for name, value in self._identity().items():
             if state.get(name) != value:
                 raise UserError(
@@ -247,7 +221,7 @@ class TrainLoader:
         self._delivered = images_seen // batch * self._batches.layout.accumulation_steps
 
     def close(self) -> None:
-        """Stop the workers and the downloads; the loader can go on afterwards."""
+        """Stop the workers and the downloads; the loader can be used again."""
         if self._prefetcher is not None:
             self._prefetcher.close()
         if self._iterator is not None:
@@ -272,18 +246,14 @@ class TrainLoader:
 
 
 def _probe(order: AnyOrder) -> str:
-    """16 hex digits that change with whatever the order depends on, windows and weights of a mixture included."""
+    """16 hex digits that change with whatever the order depends on, including windows and mixture weights."""
     spread = np.arange(256, dtype=np.int64)
     visits = order.visits(spread * 37 % order.lanes, spread * 1009)
     return hashlib.blake2b(visits.sample.tobytes() + visits.epoch.tobytes(), digest_size=8).hexdigest()
 
 
 def eval_batches(batches: EvalBatches, *, workers: int, kind: WorkerKind = "process") -> Iterator[Batch]:
-    """All batches of an evaluation, in order.
-
-    Raises:
-        UserError, WorkerDied: as `TrainLoader`.
-    """
+    """All batches of an evaluation, in order; raises UserError and WorkerDied as `TrainLoader` does."""
     prefetcher = start_prefetch(batches.access.store, batches.access.shards.shards, upcoming=batches.upcoming())
     try:
         items = iterate(batches, numbers=range(len(batches)), workers=workers, kind=kind)

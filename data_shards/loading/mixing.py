@@ -1,15 +1,14 @@
 """Mixup (arXiv 1710.09412) and CutMix (arXiv 1905.04899): what is mixed, as a function of (seed, step).
 
-The law. In the global batch of step s, slot i is mixed with slot i + 1 (the last with the first), and one weight and
-one box hold for the whole batch: functions of the seed and s. So the mixed images are the same on any number of
-processes; a process needs one sample more than its own, the one after its last. `batch` does the mixing, on the device.
+In the global batch of step s, slot i is mixed with slot i + 1 (the last with the first), and one weight and one box,
+functions of the seed and s, hold for the whole batch. So the mixed images do not depend on the world size; a process
+needs one sample more than its own. `batch` does the mixing, on the device.
 
-Mixup keeps the larger part of the own image, max(lambda, 1 - lambda), as big_vision does: the smaller part would give
-the same pairs a second time, since each partner is another slot's own image. CutMix pastes timm's box: as high and wide
-as the square root of 1 - lambda, its centre anywhere, cut off at the edges, and the weight is the area that is left.
-big_vision mixes along the batch in the same way, timm with the batch reversed.
-
-Cost: 0.1 ms a batch. Needs scipy, for the inverse of the Beta distribution: a draw is then a function of one number.
+Mixup gives the own image the weight max(lambda, 1 - lambda), as big_vision does: the smaller one would repeat the same
+pairs. CutMix pastes timm's box: its sides are sqrt(1 - lambda) of the image's, its centre is anywhere, it is cut off at
+the edges, and the weight is the area that is left. big_vision mixes along the batch in the same way, timm with the
+batch reversed. Cost: 0.1 ms a batch. Needs scipy for the inverse of the Beta distribution, so that a draw is a function
+of one number.
 """
 
 from __future__ import annotations
@@ -26,15 +25,12 @@ from data_shards.vocabulary import RandomStream
 
 @dataclass(frozen=True)
 class MixupConfig:
-    """How much is mixed.
+    """How much is mixed; raises UserError for numbers out of range.
 
     Attributes:
         mixup_alpha: lambda is drawn from Beta(alpha, alpha); 0 for no mixup. (0.2 and 0.5 in big_vision's recipes.)
         cutmix_alpha: the same for CutMix. (1.0 in its paper.)
         switch_share: share of the batches that get CutMix, where both are on.
-
-    Raises:
-        UserError: numbers that mean nothing.
     """
 
     mixup_alpha: float = 0.0
@@ -51,7 +47,7 @@ class MixupConfig:
 
 @dataclass(frozen=True)
 class Mix:
-    """What is done to one global batch."""
+    """How one global batch is mixed."""
 
     kind: Literal["mixup", "cutmix"]
     keep: float  # weight of the own image and labels; the partner has the rest
@@ -59,14 +55,7 @@ class Mix:
 
 
 def draw_mix(config: MixupConfig | None, *, seed: int, step: int, image_size: int) -> Mix | None:
-    """What is done to the global batch of `step`; None where nothing is mixed at all.
-
-    Args:
-        config: how much.
-        seed: of the run.
-        step: optimizer steps before this one.
-        image_size: side of the images, in pixels.
-    """
+    """How the global batch of `step` is mixed, None for not at all; `image_size` is the images' side in pixels."""
     if config is None or (config.mixup_alpha == 0 and config.cutmix_alpha == 0):
         return None
     which, share, down, right = uniforms(RandomStream.MIX, seed, step, draws=4)[0].tolist()
@@ -80,7 +69,7 @@ def draw_mix(config: MixupConfig | None, *, seed: int, step: int, image_size: in
 
 
 def _beta(alpha: float, share: float) -> float:
-    """The number that a Beta(alpha, alpha) variable stays below with probability `share`."""
+    """The value that a Beta(alpha, alpha) variable stays below with probability `share`."""
     from scipy.special import betaincinv
 
     return float(betaincinv(alpha, alpha, share))

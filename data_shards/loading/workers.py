@@ -1,12 +1,10 @@
 """Data workers: threads of the training process, or processes, that read and decode ahead.
 
-Threads share everything: no second torch, no copy through shared memory, a first batch at once. But a tenth of the work
-is Python, where they and the training loop hold the GIL in turn; so from some number on, processes.
-
-Worker processes come from a fork server, not from a fork of the training process, whose other threads (MLflow's,
-CUDA's) may hold locks that a fork would copy forever. They ignore the signals that stop a job: their rank saves first
-and then ends them. A worker's death is reported with the sample that it was reading. They cost 0.03 s and 25 MB each
-once the server has loaded torch (2 s, 300 MB). Each worker holds `PREFETCH` items.
+Threads share everything: no second torch, no copy, a first batch at once. But a tenth of the work is Python, where they
+contend for the GIL with the training loop; so beyond some number, processes. These come from a fork server: a fork of
+the training process would copy locks that its other threads (MLflow's, CUDA's) hold. They ignore the signals that stop
+a job; their rank saves first and then ends them. They cost 0.03 s and 25 MB each once the server has loaded torch (2 s,
+300 MB). Each worker holds `PREFETCH` items.
 """
 
 from __future__ import annotations
@@ -49,16 +47,14 @@ _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
 
 class Described(Protocol[Produced]):
-    """What is iterated over: item number i, and the name of a sample for messages."""
+    """A data set: item number i, and the name of a sample for messages."""
 
     def __getitem__(self, number: int) -> Produced: ...
 
-    def describe(self, shard: int, *, row: int) -> str:
-        """The sample's shard and key."""
-        ...
+    def describe(self, shard: int, *, row: int) -> str: ...
 
 
-# (shard, row) of each worker's current sample, in memory shared with the rank; None in a process that is no worker.
+# (shard, row) of each worker's current sample, in memory shared with the rank; None outside worker processes.
 _notes: Any = None
 _worker = -1  # this worker's number
 
@@ -70,9 +66,8 @@ def now_reading(shard: int, *, row: int) -> None:
 
 
 def empty_images(count: int, size: int) -> torch.Tensor:
-    """uint8 [count, size, size, 3], not filled, in memory that need not be copied on the way to the device.
-
-    Shared in a worker process, as the DataLoader's own collation has it; page-locked where there is a GPU.
+    """uint8 [count, size, size, 3], not filled: shared memory in a worker process, as the DataLoader's own collation
+    does; page-locked where there is a GPU.
     """
     shape = (count, size, size, 3)
     if _notes is None:
@@ -81,16 +76,12 @@ def empty_images(count: int, size: int) -> torch.Tensor:
 
 
 def iterate(dataset: Described[Item], *, numbers: range, workers: int, kind: WorkerKind = "process") -> Generator[Item]:
-    """The items of `numbers`, in order.
+    """The items of `numbers`, in order; with 0 workers the calling thread makes them.
 
-    Args:
-        dataset: picklable, for processes; safe in several threads, for threads.
-        numbers: which items.
-        workers: how many work ahead; 0 does it in the calling thread.
-        kind: what the workers are.
+    The data set must be picklable for processes, thread-safe for threads.
 
     Raises:
-        UserError: what the dataset raised, wherever it did.
+        UserError: what the data set raised, wherever it did.
         WorkerDied: a worker process was killed, or crashed.
     """
     if not workers:
@@ -145,7 +136,7 @@ def _work(dataset: Described[Item], jobs: SimpleQueue[tuple[int, Future[Item]] |
 
 
 def _end_threads() -> None:
-    """At exit: a thread that is ended inside torch takes the process with it; one that waits for a store does not."""
+    """At exit: a thread that is ended inside torch crashes the process; one that waits for a store does not."""
     _exiting.set()
     end = time.monotonic() + _EXIT_SECONDS
     for thread in list(_at_work):
@@ -169,7 +160,7 @@ def _in_processes(dataset: Described[Item], *, numbers: range, workers: int) -> 
         multiprocessing_context="forkserver",
         worker_init_fn=partial(_prepare_worker, notes),
         pin_memory=torch.cuda.is_available(),
-        # The DataLoader draws a seed for its workers; from a generator of its own, or it would move the global one.
+        # The DataLoader draws a seed for its workers, by default from the global generator, which that would advance.
         generator=torch.Generator(),
     )
     iterator: Any = iter(loader)
@@ -191,7 +182,7 @@ def _in_processes(dataset: Described[Item], *, numbers: range, workers: int) -> 
 
 
 class _WithErrors(Dataset["Item | UserError"]):
-    """Hands a `UserError` over as a value: raised in a worker, it would come wrapped in the worker's traceback."""
+    """Returns a `UserError` as a value: raised in a worker, it would come wrapped in the worker's traceback."""
 
     def __init__(self, dataset: Described[Item]) -> None:
         self._dataset = dataset
@@ -221,11 +212,10 @@ def _obituary(dataset: Described[Item], processes: list[Any], notes: Any) -> str
 
 
 def _start_fork_server() -> None:
-    """Start it with torch loaded and with the signals blocked that stop a job.
+    """Start it with torch loaded: a worker then starts in 0.03 s instead of 1, with 25 MB of its own instead of 310.
 
-    A worker then starts in 0.03 s instead of 1, with 25 MB of its own instead of 310. Blocked, because Slurm signals
-    every process, and without their server the workers die. A blocked signal stays blocked through fork and exec; one
-    that comes meanwhile reaches this process afterwards.
+    The signals that stop a job are blocked: Slurm signals every process, and without their server the workers die. A
+    blocked signal stays blocked through fork and exec; one sent meanwhile reaches this process afterwards.
     """
     atexit.unregister(_kill_workers)
     atexit.register(_kill_workers)
@@ -252,7 +242,7 @@ def _prepare_worker(notes: Any, worker: int) -> None:
     for stop in _STOP_SIGNALS:
         signal.signal(stop, signal.SIG_IGN)
     torch.set_num_threads(1)  # the workers share the cores among themselves
-    # torch's workers watch their parent, which here is the fork server and lives as long as any of them.
+    # torch's workers watch their parent, but here that is the fork server, which lives as long as any of them.
     threading.Thread(target=_end_with_the_rank, daemon=True).start()
 
 
