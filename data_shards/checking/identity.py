@@ -68,7 +68,7 @@ class SetIdentity:
 
     @classmethod
     def from_json(cls, content: Any) -> SetIdentity:
-        """From the JSON of `vars`; pydantic would refuse names that are not UTF-8. Raises ValueError for anything else."""
+        """From the JSON of `vars` (pydantic refuses names that are not UTF-8); ValueError for anything else."""
         if not isinstance(content, dict) or set(content) != {field.name for field in fields(cls)}:
             raise ValueError("not the columns of a set of shards")
         columns = {key: value for key, value in content.items() if key not in ("digest", "spots")}

@@ -154,7 +154,7 @@ def random_crop(
 def resize(
     image: Pixels, *, height: int, width: int, interpolation: CropInterpolation = "bilinear", into: Pixels | None = None
 ) -> Pixels:
-    """Antialiased resize of uint8 [H, W, 3] to [height, width, 3], into `into` if given; may return the image itself."""
+    """Antialiased resize of uint8 [H, W, 3] to [height, width, 3], in `into` if given; may return the image itself."""
     if image.shape[:2] == (height, width):
         return _placed(image, into)
     if into is None:
