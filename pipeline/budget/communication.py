@@ -1,8 +1,8 @@
-"""Bytes and time that the GPUs of a run spend on collectives, and the number of GPUs from which that is too much.
+"""Bytes and time that GPUs spend on collectives, and the number of GPUs from which that is too much.
 
-A model, not a measurement: a ring's time is what each GPU sends over a link's bandwidth, plus a latency for each of its
-hops; NCCL reaches 85 % of a link. Gradients are averaged during the backward pass (two thirds of the computing); what
-does not fit beneath it, the last bucket, and the all-gather of new weights at the end of a step are not hidden.
+A model, not a measurement: a ring takes what each GPU sends over a link's bandwidth, plus a latency per hop; NCCL
+reaches 85 % of a link. Gradients are averaged during the backward pass (two thirds of the computing); what does not fit
+beneath it, the last bucket, and the all-gather of new weights are not hidden.
 
 Bytes that each GPU sends in one step, for n GPUs, N weights of w bytes each; times (n - 1) / n:
 
@@ -10,8 +10,8 @@ Bytes that each GPU sends in one step, for n GPUs, N weights of w bytes each; ti
     ZeRO 1 and 2            3wN   all-reduce (DeepSpeed 0.19 copies its part out of it), then all-gather of weights
     ZeRO 3                  3wN   two all-gathers of weights and a reduce-scatter; 2wN while all weights stay gathered
 
-ZeRO 2 averages after every micro-batch, the others after the last one. ZeRO 3 has three collectives for each block,
-each with the latency of a ring of n; they overlap with computing but for the first and the last few.
+ZeRO 2 averages after every micro-batch, the others after the last one. ZeRO 3 has three collectives per block, each
+with the latency of a ring of n; all but the first and last few overlap with computing.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ GOOD_KEPT_SHARE = 5 / 6  # of the computing speed; where more than a sixth is wa
 
 @dataclass(frozen=True)
 class Links:
-    """What connects the GPUs: bytes a second that a collective moves within a node (near) and between nodes (far)."""
+    """Collective bandwidth in bytes/s within a node (near) and between nodes (far)."""
 
     gpus_per_node: int
     near_bytes_per_second: float
@@ -48,14 +48,14 @@ class Links:
         return near if gpus <= self.gpus_per_node else min(near, self.far_bytes_per_second)
 
     def hop_seconds(self, gpus: int) -> float:
-        """A ring's latency from one GPU to the next, on average."""
+        """A ring's mean latency from one GPU to the next."""
         if gpus <= self.gpus_per_node:
             return _NEAR_HOP_SECONDS
         return (_NEAR_HOP_SECONDS * (self.gpus_per_node - 1) + _FAR_HOP_SECONDS) / self.gpus_per_node
 
 
 def links_of(gpu: Gpu, *, gpus_per_node: int, node_gbps: float | None) -> Links:
-    """The links of usual nodes of this GPU; `node_gbps`: the network of a node in Gbit/s, if it differs."""
+    """The links of usual nodes of this GPU; `node_gbps`: a node's network in Gbit/s, if it differs."""
     near = _LINK_EFFICIENCY * gpu.link_gb_per_second / 2 * GB
     far = _LINK_EFFICIENCY * (node_gbps or gpu.node_gbps) / 8 * GB
     return Links(gpus_per_node, near, far)
@@ -120,7 +120,7 @@ def traffic(
             reduce = bare_reduce = reduce_bytes / speed + ring_seconds
         else:
             buckets = math.ceil(work.num_parameters / work.bucket_elements)
-            # NCCL takes a tree for small pieces over many GPUs, so that buckets do not cost a ring's latency each.
+            # NCCL takes a tree for small pieces over many GPUs, so buckets do not each cost a ring's latency.
             tree_seconds = 2 * math.ceil(math.log2(gpus)) * hop_seconds
             reduce = reduce_bytes / speed + times * buckets * tree_seconds
             hidden = _BACKWARD_SHARE * compute_seconds * (times / accumulation_steps)
@@ -138,7 +138,7 @@ def most_useful_gpus(
     host_seconds: float = 0.0,
     least_share: float = GOOD_KEPT_SHARE,
 ) -> int:
-    """The most GPUs, of 1, 2, 4, ... as far as they divide the batch, that keep `least_share` of their speed.
+    """The most GPUs (1, 2, 4, ... dividing the batch) that keep `least_share` of their speed.
 
     A step takes at least `host_seconds` of a processor.
     """

@@ -1,8 +1,7 @@
-"""What one training stage's model costs an image, in the recipe's precision and with its regularisation.
+"""FLOPs and memory per image of one stage's model, in the recipe's precision and with its regularisation.
 
-`model.counting` counts the model itself, in bf16 and without dropout; a stage adds the masked-patch head, dropout
-masks, float32, autocast, and what a backward pass holds temporarily. Checked against torch's MemTracker under fake
-tensors (tests/pipeline/budget/test_memory_tracker.py).
+To `model.counting` (bf16, no dropout) it adds the masked-patch head, dropout masks, float32, autocast, and temporaries
+of the backward pass. Checked against torch's MemTracker (tests/pipeline/budget/test_memory_tracker.py).
 """
 
 from __future__ import annotations
@@ -16,8 +15,7 @@ from model.counting.flops import account
 from model.vocabulary import COLOURS, HeadKind
 from pipeline.recipe.schema import EngineConfig, MaskedPatchStage, PretrainStage, TrainStage
 
-# Autocast over float32 weights (accelerate) keeps norms' inputs in float32: 36 values of two bytes where bf16 keeps 32
-# (measured: 36.2 of 32.0 for B/16).
+# Autocast (accelerate) keeps norms' inputs in float32: 36 two-byte values for bf16's 32 (measured: 36.2 for B/16).
 _AUTOCAST = 36 / 32
 # What is alive beside the kept activations when the backward pass begins, as a share of the last block's hidden layer
 # (measured: 3.1 to 3.3 of 4 for B/16 and L/16, 224 and 384 px, bf16 and float32).
@@ -43,7 +41,7 @@ class StageCost:
 
 
 def stage_cost(model: ModelConfig, *, stage: TrainStage, engine: EngineConfig, num_classes: int) -> StageCost:
-    """What `stage` of a recipe costs an image, for a data set of `num_classes` classes."""
+    """What `stage` costs an image, for `num_classes` classes."""
     masked = isinstance(stage, MaskedPatchStage)
     head: HeadKind = stage.head if isinstance(stage, PretrainStage) else "linear"
     counted = account(
@@ -66,7 +64,7 @@ def stage_cost(model: ModelConfig, *, stage: TrainStage, engine: EngineConfig, n
         added = more.saved_bytes + VALUE_BYTES * patches * (patches + 1)
         kept, checkpointed = kept + added, checkpointed + added
     if stage.dropout:
-        # A byte for each value that dropout may take: after attention and twice in the MLP of each block, once before.
+        # A byte for each value under dropout: after attention and twice in the MLP of each block, once before.
         sizes = model.sizes
         masks = counted.tokens * (sizes.width + sizes.depth * (2 * sizes.width + sizes.mlp_dim))
         kept, checkpointed = kept + masks, checkpointed + masks // max(1, depth)

@@ -1,7 +1,7 @@
-"""One stage's forecast, put together: its cost, its memory under each ZeRO stage, time, traffic, disk and reading.
+"""One stage's forecast: cost, memory under each ZeRO stage, time, traffic, disk and reading.
 
-Assembly only; the reasons for each number are in the file that computes it. The hours leave out evaluation,
-checkpoints, compiling and waiting for data. `shardvit plan --json` prints these classes: their fields are its keys.
+Assembly only; each number's reasons are in the file that computes it. Hours exclude evaluation, checkpoints, compiling
+and waiting for data. The keys of `shardvit plan --json` are these classes' fields.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _RECOMPUTED = 4 / 3  # of the arithmetic, with activation checkpointing
 
 @dataclass(frozen=True)
 class Hardware:
-    """What the run is planned for; `gpu` is None where it is not known."""
+    """What the run is planned for; `gpu`: None if unknown."""
 
     gpus: int
     gpu: Gpu | None
@@ -34,7 +34,7 @@ class Hardware:
 
 @dataclass(frozen=True)
 class GivenSpeed:
-    """What the user gives: nothing, an MFU, or images a second of one GPU, measured in a stage of such FLOPs."""
+    """What the user gives: nothing, an MFU, or images/s of one GPU, measured in a stage of such FLOPs."""
 
     mfu: float | None = None
     images_per_second: float | None = None
@@ -44,7 +44,7 @@ class GivenSpeed:
 
 @dataclass(frozen=True)
 class Shards:
-    """What is known of a stage's training shards; None: not known."""
+    """What is known of a stage's training shards; None: unknown."""
 
     num_images: int | None
     num_classes: int
@@ -66,7 +66,7 @@ class MemoryRow:
 
 @dataclass(frozen=True)
 class Time:
-    """How fast a stage goes; hours are None where its length is not known."""
+    """A stage's speed; hours are None if its length is unknown."""
 
     speed: Speed  # of one GPU alone
     step_seconds: float  # of an optimizer step, with waiting for the others
@@ -80,7 +80,7 @@ class Time:
 
 @dataclass(frozen=True)
 class CheckpointSpace:
-    """Bytes of one checkpoint, and the most that exist at once, the one being written included."""
+    """Bytes of one checkpoint, and the most that exist at once, including the one being written."""
 
     checkpoint_bytes: int
     most_checkpoints: int
@@ -111,7 +111,6 @@ class StageForecast:
 
     @property
     def own(self) -> MemoryRow:
-        """The row of the recipe's own ZeRO stage."""
         return self.memory[self.zero_stage]
 
 
@@ -155,7 +154,7 @@ def forecast_stage(
 
 @dataclass(frozen=True)
 class _Part:
-    """What the rows and the time of one stage are computed from."""
+    """Shared inputs of a stage's rows and time."""
 
     recipe: Recipe
     config: TrainStage
@@ -165,7 +164,7 @@ class _Part:
     speed: Speed | None
 
     def row(self, zero_stage: ZeroStage, *, images: dict[Activations, int]) -> MemoryRow:
-        """One ZeRO stage; `images`: bytes of activations of one image."""
+        """`images`: bytes of activations of one image."""
         plan, machine = self.plan, self.machine
         held = state_of(
             self.cost.parameters,
@@ -198,7 +197,7 @@ class _Part:
         return MemoryRow(held, peak, largest, sent, step_seconds, kept_share)
 
     def time(self, row: MemoryRow, *, zero_stage: ZeroStage, finish: StageCost | None, known: bool) -> Time | None:
-        """Of the stage, whose steps are as `row` has them; `known`: whether their number is."""
+        """`known`: whether the number of steps is."""
         plan, machine, speed = self.plan, self.machine, self.speed
         if speed is None or row.step_seconds is None or row.kept_share is None:
             return None
@@ -231,11 +230,11 @@ class _Part:
 
     @property
     def images_each(self) -> int:
-        """Of one GPU in one step."""
+        """Images of one GPU in one step."""
         return self.plan.micro_batch_size * self.plan.accumulation_steps
 
     def host_seconds(self, zero_stage: ZeroStage) -> float:
-        """What a processor needs to launch a step; 0 where the speed is measured, which includes it."""
+        """Processor time to launch a step; 0 if the speed is measured, which includes it."""
         if self.speed and self.speed.kind == "measured":
             return 0.0
         return host_seconds(self.cost.depth, zero_stage=self.kind(zero_stage), passes=self.plan.accumulation_steps)
@@ -244,7 +243,6 @@ class _Part:
         return "ddp" if self.recipe.engine.backend == "accelerate" else zero_stage
 
     def workload(self, zero_stage: ZeroStage) -> Workload:
-        """DDP averages float32 gradients."""
         kind, engine = self.kind(zero_stage), self.recipe.engine
         settings = deepspeed_config(engine, optimizer=self.config.optimizer, plan=self.plan)["zero_optimization"]
         return Workload(
@@ -258,7 +256,7 @@ class _Part:
 
 
 def _speed(recipe: Recipe, *, cost: StageCost, machine: Hardware, given: GivenSpeed) -> Speed | None:
-    """Of one GPU alone; None: neither the GPU nor a measurement is known."""
+    """The speed of one GPU alone; None if neither the GPU nor a measurement is known."""
     peak = machine.gpu.peak_flops(recipe.engine.precision) if machine.gpu else None
     flops = cost.training_flops
     if given.images_per_second is not None:

@@ -1,7 +1,7 @@
-"""The GPUs that a plan can be made for: their peaks, memory and links, from NVIDIA's data sheets.
+"""The GPUs that can be planned for: peaks, memory and links, from NVIDIA's data sheets.
 
-Peaks are dense (no sparsity), of matrix products with float32 accumulation; float32 without TF32, which torch leaves
-off. Nothing here is measured: what a program reaches of a peak is `speed`'s, and of a link `communication`'s.
+Peaks are dense matrix products with float32 accumulation; float32 without TF32, which torch leaves off. Nothing here is
+measured: the reached share of a peak is in `speed`, of a link in `communication`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ Precision = Literal["bf16", "fp16", "fp32"]
 
 GB, TFLOPS = 10**9, 10**12
 
-# Kept free of the data sheet's memory: CUDA's context, NCCL's buffers, cuBLAS' workspace, gaps of the allocator. The
-# data sheet counts in powers of ten, which on most cards leaves a few percent more than that.
+# Share of the memory kept free for CUDA's context, NCCL's buffers, cuBLAS' workspace and fragmentation. Data sheets
+# count in powers of ten, which on most cards leaves a few percent more.
 RESERVE_SHARE = 0.04
 
 _PCIE_4 = 64.0  # GB/s, 16 lanes
@@ -55,7 +55,7 @@ class Gpu:
                 return self.fp32_tflops * TFLOPS
 
 
-# In the order in which a driver's name is looked up: the more special ones first.
+# In the order in which a driver's name is looked up: more specific names first.
 GPUS = (
     Gpu("b200", "B200 SXM", 180 * GB, 2250, 2250, 75, 1800, "NVLink", 3200, "NVIDIA HGX B200 data sheet", r"B200"),
     Gpu("gh200", "GH200 96 GB", 96 * GB, 990, 990, 67, 900, "NVLink", 3200, "NVIDIA GH200 data sheet", r"GH200"),
@@ -88,11 +88,7 @@ _BY_KEY = {gpu.key: gpu for gpu in GPUS}
 
 
 def find_gpu(key: str) -> Gpu:
-    """The GPU that `--gpu` names.
-
-    Raises:
-        UserError: it is not in the table.
-    """
+    """The GPU that `--gpu` names; UserError if it is not in the table."""
     gpu = _BY_KEY.get(key.lower().replace("_", "-").replace(" ", ""))
     if gpu is None:
         close = difflib.get_close_matches(key.lower(), _BY_KEY, n=1)
@@ -102,5 +98,5 @@ def find_gpu(key: str) -> Gpu:
 
 
 def gpu_of_driver(name: str) -> Gpu | None:
-    """The GPU that a driver calls `name` ("NVIDIA A100-SXM4-80GB"); None: not in the table."""
+    """The GPU with this driver name ("NVIDIA A100-SXM4-80GB"); None: not in the table."""
     return next((gpu for gpu in GPUS if re.search(gpu.pattern, name)), None)

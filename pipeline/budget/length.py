@@ -1,5 +1,6 @@
-"""A stage's batches and steps on a number of GPUs, also where that number does not fit the recipe, or the size of the
-training set is not known: what can be counted is, and the rest is said."""
+"""A stage's batches and steps, as far as they can be counted if the GPUs do not fit the recipe or the set's size is
+unknown.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ class Length:
 
 
 def stage_length(recipe: Recipe, *, stage: StageName, num_images: int | None, processes: int) -> Length:
-    """The plan of a stage whose training set has `num_images` images; None: not known."""
+    """The plan of a stage with `num_images` training images; None: unknown."""
     known = True
     if num_images is None:
         known = not _in_epochs(recipe.train_stage(stage).duration)
@@ -65,7 +66,7 @@ def _in_epochs(duration: str) -> bool:
 
 
 def _without_epochs(recipe: Recipe, *, stage: StageName) -> Recipe:
-    """The recipe with steps in place of a stage's epochs, which cannot be counted without the number of images."""
+    """The recipe with steps in place of epochs, which cannot be counted without the number of images."""
     config = recipe.train_stage(stage)
     keys = ("unmasked_finish", "log_every", "eval_every", "save_every", "keep_every")
     changes: dict[str, object] = {key: "0 steps" for key in keys if _in_epochs(getattr(config, key))}

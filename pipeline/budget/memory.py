@@ -1,10 +1,10 @@
-"""Bytes on one GPU, by ZeRO stage: what rests there, what a step adds, and the largest micro-batch that leaves room.
+"""Bytes on one GPU, by ZeRO stage: at rest, within a step, and the largest micro-batch that fits.
 
-The formulas are those of DeepSpeed 0.19 as this project sets it (`zero_config`), read in its source and compared with
-real engines on two processes (tests/pipeline/budget/test_engine_memory.py). They differ from the textbook's in three
-places: without accumulation ZeRO 1 too keeps the gradients of its own share only; a step holds its gradients up to
-three times (averaged, flattened, in float32); and ZeRO 3 keeps gathered weights through the whole backward pass, unless
-there are more than 10^9 of them. Not included: activations (`cost`), the reserve for CUDA and NCCL (`gpus`).
+The formulas are those of DeepSpeed 0.19 as `zero_config` sets it, read in its source and compared with real engines on
+two processes (tests/pipeline/budget/test_engine_memory.py). Unlike the textbook's: without accumulation ZeRO 1 too
+keeps only its own share of the gradients; a step holds gradients up to three times (averaged, flattened, in float32);
+and ZeRO 3 keeps gathered weights through the whole backward pass, unless they exceed 10^9. Not included: activations
+(`cost`), the reserve for CUDA and NCCL (`gpus`).
 
 N parameters, n processes, w bytes of a weight in the forward pass (2, or 4 in fp32), b the bucket's bytes:
 
@@ -16,7 +16,7 @@ N parameters, n processes, w bytes of a weight in the forward pass (2, or 4 in f
     ZeRO 3       wN/n + 12N/n      wN/n, always there   b        wN        the same, and b
     accelerate   4N + 8N           4N, always there     -        2N casts  4N
 
-(*) where micro-batches are accumulated. 12N: float32 masters (4) and AdamW's two moments (8); SGD has one moment.
+(*) with accumulation. 12N: float32 masters (4) and AdamW's two moments (8); SGD has one moment.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Activations = Literal["all", "checkpointed"]
 
 _WEIGHT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 _MASTER_BYTES = 4
-# Defaults of DeepSpeed 0.19 that `zero_config` leaves as they are.
+# Defaults of DeepSpeed 0.19 that `zero_config` leaves.
 _ALLREDUCE_ELEMENTS = 500_000_000  # engine.MEMORY_OPT_ALLREDUCE_SIZE
 MAX_LIVE_ELEMENTS = 1_000_000_000  # stage3_max_live_parameters
 _PREFETCH_ELEMENTS = 50_000_000  # stage3_prefetch_bucket_size
@@ -60,7 +60,7 @@ class State:
 
     @property
     def passing_bytes(self) -> int:
-        """What a step needs temporarily, beside weights, optimizer and gradients."""
+        """Temporary bytes of a step, beside weights, optimizer and gradients."""
         return max(self.buckets + self.gathered, self.step - self.gradients)
 
     def backward_peak_bytes(self, activation_bytes: int) -> int:
@@ -72,11 +72,10 @@ class State:
         return self.resting_bytes + self.buckets + self.gathered + passes
 
     def peak_bytes(self, activation_bytes: int) -> int:
-        """The most at any moment of a step."""
         return max(self.backward_peak_bytes(activation_bytes), self.resting_bytes + self.step)
 
     def largest_micro_batch(self, usable_bytes: int, *, image_bytes: int) -> int:
-        """The most images of one forward pass for which the peak stays within `usable_bytes`; 0: none."""
+        """The most images of one forward pass whose peak is within `usable_bytes`; 0: none."""
         if self.peak_bytes(0) > usable_bytes:
             return 0
         used = self.resting_bytes + self.buckets + self.gathered + self.early_gradients
@@ -86,7 +85,7 @@ class State:
 def state_of(
     num_parameters: int, *, engine: EngineConfig, optimizer: OptimizerConfig, plan: StagePlan, zero_stage: ZeroStage
 ) -> State:
-    """The state under one ZeRO stage, whichever the recipe's own is."""
+    """The state under one ZeRO stage, whatever the recipe's own is."""
     number, share = num_parameters, -(-num_parameters // plan.world_size)
     moments = OPTIMIZERS[optimizer.name].bytes_per_parameter
     weight = _WEIGHT_BYTES[engine.precision]

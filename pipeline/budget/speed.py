@@ -1,13 +1,12 @@
-"""Images a second of one GPU, from a share of its peak (MFU) or a measurement; and what they ask of disks and cores.
+"""Images/s of one GPU, from a share of its peak (MFU) or a measurement; and what that asks of disks and cores.
 
-MFU, model FLOPs utilisation, is the arithmetic that the model needs over what the GPU could do in the same time at its
-peak; recomputation does not count. The default shares are anchors, not promises: what a carefully tuned run of such a
-model reaches on a Hopper GPU in bf16. A small model, or few images at a time, is bound by the processor that launches
-the kernels instead: `host_seconds`.
+MFU is the FLOPs that the model needs, recomputation not counted, over the GPU's peak. The default shares are anchors,
+not promises: what a well-tuned run of such a model reaches on a Hopper GPU in bf16. Small models, or few images at a
+time, are bound by the processor that launches the kernels: `host_seconds`.
 
-Reading is an estimate from one recorded benchmark (launch/bench/records/data.txt: photographs of 107 kB and 0.2
-megapixels, cut and resized to 224 px, one core of a Xeon): decoding grows with the pixels of the image, and these with
-its bytes, the rest with the pixels of the result. `launch.bench.data` measures other images and processors.
+Reading is estimated from one benchmark (launch/bench/records/data.txt: photographs of 107 kB and 0.2 megapixels,
+cropped to 224 px, one core of a Xeon): decoding grows with the image's bytes, the rest with the pixels of the crop.
+`launch.bench.data` measures other images and processors.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from model.config import ModelConfig
 
 @dataclass(frozen=True)
 class Anchor:
-    """A share of the peak that is realistic for one model and image size."""
+    """A realistic share of the peak for one model and image size."""
 
     model: str
     image_size: int
@@ -47,8 +46,8 @@ ANCHORS = (
 _TINY_MFU, _TINY_WIDTH = 0.20, 256  # below it kernels are too small to fill a GPU
 _CONVOLUTION_MFU = 0.30
 
-# CPU time of ViT-L/16's 296 parameter tensors on a 2.5 GHz core (torch 2.11, DeepSpeed 0.19, eager): of one forward and
-# backward pass, and of what each engine adds to an optimizer step. A server's core is taken to be twice as fast.
+# CPU time of ViT-L/16's 296 parameter tensors on a 2.5 GHz core (torch 2.11, DeepSpeed 0.19, eager): one forward and
+# backward pass, and each engine's part of an optimizer step. A server's core is assumed to be twice as fast.
 _MEASURED_TENSORS, _CORE_SPEED = 296, 2.0
 _PASS_SECONDS = 0.041
 _ENGINE_SECONDS = {0: 0.034, 1: 0.034, 2: 0.048, 3: 0.329, "ddp": 0.0}
@@ -60,10 +59,7 @@ _DECODE_MS, _REST_MS = 0.99, 0.36  # of the 1.35 ms of CPU time an image in all
 
 @dataclass(frozen=True)
 class Speed:
-    """What one GPU does without waiting for others; `mfu` is None where the GPU is not known.
-
-    `basis` says in words where the number comes from.
-    """
+    """What one GPU does without waiting for others; `mfu`: None if the GPU is unknown; `basis`: the number's source."""
 
     images_per_second: float
     mfu: float | None
@@ -72,7 +68,7 @@ class Speed:
 
 
 def nearest_anchor(model: ModelConfig, *, tokens: int) -> tuple[float, str]:
-    """(share of the peak, where it is from) for a model that sees so many tokens; 0 tokens: a pure ResNet."""
+    """(share of the peak, its source) for a model that sees so many tokens; 0 tokens: a pure ResNet."""
     if model.kind == "resnet" or model.sizes.resnet_layers is not None:
         return _CONVOLUTION_MFU, "a guess for convolutions"
     if model.sizes.width < _TINY_WIDTH:
@@ -88,25 +84,25 @@ def nearest_anchor(model: ModelConfig, *, tokens: int) -> tuple[float, str]:
 def speed_at(
     mfu: float, *, training_flops: float, peak_flops: float, basis: str, kind: Literal["anchor", "given"]
 ) -> Speed:
-    """Images a second at a share of the peak."""
+    """Images/s at a share of the peak."""
     return Speed(mfu * peak_flops / training_flops, mfu, basis, kind)
 
 
 def measured_speed(images_per_second: float, *, training_flops: float, peak_flops: float | None, basis: str) -> Speed:
-    """A measured number, and the share of the peak that it is."""
+    """A measured speed, and its share of the peak."""
     mfu = images_per_second * training_flops / peak_flops if peak_flops else None
     return Speed(images_per_second, mfu, basis, "measured")
 
 
 def host_seconds(depth: int, *, zero_stage: Literal[0, 1, 2, 3, "ddp"], passes: int) -> float:
-    """What a processor core needs to launch one optimizer step of `passes` forward and backward passes; an estimate."""
+    """Estimated processor time to launch one optimizer step of `passes` forward and backward passes."""
     share = (_TENSORS_PER_BLOCK * depth + _OTHER_TENSORS) / _MEASURED_TENSORS
     return share * (_PASS_SECONDS * passes + _ENGINE_SECONDS[zero_stage]) / _CORE_SPEED
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What must be read and decoded for the GPUs not to wait."""
+    """What must be read and decoded to keep the GPUs busy."""
 
     images_per_second: float  # of all GPUs together
     bytes_per_second: float | None  # of the shards, over all nodes; None: their size is not known
@@ -116,8 +112,7 @@ class Reading:
 
 
 def reading(images_per_second: float, *, image_bytes: float | None, image_size: int) -> Reading:
-    """For images of `image_bytes` on average; None: not known, and the benchmark's photographs are assumed, smaller
-    ones for a smaller `image_size`."""
+    """For images of `image_bytes` on average; None: those of the benchmark, scaled down for a smaller `image_size`."""
     size = image_bytes
     if size is None:
         size = _BENCH_IMAGE_BYTES * min(1.0, (image_size / _BENCH_PIXELS) ** 2)

@@ -1,5 +1,4 @@
-"""Warnings before a run starts, a sentence each, the worst first: what cannot run, what does not fit, what wastes GPUs.
-Each says what to change."""
+"""Warnings before a run starts, worst first, each with its remedy: what cannot run, does not fit, or wastes GPUs."""
 
 from __future__ import annotations
 

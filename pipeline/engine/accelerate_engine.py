@@ -1,8 +1,8 @@
 """Plain data parallelism by accelerate (DDP) behind the `Engine` protocol, for debugging and comparison.
 
-Nothing is sharded: every process keeps all weights and the whole optimizer state, and rank 0 writes them to a
-checkpoint. Half precision is autocast over float32 weights. Not accelerate's DeepSpeed plugin, which silently falls
-back to DDP on a CPU and hides the checkpoint.
+Nothing is sharded: every process keeps all weights and optimizer state, and rank 0 writes them to checkpoints. Half
+precision is autocast over float32 weights. accelerate's DeepSpeed plugin is not used: on a CPU it silently falls back
+to DDP, and it hides the checkpoint.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class AccelerateEngine:
         return self._accelerator.unwrap_model(self._model)
 
     def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
-        """The outputs for one micro-batch; DDP decides here whether the backward pass will reduce over the ranks."""
+        """DDP decides here whether the backward pass will reduce over the ranks."""
         self._micro_step += 1
         last = self._micro_step == self._accumulation_steps
         with contextlib.nullcontext() if last else self._accelerator.no_sync(self._model):
@@ -72,11 +72,9 @@ class AccelerateEngine:
         return self._model(*inputs)
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Accumulate; on the last micro-batch of a step DDP reduces."""
         self._accelerator.backward(loss / self._accumulation_steps)
 
     def step(self, *, lr: float) -> StepResult:
-        """Unscale, clip, step; a gradient that is not finite moves nothing."""
         assert self._micro_step == self._accumulation_steps, "step() before all micro-batches"
         self._micro_step = 0
         for group in self._optimizer.param_groups:
@@ -91,7 +89,6 @@ class AccelerateEngine:
         return StepResult(applied=math.isfinite(grad_norm), grad_norm=grad_norm)
 
     def snapshot(self) -> tuple[StateFile, ...]:
-        """Of rank 0 the weights, the optimizer and the loss scale."""
         if not self._ranks.place.is_main:
             return ()
         scaler = self._accelerator.scaler
@@ -112,5 +109,4 @@ class AccelerateEngine:
             self._accelerator.scaler.load_state_dict(state["scaler"])
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """The weights; they are float32 and whole on every rank."""
         return {name: tensor.detach().cpu().clone() for name, tensor in self.module.state_dict().items()}

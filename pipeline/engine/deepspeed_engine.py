@@ -1,16 +1,14 @@
 """DeepSpeed behind the `Engine` protocol: ZeRO 0 to 3, bf16/fp16/fp32, on GPUs (NCCL) and CPUs (gloo).
 
-DeepSpeed owns the sharded state, precision, accumulation and clipping; the learning rate, the data, the checkpoints'
-commit and their loading are ours. What DeepSpeed 0.19 lacks, and this file adds:
-
-- ZeRO stage 0 in float32 does not check its gradients, so one NaN would spoil the weights for good: we check, and clip.
-- Its checkpoints are pickles, which it executes, and they load only on as many processes, and under the same ZeRO
-  stage, as wrote them. `load` reads those of any as data (`portable`) and puts them in place (`masters`).
-- Stage 0 in half precision: its master weights are not found by DeepSpeed's helpers, and its Adam starts with a step
-  already counted.
-- Master weights are made from the rounded half-precision ones: they get their exact values back.
-- On CPUs it compiles an all-reduce over shared memory at the first start (half a minute, a C++ compiler) and leaves a
-  69 MB file in /dev/shm per rank and run: switched off, gloo does the same.
+DeepSpeed owns sharded state, precision, accumulation and clipping; learning rate, data, and committing and loading
+checkpoints are ours. Where DeepSpeed 0.19 falls short, this file adds:
+- ZeRO 0 in float32 does not check its gradients, so one NaN would ruin the weights: we check, and clip.
+- Its checkpoints are pickles, which it executes, and load only at the world size and ZeRO stage that wrote them: `load`
+  reads any of them as data (`portable`) and puts them in place (`masters`).
+- ZeRO 0 in half precision: DeepSpeed's helpers miss its master weights, and its Adam starts one step ahead.
+- Master weights are made from rounded half-precision ones: they get their exact values back.
+- On CPUs it compiles a shared-memory all-reduce at first start (half a minute, a C++ compiler) and leaves 69 MB in
+  /dev/shm per rank and run: switched off, gloo does the same.
 """
 
 from __future__ import annotations
@@ -69,7 +67,6 @@ class DeepSpeedEngine:
 
     @property
     def module(self) -> nn.Module:
-        """The model, with DeepSpeed's hooks on it under ZeRO-3."""
         return self._engine.module
 
     def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
@@ -80,7 +77,6 @@ class DeepSpeedEngine:
         return self._engine(*inputs)
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Accumulate; on the last micro-batch of a step DeepSpeed reduces over the ranks."""
         self._engine.backward(loss)
         self._micro_step += 1
         if self._micro_step < self._accumulation_steps:
@@ -120,7 +116,6 @@ class DeepSpeedEngine:
         return tuple(collector.files)
 
     def load(self, folder: Path, *, written: dict[str, Any]) -> None:
-        """Restore weights, master weights, optimizer state, counters and loss scale."""
         saved = open_deepspeed(
             folder / TAG,
             zero_stage=written["zero_stage"],
@@ -130,7 +125,6 @@ class DeepSpeedEngine:
         put_state(self._engine, saved, rank=self._ranks.place.rank)
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Float32 weights, assembled from wherever the stage keeps its master copy."""
         from deepspeed.utils import safe_get_full_fp32_param
 
         masters = unsharded_masters(self._engine.optimizer)
@@ -146,7 +140,7 @@ class DeepSpeedEngine:
         return state
 
     def _set_masters(self, exact: dict[str, torch.Tensor]) -> None:
-        """Give the master weights the float32 values that DeepSpeed made them from after rounding."""
+        """Give the master weights the float32 values from before rounding."""
         if unsharded_masters(self._engine.optimizer):
             # This wrapper has stepped on zero gradients to allocate Adam's state, which shifts its bias correction.
             self._engine.optimizer.optimizer.state.clear()
@@ -155,7 +149,7 @@ class DeepSpeedEngine:
 
 
 class _Collector:
-    """Replaces DeepSpeed's checkpoint writer during a snapshot: keeps what is to be written."""
+    """Replaces DeepSpeed's checkpoint writer during a snapshot: keeps what would be written."""
 
     def __init__(self) -> None:
         self.files: list[StateFile] = []
@@ -167,7 +161,6 @@ class _Collector:
         """Nothing to start."""
 
     def save(self, state_dict: dict[str, Any], path: str) -> None:
-        """One file of this rank."""
         self.files.append(state_file(PurePath(path).as_posix(), state_dict))
 
     def commit(self, info: Any) -> bool:
@@ -175,7 +168,6 @@ class _Collector:
         return True
 
     def is_decoupled(self) -> bool:
-        """DeepSpeed need not wait for anything afterwards."""
         return False
 
 
@@ -192,7 +184,7 @@ def _import_deepspeed() -> Any:
 
 @contextlib.contextmanager
 def _without(library: str) -> Iterator[None]:
-    """Within it the library cannot be imported, unless it was already."""
+    """Makes the library impossible to import, unless it was already."""
     if library in sys.modules:
         yield
         return

@@ -1,10 +1,9 @@
 """Where a running DeepSpeed engine keeps its master weights and moments, and how saved ones are put there.
 
-Each ZeRO stage keeps a rank's share differently: stage 0 whole parameters, stages 1 and 2 a piece of each flattened
-group, stage 3 a piece of each parameter. `slots` says which elements of each parameter are where, so that restoring a
-weight or a moment is one copy in every stage. DeepSpeed's own setters are not used: that of stage 3 fails where the
-ranks do not divide a parameter's size, and none of them can create moments. Relies on the optimizers' attributes of
-DeepSpeed 0.19, which is not imported.
+Stage 0 keeps whole parameters, stages 1 and 2 a piece of each flattened group, stage 3 a piece of each parameter;
+`slots` maps them all, so that restoring is one copy in every stage. DeepSpeed's own setters are not used: stage 3's
+fails where the world size does not divide a parameter's size, and none creates moments. Relies on attributes of
+DeepSpeed 0.19's optimizers; does not import it.
 """
 
 from __future__ import annotations
@@ -20,10 +19,7 @@ from pipeline.engine.portable import WEIGHT, LossScale, PortableState
 
 @dataclass(frozen=True)
 class Slot:
-    """Elements `first` to `first + count` of a flattened parameter, as this rank keeps them.
-
-    They start at `start` in the flattened `master`, and at the same place in each of its moments.
-    """
+    """Elements `first` to `first + count` of a flattened parameter, at `start` in the flat `master` and its moments."""
 
     master: Tensor
     start: int
@@ -35,7 +31,7 @@ class Slot:
 
 
 def slots(engine: Any, *, rank: int) -> dict[str, Slot]:
-    """By name, where this rank keeps its share of each parameter; those without a share are left out."""
+    """This rank's share of each parameter, by name; parameters without a share are left out."""
     optimizer = engine.optimizer
     unsharded = unsharded_masters(optimizer)
     found: dict[str, Slot] = {}
@@ -60,7 +56,7 @@ def slots(engine: Any, *, rank: int) -> dict[str, Slot]:
 
 
 def unsharded_masters(optimizer: Any) -> dict[int, Tensor]:
-    """Stage 0 in half precision, and nothing in the others: id of the half parameter -> its float32 master."""
+    """Stage 0 in half precision: id of the half parameter -> its float32 master; empty in all other cases."""
     if not hasattr(optimizer, "fp32_groups") or not hasattr(optimizer, "fp16_groups"):
         return {}
     return {
@@ -71,7 +67,7 @@ def unsharded_masters(optimizer: Any) -> dict[int, Tensor]:
 
 
 def put_state(engine: Any, saved: PortableState, *, rank: int) -> None:
-    """Give an engine the weights, moments and counters of a saved state; collective: half weights are gathered."""
+    """Load weights, moments and counters into an engine; collective, as half weights are gathered."""
     places = slots(engine, rank=rank)
     torch_optimizer = getattr(engine.optimizer, "optimizer", engine.optimizer)  # inside DeepSpeed's, except in fp32
     torch_optimizer.state.clear()
@@ -95,7 +91,7 @@ def put_state(engine: Any, saved: PortableState, *, rank: int) -> None:
 
 
 def round_masters(engine: Any) -> None:
-    """Compute the weights of the forward pass from the masters; collective."""
+    """Recompute the forward pass's weights from the masters; collective."""
     optimizer = engine.optimizer
     if hasattr(optimizer, "fp32_partitioned_groups_flat"):  # stage 3, as its own loader does it
         optimizer.checkpoint_event_prologue()  # frees gathered weights
@@ -113,7 +109,7 @@ def round_masters(engine: Any) -> None:
 
 
 def put_loss_scale(optimizer: Any, saved: LossScale) -> None:
-    """Restore a dynamic loss scale; ZeRO 0 keeps it in another attribute."""
+    """Restore a dynamic loss scale, which ZeRO 0 keeps in another attribute."""
     scaler = getattr(optimizer, "loss_scaler", None) or optimizer.loss_scale_config
     scaler.cur_scale = saved.scale
     scaler.cur_iter = saved.iteration
@@ -123,7 +119,6 @@ def put_loss_scale(optimizer: Any, saved: LossScale) -> None:
 
 
 def _masters(engine: Any) -> list[Tensor]:
-    """The tensors that torch's optimizer steps on this rank."""
     optimizer = engine.optimizer
     for name in ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups"):
         if hasattr(optimizer, name):

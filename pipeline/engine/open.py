@@ -1,4 +1,4 @@
-"""Recipe -> engine: which backend carries the arithmetic out. The libraries are imported here, when one is chosen."""
+"""Recipe -> engine. A backend's library is imported only when the recipe names it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,7 @@ from pipeline.recipe.stage_plan import StagePlan
 
 
 def open_engine(recipe: Recipe, *, stage: StageName, plan: StagePlan, model: nn.Module, ranks: Ranks) -> Engine:
-    """Build the backend that the recipe names; the process group is joined already.
-
-    Raises:
-        UserError: a precision that this device cannot do.
-    """
+    """Build the recipe's backend in the joined process group; UserError: this device lacks the precision."""
     if recipe.engine.precision == "fp16" and not torch.cuda.is_available():
         raise UserError("engine.precision fp16 needs a GPU: use bf16 or fp32 on this machine")
     optimizer = recipe.train_stage(stage).optimizer

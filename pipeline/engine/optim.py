@@ -1,8 +1,7 @@
-"""The optimizer of a stage: torch's AdamW, or its SGD with AdamW's weight decay, over two parameter groups.
+"""The optimizer of a stage: torch's AdamW, or SGD with AdamW's weight decay, over two parameter groups.
 
-Weight decay touches the kernels of linear and convolution layers only (big_vision: names that end in `kernel`); biases,
-LayerNorms, the class token and the position embeddings have none. Gradient clipping is the engine's. To add an
-optimizer: an entry in `pipeline.vocabulary` and a case in `build_optimizer`.
+Weight decay affects only the kernels of linear and convolution layers (big_vision: names ending in `kernel`). The
+engine clips gradients. To add an optimizer: an entry in `pipeline.vocabulary` and a case in `build_optimizer`.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from pipeline.recipe.schema import OptimizerConfig
 
 
 def parameter_groups(model: nn.Module, *, weight_decay: float) -> list[dict[str, object]]:
-    """Two groups: the kernels with `weight_decay`, everything else with none; empty groups are left out."""
+    """Two groups, kernels with `weight_decay` and the rest without; empty groups are left out."""
     kernels = [
         module.weight
         for module in model.modules()
@@ -32,15 +31,15 @@ def parameter_groups(model: nn.Module, *, weight_decay: float) -> list[dict[str,
 
 
 class DecoupledSgd(torch.optim.SGD):
-    """SGD with momentum whose weight decay is AdamW's: p <- p - lr * wd * p, whatever the momentum.
+    """SGD with momentum and AdamW's weight decay: p <- p - lr * wd * p.
 
-    torch's own adds wd * p to the gradient, so that the momentum accumulates it: with 0.9, ten times as much. The paper
-    fine-tunes without any.
+    torch's adds wd * p to the gradient, so momentum accumulates it: with 0.9, ten times as much. The paper fine-tunes
+    without weight decay.
     """
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """One step; closures are not supported."""
+        """Closures are not supported."""
         if closure is not None:
             raise ValueError("closures are not supported: compute the gradients before")
         decays = [float(group["weight_decay"]) for group in self.param_groups]
@@ -57,7 +56,7 @@ class DecoupledSgd(torch.optim.SGD):
 
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """AdamW (fused on a GPU) or SGD with momentum; the learning rate is set anew before every step."""
+    """AdamW (fused on a GPU) or SGD with momentum; the learning rate is set before every step."""
     groups = parameter_groups(model, weight_decay=config.weight_decay)
     match config.name:
         case "adamw":

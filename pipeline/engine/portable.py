@@ -1,18 +1,16 @@
-"""What an engine saved, as a state that knows of no processes and no ZeRO stages: parameter name -> tensors.
+"""A saved engine state, independent of world size and ZeRO stage: parameter name -> tensors.
 
-DeepSpeed cuts weights and moments into flat shards, differently for each ZeRO stage and number of processes, and loads
-only what was cut the same way (its universal checkpoints need an offline conversion and do not cross stages 2 and 3).
-Here the cuts are undone by address: which element of which file holds element i of a parameter. So any part of any
-parameter can be read, and a process reads what it will keep and little more. Files are mapped: memory is what is asked
-for, and only shards that hold some of it are opened.
+DeepSpeed cuts weights and moments into flat shards, differently by ZeRO stage and world size, and loads only its own
+cut (universal checkpoints need an offline conversion and do not cross stages 2 and 3). Here the cuts are undone by
+address: which element of which file holds element i of a parameter. A rank reads what it will keep and little more;
+files are mapped, so memory is what is asked for.
 
-Restored to the last bit: float32 weights, the optimizer's moments and step counter, DeepSpeed's counters, the dynamic
-loss scale. Not restored: dropout's randomness under another number of processes; it is a function of (seed, step,
-rank), so the images, divided among other ranks, meet other masks. Gradients are then added up in another order, too: in
-float32 the losses agree with the undisturbed run's to about 1e-6.
+Restored to the last bit: float32 weights, moments, step counters, the dynamic loss scale. At another world size,
+dropout draws other masks (seeded by seed, step, rank) and gradients are summed in another order: float32 losses agree
+with the undisturbed run's to about 1e-6.
 
-Sources: deepspeed.utils.zero_to_fp32 and the optimizers' `state_dict` of DeepSpeed 0.19. Nothing in the files is
-executed (`reading`). Damage is not looked for (`pipeline.checkpoint.store.damage_of` does).
+Sources: deepspeed.utils.zero_to_fp32 and the optimizers' `state_dict` of DeepSpeed 0.19. Executes nothing from the
+files (`reading`) and does not look for damage (`pipeline.checkpoint.store.damage_of` does).
 """
 
 from __future__ import annotations
@@ -38,7 +36,7 @@ _MOMENTS = {moment for optimizer in OPTIMIZERS.values() for moment in optimizer.
 
 @dataclass(frozen=True)
 class LossScale:
-    """Where dynamic loss scaling (fp16) stands."""
+    """The state of dynamic loss scaling (fp16)."""
 
     scale: float
     iteration: int  # attempted steps
@@ -48,7 +46,7 @@ class LossScale:
 
 @dataclass(frozen=True)
 class Counters:
-    """The numbers in a state."""
+    """The step counters and other numbers of a state."""
 
     optimizer_step: float | None = None  # AdamW's, for its bias correction; None: SGD, or no step was applied yet
     global_steps: int = 0  # attempted, as DeepSpeed counts
@@ -59,7 +57,7 @@ class Counters:
 
 @dataclass(frozen=True)
 class _Address:
-    """Element i of a parameter lies in shard (lead + i) // stride, at base + (lead + i) % stride of one flat tensor."""
+    """Element i of a parameter is in shard (lead + i) // stride, at base + (lead + i) % stride of one flat tensor."""
 
     flat: int  # which of the flat tensors of a shard
     lead: int
@@ -69,7 +67,7 @@ class _Address:
 
 @dataclass(frozen=True)
 class PortableState:
-    """A saved state, opened; its tensors are read when they are asked for."""
+    """An opened state; tensors are read on demand."""
 
     shapes: dict[str, tuple[int, ...]]  # of all parameters, under the names of the model
     buffers: dict[str, Tensor]
@@ -79,9 +77,9 @@ class PortableState:
     _flat: Callable[[int, int, str], Tensor] = field(repr=False)  # (shard, flat, WEIGHT or a moment) -> 1-d tensor
 
     def part(self, name: str, *, of: str, first: int, count: int) -> Tensor:
-        """Elements `first` to `first + count` of a flattened parameter, float32 on the CPU; `of`: WEIGHT or a moment.
+        """Elements of a flattened parameter, float32 on the CPU; `of`: WEIGHT or a moment.
 
-        It may share memory with the mapped file: copy it, do not write to it.
+        May share memory with the mapped file: copy it, do not write to it.
         """
         address = self._addresses[name]
         pieces: list[Tensor] = []
@@ -99,16 +97,14 @@ class PortableState:
 
 
 def open_deepspeed(folder: Path, *, zero_stage: int, processes: int, model: nn.Module) -> PortableState:
-    """Open what so many processes saved under a ZeRO stage into DeepSpeed's own `folder`.
-
-    `model` gives names, order and shapes; it may be on any device, and sharded.
+    """Open what DeepSpeed saved; `model`, on any device and perhaps sharded, gives names, order and shapes.
 
     Raises:
-        UserError: the state is of another model, or of another number of processes.
+        UserError: the state is of another model, or of another world size than `processes`.
     """
     if zero_stage == 0:
         return _open_whole(folder.parent, content=read_state(folder / "mp_rank_00_model_states.pt"), model=model)
-    # ZeRO 1 to 3: one file of optimizer states a process, and the shapes in the first process's other file.
+    # ZeRO 1 to 3: one file of optimizer states a process; shapes are in the first process's other file.
     found = len(list(folder.glob("*_optim_states.pt")))
     if found != processes:
         raise UserError(f"checkpoint {folder.parent} has the shards of {found} processes instead of {processes}")
@@ -146,13 +142,13 @@ def open_deepspeed(folder: Path, *, zero_stage: int, processes: int, model: nn.M
 
 
 def open_accelerate(file: Path, *, model: nn.Module) -> PortableState:
-    """Open what the accelerate backend saved; the arguments and errors are those of `open_deepspeed`."""
+    """Open what the accelerate backend saved; arguments and errors as in `open_deepspeed`."""
     content = read_state(file)
     return _open_whole(file.parent, content={**content, "module": content["model"]}, model=model)
 
 
 def _open_whole(folder: Path, *, content: dict[str, Any], model: nn.Module) -> PortableState:
-    """One file with everything: torch's optimizer state, whose parameters have numbers instead of names."""
+    """One file with everything; torch's optimizer state numbers its parameters instead of naming them."""
     weights: dict[str, Tensor] = dict(content["module"])
     buffers = {name: weights.pop(name) for name in content.get("buffer_names", _buffer_names(model))}
     shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
@@ -213,7 +209,6 @@ def _addresses_3(groups: list[dict[str, torch.Size]], *, processes: int) -> dict
 
 
 def _check_fits(shapes: Mapping[str, tuple[int, ...]], *, model: nn.Module, folder: Path) -> None:
-    """Refuse a state whose parameters are not exactly the model's."""
     # Under ZeRO 3 a parameter's own shape is empty.
     wanted = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in model.named_parameters()}
     lacking, foreign = sorted(wanted.keys() - shapes.keys()), sorted(shapes.keys() - wanted.keys())
@@ -256,7 +251,7 @@ def _counters(
 
 
 def _read_loss_scale(scaler: Mapping[str, Any]) -> LossScale | None:
-    """From the attributes of DeepSpeed's scaler (ZeRO 1 to 3), or the entries of its wrapper's state (ZeRO 0)."""
+    """From DeepSpeed's scaler (ZeRO 1 to 3), or its wrapper's state (ZeRO 0)."""
     if not scaler.get("dynamic", scaler.get("dynamic_loss_scale", False)):
         return None
     return LossScale(

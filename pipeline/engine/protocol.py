@@ -1,8 +1,7 @@
-"""What carries the training loop out: one protocol, two backends.
+"""The `Engine` protocol that the training loop runs on, with two backends; `open` chooses one.
 
-`deepspeed` (`deepspeed_engine`, the default on every device) shards and checkpoints; `accelerate` (`accelerate_engine`)
-is plain data parallelism, for debugging and comparison. Nothing else in the project imports either library; `open`
-chooses. The loop calls, per optimizer step: `forward` and `backward` for each micro-batch, then `step`.
+`deepspeed` (the default on every device) shards and checkpoints; `accelerate` is plain data parallelism, for debugging
+and comparison. Per optimizer step the loop calls `forward` and `backward` for each micro-batch, then `step`.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from pipeline.engine.state_files import StateFile
 
 @dataclass(frozen=True)
 class StepResult:
-    """What an optimizer step did."""
+    """The outcome of an optimizer step."""
 
     applied: bool  # False: the gradient was not finite, nothing moved
     grad_norm: float  # global norm before clipping; not finite when not applied
@@ -30,7 +29,7 @@ class Engine(Protocol):
 
     @property
     def input_dtype(self) -> torch.dtype:
-        """What images are to be cast to."""
+        """What images must be cast to."""
         ...
 
     @property
@@ -40,15 +39,15 @@ class Engine(Protocol):
 
     @property
     def module(self) -> nn.Module:
-        """The model; its forward pass may be a collective operation (ZeRO-3)."""
+        """The model; its forward pass may be collective (ZeRO-3)."""
         ...
 
     def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
-        """The model's outputs for one micro-batch: of images [n, 3, size, size], logits [n, classes]."""
+        """The outputs for one micro-batch: images [n, 3, size, size] -> logits [n, classes]."""
         ...
 
     def predict(self, *inputs: torch.Tensor) -> torch.Tensor:
-        """Outputs without gradients, in evaluation mode; to be called equally often on all ranks (ZeRO-3 gathers)."""
+        """Outputs in evaluation mode, without gradients; call equally often on all ranks (ZeRO-3 gathers)."""
         ...
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -60,15 +59,14 @@ class Engine(Protocol):
         ...
 
     def snapshot(self) -> tuple[StateFile, ...]:
-        """This rank's part of the state, as files to be written; they share the engine's memory; collective."""
+        """This rank's files of the state, sharing the engine's memory; collective."""
         ...
 
     def load(self, folder: Path, *, written: dict[str, Any]) -> None:
-        """Restore what `snapshot` gave and was written into `folder`, by any number of ranks and any ZeRO stage.
+        """Restore, to the last bit, a checkpoint of any world size and ZeRO stage; collective.
 
-        Collective. Weights, moments and counters are the written ones to the last bit. `written` is the checkpoint's
-        identity (`pipeline.checkpoint.identity.checkpoint_identity`); its `processes` and `zero_stage` say how to read
-        it, its backend and precision are this engine's.
+        `written` is its identity (`checkpoint.identity.checkpoint_identity`): `processes` and `zero_stage` say how to
+        read it; backend and precision are this engine's.
 
         Raises:
             UserError: the checkpoint is of another model.
@@ -76,5 +74,5 @@ class Engine(Protocol):
         ...
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """All weights in float32 on the CPU, from the master copy; a collective; complete on rank 0."""
+        """All weights in float32 on the CPU, from the master copy; collective; complete on rank 0."""
         ...

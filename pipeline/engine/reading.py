@@ -1,8 +1,8 @@
-"""The engines' files of a checkpoint, read as data: a file from elsewhere runs no code, whatever it holds.
+"""Reads the engines' checkpoint files as data: a file from elsewhere runs no code, whatever it holds.
 
-They are pickles, and a pickle may call any function. torch's restricted unpickler (`weights_only=True`) makes tensors
-and plain containers of them and refuses the rest. DeepSpeed 0.19 writes four more types, three of which are read as
-`Record`, with plain values alone; so reading does not import DeepSpeed.
+They are pickles, which may call any function. torch's restricted unpickler (`weights_only=True`) makes tensors and
+plain containers of them and refuses the rest; of DeepSpeed 0.19's four extra types three are read as `Record`, so
+DeepSpeed is not imported.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _PLAIN = (bool, int, float, str, type(None), torch.dtype)
 
 
 class Record:
-    """An object of DeepSpeed's (loss scalers, fragment_address): its attributes, which must be plain values."""
+    """A DeepSpeed object (loss scaler, fragment_address): attributes that must be plain values."""
 
     def __setstate__(self, attributes: object) -> None:
         if not isinstance(attributes, dict):
@@ -41,11 +41,10 @@ _ALLOWED: list[Any] = [
 
 
 def read_state(file: Path, *, how: Literal["map", "copy"] = "map") -> dict[str, Any]:
-    """The content of one file that an engine wrote; tensors on the CPU, read when used (map) or now (copy).
+    """The content of one engine file; tensors on the CPU, read when used (map) or now (copy).
 
     Raises:
-        SampleError: it holds something else than tensors, plain values and records, or is damaged; perhaps only this
-            rank reads it.
+        SampleError: it is damaged, or holds more than tensors, plain values and records; perhaps on this rank only.
     """
     try:
         with torch.serialization.safe_globals(_ALLOWED), warnings.catch_warnings():

@@ -1,11 +1,9 @@
-"""One process's files of a checkpoint: a snapshot of the engine's state in memory, then written, flushed and verified.
+"""One process's files of a checkpoint: a snapshot of the engine's state, then written, flushed and verified.
 
-A `StateFile` holds a structure of tensors and plain values, or text. Taking it costs milliseconds: the structure is
-copied, and the tensors share the training's memory. `on_host` copies them too, exactly as many bytes as are written;
-then training may go on. The files are equal to the last bit, shared or copied, as long as the tensors are on the CPU.
-
-Writing digests in the same pass (0.3 to 0.9 GiB a second and core, by blake2b); then the file is flushed, dropped from
-the page cache, and read back from the disk, which must give the same digest.
+Taking a snapshot costs milliseconds: the structure is copied, the tensors share the training's memory. `on_host` copies
+them too (as many bytes as are written), after which training may go on. Both give the same bytes as long as the tensors
+are on the CPU. Writing digests in the same pass (blake2b, 0.3 to 0.9 GiB/s a core); then the file is flushed, dropped
+from the page cache and read back, which must give the same digest.
 """
 
 from __future__ import annotations
@@ -46,7 +44,7 @@ class Abandoned(Exception):
 
 @dataclass(frozen=True)
 class StateFile:
-    """One file to be written."""
+    """One file to be written: a structure with its tensors, or text."""
 
     path: str  # relative to the checkpoint's folder
     structure: bytes  # pickled content with the tensors left out; for a file of text, its bytes
@@ -64,7 +62,7 @@ class StateFile:
         return sum(storage.nbytes() + _TENSOR_OVERHEAD_BYTES for storage in storages.values())
 
     def on_host(self) -> StateFile:
-        """The same with the tensors copied to host memory of its own."""
+        """The same file with its tensors copied to host memory."""
         if self.tensors is None:
             return self
         copies: dict[int, torch.UntypedStorage] = {}
@@ -91,9 +89,9 @@ def text_file(path: str, text: str) -> StateFile:
 
 
 def state_file(path: str, content: Any) -> StateFile:
-    """A file for `torch.save`, of any structure that can be pickled; the tensors share their memory.
+    """Any picklable structure for `torch.save`; tensors share their memory.
 
-    Parts of one storage that touch each other stay one storage; the rest of it is left out.
+    Adjacent parts of one storage stay one storage; the rest of it is left out.
     """
     structure = io.BytesIO()
     pickler = _Pickler(structure)
@@ -108,12 +106,12 @@ def write_file(
     abandoned: threading.Event | None = None,
     on_bytes: Callable[[int], None] | None = None,
 ) -> Seal:
-    """Write one file below an existing `folder`, flush it to the disk and read it back.
+    """Write a file below an existing `folder`, flush it to the disk and read it back.
 
-    `abandoned` cancels it; `on_bytes` is called with the size of every piece that was written.
+    `abandoned` cancels it; `on_bytes` is called with the size of every piece written.
 
     Raises:
-        OSError: the disk is full or fails, or gives back something else than was written.
+        OSError: the disk is full or fails, or reads back something else.
         Abandoned: cancelled.
     """
     path = folder / file.path
@@ -144,8 +142,8 @@ def digest_of(path: Path) -> str:
 class _Tee:
     """Writes and digests in one pass.
 
-    It never raises into `torch.save`, whose C++ writer would print and throw again while it cleans up: the first
-    failure is kept, and later writes are dropped.
+    Never raises into `torch.save`, whose C++ writer would print and throw again in its cleanup: the first failure is
+    kept, and later writes are dropped.
     """
 
     def __init__(
@@ -183,8 +181,6 @@ class _Tee:
 
 
 class _Pickler(pickle.Pickler):
-    """Takes the tensors out."""
-
     def __init__(self, file: IO[bytes]) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
         self.tensors: list[torch.Tensor] = []
@@ -208,7 +204,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _trimmed(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """The same tensors on storages that hold nothing else: the memory stays where it is."""
+    """The tensors on storages that hold nothing else, without a copy."""
     spans: dict[tuple[int, torch.dtype], list[tuple[int, int]]] = {}
     for tensor in tensors:
         if tensor.numel():
@@ -238,7 +234,6 @@ def _reach(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _merged(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Spans that overlap or touch as one."""
     merged: list[tuple[int, int]] = []
     for first, end in sorted(spans):
         if merged and first <= merged[-1][1]:

@@ -1,6 +1,6 @@
 """Recipe -> DeepSpeed's configuration dictionary. Pure; there is no JSON file, so no second source of truth.
 
-DeepSpeed's defaults that cost speed or safety are set on purpose, each with its reason.
+DeepSpeed's defaults that cost speed or safety are overridden, each with its reason.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
-"""The process group of a run: how the ranks meet, and small exchanges between them (losses, flags, digests).
+"""The process group: how ranks meet, and small exchanges between them (losses, flags, digests).
 
-Big tensors are the engine's. What goes through here is on the host and travels over gloo, so it never waits in a GPU's
-stream. Every method is collective: all ranks call it, in the same order.
-
-A single process needs no network. `shardvit run` gives the processes of one machine a fresh private folder: rank 0
-listens on a port that the system picks and writes it there, so no port can be taken by somebody else in between.
-Launchers that set MASTER_ADDR and MASTER_PORT (several nodes, torchrun by hand) are believed.
+Big tensors are the engine's; these exchanges use gloo on the host, so they never wait in a GPU's stream. Every method
+is collective, called by all ranks in the same order. A single process needs no network. On one machine `shardvit run`
+gives the ranks a fresh private folder, where rank 0 writes the free port that it listens on, so no other program can
+take it first. MASTER_ADDR and MASTER_PORT of other launchers (several nodes, torchrun) are used as given.
 """
 
 from __future__ import annotations
@@ -33,18 +31,14 @@ class PeerGone(RuntimeError):
 
 
 class Ranks:
-    """The process group of a run, joined on construction; after `timeout_seconds` of waiting a rank counts as dead.
-
-    Raises:
-        PeerGone: rank 0 never came.
-    """
+    """Joins the process group when made; PeerGone if rank 0 never came. A rank is dead after `timeout_seconds`."""
 
     def __init__(self, place: Place, *, timeout_seconds: float) -> None:
         self.place = place
         cuda = torch.cuda.is_available()
         device = place.local_rank if place.gpu is None or not cuda else place.gpu
-        # DeepSpeed and accelerate read these, whatever launched us. The local rank selects the GPU; on a CPU DeepSpeed
-        # tells the processes of a machine apart by it.
+        # DeepSpeed and accelerate read these. The local rank selects the GPU; on a CPU DeepSpeed tells the processes of
+        # a machine apart by it.
         os.environ.update(
             RANK=str(place.rank),
             WORLD_SIZE=str(place.world_size),
@@ -62,20 +56,20 @@ class Ranks:
         self._host_group = group
 
     def gather(self, values: torch.Tensor) -> torch.Tensor:
-        """Every rank's [k], stacked in rank order: float64 [ranks, k] on the CPU, the same bits on all ranks."""
+        """Every rank's [k] in rank order: float64 [ranks, k] on the CPU, the same bits on all ranks."""
         mine = values.detach().to("cpu", torch.float64).contiguous()
         everyone = [torch.empty_like(mine) for _ in range(self.place.world_size)]
         distributed.all_gather(everyone, mine, group=self._host_group)
         return torch.stack(everyone)
 
     def gather_objects(self, value: Value) -> list[Value]:
-        """Every rank's picklable value, in rank order, on all ranks."""
+        """Every rank's picklable value, in rank order."""
         everyone = [value] * self.place.world_size
         distributed.all_gather_object(everyone, value, group=self._host_group)
         return everyone
 
     def start_any(self, *flags: bool) -> Agreement:
-        """Start to find out which flags are set on any rank, without waiting for the answer."""
+        """Start to find out, asynchronously, which flags are set on any rank."""
         raised = torch.tensor([int(flag) for flag in flags], dtype=torch.int32)
         work = distributed.all_reduce(raised, op=distributed.ReduceOp.MAX, group=self._host_group, async_op=True)
         return Agreement(raised, work)
@@ -95,18 +89,14 @@ class Agreement:
         self._work = work
 
     def result(self) -> tuple[bool, ...]:
-        """Wait for the answer, the same on every rank: for each flag, whether any rank had it set."""
+        """Wait for the answer: for each flag, whether any rank had it set; the same on every rank."""
         if self._work is not None:
             self._work.wait()
         return tuple(bool(flag) for flag in self._flags.tolist())
 
 
 def join_group(place: Place, *, backend: str, timeout_seconds: float) -> None:
-    """Make the default process group.
-
-    Raises:
-        PeerGone: rank 0 did not listen, or others did not come, in time.
-    """
+    """Make the default process group; PeerGone if rank 0 or others did not come in time."""
     timeout = timedelta(seconds=timeout_seconds)
     store, address = None, None
     if place.world_size == 1:

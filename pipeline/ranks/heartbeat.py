@@ -1,10 +1,8 @@
-"""Heartbeats: one small file per rank, written by that rank, read by the others; and who hangs, judged from them.
+"""Heartbeats: one small file per rank, read by the others to find out who hangs. 4 KiB a write; no torch.
 
-A file is overwritten in place with the same number of bytes, so that a reader on a network file system needs no new
-listing of the folder; a torn file, or one of an earlier attempt, counts as none. It holds no wall-clock time: a rank
-writes how long it has made no progress, and a reader sees by its own clock whether the sequence number moves.
-
-Cost: 4 KiB a write. No torch here.
+Files are overwritten in place at the same size, so that readers on a network file system need no new listing; a torn
+file, or one of an earlier attempt, counts as none. They hold no wall-clock time: a rank writes how long it has made no
+progress, and readers see by their own clock whether the sequence number moves.
 """
 
 from __future__ import annotations
@@ -54,12 +52,12 @@ class Heartbeat:
 
     @property
     def position(self) -> tuple[int, int]:
-        """How far it has got; comparable between ranks."""
+        """Progress, comparable between ranks."""
         return self.step, self.turn
 
     @property
     def is_here(self) -> bool:
-        """Whether its PID means something to this process."""
+        """Whether its PID is valid on this machine."""
         return self.machine == this_machine()
 
     @property
@@ -79,11 +77,7 @@ def heartbeat_file(folder: Path, rank: int) -> Path:
 
 
 def write_heartbeat(folder: Path, beat: Heartbeat) -> None:
-    """Write a rank's file, in place.
-
-    Raises:
-        OSError: the disk is full, or the folder is gone.
-    """
+    """Write a rank's file in place; OSError if the disk is full or the folder is gone."""
     content = asdict(beat) | {"doing": beat.doing[:_LONGEST_DOING], "note": beat.note[:_LONGEST_NOTE]}
     line = json.dumps(content).encode().ljust(_FILE_BYTES - 1) + b"\n"
     descriptor = os.open(heartbeat_file(folder, beat.rank), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -94,7 +88,7 @@ def write_heartbeat(folder: Path, beat: Heartbeat) -> None:
 
 
 def read_heartbeat(folder: Path, rank: int, *, attempt: str | None = None) -> Heartbeat | None:
-    """A rank's file, if it is complete and, where `attempt` is given, of this attempt."""
+    """A rank's file, if it is complete and (given `attempt`) of this attempt."""
     try:
         beat = Heartbeat(**json.loads(heartbeat_file(folder, rank).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
@@ -103,10 +97,9 @@ def read_heartbeat(folder: Path, rank: int, *, attempt: str | None = None) -> He
 
 
 class WakingClock:
-    """Seconds in which its owner was awake, as counted by calls of `tick`.
+    """Seconds in which the process was awake, as counted by calls of `tick`.
 
-    A suspended machine, processes that were all stopped and continued, and a wall clock that was set look like no time:
-    a longer time than `most_seconds` between two calls counts as that.
+    At most `most_seconds` count between two calls: a longer gap means a suspended machine or stopped processes.
     """
 
     def __init__(self, *, most_seconds: float, monotonic: Callable[[], float] = time.monotonic) -> None:
@@ -116,7 +109,6 @@ class WakingClock:
         self.now = 0.0
 
     def tick(self) -> float:
-        """Add the time since the last call; the new `now`."""
         current = self._monotonic()
         self.now += min(current - self._last, self._most_seconds)
         self._last = current
@@ -124,7 +116,7 @@ class WakingClock:
 
 
 class Sightings:
-    """The newest heartbeat that was read of each rank, and when it last changed by the reader's clock."""
+    """The newest heartbeat read of each rank, and when it last changed by the reader's clock."""
 
     def __init__(self) -> None:
         self._seen: dict[int, tuple[Heartbeat, float]] = {}
@@ -139,11 +131,11 @@ class Sightings:
         return self._seen[rank][0] if rank in self._seen else None
 
     def silent_seconds(self, rank: int, *, now: float) -> float:
-        """Since its heartbeat last changed: how stale it is; infinite without any."""
+        """Age of the heartbeat, infinite if there is none."""
         return now - self._seen[rank][1] if rank in self._seen else math.inf
 
     def idle_seconds(self, rank: int, *, now: float) -> float:
-        """Since its last progress: what it reported, and how stale that is."""
+        """Time since its last progress: what it reported, and how stale that is."""
         beat = self.of(rank)
         return math.inf if beat is None else beat.idle_seconds + self.silent_seconds(rank, now=now)
 
@@ -161,11 +153,11 @@ class Suspect:
 def find_suspects(
     sightings: Sightings, *, ranks: Iterable[int], now: float, hang_seconds: float, slack_seconds: float
 ) -> list[Suspect]:
-    """Which ranks keep a run from going on; empty as long as any rank makes progress.
+    """Which ranks block a run; empty as long as any rank makes progress.
 
-    In this order: ranks that failed; those with a stale heartbeat, because they are stopped or dead; those that do not
-    wait for others, and of these the ones that are furthest behind. `sightings` includes the observer's own; a rank may
-    go `hang_seconds` without progress, and a heartbeat may be `slack_seconds` old when it is read.
+    In this order: ranks that failed; those with a stale heartbeat (stopped or dead); of those that do not wait for
+    others, the ones furthest behind. `sightings` includes the observer's own; a rank may go `hang_seconds` without
+    progress, and a heartbeat may be `slack_seconds` old when read.
     """
     beats = {rank: sightings.of(rank) for rank in ranks}
     inside = {rank: beat for rank, beat in beats.items() if beat is None or beat.state != "left"}

@@ -1,11 +1,8 @@
-"""Slow ranks: how long each one takes for its own part of a step, compared over all of them.
+"""Slow ranks: each rank's time for its own part of a step (get a batch, forward pass), compared over all ranks.
 
-The time of a whole step tells nothing, because everyone waits for the slowest. So what is measured is what a rank does
-alone: it gets its batch and does its forward pass. On a GPU the forward pass is timed by events in its stream, which
-are read only when the ranks compare; on a CPU by the clock.
-
-Cost: two events a micro-batch and one exchange of a number at each comparison. Under ZeRO-3 the forward pass itself
-waits for the others' weights, so there it is left out, and a slow rank shows through its batches alone.
+Whole steps tell nothing, as everyone waits for the slowest. On a GPU the forward pass is timed by events, read only
+when the ranks compare. Cost: two events a micro-batch and one exchanged number a comparison. Under ZeRO-3 the forward
+pass waits for the others' weights, so only the batches are timed.
 """
 
 from __future__ import annotations
@@ -38,7 +35,6 @@ class Slowest:
     is_news: bool  # slow for long enough to be told, and not told yet
 
     def describe(self) -> str:
-        """For the screen."""
         return (
             f"rank {self.rank} (host {self.host}) is slow: it takes {self.seconds:.3f} s for its own part of a "
             f"micro-batch (reading, forward pass), {self.ratio:.1f} times the median rank's {self.usual_seconds:.3f} s"
@@ -51,8 +47,8 @@ class Pace:
     Args:
         host: of this process.
         device: where the forward pass runs.
-        factor: a rank is slow if it takes so many times as long as the median rank, and 5 ms more.
-        forward: whether the forward pass is this rank's own, or waits for others.
+        factor: a rank is slow at this many times the median rank's time, if by more than 5 ms.
+        forward: False if the forward pass waits for other ranks.
     """
 
     def __init__(
@@ -69,7 +65,7 @@ class Pace:
 
     @contextmanager
     def measuring(self, phase: str) -> Iterator[None]:
-        """Time in here is this rank's own, if the phase is reading a batch or, where it waits for nobody, forward."""
+        """Counts the time in here, if this rank waits for no other in this phase."""
         own = phase == "reading" or (phase == "forward" and self._forward == "own")
         if not own or ((on_gpu := phase == "forward" and self._on_gpu) and len(self._events) >= _MOST_EVENTS):
             yield
@@ -85,10 +81,10 @@ class Pace:
             self._spans[phase].append(time.perf_counter() - start)
 
     def compare(self, ranks: Ranks) -> Slowest | None:
-        """Compare what was measured since the last time; collective, the same answer on all ranks.
+        """Compare what was measured since the last call; collective.
 
         Returns:
-            The slowest rank; None for a single process, or when some rank has measured nothing.
+            The slowest rank, the same on all ranks; None for a single process, or if some rank has measured nothing.
         """
         mine = self._own_seconds()
         self._begin_window()
@@ -107,7 +103,7 @@ class Pace:
             self._windows[rank] = self._windows[rank] + 1 if slow else 0
             if not slow:
                 self._told.discard(rank)
-        # Of several slow ranks the slowest that has not been told yet.
+        # The slowest of the slow ranks that have not been reported yet.
         due = [r for r, n in enumerate(self._windows) if n >= _WINDOWS_IN_A_ROW and r not in self._told]
         slowest = max(due or range(len(seconds)), key=lambda rank: seconds[rank])
         self._told.update(due and [slowest])
@@ -126,7 +122,7 @@ class Pace:
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
     def _own_seconds(self) -> float:
-        """The mean of a micro-batch; 0 when nothing was measured."""
+        """The mean of a micro-batch; 0 if nothing was measured."""
         if self._events:
             self._events[-1][1].synchronize()
             self._spans["forward"] = [before.elapsed_time(after) / 1000 for before, after in self._events]

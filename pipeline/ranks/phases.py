@@ -1,6 +1,6 @@
-"""What this rank is doing: one `with phases("forward", step=...)` puts it into the heartbeat, the pace and the times.
+"""What this rank is doing: `with phases("forward", step=...)` feeds the heartbeat, the pace and the times.
 
-Cost: two reads of the clock, and on a GPU two events for each forward pass (see `pace`). Nothing waits for the device.
+Cost: two reads of the clock, and on a GPU two events per forward pass (see `pace`). Nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -26,12 +26,7 @@ _DOING: dict[Phase, str] = {  # as a rank that hangs is described
 
 
 class Phases:
-    """The phases of one rank's training.
-
-    Args:
-        watch: gets the heartbeats.
-        pace: measures what the rank does alone.
-    """
+    """The phases of one rank's training, told to the watch (heartbeats) and the pace."""
 
     def __init__(self, *, watch: Watch, pace: Pace) -> None:
         self._watch = watch
@@ -40,7 +35,7 @@ class Phases:
 
     @contextmanager
     def __call__(self, name: Phase, *, step: int) -> Iterator[None]:
-        """What happens in here is that phase of a step."""
+        """Runs its block as that phase of a step."""
         self._watch.beat(step, doing=_DOING[name])
         start = time.perf_counter()
         with self._pace.measuring(name):

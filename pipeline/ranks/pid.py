@@ -1,7 +1,4 @@
-"""PID reuse: whether a PID still belongs to the process that it belonged to, told by when that process started.
-
-For a lock's owner and a rank's neighbours. Costs one read of /proc. No torch here.
-"""
+"""PID reuse, detected by a process's start time, for locks and ranks. Costs one read of /proc; imports no torch."""
 
 from __future__ import annotations
 
@@ -28,9 +25,9 @@ def this_machine() -> str:
 
 
 def process_started(pid: int) -> float | None:
-    """When a process started, to be compared only; None: there is none, or it is a zombie.
+    """A process's start time, for comparison only; None: no such process, or a zombie.
 
-    psutil's create_time, a wall-clock time that moves when the clock is set, is used only where there is no /proc.
+    Without /proc, psutil's create_time, a wall-clock time that moves when the clock is set.
     """
     if Path("/proc/self/stat").exists():
         fields = _stat(pid)
@@ -43,7 +40,7 @@ def process_started(pid: int) -> float | None:
 
 
 def describe_process(pid: int) -> str:
-    """The kernel's state of a process in words, for a message; empty for the ordinary ones."""
+    """The kernel's state of a process in words; empty for ordinary ones."""
     fields = _stat(pid)
     return {
         "T": "it is stopped by a signal (SIGSTOP or Ctrl-Z)",
@@ -54,7 +51,7 @@ def describe_process(pid: int) -> str:
 
 
 def _stat(pid: int) -> list[str] | None:
-    """The fields of /proc/PID/stat from the state on; the process name before them may contain anything."""
+    """/proc/PID/stat from the state on; the process name before it may contain anything."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -11,9 +11,9 @@ class Place:
     """Rank numbers under their usual names.
 
     Attributes:
-        master_addr, master_port: of rank 0, where a launcher set them.
-        rendezvous: a folder on this machine where rank 0 writes its address instead.
-        gpu: index of this process's GPU among those that it sees; None: the local rank.
+        master_addr, master_port: of rank 0, if a launcher set them.
+        rendezvous: a local folder where rank 0 writes its address instead.
+        gpu: index of this process's GPU among the visible ones; None: the local rank.
     """
 
     rank: int = 0

@@ -1,7 +1,6 @@
-"""Stack dumps: SIGUSR2 makes a rank append the stacks of all its threads to a file, at any time, and go on.
+"""Stack dumps: on SIGUSR2 a rank appends the stacks of all its threads to a file, and goes on.
 
-The dump is faulthandler's, made by a signal handler in C: it works while the main thread computes, waits, or holds the
-interpreter's lock in a C call.
+faulthandler dumps in a C signal handler, so it works even while the main thread waits or holds the GIL in a C call.
 """
 
 from __future__ import annotations
@@ -29,14 +28,14 @@ _WAITING_FUNCTIONS = re.compile(r"wait|synchronize|barrier")  # DeepSpeed's, aro
 
 
 class StackDumps:
-    """This process's dumps, appended to the file `path`: on SIGUSR2 from `open` on, and on request."""
+    """Appends this process's dumps to `path`: on SIGUSR2 from `open` on, and on request."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._descriptor: int | None = None
 
     def open(self) -> None:
-        """Install the handler; in the main thread. If the file cannot be made, dumps go to standard error."""
+        """Install the handler, in the main thread; if the file cannot be made, dumps go to stderr."""
         try:
             self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         except OSError:
@@ -67,7 +66,7 @@ def stack_file(folder: Path, rank: int) -> Path:
 
 
 def stack_excerpt(text: str, *, thread: int) -> list[str]:
-    """The lines of one thread in a dump that matter: the innermost, and those in this project; innermost first."""
+    """One thread's innermost line and those in this project, innermost first."""
     lines = _lines_of(thread, text)
     own = [
         line for line in lines[_INNERMOST_FRAMES:] if any(f"{_ROOT}/{package}/" in line for package in _OWN_PACKAGES)
@@ -76,12 +75,12 @@ def stack_excerpt(text: str, *, thread: int) -> list[str]:
 
 
 def is_whole(text: str, *, main_thread: int) -> bool:
-    """Whether a dump, which is written piece by piece, has reached its end: the main thread's outermost frame."""
+    """Whether a dump, written piece by piece, has reached its end: the main thread's outermost frame."""
     return bool((_lines_of(main_thread, text) or [""])[-1].endswith(_OUTERMOST))
 
 
 def _lines_of(thread: int, text: str) -> list[str]:
-    """The frames of one thread; of several dumps the last one's."""
+    """The frames of one thread, in the last dump."""
     lines: list[str] = []
     inside = False
     for line in text.splitlines():
@@ -94,7 +93,7 @@ def _lines_of(thread: int, text: str) -> list[str]:
 
 
 def main_thread_waits() -> bool:
-    """Whether the main thread is inside a call that waits for other ranks; to be called from another thread."""
+    """Whether the main thread waits for other ranks; to be called from another thread."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     if frame is None:
         return False

@@ -1,8 +1,8 @@
-"""Requests of one rank that all ranks carry out after the same step: stop cleanly, or save.
+"""One rank's requests that all ranks carry out after the same step: stop cleanly, or save.
 
-A signal on any rank makes all ranks finish the same step, save and exit; rank 0's clock requests a checkpoint. Requests
-are exchanged once a step, asynchronously: made after step s, carried out after step s+1. A second Ctrl-C ends the
-process at once; what is on disk is complete at any time.
+A signal on any rank makes all ranks finish the step, save and exit; rank 0's clock requests checkpoints. Requests made
+after step s are exchanged asynchronously and carried out after step s+1. A second Ctrl-C ends the process at once; what
+is on disk is always complete.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class Requests:
 
     Args:
         stop: this rank's signals.
-        ranks: the processes.
+        ranks: the process group.
         saved_step: of the last checkpoint.
-        save_minutes: a checkpoint is requested when the last one is older, by the monotonic clock; 0: never.
+        save_minutes: age of the last checkpoint, by the monotonic clock, at which one is requested; 0: never.
     """
 
     def __init__(self, stop: StopFlag, *, ranks: Ranks, saved_step: int, save_minutes: float = 0.0) -> None:
@@ -46,7 +46,7 @@ class Requests:
         self._pending: Agreement | None = None
 
     def agreed(self, step: int) -> Agreed:
-        """What all ranks do after `step`, as requested one step ago; collective, once a step."""
+        """What all ranks do after `step`, as requested one step ago; collective."""
         stop, save = self._pending.result() if self._pending is not None else (False, False)
         self._pending = self._ranks.start_any(self._stop.reason is not None, self._save_is_due())
         # What the clock requested a step ago is done if that step saved.
@@ -58,7 +58,7 @@ class Requests:
         self.saved_step = step
 
     def settle(self) -> None:
-        """Wait for the last answer, so that no exchange is left pending at the end."""
+        """Wait for the pending exchange, at the end."""
         if self._pending is not None:
             self._pending.result()
             self._pending = None

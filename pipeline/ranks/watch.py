@@ -1,17 +1,15 @@
-"""Every rank watches the others: one that died, hangs or is stopped is named, and the run ends so that it can restart.
+"""Ranks watch each other: one that died, hangs or is stopped is named, and the run ends so that it can restart.
 
 A thread of each rank writes a heartbeat (`heartbeat`) and looks
-- every second at the processes of the other ranks on this host: one that died without having left is named;
-- at all heartbeats, once this rank itself has made no progress for a quarter of `hang_seconds`: when no rank has for
-  all of it, `find_suspects` says which ones hang. The ranks of each host add their stacks to
-  STAGE/ranks/stack-rank-N.txt (`stacks`); one process per host prints what happened, kills the hanging ones on its host
-  and exits with 1.
+- every second at the other ranks' processes on this host: one that died without having left is named;
+- at all heartbeats, once this rank has made no progress for a quarter of `hang_seconds`: when no rank has for all of
+  it, `find_suspects` says which ones hang. Each host's ranks dump their stacks to STAGE/ranks/stack-rank-N.txt
+  (`stacks`); one process per host prints what happened, kills the hanging ones on its host and exits with 1.
 
-Cost: a 4 KiB file every 2 seconds, less often with more than 64 ranks. In normal training only the files of the same
-host are read; during a hang one process per host reads all of them.
-What it cannot do: end a process that is alone on its host and stopped, or stuck in a C call that holds the
-interpreter's lock (the other hosts name it and end; the launcher has to kill it), or one in an uninterruptible system
-call. If the ranks of a host are not numbered consecutively, a dead one is found as a hang only.
+Cost: a 4 KiB file every 2 seconds, less often above 64 ranks. Normally only the same host's files are read; during a
+hang one process per host reads all. It cannot end a process alone on its host that is stopped or in a C call holding
+the GIL (the other hosts name it and end; the launcher must kill it), nor one in an uninterruptible system call. If a
+host's ranks are not numbered consecutively, a dead one is only found as a hang.
 """
 
 from __future__ import annotations
@@ -62,9 +60,9 @@ class Watch:
     Args:
         folder: for heartbeats and stacks, shared by all ranks.
         place: of this rank.
-        attempt: any text that all ranks of this start share, and no other start has.
-        hang_seconds: how long no rank may make progress, once a first step is done (before it, at least 10 minutes);
-            0: without limit (dead processes are still found).
+        attempt: a text that all ranks of this start share, and no other start has.
+        hang_seconds: longest time without progress once a first step is done (before it, at least 10 minutes);
+            0: no limit (dead processes are still found).
         say: shows a message; called from another thread.
     """
 
@@ -112,17 +110,14 @@ class Watch:
         self.close(failure="" if innocent else f"{type(error).__name__}: {error}")
 
     def beat(self, step: int, *, doing: str = "training") -> None:
-        """Report progress from the main thread: `step` steps done, now at `doing`. Costs nothing.
-
-        Not to be called while waiting for other ranks.
-        """
+        """Report progress from the main thread, after `step` steps; not while waiting for other ranks. Free."""
         last_step, turn, _ = self._progress
         self._progress = (step, turn + 1 if step == last_step else 0, doing)
         if step == last_step + 1:
             self._patience_seconds = self._hang_seconds
 
     def close(self, *, failure: str = "") -> None:
-        """Leave: the end of this process is no longer an alarm; `failure` is the error that it ends with."""
+        """Leave, so that this process's end is no alarm; `failure` is the error that it ends with."""
         self._closing.set()
         self._thread.join(timeout=_CLOSE_SECONDS)
         if not self._ended:
@@ -213,7 +208,7 @@ class Watch:
         os._exit(1)
 
     def _collect_stacks(self, beats: list[Heartbeat]) -> dict[int, list[str]]:
-        """Make the ranks of this host, this one included, dump their stacks; the lines that matter of each."""
+        """Make all ranks of this host dump their stacks; the relevant lines of each."""
         before = {beat.rank: _size(stack_file(self._folder, beat.rank)) for beat in beats}
         for beat in beats:
             if beat.rank == self._place.rank:
@@ -234,7 +229,7 @@ class Watch:
         }
 
     def _read_dumps(self, beats: list[Heartbeat], *, before: dict[int, int]) -> dict[int, str]:
-        """What each of these ranks has added to its file; files that cannot be read are left out."""
+        """What each rank has added to its file; unreadable files are left out."""
         dumps = {}
         for beat in beats:
             with suppress(OSError), stack_file(self._folder, beat.rank).open("rb") as file:
@@ -257,7 +252,7 @@ class Watch:
         return f"{text}; it did not answer with a stack" if suspect.rank in stacks else text
 
     def _reports(self) -> bool:
-        """Whether it is this rank's turn to report: the lowest one of its host that can, if none has yet."""
+        """Whether it is this rank's turn to report: the lowest of its host that can, if none has yet."""
         for rank in self._siblings:
             beat = self._sightings.of(rank)
             if beat is None or not beat.is_here:
@@ -325,9 +320,9 @@ def peer_is_gone(error: BaseException) -> bool:
 
 
 def who_is_gone(folder: Path, *, place: Place) -> str:
-    """Which rank died, after an exchange with the others failed, and where it was; empty: unknown.
+    """Which rank died and where it was, after a failed exchange; empty: unknown.
 
-    A process on another host is known to have died if it failed by an exception, or if its host's ranks said so.
+    A process on another host counts as dead if it failed by an exception, or its host's ranks said so.
     """
     mine = _own_heartbeat(folder, place=place)
     if mine is None:
@@ -341,7 +336,7 @@ def who_is_gone(folder: Path, *, place: Place) -> str:
 
 
 def report_gone(folder: Path, *, place: Place, say: Callable[[str], None]) -> None:
-    """Say `who_is_gone`, once per host; waits a moment until it is known."""
+    """Say `who_is_gone`, once per host, after waiting a moment until it is known."""
     deadline = time.monotonic() + _LEAVE_SECONDS
     while not (sentence := who_is_gone(folder, place=place)) and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -359,7 +354,7 @@ def report_gone(folder: Path, *, place: Place, say: Callable[[str], None]) -> No
 
 
 def _own_heartbeat(folder: Path, *, place: Place) -> Heartbeat | None:
-    """This process's; None: it has not written any, and the file is an earlier attempt's."""
+    """None if this process has written none, and the file is an earlier attempt's."""
     beat, here = read_heartbeat(folder, place.rank), (this_machine(), os.getpid(), process_started(os.getpid()))
     return beat if beat is not None and (beat.machine, beat.pid, beat.started) == here else None
 
@@ -370,7 +365,6 @@ def _ranks_of_host(place: Place) -> range:
 
 
 def _forget_ranks_from(first: int, *, folder: Path) -> None:
-    """Remove the files of an attempt with more processes."""
     for path in folder.iterdir():
         number = re.search(r"rank-(\d+)\.", path.name)
         if number and int(number[1]) >= first:

@@ -1,4 +1,1 @@
-"""The recipe: its keys, reading it, and the arithmetic that follows from it.
-
-Imported by everything. Imports nothing of `pipeline`, and no torch.
-"""
+"""The recipe: its keys, reading it, arithmetic on it. Imported by everything; imports no torch and no other room."""

@@ -41,7 +41,6 @@ class ShardsConfig(Strict):
 
     @property
     def is_plain(self) -> bool:
-        """Whether the location says it all."""
         return self == ShardsConfig(shards=self.shards)
 
 

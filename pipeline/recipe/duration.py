@@ -1,7 +1,7 @@
-"""What every part of the recipe is made of: the strict base class, lengths ("7 epochs", "10%") and sizes ("500 GB").
+"""What the recipe is built from: the strict base class, lengths ("7 epochs", "10%") and sizes ("500 GB").
 
-A length becomes a number of optimizer steps once the batch size, the size of the data set and, for a percentage, the
-stage's steps are known.
+A length becomes optimizer steps once the batch size, the data set's size and, for a percentage, the stage's steps are
+known.
 """
 
 from __future__ import annotations
@@ -28,11 +28,7 @@ class Strict(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     def refuse(self, *keys: str, means_nothing: str, group: str = "") -> None:
-        """Refuse keys that have another value than the default, because nothing would read them.
-
-        Raises:
-            ValueError: one of them has.
-        """
+        """Raise ValueError if any of these keys is not at its default, because nothing would read it."""
         for key in keys:
             if getattr(self, key) != type(self).model_fields[key].default:
                 raise ValueError(f"{group}{key} means nothing {means_nothing}: leave it out")
@@ -47,11 +43,7 @@ class Duration:
 
 
 def parse_duration(text: str) -> Duration:
-    """Read a length.
-
-    Raises:
-        ValueError: it is not a number with a unit.
-    """
+    """Read a length; ValueError if it is not a number with a unit."""
     match = _PATTERN.fullmatch(str(text))
     if match is None:
         raise ValueError(f"{text!r} is not a duration: {_EXAMPLES}")
@@ -65,11 +57,7 @@ def parse_duration(text: str) -> Duration:
 def in_steps(
     duration: Duration, *, global_batch_images: int, samples_per_epoch: int, total_steps: int | None = None
 ) -> int:
-    """The length in whole optimizer steps, to the nearest, and at least one unless the amount is zero.
-
-    Raises:
-        ValueError: a percentage without `total_steps`.
-    """
+    """The length in whole optimizer steps, rounded, at least one unless zero; ValueError: % without `total_steps`."""
     match duration.unit:
         case "steps":
             steps = duration.amount

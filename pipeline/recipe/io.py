@@ -1,7 +1,7 @@
 """YAML and `key=value` overrides -> `Recipe`; `Recipe` -> YAML; and the differences between two recipes.
 
-Everything is merged first and validated once. `extends: OTHER` names another recipe in the same folder, or one that
-ships with shardvit, whose keys this one changes; a stage set to null is removed.
+Everything is merged first and validated once. `extends: OTHER` names a recipe in the same folder, or one that ships
+with shardvit, whose keys this one changes; a stage set to null is removed.
 """
 
 from __future__ import annotations
@@ -53,12 +53,11 @@ def load_recipe(source: str, *, overrides: Sequence[str] = ()) -> Recipe:
     """Read a recipe.
 
     Args:
-        source: path of a YAML file, or the name of a recipe that ships with shardvit ("digits").
-        overrides: dotted assignments such as "stages.finetune.optimizer.lr=0.01"; values are YAML. A key that two of
-            them give is refused.
+        source: path of a YAML file, or the name of a shipped recipe ("digits").
+        overrides: such as "stages.finetune.optimizer.lr=0.01"; values are YAML; the same key twice is refused.
 
     Raises:
-        UserError: one sentence that names the file and the key.
+        UserError: naming the file and the key.
     """
     path = _find(source, beside=Path())
     tree = _read(path)
@@ -69,24 +68,24 @@ def load_recipe(source: str, *, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def parse_recipe(path: Path) -> Recipe:
-    """Read a resolved recipe that `dump_recipe` wrote into a run folder."""
+    """Read the resolved recipe that `dump_recipe` wrote into a run folder."""
     return _validate(_read(path), origin=str(path))
 
 
 def dump_recipe(recipe: Recipe, *, keys: Literal["all", "changed"] = "all") -> str:
-    """The resolved recipe as YAML; all: every default is written out, changed: none is."""
+    """The resolved recipe as YAML, with every default ("all") or none ("changed")."""
     tree = recipe.model_dump(mode="json", exclude_defaults=keys == "changed")
     return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
 
 
 def flatten(recipe: Recipe, *, keys: Literal["all", "changed"] = "all") -> dict[str, str]:
-    """Dotted keys and values as text, the resolved recipe's leaves: MLflow parameters. `keys` as in `dump_recipe`."""
+    """The resolved recipe as dotted keys and text values (MLflow parameters); `keys` as in `dump_recipe`."""
     tree = recipe.model_dump(mode="json", exclude_defaults=keys == "changed")
     return {key: str(value) for key, value in _leaves(tree).items()}
 
 
 def differences(old: Recipe, new: Recipe) -> dict[str, str]:
-    """Keys that matter to the result and differ, each with "old -> new"."""
+    """The differing keys that affect the result, each with "old -> new"."""
     before, after = without_free_keys(flatten(old)), without_free_keys(flatten(new))
     return {
         key: f"{before.get(key, '(absent)')} -> {after.get(key, '(absent)')}"
@@ -96,7 +95,7 @@ def differences(old: Recipe, new: Recipe) -> dict[str, str]:
 
 
 def without_free_keys(leaves: Mapping[str, str]) -> dict[str, str]:
-    """The flattened recipe without the keys that may differ between two attempts at a run."""
+    """The flattened recipe without the keys that may differ when a run is resumed."""
     return {key: value for key, value in leaves.items() if not _is_free(key)}
 
 
@@ -120,7 +119,6 @@ _MOST_NAMED = 200
 
 
 def _find(source: str, *, beside: Path, said_by: str = "") -> Path:
-    """The file that is meant; `said_by` is the recipe that extends it."""
     shipped = sorted(path.stem for path in SHIPPED.glob("*.yaml"))
     for candidate in (beside / source, beside / f"{source}.yaml", SHIPPED / f"{source}.yaml"):
         if os.path.isfile(candidate):  # pathlib's raises for names that no disk can hold
@@ -142,7 +140,7 @@ def _find(source: str, *, beside: Path, said_by: str = "") -> Path:
 
 
 def _like(source: str, *, beside: Path, shipped: Sequence[str]) -> str | None:
-    """A recipe with a name like that: in the same folder, or one that ships with shardvit."""
+    """A recipe with a similar name, in the same folder or shipped."""
     folder, name = os.path.split(source)
     names = {each.casefold(): each for each in shipped}
     with suppress(OSError, ValueError):
@@ -181,7 +179,7 @@ def _merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def _assign(tree: dict[str, Any], override: str, *, before: Sequence[str]) -> str:
-    """Changes one key and returns it; `before` are those that other overrides have given."""
+    """Change one key and return it; `before`: keys set by earlier overrides."""
     key, equals, text = override.partition("=")
     if not equals or not key:
         raise UserError(

@@ -1,6 +1,6 @@
-"""The mistakes that pydantic finds in a recipe, as sentences: the key, its value, and what to give instead.
+"""Pydantic's validation errors as sentences: the key, its value, and what to give instead.
 
-What a key may be is read from pydantic's JSON schema of the recipe, so that a new key needs no words here.
+What a key accepts is read from pydantic's JSON schema of the recipe, so a new key needs no text here.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ class Mistake:
 
 
 def mistakes(error: ValidationError, *, tree: Any, root: type[BaseModel]) -> list[Mistake]:
-    """All mistakes that were found in `tree`, which should be a `root`, each once."""
+    """All validation errors of `tree`, each once."""
     schema, details = _schema_of(root), error.errors(include_url=False, include_context=True)
     return list(dict.fromkeys(_mistake(each, place=_find(each["loc"], tree=tree, root=schema)) for each in details))
 
 
 def truths(tree: Any, *, root: type[BaseModel]) -> list[Mistake]:
-    """Where true or false (in YAML also yes, no, on, off) is given for a number; pydantic would take it as 1 or 0."""
+    """Booleans (in YAML also yes, no, on, off) given for a number; pydantic would take them as 1 or 0."""
     return list(_truths(tree, group=_schema_of(root), key=""))
 
 
@@ -63,7 +63,7 @@ def _truths(tree: Any, *, group: Schema, key: str) -> Iterator[Mistake]:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where something is wrong: its dotted key, and the group and the key there that it is, if the recipe knows it."""
+    """Where an error is: its dotted key, and its group and field if the recipe knows them."""
 
     key: str
     name: str
@@ -72,7 +72,7 @@ class _Place:
 
 
 def _find(location: Sequence[int | str], *, tree: Any, root: Schema) -> _Place:
-    """Follows a location of pydantic's, which also counts the branches of unions and the values of pairs."""
+    """Resolve pydantic's location, which also counts union branches and pair values."""
     names: list[str] = []
     group: Schema | None = root
     holder, field, last = None, None, ""
@@ -112,7 +112,7 @@ def _mistake(detail: Any, *, place: _Place) -> Mistake:
 
 
 def show(value: Any) -> str:
-    """A value as it was written, or what kind of thing it is."""
+    """A value as it was written, or its kind."""
     match value:
         case None:
             return "empty"
@@ -145,7 +145,7 @@ def _advice(value: Any, *, field: Schema, name: str) -> str:
 
 
 def _words(kind: Schema, *, field: Schema, name: str) -> str:
-    """What a key may be; `field` is its whole schema, `kind` one branch of it."""
+    """What a key accepts; `field` is its whole schema, `kind` one branch of it."""
     if choices := _choices(kind):
         *first, last = choices
         return f"{', '.join(first)} or {last}" if first else last
@@ -171,7 +171,7 @@ def _words(kind: Schema, *, field: Schema, name: str) -> str:
 
 
 def _kinds(field: Schema) -> list[Schema]:
-    """The branches of a union, without null; of anything else, itself."""
+    """The branches of a union without null, or the field itself."""
     return [kind for kind in field.get("anyOf", [field]) if kind.get("type") != "null"]
 
 
@@ -180,7 +180,6 @@ def _choices(kind: Schema) -> list[str]:
 
 
 def _group(field: Schema) -> Schema | None:
-    """The group of keys that a key holds, or a list of them."""
     for kind in _kinds(field):
         for each in (kind, kind.get("items", {})):
             if "properties" in each:
@@ -190,7 +189,7 @@ def _group(field: Schema) -> Schema | None:
 
 @cache
 def _schema_of(root: type[BaseModel]) -> Schema:
-    """pydantic's JSON schema, its references replaced by what they refer to."""
+    """pydantic's JSON schema with references resolved."""
     named: dict[str, Schema] = {}
 
     def resolved(part: Schema) -> Schema:

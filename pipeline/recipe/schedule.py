@@ -1,7 +1,7 @@
 """The learning rate at a step: warm-up times decay, as in google-research/vision_transformer (`utils.py`).
 
-The decay runs from the end of the warm-up to the end of training; the warm-up multiplies it and starts from zero, so
-the first step of a warmed-up run moves nothing, as in Google's code.
+The decay runs from the end of the warm-up to the end of training. The warm-up starts from zero, so the first step of
+such a run moves nothing, as in Google's code.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The recipe's keys: one typed description of a pipeline, with everything that a run depends on.
+"""The recipe's keys: one typed description of everything a run depends on. Imports no torch.
 
-Unknown keys are errors. Numbers that can be derived are not stored: micro-batch and accumulation follow from the global
-batch and the number of processes (`stage_plan`). No torch here: a recipe is read, checked and printed at once.
+Unknown keys are errors. Numbers that can be derived are not stored: micro-batch and accumulation follow from the
+global batch and the world size (`stage_plan`).
 """
 
 from __future__ import annotations
@@ -326,17 +326,12 @@ class Recipe(Strict):
         return self
 
     def lanes(self, stage: TrainStage) -> int:
-        """The lanes of one stage's stream."""
         if self.data.lanes != "auto":
             return self.data.lanes
         return max(n for n in range(1, 257) if stage.global_batch_size % n == 0)
 
     def train_stage(self, name: StageName) -> TrainStage:
-        """A stage that trains.
-
-        Raises:
-            KeyError: the recipe has no such stage, or it is swap_head.
-        """
+        """A stage that trains; KeyError if the recipe has none of that name, or it is swap_head."""
         stage = getattr(self.stages, name)
         if not isinstance(stage, TrainStage):
             raise KeyError(name)

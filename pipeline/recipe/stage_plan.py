@@ -1,6 +1,6 @@
-"""The arithmetic of one stage on a number of processes: batches, steps, epochs; and every check that needs no GPU.
+"""One stage's numbers at a given world size (batches, steps, epochs), and every check that needs no GPU.
 
-It runs before anything is launched, and again on every rank. Its errors name the key and values that fit.
+Runs before anything is launched, and again on every rank. Errors name the key and values that fit.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pipeline.recipe.schema import Recipe, StageName
 
 @dataclass(frozen=True)
 class StagePlan:
-    """The numbers that follow from a recipe, the shards and the number of processes."""
+    """What follows from the recipe, the shards and the world size."""
 
     world_size: int
     global_batch_images: int
@@ -39,14 +39,13 @@ class StagePlan:
     seed: int = 0
 
     def logs_after(self, step: int) -> bool:
-        """Whether a point of the training curve is due once so many steps are done; after the last one always."""
         return step == self.total_steps or _due(step, every=self.log_steps)
 
     def evaluates_after(self, step: int) -> bool:
-        """Whether an evaluation is due after so many steps.
+        """Whether an evaluation is due after `step` steps; always after the last one.
 
-        Always after the last step. One that would come a single step, or up to a tenth of the interval, before it is
-        skipped: 25% of 101 steps is 25, and evaluating at 100 and 101 tells nothing twice.
+        One up to a tenth of the interval (at least a step) before the last is skipped: 25% of 101 steps is 25, and
+        evaluating at both 100 and 101 tells nothing new.
         """
         left = self.total_steps - step
         if left == 0 or self.eval_steps == 1:
@@ -54,7 +53,7 @@ class StagePlan:
         return _due(step, every=self.eval_steps) and left > max(1, self.eval_steps // 10)
 
     def saves_after(self, step: int) -> bool:
-        """Whether a checkpoint is due once so many steps are done, but for the one at the end."""
+        """Whether a checkpoint is due after `step` steps, apart from the final one."""
         due = _due(step, every=self.save_steps) or _due(step, every=self.keep_steps)
         return due or (self.save_after_evaluations and self.evaluates_after(step))
 
@@ -68,11 +67,7 @@ class StagePlan:
 
 
 def plan_stage(recipe: Recipe, *, stage: StageName, samples_per_epoch: int, world_size: int) -> StagePlan:
-    """Derive a training stage's numbers.
-
-    Raises:
-        UserError: sizes that do not fit together.
-    """
+    """Derive a training stage's numbers; UserError if sizes do not fit together."""
     config = recipe.train_stage(stage)
     lanes = recipe.lanes(config)
     if 0 < samples_per_epoch < config.global_batch_size:
@@ -154,5 +149,4 @@ def _due(step: int, *, every: int) -> bool:
 
 
 def _accumulation(per_process: int, *, most: int) -> int:
-    """The fewest equal micro-batches of at most `most` images."""
     return next(n for n in range(1, per_process + 1) if per_process % n == 0 and per_process // n <= most)

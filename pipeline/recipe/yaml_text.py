@@ -1,7 +1,7 @@
-"""PyYAML's safe loader with one sentence for each mistake.
+"""PyYAML's safe loader, with one sentence for each error.
 
 Stricter than YAML 1.1: duplicate keys are refused, and a date stays text. Depth, size, aliases and digits are bounded,
-so that no file takes more than a moment to read.
+so that any file is read or refused in a moment.
 """
 
 from __future__ import annotations
@@ -29,11 +29,7 @@ class _Refused(Exception):
 
 
 def read_yaml_file(path: Path) -> Any:
-    """The content of a file.
-
-    Raises:
-        UserError: it cannot be read, or is not the YAML of a recipe.
-    """
+    """The content of a file; UserError if it cannot be read or is not a recipe's YAML."""
     try:
         size = path.stat().st_size
         if size > _MOST_BYTES:
@@ -49,11 +45,7 @@ def read_yaml_file(path: Path) -> Any:
 
 
 def read_yaml(text: str, *, source: str) -> Any:
-    """The content of a text; `source` is its name in messages.
-
-    Raises:
-        UserError: it is not the YAML of a recipe.
-    """
+    """The content of a text, called `source` in messages; UserError if it is not a recipe's YAML."""
     try:
         return yaml.load(text, Loader=_Loader)
     except _Refused as error:
@@ -147,7 +139,6 @@ _REASONS = (
 
 
 def _reason(error: yaml.YAMLError) -> str:
-    """The parser's problem in words, with its place."""
     if isinstance(error, yaml.reader.ReaderError):
         return f"character {error.position:,} is none that text may have: give a text file"
     problem = str(getattr(error, "problem", None) or error)
