@@ -1,9 +1,8 @@
-"""The manifest: which shards a split consists of, how many samples each holds, and what the classes are called.
+"""The manifest of a split: its shards, how many samples each holds, and the names of the classes.
 
-`FOLDER/manifest.json` lies next to the tars it describes, and is written last, so a folder with a manifest is whole.
-Beside it go the small files that other tools look for: `sizes.json` (open_clip, webdataset) in the same folder and
-`_info.json` (timm) one folder up. Reading costs one small file and one `stat` per shard; the shards' digests are
-recorded here but not verified (that would read every byte). Needs neither torch nor numpy.
+`FOLDER/manifest.json` lies beside the tars and is written last, so a folder with a manifest is complete. With it go the
+files that other tools look for: `sizes.json` (open_clip, webdataset) and, one folder up, `_info.json` (timm). Reading
+costs one small file and one `stat` per shard; digests are recorded, but not verified. Needs neither torch nor numpy.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ MANIFEST_FILE = "manifest.json"
 MANIFEST_VERSION = 1
 REMEDY = "make it with `shardvit pack SOURCE OUT`"
 
-# A `stat` on a network file system takes a millisecond, of waiting: threads make it 32 times less for many shards.
+# A `stat` on a network file system is a millisecond of waiting: threads make it 32 times faster for many shards.
 _STAT_THREADS = 32
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:")
 _MOST_STATS_IN_TURN = 64
@@ -37,9 +36,7 @@ _MOST = 1 << 48  # samples or bytes of one shard: far beyond any, and a sum of t
 
 @dataclass(frozen=True)
 class Shard:
-    """One tar: `file` is its path relative to the manifest's folder, `sha256` the digest of all its bytes, or "" where
-    it is unknown.
-    """
+    """One tar: `file` is relative to the manifest's folder, `sha256` the digest of all its bytes, or "" if unknown."""
 
     file: str
     num_samples: int
@@ -65,7 +62,6 @@ class Manifest:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all tars together."""
         return sum(shard.num_bytes for shard in self.shards)
 
     @property
@@ -82,8 +78,10 @@ class Manifest:
 
     @property
     def digest(self) -> str:
-        """32 hex digits (MLflow allows 36) that change with any byte of any shard, their order, the classes, or the
-        place of the labels. Of a shard whose digest is unknown, its file's name and size count instead of its bytes.
+        """32 hex digits (MLflow allows 36) that change with the shards' bytes or order, the classes, or the labels'
+        place.
+
+        For a shard without a digest, its name and size count instead of its bytes.
         """
         shards = [shard.sha256 or f"{shard.file}:{shard.num_bytes}" for shard in self.shards]
         labels = [] if self.labels == LabelSpec() else [[self.labels.text, self.labels.kind]]
@@ -91,7 +89,7 @@ class Manifest:
 
 
 def write_manifest(manifest: Manifest) -> Path:
-    """Write `manifest.json` and `sizes.json` into `manifest.root`, each atomically; return the former."""
+    """Write `manifest.json` and `sizes.json` into `manifest.root`, each atomically; return the path of the former."""
     content = {
         "version": MANIFEST_VERSION,
         "name": manifest.name,
@@ -130,9 +128,9 @@ def write_json(path: Path, content: object) -> None:
 def read_manifest(folder: Path | str) -> Manifest:
     """Read and check `folder/manifest.json`.
 
-    Raises UserError if the folder or the manifest is missing or broken, is of another version, contradicts
-    itself, names a shard outside the folder, or if a shard is absent or has another size. (A shard may be a
-    symbolic link, as in the caches of model hubs: only what the manifest says is held to the folder.)
+    Raises UserError if the folder or the manifest is missing, broken, of another version or inconsistent, if a shard's
+    name leads outside the folder, or if a shard is missing or has another size. A shard may be a symbolic link to
+    anywhere, as in the caches of model hubs.
     """
     manifest = load_manifest(folder)
     for file in shard_files(manifest):
@@ -158,16 +156,7 @@ def load_manifest(folder: Path | str) -> Manifest:
 
 
 def parse_manifest(text: bytes, *, root: Path, name: str) -> Manifest:
-    """A manifest from its bytes.
-
-    Args:
-        text: the content of a manifest.json.
-        root: the folder with the shards, as far as it is a local one.
-        name: what messages call the file.
-
-    Raises:
-        UserError: as `read_manifest`, for all that the bytes alone show.
-    """
+    """A manifest from its bytes; `name` is what messages call the file. Raises UserError as `read_manifest` does."""
     try:
         content = parse_json(text)
     except ValueError as error:
@@ -184,14 +173,14 @@ def parse_manifest(text: bytes, *, root: Path, name: str) -> Manifest:
 
 
 class ShardFile(NamedTuple):
-    """What one `stat` tells of a shard's file: what is wrong with it, a sentence or ""; and its `stamp_of`, if any."""
+    """The `stat` of a shard's file: `damage` is an error message or ""; `stamp` is its `stamp_of`, if it exists."""
 
     damage: str
     stamp: str
 
 
 def shard_files(manifest: Manifest) -> list[ShardFile]:
-    """The files of all shards, in their order."""
+    """The files of all shards, in order."""
     shards = manifest.shards
     pieces = [shards[start : start + _MOST_STATS_IN_TURN] for start in range(0, len(shards), _MOST_STATS_IN_TURN)]
     with ThreadPoolExecutor(_STAT_THREADS) as pool:
@@ -200,7 +189,7 @@ def shard_files(manifest: Manifest) -> list[ShardFile]:
 
 
 def stamp_of(status: os.stat_result) -> str:
-    """Times of a file: of the last change of its content, which can be set at will, and of its inode, which cannot."""
+    """mtime, which can be set at will, and ctime, which cannot."""
     return f"{status.st_mtime_ns} {status.st_ctime_ns}"
 
 

@@ -1,21 +1,18 @@
 """Several data sets mixed by weight into one stream, as exact and elastic as one; and what a rank reads next.
 
-The law. Every data set has an `Order` of its own, with the same lanes. A fixed pattern of `PATTERN` positions says
-which set each position belongs to: set k holds quota_k of them, its weight rounded by largest remainder (so to 1 in
-100,000; 1 position at the least). Slot i of global batch s belongs to set pattern[(s*c + i) mod PATTERN], where
-c = global batch / lanes; in other words lane l begins l*c positions into the pattern. The n-th position that a lane
-gives to set k is position n of that lane in the set's own order: no sample of it is skipped or repeated, and each is
-visited exactly once in each of the set's own epochs. How many positions came before is looked up, so any position is
-resolved in constant time, for any number of processes.
+Every data set has an `Order` of its own, with the same lanes. A fixed pattern of `PATTERN` positions says which set
+each position belongs to: set k holds quota_k of them, its weight rounded by largest remainder (to 1 in 100,000; at
+least 1 position). Slot i of global batch s belongs to set pattern[(s*c + i) mod PATTERN], where c = global batch /
+lanes; so lane l begins l*c positions into the pattern. The n-th position that a lane gives to set k is position n of
+that lane in the set's own order, so each sample is visited exactly once in each of the set's own epochs. Lookup tables
+resolve any position in constant time, for any world size. Since c enters, another global batch size is another stream,
+unlike for a single data set.
 
-The pattern is stratified: of set k one position falls at random into each of quota_k equal spans. So a prefix of the
-pattern has a share of set k that is off by less than 1 + w_k * (sets - 2) positions, where independent draws would be
-off by a square root. Each global batch, each rank's part, each micro-batch and each lane's stream is a contiguous run
-of the pattern: off by less than twice that. Neighbours are random, so that mixup does not always pair two sets.
-
-Since c is in the law, another global batch size is another stream, which it is not for one data set.
-
-Cost: 1.6 MB for the pattern, and the orders' own. No I/O here.
+The pattern is stratified: one position of set k falls at random into each of quota_k equal spans. So in a prefix of the
+pattern set k is off by less than 1 + w_k * (sets - 2) positions, where independent draws would be off by a square root.
+A global batch, a rank's part, a micro-batch and a lane's stream are contiguous runs of the pattern: off by less than
+twice that. Neighbours are random, so that mixup does not always pair two sets. Cost: 1.6 MB for the pattern. No I/O
+here.
 """
 
 from __future__ import annotations
@@ -36,18 +33,14 @@ MOST_SETS = 256  # so that rounding up small weights to 1 position never uses up
 
 
 class MixedOrder(LaneStream):
-    """The order of one training stream over several data sets.
+    """The order of one training stream over several data sets, with the same lanes and global batch.
 
-    Shards and samples are numbered through the sets laid end to end, those of the first set first. Epochs are the
-    sample's own set's. With one data set it is that set's `Order`, visit for visit.
-
-    Args:
-        orders: of each set, with the same lanes and global batch.
-        weights: share of each set in the stream, in any unit; None: proportional to the numbers of samples.
-        seed: of the pattern.
+    Shards and samples are numbered consecutively across the sets. Epochs are those of the sample's own set. With one
+    data set it is that set's `Order`, visit for visit. `weights` are the sets' shares in any unit; None: proportional
+    to their samples.
 
     Raises:
-        UserError: weights that do not fit; the sentence names the set, and what does fit.
+        UserError: weights that do not fit; the message names the set and what does fit.
     """
 
     def __init__(self, orders: Sequence[Order], *, weights: Sequence[float] | None, seed: int) -> None:
@@ -63,8 +56,8 @@ class MixedOrder(LaneStream):
         self._first_sample = np.cumsum([0, *samples], dtype=np.int64)
         self._first_shard = np.cumsum([0, *shards], dtype=np.int64)
         self._pattern = _pattern(self.quotas, seed=seed)
-        # For each position of the pattern how many before it are of the same set; for each set and lane how many
-        # come before the lane's first position.
+        # For each position of the pattern, how many before it are of the same set; for each set and lane, how many come
+        # before the lane's first position.
         self._earlier = np.empty(PATTERN, dtype=np.int64)
         self._before_lane = np.empty((len(orders), self.lanes), dtype=np.int64)
         rounds, start = np.divmod(np.arange(self.lanes, dtype=np.int64) * self.images_per_lane, PATTERN)
@@ -100,18 +93,10 @@ def make_order(
     global_batch_images: int,
     window_images: int,
 ) -> AnyOrder:
-    """The order of a stream over one data set or several.
+    """The order of a stream over one data set or several: `component_sizes` are the samples of each shard of each set.
 
-    Args:
-        component_sizes: for each set the samples of each of its shards.
-        weights: see `MixedOrder`; of a single set it does not matter.
-        seed: another seed is another order.
-        lanes: see `Order`, as the two that follow.
-        global_batch_images: samples of one optimizer step, over all processes.
-        window_images: places of a set's lane that are shuffled among themselves.
-
-    Raises:
-        UserError: sizes or weights that do not fit; the sentence names the key or the set, and what does fit.
+    See `MixedOrder` for the weights, `Order` for the rest. Raises UserError for sizes or weights that do not fit,
+    naming the key or the set and what does fit.
     """
     is_mixed = len(component_sizes) > 1
     orders = [
@@ -131,16 +116,10 @@ def make_order(
 def upcoming_shards(
     order: LaneStream, *, rank: int, world_size: int, start_step: int, beyond: int = 0
 ) -> Iterator[tuple[int, list[int]]]:
-    """For each step from `start_step` on, without end, the shards that a rank touches for the first time in an epoch.
+    """For each step from `start_step` on, without end: (step, the shards that the rank first touches in an epoch).
 
-    Shards come in the order of need, once for each epoch in which the rank reads from them (once more after a restart).
-    With `beyond` the rank reads so many slots of the next one as well, as mixing does. Memory: 8 bytes a shard.
-
-    Yields:
-        The number of the step and the numbers of the shards.
-
-    Raises:
-        UserError: a number of processes that does not divide the lanes.
+    Shards come in the order of need. With `beyond` the rank also reads that many slots of the next one, for mixing.
+    Memory: 8 bytes a shard. Raises UserError for a world size that does not divide the lanes.
     """
     last_epoch = np.full(order.num_shards, -1, dtype=np.int64)
     for step in count(start_step):
@@ -155,14 +134,10 @@ def upcoming_shards(
 
 
 def pattern_quotas(samples: Sequence[int], *, weights: Sequence[float] | None) -> Int64s:
-    """Positions of the pattern that each data set gets, [sets]: the weights rounded by largest remainder.
-
-    Args:
-        samples: of each set.
-        weights: of each set; None: proportional to the samples.
+    """int64 [sets]: positions of the pattern per data set, the weights (default: samples) rounded by largest remainder.
 
     Raises:
-        UserError: weights for some of the sets only, or weights that are no shares.
+        UserError: weights for some of the sets only, or weights that are not shares.
     """
     if len(samples) > MOST_SETS:
         raise UserError(
@@ -199,5 +174,5 @@ def _pattern(quotas: Int64s, *, seed: int) -> Int64s:
 
 
 def set_seed(seed: int, *, number: int) -> int:
-    """Of a set's order. The first set has the seed itself, so that a mixture of one is that set's order."""
+    """Seed of a set's order; the first set has the seed itself, so that a mixture of one is that set's order."""
     return seed if number == 0 else int(hash_words(RandomStream.SET_SEED, seed, number)[0])

@@ -1,7 +1,7 @@
-"""Any place of shards -> `ShardSet`: a packed folder, local or remote, or tars that other tools made.
+"""Any location of shards -> `ShardSet`: a packed folder, local or remote, or tars that other tools made.
 
-Opening is cheap: a packed set costs its manifest and, locally, one `stat` for each shard (in parallel for many);
-no shard is read. Tars without a manifest are indexed once (see `foreign`), and then open as fast. Needs no torch.
+A packed set costs its manifest and, locally, one `stat` per shard (in parallel); no shard is read. Tars without a
+manifest are indexed once (see `foreign`), and then open as fast. Needs no torch.
 """
 
 from __future__ import annotations
@@ -31,18 +31,14 @@ def open_shards(
     report: Report = print,
     store: Store | None = None,
 ) -> ShardSet:
-    """Open a set of shards; see `ShardsSpec` for what there is.
+    """Open a set of shards; `spec` may be just a location.
 
-    Args:
-        spec: where it is; a text is a location that says it all.
-        damaged: "refuse" what is damaged, or "report" it in the set's `damage` and go on with the rest.
-        index_folder: where the indexes of tars without a manifest are kept; None: in the user's cache folder.
-        report: takes a line now and then while tars are indexed.
-        store: for what is not local.
+    Damage is refused, or reported in the set's `damage`. Indexes of tars without a manifest are kept in `index_folder`,
+    by default in the user's cache; `report` takes progress lines. `store` is for what is not local.
 
     Raises:
-        UserError: nothing there, a broken manifest, damage that is refused, labels that are not clear.
-        StoreError: a place that cannot be reached.
+        UserError: nothing there, a broken manifest, damage that is refused, or ambiguous labels.
+        StoreError: the location cannot be reached.
     """
     if isinstance(spec, str):
         spec = ShardsSpec(spec)
@@ -66,7 +62,7 @@ def open_shards(
 
 
 def is_packed(location: str) -> bool:
-    """Whether a manifest belongs there. A local folder of tars may do without, and a pattern or a tar has none."""
+    """Whether a manifest is required; not for a local folder with tars, a pattern or a tar."""
     if location.startswith(PIPE):
         return False
     if is_local(location):
@@ -77,7 +73,7 @@ def is_packed(location: str) -> bool:
 
 
 def tar_urls(location: str) -> list[str]:
-    """The tars that a location without a manifest means."""
+    """The tars of a location without a manifest."""
     if is_local(location) and local_path(location).is_dir():
         return [str(path.absolute()) for path in sorted(local_path(location).glob("*.tar"))]
     return [str(local_path(url).absolute()) if is_local(url) else url for url in expand_braces(location)]
@@ -102,7 +98,7 @@ def _open_local(location: str, *, damaged: Damaged) -> ShardSet:
 
 
 def _lost_samples(entry: ShardEntry) -> int:
-    """Samples of a damaged local shard that are not there, by the index beside it, else by the tar's headers."""
+    """Samples missing from a damaged local shard, by the index beside it, else by the tar's headers."""
     try:
         num_bytes = os.stat(entry.url).st_size
     except OSError:

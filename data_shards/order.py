@@ -1,22 +1,20 @@
-"""Which sample stands at which position of the stream: a pure function.
+"""Which sample is at which position of the stream: a pure function.
 
-The law. An epoch is a permutation of all samples. The shards are permuted and laid end to end, which gives every
-sample of the epoch a place 0..N-1; the places are cut into `lanes` equal spans, and each lane is shuffled inside
-windows of a fixed number of places. Global batch s takes the places [s*c, (s+1)*c) of every lane's stream, in lane
-order, where c = global batch / lanes. A rank owns whole lanes and so reads few shards. The position in training is
-one number, the images seen, for any number of processes and workers.
+An epoch is a permutation of all samples. The shards are permuted and laid end to end, which gives every sample of the
+epoch a place 0..N-1; the places are cut into `lanes` equal spans, and each lane is shuffled inside windows of a fixed
+number of places. Global batch s takes the places [s*c, (s+1)*c) of every lane's stream, in lane order, where c = global
+batch / lanes. A rank owns whole lanes and so reads few shards. The position in training is one number, the images seen,
+for any world size and number of workers.
 
-No remainder is dropped or repeated. A lane's stream is the lane's span of epoch 0, then of epoch 1, and so on without
-a gap. Where `lanes` does not divide N the spans differ by one sample, and the lanes take turns with the longer one:
-after e epochs lane l has been given floor((e*N + l) / lanes) samples, which sums to exactly e*N over the lanes
-(Hermite's identity). So each sample is visited exactly once an epoch, and the only trace of an epoch's end is that
-the batch on the boundary may hold the last samples of one epoch and the first of the next.
+No remainder is dropped or repeated. A lane's stream is its span of epoch 0, then of epoch 1, and so on. Where `lanes`
+does not divide N the spans differ by one sample, and the lanes take turns with the longer one: after e epochs lane l
+has been given floor((e*N + l) / lanes) samples, which sums to exactly e*N over the lanes (Hermite's identity). So each
+sample is visited exactly once an epoch; only the batch on the boundary may mix samples of two epochs. A damaged sample
+is replaced by another one of its window, whose shard the rank has open.
 
-A damaged sample is replaced by another one of its window, whose shard the rank has open.
-
-Cost: constant time and memory a sample; per epoch in use one permutation of the shards (16 bytes a shard). Nothing
-grows with the number of samples: launch/bench/order.py measures 10^9 samples in 10^5 shards. Every product is at most
-the number of images seen, so 64-bit integers last for `MOST_IMAGES` (4 * 10^9 epochs of 10^9 samples). No I/O here.
+Cost: constant time and memory a sample; 16 bytes a shard for each epoch in use (launch/bench/order.py measures 10^9
+samples in 10^5 shards). Every product is at most the number of images seen, so 64-bit integers last for `MOST_IMAGES`
+(4 * 10^9 epochs of 10^9 samples). No I/O here.
 """
 
 from __future__ import annotations
@@ -39,7 +37,7 @@ MOST_IMAGES = 2**62  # that a stream can be resolved for; sums of two such numbe
 
 @dataclass(frozen=True)
 class Visits:
-    """Some positions of the stream, resolved; all arrays have shape [n]."""
+    """Resolved positions of the stream; all arrays have shape [n]."""
 
     epoch: Int64s  # counted from 0
     shard: Int64s  # number of the shard in the manifest
@@ -49,18 +47,14 @@ class Visits:
     position: Int64s  # ... and the position in that lane's stream
 
     def part(self, slots: slice) -> Visits:
-        """Some of them."""
         return Visits(**{each.name: getattr(self, each.name)[slots] for each in fields(self)})
 
 
 class LaneStream(ABC):
     """What every order of samples has: lanes, the global batches cut from them, and the ranks' parts of those.
 
-    Args:
-        num_samples: of one epoch.
-        num_shards: which the samples lie in.
-        lanes: spans an epoch is cut into; every usable number of processes divides it.
-        global_batch_images: samples of one optimizer step, over all processes; a multiple of `lanes`.
+    `num_samples` is of one epoch, which is cut into `lanes` spans; the world size must divide `lanes`, and `lanes` must
+    divide `global_batch_images`, the samples of one optimizer step over all processes.
     """
 
     def __init__(self, num_samples: int, *, num_shards: int, lanes: int, global_batch_images: int) -> None:
@@ -74,41 +68,28 @@ class LaneStream(ABC):
     def visits(self, lane: Int64s, position: Int64s, *, attempt: int = 0) -> Visits:
         """Resolve positions of lanes' streams; `lane` and `position` have shape [n], in any order.
 
-        Args:
-            lane: 0..lanes - 1.
-            position: in the lane's stream, from 0; images of all lanes together stay below `MOST_IMAGES`.
-            attempt: 0 for the visits themselves, above 0 for their substitutes.
+        Positions count from 0; the images of all lanes together must stay below `MOST_IMAGES`. `attempt` is 0 for the
+        visits themselves, above 0 for their substitutes.
         """
 
     def substitute(self, visits: Visits, *, attempt: int) -> Visits:
-        """Other samples for the same places of the stream, for when a visit's own sample is damaged.
+        """Other samples for the same epochs, lanes and positions, for visits whose own sample is damaged.
 
-        Drawn by a hash of (seed, epoch, sample) and the attempt from the place's window, so that the rank has the shard
-        open; from the whole lane where the window has only one place, from the whole epoch where the lane has. Never
-        the visit's own sample if there is another, and never one twice before all were tried. Epoch, lane and position
-        stay the visits' own.
-
-        Args:
-            visits: resolved visits, or substitutes of them: only their places count.
-            attempt: from 1; another attempt is another sample.
+        Drawn by a hash of (seed, epoch, sample) and `attempt` (from 1) from the place's window, so that the rank has
+        the shard open; from the whole lane if the window has only one place, from the whole epoch if the lane has.
+        Never the visit's own sample if there is another, and never one twice before all were tried.
         """
         assert attempt >= 1, "attempt 0 is the visit itself"
         return self.visits(visits.lane, visits.position, attempt=attempt)
 
     def rank_batch(self, step: int, *, rank: int, world_size: int, start: int = 0, stop: int | None = None) -> Visits:
-        """The visits of one rank in global batch `step`: its lanes' samples, in lane order.
+        """The visits of one rank in global batch `step`, in lane order; `start` and `stop` select a micro-batch of
+        them.
 
         The ranks' parts, one after another, are the global batch, for every `world_size` that divides the lanes.
 
-        Args:
-            step: number of the optimizer step, from 0.
-            rank: which part.
-            world_size: how many parts.
-            start: with `stop`, the slice of the rank's part that is wanted (one micro-batch).
-            stop: its end; the whole part when left out.
-
         Raises:
-            UserError: a number of processes that does not divide the lanes; names those that do.
+            UserError: a world size that does not divide the lanes; names those that do.
         """
         check_world_size(self.lanes, world_size=world_size)
         own_lanes = self.lanes // world_size
@@ -123,16 +104,11 @@ class LaneStream(ABC):
 class Order(LaneStream):
     """The order of one training stream over one data set.
 
-    Args:
-        shard_sizes: samples of each shard, in the order of the manifest.
-        seed: another seed is another order.
-        lanes: spans an epoch is cut into; every usable number of processes divides it.
-        global_batch_images: samples of one optimizer step, over all processes; a multiple of `lanes`.
-        window_images: places of a lane that are shuffled among themselves (a lane's span at the most).
-        holder: of the samples, for the message.
+    `shard_sizes` are the samples of each shard in the manifest's order, `window_images` the places of a lane that are
+    shuffled among themselves; `holder` owns the samples in the message. For the rest see `LaneStream`.
 
     Raises:
-        UserError: sizes that do not fit together; the sentence names the key and values that do fit.
+        UserError: sizes that do not fit together; the message names the key and values that do fit.
     """
 
     def __init__(
@@ -156,7 +132,6 @@ class Order(LaneStream):
         self._layouts: dict[int, tuple[Int64s, Int64s]] = {}
 
     def visits(self, lane: Int64s, position: Int64s, *, attempt: int = 0) -> Visits:
-        """See `LaneStream.visits`."""
         assert int(position.max(initial=0)) * self.lanes < MOST_IMAGES, "more images than 64-bit integers count"
         # The last epoch e that lane l has reached, floor((e*N + l) / lanes) <= position.
         epoch = (position * self.lanes + self.lanes - 1 - lane) // self.num_samples
@@ -171,7 +146,7 @@ class Order(LaneStream):
         place = first + window_first + permute(offset - window_first, size=window_size, key=key)
         shard, row = self._laid(epoch, place)
         if attempt:
-            # What the substitute is drawn from: the window, or the lane's span, or the epoch.
+            # The substitute is drawn from the window, or the lane's span, or the epoch.
             narrow, lonely = window_size == 1, span == 1
             low = np.where(lonely, 0, first + np.where(narrow, 0, window_first))
             size = np.where(lonely, self.num_samples, np.where(narrow, span, window_size))
@@ -181,16 +156,16 @@ class Order(LaneStream):
         return Visits(epoch=epoch, shard=shard, row=row, sample=sample, lane=lane, position=position)
 
     def _given(self, lane: Int64s, epoch: Int64s) -> Int64s:
-        """Samples lane `lane` has been given when `epoch` epochs are over."""
+        """Samples that the lane has been given after `epoch` epochs."""
         return (epoch * self.num_samples + lane) // self.lanes
 
     def _given_below(self, lane: Int64s, epoch: Int64s) -> Int64s:
-        """Samples the lanes 0..lane - 1 have been given together: the sum of `_given`, in closed form."""
+        """The sum of `_given` over the lanes 0..lane - 1, in closed form."""
         each, rest = np.divmod(epoch * self.num_samples, self.lanes)
         return each * lane + np.maximum(rest + lane - self.lanes, 0)
 
     def _laid(self, epoch: Int64s, place: Int64s) -> tuple[Int64s, Int64s]:
-        """The shard and the row that lie at places of epochs."""
+        """The shards and rows at places of epochs."""
         shard, row = np.empty_like(place), np.empty_like(place)
         for one_epoch in np.unique(epoch):
             here = epoch == one_epoch
@@ -200,7 +175,7 @@ class Order(LaneStream):
         return shard, row
 
     def _epoch_layout(self, epoch: int) -> tuple[Int64s, Int64s]:
-        """The shards in this epoch's order, and the place at which each begins; the last few epochs are kept."""
+        """The shards in this epoch's order, and the place at which each begins; the last few epochs are cached."""
         known = self._layouts.get(epoch)
         if known is not None:
             return known
@@ -225,11 +200,7 @@ def _another(place: Int64s, *, low: Int64s, size: Int64s, key: NDArray[np.uint64
 def check_sizes(
     num_samples: int, *, lanes: int, global_batch_images: int, window_images: int, holder: str = "the shards hold"
 ) -> None:
-    """Refuse sizes for which the law cannot hold; see `Order` for the arguments.
-
-    Raises:
-        UserError: naming the recipe's key and what to change.
-    """
+    """Raise UserError for sizes that do not fit an `Order`, naming the recipe's key and what to change."""
     if lanes < 1 or global_batch_images < 1 or window_images < 1:
         raise UserError("data.lanes, global_batch_size and data.shuffle_window_images must each be 1 or more")
     if lanes > num_samples:
@@ -247,11 +218,7 @@ def check_sizes(
 
 
 def check_world_size(lanes: int, *, world_size: int) -> None:
-    """Refuse a number of processes that does not divide the lanes.
-
-    Raises:
-        UserError: naming the numbers of processes that do.
-    """
+    """Raise UserError unless `world_size` divides the lanes, naming world sizes that do."""
     if world_size < 1 or lanes % world_size:
         fitting = ", ".join(str(n) for n in range(1, lanes + 1) if lanes % n == 0)
         raise UserError(

@@ -1,4 +1,4 @@
-"""Helper processes of a command: how many are useful, and how they leave Ctrl-C to the command itself."""
+"""Helper processes of a command: how many are useful, and how to leave Ctrl-C to the command itself."""
 
 import os
 import signal
@@ -15,7 +15,7 @@ def num_cores() -> int:
 def deaf_to_interrupts() -> Iterator[None]:
     """Block SIGINT, which a terminal sends to all processes of a command, for processes started meanwhile.
 
-    This process gets it afterwards. To ignore it in them is too late: each would print a traceback while Python starts.
+    This process gets it afterwards. Ignoring it in the children is too late: they would print a traceback on startup.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:

@@ -18,11 +18,7 @@ LINE_SECONDS = 5.0
 class Progress(AbstractContextManager["Progress"]):
     """Counts images, across threads; shows images/s and the time left.
 
-    Args:
-        total_images: all of them.
-        report: takes the lines, where there is no terminal.
-        doing: such as "packing".
-        done_images: done before; they do not count for the speed.
+    `report` takes the lines where there is no terminal; `done_images`, from an earlier run, do not count for the speed.
     """
 
     def __init__(
@@ -45,7 +41,6 @@ class Progress(AbstractContextManager["Progress"]):
             self._bar.close()
 
     def add(self, num_images: int) -> None:
-        """Count `num_images` more."""
         with self._lock:
             self._done += num_images
             if self._bar is not None:
@@ -62,14 +57,9 @@ class Progress(AbstractContextManager["Progress"]):
 
 
 def open_bar(terminal: TextIO, *, total: int, initial: int, **options: Any) -> Any:
-    """tqdm's bar on a terminal.
+    """tqdm's bar on a terminal; `initial` of `total` steps are done, `options` are tqdm's.
 
-    Args:
-        terminal: to draw on. Some (containers, CI, `script`) say that they have 0 columns or 0 lines, which tqdm would
-            believe and show nothing.
-        total: steps, images, ...
-        initial: how many of them are done.
-        options: further ones of tqdm's.
+    Some terminals (containers, CI, `script`) claim 0 columns or lines, with which tqdm would show nothing.
     """
     from tqdm import tqdm
 

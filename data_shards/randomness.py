@@ -1,12 +1,10 @@
-"""Random numbers that are a function of what they are for: (seed, epoch, sample), never of who draws them.
+"""Random numbers as a function of what they are for: (seed, epoch, sample), never of who draws them.
 
-Every random choice of the data path goes through this file. A number depends on nothing but the words it is keyed with
-(the first is a `vocabulary.RandomStream`), so any process, worker or restart gets the same bits. The mixer is the
-finaliser of SplitMix64 (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", 2014), chained over
-the words; in our own integers, because NumPy does not promise the same stream in its next release, and a resumed run
-must not depend on that.
-
-Cost: about 10 ns a word, vectorised over whole batches. Not for cryptography.
+Every random choice of the data path uses this file. A number depends only on its key (first a
+`vocabulary.RandomStream`), so any process, worker or restart gets the same bits. The mixer is the finaliser of
+SplitMix64 (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", 2014), chained over the words; our
+own, because NumPy does not promise the same stream in its next release, and a resumed run must not depend on that.
+About 10 ns a word, vectorised over whole batches. Not for cryptography.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ _FEISTEL_ROUNDS = 8
 
 
 def mix(value: Uint64s) -> Uint64s:
-    """The finaliser of SplitMix64: a bijection of 64-bit words in which every input bit moves every output bit."""
+    """The finaliser of SplitMix64: a bijection of 64-bit words in which every input bit affects every output bit."""
     with np.errstate(over="ignore"):
         value = (value ^ (value >> np.uint64(30))) * _MULTIPLIER_1
         value = (value ^ (value >> np.uint64(27))) * _MULTIPLIER_2
@@ -44,26 +42,18 @@ def hash_words(*words: ArrayLike) -> Uint64s:
 
 
 def uniforms(*words: ArrayLike, draws: int) -> NDArray[np.float64]:
-    """Uniform numbers in [0, 1), `draws` of them for each element of the broadcast words.
-
-    Args:
-        words: the key, for instance seed, epoch and sample; scalars or arrays of shape [n].
-        draws: how many numbers each element gets.
-
-    Returns:
-        Array of shape [n, draws]; row i depends on the i-th key alone.
-    """
+    """Uniform numbers in [0, 1), float64 [n, draws]; row i depends only on the i-th key (scalars or arrays [n])."""
     key = hash_words(*words)[:, None]
     bits = hash_words(key, np.arange(draws, dtype=np.uint64)[None, :])
     return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def permute(index: ArrayLike, *, size: ArrayLike, key: ArrayLike) -> NDArray[np.int64]:
-    """Where a keyed random permutation of [0, size) sends `index`: one entry, without making the permutation.
+    """Where a keyed random permutation of [0, size) sends `index`, elementwise over arrays [n], in constant memory.
 
-    A balanced Feistel network over the smallest even number of bits that holds `size`, walked along its
-    cycle until it lands inside the range (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002): at most
-    four steps on average, constant memory. Elementwise over arrays of equal shape [n].
+    A balanced Feistel network over the smallest even number of bits that holds `size`, walked along its cycle until it
+    lands inside the range (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002): at most four steps on
+    average.
     """
     index, size, key = np.broadcast_arrays(
         np.asarray(index, dtype=np.uint64),

@@ -1,10 +1,10 @@
 """A sample by its number: one read at a known offset of a tar shard, no streaming through it.
 
 The offsets come from the shard's index (see `tar_index`), read when the shard is first touched, and are checked against
-the tar's headers at every read. From a warm cache a read costs 5 microseconds and the copy of the bytes, in any order:
-some 18 for a photograph. A limited number of shards is kept open, the least recently used is closed first. What the
-store's cache has evicted stays open while it is in use, since to open it again is to download it again; the disk gets
-its bytes back seconds after its last read.
+the tar's headers at every read. From a warm cache a read takes 5 microseconds and the copy of the bytes, in any order:
+some 18 for a photograph. A limited number of shards is kept open, least recently used closed first. A shard evicted
+from the store's cache stays open while in use, since opening it again means downloading it again; its disk space is
+freed seconds after its last read.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from data_shards.tars.shard_index import ShardIndex
 from data_shards.tars.tar_index import ReadableIndex, index_path, read_index, readable_index, readable_open
 from data_shards.tars.tar_walk import BLOCK_BYTES, stated_member
 
-# Image and label are read at once where they lie within so many bytes; taking them apart copies them once more, which
-# beyond this takes longer than a second read.
+# Image and label are read at once if they lie within so many bytes; splitting them copies them once more, which beyond
+# this takes longer than a second read.
 _ONE_READ_BYTES = 16_384
 
 
 class RawSample(NamedTuple):  # a frozen dataclass takes half a microsecond more to make
-    """One sample as it lies in its shard; `labels` are class numbers, exactly one unless the set is multi-label."""
+    """One sample as stored; `labels` are class numbers, exactly one unless the set is multi-label."""
 
     key: str
     image: bytes
@@ -56,7 +56,7 @@ class _Opened:
         return self.keys[row] if row < self.num_samples else f"row {row}"
 
     def members(self, row: int) -> tuple[bytes, bytes]:
-        """The bytes of the image and of the label, each behind a header that says so.
+        """The bytes of the image and of the label, each with the header before it.
 
         Raises:
             CorruptSample: the tar is cut short, or damaged there.
@@ -77,7 +77,7 @@ class _Opened:
         return found
 
     def _check(self, row: int, image_header: bytes, label_header: bytes) -> None:
-        """Check what the index says of a sample against the headers before its two members: 3 microseconds."""
+        """Check a sample's index entry against the headers before its two members: 3 microseconds."""
         key = self.keys[row]
         for header, extension, size in (
             (image_header, self.image_extension[row], self.image_size[row]),
@@ -92,7 +92,7 @@ class _Opened:
                 break
         else:
             return
-        # A long name, a damaged header, or an index that lies: a walk through all headers tells.
+        # A long name, a damaged header, or a wrong index: a walk through all headers tells.
         if self._walked is None:
             try:
                 self._walked = readable_open(self.descriptor, label=self.entry.labels.part)
@@ -124,13 +124,7 @@ class _Opened:
 
 
 class ShardReader:
-    """Random access to the samples of a data set.
-
-    Args:
-        shards: the data set.
-        store: for shards that are no local files; None: there are none.
-        max_open_shards: shards kept open at the same time.
-    """
+    """Random access to the samples of a data set; `store` is for shards that are not local files."""
 
     def __init__(self, shards: ShardSet, *, store: Store | None = None, max_open_shards: int = 128) -> None:
         self._open: OrderedDict[int, _Opened] = OrderedDict()
@@ -147,7 +141,7 @@ class ShardReader:
 
         Raises:
             CorruptSample: this sample is damaged; the others may be whole.
-            SampleError: the shard is not there, or not what its index or manifest says; names the file.
+            SampleError: the shard is missing, or does not match its index or manifest; names the file.
         """
         opened = self._opened(shard)
         entry, key = opened.entry, opened.key(row)
@@ -161,7 +155,6 @@ class ShardReader:
         return RawSample(key, image, labels)
 
     def describe(self, shard: int, *, row: int) -> str:
-        """The sample's shard and key, for messages."""
         return f"{self._opened(shard).key(row)!r} of {self.shards.shards[shard].name}"
 
     def _opened(self, shard: int) -> _Opened:
@@ -194,7 +187,7 @@ class ShardReader:
         return time.monotonic() - self._opening_seconds
 
     def _touch(self) -> None:
-        """Tell the cache what is in use, and close what it has evicted and nobody has read for a while."""
+        """Tell the cache what is in use, and close evicted shards that have been idle for a while."""
         last, self._touched_at = self._touched_at, self._now()
         for opened in self._open.values():
             if opened.is_cached and opened.read_at >= last:
@@ -221,7 +214,7 @@ class ShardReader:
         return opened.descriptor, opened.index
 
     def _close_evicted(self, *, idle_seconds: float) -> bool:
-        """Close what was evicted and not read for so long; whether there was any."""
+        """Close evicted shards that were idle for so long; whether there was any."""
         latest = self._now() - idle_seconds
         cached = [(shard, opened) for shard, opened in self._open.items() if opened.is_cached]
         idle = [shard for shard, opened in cached if opened.read_at <= latest and is_evicted(opened.descriptor)]
@@ -233,7 +226,7 @@ class ShardReader:
         os.close(self._open.pop(shard).descriptor)
 
     def close(self) -> None:
-        """Close every shard that is open; the reader can be used again."""
+        """Close every open shard; the reader can be used again."""
         while self._open:
             self._close(next(iter(self._open)))
 
@@ -246,7 +239,7 @@ class ShardReader:
 
 
 def _open_damaged(entry: ShardEntry) -> tuple[int, ShardIndex]:
-    """What can be read of a shard that was damaged when the set was opened: its index may say more than there is."""
+    """What can be read of a shard that was damaged when the set was opened: its index may list more than there is."""
     path = local_path(entry.url)
     try:
         index = read_index(index_path(path), label=entry.labels.part)

@@ -1,4 +1,4 @@
-"""What is known of a set of shards once it is open: values, which hold no file open and cost nothing to import."""
+"""A set of shards once it is open: plain values, which hold no file open and are cheap to import."""
 
 from __future__ import annotations
 
@@ -21,9 +21,8 @@ Report = Callable[[str], None]
 class ShardEntry:
     """One tar of a set.
 
-    Args:
-        state: "damaged" if it was not what the manifest says when the set was opened, and that was tolerated.
-        stamp: changes when the file is written: its times or the store's ETag when the set was opened; "": unknown.
+    `state` is "damaged" if the shard did not match the manifest on opening, and that was tolerated. `stamp` (times or
+    the store's ETag on opening) changes when the file is written; "": unknown.
     """
 
     url: str  # an absolute local path, a URL that fsspec opens, or "pipe:COMMAND"
@@ -43,10 +42,8 @@ class ShardEntry:
 class ShardSet:
     """The samples of one split; class number `i` means `classes[i]`.
 
-    Args:
-        lost_samples: how many are known to be gone (reading finds the others). Packed shards still count them in
-            `num_samples`; tars without a manifest do not, and a damaged one is taken to have been as large as the
-            rest.
+    `lost_samples` are those known to be gone; reading finds the others. Packed shards still count them in
+    `num_samples`; tars without a manifest do not, and a damaged one is assumed to have been as large as the rest.
     """
 
     name: str  # what the data set is called
@@ -64,7 +61,7 @@ class ShardSet:
 
     @property
     def num_bytes(self) -> int | None:
-        """Bytes of all tars together; None if the size of one is unknown."""
+        """None if the size of one shard is unknown."""
         sizes = [shard.num_bytes for shard in self.shards]
         return None if None in sizes else sum(size or 0 for size in sizes)
 
@@ -74,7 +71,6 @@ class ShardSet:
 
     @property
     def label_map(self) -> dict[str, int]:
-        """Name of a class -> its number."""
         return {name: number for number, name in enumerate(self.classes)}
 
     @property
@@ -90,15 +86,14 @@ class ShardSet:
 
 @dataclass(frozen=True)
 class ShardsSpec:
-    """What the user says about a set of shards.
+    """What the user says about a set of shards; all but `location` is for tars without a manifest.
 
     Args:
         location: a folder with a manifest.json (local, or a URL), a folder of tars, or a pattern of tars
             ("s3://bucket/x-{000..127}.tar", "a.tar::b.tar", "pipe:...").
-        label: for tars without a manifest: "cls", "txt" or "json:KEY"; None: `cls`, if it is there.
-        kind: for tars without a manifest: one class for each sample, or a list.
-        classes: for tars without a manifest: a file with a name a line, a JSON list, or {name: number}; None: they
-            are found in the labels.
+        label: "cls", "txt" or "json:KEY"; None: `cls`, if it exists.
+        kind: one class for each sample, or a list.
+        classes: a file with a name a line, a JSON list, or {name: number}; None: they are found in the labels.
     """
 
     location: str
@@ -108,10 +103,10 @@ class ShardsSpec:
 
 
 def merge_shard_sets(sets: Sequence[ShardSet]) -> ShardSet:
-    """Several sets laid end to end; one alone is returned as it is.
+    """Several sets laid end to end; one alone is returned unchanged.
 
     Raises:
-        UserError: sets with other classes, or of which one has a list of labels for each sample.
+        UserError: sets with different classes, or of which one is multi-label.
     """
     first = sets[0]
     if len(sets) == 1:

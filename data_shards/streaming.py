@@ -1,7 +1,7 @@
-"""A set of shards as a plain `webdataset.WebDataset`, for training loops of one's own.
+"""A set of shards as a plain `webdataset.WebDataset`, for custom training loops.
 
 It streams through whole tars, in webdataset's order and with its shuffling; no index is read or made, so tars of other
-tools open at once. What README.md promises of the order and of resuming holds for our own loader only.
+tools open at once. README.md's promises about order and resuming hold for our own loader only.
 """
 
 from __future__ import annotations
@@ -34,16 +34,17 @@ def as_webdataset(
     """Open shards as a `webdataset.WebDataset`: each sample once an epoch, its members undecoded.
 
     Args:
-        shards: what `open_shards` gave, or a location: a folder, a pattern of tars, a URL.
+        shards: what `open_shards` returned, or a location: a folder, a pattern of tars, a URL.
         shard_numbers: which of the shards, such as `range(10)`; None: all.
         store: downloads, verifies and caches what is not local; None: webdataset streams it from its URL.
-        shardshuffle: how many shards are shuffled at a time; False: they come in their order.
+        shardshuffle: how many shards are shuffled at a time; False: they come in order.
         options: more arguments of `WebDataset`. Several processes need a `nodesplitter`, such as
-            `webdataset.split_by_node`; DataLoader's workers share the shards as they are, so have as many at least.
+            `webdataset.split_by_node`; DataLoader's workers share the shards, so there should be at least as many of
+            these.
 
     Raises:
-        UserError: nothing there, a broken manifest, a shard that has another size than its manifest says, a number
-            that no shard has.
+        UserError: nothing there, a broken manifest, a shard of another size than its manifest says, or no such shard
+            number.
     """
     entries = _entries(shards, store=store)
     if shard_numbers is not None:
@@ -74,7 +75,7 @@ def _entries(shards: ShardSet | Path | str, *, store: Store | None) -> list[Shar
 
 
 class _Opener:
-    """In the place of webdataset's `StreamingOpen`, which cuts a path at "?" and "#" and leaves files open."""
+    """Replaces webdataset's `StreamingOpen`, which cuts a path at "?" and "#" and leaves files open."""
 
     def __init__(self, entries: Mapping[str, ShardEntry], *, store: Store | None, otherwise: Any) -> None:
         self._entries, self._store, self._otherwise = entries, store, otherwise

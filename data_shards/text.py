@@ -1,7 +1,7 @@
-"""Text that people read and write: sizes, durations, tables, and what files from elsewhere hold.
+"""Text for people, for all packages: sizes, durations, tables, and what files from elsewhere hold.
 
-Names from files can hold anything, also what moves a terminal's cursor or hides other text: `printable` and `one_line`
-escape that. JSON from elsewhere fails with one kind of error. All packages use these; none has its own.
+Names from files may move a terminal's cursor or hide other text: `printable` and `one_line` escape that. JSON from
+elsewhere fails with one kind of error.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ for _power, _letter in enumerate("KMGTP", start=1):
 
 
 def printable(text: str) -> str:
-    """`text` with control characters, invisible ones and undecodable bytes as Python escapes them; line ends stay."""
+    """`text` with control, invisible and undecodable characters as Python escapes them; line ends stay."""
     if text.isascii() and text.isprintable():
         return text
     return "".join(
@@ -34,16 +34,12 @@ def printable(text: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """The same of a name, in which a line end is escaped, too."""
+    """The same for a name, in which a line end is escaped, too."""
     return printable(text).replace("\n", "\\n")
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes of "500 GB", "1.5TB", "256MiB", "1000": decimal units (kB, MB, ...) or binary (KiB, ...), in either case.
-
-    Raises:
-        ValueError: the text is no size above 0.
-    """
+    """Bytes of "500 GB", "1.5TB", "256MiB", "1000": decimal or binary units, in either case; ValueError for others."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*([A-Za-z]*)\s*", text)
     size = float(match[1]) * _UNITS.get(match[2].upper(), 0) if match else 0
     if not 0 < size < _MOST_BYTES:
@@ -52,7 +48,7 @@ def parse_bytes(text: str) -> int:
 
 
 def show_bytes(num_bytes: float) -> str:
-    """`num_bytes` with three digits or so and a decimal unit: "1.21 GB"."""
+    """About three digits and a decimal unit: "1.21 GB"."""
     for unit in ("B", "kB", "MB", "GB", "TB"):
         if num_bytes < 999.5:
             return f"{num_bytes:.3g} {unit}"
@@ -81,14 +77,10 @@ def table(
     indent: str = "",
     width: int | None = None,
 ) -> str:
-    """Rows of cells as lines with aligned columns, two spaces apart; no line ends in spaces.
+    """Rows of cells (all of one length) as lines with aligned columns, two spaces apart; no line ends in spaces.
 
-    Args:
-        rows: all of one length.
-        align: "l" or "r" for each column; the last letter holds for all further columns.
-        heading: "ruled": the first row is a heading, with a rule below it.
-        indent: begins each line.
-        width: the page's, in characters: the last column is wrapped between words to fit; None: it is not.
+    `align` has "l" or "r" for each column, the last letter for all further ones; a "ruled" `heading` is the first row
+    with a rule below it. `width` is the page's in characters: the last column is wrapped between words to fit.
     """
     from tabulate import tabulate
 
@@ -116,10 +108,8 @@ def table(
 
 
 def parse_json(text: str | bytes) -> Any:
-    """As `json.loads`.
-
-    Raises:
-        ValueError: it is no JSON, no text, nested too deeply, or has numbers of thousands of digits; says which.
+    """As `json.loads`, but raises only ValueError: not JSON or not text, nested too deeply, or a number of thousands of
+    digits.
     """
     try:
         return json.loads(text)
@@ -133,5 +123,5 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def brief(value: Any) -> str:
-    """The beginning of what `parse_json` gave, for messages, however long or deep it is."""
+    """The beginning of what `parse_json` returned, for messages, however long or deep it is."""
     return reprlib.repr(value) if isinstance(value, list | dict) else json.dumps(value)[:40]

@@ -1,4 +1,4 @@
-"""Names and numbers that several files share: keys of random streams, and what a recipe may name of the data path.
+"""Names and numbers that several files share: keys of random streams, and the data path's names in recipes.
 
 Plain Python: reading a recipe or printing --help needs neither numpy nor torch. A new decoder, evaluation protocol or
 kind of worker is a name here and a branch where it is made.
@@ -13,10 +13,10 @@ from typing import Literal
 
 @unique
 class RandomStream(IntEnum):
-    """First word of every key of `randomness`, so that no two uses of one seed share random numbers.
+    """First word of every key of `randomness`, so that no two uses of one seed share random numbers, in any package.
 
-    The numbers of all packages are here. They must never change: another number is another order, crop or mask, and a
-    run that is resumed would go on with other data. A new stream takes a number that was never used.
+    The numbers must never change: a resumed run would go on with another order, crop or mask. A new stream takes a
+    number that was never used.
     """
 
     SHARD_ORDER = 1

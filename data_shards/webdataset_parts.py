@@ -1,6 +1,6 @@
-"""The one place that imports webdataset, when it is first used.
+"""The one place that imports webdataset, on first use.
 
-`import webdataset` imports torch (3 s, 600 MB), for the base classes of its pipelines alone. A process without torch
+`import webdataset` imports torch (3 s, 600 MB), only for the base classes of its pipelines. A process without torch
 gets its modules for tars, names and URLs from a package of another name, whose `pytorch` module is empty: 0.1 s.
 """
 
@@ -45,15 +45,16 @@ def library() -> Any:
 
 
 def tar_writer(stream: _Writable) -> Any:
-    """A `TarWriter` whose bytes depend on what is written alone: no time, no user, no group."""
+    """A `TarWriter` whose bytes depend only on what is written: no time, no user, no group."""
     return part("writer").TarWriter(stream, user="", group="", mode=0o444, mtime=0, encoder=False, compress=False)
 
 
 def split_name(name: str) -> tuple[str, str] | None:
-    """(key, extension) of a tar member by webdataset's rule, cut at the first dot of the file's name; or None.
+    """(key, extension) of a tar member by webdataset's rule, cut at the first dot of the file's name; None for no
+    sample.
 
-    None for what belongs to no sample: a name without a dot, hidden files (webdataset takes "d/._x.jpg" of a Mac for a
-    part of a sample "d/"), and __SO__, its mark for metadata.
+    That is a name without a dot, a hidden file (webdataset takes a Mac's "d/._x.jpg" for a part of a sample "d/"), or
+    __SO__, its mark for metadata.
     """
     if name.rpartition("/")[2].startswith("."):
         return None
@@ -64,11 +65,9 @@ def split_name(name: str) -> tuple[str, str] | None:
 
 
 def expand_urls(pattern: str) -> list[str]:
-    """The URLs of one pattern: braces, and ${NAME} from the environment's WDS_NAME. In a pipe ${NAME} is the shell's.
+    """The URLs of one pattern: braces, and ${NAME} from the environment's WDS_NAME; in a pipe ${NAME} is the shell's.
 
-    Raises:
-        ValueError: a brace without its partner.
-        KeyError: the environment has no WDS_NAME.
+    Raises ValueError for an unmatched brace, KeyError if the environment has no WDS_NAME.
     """
     shardlists = part("shardlists")
     if pattern.startswith("pipe:") or "::" in pattern:  # an IPv6 address, which expand_urls would cut
