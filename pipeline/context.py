@@ -36,7 +36,7 @@ class StageContext:
     job_tags: dict[str, str]  # facts of this attempt: host, launcher, job id
 
     def on_main(self, task: Callable[[], T]) -> T | None:
-        """What `task` returns on rank 0, None elsewhere; collective. Its `UserError` is raised on all ranks."""
+        """`task`'s result on rank 0, None elsewhere; collective. Its `UserError` is raised on all ranks."""
         result, problem = None, ""
         if self.ranks.place.is_main:
             try:
@@ -49,6 +49,6 @@ class StageContext:
         return result
 
     def say(self, line: str) -> None:
-        """Print a line, on rank 0 alone."""
+        """Print a line on rank 0."""
         if self.ranks.place.is_main:
             print(printable(line), flush=True)

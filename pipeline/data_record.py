@@ -1,7 +1,7 @@
-"""A stage resumes with the data that it began with: STAGE/data.json says what they were, and what differs is named.
+"""STAGE/data.json: the data that a stage began with; it resumes with the same, and differences are named.
 
-`shardvit run` compares before it starts any process, rank 0 compares again (`data_shards.checking.identity`).
-stage.json keeps the digest of what decides, so a data.json that was lost or altered is noticed. No torch here.
+`shardvit run` compares before it starts any process, rank 0 again (`data_shards.checking.identity`). stage.json keeps
+the digest, so a lost or altered data.json is noticed. No torch here.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _SETS = ("training images", "held-out images")
 
 @dataclass(frozen=True)
 class DataRecord:
-    """What a stage's data were, and are: `sets` goes into data.json when the stage begins."""
+    """A stage's data when it began, and now: `sets` goes into data.json."""
 
     sets: Mapping[str, SetIdentity]  # "training images" and "held-out images"
     notes: tuple[str, ...] = ()  # what there is to say, a sentence each
 
     @property
     def digest(self) -> str:
-        """Of all that decides; the same for a copy elsewhere."""
+        """Of all that matters; the same for a copy elsewhere."""
         return "-".join(one.content_digest[:16] for one in self.sets.values())
 
 
@@ -69,11 +69,7 @@ def check_data(folder: RunFolder, *, stage: StageName, data: StageData) -> DataR
 
 
 def keep_data(folder: RunFolder, record: DataRecord, *, stage: StageName) -> None:
-    """Write data.json, at once or not at all. `record.digest` belongs into stage.json, after that.
-
-    Raises:
-        OSError: the disk is full or fails.
-    """
+    """Write data.json atomically, before `record.digest` goes into stage.json; OSError if the disk is full or fails."""
     content = {"version": _VERSION, "sets": {name: vars(one) for name, one in record.sets.items()}}
     folder.stage(stage).mkdir(exist_ok=True)
     replace_text(folder.stage(stage) / DATA_FILE, json.dumps(content) + "\n")
@@ -82,7 +78,7 @@ def keep_data(folder: RunFolder, record: DataRecord, *, stage: StageName) -> Non
 def _compare_suspects(
     folder: RunFolder, stage: StageName, *, name: str, shards: ShardSet, old: SetIdentity, new: SetIdentity
 ) -> tuple[SetIdentity, list[str]]:
-    """What to keep of a set that differs in nothing but its files' times, and what to say of it."""
+    """What to keep and to report of a set in which only the files' times differ."""
     touched = suspects(old, new)
     alike = compare_suspects(shards, old, touched)
     unseen = [shard for shard in touched if shard not in alike]
@@ -108,7 +104,7 @@ def _changed(folder: RunFolder, stage: StageName, what: str) -> UserError:
 
 
 def _read(path: Path, *, digest: str) -> DataRecord | None:
-    """None where there is none, it is broken, or it is not the one that `digest` (if there is one) vouches for."""
+    """None if it is absent, broken, or does not match `digest` (unless that is empty)."""
     try:
         content = parse_json(path.read_bytes())
         if content["version"] != _VERSION or list(content["sets"]) != list(_SETS):

@@ -1,4 +1,4 @@
-"""Loss and share of right predictions over a held-out set: every sample exactly once, for any number of ranks."""
+"""Loss and accuracy on a held-out set: every sample exactly once, at any world size."""
 
 from __future__ import annotations
 
@@ -23,19 +23,12 @@ def evaluate(
     faults: FaultLedger,
     beat: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
-    """Evaluate; collective.
+    """Evaluate `batches`, padded so that all ranks have equally many; collective.
 
-    Args:
-        batches: this rank's part, padded so that all ranks have equally many.
-        task: what is predicted.
-        engine: with the model.
-        ranks: the processes.
-        faults: takes down damaged images, which are not counted.
-        beat: called at each batch.
+    Damaged images go to `faults` and are not counted; `beat` is called at each batch.
 
     Returns:
-        "val/loss" and "val/SCORE" (the task's word for the share of right predictions), means over all predictions,
-        and "val/images", the number of samples that could be read.
+        "val/loss" and "val/SCORE" (`task.score`), means over all predictions, and "val/images", the readable samples.
     """
     engine.module.eval()
     sums = torch.zeros(4, dtype=torch.float64, device=engine.device)  # loss, right predictions, predictions, images

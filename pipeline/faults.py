@@ -1,8 +1,8 @@
 """Damaged images: counted over all ranks, listed in the stage's folder, held against the budget.
 
-Each rank notes what its batches report; `settle` gathers the notes, a few times a minute. The list is
-STAGE/corrupt_samples.jsonl, one line per image, written by rank 0 and read again on resume, so an image counts once
-however often it is met. Which sample is substituted is the loader's business.
+Each rank notes what its batches report; `settle` gathers the notes a few times a minute. Rank 0 writes
+STAGE/corrupt_samples.jsonl, one line per image, read again on resume so that an image counts only once. The loader
+picks the substitutes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class FaultLedger:
         max_share: share of a set that may be damaged.
 
     Attributes:
-        complaint: one sentence, if more images are damaged than the recipe allows; the same on every rank.
+        complaint: one sentence if more images are damaged than that; the same on every rank.
     """
 
     def __init__(self, file: Path, *, num_samples: dict[Use, int], max_share: float) -> None:
@@ -49,7 +49,7 @@ class FaultLedger:
         self.complaint = self._complaint()
 
     def note(self, batch: Batch, *, use: Use, rows: int) -> None:
-        """Note what a batch reports; its first `rows` rows are this rank's own."""
+        """The first `rows` rows of the batch are this rank's own."""
         for fault in batch.faults:
             self._mine[use, fault.shard, fault.key] = fault
         if batch.faults:
@@ -101,7 +101,7 @@ def _read(file: Path) -> dict[tuple[Use, str, str], Fault]:
 
 
 def _append(file: Path, new: dict[tuple[Use, str, str], Fault]) -> None:
-    # ASCII: names in tars may be no UTF-8, and are then strings that cannot be encoded.
+    # ASCII: names in tars that are not UTF-8 become strings that cannot be encoded.
     lines = [json.dumps({"set": use, **asdict(fault)}) for (use, _, _), fault in new.items()]
     with file.open("ab") as stream:
         torn = stream.tell() > 0 and not file.read_bytes().endswith(b"\n")

@@ -1,11 +1,9 @@
-"""The model that a user means by a path: a run, a stage of it, one of its checkpoints, or any file of weights.
+"""The model meant by a path: a run, a stage, a checkpoint, or any file of weights. Reads weights on the CPU.
 
-    RUNS/NAME                                  what its last finished training stage left
-    RUNS/NAME/STAGE                            what that stage left; before it is done, its newest good checkpoint
-    RUNS/NAME/STAGE/checkpoints/step-00000400  that checkpoint, put together from its shards
-    FOLDER or FILE                             a model of ours, or of any format that `model.formats` reads
-
-Costs the reading of the weights, on the CPU. Nothing is written.
+RUNS/NAME                                  the model of its last finished training stage
+RUNS/NAME/STAGE                            that stage's model; before it is done, its newest good checkpoint
+RUNS/NAME/STAGE/checkpoints/step-00000400  that checkpoint, put together from its shards
+FOLDER or FILE                             a model of ours, or of any format that `model.formats` reads
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
-"""Which patches of an image are corrupted, and how: functions of (seed, epoch, sample) in training, and of (seed,
-sample) in evaluation.
+"""Which patches are corrupted, and how: a function of (seed, epoch, sample) in training, (seed, sample) in evaluation.
 
-So they do not depend on the number of processes or workers, the micro-batch or a resume, and held-out numbers can be
-compared between evaluations. The shares are those of the ViT paper (appendix B.1.2) and BERT's.
-
-Cost: about 1.5 random words a patch, 20 ns each; on the CPU, while a GPU is still busy with the batch before.
+So it does not depend on world size, workers, micro-batch or a resume, and held-out numbers are comparable. The shares
+are those of the ViT paper (appendix B.1.2) and BERT. Cost: about 1.5 random words a patch, 20 ns each, on the CPU,
+while a GPU is still busy with the previous batch.
 """
 
 from __future__ import annotations
@@ -31,22 +29,22 @@ class Corruption:
 
 
 def corruption_in_training(batch: Batch, *, seed: int, num_patches: int) -> Corruption:
-    """Another one for each epoch."""
+    """Differs between epochs."""
     return draw_corruption(
         RandomStream.CORRUPTION_TRAIN, seed, batch.epochs.numpy(), batch.samples.numpy(), num_patches=num_patches
     )
 
 
 def corruption_held_out(batch: Batch, *, seed: int, num_patches: int) -> Corruption:
-    """Always the same."""
+    """The same in every evaluation."""
     return draw_corruption(RandomStream.CORRUPTION_HELD_OUT, seed, batch.samples.numpy(), num_patches=num_patches)
 
 
 def draw_corruption(*key: ArrayLike, num_patches: int) -> Corruption:
-    """Corrupt half of each image's patches, rounded down: the first half of a random order of them.
+    """Corrupt half of each image's patches (rounded down), chosen at random.
 
-    Each of those, independently: 80 % get the mask's embedding, 10 % that of another patch of the image, any of the
-    others, and 10 % keep theirs. (Of the same image, so that an image's loss does not depend on its batch.)
+    Each independently: 80 % get the mask's embedding, 10 % that of another patch of the same image (so that an image's
+    loss does not depend on its batch), and 10 % keep theirs.
 
     Args:
         key: words of `randomness.uniforms`; arrays have an entry for each image.
@@ -56,7 +54,7 @@ def draw_corruption(*key: ArrayLike, num_patches: int) -> Corruption:
     draws = uniforms(*key, draws=num_patches + count)
     corrupted = np.argsort(draws[:, :num_patches], axis=1, kind="stable")[:, :count]
     kind = draws[:, num_patches:]
-    # Of a draw between the two shares, its place between them says which other patch.
+    # The draw's position between the two shares selects the other patch.
     steps = np.floor((kind - _MASK_SHARE) / _OTHER_SHARE * (num_patches - 1)).astype(np.int64).clip(0, num_patches - 2)
     other = (corrupted + 1 + steps) % num_patches
     given = np.where(kind < _MASK_SHARE, num_patches, np.where(kind < _MASK_SHARE + _OTHER_SHARE, other, corrupted))

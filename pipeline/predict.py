@@ -1,11 +1,8 @@
-"""Classes of image files by a trained model, whichever format it is in.
+"""Classes of image files by a trained model in any format.
 
-An image is decoded, resized, cropped and normalised by the same code as in the evaluation during training, in the way
-that the model's record says; numbers are float32. Probabilities are the softmax of the logits, or, of a model that was
-trained with the sigmoid loss, each logit's sigmoid: they do not add up to one.
-
-Memory: the model, two batches of images, and the names of all files, however many images there are. Decoding takes a
-thread for each core and runs one batch ahead of the model.
+Images are decoded, resized, cropped and normalised as in evaluation, per the model's record, in float32. Probabilities
+are the softmax of the logits, or, after training with the sigmoid loss, each logit's sigmoid, which do not sum to one.
+Memory: the model, two batches of images, and the names of all files. Decoding takes a thread per core, one batch ahead.
 """
 
 from __future__ import annotations
@@ -68,7 +65,7 @@ class ClassShare:
 
 @dataclass(frozen=True)
 class ImagePrediction:
-    """The most probable classes of one image, the first of them first; or none, and why it could not be read."""
+    """The most probable classes of one image, best first; or none, and why it could not be read."""
 
     image: Path
     classes: tuple[ClassShare, ...] = ()
@@ -80,10 +77,10 @@ def open_predictor(path: Path, *, device: DeviceChoice = "auto") -> Predictor:
 
     Args:
         path: an ONNX file of ours, or anything that `pipeline.find_model` finds.
-        device: where to run; auto: the GPU if there is one. ONNX runs on the CPU.
+        device: auto: the GPU if there is one. ONNX runs on the CPU.
 
     Raises:
-        UserError: there is no model, it is broken, it does not classify, or there is no such device.
+        UserError: there is no model, it is broken or no classifier, or there is no such device.
     """
     if device == "cuda" and not torch.cuda.is_available():
         raise UserError("--device cuda: torch sees no CUDA device here; leave it out")
@@ -102,10 +99,10 @@ def open_predictor(path: Path, *, device: DeviceChoice = "auto") -> Predictor:
 
 
 def image_files(paths: Sequence[Path]) -> list[Path]:
-    """The files, and all image files below the folders, each folder's sorted; hidden ones are passed over.
+    """The files, and all images below the folders, sorted; hidden ones are skipped.
 
     Raises:
-        UserError: one is not there, or a folder has no image in it.
+        UserError: one does not exist, or a folder has no image in it.
     """
     files: list[Path] = []
     for path in paths:
@@ -124,14 +121,14 @@ def image_files(paths: Sequence[Path]) -> list[Path]:
 def predict_images(
     predictor: Predictor, images: Iterable[Path], *, top: int, batch_images: int, pixel_limit: PixelLimit = USUAL_LIMIT
 ) -> Iterator[ImagePrediction]:
-    """Predict one image after the other, in order; those that cannot be read come with their fault.
+    """Predict images in order, `batch_images` at a time; unreadable ones are returned with the reason.
 
     Args:
         predictor: the model.
         images: files.
         top: classes of each image, all of them if the model has fewer.
-        batch_images: images that the model sees at a time.
-        pixel_limit: larger images are not decoded, and come with that as their fault.
+        batch_images: images per forward pass.
+        pixel_limit: larger images are not decoded, and count as unreadable.
 
     Raises:
         UserError: the model's logits are not finite.
@@ -162,7 +159,7 @@ def _open_onnx(path: Path, *, device: DeviceChoice) -> Predictor:
 def _squares(
     images: Iterable[Path], *, transform: EvalTransform, limit: PixelLimit, ahead: int
 ) -> Iterator[tuple[Path, Pixels | str]]:
-    """Each image and its pixels, or why there are none; `ahead` of them are decoded before they are asked for."""
+    """Each image's pixels, or why there are none; `ahead` of them are decoded in advance."""
     waiting: deque[tuple[Path, Future[Pixels | str]]] = deque()
     pool = ThreadPoolExecutor(num_cores())
     try:
@@ -188,7 +185,7 @@ def _square(image: Path, transform: EvalTransform, limit: PixelLimit) -> Pixels 
 
 
 def _most_probable(predictor: Predictor, rows: Sequence[Pixels], *, top: int) -> Iterator[tuple[ClassShare, ...]]:
-    """Of each image, the `top` classes; of equally probable ones, the first class first."""
+    """The `top` classes of each image; ties go to the first class."""
     meta = predictor.meta
     images = model_input(
         _as_batch(rows),
@@ -209,7 +206,6 @@ def _most_probable(predictor: Predictor, rows: Sequence[Pixels], *, top: int) ->
 
 
 def _as_batch(rows: Sequence[Pixels]) -> Batch:
-    """Pixels in the form that evaluation takes them, without labels."""
     count = len(rows)
     return Batch(
         images=torch.from_numpy(np.stack(rows)),

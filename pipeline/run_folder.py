@@ -44,7 +44,7 @@ Count = Annotated[int, Field(ge=0, lt=2**63)]
 
 @dataclass(frozen=True)
 class StageRecord:
-    """What stage.json holds; another type, or a key that is not here, makes it a broken one."""
+    """stage.json; a wrong type or an unknown key makes it broken."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
@@ -64,12 +64,7 @@ _RECORD = TypeAdapter(StageRecord)
 
 
 class BrokenRecord(UserError):
-    """A stage.json that is no record.
-
-    Attributes:
-        path: the file.
-        why: what is wrong with it.
-    """
+    """stage.json at `path` is broken, because of `why`."""
 
     def __init__(self, path: Path, *, why: str) -> None:
         self.path, self.why = path, why
@@ -87,30 +82,26 @@ class RunFolder:
 
     @property
     def path(self) -> Path:
-        """The run's own folder."""
         return self.runs_root / self.name
 
     def stage(self, name: StageName) -> Path:
-        """A stage's folder."""
         return self.path / name
 
     def checkpoints(self, name: StageName) -> Path:
-        """A stage's folder of checkpoints."""
         return self.stage(name) / CHECKPOINTS_FOLDER
 
     def ranks(self, name: StageName) -> Path:
-        """Where a stage's processes leave their heartbeats and stacks."""
+        """Heartbeats and stacks of a stage."""
         return self.stage(name) / RANKS_FOLDER
 
     def model(self, name: StageName) -> Path:
-        """Where a stage leaves its model."""
         return self.stage(name) / MODEL_FOLDER
 
     def record(self, name: StageName) -> StageRecord:
-        """A stage's record; a new one where there is none.
+        """A stage's record, or a new one.
 
         Raises:
-            BrokenRecord: the file is there but broken.
+            BrokenRecord: the file exists but is broken.
             UserError: it cannot be read.
         """
         path = self.stage(name) / STAGE_FILE
@@ -126,7 +117,7 @@ class RunFolder:
             raise BrokenRecord(path, why=f"{where}: {first['msg']}" if where else first["msg"]) from None
 
     def peek(self, name: StageName) -> StageRecord:
-        """A stage's record, or, of a broken one, that the stage was begun: it is mended when the stage runs."""
+        """Like `record`, but a broken one counts as begun: it is mended when the stage runs."""
         try:
             return self.record(name)
         except BrokenRecord:
@@ -136,21 +127,21 @@ class RunFolder:
         """Change fields of a stage's record, on disk and at once.
 
         Raises:
-            OSError: the disk is full or fails, or the run folder is gone, which is not made again.
+            OSError: the disk is full or fails, or the run folder, which is not made again, is gone.
         """
         record = replace(self.record(name), **changes)
         self.write(name, record)
         return record
 
     def write(self, name: StageName, record: StageRecord) -> None:
-        """Put a whole record in the place of a stage's. Raises as `update`."""
+        """Replace a stage's record. Raises as `update`."""
         self.stage(name).mkdir(exist_ok=True)
         replace_text(self.stage(name) / STAGE_FILE, json.dumps(asdict(record), indent=1) + "\n")
 
     def check_recipe(self, recipe: Recipe, *, restart: StageName | None = None) -> None:
-        """Refuse a recipe that is not the one this run was started with; changes nothing on disk.
+        """Refuse a recipe other than the run's; changes nothing on disk.
 
-        With `restart`, changes that touch only that stage and those after it are accepted.
+        With `restart`, changes that affect only that stage and later ones are accepted.
 
         Raises:
             UserError: showing the differences.
@@ -178,11 +169,11 @@ class RunFolder:
             )
 
     def open(self, recipe: Recipe, *, restart: StageName | None = None) -> list[str]:
-        """Make the folder ready for `recipe`, which `check_recipe` has passed; returns what was moved aside."""
+        """Make the folder ready for `recipe`, already checked; returns what was moved aside."""
         notes: list[str] = []
         if restart is not None:
             stamp = time.strftime("%Y%m%d-%H%M%S")
-            # The last one first: killed in between, no stage is left that was made from one that is gone.
+            # The last one first, so that a kill in between leaves no stage whose predecessor is gone.
             for name in reversed(ALL_STAGES[ALL_STAGES.index(restart) :]):
                 if self.stage(name).exists():
                     aside = self.path / REPLACED_FOLDER / f"{name}-{stamp}"
@@ -203,9 +194,9 @@ class RunFolder:
 
 
 def recipe_digest(recipe: Recipe, *, stage: StageName) -> str:
-    """A digest of everything in the recipe that bears on one stage; free keys and later stages left out.
+    """A digest of the recipe's keys that affect one stage; free keys and later stages are left out.
 
-    Keys at their defaults are left out too: a key that a later version adds changes no digest.
+    So are keys at their defaults: a key that a later version adds changes no digest.
     """
     later = ALL_STAGES[ALL_STAGES.index(stage) + 1 :]
     lines = [
@@ -217,11 +208,7 @@ def recipe_digest(recipe: Recipe, *, stage: StageName) -> str:
 
 
 def check_inputs(folder: RunFolder, *, stage: StageName, inputs: Mapping[str, str]) -> None:
-    """Refuse to go on with other data or weights than the stage began with.
-
-    Raises:
-        UserError: naming what has changed.
-    """
+    """Refuse other data or weights than the stage began with; UserError names what has changed."""
     before = folder.record(stage).inputs
     changed = [name for name, digest in inputs.items() if name in before and before[name] != digest]
     if changed:
@@ -238,11 +225,7 @@ def weights_digest(model_folder: Path) -> str:
 
 
 def check_model(folder: RunFolder, *, stage: StageName) -> Path:
-    """The model that a finished stage left, which must still be the one that it recorded.
-
-    Raises:
-        UserError: its weights are gone or have changed.
-    """
+    """A finished stage's model; UserError if its weights are gone or are not those that it recorded."""
     model = folder.model(stage)
     try:
         digest = weights_digest(model)

@@ -1,4 +1,4 @@
-"""A stage's batches: what the recipe says of order, crops, augmentation and mixing, in the data path's terms."""
+"""A stage's batches: the recipe's order, crops, augmentation and mixing, in the data path's terms."""
 
 from __future__ import annotations
 
@@ -68,12 +68,12 @@ def train_transform(config: TrainStage) -> TrainTransform:
 
 
 def eval_transform(config: TrainStage) -> EvalTransform:
-    """What is evaluated of an image."""
+    """The resize and crop of evaluation."""
     return EvalTransform(config.image_size, protocol=config.eval_protocol, crop_share=config.eval_crop_share)
 
 
 def mixup(config: TrainStage) -> MixupConfig | None:
-    """A stage's mixing of images; None for none."""
+    """A stage's mixup or CutMix, if any."""
     augment = config.augment
     if not augment.mixup_alpha and not augment.cutmix_alpha:
         return None

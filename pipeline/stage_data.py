@@ -37,11 +37,7 @@ class StageData:
 
 
 def training_order(recipe: Recipe, *, data: StageData, plan: StagePlan) -> AnyOrder:
-    """The order of a stage's training stream.
-
-    Raises:
-        UserError: sizes that do not fit together, such as a mixed set with fewer images than lanes.
-    """
+    """The order of the training stream; UserError if sizes do not fit (a mixed set with fewer images than lanes)."""
     return make_order(
         data.train_sizes,
         weights=data.weights,
@@ -58,13 +54,13 @@ def open_data(recipe: Recipe, *, stage: StageName, report: Report = print, comma
     Args:
         recipe: names them.
         stage: the stage.
-        report: takes lines on the progress.
-        commands: "run" only where the recipe is the user's own, to train it: a `pipe:` in it is executed then.
+        report: prints progress.
+        commands: "run" executes `pipe:` commands: only for training the user's own recipe.
 
     Raises:
-        CommandRefused: one is a command; the others were opened, and nothing is wrong with them.
-        UserError: shards that are not there or damaged beyond what the recipe allows, an evaluation set with other
-            classes, labels that the loss has no use for.
+        CommandRefused: one is a command; the other sets were opened and are good.
+        UserError: shards are missing, or damaged beyond the recipe's limit; an evaluation set has other classes; the
+            loss cannot use the labels.
     """
     config = recipe.train_stage(stage)
     store = Store(_cache(recipe), commands=commands)
@@ -116,7 +112,7 @@ def _demand_like_labels(train: ShardSet, held_out: ShardSet, *, config: TrainSta
 
 
 def cache_advice(recipe: Recipe, *, data: StageData, plan: StagePlan, processes_per_node: int) -> str | None:
-    """One sentence, if the cache cannot hold what the shuffle reads at a time and shards would be fetched again."""
+    """One sentence, if the cache is too small for the shuffle, so that shards would be fetched again."""
     sizes = [shard.num_bytes for shard in data.train.shards]
     if all(is_local(shard.url) for shard in data.train.shards) or None in sizes:
         return None
@@ -141,7 +137,7 @@ def cache_advice(recipe: Recipe, *, data: StageData, plan: StagePlan, processes_
 
 
 def _demand_few_lost(shards: ShardSet, *, max_share: float) -> None:
-    """Refuse, before anything is started, what `faults` would stop for later."""
+    """Refuse at the start what `faults` would stop for later."""
     if shards.lost_samples > max_share * shards.num_samples:
         raise UserError(
             f"{shards.damage[0]}; {shards.lost_samples:,} of {shards.num_samples:,} images count as lost, more than "

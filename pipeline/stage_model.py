@@ -1,7 +1,7 @@
 """What a stage's model is before there are any weights, and which model swap_head starts from. No torch here.
 
-A stage writes the record of its model into stage.json when it begins, so `predict` and `export` need no data. The
-model that swap_head starts from is checked by `launch` before any process is started, and again by the stage.
+A stage writes its model's record into stage.json when it begins, so `predict` and `export` need no data. swap_head's
+model is checked by `launch` before any process is started, and again by the stage.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ def stage_model(
 
 
 def model_from_elsewhere(recipe: Recipe) -> Path | None:
-    """The folder that stages.swap_head.model names, relative to the working folder as shards are; None: it names none.
+    """The folder named by stages.swap_head.model, relative to the working folder; None: it names none.
 
     Raises:
-        UserError: the folder holds no model, or one that the recipe's cannot go on from; says what to change.
+        UserError: it holds no model, or one that does not fit the recipe's; says what to change.
     """
     config = recipe.stages.swap_head
     if config is None or config.model is None:
@@ -84,7 +84,7 @@ def _advice(theirs: Path) -> str:
 
 
 def _resolved(config: ModelConfig) -> dict[str, object]:
-    """What a configuration comes to, however it was written, under the recipe's keys."""
+    """A configuration's resolved values, under the recipe's keys."""
     match config.kind:
         case "vit":
             sizes = asdict(config.sizes)

@@ -1,6 +1,6 @@
-"""One training stage, put together: plan, engine, data, checkpoints, report; then the loop; then the result.
+"""One training stage, assembled: plan, engine, data, checkpoints, report; then the loop; then the result.
 
-Assembly only. The loop is `train_loop`, the arithmetic `recipe.stage_plan`, what tells the stages apart `stages`.
+The loop is `train_loop`, the arithmetic `recipe.stage_plan`; the stages' differences are in `stages`.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ from pipeline.vocabulary import CORRUPT_SAMPLES_FILE, METRICS_FILE
 
 @dataclass(frozen=True)
 class StageStart:
-    """What a stage's model is before its first step."""
+    """A stage's model before its first step."""
 
     head: HeadKind | Literal["masked_patch"]
     weights: str  # "random", or the digest of the model it was loaded from
@@ -69,10 +69,10 @@ class StageStart:
 def train_stage(
     context: StageContext, *, stage: StageName, data: StageData, model: nn.Module, start: StageStart
 ) -> None:
-    """Train `model` to the end of the stage, or go on from its last checkpoint; leave STAGE/model; collective.
+    """Train `model` to the end of the stage, from its last checkpoint if any; leave STAGE/model; collective.
 
     Raises:
-        UserError: data, weights or checkpoints are not those that the stage was begun with.
+        UserError: data, weights or checkpoints are not those that the stage began with.
         Stopped: by a signal, after saving.
     """
     recipe, folder, ranks = context.recipe, context.folder, context.ranks
@@ -168,7 +168,7 @@ def train_stage(
 
 
 def make_pace(config: EngineConfig, *, device: torch.device) -> Pace:
-    """What finds slow ranks."""
+    """Measures and compares the ranks' speed."""
     return Pace(
         host=platform.node(),
         device=device,
@@ -265,7 +265,7 @@ def _describe_start(
     start: StageStart,
     restored: Restored | None,
 ) -> None:
-    """Say what is about to be done; on rank 0 alone."""
+    """Print the stage's start, on rank 0."""
     recipe, place, plan, task = context.recipe, context.ranks.place, job.plan, job.task
     config = recipe.train_stage(stage)
 

@@ -1,7 +1,6 @@
-"""The stages of the paper, each a run of its own: masked_patch or pretrain, swap_head, finetune.
+"""The paper's stages: masked_patch or pretrain, swap_head, finetune. Each function builds its stage's initial model.
 
-Each function builds the model that its stage starts from. What a stage leaves behind is `STAGE/model/`; the next one
-starts from that alone, so no optimizer state, learning rate or clipping is ever carried across.
+A stage starts only from the last one's `STAGE/model/`: no optimizer state, learning rate or clipping is carried over.
 
     masked_patch  random weights + mask token + Linear for tokens    -> trained on the colours of corrupted patches
     pretrain      random weights + MLP head (Linear, tanh, Linear)   -> trained on the pre-training classes
@@ -34,10 +33,10 @@ from pipeline.stage_training import StageStart, train_stage
 
 
 def run_stage(context: StageContext, *, stage: StageName) -> None:
-    """Run one stage to its end, or go on with it; collective.
+    """Run or resume one stage; collective.
 
     Raises:
-        UserError: a stage that must come first is not done, or something that went in has changed.
+        UserError: an earlier stage is not done, or an input has changed.
         Stopped: by a signal, after saving.
     """
     earlier = context.recipe.stages.names[: context.recipe.stages.names.index(stage)]
@@ -62,24 +61,21 @@ def run_stage(context: StageContext, *, stage: StageName) -> None:
 
 
 def masked_patch(recipe: Recipe, config: MaskedPatchStage) -> tuple[nn.Module, StageStart]:
-    """Self-supervised pre-training from random weights: the mean colours of corrupted patches."""
+    """Self-supervised, from random weights: predicts the mean colours of corrupted patches."""
     model = build_masked_patch(recipe.model, image_size=config.image_size, regularisation=regularisation(config))
     initialise(model, seed=recipe.seed, style=config.init)
     return model, StageStart(head="masked_patch", weights="random")
 
 
 def pretrain(recipe: Recipe, config: PretrainStage, *, num_classes: int) -> tuple[nn.Module, StageStart]:
-    """Supervised pre-training from random weights, with a head of one hidden layer."""
+    """Supervised, from random weights, with a head of one hidden layer."""
     model = _classifier(recipe, config, num_classes=num_classes, head=config.head)
     initialise(model, seed=recipe.seed, head_bias=config.head_bias, style=config.init)
     return model, StageStart(head=config.head, weights="random")
 
 
 def finetune(context: StageContext, config: FinetuneStage, *, num_classes: int) -> tuple[nn.Module, StageStart]:
-    """Everything trained at the new resolution, from swap_head's model or, to compare, from scratch.
-
-    The images are normalised as those of the model that it starts from.
-    """
+    """From swap_head's model, or from scratch to compare; normalised as its starting model."""
     recipe, folder = context.recipe, context.folder
     model = _classifier(recipe, config, num_classes=num_classes, head="linear")
     if config.start == "scratch":
@@ -97,8 +93,7 @@ def finetune(context: StageContext, config: FinetuneStage, *, num_classes: int) 
 
 
 def swap_head(context: StageContext) -> None:
-    """Drop the pre-training head, both layers of it or with the mask token, and attach one zero Linear for
-    fine-tuning's classes; on rank 0 alone."""
+    """Replace the pre-training head by one zero Linear for fine-tuning's classes; on rank 0."""
     recipe, folder = context.recipe, context.folder
     classes = open_data(recipe, stage="finetune", report=context.say, commands="run").train.classes
     source = model_from_elsewhere(recipe)
@@ -137,7 +132,7 @@ def swap_head(context: StageContext) -> None:
 
 
 def regularisation(config: TrainStage) -> Regularisation:
-    """A training stage's, as `model` takes it."""
+    """A training stage's `Regularisation`."""
     return Regularisation(config.dropout, config.stochastic_depth, config.patch_dropout)
 
 

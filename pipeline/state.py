@@ -1,7 +1,7 @@
-"""What the loop carries from one step to the next, and a checkpoint from one attempt to the next.
+"""What the loop carries from step to step, and a checkpoint from attempt to attempt.
 
-Weights and optimizer are the engine's, the position in the data is `step`, and there are no random generators to save:
-every step is seeded from (seed, step, rank).
+Weights and optimizer are the engine's; the position in the data is `step`. No random generator is saved: every step is
+seeded from (seed, step, rank).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from data_shards.vocabulary import RandomStream
 
 @dataclass
 class TrainState:
-    """The position in training. `step` counts attempted optimizer steps, the skipped ones included."""
+    """The position in training. `step` counts attempted optimizer steps, including skipped ones."""
 
     step: int = 0
     images_seen: int = 0
@@ -31,7 +31,7 @@ class TrainState:
     recent_losses: list[float] = field(default_factory=list)  # of the last steps, to tell a spike by
 
     def advance(self, *, images: int, applied: bool) -> None:
-        """One optimizer step over `images` images is done; not `applied`: its gradients were not finite."""
+        """After one optimizer step; not `applied`: its gradients were not finite."""
         self.step += 1
         self.images_seen += images
         self.skipped_in_a_row = 0 if applied else self.skipped_in_a_row + 1
@@ -43,7 +43,6 @@ class TrainState:
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> TrainState:
-        """The inverse of `to_json`."""
         return cls(**content)
 
 

@@ -1,12 +1,8 @@
-"""What is trained for: how a batch becomes the model's inputs and targets, the loss, and what is counted of it.
+"""What is trained for: how a batch becomes the model's inputs and targets, its loss and its metrics.
 
-The loop and the evaluation ask a `Task` and know nothing else of the kind of training. There are two: classification,
-of pre-training and fine-tuning, and the self-supervised masked patch prediction. The models' sides of them are in
-`model`; here they meet the batches of `data_shards`. A task has no state: what it makes of a batch depends on nothing
-but the batch and the seed.
-
-Flip, normalisation and mixing are done here, on the device and by the batch: a few passes over memory on a GPU, where
-a CPU would spend 0.5 ms an image.
+A `Task` is all that the loop and the evaluation know of the kind of training: classification (pre-training and
+fine-tuning) or masked patch prediction. It is stateless, a function of batch and seed. Flip, normalisation and mixing
+are done here, on the device: a few passes over memory on a GPU, where a CPU would spend 0.5 ms an image.
 """
 
 from __future__ import annotations
@@ -53,19 +49,17 @@ class Task(Protocol):
 
     @property
     def score(self) -> str:
-        """What the held-out share of right predictions is called: it is logged as val/SCORE."""
+        """The name of the held-out accuracy, logged as val/SCORE."""
         ...
 
-    def example(self, batch: Batch, *, use: Use) -> Example:
-        """The batch, on the device."""
-        ...
+    def example(self, batch: Batch, *, use: Use) -> Example: ...
 
     def loss(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """The mean training loss, in float32; images weigh alike."""
         ...
 
     def tally(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Sum of the held-out losses, right predictions, predictions: float64 [3], to be added up over batches."""
+        """Sums of held-out losses, right predictions, predictions: float64 [3], to be added up over batches."""
         ...
 
 
@@ -85,11 +79,10 @@ class Classification:
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        """The classes."""
         return self.classes
 
     def example(self, batch: Batch, *, use: Use) -> Example:
-        """Images, and classes or shares of classes; mixed where the batch says so."""
+        """Images, and classes or shares of classes; mixed if the batch says so."""
         engine = self.engine
         return Example(
             (model_input(batch, device=engine.device, dtype=engine.input_dtype, normalisation=self.normalisation),),
@@ -121,7 +114,7 @@ class MaskedPatches:
     score = "accuracy"
 
     def example(self, batch: Batch, *, use: Use) -> Example:
-        """Images and what is done to their patches; classes [n, K] of the corrupted ones."""
+        """Images and their corruption; classes [n, K] of the corrupted patches."""
         engine = self.engine
         pixels = batch.images.to(engine.device, non_blocking=True)
         mirrored = batch.mirrored.to(engine.device, non_blocking=True)
@@ -149,7 +142,7 @@ class MaskedPatches:
 def make_task(
     recipe: Recipe, *, stage: StageName, data: StageData, normalisation: Normalisation, engine: Engine
 ) -> Task:
-    """What a stage is trained for."""
+    """The task of a stage."""
     config = recipe.train_stage(stage)
     if isinstance(config, MaskedPatchStage):
         return MaskedPatches(engine=engine, seed=recipe.seed, patch_size=recipe.model.sizes.patch_size)
@@ -166,10 +159,7 @@ def make_task(
 def model_input(
     batch: Batch, *, device: torch.device, dtype: torch.dtype, normalisation: Normalisation = GOOGLES
 ) -> torch.Tensor:
-    """Flip, normalise and mix on the device: -> [n, 3, size, size] of `dtype`.
-
-    All is computed in float32 and rounded once.
-    """
+    """Flip, normalise and mix on the device: -> [n, 3, size, size] of `dtype`; computed in float32, rounded once."""
     pixels = batch.images.to(device, non_blocking=True).permute(0, 3, 1, 2)
     mirrored = batch.mirrored.to(device, non_blocking=True)
     pixels = torch.where(mirrored[:, None, None, None], pixels.flip(3), pixels)
@@ -184,18 +174,18 @@ def model_input(
 
 
 def targets(batch: Batch, *, device: torch.device, num_classes: int, label_kind: LabelKind) -> torch.Tensor:
-    """What the loss compares with.
+    """The loss's targets.
 
     Returns:
-        int64 [n], the classes, where each image has one and nothing is mixed; otherwise float32 [n, num_classes]: 1
-        for each label of an image, or the share of each after mixing.
+        int64 [n], the classes, if each image has one and nothing is mixed; otherwise float32 [n, num_classes]: 1 for
+        each label of an image, or the share of each after mixing.
     """
     labels = batch.labels.to(device, non_blocking=True)
     if label_kind == "single" and batch.mix is None:
         return labels
     if label_kind == "single":
         labels = labels[:, None]
-    # One class more takes in what only fills a row up.
+    # An extra class absorbs the padding of rows.
     table = torch.zeros(len(labels), num_classes + 1, device=device)
     table.scatter_(1, torch.where(labels < 0, num_classes, labels), 1.0)
     shares = table[:, :num_classes]

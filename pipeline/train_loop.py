@@ -1,7 +1,7 @@
 """THE loop. One optimizer step per turn, read from top to bottom: batch, forward, loss, backward, step, what is due.
 
-Everything it needs is in the `TrainJob`; it knows the engine only through its protocol and writes nothing itself.
-Batches and randomness are functions of the step, so starting at step k is the same as never having stopped.
+All it needs is in the `TrainJob`; it knows the engine only through its protocol and writes nothing itself. Batches and
+randomness are functions of the step, so resuming at step k is the same as never having stopped.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class TrainJob:
     requests: Requests  # of any rank: stop, or save
 
     def phase(self, name: Phase, step: int) -> AbstractContextManager[None]:
-        """What happens in here is that phase of a step: timed, and told to the watch that looks for hangs."""
+        """Runs its block as that phase of a step: timed, and told to the watch that looks for hangs."""
         return self.report.phases(name, step=step)
 
 
@@ -54,11 +54,10 @@ def train(job: TrainJob, state: TrainState) -> TrainState:
     """Train from `state` to the end of the plan; collective.
 
     Raises:
-        Stopped: a signal asked for it; everything up to the current step is saved.
-        TrainingFailed: too many steps in a row had gradients that were not finite, or a rank is too slow and the
-            recipe says to stop then (everything up to the current step is saved).
-        UserError: more images are damaged than the recipe allows (everything up to here is saved), or a checkpoint
-            cannot be written.
+        Stopped: by a signal, after saving.
+        TrainingFailed: too many steps in a row had gradients that were not finite; or, after saving, a rank is too
+            slow and the recipe says to stop then.
+        UserError: more images are damaged than the recipe allows (after saving), or a checkpoint cannot be written.
         SaveFailed: the disk failed while a checkpoint was written; retrying may help.
     """
     plan, task, engine = job.plan, job.task, job.engine
@@ -119,7 +118,7 @@ def train(job: TrainJob, state: TrainState) -> TrainState:
 def _log(
     job: TrainJob, state: TrainState, *, losses: LossWindow, spikes: SpikeFinder, lr: float, grad_norm: float
 ) -> str:
-    """Report a point of the training curve; returns a sentence if a rank is so slow that training is to stop."""
+    """Report a point of the training curve; returns a sentence if training must stop for a slow rank."""
     _settle_faults(job, state)
     new_losses = losses.take(job.ranks)
     slowest = job.report.phases.slowest(job.ranks)
@@ -140,7 +139,6 @@ def _log(
 
 
 def _evaluate(job: TrainJob, state: TrainState) -> None:
-    """Evaluate on the held-out set."""
     with job.phase("evaluating", state.step):
         state.evaluation, state.evaluation_step = job.evaluate(state.step), state.step
     _settle_faults(job, state)
@@ -148,7 +146,7 @@ def _evaluate(job: TrainJob, state: TrainState) -> None:
 
 
 def _save(job: TrainJob, state: TrainState, *, losses: LossWindow) -> None:
-    """Save a checkpoint, or begin to; whichever it is, `saver` knows."""
+    """Save a checkpoint, or begin to; `saver` decides which."""
     with job.phase("saving", state.step):
         _settle_faults(job, state)
         state.losses_since_log = losses.reduce(job.ranks)
@@ -158,7 +156,7 @@ def _save(job: TrainJob, state: TrainState, *, losses: LossWindow) -> None:
 
 
 def _failure(job: TrainJob, state: TrainState, *, slow_rank: str) -> Exception | None:
-    """Why training must not go on, if anything; too many damaged images may have come up while saving."""
+    """Why training must stop, if it must; the damage limit may have been exceeded while saving."""
     if job.faults.complaint:
         return UserError(job.faults.complaint)
     if state.skipped_in_a_row >= job.plan.max_skipped_steps:

@@ -1,6 +1,6 @@
 """The words that several rooms share: stages, optimizers, metrics, exit codes, and the files of a run folder.
 
-Plain values: imports nothing, so everything may import it. A new optimizer is an entry here and a case in
+Plain values without imports, so everything may import it. A new optimizer is an entry here and a case in
 `engine.optim.build_optimizer`; a new metric is an entry here and the line that computes it.
 """
 
@@ -39,14 +39,13 @@ OptimizerName = Literal["adamw", "sgd"]
 
 @dataclass(frozen=True)
 class OptimizerState:
-    """What an optimizer keeps of each parameter, and which keys of the recipe are its own."""
+    """What an optimizer keeps of each parameter, and which recipe keys are its own."""
 
     moments: tuple[str, ...]  # their names in torch's state; each float32 and of the parameter's shape
     keys: tuple[str, ...]  # of the recipe's optimizer group; refused for the other optimizers
 
     @property
     def bytes_per_parameter(self) -> int:
-        """Bytes of state for each number that is trained."""
         return 4 * len(self.moments)
 
 
