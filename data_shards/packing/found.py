@@ -1,9 +1,9 @@
-"""What a packing finds, for the user: images with the same bytes, images that cannot be read, and the figures.
+"""What a packing finds: images with the same bytes, unreadable images, and the figures.
 
 OUT/duplicates.jsonl has one group a line: its digest, and each image's path, key, split, label (a list where images
-have several) and whether it was packed. OUT/unreadable.jsonl (beside OUT where they end the packing) has one image a
-line: path, split, label, reason. Neither is written when there is nothing to say. Costs 16 bytes and some 0.5 µs for
-each image; images count as equal if their files are, not if they merely look alike.
+have several) and whether it was packed. OUT/unreadable.jsonl (beside OUT if they end the packing) has one image a line:
+path, split, label, reason. Neither is written empty. Costs 16 bytes and some 0.5 µs per image; only files with the same
+bytes are duplicates.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Line = dict[str, Any]  # of a list
 
 @dataclass(frozen=True)
 class Counts:
-    """What `pack.json` says of the lists; `duplicates` counts the images beyond the first of each group."""
+    """Counts for `pack.json`; `duplicates` counts the images beyond the first of each group."""
 
     unreadable: int = 0
     duplicates: int = 0
@@ -46,7 +46,7 @@ class Counts:
 
 @dataclass(frozen=True)
 class PackReport:
-    """What OUT holds. `reused`: it was there already, from the same request, and nothing was written."""
+    """What OUT holds. `reused`: it existed already, from the same request, and nothing was written."""
 
     out: Path
     manifests: tuple[Manifest, ...]
@@ -67,7 +67,7 @@ class PackReport:
         return sum(manifest.num_samples for manifest in self.manifests)
 
     def lines(self, *, dropped: bool) -> list[str]:
-        """The report, a line each; `dropped` tells what became of duplicates."""
+        """The report's lines; `dropped`: whether duplicates were."""
         verb = "was packed before, with" if self.reused else f"packed in {show_duration(self.seconds)}:"
         lines = [f"{self.out}: {verb} {self.num_images:,} images of {self.train.num_classes:,} classes"]
         for manifest in self.manifests:
@@ -107,7 +107,7 @@ class PackReport:
 
 
 def count(groups: Sequence[Line], *, num_unreadable: int) -> Counts:
-    """Sum up."""
+    """Count what the two lists hold."""
     return Counts(
         unreadable=num_unreadable,
         duplicates=sum(len(group["images"]) - 1 for group in groups),
@@ -129,7 +129,7 @@ def equal_groups(digests: bytes) -> list[list[int]]:
 
 
 def unreadable_files(plan: PackPlan, records: Mapping[str, ShardRecord]) -> list[Line]:
-    """All that the records name, in plan order."""
+    """The unreadable images in the records, in plan order."""
     return [
         {
             "path": shard.images.trace(int(shard.indices[refused.position])),
@@ -143,7 +143,7 @@ def unreadable_files(plan: PackPlan, records: Mapping[str, ShardRecord]) -> list
 
 
 def unlabelled_files(source: Source) -> list[Line]:
-    """Those that the source has left out."""
+    """The images that the source left out."""
     reason = "it is not in a class folder, so it has no label"
     return [{"path": path, "split": split, "label": None, "reason": reason} for split, path in source.left_out]
 
@@ -151,9 +151,9 @@ def unlabelled_files(source: Source) -> list[Line]:
 def duplicate_groups(
     plan: PackPlan, digests: bytes, *, duplicates: Literal["keep", "drop"], unreadable: Sequence[Line]
 ) -> list[Line]:
-    """Among the planned images, whose digests are given in plan order; if dropped, the first of each group is packed.
+    """Groups of planned images with equal `digests`, both in plan order: train before val before test.
 
-    Groups come in the order of their first images, and images in plan order: train before val before test.
+    If duplicates are dropped, the first of each group is packed.
     """
     bad = {file["path"] for file in unreadable}
     groups: list[Line] = []
@@ -176,7 +176,7 @@ def duplicate_groups(
 
 
 def repeated(plan: PackPlan, source: Source, digests: bytes) -> dict[SplitName, NDArray[np.bool_]]:
-    """Marks, per split of the source, the images that equal one which is earlier in the plan."""
+    """Marks, per split of the source, the images that equal an earlier one of the plan."""
     marks: dict[SplitName, NDArray[np.bool_]] = {
         split: np.zeros(len(images), dtype=np.bool_) for split, images in source.splits.items()
     }
@@ -186,8 +186,8 @@ def repeated(plan: PackPlan, source: Source, digests: bytes) -> dict[SplitName, 
 
 
 def write_lines(lines: Iterable[Line], path: Path) -> None:
-    """One entry a line."""
-    # backslashreplace turns what is no UTF-8 in a file's name into an escape of JSON's.
+    """One JSON entry a line."""
+    # backslashreplace turns bytes in a file's name that are not UTF-8 into JSON escapes.
     with open(path, "w", encoding="utf-8", errors="backslashreplace") as stream:
         stream.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
     flush(path)

@@ -1,9 +1,9 @@
-"""One source image -> the bytes that go into the tar: verified, and made smaller if that is asked for.
+"""One source image -> the bytes that go into the tar: verified, and reduced on request.
 
-Every image is decoded in full by the decoder that training uses: a broken one is cheap to fix now and expensive in
-the middle of a run. Without `Resize` its bytes are kept. With it, a large image is reduced (Lanczos, antialiased) and
-encoded as JPEG with 4:2:0 chroma, in the colours that the decoder gives and without metadata: no orientation tag, so a
-viewer shows what training sees. Costs a decode (1.2 ms for an ImageNet photograph), and 3 ms for the reduction.
+Every image is decoded in full by training's decoder: a broken one is cheap to fix now and expensive in the middle of a
+run. Without `Resize` its bytes are kept; with it, a large image is reduced (Lanczos, antialiased) and encoded as JPEG
+with 4:2:0 chroma and without metadata: no orientation tag, so a viewer shows what training sees. Costs a decode (1.2 ms
+for an ImageNet photograph), and 3 ms for the reduction.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from data_shards.errors import UnreadableImage, UserError
 from data_shards.images.box import Pixels
 from data_shards.images.decode import PixelLimit, read_image
 
-# What the bytes are decides a member's extension, not the file's name: ImageNet has a PNG named .JPEG.
-# MPO is a JPEG with more JPEGs after it, as some cameras write.
+# The bytes decide a member's extension, not the file's name: ImageNet has a PNG named .JPEG. MPO is a JPEG with more
+# JPEGs after it, as some cameras write.
 EXTENSIONS = {
     "JPEG": "jpg",
     "MPO": "jpg",
@@ -48,17 +48,17 @@ class Resize:
 
 @dataclass(frozen=True)
 class PackedImage:
-    """`data` under the extension that says what it is."""
+    """`data` and its extension."""
 
     data: bytes
     extension: str
 
 
 def prepare_image(data: bytes, *, resize: Resize | None = None, limit: PixelLimit = PACKED_LIMIT) -> PackedImage:
-    """Decode all of an image; hand back its own bytes, or those of the reduced image.
+    """Decode all of an image; return its own bytes, or those of the reduced image.
 
     Raises:
-        UnreadableImage: it cannot be decoded, is of a format that shards do not hold, or cannot be encoded again.
+        UnreadableImage: it cannot be decoded or encoded again, or is of a format that shards do not hold.
     """
     if not data:
         raise UnreadableImage("the file is empty")

@@ -1,4 +1,4 @@
-"""Images -> tar shards, indexes and manifests: here it is decided, `shard_plan` plans, `shard_writer` writes.
+"""Images -> tar shards, indexes and manifests: `shard_plan` plans, `shard_writer` writes, `pack` puts it together.
 
     OUT/pack.json                       the request, so that the same request again is recognised; what was found
     OUT/_info.json                      for timm
@@ -7,13 +7,12 @@
     OUT/train/NAME-train-000000.idx     where each sample lies
     OUT/train/manifest.json             and sizes.json for open_clip
     OUT/val/..., OUT/test/...           the same, if the source has such splits; val also if `holdout` is given
-    OUT/duplicates.jsonl                images with the same bytes, if there are any
-    OUT/unreadable.jsonl                images that were left out, if there are any
+    OUT/duplicates.jsonl, OUT/unreadable.jsonl      see `found`
 
-Everything is written into a hidden folder beside OUT and renamed when it is whole; an OUT that exists is never
-changed. After a kill, a full disk or an unreadable image the same command goes on with the shards that are finished,
-and the result is the same to the byte. It costs one decode per image (60,000 JPEGs of 32x32: 6 CPU seconds, 1,000
-ImageNet photographs: 2) and the space of the images plus 1.5 to 2 kB each (tar's blocks).
+Everything is written into a hidden folder beside OUT and renamed when complete; an existing OUT is never changed. After
+a kill, a full disk or an unreadable image the same command resumes after the finished shards, and the result is
+byte-identical. Costs one decode per image (60,000 JPEGs of 32x32: 6 CPU seconds, 1,000 ImageNet photographs: 2) and the
+space of the images plus 1.5 to 2 kB each (tar's blocks).
 """
 
 from __future__ import annotations
@@ -71,19 +70,12 @@ def pack(
 ) -> PackReport:
     """Pack a source (see `open_source`) into OUT/train and, where it has them, OUT/val and OUT/test.
 
-    Equal source, arguments and library versions give byte-identical tars, on any number of cores and through any
-    number of interruptions.
-
-    Args:
-        source_spec: a folder, or the name of a source.
-        out: the folder to be made.
-        holdout_list: a file with the paths of the images that become split val, one a line.
-        report: takes lines for the user.
-        options: see `PackRequest`.
+    Equal source, options (see `PackRequest`) and library versions give byte-identical tars, on any number of cores and
+    through any number of interruptions. `holdout_list` is a file with the paths of the images that become split val.
 
     Raises:
-        UserError: for bad input, for an OUT that holds anything else than the result of this very request, for a source
-            that has changed since, for unreadable images, and for a full disk.
+        UserError: for bad input, an OUT that is not the result of this very request, a source that has changed since,
+            unreadable images, and a full disk.
     """
     start = time.monotonic()
     out = Path(out)
@@ -111,7 +103,7 @@ def pack(
 
 
 def _pack(source: Source, out: Path, request: PackRequest, content: dict[str, object], report: Report) -> Counts:
-    """Plan, write and put OUT in place; `content` is what pack.json begins with."""
+    """Plan, write and rename to OUT; `content` is the beginning of pack.json."""
     whole_plan = plan = make_plan(source, request)
     digests = None
     if request.duplicates == "drop":
@@ -157,7 +149,7 @@ def _pack(source: Source, out: Path, request: PackRequest, content: dict[str, ob
 
 
 def _write(plan: PackPlan, request: PackRequest, work: WorkFolder, out: Path, report: Report) -> dict[str, ShardRecord]:
-    """All shards' records, of those that were finished before and of the others."""
+    """The records of all shards, finished before or now."""
     marks = {shard.file: (shard.split, plan_mark(shard, request) if work.has_records else "") for shard in plan.shards}
     finished, num_others = work.recover(marks)
     if finished:
@@ -183,7 +175,7 @@ def _write_manifest(
     result: Path,
     report: Report,
 ) -> Manifest:
-    """Shards of which no image could be read are removed."""
+    """Shards without a readable image are removed."""
     kept = [shard for each in plan.splits[split] if (shard := records[each.file].shard).num_samples]
     for file in {shard.file for shard in plan.splits[split]} - {shard.file for shard in kept}:
         for path in (result / split / file, index_path(result / split / file)):
@@ -215,14 +207,14 @@ def _demand_space(shards: Sequence[ShardPlan], resize: Resize | None, folder: Pa
 
 
 def _is_taken(out: Path) -> bool:
-    """Whether something is there already; an empty folder counts as nothing."""
+    """An empty folder does not count."""
     if not os.path.lexists(out):
         return False
     return not out.is_dir() or any(out.iterdir())
 
 
 def _demand_same(out: Path, *, version: int, request: Mapping[str, object], fingerprint: str) -> Counts:
-    """What was found then. Raises UserError unless OUT is the result of this request on this very source."""
+    """The counts of that packing. Raises UserError unless OUT is the result of this request on this very source."""
     try:
         packed = parse_json((out / PACK_FILE).read_bytes())
         before = dict(packed["request"])

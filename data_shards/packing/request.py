@@ -17,23 +17,18 @@ DEFAULT_SAMPLES_PER_SHARD = 1000  # ImageNet: about 110 MB a shard, within the 0
 
 @dataclass(frozen=True)
 class PackRequest:
-    """Everything but the source and OUT.
+    """Everything but the source and OUT. Raises UserError for contradictions.
 
     Args:
         labels: where the labels of a folder's images are, if not in the names of their folders.
         classes: pack these classes only, labelled 0, 1, ... in the order given.
-        holdout: the fraction of each class (of all images, where they have several labels) that becomes split val, or
-            a list of the images.
-        samples_per_shard: images in a tar at most; 1000 unless `shard_size_bytes` is given.
-        shard_size_bytes: size of a tar at most, within one image; decided by the sizes of the source's files.
-        resize: reduce large images.
+        holdout: the fraction of each class (of all images, if they have several labels) that becomes val, or a list.
+        samples_per_shard: most images in a tar; 1000 unless `shard_size_bytes` is given.
+        shard_size_bytes: most bytes of a tar, within one image; decided by the sizes of the source's files.
         pixel_limit: larger images count as unreadable, and are not decoded.
-        unreadable: images that cannot be read end the packing, after a look at all, or are left out and listed.
-        duplicates: of images with the same bytes keep all, or the first in the order of the shards, train before val.
+        unreadable: such images end the packing, after all were read, or are left out and listed.
+        duplicates: of images with the same bytes keep all, or the first in shard order, train before val.
         seed: of the shuffle and of the held-out choice.
-
-    Raises:
-        UserError: what contradicts itself.
     """
 
     labels: LabelList | None = None
@@ -60,7 +55,7 @@ class PackRequest:
             raise UserError("shard_size: the size of reduced images is not known yet; give samples_per_shard instead")
 
     def as_json(self, source: Source) -> dict[str, object]:
-        """For pack.json. An option at its default is left out, so that one that is added changes no request."""
+        """For pack.json. Defaults are left out, so that a new option changes no existing request."""
         listed = isinstance(self.holdout, HoldoutList)
         given: dict[str, object] = {
             "holdout_list": str(self.holdout) if listed else None,

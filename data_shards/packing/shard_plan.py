@@ -1,8 +1,8 @@
-"""Which image goes into which shard, under which key and label: pure, decided before a byte is written.
+"""Which image goes into which shard, with which key and label, decided before a byte is written. No I/O.
 
-Shuffling and holding out are done by sorting on a hash of (seed, purpose, where the image is from). So they depend on
-neither numpy's version nor the number of cores, and an image stays in train or val whether all classes are packed or
-some, as long as its class has the same images. Costs about 2 us per image.
+Shuffling and holding out sort by a hash of (seed, purpose, where the image is from). So they do not depend on numpy's
+version or the number of cores, and an image stays in train or val whichever classes are packed, as long as its class
+has the same images. Costs about 2 us per image.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ _TAR_END_BYTES = 1024 + 10_240  # two blocks of zeros, and more up to a multiple
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """One tar to be: images `indices` of `images`, in this order, with labels counted in the packed classes.
+    """One planned tar: images `indices` of `images`, in this order, with labels counted in the packed classes.
 
-    `labels` has the shape (num_samples,), or (num_samples, most labels) filled up with -1. `images` are those of
-    `source_split`, which is train for held-out ones.
+    `labels` is [num_samples], or [num_samples, most labels] padded with -1. `images` are those of `source_split`, which
+    is train for held-out ones.
     """
 
     file: str
@@ -54,7 +54,6 @@ class ShardPlan:
         return len(self.indices)
 
     def key(self, position: int) -> str:
-        """The key of the sample at `position` of this shard."""
         index = int(self.indices[position])
         name = self.classes[self.labels[position]] if self.labels.ndim == 1 else None
         return sample_key(name, self.images.trace(index), self.first_number + index)
@@ -102,11 +101,10 @@ def make_plan(
 ) -> PackPlan:
     """Choose classes, hold out, shuffle, cut into shards.
 
-    Shards of a split differ by one sample at most (cut by bytes: by two images' size), so no worker gets a tiny one.
-    `without` marks images of the source that are left out (duplicates) after the held-out ones are chosen.
-
-    Raises UserError for unknown or repeated classes, an unfit holdout, a split without an image, and, for sources that
-    refuse it, a class left without an image in some split.
+    Shards of a split differ by at most one sample (cut by bytes: two images), so no worker gets a tiny one. `without`
+    marks images (duplicates) that are left out after the held-out ones are chosen. Raises UserError for unknown or
+    repeated classes, an unfit holdout, a split without images, and, for sources that refuse it, a class without images
+    in a split.
     """
     chosen = _choose_classes(source, request.classes)
     new_label = np.full(len(source.classes) + 1, -1, dtype=np.int64)  # the last one for -1: no label
@@ -155,7 +153,7 @@ def tar_bytes(image_bytes: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def needed_bytes(shards: Sequence[ShardPlan], *, most_image_bytes: int | None) -> int:
-    """About what the tars and indexes of these shards take; images are expected not to exceed `most_image_bytes`."""
+    """Estimated size of the tars and indexes, with images of at most `most_image_bytes`."""
     total = 0
     for shard in shards:
         sizes = shard.images.num_bytes[shard.indices]
@@ -165,7 +163,7 @@ def needed_bytes(shards: Sequence[ShardPlan], *, most_image_bytes: int | None) -
 
 
 def class_numbers(labels: NDArray[np.int64]) -> tuple[int, ...]:
-    """One image's row of a label array -> its labels, ascending."""
+    """One row of a label array -> its labels, ascending."""
     return tuple(sorted(label for label in np.atleast_1d(labels).tolist() if label >= 0))
 
 
@@ -173,8 +171,8 @@ def sample_key(class_name: str | None, trace: str, number: int) -> str:
     """`cat`, `train/cat/0338.jpg`, 42 -> `cat_0338_0000042`: readable, unique by its number, and safe in a tar.
 
     webdataset cuts keys at the first dot, DALI's index at spaces, and tar (ustar) limits names to 100 bytes. The number
-    counts the images of the whole source, so an image keeps its key whichever classes are packed. An image with several
-    labels (None) has no class in its key.
+    counts the images of the whole source, so a key does not depend on the classes packed. An image with several labels
+    (None) has no class in its key.
     """
     stem = trace.rpartition("/")[2].rpartition(".")[0] or trace.rpartition("/")[2]
     if class_name is None:
@@ -208,7 +206,7 @@ def _choose_classes(source: Source, classes: Sequence[str] | None) -> tuple[str,
 
 
 def _check_counts(source: Source, split: SplitName, labels: NDArray[np.int64], classes: tuple[str, ...]) -> list[str]:
-    """Notes of classes without an image in this split, where that is not a mistake."""
+    """Notes on classes without images in this split, where that is allowed."""
     if not len(labels):
         raise UserError(f"{source.spec}: no image is left for split {split}; correct classes or the held-out choice")
     counts = np.bincount(labels[labels >= 0], minlength=len(classes))

@@ -1,10 +1,9 @@
-"""Writes planned shards: reads and verifies each image, then tar, index and record, several shards at a time.
+"""Write planned shards: read and verify each image, then write tar, index and record, several shards at a time.
 
-Threads suffice: decoding, hashing, reading and writing go without the GIL, and the rest is 80 µs an image (so one
-process packs at most some 10,000 images/s, more than disks deliver of photographs). Memory is one image per thread,
-as stored and decoded (0.5 GB for the largest that is let in). A shard is one thread's work, so few large shards use few
-cores. Tars are byte-identical for equal plans. An image that cannot be read is left out of its shard and noted in the
-shard's record; whether that ends the packing is for the caller to say.
+Threads suffice: decoding, hashing and I/O release the GIL, and the rest is 80 µs an image (so one process packs at most
+some 10,000 images/s, more than disks deliver of photographs). Memory is one image per thread, as stored and decoded (at
+most 0.5 GB). A shard is one thread's work, so few large shards use few cores. Unreadable images are left out and noted
+in the shard's record; the caller decides whether that ends the packing.
 """
 
 from __future__ import annotations
@@ -41,9 +40,9 @@ def write_shards(
     progress: Progress,
     save: Callable[[ShardRecord], None],
 ) -> dict[str, ShardRecord]:
-    """Write each plan to its path, the index beside it, and hand its record to `save` when both are on the disk.
+    """Write each plan to its path with the index beside it, then `save` its record; return the records by file.
 
-    Returns the records by file. OSError in writing (a full disk) passes through, and leaves no unfinished tar.
+    OSError in writing (a full disk) passes through, and leaves no unfinished tar.
     """
     stop = threading.Event()
 
@@ -62,8 +61,8 @@ def write_shards(
             path.unlink(missing_ok=True)
         return record
 
-    # Pillow warns of large photographs and odd metadata; here only what cannot be decoded matters. (The
-    # filter is one for the whole process, so it is set around all threads.)
+    # Pillow warns of large photographs and odd metadata; here only what cannot be decoded matters. (The filter is
+    # process-wide, so it is set around all threads.)
     with warnings.catch_warnings(action="ignore"):
         records = _on_threads(write, plans.items(), num_threads=num_threads, stop=stop)
     return {record.shard.file: record for record in records if record is not None}
@@ -82,7 +81,7 @@ def plan_mark(plan: ShardPlan, request: PackRequest) -> str:
 
 
 def image_digest(data: bytes | None) -> bytes:
-    """By which images with the same bytes are found; zeros for one that could not be read."""
+    """Equal for images with the same bytes; zeros for one that could not be read."""
     return bytes(DIGEST_BYTES) if data is None else hashlib.blake2b(data, digest_size=DIGEST_BYTES).digest()
 
 
@@ -152,7 +151,7 @@ def _write(
 
 
 class _Digested:
-    """What a tar is written to: a file, with the digest of what it gets, which saves reading it again."""
+    """A tar's file, digested while it is written, which saves reading it again."""
 
     def __init__(self, stream: BinaryIO) -> None:
         self._stream = stream

@@ -1,7 +1,7 @@
 """Which images are held out as split val: a fraction of each class, or those that a list names.
 
-A fraction is taken by sorting on a hash of (seed, where the image is from); see `plan`. Where images have several
-labels each, it is a fraction of all images, whatever their labels.
+A fraction is taken by sorting on a hash of (seed, where the image is from); see `shard_plan`. It is a fraction of all images
+where they have several labels each.
 """
 
 import hashlib
@@ -52,8 +52,10 @@ def read_holdout_list(file: Path, *, root: Path) -> HoldoutList:
 def hold_out(
     source: Source, indices: NDArray[np.int64], holdout: Holdout, seed: int
 ) -> dict[SplitName, NDArray[np.int64]]:
-    """Divide the images `indices` of split train. Raises UserError for a source that has a split val, a fraction
-    outside (0, 1), a class of one image only, and a list that names what the source does not have.
+    """Divide the images `indices` of split train into train and val.
+
+    Raises UserError for a source that has a val split, a fraction outside (0, 1), a class of one image, or an unknown
+    path.
     """
     if "val" in source.splits:
         raise UserError(f"holdout: {source.spec} has a held-out split already; leave holdout out")

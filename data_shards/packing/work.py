@@ -1,11 +1,11 @@
-"""The hidden folder `.OUT.packing` beside OUT: what is finished of a packing, so that it can go on after any end.
+"""The hidden folder `.OUT.packing` beside OUT: the finished part of a packing, so that it can resume.
 
-    .OUT.packing/result/...                  becomes OUT, by one rename, when it is whole
+    .OUT.packing/result/...                  becomes OUT, by one rename, when complete
     .OUT.packing/records/SHARD.tar.json      what is known of a finished shard; written last, after tar and index
 
-A shard counts as finished if its record is there, was made from the same images, labels and options (its mark), and
-tar and index have the sizes that it says. Everything else in the folder is deleted and made again. A lock, which dies
-with its process, keeps a second packing out. Costs a small file and a few fsync for each shard.
+A shard is finished if it has a record made from the same images, labels and options (its mark), and tar and index have
+the recorded sizes. Everything else is deleted and made again. A lock, released when its process ends, keeps a second
+packing out. Costs a small file and a few fsync per shard.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ DIGEST_BYTES = 16  # of an image
 
 @dataclass(frozen=True)
 class RefusedImage:
-    """An image of a shard that is not in the tar. `was_read`: its bytes were, so trying again will not help."""
+    """An image that is not in its tar. `was_read`: its bytes were, so a retry will not help."""
 
     position: int
     reason: str
@@ -38,11 +38,7 @@ class RefusedImage:
 
 @dataclass(frozen=True)
 class ShardRecord:
-    """A finished shard.
-
-    Args:
-        image_digests: of the source's bytes of each planned image, `DIGEST_BYTES` each; zeros where it was not read.
-    """
+    """A finished shard; `image_digests` has `DIGEST_BYTES` per planned image, zeros where it was not read."""
 
     mark: str  # changes with whatever the shard is made from
     shard: Shard  # the tar as the manifest has it
@@ -64,7 +60,6 @@ class WorkFolder:
 
     @property
     def result(self) -> Path:
-        """What becomes OUT."""
         return self.path / "result"
 
     @property
@@ -73,7 +68,6 @@ class WorkFolder:
 
     @property
     def has_records(self) -> bool:
-        """Whether anything is worth keeping."""
         return self._records.is_dir() and any(self._records.iterdir())
 
     def save(self, record: ShardRecord) -> None:
@@ -83,13 +77,10 @@ class WorkFolder:
         write_json(self._records / f"{record.shard.file}.json", {**content, "refused": refused})
 
     def recover(self, marks: Mapping[str, tuple[str, str]]) -> tuple[dict[str, ShardRecord], int]:
-        """Keep what is finished and fits, delete the rest.
-
-        Args:
-            marks: file of each planned shard -> (its split, its mark).
+        """Keep the finished shards that match `marks`, {file: (split, mark)}, and delete the rest.
 
         Returns:
-            The finished shards by file, and how many others were there that do not fit.
+            The finished shards by file, and the number of those that do not match.
         """
         found: dict[str, ShardRecord] = {}
         num_records = 0
@@ -120,7 +111,7 @@ class WorkFolder:
 
 @contextmanager
 def open_work(out: Path) -> Iterator[WorkFolder]:
-    """Make or take over `.OUT.packing`. Afterwards it stays only if there is a finished shard in it.
+    """Make or take over `.OUT.packing`; afterwards it stays only with a finished shard in it.
 
     Raises UserError if it cannot be made or another process has it.
     """

@@ -1,6 +1,4 @@
-"""Where raw images come from: class folders, lists of labels, IDX files, scikit-learn's digits. `open_source` finds out
-which.
-"""
+"""Where raw images come from: class folders, lists of labels, IDX files, scikit-learn's digits; see `open_source`."""
 
 from data_shards.sources.base import ImageSet, Source
 from data_shards.sources.choose import open_source

@@ -1,8 +1,8 @@
 """Images in memory: scikit-learn's digits, and MNIST's format, four IDX files, plain or gzipped.
 
-The digits are 1,797 grey images of 8x8, inside scikit-learn's wheel, so nothing is downloaded (the test part of the UCI
-set "Optical Recognition of Handwritten Digits", Alpaydin and Kaynak, 1998). Fashion-MNIST has MNIST's files; its class
-names are used when the folder is called so. Other IDX sets (more classes, other than 8-bit grey) are refused.
+The digits are 1,797 grey images of 8x8 in scikit-learn's wheel (the test part of the UCI set "Optical Recognition of
+Handwritten Digits", Alpaydin and Kaynak, 1998). Fashion-MNIST has MNIST's files; its class names are used if the folder
+has its name. Other IDX sets (more classes, other than 8-bit grey) are refused.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ FASHION_CLASSES = (  # README of zalandoresearch/fashion-mnist, section "Labels"
 )
 _STEMS: dict[SplitName, str] = {"train": "train", "val": "t10k"}
 _KINDS = {"images": "idx3-ubyte", "labels": "idx1-ubyte"}
-# Both spellings are about: MNIST's own server used "-", several unpackers write ".".
+# Both spellings occur: MNIST's own server used "-", several unpackers write ".".
 IDX_NAMES = frozenset(
     f"{s}-{kind}{mark}{kinds}" for s in _STEMS.values() for kind, kinds in _KINDS.items() for mark in "-."
 )
@@ -56,7 +56,7 @@ def digits_source() -> Source:
 
 
 def fashion_mnist_source() -> Source:
-    """Fashion-MNIST where Debian installs it. Raises UserError, saying how to install it, if it is not there."""
+    """Fashion-MNIST where Debian installs it. Raises UserError, saying how to install it, if it is missing."""
     if not DEBIAN_FOLDER.is_dir():
         raise UserError(
             f"fashion-mnist: {DEBIAN_FOLDER} is not there; install it with "

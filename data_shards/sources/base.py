@@ -1,7 +1,7 @@
 """What a source is: named classes, and per split a set of images that are read one at a time.
 
-Images are files, or arrays in memory. Nothing is read before `ImageSet.read`, apart from the listing or the arrays; of
-each file that costs one `stat`. Images are handed on as encoded bytes: a file's own, an array's as PNG (lossless).
+Listing costs one `stat` per file; images are read by `ImageSet.read` alone, as encoded bytes: a file's own, or PNG for
+arrays (lossless).
 """
 
 from __future__ import annotations
@@ -29,18 +29,16 @@ SplitName = Literal["train", "val", "test"]
 
 
 class ImageSet(Protocol):
-    """The images of one split, in an order that depends on nothing but the source."""
+    """The images of one split, in an order that depends only on the source."""
 
     @property
     def labels(self) -> NDArray[np.int64]:
-        """Indices into the source's `classes`: shape (num_images,), or for several labels of an image
-        (num_images, most labels), filled up with -1.
-        """
+        """Indices into the source's `classes`: [num_images], or [num_images, most labels] padded with -1."""
         ...
 
     @property
     def num_bytes(self) -> NDArray[np.int64]:
-        """Shape (num_images,): sizes of the files (-1: not there); of images in memory, of their pixels."""
+        """[num_images]: sizes of the files (-1: missing); of images in memory, of their pixels."""
         ...
 
     def __len__(self) -> int: ...
@@ -54,7 +52,7 @@ class ImageSet(Protocol):
         ...
 
     def stamp(self, index: int) -> bytes:
-        """Changes when the image does, as far as that can be told without reading it; holds its trace too."""
+        """Changes with the image, as far as that shows without reading it; includes its trace."""
         ...
 
     def update_digest(self, digest: hashlib._Hash) -> None:
@@ -66,9 +64,8 @@ class ImageSet(Protocol):
 class Source:
     """Named classes and the images of each split.
 
-    Args:
-        left_out: images of a split that have no label, and so are in none of `splits`: split and trace.
-        empty_classes: a class without an image is a mistake in folders, and usual in lists.
+    `left_out` has (split, trace) of images without a label, which are in none of `splits`. A class without images is a
+    mistake in folders, but usual in lists (`empty_classes`).
     """
 
     spec: str  # finds the source again
@@ -81,7 +78,7 @@ class Source:
     empty_classes: Literal["refuse", "report"] = "refuse"
 
     def fingerprint(self) -> str:
-        """Changes when classes, images, names or (of files) sizes change; of files the bytes are not read."""
+        """Changes when classes, images, names or (of files) sizes change; files' bytes are not read."""
         digest = hashlib.sha256(repr(self.classes).encode())
         for split, images in self.splits.items():
             digest.update(f"{split} {len(images)}".encode())
@@ -94,7 +91,7 @@ class Source:
 
 @dataclass(frozen=True)
 class ArrayImages:
-    """Grey images held in memory as uint8 of shape (num_images, height, width)."""
+    """Grey images held in memory as uint8 [num_images, height, width]."""
 
     origin: str
     pixels: NDArray[np.uint8]
@@ -137,7 +134,7 @@ class FileImages:
         return len(self.files)
 
     def read(self, index: int) -> bytes:
-        # A pipe or a device would be waited for without end.
+        # A read of a pipe or a device could block forever.
         if self.num_bytes[index] == ABSENT:
             raise OSError("there is no such file, or it is not a plain file")
         with open(f"{self.root}/{self.files[index]}", "rb", buffering=0) as stream:
@@ -148,7 +145,7 @@ class FileImages:
 
     @property
     def num_bytes(self) -> NDArray[np.int64]:
-        """Sizes of the files; `ABSENT` for what is not there or is no plain file."""
+        """Sizes of the files; `ABSENT` for what is missing or not a regular file."""
         return self._stats[:, 0]
 
     def stamp(self, index: int) -> bytes:
@@ -161,7 +158,7 @@ class FileImages:
 
     @cached_property
     def _stats(self) -> NDArray[np.int64]:
-        """Shape (num_images, 2): size in bytes, time of the last change in ns."""
+        """[num_images, 2]: size in bytes, mtime in ns."""
         stats = np.full((len(self.files), 2), ABSENT, dtype=np.int64)
         for i, file in enumerate(self.files):
             try:
@@ -174,7 +171,7 @@ class FileImages:
 
 
 def refuse_all(problems: Sequence[str]) -> None:
-    """Raises UserError with all of them, in one line; nothing where there are none."""
+    """Raise one UserError with all problems, if there are any."""
     if len(problems) == 1:
         raise UserError(problems[0])
     if problems:

@@ -16,11 +16,9 @@ LAYOUT = "ROOT/CLASS/*.jpg, ROOT/train/CLASS/*.jpg with ROOT/val/CLASS/*.jpg (an
 def open_source(spec: str, *, labels: LabelList | None = None, unfit: Literal["refuse", "skip"] = "refuse") -> Source:
     """Open `digits`, `fashion-mnist`, or a folder (write `./digits` for a folder of that name).
 
-    With `labels`, a folder's images have their labels from that list, however they lie in it. `unfit`: whether class
-    folders without images, and images beside class folders, are refused or left out with a note.
-
-    Raises UserError, naming the path, for anything that cannot be packed; images themselves are not decoded
-    here.
+    With `labels`, a folder's images have their labels from that list, whatever the layout. `unfit`: whether class
+    folders without images, and images beside class folders, are refused or left out with a note. Raises UserError,
+    naming the path, for anything that cannot be packed; images are not decoded here.
     """
     if labels is not None and spec in NAMES:
         raise UserError(f"{spec}: these images have labels of their own; leave out labels or give a folder")

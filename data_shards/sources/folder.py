@@ -1,8 +1,8 @@
 """Folders of class folders: ROOT/CLASS/**/*.jpg, or ROOT/train/CLASS/** with ROOT/val (validation, test).
 
-Classes are the folders' names in code-point order, as torchvision's ImageFolder has them, so labels agree. Hidden files
-and folders are passed over; other files that are not images are passed over, counted and named. Listing costs one
-`scandir` per folder; no image is opened here. Symbolic links are followed, once per folder.
+Classes are the folders' names in code-point order, as in torchvision's ImageFolder, so labels agree. Hidden files and
+folders are skipped; other files that are not images are skipped, counted and named. Listing costs one `scandir` per
+folder; no image is opened. Symbolic links are followed, once per folder.
 """
 
 import os
@@ -16,13 +16,13 @@ from data_shards.errors import UserError
 from data_shards.sources.base import FileImages, ImageSet, Source, SplitName, named, refuse_all
 from data_shards.tars.tar_index import IMAGE_EXTENSIONS
 
-# In this order: what is called val is preferred to what is called test, whose labels are often not public.
+# In this order: val is preferred to test, whose labels are often not public.
 VAL_NAMES = ("val", "validation", "test")
 
 
 @dataclass
 class _Found:
-    """What is said of a folder as it is gone through: mistakes, and what is left out."""
+    """Notes taken while listing: mistakes, and what is left out."""
 
     unfit: Literal["refuse", "skip"]
     problems: list[str] = field(default_factory=list)
@@ -30,7 +30,7 @@ class _Found:
     left_out: list[tuple[SplitName, str]] = field(default_factory=list)
 
     def loose(self, base: Path, paths: list[str], *, split: SplitName) -> None:
-        """Images beside class folders, whose label nothing tells; `paths` are relative to the source."""
+        """Images beside class folders, which have no label; `paths` are relative to the source."""
         if not paths:
             return
         which = named([path.rpartition("/")[2] for path in paths])
@@ -83,7 +83,7 @@ def folder_source(root: Path, *, unfit: Literal["refuse", "skip"] = "refuse") ->
     by_class: dict[SplitName, dict[str, list[str]]] = {
         split: _read_split(root, folder, split=split, found=found) for split, folder in used.items()
     }
-    # An empty folder is no class in train; elsewhere it is a class of train without images.
+    # An empty folder is not a class in train; elsewhere it is a class of train without images.
     classes = tuple(name for name, images in by_class["train"].items() if images or unfit == "refuse")
     for split, folder in used.items():
         here = {name for name, images in by_class[split].items() if images or name in classes or unfit == "refuse"}
@@ -103,7 +103,7 @@ def folder_source(root: Path, *, unfit: Literal["refuse", "skip"] = "refuse") ->
 
 
 def _choose_splits(root: Path, folders: list[str], with_classes: list[str], found: _Found) -> dict[SplitName, str]:
-    """Of a layout with splits: the folder of each; train is among them."""
+    """{split: folder} for a layout with splits; train is among them."""
     strangers = [name for name in folders if name not in ("train", *VAL_NAMES)]
     if strangers:
         found.problems.append(
@@ -131,7 +131,7 @@ def _choose_splits(root: Path, folders: list[str], with_classes: list[str], foun
 
 
 def _read_split(root: Path, folder: str, *, split: SplitName, found: _Found) -> dict[str, list[str]]:
-    """Class -> images of ROOT[/FOLDER]/CLASS; paths stay relative to ROOT: they say which split they are from."""
+    """Class -> images of ROOT[/FOLDER]/CLASS; paths stay relative to ROOT, so they include the split."""
     base = root / folder
     folders, images, skipped = _scan(base)
     above = f"{folder}/" if folder else ""
@@ -159,7 +159,7 @@ def _images(root: Path, by_class: dict[str, list[str]], classes: tuple[str, ...]
 
 
 def walk_images(root: Path) -> list[str]:
-    """Paths of all image files below `root`, relative to it; hidden ones are passed over."""
+    """Paths of all image files below `root`, relative to it, without hidden ones."""
     return _walk(root, "")[0]
 
 
@@ -196,7 +196,7 @@ def _scan(folder: Path) -> tuple[list[str], list[str], list[str]]:
 
 
 def _differences(root: Path, folder: str, classes: tuple[str, ...], here: set[str]) -> list[str]:
-    """What is said of the class folders of a split that are not those of train."""
+    """How a split's class folders differ from those of train."""
     return [
         f"{root}: {len(missing)} class folders of {one} are missing in {other} (the first: {missing[0]}); both must "
         "have the same classes"

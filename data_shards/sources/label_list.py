@@ -4,14 +4,13 @@
     a/1.jpg,cat                   {"path": "a/2.jpg", "label": ["cat", "dog"]}
     a/2.jpg,cat|dog               {"path": "a/3.jpg", "label": []}
 
-CSV starts with a line of column names; other columns and keys are passed over. A `|` in any label of a CSV, or a JSON
-list, makes the whole set multi-label: an image then has any number of labels, none too. A label is the name of a class
-or its number. In JSONL 3 is a number and "3" a name. In CSV labels are numbers if all are whole numbers, unless a file
-of class names is given that has all of them. Without such a file, names are sorted in code-point order, and
-numbers give the classes "0", "1", ... up to the highest.
+CSV starts with a line of column names; other columns and keys are ignored. A `|` in any label of a CSV, or a JSON list,
+makes the whole set multi-label: any number of labels per image, including none. A label is a class name or number. In
+JSONL 3 is a number and "3" a name; in CSV labels are numbers if all are whole numbers, unless a file of class names
+contains all of them. Without such a file, names are sorted in code-point order, and numbers give the classes "0" to the
+highest. Paths are relative to the folder, or absolute, and must stay inside it.
 
-Costs some 3 µs for a line, one `stat` for an image, and a listing of the folder, so that images in it which the list
-does not name are counted. Paths are relative to the folder, or absolute, and stay inside it.
+Costs some 3 µs a line, one `stat` an image, and a listing of the folder, to count images that the list does not name.
 """
 
 import csv
@@ -39,11 +38,7 @@ Label = int | str
 
 @dataclass(frozen=True)
 class LabelList:
-    """Where labels are.
-
-    Args:
-        class_names: a text file with the name of class 0, 1, ... on a line each.
-    """
+    """Where labels are; `class_names` is a text file with the name of class 0, 1, ... on a line each."""
 
     file: Path  # a .csv or .jsonl file
     path_column: str = "path"  # column (CSV) or key (JSONL) of the image's path, relative to the source's folder
@@ -51,7 +46,7 @@ class LabelList:
     class_names: Path | None = None
 
     def as_json(self) -> dict[str, str | None]:
-        """With whole paths."""
+        """With absolute paths."""
         return {name: str(value.resolve()) if isinstance(value, Path) else value for name, value in vars(self).items()}
 
 
@@ -64,8 +59,8 @@ class _Row(NamedTuple):
 def label_list_source(root: Path, labels: LabelList) -> Source:
     """The images that `labels` names below `root`, all as split train.
 
-    Raises UserError, naming file and lines, for a list that cannot be read, a path that leads outside, is not there or
-    is named twice, and a label that is no class.
+    Raises UserError, naming file and lines, for a list that cannot be read, a path that leads outside, is missing or is
+    named twice, and a label that is not a class.
     """
     problems: list[str] = []
     is_multi, rows = _read_rows(labels, root=root, problems=problems)
@@ -98,8 +93,8 @@ def label_list_source(root: Path, labels: LabelList) -> Source:
 def clean_path(text: str, *, root: Path) -> str:
     """A path below `root` as listings spell it: `./a//b.jpg` -> `a/b.jpg`, `ROOT/a/b.jpg` -> `a/b.jpg`.
 
-    Raises ValueError if it leads outside. An absolute one may spell `root` as it was given, with symbolic links, or as
-    it really is; what has other links or `..` on the way is followed to where it really leads.
+    Raises ValueError if it leads outside. An absolute path may spell `root` as given or resolved; a path with other
+    links or `..` is resolved.
     """
     path = PurePosixPath(text)
     if path.is_absolute() and "\0" not in text:
@@ -115,7 +110,7 @@ def clean_path(text: str, *, root: Path) -> str:
 
 
 def read_lines(file: Path) -> Iterator[tuple[int, str]]:
-    """Number and text of each line that is not blank. Raises UserError if the file is not there or no UTF-8."""
+    """Number and text of each non-blank line. Raises UserError if the file is missing or not UTF-8."""
     try:
         with open(file, encoding="utf-8-sig") as stream:
             for line, text in enumerate(stream, start=1):
@@ -128,10 +123,7 @@ def read_lines(file: Path) -> Iterator[tuple[int, str]]:
 
 
 def _read_rows(labels: LabelList, *, root: Path, problems: list[str]) -> tuple[bool, list[_Row]]:
-    """Whether there are several labels for an image, and the rows with labels as the file has them.
-
-    What is wrong with a row is added to `problems`, and the row left out.
-    """
+    """Whether the set is multi-label, and the rows with labels as in the file; bad rows go to `problems` instead."""
     match labels.file.suffix.lower():
         case ".csv":
             found = list(_csv_rows(labels))
@@ -233,7 +225,7 @@ def _class_names(file: Path) -> tuple[str, ...]:
 
 
 def _number_labels(rows: list[_Row], labels: LabelList) -> tuple[list[list[int]], tuple[str, ...]]:
-    """Class numbers of each row, and the classes' names."""
+    """Class numbers of each row, and the class names."""
     kinds = {type(label): row for row in rows for label in row.labels}
     if len(kinds) > 1:
         line = max(row.line for row in kinds.values())
@@ -288,7 +280,7 @@ def _named_twice(file: Path, rows: list[_Row]) -> Iterator[str]:
 
 
 def _unnamed(root: Path, rows: Iterable[_Row], file: Path) -> Iterator[str]:
-    """A note of the images that are there but not in the list."""
+    """A note on the images that the list does not name."""
     named = {row.path for row in rows}
     left = [path for path in walk_images(root) if path not in named]
     if left:

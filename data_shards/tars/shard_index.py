@@ -1,7 +1,7 @@
 """The table of one tar's samples in memory, and its binary form on disk.
 
-40 bytes for each sample, and its key; so a reader can hold the tables of a hundred shards. The binary form (numpy's
-.npz, without pickle) reads in a millisecond, and holds any key; the text form that other tools read is in `tar_index`.
+40 bytes per sample, and its key, so a reader can hold the tables of a hundred shards. The binary form (numpy's .npz,
+without pickle) loads in a millisecond and holds any key; `tar_index` has the text form that other tools read.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _ARRAYS = ("image_offset", "image_size", "label_offset", "label_size")
 
 
 class Texts:
-    """Many short texts in one piece of memory: a Python list of them takes 60 bytes more for each."""
+    """Many short texts in one piece of memory; a Python list of them takes 60 bytes more for each."""
 
     def __init__(self, data: bytes, ends: NDArray[np.int64]) -> None:
         self.data = data
@@ -29,7 +29,7 @@ class Texts:
 
     @classmethod
     def of(cls, texts: Iterable[str]) -> Texts:
-        """Any texts, names of files that are no UTF-8 (with surrogates, as `os.fsdecode` makes them) too."""
+        """Any texts, including file names that are not UTF-8 (with `os.fsdecode`'s surrogates)."""
         parts = [text.encode("utf-8", "surrogateescape") for text in texts]
         return cls(b"".join(parts), np.cumsum([len(part) for part in parts], dtype=np.int64))
 
@@ -52,7 +52,7 @@ class Texts:
 
 @dataclass(frozen=True)
 class ShardIndex:
-    """One tar's samples in their order; all arrays are int64 of shape (num_samples,), in bytes from the tar's start."""
+    """One tar's samples in order; all arrays are int64 [num_samples], in bytes from the tar's start."""
 
     keys: Texts
     image_extension: Texts
@@ -83,12 +83,12 @@ class ShardIndex:
 
     @property
     def is_ascending(self) -> bool:
-        """Whether the samples lie in the tar in the order that they are listed in."""
+        """Whether the samples lie in the tar in the listed order."""
         return bool((np.diff(np.minimum(self.image_offset, self.label_offset)) > 0).all())
 
 
 def save_index(index: ShardIndex, path: Path, *, note: str = "") -> None:
-    """Write the binary form, at once or not at all; `note` is any text to keep with it."""
+    """Write the binary form atomically, with any text as `note`."""
     with replaced(path, sync="none", writers="several") as beside, beside.open("wb") as stream:
         np.savez(
             stream,
@@ -102,12 +102,7 @@ def save_index(index: ShardIndex, path: Path, *, note: str = "") -> None:
 
 
 def load_index(path: Path) -> ShardIndex:
-    """Read the binary form.
-
-    Raises:
-        FileNotFoundError: there is none.
-        ValueError: it is broken.
-    """
+    """Read the binary form; raises FileNotFoundError, or ValueError if it is broken."""
     content = _read(path, ["keys", "key_ends", "extensions", "extension_ends", *_ARRAYS])
     sizes = {content[name].shape for name in ("key_ends", "extension_ends", *_ARRAYS)}
     if len(sizes) != 1 or any(content[name].dtype != np.int64 for name in ("key_ends", "extension_ends", *_ARRAYS)):
@@ -126,7 +121,7 @@ def load_index(path: Path) -> ShardIndex:
 
 
 def load_note(path: Path) -> str:
-    """The text that was kept with an index; raises as `load_index` does."""
+    """The note of an index; raises as `load_index` does."""
     return _read(path, ["note"])["note"].tobytes().decode()
 
 

@@ -1,9 +1,9 @@
-"""Where each sample of a tar lies, so that a sample is one `pread` instead of a walk through the tar.
+"""Where each sample of a tar lies, so that reading a sample is one `pread` instead of a walk through the tar.
 
 The index is kept beside the tar as NAME.idx, in the text form of DALI's `wds2idx` (version v1.2: a header with the
-number of samples, then one line per sample with "extension offset size member" for each of its parts). Building costs
-one pass over the headers (about 10 µs a sample), reading 3 µs a sample. Samples are grouped as webdataset does. Each
-needs exactly one image and one label (`cls`, `json` or `txt`); other parts are left out of the index.
+number of samples, then one line per sample with "extension offset size member" for each of its parts). Building takes
+one pass over the headers (about 10 µs a sample), reading 3 µs a sample. Samples are grouped as webdataset does; each
+needs exactly one image and one label (`cls`, `json` or `txt`), other parts are not indexed.
 """
 
 from __future__ import annotations
@@ -29,11 +29,7 @@ _VERSION = "v1.2"
 
 @dataclass(frozen=True)
 class ReadableIndex:
-    """What of a tar can be used.
-
-    Args:
-        damage: what is wrong with the tar, and at which byte; "" if it is whole. Nothing after it is in the index.
-    """
+    """The usable part of a tar; `damage` says what is wrong and at which byte, and nothing after it is indexed."""
 
     index: ShardIndex  # the samples that are whole
     damage: str
@@ -55,16 +51,12 @@ def index_path(tar_path: Path | str) -> Path:
 
 
 def build_index(tar_path: Path | str, *, label: LabelPart = "cls", name: str = "") -> ShardIndex:
-    """Index a tar by walking its headers.
-
-    Args:
-        tar_path: the tar.
-        label: the extension of the member that holds the label.
-        name: what messages call the tar; its path, if empty.
+    """Index a tar by walking its headers; `label` is the label member's extension, `name` (or the path) is for
+    messages.
 
     Raises:
-        UserError: it is no plain tar, is damaged or cut short (tarfile and webdataset silently drop the rest of such a
-            tar), or holds a sample without exactly one image and one label.
+        UserError: it is not a plain tar, is damaged or cut short (tarfile and webdataset silently drop the rest of such
+            a tar), or holds a sample without exactly one image and one label.
     """
     readable = readable_index(tar_path, label=label, name=name)
     name = name or str(tar_path)
@@ -77,10 +69,8 @@ def build_index(tar_path: Path | str, *, label: LabelPart = "cls", name: str = "
 
 
 def readable_index(tar_path: Path | str, *, label: LabelPart = "cls", name: str = "") -> ReadableIndex:
-    """Index what can be used of a tar, whole or damaged; arguments as for `build_index`.
-
-    Raises:
-        UserError: there is no such file, or it cannot be read.
+    """Index the usable part of a tar, whole or damaged; as `build_index`, but raises UserError only if it cannot be
+    read.
     """
     try:
         descriptor = os.open(tar_path, os.O_RDONLY | os.O_CLOEXEC)
@@ -97,11 +87,7 @@ def readable_index(tar_path: Path | str, *, label: LabelPart = "cls", name: str 
 
 
 def readable_open(descriptor: int, *, label: LabelPart) -> ReadableIndex:
-    """As `readable_index`, of a tar that is open.
-
-    Raises:
-        OSError: it cannot be read.
-    """
+    """As `readable_index`, for an open tar; raises OSError if it cannot be read."""
     samples: list[_Sample] = []
     damage = ""
     last_key = None
@@ -122,7 +108,7 @@ def readable_open(descriptor: int, *, label: LabelPart) -> ReadableIndex:
 
 
 def write_index(index: ShardIndex, path: Path | str, *, label: LabelPart = "cls") -> None:
-    """Write the text form. Raises UserError for a key with white space in it, which the form cannot express."""
+    """Write the text form. Raises UserError for a key with white space, which the form cannot express."""
     lines = [f"{_VERSION} {len(index)}"]
     for i, key in enumerate(index.keys):
         if re.search(r"\s", key):
@@ -168,7 +154,7 @@ def read_index(path: Path | str, *, label: LabelPart = "cls") -> ShardIndex:
 def open_index(
     tar_path: Path | str, *, label: LabelPart = "cls", index: Path | None = None, name: str = ""
 ) -> ShardIndex:
-    """The index in the file `index` or beside the tar, or one built from the tar (and not written) without these.
+    """The index in the file `index` or beside the tar, otherwise one built from the tar (and not written).
 
     Raises UserError as `read_index` and `build_index` do, and if the index points behind the tar's end.
     """
@@ -208,7 +194,7 @@ def _place(text: str, member: str) -> int:
 def _chosen(
     samples: list[_Sample], *, label: LabelPart
 ) -> tuple[list[tuple[str, _Part, _Part]], list[tuple[str, str]]]:
-    """(key, image, label) of each sample that has one of both, and (key, reason) of the others."""
+    """(key, image, label) of each sample with exactly one of both, and (key, reason) of the others."""
     whole: list[tuple[str, _Part, _Part]] = []
     left_out: list[tuple[str, str]] = []
     for key, parts in samples:
