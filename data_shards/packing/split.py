@@ -1,7 +1,7 @@
 """Which images are held out as split val: a fraction of each class, or those that a list names.
 
-A fraction is taken by sorting on a hash of (seed, where the image is from); see `shard_plan`. It is a fraction of all images
-where they have several labels each.
+A fraction is taken by sorting on a hash of (seed, where the image is from), as in `shard_plan`; it is a fraction of all
+images where they have several labels each.
 """
 
 import hashlib
