@@ -49,6 +49,5 @@ class StageContext:
         return result
 
     def say(self, line: str) -> None:
-        """Print a line on rank 0."""
         if self.ranks.place.is_main:
             print(printable(line), flush=True)

@@ -44,11 +44,8 @@ def has_record(folder: RunFolder, *, stage: StageName) -> bool:
 
 
 def check_data(folder: RunFolder, *, stage: StageName, data: StageData) -> DataRecord:
-    """Compare a stage's data with those that it began with; writes nothing.
-
-    Raises:
-        UserError: naming what differs; or a shard cannot be read.
-    """
+    """Compare a stage's data with those that it began with, writing nothing; UserError names what differs, or a shard
+    that cannot be read."""
     sets: dict[str, ShardSet] = dict(zip(_SETS, (data.train, data.eval), strict=True))
     now = DataRecord({name: identify(one) for name, one in sets.items()})
     path, digest = folder.stage(stage) / DATA_FILE, folder.peek(stage).data_digest
@@ -69,7 +66,7 @@ def check_data(folder: RunFolder, *, stage: StageName, data: StageData) -> DataR
 
 
 def keep_data(folder: RunFolder, record: DataRecord, *, stage: StageName) -> None:
-    """Write data.json atomically, before `record.digest` goes into stage.json; OSError if the disk is full or fails."""
+    """Write data.json atomically, before stage.json gets `record.digest`; OSError if the disk is full or fails."""
     content = {"version": _VERSION, "sets": {name: vars(one) for name, one in record.sets.items()}}
     folder.stage(stage).mkdir(exist_ok=True)
     replace_text(folder.stage(stage) / DATA_FILE, json.dumps(content) + "\n")

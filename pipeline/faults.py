@@ -28,10 +28,9 @@ class Settled:
 
 
 class FaultLedger:
-    """The damaged images of one stage.
+    """The damaged images of one stage, listed in `file`.
 
     Args:
-        file: the list.
         num_samples: images of each set.
         max_share: share of a set that may be damaged.
 

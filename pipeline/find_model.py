@@ -34,11 +34,7 @@ class FoundModel:
 
 
 def find_model(path: Path) -> FoundModel:
-    """The model at `path`, see above.
-
-    Raises:
-        UserError: there is none, or it is broken; says what was looked for.
-    """
+    """The model at `path`, see above; UserError: none or a broken one, with what was looked for."""
     if not path.exists():
         raise UserError(f"{path} is not there: give a run's folder, a checkpoint, or a file of weights")
     place = path.absolute()  # also for "." and for a folder's bare name within its run

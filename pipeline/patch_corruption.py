@@ -41,10 +41,8 @@ def corruption_held_out(batch: Batch, *, seed: int, num_patches: int) -> Corrupt
 
 
 def draw_corruption(*key: ArrayLike, num_patches: int) -> Corruption:
-    """Corrupt half of each image's patches (rounded down), chosen at random.
-
-    Each independently: 80 % get the mask's embedding, 10 % that of another patch of the same image (so that an image's
-    loss does not depend on its batch), and 10 % keep theirs.
+    """Corrupt a random half of each image's patches (rounded down): 80 % of them get the mask's embedding, 10 % that of
+    another patch of the same image (so that an image's loss does not depend on its batch), and 10 % keep theirs.
 
     Args:
         key: words of `randomness.uniforms`; arrays have an entry for each image.

@@ -36,11 +36,7 @@ DeviceChoice = Literal["auto", "cpu", "cuda"]
 
 @dataclass(frozen=True)
 class Predictor:
-    """A model that is ready to use.
-
-    Attributes:
-        logits: normalised images, float32 [B, 3, S, S] on `device` -> logits [B, classes] on it.
-    """
+    """A model: `logits` maps normalised images, float32 [B, 3, S, S] on `device`, to logits [B, classes]."""
 
     meta: SavedModelMeta  # what it is and what it is fed
     logits: Callable[[torch.Tensor], torch.Tensor]
@@ -73,11 +69,8 @@ class ImagePrediction:
 
 
 def open_predictor(path: Path, *, device: DeviceChoice = "auto") -> Predictor:
-    """Load a model.
-
-    Args:
-        path: an ONNX file of ours, or anything that `pipeline.find_model` finds.
-        device: auto: the GPU if there is one. ONNX runs on the CPU.
+    """Load an ONNX file of ours, or anything that `pipeline.find_model` finds; auto: the GPU if there is one. ONNX runs
+    on the CPU.
 
     Raises:
         UserError: there is no model, it is broken or no classifier, or there is no such device.
@@ -99,11 +92,8 @@ def open_predictor(path: Path, *, device: DeviceChoice = "auto") -> Predictor:
 
 
 def image_files(paths: Sequence[Path]) -> list[Path]:
-    """The files, and all images below the folders, sorted; hidden ones are skipped.
-
-    Raises:
-        UserError: one does not exist, or a folder has no image in it.
-    """
+    """The files, and all images below the folders, sorted, without hidden ones; UserError: a file does not exist, or a
+    folder has no image in it."""
     files: list[Path] = []
     for path in paths:
         if path.is_dir():
@@ -121,7 +111,7 @@ def image_files(paths: Sequence[Path]) -> list[Path]:
 def predict_images(
     predictor: Predictor, images: Iterable[Path], *, top: int, batch_images: int, pixel_limit: PixelLimit = USUAL_LIMIT
 ) -> Iterator[ImagePrediction]:
-    """Predict images in order, `batch_images` at a time; unreadable ones are returned with the reason.
+    """Predict images in order, `batch_images` per forward pass; unreadable ones are returned with the reason.
 
     Args:
         predictor: the model.

@@ -91,19 +91,13 @@ class RunFolder:
         return self.stage(name) / CHECKPOINTS_FOLDER
 
     def ranks(self, name: StageName) -> Path:
-        """Heartbeats and stacks of a stage."""
         return self.stage(name) / RANKS_FOLDER
 
     def model(self, name: StageName) -> Path:
         return self.stage(name) / MODEL_FOLDER
 
     def record(self, name: StageName) -> StageRecord:
-        """A stage's record, or a new one.
-
-        Raises:
-            BrokenRecord: the file exists but is broken.
-            UserError: it cannot be read.
-        """
+        """A stage's record, or a new one; BrokenRecord: it is broken, UserError: it cannot be read."""
         path = self.stage(name) / STAGE_FILE
         try:
             return _RECORD.validate_json(path.read_bytes(), strict=True)
@@ -124,11 +118,8 @@ class RunFolder:
             return StageRecord(state="running")
 
     def update(self, name: StageName, **changes: object) -> StageRecord:
-        """Change fields of a stage's record, on disk and at once.
-
-        Raises:
-            OSError: the disk is full or fails, or the run folder, which is not made again, is gone.
-        """
+        """Change fields of a stage's record, on disk and at once; OSError: the disk is full or fails, or the run
+        folder, which is not made again, is gone."""
         record = replace(self.record(name), **changes)
         self.write(name, record)
         return record
@@ -139,13 +130,8 @@ class RunFolder:
         replace_text(self.stage(name) / STAGE_FILE, json.dumps(asdict(record), indent=1) + "\n")
 
     def check_recipe(self, recipe: Recipe, *, restart: StageName | None = None) -> None:
-        """Refuse a recipe other than the run's; changes nothing on disk.
-
-        With `restart`, changes that affect only that stage and later ones are accepted.
-
-        Raises:
-            UserError: showing the differences.
-        """
+        """Refuse (UserError, with the differences) a recipe other than the run's; changes nothing on disk.
+        With `restart`, changes that affect only that stage and later ones are accepted."""
         path = self.path / RECIPE_FILE
         if not path.exists():
             if self.path.is_dir() and any(self.stage(name).exists() for name in ALL_STAGES):
@@ -189,15 +175,12 @@ class RunFolder:
         return notes
 
     def is_complete(self, recipe: Recipe) -> bool:
-        """Whether every stage of the recipe is done."""
         return all(self.record(name).state == "done" for name in recipe.stages.names)
 
 
 def recipe_digest(recipe: Recipe, *, stage: StageName) -> str:
-    """A digest of the recipe's keys that affect one stage; free keys and later stages are left out.
-
-    So are keys at their defaults: a key that a later version adds changes no digest.
-    """
+    """A digest of the recipe's keys that affect one stage; free keys, later stages and keys at their defaults are left
+    out, so that a key that a later version adds changes no digest."""
     later = ALL_STAGES[ALL_STAGES.index(stage) + 1 :]
     lines = [
         f"{key}={value}"

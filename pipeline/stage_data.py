@@ -49,13 +49,8 @@ def training_order(recipe: Recipe, *, data: StageData, plan: StagePlan) -> AnyOr
 
 
 def open_data(recipe: Recipe, *, stage: StageName, report: Report = print, commands: Commands = "refuse") -> StageData:
-    """The shards of a stage, checked against each other.
-
-    Args:
-        recipe: names them.
-        stage: the stage.
-        report: prints progress.
-        commands: "run" executes `pipe:` commands: only for training the user's own recipe.
+    """Open a stage's shards and check them against each other; `commands="run"` executes `pipe:` commands, only for
+    training the user's own recipe.
 
     Raises:
         CommandRefused: one is a command; the other sets were opened and are good.

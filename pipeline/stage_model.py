@@ -44,11 +44,8 @@ def stage_model(
 
 
 def model_from_elsewhere(recipe: Recipe) -> Path | None:
-    """The folder named by stages.swap_head.model, relative to the working folder; None: it names none.
-
-    Raises:
-        UserError: it holds no model, or one that does not fit the recipe's; says what to change.
-    """
+    """The folder named by stages.swap_head.model, relative to the working folder, if any; UserError: it holds no model,
+    or one that does not fit the recipe's."""
     config = recipe.stages.swap_head
     if config is None or config.model is None:
         return None

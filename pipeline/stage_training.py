@@ -246,7 +246,6 @@ def make_job(
 
 
 def _check_disk(context: StageContext, *, stage: StageName, model: nn.Module) -> None:
-    """Refuse to begin what could not be saved."""
     recipe = context.recipe
     needed_bytes = estimate_bytes(
         sum(parameter.numel() for parameter in model.parameters()),
@@ -265,7 +264,6 @@ def _describe_start(
     start: StageStart,
     restored: Restored | None,
 ) -> None:
-    """Print the stage's start, on rank 0."""
     recipe, place, plan, task = context.recipe, context.ranks.place, job.plan, job.task
     config = recipe.train_stage(stage)
 

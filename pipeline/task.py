@@ -174,12 +174,8 @@ def model_input(
 
 
 def targets(batch: Batch, *, device: torch.device, num_classes: int, label_kind: LabelKind) -> torch.Tensor:
-    """The loss's targets.
-
-    Returns:
-        int64 [n], the classes, if each image has one and nothing is mixed; otherwise float32 [n, num_classes]: 1 for
-        each label of an image, or the share of each after mixing.
-    """
+    """The loss's targets: int64 [n], the classes, if each image has one and nothing is mixed; otherwise float32
+    [n, num_classes]: 1 for each label of an image, or the share of each after mixing."""
     labels = batch.labels.to(device, non_blocking=True)
     if label_kind == "single" and batch.mix is None:
         return labels

@@ -48,7 +48,6 @@ class Links:
         return near if gpus <= self.gpus_per_node else min(near, self.far_bytes_per_second)
 
     def hop_seconds(self, gpus: int) -> float:
-        """A ring's mean latency from one GPU to the next."""
         if gpus <= self.gpus_per_node:
             return _NEAR_HOP_SECONDS
         return (_NEAR_HOP_SECONDS * (self.gpus_per_node - 1) + _FAR_HOP_SECONDS) / self.gpus_per_node
@@ -98,9 +97,7 @@ def traffic(
     way: Way = "overlapped",
 ) -> Traffic:
     """One optimizer step of `compute_seconds` of computing, over all its micro-batches, on each of `gpus` GPUs.
-
-    `way`: "default buckets" is what DeepSpeed's own defaults would do: one bucket, nothing hidden.
-    """
+    `way`: "default buckets" is DeepSpeed's default: one bucket, nothing hidden."""
     if gpus == 1:
         return Traffic(0, 0, 0, 0, 1.0)
     once = work.weight_bytes * work.num_parameters * (gpus - 1) / gpus
@@ -138,10 +135,8 @@ def most_useful_gpus(
     host_seconds: float = 0.0,
     least_share: float = GOOD_KEPT_SHARE,
 ) -> int:
-    """The most GPUs (1, 2, 4, ... dividing the batch) that keep `least_share` of their speed.
-
-    A step takes at least `host_seconds` of a processor.
-    """
+    """The most GPUs (1, 2, 4, ... dividing the batch) that keep `least_share` of their speed, where a step takes at
+    least `host_seconds` of a processor."""
     best, gpus = 1, 1
     while global_batch_images % gpus == 0:
         compute_seconds = global_batch_images / gpus / images_per_second

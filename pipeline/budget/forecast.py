@@ -154,8 +154,6 @@ def forecast_stage(
 
 @dataclass(frozen=True)
 class _Part:
-    """Shared inputs of a stage's rows and time."""
-
     recipe: Recipe
     config: TrainStage
     plan: StagePlan
@@ -230,7 +228,6 @@ class _Part:
 
     @property
     def images_each(self) -> int:
-        """Images of one GPU in one step."""
         return self.plan.micro_batch_size * self.plan.accumulation_steps
 
     def host_seconds(self, zero_stage: ZeroStage) -> float:
@@ -256,7 +253,6 @@ class _Part:
 
 
 def _speed(recipe: Recipe, *, cost: StageCost, machine: Hardware, given: GivenSpeed) -> Speed | None:
-    """The speed of one GPU alone; None if neither the GPU nor a measurement is known."""
     peak = machine.gpu.peak_flops(recipe.engine.precision) if machine.gpu else None
     flops = cost.training_flops
     if given.images_per_second is not None:

@@ -64,10 +64,8 @@ class State:
         return max(self.buckets + self.gathered, self.step - self.gradients)
 
     def backward_peak_bytes(self, activation_bytes: int) -> int:
-        """The most before the optimizer steps, with so many bytes of activations of one micro-batch.
-
-        Gradients appear as activations are freed, unless they exist from earlier micro-batches.
-        """
+        """The most before the optimizer steps, with one micro-batch's activations: gradients appear as activations are
+        freed, unless they exist from earlier micro-batches."""
         passes = max(self.early_gradients + activation_bytes, self.gradients)
         return self.resting_bytes + self.buckets + self.gathered + passes
 

@@ -100,7 +100,6 @@ class AccelerateEngine:
         return (state_file(FILE, state),)
 
     def load(self, folder: Path, *, written: dict[str, Any]) -> None:
-        """Every rank reads the one file, whoever wrote it, once it is known to be of this model."""
         open_accelerate(folder / FILE, model=self.module)
         state = read_state(folder / FILE, how="copy")
         self.module.load_state_dict(state["model"])

@@ -1,7 +1,6 @@
 """DeepSpeed behind the `Engine` protocol: ZeRO 0 to 3, bf16/fp16/fp32, on GPUs (NCCL) and CPUs (gloo).
 
-DeepSpeed owns sharded state, precision, accumulation and clipping; learning rate, data, and committing and loading
-checkpoints are ours. Where DeepSpeed 0.19 falls short, this file adds:
+DeepSpeed owns sharded state, precision, accumulation and clipping. Where DeepSpeed 0.19 falls short, this file adds:
 - ZeRO 0 in float32 does not check its gradients, so one NaN would ruin the weights: we check, and clip.
 - Its checkpoints are pickles, which it executes, and load only at the world size and ZeRO stage that wrote them: `load`
   reads any of them as data (`portable`) and puts them in place (`masters`).

@@ -127,7 +127,6 @@ def _masters(engine: Any) -> list[Tensor]:
 
 
 def _empty_state(master: Tensor, saved: PortableState, *, group: dict[str, Any]) -> dict[str, Tensor]:
-    """What torch's optimizers create at their first step, for one tensor."""
     state: dict[str, Tensor] = {}
     if saved.counters.optimizer_step is not None:
         on_device = group.get("fused") or group.get("capturable")

@@ -31,11 +31,8 @@ def parameter_groups(model: nn.Module, *, weight_decay: float) -> list[dict[str,
 
 
 class DecoupledSgd(torch.optim.SGD):
-    """SGD with momentum and AdamW's weight decay: p <- p - lr * wd * p.
-
-    torch's adds wd * p to the gradient, so momentum accumulates it: with 0.9, ten times as much. The paper fine-tunes
-    without weight decay.
-    """
+    """SGD with momentum and AdamW's weight decay, p <- p - lr * wd * p: torch's adds wd * p to the gradient, so that a
+    momentum of 0.9 makes it ten times as much. The paper fine-tunes without weight decay."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:

@@ -2,12 +2,9 @@
 
 DeepSpeed cuts weights and moments into flat shards, differently by ZeRO stage and world size, and loads only its own
 cut (universal checkpoints need an offline conversion and do not cross stages 2 and 3). Here the cuts are undone by
-address: which element of which file holds element i of a parameter. A rank reads what it will keep and little more;
-files are mapped, so memory is what is asked for.
-
+address: which element of which file holds element i of a parameter. Files are mapped, and a rank reads what it keeps.
 Restored to the last bit: float32 weights, moments, step counters, the dynamic loss scale. At another world size,
-dropout draws other masks (seeded by seed, step, rank) and gradients are summed in another order: float32 losses agree
-with the undisturbed run's to about 1e-6.
+dropout draws other masks and gradients are summed in another order: float32 losses agree to about 1e-6.
 
 Sources: deepspeed.utils.zero_to_fp32 and the optimizers' `state_dict` of DeepSpeed 0.19. Executes nothing from the
 files (`reading`) and does not look for damage (`pipeline.checkpoint.store.damage_of` does).
@@ -77,10 +74,8 @@ class PortableState:
     _flat: Callable[[int, int, str], Tensor] = field(repr=False)  # (shard, flat, WEIGHT or a moment) -> 1-d tensor
 
     def part(self, name: str, *, of: str, first: int, count: int) -> Tensor:
-        """Elements of a flattened parameter, float32 on the CPU; `of`: WEIGHT or a moment.
-
-        May share memory with the mapped file: copy it, do not write to it.
-        """
+        """Elements of a flattened parameter, float32 on the CPU; `of`: WEIGHT or a moment. May share memory with the
+        mapped file: copy it, do not write to it."""
         address = self._addresses[name]
         pieces: list[Tensor] = []
         position, end = address.lead + first, address.lead + first + count
@@ -97,11 +92,8 @@ class PortableState:
 
 
 def open_deepspeed(folder: Path, *, zero_stage: int, processes: int, model: nn.Module) -> PortableState:
-    """Open what DeepSpeed saved; `model`, on any device and perhaps sharded, gives names, order and shapes.
-
-    Raises:
-        UserError: the state is of another model, or of another world size than `processes`.
-    """
+    """Open what `processes` ranks of DeepSpeed saved; `model`, on any device and perhaps sharded, gives names, order
+    and shapes. UserError: the state is of another model or world size."""
     if zero_stage == 0:
         return _open_whole(folder.parent, content=read_state(folder / "mp_rank_00_model_states.pt"), model=model)
     # ZeRO 1 to 3: one file of optimizer states a process; shapes are in the first process's other file.

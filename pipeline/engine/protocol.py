@@ -66,10 +66,7 @@ class Engine(Protocol):
         """Restore, to the last bit, a checkpoint of any world size and ZeRO stage; collective.
 
         `written` is its identity (`checkpoint.identity.checkpoint_identity`): `processes` and `zero_stage` say how to
-        read it; backend and precision are this engine's.
-
-        Raises:
-            UserError: the checkpoint is of another model.
+        read it; backend and precision are this engine's. UserError: it is of another model.
         """
         ...
 

@@ -57,7 +57,6 @@ class StateFile:
 
     @property
     def tensor_bytes(self) -> int:
-        """Memory that a copy of the tensors needs."""
         storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in self.tensors or ()}
         return sum(storage.nbytes() + _TENSOR_OVERHEAD_BYTES for storage in storages.values())
 
@@ -89,10 +88,8 @@ def text_file(path: str, text: str) -> StateFile:
 
 
 def state_file(path: str, content: Any) -> StateFile:
-    """Any picklable structure for `torch.save`; tensors share their memory.
-
-    Adjacent parts of one storage stay one storage; the rest of it is left out.
-    """
+    """Any picklable structure for `torch.save`; tensors share their memory. Adjacent parts of one storage stay one
+    storage; the rest of it is left out."""
     structure = io.BytesIO()
     pickler = _Pickler(structure)
     pickler.dump(content)
@@ -106,13 +103,11 @@ def write_file(
     abandoned: threading.Event | None = None,
     on_bytes: Callable[[int], None] | None = None,
 ) -> Seal:
-    """Write a file below an existing `folder`, flush it to the disk and read it back.
-
-    `abandoned` cancels it; `on_bytes` is called with the size of every piece written.
+    """Write a file below an existing `folder`, flush it and read it back; `on_bytes` gets each piece's size.
 
     Raises:
         OSError: the disk is full or fails, or reads back something else.
-        Abandoned: cancelled.
+        Abandoned: `abandoned` was set.
     """
     path = folder / file.path
     make_folders(path.parent, below=folder)
@@ -140,11 +135,8 @@ def digest_of(path: Path) -> str:
 
 
 class _Tee:
-    """Writes and digests in one pass.
-
-    Never raises into `torch.save`, whose C++ writer would print and throw again in its cleanup: the first failure is
-    kept, and later writes are dropped.
-    """
+    """Writes and digests in one pass. Never raises into `torch.save`, whose C++ writer would print and throw again in
+    its cleanup: the first failure is kept, and later writes are dropped."""
 
     def __init__(
         self, stream: IO[bytes], *, abandoned: threading.Event | None, on_bytes: Callable[[int], None] | None

@@ -120,7 +120,6 @@ def join_group(place: Place, *, backend: str, timeout_seconds: float) -> None:
 
 
 def _store_in(folder: Path, *, place: Place, timeout: timedelta) -> distributed.TCPStore:
-    """Rank 0's store; its address is in a file of `folder`."""
     if place.is_main:
         store = distributed.TCPStore(
             place.master_addr, 0, place.world_size, is_master=True, timeout=timeout, wait_for_workers=False

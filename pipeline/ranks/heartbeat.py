@@ -57,7 +57,6 @@ class Heartbeat:
 
     @property
     def is_here(self) -> bool:
-        """Whether its PID is valid on this machine."""
         return self.machine == this_machine()
 
     @property
@@ -97,10 +96,8 @@ def read_heartbeat(folder: Path, rank: int, *, attempt: str | None = None) -> He
 
 
 class WakingClock:
-    """Seconds in which the process was awake, as counted by calls of `tick`.
-
-    At most `most_seconds` count between two calls: a longer gap means a suspended machine or stopped processes.
-    """
+    """Seconds awake, as counted by calls of `tick`: at most `most_seconds` between two, as a longer gap means a
+    suspended machine or stopped processes."""
 
     def __init__(self, *, most_seconds: float, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._most_seconds = most_seconds

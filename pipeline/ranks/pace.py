@@ -81,11 +81,8 @@ class Pace:
             self._spans[phase].append(time.perf_counter() - start)
 
     def compare(self, ranks: Ranks) -> Slowest | None:
-        """Compare what was measured since the last call; collective.
-
-        Returns:
-            The slowest rank, the same on all ranks; None for a single process, or if some rank has measured nothing.
-        """
+        """The slowest rank since the last call, the same on all ranks; collective. None for a single process, or if
+        some rank has measured nothing."""
         mine = self._own_seconds()
         self._begin_window()
         if ranks.place.world_size == 1:

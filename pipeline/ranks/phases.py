@@ -35,7 +35,6 @@ class Phases:
 
     @contextmanager
     def __call__(self, name: Phase, *, step: int) -> Iterator[None]:
-        """Runs its block as that phase of a step."""
         self._watch.beat(step, doing=_DOING[name])
         start = time.perf_counter()
         with self._pace.measuring(name):
@@ -43,7 +42,6 @@ class Phases:
         self._seconds[name] += time.perf_counter() - start
 
     def take_seconds(self) -> dict[Phase, float]:
-        """Seconds of this rank in each phase since the last call."""
         taken, self._seconds = self._seconds, dict.fromkeys(_DOING, 0.0)
         return taken
 

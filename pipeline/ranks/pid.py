@@ -13,10 +13,8 @@ _START_FIELD = 19  # of /proc/PID/stat, counted from the state: clock ticks sinc
 
 @cache
 def this_machine() -> str:
-    """Equal for two processes that can see each other's PIDs: same kernel, same PID namespace.
-
-    Host names would not do: containers on one host may share its name and not its PIDs.
-    """
+    """Equal for two processes that can see each other's PIDs: same kernel, same PID namespace. Host names would not do,
+    as containers may share the host's name and not its PIDs."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -25,10 +23,8 @@ def this_machine() -> str:
 
 
 def process_started(pid: int) -> float | None:
-    """A process's start time, for comparison only; None: no such process, or a zombie.
-
-    Without /proc, psutil's create_time, a wall-clock time that moves when the clock is set.
-    """
+    """A process's start time, for comparison only; None: no such process, or a zombie. Without /proc, psutil's
+    create_time, which moves when the clock is set."""
     if Path("/proc/self/stat").exists():
         fields = _stat(pid)
         return None if fields is None or fields[0] in "ZX" else float(fields[_START_FIELD])

@@ -80,7 +80,6 @@ def is_whole(text: str, *, main_thread: int) -> bool:
 
 
 def _lines_of(thread: int, text: str) -> list[str]:
-    """The frames of one thread, in the last dump."""
     lines: list[str] = []
     inside = False
     for line in text.splitlines():

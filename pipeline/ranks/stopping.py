@@ -53,7 +53,6 @@ class Requests:
         return Agreed(stop=stop, save=save and self.saved_step < step - 1)
 
     def saved(self, step: int) -> None:
-        """A checkpoint of `step` was handed to the saver."""
         self._saved_at = time.monotonic()
         self.saved_step = step
 
@@ -80,7 +79,6 @@ class StopFlag:
                 signal.signal(number, self._on_signal)
 
     def request(self, reason: str) -> None:
-        """Request a stop, from any thread."""
         self.reason = self.reason or reason
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:

@@ -188,7 +188,6 @@ class Watch:
             self._end_the_run(suspects)
 
     def _end_the_run(self, suspects: list[Suspect]) -> None:
-        """Collect stacks, print who hangs, kill the hanging ranks of this host, and exit."""
         here = [beat for rank in self._siblings if (beat := self._sightings.of(rank)) and beat.is_signalable]
         kernel = {beat.rank: describe_process(beat.pid) for beat in here}
         # The own one first: a stopped rank continues when it is asked, and this rank's main thread with it.
@@ -229,7 +228,6 @@ class Watch:
         }
 
     def _read_dumps(self, beats: list[Heartbeat], *, before: dict[int, int]) -> dict[int, str]:
-        """What each rank has added to its file; unreadable files are left out."""
         dumps = {}
         for beat in beats:
             with suppress(OSError), stack_file(self._folder, beat.rank).open("rb") as file:
@@ -320,10 +318,8 @@ def peer_is_gone(error: BaseException) -> bool:
 
 
 def who_is_gone(folder: Path, *, place: Place) -> str:
-    """Which rank died and where it was, after a failed exchange; empty: unknown.
-
-    A process on another host counts as dead if it failed by an exception, or its host's ranks said so.
-    """
+    """Which rank died and where it was, after a failed exchange; empty: unknown. A process on another host counts as
+    dead if it failed by an exception, or its host's ranks said so."""
     mine = _own_heartbeat(folder, place=place)
     if mine is None:
         return ""

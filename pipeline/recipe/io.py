@@ -50,10 +50,9 @@ FREE_STAGE_KEYS = (
 
 
 def load_recipe(source: str, *, overrides: Sequence[str] = ()) -> Recipe:
-    """Read a recipe.
+    """Read the YAML file `source`, or the shipped recipe of that name ("digits").
 
     Args:
-        source: path of a YAML file, or the name of a shipped recipe ("digits").
         overrides: such as "stages.finetune.optimizer.lr=0.01"; values are YAML; the same key twice is refused.
 
     Raises:
@@ -140,7 +139,6 @@ def _find(source: str, *, beside: Path, said_by: str = "") -> Path:
 
 
 def _like(source: str, *, beside: Path, shipped: Sequence[str]) -> str | None:
-    """A recipe with a similar name, in the same folder or shipped."""
     folder, name = os.path.split(source)
     names = {each.casefold(): each for each in shipped}
     with suppress(OSError, ValueError):

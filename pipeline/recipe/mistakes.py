@@ -63,8 +63,6 @@ def _truths(tree: Any, *, group: Schema, key: str) -> Iterator[Mistake]:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where an error is: its dotted key, and its group and field if the recipe knows them."""
-
     key: str
     name: str
     group: Schema | None
@@ -171,7 +169,6 @@ def _words(kind: Schema, *, field: Schema, name: str) -> str:
 
 
 def _kinds(field: Schema) -> list[Schema]:
-    """The branches of a union without null, or the field itself."""
     return [kind for kind in field.get("anyOf", [field]) if kind.get("type") != "null"]
 
 
@@ -189,7 +186,6 @@ def _group(field: Schema) -> Schema | None:
 
 @cache
 def _schema_of(root: type[BaseModel]) -> Schema:
-    """pydantic's JSON schema with references resolved."""
     named: dict[str, Schema] = {}
 
     def resolved(part: Schema) -> Schema:

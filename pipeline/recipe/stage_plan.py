@@ -42,11 +42,8 @@ class StagePlan:
         return step == self.total_steps or _due(step, every=self.log_steps)
 
     def evaluates_after(self, step: int) -> bool:
-        """Whether an evaluation is due after `step` steps; always after the last one.
-
-        One up to a tenth of the interval (at least a step) before the last is skipped: 25% of 101 steps is 25, and
-        evaluating at both 100 and 101 tells nothing new.
-        """
+        """Always after the last step. One up to a tenth of the interval (at least a step) before it is skipped: 25% of
+        101 steps is 25, and evaluating at both 100 and 101 tells nothing new."""
         left = self.total_steps - step
         if left == 0 or self.eval_steps == 1:
             return True
