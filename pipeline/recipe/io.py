@@ -50,10 +50,8 @@ FREE_STAGE_KEYS = (
 
 
 def load_recipe(source: str, *, overrides: Sequence[str] = ()) -> Recipe:
-    """Read the YAML file `source`, or the shipped recipe of that name ("digits").
-
-    Args:
-        overrides: such as "stages.finetune.optimizer.lr=0.01"; values are YAML; the same key twice is refused.
+    """Read the YAML file `source`, or the shipped recipe of that name ("digits"). Of `overrides`, such as
+    "stages.finetune.optimizer.lr=0.01", values are YAML; the same key twice is refused.
 
     Raises:
         UserError: naming the file and the key.
