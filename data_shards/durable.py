@@ -1,7 +1,7 @@
 """Atomic replacement of files, and flushes to disk, for all packages but `model` (`model.replacing`).
 
-A file is written beside its place and renamed. Surviving a power failure costs one flush of the disk per file and
-folder; surviving a kill costs nothing. All functions raise OSError when the disk is full or fails.
+Surviving a power failure costs one flush of the disk per file and folder; surviving a kill costs nothing. All functions
+raise OSError when the disk is full or fails.
 """
 
 from __future__ import annotations
@@ -27,10 +27,7 @@ def flush(path: Path) -> None:
 
 
 def make_folders(folder: Path, *, below: Path) -> None:
-    """Make `folder` and its parents below `below`, which must exist: a deleted run folder is not made again.
-
-    Raises FileNotFoundError without `below`.
-    """
+    """Make `folder` and its parents below `below`; FileNotFoundError if `below`, such as a run folder, is gone."""
     for part in reversed([folder, *folder.parents]):
         if part != below and part.is_relative_to(below):
             part.mkdir(exist_ok=True)

@@ -1,8 +1,7 @@
 """Where a sample's label is, and what it says: bytes of a tar member -> class numbers.
 
 A label is one member of the sample: `cls` or `txt` (text), or a key in `json`. It holds class numbers or names, exactly
-one ("single") or any number of them ("multi"). Takes a microsecond for a number, a few for JSON. Knows nothing of tars;
-needs neither torch nor numpy.
+one ("single") or any number ("multi"). Takes a microsecond for a number, a few for JSON. Needs neither torch nor numpy.
 """
 
 from __future__ import annotations
@@ -72,10 +71,8 @@ def parse_label(content: bytes, *, spec: LabelSpec, label_map: Mapping[str, int]
 def read_values(content: bytes, *, spec: LabelSpec) -> list[int | str]:
     """The class numbers and names in a label member, not looked up yet; one for a single label.
 
-    Digits are a number for `cls`, but a name for `txt`, which `parse_label` looks up first.
-
-    Raises:
-        ValueError: not text, not JSON, no such key, or not a number, a name, or a list of these.
+    Digits are a number for `cls`, but a name for `txt`, which `parse_label` looks up first. Raises ValueError for
+    anything that is not text or JSON with the key, or not a number, a name, or a list of these.
     """
     try:
         text = content.decode("utf-8")

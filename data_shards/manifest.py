@@ -78,8 +78,7 @@ class Manifest:
 
     @property
     def digest(self) -> str:
-        """32 hex digits (MLflow allows 36) that change with the shards' bytes or order, the classes, or the labels'
-        place.
+        """32 hex digits (MLflow allows 36) that change with the shards' bytes or order, the classes, or the label spec.
 
         For a shard without a digest, its name and size count instead of its bytes.
         """

@@ -5,14 +5,12 @@ each position belongs to: set k holds quota_k of them, its weight rounded by lar
 least 1 position). Slot i of global batch s belongs to set pattern[(s*c + i) mod PATTERN], where c = global batch /
 lanes; so lane l begins l*c positions into the pattern. The n-th position that a lane gives to set k is position n of
 that lane in the set's own order, so each sample is visited exactly once in each of the set's own epochs. Lookup tables
-resolve any position in constant time, for any world size. Since c enters, another global batch size is another stream,
-unlike for a single data set.
+resolve any position in constant time. Unlike for a single data set, another global batch size is another stream.
 
 The pattern is stratified: one position of set k falls at random into each of quota_k equal spans. So in a prefix of the
 pattern set k is off by less than 1 + w_k * (sets - 2) positions, where independent draws would be off by a square root.
 A global batch, a rank's part, a micro-batch and a lane's stream are contiguous runs of the pattern: off by less than
-twice that. Neighbours are random, so that mixup does not always pair two sets. Cost: 1.6 MB for the pattern. No I/O
-here.
+twice that. Neighbours are random, so that mixup does not always pair two sets. Memory: 1.6 MB.
 """
 
 from __future__ import annotations
@@ -33,14 +31,10 @@ MOST_SETS = 256  # so that rounding up small weights to 1 position never uses up
 
 
 class MixedOrder(LaneStream):
-    """The order of one training stream over several data sets, with the same lanes and global batch.
+    """The order of one training stream over several data sets; UserError for weights that do not fit.
 
     Shards and samples are numbered consecutively across the sets. Epochs are those of the sample's own set. With one
-    data set it is that set's `Order`, visit for visit. `weights` are the sets' shares in any unit; None: proportional
-    to their samples.
-
-    Raises:
-        UserError: weights that do not fit; the message names the set and what does fit.
+    data set it is that set's `Order`, visit for visit. `weights` are the sets' shares in any unit; None: their samples.
     """
 
     def __init__(self, orders: Sequence[Order], *, weights: Sequence[float] | None, seed: int) -> None:
@@ -136,8 +130,7 @@ def upcoming_shards(
 def pattern_quotas(samples: Sequence[int], *, weights: Sequence[float] | None) -> Int64s:
     """int64 [sets]: positions of the pattern per data set, the weights (default: samples) rounded by largest remainder.
 
-    Raises:
-        UserError: weights for some of the sets only, or weights that are not shares.
+    Raises UserError for weights for some of the sets only, or weights that are not shares.
     """
     if len(samples) > MOST_SETS:
         raise UserError(

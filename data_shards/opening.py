@@ -127,7 +127,6 @@ def _open_remote(location: str, *, store: Store | None) -> ShardSet:
 
 
 def _entries(manifest: Manifest, places: list[tuple[str, str]]) -> tuple[ShardEntry, ...]:
-    """`places`: each shard's URL and name."""
     return tuple(
         ShardEntry(url, name, shard.num_samples, shard.num_bytes, shard.sha256, index=None, labels=manifest.labels)
         for (url, name), shard in zip(places, manifest.shards, strict=True)

@@ -3,14 +3,12 @@
 An epoch is a permutation of all samples. The shards are permuted and laid end to end, which gives every sample of the
 epoch a place 0..N-1; the places are cut into `lanes` equal spans, and each lane is shuffled inside windows of a fixed
 number of places. Global batch s takes the places [s*c, (s+1)*c) of every lane's stream, in lane order, where c = global
-batch / lanes. A rank owns whole lanes and so reads few shards. The position in training is one number, the images seen,
-for any world size and number of workers.
+batch / lanes. A rank owns whole lanes and so reads few shards. The position in training is one number, the images seen.
 
 No remainder is dropped or repeated. A lane's stream is its span of epoch 0, then of epoch 1, and so on. Where `lanes`
-does not divide N the spans differ by one sample, and the lanes take turns with the longer one: after e epochs lane l
-has been given floor((e*N + l) / lanes) samples, which sums to exactly e*N over the lanes (Hermite's identity). So each
-sample is visited exactly once an epoch; only the batch on the boundary may mix samples of two epochs. A damaged sample
-is replaced by another one of its window, whose shard the rank has open.
+does not divide N, the lanes take turns with a span longer by one sample: after e epochs lane l has been given
+floor((e*N + l) / lanes) samples, which sums to exactly e*N over the lanes (Hermite's identity). So each sample is
+visited exactly once an epoch; only the batch on the boundary may mix samples of two epochs.
 
 Cost: constant time and memory a sample; 16 bytes a shard for each epoch in use (launch/bench/order.py measures 10^9
 samples in 10^5 shards). Every product is at most the number of images seen, so 64-bit integers last for `MOST_IMAGES`
@@ -53,8 +51,7 @@ class Visits:
 class LaneStream(ABC):
     """What every order of samples has: lanes, the global batches cut from them, and the ranks' parts of those.
 
-    `num_samples` is of one epoch, which is cut into `lanes` spans; the world size must divide `lanes`, and `lanes` must
-    divide `global_batch_images`, the samples of one optimizer step over all processes.
+    The world size must divide `lanes`, the spans of an epoch, and `lanes` must divide `global_batch_images`.
     """
 
     def __init__(self, num_samples: int, *, num_shards: int, lanes: int, global_batch_images: int) -> None:
@@ -83,13 +80,10 @@ class LaneStream(ABC):
         return self.visits(visits.lane, visits.position, attempt=attempt)
 
     def rank_batch(self, step: int, *, rank: int, world_size: int, start: int = 0, stop: int | None = None) -> Visits:
-        """The visits of one rank in global batch `step`, in lane order; `start` and `stop` select a micro-batch of
-        them.
+        """The visits of one rank in global batch `step`, in lane order; `start` and `stop` select a micro-batch.
 
-        The ranks' parts, one after another, are the global batch, for every `world_size` that divides the lanes.
-
-        Raises:
-            UserError: a world size that does not divide the lanes; names those that do.
+        The ranks' parts, one after another, are the global batch, for every `world_size` that divides the lanes;
+        UserError names these for any other.
         """
         check_world_size(self.lanes, world_size=world_size)
         own_lanes = self.lanes // world_size
@@ -102,13 +96,10 @@ class LaneStream(ABC):
 
 
 class Order(LaneStream):
-    """The order of one training stream over one data set.
+    """The order of one training stream over one data set; UserError for sizes that do not fit, naming those that do.
 
     `shard_sizes` are the samples of each shard in the manifest's order, `window_images` the places of a lane that are
-    shuffled among themselves; `holder` owns the samples in the message. For the rest see `LaneStream`.
-
-    Raises:
-        UserError: sizes that do not fit together; the message names the key and values that do fit.
+    shuffled among themselves; `holder` owns the samples in the message.
     """
 
     def __init__(
@@ -165,7 +156,6 @@ class Order(LaneStream):
         return each * lane + np.maximum(rest + lane - self.lanes, 0)
 
     def _laid(self, epoch: Int64s, place: Int64s) -> tuple[Int64s, Int64s]:
-        """The shards and rows at places of epochs."""
         shard, row = np.empty_like(place), np.empty_like(place)
         for one_epoch in np.unique(epoch):
             here = epoch == one_epoch

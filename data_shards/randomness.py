@@ -1,10 +1,9 @@
 """Random numbers as a function of what they are for: (seed, epoch, sample), never of who draws them.
 
-Every random choice of the data path uses this file. A number depends only on its key (first a
-`vocabulary.RandomStream`), so any process, worker or restart gets the same bits. The mixer is the finaliser of
-SplitMix64 (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", 2014), chained over the words; our
-own, because NumPy does not promise the same stream in its next release, and a resumed run must not depend on that.
-About 10 ns a word, vectorised over whole batches. Not for cryptography.
+A number depends only on its key (first a `vocabulary.RandomStream`), so any process, worker or restart gets the same
+bits. The mixer is the finaliser of SplitMix64 (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators",
+2014), chained over the words; our own, because NumPy does not promise the same stream in its next release, and a
+resumed run must not depend on that. About 10 ns a word, vectorised over whole batches. Not for cryptography.
 """
 
 from __future__ import annotations
@@ -51,9 +50,8 @@ def uniforms(*words: ArrayLike, draws: int) -> NDArray[np.float64]:
 def permute(index: ArrayLike, *, size: ArrayLike, key: ArrayLike) -> NDArray[np.int64]:
     """Where a keyed random permutation of [0, size) sends `index`, elementwise over arrays [n], in constant memory.
 
-    A balanced Feistel network over the smallest even number of bits that holds `size`, walked along its cycle until it
-    lands inside the range (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002): at most four steps on
-    average.
+    A balanced Feistel network over the smallest even number of bits that holds `size`, cycle-walked into the range
+    (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002): at most four steps on average.
     """
     index, size, key = np.broadcast_arrays(
         np.asarray(index, dtype=np.uint64),

@@ -1,10 +1,10 @@
 """A sample by its number: one read at a known offset of a tar shard, no streaming through it.
 
 The offsets come from the shard's index (see `tar_index`), read when the shard is first touched, and are checked against
-the tar's headers at every read. From a warm cache a read takes 5 microseconds and the copy of the bytes, in any order:
-some 18 for a photograph. A limited number of shards is kept open, least recently used closed first. A shard evicted
-from the store's cache stays open while in use, since opening it again means downloading it again; its disk space is
-freed seconds after its last read.
+the tar's headers at every read. From a warm cache a read takes 5 microseconds and the copy of the bytes: some 18 for a
+photograph. A limited number of shards is kept open, least recently used closed first. A shard evicted from the store's
+cache stays open while in use, as it would have to be downloaded again; its disk space is freed seconds after its last
+read.
 """
 
 from __future__ import annotations
@@ -214,7 +214,6 @@ class ShardReader:
         return opened.descriptor, opened.index
 
     def _close_evicted(self, *, idle_seconds: float) -> bool:
-        """Close evicted shards that were idle for so long; whether there was any."""
         latest = self._now() - idle_seconds
         cached = [(shard, opened) for shard, opened in self._open.items() if opened.is_cached]
         idle = [shard for shard, opened in cached if opened.read_at <= latest and is_evicted(opened.descriptor)]

@@ -80,7 +80,6 @@ class ShardSet:
 
     @property
     def shard_sizes(self) -> tuple[int, ...]:
-        """Samples of each shard."""
         return tuple(shard.num_samples for shard in self.shards)
 
 
@@ -103,11 +102,7 @@ class ShardsSpec:
 
 
 def merge_shard_sets(sets: Sequence[ShardSet]) -> ShardSet:
-    """Several sets laid end to end; one alone is returned unchanged.
-
-    Raises:
-        UserError: sets with different classes, or of which one is multi-label.
-    """
+    """Several sets laid end to end, one alone unchanged; UserError if classes differ or one is multi-label."""
     first = sets[0]
     if len(sets) == 1:
         return first

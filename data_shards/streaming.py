@@ -39,12 +39,10 @@ def as_webdataset(
         store: downloads, verifies and caches what is not local; None: webdataset streams it from its URL.
         shardshuffle: how many shards are shuffled at a time; False: they come in order.
         options: more arguments of `WebDataset`. Several processes need a `nodesplitter`, such as
-            `webdataset.split_by_node`; DataLoader's workers share the shards, so there should be at least as many of
-            these.
+            `webdataset.split_by_node`; DataLoader's workers share the shards, so use at most as many workers.
 
     Raises:
-        UserError: nothing there, a broken manifest, a shard of another size than its manifest says, or no such shard
-            number.
+        UserError: nothing there, a broken manifest, a shard of another size than its manifest says, an unknown shard.
     """
     entries = _entries(shards, store=store)
     if shard_numbers is not None:

@@ -108,7 +108,7 @@ def table(
 
 
 def parse_json(text: str | bytes) -> Any:
-    """As `json.loads`, but raises only ValueError: not JSON or not text, nested too deeply, or a number of thousands of
+    """As `json.loads`; ValueError if it is not JSON, not text, nested too deeply, or has a number of thousands of
     digits.
     """
     try:

@@ -50,10 +50,9 @@ def tar_writer(stream: _Writable) -> Any:
 
 
 def split_name(name: str) -> tuple[str, str] | None:
-    """(key, extension) of a tar member by webdataset's rule, cut at the first dot of the file's name; None for no
-    sample.
+    """(key, extension) of a tar member by webdataset's rule, cut at the first dot of the file's name; or None.
 
-    That is a name without a dot, a hidden file (webdataset takes a Mac's "d/._x.jpg" for a part of a sample "d/"), or
+    None for a name without a dot, a hidden file (webdataset takes a Mac's "d/._x.jpg" for a part of a sample "d/"), or
     __SO__, its mark for metadata.
     """
     if name.rpartition("/")[2].startswith("."):

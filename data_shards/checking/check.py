@@ -6,9 +6,9 @@
     findings      the kinds of findings, with severity and remedy
     page          the result as text and as JSON
 
-A damaged shard never keeps the others from being checked. Nothing is changed, but sets without a manifest are indexed
-first, as for training. Every byte is read: 0.5 to 1.5 GB a second and core, or the disk's speed, plus 22 us a sample;
-`decode` adds the decoding. Memory: some 110 bytes a sample, and an image per process.
+A damaged shard never keeps the others from being checked. Nothing is changed, but sets without a manifest are indexed.
+Every byte is read: 0.5 to 1.5 GB a second and core, or the disk's speed, plus 22 us a sample and any decoding. Memory:
+some 110 bytes a sample, and an image per process.
 """
 
 from __future__ import annotations
@@ -36,9 +36,7 @@ _SPLIT_NAMES = ("train", "val", "validation", "test")
 
 @dataclass(frozen=True)
 class CheckResult:
-    """All that a check has found, problems first; `page` explains the fields. `fitness` is None without a usable world
-    size.
-    """
+    """All that a check has found, problems first (see `page`); `fitness` is None without a usable world size."""
 
     location: str
     splits: tuple[SplitSummary, ...]
@@ -67,14 +65,11 @@ def check(
     processes: int | None = None,
     report: Callable[[str], None] = print,
 ) -> CheckResult:
-    """Check a set of shards, or all splits below a folder that has train/ and val/ in it.
+    """Check a set of shards, or all splits below a folder; UserError if there is none, or the spec does not fit it.
 
     `decode` decodes every image in full; images above `pixel_limit` are reported instead. `digests` compares every
-    shard's SHA-256 with the manifest. Fitness is assessed only if `world_size` is given; `lanes` None is the default.
-    `store` is for shards that are not local. `processes`: None starts one per core, 1 starts none.
-
-    Raises:
-        UserError: there is no such set, or the spec does not fit it.
+    shard's SHA-256 with the manifest. Fitness is assessed only if `world_size` is given. `processes`: None starts one
+    per core, 1 starts none.
     """
     start = time.monotonic()
     store = store or Store()

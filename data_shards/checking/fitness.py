@@ -1,7 +1,7 @@
 """How well a set of shards suits a world size: does it divide the lanes, and what does each node read? No I/O.
 
-What a node reads follows from `order.Order`. The figures are those of epoch 0 with seed 0; other epochs read other
-shards, but the same amounts within about a percent. Takes a second for any number of samples.
+Figures are those of epoch 0 with seed 0 in `order.Order`; other epochs read other shards, but the same amounts within
+about a percent. Takes a second for any number of samples.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@ nothing else does. Stamps (times, ETags) alone prove nothing, since a copy has o
 names the shard and `compare_suspects` reads it.
 
 `identify` opens at most 64 shards and reads 2,048 samples, always the same ones, at most a 64th of 128 MiB per shard:
-0.1 to 0.3 s from a warm disk, a few seconds from a cold one. k exchanged images among N are noticed with probability 1
-- (1 - 2048 / N)^k: 0.91 for k = 1,500 of N = 1,281,167. So this is the second line of defence; the first is the inode's
-change time, which cannot be set back: if it differs, all bytes are compared. Remote shards are not read: packed ones
+0.1 to 0.3 s from a warm disk, a few seconds from a cold one. If k of N images were exchanged, it notices with
+probability 1-(1-2048/N)^k: 0.91 for k = 1,500 of N = 1,281,167. It is the second line of defence after the inode's
+change time, which cannot be set back: if that differs, all bytes are compared. Remote shards are not read: packed ones
 are verified against the manifest's digest on download, other tools' tars by their ETag or, where that differs, their
 new index.
 """
@@ -163,11 +163,7 @@ def _contents(one: SetIdentity) -> list[tuple[str, ...]]:
 
 
 def identify(shards: ShardSet) -> SetIdentity:
-    """What a set is now, reading a few samples (see the module's head).
-
-    Raises:
-        UserError: a shard cannot be read, or its index does not match it.
-    """
+    """What a set is now, by reading a few samples; UserError if a shard cannot be read or its index does not match."""
     numbers = [number for number in spread(len(shards.shards), most=MOST_SHARDS) if is_local(shards.shards[number].url)]
     share = max(1, min(len(shards.shards), MOST_SHARDS))
     rows, most_bytes = MOST_SAMPLES // share, _MOST_BYTES // share
@@ -219,7 +215,6 @@ def _sha256(entry: ShardEntry) -> str:
 
 
 def _look(shards: ShardSet, number: int, *, rows: int, most_bytes: int) -> list[str]:
-    """Digests of samples of a shard: of key, labels and image."""
     entry = shards.shards[number]
     reader = ShardReader(shards)
     digests: list[str] = []

@@ -138,7 +138,6 @@ def _duplicates(scan: SplitScan) -> list[Finding]:
 
 
 def _copy(scan: SplitScan, kind: str, sample: int, *, first: int, labels: Int64s) -> FoundAt:
-    """A repeated sample of a group, and what it has in common with the first."""
     original = scan.place(first)
     if kind == "duplicate-key":
         return scan.place(sample, f"as in {original.shard}")
@@ -154,7 +153,6 @@ def _label(shards: ShardSet, code: int) -> str:
 
 
 def _difference(one: ShardSet, other: ShardSet) -> str:
-    """Where two lists of classes differ; "" if they do not."""
     for number, (name, other_name) in enumerate(zip(one.classes, other.classes, strict=False)):
         if name != other_name:
             return f"class {number} is {name!r} in {one.split} and {other_name!r} in {other.split}"

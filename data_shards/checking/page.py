@@ -138,7 +138,6 @@ def _finding_text(finding: Finding, *, only_split: bool) -> str:
 
 
 def _place_lines(places: Sequence[FoundAt]) -> list[str]:
-    """Columns that are empty in every line are left out."""
     columns = [column for column in zip(*places, strict=True) if any(column)]
     rows = [[one_line(cell) for cell in row] for row in zip(*columns, strict=True)]
     return table(rows, indent="    ").split("\n") if rows else []

@@ -52,7 +52,6 @@ def scan_set(request: ScanRequest, *, processes: int | None, report: Callable[[s
 def _scan_in_pool(
     request: ScanRequest, parts: Sequence[ShardPart], *, processes: int, progress: Progress
 ) -> dict[ShardPart, PartScan]:
-    """The parts that were scanned before a process died, or all."""
     scans: dict[ShardPart, PartScan] = {}
     pool = _pool(request, processes=min(processes, len(parts)))
     try:
@@ -78,8 +77,7 @@ def _can_start_processes(request: ScanRequest) -> bool:
 
 
 def _pool(request: ScanRequest, *, processes: int) -> ProcessPoolExecutor:
-    # Spawned: a fork copies locks of other threads.
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("spawn")  # Spawned: a fork copies locks of other threads.
     return ProcessPoolExecutor(processes, mp_context=context, initializer=_begin_worker, initargs=(request,))
 
 

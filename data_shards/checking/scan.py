@@ -1,9 +1,8 @@
-"""Scan one shard, or a part of its samples.
+"""Scan one shard, or a part of its samples; damage is recorded, never raised, and `findings` grades it.
 
 The tar's own headers are the truth; the index, the manifest's numbers and the digest are compared with them. Every
 image is read and hashed (16 bytes are kept), and with `decode` decoded in full. Takes about 25 us a small image, the
-disk's or SHA-256's time for large ones, and 1.9 ms to decode a photograph. Damage is recorded, never raised; `findings`
-grades it.
+disk's or SHA-256's time for large ones, and 1.9 ms to decode a photograph.
 """
 
 from __future__ import annotations
@@ -96,7 +95,6 @@ class PartScan:
         return text.decode("utf-8", "surrogateescape").split("\0") if len(self.samples) else []
 
     def add_fault(self, kind: str, reason: str, *, key: str = "") -> None:
-        """Count a fault, and name it unless there are very many."""
         self.fault_counts[kind] += 1
         if len(self.faults[kind]) < MOST_PLACES:
             self.faults[kind].append(FoundAt("", key, reason))
@@ -139,10 +137,7 @@ def scan_part(request: ScanRequest, part: ShardPart) -> PartScan:
 def _check_whole(
     entry: ShardEntry, readable: ReadableIndex, index: ShardIndex, *, path: str | None, scan: PartScan
 ) -> None:
-    """Compare the tar with what is stated of it; damage that shows in several ways is reported once.
-
-    `path`: of the tar, if its digest is to be compared.
-    """
+    """Compare the tar with what is stated of it, its digest if `path` is given; each damage is reported once."""
     damage = readable.damage
     if entry.num_bytes is not None and scan.num_bytes != entry.num_bytes:
         damage = _joined(f"it has {scan.num_bytes:,} bytes where the manifest says {entry.num_bytes:,}", damage)
@@ -162,8 +157,8 @@ def _check_whole(
 
 
 def _usable_index(entry: ShardEntry, readable: ReadableIndex, *, tar_bytes: int) -> tuple[ShardIndex, str]:
-    """The headers' index, or the stored one where it knows of samples behind the damage; and what is wrong with the
-    latter.
+    """The headers' index, or the stored one if it lists samples behind the damage; and what is wrong with the stored
+    one.
     """
     headers = readable.index
     if entry.index is not None or not is_local(entry.url):  # made from the tar on this machine
@@ -186,7 +181,6 @@ def _usable_index(entry: ShardEntry, readable: ReadableIndex, *, tar_bytes: int)
 
 
 def _difference(stored: ShardIndex, headers: ShardIndex) -> str:
-    """The first sample in which two indexes differ, as far as both go; "" if they do not."""
     both = min(len(stored), len(headers))
     same = np.array([a == b for a, b in zip(stored.keys, headers.keys, strict=False)], dtype=bool)
     for column in ("image_offset", "image_size", "label_offset", "label_size"):

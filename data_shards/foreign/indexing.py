@@ -261,8 +261,7 @@ class Indexing:
             parts |= parts_here
             suggestions |= dict.fromkeys(suggestions_here)
         if not parts:
-            # No tar can be read: the damage is what to report.
-            return labels
+            return labels  # No tar can be read: the damage is what to report.
         choice = f"give label: {' or '.join(suggestions)}" if suggestions else "none of these can be a label"
         found = ", ".join(sorted(parts))
         raise UserError(f"{self.source}: its samples have no .cls member to be the label, only {found}: {choice}")

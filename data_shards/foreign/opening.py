@@ -73,8 +73,7 @@ def open_foreign(
 def read_classes(path: Path) -> tuple[str, ...]:
     """Class names from a text file (one a line) or JSON (a list, or {name: number}).
 
-    Raises:
-        UserError: it cannot be read, names a class twice, or its numbers are not 0, 1, 2, ...
+    Raises UserError if it cannot be read, names a class twice, or its numbers are not 0, 1, 2, ...
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -106,7 +105,6 @@ def read_classes(path: Path) -> tuple[str, ...]:
 
 
 def _damage(tar: Tar) -> list[str]:
-    """One sentence per thing that is wrong."""
     facts, name = tar.facts, tar.entry.name
     sentences = [f"{name}: {facts.damage}"] if facts.damage else []
     if facts.damage and facts.num_samples:

@@ -85,9 +85,7 @@ class EncodedImage:
     decode: Callable[[Box], Pixels]
 
     def pixels(self, box: Box | None = None) -> Pixels:
-        """uint8 [height, width, 3] of the box or the whole image, contiguous and owned. Raises UnreadableImage if
-        damaged.
-        """
+        """uint8 [height, width, 3] of the box or the whole image, contiguous; raises UnreadableImage if damaged."""
         box = box or Box(top=0, left=0, height=self.height, width=self.width)
         assert box.top >= 0 and box.left >= 0 and box.bottom <= self.height and box.right <= self.width
         assert box.height > 0 and box.width > 0
@@ -128,8 +126,6 @@ def require_decoder(decoder: DecoderName) -> None:
 
 @dataclass(frozen=True)
 class _Header:
-    """What the segments before a JPEG's first scan say."""
-
     height: int
     width: int
     is_plain: bool  # every decoder reads it and they agree on the colours

@@ -53,7 +53,6 @@ class RandAugment:
 
     @property
     def timm_config(self) -> str:
-        """The argument of `timm.data.auto_augment.rand_augment_transform`."""
         magnitude = int(self.magnitude)
         return f"rand-m{magnitude}-n{self.num_ops}-p1-mmax{max(magnitude, _FULL_STRENGTH)}"
 
@@ -90,7 +89,6 @@ def _operations(config: str) -> Callable[[Image.Image], Image.Image]:
 
 @contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    """Seed both global generators and restore them afterwards, one thread at a time."""
     with _GENERATORS:
         of_python, of_numpy = random.getstate(), np.random.get_state()
         random.seed(seed)

@@ -1,10 +1,9 @@
 """Images of any size -> uint8 squares, for training (random crop, resize, RandAugment) and for evaluation.
 
-Random numbers are drawn by `randomness.uniforms` from (seed, epoch, sample), so a sample looks the same for any world
-size, number of workers, and after a restart. Pixels stay uint8 until they are on the device, where flip and
-normalisation happen per batch (see `batch`). Resizing is torch's antialiased kernel for uint8: 57 dB against a float
-reference, 73 to 77 dB from Pillow's. Google's code does not antialias; for training crops that differs by less than the
-crop's randomness.
+Random numbers come from (seed, epoch, sample), so a sample looks the same for any world size, number of workers, and
+after a restart. Pixels stay uint8 until they are on the device, where flip and normalisation happen per batch (see
+`batch`). Resizing is torch's antialiased kernel for uint8: 57 dB against a float reference, 73 to 77 dB from Pillow's.
+Google's code does not antialias; for training crops that differs by less than the crop's randomness.
 
 Evaluation protocols (`size` is the square's side, `share` is `crop_share`):
 
@@ -53,9 +52,8 @@ _MOST_ELONGATED = 16
 class TrainTransform:
     """Random-resized crop ("Inception crop"), mirror flip, and optionally RandAugment.
 
-    `crop_area` is the range of the crop's share of the image's area (Google: 0.05 to 1). RandAugment comes after the
-    resize. Google flips first, with the same distribution: every directed operation takes both directions equally
-    often.
+    `crop_area` is the range of the crop's share of the image's area (Google: 0.05 to 1). Google flips before
+    RandAugment, with the same distribution: every directed operation takes both directions equally often.
     """
 
     image_size: int  # side of the square that comes out, in pixels
@@ -82,11 +80,9 @@ class TrainTransform:
 
 @dataclass(frozen=True)
 class EvalTransform:
-    """The evaluation protocol; `crop_share`: the square's side over the short side it is cut from, None: the
-    protocol's.
+    """The evaluation protocol; UserError for a `crop_share` outside (0, 1], or one for `vit`, which does not crop.
 
-    Raises:
-        UserError: a share outside (0, 1], or one for `vit`, which does not crop.
+    `crop_share` is the square's side over the short side it is cut from; None: the protocol's.
     """
 
     image_size: int  # side of the square that comes out, in pixels
@@ -181,7 +177,6 @@ def _channels_last(image: Pixels) -> torch.Tensor:
 
 
 def _placed(pixels: Pixels, into: Pixels | None) -> Pixels:
-    """Copy the pixels to `into`, or make them contiguous."""
     if into is None:
         return np.ascontiguousarray(pixels)
     into[...] = pixels

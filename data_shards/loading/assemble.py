@@ -1,9 +1,8 @@
 """Visits -> `Batch`: read, decode and transform the samples, and handle damaged ones.
 
 A damaged training image is replaced by another one of the same window of its lane, chosen by a hash of (seed, epoch,
-sample, attempt): the same for any world size and after any restart. It keeps the damaged one's crop and flip. A damaged
-held-out image is left out of the sums, since each image must count once. Both are named in `Batch.faults`; with
-`on_corrupt="stop"` the first one raises.
+sample, attempt): the same for any world size and after any restart, with the damaged one's crop and flip. A damaged
+held-out image is left out of the sums, since each image must count once. Both are named in `Batch.faults`.
 """
 
 from __future__ import annotations
@@ -133,8 +132,7 @@ class Assembler:
     def evaluate(self, visits: Visits, *, counted: NDArray[np.bool_], transform: EvalTransform) -> Batch:
         """A held-out batch; what is not `counted` is padding, and damaged images are not counted either.
 
-        Raises:
-            SampleError: a damaged sample where none is allowed.
+        Raises SampleError for a damaged sample where none is allowed.
         """
         rows = _Rows(visits, image_size=transform.image_size)
 

@@ -1,6 +1,4 @@
-"""One micro-batch of uint8 pixels and labels, and what was damaged in it; flip, normalisation and mixing happen on the
-device (`pipeline.task`).
-"""
+"""One micro-batch of uint8 pixels and labels; flip, normalisation and mixing happen later (`pipeline.task`)."""
 
 from __future__ import annotations
 
@@ -24,8 +22,7 @@ class Fault:
 class Batch:
     """One micro-batch of n samples from the loader; with `mix`, n + 1 rows.
 
-    The last row is then the sample of the next slot of the global batch: it is mixed into the row before it, and the
-    model does not see it otherwise.
+    The last row is then the next slot's sample, which is mixed into the row before it and not trained on otherwise.
     """
 
     images: torch.Tensor  # uint8 [n, size, size, 3]

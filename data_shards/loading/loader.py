@@ -1,9 +1,9 @@
 """The stream of batches: order -> read -> decode -> transform -> `Batch`, with any number of workers.
 
-Everything is a function of the micro-batch's number: the stream is the same for any number of workers and processes,
-and resuming needs no replay, only a few numbers. Evaluation counts every sample exactly once, for any world size. A
-thread of the rank prefetches remote shards, which all processes of the node share. Cost: 1 to 3 ms of CPU a photograph,
-nearly all of it decoding; memory of `PREFETCH` micro-batches a worker.
+Everything is a function of the micro-batch's number: the stream does not depend on workers or world size, and resuming
+needs no replay, only a few numbers. Evaluation counts every sample exactly once, for any world size. A thread of the
+rank prefetches remote shards, which all processes of the node share. Cost: 1 to 3 ms of CPU a photograph, nearly all of
+it decoding; memory of `PREFETCH` micro-batches a worker.
 """
 
 from __future__ import annotations
@@ -201,7 +201,6 @@ class TrainLoader:
         return self._delivered // self._batches.layout.accumulation_steps
 
     def state_dict(self) -> dict[str, int | str]:
-        """The position in the stream, for any number of processes and workers."""
         return {"images_seen": self.step * self._batches.order.global_batch_images, **self._identity()}
 
     def load_state_dict(self, state: dict[str, int | str]) -> None:

@@ -1,14 +1,13 @@
 """Mixup (arXiv 1710.09412) and CutMix (arXiv 1905.04899): what is mixed, as a function of (seed, step).
 
-In the global batch of step s, slot i is mixed with slot i + 1 (the last with the first), and one weight and one box,
-functions of the seed and s, hold for the whole batch. So the mixed images do not depend on the world size; a process
-needs one sample more than its own. `batch` does the mixing, on the device.
+In the global batch of step s, slot i is mixed with slot i + 1 (the last with the first), as in big_vision (timm
+reverses the batch). One weight and one box, functions of the seed and s, hold for the whole batch, so the mixed images
+do not depend on the world size; a process needs one sample more than its own. `batch` does the mixing, on the device.
 
 Mixup gives the own image the weight max(lambda, 1 - lambda), as big_vision does: the smaller one would repeat the same
 pairs. CutMix pastes timm's box: its sides are sqrt(1 - lambda) of the image's, its centre is anywhere, it is cut off at
-the edges, and the weight is the area that is left. big_vision mixes along the batch in the same way, timm with the
-batch reversed. Cost: 0.1 ms a batch. Needs scipy for the inverse of the Beta distribution, so that a draw is a function
-of one number.
+the edges, and the weight is the area that is left. Cost: 0.1 ms a batch. Needs scipy for the inverse of the Beta
+distribution, so that a draw is a function of one number.
 """
 
 from __future__ import annotations

@@ -66,9 +66,7 @@ def now_reading(shard: int, *, row: int) -> None:
 
 
 def empty_images(count: int, size: int) -> torch.Tensor:
-    """uint8 [count, size, size, 3], not filled: shared memory in a worker process, as the DataLoader's own collation
-    does; page-locked where there is a GPU.
-    """
+    """uint8 [count, size, size, 3], not filled: shared memory in a worker process, page-locked where there is a GPU."""
     shape = (count, size, size, 3)
     if _notes is None:
         return torch.empty(shape, dtype=torch.uint8, pin_memory=torch.cuda.is_available())

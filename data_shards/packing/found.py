@@ -2,8 +2,7 @@
 
 OUT/duplicates.jsonl has one group a line: its digest, and each image's path, key, split, label (a list where images
 have several) and whether it was packed. OUT/unreadable.jsonl (beside OUT if they end the packing) has one image a line:
-path, split, label, reason. Neither is written empty. Costs 16 bytes and some 0.5 µs per image; only files with the same
-bytes are duplicates.
+path, split, label, reason. Neither is written empty. Costs 16 bytes and some 0.5 µs per image.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """One source image -> the bytes that go into the tar: verified, and reduced on request.
 
 Every image is decoded in full by training's decoder: a broken one is cheap to fix now and expensive in the middle of a
-run. Without `Resize` its bytes are kept; with it, a large image is reduced (Lanczos, antialiased) and encoded as JPEG
-with 4:2:0 chroma and without metadata: no orientation tag, so a viewer shows what training sees. Costs a decode (1.2 ms
-for an ImageNet photograph), and 3 ms for the reduction.
+run. With `Resize`, a large image is reduced (Lanczos, antialiased) and encoded as JPEG with 4:2:0 chroma and without
+metadata: no orientation tag, so a viewer shows what training sees. Costs a decode (1.2 ms for an ImageNet photograph),
+and 3 ms for the reduction.
 """
 
 from __future__ import annotations
@@ -57,8 +57,7 @@ class PackedImage:
 def prepare_image(data: bytes, *, resize: Resize | None = None, limit: PixelLimit = PACKED_LIMIT) -> PackedImage:
     """Decode all of an image; return its own bytes, or those of the reduced image.
 
-    Raises:
-        UnreadableImage: it cannot be decoded or encoded again, or is of a format that shards do not hold.
+    Raises UnreadableImage if it cannot be decoded or encoded again, or is of a format that shards do not hold.
     """
     if not data:
         raise UnreadableImage("the file is empty")

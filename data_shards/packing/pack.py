@@ -72,10 +72,8 @@ def pack(
 
     Equal source, options (see `PackRequest`) and library versions give byte-identical tars, on any number of cores and
     through any number of interruptions. `holdout_list` is a file with the paths of the images that become split val.
-
-    Raises:
-        UserError: for bad input, an OUT that is not the result of this very request, a source that has changed since,
-            unreadable images, and a full disk.
+    Raises UserError for bad input, an OUT that is not the result of this very request, a source that has changed since,
+    unreadable images, and a full disk.
     """
     start = time.monotonic()
     out = Path(out)
@@ -103,7 +101,6 @@ def pack(
 
 
 def _pack(source: Source, out: Path, request: PackRequest, content: dict[str, object], report: Report) -> Counts:
-    """Plan, write and rename to OUT; `content` is the beginning of pack.json."""
     whole_plan = plan = make_plan(source, request)
     digests = None
     if request.duplicates == "drop":
@@ -149,7 +146,6 @@ def _pack(source: Source, out: Path, request: PackRequest, content: dict[str, ob
 
 
 def _write(plan: PackPlan, request: PackRequest, work: WorkFolder, out: Path, report: Report) -> dict[str, ShardRecord]:
-    """The records of all shards, finished before or now."""
     marks = {shard.file: (shard.split, plan_mark(shard, request) if work.has_records else "") for shard in plan.shards}
     finished, num_others = work.recover(marks)
     if finished:

@@ -102,9 +102,8 @@ def make_plan(
     """Choose classes, hold out, shuffle, cut into shards.
 
     Shards of a split differ by at most one sample (cut by bytes: two images), so no worker gets a tiny one. `without`
-    marks images (duplicates) that are left out after the held-out ones are chosen. Raises UserError for unknown or
-    repeated classes, an unfit holdout, a split without images, and, for sources that refuse it, a class without images
-    in a split.
+    marks duplicates, left out after the held-out images are chosen. Raises UserError for unknown or repeated classes,
+    an unfit holdout, a split without images, and, for sources that refuse it, a class without images in a split.
     """
     chosen = _choose_classes(source, request.classes)
     new_label = np.full(len(source.classes) + 1, -1, dtype=np.int64)  # the last one for -1: no label

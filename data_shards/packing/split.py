@@ -26,7 +26,6 @@ class HoldoutList:
 
     @property
     def digest(self) -> str:
-        """Of the set of paths."""
         return hashlib.sha256("\n".join(sorted(self.lines)).encode()).hexdigest()[:16]
 
     def __str__(self) -> str:
@@ -54,7 +53,7 @@ def hold_out(
 ) -> dict[SplitName, NDArray[np.int64]]:
     """Divide the images `indices` of split train into train and val.
 
-    Raises UserError for a source that has a val split, a fraction outside (0, 1), a class of one image, or an unknown
+    Raises UserError if there is a val split, or for a fraction outside (0, 1), a class of one image, or an unknown
     path.
     """
     if "val" in source.splits:

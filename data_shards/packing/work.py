@@ -79,8 +79,7 @@ class WorkFolder:
     def recover(self, marks: Mapping[str, tuple[str, str]]) -> tuple[dict[str, ShardRecord], int]:
         """Keep the finished shards that match `marks`, {file: (split, mark)}, and delete the rest.
 
-        Returns:
-            The finished shards by file, and the number of those that do not match.
+        Returns the finished shards by file, and the number of those that do not match.
         """
         found: dict[str, ShardRecord] = {}
         num_records = 0
@@ -111,10 +110,7 @@ class WorkFolder:
 
 @contextmanager
 def open_work(out: Path) -> Iterator[WorkFolder]:
-    """Make or take over `.OUT.packing`; afterwards it stays only with a finished shard in it.
-
-    Raises UserError if it cannot be made or another process has it.
-    """
+    """Make or take over `.OUT.packing`; UserError if that fails. It is kept only with a finished shard in it."""
     path = work_path(out)
     try:
         path.mkdir(parents=True, exist_ok=True)

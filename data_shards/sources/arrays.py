@@ -68,8 +68,7 @@ def fashion_mnist_source() -> Source:
 def idx_source(root: Path) -> Source:
     """The four files in `root`; t10k becomes split val. Raises UserError if one is missing or broken."""
     folder = root.resolve()
-    # torchvision unpacks into FashionMNIST/raw.
-    name = folder.parent.name if folder.name == "raw" else folder.name
+    name = folder.parent.name if folder.name == "raw" else folder.name  # torchvision unpacks into FashionMNIST/raw
     classes = FASHION_CLASSES if "fashion" in name.lower() else DIGIT_CLASSES
     splits: dict[SplitName, ImageSet] = {split: _read_split(root, stem, len(classes)) for split, stem in _STEMS.items()}
     return Source(spec=str(folder), name=name, classes=classes, splits=splits)

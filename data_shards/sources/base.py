@@ -1,7 +1,6 @@
-"""What a source is: named classes, and per split a set of images that are read one at a time.
+"""What a source is: named classes, and per split a set of images, each read as encoded bytes (arrays as PNG).
 
-Listing costs one `stat` per file; images are read by `ImageSet.read` alone, as encoded bytes: a file's own, or PNG for
-arrays (lossless).
+Listing costs one `stat` per file; images are read by `ImageSet.read` alone.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ def open_source(spec: str, *, labels: LabelList | None = None, unfit: Literal["r
 
     With `labels`, a folder's images have their labels from that list, whatever the layout. `unfit`: whether class
     folders without images, and images beside class folders, are refused or left out with a note. Raises UserError,
-    naming the path, for anything that cannot be packed; images are not decoded here.
+    naming the path.
     """
     if labels is not None and spec in NAMES:
         raise UserError(f"{spec}: these images have labels of their own; leave out labels or give a folder")

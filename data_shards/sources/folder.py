@@ -45,7 +45,6 @@ class _Found:
             )
 
     def empty(self, folder: Path) -> None:
-        """A class folder without an image."""
         if self.unfit == "skip":
             self.notes.append(f"{folder}: there is no image in this class folder, which was passed over")
         else:
@@ -196,7 +195,6 @@ def _scan(folder: Path) -> tuple[list[str], list[str], list[str]]:
 
 
 def _differences(root: Path, folder: str, classes: tuple[str, ...], here: set[str]) -> list[str]:
-    """How a split's class folders differ from those of train."""
     return [
         f"{root}: {len(missing)} class folders of {one} are missing in {other} (the first: {missing[0]}); both must "
         "have the same classes"

@@ -225,7 +225,6 @@ def _class_names(file: Path) -> tuple[str, ...]:
 
 
 def _number_labels(rows: list[_Row], labels: LabelList) -> tuple[list[list[int]], tuple[str, ...]]:
-    """Class numbers of each row, and the class names."""
     kinds = {type(label): row for row in rows for label in row.labels}
     if len(kinds) > 1:
         line = max(row.line for row in kinds.values())
@@ -280,7 +279,6 @@ def _named_twice(file: Path, rows: list[_Row]) -> Iterator[str]:
 
 
 def _unnamed(root: Path, rows: Iterable[_Row], file: Path) -> Iterator[str]:
-    """A note on the images that the list does not name."""
     named = {row.path for row in rows}
     left = [path for path in walk_images(root) if path not in named]
     if left:

@@ -1,11 +1,11 @@
-"""Shards of other machines as files of this node: whole or absent, shared by all its processes, within a limit.
+"""Remote shards as files of this node: complete or absent, shared by all its processes, within a size limit.
 
-One file a shard, written as NAME.tar.part by the process that holds that file's lock (flock, which the kernel releases
-however the process ends), with its space reserved first; the rename to NAME.tar makes it visible when all is verified
-and on the disk. Beyond the limit the least recently used shard is removed: by the file's mtime, which a reader
-refreshes with `touch`. Who has the file open reads on, the right bytes, until it is closed (`is_evicted`); until then
-the disk has them too. Files in progress and indexes count. Each download costs a lock and a listing of the folder: a
-few milliseconds for a thousand shards. The folder must be on a local disk: the locks are those of one node.
+A shard is written as NAME.tar.part by the process that holds that file's lock (flock, which the kernel releases when
+the process ends), with its space reserved first; the rename to NAME.tar makes it visible once it is verified and on the
+disk. Above the limit the least recently used shard is removed, by the mtime that a reader refreshes with `touch`.
+Readers with the file open can go on (`is_evicted`), and it takes up space until they close it. Files in progress and
+indexes count. Each download costs a lock and a listing of the folder: a few milliseconds for a thousand shards. The
+folder must be on a local disk: the locks are those of one node.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _POLL_SECONDS = 0.05
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _CANNOT_RESERVE = {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS}
 _FULL_POLL_SECONDS = 0.5
-# Readers close what was evicted within a few seconds; until then it takes up space.
+# Readers close evicted shards within a few seconds; until then they take up space.
 _FULL_POLLS = {"evicted": 10**9, "busy": 300, "nothing": 30}
 
 
@@ -78,7 +78,7 @@ class Cache:
         self.config = config
 
     def open(self, name: str, *, num_bytes: int | None) -> int | None:
-        """A descriptor of a shard that is whole, marked as in use; None if it is not here."""
+        """A descriptor of a complete shard, marked as in use; None if it is not cached."""
         path = self._path(name + TAR)
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -101,14 +101,14 @@ class Cache:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
             raise self.unusable(error) from None
-        # After the lock is there: the file may have been renamed or removed between its opening and the lock.
+        # Check after locking: the file may have been renamed or removed between opening and locking.
         if try_lock(descriptor) and is_at(descriptor, path):
             return PartialShard(self, descriptor, name=name, evict=evict, stop=stop)
         os.close(descriptor)
         return None
 
     def load_index(self, name: str, *, label: str) -> ShardIndex | None:
-        """The index that was kept for a shard, if there is one."""
+        """The cached index of a shard, if there is one."""
         path = self._index_path(name, label)
         try:
             return load_index(path)
@@ -119,7 +119,7 @@ class Cache:
             return None
 
     def save_index(self, index: ShardIndex, name: str, *, label: str, evict: Evict) -> None:
-        """Keep an index beside its shard, which is here or in progress; without room for it, it is not kept."""
+        """Keep an index beside its cached or partial shard; without room for it, it is not kept."""
         path = self._index_path(name, label)
         try:
             save_index(index, path)
@@ -132,7 +132,7 @@ class Cache:
             path.unlink(missing_ok=True)
 
     def evict_one(self, part: Path, *, evict: Evict) -> Literal["evicted", "busy", "nothing"]:
-        """Remove one shard, for the file at `part`; "busy": there is none, but downloads of others will be some."""
+        """Remove one shard to make room for `part`; "busy": there is none yet, but downloads are running."""
         with self.locked():
             others = [file for file in files_in(self.config.folder) if file.path != part]
             victim = next(victims(others, evict=evict), None)
@@ -142,7 +142,7 @@ class Cache:
         return "evicted"
 
     def evict_bytes(self, total_bytes: int, files: list[CachedFile], *, evict: Evict) -> bool:
-        """Remove shards until `total_bytes` is within the limit; whether it is. With the folder's lock held."""
+        """Remove shards until `total_bytes` is within the limit; whether it is. Needs the folder's lock."""
         candidates = victims(files, evict=evict)
         while total_bytes > self.config.limit_bytes:
             victim = next(candidates, None)
@@ -168,7 +168,6 @@ class Cache:
         return self._path(f"{name}.{label}.npz")
 
     def unusable(self, error: OSError) -> UserError:
-        """What to say when the folder cannot be used."""
         return UserError(
             f"the cache folder {self.config.folder} cannot be used ({error.strerror}): "
             "set data.cache.folder to a folder on a local disk that you may write to"
@@ -183,7 +182,7 @@ class PartialShard:
         StoreError: the disk is full, and nothing can be evicted, or readers keep it open for 15 seconds.
         NoRoom: all shards are in use, and prefetching evicts none of those.
         Transient: there is no room at present.
-        DownloadStopped: `stop` said so.
+        DownloadStopped: `stop` returned True.
     """
 
     def __init__(self, cache: Cache, descriptor: int, *, name: str, evict: Evict, stop: Stop) -> None:
@@ -205,19 +204,16 @@ class PartialShard:
             os.close(self._descriptor)
 
     def begin(self, *, num_bytes: int | None) -> None:
-        """Start from the first byte, with room for all of them, or where their number is unknown for those that there
-        was no room for the last time.
-        """
+        """Start from the first byte, with room for all (None: unknown, then for as many as failed last time)."""
         self._done = self._reserved = 0
         os.ftruncate(self._descriptor, 0)
         self._reserve(self._wanted if num_bytes is None else num_bytes, may_wait=self._evict == "any")
 
     def write(self, piece: bytes) -> None:
-        """Append."""
         if self._done + len(piece) > self._reserved:
             self._wanted = max(self._done + len(piece), min(self._reserved + self._growth, self._limit_bytes))
             try:
-                # Not waiting: who holds some room and waits for more may wait for one that does the same.
+                # Not waiting: two writers that hold some room and wait for more would deadlock.
                 self._reserve(self._wanted, may_wait=False)
             except NoRoom:
                 if self._evict == "idle":
@@ -237,11 +233,11 @@ class PartialShard:
             view = view[written:]
 
     def finish(self) -> None:
-        """Cut what was reserved and did not come; afterwards `path` has the whole shard, not yet for others to see."""
+        """Truncate to what came; afterwards `path` has the whole shard, not yet visible to others."""
         os.ftruncate(self._descriptor, self._done)
 
     def publish(self) -> int:
-        """Make it visible to all, also after a power failure; returns a descriptor that is the caller's to close."""
+        """Make it visible to all, also after a power failure; the caller must close the returned descriptor."""
         os.fsync(self._descriptor)
         os.utime(self._descriptor)
         if is_at(self._descriptor, self.path):  # else the folder was cleared: as good as evicted
@@ -286,7 +282,7 @@ class PartialShard:
         return True
 
     def _allocate(self, upto_bytes: int) -> bool:
-        """Whether the disk has the space; a disk that cannot reserve says so when it is written."""
+        """Whether the disk has the space; a disk that cannot reserve fails only on writing."""
         try:
             os.posix_fallocate(self._descriptor, 0, upto_bytes)
         except OSError as error:
@@ -297,7 +293,7 @@ class PartialShard:
         return True
 
     def _relief(self, needed_bytes: int) -> Iterator[None]:
-        """What helps against a full disk: each step evicts a shard, or waits for one; then the caller tries again."""
+        """Remedies for a full disk: each step evicts a shard, or waits for one; then the caller retries."""
         has_helped = False
         for steps in count(1):
             if self._stop():

@@ -1,7 +1,7 @@
-"""What lies in the folder of the cache: whole shards, shards in progress, indexes; and which of them may go.
+"""The files in the cache's folder: complete shards, shards in progress, indexes; and which may be removed.
 
-Only files of our own names are seen or removed: the folder may be a user's home. What decides over files of
-other processes is called with the folder's lock held (see `cache`).
+Only files with our own names are seen or removed: the folder may be a user's home. Functions that decide over files of
+other processes need the folder's lock (see `cache`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Literal
 
 Evict = Literal["any", "idle"]
 
-# A shard that was not touched for so long is neither in use nor prefetched for soon.
+# A shard that was not touched for so long is neither in use nor about to be.
 IDLE_SECONDS = 30.0
 TOUCH_SECONDS = 5.0  # how often a shard in use, or prefetched, needs `touch`
 TAR, PART = ".tar", ".tar.part"
@@ -38,7 +38,7 @@ def touch(descriptor: int) -> None:
 
 @dataclass(frozen=True)
 class CachedFile:
-    """One file of ours: of the shard `stem`; `kind` is "tar", "part" (a tar in progress), "npz" (an index) or "tmp"."""
+    """A file of the shard `stem`; `kind` is "tar", "part" (a tar in progress), "npz" (an index) or "tmp"."""
 
     path: Path
     stem: str
@@ -48,7 +48,7 @@ class CachedFile:
 
 
 def files_in(folder: Path) -> list[CachedFile]:
-    """All that is ours in the folder, after what dead processes left is removed; with the folder's lock held."""
+    """All our files, after removing stale ones of dead processes; needs the folder's lock."""
     files = []
     with os.scandir(folder) as entries:
         for entry in entries:
@@ -70,14 +70,14 @@ def files_in(folder: Path) -> list[CachedFile]:
 
 
 def victims(files: list[CachedFile], *, evict: Evict) -> Iterator[CachedFile]:
-    """Whole shards, the least recently used first."""
+    """Complete shards, least recently used first."""
     latest = time.time() - IDLE_SECONDS if evict == "idle" else float("inf")
     tars = [file for file in files if file.kind == "tar" and file.modified <= latest]
     yield from sorted(tars, key=lambda file: file.modified)
 
 
 def remove(victim: CachedFile, files: list[CachedFile]) -> int:
-    """Remove a shard and its indexes; the bytes of them."""
+    """Remove a shard and its indexes; returns their bytes."""
     going = [file for file in files if file.stem == victim.stem and file.kind in ("tar", "npz")]
     for file in going:
         file.path.unlink(missing_ok=True)
@@ -85,7 +85,7 @@ def remove(victim: CachedFile, files: list[CachedFile]) -> int:
 
 
 def _is_stale(file: CachedFile) -> bool:
-    """Whether a dead process left it; if so it is gone now."""
+    """Whether a dead process left it; it is then removed."""
     if file.kind == "tmp" and time.time() - file.modified > IDLE_SECONDS:
         file.path.unlink(missing_ok=True)
         return True
@@ -105,7 +105,7 @@ def _is_stale(file: CachedFile) -> bool:
 
 
 def try_lock(descriptor: int) -> bool:
-    """Whether the file is now locked by us; the lock ends with the descriptor, or with the process."""
+    """Whether we got the file's lock, which ends with the descriptor or the process."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -1,9 +1,9 @@
-"""What a program writes, as a stream of bytes: `pipe:COMMAND`, and schemes of webdataset's `gopen` (ais, scp, ...).
+"""A program's output as a stream of bytes: `pipe:COMMAND`, and schemes of webdataset's `gopen` (ais, scp, ...).
 
-The exit status is part of the output: other than 0 it is a failure even if bytes came. A program that writes nothing
-for too long is killed; a `pipe:` command with everything that it has started, which gopen's own pipes do not do (nor do
-they tell a shell's status 141 from 0, nor keep standard error for the message). Only the last command of a shell
-pipeline tells its status to the shell; a shard that an earlier one cut short is found by its tar's end.
+A nonzero exit status is a failure even if bytes came. A program that writes nothing for too long is killed; a `pipe:`
+command with all its children, which gopen's own pipes do not do (nor do they tell a shell's status 141 from 0, nor keep
+stderr for the message). A shell reports only the last command of a pipeline; a shard that an earlier one cut short is
+recognised by its tar's end.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _SHELL_CANNOT_RUN = (126, 127)
 
 
 def pipe_pieces(url: str, *, stall_seconds: float, stop: Stop) -> Generator[bytes, None, None]:
-    """What the command of `url` writes; it starts when the first piece is taken, and is killed on closing.
+    """The output of a `pipe:` URL's command, which starts with the first piece and is killed on closing.
 
-    Raises:
-        Wrong: while iterating: the command failed; has the last line of its standard error.
+    Raises while iterating:
+        Wrong: the command failed; has the last line of its stderr.
         Refused: the shell could not run it.
         Transient: it wrote nothing for `stall_seconds`.
-        DownloadStopped: `stop` said so.
+        DownloadStopped: `stop` returned True.
     """
     with tempfile.TemporaryFile() as errors:
         process = subprocess.Popen(
@@ -64,7 +64,7 @@ def knows_scheme(url: str) -> bool:
 
 
 def gopen_pieces(url: str, *, stall_seconds: float, stop: Stop) -> Generator[bytes, None, None]:
-    """What `gopen` reads from `url`; raises as `pipe_pieces`. A handler that runs no program keeps its own time."""
+    """What `gopen` reads from `url`; raises as `pipe_pieces`. A handler that runs no program has its own timeouts."""
     from data_shards.webdataset_parts import part
 
     with translated():

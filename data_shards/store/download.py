@@ -1,10 +1,10 @@
-"""Trying until the bytes are there and right: back-off with jitter, going on where a transfer was cut, digests.
+"""Download with retries: back-off with jitter, resumed transfers, verified digests.
 
-A transient fault (5xx, 429, timeouts, cut connections) is retried, for about ten minutes by default; a transfer that
-made progress restarts that time. It goes on in ranges that fit into what came through, and into less each time where
-nothing did: behind a proxy that cuts every connection it ends as long as any bytes arrive. What is missing or refused
-ends at once. Bytes of a wrong size or digest, and failing commands, are tried a few times only: the source itself may
-be wrong. The digest is taken while the bytes pass, at 0.5 to 1.5 GB/s.
+Transient faults (5xx, 429, timeouts, cut connections) are retried, by default for ten minutes without progress. A cut
+transfer resumes in ranges no larger than what came through, smaller each time nothing did: behind a proxy that cuts
+every connection it still ends, as long as any bytes arrive. Missing or refused objects fail at once. Wrong sizes or
+digests and failing commands are retried a few times only: the source itself may be wrong. The digest is computed on the
+fly, at 0.5 to 1.5 GB/s.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 
 class StoreError(SampleError):
-    """A shard or file could not be had; the message names it, the reason and what to do."""
+    """A shard or file could not be fetched; the message has its name, the reason and what to do."""
 
 
 class MissingObject(StoreError):
@@ -36,14 +36,13 @@ class MissingObject(StoreError):
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """How long to try.
+    """How long to retry.
 
     Args:
         first_delay_seconds: the longest wait after the first failure; doubles with each further one.
         most_delay_seconds: no wait is longer.
         give_up_seconds: of failing in a row, waits included. 0: one attempt.
-        wrong_attempts: at wrong bytes or a failing command.
-        connect_timeout_seconds: for a server to accept a connection.
+        wrong_attempts: after wrong bytes or a failing command.
         stall_timeout_seconds: without a byte, until a transfer counts as lost.
     """
 
@@ -59,19 +58,17 @@ class ByteSink(Protocol):
     """Where the bytes go."""
 
     def begin(self, *, num_bytes: int | None) -> None:
-        """Forget what came so far; `num_bytes` will come (None: unknown)."""
+        """Discard what came so far; `num_bytes` will come (None: unknown)."""
         ...
 
-    def write(self, piece: bytes) -> None:
-        """Append."""
-        ...
+    def write(self, piece: bytes) -> None: ...
 
 
 class Patience:
-    """Counts the failures of one task, waits after each, and says when it is enough.
+    """Counts the failures of one task, waits after each, and gives up in the end.
 
-    The wait is a draw from [0, 1) of a limit that doubles ("full jitter", which spreads the clients of a store that
-    comes back best: Brooker, "Exponential Backoff and Jitter", AWS blog, 2015).
+    The wait is drawn from [0, 1) of a limit that doubles ("full jitter", which best spreads the clients of a recovering
+    store: Brooker, "Exponential Backoff and Jitter", AWS blog, 2015).
     """
 
     def __init__(
@@ -87,11 +84,7 @@ class Patience:
         self._limit_seconds = self._policy.first_delay_seconds
 
     def wait(self, failure: Failure, *, spent_seconds: float) -> None:
-        """Wait after an attempt of `spent_seconds`, before the next one.
-
-        Raises:
-            StoreError: it was the last one.
-        """
+        """Wait after an attempt of `spent_seconds`; raises StoreError if it was the last one."""
         url = shown(self._url)
         if isinstance(failure, Missing):
             raise MissingObject(f"{url} is not there ({failure}): check the location, or copy it there")
@@ -124,7 +117,7 @@ def _times(count: int) -> str:
 
 
 class Downloads:
-    """Reads remote objects with patience; picklable if `sleep`, which takes seconds, is."""
+    """Reads remote objects with retries; picklable if `sleep`, which takes seconds, is."""
 
     def __init__(
         self, policy: RetryPolicy, *, sleep: Callable[[float], None] = time.sleep, commands: Commands = "refuse"
@@ -138,7 +131,7 @@ class Downloads:
         )
 
     def about(self, url: str, *, patiently: bool = True, stop: Stop = lambda: False) -> tuple[int | None, str]:
-        """Size and fingerprint of an object (None and "" where unknown); arguments and errors as of `download`."""
+        """Size and fingerprint of an object (None and "" if unknown); arguments and errors as of `download`."""
         patience = self._patience(url, patiently=patiently)
         remote = self._remotes.object(url, stop=stop)
         while True:
@@ -163,19 +156,13 @@ class Downloads:
     ) -> None:
         """All bytes of `url`, in order, into `sink`, which may restart several times.
 
-        Args:
-            url: what to read.
-            sink: gets the bytes.
-            num_bytes: what the size must be; None: whatever it is.
-            sha256: what the digest must be; "": not looked at.
-            fingerprint: what it must be; "": not looked at.
-            verify: called when all is there; a `Wrong` that it raises counts like a wrong digest.
-            patiently: False: one attempt.
-            stop: asked several times a second.
+        `num_bytes`, `sha256` and `fingerprint` must match unless None or ""; then `verify` is called, and a `Wrong`
+        that it raises counts like a wrong digest. Without `patiently` there is one attempt. `stop` is asked several
+        times a second.
 
         Raises:
             StoreError: all attempts failed.
-            DownloadStopped: `stop` said so.
+            DownloadStopped: `stop` returned True.
         """
         patience = self._patience(url, patiently=patiently)
         remote = self._remotes.object(url, stop=stop)
@@ -204,7 +191,7 @@ class Downloads:
 
 
 class _Transfer:
-    """How far a transfer is, over all its attempts."""
+    """Progress of a transfer, over all its attempts."""
 
     def __init__(self, sink: ByteSink, *, num_bytes: int | None, sha256: str, fingerprint: str) -> None:
         self._sink = sink
@@ -229,7 +216,7 @@ class _Transfer:
             self._sink.begin(num_bytes=about.num_bytes if self._num_bytes is None else self._num_bytes)
         self._found = about.fingerprint
         begin = self.done
-        # Where a digest decides, the machines of one server may each have a fingerprint of their own.
+        # With a digest to decide, the machines of one server may each have a fingerprint of their own.
         asked = replace(about, fingerprint="") if self._sha256 else about
         range_bytes = self._range_bytes if in_ranges else None
         try:

@@ -1,6 +1,6 @@
-"""Where shards lie, as text: local paths, URLs, `pipe:` commands; patterns of them; what may be shown of them.
+"""Locations of shards as text: local paths, URLs, `pipe:` commands, patterns; and how to print them without secrets.
 
-Only text is looked at: no file, no network. A location is a local path (or "file:PATH"), a URL that fsspec opens
+No file or network is touched. A location is a local path (or "file:PATH"), a URL that fsspec opens
 ("s3://bucket/x.tar"), or "pipe:COMMAND", whose output is the shard. URLs and commands may hold passwords and
 signatures: whatever is printed, logged or stored goes through `shown` first.
 """
@@ -19,14 +19,14 @@ from data_shards.webdataset_parts import expand_urls
 
 PIPE = "pipe:"
 Commands = Literal["run", "refuse"]
-# What does nothing but move bytes. fsspec's others may start programs (git, dvc) or execute what a server sends (dask).
+# Those that only move bytes. fsspec's others may start programs (git, dvc) or execute what a server sends (dask).
 _PLAIN = {
     *("file", "local", "memory", "data", "http", "https", "ftp", "sftp", "ssh", "smb", "webdav", "webhdfs", "hdfs"),
     *("s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "hf", "oci", "oss", "tos", "github", "gist"),
 }
 _MOST_LOCATIONS = 1_000_000  # of a pattern
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
-# What a program of a pipe may look like; `NAME=value` before it sets an environment variable, often a secret one.
+# A pipe's program; `NAME=value` before it sets an environment variable, often a secret one.
 _PROGRAM = re.compile(r"[\w./+-]+")
 _TAR_NAME = re.compile(r"(?:^|[\s'\"/])([\w.+{},-]+\.tar)(?![\w.+{},-])")
 # Where a word of a command ends, from coarse to fine: a secret may hold any of these, or stand next to them.
@@ -50,7 +50,7 @@ def is_local(location: str) -> bool:
 
 
 def why_command(location: str) -> str | None:
-    """Why reading it, a pattern or one of its parts, may run a program, in a few words; None: it moves bytes alone."""
+    """Why reading it, a pattern or a part of one, may run a program, in a few words; None if it only moves bytes."""
     kinds = [kind for each in expand_braces(location) if (kind := protocol(each)) not in _PLAIN]
     if not kinds:
         return None
@@ -58,7 +58,7 @@ def why_command(location: str) -> str | None:
 
 
 def local_path(location: str) -> Path:
-    """The path that a local location means; "file:" and "file://" in front of it are dropped."""
+    """The path of a local location, without "file:" or "file://"."""
     assert is_local(location), shown(location)
     return Path(re.sub(r"^file:(//)?", "", location))
 
@@ -68,19 +68,15 @@ class CommandRefused(UserError):
 
 
 def demand_no_command(location: str, *, commands: Commands) -> None:
-    """Refuse to open what may run a program, unless `commands` is "run".
-
-    Raises:
-        CommandRefused: it is a pipe, or a URL of a kind that is not known to move bytes alone.
-    """
+    """Raise CommandRefused for what may run a program (a pipe, an unknown kind of URL), unless `commands` is "run"."""
     if commands == "refuse" and (why := why_command(location)):
         raise CommandRefused(f"{shown(location)} {why}: it is run to train or check, never to look")
 
 
 def shown(url: str) -> str:
-    """`url` without user, password, query and fragment; of a pipe, the program and the tar's name. Fit to be printed.
+    """`url` without user, password, query and fragment; of a pipe, the program and the tar's name. Printable.
 
-    What holds no secret comes back as it is. Of a pattern with "::" each part is treated so.
+    Without a secret it is unchanged. Each part of a pattern with "::" is treated like this.
     """
     first, *others = _NEXT_URL.split(url, maxsplit=1)
     return "::".join([_shown_one(first), *map(shown, others)])
@@ -121,10 +117,8 @@ def scrubbed(text: str, *, url: str = "") -> str:
 
 
 def join(location: str, file: str) -> str:
-    """The location of `file`, a relative path with "/", in the folder `location`; a query stays at the end.
-
-    Raises:
-        UserError: a pipe, which has no files in it.
+    """`file`, a relative path with "/", in the folder `location`; a query stays at the end. Raises UserError for a
+    pipe.
     """
     kind = protocol(location)
     if kind == "pipe":
@@ -144,7 +138,7 @@ def expand_braces(pattern: str) -> list[str]:
     Unlike in webdataset, "::" separates nothing in an IPv6 address, nor in a pipe unless another "pipe:" follows.
 
     Raises:
-        UserError: a brace without its partner, ${NAME} without WDS_NAME in the environment, too many tars.
+        UserError: an unmatched brace, ${NAME} without WDS_NAME in the environment, too many tars.
     """
     separator = re.compile(r"::(?=pipe:)") if pattern.startswith(PIPE) else _SEPARATOR
     locations: list[str] = []
@@ -152,7 +146,7 @@ def expand_braces(pattern: str) -> list[str]:
         if _most_numbers(part) > _MOST_LOCATIONS:
             raise UserError(f"{shown(part)}: it stands for more than {_MOST_LOCATIONS:,} tars: name fewer")
         try:
-            # Without a brace there is nothing to expand, and backslashes mean themselves.
+            # Without a brace there is nothing to expand, and backslashes are literal.
             locations += expand_urls(part) if "{" in part or "}" in part else [part]
         except KeyError as error:
             raise UserError(
@@ -166,7 +160,7 @@ def expand_braces(pattern: str) -> list[str]:
 
 
 def _most_numbers(pattern: str) -> int:
-    """How many locations its ranges of numbers make, at least."""
+    """A lower bound of the number of locations, from its ranges."""
     spans = re.findall(r"\{(-?\d+)\.\.(-?\d+)\}", pattern)
     if any(len(number) > 18 for span in spans for number in span):
         return _MOST_LOCATIONS + 1

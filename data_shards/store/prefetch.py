@@ -1,8 +1,8 @@
-"""Downloads what comes next while training goes on: one background thread for each rank, over the shared cache.
+"""Downloads upcoming shards during training: one background thread per rank, over the shared cache.
 
-It walks the shards in the order in which training will need them, until so many bytes of shards lie there that are not
-reached yet. Those are marked as wanted, so that no prefetching evicts them; only idle shards make room. Errors are left
-to the reader that needs the shard: it retries or reports them. This one tries again until training has come past.
+It follows the order in which training will need them, up to a number of bytes ahead. These are marked as wanted, so
+that no prefetching evicts them; only idle shards make room. Errors are left to the reader that needs the shard, which
+retries or reports them; this thread retries until training has passed the shard.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from data_shards.store.store import Store
 
 # The shards in use need room as well, and those of the node's other ranks, which share the cache.
 _LOOKAHEAD_SHARE = 1 / 4
-# Where everything is local by now, steps cost nothing but planning them; further than this is of no use.
+# Where everything is local already, steps cost only their planning; further ahead is of no use.
 _MOST_STEPS_AHEAD = 1000
 _NO_ROOM_SECONDS = 1.0
 _FIRST_DELAY_SECONDS, _MOST_DELAY_SECONDS = 1.0, 30.0
@@ -30,7 +30,7 @@ _CLOSE_SECONDS = 5.0
 def start_prefetch(
     store: Store | None, entries: Sequence[ShardEntry], *, upcoming: Iterator[tuple[int, Sequence[int]]]
 ) -> Prefetcher | None:
-    """A running prefetcher; None where every shard is a local file, and `upcoming` is not touched."""
+    """A running prefetcher; None if every shard is a local file (`upcoming` is not touched)."""
     if store is None or store.cache is None or all(is_local(entry.url) for entry in entries):
         return None
     lookahead_bytes = int(store.cache.limit_bytes * _LOOKAHEAD_SHARE)
@@ -40,11 +40,8 @@ def start_prefetch(
 class Prefetcher:
     """Makes upcoming shards local, in a thread that lives until `close`.
 
-    Args:
-        store, entries: all shards, and what makes them local.
-        upcoming: (step, numbers of the shards that it needs first), steps ascending; may be endless. Only the thread
-            iterates.
-        lookahead_bytes: of shards that training has not reached; one shard is always allowed.
+    `upcoming` has (step, numbers of the shards that it needs first), in ascending order, maybe endless; only the thread
+    iterates. `lookahead_bytes` limits the shards ahead of training; one is always allowed.
     """
 
     def __init__(
@@ -73,7 +70,7 @@ class Prefetcher:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Stop; a transfer that is under way is given up, and leaves nothing behind."""
+        """Stop; a running transfer is aborted, and leaves nothing behind."""
         self._closed.set()
         with self._changed:
             self._changed.notify_all()
@@ -91,7 +88,7 @@ class Prefetcher:
             self.error = error
 
     def _fetch(self, shard: int, *, step: int) -> None:
-        """Wait for this shard's turn, and make it local; or leave it to the reader when training is there first."""
+        """Wait for this shard's turn, and fetch it, unless training needs it first."""
         self._wait_while(lambda: self._step <= step and not self._has_room(shard))
         delay = _FIRST_DELAY_SECONDS
         while self._step <= step:
@@ -123,7 +120,7 @@ class Prefetcher:
                 raise DownloadStopped
 
     def _pause(self, seconds: float) -> None:
-        """However far training is; raises DownloadStopped on `close`."""
+        """Even if training gets there; raises DownloadStopped on `close`."""
         end = time.monotonic() + seconds
         while (left := end - time.monotonic()) > 0:
             self._closed.wait(min(left, TOUCH_SECONDS))
@@ -131,7 +128,7 @@ class Prefetcher:
                 raise DownloadStopped
 
     def _pulse(self) -> bool:
-        """Whether to stop; from time to time it marks what is ahead as still wanted. Called several times a second."""
+        """Whether to stop; sometimes marks what is ahead as still wanted. Called several times a second."""
         if not self._closed.is_set() and time.monotonic() - self._touched_at > TOUCH_SECONDS:
             self._touched_at = time.monotonic()
             for shard, (step, _) in list(self._ahead.items()):

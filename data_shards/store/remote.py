@@ -1,10 +1,10 @@
-"""Bytes from elsewhere, one attempt at a time: fsspec's stores, HTTP among them, and programs' output (`commands`).
+"""Remote bytes, one attempt at a time: fsspec's stores, including HTTP, and programs' output (`commands`).
 
-A store is read in ranges of 8 MiB, four at a time where fsspec has it asynchronous: one stream alone rarely fills a
-network card. (fsspec's `get_file` cannot be stopped, or go on after a cut.) A web server without ranges is one streamed
-GET. Nothing is retried here (see `download`) or kept (see `cache`).
+A store is read in ranges of 8 MiB, four at a time where fsspec is asynchronous there: one stream rarely saturates a
+network card. (fsspec's `get_file` can neither be stopped nor resumed.) A web server without ranges is one streamed GET.
+`download` retries, `cache` keeps.
 
-Settings of a store are fsspec's own, from the environment or ~/.config/fsspec/*.json: `AWS_ENDPOINT_URL` or
+A store's settings are fsspec's own, from the environment or ~/.config/fsspec/*.json: `AWS_ENDPOINT_URL` or
 `FSSPEC_S3_ENDPOINT_URL` for MinIO and the like, `FSSPEC_S3_ANON=true` for public buckets without credentials,
 `FSSPEC_S3='{"profile": "x"}'` for anything else; HTTP takes passwords from the URL or ~/.netrc and proxies from the
 environment. File systems are made in the process that uses them, never shared with a fork or pickled.
@@ -45,7 +45,7 @@ RANGE_BYTES = 8 * 2**20
 _RANGES_OF_A_SIZE = 4
 _RANGES_IN_FLIGHT = 4
 _STREAM_PIECE_BYTES = 2**20
-# A server that sends, but less than this on average over the ranges in flight, counts as stalled.
+# Average over the ranges in flight below which a server counts as stalled.
 _LEAST_BYTES_PER_SECOND = 100_000
 _POLL_SECONDS = 0.1
 _FINGERPRINTS = ("ETag", "etag", "md5Hash", "generation", "LastModified", "last_modified", "mtime", "updated")
@@ -53,12 +53,9 @@ _FINGERPRINTS = ("ETag", "etag", "md5Hash", "generation", "LastModified", "last_
 
 @dataclass(frozen=True)
 class About:
-    """An object.
+    """An object's size (None: unknown), its fingerprint, which changes with it ("": unknown), and how it can be read.
 
-    Args:
-        num_bytes: its size; None where that is unknown.
-        fingerprint: changes with the object; "" where it is unknown.
-        ranges: how it can be read: in ranges; in ranges if a digest proves that they are of one object; only whole.
+    `ranges`: readable in ranges, so only if a digest proves that they are of one object, or only whole.
     """
 
     num_bytes: int | None
@@ -67,13 +64,7 @@ class About:
 
 
 class Remotes:
-    """All remote places, by URL; picklable.
-
-    Args:
-        connect_seconds: for a server to accept a connection.
-        stall_seconds: without a byte, until a transfer counts as lost.
-        commands: whether what may run a program is opened; see `location.demand_no_command`.
-    """
+    """All remote places, by URL; picklable. `stall_seconds` without a byte count as a lost transfer."""
 
     def __init__(self, *, connect_seconds: float, stall_seconds: float, commands: Commands = "refuse") -> None:
         self._commands: Commands = commands
@@ -103,7 +94,7 @@ class Remotes:
         return made_by(self._file_system(url), url, wait_seconds=wait_seconds, stop=stop)
 
     def _file_system(self, url: str) -> Any:
-        """fsspec's file system for a URL: one for each process and kind of URL, made when it is first needed."""
+        """fsspec's file system for a URL: one per process and kind of URL, made on first use."""
         kind = protocol(url)
         try:
             import fsspec
@@ -124,7 +115,7 @@ class Remotes:
         return self._file_systems[key]
 
     def _options(self, kind: str, configured: dict[str, Any]) -> dict[str, Any]:
-        """Timeouts and the like, below what the user has configured."""
+        """Timeouts and the like, as defaults below the user's configuration."""
         if kind in ("http", "https"):
             from aiohttp import ClientTimeout
 
@@ -151,7 +142,7 @@ def _is_gopens(url: str) -> bool:
 
 
 class Output:
-    """What a program writes, as a `Stored` of which nothing is known beforehand."""
+    """A program's output, as a `Stored` of which nothing is known beforehand."""
 
     def __init__(self, start: partial[Pieces]) -> None:
         self._start = start
@@ -164,7 +155,7 @@ class Output:
 
 
 class Stored:
-    """An object in one of fsspec's stores; its methods raise a `Failure`, or DownloadStopped when `stop` says so."""
+    """An object in one of fsspec's stores; its methods raise a `Failure`, or DownloadStopped when `stop` is True."""
 
     def __init__(self, file_system: Any, url: str, *, wait_seconds: float, stop: Stop) -> None:
         self._fs, self._path = file_system, file_system._strip_protocol(url)
@@ -184,12 +175,10 @@ class Stored:
         )
 
     def pieces(self, about: About, *, begin: int, range_bytes: int | None) -> Pieces:
-        """Its bytes, at most 8 MiB at once; closing it ends the transfer.
+        """Its bytes from `begin` on, at most 8 MiB at once; closing it ends the transfer.
 
-        Args:
-            about: what it was a moment ago; `Wrong` if its fingerprint is another now ("": that is not looked at).
-            begin: the first byte that is wanted; 0 without ranges.
-            range_bytes: of the first ranges; None: without ranges.
+        Raises `Wrong` if the object no longer has the fingerprint of `about` ("": not checked). `range_bytes` is the
+        size of the first ranges; None: no ranges, and `begin` is 0.
         """
         yield from self._ranges(about, begin=begin, range_bytes=range_bytes or RANGE_BYTES)
         # The ranges may be of different objects.
@@ -244,7 +233,8 @@ class Stored:
 class _Page(Stored):
     """A file of a web server, through the session of fsspec's file system.
 
-    fsspec's own `_info` makes any failure a missing file, and its `_cat_file` reads all that comes, a part or not.
+    fsspec's own `_info` turns any failure into a missing file, and its `_cat_file` ignores whether a range was
+    honoured.
     """
 
     def about(self) -> About:
@@ -255,7 +245,7 @@ class _Page(Stored):
         headers, found = response.headers, _fingerprint(response)
         size = re.fullmatch(r"bytes (?:0-0|\*)/(\d+)", headers.get("Content-Range", "").strip())
         if response.status in (206, 416) and size:
-            # A strong ETag, in quotes: the same one, the same bytes.
+            # With a strong ETag, in quotes, equal tags mean equal bytes.
             return About(int(size[1]), found, "yes" if found.startswith('"') else "with a digest")
         return About(_length(response) if response.status == 200 else None, found, "no")
 
@@ -306,7 +296,7 @@ class _Page(Stored):
 
 
 async def read(response: Any, most_bytes: int) -> bytes:
-    """So many bytes of a body, or what comes before its end or a fault; a fault is raised where nothing comes."""
+    """So many bytes of a body, or fewer before its end or a fault; a fault is raised only if no bytes came."""
     parts: list[bytes] = []
     num_bytes = 0
     while num_bytes < most_bytes:

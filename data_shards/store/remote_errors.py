@@ -1,6 +1,6 @@
-"""Why an attempt to read from elsewhere failed: exceptions of many libraries -> four kinds of `Failure`.
+"""Why a remote read failed: exceptions of many libraries -> four kinds of `Failure`.
 
-The kind decides whether to retry; the reason is fit to be shown: no URL with a password, no query string.
+The kind decides whether to retry; the reason is printable: no URL with a password, no query string.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _REFUSALS = {errno.EINVAL, errno.EPERM, errno.EACCES, errno.ENOSYS, errno.ENAMET
 
 
 class Failure(Exception):
-    """An attempt failed; `str(error)` is the reason, fit to be shown."""
+    """An attempt failed; `str(error)` is the printable reason."""
 
 
 class Missing(Failure):
@@ -29,19 +29,19 @@ class Missing(Failure):
 
 
 class Refused(Failure):
-    """Credentials, settings or the location are wrong: trying again does not help."""
+    """Credentials, settings or the location are wrong: a retry does not help."""
 
 
 class Transient(Failure):
-    """The network or the server: trying again may help."""
+    """The network or the server failed: a retry may help."""
 
 
 class Wrong(Failure):
-    """What came is not what was to come, or a command failed: trying again helps now and then."""
+    """The bytes are not the expected ones, or a command failed: a retry helps now and then."""
 
 
 class DownloadStopped(Exception):
-    """The caller's `stop` said so."""
+    """The caller's `stop` returned True."""
 
 
 @contextmanager

@@ -1,8 +1,8 @@
-"""Shard URL -> an open local file and its index, whatever lies between: a local path, HTTP, s3, gs, a command.
+"""Shard URL -> an open local file and its index, whatever the source: a local path, HTTP, s3, gs, a command.
 
-Local shards are opened where they are. All others are downloaded once for each node, verified, indexed and kept in the
-cache (see `cache`); faults of a network or store are retried (see `download`). Settings of a store stand in `remote`.
-To open a shard that is here costs a few system calls and reading its index: about a millisecond. Needs no torch.
+Local shards are opened in place. All others are downloaded once per node, verified, indexed and cached (see `cache`);
+`download` retries, and `remote` describes a store's settings. Opening a cached shard takes a few system calls and
+reading its index: about a millisecond. Needs no torch.
 """
 
 from __future__ import annotations
@@ -30,21 +30,17 @@ _WAIT_SECONDS = 0.05
 
 @dataclass(frozen=True)
 class OpenShard:
-    """A shard that can be read, even after the cache has evicted it; the descriptor is the caller's to close."""
+    """A shard that can be read, even after the cache has evicted it; the caller must close the descriptor."""
 
     descriptor: int
     index: ShardIndex
 
 
 class Store:
-    """All shards, by their entries; one for each process. Picklable: a copy has no descriptors and no connections.
+    """All shards, by their entries; one per process. Picklable: a copy has no descriptors and no connections.
 
-    Args:
-        cache: for shards that are not local files; None: they are refused.
-        retry: how long to try.
-        sleep: takes seconds; waits between attempts.
-        commands: "run" where the user himself has typed the locations, or the recipe they stand in, in order to read
-            them; "refuse": what may run a program is not opened.
+    Without a `cache`, shards that are not local are refused. `commands` is "run" only where the user has typed the
+    locations, or the recipe that contains them; "refuse" does not open what may run a program.
     """
 
     def __init__(
@@ -62,14 +58,14 @@ class Store:
         self._fingerprints: dict[str, str] = {}
 
     def __getstate__(self) -> dict[str, object]:
-        """The table in a copy: a prefetching thread may add to it while it is pickled."""
+        """Copies the table: a prefetching thread may add to it during pickling."""
         return {**vars(self), "_fingerprints": dict(self._fingerprints)}
 
     def read_small(self, url: str, *, most_bytes: int) -> bytes:
-        """A small file, such as a manifest, all of it.
+        """All bytes of a small file, such as a manifest.
 
         Raises:
-            MissingObject: it is not there.
+            MissingObject: it does not exist.
             StoreError: it cannot be read.
             UserError: it is larger than `most_bytes`.
         """
@@ -85,21 +81,21 @@ class Store:
         return bytes(sink.content)
 
     def size(self, url: str) -> int | None:
-        """Bytes of an object; None: unknown, as of a pipe. Raises as `read_small` does."""
+        """Bytes of an object; None: unknown, as for a pipe. Raises as `read_small` does."""
         return self._about(url)[0]
 
     def fingerprint(self, url: str) -> str:
-        """A text that changes with the object ("": unknown, as of a pipe): size and time of change, or the store's
-        ETag. Raises as `read_small` does.
+        """A text that changes with the object ("" for a pipe): size and mtime, or the ETag; raises as `read_small`
+        does.
         """
         num_bytes, fingerprint = self._about(url)
         return f"{num_bytes} {fingerprint}" if fingerprint else ""
 
     def open(self, entry: ShardEntry) -> OpenShard:
-        """A shard and its index, from wherever it has to be brought.
+        """A shard and its index, fetched if necessary.
 
         Raises:
-            StoreError: it could not be had.
+            StoreError: it could not be fetched.
             UserError: it, or its index, is damaged; the cache cannot be used.
         """
         if is_local(entry.url):
@@ -113,29 +109,24 @@ class Store:
             raise
 
     def open_file(self, entry: ShardEntry) -> int:
-        """A descriptor of a shard's file, whole but not indexed: for what is yet to be looked through.
-
-        Raises:
-            StoreError: it could not be had.
-            UserError: the cache cannot be used.
-        """
+        """A descriptor of a shard's file, complete but not indexed; raises StoreError and UserError as `open` does."""
         if is_local(entry.url):
             return self._open_local(entry.url)
         return self._cached(entry, evict="any", wants_index=False)[0]
 
     def prefetch(self, entry: ShardEntry, *, stop: Stop = lambda: False) -> None:
-        """Make a shard local, or mark it as still wanted if it is; one attempt, and nothing in use is evicted for it.
+        """Make a shard local, or mark it as still wanted; one attempt, which evicts nothing in use.
 
         Raises:
-            StoreError, UserError: it failed, which the reader of the shard will meet as well.
+            StoreError, UserError: it failed, as it will for the shard's reader.
             NoRoom: all shards in the cache are in use.
-            DownloadStopped: `stop`, which is asked several times a second, said so.
+            DownloadStopped: `stop`, which is asked several times a second, returned True.
         """
         if not is_local(entry.url):
             os.close(self._cached(entry, evict="idle", wants_index=True, stop=stop)[0])
 
     def keep(self, entry: ShardEntry) -> int | None:
-        """Mark a shard in the cache as still wanted; its bytes, or None if it is not there any more."""
+        """Mark a shard in the cache as still wanted; its bytes, or None if it is no longer there."""
         assert self._cache is not None
         descriptor = self._cache.open(self._name(entry, evict="idle"), num_bytes=entry.num_bytes)
         if descriptor is None:
@@ -188,7 +179,7 @@ class Store:
     def _download(
         self, entry: ShardEntry, part: PartialShard, *, name: str, evict: Evict, wants_index: bool, stop: Stop
     ) -> ShardIndex | None:
-        """Download and verify, which the index is a part of: a tar that was cut short shows there."""
+        """Download and verify; building the index is part of that, since it reveals a truncated tar."""
         assert self._cache is not None
         index: ShardIndex | None = None
 
@@ -219,7 +210,7 @@ class Store:
         return index
 
     def _index(self, entry: ShardEntry, descriptor: int, *, name: str) -> ShardIndex:
-        """Of a shard in the cache, through its descriptor: it may be evicted by now."""
+        """Of a cached shard, through its descriptor: it may be evicted by now."""
         assert self._cache is not None
         path, label = f"/dev/fd/{descriptor}", entry.labels.part
         if entry.index is not None:
@@ -239,11 +230,11 @@ class Store:
         return index
 
     def _name(self, entry: ShardEntry, *, evict: Evict, stop: Stop = lambda: False) -> str:
-        """The shard's name in the cache; another content has another name, another password does not."""
+        """The shard's name in the cache, which depends on the content, but not on passwords."""
         if entry.sha256:
             identity = [entry.sha256, shown(entry.url)]
         else:
-            # A query may say which file it is, and nothing else here does for sure.
+            # The query stays: it may be all that identifies the file.
             url = re.sub(r"(?<=://)[^/?#]*@", "", entry.url)
             identity = ["", url, self._fingerprint(entry.url, evict=evict, stop=stop)]
         # Of a pipe only the program and the tar are shown, and neither need be there or differ.

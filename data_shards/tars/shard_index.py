@@ -37,7 +37,6 @@ class Texts:
         return len(self.ends)
 
     def __getitem__(self, number: int) -> str:
-        """Raises IndexError for a number that is not from 0 to the length."""
         if not 0 <= number < len(self):
             raise IndexError(number)
         start = int(self.ends[number - 1]) if number else 0
@@ -75,7 +74,6 @@ class ShardIndex:
         return tuple(int(getattr(self, name)[row]) for name in _ARRAYS)
 
     def take(self, rows: Sequence[int]) -> ShardIndex:
-        """The index of these samples alone."""
         if len(rows) == len(self):
             return self
         keys, extensions = (Texts.of(each[row] for row in rows) for each in (self.keys, self.image_extension))
@@ -83,7 +81,6 @@ class ShardIndex:
 
     @property
     def is_ascending(self) -> bool:
-        """Whether the samples lie in the tar in the listed order."""
         return bool((np.diff(np.minimum(self.image_offset, self.label_offset)) > 0).all())
 
 

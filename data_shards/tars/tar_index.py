@@ -1,9 +1,9 @@
 """Where each sample of a tar lies, so that reading a sample is one `pread` instead of a walk through the tar.
 
 The index is kept beside the tar as NAME.idx, in the text form of DALI's `wds2idx` (version v1.2: a header with the
-number of samples, then one line per sample with "extension offset size member" for each of its parts). Building takes
-one pass over the headers (about 10 µs a sample), reading 3 µs a sample. Samples are grouped as webdataset does; each
-needs exactly one image and one label (`cls`, `json` or `txt`), other parts are not indexed.
+number of samples, then one line per sample with "extension offset size member" for each part). Building takes one pass
+over the headers (about 10 µs a sample), reading 3 µs a sample. Samples are grouped as webdataset does; only the image
+and the label (`cls`, `json` or `txt`) are indexed.
 """
 
 from __future__ import annotations
@@ -51,12 +51,10 @@ def index_path(tar_path: Path | str) -> Path:
 
 
 def build_index(tar_path: Path | str, *, label: LabelPart = "cls", name: str = "") -> ShardIndex:
-    """Index a tar by walking its headers; `label` is the label member's extension, `name` (or the path) is for
-    messages.
+    """Index a tar by walking its headers; `label` is an extension, `name` (or the path) is for messages.
 
-    Raises:
-        UserError: it is not a plain tar, is damaged or cut short (tarfile and webdataset silently drop the rest of such
-            a tar), or holds a sample without exactly one image and one label.
+    Raises UserError if it is not a plain tar, is damaged or cut short (tarfile and webdataset silently drop the rest of
+    such a tar), or holds a sample without exactly one image and one label.
     """
     readable = readable_index(tar_path, label=label, name=name)
     name = name or str(tar_path)
@@ -69,9 +67,7 @@ def build_index(tar_path: Path | str, *, label: LabelPart = "cls", name: str = "
 
 
 def readable_index(tar_path: Path | str, *, label: LabelPart = "cls", name: str = "") -> ReadableIndex:
-    """Index the usable part of a tar, whole or damaged; as `build_index`, but raises UserError only if it cannot be
-    read.
-    """
+    """As `build_index`, but the usable part of a damaged tar too; raises UserError only if it cannot be read."""
     try:
         descriptor = os.open(tar_path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -124,9 +120,8 @@ def write_index(index: ShardIndex, path: Path | str, *, label: LabelPart = "cls"
 
 
 def read_index(path: Path | str, *, label: LabelPart = "cls") -> ShardIndex:
-    """Read an index file: ours, DALI's or webdataset's in text, or the binary form (.npz, made for one `label`).
-
-    Raises UserError if it is missing or broken.
+    """Read an index: ours, DALI's or webdataset's in text, or .npz (made for one `label`); UserError if missing or
+    broken.
     """
     path = Path(path)
     try:

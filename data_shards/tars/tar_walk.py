@@ -1,9 +1,9 @@
 """The members of a plain tar, by its headers alone: 3 microseconds each, where tarfile takes 17.
 
-Reads ustar, GNU (long names, sizes beyond 8 GB) and pax, which webdataset writes (an extra header for each member's
-mtime). Unlike tarfile and webdataset, it never ignores damage: an invalid header, a file that ends too early, or data
-after the end marker raise `TarDamage` with the byte. Image bytes are not read, so damage there is not seen. Compressed
-tars (no usable offsets) and sparse members (no contiguous bytes) are refused.
+Reads ustar, GNU (long names, sizes beyond 8 GB) and pax (webdataset writes an extra header for each member's mtime).
+Unlike tarfile and webdataset, it never ignores damage: an invalid header, a file that ends too early, or data after the
+end marker raise `TarDamage` with the byte. Damaged image bytes are not seen. Compressed tars (no usable offsets) and
+sparse members (no contiguous bytes) are refused.
 """
 
 from __future__ import annotations
