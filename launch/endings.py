@@ -1,7 +1,7 @@
 """Exit codes of a stage's processes, in words.
 
 Launchers report signal n as -n, 256 - n or 128 + n. Whether a SIGKILL was an out-of-memory kill is told by the kernel's
-count of those, of this cgroup if there is one. Costs three small reads.
+count of those (of this cgroup if there is one): three small reads.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def signal_of(code: int) -> int:
 def overall_code(codes: Sequence[int], *, stop_was_asked: bool) -> int:
     """One exit code for several processes or hosts, whose codes come in the order of ending.
 
-    A user's mistake, which the others do not know of, and "stopped", if requested, tell more than the rest.
+    A user's mistake, or "stopped" if that was requested, tells more than the others.
     """
     for telling in (EXIT_USER_ERROR, *((EXIT_STOPPED,) if stop_was_asked else ())):
         if telling in codes:
@@ -37,11 +37,11 @@ def overall_code(codes: Sequence[int], *, stop_was_asked: bool) -> int:
 
 
 def reason(code: int, *, out_of_memory: bool | None) -> str:
-    """Why a stage is not done; `out_of_memory`: whether the kernel killed a process for that; None: unknown."""
+    """Why a stage is not done; `out_of_memory`: whether the kernel killed a process for that (None: unknown)."""
     number = signal_of(code)
     if code == EXIT_STOPPED:
         return "stopped and saved"
-    if code == 0:  # deepspeed's, whatever became of the process that watches the ranks
+    if code == 0:  # deepspeed's, even if its process that watches the ranks failed
         return "its launcher was killed"
     if number == signal.SIGKILL:
         if out_of_memory:
@@ -54,7 +54,7 @@ def reason(code: int, *, out_of_memory: bool | None) -> str:
 
 
 def memory_kills(root: Path = Path("/")) -> int | None:
-    """The kernel's out-of-memory kills so far, in this cgroup or else on this machine; None: unknown."""
+    """The kernel's out-of-memory kills so far, in this cgroup or else this machine; None: unknown."""
     try:
         groups = dict(line.split(":", 2)[1:] for line in (root / "proc/self/cgroup").read_text().splitlines())
     except (OSError, ValueError):

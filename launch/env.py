@@ -1,8 +1,8 @@
 """The only reader of the environment: rank and world size from any launcher, visible GPUs, where to track. No torch.
 
-srun: only inside a step is a process one of several. The batch script has SLURM_PROCID and SLURM_NTASKS too, but not
-SLURM_STEP_NUM_TASKS. The default meeting place is the step's first node, on a port derived from job and step number:
-20000 to 29999, below Linux's ephemeral ports.
+srun: only inside a step is a process one of several; the batch script also has SLURM_PROCID and SLURM_NTASKS, but not
+SLURM_STEP_NUM_TASKS. Tasks meet on the step's first node, on a port from job and step number (20000 to 29999, below
+Linux's ephemeral ports).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _PLACE_NAMES = (
     *("MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS", RENDEZVOUS),
 )
 FIRST_PORT, PORTS = 20_000, 10_000
-_STEPS_OF_A_JOB = 16  # so many may run at the same time without meeting at another job's port
+_STEPS_OF_A_JOB = 16  # that can run at the same time without another job's port
 
 
 @dataclass(frozen=True)
@@ -47,10 +47,7 @@ class Step:
 
 @dataclass(frozen=True)
 class NodeShare:
-    """What one srun task starts, where it has a whole node with several GPUs: a process for each GPU.
-
-    All nodes must have as many GPUs.
-    """
+    """What one srun task with a whole node starts: a process for each GPU. All nodes need equally many."""
 
     node: int  # its number among the step's
     nodes: int
@@ -73,11 +70,8 @@ class NodeShare:
 def read_place(environ: Mapping[str, str] = os.environ, *, gpus: int | None = None) -> Place:
     """Where the launcher (deepspeed, torchrun, accelerate, srun, or none) put this process.
 
-    A launcher inside srun wins over srun, and srun over variables exported by hand. `gpus`: visible to this process;
-    default: they are counted.
-
-    Raises:
-        UserError: the variables contradict each other or are incomplete.
+    A launcher inside srun wins over srun, and srun over variables exported by hand. `gpus`: visible to this process,
+    counted by default. Raises UserError if the variables are contradictory or incomplete.
     """
     step = None if _has_launcher(environ) else read_step(environ)
     if step is not None and step.tasks > 1:
@@ -110,7 +104,7 @@ def read_place(environ: Mapping[str, str] = os.environ, *, gpus: int | None = No
 def node_share(
     environ: Mapping[str, str] = os.environ, *, processes: int | Literal["auto"], gpus: int | None = None
 ) -> NodeShare | None:
-    """What to start here, if srun gave each node one task and it sees several GPUs; None: this is a rank itself.
+    """What to start here if srun gave each node one task that sees several GPUs; None: this is a rank itself.
 
     `processes` is the recipe's: if it equals the number of tasks, each task is a rank.
     """
@@ -125,7 +119,7 @@ def node_share(
 
 
 def says_mistakes(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether this process is the one to report a mistake that all of them find, even if `read_place` refuses."""
+    """Whether this process reports a mistake that all find, even if `read_place` refuses."""
     by_srun = "SLURM_STEP_NUM_TASKS" in environ and not _has_launcher(environ)
     return environ.get("SLURM_PROCID" if by_srun else "RANK", "0") == "0"
 
@@ -168,7 +162,7 @@ def without_place(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
 
 
 def num_gpus(environ: Mapping[str, str] = os.environ, *, devices: Path = Path("/dev")) -> int:
-    """NVIDIA GPUs that a process here sees, without asking the driver."""
+    """NVIDIA GPUs visible to a process here, without asking the driver."""
     there = len([path for path in devices.glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name)])
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and there:
@@ -187,7 +181,7 @@ def experiment_name(environ: Mapping[str, str] = os.environ) -> str | None:
 
 
 def job_tags(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Facts of this attempt, for MLflow's tags."""
+    """Facts of this attempt, as MLflow tags."""
     tags = {"shardvit.host": platform.node(), "mlflow.user": _user()}
     if "SLURM_JOB_ID" in environ:
         tags["shardvit.slurm_job_id"] = environ["SLURM_JOB_ID"]
@@ -213,7 +207,7 @@ def _user() -> str:
 
 
 def read_step(environ: Mapping[str, str]) -> Step | None:
-    """This task's step; None: srun did not start this process. UserError: a number is missing."""
+    """This task's step; None: not started by srun. Raises UserError if a number is missing."""
     tasks = environ.get("SLURM_STEP_NUM_TASKS", "")
     if not tasks.isdigit():
         return None
@@ -235,10 +229,8 @@ def read_step(environ: Mapping[str, str]) -> Step | None:
 def gpu_of_task(step: Step, *, visible_gpus: int) -> int | None:
     """Which of the visible GPUs is this task's; None: there is none, or the one with the task's local number.
 
-    A single one is taken as this task's own (--gpus-per-task, --gpu-bind): NCCL reports it if it is shared.
-
-    Raises:
-        UserError: the tasks of a node would have to share GPUs.
+    A single one is taken as the task's own (--gpus-per-task, --gpu-bind): NCCL reports it if it is shared. Raises
+    UserError if the tasks of a node would have to share GPUs.
     """
     if visible_gpus == 0:
         return None
@@ -260,7 +252,7 @@ def first_host(nodes: str) -> str:
 
 
 def most_tasks(per_node: str) -> int:
-    """The most tasks on any node, of "8(x63),4"; 0 where nothing is said."""
+    """The most tasks on any node, of "8(x63),4"; 0 if nothing is said."""
     return max((int(count) for count in re.findall(r"(?:^|,)(\d+)", per_node)), default=0)
 
 

@@ -1,12 +1,11 @@
-"""`shardvit run` on one machine: start the ranks of one stage and stand by until they end.
+"""`shardvit run` on one machine: start the ranks of one stage and wait for their end.
 
-Each rank has a session of its own, so Ctrl-C reaches this process alone. It passes the request on to the ranks, which
-finish their step and save; a second Ctrl-C kills everything at once, which harms nothing on disk. Whether the stage is
-done is read from its record, not from the exit codes.
+Each rank has its own session, so Ctrl-C reaches this process alone, which asks the ranks to finish their step and save;
+a second Ctrl-C kills everything, which harms nothing on disk. Whether the stage is done is read from its record.
 
 No launcher in between: `deepspeed` and torchrun would import torch once or twice more before the first rank does (9 CPU
-seconds a stage), and end with exit codes of their own. The ranks meet through a folder inside the run folder that lives
-as long as they do (`pipeline.ranks.group`), so two runs never compete for a port.
+seconds a stage), and have exit codes of their own. The ranks meet through a folder inside the run folder that lives as
+long as they do (`pipeline.ranks.group`), so two runs never compete for a port.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ class Launch:
 
 
 def rank_arguments(launch: Launch) -> list[str]:
-    """What `launch.train` gets on every rank."""
+    """The arguments of `launch.train`, the same on every rank."""
     return [str(launch.recipe_file), "--stage", launch.stage, "--runs", str(launch.runs_root)]
 
 
@@ -65,13 +64,13 @@ def rank_environment(launch: Launch, rank: int, *, rendezvous: Path) -> dict[str
 
 
 def run_stage_locally(launch: Launch) -> int:
-    """Run one stage to its end; returns the exit code of the rank that tells most (negative: a signal killed it).
+    """Run one stage to its end; returns the exit code of the rank that tells most (negative: killed by a signal).
 
     The caller holds the run folder's lock.
 
     Raises:
         KeyboardInterrupt: the user stopped it and no rank answered that it has saved: none was listening yet, it was
-            a second Ctrl-C, or the stage came to its end instead.
+            a second Ctrl-C, or the stage ended instead.
         OSError: nothing can be written to the run folder.
     """
     with _rendezvous(launch.runs_root / launch.recipe.name) as rendezvous:
@@ -81,14 +80,14 @@ def run_stage_locally(launch: Launch) -> int:
             mark=(SUPERVISOR_PID, str(os.getpid())),
             on_stop=lambda: print(f"\n{STOPPING}", file=sys.stderr, flush=True),
         )
-    # A rank that is still importing dies of the SIGTERM that it was sent.
+    # A rank that is still importing dies of the SIGTERM.
     if stop_was_asked and (code == 0 or signal_of(code) in STOP_SIGNALS):
         raise KeyboardInterrupt
     return code
 
 
 def run_node(share: NodeShare, arguments: Sequence[str]) -> int:
-    """Run Python processes with these arguments on one node of a step; returns the exit code (of a signal: 128 + n)."""
+    """Run Python processes on one node of a step; returns the exit code (of a signal: 128 + n)."""
     own = {SUPERVISOR_PID: str(os.getpid())}
     environments = [{**without_place(), **share.names_of(rank), **own} for rank in range(share.processes)]
     try:
@@ -100,7 +99,7 @@ def run_node(share: NodeShare, arguments: Sequence[str]) -> int:
 
 @contextmanager
 def _rendezvous(run_folder: Path) -> Iterator[Path]:
-    """A fresh folder in the run folder that only this user can read; those of killed attempts are removed."""
+    """A fresh folder in the run folder, readable by this user alone; those of killed attempts are removed."""
     for leftover in run_folder.glob(f"{_RENDEZVOUS_PREFIX}*"):
         shutil.rmtree(leftover, ignore_errors=True)
     folder = Path(tempfile.mkdtemp(prefix=_RENDEZVOUS_PREFIX, dir=run_folder)).absolute()

@@ -1,9 +1,8 @@
 """Standard output and error that may fail: a reader that leaves (`| head`), a closed terminal, a full disk.
 
-`guard` comes first in each of our processes. Closed streams are opened on /dev/null, for children and C libraries too:
-else the next opened file would get their number, and prints would go into it. A failed write to stdout ends a command
-whose product is its output (`OutputLost`); after `go_on` it is dropped, for a run's product lies in its folder. stderr
-is always dropped. Python itself ignores SIGPIPE.
+`guard` comes first in each of our processes. It opens closed streams on /dev/null, for children and C libraries too:
+else the next opened file would get their number, and the prints. A failed write to stdout ends a command whose product
+is its output (`OutputLost`); after `go_on` it is dropped, as it always is to stderr. Python itself ignores SIGPIPE.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ class _Stream(io.RawIOBase):
 
 
 def guard() -> None:
-    """Open closed descriptors, and replace sys.stdout and sys.stderr; streams that tests put there are left alone."""
+    """Open closed descriptors, and replace sys.stdout and sys.stderr; streams that tests put there stay."""
     for descriptor in (0, 1, 2):  # in this order: an opened file gets the lowest free number
         try:
             os.fstat(descriptor)
@@ -79,7 +78,7 @@ def guard() -> None:
 
 
 def go_on() -> None:
-    """From now on a failed write to standard output is dropped."""
+    """From now on, drop failed writes to standard output."""
     guard()
     stream = _stream_of(sys.stdout)
     if stream is not None:

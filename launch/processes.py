@@ -1,8 +1,7 @@
-"""The processes of a run on this machine: start ranks and stand by, find, signal and kill them.
+"""The processes of a run on this machine: start ranks and wait for them, find, signal and kill them.
 
-They are found by a mark in their environment. Process group and tree would not do: torchrun gives each rank a session
-of its own, a killed launcher leaves orphans, and on another host nothing of ours is their parent. Finding them costs
-one scan of this user's processes.
+They are found by a mark in their environment, in one scan of this user's processes. Groups and trees would not do:
+torchrun gives each rank its own session, a killed launcher leaves orphans, and on other hosts they are not children.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ from pipeline.vocabulary import EXIT_STOPPED
 
 RANK_COMMAND = ["-u", "-m", "launch.train"]
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-# How long the other ranks may go on after the first one ended: in good order rank 0 may still be telling MLflow the
-# rest; after a failure they notice within seconds, unless they hang in a collective.
+# For the other ranks after the first one's end: rank 0 may still be telling MLflow the rest; after a failure they
+# notice within seconds, unless they hang in a collective.
 _FOLLOW_SECONDS, _FOLLOW_FAILED_SECONDS = 300.0, 30.0
 _POLL_SECONDS = 0.05
 _KILL_SECONDS = 30.0  # a process that waits for a broken disk dies later
@@ -40,7 +39,7 @@ Handler = Callable[[int, FrameType | None], Any] | signal.Handlers
 
 @contextmanager
 def handled(numbers: Sequence[signal.Signals], handler: Handler) -> Iterator[None]:
-    """Within it these signals go to `handler`, in the main thread. A SIGHUP that nohup ignores stays ignored."""
+    """These signals go to `handler`, in the main thread. A SIGHUP that nohup ignores stays ignored."""
     numbers = [n for n in numbers if n != signal.SIGHUP or signal.getsignal(n) is not signal.SIG_IGN]
     before = [signal.signal(number, handler) for number in numbers]
     try:
@@ -57,14 +56,13 @@ def run_ranks(
     mark: tuple[str, str],
     on_stop: Callable[[], None] = lambda: None,
 ) -> tuple[int, bool]:
-    """Run Python processes to their end, each in a session of its own.
+    """Run Python processes to their end, each in its own session and with its own environment, all marked with `mark`.
 
     SIGINT, SIGTERM, SIGHUP and SIGUSR1 make them save and leave (SIGTERM); so does the failure of one. Those that
-    outlive the first one's end by too long are killed, with everything that they started. There is one environment for
-    each process; all carry `mark`, a variable's name and value. `on_stop` is called at the first signal.
+    outlive the first one by too long are killed, with everything they started. `on_stop` is called at the first signal.
 
     Returns:
-        The exit code of the rank that tells most (negative: a signal killed it), and whether a stop was requested.
+        The exit code of the rank that tells most (negative: killed by a signal), and whether a stop was requested.
 
     Raises:
         KeyboardInterrupt: a second Ctrl-C; they were killed.
@@ -94,7 +92,7 @@ def run_ranks(
 def _stand_by(
     ranks: Sequence[subprocess.Popen[bytes]], *, received: list[int], on_stop: Callable[[], None]
 ) -> int | None:
-    """Until all have ended, or the rest must be killed; returns the code that tells most of those that ended first."""
+    """Until all have ended or the rest must be killed; returns the code that tells most of those that ended first."""
     seen = 0  # of `received`
     first: int | None = None
     kill_at = math.inf
@@ -118,7 +116,7 @@ def _stand_by(
 
 
 def _overall(ranks: Sequence[subprocess.Popen[bytes]], *, stop_was_asked: bool = False) -> int:
-    """Of those that have ended; 1 comes last: a rank that noticed another one's end also ends with it."""
+    """Of those that have ended; 1 comes last, as a rank that noticed another one's end also ends with it."""
     codes = [rank.returncode for rank in ranks if rank.returncode is not None]
     return overall_code(sorted(codes, key=lambda code: code == 1), stop_was_asked=stop_was_asked)
 
@@ -139,7 +137,7 @@ def marked(name: str, value: str) -> list[psutil.Process]:
 
 
 def marked_ranks(name: str, value: str) -> list[psutil.Process]:
-    """Those of them that train."""
+    """Those of `marked` that train."""
     found = []
     for process in marked(name, value):
         with suppress(psutil.Error):
@@ -149,7 +147,7 @@ def marked_ranks(name: str, value: str) -> list[psutil.Process]:
 
 
 def kill_all(name: str, value: str) -> None:
-    """Kill all that carry the mark, and what they start meanwhile."""
+    """Kill all marked processes, and what they start meanwhile."""
     deadline, scans = time.monotonic() + _KILL_SECONDS, 0
     while (alive := marked(name, value)) and (scans < _LEAST_SCANS or time.monotonic() < deadline):
         scans += 1
@@ -160,7 +158,7 @@ def kill_all(name: str, value: str) -> None:
 
 
 def join_thread(thread: threading.Thread, *, seconds: float) -> None:
-    """Wait for a thread's end in short turns: if this process was paused, only one of them is lost."""
+    """Wait for a thread in short turns: if this process was paused, only one of them is lost."""
     for _ in range(round(seconds / _JOIN_SECONDS)):
         thread.join(_JOIN_SECONDS)
         if not thread.is_alive():

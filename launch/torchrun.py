@@ -1,7 +1,6 @@
 """torchrun that ends with the exit code of the first failed rank, and without a traceback of its own.
 
-torchrun itself always ends with 1, which hides the difference between a user's mistake (2), a stop after saving (75)
-and a crash.
+torchrun itself always ends with 1, which hides a user's mistake (2) and a stop after saving (75).
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ def main() -> int:
     except ChildFailedError as error:
         _, failure = error.get_first_failure()
         return failure.exitcode  # of a signal: -n, which the shell sees as 256 - n
-    except SignalException as error:  # it has waited half a minute for the ranks to save, and killed the rest
+    except SignalException as error:  # after waiting half a minute for the ranks to save, and killing the rest
         return 128 + int(error.sigval)
     return 0
 

@@ -5,7 +5,7 @@
     python -m launch.train RECIPE --stage pretrain
 
 `shardvit run` does that by itself (`local`). Exit codes of a rank and of `launch.torchrun`: 0 done, 2 a user's mistake
-or a disk that is not writable, 75 stopped by a signal after saving (the same command goes on), 1 anything else.
+or a disk that is not writable, 75 stopped by a signal after saving (the same command resumes), 1 anything else.
 """
 
 from __future__ import annotations
@@ -50,8 +50,7 @@ from pipeline.vocabulary import ALL_STAGES, EXIT_STOPPED, EXIT_USER_ERROR
 if TYPE_CHECKING:
     from pipeline.ranks.stopping import StopFlag
 
-# A rank that notices another one's end leaves later, so that the launcher reports the other's exit code.
-_COLLATERAL_WAIT_SECONDS = 3.0
+_COLLATERAL_WAIT_SECONDS = 3.0  # a rank that notices another's end leaves later, so that the other's code is reported
 _WATCH_SECONDS = 1.0
 
 
@@ -89,7 +88,7 @@ def _failed(error: Exception, *, folder: RunFolder, stage: StageName, place: Pla
     problem = disk_problem(error, folder=folder.path)
     if problem is not None:
         if place.local_rank:
-            # The first rank may have the same error and say it; then the launcher ends this one with a SIGTERM.
+            # The first rank may report the same error; then the launcher ends this one with a SIGTERM.
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(_COLLATERAL_WAIT_SECONDS)
         say(problem)
@@ -123,11 +122,10 @@ def _run(recipe: Recipe, *, folder: RunFolder, stage: StageName, place: Place) -
     from pipeline.stages import run_stage
     from pipeline.train_loop import TrainingFailed
 
-    if not torch.cuda.is_available() and place.local_world_size > 1:
-        # Ranks on CPU share its cores; more threads than cores slow each other down.
+    if not torch.cuda.is_available() and place.local_world_size > 1:  # more threads than cores slow each other down
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // place.local_world_size))
     with contextlib.ExitStack() as held:
-        # While this rank waits for others there is nothing to save, and nothing polls the stop flag.
+        # While this rank waits for others there is nothing to save, and nobody polls the stop flag.
         with handled((signal.SIGTERM, signal.SIGINT, signal.SIGHUP), signal.SIG_DFL):
             meeting = rendezvous_folder()
             if meeting is not None and meeting.parent == folder.path.absolute() and not meeting.exists():
@@ -173,7 +171,7 @@ def _watch_parents(stop: StopFlag) -> None:
             time.sleep(_WATCH_SECONDS)
             if os.getppid() != launcher:
                 return stop.request("the death of its launcher")
-            # A zombie has no start time, and a process that reused the PID has another one.
+            # A zombie has no start time, and with PID reuse it is another one.
             if supervisor is not None and (started is None or process_started(supervisor) != started):
                 return stop.request("the death of shardvit run")
 

@@ -1,7 +1,6 @@
-"""One way to build any model from its configuration: a Vision Transformer, a hybrid, or a pure ResNet.
+"""Build any model from its configuration: a Vision Transformer, a hybrid, or a pure ResNet.
 
-Costs what the weights take in memory (nothing under `torch.device("meta")`). Weights are placeholders until
-`model.init.initialise` or a state dict fills them.
+Weights are placeholders until `model.init.initialise` or a state dict fills them.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ def build_model(
 ) -> VisionTransformer | BitResnet:
     """Build the model for square RGB images: [B, 3, image_size, image_size] -> logits [B, num_classes].
 
-    What it returns has `head`, `num_classes`, `num_features`, `forward_features`, `forward_head` and
-    `set_grad_checkpointing`; arguments and errors are those of `model.vit.build_vit`.
+    It has `head`, `num_classes`, `num_features`, `forward_features`, `forward_head` and `set_grad_checkpointing`;
+    arguments and errors are those of `model.vit.build_vit`.
     """
     match config.kind:
         case "vit":

@@ -1,8 +1,7 @@
-"""What a user may say about a model's trunk: a named variant, or its sizes one by one, and what the paper varies.
+"""What a user may say about a model's trunk: a named variant or its sizes, and what the paper varies.
 
-Costs nothing: pydantic only, so that reading a recipe and `shardvit --help` import neither torch nor timm.
-It does not hold image size, number of classes, kind of head or dropout: these belong to a stage, because they
-change between pre-training and fine-tuning while the trunk stays the same.
+Pydantic only, so that reading a recipe and `shardvit --help` import neither torch nor timm. Image size, classes, head
+and dropout belong to a stage: they change between pre-training and fine-tuning.
 """
 
 from __future__ import annotations
@@ -27,48 +26,30 @@ OF_TRANSFORMERS = ("pool", "position", "position_at", "layer_scale", "gelu", "la
 
 
 class ModelConfig(BaseModel):
-    """A trunk: either `variant`, or the sizes.
-
-    Attributes:
-        variant: a name of `model.variants`: "B/16", "L/32", "H/14", "Ti/4" (any patch size in pixels); the
-            hybrids "R50+B/16", "R50+L/32", "R26+S/32", "R+Ti/16"; the pure ResNets "R50x1", "R152x4".
-        width: size D of a token.
-        depth: number of encoder blocks.
-        heads: number of attention heads; divides `width`.
-        mlp_dim: hidden size of the blocks' MLPs; 4 * width when left out, as in Table 1 of the ViT paper.
-        patch_size: side of a patch in pixels, ResNet stem included.
-        resnet_layers: units in each stage of a ResNet: a hybrid's stem ([]: its root alone), or, without `width`, the
-            whole model.
-        resnet_width_factor: multiplies the ResNet's widths.
-        pool: what the head sees. cls: the class token; gap: the mean of the normed patch tokens; map: Google's
-            attention pooling. Only cls has a class token (vision_transformer and big_vision alike).
-        position: the position embedding, as in Table 8 of the ViT paper; sincos_2d: big_vision's fixed one.
-        position_at: where a learned one is added: once, or before each block (the same, or each its own).
-        layer_scale: initial value of a learned factor on each branch (CaiT, arXiv 2103.17239); None: without.
-        gelu: tanh is flax's default and so Google's; erf is torch's, timm's and transformers'.
-        layer_norm_eps: 1e-6 is flax's default; transformers writes 1e-12.
-        interpolation: of position embeddings. google: bilinear, corners aligned; timm: bicubic, antialiased.
-
-    Read the numbers from `sizes` or `resnet`, whichever way they were given; the fields are what the user wrote.
-    """
+    """A trunk: `variant` or the sizes. Fields are what the user wrote; read numbers from `sizes` or `resnet`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
+    # A name of `model.variants`: "B/16", "L/32", "H/14", "Ti/4" (any patch size in pixels); the hybrids "R50+B/16",
+    # "R50+L/32", "R26+S/32", "R+Ti/16"; the pure ResNets "R50x1", "R152x4".
     variant: str | None = None
-    width: Width | None = None
-    depth: Depth | None = None
-    heads: Width | None = None
-    mlp_dim: Hidden | None = None
-    patch_size: Pixels | None = None
+    width: Width | None = None  # size D of a token
+    depth: Depth | None = None  # encoder blocks
+    heads: Width | None = None  # attention heads; divides `width`
+    mlp_dim: Hidden | None = None  # hidden size of the blocks' MLPs; default: 4 * width, as in the ViT paper's Table 1
+    patch_size: Pixels | None = None  # side in pixels, ResNet stem included
+    # Units in each stage of a ResNet: a hybrid's stem ([]: its root alone) or, without `width`, the whole model.
     resnet_layers: tuple[Depth, ...] | None = Field(default=None, max_length=4)
-    resnet_width_factor: WidthFactor | None = None
+    resnet_width_factor: WidthFactor | None = None  # multiplies the ResNet's widths
+    # What the head sees: the class token (which no other pool has), the mean of the normed patch tokens, or Google's
+    # attention pooling.
     pool: Pool = "cls"
-    position: PositionKind = "learned_1d"
-    position_at: PositionAt = "stem"
-    layer_scale: float | None = Field(default=None, gt=0)
-    gelu: Gelu = "tanh"
-    layer_norm_eps: float = Field(default=1e-6, gt=0)
-    interpolation: Interpolation = "google"
+    position: PositionKind = "learned_1d"  # as in the ViT paper's Table 8; sincos_2d: big_vision's fixed one
+    position_at: PositionAt = "stem"  # where a learned one is added: once, or before each block (one for all, or each)
+    layer_scale: float | None = Field(default=None, gt=0)  # initial factor on each branch (CaiT, arXiv 2103.17239)
+    gelu: Gelu = "tanh"  # flax's default and so Google's; erf is torch's, timm's and transformers'
+    layer_norm_eps: float = Field(default=1e-6, gt=0)  # flax's default; transformers writes 1e-12
+    interpolation: Interpolation = "google"  # google: bilinear, corners aligned; timm: bicubic, antialiased
 
     @model_validator(mode="after")
     def _one_way_of_saying_it(self) -> Self:

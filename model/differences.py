@@ -1,7 +1,6 @@
-"""The sizes that the shapes of a state dict tell, and what is wrong when tensors and model do not fit.
+"""The sizes that a state dict's shapes tell, and what is wrong when tensors and model do not fit.
 
-Compares names and shapes, never values. Shapes tell neither the number of heads (q, k and v are one matrix), nor the
-form of GELU, nor epsilon, nor the kernel of interpolation.
+Values are never compared. Shapes tell neither the number of heads nor GELU's form, epsilon or interpolation.
 """
 
 from __future__ import annotations
@@ -26,14 +25,13 @@ _STEM = "patch_embed.backbone."  # a hybrid's ResNet
 
 @dataclass(frozen=True)
 class StateSizes:
-    """A Transformer's sizes as its tensors have them: `trunk` with heads 0, which no shape tells, `grid_size` None
-    without `pos_embed`, `num_classes` 0 without a head."""
+    """A Transformer's sizes as its tensors have them."""
 
-    trunk: VitSizes
+    trunk: VitSizes  # with heads 0, which no shape tells
     pool: Pool
     layer_scale: bool
-    grid_size: int | None
-    num_classes: int
+    grid_size: int | None  # None without `pos_embed`
+    num_classes: int  # 0 without a head
     head: HeadKind
 
     def in_words(self) -> str:
@@ -52,8 +50,7 @@ def read_sizes(shapes: Mapping[str, Shape], *, origin: str) -> StateSizes:
     """The sizes of the Vision Transformer whose tensors, under our names, have these shapes.
 
     Raises:
-        ValueError: the tensors that tell the sizes are missing, the patches are not square, or the positions are not
-            those of a square grid; the message begins with `origin`.
+        ValueError: tensors that tell sizes are missing, or patches or grid are not square; begins with `origin`.
     """
     needed = ("patch_embed.proj.weight", "blocks.0.mlp.fc1.weight", "norm.weight")
     if missing := [name for name in needed if name not in shapes]:
@@ -85,7 +82,7 @@ def read_sizes(shapes: Mapping[str, Shape], *, origin: str) -> StateSizes:
 
 
 def variant_of(sizes: StateSizes, *, heads: int | None = None) -> str | None:
-    """The named variant with these sizes, if there is one; heads must be its too where they are known."""
+    """The named variant with these sizes and, if given, heads; None: there is none."""
     named = {f"{name}/{sizes.trunk.patch_size}": variant for name, variant in VARIANTS.items()} | HYBRIDS
     for name, variant in named.items():
         trunk = replace(variant, heads=0, patch_size=variant.patch_size or sizes.trunk.patch_size)
@@ -105,8 +102,8 @@ def first_difference(found: Mapping[str, Shape], expected: Mapping[str, Shape]) 
 
 
 def describe_differences(found: Mapping[str, Shape], expected: Mapping[str, Shape]) -> str:
-    """A table of the names whose shapes differ (the first 20), then one line for each thing that would fix it; "" where
-    nothing differs. Both are name -> shape: found in the file, under our names, and expected by the model."""
+    """A table of the first 20 names whose shapes differ, then a line for each thing that would fix it; "" if none do.
+    Both are name -> shape under our names."""
     names = sorted((name for name in {*found, *expected} if found.get(name) != expected.get(name)), key=_in_order)
     if not names:
         return ""
@@ -120,7 +117,6 @@ def describe_differences(found: Mapping[str, Shape], expected: Mapping[str, Shap
 
 
 def _what_would_fix_it(found: Mapping[str, Shape], expected: Mapping[str, Shape]) -> list[str]:
-    """One sentence for each kind of difference: variant, pooling, layer scale, resolution, classes."""
     if not found.keys() & expected.keys():
         return ["No name is one of this model's: the file holds another kind of model, or names it in another way."]
     missing, extra = len(expected.keys() - found.keys()), len(found.keys() - expected.keys())

@@ -1,10 +1,8 @@
 """The classification heads: the MLP of pre-training, the one layer of fine-tuning, the swap between them.
 
-ViT paper, section 3.1: "The classification head is implemented by a MLP with one hidden layer at pre-training
-time and by a single linear layer at fine-tuning time"; section 3.2: "we remove the whole pre-trained
-prediction head and attach a zero-initialized D x K feedforward layer". Costs nothing at import beyond torch.
-It does not pool tokens (the models' `forward_head` does) and draws no random numbers: `model.init` initialises the
-MLP head.
+ViT paper, section 3.1: "a MLP with one hidden layer at pre-training time and by a single linear layer at fine-tuning
+time"; 3.2: "we remove the whole pre-trained prediction head and attach a zero-initialized D x K feedforward layer".
+Pooling is the models' `forward_head`; `model.init` initialises the MLP head.
 """
 
 from __future__ import annotations
@@ -22,9 +20,8 @@ if TYPE_CHECKING:
 class MlpHead(nn.Module):
     """Linear(width, width), tanh, Linear(width, num_classes): [B, width] -> [B, num_classes].
 
-    Google's `representation_size` is the width (the released ImageNet-21k models; vision_transformer issue
-    124). The parameter names are `pre_logits.*` and `logits.*`; a fresh head computes zeros: its last layer
-    is zero.
+    Google's `representation_size` is the width (released ImageNet-21k models; vision_transformer issue 124). Parameters
+    are `pre_logits.*` and `logits.*`; a fresh head computes zeros.
     """
 
     def __init__(self, width: int, num_classes: int) -> None:
@@ -43,7 +40,7 @@ def zero_linear(
     device: torch.device | None = None,
     dtype: torch.dtype | None = None,
 ) -> nn.Linear:
-    """A Linear whose weight and bias are zero; it draws nothing from any random generator."""
+    """A Linear whose weight and bias are zero; draws no random numbers."""
     device = device or torch.get_default_device()
     layer = nn.Linear(in_features, out_features, device="meta", dtype=dtype).to_empty(device=device)
     nn.init.zeros_(layer.weight)
@@ -52,9 +49,7 @@ def zero_linear(
 
 
 def replace_head(model: VisionTransformer | ResNetV2, num_classes: int) -> None:
-    """Drop the whole head of `model` (both layers of an `MlpHead`) and attach one zero Linear, in place.
-
-    The new `model.head` has the device and dtype of the old one and is trainable. `model.num_classes` is set.
+    """Drop the whole head (both layers of an `MlpHead`) and attach a trainable zero Linear on its device, in its dtype.
 
     Raises:
         ValueError: `num_classes` is not positive.

@@ -1,11 +1,10 @@
 """Initial weights of every model of this project, reproducible from one seed: Google's values, or timm's.
 
-Sources of the google style: google-research/vision_transformer `models_vit.py` and `models_resnet.py`, big_vision
-`models/vit.py` (attention pooling), big_transfer `bit_jax/models.py` (pure ResNets), and flax's defaults. timm's own
-"jax" init applies Xavier to the fused q/k/v matrix (3D x D), whose bound is sqrt(2) too small for each D x D part.
-Every parameter has its own random stream, derived from (seed, parameter name): its values depend neither on the global
-generator, nor on the device, nor on other parameters, so models with different heads start from the same trunk. Costs
-a second for B/16, about 10 for H/14. An unknown parameter is an error.
+Google's are from google-research/vision_transformer `models_vit.py` and `models_resnet.py`, big_vision `models/vit.py`
+(attention pooling), big_transfer `bit_jax/models.py` (pure ResNets), and flax's defaults. timm's own "jax" init applies
+Xavier to the fused q/k/v matrix (3D x D), whose bound is sqrt(2) too small for each D x D part.
+Each parameter has a random stream from (seed, its name), whatever the device and the other parameters: models with
+different heads start from the same trunk. Costs a second for B/16, about 10 for H/14.
 """
 
 from __future__ import annotations
@@ -21,11 +20,9 @@ from torch import Tensor, nn
 from model.vocabulary import InitStyle
 
 POS_EMBED_STD = 0.02  # BERT's, models_vit.py: nn.initializers.normal(stddev=0.02)
-# The ViT paper does not say how; BERT initialises the mask token, one of its words, as its position embeddings.
-MASK_TOKEN_STD = 0.02
+MASK_TOKEN_STD = 0.02  # the paper does not say; BERT initialises its mask token as its position embeddings
 MLP_BIAS_STD = 1e-6  # models_vit.py: nn.initializers.normal(stddev=1e-6)
-# The standard deviation of a unit normal truncated to [-2, 2]: flax divides by it, so that the drawn values
-# have the variance asked for (jax.nn.initializers.variance_scaling).
+# Of a unit normal truncated to [-2, 2]: flax divides by it (jax.nn.initializers.variance_scaling).
 TRUNCATED_STD = 0.87962566103423978
 # timm 1.0, models/vision_transformer.py and models/resnetv2.py
 TIMM_LINEAR_STD = 0.02  # of position embeddings too
@@ -39,10 +36,10 @@ def initialise(model: nn.Module, *, seed: int, head_bias: float = 0.0, style: In
 
     Args:
         model: on any device and in any floating dtype; values are drawn in float32 on the CPU.
-        seed: any integer; the same seed gives the same weights, whatever was drawn before.
-        head_bias: constant bias of the last layer: -10 for sigmoid pre-training with many classes
-            (vision_transformer issue 2), -6.9 for ImageNet-1k, 0 otherwise.
-        style: google, or timm's default (`timm_value`). Google's last layer starts at zero, timm's does not.
+        seed: any integer.
+        head_bias: of the last layer: -10 for sigmoid pre-training with many classes (vision_transformer issue 2), -6.9
+            for ImageNet-1k, 0 otherwise.
+        style: Google's last layer starts at zero, timm's (`timm_value`) does not.
 
     Raises:
         ValueError: the model has a parameter that this project's models do not have.
@@ -61,11 +58,7 @@ def initialise(model: nn.Module, *, seed: int, head_bias: float = 0.0, style: In
 def google_value(name: str, value: Tensor, *, model: nn.Module, generator: torch.Generator) -> Tensor:
     """Fill `value`, zeros of float32 on the CPU, with Google's initial value of a parameter, and return it.
 
-    Args:
-        name: of the parameter in `model`; biases of the last layer are not asked for here.
-        value: of the parameter's shape.
-        model: asked for what a name does not tell, such as a layer scale's initial value.
-        generator: on the CPU.
+    The last layer's biases are not asked for here. `model` tells what a name does not (a layer scale's initial value).
 
     Raises:
         ValueError: no such parameter is known.
@@ -128,8 +121,8 @@ def google_value(name: str, value: Tensor, *, model: nn.Module, generator: torch
 def timm_value(name: str, value: Tensor, *, model: nn.Module, generator: torch.Generator) -> Tensor:
     """Fill `value` with timm's initial value of a parameter: arguments and errors are those of `google_value`.
 
-    Here is what timm 1.0 with its default `weight_init=""` does otherwise than Google; scales, zero biases, the zero
-    last norm of a hybrid's units, and what timm does not have (mask token, `model.positions`) are Google's.
+    Handles what timm 1.0 (`weight_init=""`) does otherwise than Google; scales, zero biases, the last norm of a
+    hybrid's units, and what timm lacks (mask token, `model.positions`) are Google's.
     Sources: models/vision_transformer.py (init_weights_vit_timm), models/resnetv2.py, else torch's defaults.
     """
     match name.split("."):
@@ -183,7 +176,7 @@ def _xavier_parts(value: Tensor, *, parts: int, generator: torch.Generator) -> T
 
 
 def _lecun_normal(value: Tensor, *, generator: torch.Generator) -> Tensor:
-    """Fill with flax's lecun_normal: of variance 1 / fan_in, cut off at two (uncorrected) deviations."""
+    """flax's lecun_normal: variance 1 / fan_in, cut off at two (uncorrected) deviations."""
     fan_in = value[0].numel()
     std = math.sqrt(1.0 / fan_in) / TRUNCATED_STD
     return nn.init.trunc_normal_(value, std=std, a=-2.0 * std, b=2.0 * std, generator=generator)

@@ -1,9 +1,8 @@
 """The losses of ViT pre-training and fine-tuning, on hard or soft targets, always in float32.
 
-The paper pre-trains with the sigmoid loss (one yes/no question per class; vision_transformer issue 34) and
-fine-tunes with softmax. A mixed batch simply has soft targets. Logits in bf16 or fp16 are brought to float32 first, so
-that large ones neither overflow nor lose precision in the sum over thousands of classes. To add a loss: its name in
-`model/vocabulary.py`, a function and a case here.
+The paper pre-trains with the sigmoid loss (vision_transformer issue 34) and fine-tunes with softmax. Logits become
+float32 first, so that large ones neither overflow nor lose precision in the sum over thousands of classes. To add a
+loss: its name in `model/vocabulary.py`, a function and a case here.
 """
 
 from __future__ import annotations
@@ -22,10 +21,9 @@ LossFunction = Callable[[Tensor, Tensor], Tensor]
 def loss_function(kind: LossKind, *, label_smoothing: float = 0.0) -> LossFunction:
     """The loss of a stage: (logits [B, C], targets) -> float32 scalar, the mean over the batch.
 
-    Targets are class indices, int64 [B], or weights of the classes, floating [B, C]: 1 for each label of an image, or
-    shares after mixing. The sigmoid loss takes any in [0, 1]. To softmax they are shares of one answer and should sum
-    to 1; where they do not, each row counts by its sum (k labels cost the sum of k losses, none costs 0), as in
-    optax. The pipeline refuses softmax for images with several labels.
+    Targets are class indices, int64 [B], or weights of the classes, floating [B, C]: 1 for each label, or shares after
+    mixing. The sigmoid loss takes any in [0, 1]; for softmax they should sum to 1, and otherwise each row counts by its
+    sum, as in optax. The pipeline refuses softmax for images with several labels.
 
     Raises:
         ValueError: `label_smoothing` is out of range for this kind.
@@ -51,8 +49,8 @@ def softmax_cross_entropy(logits: Tensor, targets: Tensor, *, label_smoothing: f
 def sigmoid_cross_entropy(logits: Tensor, targets: Tensor, *, label_smoothing: float = 0.0) -> Tensor:
     """Binary cross-entropy, sum over the classes (as Google's `sigmoid_xent`), mean over the batch.
 
-    Smoothing is per class, as each is a question of its own: yes becomes 1 - s, no becomes s
-    (big_vision: `onehot(1000, on=0.9999, off=0.0001)`), not s / C as for softmax.
+    Smoothing is per class: yes becomes 1 - s, no becomes s (big_vision: `onehot(1000, on=0.9999, off=0.0001)`), not
+    s / C as for softmax.
     """
     logits = logits.float()
     if not targets.is_floating_point():

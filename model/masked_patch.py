@@ -1,14 +1,12 @@
 """Masked patch prediction, the paper's self-supervised task (ViT, appendix B.1.2): the model and its targets.
 
-Half of an image's patch embeddings are corrupted: most replaced by one learnable embedding, `mask_token`, some by
-that of another patch of the image, some kept; the caller draws which. As in BERT this happens before positions are
-added, so a masked patch still knows where it is. From the final, normed token of each corrupted patch one linear layer
-predicts the mean colour of the patch: 3 bits a channel, 512 classes. That layer starts at zero, so the loss begins at
-exactly ln 512.
+Half of an image's patch embeddings are corrupted: most replaced by a learned `mask_token`, some by another patch's,
+some kept; the caller draws which. As in BERT this comes before positions are added, so a masked patch knows where it
+is. From its final, normed token a linear layer predicts a corrupted patch's mean colour: 3 bits a channel, 512 classes.
+It starts at zero, so the loss begins at exactly ln 512. A hybrid's stem sees beyond its patch: an easier task.
 
 A trunk with attention pooling (`pool: map`) is built without it, so that weights which no gradient reaches are neither
-decayed nor saved; `classifier_of` adds them. A hybrid's stem sees beyond its patch, so its task is easier. Costs one
-forward pass of the trunk. It draws no random numbers.
+decayed nor saved; `classifier_of` adds them. Draws no random numbers.
 """
 
 from __future__ import annotations
@@ -31,16 +29,12 @@ class MaskedPatchVit(VisionTransformer):
     mask_token: nn.Parameter
 
     def forward(self, images: Tensor, source: Tensor, corrupted: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Predict the colours of corrupted patches.
+        """Predict the colours of corrupted patches; returns logits [n, K, 512].
 
         Args:
             images: [n, 3, S, S].
-            source: int64 [n, N], for each patch the number of the patch whose embedding it is given: its own, that of
-                another one, or N for the mask's.
+            source: int64 [n, N], for each patch the number of the patch whose embedding it gets, or N for the mask's.
             corrupted: int64 [n, K], the patches to predict, each once.
-
-        Returns:
-            Logits [n, K, 512].
         """
         x = self._pos_embed(corrupt(self.patch_embed(images), source=source, mask_token=self.mask_token))
         patches = encode(self, x)[:, self.num_prefix_tokens :]
@@ -54,10 +48,9 @@ class MaskedPatchPositionedVit(MaskedPatchVit, PositionedVit):  # pyright: ignor
 def build_masked_patch(
     config: ModelConfig, *, image_size: int, regularisation: Regularisation = NO_REGULARISATION
 ) -> MaskedPatchVit:
-    """Build the model for square RGB images, with placeholder weights.
+    """Build the model for square RGB images, with placeholder weights; draws no random numbers.
 
-    Its state dict is that of `build_vit` with a linear head of 512 outputs (and no attention pooling), and
-    "mask_token". It draws nothing from the global random generator.
+    State: that of `build_vit` with a linear head of 512 outputs (and no attention pooling), and "mask_token".
 
     Raises:
         ValueError: a pure ResNet, which has no patches; fewer than two patches; patch dropout, which would take away
@@ -85,8 +78,8 @@ def build_masked_patch(
 def corrupt(embeddings: Tensor, *, source: Tensor, mask_token: Tensor) -> Tensor:
     """Patch embeddings [n, N, D] -> those that `source` [n, N] chooses among them and the mask's, number N.
 
-    A product with ones and zeros: exact, and unlike that of an indexed read its gradient is summed in a fixed order on
-    every device, so that a resumed run repeats the undisturbed one bit for bit.
+    A product with ones and zeros: unlike an indexed read's, its gradient is summed in a fixed order on every device, so
+    that a resumed run repeats the undisturbed one bit for bit.
     """
     choices = torch.cat([embeddings, mask_token.expand(len(embeddings), -1, -1).to(embeddings.dtype)], dim=1)
     chosen = source[..., None] == torch.arange(choices.shape[1], device=source.device)
@@ -94,17 +87,14 @@ def corrupt(embeddings: Tensor, *, source: Tensor, mask_token: Tensor) -> Tensor
 
 
 def colour_classes(pixels: Tensor, *, patch_size: int) -> Tensor:
-    """The targets: the 3-bit mean colour of every patch.
+    """The targets: every patch's 3-bit mean colour, int64 [n, N], row by row; in integers, so alike on all devices.
 
     Per channel the level is min(7, floor(8 m)), m the mean over the patch of the pixels in [0, 1]; the class is
-    64 r + 8 g + b. In integers, so the same on every device.
+    64 r + 8 g + b.
 
     Args:
         pixels: uint8 [n, S, S, 3], augmented and not normalised.
         patch_size: side of a patch in pixels; divides S.
-
-    Returns:
-        int64 [n, N], the patches row by row.
     """
     count, size = pixels.shape[:2]
     grid = size // patch_size
@@ -116,10 +106,9 @@ def colour_classes(pixels: Tensor, *, patch_size: int) -> Tensor:
 def classifier_of(
     masked: MaskedPatchVit, *, config: ModelConfig, image_size: int, num_classes: int, seed: int
 ) -> nn.Module:
-    """The trunk of `masked`, of `config`, below one zero-initialised linear layer for classes, without mask token.
+    """The trunk of `masked` below one zero linear layer for classes, without mask token: copies, in float32.
 
-    Attention pooling, where `config` has it, begins at Google's initial values for `seed`, as if it had been there from
-    the start. The tensors are copies, in float32.
+    Attention pooling, where `config` has it, begins at Google's initial values for `seed`.
 
     Raises:
         ValueError: `num_classes` is not positive.

@@ -1,7 +1,4 @@
-"""What makes training harder on purpose, all off by default and none of it kept with the weights.
-
-Costs nothing. It knows neither label smoothing (`model.loss`) nor mixing and augmentation (`data_shards`).
-"""
+"""Dropout and the like, all off by default. Label smoothing is in `model.loss`, augmentation in `data_shards`."""
 
 from __future__ import annotations
 
@@ -12,24 +9,14 @@ from model.config import ModelConfig
 
 @dataclass(frozen=True)
 class Regularisation:
-    """Rates, each at least 0 and below 1.
+    """Rates, each at least 0 and below 1."""
 
-    Attributes:
-        dropout: at every site that `model.vit` names (ViT paper, Table 3: 0.1 for ImageNet pre-training, else 0).
-        stochastic_depth: of the last block's branches; falls linearly to 0 at the first (arXiv 1603.09382).
-        patch_dropout: share of the patch tokens that a training step leaves out (FLIP, arXiv 2212.00794).
-    """
-
-    dropout: float = 0.0
-    stochastic_depth: float = 0.0
-    patch_dropout: float = 0.0
+    dropout: float = 0.0  # wherever `model.vit` says (ViT paper, Table 3: 0.1 for ImageNet pre-training, else 0)
+    stochastic_depth: float = 0.0  # of the last block's branches; linear to 0 at the first (arXiv 1603.09382)
+    patch_dropout: float = 0.0  # share of the patch tokens that a training step leaves out (FLIP, arXiv 2212.00794)
 
     def check(self, config: ModelConfig) -> None:
-        """Whether `config` can have these.
-
-        Raises:
-            ValueError: a rate is out of range, or means nothing to such a model.
-        """
+        """Raises ValueError if a rate is out of range, or means nothing to a model of this `config`."""
         for name in ("dropout", "stochastic_depth", "patch_dropout"):
             rate = getattr(self, name)
             if not 0.0 <= rate < 1.0:

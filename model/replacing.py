@@ -1,6 +1,6 @@
-"""Files and folders that take the place of earlier ones when they are whole; as `data_shards.durable`, for `model`.
+"""Files and folders that replace earlier ones once they are whole; `model`'s counterpart of `data_shards.durable`.
 
-They are written beside their place, flushed to disk and renamed. Costs the flush.
+They are written beside their place, flushed to disk and renamed.
 """
 
 from __future__ import annotations
@@ -14,11 +14,10 @@ from pathlib import Path
 
 @contextmanager
 def replaced_file(path: Path) -> Iterator[Path]:
-    """Gives a path of the same name in a folder beside; when the block ends well, what was written there replaces
-    `path`, atomically.
+    """Gives a path of the same name in a folder beside; when the block ends well, its file replaces `path`, atomically.
 
-    Where more files were written (weights of an ONNX model that are too large for it), an earlier `path` is removed
-    first, so that it is never seen with weights that are not its own.
+    If more files were written (weights too large for an ONNX file), an earlier `path` is removed first, so that it is
+    never seen with others' weights.
     """
     beside = path.with_name(f".{path.name}.writing")
     shutil.rmtree(beside, ignore_errors=True)  # of an attempt that was killed
@@ -38,13 +37,13 @@ def replaced_file(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def replaced_folder(folder: Path) -> Iterator[Path]:
-    """Gives a new folder beside to write flat files in; when the block ends well, it takes the place of `folder`.
+    """Gives a new folder beside to write flat files in; when the block ends well, it replaces `folder`.
 
-    `folder` is there wholly or not at all, killed or without power at any moment. Killed between the two renames that
-    replace an earlier folder, the place is empty, and the next call begins by putting the earlier one back.
+    Killed or without power at any moment, `folder` exists wholly or not at all. Killed between the two renames that
+    replace an earlier one, the place is empty, and the next call begins by putting the earlier one back.
 
     Raises:
-        OSError: the disk is full or cannot be written; what was there stays.
+        OSError: the disk is full or cannot be written; an earlier folder stays.
     """
     beside, aside = (folder.with_name(f".{folder.name}.{end}") for end in ("writing", "replaced"))
     if aside.exists() and not folder.exists():  # of an attempt that was killed

@@ -1,10 +1,9 @@
 """A model's folder, a stage's result or an import's: `model.safetensors` and `config.json`.
 
-`config.json` carries our own record under the key "shardvit". Where timm knows the model, the rest of it is what
-`timm.create_model("local-dir:FOLDER", pretrained=True)` and transformers' AutoModelForImageClassification read.
-Otherwise that part is left out, and both refuse the folder (transformers would load the trunk of a model with an MLP
-head and attach a random head with no more than a warning); `timm_objection` says why. Costs one copy of the weights on
-disk. No pickle is written or read. It does not keep dropout or optimiser state.
+`config.json` has our record under the key "shardvit". If timm knows the model, the rest is what
+`timm.create_model("local-dir:FOLDER", pretrained=True)` and transformers' AutoModelForImageClassification read; if not,
+that part is left out and both refuse the folder (transformers would attach a random head with only a warning).
+Costs one copy of the weights on disk; no pickle is written or read.
 """
 
 from __future__ import annotations
@@ -32,10 +31,9 @@ CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 RECORD_KEY = "shardvit"
 
-# The entry point through which timm builds the trunk; every size it fixes is overridden by `model_args`.
-_TIMM_ENTRY_POINT = "vit_base_patch16_224"
+_TIMM_ENTRY_POINT = "vit_base_patch16_224"  # builds the trunk; `model_args` overrides every size it fixes
 
-# What timm's transforms call our evaluation protocols: kernel, share of the image that the crop keeps, kind of crop.
+# timm's names for our evaluation protocols: kernel, share of the image that the crop keeps, kind of crop.
 _TIMM_EVALUATION: dict[EvalProtocol, tuple[str, float, str]] = {
     "vit": ("bilinear", 1.0, "squash"),  # the whole image squashed to the square
     "big_vision": ("bilinear", 0.875, "center"),
@@ -44,31 +42,20 @@ _TIMM_EVALUATION: dict[EvalProtocol, tuple[str, float, str]] = {
 
 
 class SavedModelMeta(BaseModel):
-    """All that is needed to rebuild a saved model and to feed it pixels, and what its numbers mean.
-
-    Attributes:
-        model: the trunk.
-        image_size: side in pixels of the images it was trained on.
-        num_classes: outputs of the head.
-        class_names: name of each output, in order.
-        head: "mlp" or "linear"; "masked_patch" is that of the self-supervised stage.
-        mean, std: pixels in [0, 1] become (x - mean) / std, channel by channel.
-        loss: that it was trained with: probabilities are logits' softmax, or each logit's sigmoid.
-        eval_protocol, eval_crop_share: what is shown to it of an image (see `data_shards.images.transforms`).
-    """
+    """All that is needed to rebuild a saved model and to feed it pixels, and what its numbers mean."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     format_version: Literal[1] = 1
     model: ModelConfig
-    image_size: int = Field(gt=0)
+    image_size: int = Field(gt=0)  # side in pixels, in training
     num_classes: int = Field(gt=0)
     class_names: tuple[str, ...]
-    head: Literal[HeadKind, "masked_patch"]
-    mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
+    head: Literal[HeadKind, "masked_patch"]  # masked_patch: of the self-supervised stage
+    mean: tuple[float, float, float] = (0.5, 0.5, 0.5)  # of each channel; pixels in [0, 1] become (x - mean) / std
     std: tuple[float, float, float] = (0.5, 0.5, 0.5)
-    loss: LossKind = "softmax"
-    eval_protocol: EvalProtocol = "vit"
+    loss: LossKind = "softmax"  # probabilities are logits' softmax, or each logit's sigmoid
+    eval_protocol: EvalProtocol = "vit"  # what is shown to it of an image (see `data_shards.images.transforms`)
     eval_crop_share: float | None = Field(default=None, gt=0, le=1)
 
     @model_validator(mode="after")
@@ -82,12 +69,12 @@ class SavedModelMeta(BaseModel):
 def save_model(folder: Path, state_dict: Mapping[str, Tensor], *, meta: SavedModelMeta) -> None:
     """Write `state_dict` (full tensors, on any device, each in its own dtype) and `meta` to `folder`, atomically.
 
-    An earlier saved model there is replaced (`replaced_folder`). One process calls this, not every rank.
+    Replaces an earlier saved model there (`replaced_folder`). One process calls this, not every rank.
 
     Raises:
-        ValueError: the state dict is not that of the model which `meta` describes, or something else than a saved
-            model is at `folder`; nothing is overwritten then.
-        OSError: the disk is full or cannot be written; what was there stays.
+        ValueError: the state dict does not fit `meta`, or `folder` is something else than a saved model; nothing is
+            overwritten then.
+        OSError: the disk is full or cannot be written; an earlier model stays.
     """
     folder = Path(folder)
     says = "the state dict to be saved does not fit the model that its record describes"
@@ -103,7 +90,7 @@ def read_meta(folder: Path) -> SavedModelMeta:
     """The record of a saved model; reads `config.json` only and imports neither torch nor timm.
 
     Raises:
-        ValueError: the file is missing, is not JSON, or holds no valid record; the message names it.
+        ValueError: the file is missing or holds no valid record; the message names it.
     """
     try:
         return read_record(Path(folder) / CONFIG_FILE)
@@ -116,7 +103,7 @@ def read_record(path: Path) -> SavedModelMeta:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it is not JSON, or holds no valid record; the message names it.
+        ValueError: it holds no valid record; the message names it.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -142,7 +129,7 @@ def load_model(folder: Path) -> tuple[SavedModelMeta, dict[str, Tensor]]:
     """The record and the weights (on the CPU, in the dtypes they were saved in) of a saved model.
 
     Raises:
-        ValueError: a file is missing or broken, or the weights are not those of the model in the record.
+        ValueError: a file is missing or broken, or the weights do not fit the record.
     """
     meta = read_meta(folder)
     path = Path(folder) / WEIGHTS_FILE
@@ -198,7 +185,6 @@ def timm_objection(meta: SavedModelMeta) -> str | None:
 
 
 def _config_json(meta: SavedModelMeta) -> dict[str, Any]:
-    """The content of `config.json`."""
     if timm_objection(meta) is not None:
         return record_json(meta)
 
@@ -208,8 +194,7 @@ def _config_json(meta: SavedModelMeta) -> dict[str, Any]:
     kernel, share, mode = _TIMM_EVALUATION[meta.eval_protocol]
     return {
         "architecture": _TIMM_ENTRY_POINT,
-        # At the top level only: transformers passes num_classes to timm itself and crashes when model_args
-        # holds a second.
+        # At the top level only: transformers passes num_classes to timm itself and crashes on a second in model_args.
         "num_classes": meta.num_classes,
         "num_features": meta.model.sizes.width,
         "global_pool": arguments["global_pool"],
@@ -238,7 +223,7 @@ def check_state(state: Mapping[str, Tensor], *, meta: SavedModelMeta, says: str)
     """Compare names and shapes with those of the model in `meta` (built without memory).
 
     Raises:
-        ValueError: they differ; `says` begins the message, the first difference and a table of all follow.
+        ValueError: they differ; `says`, then the first difference and a table of all.
     """
     from model.differences import describe_differences, first_difference, shapes_of
 
@@ -268,11 +253,7 @@ def write_safetensors(path: Path, state_dict: Mapping[str, Tensor]) -> None:
 
 
 def read_safetensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of a file, on the CPU.
-
-    Raises:
-        ValueError: it cannot be read; the message names it.
-    """
+    """The tensors of a file, on the CPU; raises a ValueError that names the file if it cannot be read."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 

@@ -1,7 +1,7 @@
 """The named models: Vision Transformers, hybrids and the ResNet baseline, each with the paper that defines it.
 
-Plain data, no heavy import. A pure Transformer takes any patch size, the number after the slash of a name such as
-"B/16"; a hybrid's stem is for one size. To add a variant: a row in `VARIANTS`, `HYBRIDS` or `RESNETS`.
+A pure Transformer takes any patch size (the 16 of "B/16"), a hybrid's stem only its own. To add a variant: a row in
+`VARIANTS`, `HYBRIDS` or `RESNETS`.
 """
 
 from __future__ import annotations
@@ -13,37 +13,26 @@ from dataclasses import dataclass, field, replace
 
 @dataclass(frozen=True)
 class VitSizes:
-    """All sizes of a Transformer, with or without a ResNet stem.
+    """All sizes of a Transformer, with or without a ResNet stem."""
 
-    Attributes:
-        width: the size D of a token.
-        depth: the number of encoder blocks.
-        heads: the number of attention heads of a block.
-        mlp_dim: the hidden size of a block's MLP.
-        patch_size: in pixels, stem included; 0 in `VARIANTS`, where any is possible.
-        resnet_layers: units per stage of a hybrid's stem, () for its root alone; None: a pure Transformer.
-        resnet_width_factor: of the stem.
-        source: of a named variant, the paper and table that give these numbers.
-    """
-
-    width: int
-    depth: int
+    width: int  # of a token, D
+    depth: int  # encoder blocks
     heads: int
     mlp_dim: int
-    patch_size: int = 0
-    resnet_layers: tuple[int, ...] | None = None
+    patch_size: int = 0  # in pixels, stem included; 0 in `VARIANTS`, where any is possible
+    resnet_layers: tuple[int, ...] | None = None  # units per stage of a hybrid's stem, (): root alone; None: no stem
     resnet_width_factor: int = 1
-    source: str = field(default="", compare=False)
+    source: str = field(default="", compare=False)  # of a named variant: the paper and table with these numbers
 
     @property
     def stem_patch_size(self) -> int:
-        """The patch size on what the patch embedding sees: pixels, or the ResNet stem's features."""
+        """The patch size on what the patch embedding sees: pixels, or the stem's features."""
         return self.patch_size if self.resnet_layers is None else self.patch_size // resnet_stride(self.resnet_layers)
 
 
 @dataclass(frozen=True)
 class ResnetSizes:
-    """All sizes of a pure ResNet (BiT): units in each stage, and the factor on all widths; the paper of a named one."""
+    """All sizes of a pure ResNet (BiT): units in each stage, and the factor on all widths."""
 
     layers: tuple[int, ...]
     width_factor: int
@@ -94,7 +83,7 @@ RESNETS: dict[str, ResnetSizes] = {
 
 
 def parse_variant(name: str) -> VitSizes | ResnetSizes:
-    """What a name such as "B/16", "R50+B/16" or "R50x1" stands for.
+    """The sizes of a name such as "B/16", "R50+B/16" or "R50x1".
 
     Raises:
         ValueError: the name is not of one of these forms, or unknown.

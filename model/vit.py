@@ -6,12 +6,11 @@ What is set and why (the paper leaves most of it to google-research/vision_trans
 - class token first, then one learned 1-D position embedding added to all 1 + N; q, k, v and out have biases.
 - dropout after that addition, after the attention's output projection, after the GELU and after the MLP;
   never on attention probabilities or on the pooled features.
-- final LayerNorm over all tokens, then the pooling: the class token, or, without one, the mean of the normed
-  tokens (timm's "avg" would pool first) or attention pooling.
+- final LayerNorm over all tokens, then the pooling: the class token or, without one, the mean of the normed tokens
+  (timm's "avg" would pool first) or attention pooling.
 
-timm's module names are kept, so a state dict with a linear head loads strictly into timm's own models; only positions
-that timm does not have (`model.positions`) are ours. Building draws nothing from the global random generator and gives
-placeholder weights: call `model.init.initialise` or load a state dict.
+timm's module names are kept, so a state dict with a linear head loads strictly into its own models; only positions that
+it lacks (`model.positions`) are ours. Building draws no random numbers and gives placeholder weights.
 """
 
 from __future__ import annotations
@@ -73,12 +72,7 @@ def build_vit(
 ) -> VisionTransformer:
     """Build the model for square RGB images: [B, 3, image_size, image_size] -> logits [B, num_classes].
 
-    Args:
-        config: the trunk; `config.kind` is "vit".
-        image_size: side of the images in pixels; a multiple of the patch size.
-        num_classes: outputs of the head.
-        head: "mlp" (pre-training: Linear, tanh, Linear) or "linear" (fine-tuning).
-        regularisation: dropout and the like.
+    `config.kind` is "vit"; `head` is "mlp" (pre-training: Linear, tanh, Linear) or "linear" (fine-tuning).
 
     Raises:
         ValueError: an argument out of range, or an image size that is no multiple of the patch size.
@@ -97,8 +91,7 @@ def build_vit(
     if config.position == "relative":
         more["attn_layer"] = relative_attention(num_prefix_tokens + grid_size**2)
 
-    # Layers fill themselves with random numbers when they are made. None of these survive, so they must not
-    # move the caller's random stream either.
+    # Layers draw random numbers when they are made; none survive, and the caller's stream must not move.
     with torch.random.fork_rng(devices=[]):
         model = (VisionTransformer if timms_own else PositionedVit)(
             **timm_arguments(config, image_size=image_size) | more,
@@ -130,9 +123,8 @@ def set_patch_dropout(model: nn.Module, rate: float) -> None:
 
 
 def timm_arguments(config: ModelConfig, *, image_size: int) -> dict[str, Any]:
-    """The arguments, all of them plain JSON values, with which timm builds this trunk, if it has no ResNet stem
-    and timm knows its positions; epsilon 1e-6 is timm's own default. Both `build_vit` and the `config.json` of a
-    saved model (`model.saved`) are made from it."""
+    """The arguments, plain JSON values, with which timm builds this trunk (without a ResNet stem, positions that timm
+    knows); epsilon 1e-6 is its default. Both `build_vit` and `model.saved`'s `config.json` use them."""
     sizes = config.sizes
     arguments = {
         "img_size": image_size,

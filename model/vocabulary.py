@@ -1,8 +1,8 @@
 """The names that a user may write about a model, and what they stand for; torch-free, for recipes and plans.
 
-To add a loss: its name here and its function in `model/loss.py`. A head: here and `model/head.py`; a pooling: here and
-`model/vit.py`; a position embedding: here and `model/positions/embedding.py`; initial values: here and `model/init.py`;
-a format to export to: here and `model/formats/export.py`.
+To add one: its name here, and a loss in `model/loss.py`, a head in `model/head.py`, a pooling in `model/vit.py`, a
+position embedding in `model/positions/embedding.py`, initial values in `model/init.py`, an export format in
+`model/formats/export.py`.
 """
 
 from __future__ import annotations

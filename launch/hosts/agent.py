@@ -1,16 +1,15 @@
-"""On every host: start its ranks, pass requests on to them, and leave none behind. Started by `shardvit run` over ssh.
+"""On every host: start its ranks, pass requests on to them, leave none behind. Started by `shardvit run` over ssh.
 
-The first line of its standard input is an `AgentOrder`, each further line a message: `alive` (a heartbeat); `address
-HOST PORT`, where rank 0 listens; `stop`, the ranks are to save and leave; `kill`; `end`. What the ranks print goes to
-its standard output, and between it lines that begin with the order's word: `ready`, `address PORT`, `ended CODE`.
+The first line of standard input is an `AgentOrder`, each further one a message: `alive` (heartbeat), `address HOST
+PORT` (where rank 0 listens), `stop` (save and leave), `kill`, `end`. Standard output has what the ranks print, and
+lines that begin with the order's word: `ready`, `address PORT`, `ended CODE`.
 
-Why through ssh: DeepSpeed's launcher leaves orphans when it gets a signal, a file in the shared run folder is seen late
-on a network file system, and a PID in a heartbeat file may have been reused. The connection is there anyway, and losing
-it is news too: after `silence_seconds` without a message, or when the other side closes, the ranks are asked to save
-and leave, and killed `grace_seconds` later.
+Why through ssh: DeepSpeed's launcher leaves orphans on a signal, network file systems show a file late, and the PID in
+a heartbeat file may be reused. A lost connection tells something too: `silence_seconds` after the last message, or when
+the other side closes, the ranks are asked to save and leave, and killed `grace_seconds` later.
 
-The ranks carry the run folder in their environment. Processes that carry it when an agent starts are left from a killed
-attempt, and are killed: the caller holds the run folder's lock. Costs one small process per host.
+Processes with the run folder in their environment when an agent starts are left from a killed attempt and are killed:
+the caller holds the run folder's lock. Costs one small process per host.
 """
 
 from __future__ import annotations
@@ -60,7 +59,6 @@ class AgentOrder:
     grace_seconds: float  # for the ranks to save and leave then
 
     def line(self) -> str:
-        """As it is sent."""
         return json.dumps(asdict(self)) + "\n"
 
 
@@ -81,7 +79,7 @@ class Agent:
         self._lines: queue.Queue[bytes | None] = queue.Queue(maxsize=_MOST_LINES)  # not written yet
 
     def run(self) -> int:
-        """Until the ranks are gone; returns the launcher's exit code."""
+        """Run until the ranks are gone; returns the launcher's exit code."""
         kill_all(*self._mark)
         if self._folder is not None:
             _make_own(self._folder)
@@ -153,7 +151,7 @@ class Agent:
         return 128 + signal.SIGTERM if stopped_early else code if code >= 0 else 128 - code
 
     def _obey(self, message: str) -> bool:
-        """Carry out a message; whether it was a stop before there were ranks, which killed their launcher."""
+        """Carry out a message; True: it was a stop before there were ranks, which killed their launcher."""
         word, _, rest = message.partition(" ")
         match word:
             case "address" if self._folder is not None and not self._has_address:
@@ -175,7 +173,7 @@ class Agent:
         return False
 
     def _ask_ranks(self) -> bool:
-        """Ask the ranks that were not asked yet; whether there are any."""
+        """Ask the ranks that were not asked yet; returns whether there are any."""
         there = marked_ranks(*self._mark)
         for rank in there:
             if rank.pid not in self._told:
@@ -206,7 +204,7 @@ class Agent:
         self._messages.put("lost")
 
     def _pump(self, child: subprocess.Popen[bytes]) -> None:
-        """The ranks write to a pipe of ours: a lost connection must not end them by a failed print."""
+        """The ranks write to our pipe: a lost connection must not end them by a failed print."""
         assert child.stdout is not None
         for line in child.stdout:
             whole = line if line.endswith(b"\n") else line + b"\n"
@@ -224,7 +222,7 @@ class Agent:
         return True
 
     def _write_lines(self) -> None:
-        """In a thread of its own: a write to a cut cable may block for ever, and must block nothing else."""
+        """In its own thread: a write to a cut cable may block for ever."""
         while (line := self._lines.get()) is not None:
             with suppress(OSError):
                 os.write(1, line)
@@ -237,13 +235,13 @@ def _thread(target: Callable[..., None], *arguments: object) -> threading.Thread
 
 
 def rendezvous_name(run_folder: str, *, node: int | None) -> str:
-    """A fresh folder name; with `node`, the agent there removes those that earlier attempts at the same run left."""
+    """A fresh folder name; with `node`, the agent there removes those of earlier attempts at the run."""
     run = hashlib.blake2b(run_folder.encode(), digest_size=4).hexdigest()
     return f"shardvit-{run}-{secrets.token_hex(8)}" + ("" if node is None else f"-{node}")
 
 
 def _make_own(folder: Path) -> None:
-    """A folder that only this user reads."""
+    """Create a folder that only this user can read."""
     start, run, *_, node = folder.name.split("-")
     if folder.name.count("-") == 3:
         for left in folder.parent.glob(f"{start}-{run}-*-{node}"):

@@ -5,8 +5,7 @@
     worker-1 slots=8
 
 A slot is one process with one GPU. `--include worker-0@worker-1:0,2` takes all slots of worker-0 and two of worker-1;
-`--exclude` takes all others. The order is the hostfile's: the first host has rank 0. Contacts no host; whether they
-exist is for `preflight` to find out.
+`--exclude` takes all others. Order is the hostfile's: the first host has rank 0. Contacts no host.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ Launcher = Literal["ssh", "pdsh"]
 
 @dataclass(frozen=True)
 class Host:
-    """A machine and the GPUs of it that are to be used."""
+    """A machine and those of its GPUs to use."""
 
     name: str  # as ssh takes it: a name or an address
     slots: tuple[int, ...]  # numbers of GPUs, from 0
@@ -49,7 +48,6 @@ class Fleet:
 
     @property
     def processes(self) -> int:
-        """How many ranks there are."""
         return sum(len(host.slots) for host in self.hosts)
 
 
@@ -62,11 +60,7 @@ def open_fleet(
     master_addr: str = "",
     master_port: int = 0,
 ) -> Fleet:
-    """Read the hostfile.
-
-    Raises:
-        UserError: it cannot be read, an option does not fit it, or the launcher is not installed here.
-    """
+    """Read the hostfile; raises UserError if it or an option is wrong, or the launcher is not installed here."""
     try:
         text = hostfile.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -83,10 +77,10 @@ def open_fleet(
 
 
 def parse_hostfile(text: str, *, source: str) -> tuple[Host, ...]:
-    """The hosts of a hostfile, in its order; `source` is its name for messages.
+    """The hosts in file order; `source` is its name for messages.
 
     Raises:
-        UserError: a line that cannot be read, a host that is listed twice, or none at all.
+        UserError: a line cannot be read, a host is listed twice, or there is none.
     """
     hosts: dict[str, Host] = {}
     for number, line in enumerate(text.splitlines(), start=1):
@@ -115,9 +109,9 @@ def parse_hostfile(text: str, *, source: str) -> tuple[Host, ...]:
 def select(
     hosts: Sequence[Host], *, include: str = "", exclude: str = "", source: str = "the hostfile"
 ) -> tuple[Host, ...]:
-    """The hosts and slots that are left, in the order of `hosts`.
+    """The remaining hosts and slots, in the order of `hosts`.
 
-    `include` is NAME[:SLOT[,SLOT ...]], joined by @: only these; `exclude`: all but these; at most one of the two.
+    `include` is NAME[:SLOT[,SLOT ...]] joined by @: only these; `exclude`: all but these.
 
     Raises:
         UserError: both are given, a name or slot does not exist, or nothing is left.
@@ -140,7 +134,6 @@ def select(
 
 
 def _parse_filter(text: str, *, option: str, hosts: Sequence[Host], source: str) -> dict[str, frozenset[int]]:
-    """Host -> its named slots."""
     by_name = {host.name: host for host in hosts}
     found: dict[str, frozenset[int]] = {}
     for part in text.split("@"):

@@ -1,8 +1,8 @@
 """`--launcher pdsh`: the `deepspeed` command over all hosts, and the files that it reads. Pure.
 
-DeepSpeed passes arguments and variables to a shell on each host (deepspeed/launcher/multinode_runner.py 0.19):
-arguments with a space get double quotes, others none, and variables stand in the command line, where every user of the
-hosts can read them. What cannot be passed on like that is refused; `--launcher ssh` has neither problem.
+DeepSpeed passes arguments and variables to a shell on each host (deepspeed/launcher/multinode_runner.py 0.19): those
+with a space get double quotes, others none, and variables appear in the command line, where every user can read them.
+What cannot be passed like that is refused; `--launcher ssh` has neither problem.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _SPECIAL_IN_QUOTES = re.compile(r"[$`\\!\n]")
 
 
 def hostfile_text(fleet: Fleet) -> str:
-    """A hostfile with as many slots on each host as the highest one that is used; `include_text` says which."""
+    """A hostfile with the highest used slot on each host; `include_text` says which ones are used."""
     return "".join(f"{host.name} slots={max(host.slots) + 1}\n" for host in fleet.hosts)
 
 
@@ -30,7 +30,7 @@ def include_text(fleet: Fleet) -> str:
 
 
 def environment_text(variables: Mapping[str, str]) -> str:
-    """The file for DS_ENV_FILE. UserError: DeepSpeed would not pass a value on unchanged."""
+    """The file for DS_ENV_FILE; raises UserError if DeepSpeed would change a value."""
     for name, value in variables.items():
         if '"' in value or _SPECIAL_IN_QUOTES.search(value):
             raise UserError(
@@ -43,7 +43,7 @@ def environment_text(variables: Mapping[str, str]) -> str:
 def command(
     fleet: Fleet, rank_arguments: Sequence[str], *, hostfile: Path, master_addr: str, master_port: int
 ) -> list[str]:
-    """The `deepspeed` command. UserError: its pdsh launcher would not pass an argument on unchanged."""
+    """The `deepspeed` command; raises UserError if its pdsh launcher would change an argument."""
     return [
         *(sys.executable, "-m", "deepspeed.launcher.runner", "--log_level", "critical"),
         *("--hostfile", str(hostfile), "--include", include_text(fleet), "--force_multi", "--no_ssh_check"),

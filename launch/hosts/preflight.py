@@ -1,8 +1,7 @@
 """Before any GPU time is spent: is every host reachable, with the same software, files and clock? Prints a table.
 
-All hosts are asked at once (`probe`), and compared with this one. Then the others try to connect to the first host, as
-the ranks will have to. Costs a few seconds for any number of hosts; writes a marker file beside the runs, and removes
-it. Does not test GPUs, nor the network's speed.
+Asks all hosts at once (`probe`) and compares them with this one; then the others try to connect to the first. Costs a
+few seconds for any number of hosts, and a marker file beside the runs. Tests neither GPUs nor network speed.
 """
 
 from __future__ import annotations
@@ -47,12 +46,12 @@ class Facts:
     free_bytes: int
     addresses: list[str]
     port: int
-    clock_offset_seconds: float = 0.0  # later than this host's
+    clock_offset_seconds: float = 0.0  # ahead of this host
 
 
 @dataclass(frozen=True)
 class Ready:
-    """What the start needs to know of hosts that are ready."""
+    """What the start needs to know of ready hosts."""
 
     address: str  # at which all reach the first host
     interfaces: dict[str, str]  # host -> its network interface to the others, where it is known
@@ -61,7 +60,7 @@ class Ready:
 def find_problems(
     hosts: Sequence[Host], facts: Mapping[str, Facts | str], *, here: Facts, folder: Path
 ) -> dict[str, list[str]]:
-    """Host -> what is wrong with it, a sentence each. Pure. `facts` has a sentence where a host told none."""
+    """Host -> its problems, a sentence each. Pure. `facts` has a sentence for a host that gave none."""
     found: dict[str, list[str]] = {}
     seen: dict[str, str] = {}
     has_gpus = any(isinstance(each, Facts) and each.gpus for each in facts.values())
@@ -108,7 +107,7 @@ def _other_software(name: str, facts: Facts, *, here: Facts) -> list[str]:
 
 def _other_files(name: str, facts: Facts, *, here: Facts, folder: Path) -> list[str]:
     if not facts.sees_marker:
-        # What lies there is then not this host's either, and needs no sentences of its own.
+        # Then the other files there are not this host's either, and need no sentences.
         return [f"{name} does not see what this host writes to {folder}: let --runs name a folder that all hosts share"]
     found = []
     if not facts.can_write:
@@ -154,9 +153,7 @@ def hosts_table(hosts: Sequence[Host], facts: Mapping[str, Facts | str], problem
 def preflight(
     fleet: Fleet, *, folder: Path, files: Sequence[Path], python_path: str, say: Callable[[str], None]
 ) -> Ready:
-    """Check every host, and show the table.
-
-    All must see `folder` (of the runs; made when missing), and `files` with the same content.
+    """Check every host, and show the table. All must see `folder` (made when missing), and the same `files`.
 
     Raises:
         UserError: hosts are not ready, with a sentence for each problem.
@@ -207,8 +204,6 @@ class _Reply(NamedTuple):
 
 
 class _Inquiry:
-    """A probe on every host."""
-
     def __init__(self, fleet: Fleet, *, python_path: str) -> None:
         self._word = f"probe-{secrets.token_hex(8)} "
         self._replies: queue.SimpleQueue[tuple[str, Any, float]] = queue.SimpleQueue()
@@ -235,7 +230,7 @@ class _Inquiry:
     def meet(
         self, fleet: Fleet, facts: Mapping[str, Facts | str], *, text: str, problems: dict[str, list[str]]
     ) -> tuple[str, dict[str, str]]:
-        """The address at which all others reach the first host, and everybody's interface; adds to `problems`."""
+        """The address at which all others reach the first host, and each interface; adds to `problems`."""
         first, *others = [host.name for host in fleet.hosts]
         told = facts[first]
         assert isinstance(told, Facts)
@@ -290,8 +285,7 @@ class _Inquiry:
 def clock_offset(clock: float, *, asked: float, told: float) -> float:
     """At least how many seconds a host's clock is ahead of ours. Pure.
 
-    `clock` was read between our question (`asked`) and the arrival of the reply (`told`): on a busy host seconds apart,
-    which must not count as an offset.
+    `clock` was read between our question (`asked`) and the reply (`told`); a busy host's delay must not count.
     """
     return min(0.0, clock - asked) + max(0.0, clock - told)
 

@@ -1,8 +1,8 @@
-"""A host's facts before a run. Sent there as text and run by its Python, so that it needs nothing installed.
+"""A host's facts before a run. Sent as text and run by the host's Python: standard library only.
 
-Standard library only: shardvit may be missing on that host, or be another version. Each line of JSON is answered by a
-line: first the questions (`answer`), then at which addresses it reaches the first host (`connect`), or by which of its
-network interfaces it was reached (`interface`). Costs reading the four packages' sources and the manifests.
+shardvit may be missing there, or have another version. Each line of JSON is answered by a line: first `answer`, then
+`connect` (at which addresses it reaches the first host) or `interface` (by which it was reached). Costs reading the
+four packages' sources and the manifests.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _CONNECT_SECONDS = 5.0
 _GREETING_SECONDS = 30.0  # from a host that has let us in, and may be busy
 _SEE_SECONDS = 5.0  # file servers show a new file late
 _SIOCGIFADDR = 0x8915  # Linux: an interface's IPv4 address
-_LARGEST_DIGEST_BYTES = 64 << 20  # a manifest is smaller; of a tar the size will do
+_LARGEST_DIGEST_BYTES = 64 << 20  # a manifest is smaller; for a tar the size is enough
 
 
 def answer(questions):  # noqa: ANN001, ANN201 - runs under any Python, as it is
@@ -54,7 +54,7 @@ def answer(questions):  # noqa: ANN001, ANN201 - runs under any Python, as it is
 
 
 def connect(addresses, *, port, text):  # noqa: ANN001, ANN201
-    """Of these addresses the ones at which the first host answers: address -> number and own interface."""
+    """The addresses at which the first host answers: address -> number and own interface."""
     reached = {}
     for address in addresses:
         try:
@@ -68,7 +68,7 @@ def connect(addresses, *, port, text):  # noqa: ANN001, ANN201
 
 
 def interface(address):  # noqa: ANN001, ANN201
-    """The network interface that has an IPv4 address; empty: none is known to."""
+    """The network interface with an IPv4 address; empty: unknown."""
     return next((name for name, own in _interfaces() if own == address), "")
 
 

@@ -1,9 +1,8 @@
 """The only place that starts ssh: a Python on another host, with lines in and lines out.
 
-Plain ssh with keys, as `ssh HOST` works without a prompt; users, ports and jump hosts belong in ~/.ssh/config. The
-other side runs the same Python in the same folder. Its input goes through standard input: no quoting for a shell, and
-no password in a list of processes. Costs one ssh process per host; ssh itself closes a connection that is silent for
-half a minute.
+`ssh HOST` must work without a prompt; users, ports and jump hosts belong in ~/.ssh/config. The other side runs the same
+Python in the same folder. Input goes through standard input, so there is no shell quoting, and no password in a process
+list. Costs one ssh process per host; ssh closes a connection that is silent for half a minute.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _OPTIONS = {
 
 
 def ssh_command(host: str, python_arguments: Sequence[str], *, python_path: str, folder: Path) -> list[str]:
-    """The command that runs this Python in `folder` on a host, with that PYTHONPATH unless it is empty."""
+    """The command for this Python in `folder` on a host, with that PYTHONPATH unless it is empty."""
     python = shlex.quote(sys.executable)
     path = f"PYTHONPATH={shlex.quote(python_path)} " if python_path else ""
     script = (
@@ -63,7 +62,7 @@ class Connection:
         self._reader.start()
 
     def send(self, text: str) -> None:
-        """Write to it; what it no longer takes is dropped."""
+        """Write to it; what cannot be delivered is dropped."""
         assert self._process.stdin is not None
         with self._sending, suppress(OSError, ValueError):
             self._process.stdin.write(text.encode())
@@ -77,7 +76,7 @@ class Connection:
         return code
 
     def failure(self) -> str:
-        """Why ssh or the Python there did not start, or was lost."""
+        """Why ssh or the Python there failed to start, or was lost."""
         code, said = self.code(), f" ({self._last_line})" if self._last_line else ""
         return {
             None: f"{self.host} does not answer",

@@ -3,11 +3,9 @@
     ssh: each agent starts DeepSpeed's launcher of one node, as `deepspeed` would over pdsh
     pdsh: the `deepspeed` command starts those, and the agents look after its ranks
 
-Rank 0 listens on a port that its host's system chooses; its agent tells it to this process, which tells the others.
-So there is no race for a port, and no dependence on how fast a file server shows new files. --master-port fixes it.
-
-When a host is lost, or its ranks fail, the others' ranks end by themselves (`pipeline.ranks.watch`); those that have
-not after `_FOLLOW_SECONDS` are killed. A host that cannot be reached any more ends its ranks by its own agent.
+Rank 0 listens on a port that its host's system chooses, which its agent tells us and we tell the others: no race for a
+port, no wait for a slow file server. --master-port fixes it. When a host is lost or its ranks fail, the other ranks end
+by themselves (`pipeline.ranks.watch`) or are killed after `_FOLLOW_SECONDS`; an unreachable host's agent ends its own.
 """
 
 from __future__ import annotations
@@ -72,7 +70,7 @@ def run_stage_on_hosts(launch: Launch, fleet: Fleet, ready: Ready, *, variables:
 
     Raises:
         KeyboardInterrupt: the user stopped it and no rank answered that it has saved, as in `local`.
-        UserError: something that the launcher cannot pass on.
+        UserError: the launcher cannot pass something on.
         OSError: no process could be started here.
     """
     return _Stage(launch, fleet, ready, variables=variables).run()
@@ -87,9 +85,9 @@ def prepare(
     stages: Sequence[StageName] | None = None,
     commands: Commands = "run",
 ) -> Callable[[Launch], int]:
-    """Check every host; returns the counterpart of `run_stage_locally`.
+    """Check every host, which must see the shards of `stages`; returns the counterpart of `run_stage_locally`.
 
-    Every host must see the shards of `stages`, by default of all. `commands`: whether a `pipe:` is run.
+    `commands`: whether a `pipe:` is run.
 
     Raises:
         UserError: hosts are not ready.
@@ -119,7 +117,7 @@ def prepare(
 
 
 def shared_files(sets: Iterable[ShardSet]) -> list[Path]:
-    """Of each local folder of shards the manifest, or a tar where there is none."""
+    """The manifest of each local folder of shards, or a tar if it has none."""
     found: dict[Path, Path] = {}
     for shards in sets:
         for shard in shards.shards:
@@ -151,7 +149,6 @@ class _Stage:
         self._over = threading.Event()
 
     def run(self) -> int:
-        """To the end of all ranks."""
         with ExitStack() as held:
             # Signals become entries of a queue, handled by the loop.
             held.enter_context(handled(STOP_SIGNALS, lambda number, _: self._signals.put(number)))
@@ -186,13 +183,12 @@ class _Stage:
         return connection
 
     def _rendezvous(self, node: int) -> str:
-        """The folder in which a host's ranks find rank 0's address: in its memory, which no file server shares."""
+        """The folder where a host's ranks find rank 0's address, in memory, which no file server shares."""
         if self._fleet.master_port:
             return ""
         return f"/dev/shm/{rendezvous_name(self._run_folder, node=node) if self._by_ssh else self._shared_name}"
 
     def _run_pdsh(self, held: ExitStack) -> int:
-        """Start `deepspeed` once all agents are there."""
         folder = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="shardvit-pdsh-")))
         interfaces = {self._ready.interfaces.get(host.name) for host in self._fleet.hosts}
         variables = {
@@ -230,7 +226,7 @@ class _Stage:
         return self._wait(runner)
 
     def _wait(self, runner: subprocess.Popen[bytes] | None) -> int:
-        """Until all agents have ended; with `runner`, they are told to when that has."""
+        """Until all agents have ended; they are told to when `runner`, if given, has."""
         kill_at = give_up_at = math.inf
         while True:
             self._take_lines_and_ends()
@@ -255,7 +251,7 @@ class _Stage:
                     self._ended[host] = 1
                 continue
             time.sleep(_POLL_SECONDS)
-        # pdsh's own comes last: where a host was lost, it was killed by us.
+        # pdsh's own code comes last: if a host was lost, we killed it.
         codes = [*(code for host, code in self._ended.items() if host), self._ended.get("", 0)]
         return overall_code(codes, stop_was_asked=bool(self._asked))
 
@@ -309,7 +305,7 @@ class _Stage:
                 agent.send(f"{message}\n")
 
     def _send_heartbeats(self) -> None:
-        """In a thread: a terminal that takes no more lines (Ctrl-S) must not look like our death."""
+        """In a thread: a terminal stopped by Ctrl-S must not look like our death."""
         while not self._over.wait(_HEARTBEAT_SECONDS):
             for agent in self._agents.values():
                 agent.send("alive\n")
@@ -321,7 +317,7 @@ class _Stage:
 
 
 def _gloo(interface: str | None) -> dict[str, str]:
-    """Else gloo takes the interface that the host's own name leads to, which may be the loopback."""
+    """Otherwise gloo takes the interface of the host's own name, which may be the loopback."""
     return {"GLOO_SOCKET_IFNAME": interface} if interface else {}
 
 

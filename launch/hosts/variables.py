@@ -1,7 +1,7 @@
 """Which environment variables go to the other hosts: DeepSpeed's rule, and its file `.deepspeed_env`.
 
-Variables of `shardvit run` that begin with one of `PREFIXES`, then those in `.deepspeed_env` of the home folder and of
-the working folder; later ones win (DS_ENV_FILE renames that file). A host has everything else from its own login.
+Those of `shardvit run` with one of `PREFIXES`, then those in `.deepspeed_env` of the home and the working folder
+(DS_ENV_FILE renames it); later ones win. A host has everything else from its own login.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 @dataclass(frozen=True)
 class Variables:
-    """What travels."""
+    """What travels to the other hosts."""
 
     inherited: dict[str, str]  # from the environment
     from_files: dict[str, str]
@@ -31,18 +31,17 @@ class Variables:
 
     @property
     def all(self) -> dict[str, str]:
-        """Both; the files win."""
         return {**self.inherited, **self.from_files}
 
     def describe(self) -> str:
-        """The names; values may be secret."""
+        """Names only: values may be secret."""
         inherited = ", ".join(sorted(name for name in self.inherited if name not in self.from_files)) or "none"
         files = f"; from {' and '.join(self.files)}: {', '.join(sorted(self.from_files))}" if self.files else ""
         return f"variables that go to the hosts: {inherited}{files}"
 
 
 def travelling(environ: Mapping[str, str], *, folders: tuple[Path, ...]) -> Variables:
-    """The variables for the other hosts, from this process and from `.deepspeed_env` in `folders`, later ones win.
+    """The variables for the other hosts, from this process, then from `.deepspeed_env` in `folders`; later ones win.
 
     Raises:
         UserError: a line of such a file cannot be read.
@@ -66,11 +65,7 @@ def travelling(environ: Mapping[str, str], *, folders: tuple[Path, ...]) -> Vari
 
 
 def parse_environment(text: str, *, source: str) -> dict[str, str]:
-    """NAME=VALUE lines, read as DeepSpeed does; but empty lines and comments are skipped.
-
-    Raises:
-        UserError: a line that is neither.
-    """
+    """NAME=VALUE lines, read as DeepSpeed does, but skipping empty lines and comments; UserError: any other line."""
     found = {}
     for number, line in enumerate(text.splitlines(), start=1):
         if not line.strip() or line.lstrip().startswith("#"):

@@ -1,4 +1,1 @@
-"""`shardvit run`: the stages one after another, on this machine, on hosts or in a SLURM job.
-
-Imported by `commands`, `slurm` and `train`. Imports `planning`, `hosts` and `local`.
-"""
+"""`shardvit run`: the stages one after another, on this machine, on hosts or in a SLURM job."""

@@ -1,9 +1,8 @@
-"""What becomes of the disk under a run: full or not writable, or its run folder deleted or renamed; one sentence each.
+"""A run's disk that is full, read-only, or lost its run folder (deleted or renamed): one sentence each.
 
-The system's error for a full disk often has no path: a write fails long after its file was opened. Then the full one
-among the places that a stage writes to is named. A renamed folder takes the open files with it, and another may have
-its name by now: so the folder itself is held open and compared. Nothing is created in its place
-(`data_shards.durable.make_folders`). Costs one stat.
+The error for a full disk often has no path, as a write fails long after the file was opened: then the full one among
+the stage's places is named. A renamed folder takes its open files along, and another may have its name by now: so the
+folder itself is held open and compared, for one stat. It is never created again (`data_shards.durable.make_folders`).
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _ADVICE = {
     errno.EACCES: "permission denied: change its owner or mode, or choose another folder with --runs",
     errno.EPERM: "the system does not permit it: change its owner or mode, or choose another folder with --runs",
 }
-_SHARED_MEMORY = Path("/dev/shm")  # through which data workers pass on what they read
+_SHARED_MEMORY = Path("/dev/shm")  # where data workers pass on what they read
 _SHM_ADVICE = "it is full: give it more room (docker run --shm-size), or read with threads (data.worker_kind=thread)"
 _FULL_BYTES = 2**20
 
@@ -45,7 +44,7 @@ def disk_problem(error: BaseException, *, folder: Path) -> str | None:
 
 
 def _full_place(places: Sequence[Path]) -> Path:
-    """The first one whose disk is full; if none is any more, the first one."""
+    """The first whose disk is full; if none is any more, the first."""
     for place in places:
         try:
             room = os.statvfs(place)
@@ -57,7 +56,7 @@ def _full_place(places: Sequence[Path]) -> Path:
 
 
 def gone(folder: Path) -> str:
-    """The sentence for it."""
+    """The sentence for a lost run folder."""
     return (
         f"the run folder {folder} is gone: it was deleted or renamed during the run, and nothing was written in its "
         "place; restore it under this name, and the same command goes on"
@@ -65,7 +64,7 @@ def gone(folder: Path) -> str:
 
 
 class Presence:
-    """A run folder that is held open. UserError: it is not there."""
+    """A run folder that is held open; raises UserError if it does not exist."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -75,7 +74,7 @@ class Presence:
             raise UserError(gone(folder)) from None
 
     def is_gone(self) -> bool:
-        """Whether the folder has certainly lost its name: a file server that is away is no proof."""
+        """Whether the folder has certainly lost its name; an unreachable file server is no proof."""
         try:
             return not os.path.samestat(os.stat(self.folder), os.fstat(self._descriptor))
         except OSError as error:
@@ -88,7 +87,7 @@ class Presence:
 
     @contextmanager
     def demanded(self) -> Iterator[None]:
-        """An error within becomes a UserError if the folder is gone, for that is then its cause."""
+        """Turns an error within into a UserError if the folder is gone, for that is then its cause."""
         try:
             yield
         except Exception as error:
@@ -97,5 +96,4 @@ class Presence:
             raise
 
     def close(self) -> None:
-        """Close the folder."""
         os.close(self._descriptor)

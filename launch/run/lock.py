@@ -1,19 +1,19 @@
 """One run folder, one run: exclusive between processes and machines, and free again when its owner dies.
 
-The kernel's lock (flock) comes first: it excludes the processes of one machine, and of all machines where the file
-system passes it on (NFS by default, Lustre with `-o flock`). Some file systems have none, or one per machine. So the
-owner also writes a claim, with a heartbeat. A claim that its process never released is
-- of this machine: alive or dead at once (by flock, or without it by PID and start time);
-- of another machine: watched. If the heartbeat goes on, it is in use; if it stops for the watch, the owner is dead.
+The kernel's lock (flock) comes first: it excludes the processes of one machine, and of all machines if the file system
+passes it on (NFS by default, Lustre with `-o flock`). Some have none, or one per machine, so the owner also writes a
+claim with a heartbeat. A claim that its process never released is
+- of this machine: alive or dead at once (by flock, or else by PID and start time);
+- of another machine: watched; if the heartbeat stops for the watch, the owner is dead.
 A kill at any moment leaves nothing locked; after one on another machine the next start takes half a minute longer.
 
-Claims lie beside the lock file PATH: PATH.1, PATH.2, ... The highest one names the owner, or says that it is free.
-Whoever takes over creates the next one, which only one process can (O_EXCL, also on NFS), and removes those below; the
-highest is never removed, so numbers only grow and two newcomers can never both be the highest. (filelock's
-SoftFileLease is alike, but takes over by renameat2's exchange, which NFS refuses: a dead owner would lock for ever.)
+Claims lie beside the lock file PATH: PATH.1, PATH.2, ... The highest names the owner, or says that the lock is free.
+A taker creates the next one, which only one process can (O_EXCL, also on NFS), and removes those below; the highest is
+never removed, so two newcomers can never both be the highest. (filelock's SoftFileLease takes over by renameat2's
+exchange, which NFS refuses: a dead owner would lock for ever.)
 
-Costs a small write and fsync every few seconds from a thread. An owner whose machine was suspended for longer than the
-watch may lose the lock: its process then ends within seconds, without another save.
+Costs a small write and fsync every few seconds in a thread. An owner suspended for longer than the watch may lose the
+lock: its process then ends within seconds, without another save.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Owner:
 
 
 class Claim(NamedTuple):
-    """The highest claim as it was read."""
+    """The highest claim."""
 
     number: int  # 0: there is none yet
     text: str  # compared to see whether the heartbeat goes on
@@ -85,7 +85,7 @@ def locked(
     """Hold the lock file `path`; yields its folder's presence. When that is gone, this process ends within seconds.
 
     Args:
-        path: the file; made when missing, never removed (removing it would let two owners in).
+        path: made when missing, never removed (removing it would let two owners in).
         what: what is locked, for the message.
         wait_seconds: how long to wait for the present owner.
         say: told when the owner on another machine is watched, and taken over from.
@@ -134,11 +134,7 @@ def _flock(descriptor: int) -> bool | None:
 
 
 def _acquire(path: Path, *, has_flock: bool | None, what: str, say: Callable[[str], None]) -> OwnClaim:
-    """Make the highest claim, once the present one has no living owner.
-
-    Raises:
-        _InUse: it has.
-    """
+    """Make the highest claim, once the present one has no living owner; raises _InUse if it has."""
     while True:
         found = highest_claim(path)
         if has_flock is False:
@@ -217,7 +213,7 @@ def this_process() -> Owner:
 
 
 def highest_claim(path: Path) -> Claim:
-    """The lock's highest claim, read from the file server rather than from a cache."""
+    """The highest claim, read from the file server rather than from a cache."""
     while True:
         number = max(_numbers(path), default=0)
         if number == 0:
@@ -238,7 +234,7 @@ def highest_claim(path: Path) -> Claim:
 
 
 class OwnClaim:
-    """A claim of this process; `holds` tells whether it is the highest. FileExistsError: another process was faster."""
+    """A claim of this process; `holds`: it is the highest. Raises FileExistsError if another process was faster."""
 
     def __init__(self, path: Path, *, number: int, owner: Owner) -> None:
         self._path, self._number, self._owner = path, number, owner
@@ -252,20 +248,16 @@ class OwnClaim:
             raise
 
     def beat(self) -> None:
-        """Count on."""
         self._write(json.dumps({**asdict(self._owner), "beat": f"{self._beats:012d}"}))  # always of one length
         self._beats += 1
 
     def holds(self) -> bool:
-        """Whether this is still the highest claim."""
         return max(_numbers(self._path), default=0) == self._number
 
     def is_deleted(self) -> bool:
-        """Whether this claim and all others are gone."""
         return not _numbers(self._path)
 
     def remove_lower(self) -> None:
-        """Remove the claims of earlier owners."""
         for number in _numbers(self._path):
             if number < self._number:
                 _claim_path(self._path, number).unlink(missing_ok=True)

@@ -1,7 +1,4 @@
-"""A whole pipeline: check everything first, then start the stages one after the other, each in processes of its own.
-
-No torch in this process. A failed stage is restarted if the user allows it (`restarts`).
-"""
+"""A whole pipeline: check everything, then start the stages one after another in processes of their own. No torch."""
 
 from __future__ import annotations
 
@@ -39,7 +36,7 @@ _GONE_SECONDS = 20.0  # for the ranks, which notice by themselves, to say it and
 
 @dataclass(frozen=True)
 class PipelineRun:
-    """A recipe and its run folder, checked to fit together; `commands`: whether a `pipe:` in it is run."""
+    """A recipe and its run folder, checked to fit; `commands`: whether a `pipe:` in it is run."""
 
     recipe: Recipe
     folder: RunFolder
@@ -61,8 +58,8 @@ class PipelineRun:
     ) -> PipelineRun:
         """Check everything; changes nothing on disk.
 
-        `restart`: this stage and those after it begin again. `fleet`: the hosts; default: this machine. `shards`: "if
-        there" is for a dry run: missing ones are not checked, and no `pipe:` command is started.
+        `restart`: this stage and those after it begin again. `fleet`: default: this machine. `shards`: "if there", for
+        a dry run: missing ones are not checked, and no `pipe:` is started.
 
         Raises:
             UserError: anything that would keep a stage from running.
@@ -264,7 +261,6 @@ class PipelineRun:
         return look(config.train, held_out=config.eval).unopened
 
     def _state(self, stage: StageName) -> str:
-        """How far a stage is, in a few words."""
         record = self.folder.peek(stage)
         if self._begins_again(stage) and record.state != "new":
             return "begins again"

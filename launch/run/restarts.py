@@ -1,7 +1,7 @@
-"""How often a failed stage is restarted: as long as it makes progress, that is, saves a later step than before.
+"""How often a failed stage is restarted: as long as it makes progress, saving a later step than before. Pure.
 
-One restart without progress may have hit the same transient trouble (memory that a dead process still held, a file
-server that was away); two in a row mean that the stage fails at the same place. Pure.
+One restart without progress may be a transient fault (memory of a dead process, an unreachable file server); two in a
+row mean that the stage fails at the same place.
 """
 
 from __future__ import annotations

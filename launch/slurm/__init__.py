@@ -1,4 +1,1 @@
-"""From a recipe to jobs on a SLURM cluster: options, batch scripts, the queue, and whether a job is requeued.
-
-Imported by `cli` and by the batch scripts (`after`). Imports `run`. Only `commands` starts SLURM's programs.
-"""
+"""From a recipe to SLURM jobs: options, scripts, the queue, requeueing. Only `commands` starts SLURM's programs."""

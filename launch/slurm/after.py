@@ -1,13 +1,13 @@
-"""What the batch script asks when srun is gone: is the stage done, is the job requeued, or is it given up?
+"""What the batch script asks when srun has ended: is the stage done, is the job requeued, or is it given up?
 
     python -m launch.slurm.after RUN --stage S --job ID --code N --signal none --queue RUNNING/None --max-restarts 20
 
 The exit code answers, with a sentence in the job's log: 0 done, 75 requeue this job, 2 a user must change something,
 1 given up or left to SLURM. Dependent jobs run after 0 alone. No torch; costs a second.
 
-A stop (time limit, signal) and a crash both lead to another attempt, a crash at most `--max-restarts` times, and
-neither after two attempts in a row without progress. Jobs that SLURM takes away by itself (preemption, node failure,
-`scontrol requeue`) are requeued by SLURM and do not count; cancelled jobs stay cancelled.
+A stop (time limit, signal) and a crash both lead to another attempt, a crash at most `--max-restarts` times, neither
+after two attempts in a row without progress. What SLURM takes away (preemption, node failure, `scontrol requeue`) it
+requeues itself, and that does not count; cancelled jobs stay cancelled.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Ending:
 
     @property
     def ended_by_slurm(self) -> bool:
-        """Whether the job is being taken away, and not for its time limit alone."""
+        """Whether SLURM takes the job away, other than for its time limit alone."""
         state, _, why = self.queue.partition("/")
         return state not in ("RUNNING", "") and why != _TIME_LIMIT
 
@@ -53,7 +53,7 @@ class Ending:
             return "taken away"
         if self.signal == "USR1" or _TIME_LIMIT in self.queue:
             return "stopped"
-        # Preempted with a grace period: the processes got the signal, and SLURM requeues when the period is over.
+        # Preempted with a grace period: the processes got the signal, and SLURM requeues when it is over.
         return "taken away" if self.code == EXIT_STOPPED or self.signal == "TERM" else "failed"
 
 
@@ -85,7 +85,7 @@ def decide(
 
 
 def _refusal(ending: Ending, *, record: StageRecord, earlier: Sequence[End], max_restarts: int) -> str | None:
-    """Why there is no other attempt."""
+    """Why there is no other attempt; None: there is one."""
     if ending.kind == "taken away":
         return None
     ends = [*((end.kind, end.last_saved_step) for end in earlier), (ending.kind, record.last_saved_step)]
@@ -104,11 +104,7 @@ def _replay(steps: Sequence[int], *, allowed: int) -> str | None:
 
 
 def judge(run: Path, *, stage: StageName, ending: Ending, max_restarts: int) -> Verdict:
-    """Decide from what the run folder holds, and record the end there.
-
-    Raises:
-        UserError: a record is damaged.
-    """
+    """Decide from what the run folder holds, and record the end there; raises UserError if a record is damaged."""
     slurm, record = run / "slurm", RunFolder(runs_root=run.parent, name=run.name).record(stage)
     earlier, cancelled = read_ends(slurm, stage), ending.job in read_cancelled(slurm)
     verdict = decide(ending, record=record, earlier=earlier, max_restarts=max_restarts, cancelled=cancelled)

@@ -1,8 +1,7 @@
 """`shardvit cancel`: end all jobs of a run, after the running ones have saved.
 
-The jobs are recorded as cancelled first, so that none requeues itself; pending ones are removed; running ones get the
-signal to save and end by themselves. Those that do not end in time, or all with "now", are cancelled by SLURM, which
-kills half a minute later.
+Jobs are recorded as cancelled first, so that none requeues itself; pending ones are removed, running ones get the
+signal to save. Those that are late, or all with "now", are cancelled by SLURM, which kills half a minute later.
 """
 
 from __future__ import annotations

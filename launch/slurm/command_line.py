@@ -1,4 +1,4 @@
-"""The commands `shardvit submit`, `status` and `cancel`; their imports are inside, so that --help is fast."""
+"""The commands `shardvit submit`, `status` and `cancel`; imports are inside, so that --help is fast."""
 
 from __future__ import annotations
 

@@ -12,8 +12,7 @@ from data_shards.errors import UserError
 
 _TIMEOUT_SECONDS = 60.0
 _FORMAT = "%A|%T|%r|%L|%N"
-# A job in any other state is still in the queue, or will be again.
-FINISHED = frozenset(
+FINISHED = frozenset(  # a job in any other state is still in the queue, or will be again
     ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "REVOKED", "TIMEOUT")
 )
 _LEFT = re.compile(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)")
@@ -30,12 +29,11 @@ class Queued:
 
     @property
     def is_finished(self) -> bool:
-        """Whether it has left the queue for good."""
         return self.state in FINISHED
 
 
 class Slurm:
-    """The cluster that this machine belongs to. All but `history` raise UserError where SLURM refuses or is silent."""
+    """The cluster of this machine. All but `history` raise UserError if SLURM refuses or is silent."""
 
     def submit(self, script: Path, *, after: str | None) -> str:
         """Submit a script; returns the job's number. If the job `after` fails, SLURM removes this one."""
@@ -57,7 +55,7 @@ class Slurm:
         return parse_queue(text)
 
     def alive(self, jobs: Iterable[str]) -> dict[str, str]:
-        """The states of those that are in the queue or run."""
+        """The states of those that are queued or running."""
         return {job: queued.state for job, queued in self.queue(jobs).items() if not queued.is_finished}
 
     def cancel(self, jobs: Sequence[str]) -> None:
@@ -97,13 +95,13 @@ class Slurm:
 
 
 def submit_command(script: Path, *, after: str | None) -> list[str]:
-    """The command that submits a script."""
+    """The sbatch command for a script, to run after job `after`."""
     dependency = [f"--dependency=afterok:{after}", "--kill-on-invalid-dep=yes"] if after else []
     return ["sbatch", "--parsable", *dependency, str(script)]
 
 
 def parse_queue(text: str) -> dict[str, Queued]:
-    """squeue's lines in `_FORMAT`, by job number. Of an array the last line counts."""
+    """squeue's lines in `_FORMAT`, by job number. The last line of an array counts."""
     found: dict[str, Queued] = {}
     for line in text.splitlines():
         number, state, why, left, nodes = line.split("|")
@@ -113,7 +111,7 @@ def parse_queue(text: str) -> dict[str, Queued]:
 
 
 def parse_left(text: str) -> int | None:
-    """Seconds of "1-02:03:04", "2:03:04" or "3:04"; None of "UNLIMITED", "INVALID" and the like."""
+    """Seconds of "1-02:03:04", "2:03:04" or "3:04"; None for "UNLIMITED", "INVALID" and the like."""
     match = _LEFT.fullmatch(text.strip())
     if match is None:
         return None

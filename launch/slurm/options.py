@@ -1,7 +1,7 @@
-"""The table of `shardvit submit`'s options. A new one is one field of `JobOptions`, and nothing else.
+"""The table of `shardvit submit`'s options. To add one, add a field to `JobOptions`, and nothing else.
 
-The field gives name, type and default, beside them stand its --help and its `Sbatch` entry. The command line, the
-checks, the [sbatch] keys of a site file and the #SBATCH lines are made from it. Imports nothing heavy: --help reads it.
+The command line, the checks, the [sbatch] keys of a site file and the #SBATCH lines are made from it. Imports nothing
+heavy: --help reads it.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _FROM_SITE = Parameter(help="As sbatch's; default: the site file's.")
 
 
 def limit_seconds(text: str) -> int:
-    """A time limit as SLURM writes it: "90" and "90:00" are minutes, "24:00:00", "2-12", "2-12:30", "2-12:30:00".
+    """Seconds of SLURM's time limit: "90" and "90:00" are minutes, "24:00:00", "2-12", "2-12:30", "2-12:30:00".
 
     Raises:
-        UserError: it is not a time, or zero.
+        UserError: not a time, or zero.
     """
     found = _TIME.fullmatch(text.strip())
     if found is None:
@@ -52,25 +52,15 @@ def format_limit(seconds: int) -> str:
 
 @dataclass(frozen=True)
 class Sbatch:
-    """What one option means to SLURM.
+    """What one option means to SLURM."""
 
-    Attributes:
-        flag: of sbatch; empty: sbatch is not told. None and 0 are not passed on.
-        least: the smallest number allowed.
-        swap_head: the most that stage swap_head asks for; it is one process, and takes seconds.
-        in_site: a site file's [sbatch] may set the default.
-        srun: srun needs it as well.
-        read: the option's text -> a number.
-        show: the number -> sbatch's text.
-    """
-
-    flag: str = ""
-    least: int | None = None
-    swap_head: int | None = None
-    in_site: bool = False
-    srun: bool = False
-    read: Callable[[Any], Any] | None = None
-    show: Callable[[Any], str] = str
+    flag: str = ""  # of sbatch; empty: sbatch is not told. None and 0 are not passed on
+    least: int | None = None  # the smallest number allowed
+    swap_head: int | None = None  # the most that stage swap_head asks for; it is one process, and takes seconds
+    in_site: bool = False  # a site file's [sbatch] may set the default
+    srun: bool = False  # srun needs it as well
+    read: Callable[[Any], Any] | None = None  # the option's text -> a number
+    show: Callable[[Any], str] = str  # the number -> sbatch's text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,11 +105,7 @@ class JobOptions:
     ] = 20
 
     def check(self) -> None:
-        """Check each option by itself.
-
-        Raises:
-            UserError: a number is too small, or a text is empty or has several lines.
-        """
+        """Raises UserError if a number is too small, or a text is empty or has several lines."""
         for name, entry in table().items():
             value: Any = getattr(self, name)
             option = "--" + name.replace("_", "-")

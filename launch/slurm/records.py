@@ -50,12 +50,12 @@ _Value = TypeVar("_Value")
 
 
 def read_submission(slurm: Path) -> Submission | None:
-    """The last one; None: the run was never submitted."""
+    """The last submission; None: the run was never submitted."""
     return _read(slurm / "jobs.json", TypeAdapter(Submission | None), missing=None)
 
 
 def write_submission(slurm: Path, submission: Submission) -> None:
-    """Replace it."""
+    """Replace jobs.json."""
     _write(slurm / "jobs.json", submission)
 
 
@@ -65,22 +65,22 @@ def read_ends(slurm: Path, stage: StageName) -> list[End]:
 
 
 def write_ends(slurm: Path, stage: StageName, ends: Sequence[End]) -> None:
-    """Replace them."""
+    """Replace a stage's ends."""
     _write(slurm / f"{stage}.ends.json", ends)
 
 
 def read_cancelled(slurm: Path) -> set[str]:
-    """Jobs that are not to be requeued."""
+    """Jobs that must not be requeued."""
     return _read(slurm / "cancelled.json", TypeAdapter(set[str]), missing=set())
 
 
 def write_cancelled(slurm: Path, jobs: set[str]) -> None:
-    """Replace them."""
+    """Replace cancelled.json."""
     _write(slurm / "cancelled.json", sorted(jobs))
 
 
 def _read(path: Path, kind: TypeAdapter[_Value], *, missing: Any) -> _Value:
-    """UserError: the file is damaged."""
+    """Raises UserError if the file is damaged."""
     try:
         return kind.validate_json(path.read_bytes())
     except FileNotFoundError:

@@ -34,11 +34,9 @@ class Paths:
 
     @property
     def recipe(self) -> Path:
-        """The resolved recipe."""
         return self.slurm / RECIPE_FILE
 
     def script(self, stage: StageName) -> Path:
-        """A stage's script."""
         return self.slurm / f"{stage}.sbatch"
 
     def log(self, stage: StageName) -> Path:
@@ -47,7 +45,7 @@ class Paths:
 
 
 def stage_script(stage: StageName, *, job: SlurmJob, paths: Paths) -> str:
-    """The script's text."""
+    """The text of a stage's batch script."""
     from jinja2 import Environment, StrictUndefined
 
     environment = Environment(
@@ -80,7 +78,7 @@ def stage_script(stage: StageName, *, job: SlurmJob, paths: Paths) -> str:
             [*inside, python, "-u", "-m", "launch.train", str(paths.recipe), "--stage", stage],
             ["--runs", str(paths.run.parent)],
         ),
-        # Where shardvit is in the container alone, one more task asks the question there.
+        # If shardvit is only in the container, one more task asks there.
         after=_command(*([_srun(stage, job, paths=paths, how="ask")] if job.site.container else []), after, rest),
         patience_seconds=max(1, job.options.signal_seconds - _REQUEUE_SECONDS),
         exit_requeue=EXIT_STOPPED,
@@ -105,7 +103,7 @@ def _options(stage: StageName, *, job: SlurmJob, paths: Paths) -> list[str]:
 
 
 def _srun(stage: StageName, job: SlurmJob, *, paths: Paths, how: Literal["train", "ask"]) -> list[str]:
-    """srun for the processes of a stage, or for the one that asks what is to become of the job."""
+    """srun for a stage's processes, or for the one that asks what becomes of the job."""
     nodes, tasks = (1, 1) if how == "ask" or stage == "swap_head" else (job.options.nodes, job.processes)
     passed_on = [f"--{entry.flag}={text}" for entry, text in job.options.flags(stage=stage) if entry.srun]
     command = ["srun", f"--nodes={nodes}", f"--ntasks={tasks}", "--distribution=block", *passed_on]
@@ -128,7 +126,7 @@ def _inside(job: SlurmJob, *, paths: Paths) -> list[str]:
 
 
 def _mounts(container: ContainerSite, paths: Paths) -> list[str]:
-    """The site's, and the two folders whose paths stand in the script, under the same paths inside."""
+    """The site's mounts, and the two folders named in the script, under the same paths inside."""
     return [*(f"{folder}:{folder}" for folder in dict.fromkeys((paths.work, paths.run.parent))), *container.mounts]
 
 

@@ -75,7 +75,7 @@ SbatchSite = create_model(
 
 
 class ContainerSite(Strict):
-    """The container in which the processes run; shardvit is installed in it."""
+    """The container in which the processes run; it has shardvit installed."""
 
     image: Line
     mounts: tuple[Line, ...] = ()
@@ -95,7 +95,7 @@ class Site(Strict):
 
 
 def read_site(path: Path | None) -> Site:
-    """The site file; None: the defaults. UserError: it cannot be read, or has an unknown key or a wrong value."""
+    """The site file; None: the defaults. Raises UserError if it is unreadable or has an unknown key or wrong value."""
     if path is None:
         return Site()
     try:
@@ -120,7 +120,6 @@ class SlurmJob:
 
     @property
     def tasks_per_node(self) -> int:
-        """Processes of a node."""
         return self.options.tasks_per_node or self.options.gpus_per_node
 
     @property
@@ -135,11 +134,7 @@ class SlurmJob:
 
 
 def job_of(options: JobOptions, *, site: Site) -> SlurmJob:
-    """Check the options, and complete them.
-
-    Raises:
-        UserError: they contradict each other.
-    """
+    """Check and complete the options; raises UserError if they contradict each other."""
     options.check()
     if options.gpus_per_node and options.tasks_per_node not in (None, options.gpus_per_node):
         raise UserError(

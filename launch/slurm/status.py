@@ -1,7 +1,7 @@
 """`shardvit status`: how far each stage of a run is, and the state of its SLURM job.
 
-Everything but the queue is read from the run folder, so it works for local runs and on machines without SLURM too.
-Costs one pass over each stage's metrics.jsonl, and one squeue.
+All but the queue is read from the run folder, so it works for local runs and without SLURM. Costs one pass over each
+stage's metrics.jsonl, and one squeue.
 """
 
 from __future__ import annotations
@@ -62,11 +62,7 @@ class RunStatus:
 
 
 def run_status(run: Path, *, slurm: Slurm) -> RunStatus:
-    """Look.
-
-    Raises:
-        UserError: there is no such run.
-    """
+    """Read the run folder and ask the queue; raises UserError if there is no such run."""
     folder = RunFolder(runs_root=run.parent, name=run.name)
     recipe = _recipe_of(run)
     submission, notes = read_submission(run / "slurm"), []
@@ -125,7 +121,7 @@ def as_text(status: RunStatus) -> str:
 
 
 def as_tree(status: RunStatus) -> dict[str, Any]:
-    """The same for programs."""
+    """The status as JSON-ready values."""
     return {**asdict(status), "run": str(status.run)}
 
 

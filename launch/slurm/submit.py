@@ -1,8 +1,8 @@
 """`shardvit submit`: check everything, then chain one job for each stage that is not done.
 
 Nothing is submitted before all stages have passed the checks of `shardvit run --dry-run` for the jobs' number of
-processes; if SLURM refuses one job, those before it are cancelled. The jobs read a copy of the resolved recipe: editing
-the file later does not change them.
+processes; if SLURM refuses a job, those before it are cancelled. Jobs read a copy of the resolved recipe, so later
+edits do not change them.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def plan_submission(recipe: Recipe, *, runs_root: Path, job: SlurmJob, commands:
 
 
 def render(plan: SubmissionPlan) -> str:
-    """Exactly what would be submitted: the commands and their scripts."""
+    """The commands and scripts exactly as they would be submitted."""
     parts, before = [], None
     for stage, text in plan.scripts.items():
         command = submit_command(plan.paths.script(stage), after=before and f"JOB_OF_{before}")
@@ -81,7 +81,7 @@ def submit_plan(plan: SubmissionPlan, *, slurm: Slurm) -> Submission:
     """Write the scripts and submit them, chained.
 
     Raises:
-        UserError: jobs of this run are still in the queue, or SLURM refuses one (none is left then).
+        UserError: jobs of this run are still queued, or SLURM refuses one (then none is left).
     """
     records = plan.paths.slurm
     previous = read_submission(records)
@@ -118,11 +118,7 @@ def submit_plan(plan: SubmissionPlan, *, slurm: Slurm) -> Submission:
 
 
 def total_steps(recipe: Recipe, *, processes: int, commands: Commands = "refuse") -> dict[StageName, int]:
-    """How many steps each training stage has; reads the manifests.
-
-    Raises:
-        UserError: the shards are not there, or sizes do not fit.
-    """
+    """Steps of each training stage, from the manifests; raises UserError if shards are missing or sizes do not fit."""
     steps: dict[StageName, int] = {}
     for stage in recipe.stages.names:
         if isinstance(getattr(recipe.stages, stage), TrainStage):
@@ -132,6 +128,6 @@ def total_steps(recipe: Recipe, *, processes: int, commands: Commands = "refuse"
 
 
 def _package_folder() -> Path | None:
-    """Where `launch` was imported from, if it is not installed beside the interpreter's other packages."""
+    """Where `launch` was imported from, unless it is installed with the interpreter's packages."""
     folder = Path(launch.__file__ or "").resolve().parents[1]
     return None if folder.is_relative_to(Path(sys.prefix).resolve()) else folder

@@ -1,8 +1,7 @@
-"""What one layer costs an image: parameters, arithmetic, and the bytes that it keeps for the backward pass.
+"""What one layer costs an image: parameters, arithmetic, and bytes kept for the backward pass. No torch.
 
-Plain integers, no torch. FLOPs are counted as torch's FlopCounterMode does: two for each multiplication of a matrix
-product or convolution, none for anything else. For the backward pass a layer keeps its input, in bf16; the caller
-counts once what two layers keep in common.
+FLOPs are counted as torch's FlopCounterMode does: two for each multiplication of a matrix product or convolution, none
+for anything else. A layer keeps its input, in bf16; what two layers share is counted once, by the caller.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ class Cost:
         return Cost(*(left + right for left, right in zip(astuple(self), astuple(other), strict=True)))
 
     def times(self, number: int) -> Cost:
-        """`number` layers of this kind, each with its own parameters."""
         return Cost(*(value * number for value in astuple(self)))
 
 
@@ -57,10 +55,8 @@ def layer_norm(rows: int, width: int) -> Cost:
 
 
 def fused_attention(queries: int, keys: int, *, width: int, heads: int) -> Cost:
-    """Softmax attention that keeps q, k, v and a log-sum for each query, and never the [queries, keys] weights.
-
-    Its output, [queries, width], is kept by the Linear that follows.
-    """
+    """Softmax attention that keeps q, k, v and a log-sum per query, never the [queries, keys] weights; its output is
+    kept by the Linear that follows."""
     saved = VALUE_BYTES * (queries + 2 * keys) * width + STATISTIC_BYTES * heads * queries
     return Cost(flops=2 * 2 * queries * keys * width, saved_bytes=saved)
 
@@ -68,8 +64,8 @@ def fused_attention(queries: int, keys: int, *, width: int, heads: int) -> Cost:
 def convolution(
     size: int, channels_in: int, channels_out: int, *, kernel: int, stride: int = 1, bias: bool = False, copied: int = 0
 ) -> Cost:
-    """A convolution of [channels_in, size, size] with square kernels, whose output has size / stride a side; `copied`
-    zeros along each axis are added by making a copy, which is then what is kept."""
+    """A convolution of [channels_in, size, size] with square kernels, to size / stride a side. `copied` zeros along
+    each axis are added by a copy, which is then what is kept."""
     weights = kernel * kernel * channels_in * channels_out
     return Cost(
         parameters=weights + (channels_out if bias else 0),
@@ -88,8 +84,8 @@ class Chain:
     live_bytes: int = 0
 
     def then(self, block: Cost, *, input_elements: int, own_output_elements: int = 0, times: int = 1) -> Chain:
-        """The chain with `times` blocks more. `own_output_elements` are those of an output that the block itself keeps:
-        the next one's input and counted there; recomputed, it is a second copy."""
+        """The chain with `times` blocks more. `own_output_elements`: of an output that the block itself keeps, counted
+        as the next one's input; recomputed, it is a second copy."""
         input_bytes = VALUE_BYTES * input_elements
         return Chain(
             self.cost + block.times(times),

@@ -1,13 +1,12 @@
-"""What a model costs an image: parameters, arithmetic and activation memory, by formula.
+"""What a model costs an image: parameters, arithmetic and activation memory, by formula and without torch.
 
-Plain integers, no torch, so that a recipe can be judged before anything is built. Parameters and FLOPs equal those of
-the modules and torch's FlopCounterMode to every digit (tests/oracles/test_flop_counter.py). A training step multiplies
-each weight three times: forward, for the weight's gradient and for the input's, which the first convolution does not
-need; recomputation (activation checkpointing, fused attention's backward pass) is not counted.
+Parameters and FLOPs equal those of the modules and torch's FlopCounterMode to every digit
+(tests/oracles/test_flop_counter.py). A training step multiplies each weight three times: forward, for the weight's
+gradient and for the input's (not in the first convolution). Recomputation is not counted.
 
-Activation bytes are what autograd keeps of one image until its backward pass, in bf16, with fused attention, without
-dropout: the images, the inputs of all layers, the statistics of norms and attention; for a block of the usual shape
-32 * tokens * width. Not in it: weights, gradients, optimizer state, loss, dropout's masks, kernels' workspace.
+Activation bytes are what autograd keeps of one image, in bf16, with fused attention, without dropout: the images, all
+layers' inputs, statistics of norms and attention; 32 * tokens * width for a usual block. Not included: weights,
+gradients, optimizer state, loss, dropout's masks, kernels' workspace.
 """
 
 from __future__ import annotations
@@ -28,26 +27,17 @@ _PREFIXES = ((10**12, "T"), (10**9, "G"), (10**6, "M"), (10**3, "k"))
 
 @dataclass(frozen=True)
 class Accounting:
-    """What one model costs at one image size.
+    """What one model costs at one image size."""
 
-    Attributes:
-        parameters: learnt numbers, head included.
-        forward_flops, training_flops: of one image; training is forward and backward.
-        tokens: that the blocks see, class token included; 0 in a pure ResNet.
-        activation_bytes: kept of one image until its backward pass.
-        checkpointed_activation_bytes: the same with activation checkpointing of the blocks: their inputs, and all of
-            the one block that is being recomputed.
-    """
-
-    parameters: int
-    forward_flops: int
-    training_flops: int
-    tokens: int
-    activation_bytes: int
-    checkpointed_activation_bytes: int
+    parameters: int  # head included
+    forward_flops: int  # of one image
+    training_flops: int  # forward and backward
+    tokens: int  # seen by the blocks, class token included; 0 in a pure ResNet
+    activation_bytes: int  # kept of one image until its backward pass
+    checkpointed_activation_bytes: int  # with checkpointing: the blocks' inputs, and all of the recomputed one
 
     def describe(self, activations: Literal["all", "checkpointed"] = "all") -> str:
-        """One line for people, four significant digits; `checkpointed`: the activations that are kept then."""
+        """One line for people, four significant digits; `activations`: those that are kept."""
         tokens = f", {self.tokens:,} tokens" if self.tokens else ""
         kept_bytes, which = self.activation_bytes, "activations"
         if activations == "checkpointed":
@@ -62,7 +52,7 @@ class Accounting:
 def account(
     config: ModelConfig, *, image_size: int, num_classes: int, head: HeadKind, patch_dropout: float = 0.0
 ) -> Accounting:
-    """What `model.build.build_model` with these arguments costs an image; `patch_dropout` is as in training.
+    """What `build_model` with these arguments costs an image; `patch_dropout` is as in training.
 
     Raises:
         ValueError: an argument that the model would refuse too.
@@ -141,9 +131,9 @@ def _mlp(rows: int, sizes: VitSizes) -> Cost:
 
 
 def _relative(sizes: VitSizes, *, tokens: int) -> Cost:
-    """What relative positions add to attention: a table of offsets, queries times that, a bias for each pair.
+    """What relative positions add to attention: a table of offsets, queries times it, a bias for each pair.
 
-    Kept are the queries once more, and the bias as torch's memory-efficient kernel wants it, rows of a multiple of 8.
+    Kept are the queries once more, and the bias in rows of a multiple of 8, for torch's memory-efficient kernel.
     """
     offsets = 2 * tokens - 1
     bias = kept(tokens * sizes.width + sizes.heads * tokens * (tokens + -tokens % 8))
@@ -186,7 +176,6 @@ def _pooling(config: ModelConfig, *, tokens: int) -> Cost:
 
 
 def _head(width: int, *, num_classes: int, head: HeadKind) -> Cost:
-    """A head of [width] -> [num_classes]."""
     last = linear(1, width, num_classes)
     match head:
         case "linear":

@@ -1,7 +1,6 @@
-"""What a ResNet costs an image, convolution by convolution: the hybrids' stem and the pure ResNets of `model.resnet`.
+"""What a ResNet costs an image: the hybrids' stem and the pure ResNets of `model.resnet`. No torch.
 
-Plain integers, no torch. Sides are exact multiples of the strides. A kernel's standardised copy is left out: it is
-kept once for a batch, not for each image.
+Sides are exact multiples of the strides. A kernel's standardised copy is left out: it is kept once a batch.
 """
 
 from __future__ import annotations
@@ -21,19 +20,17 @@ Norms = Literal["before", "after"]  # each convolution: the pre-activation units
 
 @dataclass(frozen=True)
 class ResnetCost:
-    """A ResNet without a head: `first`, the convolution that sees the pixels; `ends`, all that is in no unit, `first`
-    included; the units of all stages. Its features are [channels, size, size]."""
+    """A ResNet without a head; its features are [channels, size, size]."""
 
-    first: Cost
-    ends: Cost
+    first: Cost  # the convolution that sees the pixels
+    ends: Cost  # all that is in no unit, `first` included
     units: Chain
     channels: int
     size: int
 
 
 def stem_cost(layers: tuple[int, ...], *, width_factor: int, image_size: int) -> ResnetCost:
-    """A hybrid's stem. Uneven zeros, at every stride of 2, are added to a copy; each ReLU's output is counted where it
-    goes."""
+    """A hybrid's stem. Strides of 2 pad by a copy; each ReLU's output is counted where it goes."""
     width, size = _ROOT_WIDTH * width_factor, image_size // 2
     first = convolution(image_size, 3, width, kernel=7, stride=2, copied=5)
     root = first + _group_norm(size, width) + kept(width * size**2) + _max_pool(size, width, copied=1)

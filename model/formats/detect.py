@@ -1,8 +1,8 @@
 """Whatever file or folder a user names: find out whose it is, and read it.
 
-The names of the tensors decide, not the name of the file; a folder is told by its `config.json`, and a record of ours
-beside a file (FILE.json) is believed in place of guesses. Costs one copy of the weights. Of torch.export files it reads
-the weights; ONNX files are refused. To add a format: a reader that gives a `Foreign`, and a case here.
+Tensor names decide, not the file's; a folder is told by its `config.json`, and a record of ours beside a file
+(FILE.json) is believed. Costs one copy of the weights. ONNX files are refused. To add a format: a reader that gives a
+`Foreign`, and a case here.
 """
 
 from __future__ import annotations
@@ -39,17 +39,13 @@ def import_file(
     num_classes: int | None = None,
     class_names: Sequence[str] | None = None,
 ) -> tuple[SavedModelMeta, dict[str, Tensor]]:
-    """Read any file or folder and adapt it: `read_foreign`, then `adapt` of `model.formats.surgery`.
-
-    Raises:
-        ValueError: as these two.
-    """
+    """Read any file or folder and adapt it: `read_foreign`, then `surgery.adapt`, with their errors."""
     foreign = read_foreign(path, config=config)
     return adapt(foreign, image_size=image_size, num_classes=num_classes, class_names=class_names)
 
 
 def read_foreign(path: Path, *, config: ModelConfig | None = None, said: Said = NOTHING_SAID) -> Foreign:
-    """The model in a file or folder, under our names, as it was found.
+    """The model in a file or folder, under our names.
 
     Args:
         path: a folder of ours, of timm or of transformers; Google's npz; safetensors or a torch file with a state dict
@@ -58,8 +54,7 @@ def read_foreign(path: Path, *, config: ModelConfig | None = None, said: Said = 
         said: what else the user says of it.
 
     Raises:
-        ValueError: nothing of the kind is there, it cannot be read, or it contradicts `config`; says what was looked
-            for.
+        ValueError: nothing of the kind exists, it cannot be read, or it contradicts `config`.
     """
     path = Path(path)
     if config is not None and config.kind == "vit":

@@ -1,8 +1,8 @@
 """A model of ours in somebody else's format, for those who never install shardvit.
 
-Our record goes beside the file (FILE.json), or inside (ONNX, torch.export). Costs one copy of the weights on disk; ONNX
-and torch.export trace the model besides. What a format cannot hold is refused: an export computes the model's logits,
-or the notes say what to change. To add a format: its name in `model/vocabulary.py`, and a case in each `match` here.
+Our record goes beside the file (FILE.json) or inside (ONNX, torch.export). What a format cannot hold is refused: an
+export computes the model's logits, or the notes say what to change. To add a format: its name in `model/vocabulary.py`,
+and a case in each `match` here.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 def export_model(meta: SavedModelMeta, state: Mapping[str, Tensor], *, to: ExportFormat, out: Path) -> list[str]:
-    """Write the model that `meta` describes, with the weights `state`, to `out`.
+    """Write the model that `meta` describes, with the weights `state`, to `out`; returns notes for the user.
 
     Args:
         meta: its record.
@@ -47,12 +47,9 @@ def export_model(meta: SavedModelMeta, state: Mapping[str, Tensor], *, to: Expor
             torch_export: programs for any batch size.
         out: the folder or file; an earlier export of the same kind there is replaced.
 
-    Returns:
-        Sentences for the user: what the format does not carry, and how to load it.
-
     Raises:
-        ValueError: the format cannot hold the model, the weights are not those of `meta`, `out` has another ending
-            than such files, or something else is at `out`; nothing is written then.
+        ValueError: the format cannot hold the model, the weights do not fit `meta`, or `out` has another ending or is
+            something else; nothing is written then.
     """
     out = Path(out)
     if to not in get_args(ExportFormat):
@@ -121,7 +118,7 @@ def export_objection(meta: SavedModelMeta, *, to: ExportFormat) -> str | None:
 
 
 def _may_be_replaced(out: Path, *, to: ExportFormat) -> bool:
-    """Whether an earlier export to the same format is at `out`."""
+    """Whether `out` is an earlier export to the same format."""
     try:
         match to:
             case "npz" | "big_vision":
@@ -159,7 +156,7 @@ def _in_evaluation(meta: SavedModelMeta, state: Mapping[str, Tensor]) -> nn.Modu
 
 
 def _pixels(meta: SavedModelMeta) -> str:
-    """What has to be done with an image first."""
+    """How to normalise an image first, in words."""
     mean, std = (f"({', '.join(f'{value:g}' for value in values)})" for values in (meta.mean, meta.std))
     return (
         f"it takes RGB squares of {meta.image_size} pixels, (x - {mean}) / {std} with x from 0 to 1, prepared by the "

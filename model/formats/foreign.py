@@ -1,7 +1,7 @@
-"""A model as it was found in somebody else's file, already under our names: what every reader returns.
+"""A model found in somebody else's file, already under our names: what every reader returns.
 
-Resolution and classes are still the file's (`surgery` changes them and compares the weights with a model of ours).
-What no shape tells comes from the format (`Semantics`), the file's record, or the user (`Said`, a `ModelConfig`).
+Resolution and classes are the file's (`surgery` changes them). What no shape tells comes from the format (`Semantics`),
+the file's record, or the user (`Said`, a `ModelConfig`).
 """
 
 from __future__ import annotations
@@ -26,19 +26,18 @@ GOOGLE_MEAN = GOOGLE_STD = (0.5, 0.5, 0.5)  # pixels / 127.5 - 1: vision_transfo
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # torchvision's and most of timm's
 
 
-# Classes of the data sets on which Google trains with the sigmoid loss (big_vision, configs/vit_i21k.py, bit_i21k.py
-# and proj/scaling_laws/train_vit_g.py; Scaling Vision Transformers, section 3): ImageNet-21k as TFDS has it, and JFT.
+# On these data sets Google trains with the sigmoid loss (big_vision, configs/vit_i21k.py, bit_i21k.py and
+# proj/scaling_laws/train_vit_g.py; Scaling Vision Transformers, section 3). ImageNet-21k is TFDS's.
 _SIGMOID_CLASSES = {21843: "ImageNet-21k", 18291: "JFT-300M", 29593: "JFT-3B"}
 
 
 @dataclass(frozen=True)
 class Said:
-    """What the user says of a file without a record of ours: that it has so few blocks on purpose, what adds positions
-    where it has no embeddings for them, the loss of its head. None: to be found out."""
+    """What the user says of a file without a record of ours; None: to be found out."""
 
-    depth: int | None = None
-    position: Literal["sincos_2d", "none"] | None = None
-    loss: LossKind | None = None
+    depth: int | None = None  # it has so few blocks on purpose
+    position: Literal["sincos_2d", "none"] | None = None  # if it has no position embeddings
+    loss: LossKind | None = None  # of its head
 
 
 NOTHING_SAID = Said()
@@ -46,40 +45,25 @@ NOTHING_SAID = Said()
 
 @dataclass(frozen=True)
 class Foreign:
-    """A converted model.
+    """A converted model; fields without a comment are as in `SavedModelMeta`."""
 
-    Attributes:
-        format: what the file is, for messages: "Google's npz (vision_transformer)", "torchvision state dict".
-        state: weights under our (timm's) names, float32 on the CPU unless the file's dtype differs.
-        config: the trunk, as far as the file tells; what it does not tell is the format's usual (see `notes`).
-        image_size: side in pixels of the images it was trained on.
-        num_classes: outputs of the head; 0: it `headless`.
-        head: its kind.
-        class_names: name of each output; () where the file has none.
-        mean, std: of its pixels.
-        loss: as in `SavedModelMeta`; None: the file does not tell.
-        eval_protocol, eval_crop_share: as in `SavedModelMeta`.
-        headless: what is said of it where it comes without a head.
-        notes: what was assumed or folded, a sentence each, for the user.
-    """
-
-    format: str
-    state: dict[str, Tensor]
-    config: ModelConfig
+    format: str  # for messages: "Google's npz (vision_transformer)", "torchvision state dict"
+    state: dict[str, Tensor]  # under our (timm's) names, float32 on the CPU unless the file's dtype differs
+    config: ModelConfig  # as far as the file tells, else the format's usual (see `notes`)
     image_size: int
-    num_classes: int
+    num_classes: int  # 0: it `headless`
     head: HeadKind
-    class_names: tuple[str, ...] = ()
+    class_names: tuple[str, ...] = ()  # () if the file has none
     mean: tuple[float, float, float] = GOOGLE_MEAN
     std: tuple[float, float, float] = GOOGLE_STD
-    loss: LossKind | None = None
+    loss: LossKind | None = None  # None: the file does not tell
     eval_protocol: str = "vit"
     eval_crop_share: float | None = None
-    headless: str = "has no head"
-    notes: tuple[str, ...] = field(default=())
+    headless: str = "has no head"  # what is said of it without a head
+    notes: tuple[str, ...] = field(default=())  # what was assumed or folded, a sentence each, for the user
 
     def with_loss(self, said: LossKind | None) -> Foreign:
-        """The same with a loss: the user's word, the file's, or what is usual for so many classes (with a note)."""
+        """The same with a loss: the user's, the file's, or the usual one for so many classes (with a note)."""
         if said is not None or self.loss is not None or self.num_classes == 0:
             return replace(self, loss=said or self.loss)
         data = _SIGMOID_CLASSES.get(self.num_classes)
@@ -90,7 +74,7 @@ class Foreign:
 
 
 def of_record(meta: SavedModelMeta, state: dict[str, Tensor], *, format: str) -> Foreign:
-    """A model that has a record of ours; the trunk alone of one from the masked-patch stage."""
+    """A model that has a record of ours; from the masked-patch stage the trunk alone."""
     names = ("image_size", "num_classes", "class_names", "mean", "std", "loss", "eval_protocol", "eval_crop_share")
     described = Foreign(
         format=format,
@@ -132,14 +116,13 @@ def of_shapes(
     )
 
 
-# CaiT's value for its smaller models (arXiv 2103.17239, table of hyper-parameters) and timm's usual; it matters to a
-# fresh model only.
+# CaiT's for its smaller models (arXiv 2103.17239, table of hyper-parameters) and timm's usual; for a fresh model only.
 _LAYER_SCALE = 1e-5
 
 
 @dataclass(frozen=True)
 class Semantics:
-    """What no shape tells: `heads` and `layer_scale` are None where neither file nor format does either."""
+    """What no shape tells; None if neither file nor format does either."""
 
     gelu: Gelu
     layer_norm_eps: float
@@ -197,16 +180,14 @@ def config_of(
 def settle(
     given: ModelConfig, *, told: Mapping[str, Any], heads: int | None, kind: Literal["vit", "resnet"], origin: str
 ) -> tuple[ModelConfig, tuple[str, ...]]:
-    """The user's configuration, completed by what a file tells.
+    """The user's configuration, completed by what a file tells, and a note for each value of the file that it replaced.
 
     Args:
         given: its sizes stand (`surgery` compares them with the weights), and so does what was set explicitly.
         told: fields of `ModelConfig`, the sizes aside, as the file or its format has them.
-        heads: those of the file, where it tells.
+        heads: those of the file, if it tells.
         kind: of the file's model.
         origin: begins every message.
-
-    Returns the trunk, and a note for each value of the file that the user's replaced.
 
     Raises:
         ValueError: the file holds a model of another kind, or with another number of heads.
@@ -229,7 +210,7 @@ def settle(
 
 
 def _checked(fields: dict[str, Any], *, origin: str) -> ModelConfig:
-    """The configuration; what contradicts itself is said in one sentence."""
+    """The configuration; contradictions become one sentence."""
     try:
         return ModelConfig(**fields)
     except ValidationError as error:

@@ -1,4 +1,4 @@
-"""What the readers and writers for other libraries share: names by tables of prefixes, and what a plain ViT lacks."""
+"""What readers and writers for other libraries share: names by tables of prefixes, and what a plain ViT lacks."""
 
 from __future__ import annotations
 
@@ -15,19 +15,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Names:
-    """A library's names.
+    """A library's names."""
 
-    Attributes:
-        outside: prefix of theirs -> of ours, of what is in no block.
-        block: what they write before a block's parts, with {} for its number.
-        inside: prefix of theirs -> of ours, of a block's parts.
-        other_blocks, other_inside: the same in other releases of the library, which are read too.
-    """
-
-    outside: Mapping[str, str]
-    block: str
-    inside: Mapping[str, str]
-    other_blocks: tuple[str, ...] = ()
+    outside: Mapping[str, str]  # prefix of theirs -> of ours, of what is in no block
+    block: str  # before a block's parts, with {} for its number
+    inside: Mapping[str, str]  # prefix of theirs -> of ours, of a block's parts
+    other_blocks: tuple[str, ...] = ()  # these two: in other releases of the library, which are read too
     other_inside: Mapping[str, str] | None = None
 
     def ours(self, name: str) -> str:
@@ -39,7 +32,6 @@ class Names:
         return _changed(name, self.outside) or name
 
     def theirs(self, name: str) -> str:
-        """Their name of a parameter of ours."""
         if not name.startswith("blocks."):
             return _changed(name, {ours: theirs for theirs, ours in self.outside.items()}) or name
         _, index, part = name.split(".", 2)
@@ -51,7 +43,7 @@ def _changed(name: str, prefixes: Mapping[str, str]) -> str | None:
 
 
 def add_qkv_biases(state: dict[str, Tensor]) -> list[str]:
-    """Give a model without biases of q, k and v zeros in their place; returns what is to be said of it."""
+    """Give a model without biases of q, k and v zeros in their place; returns notes."""
     weights = [name for name in state if name.endswith(".attn.qkv.weight")]
     if not weights or any(name.endswith(".attn.qkv.bias") for name in state):
         return []
@@ -61,7 +53,7 @@ def add_qkv_biases(state: dict[str, Tensor]) -> list[str]:
 
 
 def plain_vit_objection(config: ModelConfig, *, whose: str) -> str | None:
-    """Why a ViT with nothing but class token and learned 1-D positions cannot be this trunk; None: it can."""
+    """Why a ViT with only a class token and learned 1-D positions cannot be this trunk; None: it can."""
     if config.kind == "resnet" or config.sizes.resnet_layers is not None:
         return f"{whose} is neither a hybrid nor a ResNet of Google's kind"
     if config.pool != "cls":

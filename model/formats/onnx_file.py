@@ -1,8 +1,8 @@
 """ONNX: a model as a graph of standard operators, of any batch size, with our record inside.
 
-Needs the extra `onnx` (onnx and onnxscript to write, onnxruntime to run). Writing takes some seconds and two copies of
-the weights in memory. A model beyond 1.5 GB (H/14, not L/16) has its weights in NAME.onnx.data beside it (a protobuf
-message ends at 2 GB). No half precision, no quantisation. Reading executes only ONNX's standard operators, on the CPU.
+Needs the extra `onnx`. Writing takes some seconds and two copies of the weights in memory. Weights beyond 1.5 GB (H/14,
+not L/16) go to NAME.onnx.data (a protobuf message ends at 2 GB). No half precision, no quantisation. Reading executes
+only ONNX's standard operators, on the CPU.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ INPUT, OUTPUT = "images", "logits"
 
 
 def write_onnx(path: Path, model: nn.Module, *, meta: SavedModelMeta) -> None:
-    """Export `model`, which `meta` describes, in evaluation mode.
+    """Export `model`, which `meta` describes, in evaluation mode; an earlier file at `path` is replaced.
 
-    The file takes "images", float32 [batch, 3, S, S], already normalised with the record's mean and std, and gives
-    "logits", float32 [batch, classes]; the record is JSON in the metadata's "shardvit". The operator set is the
-    exporter's default. An earlier file at `path` is replaced.
+    The file takes "images", float32 [batch, 3, S, S], normalised with the record's mean and std, and gives "logits",
+    float32 [batch, classes]; the record is JSON in the metadata's "shardvit". The operator set is the exporter's
+    default.
 
     Raises:
         ValueError: a package is missing.
@@ -99,7 +99,7 @@ def open_onnx(path: Path) -> OnnxModel:
     import torch
 
     options = onnxruntime.SessionOptions()
-    # Left alone, it pins threads to cores that a container may not own, and complains on stderr.
+    # By default it pins threads to cores that a container may not own, and complains on stderr.
     options.intra_op_num_threads = torch.get_num_threads()
     try:
         session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
@@ -113,7 +113,7 @@ def _protect_zeros_before_pools(program: Any) -> None:
     """Replace the zeros that are padded before a max pool (BiT's root) by the smallest positive normal number.
 
     onnxruntime (pad_fusion.cc, release 1.31 too) and onnx's optimizer (issue onnxsim 290) take such zeros for the
-    pool's own padding, which is minus infinity, and logits change in the third digit. They look for zeros alone.
+    pool's own padding, minus infinity, and logits change in the third digit.
     """
     import numpy as np
     from onnxscript import ir

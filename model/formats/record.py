@@ -1,7 +1,6 @@
-"""Our record in other projects' files: beside those that have no place for it (FILE.json), or inside a program.
+"""Our record in other projects' files: beside (FILE.json, as a folder's `config.json`) or inside (ONNX, torch.export).
 
-FILE.json holds what `config.json` holds of a folder, is written with npz, torchvision and transformers exports, and
-believed by their readers in place of guesses. ONNX and torch.export files have the record's JSON inside.
+FILE.json is written with npz, torchvision and transformers exports, and their readers believe it.
 """
 
 from __future__ import annotations
@@ -24,11 +23,7 @@ def write_side_record(file: Path, *, meta: SavedModelMeta) -> None:
 
 
 def read_side_record(file: Path) -> SavedModelMeta | None:
-    """The record beside `file`; None where there is none.
-
-    Raises:
-        ValueError: there is one, but it is broken; the message names it.
-    """
+    """The record beside `file`; None: there is none. Raises a ValueError that names it if it is broken."""
     path = side_path(file)
     try:
         return read_record(path)
@@ -39,11 +34,7 @@ def read_side_record(file: Path) -> SavedModelMeta | None:
 
 
 def parse_inside(text: str | bytes | None, *, path: Path) -> SavedModelMeta:
-    """The record that was found inside the program `path`.
-
-    Raises:
-        ValueError: there was none, or it is not valid; the message names `path`.
-    """
+    """The record found inside the program `path`; raises a ValueError that names `path` if it is missing or invalid."""
     if text is None:
         raise ValueError(f"{path} has no record of shardvit, which says what is fed to it: export it with shardvit")
     try:

@@ -1,7 +1,7 @@
 """From a model in somebody else's file to one of ours: the paper's surgery for another resolution or class count.
 
 ViT paper, section 3.2: position embeddings are interpolated, "we remove the whole pre-trained prediction head and
-attach a zero-initialized D x K feedforward layer". Costs milliseconds; unchanged tensors are shared with the input.
+attach a zero-initialized D x K feedforward layer". Unchanged tensors are shared with the input.
 """
 
 from __future__ import annotations
@@ -27,20 +27,18 @@ def adapt(
     class_names: Sequence[str] | None = None,
     loss: LossKind | None = None,
 ) -> tuple[SavedModelMeta, dict[str, Tensor]]:
-    """The record and the weights of `foreign`, for `image_size` pixels and `num_classes` classes where these are given.
+    """The record and the weights of `foreign`, for `image_size` pixels and `num_classes` classes if given.
 
     Args:
         foreign: what a reader returned.
         image_size: another resolution: positions are interpolated with the kernel of `foreign.config`.
-        num_classes: another count: both layers of the head are dropped, a zero linear one is attached. The same count
-            keeps the head.
-        class_names: name of each class; their number is `num_classes` where that is not given. Left out, they are the
-            file's, else "0", "1", ...
+        num_classes: another count: the whole head is dropped, a zero linear one is attached. The same keeps the head.
+        class_names: default: the file's, else "0", "1", ...; their number is `num_classes` if that is not given.
         loss: of a new head; None: softmax.
 
     Raises:
-        ValueError: the weights are not those of the model that `foreign` says they are (with a table of the
-            differences) or are not finite, it has no head and no count is given, or an argument does not fit.
+        ValueError: the weights do not fit `foreign.config` (with a table) or are not finite, there is neither a head
+            nor a count, or an argument does not fit.
     """
     import torch
 
@@ -81,7 +79,7 @@ def adapt(
 
 
 def _record(foreign: Foreign, *, num_classes: int, head: str) -> SavedModelMeta:
-    """The record of `foreign` at its own resolution, with that head; class names still to come."""
+    """The record at `foreign`'s own resolution, with that head; class names still to come."""
     names = ("image_size", "mean", "std", "eval_protocol", "eval_crop_share")
     try:
         return SavedModelMeta.model_validate(

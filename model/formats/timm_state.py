@@ -1,8 +1,8 @@
 """timm's Vision Transformers: a folder that timm wrote (or transformers, through its TimmWrapper), or bare weights.
 
-Our names are timm's. timm itself builds the architecture that a folder's `config.json` names, without memory; whatever
-of it we would compute otherwise is refused. Costs one copy of the weights. timm's hybrids are not read: their weight
-standardisation and GroupNorm have other epsilons.
+timm builds the architecture in a folder's `config.json`, without memory; whatever we would compute otherwise is
+refused. Costs one copy of the weights. timm's hybrids are not read: their weight standardisation and GroupNorm have
+other epsilons.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _GELUS: dict[str, Gelu] = {"GELU(approximate='none')": "erf", "GELU()": "erf", "
 _GELUS |= {"GELUTanh()": "tanh"}
 
 _FC_NORM = "a norm after the pooling (fc_norm), and the norm of a mean is not the mean of normed tokens"
-# What names in a state dict betray: timm's parameters that no model of ours has.
+# What names in a state dict reveal: timm's parameters that no model of ours has.
 _UNKNOWN_PARTS = {
     "reg_token": "register tokens",
     "dist_token": "a distillation token",
@@ -122,7 +122,7 @@ def _refuse_unknown_parts(state: dict[str, Tensor], *, origin: str) -> None:
 
 
 def _completed(state: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
-    """The same model with the tensors that ours has besides, all zero (what timm leaves out on request), and notes."""
+    """The model with the tensors that ours has besides, all zero (what timm leaves out on request), and notes."""
     import torch
 
     state = dict(state)
@@ -194,7 +194,7 @@ def _objection(model: VisionTransformer) -> str | None:
 
 
 def _compare_structure(model: VisionTransformer, config: ModelConfig, *, origin: str) -> None:
-    """Refuse what `_objection` does not know by name: any layer that is another one than ours at its place."""
+    """Refuse what `_objection` does not know by name: any layer that differs from ours at its place."""
     import torch
 
     from model.build import build_model
@@ -212,7 +212,7 @@ def _compare_structure(model: VisionTransformer, config: ModelConfig, *, origin:
 
 
 def _leaves(model: nn.Module) -> dict[str, str]:
-    """Name -> description of each layer that has weights; not of the head, nor of qkv, which may lack biases."""
+    """Name -> description of each layer with weights; without the head, and qkv, which may lack biases."""
     return {
         name: repr(module)
         for name, module in model.named_modules()
@@ -224,7 +224,7 @@ def _leaves(model: nn.Module) -> dict[str, str]:
 
 
 def _evaluation(data: dict[str, Any]) -> tuple[EvalProtocol, float | None, list[str]]:
-    """Our evaluation protocol and crop share nearest to timm's transforms, and a note where they are not the same."""
+    """Our evaluation protocol and crop share nearest to timm's transforms, and a note if they differ."""
     kernel, mode, share = data["interpolation"], data["crop_mode"], float(data["crop_pct"])
     if mode == "squash":
         protocol, exact = "vit", kernel == "bilinear" and share == 1.0

@@ -1,9 +1,8 @@
 """torch.export: a model as a graph of torch's operators, of any batch size, with our record inside (.pt2).
 
-`torch.export.load(FILE).module()` gives the model without any code of ours, but only for trusted files: it unpickles
-the sample inputs and other payloads, evaluates formulas of shapes by `eval` (sympy), and loads compiled parts as a
-library. We do not read that way: the weights are taken as raw bytes, and the record says which of our models they
-belong to. Nothing in the file is executed or unpickled; the graph is ignored.
+`torch.export.load(FILE).module()` needs no code of ours, but trusted files: it unpickles sample inputs, evaluates
+formulas of shapes by `eval` (sympy), and loads compiled parts as a library. We read weights as raw bytes, for the model
+that the record names: nothing is executed or unpickled, and the graph is ignored.
 
 Costs one copy of the weights on disk, some seconds to write. Archive layout: torch/export/pt2_archive/_package.py.
 """
@@ -35,10 +34,10 @@ _BROKEN = (OSError, BadZipFile, EOFError, RuntimeError, zlib.error, ValueError, 
 
 
 def write_torch_export(path: Path, model: nn.Module, *, meta: SavedModelMeta) -> None:
-    """Export `model`, which `meta` describes, in evaluation mode.
+    """Export `model`, which `meta` describes, in evaluation mode; an earlier file at `path` is replaced.
 
-    The program takes float32 [batch, 3, S, S], already normalised with the record's mean and std, and gives logits
-    [batch, classes]; the record is the extra file "shardvit.json". An earlier file at `path` is replaced.
+    The program takes float32 [batch, 3, S, S], normalised with the record's mean and std, and gives logits
+    [batch, classes]; the record is the extra file "shardvit.json".
     """
     import torch
 
@@ -70,7 +69,7 @@ def read_torch_export(path: Path) -> tuple[SavedModelMeta, dict[str, Tensor]]:
     """The record and the weights, on the CPU, under the names of our state dict.
 
     Raises:
-        ValueError: the file cannot be read, has no record, or its weights are not those of the model in the record.
+        ValueError: the file cannot be read, has no record, or its weights do not fit the record.
     """
     import torch
 
@@ -99,7 +98,7 @@ def _root(archive: ZipFile) -> str:
 
 
 def _tensor(archive: ZipFile, entry: dict[str, Any], *, like: Tensor) -> Tensor:
-    """One weight: raw bytes in native (little-endian) order, in the dtype that our model has it in."""
+    """One weight: raw bytes in native (little-endian) order, in our model's dtype."""
     import torch
 
     if entry["use_pickle"]:

@@ -1,8 +1,7 @@
 """torchvision's Vision Transformers (`vit_b_16` and others): their state dict, both ways.
 
-torchvision's class has GELU in the erf form and LayerNorm of epsilon 1e-6, and a state dict tells neither: a reader
-takes these two, a writer says what to change for a model of other semantics. Costs one copy of the weights. It does
-not read models with a convolutional stem (`conv_stem_configs`).
+torchvision has GELU in the erf form and LayerNorm epsilon 1e-6, and a state dict tells neither: a reader takes these,
+a writer says what to change for other semantics. Models with a convolutional stem (`conv_stem_configs`) are not read.
 """
 
 from __future__ import annotations

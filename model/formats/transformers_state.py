@@ -1,8 +1,8 @@
 """transformers' own ViT (`ViTForImageClassification`, not its TimmWrapper): a folder or bare weights, both ways.
 
-A folder is `config.json`, `model.safetensors` and `preprocessor_config.json`. Tensors are named as on the Hub, which
-every release reads: version 5 has other names inside and converts, both of which can be read here. Costs one copy of
-the weights. It reads neither ViT's relatives (DeiT, BEiT, DINOv2) nor the tensors that classification does not use.
+A folder is `config.json`, `model.safetensors` and `preprocessor_config.json`. Tensors are named as on the Hub; those
+that version 5 has inside can be read too. Neither ViT's relatives (DeiT, BEiT, DINOv2) nor tensors that classification
+does not use are read.
 """
 
 from __future__ import annotations
@@ -64,8 +64,7 @@ _GELUS: dict[str, Gelu] = {
     "gelu_python_tanh": "tanh",
     "gelu_accurate": "tanh",
 }
-# ViTConfig's own defaults, for what a config.json leaves out
-_DEFAULTS = {"hidden_act": "gelu", "layer_norm_eps": 1e-12, "num_attention_heads": 12, "num_channels": 3}
+_DEFAULTS = {"hidden_act": "gelu", "layer_norm_eps": 1e-12, "num_attention_heads": 12, "num_channels": 3}  # ViTConfig's
 _BILINEAR, _BICUBIC = 2, 3  # PIL's numbers, which preprocessor_config.json has
 
 
@@ -189,7 +188,7 @@ def _config_json(meta: SavedModelMeta) -> dict[str, Any]:
 
 
 def _preprocessor_json(meta: SavedModelMeta) -> dict[str, Any]:
-    """ViTImageProcessor squashes to the square; CLIPImageProcessor, as old a class, resizes and crops."""
+    """ViTImageProcessor squashes to the square; CLIPImageProcessor resizes and crops."""
     side = {"height": meta.image_size, "width": meta.image_size}
     common = {
         "do_resize": True,
@@ -242,7 +241,7 @@ def _pixels(folder: Path, *, record: SavedModelMeta | None, notes: list[str]) ->
 
 
 def _by_channel(value: Any) -> tuple[Any, ...]:
-    """transformers takes one number for all three channels, too."""
+    """Three values: transformers takes one number for all channels, too."""
     return tuple(value) if isinstance(value, list | tuple) else (value,) * 3
 
 

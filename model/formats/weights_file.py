@@ -1,7 +1,6 @@
-"""Tensors out of safetensors and torch files, whatever they are wrapped in; no pickle of anybody is executed.
+"""Tensors out of safetensors and torch files, whatever they are wrapped in; no pickle is executed.
 
-Costs one copy of the weights in memory. It knows no model: names are changed only by taking off what training code
-puts around a whole state dict.
+Costs one copy of the weights. It knows no model: it only takes off what training code puts around a state dict.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ TORCH_SUFFIXES = (".pth", ".pt", ".bin", ".ckpt", ".tar")
 SUFFIXES = (".safetensors", *TORCH_SUFFIXES)
 FOLDER_FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin")
 
-# Under these keys training code keeps the state dict; an average, where there is one, is what it evaluates.
+# Keys under which training code keeps the state dict; an average, if any, is what it evaluates.
 _WRAPPERS = ("state_dict_ema", "model_ema", "state_dict", "model_state_dict", "model", "module")
 # DistributedDataParallel, torch.compile, Lightning and transformers' TimmWrapper put these before all names.
 _PREFIXES = ("module.", "_orig_mod.", "model.", "timm_model.")
@@ -46,7 +45,7 @@ def load_weights(path: Path) -> dict[str, Tensor]:
 
 
 def load_folder_weights(folder: Path) -> dict[str, Tensor]:
-    """As `load_weights`, from the weights file of a timm or transformers folder, in one piece or in several.
+    """As `load_weights`, for a timm or transformers folder, in one file or several.
 
     Raises:
         ValueError: there is none, or one cannot be read.
@@ -68,11 +67,7 @@ def load_folder_weights(folder: Path) -> dict[str, Tensor]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file.
-
-    Raises:
-        ValueError: it cannot be read, or is something else; the message names it.
-    """
+    """The object in a JSON file; raises a ValueError that names the file if it holds no object or cannot be read."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
@@ -101,7 +96,7 @@ def _torch_file(path: Path) -> object:
 
 
 def _refuse_duplicates(path: Path) -> None:
-    """A file of torch is a zip; of two members of one name readers take one or the other."""
+    """A torch file is a zip; of two members of one name readers take one or the other."""
     try:
         with zipfile.ZipFile(path) as archive:
             names = Counter(archive.namelist())

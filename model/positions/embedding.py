@@ -1,17 +1,14 @@
 """Position embeddings that timm's VisionTransformer lacks: what the ViT paper compares in appendix D.4, Table 8.
 
-- learned_1d: a vector for each token of the sequence.
-- learned_2d: a vector of half the width for each column and each row; a patch has its column's, then its row's. The
-  class token is on no grid and has a vector of its own.
-- sincos_2d: big_vision's fixed form (`models/vit.py`, after MoCo v3, arXiv 2104.02057), which adds nothing to the class
-  token.
+- learned_1d: a vector for each token.
+- learned_2d: vectors of half the width for each column and row; a patch has its column's, then its row's. The class
+  token is on no grid and has its own.
+- sincos_2d: big_vision's fixed form (`models/vit.py`, after MoCo v3, arXiv 2104.02057); nothing for the class token.
 - none, and relative (`model.positions.relative_attention`): nothing is added to tokens.
 
 D.4 adds what is learnt "right after the stem"; "at the beginning of each layer", each with its own; or the same
-"shared between layers". In the last two the stem adds nothing.
-
-Each table is a module that is called, as ZeRO-3 needs: its hooks gather a module's parameters when it is called.
-Building draws no random numbers; learned tables are zero until `model.init.initialise` or a state dict fills them.
+"shared between layers". Each table is a module that is called, as ZeRO-3 needs: its hooks gather a module's parameters
+when it is called. Draws no random numbers; learned tables are zero until filled.
 """
 
 from __future__ import annotations
@@ -39,8 +36,8 @@ class Learned1d(nn.Module):
 
 
 class Learned2d(nn.Module):
-    """Adds to each patch of a square grid its `column` and its `row`, both [grid_size, D/2], one after the other, and
-    to the tokens before the patches `prefix` [P, D], which is None if there are none."""
+    """Adds to each patch of a square grid its `column`, then its `row` (both [grid_size, D/2]), and to the tokens
+    before them `prefix` [P, D] (None if there are none)."""
 
     def __init__(self, grid_size: int, width: int, *, num_prefix_tokens: int) -> None:
         super().__init__()
@@ -79,7 +76,7 @@ class SinCos2d(nn.Module):
 class Position(nn.Module):
     """What a `model.vit.PositionedVit` adds to its tokens, and where.
 
-    `tables` holds one module for each layer (at "every_layer"), one for all of them or for the stem, or none.
+    `tables`: a module for each layer (at "every_layer"), one for all of them or for the stem, or none.
     """
 
     at: PositionAt
@@ -90,21 +87,20 @@ class Position(nn.Module):
         self.at = at
 
     def at_stem(self, tokens: Tensor) -> Tensor:
-        """Embedded tokens [B, T, D], the class token first -> the same with the stem's positions, if there are."""
+        """Embedded tokens [B, T, D], the class token first -> the same with the stem's positions, if any."""
         return self.tables[0](tokens) if self.at == "stem" and len(self.tables) else tokens
 
     def before_block(self, tokens: Tensor, *, layer: int) -> Tensor:
-        """The input [B, T, D] of block number `layer` -> the same with that block's positions, if there are."""
+        """The input [B, T, D] of block `layer` -> the same with that block's positions, if any."""
         if self.at == "stem":
             return tokens
         return self.tables[layer if self.at == "every_layer" else 0](tokens)
 
 
 def make_position(config: ModelConfig, *, grid_size: int, num_prefix_tokens: int, depth: int) -> Position:
-    """The position embedding of `config` for a square grid of patches behind `num_prefix_tokens` other tokens.
+    """The position embedding for a square grid of patches behind `num_prefix_tokens` other tokens.
 
-    State: `tables.N.embedding`, or `tables.N.{column,row,prefix}`, with N from 0 to `depth` - 1 for "every_layer",
-    else 0.
+    State: `tables.N.embedding`, or `tables.N.{column,row,prefix}`; N is 0, up to `depth` - 1 for "every_layer".
     """
     width = config.sizes.width
 
@@ -126,8 +122,8 @@ def make_position(config: ModelConfig, *, grid_size: int, num_prefix_tokens: int
 def sincos_2d(grid_size: int, width: int) -> Tensor:
     """big_vision's fixed embedding of a square grid: [grid_size^2, width], the patches row by row.
 
-    A quarter of the width each: sine of x, cosine of x, sine of y, cosine of y, in patches times frequencies from 1
-    down to 1 / 10000 in equal ratios, both ends included. Computed in float64, rounded to the default dtype.
+    A quarter of the width each: sine of x, cosine of x, sine of y, cosine of y, with frequencies from 1 down to
+    1 / 10000 in equal ratios, both included. Computed in float64, rounded to the default dtype.
     """
     quarter = width // 4
     exponent = torch.arange(quarter, dtype=torch.float64) / max(1, quarter - 1)

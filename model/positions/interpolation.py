@@ -1,14 +1,12 @@
-"""Position embeddings at another resolution: interpolation on the grid of patches.
+"""Position embeddings at another resolution: interpolation on the grid of patches (ViT paper, section 3.2).
 
-ViT paper, section 3.2: "we therefore perform 2D interpolation of the pre-trained position embeddings,
-according to their location in the original image". The model's configuration says which kernel:
+The model's configuration says which kernel:
 - google: Google's code calls `scipy.ndimage.zoom(order=1)`, which is bilinear with the corners of both grids aligned;
   half-pixel kernels (timm, open_clip) give visibly other values.
 - timm: bicubic, half-pixel, antialiased (timm.layers.resample_abs_pos_embed), for weights trained with that.
 
-Both are separable, with weights whose sum is 1, so resizing a learned 2-D embedding's two tables gives what resizing
-the embedding of the grid would. Costs milliseconds. Computed or absent positions need nothing; relative ones are
-offsets in a sequence, and undefined on another grid.
+Both are separable with weights that sum to 1, so resizing the two tables of a learned 2-D embedding equals resizing the
+grid. Computed or absent positions need nothing; relative ones are offsets in a sequence, undefined on another grid.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ from model.vocabulary import Interpolation
 
 POS_EMBED_KEY = "pos_embed"  # timm's name of the parameter; other places and kinds are in model.position
 
-# With the precision in which the original computes: scipy in float64, timm in float32.
+# Precision as in the originals: scipy in float64, timm in float32.
 _KERNELS: dict[Interpolation, tuple[torch.dtype, dict[str, Any]]] = {
     "google": (torch.float64, {"mode": "bilinear", "align_corners": True}),
     "timm": (torch.float32, {"mode": "bicubic", "antialias": True}),
@@ -41,10 +39,9 @@ def interpolate_pos_embed(
     num_prefix_tokens: int = 1,
     kernel: Interpolation = "google",
 ) -> Tensor:
-    """Position embeddings [1, P + h*w, D] of `old_grid` (h, w) -> those of `new_grid`.
+    """Position embeddings [1, P + h*w, D] of `old_grid` (h, w) -> those of `new_grid`, in the dtype that came in.
 
-    The first `num_prefix_tokens` rows (the class token's) are kept bit for bit; the rest is interpolated in float64
-    (google) or float32 (timm) and returned in the dtype that came in. The same grid returns the tensor itself.
+    The first `num_prefix_tokens` rows (the class token's) stay bit for bit. The same grid returns the tensor itself.
 
     Raises:
         ValueError: the tensor is not [1, P + h*w, D] for `old_grid`, or a side of a grid is not positive.
@@ -74,8 +71,7 @@ def resize_state(
 ) -> dict[str, Tensor]:
     """A state dict trained on square images of `from_image_size` pixels -> one for `to_image_size`.
 
-    Only learned positions differ; all other tensors are shared with the input, which stays as it is. `config` says
-    where they are and with which kernel they are interpolated; a pure ResNet has none.
+    Only learned positions differ; all other tensors are shared with the input, which is not changed.
 
     Raises:
         ValueError: an image size that the model cannot take; position embeddings that are missing, of another grid
@@ -119,7 +115,7 @@ def resize_state(
 
 
 def _learned_names(config: ModelConfig) -> list[str]:
-    """The tensors of a state dict that have a row for each patch, or for each column or row of patches."""
+    """The tensors with a row for each patch, or for each column or row of patches."""
     leaves = {"learned_1d": ("embedding",), "learned_2d": ("column", "row")}.get(config.position, ())
     if config.position == "learned_1d" and config.position_at == "stem":
         return [POS_EMBED_KEY]

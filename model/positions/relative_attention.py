@@ -1,11 +1,9 @@
 """Attention that knows how far apart two tokens are: the relative variant of the ViT paper's appendix D.4, Table 8.
 
-D.4 describes "1-dimensional relative attention": each offset between a query's and a key's position has a learned
-embedding; an extra attention uses the query's content and these embeddings as keys; its logits are added to those of
-the content before the softmax. What it leaves open is taken from the attention of Google's Tensor2Tensor
+Each offset between a query's and a key's position has a learned embedding, used as a key; these logits are added to
+those of the content before the softmax. What D.4 leaves open is taken from Google's Tensor2Tensor
 (`common_attention.py`, dot_product_unmasked_self_attention_relative_v2; Music Transformer, arXiv 1809.04281):
-- positions count the tokens of the sequence; the class token, where there is one, is position 0. Two patches on
-  neighbouring rows are therefore as far apart as a row is long.
+- positions count tokens in sequence, a class token first: patches on neighbouring rows are a row's length apart.
 - offsets run over all that occur, -(T - 1) to T - 1, none are merged.
 - the heads of a layer share one table, each layer has its own (Tensor2Tensor has the first as an option).
 - both kinds of logits have the factor 1 / sqrt(head size); values have no relative part.
@@ -53,9 +51,8 @@ def relative_attention(num_tokens: int) -> type[RelativeAttention]:
 def by_key(by_offset: Tensor) -> Tensor:
     """Logits [..., T, 2 T - 1] by offset -> [..., T, T] by key: out[i, j] = in[i, T - 1 + j - i].
 
-    Rows are made one longer, laid end to end and cut to their old length again, so that each begins one further left
-    than the one before it. Unlike an indexed read it needs no index, and its gradient is summed in a fixed order.
-    The result is a copy, so that not all offsets are kept for the backward pass, and rows are aligned for CUDA.
+    Rows are made one longer, laid end to end and cut to their old length, so that each begins one further left; unlike
+    an indexed read's, the gradient is summed in a fixed order. The copy frees the offsets and aligns rows for CUDA.
     """
     tokens = by_offset.shape[-2]
     flat = F.pad(by_offset, (0, 1)).flatten(-2)

@@ -1,6 +1,6 @@
 """Google's ResNets with group normalisation and standardised convolutions: the hybrids' stem, and the paper's baseline.
 
-Both are timm's ResNetV2, whose parameter names are kept, around `model.resnet.standardised_conv`:
+Both are timm's ResNetV2, with its parameter names, around `model.resnet.standardised_conv`:
 - the stem (google-research/vision_transformer, `models_resnet.py`; ViT paper, section 3.1 "Hybrid Architecture"):
   post-activation units, TensorFlow's SAME padding, the root 7x7/2, norm, ReLU, max pool 3x3/2; a unit's stride is in
   its 3x3 convolution; a stage's first unit projects its shortcut.
@@ -9,9 +9,8 @@ Both are timm's ResNetV2, whose parameter names are kept, around `model.resnet.s
   ReLU before the mean over all positions, then our heads.
 
 GroupNorm has 32 groups and flax's epsilon 1e-6 (torch's and timm's is 1e-5). BiT's published code has other epsilons
-(1e-10 under the root, and 1e-5), which move the logits of a random model by less than 1e-4 of the largest. Building
-draws nothing from the global random generator and gives placeholder weights: call `model.init.initialise` or load a
-state dict.
+(1e-10 under the root, and 1e-5), which move a random model's logits by less than 1e-4 of the largest. Building draws no
+random numbers and gives placeholder weights.
 """
 
 from __future__ import annotations
@@ -52,19 +51,15 @@ def stem_embedding(config: ModelConfig, *, image_size: int) -> Callable[..., Hyb
 
     The ResNet is `backbone` of the module it makes, the projection of its features `proj`. It serves one model.
 
-    Args:
-        config: the trunk, with `config.sizes.resnet_layers`.
-        image_size: side S of the images in pixels; a multiple of the patch size.
-
     Raises:
-        ValueError: `image_size` is no such multiple.
+        ValueError: `image_size`, in pixels, is no multiple of the patch size.
     """
     config.grid_size(image_size)
     layers = config.sizes.resnet_layers
     assert layers is not None, "no ResNet stem"
     with torch.random.fork_rng(devices=[]):
         backbone = ResNetV2(**_timm_arguments(layers, width_factor=config.sizes.resnet_width_factor, preact=False))
-    # Told the sizes, timm finds them without a forward pass, and then asks a FeatureInfo for the channels.
+    # Given the sizes, timm finds them without a forward pass, and then asks a FeatureInfo for the channels.
     info = FeatureInfo(backbone.feature_info, out_indices=(len(layers),))
     backbone.feature_info = info  # pyright: ignore[reportAttributeAccessIssue] -- as timm itself does
     stride = resnet_stride(layers)
@@ -81,16 +76,11 @@ def build_resnet(
 ) -> BitResnet:
     """Build the pure ResNet: images [B, 3, image_size, image_size] -> logits [B, num_classes].
 
-    Args:
-        config: the trunk; `config.kind` is "resnet".
-        image_size: side of the images in pixels; a multiple of the network's stride, 32 for four stages. It leaves no
-            trace in the weights.
-        num_classes: outputs of the head.
-        head: "mlp" (pre-training: Linear, tanh, Linear) or "linear" (fine-tuning; BiT's own in both stages).
-        regularisation: nothing of it is for a ResNet.
+    `image_size` leaves no trace in the weights. `head`: BiT's own is "linear" in both stages.
 
     Raises:
-        ValueError: an argument out of range, an image size that is no such multiple, or regularisation.
+        ValueError: an argument out of range, an image size that is no multiple of the network's stride (32 for four
+            stages), or any regularisation.
     """
     if num_classes < 1:
         raise ValueError(f"num_classes must be at least 1, not {num_classes}")
@@ -106,7 +96,7 @@ def build_resnet(
 
 
 def _timm_arguments(layers: tuple[int, ...], *, width_factor: int, preact: bool) -> dict[str, Any]:
-    """The arguments with which timm's ResNetV2 builds this trunk, without a head of its own."""
+    """The arguments with which timm's ResNetV2 builds this trunk, without a head."""
     pad: Padding = "fixed" if preact else "same"
     return {
         "layers": list(layers),

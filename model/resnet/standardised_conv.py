@@ -1,10 +1,8 @@
 """The convolution of Google's ResNets: its kernels are standardised before each use, its padding is TensorFlow's.
 
-Weight standardisation (arXiv 1903.10520): every output channel of the kernel has mean 0 and standard deviation 1 over
-the inputs that it sums, (w - mean) / (std + 1e-5), as google-research/vision_transformer `models_resnet.py` computes
-it; timm has an epsilon under a root instead. Costs one pass over the kernel per forward, little beside the convolution,
-and a padded copy of the input where the padding is not the same on both sides (stride 2). It has no bias: a
-normalisation or an addition follows.
+Weight standardisation (arXiv 1903.10520) brings every output channel to (w - mean) / (std + 1e-5), as in
+google-research/vision_transformer `models_resnet.py`; timm has an epsilon under a root instead. Costs one pass over the
+kernel per forward, and a padded copy of the input if the padding is uneven (stride 2). It has no bias.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ Padding = Literal["same", "fixed"]
 class StandardisedConv2d(nn.Conv2d):
     """[B, in_channels, H, W] -> [B, out_channels, H', W'], both sides of a kernel equal and odd.
 
-    `weight` holds the kernel as it is trained, not standardised. It is standardised in float32 at least.
+    `weight` is the kernel as it is trained; it is standardised in float32 at least.
     """
 
     def __init__(

@@ -1,4 +1,1 @@
-"""Google's npz files, of vision_transformer and of big_vision: `npz` reads and writes them.
-
-Imported by `formats.detect` and `formats.export` only.
-"""
+"""Google's npz files, of vision_transformer and of big_vision: `npz` reads and writes them."""

@@ -1,4 +1,4 @@
-"""An npz file array by array: shapes before values, no more than one array in memory, never a pickle.
+"""An npz file array by array: shapes before values, one array in memory, never a pickle.
 
 `np.load` reads an array whole to tell its shape; `np.savez` holds all arrays at once and writes the time of day.
 """
@@ -23,10 +23,10 @@ _DAMAGES = (OSError, EOFError, ValueError, NotImplementedError, RuntimeError, zi
 
 @dataclass(frozen=True)
 class Header:
-    """What an array is, without its values: its shape, and "float32", "bfloat16" and so on."""
+    """What an array is, without its values."""
 
     shape: tuple[int, ...]
-    precision: str
+    precision: str  # "float32", "bfloat16" and so on
 
 
 class NpzReader:
@@ -44,11 +44,7 @@ class NpzReader:
     @classmethod
     @contextmanager
     def open(cls, path: Path) -> Iterator[Self]:
-        """Open the file at `path`.
-
-        Raises:
-            ValueError: there is none, it is no zip file, or has two arrays of one name; the message names it.
-        """
+        """Open the file; raises a ValueError that names it if there is none, or it is no zip or has a name twice."""
         try:
             archive = zipfile.ZipFile(path)
         except FileNotFoundError:
@@ -100,12 +96,8 @@ class NpzReader:
 
 
 def write_npz(path: Path, arrays: Iterable[tuple[str, Tensor]]) -> None:
-    """Write named tensors, each taken from `arrays` when it is its turn.
-
-    The same arrays make the same bytes.
-    """
+    """Write named tensors, each taken from `arrays` in its turn; the same arrays make the same bytes."""
     with zipfile.ZipFile(path, "w") as archive:
         for name, tensor in arrays:
-            # a ZipInfo has no time of day of its own
-            with archive.open(zipfile.ZipInfo(f"{name}.npy"), "w", force_zip64=True) as member:
+            with archive.open(zipfile.ZipInfo(f"{name}.npy"), "w", force_zip64=True) as member:  # no time of day
                 np.lib.format.write_array(member, tensor.contiguous().numpy(), allow_pickle=False)

@@ -1,8 +1,7 @@
 """The model in one of Google's npz files, from the shapes of its arrays: the files carry no configuration.
 
-Reads the arrays that fix a size; whether all the others fit is asked afterwards, of the model that this describes
-(`npz`). What no shape tells is what both code bases always do (tanh GELU, epsilon 1e-6, their interpolation), except
-the resolution of a model without learned positions.
+Reads the arrays that fix a size; `npz` checks whether the others fit. What no shape tells is what both code bases
+always do (tanh GELU, epsilon 1e-6, their interpolation), except a resolution without learned positions.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ def infer_model(shapes: Mapping[str, Shape], *, layout: NpzLayout, said: Said = 
     A head whose representation layer has another width than the trunk, or that lacks its last layer, is left out.
 
     Raises:
-        ValueError: an array that fixes a size is missing or has an impossible shape; blocks or position embeddings are
-            probably missing, and the user does not say that this is as it should be.
+        ValueError: an array that fixes a size is missing or impossible; blocks or position embeddings are probably
+            missing, and the user does not say that this is intended.
     """
     height, side, channels, width = _axes(shapes, PATCH_KERNEL, count=4)
     block = layout.block(0)
@@ -93,7 +92,7 @@ def infer_model(shapes: Mapping[str, Shape], *, layout: NpzLayout, said: Said = 
 
 
 def with_class_row(shapes: Mapping[str, Shape]) -> dict[str, Shape]:
-    """Position embeddings counted as ours are, the class token's among them: big_vision has none for it."""
+    """Position embeddings counted as ours are, class token included: big_vision has none for it."""
     counted = dict(shapes)
     position = counted.get("pos_embed", ())
     if "cls_token" in counted and len(position) == 3 and math.isqrt(position[1]) ** 2 == position[1]:
@@ -112,7 +111,7 @@ def _axes(shapes: Mapping[str, Shape], name: str, *, count: int) -> Shape:
 
 
 def _stem(shapes: Mapping[str, Shape]) -> dict[str, Shape]:
-    """What tells the sizes of a hybrid's stem, under our names; nothing without one."""
+    """What tells the sizes of a hybrid's stem, under our names; empty without one."""
     if "conv_root/kernel" not in shapes:
         return {}
     channels = _axes(shapes, "conv_root/kernel", count=4)[3]

@@ -1,8 +1,8 @@
-"""Which array of Google's npz files holds which of our parameters, and in which order of axes. It reads no file.
+"""Which array of Google's npz files holds which of our parameters, and in which order of axes. Reads no file.
 
 Names by google-research/vision_transformer (`models_vit.py`, `models_resnet.py`; its released files number a block's
-parts as flax did before linen, by position in the block) and google-research/big_vision (`models/vit.py`; by class).
-What neither has (layer scale, other position embeddings than a learned or fixed one at the stem) has no name here.
+parts by position, as flax did before linen) and google-research/big_vision (`models/vit.py`; by class). What neither
+has (layer scale, other positions than a learned or fixed embedding at the stem) has no name here.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ _PARTS: dict[Numbering, dict[str, str]] = {
         "mlp": "MlpBlock_0",
     },
 }
-# flax's order and torch's: flax multiplies from the right, and attention keeps its heads as an axis of their own.
-# One matrix at a time: timm's fused q/k/v is taken apart before it comes here.
+# flax's order of axes and torch's: flax multiplies from the right, and attention has an axis of heads. One matrix at a
+# time: timm's fused q/k/v is taken apart before.
 _ORDERS: dict[Axes, tuple[str, str]] = {
     "same": ("...", "..."),
     "conv": ("height width inputs outputs", "outputs inputs height width"),
@@ -52,14 +52,12 @@ _ORDERS: dict[Axes, tuple[str, str]] = {
 
 @dataclass(frozen=True)
 class NpzLayout:
-    """Where a file keeps things: the prefix of all weights (the rest is the optimiser's), the numbering of a block's
-    parts, the array of position embeddings, without the prefix, if there is one, and whether all blocks are one array.
-    """
+    """Where a file keeps things."""
 
-    prefix: str
-    numbering: Numbering
-    position: str | None
-    stacked: bool = False
+    prefix: str  # of all weights; the rest is the optimiser's
+    numbering: Numbering  # of a block's parts
+    position: str | None  # the array of position embeddings, without the prefix, if there is one
+    stacked: bool = False  # all blocks in one array
 
     @property
     def code_base(self) -> str:
@@ -67,11 +65,10 @@ class NpzLayout:
         return "vision_transformer" if self.position == _POSITIONS[0] else "big_vision"
 
     def part(self, which: Literal["norm1", "attn", "norm2", "mlp"]) -> str:
-        """A block's part, without the block."""
         return _PARTS[self.numbering][which]
 
     def block(self, index: int) -> str:
-        """A block, with a slash."""
+        """The name of a block, with a slash."""
         return STACKED if self.stacked else f"Transformer/encoderblock_{index}/"
 
 
@@ -81,8 +78,8 @@ BIG_VISION = NpzLayout("params/", "linen", _POSITIONS[1])
 
 @dataclass(frozen=True)
 class ArrayPart:
-    """`part` of `parts` equal ones along the first axis of our `parameter`, as it lies in an array of the file, in the
-    order `axes`; at index `layer` of the array's first axis where blocks are stacked."""
+    """`part` of `parts` equal ones along the first axis of our `parameter`, in an array of the file, in order `axes`;
+    at index `layer` of its first axis if blocks are stacked."""
 
     array: str
     parameter: str
@@ -93,7 +90,7 @@ class ArrayPart:
 
 
 def from_google(axes: Axes, value: Tensor) -> Tensor:
-    """An array of theirs in our order; raises RuntimeError where it has another number of axes."""
+    """An array of theirs in our order; raises RuntimeError if it has another number of axes."""
     theirs, ours = _ORDERS[axes]
     return rearrange(value, f"{theirs} -> {ours}")
 
@@ -116,11 +113,7 @@ def find_layout(names: Collection[str]) -> NpzLayout | None:
 
 
 def slots_of(parameters: Iterable[str], *, layout: NpzLayout) -> list[ArrayPart]:
-    """Where all of our parameters are, in their order.
-
-    Raises:
-        ValueError: a parameter has no name in this layout.
-    """
+    """Where all of our parameters are, in their order; raises ValueError if one has no name in this layout."""
     slots: list[ArrayPart] = []
     for parameter in parameters:
         path = parameter.split(".")
@@ -175,7 +168,6 @@ def _arrays(path: list[str], *, layout: NpzLayout) -> list[tuple[str, Axes]]:
 
 
 def _weighed(module: str, leaf: str, axes: Axes) -> tuple[str, Axes]:
-    """A layer's kernel, or its bias."""
     if leaf == "weight":
         return f"{module}/kernel", axes
     return f"{module}/bias", "to_heads_bias" if axes == "to_heads" else "same"

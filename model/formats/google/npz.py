@@ -1,8 +1,8 @@
 """Google's npz files, of google-research/vision_transformer and of google-research/big_vision: reading and writing.
 
-Reading costs the model in float32 and one array on top; names and shapes are compared with those of our model before
-a weight is read. Writing costs one array. A file comes back bit for bit; only big_vision's class token takes up its
-position embedding, for which that code base has no place. Optimiser states are left out; BiT's own files are not read.
+Reading costs the model in float32 plus one array; names and shapes are compared with our model's before a weight is
+read. Writing costs one array. A file comes back bit for bit, but big_vision's class token takes up its position
+embedding, for which there is no place. Optimiser states are left out; BiT's own files are not read.
 """
 
 from __future__ import annotations
@@ -48,10 +48,9 @@ def is_google_npz(names: Collection[str]) -> bool:
 
 
 def read_google_npz(path: Path, *, said: Said = NOTHING_SAID) -> Foreign:
-    """The model in a file of either code base.
+    """The model in a file of either code base, in float32.
 
-    A record beside it is believed; else the sizes are those of the arrays, with what the user `said`. Weights become
-    float32.
+    A record beside it is believed; else the sizes are those of the arrays, with what the user `said`.
 
     Raises:
         ValueError: the file is no npz, is damaged or holds something else, or arrays are missing, too many or of
@@ -70,8 +69,8 @@ def write_google_npz(path: Path, state: Mapping[str, Tensor], *, meta: SavedMode
     """Write weights under the names that a code base itself loads, in float32, and our record beside them, atomically.
 
     Raises:
-        ValueError: these names cannot hold the model (`npz_objection`), or `state` is not that of `meta`'s model;
-            nothing is written then.
+        ValueError: these names cannot hold the model (`npz_objection`), or `state` does not fit `meta`; nothing is
+            written then.
     """
     path = Path(path)
     if objection := npz_objection(meta, names=names):
@@ -133,7 +132,7 @@ def _read(npz: NpzReader, *, meta: SavedModelMeta | None, said: Said) -> Foreign
     ours = _our_shapes(model)
     patches = model.config.grid_size(model.image_size) ** 2
     position = shapes.get(f"{layout.prefix}{layout.position}")
-    # big_vision adds positions before the class token comes, so that it has none
+    # big_vision adds positions before the class token, which therefore has none
     without_class_position = (
         layout.code_base == BIG_VISION.code_base
         and model.config.pool == "cls"
@@ -164,7 +163,7 @@ def _read(npz: NpzReader, *, meta: SavedModelMeta | None, said: Said) -> Foreign
 
 
 def _refuse_lost_blocks(names: Collection[str], *, depth: int) -> None:
-    """The optimiser's arrays have the names of the weights, so that they tell of blocks whose weights are missing."""
+    """The optimiser's arrays are named like the weights, so they tell of blocks whose weights are missing."""
     found = [int(match[1]) for name in names if (match := re.search(r"/encoderblock_(\d+)/", f"/{name}"))]
     if found and max(found) >= depth:
         raise ValueError(
@@ -173,7 +172,7 @@ def _refuse_lost_blocks(names: Collection[str], *, depth: int) -> None:
 
 
 def _our_shapes(model: Foreign) -> dict[str, Shape]:
-    """The state dict of our model, without memory for it; without a head where the file has none."""
+    """The state dict of our model, without memory; without a head if the file has none."""
     with torch.device("meta"):
         built = build_model(
             model.config, image_size=model.image_size, num_classes=model.num_classes or 1, head=model.head
@@ -183,7 +182,7 @@ def _our_shapes(model: Foreign) -> dict[str, Shape]:
 
 
 def expected_arrays(slots: list[ArrayPart], ours: Mapping[str, Shape], *, heads: int, depth: int) -> dict[str, Shape]:
-    """Name -> shape of each array that a file of our model has; `ours` are the shapes of the state dict."""
+    """Name -> shape of each array that a file of our model has; `ours`: the state dict's shapes."""
     expected: dict[str, Shape] = {}
     for slot in slots:
         part = torch.empty(ours[slot.parameter], device="meta").chunk(slot.parts)[slot.part]
@@ -193,7 +192,7 @@ def expected_arrays(slots: list[ArrayPart], ours: Mapping[str, Shape], *, heads:
 
 
 def _in_our_names(found: Mapping[str, Shape], slots: list[ArrayPart]) -> dict[str, Shape]:
-    """Shapes by our names, of those parameters whose arrays are all there and fit together; by theirs of the rest."""
+    """Shapes by our names of those parameters whose arrays are all present and fit together; by theirs of the rest."""
     parts: dict[str, list[Shape | None]] = {}
     for slot in slots:
         shape = found.get(slot.array)
@@ -234,14 +233,13 @@ def _read_state(npz: NpzReader, slots: list[ArrayPart], ours: Mapping[str, Shape
 
 
 def _arrays(state: Mapping[str, Tensor], *, layout: NpzLayout, heads: int) -> Iterator[tuple[str, Tensor]]:
-    """The arrays of a file, one by one."""
     for slot in slots_of(state, layout=layout):
         part = state[slot.parameter].detach().chunk(slot.parts)[slot.part]
         yield slot.array, to_google(slot.axes, part.to("cpu", torch.float32), heads=heads)
 
 
 def _without_class_position(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The class token's position embedding is added to the token itself: what big_vision does to such files."""
+    """Adds the class token's position embedding to the token: what big_vision does to such files."""
     changed = dict(state)
     if "cls_token" in state and "pos_embed" in state:
         of_class, of_patches = state["pos_embed"].float().split([1, state["pos_embed"].shape[1] - 1], dim=1)
