@@ -25,10 +25,8 @@ def evaluate(
 ) -> dict[str, float]:
     """Evaluate `batches`, padded so that all ranks have equally many; collective.
 
-    Damaged images go to `faults` and are not counted; `beat` is called at each batch.
-
-    Returns:
-        "val/loss" and "val/SCORE" (`task.score`), means over all predictions, and "val/images", the readable samples.
+    Damaged images go to `faults` and are not counted; `beat` is called at each batch. Returns "val/loss" and
+    "val/SCORE" (`task.score`), means over all predictions, and "val/images", the readable samples.
     """
     engine.module.eval()
     sums = torch.zeros(4, dtype=torch.float64, device=engine.device)  # loss, right predictions, predictions, images

@@ -43,11 +43,7 @@ def corruption_held_out(batch: Batch, *, seed: int, num_patches: int) -> Corrupt
 def draw_corruption(*key: ArrayLike, num_patches: int) -> Corruption:
     """Corrupt a random half of each image's patches (rounded down): 80 % of them get the mask's embedding, 10 % that of
     another patch of the same image (so that an image's loss does not depend on its batch), and 10 % keep theirs.
-
-    Args:
-        key: words of `randomness.uniforms`; arrays have an entry for each image.
-        num_patches: N, at least 2.
-    """
+    `key`: words of `randomness.uniforms`; arrays have an entry for each image."""
     count = num_patches // 2
     draws = uniforms(*key, draws=num_patches + count)
     corrupted = np.argsort(draws[:, :num_patches], axis=1, kind="stable")[:, :count]

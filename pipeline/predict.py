@@ -111,14 +111,8 @@ def image_files(paths: Sequence[Path]) -> list[Path]:
 def predict_images(
     predictor: Predictor, images: Iterable[Path], *, top: int, batch_images: int, pixel_limit: PixelLimit = USUAL_LIMIT
 ) -> Iterator[ImagePrediction]:
-    """Predict images in order, `batch_images` per forward pass; unreadable ones are returned with the reason.
-
-    Args:
-        predictor: the model.
-        images: files.
-        top: classes of each image, all of them if the model has fewer.
-        batch_images: images per forward pass.
-        pixel_limit: larger images are not decoded, and count as unreadable.
+    """Predict images in order, `batch_images` per forward pass; the `top` classes of each, all if there are fewer.
+    Unreadable ones, and those beyond `pixel_limit`, are returned with the reason.
 
     Raises:
         UserError: the model's logits are not finite.

@@ -69,12 +69,8 @@ class StageStart:
 def train_stage(
     context: StageContext, *, stage: StageName, data: StageData, model: nn.Module, start: StageStart
 ) -> None:
-    """Train `model` to the end of the stage, from its last checkpoint if any; leave STAGE/model; collective.
-
-    Raises:
-        UserError: data, weights or checkpoints are not those that the stage began with.
-        Stopped: by a signal, after saving.
-    """
+    """Train `model` to the end of the stage, from its last checkpoint if any; leave STAGE/model; collective. UserError:
+    an input or checkpoint is not one that the stage began with; Stopped: by a signal, after saving."""
     recipe, folder, ranks = context.recipe, context.folder, context.ranks
     require_decoder(recipe.data.decoder)
     plan = plan_stage(recipe, stage=stage, samples_per_epoch=data.train.num_samples, world_size=ranks.place.world_size)

@@ -33,12 +33,8 @@ from pipeline.stage_training import StageStart, train_stage
 
 
 def run_stage(context: StageContext, *, stage: StageName) -> None:
-    """Run or resume one stage; collective.
-
-    Raises:
-        UserError: an earlier stage is not done, or an input has changed.
-        Stopped: by a signal, after saving.
-    """
+    """Run or resume one stage; collective. UserError: an earlier stage is not done, or an input has changed; Stopped:
+    by a signal, after saving."""
     earlier = context.recipe.stages.names[: context.recipe.stages.names.index(stage)]
     missing = [name for name in earlier if context.folder.record(name).state != "done"]
     if missing:

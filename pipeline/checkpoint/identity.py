@@ -1,9 +1,9 @@
-"""Whose checkpoint is this? What a run must agree on with the run that wrote one, and the check. No torch here.
+"""What a run must agree on with the run that wrote a checkpoint, and the check. No torch here.
 
-`launch` asks before it starts any process, `store` again when it restores. Another number of processes or another ZeRO
-stage is no obstacle: the engine converts while it loads (`Engine.load`). Losses then agree with those of an
-uninterrupted run up to rounding, and with dropout only in distribution, because each process draws its own. Backend
-and precision keep their state in other forms; those do not change within a stage.
+`launch` asks before it starts any process, `store` again when it restores. World size and ZeRO stage may differ: the
+engine converts while it loads (`Engine.load`); losses then agree with an uninterrupted run's up to rounding, with
+dropout only in distribution, as each process draws its own. Backend and precision must not change within a stage: they
+keep their state in other forms.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _FIXED_ENGINE = ("backend", "precision")
 
 
 def checkpoint_identity(recipe: Recipe, *, stage: StageName, processes: int) -> dict[str, Any]:
-    """What a checkpoint is known by: `check_identity` says what of it must agree with the run that restores it."""
+    """A checkpoint's identity; `check_identity` says what of it must agree with the run that restores it."""
     return {
         "stage": stage,
         "recipe": recipe_digest(recipe, stage=stage),
@@ -35,11 +35,7 @@ def checkpoint_identity(recipe: Recipe, *, stage: StageName, processes: int) -> 
 
 
 def check_identity(found: dict[str, Any], expected: dict[str, Any], *, folder: Path) -> None:
-    """Refuse a checkpoint of another run.
-
-    Raises:
-        UserError: naming what differs.
-    """
+    """Refuse a checkpoint of another run; UserError names what differs."""
     different = [
         key for key, value in expected.items() if key not in found or (found[key] != value and key not in _LAYOUT)
     ]
@@ -58,18 +54,14 @@ def check_identity(found: dict[str, Any], expected: dict[str, Any], *, folder: P
 
 
 def checkpoint_folders(root: Path) -> list[Path]:
-    """The committed checkpoints below `root`, newest first; a copy of the user's has another name."""
+    """The committed checkpoints below `root`, newest first; a user's renamed copies are ignored."""
     paths = root.glob(f"{FOLDER_PREFIX}*")
     found = [path for path in paths if path.name.removeprefix(FOLDER_PREFIX).isdecimal() and path.is_dir()]
     return sorted(found, reverse=True)
 
 
 def check_newest(root: Path, *, expected: dict[str, Any]) -> None:
-    """Refuse, before anything is launched, a folder whose newest readable checkpoint is another run's.
-
-    Raises:
-        UserError: see `check_identity`.
-    """
+    """Refuse, before launch, if the newest readable checkpoint is another run's; UserError as `check_identity`."""
     for folder in checkpoint_folders(root):
         try:
             found = dict(json.loads((folder / STATE).read_text(encoding="utf-8"))["identity"])

@@ -1,8 +1,8 @@
-"""A stage.json that cannot be read is rebuilt from the newest undamaged checkpoint, so that no training is repeated.
+"""Rebuilds an unreadable stage.json from the newest undamaged checkpoint, so that no training is repeated.
 
-A checkpoint proves how far the stage was, and not that STAGE/model is its result; so the stage is never called done: it
-resumes from that checkpoint, where after the last step nothing is left to train, and writes the same model again. Only
-what runs a stage calls this, and holds the run folder's lock. Reads the checkpoint once, for its digests.
+A checkpoint shows how far the stage was, not that STAGE/model is its result; so the stage is never called done: it
+resumes from there, with nothing left to train after the last step, and writes the same model again. Called only by what
+runs a stage and holds the run folder's lock. Reads the checkpoint once, for its digests.
 """
 
 from __future__ import annotations
@@ -19,15 +19,8 @@ from pipeline.run_folder import BrokenRecord, RunFolder, StageRecord
 
 
 def mend_records(folder: RunFolder, stages: Iterable[StageName]) -> list[str]:
-    """Rebuild the broken records of these stages; the broken files are kept beside.
-
-    Returns:
-        What was done, a line each.
-
-    Raises:
-        UserError: a stage has no undamaged checkpoint.
-        OSError: the disk is full or fails.
-    """
+    """Rebuild the broken records of these stages, keeping the broken files; returns what was done, a line each.
+    UserError: a stage has no undamaged checkpoint. OSError: the disk is full or fails."""
     notes = []
     for stage in stages:
         try:

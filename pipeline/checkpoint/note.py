@@ -21,9 +21,7 @@ _LAYOUT = {"processes": "processes", "zero_stage": "ZeRO stage"}
 
 def describe_restored(restored: Restored, *, plan: StagePlan, order: AnyOrder, shards: ShardSet, lr: float) -> str:
     """What was restored, a line each: damaged checkpoints that were skipped, then position and age.
-
-    `order` and `shards` are of the training images, `lr` of the next step.
-    """
+    `order` and `shards` are of the training images, `lr` of the next step."""
     state = restored.state
     age_minutes = (time.time() - restored.folder.stat().st_mtime) / 60
     position = "nothing is left to train"
@@ -45,7 +43,7 @@ def describe_restored(restored: Restored, *, plan: StagePlan, order: AnyOrder, s
 def describe_changes(
     restored: Restored, *, recipe: Recipe, identity: Mapping[str, Any], written_by: Mapping[str, str]
 ) -> str | None:
-    """What has changed between the checkpoint and this process, of which the last three are; None: nothing."""
+    """What differs between the checkpoint and this process (the last three arguments); None: nothing."""
     before = restored.identity
     layout = [
         f"{name} {before[key]} -> {identity[key]}" for key, name in _LAYOUT.items() if before[key] != identity[key]
@@ -62,7 +60,7 @@ def describe_changes(
 
 
 def _changed_keys(folder: Path, recipe: Recipe) -> list[str]:
-    """Keys of the recipe that differ from the checkpoint's copy; those that may not have been refused before."""
+    """Recipe keys that differ from the checkpoint's copy; forbidden changes were refused before."""
     try:
         before = flatten(parse_recipe(folder / "recipe.yaml"))
     except (OSError, UserError):  # the digests were right, so another version of this program wrote it

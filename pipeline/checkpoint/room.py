@@ -1,8 +1,8 @@
-"""Room for checkpoints: on the disk, and in the host's memory for the copies of a background save.
+"""Room for checkpoints: on the disk, and in host memory for the copies of a background save.
 
-Quotas do not show in the free space of a disk; the write then fails, and the saver says why. Memory: a batch system or
-a container often allows less than the machine has, so the limits of the control groups (version 2) of this process are
-read as well (Linux; elsewhere psutil alone). File pages that the kernel can drop count as free.
+A disk's free space does not show quotas; the write then fails, and the saver says why. Memory limits of this process's
+control groups (version 2, Linux) are read as well, as batch systems and containers often allow less than the machine
+has. File pages that the kernel can drop count as free.
 """
 
 from __future__ import annotations
@@ -24,11 +24,9 @@ _RESERVE_SHARE = 0.05  # of the memory; left for what training itself may still 
 
 
 def estimate_bytes(num_parameters: int, *, engine: EngineConfig, optimizer: OptimizerName) -> int:
-    """Size of one checkpoint of all processes together, before there is one, from what each parameter takes.
-
+    """Size of one checkpoint of all processes together, estimated from the bytes of each parameter.
     For bf16 and ZeRO 1 that is what DeepSpeed writes, to 1 % (measured: launch/bench/records/save_stall.txt).
-    `accelerate` and ZeRO 0 in float32 have no master copy beside the weights.
-    """
+    `accelerate` and ZeRO 0 in float32 have no master copy beside the weights."""
     optimizer_bytes = OPTIMIZERS[optimizer].bytes_per_parameter
     if engine.backend == "accelerate" or (engine.zero_stage == 0 and engine.precision == "fp32"):
         return num_parameters * (_MASTER_BYTES + optimizer_bytes)
@@ -42,11 +40,7 @@ def free_bytes(root: Path) -> int:
 
 
 def check_free_space(root: Path, *, needed_bytes: int) -> None:
-    """Refuse to begin what could not be saved.
-
-    Raises:
-        UserError: less is free than a checkpoint needs.
-    """
+    """UserError if less is free than a checkpoint needs."""
     free = free_bytes(root)
     if free < needed_bytes:
         raise UserError(

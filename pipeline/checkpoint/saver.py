@@ -1,13 +1,10 @@
-"""Saving checkpoints: in the background while training goes on, or with training standing still.
+"""Saving checkpoints: in the background while training goes on, or blocking.
 
-A background save costs training the time to copy the state to host memory; a thread of each rank then writes, and the
-main threads commit as soon as all have: while a save is in flight, and only then, they agree on that with one tiny
-all-reduce a step. There is never more than one in flight. Where the host memory does not hold the copy, the save is a
-blocking one, which copies nothing, and that is said once.
-
-A disk that is full or fails on any rank ends the save on all of them with the same error, what was written of it is
-removed, and the earlier checkpoints stay as they were. `state_files` writes and verifies the bytes; `store` decides
-what becomes visible when.
+A background save stalls training while the state is copied to host memory; then a thread of each rank writes. While a
+save is in flight (at most one), the main threads agree by one tiny all-reduce a step, and commit when all have written.
+If host memory cannot hold the copy, the save blocks and copies nothing; that is said once. A disk that is full or fails
+on any rank ends the save on all with the same error; what was written is removed, and earlier checkpoints stay.
+`state_files` writes and verifies the bytes; `store` decides what becomes visible when.
 """
 
 from __future__ import annotations
@@ -44,7 +41,7 @@ from pipeline.state import TrainState
 from pipeline.vocabulary import RECIPE_FILE
 
 _BEAT_SECONDS = 5.0
-# Of a file server that is away, or of one bad transfer: another attempt may succeed without anybody's help.
+# A file server that is away, or one bad transfer: a retry may succeed without anybody's help.
 _TRANSIENT = {
     errno.EIO,
     errno.ESTALE,
@@ -63,16 +60,12 @@ class SaveFailed(Exception):
 
 @dataclass(frozen=True)
 class _Problem:
-    """Why a save cannot be done."""
-
     text: str
     transient: bool = False  # perhaps
 
 
 @dataclass(frozen=True)
 class _Needs:
-    """One rank's part of the decision how to save."""
-
     host: str
     file_bytes: int
     copy_bytes: int
@@ -86,20 +79,16 @@ class CheckpointSaver:
 
     Args:
         root: the stage's folder of checkpoints.
-        engine: what to save.
-        ranks: the processes.
         identity: what a run must agree on to restore it (stage, recipe, layout).
         written_by: facts of this process.
-        recipe_text: the resolved recipe.
         inputs: digests of what went into the stage.
-        retention: which older checkpoints are kept.
         mode: whether training goes on while the files are written.
         say: prints a line; called on rank 0.
-        on_commit: called on every rank with the state that is committed.
-        beat: called with the step of a save that progresses while training stands still for it.
+        on_commit: called on every rank with the committed state.
+        beat: called with the step of a blocking save that makes progress.
 
     Attributes:
-        stall_seconds: how long training stood still for saves, here and so far.
+        stall_seconds: how long training stood still for saves of this process so far.
     """
 
     def __init__(
@@ -134,12 +123,8 @@ class CheckpointSaver:
         self._told_of_memory = False
 
     def save(self, state: TrainState) -> None:
-        """Save `state` and the engine's; one still in flight is finished first.
-
-        Raises:
-            UserError: the disk has no room for it or cannot be written, now or for the one in flight.
-            SaveFailed: the disk failed.
-        """
+        """Save `state` and the engine's, after finishing a save in flight. UserError: the disk has no room or cannot be
+        written, now or for the one in flight; SaveFailed: the disk failed."""
         with self._standing_still():
             self._finish()
             state = copy.deepcopy(state)  # the loop goes on counting in its own
@@ -187,7 +172,7 @@ class CheckpointSaver:
                 self._commit(self._writing)
 
     def finish(self) -> None:
-        """Wait for the save in flight, if there is one, and commit it. Raises as `save`."""
+        """Wait for the save in flight, if any, and commit it. Raises as `save`."""
         with self._standing_still():
             self._finish()
 
@@ -206,7 +191,6 @@ class CheckpointSaver:
             self._commit(self._writing)
 
     def _commit(self, writing: _Writing) -> None:
-        """Make the save visible, or fail, on all ranks alike."""
         step, moved_bytes = writing.state.step, -1
         writing.join(_BEAT_SECONDS)
         while writing.is_alive():
@@ -236,7 +220,7 @@ class CheckpointSaver:
             prune_checkpoints(self._root, newest_step=step, retention=self._retention)
 
     def _fail(self, step: int, problem: _Problem) -> NoReturn:
-        """Remove what was written of a save and raise; with the same message on every rank."""
+        """Remove what was written of a save and raise, with the same message on every rank."""
         words = ""
         if self._ranks.place.is_main:
             try:
@@ -255,7 +239,7 @@ class CheckpointSaver:
         raise (SaveFailed if problem.transient else UserError)(self._ranks.gather_objects(words)[0])
 
     def _open_folder(self, step: int) -> tuple[int, _Problem | None]:
-        """Make the folder to write into, on rank 0: the room there, and why it failed."""
+        """Make the folder on rank 0: the bytes free there, and why it failed."""
         if self._ranks.place.is_main:
             try:
                 open_beside(self._root, step=step)
@@ -293,8 +277,6 @@ class CheckpointSaver:
 
 
 class _Writing(threading.Thread):
-    """One rank's files on their way to the disk."""
-
     def __init__(self, folder: Path, *, files: Sequence[StateFile], state: TrainState) -> None:
         # Not a daemon: one that is in torch's C++ when the interpreter ends would abort the process.
         super().__init__(name="checkpoint", daemon=False)

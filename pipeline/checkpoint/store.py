@@ -1,14 +1,14 @@
 """Checkpoints on the disk, complete or absent: layout, commit, retention, restore. `saver` writes them.
 
-A checkpoint is a folder `step-00000400`: the engine's sharded state, our own `state.json`, the resolved recipe, and
-`manifest.json` with the size and digest of every file. It is written beside its place (`.writing-step-...`), the
-manifest last, everything flushed to disk and read back, and then renamed; so a folder of that name is complete,
-whatever was killed and whenever. Older ones are pruned after that, each renamed first (`.removing-...`).
+A checkpoint is a folder `step-00000400`: the engine's sharded state, our `state.json`, the resolved recipe, and
+`manifest.json` with every file's size and digest. It is written beside (`.writing-step-...`), the manifest last,
+flushed and read back, then renamed; so a folder of that name is complete, whatever was killed when. Older ones are
+pruned after that, each renamed first (`.removing-...`). There is no pointer to the newest that could be wrong: it is
+the highest number.
 
-Restoring checks every digest and falls back to the next older checkpoint when one is damaged; when none of those that
-exist is good, that is an error and never a silent start from step 0. It reads the state twice: for its digests (half a
-GiB a second and core, shared by the ranks), and to load it. No pointer to the newest can be wrong: the highest number
-is the newest.
+Restoring checks every digest and falls back to the next older checkpoint if one is damaged; if none is good, that is an
+error, never a silent start from step 0. It reads the state twice: for digests (half a GiB/s and core, shared by the
+ranks), and to load it.
 """
 
 from __future__ import annotations
@@ -62,23 +62,16 @@ def beside_of(root: Path, step: int) -> Path:
 
 
 def open_beside(root: Path, *, step: int) -> None:
-    """Make `beside_of` a new folder; what a killed writer left is removed. On one rank.
-
-    Raises:
-        OSError: it cannot be made, or the stage's folder, in which `root` lies, is gone.
-    """
+    """Make `beside_of` a new folder, removing what a killed writer left; on one rank. OSError: it cannot be made, or
+    the stage's folder, in which `root` lies, is gone."""
     collect_leftovers(root)
     root.mkdir(exist_ok=True)
     beside_of(root, step).mkdir()
 
 
 def commit_checkpoint(root: Path, *, step: int, seals: Mapping[str, Seal]) -> Path:
-    """Rename what was written beside, check it once more, and return it. On one rank, when all have written.
-
-    Args:
-        root: the stage's folder of checkpoints.
-        step: of the checkpoint.
-        seals: every file that was written, flushed and read back, by its path in the checkpoint.
+    """Rename what was written beside, check it once more, and return it; on one rank, when all have written.
+    `seals`: every file that was written, flushed and read back, by its path in the checkpoint.
 
     Raises:
         OSError: the disk is full or fails, or the committed files are not those that were written.
@@ -111,15 +104,9 @@ def commit_checkpoint(root: Path, *, step: int, seals: Mapping[str, Seal]) -> Pa
 
 
 def superfluous(metrics: Mapping[int, float | None], *, retention: Retention) -> list[int]:
-    """The steps of the checkpoints that may go, oldest first. The newest always stays.
-
-    A stretch begins at each multiple of `every_steps` and the first checkpoint in it stays: at the multiple itself
-    where one was saved there, else the next after it. What precedes the first multiple is not kept for good.
-
-    Args:
-        metrics: of each checkpoint's step, `retention.best` in an evaluation at that very step; None: there was none.
-        retention: what is kept.
-    """
+    """The steps of the checkpoints that may go, oldest first. The newest always stays, and for good the first one at or
+    after each multiple of `every_steps`, if before the next multiple. `metrics`: by checkpoint step, `retention.best`
+    in an evaluation at that very step; None: there was none."""
     there = sorted(metrics)
     keep = set(there[-max(retention.last, 1) :])
     if retention.every_steps:
@@ -137,9 +124,9 @@ def superfluous(metrics: Mapping[int, float | None], *, retention: Retention) ->
 
 
 def prune_checkpoints(root: Path, *, newest_step: int, retention: Retention) -> None:
-    """Remove what retention does not keep, now that the checkpoint of `newest_step` is verified. On one rank.
+    """Remove what retention does not keep, after `newest_step` is verified; on one rank.
 
-    Newer ones were skipped as damaged: they must not push out the good ones, and are redone when reached. A folder is
+    Newer ones were skipped as damaged: they must not push out good ones, and are redone when reached. A folder is
     renamed before its first file goes, so that no kill leaves one that looks complete and is not.
     """
     numbered = {int(folder.name.removeprefix(FOLDER_PREFIX)): folder for folder in checkpoint_folders(root)}
@@ -158,11 +145,8 @@ def collect_leftovers(root: Path) -> None:
 
 
 def restore_checkpoint(root: Path, *, engine: Engine, ranks: Ranks, identity: dict[str, Any]) -> Restored | None:
-    """Load the newest checkpoint that is whole; None when there is none at all; collective.
-
-    Raises:
-        UserError: every checkpoint is damaged, or the newest good one belongs to another recipe.
-    """
+    """Load the newest undamaged checkpoint; None if there is none at all; collective. UserError: every one is damaged,
+    or the newest good one belongs to another recipe."""
     notes: list[str] = []
     names: list[str] = []
     if ranks.place.is_main:
@@ -194,7 +178,7 @@ def restore_checkpoint(root: Path, *, engine: Engine, ranks: Ranks, identity: di
 
 
 def damage_of(folder: Path, *, share: tuple[int, int] = (0, 1)) -> str:
-    """What is wrong with a checkpoint's files, or with a share of them (number, of how many); empty: nothing."""
+    """What is wrong with a checkpoint's files, or a share of them (number, of how many); empty: nothing."""
     try:
         content: dict[str, Any] = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         files = {name: (int(entry["bytes"]), str(entry["blake2b"])) for name, entry in content["files"].items()}
@@ -216,7 +200,6 @@ def damage_of(folder: Path, *, share: tuple[int, int] = (0, 1)) -> str:
 
 
 def _metric(folder: Path, *, name: str | None) -> float | None:
-    """A metric of the evaluation at the very step that a checkpoint was saved at."""
     if name is None:
         return None
     try:

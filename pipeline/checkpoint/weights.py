@@ -1,8 +1,7 @@
-"""The complete weights of a checkpoint in float32, without the processes that wrote it.
+"""A checkpoint's complete float32 weights, without the processes that wrote it: 4 bytes a parameter, seconds for ViT-L.
 
-`engine.portable` opens what an engine saved and this puts it together on the CPU: 4 bytes of memory a parameter,
-seconds for ViT-L, the same bits as the engine's `weights` at that step. Imports nothing of DeepSpeed and runs no code
-from a file (`engine.reading`). It neither looks for damage (`store.damage_of` does) nor restores an optimizer.
+`engine.portable` reads it on the CPU: the same bits as the engine's `weights` at that step. Does not import DeepSpeed,
+run code from a file (`engine.reading`), look for damage (`store.damage_of` does) or restore an optimizer.
 """
 
 from __future__ import annotations
@@ -21,11 +20,8 @@ from pipeline.engine.portable import open_accelerate, open_deepspeed
 
 
 def checkpoint_weights(folder: Path, *, model: nn.Module) -> dict[str, Tensor]:
-    """The weights of the checkpoint `folder` under the names of `model`, float32 on the CPU.
-
-    Args:
-        folder: RUNS/NAME/STAGE/checkpoints/step-*, undamaged.
-        model: the stage's model, which may be on torch's meta device: names, order and shapes are read.
+    """The weights of RUNS/NAME/STAGE/checkpoints/step-* under the names of `model`, float32 on the CPU.
+    `model`, perhaps on the meta device, gives names, order and shapes. Does not check `folder` for damage.
 
     Raises:
         UserError: the checkpoint is of another model, or no engine wrote it.
@@ -42,11 +38,7 @@ def checkpoint_weights(folder: Path, *, model: nn.Module) -> dict[str, Tensor]:
 
 
 def assemble(folder: Path, *, backend: str, zero_stage: int, processes: int, model: nn.Module) -> dict[str, Tensor]:
-    """The weights in what the engines of so many processes wrote into `folder`; float32 on the CPU.
-
-    Raises:
-        UserError: they are another model's.
-    """
+    """The weights that so many processes' engines wrote; float32 on the CPU; UserError if they are another model's."""
     if backend == "accelerate":
         saved = open_accelerate(folder / ACCELERATE_FILE, model=model)
     else:

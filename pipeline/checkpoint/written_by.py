@@ -1,8 +1,8 @@
-"""Which code runs, by whom: kept in a checkpoint and compared when it is restored; MLflow's source tags.
+"""Versions, revision and host of this process: kept in checkpoints, compared on restore; and MLflow's source tags.
 
-A difference is reported and never refused: whether a version matters is the reader's to judge. MLflow finds the commit
-by itself for `python -m` only. Costs four calls of git, some 20 ms, and reads of packages' metadata, once a stage; git
-that is absent or fails means fewer facts.
+A difference is reported and never refused: whether a version matters is the reader's to judge. MLflow itself finds the
+commit for `python -m` only. Costs four calls of git (some 20 ms) and reads of packages' metadata, once a stage; git may
+be missing.
 """
 
 from __future__ import annotations
@@ -55,10 +55,8 @@ def source_tags() -> dict[str, str]:
 
 
 def git_tags(source_file: Path) -> dict[str, str]:
-    """Commit, branch, and whether tracked files differ, of the repository that tracks `source_file`; else {}.
-
-    A package that is installed inside another repository is not tracked by it: that commit is not ours.
-    """
+    """Commit, branch and dirty state of the repository that tracks `source_file`; else {}.
+    A package installed inside another repository is not tracked by it: that commit is not ours."""
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(source_file.parent), *arguments]

@@ -45,7 +45,6 @@ class Pace:
     """Measures this rank, and compares all.
 
     Args:
-        host: of this process.
         device: where the forward pass runs.
         factor: a rank is slow at this many times the median rank's time, if by more than 5 ms.
         forward: False if the forward pass waits for other ranks.

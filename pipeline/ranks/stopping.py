@@ -32,7 +32,6 @@ class Requests:
 
     Args:
         stop: this rank's signals.
-        ranks: the process group.
         saved_step: of the last checkpoint.
         save_minutes: age of the last checkpoint, by the monotonic clock, at which one is requested; 0: never.
     """

@@ -59,7 +59,6 @@ class Watch:
 
     Args:
         folder: for heartbeats and stacks, shared by all ranks.
-        place: of this rank.
         attempt: a text that all ranks of this start share, and no other start has.
         hang_seconds: longest time without progress once a first step is done (before it, at least 10 minutes);
             0: no limit (dead processes are still found).

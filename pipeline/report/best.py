@@ -1,7 +1,4 @@
-"""The best evaluation of a stage, where it was not the last one. Pure, but for one look for a checkpoint.
-
-Kept in a record's results beside the last evaluation, under keys that begin with "best/".
-"""
+"""A stage's best evaluation, if it was not the last: kept in its record's results under "best/..."."""
 
 from __future__ import annotations
 
@@ -18,13 +15,8 @@ _STEP = "best/step"
 
 
 def best_results(rows: Iterable[MetricRow], *, last: Mapping[str, float], by: str) -> dict[str, float]:
-    """The step and value of the best evaluation; empty: none was better than the last.
-
-    Args:
-        rows: of metrics.jsonl.
-        last: the last evaluation.
-        by: its key that is compared; of a loss less is better.
-    """
+    """The step and value of the best evaluation in metrics.jsonl's rows; empty: none was better than the last.
+    It is judged by the metric `by`; of a loss less is better."""
     sign = -1.0 if by.endswith("loss") else 1.0
     known = [(row.metrics[by], row.step) for row in rows if not math.isnan(row.metrics.get(by, math.nan))]
     if not known:

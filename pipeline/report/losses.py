@@ -1,13 +1,13 @@
 """The losses of single steps: kept on the device between two points of the curve, and searched for spikes.
 
-No step waits for a number. Reducing gathers every rank's values and adds them in rank order in float64, so the curve
-does not depend on how many steps are reduced together: an interrupted and resumed run draws the same bits.
+No step waits for a number. Every rank's values are added in rank order in float64, so the curve does not depend on how
+many steps are reduced together: a resumed run gives the same bits.
 
-A spike is a loss far above the last ones; it is reported, and no step is skipped. The rule is that of OLMo-core's
+A spike is a loss far above the last ones; it is reported, and no step is skipped. The rule is OLMo-core's
 SkipStepOptimizer (src/olmo_core/optim/skip_step_optimizer.py): more than 6 standard deviations from the mean of the
-last 128 losses, once there are 64. Ours looks at rises alone, and asks for 4.5 deviations among the losses' logarithms
-too: losses near zero are skewed, and the first rule alone reports every thousandth step of an ordinary run whose losses
-scatter by half. A loss that is not finite is always a spike.
+last 128 losses, once there are 64. Ours only counts rises, and also asks for 4.5 deviations of the losses' logarithms:
+losses near zero are skewed, and the first rule alone reports every thousandth step of a run whose losses scatter by
+half. A loss that is not finite is always a spike.
 """
 
 from __future__ import annotations
@@ -28,11 +28,7 @@ _CUT_SIGMAS = 4 * _SIGMAS  # what of a spike enters the history: one of 1e30 wou
 
 
 class LossWindow:
-    """Losses of the steps since the last point of the curve.
-
-    Args:
-        losses: global means carried over from a checkpoint.
-    """
+    """Losses of the steps since the last point of the curve; `losses`: global means from a checkpoint."""
 
     def __init__(self, losses: list[float]) -> None:
         self._global = list(losses)
@@ -40,7 +36,6 @@ class LossWindow:
         self._micro: list[torch.Tensor] = []
 
     def add(self, loss: torch.Tensor) -> None:
-        """One micro-batch's mean loss on this rank."""
         self._micro.append(loss.detach().double())
 
     def end_step(self) -> None:
@@ -60,7 +55,7 @@ class LossWindow:
         return list(self._global)
 
     def take(self, ranks: Ranks) -> list[float]:
-        """The global mean losses of the window's steps; it is empty then; collective."""
+        """Empty the window and return its global mean losses; collective."""
         losses = self.reduce(ranks)
         self._global.clear()
         return losses
@@ -76,7 +71,6 @@ class Spike:
     sigma: float
 
     def describe(self) -> str:
-        """For the screen."""
         if not math.isfinite(self.loss):
             return f"step {self.step}: the loss is {self.loss}, it was {self.mean:.4f} before"
         return (
@@ -86,11 +80,7 @@ class Spike:
 
 
 class SpikeFinder:
-    """Looks at every step's loss once, in order.
-
-    Args:
-        recent_losses: global means of the last steps, carried over from a checkpoint.
-    """
+    """Looks at every step's loss once, in order; `recent_losses`: global means from a checkpoint."""
 
     def __init__(self, recent_losses: Sequence[float] = ()) -> None:
         self._recent = list(recent_losses)[-_HISTORY_STEPS:]
@@ -101,7 +91,7 @@ class SpikeFinder:
         return list(self._recent)
 
     def look(self, losses: Sequence[float], *, last_step: int) -> list[Spike]:
-        """The spikes among the next steps' losses, of which the last is `last_step`'s."""
+        """The spikes among the next losses, the last of which is `last_step`'s."""
         spikes = []
         for step, loss in enumerate(losses, start=last_step - len(losses) + 1):
             mean, sigma = _mean_and_sigma(self._recent)
@@ -124,7 +114,7 @@ class SpikeFinder:
 
 
 def _mean_and_sigma(values: Sequence[float]) -> tuple[float, float]:
-    """Mean and standard deviation, the latter never zero; nan where there are no values."""
+    """Mean and standard deviation (never zero); nan if there are no values."""
     if not values:
         return math.nan, math.nan
     mean = math.fsum(values) / len(values)

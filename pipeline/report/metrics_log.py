@@ -1,11 +1,8 @@
-"""Every logged value, in one text file per stage: RUNS/NAME/STAGE/metrics.jsonl.
+"""Every logged value, in one text file per stage, RUNS/NAME/STAGE/metrics.jsonl; MLflow, tables and figures read it.
 
-One row per `append`: {"step": 400, "images_seen": 25600, "time": 1760000000.5, "metrics": {"train/loss": 0.25}}. MLflow
-is fed from this file, tables and figures read it.
-
-Costs one `write` of a few hundred bytes per row. A killed process loses nothing that was appended; a power loss may
-cost the last seconds, for rows are not fsynced. NaN and infinities are written as Python's json writes them (NaN,
-Infinity), which strict JSON readers refuse.
+A row: {"step": 400, "images_seen": 25600, "time": 1760000000.5, "metrics": {"train/loss": 0.25}}. Costs one `write` of
+a few hundred bytes. A killed process loses nothing; a power loss may cost the last seconds, as rows are not fsynced.
+NaN and Infinity are written as Python's json does, which strict readers refuse.
 """
 
 from __future__ import annotations
@@ -24,7 +21,7 @@ from data_shards.durable import replaced
 
 @dataclass(frozen=True)
 class MetricRow:
-    """The values logged at one step; `time` in unix seconds, `images_seen` counted over all ranks."""
+    """The values logged at one step; `time` in unix seconds, `images_seen` over all ranks."""
 
     step: int
     images_seen: int
@@ -33,7 +30,7 @@ class MetricRow:
 
 
 class MetricsLog(AbstractContextManager["MetricsLog"]):
-    """The open file of one stage; made by `open_metrics_log`. Only rank 0 has one."""
+    """The open file of one stage, on rank 0; made by `open_metrics_log`."""
 
     def __init__(self, path: Path, *, resume_step: int, kept_rows: int, dropped_broken_rows: int) -> None:
         self.path = path
@@ -45,14 +42,14 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
         self._torn = False
 
     def append(self, *, step: int, images_seen: int, metrics: Mapping[str, float]) -> MetricRow:
-        """Write one row, stamped with the present time, and return it. Raises OSError when the disk is full."""
+        """Write one row with the current time, and return it; OSError if the disk is full."""
         row = MetricRow(
             step=int(step),
             images_seen=int(images_seen),
             time=time.time(),
             metrics={name: float(value) for name, value in metrics.items()},
         )
-        # After a disk that was full for a moment: end the half-written row, so that this one has its own line.
+        # If the disk was full for a moment: end the half-written row, so that this one has its own line.
         # json writes floats by repr, the shortest text that reads back to the same bits.
         line = (b"\n" if self._torn else b"") + json.dumps(dataclasses.asdict(row)).encode() + b"\n"
         self._torn = True
@@ -62,7 +59,7 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
         return row
 
     def close(self) -> None:
-        """Close the file; closing twice is harmless."""
+        """Closing twice is harmless."""
         self._file.close()
 
     def __exit__(self, *_: object) -> None:
@@ -70,14 +67,13 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
 
 
 def open_metrics_log(path: Path, *, resume_step: int) -> MetricsLog:
-    """Open `path` for appending, after dropping what will be computed again.
+    """Open `path` for appending, without rows after `resume_step` (-1: empty) and unreadable ones (a torn last line).
 
-    Rows with step > `resume_step` go (-1 empties the file), and so do rows that cannot be read, above all the torn last
-    line of a killed process. The file is replaced atomically, and only where there is something to drop.
+    The file is replaced atomically, and only if there is something to drop.
     """
     path.parent.mkdir(exist_ok=True)
     lines = list(_decoded_lines(path))
-    # A row whose newline alone was lost is whole, and gets a new one.
+    # A row that only lost its newline is whole, and gets a new one.
     kept = [line.removesuffix(b"\n") + b"\n" for line, row in lines if row is not None and row.step <= resume_step]
     if kept != [line for line, _ in lines]:
         with replaced(path) as beside:
@@ -87,10 +83,9 @@ def open_metrics_log(path: Path, *, resume_step: int) -> MetricsLog:
 
 
 def read_metrics(path: Path) -> list[MetricRow]:
-    """All rows of a file, in the order written; none when the file does not exist.
+    """All rows of a file, in order; none if it does not exist. A step may have a training and an evaluation row.
 
-    A step that logs training and evaluation apart has two rows. A torn last line is skipped; a damaged line before it
-    raises ValueError, for a curve with silent holes is worse than none.
+    A torn last line is skipped; a damaged line before it raises ValueError, as silent holes are worse than no curve.
     """
     rows: list[MetricRow] = []
     for number, (line, row) in enumerate(_decoded_lines(path), start=1):
@@ -102,12 +97,12 @@ def read_metrics(path: Path) -> list[MetricRow]:
 
 
 def iter_metrics(path: Path) -> Iterator[MetricRow]:
-    """The readable rows of a file one by one, also while it is being written; none when it does not exist."""
+    """The readable rows one by one, even while the file is being written; none if it does not exist."""
     return (row for _, row in _decoded_lines(path) if row is not None)
 
 
 def follow_metrics(path: Path, *, offset: int) -> Iterator[tuple[MetricRow, int]]:
-    """The readable rows from a byte on, each with the byte behind it, up to a last line that is still being written."""
+    """The readable rows from a byte on, each with the byte after it, up to a last line that is still being written."""
     for line, row in _decoded_lines(path, offset=offset):
         if not line.endswith(b"\n"):
             return
@@ -117,7 +112,6 @@ def follow_metrics(path: Path, *, offset: int) -> Iterator[tuple[MetricRow, int]
 
 
 def _decoded_lines(path: Path, *, offset: int = 0) -> Iterator[tuple[bytes, MetricRow | None]]:
-    """The lines from a byte on; none when the file does not exist."""
     try:
         file = path.open("rb")
     except FileNotFoundError:
@@ -129,7 +123,6 @@ def _decoded_lines(path: Path, *, offset: int = 0) -> Iterator[tuple[bytes, Metr
 
 
 def _decode(line: bytes) -> MetricRow | None:
-    """The row of one line, or None when the line is not a whole row."""
     try:
         record = json.loads(line)
         return MetricRow(

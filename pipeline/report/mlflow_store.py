@@ -1,14 +1,13 @@
 """MLflow: one run per pipeline and a child run per stage. The only file that imports mlflow.
 
-`open_tracker` returns at once: importing MLflow (2 to 4 s), creating an SQLite schema (2 to 6 s) and all else happen in
-the thread of `tracking_thread`, so a slow or dead server neither delays nor stops training. The store is SQLite beside
-the runs, or the server at `tracking_uri`. A resumed stage goes on in its own run, found by the id or the key of its
-mlflow.json (`tracking_state`).
+All happens in the thread of `tracking_thread`, also the import (2 to 4 s) and creating an SQLite schema (2 to 6 s), so
+a slow or dead server neither delays nor stops training. The store is SQLite beside the runs, or the server at
+`tracking_uri`. A resumed stage continues its run, found by mlflow.json's id or key (`tracking_state`).
 
-A rollback repeats steps, and MLflow cannot delete points: a repeated step has two there (the later timestamp counts;
-the tag shardvit.attempt.N has the step from which attempt N went on), while metrics.jsonl has each step once. Exact
-duplicates (step, time and value) collapse. MLflow keeps an infinity as 1.8e308, and NaN as NaN. images_seen is sent as
-a metric with every row. No models and no pictures are logged.
+MLflow cannot delete points: steps repeated after a rollback have two there (the later timestamp counts; the tag
+shardvit.attempt.N has the step where attempt N began), while metrics.jsonl has each step once. Exact duplicates (step,
+time, value) collapse. MLflow keeps infinity as 1.8e308, and NaN as NaN. images_seen is sent with every row. No models
+and no pictures are logged.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from pipeline.vocabulary import MLFLOW_FILE
 
 Say = Callable[[str], None]
 
-# The four limits are those of mlflow.utils.validation, and of the column `digest` in MLflow's table `datasets`.
+# From mlflow.utils.validation, and the column `digest` of MLflow's table `datasets`.
 _MAX_METRICS_PER_BATCH = 1_000
 _MAX_PARAMS_PER_BATCH = 100
 _MAX_PARAM_CHARACTERS = 6_000
@@ -57,8 +56,8 @@ class DatasetInput:
 class TrackerSettings:
     """What one attempt at one stage tells MLflow.
 
-    `params` are the recipe's, flat and dotted; `tags` the facts of this attempt (job id, world size, host).
-    `tracking_uri` None is sqlite:///RUNS_ROOT/mlflow.db with its artifacts in RUNS_ROOT/mlartifacts.
+    `params` are the recipe's, flat and dotted; `tags` this attempt's facts (job id, world size, host). Without
+    `tracking_uri` it is sqlite:///RUNS_ROOT/mlflow.db with artifacts in RUNS_ROOT/mlartifacts.
     """
 
     runs_root: Path
@@ -75,28 +74,22 @@ class TrackerSettings:
 
     @property
     def uri(self) -> str:
-        """The store's address."""
         return self.tracking_uri or f"{_SQLITE}{self.runs_root.absolute() / 'mlflow.db'}"
 
 
 def open_tracker(settings: TrackerSettings, *, log: MetricsLog, say: Say | None = None) -> Tracker:
-    """Begin to send one stage's log, on rank 0 only; returns at once.
-
-    Args:
-        settings: of the attempt.
-        log: cut at the step that the stage goes on from.
-        say: prints one line, from the thread too; None: to stderr.
-    """
+    """Begin to send one stage's log, cut at the resumed step, on rank 0 only; returns at once.
+    `say` prints one line, from the thread too; None: to stderr."""
     say = say or functools.partial(print, file=sys.stderr, flush=True)
     timing = settings.timing
     if settings.uri.startswith(("sqlite:", "file:", "/")):
-        # What is a file here answers as fast as the disk does, and its connections belong to one thread.
+        # A local database answers as fast as the disk does, and its connections belong to one thread.
         timing = replace(timing, call_seconds=None)
     return Tracker(MlflowStore(settings, log=log, say=say), metrics_file=log.path, timing=timing, say=say)
 
 
 class MlflowStore:
-    """`tracking_thread.TrackingStore` in MLflow: the run of a stage, and the pipeline's as its parent."""
+    """`tracking_thread.TrackingStore` in MLflow: a stage's run, and the pipeline's as its parent."""
 
     def __init__(self, settings: TrackerSettings, *, log: MetricsLog, say: Say) -> None:
         self.place = without_credentials(settings.uri)
@@ -127,7 +120,7 @@ class MlflowStore:
             self._say(f"MLflow: cannot write {state.file}, a resumed stage may begin a new run: {error}")
 
     def connect(self) -> None:
-        """See `TrackingStore`. Creates the experiment and the pipeline's run too; each id is saved once known."""
+        """Creates the experiment and the pipeline's run too; each id is saved once known."""
         settings = self._settings
         _import_mlflow()
         from mlflow.tracking import MlflowClient
@@ -140,7 +133,7 @@ class MlflowStore:
         if experiment is not None:
             experiment_id = experiment.experiment_id
         else:
-            # Without a server MLflow would put artifacts into ./mlruns, wherever that is.
+            # Without a server MLflow would put artifacts into ./mlruns of the working folder.
             local = settings.uri.startswith("sqlite:")
             location = (settings.runs_root.absolute() / "mlartifacts").as_uri() if local else None
             experiment_id = self._client.create_experiment(settings.experiment, artifact_location=location)
@@ -177,7 +170,6 @@ class MlflowStore:
         self._save(state)
 
     def answers(self) -> bool:
-        """See `TrackingStore`."""
         try:
             self._client.get_run(self.state.run_id)
         except Exception:  # noqa: BLE001  (any failure means no answer)
@@ -185,7 +177,6 @@ class MlflowStore:
         return True
 
     def send(self, rows: Sequence[MetricRow]) -> list[str]:
-        """See `TrackingStore`."""
         from mlflow.entities import Metric
 
         points = [
@@ -197,7 +188,7 @@ class MlflowStore:
         return [refusal for batch in batches for refusal in self._send_points(batch)]
 
     def _send_points(self, points: list[Any]) -> list[str]:
-        # A batch that a living store refuses is halved until the points at fault stand alone.
+        # A batch that a living store refuses is halved until the bad points stand alone.
         try:
             self._client.log_batch(self.state.run_id, metrics=points, synchronous=True)
         except Exception as error:
@@ -210,7 +201,6 @@ class MlflowStore:
         return []
 
     def opening_calls(self) -> list[Call]:
-        """See `TrackingStore`."""
         settings, attempt, recipe = self._settings, self.state.attempt, self._settings.recipe_file
         facts = [f"from_step={self._from_step}", *(f"{name}={value}" for name, value in settings.tags.items())]
         tags = {
@@ -255,7 +245,6 @@ class MlflowStore:
             self._set_tags(self.state, {f"shardvit.params_changed.{self.state.attempt}": "; ".join(changed)})
 
     def _send_datasets(self) -> None:
-        """Data sets as inputs of the stage's run; the same again changes nothing."""
         from mlflow import entities
 
         inputs = []
@@ -266,33 +255,24 @@ class MlflowStore:
         self._client.log_inputs(self.state.run_id, datasets=inputs)
 
     def send_file(self, path: Path) -> None:
-        """See `TrackingStore`."""
         self._keep(self.state, path)
 
     def _keep(self, state: RunState, path: Path) -> None:
         self._client.log_artifact(state.run_id, str(path))
 
     def finish(self, status: FinalStatus) -> None:
-        """See `TrackingStore`."""
         self._client.set_terminated(self.state.run_id, status=status)
 
     def finish_parent(self, status: FinalStatus) -> None:
-        """See `TrackingStore`."""
         self._client.set_terminated(self._parent.run_id, status=status)
 
 
 def make_database(uri: str, *, create: Callable[[str], object]) -> None:
-    """Make the SQLite file of a store's address, if it is one and is not there; atomic, and several processes may.
+    """Atomically create a store's SQLite file if it is missing; several processes may.
 
-    MLflow creates some fifty tables in several seconds, and never repairs a database in which a kill left it half-way:
-    every later attempt fails in the same migration. So the file gets its name when it is complete.
-
-    Args:
-        uri: sqlite:///FILE; others are left alone.
-        create: creates the tables in the store of an address.
-
-    Raises:
-        OSError: the disk is full or fails.
+    MLflow creates some fifty tables in several seconds, and never repairs a database left half-way by a kill: every
+    later attempt fails in the same migration. So `create` fills another file, which gets the name when complete.
+    Does nothing unless `uri` is sqlite:///FILE. OSError: the disk is full or fails.
     """
     name = uri.removeprefix(_SQLITE)
     if not uri.startswith(_SQLITE) or not name or name.startswith((":", "file:")) or "?" in name or Path(name).exists():
@@ -323,14 +303,14 @@ def make_database(uri: str, *, create: Callable[[str], object]) -> None:
 def _import_mlflow() -> None:
     import logging
 
-    # MLflow reads these from the environment only; the user's own values stand. Its seven retries would hold one call
-    # for 246 s, and the thread has a back-off of its own. A training job reports to nobody but its user.
+    # MLflow reads these from the environment only; the user's values stand. Its seven retries would hold one call for
+    # 246 s, and the thread has its own back-off. A training job reports to nobody but its user.
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
     import mlflow.tracking  # noqa: F401
 
-    # Lines on schema steps and retries would break the progress bar; the thread says failures.
+    # Lines on schema steps and retries would break the progress bar; the thread reports failures.
     for name in ("mlflow", "alembic", "urllib3.connectionpool"):
         logging.getLogger(name).setLevel(logging.ERROR)

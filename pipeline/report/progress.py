@@ -1,11 +1,8 @@
 """How far training is: a bar on a terminal, plain lines in a file, with the same content.
 
 A line: `pretrain step 400/1000 (40.0%) | loss 0.2513 | 512.3 images/s | ETA 1:33 min | lr 3.00e-04 | data wait 2.1% |
-25,600 images | elapsed 1:02 min`. The ETA is measured from the first update on, over the last minute: evaluations and
-checkpoints count as they come, start-up and a slow first step do not.
-
-Costs about 20 microseconds per update; a terminal is redrawn ten times a second at most, a file gets a line every ten
-seconds. Reading loss and speed from a GPU is the caller's cost.
+25,600 images | elapsed 1:02 min`. The ETA is over the last minute: evaluations and checkpoints count, start-up and the
+first step do not. Costs about 20 microseconds an update (a terminal at most every 0.1 s, a file every 10 s).
 """
 
 from __future__ import annotations
@@ -25,7 +22,7 @@ _LINE_SECONDS = 10.0
 
 
 class TrainingProgress:
-    """The display of one stage. `start_step` is the step resumed from, `images_per_step` the global batch."""
+    """The display of one stage; `start_step`: resumed from, `images_per_step`: the global batch."""
 
     def __init__(
         self,
@@ -58,12 +55,11 @@ class TrainingProgress:
             )
 
     def update(self, step: int, *, loss: float, lr: float, images_per_second: float, data_wait_share: float) -> None:
-        """Show that `step` steps are done (of the whole stage, not of this attempt)."""
         now = self._clock()
         self._speed.add(step, now)
         values = " | ".join(
             (
-                # What matters most comes first: a narrow terminal cuts the bar's line off at its right end.
+                # The most important first: a narrow terminal cuts the line off at its right end.
                 f"loss {loss:.4f}",
                 f"{images_per_second:.1f} images/s",
                 f"ETA {show_duration(self._speed.seconds_left(self._total_steps))}",
@@ -90,7 +86,7 @@ class TrainingProgress:
             self._print(text)
 
     def close(self) -> None:
-        """Print the last update, if it was not. Closing twice is harmless."""
+        """Print the last update, if it was not yet. Closing twice is harmless."""
         if self._bar is not None:
             self._bar.refresh()
             self._bar.close()
@@ -115,7 +111,7 @@ class RecentSpeed:
         self._seen: deque[tuple[int, float]] = deque()
 
     def add(self, step: int, now: float) -> None:
-        """Step `step` was done at `now` (seconds of any clock). A rollback to an earlier step starts anew."""
+        """Step `step` was done at `now` (seconds of any clock); going back to an earlier step starts anew."""
         if self._seen and step < self._seen[-1][0]:
             self._seen.clear()
         self._seen.append((step, now))

@@ -1,7 +1,6 @@
-"""What a stage shows of itself: metrics.jsonl, MLflow and the progress bar, from rank 0 alone.
+"""A stage's metrics.jsonl (the full record), MLflow (filled from it; may fail without harm) and progress bar.
 
-metrics.jsonl is the full record, and MLflow is filled from it, which may fail without harm. Times are measured here:
-how long the loop waited for data, and images per second without evaluation and saving.
+Only on rank 0. Also measured here: how long the loop waited for data, and images/s without evaluation and saving.
 """
 
 from __future__ import annotations
@@ -63,11 +62,8 @@ def tracked_log(
     resume_step: int = -1,
     say: Say | None = None,
 ) -> Iterator[MetricsLog]:
-    """metrics.jsonl of one stage, from a step on (-1: anew), and MLflow's run of it, which is told how the stage ended.
-
-    Raises:
-        OSError: the disk is full or fails.
-    """
+    """A stage's metrics.jsonl from a step on (-1: anew) and its MLflow run, which is told how the stage ended.
+    OSError: the disk is full or fails."""
     recipe, folder = context.recipe, context.folder
     with open_metrics_log(folder.stage(stage) / METRICS_FILE, resume_step=resume_step) as log:
         if log.dropped_broken_rows:
@@ -108,10 +104,9 @@ class Report:
     """What the training loop reports.
 
     Args:
-        log: takes the values; None, on the ranks above 0: nobody.
+        log: takes the values; None on ranks above 0.
         progress: shows them; None: nobody.
-        phases: what this rank is doing, with its times.
-        samples_per_epoch: to say the epoch.
+        samples_per_epoch: for train/epoch.
         training_seconds: spent before this attempt.
     """
 
@@ -134,12 +129,11 @@ class Report:
 
     @property
     def training_seconds(self) -> float:
-        """Seconds of this stage in all attempts, evaluation and saving included."""
+        """Seconds of this stage in all attempts, including evaluation and saving."""
         return self._earlier_seconds + self.attempt_seconds
 
     @property
     def attempt_seconds(self) -> float:
-        """Of these, those of this attempt."""
         return time.perf_counter() - self._start
 
     def step(self, images: int) -> None:
@@ -156,16 +150,8 @@ class Report:
         slowest_rank_ratio: float | None,
         stall_seconds: float,
     ) -> None:
-        """A point of the training curve; the window of the times ends here.
-
-        Args:
-            state: the position.
-            loss: mean since the last point.
-            lr: of the last step.
-            grad_norm: of the last step.
-            slowest_rank_ratio: its own part of a step over the median rank's; None: there is nothing to compare.
-            stall_seconds: in which this attempt stood still for its checkpoints, in all.
-        """
+        """A point of the training curve, with the mean `loss` since the last one; starts a new window of times.
+        `slowest_rank_ratio` None: nothing to compare; `stall_seconds`: of this attempt, waiting for checkpoints."""
         now = time.perf_counter()
         spent = self.phases.take_seconds()
         seconds = max(1e-9, now - self._window_start - spent["evaluating"] - spent["saving"])
@@ -194,19 +180,17 @@ class Report:
             )
 
     def evaluation(self, state: TrainState) -> None:
-        """The state's evaluation is new."""
         self._record(state, state.evaluation)
         loss, images = state.evaluation["val/loss"], int(state.evaluation["val/images"])
         name, score = next((SCORES[key], value) for key, value in state.evaluation.items() if key in SCORES)
         self.note(f"step {state.step}: held-out loss {loss:.4f}, {name} {score:.4f} of {images:,} images")
 
     def spikes(self, found: Sequence[Spike]) -> None:
-        """Losses far above those before them."""
         for spike in found:
             self.note(spike.describe())
 
     def faults(self, state: TrainState, new: Sequence[tuple[str, Fault]]) -> None:
-        """Damaged images that were not known before; the first few are named on the screen."""
+        """Newly found damaged images; the first few are named on the screen."""
         for use, fault in new[: max(0, _NAMED_FAULTS - self._named_faults)]:
             done = "another one takes its place" if use == "train" else "it is left out"
             self.note(f"step {state.step}: image {fault.key!r} of {fault.shard} is damaged ({fault.reason}): {done}")
@@ -215,7 +199,6 @@ class Report:
         self._named_faults += len(new)
 
     def note(self, text: str) -> None:
-        """A line for the screen."""
         if self._progress is not None:
             self._progress.note(text)
 

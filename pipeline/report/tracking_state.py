@@ -1,8 +1,7 @@
-"""What a run folder remembers of its MLflow runs: the id, and how much of metrics.jsonl was sent (mlflow.json).
+"""mlflow.json: which MLflow run this is (its id), and how much of metrics.jsonl was sent. Knows nothing of mlflow.
 
-The key is drawn and saved before the run exists, and is a tag of the run: after a kill, or a lost answer, between the
-creation of the run and the writing of its id, the key finds the run, so that none is created twice. Knows nothing of
-mlflow.
+The key is drawn and saved before the run exists, and is a tag of it: if a kill or a lost answer comes before its id is
+written, the key finds the run, so that none is created twice.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ class RunState:
     sent_rows: int = 0  # of metrics.jsonl; a count, because bytes shift when a damaged row is dropped
 
     def save(self) -> None:
-        """Replace the file atomically. Raises OSError; a folder that is gone is not made again."""
+        """Replace the file atomically. Raises OSError; a missing folder is not made again."""
         record = {"key": self.key, "run_id": self.run_id, "attempt": self.attempt, "sent_rows": self.sent_rows}
         replace_text(self.file, json.dumps(record) + "\n", sync="none")
 
 
 def load_run_state(file: Path) -> RunState:
-    """The state in `file`, or a fresh one where there is none. Raises ValueError (it is damaged), OSError."""
+    """The state in `file`, or a fresh one if there is none. Raises ValueError (it is damaged), OSError."""
     try:
         record = json.loads(file.read_text())
     except FileNotFoundError:

@@ -1,12 +1,10 @@
 """The thread that sends metrics.jsonl to a tracking store, so that training never waits for one.
 
-metrics.jsonl itself is the outbox: the thread reads it from the first row that the store lacks, sends what is new every
-few seconds, and remembers how many rows were sent (`tracking_state`). An outage of any length costs no point, and the
-next attempt sends what this one could not. What is not a row (tags, params, files, the final status) is a short list of
-calls at the beginning and the end of an attempt; those that were not sent when the process ends are lost, and `close`
-says how many. A call that fails is said once, then retried after 1, 2, 4 ... 60 seconds for as long as training lasts.
-
-Costs training nothing but the CPU time of the thread. Knows nothing of mlflow: `mlflow_store` brings the store.
+metrics.jsonl is the outbox: every few seconds the thread sends its new rows and remembers how many were sent
+(`tracking_state`), so an outage costs no point, and the next attempt sends what this one could not. What is not a row
+(tags, params, files, the final status) is a short list of calls at the beginning and the end of an attempt; those not
+sent when the process ends are lost, and `close` says how many. A failing call is reported once, then retried after
+1, 2, 4 ... 60 seconds as long as training lasts. Knows nothing of mlflow: `mlflow_store` is the store.
 """
 
 from __future__ import annotations
@@ -49,9 +47,9 @@ class Timing:
 
     Attributes:
         flush_seconds: between two rounds of sending.
-        close_seconds: that the end of a stage waits at most; four times as long for one that is finished, and a third
-            where the store's last answer was incomplete.
-        call_seconds: of a call on the store, for the whole of its answer; None: no limit.
+        close_seconds: longest wait at the end of a stage; four times as long for a finished one, and a third where
+            the store's last answer was incomplete.
+        call_seconds: of a call on the store, for its whole answer; None: no limit.
     """
 
     flush_seconds: float = 2.0
@@ -60,7 +58,7 @@ class Timing:
 
 
 class TrackingStore(Protocol):
-    """One stage's run in a tracking store; any method but `answers` may raise anything, and is tried again."""
+    """One stage's run in a tracking store; any method but `answers` may raise anything, and is retried."""
 
     state: RunState
     place: str  # of the store, for messages
@@ -108,7 +106,6 @@ class Tracker:
     Args:
         store: not connected yet; all its methods are called in the thread.
         metrics_file: the rows, cut at the step resumed from.
-        timing: of the thread.
         say: prints one line; called from the thread too.
     """
 
@@ -130,10 +127,8 @@ class Tracker:
         self._thread.start()
 
     def close(self, status: FinalStatus, *, finish_parent: bool = False, files: Sequence[Path] = ()) -> None:
-        """Send what is left and `files`, within the time-out, and close the run, with `finish_parent` its parent too.
-
-        Closing twice is harmless: the first status stays.
-        """
+        """Send what is left and `files`, within the time-out, and close the run (with `finish_parent` its parent too).
+        Closing twice is harmless: the first status stays."""
         if self._closing.is_set():
             return
         store, timeout_seconds = self._store, self._timing.close_seconds
@@ -257,10 +252,10 @@ class Tracker:
 
 
 class _BoundedCalls:
-    """Makes calls one after the other, each with a time-out for all of it: a client's own counts from byte to byte.
+    """Makes calls one by one, each with a time-out for the whole answer: a client's own is from byte to byte.
 
-    A call without a complete answer is left behind in its thread and its result is thrown away; the caller retries.
-    Costs a thread a call, and a few threads that wait on a server which answers a byte a second.
+    A call without a complete answer is left in its thread, its result thrown away, and the caller retries. Costs a
+    thread a call, and a few threads that wait on a server which answers a byte a second.
     """
 
     def __init__(self, timeout_seconds: float | None) -> None:
@@ -270,11 +265,7 @@ class _BoundedCalls:
         self.is_answered = True
 
     def __call__(self, call: Callable[[], Result]) -> Result:
-        """What `call` returns or raises.
-
-        Raises:
-            NoAnswer: it took too long, or several earlier ones are still on their way.
-        """
+        """`call`'s result; NoAnswer if it took too long, or several earlier ones are still on their way."""
         if self._timeout_seconds is None:
             return call()
         self._left_behind = [future for future in self._left_behind if not future.done()]
@@ -301,5 +292,5 @@ class _BoundedCalls:
 
 
 def without_credentials(text: str) -> str:
-    """The text with `user:password@` taken out of its URLs."""
+    """The text without the `user:password@` of its URLs."""
     return re.sub(r"(\w://)[^/\s@]+@", r"\1***@", text)
