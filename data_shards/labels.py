@@ -54,8 +54,7 @@ class LabelSpec:
 def parse_label(content: bytes, *, spec: LabelSpec, label_map: Mapping[str, int], num_classes: int) -> tuple[int, ...]:
     """The class numbers in a label member, below `num_classes`; exactly one if `spec.kind` is "single".
 
-    Raises:
-        ValueError: what is wrong with the label, in a few words.
+    Raises ValueError with what is wrong with the label, in a few words.
     """
     if spec.part == "cls" and spec.kind == "single":  # by far the most frequent, and never a name if it is a number
         digits = content.strip()

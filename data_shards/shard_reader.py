@@ -2,9 +2,8 @@
 
 The offsets come from the shard's index (see `tar_index`), read when the shard is first touched, and are checked against
 the tar's headers at every read. From a warm cache a read takes 5 microseconds and the copy of the bytes: some 18 for a
-photograph. A limited number of shards is kept open, least recently used closed first. A shard evicted from the store's
-cache stays open while in use, as it would have to be downloaded again; its disk space is freed seconds after its last
-read.
+photograph. A limited number of shards is kept open, least recently used closed first. Evicted from the store's cache, a
+shard stays open while in use (it would have to be downloaded again) and is closed seconds after its last read.
 """
 
 from __future__ import annotations

@@ -108,9 +108,7 @@ def table(
 
 
 def parse_json(text: str | bytes) -> Any:
-    """As `json.loads`; ValueError if it is not JSON, not text, nested too deeply, or has a number of thousands of
-    digits.
-    """
+    """As `json.loads`; ValueError if it is not JSON, not text, nested too deeply, or has a number that is too long."""
     try:
         return json.loads(text)
     except RecursionError:

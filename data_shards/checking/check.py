@@ -68,8 +68,8 @@ def check(
     """Check a set of shards, or all splits below a folder; UserError if there is none, or the spec does not fit it.
 
     `decode` decodes every image in full; images above `pixel_limit` are reported instead. `digests` compares every
-    shard's SHA-256 with the manifest. Fitness is assessed only if `world_size` is given. `processes`: None starts one
-    per core, 1 starts none.
+    shard's SHA-256 with the manifest. Fitness is assessed only if `world_size` is given. One of `processes` starts
+    none.
     """
     start = time.monotonic()
     store = store or Store()

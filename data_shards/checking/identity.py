@@ -8,8 +8,7 @@ names the shard and `compare_suspects` reads it.
 0.1 to 0.3 s from a warm disk, a few seconds from a cold one. If k of N images were exchanged, it notices with
 probability 1-(1-2048/N)^k: 0.91 for k = 1,500 of N = 1,281,167. It is the second line of defence after the inode's
 change time, which cannot be set back: if that differs, all bytes are compared. Remote shards are not read: packed ones
-are verified against the manifest's digest on download, other tools' tars by their ETag or, where that differs, their
-new index.
+are verified by digest on download, other tools' tars by their ETag or, where that differs, their new index.
 """
 
 from __future__ import annotations
@@ -154,7 +153,6 @@ def _differ(old: str, new: str) -> bool:
 
 
 def _contents(one: SetIdentity) -> list[tuple[str, ...]]:
-    """What identifies each shard, wherever it is stored."""
     columns = zip(one.sha256, one.indexes, one.names, one.num_bytes, one.num_samples, strict=True)
     return [
         (sha256, index, "" if sha256 or index else PurePath(name).name, str(num_bytes), str(num_samples))

@@ -157,9 +157,7 @@ def _check_whole(
 
 
 def _usable_index(entry: ShardEntry, readable: ReadableIndex, *, tar_bytes: int) -> tuple[ShardIndex, str]:
-    """The headers' index, or the stored one if it lists samples behind the damage; and what is wrong with the stored
-    one.
-    """
+    """The headers' index, or the stored one if it lists samples behind the damage; and the fault of the latter."""
     headers = readable.index
     if entry.index is not None or not is_local(entry.url):  # made from the tar on this machine
         return headers, ""

@@ -248,7 +248,6 @@ class Indexing:
             os.close(descriptor)
 
     def _cls_if_there(self) -> LabelSpec:
-        """The label where the user named none."""
         labels = LabelSpec(kind=self.spec.kind)
         present = [number for number, (print_, _) in enumerate(self._found) if print_ != "absent"]
         parts: set[str] = set()

@@ -20,11 +20,9 @@ pixels are bit-identical (55 dB is the promise). What real data sets hold, whate
     bytes after the end                                        ignored
 
 Whether a JPEG can be read does not depend on the crop, with one exception: damage below the crop that spells a marker
-after which libjpeg cannot continue.
-
-Cost: 3 µs for the size; then 1.0 ms for a training crop of an ImageNet photograph (0.88 in libjpeg-turbo itself), or
-for the whole photograph 1.1 (simplejpeg) or 1.4 (Pillow). Two thirds are Huffman codes above the crop's end, which
-cannot be skipped.
+after which libjpeg cannot continue. Cost: 3 µs for the size; then 1.0 ms for a training crop of an ImageNet photograph
+(0.88 in libjpeg-turbo itself), or for the whole photograph 1.1 (simplejpeg) or 1.4 (Pillow). Two thirds are Huffman
+codes above the crop's end, which cannot be skipped.
 """
 
 from __future__ import annotations
@@ -96,11 +94,9 @@ def read_image(data: bytes, *, decoder: DecoderName = "auto", limit: PixelLimit 
     """Read the header of one image; no pixels are allocated yet.
 
     The decoder is for JPEGs: auto is nvImageCodec on the CPU where it is installed and decoding a region pays,
-    otherwise simplejpeg; gpu is nvImageCodec on the current CUDA device. What they decline goes to Pillow.
-
-    Raises:
-        UnreadableImage: the bytes are not an image, or it has more pixels than `limit`.
-        UserError: the decoder is not installed or does not work here.
+    otherwise simplejpeg; gpu is nvImageCodec on the current CUDA device. What they decline goes to Pillow. Raises
+    UnreadableImage if it is not an image or has more pixels than `limit`, and UserError if the decoder does not work
+    here.
     """
     require_decoder(decoder)
     header = _read_header(data) if data[:3] == _JPEG_MAGIC else None

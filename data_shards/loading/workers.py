@@ -76,11 +76,8 @@ def empty_images(count: int, size: int) -> torch.Tensor:
 def iterate(dataset: Described[Item], *, numbers: range, workers: int, kind: WorkerKind = "process") -> Generator[Item]:
     """The items of `numbers`, in order; with 0 workers the calling thread makes them.
 
-    The data set must be picklable for processes, thread-safe for threads.
-
-    Raises:
-        UserError: what the data set raised, wherever it did.
-        WorkerDied: a worker process was killed, or crashed.
+    The data set must be picklable for processes, thread-safe for threads. Raises the data set's UserError wherever it
+    occurs, and WorkerDied if a worker process crashed or was killed.
     """
     if not workers:
         return (_pinned(dataset[number]) for number in numbers)

@@ -2,8 +2,8 @@
 
 Every image is decoded in full by training's decoder: a broken one is cheap to fix now and expensive in the middle of a
 run. With `Resize`, a large image is reduced (Lanczos, antialiased) and encoded as JPEG with 4:2:0 chroma and without
-metadata: no orientation tag, so a viewer shows what training sees. Costs a decode (1.2 ms for an ImageNet photograph),
-and 3 ms for the reduction.
+metadata: no orientation tag, so a viewer shows what training sees. Costs a decode (1.2 ms for a photograph), and 3 ms
+for the reduction.
 """
 
 from __future__ import annotations

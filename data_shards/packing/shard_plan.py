@@ -35,10 +35,9 @@ _TAR_END_BYTES = 1024 + 10_240  # two blocks of zeros, and more up to a multiple
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """One planned tar: images `indices` of `images`, in this order, with labels counted in the packed classes.
+    """One planned tar: images `indices` of `images` (of `source_split`), in this order, labelled in the packed classes.
 
-    `labels` is [num_samples], or [num_samples, most labels] padded with -1. `images` are those of `source_split`, which
-    is train for held-out ones.
+    `labels` is [num_samples], or [num_samples, most labels] padded with -1.
     """
 
     file: str

@@ -2,8 +2,7 @@
 
 Threads suffice: decoding, hashing and I/O release the GIL, and the rest is 80 µs an image (at most some 10,000
 images/s, more than disks deliver of photographs). Memory is one image per thread, as stored and decoded (at most 0.5
-GB). A shard is one thread's work, so few large shards use few cores. Unreadable images are left out and noted in the
-record.
+GB). A shard is one thread's work, so few large shards use few cores. Unreadable images are left out and recorded.
 """
 
 from __future__ import annotations

@@ -53,8 +53,7 @@ def hold_out(
 ) -> dict[SplitName, NDArray[np.int64]]:
     """Divide the images `indices` of split train into train and val.
 
-    Raises UserError if there is a val split, or for a fraction outside (0, 1), a class of one image, or an unknown
-    path.
+    Raises UserError if there is a val split, or for a fraction outside (0, 1), a class of one image, or unknown paths.
     """
     if "val" in source.splits:
         raise UserError(f"holdout: {source.spec} has a held-out split already; leave holdout out")

@@ -17,8 +17,7 @@ def open_source(spec: str, *, labels: LabelList | None = None, unfit: Literal["r
     """Open `digits`, `fashion-mnist`, or a folder (write `./digits` for a folder of that name).
 
     With `labels`, a folder's images have their labels from that list, whatever the layout. `unfit`: whether class
-    folders without images, and images beside class folders, are refused or left out with a note. Raises UserError,
-    naming the path.
+    folders without images, and images beside class folders, are refused (UserError) or left out with a note.
     """
     if labels is not None and spec in NAMES:
         raise UserError(f"{spec}: these images have labels of their own; leave out labels or give a folder")

@@ -93,8 +93,7 @@ def label_list_source(root: Path, labels: LabelList) -> Source:
 def clean_path(text: str, *, root: Path) -> str:
     """A path below `root` as listings spell it: `./a//b.jpg` -> `a/b.jpg`, `ROOT/a/b.jpg` -> `a/b.jpg`.
 
-    Raises ValueError if it leads outside. An absolute path may spell `root` as given or resolved; a path with other
-    links or `..` is resolved.
+    Raises ValueError if it leads outside. An absolute path may spell `root` as given or resolved; others are resolved.
     """
     path = PurePosixPath(text)
     if path.is_absolute() and "\0" not in text:

@@ -2,10 +2,10 @@
 
 A shard is written as NAME.tar.part by the process that holds that file's lock (flock, which the kernel releases when
 the process ends), with its space reserved first; the rename to NAME.tar makes it visible once it is verified and on the
-disk. Above the limit the least recently used shard is removed, by the mtime that a reader refreshes with `touch`.
-Readers with the file open can go on (`is_evicted`), and it takes up space until they close it. Files in progress and
-indexes count. Each download costs a lock and a listing of the folder: a few milliseconds for a thousand shards. The
-folder must be on a local disk: the locks are those of one node.
+disk. Above the limit the least recently used shard is removed, by the mtime that a reader refreshes with `touch`;
+readers keep it open (`is_evicted`), and it takes up space until they close it. Files in progress and indexes count.
+Each download costs a lock and a listing of the folder: a few milliseconds for a thousand shards. The folder must be on
+a local disk: the locks are those of one node.
 """
 
 from __future__ import annotations
@@ -108,7 +108,6 @@ class Cache:
         return None
 
     def load_index(self, name: str, *, label: str) -> ShardIndex | None:
-        """The cached index of a shard, if there is one."""
         path = self._index_path(name, label)
         try:
             return load_index(path)
@@ -153,7 +152,6 @@ class Cache:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """The folder's lock, for evicting, and for claiming room."""
         descriptor = os.open(self._path("cache.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)

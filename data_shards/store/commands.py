@@ -2,8 +2,7 @@
 
 A nonzero exit status is a failure even if bytes came. A program that writes nothing for too long is killed; a `pipe:`
 command with all its children, which gopen's own pipes do not do (nor do they tell a shell's status 141 from 0, nor keep
-stderr for the message). A shell reports only the last command of a pipeline; a shard that an earlier one cut short is
-recognised by its tar's end.
+stderr for the message). If an earlier command of a shell pipeline fails, only the tar's missing end shows it.
 """
 
 from __future__ import annotations

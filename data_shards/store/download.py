@@ -2,9 +2,8 @@
 
 Transient faults (5xx, 429, timeouts, cut connections) are retried, by default for ten minutes without progress. A cut
 transfer resumes in ranges no larger than what came through, smaller each time nothing did: behind a proxy that cuts
-every connection it still ends, as long as any bytes arrive. Missing or refused objects fail at once. Wrong sizes or
-digests and failing commands are retried a few times only: the source itself may be wrong. The digest is computed on the
-fly, at 0.5 to 1.5 GB/s.
+every connection it still ends, as long as any bytes arrive. Missing or refused objects fail at once. Wrong bytes and
+failing commands are retried a few times: the source itself may be wrong. The digest is computed at 0.5 to 1.5 GB/s.
 """
 
 from __future__ import annotations
@@ -154,15 +153,12 @@ class Downloads:
         patiently: bool = True,
         stop: Stop = lambda: False,
     ) -> None:
-        """All bytes of `url`, in order, into `sink`, which may restart several times.
+        """All bytes of `url`, in order, into `sink`, which may restart several times; StoreError if all attempts
+        failed.
 
         `num_bytes`, `sha256` and `fingerprint` must match unless None or ""; then `verify` is called, and a `Wrong`
         that it raises counts like a wrong digest. Without `patiently` there is one attempt. `stop` is asked several
-        times a second.
-
-        Raises:
-            StoreError: all attempts failed.
-            DownloadStopped: `stop` returned True.
+        times a second; if True, DownloadStopped is raised.
         """
         patience = self._patience(url, patiently=patiently)
         remote = self._remotes.object(url, stop=stop)
@@ -191,8 +187,6 @@ class Downloads:
 
 
 class _Transfer:
-    """Progress of a transfer, over all its attempts."""
-
     def __init__(self, sink: ByteSink, *, num_bytes: int | None, sha256: str, fingerprint: str) -> None:
         self._sink = sink
         self._num_bytes, self._sha256, self._fingerprint = num_bytes, sha256, fingerprint

@@ -117,9 +117,7 @@ def scrubbed(text: str, *, url: str = "") -> str:
 
 
 def join(location: str, file: str) -> str:
-    """`file`, a relative path with "/", in the folder `location`; a query stays at the end. Raises UserError for a
-    pipe.
-    """
+    """`file`, a relative path with "/", in the folder `location`, before any query; UserError for a pipe."""
     kind = protocol(location)
     if kind == "pipe":
         raise UserError(f"{shown(location)} is a command, not a folder: name the shards themselves, pipe:... each")
@@ -136,9 +134,7 @@ def expand_braces(pattern: str) -> list[str]:
     """All locations of a pattern in webdataset's syntax: "x-{000..127}.tar", "{a,b}.tar", and "::" between patterns.
 
     Unlike in webdataset, "::" separates nothing in an IPv6 address, nor in a pipe unless another "pipe:" follows.
-
-    Raises:
-        UserError: an unmatched brace, ${NAME} without WDS_NAME in the environment, too many tars.
+    Raises UserError for an unmatched brace, ${NAME} without WDS_NAME in the environment, too many tars.
     """
     separator = re.compile(r"::(?=pipe:)") if pattern.startswith(PIPE) else _SEPARATOR
     locations: list[str] = []

@@ -53,9 +53,9 @@ _FINGERPRINTS = ("ETag", "etag", "md5Hash", "generation", "LastModified", "last_
 
 @dataclass(frozen=True)
 class About:
-    """An object's size (None: unknown), its fingerprint, which changes with it ("": unknown), and how it can be read.
+    """An object's size (None: unknown), and its fingerprint, which changes with it ("": unknown).
 
-    `ranges`: readable in ranges, so only if a digest proves that they are of one object, or only whole.
+    `ranges`: readable in ranges; in ranges, if a digest proves that they are of one object; or only as a whole.
     """
 
     num_bytes: int | None
@@ -79,8 +79,7 @@ class Remotes:
     def object(self, url: str, *, stop: Stop = lambda: False) -> Output | Stored:
         """The object at `url`, not requested yet; `stop` is asked several times a second.
 
-        Raises:
-            UserError: the package for this kind of URL is not installed, or it may run a program, which is refused.
+        Raises UserError if the package for this kind of URL is not installed, or if it may run a program.
         """
         demand_no_command(url, commands=self._commands)
         kind = protocol(url)
@@ -233,8 +232,7 @@ class Stored:
 class _Page(Stored):
     """A file of a web server, through the session of fsspec's file system.
 
-    fsspec's own `_info` turns any failure into a missing file, and its `_cat_file` ignores whether a range was
-    honoured.
+    fsspec's own `_info` turns any failure into a missing file, and its `_cat_file` reads all that comes, a part or not.
     """
 
     def about(self) -> About:
@@ -281,7 +279,6 @@ class _Page(Stored):
             response.close()
 
     async def _get(self, span: str) -> Any:
-        """A response, its body still to come."""
         session = await self._fs.set_session()
         headers = {**self._fs.kwargs.get("headers", {}), "Accept-Encoding": "identity"}
         headers |= {"Range": span} if span else {}

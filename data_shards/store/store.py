@@ -85,9 +85,7 @@ class Store:
         return self._about(url)[0]
 
     def fingerprint(self, url: str) -> str:
-        """A text that changes with the object ("" for a pipe): size and mtime, or the ETag; raises as `read_small`
-        does.
-        """
+        """Changes with the object ("" for a pipe): size and mtime, or the ETag; raises as `read_small` does."""
         num_bytes, fingerprint = self._about(url)
         return f"{num_bytes} {fingerprint}" if fingerprint else ""
 
@@ -251,8 +249,6 @@ class Store:
 
 
 class _Memory:
-    """A `download.ByteSink` for small files."""
-
     def __init__(self, url: str, *, most_bytes: int) -> None:
         self._url, self._most_bytes = url, most_bytes
         self.content = bytearray()

@@ -120,9 +120,7 @@ def write_index(index: ShardIndex, path: Path | str, *, label: LabelPart = "cls"
 
 
 def read_index(path: Path | str, *, label: LabelPart = "cls") -> ShardIndex:
-    """Read an index: ours, DALI's or webdataset's in text, or .npz (made for one `label`); UserError if missing or
-    broken.
-    """
+    """Read an index: ours, DALI's or webdataset's in text, or .npz (made for one `label`); UserError if broken."""
     path = Path(path)
     try:
         if path.suffix == ".npz":
