@@ -23,33 +23,21 @@ MaxImagePixels = Annotated[
 
 
 def pixel_limit(max_image_pixels: int) -> PixelLimit:
-    """The flag's value, as decoding takes it.
-
-    Raises:
-        UserError: not a number of pixels that can be allowed.
-    """
+    """The flag's value, as decoding takes it; raises UserError if it is no number of pixels that can be allowed."""
     from data_shards.images.decode import PixelLimit
 
     return PixelLimit(max_image_pixels, name="--max-image-pixels")
 
 
 def demand_counts(**flags: int | None) -> None:
-    """Demand that each flag is left out or at least 1.
-
-    Raises:
-        UserError: one is not.
-    """
+    """Raises UserError if a flag is given and below 1."""
     for name, number in flags.items():
         if number is not None and number < 1:
             raise UserError(f"--{name.replace('_', '-')}: it is {number}; give 1 or more")
 
 
 def size_bytes(flag: str, text: str | None) -> int | None:
-    """The value of a flag such as 256MB; None: left out.
-
-    Raises:
-        UserError: not a size.
-    """
+    """The value of a flag such as 256MB; None: left out. Raises UserError if it is no size."""
     from data_shards.text import parse_bytes
 
     try:

@@ -1,7 +1,4 @@
-"""Build any model from its configuration: a Vision Transformer, a hybrid, or a pure ResNet.
-
-Weights are placeholders until `model.init.initialise` or a state dict fills them.
-"""
+"""Build any model from its configuration (Vision Transformer, hybrid or pure ResNet), with placeholder weights."""
 
 from __future__ import annotations
 

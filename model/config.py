@@ -41,8 +41,7 @@ class ModelConfig(BaseModel):
     # Units in each stage of a ResNet: a hybrid's stem ([]: its root alone) or, without `width`, the whole model.
     resnet_layers: tuple[Depth, ...] | None = Field(default=None, max_length=4)
     resnet_width_factor: WidthFactor | None = None  # multiplies the ResNet's widths
-    # What the head sees: the class token (which no other pool has), the mean of the normed patch tokens, or Google's
-    # attention pooling.
+    # What the head sees: the class token (no other has one), the mean of the normed patch tokens, or attention pooling
     pool: Pool = "cls"
     position: PositionKind = "learned_1d"  # as in the ViT paper's Table 8; sincos_2d: big_vision's fixed one
     position_at: PositionAt = "stem"  # where a learned one is added: once, or before each block (one for all, or each)

@@ -47,11 +47,8 @@ def shapes_of(state: Mapping[str, Tensor]) -> dict[str, Shape]:
 
 
 def read_sizes(shapes: Mapping[str, Shape], *, origin: str) -> StateSizes:
-    """The sizes of the Vision Transformer whose tensors, under our names, have these shapes.
-
-    Raises:
-        ValueError: tensors that tell sizes are missing, or patches or grid are not square; begins with `origin`.
-    """
+    """The sizes of the Vision Transformer whose tensors, under our names, have these shapes. Raises ValueError if
+    tensors that tell sizes are missing, or patches or grid are not square (the message begins with `origin`)."""
     needed = ("patch_embed.proj.weight", "blocks.0.mlp.fc1.weight", "norm.weight")
     if missing := [name for name in needed if name not in shapes]:
         raise ValueError(

@@ -50,10 +50,7 @@ def zero_linear(
 
 def replace_head(model: VisionTransformer | ResNetV2, num_classes: int) -> None:
     """Drop the whole head (both layers of an `MlpHead`) and attach a trainable zero Linear on its device, in its dtype.
-
-    Raises:
-        ValueError: `num_classes` is not positive.
-    """
+    Raises ValueError if `num_classes` is not positive."""
     if num_classes < 1:
         raise ValueError(f"num_classes must be at least 1, not {num_classes}")
     old = next(model.head.parameters())

@@ -34,12 +34,9 @@ STEM_PREFIX = "patch_embed.backbone."  # a hybrid's ResNet
 def initialise(model: nn.Module, *, seed: int, head_bias: float = 0.0, style: InitStyle = "google") -> None:
     """Overwrite every parameter of `model`, one of `model.build` or `model.masked_patch`, in place.
 
-    Args:
-        model: on any device and in any floating dtype; values are drawn in float32 on the CPU.
-        seed: any integer.
-        head_bias: of the last layer: -10 for sigmoid pre-training with many classes (vision_transformer issue 2), -6.9
-            for ImageNet-1k, 0 otherwise.
-        style: Google's last layer starts at zero, timm's (`timm_value`) does not.
+    Values are drawn in float32 on the CPU, whatever the model's device and dtype. `head_bias`, of the last layer: -10
+    for sigmoid pre-training with many classes (vision_transformer issue 2), -6.9 for ImageNet-1k, else 0. Google's
+    last layer starts at zero, timm's (`timm_value`) does not.
 
     Raises:
         ValueError: the model has a parameter that this project's models do not have.
@@ -59,9 +56,7 @@ def google_value(name: str, value: Tensor, *, model: nn.Module, generator: torch
     """Fill `value`, zeros of float32 on the CPU, with Google's initial value of a parameter, and return it.
 
     The last layer's biases are not asked for here. `model` tells what a name does not (a layer scale's initial value).
-
-    Raises:
-        ValueError: no such parameter is known.
+    Raises ValueError if no such parameter is known.
     """
     if is_resnet_kernel(name):
         return _lecun_normal(value, generator=generator)

@@ -23,10 +23,8 @@ def loss_function(kind: LossKind, *, label_smoothing: float = 0.0) -> LossFuncti
 
     Targets are class indices, int64 [B], or weights of the classes, floating [B, C]: 1 for each label, or shares after
     mixing. The sigmoid loss takes any in [0, 1]; for softmax they should sum to 1, and otherwise each row counts by its
-    sum, as in optax. The pipeline refuses softmax for images with several labels.
-
-    Raises:
-        ValueError: `label_smoothing` is out of range for this kind.
+    sum, as in optax. The pipeline refuses softmax for images with several labels. Raises ValueError if
+    `label_smoothing` is out of range for this kind.
     """
     match kind:
         case "softmax":

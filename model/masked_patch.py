@@ -108,10 +108,7 @@ def classifier_of(
 ) -> nn.Module:
     """The trunk of `masked` below one zero linear layer for classes, without mask token: copies, in float32.
 
-    Attention pooling, where `config` has it, begins at Google's initial values for `seed`.
-
-    Raises:
-        ValueError: `num_classes` is not positive.
+    Attention pooling begins at Google's initial values for `seed`. Raises ValueError if `num_classes` is not positive.
     """
     model = build_model(config, image_size=image_size, num_classes=num_classes, head="linear")
     initialise(model, seed=seed)

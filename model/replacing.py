@@ -1,7 +1,4 @@
-"""Files and folders that replace earlier ones once they are whole; `model`'s counterpart of `data_shards.durable`.
-
-They are written beside their place, flushed to disk and renamed.
-"""
+"""Files and folders that replace earlier ones once whole and flushed; as `data_shards.durable`, for `model`."""
 
 from __future__ import annotations
 

@@ -87,11 +87,8 @@ def save_model(folder: Path, state_dict: Mapping[str, Tensor], *, meta: SavedMod
 
 
 def read_meta(folder: Path) -> SavedModelMeta:
-    """The record of a saved model; reads `config.json` only and imports neither torch nor timm.
-
-    Raises:
-        ValueError: the file is missing or holds no valid record; the message names it.
-    """
+    """The record of a saved model; reads `config.json` only and imports neither torch nor timm. Raises ValueError if
+    the file is missing or holds no valid record; the message names it."""
     try:
         return read_record(Path(folder) / CONFIG_FILE)
     except FileNotFoundError as missing:
@@ -126,11 +123,8 @@ def first_mistake(error: ValidationError) -> str:
 
 
 def load_model(folder: Path) -> tuple[SavedModelMeta, dict[str, Tensor]]:
-    """The record and the weights (on the CPU, in the dtypes they were saved in) of a saved model.
-
-    Raises:
-        ValueError: a file is missing or broken, or the weights do not fit the record.
-    """
+    """The record and the weights (on the CPU, in the dtypes they were saved in) of a saved model. Raises ValueError if
+    a file is missing or broken, or the weights do not fit the record."""
     meta = read_meta(folder)
     path = Path(folder) / WEIGHTS_FILE
     if not path.is_file():
@@ -220,11 +214,8 @@ def _config_json(meta: SavedModelMeta) -> dict[str, Any]:
 
 
 def check_state(state: Mapping[str, Tensor], *, meta: SavedModelMeta, says: str) -> None:
-    """Compare names and shapes with those of the model in `meta` (built without memory).
-
-    Raises:
-        ValueError: they differ; `says`, then the first difference and a table of all.
-    """
+    """Compare names and shapes with those of the model in `meta` (built without memory). Raises ValueError if they
+    differ: `says`, then the first difference and a table of all."""
     from model.differences import describe_differences, first_difference, shapes_of
 
     found, expected = shapes_of(state), expected_shapes(meta)
@@ -233,11 +224,7 @@ def check_state(state: Mapping[str, Tensor], *, meta: SavedModelMeta, says: str)
 
 
 def write_safetensors(path: Path, state_dict: Mapping[str, Tensor]) -> None:
-    """Write tensors on any device, in their own dtypes.
-
-    Raises:
-        OSError: the disk is full or cannot be written.
-    """
+    """Write tensors on any device, in their own dtypes; raises OSError if the disk is full or cannot be written."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 

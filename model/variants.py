@@ -83,11 +83,8 @@ RESNETS: dict[str, ResnetSizes] = {
 
 
 def parse_variant(name: str) -> VitSizes | ResnetSizes:
-    """The sizes of a name such as "B/16", "R50+B/16" or "R50x1".
-
-    Raises:
-        ValueError: the name is not of one of these forms, or unknown.
-    """
+    """The sizes of a name such as "B/16", "R50+B/16" or "R50x1". Raises ValueError if the name is not of one of these
+    forms, or unknown."""
     if name in HYBRIDS:
         return HYBRIDS[name]
     if name in RESNETS:

@@ -1,8 +1,7 @@
 """The names that a user may write about a model, and what they stand for; torch-free, for recipes and plans.
 
-To add one: its name here, and a loss in `model/loss.py`, a head in `model/head.py`, a pooling in `model/vit.py`, a
-position embedding in `model/positions/embedding.py`, initial values in `model/init.py`, an export format in
-`model/formats/export.py`.
+To add one: its name here, and a loss in `model/loss.py`, a head in `head.py`, a pooling in `vit.py`, a position
+embedding in `positions/embedding.py`, initial values in `init.py`, an export format in `formats/export.py`.
 """
 
 from __future__ import annotations

@@ -50,11 +50,7 @@ class TrunkOptions:
     ] = None
 
     def config(self) -> ModelConfig | None:
-        """The model, if its sizes were given; None: take the file's.
-
-        Raises:
-            UserError: the sizes make no model.
-        """
+        """The model, if its sizes were given; None: take the file's. Raises UserError if they make no model."""
         from model.config import ModelConfig
 
         given = self._given()
@@ -63,11 +59,7 @@ class TrunkOptions:
         return self._checked(lambda: ModelConfig(**given))
 
     def changed(self, found: ModelConfig) -> ModelConfig:
-        """The file's model with the given values in place of its own.
-
-        Raises:
-            UserError: they make no model.
-        """
+        """The file's model with the given values in place of its own; raises UserError if they make no model."""
         given = self._given()
         if (depth := given.pop("depth", None)) is not None and (found.kind != "vit" or found.sizes.depth != depth):
             blocks = f"{found.sizes.depth} blocks" if found.kind == "vit" else "no Transformer blocks"

@@ -116,11 +116,8 @@ def table8(
 def run_cells(
     cells: Sequence[Cell], recipe: str, *, overrides: Sequence[str], runs_root: Path, shards_root: Path | None
 ) -> tuple[int, list[Result]]:
-    """Check all runs, then carry out those that are not done; returns the exit code, and the results if it is 0.
-
-    Raises:
-        UserError: anything that would stop one of the runs.
-    """
+    """Check all runs, then carry out those that are not done; returns the exit code, and the results if it is 0. Raises
+    UserError for anything that would stop one of the runs."""
     from pipeline.recipe.io import load_recipe
 
     for override in overrides:

@@ -77,11 +77,8 @@ def open_fleet(
 
 
 def parse_hostfile(text: str, *, source: str) -> tuple[Host, ...]:
-    """The hosts in file order; `source` is its name for messages.
-
-    Raises:
-        UserError: a line cannot be read, a host is listed twice, or there is none.
-    """
+    """The hosts in file order; `source` is its name for messages. Raises UserError if a line cannot be read, a host is
+    listed twice, or there is none."""
     hosts: dict[str, Host] = {}
     for number, line in enumerate(text.splitlines(), start=1):
         content = line.partition("#")[0].strip()

@@ -42,10 +42,7 @@ class Variables:
 
 def travelling(environ: Mapping[str, str], *, folders: tuple[Path, ...]) -> Variables:
     """The variables for the other hosts, from this process, then from `.deepspeed_env` in `folders`; later ones win.
-
-    Raises:
-        UserError: a line of such a file cannot be read.
-    """
+    Raises UserError if a line of such a file cannot be read."""
     name = environ.get("DS_ENV_FILE", _FILE)
     found: dict[str, str] = {}
     files = []

@@ -35,11 +35,8 @@ _WORDS = {
 def summary(
     recipe: Recipe, *, folder: RunFolder, processes: int, stages: Sequence[StageName], state: Callable[[StageName], str]
 ) -> str:
-    """The summary as aligned text; `state` says how far a stage is.
-
-    Raises:
-        UserError: broken shards, or sizes that do not fit together.
-    """
+    """The summary as aligned text; `state` says how far a stage is. Raises UserError if shards are broken or sizes do
+    not fit together."""
     values: list[dict[str, str]] = []
     notes: list[str] = []
     for name in stages:

@@ -38,11 +38,7 @@ class PlanOptions:
     classes: Annotated[str | None, Parameter(help="Their classes: N, or STAGE=N,STAGE=N.")] = None
 
     def check(self) -> None:
-        """Refuse what is out of range or contradicts itself.
-
-        Raises:
-            UserError: it does.
-        """
+        """Raises UserError if something is out of range or contradictory."""
         demand_counts(gpus=self.gpus, gpus_per_node=self.gpus_per_node)
         for flag, number in (("node-gbps", self.node_gbps), ("images-per-second", self.images_per_second)):
             if number is not None and number <= 0:

@@ -27,11 +27,8 @@ def cancel_run(
     say: Callable[[str], None] = print,
     sleep: Callable[[float], None] = time.sleep,
 ) -> int:
-    """End a run's jobs; returns how many there were. "now" does not wait for a checkpoint.
-
-    Raises:
-        UserError: the run was never submitted, or SLURM refuses.
-    """
+    """End a run's jobs; returns how many there were. "now" does not wait for a checkpoint. Raises UserError if the run
+    was never submitted, or SLURM refuses."""
     submission = read_submission(run / "slurm")
     if submission is None:
         raise UserError(f"{run} was not submitted (it has no slurm/jobs.json): a run on this machine ends with Ctrl-C")

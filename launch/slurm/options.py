@@ -21,11 +21,8 @@ _FROM_SITE = Parameter(help="As sbatch's; default: the site file's.")
 
 
 def limit_seconds(text: str) -> int:
-    """Seconds of SLURM's time limit: "90" and "90:00" are minutes, "24:00:00", "2-12", "2-12:30", "2-12:30:00".
-
-    Raises:
-        UserError: not a time, or zero.
-    """
+    """Seconds of SLURM's time limit: "90" and "90:00" are minutes, "24:00:00", "2-12", "2-12:30", "2-12:30:00". Raises
+    UserError if it is no time, or zero."""
     found = _TIME.fullmatch(text.strip())
     if found is None:
         raise UserError(

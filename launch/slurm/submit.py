@@ -40,11 +40,8 @@ class SubmissionPlan:
 
 
 def plan_submission(recipe: Recipe, *, runs_root: Path, job: SlurmJob, commands: Commands = "run") -> SubmissionPlan:
-    """Check everything and render the scripts; changes nothing on disk. `commands`: whether a `pipe:` is run.
-
-    Raises:
-        UserError: anything that would keep a stage from running.
-    """
+    """Check everything and render the scripts; changes nothing on disk. `commands`: whether a `pipe:` is run. Raises
+    UserError for anything that would keep a stage from running."""
     if recipe.processes not in ("auto", job.processes):
         raise UserError(
             f"processes is {recipe.processes}, but {job.options.nodes} nodes with {job.tasks_per_node} processes each "
@@ -78,11 +75,8 @@ def render(plan: SubmissionPlan) -> str:
 
 
 def submit_plan(plan: SubmissionPlan, *, slurm: Slurm) -> Submission:
-    """Write the scripts and submit them, chained.
-
-    Raises:
-        UserError: jobs of this run are still queued, or SLURM refuses one (then none is left).
-    """
+    """Write the scripts and submit them, chained. Raises UserError if jobs of this run are still queued, or SLURM
+    refuses one (then none is left)."""
     records = plan.paths.slurm
     previous = read_submission(records)
     if previous is not None:

@@ -52,11 +52,8 @@ class Accounting:
 def account(
     config: ModelConfig, *, image_size: int, num_classes: int, head: HeadKind, patch_dropout: float = 0.0
 ) -> Accounting:
-    """What `build_model` with these arguments costs an image; `patch_dropout` is as in training.
-
-    Raises:
-        ValueError: an argument that the model would refuse too.
-    """
+    """What `build_model` with these arguments costs an image; `patch_dropout` is as in training. Raises ValueError for
+    an argument that the model would refuse too."""
     if num_classes < 1:
         raise ValueError(f"num_classes must be at least 1, not {num_classes}")
     Regularisation(patch_dropout=patch_dropout).check(config)

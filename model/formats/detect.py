@@ -47,11 +47,8 @@ def import_file(
 def read_foreign(path: Path, *, config: ModelConfig | None = None, said: Said = NOTHING_SAID) -> Foreign:
     """The model in a file or folder, under our names.
 
-    Args:
-        path: a folder of ours, of timm or of transformers; Google's npz; safetensors or a torch file with a state dict
-            under the names of timm, transformers or torchvision.
-        config: what the user says of the trunk, for what the file does not tell.
-        said: what else the user says of it.
+    `path`: a folder of ours, of timm or of transformers; Google's npz; safetensors or a torch file with a state dict of
+    timm, transformers or torchvision. `config` and `said`: what the user says of it, for what the file does not tell.
 
     Raises:
         ValueError: nothing of the kind exists, it cannot be read, or it contradicts `config`.

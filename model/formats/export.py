@@ -37,15 +37,11 @@ if TYPE_CHECKING:
 
 
 def export_model(meta: SavedModelMeta, state: Mapping[str, Tensor], *, to: ExportFormat, out: Path) -> list[str]:
-    """Write the model that `meta` describes, with the weights `state`, to `out`; returns notes for the user.
+    """Write the model that `meta` describes, with its whole state dict, to `out`; returns notes for the user.
 
-    Args:
-        meta: its record.
-        state: its whole state dict, on any device.
-        to: npz (names of vision_transformer) or big_vision, both Google's npz; timm: a folder that timm and, by its
-            TimmWrapper, transformers load; transformers: a folder of its own ViT; torchvision: a state dict; onnx and
-            torch_export: programs for any batch size.
-        out: the folder or file; an earlier export of the same kind there is replaced.
+    `to`: npz (names of vision_transformer) or big_vision, both Google's npz; timm: a folder that timm and, by its
+    TimmWrapper, transformers load; transformers: a folder of its own ViT; torchvision: a state dict; onnx and
+    torch_export: programs for any batch size. An earlier export of the same kind at `out` is replaced.
 
     Raises:
         ValueError: the format cannot hold the model, the weights do not fit `meta`, or `out` has another ending or is

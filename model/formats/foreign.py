@@ -149,11 +149,7 @@ def config_of(
 ) -> tuple[ModelConfig, tuple[str, ...]]:
     """The trunk of a file, and notes for the user: what was assumed, what the user's word replaced.
 
-    Args:
-        sizes: of the file.
-        semantics: what the file or its format says besides.
-        given: the user's configuration; see `settle`.
-        origin: begins every message.
+    `given` is the user's configuration (see `settle`); `origin` begins every message.
 
     Raises:
         ValueError: the number of heads is not known, or the user's is not the file's.
@@ -182,12 +178,8 @@ def settle(
 ) -> tuple[ModelConfig, tuple[str, ...]]:
     """The user's configuration, completed by what a file tells, and a note for each value of the file that it replaced.
 
-    Args:
-        given: its sizes stand (`surgery` compares them with the weights), and so does what was set explicitly.
-        told: fields of `ModelConfig`, the sizes aside, as the file or its format has them.
-        heads: those of the file, if it tells.
-        kind: of the file's model.
-        origin: begins every message.
+    The sizes in `given` stand (`surgery` compares them with the weights), and so does what was set explicitly. `told`:
+    fields of `ModelConfig`, the sizes aside, by the file or its format. `heads`: the file's. `origin` begins messages.
 
     Raises:
         ValueError: the file holds a model of another kind, or with another number of heads.

@@ -28,11 +28,7 @@ def write_onnx(path: Path, model: nn.Module, *, meta: SavedModelMeta) -> None:
     """Export `model`, which `meta` describes, in evaluation mode; an earlier file at `path` is replaced.
 
     The file takes "images", float32 [batch, 3, S, S], normalised with the record's mean and std, and gives "logits",
-    float32 [batch, classes]; the record is JSON in the metadata's "shardvit". The operator set is the exporter's
-    default.
-
-    Raises:
-        ValueError: a package is missing.
+    float32 [batch, classes]; the record is JSON in the metadata's "shardvit". Raises ValueError without the packages.
     """
     import torch
 

@@ -1,7 +1,4 @@
-"""Our record in other projects' files: beside (FILE.json, as a folder's `config.json`) or inside (ONNX, torch.export).
-
-FILE.json is written with npz, torchvision and transformers exports, and their readers believe it.
-"""
+"""Our record in others' files: beside them (FILE.json, like `config.json`) or inside (ONNX, torch.export)."""
 
 from __future__ import annotations
 

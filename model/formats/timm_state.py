@@ -1,8 +1,7 @@
 """timm's Vision Transformers: a folder that timm wrote (or transformers, through its TimmWrapper), or bare weights.
 
-timm builds the architecture in a folder's `config.json`, without memory; whatever we would compute otherwise is
-refused. Costs one copy of the weights. timm's hybrids are not read: their weight standardisation and GroupNorm have
-other epsilons.
+timm builds a `config.json`'s architecture without memory; whatever we would compute otherwise is refused. Its hybrids
+are not read: their weight standardisation and GroupNorm have other epsilons. Costs one copy of the weights.
 """
 
 from __future__ import annotations

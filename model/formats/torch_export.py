@@ -51,11 +51,8 @@ def write_torch_export(path: Path, model: nn.Module, *, meta: SavedModelMeta) ->
 
 
 def read_torch_export_meta(path: Path) -> SavedModelMeta:
-    """The record in a file that `write_torch_export` wrote; reads little more than that.
-
-    Raises:
-        ValueError: the file cannot be read, or has no record.
-    """
+    """The record in a file that `write_torch_export` wrote; reads little more than that. Raises ValueError if the file
+    cannot be read, or has no record."""
     try:
         with ZipFile(path) as archive:
             name = _root(archive) + _RECORD
@@ -66,11 +63,8 @@ def read_torch_export_meta(path: Path) -> SavedModelMeta:
 
 
 def read_torch_export(path: Path) -> tuple[SavedModelMeta, dict[str, Tensor]]:
-    """The record and the weights, on the CPU, under the names of our state dict.
-
-    Raises:
-        ValueError: the file cannot be read, has no record, or its weights do not fit the record.
-    """
+    """The record and the weights, on the CPU, under the names of our state dict. Raises ValueError if the file cannot
+    be read, has no record, or its weights do not fit the record."""
     import torch
 
     from model.saved import build_described

@@ -49,11 +49,8 @@ def is_torchvision_state(names: Collection[str]) -> bool:
 
 
 def read_torchvision_state(state: Mapping[str, Tensor], *, config: ModelConfig | None, origin: str) -> Foreign:
-    """A state dict of torchvision's VisionTransformer.
-
-    Raises:
-        ValueError: it has a convolutional stem, or does not tell what `config` must then say.
-    """
+    """A state dict of torchvision's VisionTransformer. Raises ValueError if it has a convolutional stem, or does not
+    tell what `config` must then say."""
     if any(name.startswith("conv_proj.conv_bn_relu") for name in state):
         raise ValueError(f"{origin} has a convolutional stem (conv_stem_configs): we build no such model")
     if any(name.startswith("heads.pre_logits.") for name in state):

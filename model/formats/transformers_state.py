@@ -74,11 +74,8 @@ def is_transformers_state(names: Collection[str]) -> bool:
 
 
 def read_transformers_state(state: Mapping[str, Tensor], *, config: ModelConfig | None, origin: str) -> Foreign:
-    """A bare state dict of transformers' ViT, without its `config.json`.
-
-    Raises:
-        ValueError: it is incomplete, or does not tell what `config` must then say.
-    """
+    """A bare state dict of transformers' ViT, without its `config.json`. Raises ValueError if it is incomplete, or does
+    not tell what `config` must then say."""
     semantics = Semantics(gelu="erf", layer_norm_eps=1e-12, interpolation="timm")
     foreign = _read(state, semantics=semantics, config=config, origin=origin)
     found = foreign.config
@@ -90,11 +87,8 @@ def read_transformers_state(state: Mapping[str, Tensor], *, config: ModelConfig 
 
 
 def read_transformers_folder(folder: Path, *, content: dict[str, Any], config: ModelConfig | None) -> Foreign:
-    """A folder of transformers' ViT; `content` is its `config.json`.
-
-    Raises:
-        ValueError: its activation or images are of a kind that our models do not have, or files are missing or broken.
-    """
+    """A folder of transformers' ViT; `content` is its `config.json`. Raises ValueError if its activation or images are
+    of a kind that our models do not have, or files are missing or broken."""
     origin = str(folder)
     content = _DEFAULTS | content
     activation = content["hidden_act"]

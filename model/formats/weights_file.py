@@ -30,11 +30,8 @@ _PREFIXES = ("module.", "_orig_mod.", "model.", "timm_model.")
 
 
 def load_weights(path: Path) -> dict[str, Tensor]:
-    """The tensors of a file, on the CPU, in their own dtypes, without what is wrapped around them.
-
-    Raises:
-        ValueError: the file cannot be read, or holds something else than tensors by name; the message names it.
-    """
+    """The tensors of a file, on the CPU, in their own dtypes, without what is wrapped around them. Raises ValueError if
+    the file cannot be read, or holds something else than tensors by name; the message names it."""
     content: object = read_safetensors(path) if path.suffix == ".safetensors" else _torch_file(path)
     while isinstance(content, Mapping):
         inner = next((content[key] for key in _WRAPPERS if isinstance(content.get(key), Mapping)), None)
@@ -45,11 +42,8 @@ def load_weights(path: Path) -> dict[str, Tensor]:
 
 
 def load_folder_weights(folder: Path) -> dict[str, Tensor]:
-    """As `load_weights`, for a timm or transformers folder, in one file or several.
-
-    Raises:
-        ValueError: there is none, or one cannot be read.
-    """
+    """As `load_weights`, for a timm or transformers folder, in one file or several. Raises ValueError if there is none,
+    or one cannot be read."""
     for name in FOLDER_FILES:
         path = folder / name
         if not path.is_file():

@@ -67,11 +67,8 @@ def read_google_npz(path: Path, *, said: Said = NOTHING_SAID) -> Foreign:
 
 def write_google_npz(path: Path, state: Mapping[str, Tensor], *, meta: SavedModelMeta, names: GoogleNames) -> None:
     """Write weights under the names that a code base itself loads, in float32, and our record beside them, atomically.
-
-    Raises:
-        ValueError: these names cannot hold the model (`npz_objection`), or `state` does not fit `meta`; nothing is
-            written then.
-    """
+    Raises ValueError if these names cannot hold the model (`npz_objection`), or `state` does not fit `meta`; nothing is
+    written then."""
     path = Path(path)
     if objection := npz_objection(meta, names=names):
         raise ValueError(f"{path} cannot be written with {names}'s names: {objection}")
