@@ -67,9 +67,8 @@ def check(
 ) -> CheckResult:
     """Check a set of shards, or all splits below a folder; UserError if there is none, or the spec does not fit it.
 
-    `decode` decodes every image in full; images above `pixel_limit` are reported instead. `digests` compares every
-    shard's SHA-256 with the manifest. Fitness is assessed only if `world_size` is given. One of `processes` starts
-    none.
+    `decode` decodes every image in full, unless it has more pixels than `pixel_limit`. `digests` compares every shard's
+    SHA-256 with the manifest. Fitness is assessed only with a `world_size`. With 1 for `processes`, none is started.
     """
     start = time.monotonic()
     store = store or Store()

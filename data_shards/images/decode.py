@@ -95,8 +95,7 @@ def read_image(data: bytes, *, decoder: DecoderName = "auto", limit: PixelLimit 
 
     The decoder is for JPEGs: auto is nvImageCodec on the CPU where it is installed and decoding a region pays,
     otherwise simplejpeg; gpu is nvImageCodec on the current CUDA device. What they decline goes to Pillow. Raises
-    UnreadableImage if it is not an image or has more pixels than `limit`, and UserError if the decoder does not work
-    here.
+    UnreadableImage if it is not an image or exceeds `limit`, UserError if the decoder does not work here.
     """
     require_decoder(decoder)
     header = _read_header(data) if data[:3] == _JPEG_MAGIC else None

@@ -153,8 +153,8 @@ class Downloads:
         patiently: bool = True,
         stop: Stop = lambda: False,
     ) -> None:
-        """All bytes of `url`, in order, into `sink`, which may restart several times; StoreError if all attempts
-        failed.
+        """All bytes of `url`, in order, into `sink`, which may restart several times; StoreError after the last
+        attempt.
 
         `num_bytes`, `sha256` and `fingerprint` must match unless None or ""; then `verify` is called, and a `Wrong`
         that it raises counts like a wrong digest. Without `patiently` there is one attempt. `stop` is asked several
