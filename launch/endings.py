@@ -26,10 +26,7 @@ def signal_of(code: int) -> int:
 
 
 def overall_code(codes: Sequence[int], *, stop_was_asked: bool) -> int:
-    """One exit code for several processes or hosts, whose codes come in the order of ending.
-
-    A user's mistake, or "stopped" if that was requested, tells more than the others.
-    """
+    """One exit code for several processes, given in the order of ending; a user's mistake or a requested stop wins."""
     for telling in (EXIT_USER_ERROR, *((EXIT_STOPPED,) if stop_was_asked else ())):
         if telling in codes:
             return telling

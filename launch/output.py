@@ -107,7 +107,6 @@ def _guard(name: Literal["stdout", "stderr"], *, descriptor: int, when_lost: Lit
 
 
 def _stream_of(text: Any) -> _Stream | None:
-    """The raw stream, if it is one of these."""
     buffer = getattr(text, "buffer", None)
     raw = getattr(buffer, "raw", buffer)
     return raw if isinstance(raw, _Stream) else None

@@ -113,7 +113,6 @@ class ModelConfig(BaseModel):
 
     @property
     def sizes(self) -> VitSizes:
-        """A Transformer's sizes in numbers, whichever way they were given."""
         if self.variant is not None:
             sizes = parse_variant(self.variant)
             assert isinstance(sizes, VitSizes), f"{self.variant} has no tokens"
@@ -131,7 +130,6 @@ class ModelConfig(BaseModel):
 
     @property
     def resnet(self) -> ResnetSizes:
-        """A pure ResNet's sizes in numbers, whichever way they were given."""
         if self.variant is not None:
             sizes = parse_variant(self.variant)
             assert isinstance(sizes, ResnetSizes), f"{self.variant} is no pure ResNet"
@@ -145,11 +143,8 @@ class ModelConfig(BaseModel):
         return self.sizes.width if self.kind == "vit" else self.resnet.num_features
 
     def grid_size(self, image_size: int) -> int:
-        """Patches, or a ResNet's last features, along one side of a square image.
-
-        Raises:
-            ValueError: the model cannot take images of `image_size` pixels; says which it can.
-        """
+        """Patches, or a ResNet's last features, along one side of a square image. Raises ValueError if the model cannot
+        take images of `image_size` pixels (and says which it can)."""
         if self.kind == "vit":
             what, stride = "the patch size", self.sizes.patch_size
         else:

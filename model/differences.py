@@ -197,7 +197,6 @@ def _grid_size(shapes: Mapping[str, Shape], *, origin: str) -> int | None:
 
 
 def _resnet_layers(shapes: Mapping[str, Shape]) -> tuple[int, ...] | None:
-    """Units in each stage of a hybrid's stem; None without one."""
     if not any(name.startswith(_STEM) for name in shapes):
         return None
     paths = [name.removeprefix(_STEM).split(".") for name in shapes if name.startswith(f"{_STEM}stages.")]

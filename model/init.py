@@ -35,11 +35,9 @@ def initialise(model: nn.Module, *, seed: int, head_bias: float = 0.0, style: In
     """Overwrite every parameter of `model`, one of `model.build` or `model.masked_patch`, in place.
 
     Values are drawn in float32 on the CPU, whatever the model's device and dtype. `head_bias`, of the last layer: -10
-    for sigmoid pre-training with many classes (vision_transformer issue 2), -6.9 for ImageNet-1k, else 0. Google's
-    last layer starts at zero, timm's (`timm_value`) does not.
-
-    Raises:
-        ValueError: the model has a parameter that this project's models do not have.
+    for sigmoid pre-training with many classes (vision_transformer issue 2), -6.9 for ImageNet-1k, else 0. Google's last
+    layer starts at zero, timm's (`timm_value`) does not. Raises ValueError if the model has a parameter that this
+    project's models do not have.
     """
     value_of = {"google": google_value, "timm": timm_value}[style]
     with torch.no_grad():
@@ -178,6 +176,5 @@ def _lecun_normal(value: Tensor, *, generator: torch.Generator) -> Tensor:
 
 
 def _stream_seed(seed: int, name: str) -> int:
-    """A 63-bit seed for the stream of one parameter."""
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1

@@ -37,10 +37,8 @@ def replaced_folder(folder: Path) -> Iterator[Path]:
     """Gives a new folder beside to write flat files in; when the block ends well, it replaces `folder`.
 
     Killed or without power at any moment, `folder` exists wholly or not at all. Killed between the two renames that
-    replace an earlier one, the place is empty, and the next call begins by putting the earlier one back.
-
-    Raises:
-        OSError: the disk is full or cannot be written; an earlier folder stays.
+    replace an earlier one, the place is empty, and the next call begins by putting the earlier one back. Raises OSError
+    if the disk is full or cannot be written; an earlier folder stays.
     """
     beside, aside = (folder.with_name(f".{folder.name}.{end}") for end in ("writing", "replaced"))
     if aside.exists() and not folder.exists():  # of an attempt that was killed

@@ -96,12 +96,8 @@ def read_meta(folder: Path) -> SavedModelMeta:
 
 
 def read_record(path: Path) -> SavedModelMeta:
-    """The record under "shardvit" in a JSON file.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: it holds no valid record; the message names it.
-    """
+    """The record under "shardvit" in a JSON file. Raises FileNotFoundError if there is no such file, ValueError if it
+    holds no valid record; the message names it."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

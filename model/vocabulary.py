@@ -36,11 +36,7 @@ COLOURS = tuple(f"r{red} g{green} b{blue}" for red, green, blue in product(range
 
 
 def check_ending(out: Path, *, to: ExportFormat) -> None:
-    """Refuse a name by which nobody would know the format; needs no model, so it can be asked first.
-
-    Raises:
-        ValueError: `out` ends in something else than the files of the format.
-    """
+    """Raises ValueError if `out` does not end as files of the format do; needs no model, so it can be asked first."""
     endings = EXPORT_ENDINGS[to]
     if endings and out.suffix not in endings:
         raise ValueError(f"{out}: the name of such a file must end in {' or '.join(endings)}")

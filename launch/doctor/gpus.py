@@ -25,13 +25,8 @@ _HEAD_WIDTH = 64
 
 
 def check_gpus(*, devices: int, visible: int, run: Callable[..., Answer] = ask) -> Check:
-    """The GPUs and driver by nvidia-smi, which hangs if the driver does.
-
-    Args:
-        devices: GPUs in /dev.
-        visible: those that CUDA_VISIBLE_DEVICES leaves.
-        run: runs the command.
-    """
+    """The GPUs and driver by nvidia-smi, which hangs if the driver does. `devices`: GPUs in /dev; `visible`: those that
+    CUDA_VISIBLE_DEVICES leaves."""
     answer = run(_SMI, limit_seconds=_SMI_SECONDS)
     cells = [tuple(cell.strip() for cell in line.split(",")) for line in answer.output.splitlines()]
     rows = [row for row in cells if len(row) == 4] if answer.code == 0 else []

@@ -1,7 +1,4 @@
-"""An all-reduce of two processes here, MLflow's server, and the cluster: SLURM, ssh, pdsh.
-
-The network between machines shows only in a job on several.
-"""
+"""An all-reduce of two processes here (not between machines), MLflow's server, and the cluster: SLURM, ssh, pdsh."""
 
 from __future__ import annotations
 

@@ -169,7 +169,6 @@ def _tell(part: str, **more: object) -> None:
 
 
 def _results(answer: Answer) -> dict[str, list[Check]]:
-    """The checks of each part that the child began."""
     found: dict[str, list[Check]] = {}
     for message in answer.messages:
         part = PARTS.get(message["part"]) or _ALL_REDUCE[message["part"]]

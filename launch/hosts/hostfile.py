@@ -108,10 +108,8 @@ def select(
 ) -> tuple[Host, ...]:
     """The remaining hosts and slots, in the order of `hosts`.
 
-    `include` is NAME[:SLOT[,SLOT ...]] joined by @: only these; `exclude`: all but these.
-
-    Raises:
-        UserError: both are given, a name or slot does not exist, or nothing is left.
+    `include` is NAME[:SLOT[,SLOT ...]] joined by @: only these; `exclude`: all but these. Raises UserError if both are
+    given, a name or slot does not exist, or nothing is left.
     """
     if include and exclude:
         raise UserError("--include, --exclude: give one of them, not both")

@@ -87,11 +87,8 @@ def prepare(
 ) -> Callable[[Launch], int]:
     """Check every host, which must see the shards of `stages`; returns the counterpart of `run_stage_locally`.
 
-    `commands`: whether a `pipe:` is run.
-
-    Raises:
-        UserError: hosts are not ready.
-        OSError: nothing can be written to `runs_root`.
+    `commands`: whether a `pipe:` is run. Raises UserError if hosts are not ready, and OSError if nothing can be written
+    to `runs_root`.
     """
     variables = travelling(without_place(), folders=(Path.home(), Path()))
     say(variables.describe())
@@ -131,8 +128,6 @@ def shared_files(sets: Iterable[ShardSet]) -> list[Path]:
 
 
 class _Stage:
-    """The connections of one attempt."""
-
     def __init__(self, launch: Launch, fleet: Fleet, ready: Ready, *, variables: dict[str, str]) -> None:
         self._launch, self._fleet, self._ready, self._variables = launch, fleet, ready, variables
         self._by_ssh = fleet.launcher == "ssh"

@@ -1,7 +1,4 @@
-"""A recipe, what is known of its shards, and the user's flags -> `RecipeForecast`, with each assumption in a sentence.
-
-Reads the GPU's kind from the driver's files; writes nothing, needs no torch.
-"""
+"""A recipe, what is known of its shards, and the user's flags -> `RecipeForecast`. Writes nothing, needs no torch."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""The plan as a page for people who have never computed one, and as JSON. No number is made here.
-
-Warnings; a line for each quantity with a column for each stage and an explanation; one GPU's memory under each ZeRO
-stage; the terms.
-"""
+"""The plan as a page for people who have never computed one, and as JSON. No number is made here."""
 
 from __future__ import annotations
 
@@ -74,7 +70,6 @@ def _title(plan: RecipeForecast) -> str:
 
 
 def _column(stage: StageForecast) -> dict[str, str]:
-    """A stage's value for each label that applies to it."""
     plan, time, sent, images = stage.plan, stage.time, stage.own.traffic, stage.total_images
     of_epoch, shards = stage.shards.num_images, stage.shards.num_shards
     batch = f"{plan.world_size:,} x {plan.accumulation_steps} x {plan.micro_batch_size}"
@@ -196,7 +191,6 @@ def _glossary(plan: RecipeForecast) -> Iterator[str]:
 
 
 def _wrapped(text: str) -> str:
-    """Wrapped to the page with later lines indented; no word is broken."""
     return "\n".join(
         textwrap.wrap(text, PAGE_WIDTH - 2, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
     )

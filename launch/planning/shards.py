@@ -32,12 +32,8 @@ class ShardsBefore:
 
 
 def look(training: Sequence[ShardsConfig], *, held_out: ShardsConfig | None = None) -> ShardsBefore:
-    """Open those of a stage's training sets that exist, and name those that do not.
-
-    Raises:
-        UserError: shards exist and are broken.
-        StoreError: a place cannot be reached.
-    """
+    """Open those of a stage's training sets that exist, and name those that do not. Raises UserError if shards exist
+    and are broken, and StoreError if a place cannot be reached."""
     store = Store(None, retry=RetryPolicy(give_up_seconds=GIVE_UP_SECONDS))
     missing = [text for each in training if (text := _unopened(each, store=store))]
     train = None if missing else merge_shard_sets([_open(each, store=store) for each in training])

@@ -81,7 +81,6 @@ class Presence:
             return error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
 
     def demand(self) -> None:
-        """Raise UserError if it is gone."""
         if self.is_gone():
             raise UserError(gone(self.folder))
 

@@ -84,13 +84,9 @@ def locked(
 ) -> Iterator[Presence]:
     """Hold the lock file `path`; yields its folder's presence. When that is gone, this process ends within seconds.
 
-    Args:
-        path: made when missing, never removed (removing it would let two owners in).
-        what: what is locked, for the message.
-        wait_seconds: how long to wait for the present owner.
-        say: told when the owner on another machine is watched, and taken over from.
-        gone_seconds: given to this process to end by itself when the folder is gone.
-        end_others: called before it is ended then.
+    `path` is made when missing, never removed (removing it would let two owners in). `what` is locked, for the message;
+    `say` is told when the owner on another machine is watched, and taken over from. When the folder is gone, this
+    process has `gone_seconds` to end by itself; `end_others` is called before it is ended then.
 
     Raises:
         UserError: another process holds it.
@@ -263,7 +259,6 @@ class OwnClaim:
                 _claim_path(self._path, number).unlink(missing_ok=True)
 
     def release(self) -> None:
-        """Record that nobody owns the lock."""
         try:
             self._write(_FREE)
             os.ftruncate(self._descriptor, len(_FREE) + 1)

@@ -59,10 +59,8 @@ class PipelineRun:
         """Check everything; changes nothing on disk.
 
         `restart`: this stage and those after it begin again. `fleet`: default: this machine. `shards`: "if there", for
-        a dry run: missing ones are not checked, and no `pipe:` is started.
-
-        Raises:
-            UserError: anything that would keep a stage from running.
+        a dry run: missing ones are not checked, and no `pipe:` is started. Raises UserError for anything that would
+        keep a stage from running.
         """
         if restart is not None and restart not in recipe.stages.names:
             raise UserError(f"--restart {restart}: the recipe has only the stages {', '.join(recipe.stages.names)}")
@@ -92,11 +90,8 @@ class PipelineRun:
     ) -> int:
         """Run the stages that are not done; returns the exit code.
 
-        Args:
-            only: this stage alone.
-            mode: "dry-run" prints a summary and the resolved recipe, and starts nothing.
-            max_restarts: of failed stages, over all stages.
-            keys: of the recipe that a dry run prints: those that differ from their defaults, or all.
+        `only`: this stage alone. `mode`: "dry-run" prints a summary and the resolved recipe, and starts nothing.
+        `max_restarts`: of failed stages, over all stages. `keys`: of the recipe that a dry run prints.
 
         Raises:
             UserError: there is no such stage, the run folder is in use, or nothing can be written there.

@@ -85,7 +85,6 @@ def decide(
 
 
 def _refusal(ending: Ending, *, record: StageRecord, earlier: Sequence[End], max_restarts: int) -> str | None:
-    """Why there is no other attempt; None: there is one."""
     if ending.kind == "taken away":
         return None
     ends = [*((end.kind, end.last_saved_step) for end in earlier), (ending.kind, record.last_saved_step)]

@@ -55,7 +55,6 @@ class Slurm:
         return parse_queue(text)
 
     def alive(self, jobs: Iterable[str]) -> dict[str, str]:
-        """The states of those that are queued or running."""
         return {job: queued.state for job, queued in self.queue(jobs).items() if not queued.is_finished}
 
     def cancel(self, jobs: Sequence[str]) -> None:

@@ -49,9 +49,7 @@ def read_foreign(path: Path, *, config: ModelConfig | None = None, said: Said = 
 
     `path`: a folder of ours, of timm or of transformers; Google's npz; safetensors or a torch file with a state dict of
     timm, transformers or torchvision. `config` and `said`: what the user says of it, for what the file does not tell.
-
-    Raises:
-        ValueError: nothing of the kind exists, it cannot be read, or it contradicts `config`.
+    Raises ValueError if nothing of the kind exists, it cannot be read, or it contradicts `config`.
     """
     path = Path(path)
     if config is not None and config.kind == "vit":

@@ -94,10 +94,7 @@ def of_shapes(
     state: dict[str, Tensor], *, format: str, semantics: Semantics, given: ModelConfig | None, origin: str
 ) -> Foreign:
     """A model without a record, under our names: its sizes are those of its tensors. Arguments as for `config_of`.
-
-    Raises:
-        ValueError: the tensors do not tell the sizes, or contradict `given`.
-    """
+    Raises ValueError if the tensors do not tell the sizes, or contradict `given`."""
     sizes = read_sizes(shapes_of(state), origin=origin)
     if sizes.grid_size is None:
         raise ValueError(
@@ -149,10 +146,8 @@ def config_of(
 ) -> tuple[ModelConfig, tuple[str, ...]]:
     """The trunk of a file, and notes for the user: what was assumed, what the user's word replaced.
 
-    `given` is the user's configuration (see `settle`); `origin` begins every message.
-
-    Raises:
-        ValueError: the number of heads is not known, or the user's is not the file's.
+    `given` is the user's configuration (see `settle`); `origin` begins every message. Raises ValueError if the number
+    of heads is not known, or the user's is not the file's.
     """
     pool_and_scale: dict[str, Any] = {"pool": sizes.pool}
     if sizes.layer_scale:
@@ -180,9 +175,7 @@ def settle(
 
     The sizes in `given` stand (`surgery` compares them with the weights), and so does what was set explicitly. `told`:
     fields of `ModelConfig`, the sizes aside, by the file or its format. `heads`: the file's. `origin` begins messages.
-
-    Raises:
-        ValueError: the file holds a model of another kind, or with another number of heads.
+    Raises ValueError if the file holds a model of another kind, or with another number of heads.
     """
     if given.kind != kind:
         what = {"vit": "a Vision Transformer", "resnet": "a pure ResNet"}

@@ -54,11 +54,8 @@ def write_onnx(path: Path, model: nn.Module, *, meta: SavedModelMeta) -> None:
 
 
 def read_onnx_meta(path: Path) -> SavedModelMeta:
-    """The record in a file that `write_onnx` wrote; reads the whole file, apart from weights beside it.
-
-    Raises:
-        ValueError: a package is missing, the file cannot be read, or has no record.
-    """
+    """The record in a file that `write_onnx` wrote; reads the whole file, apart from weights beside it. Raises
+    ValueError if a package is missing, the file cannot be read, or has no record."""
     _require("onnx")
     import onnx
     from google.protobuf.message import DecodeError
@@ -85,11 +82,8 @@ class OnnxModel:
 
 
 def open_onnx(path: Path) -> OnnxModel:
-    """Load a file that `write_onnx` wrote; it runs on the CPU, in as many threads as torch would take.
-
-    Raises:
-        ValueError: a package is missing, the file cannot be read, or has no record.
-    """
+    """Load a file that `write_onnx` wrote; it runs on the CPU, in as many threads as torch would take. Raises
+    ValueError if a package is missing, the file cannot be read, or has no record."""
     _require("onnxruntime")
     import onnxruntime
     import torch

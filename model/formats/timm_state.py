@@ -50,11 +50,8 @@ def is_timm_state(names: Collection[str]) -> bool:
 
 
 def read_timm_state(state: dict[str, Tensor], *, config: ModelConfig | None, origin: str) -> Foreign:
-    """A bare state dict under timm's names.
-
-    Raises:
-        ValueError: it has parts that our models do not have, or does not tell what `config` must then say.
-    """
+    """A bare state dict under timm's names. Raises ValueError if it has parts that our models do not have, or does not
+    tell what `config` must then say."""
     _refuse_unknown_parts(state, origin=origin)
     if config is None and any(name.startswith("patch_embed.backbone.") for name in state):
         raise ValueError(
@@ -72,11 +69,8 @@ def read_timm_state(state: dict[str, Tensor], *, config: ModelConfig | None, ori
 
 
 def read_timm_folder(folder: Path, *, content: dict[str, Any], config: ModelConfig | None) -> Foreign:
-    """A folder of timm or of transformers' TimmWrapper; `content` is its `config.json`.
-
-    Raises:
-        ValueError: timm does not know the architecture, or it computes something that our models do not.
-    """
+    """A folder of timm or of transformers' TimmWrapper; `content` is its `config.json`. Raises ValueError if timm does
+    not know the architecture, or it computes something that our models do not."""
     from timm.data.config import resolve_data_config
 
     origin = str(folder)
@@ -134,7 +128,6 @@ def _completed(state: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
 
 
 def _built_by_timm(content: dict[str, Any], *, origin: str) -> VisionTransformer:
-    """The architecture of a `config.json`, built by timm without memory."""
     import timm
     import torch
     from timm.models.vision_transformer import VisionTransformer

@@ -42,9 +42,7 @@ def interpolate_pos_embed(
     """Position embeddings [1, P + h*w, D] of `old_grid` (h, w) -> those of `new_grid`, in the dtype that came in.
 
     The first `num_prefix_tokens` rows (the class token's) stay bit for bit. The same grid returns the tensor itself.
-
-    Raises:
-        ValueError: the tensor is not [1, P + h*w, D] for `old_grid`, or a side of a grid is not positive.
+    Raises ValueError if the tensor is not [1, P + h*w, D] for `old_grid`, or a side of a grid is not positive.
     """
     (old_height, old_width), (new_height, new_width) = old_grid, new_grid
     if min(old_height, old_width, new_height, new_width) < 1:

@@ -94,7 +94,6 @@ def build_resnet(
 
 
 def _timm_arguments(layers: tuple[int, ...], *, width_factor: int, preact: bool) -> dict[str, Any]:
-    """The arguments with which timm's ResNetV2 builds this trunk, without a head."""
     pad: Padding = "fixed" if preact else "same"
     return {
         "layers": list(layers),

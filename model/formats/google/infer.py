@@ -21,10 +21,8 @@ def infer_model(shapes: Mapping[str, Shape], *, layout: NpzLayout, said: Said = 
     """The model whose arrays, named without the prefix, have these shapes; its weights are still to be read.
 
     A head whose representation layer has another width than the trunk, or that lacks its last layer, is left out.
-
-    Raises:
-        ValueError: an array that fixes a size is missing or impossible; blocks or position embeddings are probably
-            missing, and the user does not say that this is intended.
+    Raises ValueError if an array that fixes a size is missing or impossible, or if blocks or position embeddings
+    are probably missing and the user does not say that this is intended.
     """
     height, side, channels, width = _axes(shapes, PATCH_KERNEL, count=4)
     block = layout.block(0)

@@ -61,14 +61,12 @@ class NpzLayout:
 
     @property
     def code_base(self) -> str:
-        """Whose names these are, for messages."""
         return "vision_transformer" if self.position == _POSITIONS[0] else "big_vision"
 
     def part(self, which: Literal["norm1", "attn", "norm2", "mlp"]) -> str:
         return _PARTS[self.numbering][which]
 
     def block(self, index: int) -> str:
-        """The name of a block, with a slash."""
         return STACKED if self.stacked else f"Transformer/encoderblock_{index}/"
 
 

@@ -50,11 +50,9 @@ def is_google_npz(names: Collection[str]) -> bool:
 def read_google_npz(path: Path, *, said: Said = NOTHING_SAID) -> Foreign:
     """The model in a file of either code base, in float32.
 
-    A record beside it is believed; else the sizes are those of the arrays, with what the user `said`.
-
-    Raises:
-        ValueError: the file is no npz, is damaged or holds something else, or arrays are missing, too many or of
-            another shape than the model's; the message names the file.
+    A record beside it is believed; else the sizes are those of the arrays, with what the user `said`. Raises ValueError
+    if the file is no npz, is damaged or holds something else, or arrays are missing, too many or of another shape than
+    the model's; the message names the file.
     """
     path = Path(path)
     with NpzReader.open(path) as npz:
