@@ -2,7 +2,7 @@
 
 The paper pre-trains with the sigmoid loss (vision_transformer issue 34) and fine-tunes with softmax. Logits become
 float32 first, so that large ones neither overflow nor lose precision in the sum over thousands of classes. To add a
-loss: its name in `model/vocabulary.py`, a function and a case here.
+loss: its name in `model/vocabulary.py`, a function and its cases here.
 """
 
 from __future__ import annotations
@@ -37,6 +37,15 @@ def loss_function(kind: LossKind, *, label_smoothing: float = 0.0) -> LossFuncti
                     f"label_smoothing must be at least 0 and below 0.5 for the sigmoid loss, not {label_smoothing}"
                 )
             return partial(sigmoid_cross_entropy, label_smoothing=label_smoothing)
+
+
+def probabilities(logits: Tensor, kind: LossKind) -> Tensor:
+    """What logits [B, C] of a model trained with this loss say of each class; sigmoid's do not add up to one."""
+    match kind:
+        case "softmax":
+            return logits.softmax(dim=1)
+        case "sigmoid":
+            return logits.sigmoid()
 
 
 def softmax_cross_entropy(logits: Tensor, targets: Tensor, *, label_smoothing: float = 0.0) -> Tensor:

@@ -94,7 +94,7 @@ def parse_variant(name: str) -> VitSizes | ResnetSizes:
         near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
         hint = f" (did you mean {near[0]!r}?)" if near else ""
         raise ValueError(f"variant {name!r} is unknown{hint}; known hybrids and ResNets: {', '.join(known)}")
-    match = re.fullmatch(r"([A-Za-z]+)/([1-9][0-9]{0,3})", name)
+    match = re.fullmatch(r"([A-Za-z][A-Za-z0-9]*)/([1-9][0-9]{0,3})", name)
     if match is None:
         raise ValueError(
             f"variant {name!r} must be a name, a slash and a patch size in pixels, such as 'B/16', or one of "

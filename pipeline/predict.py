@@ -27,6 +27,7 @@ from data_shards.processes import num_cores
 from data_shards.sources.folder import walk_images
 from data_shards.vocabulary import Normalisation
 from model.formats import onnx_file
+from model.loss import probabilities
 from model.saved import SavedModelMeta, build_described
 from pipeline.find_model import find_model
 from pipeline.task import model_input
@@ -180,8 +181,7 @@ def _most_probable(predictor: Predictor, rows: Sequence[Pixels], *, top: int) ->
     logits = predictor(images)
     if not logits.isfinite().all():
         raise UserError(f"{predictor.origin}: the model gives logits that are not finite: its weights are damaged")
-    probabilities = logits.sigmoid() if meta.loss == "sigmoid" else logits.softmax(dim=1)
-    shares, order = probabilities.sort(dim=1, descending=True, stable=True)
+    shares, order = probabilities(logits, meta.loss).sort(dim=1, descending=True, stable=True)
     for share_row, order_row in zip(shares[:, :top].tolist(), order[:, :top].tolist(), strict=True):
         yield tuple(
             ClassShare(name=meta.class_names[index], index=index, probability=share)

@@ -34,15 +34,15 @@ class TrainingFailed(Exception):
 class TrainJob:
     """The parts of one stage's training, ready to run."""
 
-    plan: StagePlan  # steps, batch sizes, learning rates, and what is due when
-    batches: TrainLoader  # micro-batches from the state's step on
-    task: Task  # batch -> inputs and targets -> loss
+    plan: StagePlan  # steps, batch sizes, learning rates, what is due when, and when to give up
+    batches: TrainLoader  # this rank's micro-batches, from the state's step on
+    task: Task  # micro-batch -> inputs and targets -> loss
     engine: Engine  # forward, backward, step
-    evaluate: Callable[[int], dict[str, float]]  # at a step
-    saver: CheckpointSaver
-    faults: FaultLedger  # damaged images
-    report: Report
-    ranks: Ranks
+    evaluate: Callable[[int], dict[str, float]]  # step (for the heartbeat) -> held-out metrics by name; collective
+    saver: CheckpointSaver  # writes checkpoints, perhaps in the background
+    faults: FaultLedger  # damaged images so far, and their limit
+    report: Report  # metrics.jsonl, MLflow, the screen; silent above rank 0
+    ranks: Ranks  # the process group
     requests: Requests  # of any rank: stop, or save
 
     def phase(self, name: Phase, step: int) -> AbstractContextManager[None]:
@@ -63,6 +63,8 @@ def train(job: TrainJob, state: TrainState) -> TrainState:
     plan, task, engine = job.plan, job.task, job.engine
     if job.faults.complaint:  # of an earlier attempt
         raise UserError(job.faults.complaint)
+    if state.step == plan.total_steps and (failure := _failure(job, state)):  # it had failed at its last step
+        raise failure
     losses, spikes = LossWindow(state.losses_since_log), SpikeFinder(state.recent_losses)
     engine.module.train()
 
@@ -103,7 +105,8 @@ def train(job: TrainJob, state: TrainState) -> TrainState:
         is_end = bool(is_last or agreed.stop or slow_rank or job.faults.complaint)
         if is_end or agreed.save or plan.saves_after(state.step):
             _save(job, state, losses=losses)
-        failure = _failure(job, state, slow_rank=slow_rank)
+        # Skipped steps alone ask for no checkpoint: an earlier one is to be gone back to.
+        failure = _failure(job, state, slow_rank="" if is_last else slow_rank)
         if is_end or failure:
             with job.phase("saving", state.step):
                 job.saver.finish()
@@ -111,7 +114,7 @@ def train(job: TrainJob, state: TrainState) -> TrainState:
             raise failure
         if agreed.stop and not is_last:
             raise Stopped
-    job.requests.settle()
+    job.requests.wait()
     return state
 
 
@@ -155,7 +158,7 @@ def _save(job: TrainJob, state: TrainState, *, losses: LossWindow) -> None:
     job.requests.saved(state.step)
 
 
-def _failure(job: TrainJob, state: TrainState, *, slow_rank: str) -> Exception | None:
+def _failure(job: TrainJob, state: TrainState, *, slow_rank: str = "") -> Exception | None:
     """Why training must stop, if it must; the damage limit may have been exceeded while saving."""
     if job.faults.complaint:
         return UserError(job.faults.complaint)

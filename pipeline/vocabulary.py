@@ -1,6 +1,6 @@
 """The words that several rooms share: stages, optimizers, metrics, exit codes, and the files of a run folder.
 
-Plain values without imports, so everything may import it. A new optimizer is an entry here and a case in
+Plain values without imports, so everything may import it. A new optimizer is a name and an entry here and a case in
 `engine.optim.build_optimizer`; a new metric is an entry here and the line that computes it.
 """
 

@@ -1,1 +1,5 @@
-"""Tars from other tools: their samples found, without a manifest. Imported by `data_shards.opening` alone."""
+"""Tars from other tools: their samples found, without a manifest.
+
+Imported by: checking, files of data_shards.
+Imports: files of data_shards, store, tars.
+"""

@@ -1,1 +1,5 @@
-"""Encoded images -> squares of pixels: decode, crop, resize, augment, and mix on the device."""
+"""Encoded images -> squares of pixels: decode, crop, resize, augment.
+
+Imported by: checking, launch, loading, packing, pipeline.
+Imports: files of data_shards.
+"""

@@ -1,1 +1,5 @@
-"""Samples -> batches: decoding, mixing and data workers of one rank. Imported by `pipeline` alone."""
+"""Samples -> batches: decoding, mixing and the data workers of one rank.
+
+Imported by: pipeline.
+Imports: files of data_shards, images, store.
+"""

@@ -1,1 +1,5 @@
-"""Images -> shards, for `shardvit pack` alone; imports `sources`, `tars`, `images` and the manifest, never `store`."""
+"""Images -> shards: what `shardvit pack` does.
+
+Imported by: launch.
+Imports: files of data_shards, images, sources, tars.
+"""

@@ -1,4 +1,8 @@
-"""Where raw images come from: class folders, lists of labels, IDX files, scikit-learn's digits; see `open_source`."""
+"""Where raw images come from: class folders, lists of labels, IDX files, scikit-learn's digits; see `open_source`.
+
+Imported by: launch, packing, pipeline.
+Imports: files of data_shards, tars.
+"""
 
 from data_shards.sources.base import ImageSet, Source
 from data_shards.sources.choose import open_source

@@ -7,7 +7,8 @@ network card. (fsspec's `get_file` can neither be stopped nor resumed.) A web se
 A store's settings are fsspec's own, from the environment or ~/.config/fsspec/*.json: `AWS_ENDPOINT_URL` or
 `FSSPEC_S3_ENDPOINT_URL` for MinIO and the like, `FSSPEC_S3_ANON=true` for public buckets without credentials,
 `FSSPEC_S3='{"profile": "x"}'` for anything else; HTTP takes passwords from the URL or ~/.netrc and proxies from the
-environment. File systems are made in the process that uses them, never shared with a fork or pickled.
+environment. Other stores need fsspec's package for them, such as adlfs for az://. File systems are made in the process
+that uses them, never shared with a fork or pickled.
 """
 
 from __future__ import annotations

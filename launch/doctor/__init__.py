@@ -1,1 +1,5 @@
-"""`shardvit doctor`: what this machine can run; what may crash or hang is tried in child processes."""
+"""`shardvit doctor`: what this machine can run. What may crash or hang (libraries, GPUs) runs in child processes.
+
+Imported by: files of launch.
+Imports: data_shards, files of launch, pipeline.
+"""

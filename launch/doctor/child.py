@@ -77,8 +77,11 @@ def run_children(
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(child.pid, signal.SIGKILL)  # and what it has started itself
                 child.wait()
-        texts = [[path.read_text(encoding="utf-8", errors="replace") for path in paths] for paths in files]
-        return [Answer(code, *said, limit_seconds) for code, said in zip(codes, texts, strict=True)]
+        texts = [path.read_text(encoding="utf-8", errors="replace") for paths in files for path in paths]
+        return [
+            Answer(code, output, errors, limit_seconds)
+            for code, output, errors in zip(codes, texts[::2], texts[1::2], strict=True)
+        ]
 
 
 def _start(

@@ -1,1 +1,5 @@
-"""`shardvit plan` and `shardvit run --dry-run`: what a run will need and do. Imported by `run` and `cli`."""
+"""`shardvit plan` and `shardvit run --dry-run`: what a run will need and do.
+
+Imported by: files of launch, run.
+Imports: data_shards, files of launch, pipeline.
+"""

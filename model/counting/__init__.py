@@ -1,1 +1,5 @@
-"""Parameters, FLOPs and activation bytes of a model, by formula and without torch; begin at `flops.account`."""
+"""Parameters, FLOPs and activation bytes of a model, by formula and without torch; begin at `flops.account`.
+
+Imported by: launch, pipeline.
+Imports: files of model.
+"""

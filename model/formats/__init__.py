@@ -1,1 +1,5 @@
-"""Weights in other projects' formats: `detect.import_file` reads any of them, `export.export_model` writes them."""
+"""Weights in other projects' formats: `detect` reads any of them, `export` writes them.
+
+Imported by: launch, pipeline.
+Imports: files of model, positions.
+"""

@@ -1,1 +1,5 @@
-"""Where patches are: embeddings added to tokens, relative attention, interpolation at another resolution."""
+"""Where patches are: embeddings added to tokens, relative attention, interpolation at another resolution.
+
+Imported by: files of model, formats, pipeline.
+Imports: files of model.
+"""

@@ -1,1 +1,5 @@
-"""Google's ResNets (BiT): the hybrids' stem and the paper's baseline, around their standardised convolution."""
+"""Google's ResNets (BiT): the hybrids' stem and the paper's baseline, around their standardised convolution.
+
+Imported by: files of model.
+Imports: files of model.
+"""

@@ -1,4 +1,5 @@
 """Saving, verifying, pruning and restoring checkpoints.
 
-Imported by the stage files, `report`, `budget`, `launch`. Imports `engine`, `ranks`, `recipe`, `run_folder`, `state`.
+Imported by: budget, files of pipeline, launch, report.
+Imports: data_shards, engine, files of pipeline, ranks, recipe.
 """

@@ -1,4 +1,5 @@
 """Forward, backward, step and sharded state: the only room that imports deepspeed and accelerate.
 
-Imported by the stage files, `checkpoint` and `budget`. Imports `recipe` and `ranks`.
+Imported by: budget, checkpoint, files of pipeline.
+Imports: data_shards, files of pipeline, ranks, recipe.
 """

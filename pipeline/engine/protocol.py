@@ -43,7 +43,7 @@ class Engine(Protocol):
         ...
 
     def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
-        """The outputs for one micro-batch: images [n, 3, size, size] -> logits [n, classes]."""
+        """The outputs for a task's inputs, such as images [n, 3, size, size] -> logits [n, classes]."""
         ...
 
     def predict(self, *inputs: torch.Tensor) -> torch.Tensor:

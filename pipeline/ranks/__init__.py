@@ -1,4 +1,5 @@
-"""The processes of a run: process groups, agreement, heartbeats, and which rank hangs, died or is slow.
+"""The processes of a run: process group, agreement, heartbeats, and which rank hangs, died or is slow.
 
-Imported by everything but `recipe`. Imports nothing of `pipeline`.
+Imported by: checkpoint, engine, files of pipeline, launch, report.
+Imports: data_shards.
 """

@@ -55,7 +55,7 @@ class Requests:
         self._saved_at = time.monotonic()
         self.saved_step = step
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Wait for the pending exchange, at the end."""
         if self._pending is not None:
             self._pending.result()

@@ -1,1 +1,5 @@
-"""The recipe: its keys, reading it, arithmetic on it. Imported by everything; imports no torch and no other room."""
+"""The recipe: its keys, reading it, arithmetic on it. No torch.
+
+Imported by: budget, checkpoint, engine, files of pipeline, launch, report.
+Imports: data_shards, files of pipeline, model.
+"""

@@ -1,4 +1,5 @@
 """What is recorded and shown of a stage: metrics.jsonl, MLflow, the progress bar. The only room that imports mlflow.
 
-Imported by the stage files and `launch`. Imports `checkpoint`, `ranks`, `recipe`, `stage_data`, `context`, `state`.
+Imported by: files of pipeline, launch.
+Imports: checkpoint, data_shards, files of pipeline, ranks, recipe.
 """

@@ -287,3 +287,18 @@ def test_too_many_steps_without_a_finite_gradient_end_the_run_also_across_a_resu
     with pytest.raises(TrainingFailed, match=words):
         train(replace(whole, plan=plan), replace(state))
     assert calls[-1] == "finish"
+
+
+def test_a_stage_that_gave_up_at_its_last_step_is_not_done_at_the_next_attempt() -> None:
+    whole, calls = saving(kind=Requests, save_steps=0)
+    state = TrainState(step=STEPS, skipped_in_a_row=whole.plan.max_skipped_steps)
+    with pytest.raises(TrainingFailed, match="in a row"):
+        train(whole, state)
+    assert calls == []
+
+
+def test_a_slow_rank_does_not_undo_the_last_step() -> None:
+    whole, calls = saving(kind=Requests, save_steps=0)
+    whole.report.phases.slowest = lambda ranks: SLOW
+    train(replace(whole, plan=replace(whole.plan, slow_rank="stop")), TrainState())
+    assert calls == [f"save {STEPS}", "finish"]

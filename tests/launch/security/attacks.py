@@ -54,7 +54,7 @@ from tests.launch.security.on_shards import (
 )
 from tests.launch.security.somebody import Attack
 
-Outcome = Literal["refused", "read as data", "not run, and said"]
+Outcome = Literal["refused", "read as data", "not read", "not run, and said"]
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,8 @@ RESUME = "tests/distributed/test_elastic.py: test_a_command_in_any_file_of_any_s
 RESUME_ACCELERATE = "tests/pipeline/engine/test_reading.py: test_accelerate_goes_on_from_no_pickle"
 
 ROWS = (
-    Row("a recipe with YAML tags", ("status", *FOLDERS, *RECIPES), "refused", (tagged_recipe, tagged_parent)),
+    Row("a recipe with YAML tags", ("status", *RECIPES), "refused", (tagged_recipe, tagged_parent)),
+    Row("the recipe in a run's folder", FOLDERS, "not read", (tagged_recipe, tagged_parent, pipe, pipe_to_evaluate)),
     Row(
         "a recipe with `pipe:`, or a URL of a kind that may start programs",
         ("status", "run --dry-run", "submit --render"),
@@ -96,12 +97,6 @@ ROWS = (
         ("plan",),
         "not run, and said",
         (pipe, pipe_behind_a_tar, pipe_in_braces, scheme_of_programs),
-    ),
-    Row(
-        "the same in a run whose stage.json names no classes yet",
-        FOLDERS,
-        "refused",
-        (pipe, pipe_to_evaluate, pipe_behind_a_tar, pipe_in_braces, scheme_of_programs),
     ),
     Row(
         "a recipe with a command where it names a file or folder",
@@ -147,16 +142,16 @@ ROWS = (
     Row("ONNX with weights outside its folder", MODELS, "refused", (onnx_with_weights_elsewhere,)),
     Row(
         "manifest.json that names a command, a URL or a path outside",
-        ("check", "run", "run --dry-run", "submit --render", *FOLDERS),
+        ("check", "run", "run --dry-run", "submit --render"),
         "refused",
         (manifest_pipe, manifest_url, manifest_above),
     ),
     Row("the same manifest.json", ("plan",), "not run, and said", (manifest_pipe, manifest_url, manifest_above)),
-    Row("sizes.json, _info.json", ("check", *LOOKS, *FOLDERS), "read as data", (side_files_of_pipes,)),
+    Row("sizes.json, _info.json", ("check", *LOOKS), "read as data", (side_files_of_pipes,)),
     Row("an index (.idx, .npz)", ("check",), "read as data", (index_of_pickle, cached_index_of_objects)),
     Row(
         "tars: `../`, links, pickled members",
-        ("check", *LOOKS, *FOLDERS),
+        ("check", *LOOKS),
         "read as data",
         (members_above, links, pickled_members),
     ),

@@ -26,28 +26,28 @@ def tagged_parent(world: World) -> None:
 
 def pipe(world: World) -> None:
     world.change_recipe(train=world.pipe, duration="1 epochs")
-    world.forget_model()
+    world.forget_length()
 
 
 def pipe_to_evaluate(world: World) -> None:
     world.change_recipe(eval=world.pipe)
-    world.forget_model()
+    world.forget_length()
 
 
 def pipe_behind_a_tar(world: World) -> None:
     tar = next((world.top / "shards/val").glob("*.tar"))
     world.change_recipe(train={"shards": f"{{{tar},{world.pipe}}}", "classes": str(names_of(world))})
-    world.forget_model()
+    world.forget_length()
 
 
 def pipe_in_braces(world: World) -> None:
     world.change_recipe(train={"shards": f"{{{world.pipe},x}}"})
-    world.forget_model()
+    world.forget_length()
 
 
 def scheme_of_programs(world: World) -> None:
     world.change_recipe(train="dask://127.0.0.1:1/x.tar")
-    world.forget_model()
+    world.forget_length()
 
 
 def classes_of_a_command(world: World) -> None:

@@ -24,7 +24,6 @@ def manifest_file(file: Callable[[World], str]) -> Attack:
         content = json.loads(path.read_text())
         content["shards"][0]["file"] = file(world)
         path.write_text(json.dumps(content))
-        world.forget_model()
 
     return attack
 
@@ -42,13 +41,11 @@ def side_files_of_pipes(world: World) -> None:
     (world.shards / "sizes.json").write_text(json.dumps({world.pipe: 100, "__len__": 10**9}))
     splits = {"train": {"name": "train", "num_samples": 9, "filenames": [world.pipe], "shard_lengths": [9]}}
     (world.shards.parent / "_info.json").write_text(json.dumps({"splits": splits}))
-    world.forget_model()
 
 
 def index_of_pickle(world: World) -> None:
     for tar in world.shards.glob("*.tar"):
         tar.with_suffix(".idx").write_bytes(pickle.dumps(world.ran))
-    world.forget_model()
 
 
 def add(tar: tarfile.TarFile, name: str, content: bytes = b"", **more: Any) -> None:
@@ -74,7 +71,6 @@ def tar_of_others(world: World, *members: tuple[str, bytes], links: bool = False
             add(tar, "m.png", type=tarfile.LNKTYPE, linkname="../../secret")
             add(tar, "fifo", type=tarfile.FIFOTYPE)
     world.change_recipe(train=str(world.shards), eval=str(world.shards))
-    world.forget_model()
 
 
 def members_above(world: World) -> None:

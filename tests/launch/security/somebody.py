@@ -103,9 +103,9 @@ class World:
             path.write_text(yaml.safe_dump(tree))
         self.seal()
 
-    def forget_model(self) -> None:
-        """As a run of before, whose stage.json does not say what its model is."""
-        RunFolder(runs_root=self.run.parent, name=self.run.name).update("pretrain", model={}, total_steps=0)
+    def forget_length(self) -> None:
+        """Its stage.json does not say how long the stage is."""
+        RunFolder(runs_root=self.run.parent, name=self.run.name).update("pretrain", total_steps=0)
 
     def save_engine(self, files: dict[str, Any], *, backend: str = "deepspeed", zero_stage: int = 1) -> None:
         """Replace the checkpoint by one of these files."""

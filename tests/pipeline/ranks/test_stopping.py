@@ -145,10 +145,10 @@ def test_a_checkpoint_is_requested_when_the_last_one_is_old(monkeypatch: pytest.
 def test_settling_takes_in_the_last_answer():
     ranks = Several()
     exchange = requests(StopFlag(), ranks)
-    exchange.settle()  # nothing requested yet
+    exchange.wait()  # nothing requested yet
     stops(exchange, times=2)
     assert [answer.taken for answer in ranks.asked] == [True, False]
-    exchange.settle()
+    exchange.wait()
     assert [answer.taken for answer in ranks.asked] == [True, True]
 
 
@@ -158,7 +158,7 @@ def test_real_ranks_agree_one_step_later(alone: Ranks):
     assert stops(exchange, times=1) == [False]
     flag.request("SIGTERM")
     assert stops(exchange, times=2) == [False, True]
-    exchange.settle()
+    exchange.wait()
 
 
 @pytest.fixture
