@@ -24,7 +24,7 @@ from launch.endings import signal_of
 from launch.env import RENDEZVOUS, SUPERVISOR_PID, NodeShare, num_gpus, without_place
 from launch.processes import RANK_COMMAND, STOP_SIGNALS, run_ranks
 from pipeline.recipe.schema import Recipe
-from pipeline.vocabulary import StageName
+from pipeline.vocabulary import EXIT_STOPPED, StageName
 
 STOPPING = "stopping: the ranks finish their step and save (Ctrl-C again kills them)"
 _RENDEZVOUS_PREFIX = ".rendezvous-"
@@ -91,9 +91,11 @@ def run_node(share: NodeShare, arguments: Sequence[str]) -> int:
     own = {SUPERVISOR_PID: str(os.getpid())}
     environments = [{**without_place(), **share.names_of(rank), **own} for rank in range(share.processes)]
     try:
-        code, _ = run_ranks(arguments, environments, mark=(SUPERVISOR_PID, str(os.getpid())))
+        code, stop_was_asked = run_ranks(arguments, environments, mark=(SUPERVISOR_PID, str(os.getpid())))
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
+    if stop_was_asked and signal_of(code) in STOP_SIGNALS:  # it was not listening yet
+        return EXIT_STOPPED
     return code if code >= 0 else 128 - code
 
 

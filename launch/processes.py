@@ -80,19 +80,18 @@ def run_ranks(
                         start_new_session=True,
                     )
                 )
-            first = _stand_by(ranks, received=received, on_stop=on_stop)
+            code = _stand_by(ranks, received=received, on_stop=on_stop)
         finally:
             kill_all(*mark)  # what a rank has started outlives it when it is killed
             for rank in ranks:
                 rank.wait()
-    was_asked = bool(received)
-    return (_overall(ranks, stop_was_asked=True) if was_asked else first or _overall(ranks)), was_asked
+    if not code and not received:
+        code = _overall(ranks)  # a rank that had to be killed shows; after a requested stop its own end does not count
+    return code, bool(received)
 
 
-def _stand_by(
-    ranks: Sequence[subprocess.Popen[bytes]], *, received: list[int], on_stop: Callable[[], None]
-) -> int | None:
-    """Until all have ended or the rest must be killed; returns the code that tells most of those that ended first."""
+def _stand_by(ranks: Sequence[subprocess.Popen[bytes]], *, received: list[int], on_stop: Callable[[], None]) -> int:
+    """Until all have ended or the rest must be killed; returns the code that tells most of those that have ended."""
     seen = 0  # of `received`
     first: int | None = None
     kill_at = math.inf
@@ -112,7 +111,7 @@ def _stand_by(
                 _terminate(ranks)
         else:
             time.sleep(_POLL_SECONDS)
-    return first
+    return _overall(ranks, stop_was_asked=bool(seen)) if seen or not first else first
 
 
 def _overall(ranks: Sequence[subprocess.Popen[bytes]], *, stop_was_asked: bool = False) -> int:

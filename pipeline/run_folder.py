@@ -180,7 +180,7 @@ class RunFolder:
 
 def recipe_digest(recipe: Recipe, *, stage: StageName) -> str:
     """A digest of the recipe's keys that affect one stage; free keys, later stages and keys at their defaults are left
-    out, so that a key that a later version adds changes no digest."""
+    out, so that a key that a later version adds changes no digest, and a default must never change."""
     later = ALL_STAGES[ALL_STAGES.index(stage) + 1 :]
     lines = [
         f"{key}={value}"

@@ -143,7 +143,7 @@ def expand_braces(pattern: str) -> list[str]:
             raise UserError(f"{shown(part)}: it stands for more than {_MOST_LOCATIONS:,} tars: name fewer")
         try:
             # Without a brace there is nothing to expand, and backslashes are literal.
-            locations += expand_urls(part) if "{" in part or "}" in part else [part]
+            expanded = expand_urls(part) if "{" in part or "}" in part else [part]
         except KeyError as error:
             raise UserError(
                 f"{shown(part)}: set the environment variable {error.args[0]}, or write what it stands for"
@@ -152,6 +152,9 @@ def expand_braces(pattern: str) -> list[str]:
             raise UserError(
                 f"{shown(part)}: a brace has no partner; patterns look like train-{{000..127}}.tar"
             ) from None
+        if part.startswith("${") and any(map(_SCHEME.match, expanded)):  # the text says whether it is a local path
+            raise UserError(f"{shown(part)}: write the scheme (such as s3://) before ${{NAME}}, not in the variable")
+        locations += expanded
     return locations
 
 

@@ -15,7 +15,7 @@ from data_shards.errors import UserError
 from launch.env import RENDEZVOUS, SUPERVISOR_PID
 
 DEEPSPEED_PREFIXES = ("MLFLOW", "PYTHON", "MV2", "UCX", "NCCL")  # deepspeed/launcher/runner.py 0.19, with CUDA
-PREFIXES = (*DEEPSPEED_PREFIXES, "GLOO_", "TORCH_", "SHARDVIT_")
+PREFIXES = (*DEEPSPEED_PREFIXES, "GLOO_", "TORCH_", "SHARDVIT_", "WDS_")
 _OF_THIS_HOST = (SUPERVISOR_PID, RENDEZVOUS)  # of a run around this one
 _FILE = ".deepspeed_env"
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")

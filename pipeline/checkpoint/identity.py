@@ -41,7 +41,7 @@ def check_identity(found: dict[str, Any], expected: dict[str, Any], *, folder: P
     ]
     if not different:
         return
-    advice = "go on with the recipe that wrote it"
+    advice = "go on with the recipe that wrote it (and, before its first release, with that version of shardvit)"
     engine = [key for key in different if key in _FIXED_ENGINE and key in found]
     if engine and {"recipe", *engine}.issuperset(different):
         advice = "set " + " and ".join(f"engine.{key}={found[key]}" for key in engine)

@@ -115,3 +115,8 @@ def test_a_shard_that_is_not_there_is_for_the_handler(manifest: Manifest, tmp_pa
         read(as_webdataset(str(folder / "*.tar").replace("*", manifest.shards[1].file.removesuffix(".tar"))))
     with pytest.raises(UserError, match=manifest.shards[1].file):
         as_webdataset(folder)
+
+
+def test_a_store_is_not_read_past_by_webdatasets_own_cache(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="cache_dir"):
+        as_webdataset("pipe:cat x.tar", store=Store(), cache_dir=str(tmp_path))

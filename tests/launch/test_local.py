@@ -219,8 +219,9 @@ def test_the_ranks_share_a_private_folder_that_goes_with_them(tmp_path: Path):
         ("signal.signal(15, lambda *_: sys.exit(0))", "interrupted"),
         ("signal.signal(15, lambda *_: sys.exit(75))", "code 75"),
         ("signal.signal(15, lambda *_: sys.exit(1))", "code 1"),
+        ("os.environ['RANK'] == '1' or signal.signal(15, signal.SIG_IGN)", "interrupted"),  # and must be killed
     ],
-    ids=["not listening yet", "came to its end", "saved", "failed"],
+    ids=["not listening yet", "came to its end", "saved", "failed", "one hangs"],
 )
 def test_what_a_rank_makes_of_a_stop(tmp_path: Path, listens: str, ended: str):
     stand_in_for_launch(tmp_path)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,7 @@ from launch import env, processes, train
 from launch.env import NodeShare, node_share, read_place
 from launch.local import run_node
 from pipeline.ranks.place import Place
+from pipeline.vocabulary import EXIT_STOPPED
 
 SHARE = NodeShare(node=1, nodes=2, processes=2, address="n1", port=20_001)
 STEP = {
@@ -153,3 +155,16 @@ def test_signals_reach_all_processes(tmp_path: Path):
     finally:
         process.kill()
         process.wait()
+
+
+def test_a_stop_before_a_rank_listens_is_a_stop_and_no_death(tmp_path: Path) -> None:
+    here = tmp_path / "here"
+
+    def stop() -> None:
+        while not here.exists():
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    Thread(target=stop, daemon=True).start()
+    program = f"import time; open({str(here)!r}, 'w').close(); time.sleep(600)"
+    assert run_node(SHARE, ["-c", program]) == EXIT_STOPPED

@@ -101,3 +101,13 @@ def test_patterns_of_pipes_and_addresses():
     with pytest.raises(UserError, match="brace") as caught:
         expand_braces("https://u:secret@host/{0..3.tar")
     assert "secret" not in str(caught.value)
+
+
+def test_a_variable_may_not_bring_the_scheme(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether a location is local, or a command, is read from its text."""
+    for name, value in (("HERE", "/data"), ("BUCKET", "s3://b"), ("PROGRAM", "ais://b")):
+        monkeypatch.setenv(f"WDS_{name}", value)
+    assert expand_braces("${HERE}/x-{0..1}.tar") == ["/data/x-0.tar", "/data/x-1.tar"]
+    for name in ("BUCKET", "PROGRAM"):
+        with pytest.raises(UserError, match="scheme"):
+            expand_braces(f"${{{name}}}/x.tar")
