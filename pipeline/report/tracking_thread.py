@@ -39,6 +39,7 @@ _FIRST_PAUSE_SECONDS = 1.0
 _LONGEST_PAUSE_SECONDS = 60.0
 _MOST_LEFT_BEHIND = 4
 _POLL_SECONDS = 0.25
+_pause = time.sleep
 
 
 @dataclass(frozen=True)
@@ -239,7 +240,9 @@ class Tracker:
 
     def _send_call(self, call: Call) -> None:
         problem = ""
-        for _ in range(_TRIES_PER_CALL):
+        for number in range(_TRIES_PER_CALL):
+            if number:  # a proxy that is busy for a moment answers, too
+                _pause(min(_FIRST_PAUSE_SECONDS * 2 ** (number - 1), max(0.0, self._deadline - time.monotonic())))
             try:
                 return self._bounded(call.send)
             except NoAnswer:

@@ -246,6 +246,7 @@ def test_a_call_that_a_living_store_refuses_does_not_hold_up_the_others(
         keep(self, name, value)
 
     monkeypatch.setattr(ListStore, "_keep", picky)
+    monkeypatch.setattr(tracking_thread, "_pause", lambda seconds: None)
     rig = make_rig()
     rig.store.refused = "loss"
     artifact = tmp_path / "a.txt"
@@ -258,6 +259,26 @@ def test_a_call_that_a_living_store_refuses_does_not_hold_up_the_others(
     assert [line for line in rig.said if f"{name} given up: bad call" in line]
     assert [line for line in rig.said if "refuses a value: loss" in line]
     assert not any("not sent" in line for line in rig.said)
+
+
+def test_a_call_that_a_living_store_refuses_for_a_moment_is_sent_after_a_pause(
+    make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep, pauses = ListStore._keep, list[float]()
+
+    def busy(self: ListStore, name: str, value: object) -> None:
+        if name == "hello" and not any(pauses):
+            raise ValueError("503")
+        keep(self, name, value)
+
+    monkeypatch.setattr(ListStore, "_keep", busy)
+    monkeypatch.setattr(tracking_thread, "_pause", pauses.append)
+    rig = make_rig()
+    rig.log(1)
+    until(lambda: rig.steps == [1])
+    rig.tracker.close("FINISHED")
+    assert "hello" in dict(rig.store.calls) and len(pauses) == 1
+    assert not any("given up" in line for line in rig.said)
 
 
 def test_the_store_is_opened_when_there_is_something_to_send(
