@@ -122,6 +122,7 @@ class MlflowStore:
     def connect(self) -> None:
         """Creates the experiment and the pipeline's run too; each id is saved once known."""
         settings = self._settings
+        self._connecting = mine = object()  # a call that timed out may still run: only the newest one sets ids
         _import_mlflow()
         from mlflow.tracking import MlflowClient
 
@@ -137,11 +138,15 @@ class MlflowStore:
             local = settings.uri.startswith("sqlite:")
             location = (settings.runs_root.absolute() / "mlartifacts").as_uri() if local else None
             experiment_id = self._client.create_experiment(settings.experiment, artifact_location=location)
-        self._open_run(self._parent, experiment_id, name=settings.pipeline, tags={})
+        self._open_run(self._parent, experiment_id, name=settings.pipeline, tags={}, mine=mine)
+        if self._connecting is not mine:
+            return
         parent = {"mlflow.parentRunId": str(self._parent.run_id)}
-        self._open_run(self.state, experiment_id, name=f"{settings.stage}-{settings.pipeline}", tags=parent)
+        self._open_run(self.state, experiment_id, name=f"{settings.stage}-{settings.pipeline}", tags=parent, mine=mine)
 
-    def _open_run(self, state: RunState, experiment_id: str, *, name: str, tags: Mapping[str, str]) -> None:
+    def _open_run(
+        self, state: RunState, experiment_id: str, *, name: str, tags: Mapping[str, str], mine: object
+    ) -> None:
         """Make the state's run RUNNING: found by its id, else by its key, else a new one."""
         from mlflow.exceptions import MlflowException
 
@@ -156,7 +161,9 @@ class MlflowStore:
                 self._say(
                     f"MLflow: run {state.run_id} ({name}) is not in this store: a new one is filled from the start"
                 )
-                run, state.run_id, state.sent_rows = None, None, 0
+                run = None
+                if self._connecting is mine:
+                    state.run_id, state.sent_rows = None, 0
         if run is None:
             found = self._client.search_runs([experiment_id], f"tags.`shardvit.key` = '{state.key}'")
             run = found[-1] if found else None
@@ -166,8 +173,9 @@ class MlflowStore:
             for tag, value in tags.items():
                 self._client.set_tag(run.info.run_id, tag, value)
             self._client.update_run(run.info.run_id, status="RUNNING")
-        state.run_id = str(run.info.run_id)
-        self._save(state)
+        if self._connecting is mine:
+            state.run_id = str(run.info.run_id)
+            self._save(state)
 
     def answers(self) -> bool:
         try:

@@ -302,6 +302,22 @@ def test_a_run_that_the_store_does_not_know_is_begun_anew_and_filled(client: Any
     assert old_id in second.said[0]
 
 
+def test_a_connection_that_was_given_up_changes_no_id_when_it_comes_through(
+    client: Any, settings: TrackerSettings
+) -> None:
+    stage = settings.run_dir / settings.stage
+    stage.mkdir()
+    with open_metrics_log(stage / "metrics.jsonl", resume_step=-1) as log:
+        store = tracking.MlflowStore(settings, log=log, say=lambda text: None)
+        store.connect()
+        experiment = client.get_run(store.state.run_id).info.experiment_id
+        late = replace(store.state, key="late", run_id=None, file=stage / "late.json")
+        store._open_run(late, experiment, name="late", tags={}, mine=object())
+        assert late.run_id is None and not late.file.exists()
+        store._open_run(late, experiment, name="late", tags={}, mine=store._connecting)
+        assert late.run_id not in (None, store.state.run_id) and late.file.exists()
+
+
 def test_a_run_whose_id_was_never_written_is_found_by_its_key(client: Any, settings: TrackerSettings) -> None:
     first = Attempt(settings)
     first.log(1)
