@@ -302,3 +302,29 @@ def test_a_slow_rank_does_not_undo_the_last_step() -> None:
     whole.report.phases.slowest = lambda ranks: SLOW
     train(replace(whole, plan=replace(whole.plan, slow_rank="stop")), TrainState())
     assert calls == [f"save {STEPS}", "finish"]
+
+
+def test_too_many_damaged_images_of_an_earlier_attempt_end_it_before_a_step() -> None:
+    whole, calls = saving(kind=Requests, save_steps=1)
+    whole.faults.complaint = "too many"
+    with pytest.raises(UserError, match="too many"):
+        train(whole, TrainState())
+    assert calls == []
+
+
+def test_a_stop_that_is_agreed_at_the_last_step_stops_nothing_and_leaves_no_exchange_open() -> None:
+    whole, calls = saving(kind=Requests, save_steps=0)
+    stop, started, answered, steps = StopFlag(), list[int](), list[int](), list[int]()
+
+    def step(images: int) -> None:
+        steps.append(images)
+        if len(steps) == STEPS - 1:
+            stop.request("SIGTERM")
+
+    whole.report.step = step
+    whole.ranks.start_any = lambda *flags: (
+        started.append(1) or SimpleNamespace(result=lambda: answered.append(1) or flags)
+    )
+    state = train(replace(whole, requests=Requests(stop, ranks=whole.ranks, saved_step=0)), TrainState())
+    assert state.step == STEPS and calls == [f"save {STEPS}", "finish"]
+    assert len(started) == len(answered) == STEPS
