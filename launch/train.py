@@ -43,9 +43,9 @@ from pipeline.checkpoint.mend_record import mend_records
 from pipeline.ranks.pid import process_started
 from pipeline.ranks.place import Place
 from pipeline.recipe.io import load_recipe
-from pipeline.recipe.schema import Recipe, StageName
+from pipeline.recipe.schema import Recipe
 from pipeline.run_folder import RunFolder
-from pipeline.vocabulary import ALL_STAGES, EXIT_STOPPED, EXIT_USER_ERROR
+from pipeline.vocabulary import ALL_STAGES, EXIT_STOPPED, EXIT_USER_ERROR, StageName
 
 if TYPE_CHECKING:
     from pipeline.ranks.stopping import StopFlag

@@ -16,10 +16,9 @@ from data_shards.durable import replace_text
 from data_shards.errors import UserError
 from data_shards.shard_set import ShardSet
 from data_shards.text import parse_json
-from pipeline.recipe.schema import StageName
 from pipeline.run_folder import RunFolder
 from pipeline.stage_data import StageData
-from pipeline.vocabulary import DATA_FILE
+from pipeline.vocabulary import DATA_FILE, StageName
 
 _VERSION = 1  # of the file; others are ignored
 _SETS = ("training images", "held-out images")

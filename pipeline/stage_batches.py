@@ -10,9 +10,11 @@ from data_shards.loading.loader import EvalBatches, Layout, TrainBatches, TrainL
 from data_shards.loading.mixing import MixupConfig
 from data_shards.shard_set import ShardSet
 from pipeline.ranks.place import Place
-from pipeline.recipe.schema import Recipe, StageName, TrainStage
+from pipeline.recipe.schema import Recipe
+from pipeline.recipe.stage import TrainStage
 from pipeline.recipe.stage_plan import StagePlan
 from pipeline.stage_data import StageData, training_order
+from pipeline.vocabulary import StageName
 
 
 def train_loader(

@@ -19,8 +19,10 @@ from data_shards.store.location import CommandRefused, Commands, is_local
 from data_shards.store.store import Store
 from data_shards.text import parse_bytes, show_bytes
 from pipeline.recipe.data import ShardsConfig
-from pipeline.recipe.schema import MaskedPatchStage, Recipe, StageName, TrainStage
+from pipeline.recipe.schema import Recipe
+from pipeline.recipe.stage import MaskedPatchStage, TrainStage
 from pipeline.recipe.stage_plan import StagePlan
+from pipeline.vocabulary import StageName
 
 Report = Callable[[str], None]
 

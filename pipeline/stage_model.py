@@ -16,7 +16,8 @@ from data_shards.vocabulary import Normalisation
 from model.config import ModelConfig
 from model.saved import CONFIG_FILE, WEIGHTS_FILE, SavedModelMeta, read_meta
 from model.vocabulary import HeadKind
-from pipeline.recipe.schema import Recipe, StageName
+from pipeline.recipe.schema import Recipe
+from pipeline.vocabulary import StageName
 
 
 def stage_model(

@@ -42,7 +42,7 @@ from pipeline.ranks.phases import Phases
 from pipeline.ranks.stopping import Requests
 from pipeline.ranks.watch import Watch
 from pipeline.recipe.io import dump_recipe
-from pipeline.recipe.schema import EngineConfig, StageName
+from pipeline.recipe.schema import EngineConfig
 from pipeline.recipe.stage_plan import StagePlan, plan_stage
 from pipeline.report.best import best_results, describe_best
 from pipeline.report.metrics_log import iter_metrics
@@ -54,7 +54,7 @@ from pipeline.stage_model import stage_model
 from pipeline.state import TrainState
 from pipeline.task import Task, make_task
 from pipeline.train_loop import TrainJob, train
-from pipeline.vocabulary import CORRUPT_SAMPLES_FILE, METRICS_FILE
+from pipeline.vocabulary import CORRUPT_SAMPLES_FILE, METRICS_FILE, StageName
 
 
 @dataclass(frozen=True)

@@ -24,12 +24,14 @@ from model.regularisation import Regularisation
 from model.saved import build_from_saved, load_model, save_model
 from model.vocabulary import HeadKind
 from pipeline.context import StageContext
-from pipeline.recipe.schema import FinetuneStage, MaskedPatchStage, PretrainStage, Recipe, StageName, TrainStage
+from pipeline.recipe.schema import Recipe
+from pipeline.recipe.stage import FinetuneStage, MaskedPatchStage, PretrainStage, TrainStage
 from pipeline.report.reporter import tracked_log
 from pipeline.run_folder import check_model, weights_digest
 from pipeline.stage_data import open_data
 from pipeline.stage_model import model_from_elsewhere
 from pipeline.stage_training import StageStart, train_stage
+from pipeline.vocabulary import StageName
 
 
 def run_stage(context: StageContext, *, stage: StageName) -> None:

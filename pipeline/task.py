@@ -20,8 +20,10 @@ from model.masked_patch import colour_classes
 from model.vocabulary import COLOURS
 from pipeline.engine.protocol import Engine
 from pipeline.patch_corruption import corruption_held_out, corruption_in_training
-from pipeline.recipe.schema import MaskedPatchStage, Recipe, StageName
+from pipeline.recipe.schema import Recipe
+from pipeline.recipe.stage import MaskedPatchStage
 from pipeline.stage_data import StageData
+from pipeline.vocabulary import StageName
 
 Use = Literal["train", "eval"]
 

@@ -40,9 +40,10 @@ from launch.hosts.variables import travelling
 from launch.local import STOPPING, Launch, rank_arguments, run_stage_locally
 from launch.output import say
 from launch.processes import STOP_SIGNALS, handled
-from pipeline.recipe.schema import Recipe, StageName, TrainStage
+from pipeline.recipe.schema import Recipe
+from pipeline.recipe.stage import TrainStage
 from pipeline.stage_data import open_data
-from pipeline.vocabulary import EXIT_STOPPED
+from pipeline.vocabulary import EXIT_STOPPED, StageName
 
 _HEARTBEAT_SECONDS = 5.0  # to the agents
 _SILENCE_SECONDS = 45.0  # longer than ssh's own timeout: both sides notice

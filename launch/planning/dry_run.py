@@ -18,9 +18,11 @@ from pipeline.budget.cost import stage_cost
 from pipeline.budget.length import stage_length
 from pipeline.recipe.duration import parse_duration
 from pipeline.recipe.io import dump_recipe
-from pipeline.recipe.schema import MaskedPatchStage, Recipe, StageName, TrainStage
+from pipeline.recipe.schema import Recipe
+from pipeline.recipe.stage import MaskedPatchStage, TrainStage
 from pipeline.report.metrics_log import read_metrics
 from pipeline.run_folder import RunFolder
+from pipeline.vocabulary import StageName
 
 Keys = Literal["changed", "all"]
 

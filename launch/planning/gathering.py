@@ -17,7 +17,9 @@ from pipeline.budget.gpus import Gpu, find_gpu, gpu_of_driver
 from pipeline.budget.length import stage_length
 from pipeline.budget.warnings import engine_warnings, stage_warnings
 from pipeline.recipe.duration import parse_duration
-from pipeline.recipe.schema import MaskedPatchStage, Recipe, StageName, TrainStage
+from pipeline.recipe.schema import Recipe
+from pipeline.recipe.stage import MaskedPatchStage, TrainStage
+from pipeline.vocabulary import StageName
 
 DRIVER = Path("/proc/driver/nvidia/gpus")  # a folder for each GPU, with a file `information`
 _ASSUMED_CLASSES = 1000

@@ -25,11 +25,12 @@ from launch.run.restarts import PAUSE_SECONDS, Restarts
 from pipeline.checkpoint.identity import check_newest, checkpoint_identity
 from pipeline.checkpoint.mend_record import mend_records
 from pipeline.data_record import check_data, has_record
-from pipeline.recipe.schema import Recipe, StageName, TrainStage
+from pipeline.recipe.schema import Recipe
+from pipeline.recipe.stage import TrainStage
 from pipeline.report.best import SCORES, describe_best
 from pipeline.run_folder import RunFolder, StageRecord
 from pipeline.stage_model import model_from_elsewhere
-from pipeline.vocabulary import EXIT_STOPPED, EXIT_USER_ERROR
+from pipeline.vocabulary import EXIT_STOPPED, EXIT_USER_ERROR, StageName
 
 _GONE_SECONDS = 20.0  # for the ranks, which notice by themselves, to say it and to end
 

@@ -20,7 +20,8 @@ from launch.slurm.records import Submission, read_ends, read_submission
 from launch.slurm.submit import total_steps
 from pipeline.checkpoint.identity import checkpoint_folders
 from pipeline.recipe.io import parse_recipe
-from pipeline.recipe.schema import Recipe, TrainStage
+from pipeline.recipe.schema import Recipe
+from pipeline.recipe.stage import TrainStage
 from pipeline.report.metrics_log import iter_metrics
 from pipeline.report.progress import RecentSpeed
 from pipeline.report.tracking_state import load_run_state

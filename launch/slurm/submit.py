@@ -22,10 +22,12 @@ from launch.slurm.records import Submission, read_submission, write_cancelled, w
 from launch.slurm.script import Paths, stage_script
 from launch.slurm.site import SlurmJob
 from pipeline.recipe.io import dump_recipe
-from pipeline.recipe.schema import Recipe, StageName, TrainStage
+from pipeline.recipe.schema import Recipe
+from pipeline.recipe.stage import TrainStage
 from pipeline.recipe.stage_plan import plan_stage
 from pipeline.run_folder import RunFolder
 from pipeline.stage_data import open_data
+from pipeline.vocabulary import StageName
 
 
 @dataclass(frozen=True)

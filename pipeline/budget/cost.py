@@ -13,7 +13,8 @@ from model.config import ModelConfig
 from model.counting.cost import VALUE_BYTES, linear
 from model.counting.flops import account
 from model.vocabulary import COLOURS, HeadKind
-from pipeline.recipe.schema import EngineConfig, MaskedPatchStage, PretrainStage, TrainStage
+from pipeline.recipe.schema import EngineConfig
+from pipeline.recipe.stage import MaskedPatchStage, PretrainStage, TrainStage
 
 # Autocast (accelerate) keeps norms' inputs in float32: 36 two-byte values for bf16's 32 (measured: 36.2 for B/16).
 _AUTOCAST = 36 / 32

@@ -16,8 +16,10 @@ from pipeline.budget.memory import MAX_LIVE_ELEMENTS, ZERO_STAGES, Activations, 
 from pipeline.budget.speed import Reading, Speed, host_seconds, measured_speed, nearest_anchor, reading, speed_at
 from pipeline.checkpoint.room import estimate_bytes
 from pipeline.engine.zero_config import deepspeed_config
-from pipeline.recipe.schema import Recipe, StageName, TrainStage
+from pipeline.recipe.schema import Recipe
+from pipeline.recipe.stage import TrainStage
 from pipeline.recipe.stage_plan import StagePlan
+from pipeline.vocabulary import StageName
 
 _ACTIVATIONS: tuple[Activations, ...] = ("all", "checkpointed")
 _RECOMPUTED = 4 / 3  # of the arithmetic, with activation checkpointing

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from data_shards.errors import UserError
 from pipeline.recipe.duration import parse_duration
 from pipeline.recipe.schedule import Schedule
-from pipeline.recipe.schema import Recipe, StageName
+from pipeline.recipe.schema import Recipe
 from pipeline.recipe.stage_plan import StagePlan, plan_stage
+from pipeline.vocabulary import StageName
 
 _ANY_IMAGES = 10**9  # for an unknown number, once nothing depends on it
 

@@ -25,7 +25,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from pipeline.engine.zero_config import deepspeed_config
-from pipeline.recipe.schema import EngineConfig, OptimizerConfig
+from pipeline.recipe.optimizer import OptimizerConfig
+from pipeline.recipe.schema import EngineConfig
 from pipeline.recipe.stage_plan import StagePlan
 from pipeline.vocabulary import OPTIMIZERS
 

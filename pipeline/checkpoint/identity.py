@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from data_shards.errors import UserError
-from pipeline.recipe.schema import Recipe, StageName
+from pipeline.recipe.schema import Recipe
 from pipeline.run_folder import recipe_digest
+from pipeline.vocabulary import StageName
 
 STATE = "state.json"
 FOLDER_PREFIX = "step-"

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from data_shards.errors import UserError
 from pipeline.checkpoint.identity import STATE, checkpoint_folders
-from pipeline.recipe.schema import StageName
 from pipeline.run_folder import BrokenRecord, RunFolder, StageRecord
+from pipeline.vocabulary import StageName
 
 
 def mend_records(folder: RunFolder, stages: Iterable[StageName]) -> list[str]:

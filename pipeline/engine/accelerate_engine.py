@@ -21,7 +21,8 @@ from pipeline.engine.protocol import StepResult
 from pipeline.engine.reading import read_state
 from pipeline.engine.state_files import StateFile, state_file
 from pipeline.ranks.group import Ranks
-from pipeline.recipe.schema import EngineConfig, OptimizerConfig
+from pipeline.recipe.optimizer import OptimizerConfig
+from pipeline.recipe.schema import EngineConfig
 from pipeline.recipe.stage_plan import StagePlan
 
 FILE = "accelerate.pt"

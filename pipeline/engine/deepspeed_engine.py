@@ -30,7 +30,8 @@ from pipeline.engine.protocol import StepResult
 from pipeline.engine.state_files import StateFile, state_file
 from pipeline.engine.zero_config import checks_gradients, deepspeed_config
 from pipeline.ranks.group import Ranks
-from pipeline.recipe.schema import EngineConfig, OptimizerConfig
+from pipeline.recipe.optimizer import OptimizerConfig
+from pipeline.recipe.schema import EngineConfig
 from pipeline.recipe.stage_plan import StagePlan
 
 TAG = "deepspeed"  # DeepSpeed's name for the folder of one checkpoint inside ours

@@ -8,8 +8,9 @@ from torch import nn
 from data_shards.errors import UserError
 from pipeline.engine.protocol import Engine
 from pipeline.ranks.group import Ranks
-from pipeline.recipe.schema import Recipe, StageName
+from pipeline.recipe.schema import Recipe
 from pipeline.recipe.stage_plan import StagePlan
+from pipeline.vocabulary import StageName
 
 
 def open_engine(recipe: Recipe, *, stage: StageName, plan: StagePlan, model: nn.Module, ranks: Ranks) -> Engine:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from pipeline.recipe.schema import OptimizerConfig
+from pipeline.recipe.optimizer import OptimizerConfig
 
 
 def parameter_groups(model: nn.Module, *, weight_decay: float) -> list[dict[str, object]]:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipeline.recipe.schema import EngineConfig, OptimizerConfig
+from pipeline.recipe.optimizer import OptimizerConfig
+from pipeline.recipe.schema import EngineConfig
 from pipeline.recipe.stage_plan import StagePlan
 
 # 25M elements. DeepSpeed's default of 5e8 exceeds a whole ViT-L: one bucket, reduced only after the backward pass.

@@ -12,7 +12,8 @@ from data_shards.errors import UserError
 from data_shards.order import check_sizes, check_world_size
 from pipeline.recipe.duration import in_steps, parse_duration
 from pipeline.recipe.schedule import Schedule
-from pipeline.recipe.schema import Recipe, StageName
+from pipeline.recipe.schema import Recipe
+from pipeline.vocabulary import StageName
 
 
 @dataclass(frozen=True)

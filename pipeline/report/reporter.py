@@ -15,7 +15,6 @@ from pipeline.context import StageContext
 from pipeline.ranks.phases import Phases
 from pipeline.ranks.stopping import Stopped
 from pipeline.recipe.io import flatten
-from pipeline.recipe.schema import StageName
 from pipeline.recipe.stage_plan import StagePlan
 from pipeline.report.best import SCORES
 from pipeline.report.losses import Spike
@@ -25,7 +24,7 @@ from pipeline.report.progress import TrainingProgress
 from pipeline.report.tracking_thread import FinalStatus
 from pipeline.stage_data import StageData
 from pipeline.state import TrainState
-from pipeline.vocabulary import CORRUPT_SAMPLES_FILE, METRICS_FILE, RECIPE_FILE
+from pipeline.vocabulary import CORRUPT_SAMPLES_FILE, METRICS_FILE, RECIPE_FILE, StageName
 
 _NAMED_FAULTS = 10
 

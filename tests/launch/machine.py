@@ -10,8 +10,8 @@ from data_shards.manifest import Manifest, Shard, write_manifest
 from launch.local import Launch
 from launch.run.pipeline_run import PipelineRun
 from pipeline.recipe.io import load_recipe
-from pipeline.recipe.schema import StageName
 from pipeline.run_folder import RunFolder
+from pipeline.vocabulary import StageName
 
 
 def each_once(*overrides: str) -> list[str]:

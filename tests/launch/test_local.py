@@ -20,7 +20,7 @@ from launch.env import read_place
 from launch.local import Launch, rank_arguments, rank_environment
 from launch.train import _parse
 from pipeline.recipe.io import load_recipe
-from pipeline.recipe.schema import StageName
+from pipeline.vocabulary import StageName
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_SECONDS = 240.0

@@ -11,7 +11,7 @@ import torch
 
 from pipeline import vocabulary
 from pipeline.engine.optim import build_optimizer
-from pipeline.recipe.schema import OptimizerConfig
+from pipeline.recipe.optimizer import OptimizerConfig
 from pipeline.vocabulary import METRICS, OPTIMIZERS, OptimizerName
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -8,7 +8,8 @@ from data_shards.sources import open_source
 from launch.commands.demo import CHOICES, comparison, next_commands
 from launch.commands.demo import _shard_paths as shard_paths
 from pipeline.recipe.io import load_recipe
-from pipeline.recipe.schema import FinetuneStage, Recipe
+from pipeline.recipe.schema import Recipe
+from pipeline.recipe.stage import FinetuneStage
 from pipeline.run_folder import RunFolder
 
 

@@ -14,9 +14,9 @@ from launch.run import pipeline_run
 from launch.run.pipeline_run import PipelineRun
 from model.build import build_model
 from pipeline.recipe.io import SHIPPED, dump_recipe, load_recipe, parse_recipe
-from pipeline.recipe.schema import StageName
 from pipeline.recipe.stage_plan import plan_stage
 from pipeline.run_folder import RunFolder
+from pipeline.vocabulary import StageName
 from tests.launch.machine import make_shards
 
 # `main` reads sys.argv, which is what these tests set.

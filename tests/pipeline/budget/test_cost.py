@@ -11,7 +11,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from model.config import ModelConfig
 from model.masked_patch import build_masked_patch
 from pipeline.budget.cost import stage_cost
-from pipeline.recipe.schema import EngineConfig, MaskedPatchStage
+from pipeline.recipe.schema import EngineConfig
+from pipeline.recipe.stage import MaskedPatchStage
 from tests.pipeline.budget.planning import forecast, recipe
 
 SMALL: dict[str, Any] = {"width": 64, "depth": 2, "heads": 2, "patch_size": 4}

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from pipeline.budget.memory import ZERO_STAGES, ZeroStage, state_of
 from pipeline.engine.zero_config import deepspeed_config
-from pipeline.recipe.schema import EngineConfig, OptimizerConfig
+from pipeline.recipe.optimizer import OptimizerConfig
+from pipeline.recipe.schema import EngineConfig
 from tests.pipeline.budget.planning import forecast, recipe, stage_plan
 
 ADAMW = OptimizerConfig(name="adamw", lr=0.001)

@@ -10,7 +10,8 @@ import pytest
 from pipeline.budget.communication import Links, Way, Workload, links_of, most_useful_gpus, traffic
 from pipeline.budget.gpus import find_gpu
 from pipeline.budget.memory import ZeroStage, state_of
-from pipeline.recipe.schema import EngineConfig, OptimizerConfig
+from pipeline.recipe.optimizer import OptimizerConfig
+from pipeline.recipe.schema import EngineConfig
 from tests.pipeline.budget.planning import forecast, recipe, stage_plan
 
 GB = 10**9

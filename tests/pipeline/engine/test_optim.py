@@ -12,7 +12,7 @@ from model.config import ModelConfig
 from model.masked_patch import build_masked_patch
 from model.vit import build_vit
 from pipeline.engine.optim import build_optimizer, parameter_groups
-from pipeline.recipe.schema import OptimizerConfig
+from pipeline.recipe.optimizer import OptimizerConfig
 
 
 @pytest.fixture(params=["mlp", "linear"])

@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 
 from pipeline.engine.zero_config import deepspeed_config
+from pipeline.recipe.optimizer import OptimizerConfig
 from pipeline.recipe.schedule import Schedule
-from pipeline.recipe.schema import EngineConfig, OptimizerConfig
+from pipeline.recipe.schema import EngineConfig
 from pipeline.recipe.stage_plan import StagePlan
 
 PLAN = StagePlan(

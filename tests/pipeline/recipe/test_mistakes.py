@@ -215,7 +215,9 @@ def test_no_kind_of_value_at_any_key_is_answered_in_the_words_of_a_library(file:
 
 def _fields(key: str, place: str) -> list[str]:
     from pipeline.recipe.data import AugmentConfig, CacheRecipe, DataConfig
-    from pipeline.recipe.schema import EngineConfig, OptimizerConfig, PretrainStage
+    from pipeline.recipe.optimizer import OptimizerConfig
+    from pipeline.recipe.schema import EngineConfig
+    from pipeline.recipe.stage import PretrainStage
 
     of = {
         ("data", ""): DataConfig,

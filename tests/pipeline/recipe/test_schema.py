@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from pipeline.recipe.schema import OptimizerConfig, Recipe, ScheduleConfig
+from pipeline.recipe.optimizer import OptimizerConfig, ScheduleConfig
+from pipeline.recipe.schema import Recipe
 
 TRAIN: dict[str, Any] = {
     "train": "a/train",

@@ -6,7 +6,8 @@ import pytest
 from pydantic import ValidationError
 
 from pipeline.recipe.io import load_recipe
-from pipeline.recipe.schema import MaskedPatchStage, Recipe
+from pipeline.recipe.schema import Recipe
+from pipeline.recipe.stage import MaskedPatchStage
 from pipeline.run_folder import recipe_digest
 
 TRAIN: dict[str, Any] = {
