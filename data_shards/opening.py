@@ -42,6 +42,12 @@ def open_shards(
     """
     if isinstance(spec, str):
         spec = ShardsSpec(spec)
+    if spec.portion is not None:
+        whole = replace(spec, portion=None)
+        opened = open_shards(whole, damaged=damaged, index_folder=index_folder, report=report, store=store)
+        from data_shards.hold_out import take_portion
+
+        return take_portion(opened, spec.portion)
     location = spec.location
     if store is None and not is_local(location):
         from data_shards.store.store import Store

@@ -14,6 +14,7 @@ from collections import OrderedDict
 from typing import NamedTuple
 
 from data_shards.errors import CorruptSample, SampleError, UserError
+from data_shards.hold_out import index_of
 from data_shards.labels import parse_label
 from data_shards.shard_set import ShardEntry, ShardSet
 from data_shards.store.cache_folder import TOUCH_SECONDS, is_evicted, touch
@@ -177,7 +178,8 @@ class ShardReader:
             opened = self._open_entry(entry)
         while len(self._open) >= self._max_open_shards:
             self._close(next(iter(self._open)))
-        self._open[shard] = _Opened(entry, *opened)
+        descriptor, index = opened
+        self._open[shard] = _Opened(entry, descriptor, index_of(entry.subset, index))
         self._opening_seconds += time.monotonic() - before
         return self._open[shard]
 
@@ -204,10 +206,10 @@ class ShardReader:
             raise SampleError(str(error)) from error
         except OSError as error:
             raise SampleError(f"{entry.name}: cannot be opened ({error.strerror})") from error
-        if len(opened.index) != entry.num_samples:
+        if len(opened.index) != entry.stored_samples:
             os.close(opened.descriptor)
             raise SampleError(
-                f"{entry.name}: its index lists {len(opened.index)} samples, manifest.json {entry.num_samples}: "
+                f"{entry.name}: its index lists {len(opened.index)} samples, manifest.json {entry.stored_samples}: "
                 "pack the shards again"
             )
         return opened.descriptor, opened.index
@@ -241,7 +243,7 @@ def _open_damaged(entry: ShardEntry) -> tuple[int, ShardIndex]:
     path = local_path(entry.url)
     try:
         index = read_index(index_path(path), label=entry.labels.part)
-        if len(index) != entry.num_samples or index.end > (entry.num_bytes or index.end):
+        if len(index) != entry.stored_samples or index.end > (entry.num_bytes or index.end):
             raise UserError(f"{index_path(path)}: the index of another tar")
     except UserError:
         index = None

@@ -11,10 +11,31 @@ from typing import Literal
 
 from data_shards.errors import UserError
 from data_shards.labels import LabelSpec
-from data_shards.vocabulary import LabelKind
+from data_shards.vocabulary import LabelKind, PartName
 
 Damaged = Literal["refuse", "report"]
 Report = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Portion:
+    """One of the two parts that a set is cut into, see `hold_out`; `hold_out` is the held-out one's share, 0 to 1."""
+
+    which: PartName
+    hold_out: float
+
+    def describe(self) -> str:
+        return f"{'' if self.which == 'held_out' else 'all but '}{100 * self.hold_out:g} % held out"
+
+
+@dataclass(frozen=True)
+class ShardRows:
+    """The samples of a tar that are in one part of its set; see `hold_out.rows_of`."""
+
+    number: int  # of the shard in the whole set
+    stored: int  # samples in the tar
+    held_out: int  # how many of them are held out
+    which: PartName
 
 
 @dataclass(frozen=True)
@@ -27,7 +48,7 @@ class ShardEntry:
 
     url: str  # an absolute local path, a URL that fsspec opens, or "pipe:COMMAND"
     name: str  # what messages call it; never has credentials in it
-    num_samples: int  # samples in it
+    num_samples: int  # samples in it, or in the part of it that is used
     num_bytes: int | None  # the tar's size; None where it is unknown
     sha256: str  # the digest of all its bytes; "" where it is unknown
     index: Path | None  # a local index file; None: beside the tar, or built from it
@@ -36,6 +57,12 @@ class ShardEntry:
     stamp: str = ""
     index_digest: str = ""  # of the keys, image sizes and labels of a tar without a manifest
     pixels_digest: str = ""  # of the first bytes of a few of its images; "" where its index is older than this
+    subset: ShardRows | None = None  # None: all samples are used
+
+    @property
+    def stored_samples(self) -> int:
+        """Samples in the tar, used or not."""
+        return self.num_samples if self.subset is None else self.subset.stored
 
 
 @dataclass(frozen=True)
@@ -85,7 +112,7 @@ class ShardSet:
 
 @dataclass(frozen=True)
 class ShardsSpec:
-    """What the user says about a set of shards; all but `location` is for tars without a manifest.
+    """What the user says about a set of shards; `label`, `kind` and `classes` are for tars without a manifest.
 
     Args:
         location: a folder with a manifest.json (local, or a URL), a folder of tars, or a pattern of tars
@@ -93,12 +120,14 @@ class ShardsSpec:
         label: "cls", "txt" or "json:KEY"; None: `cls`, if it exists.
         kind: one class for each sample, or a list.
         classes: a file with a name a line, a JSON list, or {name: number}; None: they are found in the labels.
+        portion: the part of it to use; None: all.
     """
 
     location: str
     label: str | None = None
     kind: LabelKind = "single"
     classes: Path | None = None
+    portion: Portion | None = None
 
 
 def merge_shard_sets(sets: Sequence[ShardSet]) -> ShardSet:

@@ -27,6 +27,8 @@ class RandomStream(IntEnum):
     SUBSTITUTE = 11
     SET_SEED = 12
     PATTERN_TIMES = 13
+    HOLD_OUT = 14
+    HOLD_OUT_SHARDS = 15
     CORRUPTION_TRAIN = 21
     CORRUPTION_HELD_OUT = 22
 
@@ -37,6 +39,7 @@ CropInterpolation = Literal["bilinear", "bicubic"]
 WorkerKind = Literal["thread", "process"]
 OnCorrupt = Literal["stop", "substitute"]  # a damaged training image
 LabelPart = Literal["cls", "json", "txt"]  # the tar member that holds the label
+PartName = Literal["held_out", "rest"]  # of a set of shards
 LabelKind = Literal["single", "multi"]  # one class for each sample, or a list
 
 MOST_PIXELS = 178_956_970  # where Pillow speaks of a decompression bomb: 2 * (2**30 // 4 // 3)

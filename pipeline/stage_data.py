@@ -13,7 +13,7 @@ from data_shards.checking.fitness import assess
 from data_shards.errors import UserError
 from data_shards.mixture import AnyOrder, make_order
 from data_shards.opening import open_shards
-from data_shards.shard_set import ShardSet, ShardsSpec, merge_shard_sets
+from data_shards.shard_set import Portion, ShardSet, ShardsSpec, merge_shard_sets
 from data_shards.store.cache import CacheConfig, default_cache_folder
 from data_shards.store.location import CommandRefused, Commands, is_local
 from data_shards.store.store import Store
@@ -36,6 +36,21 @@ class StageData:
     weights: tuple[float, ...] | None  # of the mixed sets
     eval: ShardSet
     store: Store
+
+
+def shards_spec(config: ShardsConfig) -> ShardsSpec:
+    """What the recipe says of a set, in the data path's terms."""
+    portion = None
+    if config.part is not None:
+        assert config.hold_out is not None  # held by the recipe's validator
+        portion = Portion(config.part, hold_out=config.hold_out)
+    return ShardsSpec(
+        location=config.shards,
+        label=config.label,
+        kind=config.kind,
+        classes=Path(config.classes) if config.classes else None,
+        portion=portion,
+    )
 
 
 def training_order(recipe: Recipe, *, data: StageData, plan: StagePlan) -> AnyOrder:
@@ -64,12 +79,7 @@ def open_data(recipe: Recipe, *, stage: StageName, report: Report = print, comma
     refused: list[CommandRefused] = []
 
     def open_one(shards: ShardsConfig) -> list[ShardSet]:
-        spec = ShardsSpec(
-            location=shards.shards,
-            label=shards.label,
-            kind=shards.kind,
-            classes=Path(shards.classes) if shards.classes else None,
-        )
+        spec = shards_spec(shards)
         damaged = "report" if recipe.data.max_corrupt_share > 0 else "refuse"
         try:
             return [open_shards(spec, damaged=damaged, report=report, store=store)]

@@ -100,6 +100,7 @@ def _column(
         "parameters": f"{short(cost.parameters)} + classes" if needs_classes else f"{cost.parameters:,}",
         "image size": f"{config.image_size} px",
         "training images": f"{images:,}" if train else UNKNOWN,
+        "held-out images": f"{there.held_out.num_samples:,}" if there.held_out else UNKNOWN,
         "classes": f"{train.num_classes:,}" if train else UNKNOWN,
         "epochs": f"{total / images:.3g}" if images and total is not None else epochs,
         "steps": f"{plan.total_steps:,}" if length.known else UNKNOWN,

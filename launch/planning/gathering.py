@@ -97,7 +97,8 @@ def _shards(
             problem = f" ({error})"
         else:
             if train := there.train:
-                mean_bytes = None if train.num_bytes is None else train.num_bytes / max(1, train.num_samples)
+                stored = sum(shard.stored_samples for shard in train.shards)
+                mean_bytes = None if train.num_bytes is None else train.num_bytes / max(1, stored)
                 images, classes = num_images or train.num_samples, num_classes or train.num_classes
                 return Shards(images, classes, mean_bytes, len(train.shards)), []
             problem = f" ({'; '.join(there.unopened)})"

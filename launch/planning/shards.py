@@ -12,12 +12,13 @@ from pathlib import Path
 
 from data_shards.manifest import MANIFEST_FILE
 from data_shards.opening import open_shards
-from data_shards.shard_set import ShardSet, ShardsSpec, merge_shard_sets
+from data_shards.shard_set import ShardSet, merge_shard_sets
 from data_shards.store.download import MissingObject, RetryPolicy
 from data_shards.store.location import expand_braces, is_local, join, local_path, shown, why_command
 from data_shards.store.store import Store
 from data_shards.text import printable
 from pipeline.recipe.data import ShardsConfig
+from pipeline.stage_data import shards_spec
 
 GIVE_UP_SECONDS = 30.0  # the user is waiting
 _MOST_MANIFEST_BYTES = 1 << 30
@@ -29,6 +30,7 @@ class ShardsBefore:
 
     unopened: tuple[str, ...]  # a sentence for each set that was not opened
     train: ShardSet | None  # the training sets, concatenated; None: one of them was not opened
+    held_out: ShardSet | None = None  # None: it was not opened, or not asked for
 
 
 def look(training: Sequence[ShardsConfig], *, held_out: ShardsConfig | None = None) -> ShardsBefore:
@@ -37,9 +39,12 @@ def look(training: Sequence[ShardsConfig], *, held_out: ShardsConfig | None = No
     store = Store(None, retry=RetryPolicy(give_up_seconds=GIVE_UP_SECONDS))
     missing = [text for each in training if (text := _unopened(each, store=store))]
     train = None if missing else merge_shard_sets([_open(each, store=store) for each in training])
+    evaluated = None
     if held_out and (text := _unopened(held_out, store=store)):
         missing.append(text)
-    return ShardsBefore(tuple(missing), train)
+    elif held_out:
+        evaluated = _open(held_out, store=store)
+    return ShardsBefore(tuple(missing), train, evaluated)
 
 
 def _unopened(shards: ShardsConfig, *, store: Store) -> str | None:
@@ -65,7 +70,7 @@ def _has_something(path: Path) -> bool:
 
 def _open(shards: ShardsConfig, *, store: Store) -> ShardSet:
     return open_shards(
-        ShardsSpec(shards.shards, shards.label, shards.kind, Path(shards.classes) if shards.classes else None),
+        shards_spec(shards),
         damaged="report",
         report=lambda line: print(printable(line), file=sys.stderr),
         store=store,

@@ -7,7 +7,15 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, PlainSerializer, field_validator, model_validator
 
 from data_shards.store.location import shown
-from data_shards.vocabulary import MOST_PIXELS, USUAL_MOST_PIXELS, CropInterpolation, DecoderName, LabelKind, WorkerKind
+from data_shards.vocabulary import (
+    MOST_PIXELS,
+    USUAL_MOST_PIXELS,
+    CropInterpolation,
+    DecoderName,
+    LabelKind,
+    PartName,
+    WorkerKind,
+)
 from pipeline.recipe.duration import BytesText, Strict
 
 # A tenth of the work on a photograph is Python; with more threads they, and the training loop, wait for one another.
@@ -28,6 +36,18 @@ class ShardsConfig(Strict):
     """For tars without a manifest: one label an image, or a list."""
     classes: str | None = None
     """For tars without a manifest: a file with the classes' names; default: the labels that are found."""
+    part: PartName | None = None
+    """held_out: a random part of the set, always the same; rest: all other images; default: all."""
+    hold_out: float | None = Field(default=None, gt=0, lt=1)
+    """With part: the share of the set's images that is held out; the paper's 0.01 for ImageNet, 0.02 for CIFAR."""
+
+    @model_validator(mode="after")
+    def _part_of_a_share(self) -> ShardsConfig:
+        if self.part and self.hold_out is None:
+            raise ValueError(f"part {self.part} of which share? Give hold_out, too, such as hold_out: 0.01")
+        if self.hold_out is not None and not self.part:
+            raise ValueError("hold_out means nothing without part: give part: held_out or part: rest, too")
+        return self
 
     @field_validator("shards")
     @classmethod

@@ -76,6 +76,12 @@ class TrainStage(Strict):
             raise ValueError("train: give every set a weight, or none")
         if any(each.weight is not None for each in (self.eval, *(self.train if len(self.train) == 1 else ()))):
             raise ValueError("a weight means nothing to a single set of shards: leave it out")
+        for each in self.train:
+            if each.part and self.eval.part and each.shards == self.eval.shards and each.hold_out != self.eval.hold_out:
+                raise ValueError(
+                    f"train holds out {each.hold_out} of {each.shards}, and eval {self.eval.hold_out}, so that images "
+                    "are in both: give them the same hold_out"
+                )
         return self
 
 

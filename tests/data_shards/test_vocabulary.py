@@ -21,6 +21,8 @@ def test_the_numbers_of_the_streams_never_change():
         "SUBSTITUTE": 11,
         "SET_SEED": 12,
         "PATTERN_TIMES": 13,
+        "HOLD_OUT": 14,
+        "HOLD_OUT_SHARDS": 15,
         "CORRUPTION_TRAIN": 21,
         "CORRUPTION_HELD_OUT": 22,
     }

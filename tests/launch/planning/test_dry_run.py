@@ -87,6 +87,7 @@ def test_the_summary_has_the_numbers_of_the_run(call: Call, work: Path):
         assert table["of them warm-up"][number] == f"{plan.schedule.warmup_steps:,} steps"
         assert table["global batch"][number] == "64"
         assert table["training images"][number] == "100" and table["classes"][number] == "2"
+        assert int(table["held-out images"][number]) > 0
     assert table["epochs"][0] == "16"
     assert table["batch"][:2] == ["2 x 4 x 8", "2 x 4 x 8"]
     assert table["state"] == ["new", "new", "new"] and "time" not in table and "?" not in output
@@ -162,3 +163,13 @@ def test_a_run_may_not_begin_without_its_shards(work: Path):
         PipelineRun.open(
             load_recipe("digits", overrides=[*PACKED[1:], "stages.pretrain.train=nowhere"]), runs_root=work / "runs"
         )
+
+
+def test_the_parts_of_a_set_are_counted(call: Call, work: Path):
+    train = next(each.partition("=")[2] for each in PACKED if each.startswith("stages.finetune.train="))
+    part = [f"stages.finetune.{use}={{shards: {train}, part: {name}, hold_out: 0.1}}" for use, name in PARTS]
+    code, output, _ = call("run", "digits", "--dry-run", *(each for each in PACKED if "finetune" not in each), *part)
+    assert code == 0 and (rows(output)["training images"][1], rows(output)["held-out images"][1]) == ("90", "10")
+
+
+PARTS = (("train", "rest"), ("eval", "held_out"))

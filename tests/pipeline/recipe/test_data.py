@@ -151,3 +151,29 @@ def test_every_augmentation_key_reaches_the_data_path(tmp_path: Path):
     assert (mixing.mixup_alpha, mixing.cutmix_alpha, mixing.switch_share) == (0.2, 1.0, 0.75)
     assert (evaluation.image_size, evaluation.protocol, evaluation.crop_share) == (8, "timm", 0.95)
     assert mixup(recipe(tmp_path).train_stage("pretrain")) is None
+
+
+REST = {"shards": "a", "part": "rest", "hold_out": 0.02}
+
+
+@pytest.mark.parametrize(
+    ("train", "eval_", "key"),
+    [
+        ({"shards": "a", "part": "rest"}, "b", "hold_out"),
+        ({"shards": "a", "hold_out": 0.1}, "b", "part"),
+        ({"shards": "a", "part": "rest", "hold_out": 1}, "b", "hold_out"),
+        ({"shards": "a", "part": "other", "hold_out": 0.1}, "b", "part"),
+        (REST, {**REST, "part": "held_out", "hold_out": 0.03}, "hold_out"),
+    ],
+)
+def test_a_part_needs_its_share_and_the_same_on_both_sides(tmp_path: Path, train: Any, eval_: Any, key: str):
+    with pytest.raises(UserError, match=key):
+        recipe(tmp_path, train=train, eval=eval_)
+
+
+def test_a_part_is_written_into_the_resolved_recipe(tmp_path: Path):
+    ours = recipe(tmp_path, train=REST, eval={**REST, "part": "held_out"})
+    (tmp_path / "dumped.yaml").write_text(dump_recipe(ours))
+    assert parse_recipe(tmp_path / "dumped.yaml") == ours
+    other = recipe(tmp_path, train={**REST, "hold_out": 0.03})
+    assert differences(ours, other)["stages.pretrain.train.hold_out"] == "0.02 -> 0.03"
