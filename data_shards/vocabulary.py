@@ -31,11 +31,16 @@ class RandomStream(IntEnum):
     HOLD_OUT_SHARDS = 15
     CORRUPTION_TRAIN = 21
     CORRUPTION_HELD_OUT = 22
+    CROP_ATTEMPTS = 31
+    RAND_AUGMENT = 32
 
 
 DecoderName = Literal["auto", "nvimgcodec", "gpu", "simplejpeg", "pillow"]
-EvalProtocol = Literal["vit", "big_vision", "timm"]
-CropInterpolation = Literal["bilinear", "bicubic"]
+EvalProtocol = Literal["vit", "vit_exact", "big_vision", "big_vision_exact", "timm"]
+CropLaw = Literal["torchvision", "google", "resize_and_crop"]
+CropInterpolation = Literal["bilinear", "bicubic", "area"]
+Antialias = Literal["antialiased", "none"]
+RandAugmentRanges = Literal["timm", "big_vision"]
 WorkerKind = Literal["thread", "process"]
 OnCorrupt = Literal["stop", "substitute"]  # a damaged training image
 LabelPart = Literal["cls", "json", "txt"]  # the tar member that holds the label

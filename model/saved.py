@@ -36,7 +36,9 @@ _TIMM_ENTRY_POINT = "vit_base_patch16_224"  # builds the trunk; `model_args` ove
 # timm's names for our evaluation protocols: kernel, share of the image that the crop keeps, kind of crop.
 _TIMM_EVALUATION: dict[EvalProtocol, tuple[str, float, str]] = {
     "vit": ("bilinear", 1.0, "squash"),  # the whole image squashed to the square
+    "vit_exact": ("bilinear", 1.0, "squash"),  # timm antialiases
     "big_vision": ("bilinear", 0.875, "center"),
+    "big_vision_exact": ("bilinear", 0.875, "center"),  # timm averages no areas
     "timm": ("bicubic", 0.9, "center"),
 }
 

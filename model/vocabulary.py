@@ -18,7 +18,7 @@ PositionAt = Literal["stem", "every_layer", "every_layer_shared"]
 Gelu = Literal["tanh", "erf"]
 Interpolation = Literal["google", "timm"]
 InitStyle = Literal["google", "timm"]
-EvalProtocol = Literal["vit", "big_vision", "timm"]
+EvalProtocol = Literal["vit", "vit_exact", "big_vision", "big_vision_exact", "timm"]
 ExportFormat = Literal["npz", "big_vision", "timm", "transformers", "torchvision", "onnx", "torch_export"]
 EXPORT_ENDINGS: dict[ExportFormat, tuple[str, ...]] = {  # of the files' names; (): a folder
     "npz": (".npz",),

@@ -57,15 +57,17 @@ def held_out(recipe: Recipe, *, stage: StageName, data: StageData, plan: StagePl
 
 def train_transform(config: TrainStage) -> TrainTransform:
     """A stage's crop, resize, flip and RandAugment."""
-    augment = config.augment
+    augment, strong = config.augment, config.augment.rand_augment
     return TrainTransform(
         image_size=config.image_size,
+        crop=augment.crop,
         crop_area=augment.crop_area,
-        crop_ratio=augment.crop_ratio,
+        crop_ratio=augment.ratio,
+        resize_size=augment.resize_size,
         interpolation=augment.interpolation,
+        antialias=augment.antialias,
         flip=augment.flip,
-        rand_augment=augment.rand_augment
-        and RandAugment(num_ops=augment.rand_augment.num_ops, magnitude=augment.rand_augment.magnitude),
+        rand_augment=strong and RandAugment(num_ops=strong.num_ops, magnitude=strong.magnitude, ranges=strong.ranges),
     )
 
 

@@ -16,7 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_shards.errors import UserError
-from data_shards.images.transforms import DRAWS_PER_SAMPLE, EvalTransform, TrainTransform
+from data_shards.images.crops import DRAWS_PER_SAMPLE
+from data_shards.images.transforms import EvalTransform, TrainTransform
 from data_shards.loading.assemble import Access, Assembler
 from data_shards.loading.batch import Batch
 from data_shards.loading.mixing import MixupConfig, draw_mix

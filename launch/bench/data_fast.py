@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from data_shards.images.crops import DRAWS_PER_SAMPLE
 from data_shards.images.decode import read_image
-from data_shards.images.transforms import DRAWS_PER_SAMPLE, TrainTransform
+from data_shards.images.transforms import TrainTransform
 from launch.bench.data_methods import CROP_AREA, PIXELS
 
 OURS = TrainTransform(PIXELS, crop_area=CROP_AREA)

@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_shards.images.box import Box, Pixels
+from data_shards.images.crops import DRAWS_PER_SAMPLE, torchvision_crop
 from data_shards.images.decode import read_image
-from data_shards.images.transforms import DRAWS_PER_SAMPLE, random_crop
 from data_shards.randomness import uniforms
 from launch.bench.crop_limit import NoLimit, compile_limit
 from launch.bench.measure import in_turns
@@ -80,7 +80,7 @@ def _items(contents: Sequence[bytes]) -> list[_Item]:
     items = []
     for content, own_draws in zip(contents, draws, strict=True):
         image = read_image(content)
-        box = random_crop(image.height, image.width, area=OURS.crop_area, ratio=OURS.crop_ratio, draws=own_draws)
+        box = torchvision_crop(image.height, image.width, area=OURS.crop_area, ratio=OURS.crop_ratio, draws=own_draws)
         items.append(_Item(content, box, own_draws))
     return items
 

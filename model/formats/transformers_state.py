@@ -192,7 +192,7 @@ def _preprocessor_json(meta: SavedModelMeta) -> dict[str, Any]:
         "image_mean": list(meta.mean),
         "image_std": list(meta.std),
     }
-    if meta.eval_protocol == "vit":
+    if meta.eval_protocol in ("vit", "vit_exact"):
         return {"image_processor_type": "ViTImageProcessor", "size": side, "resample": _BILINEAR, **common}
     timms = meta.eval_protocol == "timm"
     edge = meta.image_size / (meta.eval_crop_share or (0.9 if timms else 224 / 256))

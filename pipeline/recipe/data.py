@@ -10,16 +10,20 @@ from data_shards.store.location import shown
 from data_shards.vocabulary import (
     MOST_PIXELS,
     USUAL_MOST_PIXELS,
+    Antialias,
     CropInterpolation,
+    CropLaw,
     DecoderName,
     LabelKind,
     PartName,
+    RandAugmentRanges,
     WorkerKind,
 )
 from pipeline.recipe.duration import BytesText, Strict
 
 # A tenth of the work on a photograph is Python; with more threads they, and the training loop, wait for one another.
 _MOST_THREADS = 4
+MOST_SIDE = 2**14  # pixels
 
 
 class ShardsConfig(Strict):
@@ -127,33 +131,64 @@ class RandAugmentConfig(Strict):
 
     num_ops: int = Field(default=2, ge=1, le=10)
     magnitude: int = Field(ge=0, le=30)
+    ranges: RandAugmentRanges = "timm"
+    """What a strength means. big_vision: Google's, with shifts in pixels, cutout and its solarize."""
 
 
 class AugmentConfig(Strict):
-    """The random-resized crop and flip, whose defaults are Google's, and stronger augmentation, off by default."""
+    """The random crop and flip, and stronger augmentation, off by default.
 
+    Google's pre-training: `crop: google` and `antialias: none`; big_vision's fine-tuning: `crop: resize_and_crop`,
+    `resize_size: 448` and `interpolation: area`.
+    """
+
+    crop: CropLaw = "torchvision"
+    """The random-resized crop by torchvision's law or Google's, whose crops are smaller; resize_and_crop: the short
+    side to resize_size, then a square of image_size anywhere (big_vision's fine-tuning)."""
     crop_area: tuple[float, float] = (0.05, 1.0)
     """Smallest and largest share of the image's area in a crop."""
-    crop_ratio: tuple[float, float] = (3 / 4, 4 / 3)
-    """Smallest and largest width/height of a crop."""
+    crop_ratio: tuple[float, float] | None = None
+    """Smallest and largest width/height of a crop; default 3/4 to 4/3 (torchvision), 0.75 to 1.33 (google)."""
+    resize_size: int | None = Field(default=None, gt=0, le=MOST_SIDE)
+    """Pixels of the short side before crop resize_and_crop takes its square; Google has 448 for 384."""
     interpolation: CropInterpolation = "bilinear"
-    """Of the crop's resize, antialiased either way."""
+    """Of the resize. area: big_vision's average over the area that a pixel covers."""
+    antialias: Antialias = "antialiased"
+    """Of a bilinear resize; none: as Google's code."""
     flip: float = Field(default=0.5, ge=0, le=1)
     """Share of the images mirrored; 0 where left and right have a meaning."""
     rand_augment: RandAugmentConfig | None = None
     mixup_alpha: float = Field(default=0.0, ge=0)
-    """Beta(alpha, alpha) of mixup; 0 does not mix."""
+    """Beta(alpha, alpha) of mixup; 0 does not mix. The law is big_vision's: it pairs an image with the one before it
+    on the device, this with the one after it in the global batch."""
     cutmix_alpha: float = Field(default=0.0, ge=0)
     """Beta(alpha, alpha) of CutMix; 0 does not paste."""
     cutmix_share: float = Field(default=0.5, ge=0, le=1)
     """Share of the batches that get CutMix, where both are on."""
 
+    @property
+    def ratio(self) -> tuple[float, float]:
+        """`crop_ratio`, or the law's own."""
+        return self.crop_ratio or ((0.75, 1.33) if self.crop == "google" else (3 / 4, 4 / 3))
+
     @model_validator(mode="after")
-    def _ranges(self) -> AugmentConfig:
+    def _crop_fits(self) -> AugmentConfig:
         if not 0 < self.crop_area[0] <= self.crop_area[1] <= 1:
             raise ValueError("crop_area must be two shares in ascending order, above 0 and at most 1")
-        if not 0 < self.crop_ratio[0] <= self.crop_ratio[1]:
+        if self.crop_ratio is not None and not 0 < self.crop_ratio[0] <= self.crop_ratio[1]:
             raise ValueError("crop_ratio must be two positive numbers in ascending order")
+        if self.crop == "resize_and_crop":
+            self.refuse("crop_area", "crop_ratio", means_nothing="to crop resize_and_crop")
+            if self.resize_size is None:
+                raise ValueError("crop resize_and_crop needs resize_size: give pixels, such as 448 for image_size 384")
+        else:
+            self.refuse("resize_size", means_nothing=f"to crop {self.crop}")
+        if self.interpolation != "bilinear":
+            self.refuse("antialias", means_nothing=f"to interpolation {self.interpolation}")
+        return self
+
+    @model_validator(mode="after")
+    def _mixing_fits(self) -> AugmentConfig:
         if self.cutmix_share != 0.5 and not (self.mixup_alpha and self.cutmix_alpha):
             raise ValueError("cutmix_share chooses between mixup and CutMix: set both alphas, or leave it out")
         return self

@@ -155,7 +155,8 @@ def _words(kind: Schema, *, field: Schema, name: str) -> str:
             bounds = [f"{words} {kind[bound]:,}" for bound, words in _BOUNDS.items() if bound in kind]
             return " ".join([f"a {'whole ' if number == 'integer' else ''}number", " and ".join(bounds)]).rstrip()
         case {"prefixItems": _}:
-            return f"two numbers, such as [{', '.join(f'{number:.3g}' for number in field['default'])}]"
+            example = field["default"] or (0.75, 1.33)  # of crop_ratio
+            return f"two numbers, such as [{', '.join(f'{number:.3g}' for number in example)}]"
         case {"items": _} if group and group["title"] == _SET:
             return f"a folder or URL of shards, {_SHARDS}, or a list of these"
         case {"items": items}:

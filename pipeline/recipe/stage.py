@@ -8,14 +8,13 @@ from pydantic import Field, model_validator
 
 from data_shards.vocabulary import EvalProtocol
 from model.vocabulary import HeadKind, InitStyle, LossKind
-from pipeline.recipe.data import AugmentConfig, OneSet, SomeSets
+from pipeline.recipe.data import MOST_SIDE, AugmentConfig, OneSet, SomeSets
 from pipeline.recipe.duration import DurationText, Strict
 from pipeline.recipe.optimizer import OptimizerConfig, ScheduleConfig
 from pipeline.vocabulary import ALL_STAGES, StageName
 
 MOST_SECONDS = 10**7
 _MOST_IMAGES = 2**20  # of a batch
-_MOST_PIXELS = 2**14  # of an image's side
 
 
 class TrainStage(Strict):
@@ -27,10 +26,10 @@ class TrainStage(Strict):
     """The held-out shards."""
     eval_protocol: EvalProtocol = "vit"
     """What is evaluated of an image. vit: all of it, squashed to the square; big_vision: resized, centre crop; timm:
-    the same, bicubic."""
+    the same, bicubic. vit_exact and big_vision_exact: with the pixels of Google's own resize."""
     eval_crop_share: float | None = Field(default=None, gt=0, le=1)
     """Crop's side over the resized short side; default 0.875 (big_vision: 224 of 256) or 0.9 (timm)."""
-    image_size: int = Field(gt=0, le=_MOST_PIXELS)
+    image_size: int = Field(gt=0, le=MOST_SIDE)
     global_batch_size: int = Field(gt=0, le=_MOST_IMAGES)
     """Images of one optimizer step, over all processes."""
     duration: DurationText
@@ -63,8 +62,13 @@ class TrainStage(Strict):
 
     @model_validator(mode="after")
     def _nothing_ignored(self) -> TrainStage:
-        if self.eval_protocol == "vit":
-            self.refuse("eval_crop_share", means_nothing="to eval_protocol vit")
+        if self.eval_protocol in ("vit", "vit_exact"):
+            self.refuse("eval_crop_share", means_nothing=f"to eval_protocol {self.eval_protocol}")
+        if self.augment.resize_size is not None and self.augment.resize_size < self.image_size:
+            raise ValueError(
+                f"augment.resize_size {self.augment.resize_size} is smaller than the square of image_size "
+                f"{self.image_size} that is cut out of it: give at least {self.image_size}"
+            )
         if self.loss == "sigmoid" and self.label_smoothing >= 0.5:
             raise ValueError(
                 f"label_smoothing {self.label_smoothing} turns the sigmoid's targets around: stay below 0.5"

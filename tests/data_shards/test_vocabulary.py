@@ -25,6 +25,8 @@ def test_the_numbers_of_the_streams_never_change():
         "HOLD_OUT_SHARDS": 15,
         "CORRUPTION_TRAIN": 21,
         "CORRUPTION_HELD_OUT": 22,
+        "CROP_ATTEMPTS": 31,
+        "RAND_AUGMENT": 32,
     }
     assert len(set(map(int, RandomStream))) == len(RandomStream)
 

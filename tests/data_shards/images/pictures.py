@@ -34,6 +34,19 @@ def photograph(name: str, *, height: int, width: int) -> Image.Image:
     return Image.open(folder / f"{name}.jpg").crop((100, 60, 100 + width, 60 + height))
 
 
+def whole_photograph(name: str) -> Image.Image:
+    return Image.open(Path(sklearn.datasets.__file__).parent / "images" / f"{name}.jpg")
+
+
+def noise(height: int, width: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+
+
+def decibels_between(pixels: np.ndarray, expected: np.ndarray) -> float:
+    error = ((pixels.astype(float) - expected.astype(float)) ** 2).mean()
+    return float(10 * np.log10(255**2 / error)) if error else np.inf
+
+
 def encoded(image: Image.Image, format: str, **options: object) -> bytes:
     buffer = io.BytesIO()
     image.save(buffer, format=format, **options)

@@ -13,9 +13,10 @@ import torch
 from PIL import Image
 
 from data_shards.errors import UserError
+from data_shards.images.crops import DRAWS_PER_SAMPLE
 from data_shards.images.decode import read_image
 from data_shards.images.rand_augment import RandAugment
-from data_shards.images.transforms import DRAWS_PER_SAMPLE, EvalTransform
+from data_shards.images.transforms import EvalTransform
 from data_shards.loading import loader
 from data_shards.loading.assemble import Access
 from data_shards.loading.loader import EvalBatches, TrainLoader, eval_batches

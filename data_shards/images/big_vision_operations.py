@@ -1,0 +1,104 @@
+"""The 16 operations of big_vision's RandAugment (`pp/archive/randaug.py`, EfficientNet's), and what strength m means.
+
+Strength m, of 10 at most in the paper and up to 20 in "How to train your ViT?" (m = 15), with a sign drawn for those
+that have two directions:
+
+    ShearX, ShearY               0.03 m
+    TranslateX, TranslateY       10 m pixels, whatever the image's size
+    Rotate                       3 m degrees
+    Color, Brightness, Contrast, Sharpness   factor 0.1 + 0.18 m
+    Posterize                    int(0.4 m) bits stay; where that is 0 or above 8, one (TensorFlow clamps the shift)
+    Solarize                     threshold int(25.6 m) modulo 256, as TensorFlow makes it uint8: m = 10 and 20 invert
+    SolarizeAdd                  int(11 m) added below 128
+    Cutout                       a grey square of twice int(4 m) pixels around a random pixel
+    AutoContrast, Equalize, Invert
+
+They differ from timm's: Cutout; shifts in pixels; solarize above m = 9; pixels that are moved are not interpolated;
+and Contrast, whose grey is min(255, pixels / 256), 196 at 224 pixels, where others take the image's mean. Pillow's
+arithmetic rounds where TensorFlow's cuts off: a level. Moved pixels may come from a neighbour: Pillow counts from
+the corners of pixels, TensorFlow Addons from their centres.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+OPERATIONS = (
+    *("AutoContrast", "Equalize", "Invert", "Rotate", "Posterize", "Solarize", "Color", "Contrast"),
+    *("Brightness", "Sharpness", "ShearX", "ShearY", "TranslateX", "TranslateY", "Cutout", "SolarizeAdd"),
+)
+
+_GREY = (128, 128, 128)
+
+
+@dataclass(frozen=True)
+class Draw:
+    """Three uniform numbers in [0, 1): the direction, and the place of a cutout."""
+
+    sign: float
+    top: float
+    left: float
+
+
+def apply(name: str, image: Image.Image, *, magnitude: int, draw: Draw, timm: ModuleType) -> Image.Image:
+    """One of `OPERATIONS`, of strength `magnitude`, on an RGB image; `timm` is its module of operations."""
+    share = magnitude / 10
+    factor = 0.1 + 1.8 * share
+    directed = -share if draw.sign < 0.5 else share
+    moved = {"fillcolor": _GREY, "resample": 0}  # Pillow's nearest
+    match name:
+        case "AutoContrast":
+            return timm.auto_contrast(image)
+        case "Equalize":
+            return timm.equalize(image)
+        case "Invert":
+            return timm.invert(image)
+        case "Rotate":
+            return timm.rotate(image, 30 * directed, **moved)
+        case "Posterize":
+            bits = int(4 * share)
+            return timm.posterize(image, bits if 1 <= bits <= 8 else 1)
+        case "Solarize":
+            return timm.solarize(image, int(256 * share) % 256)
+        case "SolarizeAdd":
+            return timm.solarize_add(image, int(110 * share))
+        case "Color":
+            return timm.color(image, factor)
+        case "Contrast":
+            return _contrast(image, factor)
+        case "Brightness":
+            return timm.brightness(image, factor)
+        case "Sharpness":
+            return timm.sharpness(image, factor)
+        case "ShearX":
+            return timm.shear_x(image, 0.3 * directed, **moved)
+        case "ShearY":
+            return timm.shear_y(image, 0.3 * directed, **moved)
+        case "TranslateX":
+            return timm.translate_x_abs(image, 100 * directed, **moved)
+        case "TranslateY":
+            return timm.translate_y_abs(image, 100 * directed, **moved)
+        case "Cutout":
+            return _cutout(image, int(40 * share), draw=draw)
+        case _:
+            raise ValueError(f"{name} is none of the operations")
+
+
+def _contrast(image: Image.Image, factor: float) -> Image.Image:
+    from PIL import Image
+
+    level = min(255, image.width * image.height // 256)  # the mean of a histogram's 256 counts, not of the image
+    return Image.blend(Image.new("RGB", image.size, (level,) * 3), image, factor)
+
+
+def _cutout(image: Image.Image, reach: int, *, draw: Draw) -> Image.Image:
+    """Grey from `reach` pixels before a random pixel to `reach` behind it, which is left out, cut at the border."""
+    top, left = int(draw.top * image.height), int(draw.left * image.width)
+    image = image.copy()
+    image.paste(_GREY, (max(0, left - reach), max(0, top - reach), left + reach, top + reach))
+    return image

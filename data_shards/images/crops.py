@@ -1,0 +1,111 @@
+"""Where a training crop lies: the two laws of the random-resized ("Inception") crop, and a place for a fixed size.
+
+    torchvision  area uniform between its bounds, ratio log-uniform (RandomResizedCrop); after 10 attempts the centre
+    google       TensorFlow's sample_distorted_bounding_box, as google-research/vision_transformer and big_vision call
+                 it: ratio uniform, then the height a uniform integer between those of the area's bounds; after 100
+                 attempts the whole image
+
+google's crops are smaller: of 375 x 500 pixels and areas from 0.05 to 1 they take 0.343 of the image on average; the
+other's 0.417 (square images 0.374 and 0.466, 500 x 333 pixels 0.295 and 0.374). Compared with TensorFlow 2.21's own op
+over 100,000 boxes for each of six shapes: `launch/bench/records/crop_law.txt`.
+
+Both take their numbers from the sample's draws, so a sample's crop does not depend on who draws it. Cost: 3 µs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from data_shards.images.box import Box
+from data_shards.randomness import uniforms
+from data_shards.vocabulary import RandomStream
+
+_TORCHVISION_ATTEMPTS = 10  # torchvision's RandomResizedCrop
+_GOOGLE_ATTEMPTS = 100  # TensorFlow's default
+GOOGLE_RATIO = (0.75, 1.33)  # TensorFlow's default, which both code bases leave; torchvision's ends at 4/3
+TORCHVISION_RATIO = (3 / 4, 4 / 3)
+
+# A sample's numbers: two for each of the first attempts at a crop, two for its place, one for the flip, one for
+# RandAugment, one from which google's later attempts draw theirs. New ones come at the end, so that runs keep their
+# pixels.
+_TOP_DRAW, _LEFT_DRAW, FLIP_DRAW, RAND_AUGMENT_DRAW, _LATER_DRAW = range(
+    2 * _TORCHVISION_ATTEMPTS, 2 * _TORCHVISION_ATTEMPTS + 5
+)
+DRAWS_PER_SAMPLE = 2 * _TORCHVISION_ATTEMPTS + 5
+
+
+def torchvision_crop(
+    height: int, width: int, *, area: tuple[float, float], ratio: tuple[float, float], draws: NDArray[np.float64]
+) -> Box:
+    """A box in pixels, its area and its width / height from these ranges: area uniform, ratio log-uniform; the centre
+    where no attempt fits.
+
+    `draws`: the sample's `DRAWS_PER_SAMPLE` numbers.
+    """
+    log_low, log_high = math.log(ratio[0]), math.log(ratio[1])
+    numbers: list[float] = draws.tolist()  # the same bits, three times as fast to reckon with
+    for attempt in range(_TORCHVISION_ATTEMPTS):
+        target_area = height * width * (area[0] + (area[1] - area[0]) * numbers[2 * attempt])
+        shape = math.exp(log_low + (log_high - log_low) * numbers[2 * attempt + 1])
+        crop_width, crop_height = round(math.sqrt(target_area * shape)), round(math.sqrt(target_area / shape))
+        if 0 < crop_width <= width and 0 < crop_height <= height:
+            top = int(numbers[_TOP_DRAW] * (height - crop_height + 1))
+            left = int(numbers[_LEFT_DRAW] * (width - crop_width + 1))
+            return Box(top=top, left=left, height=crop_height, width=crop_width)
+    crop_width = min(width, max(1, round(height * ratio[1])))
+    crop_height = min(height, max(1, round(width / ratio[0])))
+    return Box(top=(height - crop_height) // 2, left=(width - crop_width) // 2, height=crop_height, width=crop_width)
+
+
+def google_crop(
+    height: int, width: int, *, area: tuple[float, float], ratio: tuple[float, float], draws: NDArray[np.float64]
+) -> Box:
+    """A box in pixels by TensorFlow's law (tensorflow/core/kernels/image/sample_distorted_bounding_box_op.cc).
+
+    Ratio r = width / height uniform. The heights of the area's bounds are round(sqrt(area / r)), the upper one lowered
+    until round(height * r) fits the width; between them the height is a uniform integer, the width round(height * r),
+    the place uniform among all but the last row and column that fit (the op never takes these). A box whose
+    rounded area is out of bounds gets a row more, or less; if that does not help, the attempt has failed.
+    """
+    least, most = area[0] * height * width, area[1] * height * width
+    numbers: list[float] = draws.tolist()
+    for of_ratio, of_height in _attempts(numbers):
+        shape = ratio[0] + (ratio[1] - ratio[0]) * of_ratio
+        lowest, highest = round(math.sqrt(least / shape)), round(math.sqrt(most / shape))
+        if round(highest * shape) > width:
+            highest = int((width + 0.5 - 1e-7) / shape)
+            highest -= round(highest * shape) > width
+        highest = min(highest, height)
+        lowest = min(lowest, highest)
+        crop_height = lowest + int(of_height * (highest - lowest + 1))
+        if crop_height * round(crop_height * shape) < least:
+            crop_height += 1
+        if crop_height * round(crop_height * shape) > most:
+            crop_height -= 1
+        crop_width = round(crop_height * shape)
+        if least <= crop_height * crop_width <= most and 0 < crop_height <= height and 0 < crop_width <= width:
+            top = int(numbers[_TOP_DRAW] * (height - crop_height))
+            left = int(numbers[_LEFT_DRAW] * (width - crop_width))
+            return Box(top=top, left=left, height=crop_height, width=crop_width)
+    return Box(top=0, left=0, height=height, width=width)
+
+
+def place_of(size: int, *, height: int, width: int, draws: NDArray[np.float64]) -> Box:
+    """A square of `size` pixels anywhere in an image that is no smaller, each place as likely."""
+    top = int(float(draws[_TOP_DRAW]) * (height - size + 1))
+    left = int(float(draws[_LEFT_DRAW]) * (width - size + 1))
+    return Box(top=top, left=left, height=size, width=size)
+
+
+def _attempts(numbers: list[float]) -> Iterator[tuple[float, float]]:
+    """Two numbers for each attempt. All but very elongated images need one; the eleventh and later ones draw from a
+    generator of their own, keyed by one of the sample's numbers."""
+    for attempt in range(_TORCHVISION_ATTEMPTS):
+        yield numbers[2 * attempt + 1], numbers[2 * attempt]
+    seed = int(numbers[_LATER_DRAW] * 2**53)  # all the bits that it has
+    later = uniforms(RandomStream.CROP_ATTEMPTS, seed, draws=2 * (_GOOGLE_ATTEMPTS - _TORCHVISION_ATTEMPTS))[0]
+    yield from zip(later[::2].tolist(), later[1::2].tolist(), strict=True)
