@@ -246,7 +246,7 @@ def _check_disk(context: StageContext, *, stage: StageName, model: nn.Module) ->
     needed_bytes = estimate_bytes(
         sum(parameter.numel() for parameter in model.parameters()),
         engine=recipe.engine,
-        optimizer=recipe.train_stage(stage).optimizer.name,
+        optimizer=recipe.train_stage(stage).optimizer,
     )
     check_free_space(context.folder.checkpoints(stage), needed_bytes=needed_bytes)
 

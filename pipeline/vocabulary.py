@@ -6,7 +6,8 @@ Plain values without imports, so everything may import it. A new optimizer is a 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 StageName = Literal["masked_patch", "pretrain", "swap_head", "finetune"]
@@ -34,24 +35,50 @@ REPLACED_FOLDER = "replaced"  # what --restart moved aside
 
 # ---- optimizers ----
 
-OptimizerName = Literal["adamw", "sgd"]
+OptimizerName = Literal["adamw", "sgd", "adafactor", "lamb", "muon"]
+MomentType = Literal["float32", "bf16"]
+_FLOAT32_BYTES, _BF16_BYTES = 4, 2
 
 
 @dataclass(frozen=True)
 class OptimizerState:
     """What an optimizer keeps of each parameter, and which recipe keys are its own."""
 
-    moments: tuple[str, ...]  # their names in torch's state; each float32 and of the parameter's shape
+    moments: tuple[str, ...]  # their names in torch's state; each of the parameter's shape, float32 but for `rounded`
     keys: tuple[str, ...]  # of the recipe's optimizer group; refused for the other optimizers
+    defaults: Mapping[str, object] = field(default_factory=dict)  # of its keys, where they differ from the recipe's
+    rounded: str | None = None  # the moment that `first_moment: bf16` keeps in bf16
+    more_bytes: float = 0.0  # of a parameter, at most, beside the moments
+    takes: Literal["pieces", "parameters"] = "pieces"  # parameters: whole ones, so that ZeRO 1 to 3 cannot cut them
 
-    @property
-    def bytes_per_parameter(self) -> int:
-        return 4 * len(self.moments)
+    def bytes_per_parameter(self, first_moment: MomentType) -> float:
+        saved = _FLOAT32_BYTES - _BF16_BYTES if self.rounded and first_moment == "bf16" else 0
+        return _FLOAT32_BYTES * len(self.moments) - saved + self.more_bytes
 
 
 OPTIMIZERS: dict[OptimizerName, OptimizerState] = {
-    "adamw": OptimizerState(moments=("exp_avg", "exp_avg_sq"), keys=("betas",)),
-    "sgd": OptimizerState(moments=("momentum_buffer",), keys=("momentum",)),
+    "adamw": OptimizerState(
+        moments=("exp_avg", "exp_avg_sq"), keys=("betas", "eps", "first_moment"), rounded="exp_avg"
+    ),
+    "sgd": OptimizerState(moments=("momentum_buffer",), keys=("momentum", "first_moment"), rounded="momentum_buffer"),
+    "adafactor": OptimizerState(
+        moments=("exp_avg",),
+        keys=("momentum", "first_moment"),
+        defaults={"first_moment": "bf16"},  # big_vision's
+        rounded="exp_avg",
+        more_bytes=0.25,  # a row and a column in place of a matrix of at least 32 x 32
+        takes="parameters",
+    ),
+    "lamb": OptimizerState(
+        moments=("exp_avg", "exp_avg_sq"), keys=("betas", "eps"), defaults={"eps": 1e-6}, takes="parameters"
+    ),
+    "muon": OptimizerState(
+        moments=("momentum_buffer",),
+        keys=("betas", "eps", "momentum"),
+        defaults={"momentum": 0.95},  # torch's
+        more_bytes=4.0,  # embeddings, head, norms and biases have AdamW's two moments
+        takes="parameters",
+    ),
 }
 
 # ---- metrics: what stands in metrics.jsonl and MLflow ----

@@ -41,6 +41,7 @@ from pipeline.engine.open import open_engine
 from pipeline.engine.protocol import Engine
 from pipeline.ranks.group import Ranks
 from pipeline.ranks.place import Place
+from pipeline.recipe.optimizer import OptimizerConfig
 from pipeline.recipe.schedule import Schedule
 from pipeline.recipe.schema import EngineConfig, Recipe
 from pipeline.recipe.stage_plan import StagePlan
@@ -145,7 +146,9 @@ def measure(name: str, *, ranks: Ranks, folder: Path, rounds: int) -> None:
         # The first step may have run its course before the writer began in earnest, the last after it ended.
         note("background: a step meanwhile, s", statistics.median(steps))
         note("background: slower meanwhile, %", 100 * (statistics.median(steps) / calm - 1))
-    estimate = estimate_bytes(training.num_parameters, engine=EngineConfig(), optimizer="adamw")
+    estimate = estimate_bytes(
+        training.num_parameters, engine=EngineConfig(), optimizer=OptimizerConfig(name="adamw", lr=1)
+    )
     print(
         f"\n{name}: {training.num_parameters:,} parameters, {num_bytes:,} bytes of a checkpoint, "
         f"{num_bytes / training.num_parameters:.2f} a parameter; estimate_bytes says {estimate:,}"

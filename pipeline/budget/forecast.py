@@ -146,7 +146,7 @@ def forecast_stage(
         zero_stage=own,
         shards=shards,
         disk=CheckpointSpace(
-            estimate_bytes(cost.parameters, engine=engine, optimizer=config.optimizer.name),
+            estimate_bytes(cost.parameters, engine=engine, optimizer=config.optimizer),
             config.keep_checkpoints + for_good + (config.keep_best is not None) + 1,
         ),
         time=time,

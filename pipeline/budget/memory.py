@@ -16,7 +16,7 @@ N parameters, n processes, w bytes of a weight in the forward pass (2, or 4 in f
     ZeRO 3       wN/n + 12N/n      wN/n, always there   b        wN        the same, and b
     accelerate   4N + 8N           4N, always there     -        2N casts  4N
 
-(*) with accumulation. 12N: float32 masters (4) and AdamW's two moments (8); SGD has one moment.
+(*) with accumulation. 12N: float32 masters (4) and AdamW's two moments (8); others: `pipeline.vocabulary`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from pipeline.engine.zero_config import deepspeed_config
 from pipeline.recipe.optimizer import OptimizerConfig
 from pipeline.recipe.schema import EngineConfig
 from pipeline.recipe.stage_plan import StagePlan
-from pipeline.vocabulary import OPTIMIZERS
 
 ZeroStage = Literal[0, 1, 2, 3]
 ZERO_STAGES: tuple[ZeroStage, ...] = (0, 1, 2, 3)
@@ -86,13 +85,13 @@ def state_of(
 ) -> State:
     """The state under one ZeRO stage, whatever the recipe's own is."""
     number, share = num_parameters, -(-num_parameters // plan.world_size)
-    moments = OPTIMIZERS[optimizer.name].bytes_per_parameter
+    each = optimizer.bytes_per_parameter
     weight = _WEIGHT_BYTES[engine.precision]
     whole_is_early = weight * number if plan.accumulation_steps > 1 else 0
     if engine.backend == "accelerate":
         cast = 0 if engine.precision == "fp32" else 2 * number
         gradients = _MASTER_BYTES * number
-        return State(gradients, moments * number, gradients, gradients, buckets=0, gathered=cast, step=gradients)
+        return State(gradients, round(each * number), gradients, gradients, buckets=0, gathered=cast, step=gradients)
     settings = deepspeed_config(engine.model_copy(update={"zero_stage": zero_stage}), optimizer=optimizer, plan=plan)[
         "zero_optimization"
     ]
@@ -104,7 +103,7 @@ def state_of(
             copies = weight * min(number, _ALLREDUCE_ELEMENTS)  # for the all-reduce, which comes before the step
             return State(
                 weights=weight * number,
-                optimizer=(masters + moments) * number,
+                optimizer=round((masters + each) * number),
                 gradients=weight * number,
                 early_gradients=whole_is_early,
                 buckets=0,
@@ -115,7 +114,7 @@ def state_of(
             sharded = weight * share
             return State(
                 weights=weight * number,
-                optimizer=(_MASTER_BYTES + moments) * share,
+                optimizer=round((_MASTER_BYTES + each) * share),
                 gradients=sharded if not whole_is_early else whole_is_early if zero_stage == 1 else 2 * sharded,
                 early_gradients=whole_is_early if zero_stage == 1 else sharded if whole_is_early else 0,
                 buckets=bucket * (2 if settings["overlap_comm"] else 1),
@@ -126,7 +125,7 @@ def state_of(
             gathered = min(number, MAX_LIVE_ELEMENTS) + min(number, _PREFETCH_ELEMENTS)
             return State(
                 weights=weight * share,
-                optimizer=(_MASTER_BYTES + moments) * share,
+                optimizer=round((_MASTER_BYTES + each) * share),
                 gradients=weight * share,
                 early_gradients=weight * share,
                 buckets=bucket,

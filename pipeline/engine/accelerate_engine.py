@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipeline.engine.optim import build_optimizer
+from pipeline.engine.optim import build_optimizer, set_lr
 from pipeline.engine.portable import open_accelerate
 from pipeline.engine.protocol import StepResult
 from pipeline.engine.reading import read_state
@@ -78,8 +78,7 @@ class AccelerateEngine:
     def step(self, *, lr: float) -> StepResult:
         assert self._micro_step == self._accumulation_steps, "step() before all micro-batches"
         self._micro_step = 0
-        for group in self._optimizer.param_groups:
-            group["lr"] = lr
+        set_lr(self._optimizer.param_groups, lr)
         limit = self._clip_grad_norm or math.inf
         grad_norm = float(self._accelerator.clip_grad_norm_(self._model.parameters(), limit))
         if not math.isfinite(grad_norm):

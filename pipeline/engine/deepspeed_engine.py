@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from pipeline.engine.masters import put_state, slots, unsharded_masters
-from pipeline.engine.optim import build_optimizer
+from pipeline.engine.optim import build_optimizer, set_lr
 from pipeline.engine.portable import open_deepspeed
 from pipeline.engine.protocol import StepResult
 from pipeline.engine.state_files import StateFile, state_file
@@ -33,6 +33,7 @@ from pipeline.ranks.group import Ranks
 from pipeline.recipe.optimizer import OptimizerConfig
 from pipeline.recipe.schema import EngineConfig
 from pipeline.recipe.stage_plan import StagePlan
+from pipeline.vocabulary import OPTIMIZERS
 
 TAG = "deepspeed"  # DeepSpeed's name for the folder of one checkpoint inside ours
 _INPUT_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -52,6 +53,7 @@ class DeepSpeedEngine:
         self._micro_step = 0
         self._checks_itself = checks_gradients(config)
         self._clip_grad_norm = optimizer.clip_grad_norm
+        self._state = OPTIMIZERS[optimizer.name]
         self.input_dtype = _INPUT_DTYPES[config.precision]
         exact = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
         deepspeed.utils.logger.setLevel(logging.ERROR)  # it warns of SGD, which its tests do not cover and ours do
@@ -85,8 +87,7 @@ class DeepSpeedEngine:
     def step(self, *, lr: float) -> StepResult:
         assert self._micro_step == self._accumulation_steps, "step() before all micro-batches"
         self._micro_step = 0
-        for group in self._engine.optimizer.param_groups:
-            group["lr"] = lr
+        set_lr(self._engine.optimizer.param_groups, lr)
         if self._checks_itself:
             self._engine.step()
             return StepResult(
@@ -122,7 +123,7 @@ class DeepSpeedEngine:
             processes=written["processes"],
             model=self._engine.module,
         )
-        put_state(self._engine, saved, rank=self._ranks.place.rank)
+        put_state(self._engine, saved, rank=self._ranks.place.rank, takes=self._state.takes)
 
     def weights(self) -> dict[str, torch.Tensor]:
         from deepspeed.utils import safe_get_full_fp32_param
@@ -142,8 +143,11 @@ class DeepSpeedEngine:
     def _set_masters(self, exact: dict[str, torch.Tensor]) -> None:
         """Give the master weights the float32 values from before rounding."""
         if unsharded_masters(self._engine.optimizer):
-            # This wrapper has stepped on zero gradients to allocate Adam's state, which shifts its bias correction.
-            self._engine.optimizer.optimizer.state.clear()
+            # This wrapper has stepped on zero gradients to allocate the state, which shifts Adam's bias correction.
+            inner = self._engine.optimizer.optimizer
+            inner.state.clear()
+            for group in inner.param_groups:
+                group.pop("step", None)  # LAMB's
         for name, slot in slots(self._engine, rank=self._ranks.place.rank).items():
             slot.fill(slot.master, exact[name].flatten()[slot.first : slot.first + slot.count])
 

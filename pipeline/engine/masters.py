@@ -9,7 +9,7 @@ DeepSpeed 0.19's optimizers; does not import it.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -66,16 +66,21 @@ def unsharded_masters(optimizer: Any) -> dict[int, Tensor]:
     }
 
 
-def put_state(engine: Any, saved: PortableState, *, rank: int) -> None:
-    """Load weights, moments and counters into an engine; collective, as half weights are gathered."""
+def put_state(engine: Any, saved: PortableState, *, rank: int, takes: Literal["pieces", "parameters"]) -> None:
+    """Load weights, moments and counters into an engine; collective, as half weights are gathered. `takes`: what the
+    optimizer does; one of whole parameters may keep anything, and torch puts it back."""
     places = slots(engine, rank=rank)
     torch_optimizer = getattr(engine.optimizer, "optimizer", engine.optimizer)  # inside DeepSpeed's, except in fp32
     torch_optimizer.state.clear()
-    if saved.moments:
+    if takes == "parameters":
+        assert saved.optimizer, "the recipe allows such an optimizer at ZeRO 0 alone"
+        torch_optimizer.load_state_dict({**saved.optimizer, "state": _copied(saved.optimizer["state"])})
+    moments = saved.moments if takes == "pieces" else {}
+    if moments:
         for master in _masters(engine):
             torch_optimizer.state[master] = _empty_state(master, saved, group=torch_optimizer.param_groups[0])
     for name, slot in places.items():
-        for of in (WEIGHT, *saved.moments):
+        for of in (WEIGHT, *moments):
             values = saved.part(name, of=of, first=slot.first, count=slot.count)
             slot.fill(slot.master if of == WEIGHT else torch_optimizer.state[slot.master][of], values)
     for name, buffer in engine.module.named_buffers():
@@ -132,5 +137,14 @@ def _empty_state(master: Tensor, saved: PortableState, *, group: dict[str, Any])
         on_device = group.get("fused") or group.get("capturable")
         device = master.device if on_device else "cpu"
         state["step"] = torch.tensor(saved.counters.optimizer_step, dtype=torch.float32, device=device)
-    state.update({moment: torch.zeros_like(master, requires_grad=False) for moment in saved.moments})
+    for moment, dtype in saved.moments.items():
+        state[moment] = torch.zeros_like(master, dtype=dtype, requires_grad=False)
     return state
+
+
+def _copied(states: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    """Without memory of the mapped file, which torch would keep."""
+    return {
+        number: {key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()}
+        for number, state in states.items()
+    }

@@ -1,33 +1,57 @@
-"""The optimizer of a stage: torch's AdamW, or SGD with AdamW's weight decay, over two parameter groups.
+"""The optimizer of a stage, by its name in the recipe: torch's or timm's where they have it, else our own.
 
-Weight decay affects only the kernels of linear and convolution layers (big_vision: names ending in `kernel`). The
-engine clips gradients. To add an optimizer: an entry in `pipeline.vocabulary` and a case in `build_optimizer`.
+The engine clips gradients, and sets each group's learning rate before a step: the schedule's times the group's
+`lr_scale`. To add an optimizer: an entry in `pipeline.vocabulary` and a case in `build_optimizer`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
+from timm.optim import Lamb, Muon
 from torch import nn
 
+from pipeline.engine.adafactor import BigVisionAdafactor
+from pipeline.engine.bf16_moment import AdamWBf16, SgdBf16
+from pipeline.engine.parameter_groups import parameter_groups
 from pipeline.recipe.optimizer import OptimizerConfig
 
 
-def parameter_groups(model: nn.Module, *, weight_decay: float) -> list[dict[str, object]]:
-    """Two groups, kernels with `weight_decay` and the rest without; empty groups are left out."""
-    kernels = [
-        module.weight
-        for module in model.modules()
-        if isinstance(module, nn.Linear | nn.Conv2d) and module.weight.requires_grad
-    ]
-    decayed = {id(parameter) for parameter in kernels}
-    others = [p for p in model.parameters() if id(p) not in decayed and p.requires_grad]
-    groups: list[dict[str, object]] = [
-        {"params": kernels, "weight_decay": weight_decay},
-        {"params": others, "weight_decay": 0.0},
-    ]
-    return [group for group in groups if group["params"]]
+def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
+    """The optimizer over `model`'s parameter groups."""
+    groups, lr, bf16 = parameter_groups(model, config), config.lr, config.first_moment == "bf16"
+    match config.name:
+        case "adamw":
+            if bf16:
+                return AdamWBf16(groups, lr=lr, betas=config.betas, eps=config.eps)
+            fused = torch.cuda.is_available()
+            return torch.optim.AdamW(groups, lr=lr, betas=config.betas, eps=config.eps, fused=fused)
+        case "sgd":
+            if bf16:
+                return SgdBf16(groups, lr=lr, momentum=config.momentum)
+            return DecoupledSgd(groups, lr=lr, momentum=config.momentum)
+        case "adafactor":
+            moment_type = torch.bfloat16 if bf16 else torch.float32
+            return BigVisionAdafactor(groups, lr=lr, momentum=config.momentum, moment_type=moment_type)
+        case "lamb":
+            return CountingLamb(groups, lr=lr, betas=config.betas, eps=config.eps, weight_decay=0.0, max_grad_norm=None)
+        case "muon":
+            return Muon(
+                groups,
+                lr=lr,
+                momentum=config.momentum,
+                betas=config.betas,
+                ns_coefficients="original",
+                adjust_lr_fn="match_rms_adamw",  # one learning rate and decay for both halves (arXiv 2502.16982)
+            )
+
+
+def set_lr(groups: Iterable[dict[str, Any]], lr: float) -> None:
+    """Give each parameter group its part of the schedule's learning rate."""
+    for group in groups:
+        group["lr"] = lr * group["lr_scale"]
 
 
 class DecoupledSgd(torch.optim.SGD):
@@ -52,11 +76,11 @@ class DecoupledSgd(torch.optim.SGD):
                 group["weight_decay"] = decay
 
 
-def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """AdamW (fused on a GPU) or SGD with momentum; the learning rate is set before every step."""
-    groups = parameter_groups(model, weight_decay=config.weight_decay)
-    match config.name:
-        case "adamw":
-            return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, fused=torch.cuda.is_available())
-        case "sgd":
-            return DecoupledSgd(groups, lr=config.lr, momentum=config.momentum)
+class CountingLamb(Lamb):
+    """timm's LAMB; a step without gradients, such as the engines make of one that is not finite, is not counted."""
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """As timm's."""
+        if any(parameter.grad is not None for group in self.param_groups for parameter in group["params"]):
+            return super().step(closure)
+        return None

@@ -22,7 +22,6 @@ import torch
 from torch import Tensor, nn
 
 from data_shards.errors import UserError
-from pipeline.engine.optim import parameter_groups
 from pipeline.engine.reading import read_state
 from pipeline.vocabulary import OPTIMIZERS
 
@@ -68,14 +67,15 @@ class PortableState:
 
     shapes: dict[str, tuple[int, ...]]  # of all parameters, under the names of the model
     buffers: dict[str, Tensor]
-    moments: tuple[str, ...]  # ("exp_avg", "exp_avg_sq"), ("momentum_buffer",) or none when no step was applied yet
+    moments: dict[str, torch.dtype]  # AdamW: exp_avg, exp_avg_sq; SGD: momentum_buffer; none if no step was applied yet
     counters: Counters
     _addresses: dict[str, _Address] = field(repr=False)
     _flat: Callable[[int, int, str], Tensor] = field(repr=False)  # (shard, flat, WEIGHT or a moment) -> 1-d tensor
+    optimizer: dict[str, Any] | None = field(default=None, repr=False)  # torch's state_dict, if it is of one piece
 
     def part(self, name: str, *, of: str, first: int, count: int) -> Tensor:
-        """Elements of a flattened parameter, float32 on the CPU; `of`: WEIGHT or a moment. May share memory with the
-        mapped file: copy it, do not write to it."""
+        """Elements of a flattened parameter on the CPU, weights in float32; `of`: WEIGHT or a moment. May share memory
+        with the mapped file: copy it, do not write to it."""
         address = self._addresses[name]
         pieces: list[Tensor] = []
         position, end = address.lead + first, address.lead + first + count
@@ -146,22 +146,23 @@ def _open_whole(folder: Path, *, content: dict[str, Any], model: nn.Module) -> P
     shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
     _check_fits(shapes, model=model, folder=folder)
 
-    known = {id(parameter): name for name, parameter in model.named_parameters()}
-    groups: Any = parameter_groups(model, weight_decay=0.0)
-    names = [known[id(parameter)] for group in groups for parameter in group["params"]]
     optimizer = content["optimizer"]
+    torchs: dict[str, Any] = optimizer.get("optimizer_state_dict", optimizer)
+    if any("param_names" not in group for group in torchs["param_groups"]):
+        raise UserError(f"checkpoint {folder} was written by an earlier shardvit: go on with that version")
+    names: list[str] = [name for group in torchs["param_groups"] for name in group["param_names"]]
     if "fp32_groups" in optimizer:  # DeepSpeed's wrapper in half precision
         masters = [master for group in optimizer["fp32_groups"] for master in group]
         weights.update(zip(names, masters, strict=True))
-    states = optimizer.get("optimizer_state_dict", optimizer)["state"]
+    states = torchs["state"]
     moments = _moments(states)
     by_number = dict(enumerate(names))
     if missing := [name for number, name in by_number.items() if moments and number not in states]:
-        raise UserError(f"checkpoint {folder} holds no {moments[0]} of {_few(missing)}: take an older one")
+        raise UserError(f"checkpoint {folder} holds no {next(iter(moments))} of {_few(missing)}: take an older one")
 
     def flat(_: int, number: int, of: str) -> Tensor:
         tensor = weights[by_number[number]] if of == WEIGHT else states[number][of]
-        return tensor.detach().reshape(-1).to(torch.float32)
+        return tensor.detach().reshape(-1).to(torch.float32 if of == WEIGHT else tensor.dtype)
 
     return PortableState(
         shapes=shapes,
@@ -173,6 +174,7 @@ def _open_whole(folder: Path, *, content: dict[str, Any], model: nn.Module) -> P
             for number, name in by_number.items()
         },
         _flat=flat,
+        optimizer=torchs,
     )
 
 
@@ -224,9 +226,9 @@ def _buffer_names(model: nn.Module) -> list[str]:
     return [name for name in model.state_dict() if name not in parameters]
 
 
-def _moments(states: Mapping[int, Mapping[str, Any]]) -> tuple[str, ...]:
+def _moments(states: Mapping[int, Mapping[str, Any]]) -> dict[str, torch.dtype]:
     first = next(iter(states.values()), {})
-    return tuple(key for key, value in first.items() if key in _MOMENTS and value is not None)
+    return {key: value.dtype for key, value in first.items() if key in _MOMENTS and value is not None}
 
 
 def _counters(

@@ -2,49 +2,107 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from pipeline.recipe.duration import DurationText, Strict
+from pipeline.recipe.duration import DurationText, Strict, parse_duration
 from pipeline.recipe.schedule import Decay
-from pipeline.vocabulary import OPTIMIZERS, OptimizerName
+from pipeline.vocabulary import OPTIMIZERS, MomentType, OptimizerName
 
 _Share = Annotated[float, Field(ge=0, lt=1)]
 
 
 class OptimizerConfig(Strict):
-    """AdamW or SGD with momentum; weight decay touches the kernels of linear and convolution layers only."""
+    """What moves the weights: by default, every parameter by one rule, and weight decay on the kernels alone."""
 
     name: OptimizerName
+    """adamw: Adam with decoupled weight decay, the paper's. sgd: with momentum. adafactor: big_vision's variant. lamb,
+    muon: in timm's form. The last three take whole parameters: engine.zero_stage 0."""
     lr: float = Field(gt=0)
     """Peak learning rate."""
     weight_decay: float = Field(default=0.0, ge=0)
-    """Decoupled and multiplied by the learning rate (torch's and the paper's unit, not big_vision's), for SGD too."""
+    """Decoupled, for SGD too; LAMB alone adds it to the update before it scales that."""
+    weight_decay_unit: Literal["lr", "schedule"] = "lr"
+    """lr: multiplied by the learning rate (the paper's and torch's). schedule: only by the schedule, which is 1 at the
+    peak (big_vision's); a layer's or the head's factor changes nothing of it."""
+    weight_decay_on: Literal["kernels", "matrices"] = "kernels"
+    """kernels: of linear and convolution layers (big_vision). matrices: all of two dimensions or more but positions and
+    tokens (timm), which adds attention pooling's probe."""
+    head_weight_decay: float | None = Field(default=None, ge=0)
+    """Of the last layer's kernel; null: weight_decay. ViT-g: 100 times as much."""
     betas: tuple[_Share, _Share] = (0.9, 0.999)
-    """AdamW's (ViT paper, section 4.1)."""
+    """Adam's (ViT paper, section 4.1), LAMB's, and those of Muon's AdamW."""
+    eps: float = Field(default=1e-8, gt=0)
+    """Adam's; LAMB: 1e-6."""
     momentum: float = Field(default=0.9, ge=0, lt=1)
-    """SGD's (ViT paper, table 4)."""
+    """SGD's (ViT paper, table 4) and Adafactor's; Muon: 0.95."""
+    first_moment: MomentType = "float32"
+    """In what Adam's first moment, or the momentum, is kept between steps. bf16: as Google's recipes; Adafactor's
+    default."""
+    layer_decay: float = Field(default=1.0, gt=0, le=1)
+    """Learning rate of a layer over the next one's, from the head (1) down to the embedding; timm's law."""
+    head_lr_factor: float = Field(default=1.0, gt=0)
+    """Learning rate of the head over the trunk's."""
     clip_grad_norm: float = Field(default=1.0, ge=0)
     """Largest global gradient norm; 0 does not clip."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _own_defaults(cls, given: Any) -> Any:
+        name = given.get("name") if isinstance(given, dict) else None
+        return {**OPTIMIZERS[name].defaults, **given} if isinstance(name, str) and name in OPTIMIZERS else given
 
     @model_validator(mode="after")
     def _nothing_ignored(self) -> OptimizerConfig:
         others = {key for each in OPTIMIZERS.values() for key in each.keys} - {*OPTIMIZERS[self.name].keys}
         self.refuse(*sorted(others), means_nothing=f"to {self.name}")
+        if not self.weight_decay and not self.head_weight_decay:
+            adapted = self.name == "lamb"  # to which weight_decay_on also says what is scaled
+            self.refuse("weight_decay_unit", *(() if adapted else ("weight_decay_on",)), means_nothing="without decay")
+        if self.name == "lamb":
+            self.refuse("weight_decay_unit", means_nothing="to lamb, which scales update and decay together")
         return self
+
+    @property
+    def bytes_per_parameter(self) -> float:
+        """Of the optimizer's state, at most."""
+        return OPTIMIZERS[self.name].bytes_per_parameter(self.first_moment)
 
 
 class ScheduleConfig(Strict):
     """Warm-up and decay of the learning rate."""
 
     warmup: DurationText = "0 steps"
+    """Linear, from zero."""
     decay: Decay = "cosine"
+    """rsqrt: by one over the root of the steps since warm-up. wsd: none until the cool-down."""
     end_lr: float = Field(default=0.0, ge=0)
-    """Where the decay ends."""
+    """Where the decay, or the cool-down, ends."""
+    timescale: DurationText = "10000 steps"
+    """rsqrt: after so long the rate is the peak over the root of 2."""
+    cooldown: DurationText = "0 steps"
+    """rsqrt, wsd: how long, at the end, the rate falls linearly to end_lr."""
 
     @model_validator(mode="after")
     def _nothing_ignored(self) -> ScheduleConfig:
-        if self.decay == "constant":
-            self.refuse("end_lr", means_nothing="to a constant learning rate")
+        if self.decay != "rsqrt":
+            self.refuse("timescale", means_nothing=f"to decay {self.decay}: it is rsqrt's")
+        elif not parse_duration(self.timescale).amount:
+            raise ValueError("timescale is zero: give at least one step")
+        cools = parse_duration(self.cooldown).amount > 0
+        match self.decay:
+            case "wsd":
+                if not cools:
+                    raise ValueError(
+                        "decay wsd ends in a cooldown: say how long, such as cooldown: 20%, or take constant"
+                    )
+            case "rsqrt":
+                if not cools:
+                    self.refuse("end_lr", means_nothing="to rsqrt without a cooldown")
+            case "cosine" | "linear":
+                self.refuse("cooldown", means_nothing=f"to decay {self.decay}, which falls all the time")
+            case "constant":
+                self.refuse("end_lr", means_nothing="to a constant learning rate")
+                self.refuse("cooldown", means_nothing="to a constant learning rate: take decay wsd")
         return self

@@ -16,7 +16,7 @@ from model.regularisation import Regularisation
 from pipeline.recipe.data import DataConfig
 from pipeline.recipe.duration import Strict
 from pipeline.recipe.stage import MOST_SECONDS, MaskedPatchStage, Stages, TrainStage
-from pipeline.vocabulary import StageName
+from pipeline.vocabulary import OPTIMIZERS, OptimizerName, StageName
 
 _MOST_IMAGES = 2**20  # of a batch
 _MOST_PATCHES = 2**20  # of an image
@@ -56,6 +56,15 @@ class EngineConfig(Strict):
             self.refuse("zero_stage", means_nothing="to accelerate, which shards nothing")
         return self
 
+    def check_takes(self, optimizer: OptimizerName, *, key: str) -> None:
+        """ValueError if `optimizer`, of the stage under `key`, needs whole parameters and gets pieces."""
+        sharded = self.backend == "deepspeed" and self.zero_stage > 0
+        if sharded and OPTIMIZERS[optimizer].takes == "parameters":
+            raise ValueError(
+                f"{key}.optimizer.name: {optimizer} takes whole parameters, and ZeRO {self.zero_stage} cuts them into "
+                "pieces: set engine.zero_stage to 0, or take adamw"
+            )
+
 
 class Recipe(Strict):
     """A whole pipeline."""
@@ -94,6 +103,7 @@ class Recipe(Strict):
         }
         for name, stage in stages.items():
             key, size = f"stages.{name}", stage.image_size
+            self.engine.check_takes(stage.optimizer.name, key=key)
             try:
                 grid = self.model.grid_size(size)
             except ValueError as error:

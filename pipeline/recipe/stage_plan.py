@@ -108,6 +108,12 @@ def plan_stage(recipe: Recipe, *, stage: StageName, samples_per_epoch: int, worl
         raise UserError(
             f"stages.{stage}.schedule.warmup takes {warmup} of {total} steps: make it shorter than the duration"
         )
+    cooldown = steps(config.schedule.cooldown, of=total)
+    if warmup + cooldown > total:
+        raise UserError(
+            f"stages.{stage}.schedule: warmup and cooldown take {warmup} and {cooldown} of {total} steps: make one of "
+            "them shorter"
+        )
     unmasked = steps(config.unmasked_finish, of=total)
     if config.patch_dropout and unmasked >= total:
         raise UserError(
@@ -127,6 +133,8 @@ def plan_stage(recipe: Recipe, *, stage: StageName, samples_per_epoch: int, worl
             warmup_steps=warmup,
             decay=config.schedule.decay,
             end_lr=config.schedule.end_lr,
+            timescale_steps=steps(config.schedule.timescale, of=total),
+            cooldown_steps=cooldown,
         ),
         log_steps=steps(config.log_every, of=total),
         eval_steps=steps(config.eval_every, of=total),

@@ -19,6 +19,7 @@ import torch
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
 from data_shards.errors import UserError
+from pipeline import vocabulary
 from pipeline.engine.open import open_engine
 from pipeline.ranks.group import Ranks
 from pipeline.ranks.place import Place
@@ -36,8 +37,17 @@ WAIT_SECONDS = 400
 OPTIMIZERS = {
     "adamw": {"name": "adamw", "lr": 0.01, "weight_decay": 0.1, "clip_grad_norm": 1.0},
     "sgd": {"name": "sgd", "lr": 0.01, "momentum": 0.9, "weight_decay": 0.1, "clip_grad_norm": 1.0},
+    "lamb": {"name": "lamb", "lr": 0.01, "weight_decay": 0.1},
+    "muon": {"name": "muon", "lr": 0.01, "weight_decay": 0.1},
+    "adafactor": {"name": "adafactor", "lr": 0.01, "weight_decay": 0.1},
 }
-MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
+OPTIMIZERS |= {f"{name} bf16": {**OPTIMIZERS[name], "first_moment": "bf16"} for name in ("adamw", "sgd")}
+
+
+def moments_of(optimizer: str) -> tuple[str, ...] | None:
+    """The moments of every parameter; None: each has its own, and ZeRO 0 keeps them whole."""
+    facts = vocabulary.OPTIMIZERS[optimizer.split()[0]]
+    return facts.moments if facts.takes == "pieces" else None
 
 
 @dataclass(frozen=True)
@@ -64,6 +74,7 @@ def _written(world: int, stages: str, *others: str) -> list[Written]:
     return [Written(world, int(stage), *others) for stage in stages]
 
 
+WHOLE = ("lamb", "muon", "adafactor")
 WRITTEN = [
     *_written(2, "0123"),
     *_written(2, "0123", "bf16"),
@@ -72,6 +83,11 @@ WRITTEN = [
     *_written(1, "2", "bf16"),
     *_written(1, "1", "bf16", "sgd"),
     Written(2, 0, backend="accelerate"),
+    Written(2, 0, "fp32", "lamb", "accelerate"),
+    Written(2, 0, "fp32", "adafactor"),
+    *(Written(2, 0, "bf16", name) for name in WHOLE),
+    *_written(2, "13", "bf16", "adamw bf16"),
+    *_written(1, "0", "fp32", "sgd bf16"),
 ]
 
 
@@ -96,6 +112,13 @@ READ = [
     *_read(2, 3, "03 32", "bf16"),
     *_read(2, 3, "31", "fp32", "sgd"),
     *(Read(Written(2, 0, backend="accelerate"), world, 0) for world in (1, 3)),
+    Read(Written(2, 0, "fp32", "lamb", "accelerate"), 2, 0),
+    *_read(2, 3, "00", "fp32", "adafactor"),
+    *(case for name in WHOLE for case in _read(2, 2, "00", "bf16", name)),
+    *_read(2, 1, "00", "bf16", "muon"),
+    *_read(2, 2, "11 33", "bf16", "adamw bf16"),
+    *_read(2, 3, "12 30", "bf16", "adamw bf16"),
+    *_read(1, 2, "03", "fp32", "sgd bf16"),
 ]
 
 
@@ -127,7 +150,11 @@ def torch_optimizer(engine):
     return getattr(optimizer, "optimizer", optimizer)
 
 
-def full_state(engine, *, stage: int, moments: tuple[str, ...]) -> dict[str, dict[str, torch.Tensor]]:
+def own(state: dict) -> list[str]:
+    return [key for key, value in state.items() if isinstance(value, torch.Tensor) and value.ndim]
+
+
+def full_state(engine, *, stage: int, moments: tuple[str, ...] | None) -> dict[str, dict[str, torch.Tensor]]:
     """Master weights and moments, whole, by the libraries' own means: nothing of `engine.portable` is used."""
     inner = torch_optimizer(engine)
     parameters = dict(engine.module.named_parameters())
@@ -138,7 +165,10 @@ def full_state(engine, *, stage: int, moments: tuple[str, ...]) -> dict[str, dic
         master = {id(half): whole for half, whole in zip(halves, order, strict=True)}
         return {
             name: {"weight": master[id(p)].detach().clone()}
-            | {moment: inner.state[master[id(p)]][moment].clone() for moment in moments}
+            | {
+                moment: inner.state[master[id(p)]][moment].clone()
+                for moment in moments or own(inner.state[master[id(p)]])
+            }
             for name, p in parameters.items()
         }
     if stage in (1, 2):
@@ -161,11 +191,13 @@ def computing_weights(engine, *, stage: int) -> dict[str, torch.Tensor]:
 
 
 def numbers(engine) -> dict:
-    """Counters: of the optimizer's steps on every tensor that it moves, and DeepSpeed's."""
-    steps = [float(state["step"]) for state in torch_optimizer(engine).state.values() if "step" in state]
+    """Counters: of the optimizer's steps on every tensor that it moves, and DeepSpeed's; and types of the moments."""
+    inner = torch_optimizer(engine)
+    steps = [float(state["step"]) for state in (*inner.state.values(), *inner.param_groups) if "step" in state]
     counted = getattr(engine, "_engine", None)
     names = ("global_steps", "global_samples", "skipped_steps") if counted else ()
-    return {"steps": sorted(set(steps)), **{name: getattr(counted, name) for name in names}}
+    types = {(key, str(state[key].dtype)) for state in inner.state.values() for key in own(state)}
+    return {"steps": sorted(set(steps)), "types": types, **{name: getattr(counted, name) for name in names}}
 
 
 def losses(engine, ranks, plan, steps, **how) -> list[float]:
@@ -181,7 +213,7 @@ def write_case(written: Written, ranks: Ranks, folder: Path) -> dict:
     losses(engine, ranks, plan, [STEPS_BEFORE], poison_rank=ranks.place.world_size - 1)
     common.write_state(engine, folder, ranks=ranks)
     result = {
-        "state": full_state(engine, stage=written.stage, moments=MOMENTS[written.optimizer]),
+        "state": full_state(engine, stage=written.stage, moments=moments_of(written.optimizer)),
         "numbers": numbers(engine),
     }
     ranks.barrier()
@@ -200,7 +232,7 @@ def read_case(read: Read, ranks: Ranks, folder: Path) -> dict:
     engine.load(folder, written=identity(written))
     result = {
         "computing": computing_weights(engine, stage=read.stage),
-        "state": full_state(engine, stage=read.stage, moments=MOMENTS[written.optimizer]),
+        "state": full_state(engine, stage=read.stage, moments=moments_of(written.optimizer)),
         "numbers": numbers(engine),
         "decays": [group["weight_decay"] for group in common.decay_groups(engine)],
         "losses": losses(engine, ranks, plan, AFTER),

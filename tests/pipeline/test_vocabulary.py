@@ -5,14 +5,16 @@ from __future__ import annotations
 import ast
 import re
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
+from pydantic import ValidationError
 
 from pipeline import vocabulary
 from pipeline.engine.optim import build_optimizer
 from pipeline.recipe.optimizer import OptimizerConfig
-from pipeline.vocabulary import METRICS, OPTIMIZERS, OptimizerName
+from pipeline.vocabulary import METRICS, OPTIMIZERS, MomentType, OptimizerName
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -27,18 +29,31 @@ def test_every_metric_that_the_code_names_is_in_the_vocabulary_and_no_other() ->
     assert named == METRICS.keys()
 
 
+@pytest.mark.parametrize("first_moment", get_args(MomentType))
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_an_optimizer_keeps_the_state_that_the_vocabulary_says(name: OptimizerName) -> None:
-    model = torch.nn.Linear(7, 3)
-    optimizer = build_optimizer(model, OptimizerConfig(name=name, lr=0.1))
-    model(torch.ones(2, 7)).sum().backward()
-    optimizer.step()
+def test_an_optimizer_keeps_the_state_that_the_vocabulary_says(name: OptimizerName, first_moment: MomentType) -> None:
     facts = OPTIMIZERS[name]
-    for parameter in model.parameters():
-        state = optimizer.state[parameter]
-        moments = {key: value for key, value in state.items() if value.shape == parameter.shape}
-        assert tuple(moments) == facts.moments
-        assert sum(value.nbytes for value in moments.values()) == facts.bytes_per_parameter * parameter.numel()
+    if first_moment == "bf16" and not facts.rounded:
+        with pytest.raises(ValidationError, match="first_moment"):
+            OptimizerConfig(name=name, lr=0.1, first_moment=first_moment)
+        return
+    model = torch.nn.Linear(64, 48)
+    config = OptimizerConfig(name=name, lr=0.1, first_moment=first_moment)
+    optimizer = build_optimizer(model, config)
+    model(torch.randn(2, 64)).square().sum().backward()
+    optimizer.step()
+    kernel = optimizer.state[model.weight]
+    for moment in facts.moments:
+        assert kernel[moment].shape == model.weight.shape
+        rounded = moment == facts.rounded and first_moment == "bf16"
+        assert kernel[moment].dtype == (torch.bfloat16 if rounded else torch.float32)
+    kept = [
+        it for state in optimizer.state.values() for it in state.values() if isinstance(it, torch.Tensor) and it.ndim
+    ]
+    share = sum(it.nbytes for it in kept) / sum(parameter.numel() for parameter in model.parameters())
+    assert share <= config.bytes_per_parameter, "the memory plan promises less than it takes"
+    exact = share if not facts.more_bytes else config.bytes_per_parameter
+    assert config.bytes_per_parameter == exact
 
 
 def test_exit_codes_are_different() -> None:

@@ -25,7 +25,9 @@ def test_disk_for_what_is_kept_and_one_more(stage: dict[str, Any], most: int):
     made = recipe("B/16", stage=stage)
     disk = forecast(made).disk
     assert disk.most_checkpoints == most
-    assert disk.checkpoint_bytes == estimate_bytes(86_567_656, engine=made.engine, optimizer="adamw")
+    assert disk.checkpoint_bytes == estimate_bytes(
+        86_567_656, engine=made.engine, optimizer=made.train_stage("pretrain").optimizer
+    )
     assert disk.num_bytes == most * disk.checkpoint_bytes
 
 

@@ -11,7 +11,8 @@ from model.build import build_model
 from model.config import ModelConfig
 from model.masked_patch import build_masked_patch
 from model.vit import build_vit
-from pipeline.engine.optim import build_optimizer, parameter_groups
+from pipeline.engine.optim import build_optimizer, set_lr
+from pipeline.engine.parameter_groups import parameter_groups
 from pipeline.recipe.optimizer import OptimizerConfig
 
 
@@ -21,13 +22,19 @@ def model(request: pytest.FixtureRequest) -> torch.nn.Module:
     return build_vit(config, image_size=8, num_classes=3, head=request.param)
 
 
+def groups_of(model: torch.nn.Module, **keys: Any) -> list[dict[str, Any]]:
+    """The groups that the optimizer of these keys gets, without the names that go with the parameters."""
+    groups = parameter_groups(model, OptimizerConfig(**{"name": "adamw", "lr": 0.1, "weight_decay": 0.1} | keys))
+    return [{**group, "params": [parameter for _, parameter in group["params"]]} for group in groups]
+
+
 def names(model: torch.nn.Module, parameters: Any) -> set[str]:
     wanted = {id(parameter) for parameter in parameters}
     return {name for name, parameter in model.named_parameters() if id(parameter) in wanted}
 
 
 def test_the_kernels_and_nothing_else_decay(model: torch.nn.Module):
-    kernels, others = parameter_groups(model, weight_decay=0.1)
+    kernels, others = groups_of(model)
     assert kernels["weight_decay"] == 0.1 and others["weight_decay"] == 0.0
     # Told by name and shape, not by layer class: flax's `kernel`s are the matrices and the patch convolution.
     expected = {
@@ -49,7 +56,7 @@ def test_the_kernels_and_nothing_else_decay(model: torch.nn.Module):
 
 
 def test_every_parameter_stands_in_one_group_once(model: torch.nn.Module):
-    groups: Any = parameter_groups(model, weight_decay=0.1)
+    groups: Any = groups_of(model)
     listed = [id(p) for group in groups for p in group["params"]]
     assert len(listed) == len(set(listed))
     assert set(listed) == {id(parameter) for parameter in model.parameters()}
@@ -58,7 +65,7 @@ def test_every_parameter_stands_in_one_group_once(model: torch.nn.Module):
 def test_frozen_parameters_and_empty_groups_are_left_out():
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2, bias=False))
     model[0].requires_grad_(requires_grad=False)
-    (only,) = parameter_groups(model, weight_decay=0.1)
+    (only,) = groups_of(model)
     assert only["params"] == [model[1].weight]
 
 
@@ -109,8 +116,7 @@ def test_steps_of_sgd_are_those_of_optax(momentum: float, weight_decay: float):
         theirs = optax.apply_updates(theirs, updates)
         layer.weight.grad = torch.from_numpy(gradients["kernel"])
         layer.bias.grad = torch.from_numpy(gradients["bias"])
-        for group in optimizer.param_groups:
-            group["lr"] = rate
+        set_lr(optimizer.param_groups, rate)
         optimizer.step()
     np.testing.assert_allclose(layer.weight.detach().numpy(), theirs["kernel"], rtol=1e-5, atol=1e-7)
     np.testing.assert_allclose(layer.bias.detach().numpy(), theirs["bias"], rtol=1e-5, atol=1e-7)
@@ -144,7 +150,7 @@ def test_kernels_of_every_kind_of_model_decay_and_nothing_else(
 ):
     """Google's code decays what flax calls `kernel`: neither norms, biases, positions, tokens, probes nor scales."""
     model = build_model(ModelConfig(**config), image_size=8, num_classes=3, head="linear")
-    kernels, others = parameter_groups(model, weight_decay=0.1)
+    kernels, others = groups_of(model)
     ours, rest = names(model, kernels["params"]), names(model, others["params"])
     assert decayed <= ours and left <= rest
     assert ours == {name for name in ours | rest if re.search(KERNELS + "$", name)}
@@ -153,5 +159,5 @@ def test_kernels_of_every_kind_of_model_decay_and_nothing_else(
 
 def test_the_mask_token_does_not_decay():
     model = build_masked_patch(ModelConfig(**VIT), image_size=8)
-    kernels, others = parameter_groups(model, weight_decay=0.1)
+    kernels, others = groups_of(model)
     assert "mask_token" in names(model, others["params"]) and "head.weight" in names(model, kernels["params"])

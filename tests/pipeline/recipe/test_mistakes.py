@@ -121,7 +121,10 @@ VALUES = [
     ("engine.zero_stage=4", "engine.zero_stage is 4: give 0, 1, 2 or 3"),
     ("engine.zero_stage=true", "engine.zero_stage is true: give 0, 1, 2 or 3"),
     ("engine.activation_checkpointing=maybe", "engine.activation_checkpointing is 'maybe': give true or false"),
-    (f"{PRETRAIN}optimizer.name=adam", f"{PRETRAIN}optimizer.name is 'adam': give adamw or sgd (did you mean adamw?)"),
+    (
+        f"{PRETRAIN}optimizer.name=adam",
+        f"{PRETRAIN}optimizer.name is 'adam': give adamw, sgd, adafactor, lamb or muon (did you mean adamw?)",
+    ),
     (f"{PRETRAIN}loss=cross_entropy", f"{PRETRAIN}loss is 'cross_entropy': give softmax or sigmoid"),
     (f"{PRETRAIN}keep_best=top1", f"{PRETRAIN}keep_best is 'top1': give loss or score"),
     ("model.pool=mean", "model.pool is 'mean': give cls, gap or map"),

@@ -1,0 +1,133 @@
+"""Which parameter moves by which rule: weight decay, factor of the learning rate, and what Muon and LAMB ask.
+
+Groups are found from names and module types, so that they hold for every model here. Sources: big_vision's masks
+(decay on flax's `kernel`s), timm's `param_groups_weight_decay` and `param_groups_layer_decay`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from timm.models import group_parameters
+from torch import Tensor, nn
+
+from pipeline.recipe.optimizer import OptimizerConfig
+from pipeline.vocabulary import OptimizerName
+
+_EMBEDDED = ("pos_embed", "position.", "cls_token", "mask_token")  # timm: no decay; the first layer
+_EMBEDDING = ("patch_embed.", "stem.")  # what sees the pixels: not Muon's
+
+
+@dataclass(frozen=True)
+class _Rule:
+    """What the parameters of a group have in common."""
+
+    weight_decay: float  # in the unit of the optimizer, multiplied by the group's learning rate
+    lr_scale: float  # the group's learning rate over the schedule's
+    decays: bool  # of the kind that may decay, though perhaps by 0
+    hidden: bool  # a kernel between embedding and head
+
+
+def parameter_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str, Any]]:
+    """The groups for a torch optimizer: `params` with names, `weight_decay`, `lr_scale`, keys of the optimizer's own.
+
+    Kernels come first, then the rest; the engine multiplies the schedule's learning rate by `lr_scale`.
+    """
+    kernels = kernel_names(model)
+    layers = layer_numbers(model) if config.layer_decay != 1.0 else {}
+    last = max(layers.values(), default=0)
+    head_kernel = next((name for name in reversed([*model.state_dict()]) if name in kernels and is_head(name)), None)
+    groups: dict[_Rule, list[tuple[str, nn.Parameter]]] = {}
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        decays = name in kernels if config.weight_decay_on == "kernels" else _is_matrix(name, parameter)
+        own = config.head_weight_decay if name == head_kernel else None
+        decay = (config.weight_decay if own is None else own) if decays else 0.0
+        scale = config.layer_decay ** (last - layers.get(name, last)) * (
+            config.head_lr_factor if is_head(name) else 1.0
+        )
+        if config.weight_decay_unit == "schedule":
+            decay /= config.lr * scale
+        hidden = name in kernels and not is_head(name) and not name.startswith(_EMBEDDING)
+        rule = _Rule(decay, scale, decays, hidden=hidden and config.name == "muon")
+        groups.setdefault(rule, []).append((name, parameter))
+    shapes = flax_shapes(model) if config.name == "adafactor" else {}
+    return [
+        {
+            "params": members,
+            "weight_decay": rule.weight_decay,
+            "lr_scale": rule.lr_scale,
+            **_own_keys(config.name, rule=rule, eps=config.eps, members=members, shapes=shapes),
+        }
+        for rule, members in sorted(groups.items(), key=lambda each: not each[0].decays)
+    ]
+
+
+def _own_keys(
+    optimizer: OptimizerName,
+    *,
+    rule: _Rule,
+    eps: float,
+    members: list[tuple[str, nn.Parameter]],
+    shapes: dict[str, tuple[int, ...]],
+) -> dict[str, Any]:
+    match optimizer:
+        case "lamb":
+            return {"always_adapt": rule.decays}  # norms and biases move as Adam moves them (LAMB's own code)
+        case "muon":
+            # timm's eps is that of the orthogonalisation or Adam's; its `nesterov` would make Adam NAdam.
+            return {"nesterov": True, "eps": 1e-7} if rule.hidden else {"use_fallback": True, "eps": eps}
+        case "adafactor":
+            return {"shapes": [shapes.get(name, tuple(parameter.shape)) for name, parameter in members]}
+        case "adamw" | "sgd":
+            return {}
+
+
+def kernel_names(model: nn.Module) -> set[str]:
+    """The weights of linear and convolution layers, which flax calls `kernel`."""
+    return {
+        f"{prefix}.weight".removeprefix(".")
+        for prefix, module in model.named_modules()
+        if isinstance(module, nn.Linear | nn.Conv2d)
+    }
+
+
+def layer_numbers(model: nn.Module) -> dict[str, int]:
+    """Each parameter's layer by timm's law: 0 the embedding, then the blocks, each one; the final norm belongs to the
+    last of them; attention pooling and the head are the last layer."""
+    matcher: Any = model.group_matcher
+    numbers: Any = group_parameters(model, matcher(coarse=False), reverse=True)
+    return {name: 0 if name.startswith(_EMBEDDED) else number for name, number in numbers.items()}
+
+
+def is_head(name: str) -> bool:
+    """Whether a parameter belongs to the head, of one layer or two."""
+    return name.startswith("head.")
+
+
+def _is_matrix(name: str, parameter: Tensor) -> bool:
+    named = name.startswith(_EMBEDDED) or name.endswith((".bias", ".relative"))
+    return len(getattr(parameter, "ds_shape", parameter.shape)) >= 2 and not named
+
+
+def flax_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """How flax shapes the attention's parameters: it has the heads as a dimension, which Adafactor's factors see."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for prefix, module in model.named_modules():
+        heads = getattr(module, "num_heads", None)
+        if heads is None:
+            continue
+        for name in ("qkv", "q", "kv", "proj"):
+            layer = getattr(module, name, None)
+            if isinstance(layer, nn.Linear):
+                width_in, width_out = layer.in_features, layer.out_features
+                if name == "proj":
+                    shapes[f"{prefix}.{name}.weight"] = (width_out, heads, width_in // heads)
+                else:
+                    parts = {"qkv": 3, "kv": 2, "q": 1}[name]
+                    split = (parts, heads, width_out // parts // heads)
+                    shapes[f"{prefix}.{name}.weight"] = (*split, width_in)
+                    shapes[f"{prefix}.{name}.bias"] = split
+    return shapes
