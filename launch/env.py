@@ -20,6 +20,7 @@ from data_shards.errors import UserError
 from pipeline.ranks.place import Place
 
 SUPERVISOR_PID = "SHARDVIT_SUPERVISOR_PID"
+PATHS_FILE = "SHARDVIT_DATA"
 RENDEZVOUS = "SHARDVIT_RENDEZVOUS"  # a folder, see `pipeline.ranks.group`
 _RANK_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 _STEP_NAMES = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_JOB_ID", "SLURM_STEP_ID")
@@ -65,6 +66,12 @@ class NodeShare:
             "MASTER_ADDR": self.address,
             "MASTER_PORT": str(self.port),
         }
+
+
+def paths_file(given: Path | None, environ: Mapping[str, str] = os.environ) -> Path | None:
+    """The file with the shards of each role: as given by --data, or by SHARDVIT_DATA; None: neither."""
+    named = environ.get(PATHS_FILE, "")
+    return given or (Path(named) if named else None)
 
 
 def read_place(environ: Mapping[str, str] = os.environ, *, gpus: int | None = None) -> Place:

@@ -16,6 +16,12 @@ RunsFolder = Annotated[Path, Parameter(help="Folder of all runs and of mlflow.db
 CacheFolder = Annotated[
     Path | None, Parameter(help="Folder for downloaded shards; default: shardvit-cache-USER in $TMPDIR or /tmp.")
 ]
+DataFile = Annotated[
+    Path | None,
+    Parameter(
+        help="YAML file with the shards of each role, ROLE: {train: SHARDS, eval: SHARDS}; default: $SHARDVIT_DATA."
+    ),
+]
 JsonFlag = Annotated[bool, Parameter(name="--json", negative="", help="Print the result as JSON.")]
 MaxImagePixels = Annotated[
     int, Parameter(help="Larger images are not decoded, which takes up to 17 bytes a pixel and core.")

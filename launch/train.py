@@ -28,6 +28,7 @@ from launch.env import (
     experiment_name,
     job_tags,
     node_share,
+    paths_file,
     read_place,
     rendezvous_folder,
     says_mistakes,
@@ -63,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folder = RunFolder(runs_root=options.runs, name="")
     try:
         place = read_place()
-        recipe = load_recipe(options.recipe, overrides=options.overrides)
+        recipe = load_recipe(options.recipe, overrides=options.overrides, paths=paths_file(options.data))
         folder = RunFolder(runs_root=options.runs, name=recipe.name)
         folder.check_recipe(recipe)
         if options.stage not in recipe.stages.names:
@@ -185,6 +186,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("recipe", help="path of a YAML file, or the name of a recipe that ships with shardvit")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the recipe")
     parser.add_argument("--stage", required=True, choices=ALL_STAGES)
+    parser.add_argument("--data", type=Path, help="file with the shards of each role; default: $SHARDVIT_DATA")
     parser.add_argument("--runs", type=Path, default=Path("runs"), help="folder of all runs")
     return parser.parse_intermixed_args(ours)
 

@@ -53,6 +53,7 @@ _VIT = "An Image is Worth 16x16 Words (arXiv 2010.11929), Table 1"
 _AUGREG = "How to train your ViT? (arXiv 2106.10270), table of configurations; first in DeiT (arXiv 2012.12877)"
 _SCALING = "Scaling Vision Transformers (arXiv 2106.04560), table of model architectures"
 _HYBRID = "google-research/vision_transformer, vit_jax/configs/models.py; ViT paper, section 4.1"
+_TABLE_6 = "ViT paper (arXiv 2010.11929), section 4.1 and Table 6"
 _BIT = "Big Transfer (arXiv 1912.11370), the ResNets of the ViT paper's Tables 2 and 6"
 
 # The names are case-sensitive, as in the papers: g (giant, 1.0 billion) is not G (gigantic, 1.8 billion).
@@ -69,6 +70,8 @@ VARIANTS: dict[str, VitSizes] = {
 # R50's fourth stage is left out at /16 and its three units given to the third (ViT paper, section 4.1).
 HYBRIDS: dict[str, VitSizes] = {
     "R50+B/16": replace(VARIANTS["B"], source=_HYBRID, patch_size=16, resnet_layers=(3, 4, 9)),
+    "R50+B/32": replace(VARIANTS["B"], source=_TABLE_6, patch_size=32, resnet_layers=(3, 4, 6, 3)),
+    "R50+L/16": replace(VARIANTS["L"], source=_TABLE_6, patch_size=16, resnet_layers=(3, 4, 9)),
     "R50+L/32": replace(VARIANTS["L"], source=_HYBRID, patch_size=32, resnet_layers=(3, 4, 6, 3)),
     # By its name /16; but root and max pool halve twice, so that 8x8 patches of their features are 32 pixels.
     "R+Ti/16": replace(VARIANTS["Ti"], source=_HYBRID, patch_size=32, resnet_layers=()),

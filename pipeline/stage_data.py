@@ -19,6 +19,7 @@ from data_shards.store.location import CommandRefused, Commands, is_local
 from data_shards.store.store import Store
 from data_shards.text import parse_bytes, show_bytes
 from pipeline.recipe.data import ShardsConfig
+from pipeline.recipe.roles import missing_paths
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.stage import MaskedPatchStage, TrainStage
 from pipeline.recipe.stage_plan import StagePlan
@@ -71,10 +72,12 @@ def open_data(recipe: Recipe, *, stage: StageName, report: Report = print, comma
 
     Raises:
         CommandRefused: one is a command; the other sets were opened and are good.
-        UserError: shards are missing, or damaged beyond the recipe's limit; an evaluation set has other classes; the
-            loss cannot use the labels.
+        UserError: shards are missing or were not named, or are damaged beyond the recipe's limit; an evaluation set
+            has other classes; the loss cannot use the labels.
     """
     config = recipe.train_stage(stage)
+    if config.train is None or config.eval is None:
+        raise UserError(missing_paths(recipe, stage=stage) or "")
     store = Store(_cache(recipe), commands=commands)
     refused: list[CommandRefused] = []
 

@@ -8,7 +8,8 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from data_shards.errors import UserError
-from launch.flags import RunsFolder
+from launch.env import paths_file
+from launch.flags import DataFile, RunsFolder
 from launch.output import go_on
 from pipeline.vocabulary import StageName
 
@@ -24,6 +25,7 @@ def run(
             help="Begin this stage and those after it again; their results are moved aside. Leave it out to resume."
         ),
     ] = None,
+    data: DataFile = None,
     runs: RunsFolder = Path("runs"),
     max_restarts: Annotated[
         int, Parameter(help="How often failed stages are restarted automatically, over all stages.")
@@ -52,12 +54,14 @@ def run(
 ) -> int:
     """Run a recipe's stages here or on several machines: finished ones are skipped, an interrupted one is resumed.
 
-    RECIPE is a YAML file or the name of a recipe that ships with shardvit; OVERRIDES are changes to it, key=value.
+    RECIPE is a YAML file or a name that `shardvit recipes` lists; OVERRIDES are changes to it, key=value.
 
     Some examples:
         shardvit run digits
 
-        shardvit run my.yaml stages.pretrain.optimizer.lr=3e-4 processes=8
+        shardvit run vit_l16_in21k train=shards/in21k/train eval=shards/in21k/val finetune=cifar10 --data paths.yaml
+
+        shardvit run my.yaml pretrain.optimizer.lr=3e-4 processes=8
 
         shardvit run my.yaml --stage finetune --restart finetune
 
@@ -69,7 +73,8 @@ def run(
 
     if all_keys and not dry_run:
         raise UserError("--all-keys says what --dry-run prints: give that too")
-    loaded = load_recipe(recipe, overrides=overrides)  # mistakes are reported before anything slow is imported
+    # Mistakes are reported before anything slow is imported.
+    loaded = load_recipe(recipe, overrides=overrides, paths=paths_file(data))
 
     from launch.run.pipeline_run import PipelineRun
 
@@ -104,7 +109,10 @@ def run(
 
 def train(
     *arguments: Annotated[
-        str, Parameter(allow_leading_hyphen=True, help="RECIPE [key=value ...] --stage STAGE [--runs FOLDER].")
+        str,
+        Parameter(
+            allow_leading_hyphen=True, help="RECIPE [key=value ...] --stage STAGE [--data FILE] [--runs FOLDER]."
+        ),
     ],
 ) -> int:
     """Run one stage of a recipe on this rank: what every launcher starts (`shardvit run` does it for you).

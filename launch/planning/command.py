@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 
-from launch.flags import JsonFlag
+from launch.env import paths_file
+from launch.flags import DataFile, JsonFlag
 from launch.planning.options import PlanOptions
 
 _NO_OPTIONS = PlanOptions()
@@ -15,19 +16,21 @@ def plan(
     /,
     *overrides: str,
     options: PlanOptions = _NO_OPTIONS,
+    data: DataFile = None,
     as_json_text: JsonFlag = False,
 ) -> int:
     """Say what a recipe will need: memory, time, GPU-hours, traffic, disk; nothing is started.
 
     RECIPE and OVERRIDES are as for `shardvit run`. Warnings come first. The
-    shards need not exist yet: give --images then, if durations are in epochs.
+    shards need not exist yet: the published size of a known data set is taken
+    then; for another give --images, if durations are in epochs.
     Speed is a share of the GPU's peak (MFU) that is realistic for the model, or
     what you have measured. Times are of training alone.
 
     Some examples:
         shardvit plan my.yaml
 
-        shardvit plan my.yaml --gpus 64 --gpu h200
+        shardvit plan vit_l16_in21k --gpus 64 --gpu h200
 
         shardvit plan my.yaml --gpus 8 --gpu a100 --images 1281167 --classes 1000 engine.zero_stage=2
 
@@ -35,7 +38,8 @@ def plan(
     """
     from pipeline.recipe.io import load_recipe
 
-    loaded = load_recipe(recipe, overrides=overrides)  # mistakes are reported before anything slow is imported
+    # Mistakes are reported before anything slow is imported.
+    loaded = load_recipe(recipe, overrides=overrides, paths=paths_file(data))
 
     from launch.planning.gathering import make_plan
     from launch.planning.page import as_json, as_page

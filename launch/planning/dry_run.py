@@ -45,11 +45,12 @@ def summary(
         config = getattr(recipe.stages, name)
         values.append({"state": state(name)})
         if isinstance(config, TrainStage):
-            there = look(config.train, held_out=config.eval)
+            there = look(recipe, stage=name)
             speed = _earlier_speed(folder, stage=name)
             values[-1] |= _column(recipe, stage=name, there=there, processes=processes, images_per_second=speed)
             if there.unopened:
-                notes.append(f"! {name}: {'; '.join(there.unopened)}: not checked, and what follows is unknown (?)")
+                unknown = "its published size is taken" if there.role else "what follows is unknown (?)"
+                notes.append(f"! {name}: {'; '.join(there.unopened)}: not checked, and {unknown}")
     model = recipe.model
     what = model.variant or ", ".join(
         f"{key} {value}" for key, value in model.model_dump(exclude_none=True, exclude_defaults=True).items()
@@ -78,16 +79,15 @@ def _column(
     recipe: Recipe, *, stage: StageName, there: ShardsBefore, processes: int, images_per_second: float | None
 ) -> dict[str, str]:
     """A training stage's value for each label, as far as its shards and the recipe tell."""
-    config, train = recipe.train_stage(stage), there.train
-    images = train.num_samples if train else None
+    config, images, classes = recipe.train_stage(stage), there.num_images, there.num_classes
     length = stage_length(recipe, stage=stage, num_images=images, processes=processes)
     if length.problem:  # sizes that do not fit together, whatever the shards will be
         raise UserError(length.problem)
     plan = length.plan
     total = plan.total_steps * plan.global_batch_images if length.known else None
     duration = parse_duration(config.duration)
-    cost = stage_cost(recipe.model, stage=config, engine=recipe.engine, num_classes=train.num_classes if train else 1)
-    needs_classes = train is None and not isinstance(config, MaskedPatchStage)
+    cost = stage_cost(recipe.model, stage=config, engine=recipe.engine, num_classes=classes or 1)
+    needs_classes = classes is None and not isinstance(config, MaskedPatchStage)
 
     def steps(text: str, number: int) -> str:
         """A length in steps, or as the recipe has it if the training set's size is unknown."""
@@ -99,9 +99,9 @@ def _column(
     return {
         "parameters": f"{short(cost.parameters)} + classes" if needs_classes else f"{cost.parameters:,}",
         "image size": f"{config.image_size} px",
-        "training images": f"{images:,}" if train else UNKNOWN,
+        "training images": UNKNOWN if images is None else f"{images:,}",
         "held-out images": f"{there.held_out.num_samples:,}" if there.held_out else UNKNOWN,
-        "classes": f"{train.num_classes:,}" if train else UNKNOWN,
+        "classes": UNKNOWN if classes is None else f"{classes:,}",
         "epochs": f"{total / images:.3g}" if images and total is not None else epochs,
         "steps": f"{plan.total_steps:,}" if length.known else UNKNOWN,
         "of them warm-up": steps(config.schedule.warmup, plan.schedule.warmup_steps),

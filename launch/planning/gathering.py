@@ -89,10 +89,10 @@ def _shards(
 ) -> tuple[Shards, list[str]]:
     """What is known of a stage's training set, and a sentence for each assumption."""
     config, problem = recipe.train_stage(stage), ""
-    remote = not all(is_local(each.shards) for each in config.train)
+    remote = not all(is_local(each.shards) for each in config.train or ())
     if not (remote and num_images and num_classes):  # else it would fetch what is not needed
         try:
-            there = look(config.train)
+            there = look(recipe, stage=stage, at="training")
         except (UserError, OSError) as error:
             problem = f" ({error})"
         else:
@@ -101,6 +101,9 @@ def _shards(
                 mean_bytes = None if train.num_bytes is None else train.num_bytes / max(1, stored)
                 images, classes = num_images or train.num_samples, num_classes or train.num_classes
                 return Shards(images, classes, mean_bytes, len(train.shards)), []
+            if there.role and not config.train:
+                images, classes = num_images or there.role.images, num_classes or there.role.classes
+                return Shards(images, classes), [_published(stage, config, images=images, classes=classes)]
             problem = f" ({'; '.join(there.unopened)})"
     missing: list[str] = []
     if num_images is None and parse_duration(config.duration).unit == "epochs":
@@ -109,6 +112,11 @@ def _shards(
         missing.append(f"{_ASSUMED_CLASSES:,} classes are assumed: give --classes N")
     notes = [f"{stage}: planned without its shards; {'; '.join(missing)}{problem}"] if missing else []
     return Shards(num_images, num_classes or _ASSUMED_CLASSES), notes
+
+
+def _published(stage: StageName, config: TrainStage, *, images: int, classes: int) -> str:
+    what = f"{images:,} images" + ("" if isinstance(config, MaskedPatchStage) else f" of {classes:,} classes")
+    return f"{stage}: planned without its shards, for the {what} of {config.data}"
 
 
 def _gpu_here(driver: Path) -> Gpu | None:

@@ -6,9 +6,9 @@ Tars without a manifest are indexed, as a run would. Gives up on a silent bucket
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from data_shards.manifest import MANIFEST_FILE
 from data_shards.opening import open_shards
@@ -18,7 +18,10 @@ from data_shards.store.location import expand_braces, is_local, join, local_path
 from data_shards.store.store import Store
 from data_shards.text import printable
 from pipeline.recipe.data import ShardsConfig
+from pipeline.recipe.roles import Role, missing_paths, role_of
+from pipeline.recipe.schema import Recipe
 from pipeline.stage_data import shards_spec
+from pipeline.vocabulary import StageName
 
 GIVE_UP_SECONDS = 30.0  # the user is waiting
 _MOST_MANIFEST_BYTES = 1 << 30
@@ -31,20 +34,35 @@ class ShardsBefore:
     unopened: tuple[str, ...]  # a sentence for each set that was not opened
     train: ShardSet | None  # the training sets, concatenated; None: one of them was not opened
     held_out: ShardSet | None = None  # None: it was not opened, or not asked for
+    role: Role | None = None  # what is published of the set, where `train` is unknown
+
+    @property
+    def num_images(self) -> int | None:
+        """Training images: counted, or as published."""
+        return self.train.num_samples if self.train else self.role.images if self.role else None
+
+    @property
+    def num_classes(self) -> int | None:
+        return self.train.num_classes if self.train else self.role.classes if self.role else None
 
 
-def look(training: Sequence[ShardsConfig], *, held_out: ShardsConfig | None = None) -> ShardsBefore:
-    """Open those of a stage's training sets that exist, and name those that do not. Raises UserError if shards exist
-    and are broken, and StoreError if a place cannot be reached."""
-    store = Store(None, retry=RetryPolicy(give_up_seconds=GIVE_UP_SECONDS))
-    missing = [text for each in training if (text := _unopened(each, store=store))]
-    train = None if missing else merge_shard_sets([_open(each, store=store) for each in training])
-    evaluated = None
-    if held_out and (text := _unopened(held_out, store=store)):
+def look(recipe: Recipe, *, stage: StageName, at: Literal["training", "all"] = "all") -> ShardsBefore:
+    """Open a training stage's sets that exist, and name those that do not; `at`: "training" leaves out the held-out
+    set. Raises UserError if shards exist and are broken, and StoreError if a place cannot be reached."""
+    config, store = recipe.train_stage(stage), Store(None, retry=RetryPolicy(give_up_seconds=GIVE_UP_SECONDS))
+    missing = [text for each in config.train or () if (text := _unopened(each, store=store))]
+    train = None
+    if config.train and not missing:
+        train = merge_shard_sets([_open(each, store=store) for each in config.train])
+    held_out = None
+    if at == "all" and config.eval:
+        if text := _unopened(config.eval, store=store):
+            missing.append(text)
+        else:
+            held_out = _open(config.eval, store=store)
+    if text := missing_paths(recipe, stage=stage):
         missing.append(text)
-    elif held_out:
-        evaluated = _open(held_out, store=store)
-    return ShardsBefore(tuple(missing), train, evaluated)
+    return ShardsBefore(tuple(missing), train, held_out, None if train else role_of(config))
 
 
 def _unopened(shards: ShardsConfig, *, store: Store) -> str | None:

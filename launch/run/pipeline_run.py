@@ -249,12 +249,11 @@ class PipelineRun:
 
     def _unopened(self, stage: StageName) -> tuple[str, ...]:
         """The stage's shards that a dry run does not open, a sentence each."""
-        config = getattr(self.recipe.stages, stage)
-        if self.shards == "needed" or not isinstance(config, TrainStage):
+        if self.shards == "needed" or not isinstance(getattr(self.recipe.stages, stage), TrainStage):
             return ()
         from launch.planning.shards import look
 
-        return look(config.train, held_out=config.eval).unopened
+        return look(self.recipe, stage=stage).unopened
 
     def _state(self, stage: StageName) -> str:
         record = self.folder.peek(stage)

@@ -8,6 +8,8 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
+from launch.env import paths_file
+from launch.flags import DataFile
 from launch.output import say
 from launch.slurm.options import JobOptions
 
@@ -20,6 +22,7 @@ def submit(
     site: Annotated[
         Path | None, Parameter(help="TOML file with what is the same for all jobs of this cluster.")
     ] = None,
+    data: DataFile = None,
     runs: Annotated[Path, Parameter(help="Folder of all runs and of mlflow.db; all nodes must see it.")] = Path("runs"),
     render: Annotated[
         bool, Parameter(negative="", help="Print exactly what would be submitted, and submit nothing.")
@@ -41,7 +44,8 @@ def submit(
     """
     from pipeline.recipe.io import load_recipe
 
-    loaded = load_recipe(recipe, overrides=overrides)  # a mistake in it is said before anything slow is imported
+    # A mistake in it is said before anything slow is imported.
+    loaded = load_recipe(recipe, overrides=overrides, paths=paths_file(data))
 
     from launch.slurm.commands import Slurm
     from launch.slurm.site import job_of, read_site

@@ -1,15 +1,12 @@
 """YAML and `key=value` overrides -> `Recipe`; `Recipe` -> YAML; and the differences between two recipes.
 
-Everything is merged first and validated once. `extends: OTHER` names a recipe in the same folder, or one that ships
-with shardvit, whose keys this one changes; a stage set to null is removed.
+Everything is merged first and validated once: the files (see `sources`), the overrides, then the paths of the roles
+that have none yet (see `roles`).
 """
 
 from __future__ import annotations
 
-import difflib
-import os
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,10 +17,11 @@ from data_shards.errors import UserError
 from data_shards.store.location import scrubbed
 from data_shards.text import one_line
 from pipeline.recipe.mistakes import mistakes, truths
+from pipeline.recipe.roles import fill_paths, read_paths
 from pipeline.recipe.schema import Recipe
-from pipeline.recipe.yaml_text import read_yaml, read_yaml_file
-
-SHIPPED = Path(__file__).parents[1] / "recipes"
+from pipeline.recipe.sources import SETS, Tree, find_recipe, read_source, with_finetune
+from pipeline.recipe.yaml_text import read_yaml
+from pipeline.vocabulary import ALL_STAGES
 
 # Keys that may differ when a run is resumed: they decide how it is carried out and reported, not what is learnt.
 FREE_KEYS = (
@@ -44,29 +42,38 @@ FREE_KEYS = (
     "engine.saving",
 )
 FREE_STAGE_KEYS = (
-    *("log_every", "eval_every"),
+    *("data", "log_every", "eval_every"),
     *("save_every", "save_every_minutes", "keep_checkpoints", "keep_every", "keep_best"),
 )
 
 
-def load_recipe(source: str, *, overrides: Sequence[str] = ()) -> Recipe:
-    """Read the YAML file `source`, or the shipped recipe of that name ("digits"). Of `overrides`, such as
-    "stages.finetune.optimizer.lr=0.01", values are YAML; the same key twice is refused.
+def load_recipe(source: str, *, overrides: Sequence[str] = (), paths: Path | None = None) -> Recipe:
+    """Read the YAML file `source`, or the shipped recipe of that name ("digits").
+
+    Of `overrides`, such as "stages.finetune.optimizer.lr=0.01", values are YAML; the same key twice is refused. A key
+    that begins with a stage's name is that stage's ("finetune.optimizer.lr"), `train` and `eval` are the first training
+    stage's, and `finetune=SET` chooses the fine-tuning set. `paths`: a file with the shards of each role.
 
     Raises:
         UserError: naming the file and the key.
     """
-    path = _find(source, beside=Path())
-    tree = _read(path)
-    keys: list[str] = []
-    for override in overrides:
-        keys.append(_assign(tree, override, before=keys))
+    path = find_recipe(source, beside=Path())
+    tree, changes = read_source(path).tree, list(overrides)
+    chosen = [change for change in changes if change.partition("=")[:2] == (SETS, "=")]
+    if chosen:
+        tree = _with_choice(tree, chosen)
+        changes = [change for change in changes if change not in chosen]
+    model = _overridden(tree, changes)[0].get("model")
+    beside, said_by = (Path(), f"override {one_line(chosen[0])}") if chosen else (path.parent, str(path))
+    tree, keys = _overridden(with_finetune(tree, beside=beside, model=model, said_by=said_by), changes)
+    if paths is not None:
+        tree = fill_paths(tree, read_paths(paths))
     return _validate(tree, origin=str(path), overridden=keys)
 
 
 def parse_recipe(path: Path) -> Recipe:
     """Read the resolved recipe that `dump_recipe` wrote into a run folder."""
-    return _validate(_read(path), origin=str(path))
+    return _validate(read_source(path).tree, origin=str(path))
 
 
 def dump_recipe(recipe: Recipe, *, keys: Literal["all", "changed"] = "all") -> str:
@@ -112,66 +119,33 @@ def _leaves(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 _MOST_SAID = 5
-_MOST_NAMED = 200
 
 
-def _find(source: str, *, beside: Path, said_by: str = "") -> Path:
-    shipped = sorted(path.stem for path in SHIPPED.glob("*.yaml"))
-    for candidate in (beside / source, beside / f"{source}.yaml", SHIPPED / f"{source}.yaml"):
-        if os.path.isfile(candidate):  # pathlib's raises for names that no disk can hold
-            return candidate
-    path, of = beside / source, f"{said_by}, extends: " if said_by else ""
-    what = one_line(source if len(source) <= _MOST_NAMED else f"{source[:_MOST_NAMED]}...")
-    if os.path.isdir(path):
-        inside = next((path / name for name in ("recipe.yaml", f"{path.name}.yaml") if (path / name).is_file()), None)
-        raise UserError(
-            f"{of}{what} is a folder, not a recipe: give a YAML file" + (f", such as {inside}" if inside else "")
-        )
-    if os.path.exists(path):
-        raise UserError(f"{of}{what} is no file: give the path of a YAML file")
-    near = _like(source, beside=beside, shipped=shipped)
-    raise UserError(
-        f"{of}there is no recipe {what}"
-        + (f", did you mean {near}?" if near else f": give the path of a YAML file, or one of {', '.join(shipped)}")
-    )
+def _with_choice(tree: Tree, chosen: Sequence[str]) -> Tree:
+    """The tree with the fine-tuning set of the override `finetune=SET`, in the place of the recipe's."""
+    if len(chosen) > 1:
+        raise UserError(f"override {SETS} is given twice: leave one out")
+    stages = tree.get("stages")
+    if SETS not in tree and isinstance(stages, dict):  # it has no set, but stages of its own
+        tree = tree | {"stages": {key: each for key, each in stages.items() if key not in ("swap_head", SETS)}}
+    return tree | {SETS: read_yaml(chosen[0].partition("=")[2], source=f"override {one_line(chosen[0])}")}
 
 
-def _like(source: str, *, beside: Path, shipped: Sequence[str]) -> str | None:
-    folder, name = os.path.split(source)
-    names = {each.casefold(): each for each in shipped}
-    with suppress(OSError, ValueError):
-        for each in sorted(os.listdir(beside / folder)):
-            stem, suffix = os.path.splitext(each)
-            if suffix in (".yaml", ".yml"):
-                names[stem.casefold()] = os.path.join(folder, each)
-    stem = name.removesuffix(".yaml").removesuffix(".yml")
-    close = difflib.get_close_matches(stem.casefold(), names, n=1)
-    return names[close[0]] if close else None
+def _overridden(tree: Tree, overrides: Sequence[str]) -> tuple[Tree, list[str]]:
+    """A new tree with the overrides, and their keys."""
+    tree, keys = dict(tree), []
+    for override in overrides:
+        keys.append(_assign(tree, override, before=keys))
+    return tree, keys
 
 
-def _read(path: Path, *, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
-    if path.resolve() in seen:
-        raise UserError(f"{path}: 'extends' leads back to the recipe itself")
-    tree = read_yaml_file(path)
-    if not isinstance(tree, dict):
-        raise UserError(
-            f"{path} holds no recipe: it {'is empty, and ' if tree is None else ''}must be a mapping of keys such as "
-            "name, model and stages"
-        )
-    parent = tree.pop("extends", None)
-    if parent is None:
-        return tree
-    if not isinstance(parent, str):
-        raise UserError(f"{path}: extends must be the name of one other recipe")
-    return _merge(_read(_find(parent, beside=path.parent, said_by=str(path)), seen=(*seen, path.resolve())), tree)
-
-
-def _merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    merged = dict(base)
-    for key, value in changes.items():
-        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
-        merged[key] = _merge(merged[key], value) if both else value
-    return merged
+def _whole_key(key: str, *, tree: Tree) -> str:
+    """`key` from the root of the recipe: those of stages may be given without `stages.`."""
+    if key in ("train", "eval"):
+        stages = tree.get("stages")
+        names = [each for each in ALL_STAGES if each != "swap_head" and isinstance(stages, dict) and stages.get(each)]
+        return f"stages.{names[0] if names else 'pretrain'}.{key}"
+    return f"stages.{key}" if key.partition(".")[0] in ALL_STAGES else key
 
 
 def _assign(tree: dict[str, Any], override: str, *, before: Sequence[str]) -> str:
@@ -181,6 +155,7 @@ def _assign(tree: dict[str, Any], override: str, *, before: Sequence[str]) -> st
         raise UserError(
             f"{override!r} is no override: write it as key=value, for instance stages.pretrain.image_size=32"
         )
+    key = _whole_key(key, tree=tree)
     for other in before:
         if f"{other}.".startswith(f"{key}."):
             again = "is given twice" if other == key else f"comes after {other}, and would undo it"

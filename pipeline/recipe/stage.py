@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -20,9 +20,11 @@ _MOST_IMAGES = 2**20  # of a batch
 class TrainStage(Strict):
     """What pre-training and fine-tuning have in common."""
 
-    train: SomeSets
+    data: Annotated[str, Field(pattern="^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)] | None = None
+    """The data set's role, such as imagenet21k, whose shards the user names (see `roles`)."""
+    train: SomeSets | None = None
     """Shards to train on: a folder or URL, a mapping (see `ShardsConfig`), or a list of them to mix."""
-    eval: OneSet
+    eval: OneSet | None = None
     """The held-out shards."""
     eval_protocol: EvalProtocol = "vit"
     """What is evaluated of an image. vit: all of it, squashed to the square; big_vision: resized, centre crop; timm:
@@ -75,15 +77,22 @@ class TrainStage(Strict):
             )
         if not self.patch_dropout:
             self.refuse("unmasked_finish", means_nothing="without patch_dropout")
-        given = [each.weight is not None for each in self.train]
+        missing = [key for key in ("train", "eval") if getattr(self, key) is None]
+        if missing and self.data is None:
+            raise ValueError(
+                f"{' and '.join(missing)} must be given: folders or URLs of shards, or data, a role such as imagenet"
+            )
+        given = [each.weight is not None for each in self.train or ()]
         if any(given) and not all(given):
             raise ValueError("train: give every set a weight, or none")
-        if any(each.weight is not None for each in (self.eval, *(self.train if len(self.train) == 1 else ()))):
+        alone = [self.eval] if self.eval else []
+        if any(each.weight is not None for each in (*alone, *(self.train or ())[: len(given) == 1])):
             raise ValueError("a weight means nothing to a single set of shards: leave it out")
-        for each in self.train:
-            if each.part and self.eval.part and each.shards == self.eval.shards and each.hold_out != self.eval.hold_out:
+        of = self.eval
+        for each in self.train or ():
+            if of and each.part and of.part and each.shards == of.shards and each.hold_out != of.hold_out:
                 raise ValueError(
-                    f"train holds out {each.hold_out} of {each.shards}, and eval {self.eval.hold_out}, so that images "
+                    f"train holds out {each.hold_out} of {each.shards}, and eval {of.hold_out}, so that images "
                     "are in both: give them the same hold_out"
                 )
         return self

@@ -13,7 +13,8 @@ from data_shards.errors import UserError
 from launch.run import pipeline_run
 from launch.run.pipeline_run import PipelineRun
 from model.build import build_model
-from pipeline.recipe.io import SHIPPED, dump_recipe, load_recipe, parse_recipe
+from pipeline.recipe.io import dump_recipe, load_recipe, parse_recipe
+from pipeline.recipe.sources import shipped_recipes
 from pipeline.recipe.stage_plan import plan_stage
 from pipeline.run_folder import RunFolder
 from pipeline.vocabulary import StageName
@@ -50,7 +51,7 @@ def rows(output: str) -> dict[str, list[str]]:
     return found
 
 
-@pytest.mark.parametrize("name", sorted(path.stem for path in SHIPPED.glob("*.yaml")))
+@pytest.mark.parametrize("name", shipped_recipes())
 def test_the_keys_that_are_shown_make_the_same_recipe(name: str, tmp_path: Path):
     recipe = load_recipe(name)
     (tmp_path / "again.yaml").write_text(dump_recipe(recipe, keys="changed"))

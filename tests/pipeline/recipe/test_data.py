@@ -94,8 +94,8 @@ def test_mistakes_are_named(tmp_path: Path, changes: dict[str, Any], message: st
 
 
 def test_a_command_is_taken_as_it_is(tmp_path: Path):
-    (config,) = recipe(tmp_path, train="pipe:curl -H $HEADER https://host/x?a=b").train_stage("pretrain").train
-    assert config.shards == "pipe:curl -H $HEADER https://host/x?a=b"
+    train = recipe(tmp_path, train="pipe:curl -H $HEADER https://host/x?a=b").train_stage("pretrain").train
+    assert train and train[0].shards == "pipe:curl -H $HEADER https://host/x?a=b"
 
 
 def test_what_does_not_change_the_samples_may_change_when_a_run_goes_on(tmp_path: Path):

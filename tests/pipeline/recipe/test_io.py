@@ -5,8 +5,10 @@ from pathlib import Path
 import pytest
 
 from data_shards.errors import UserError
-from pipeline.recipe.io import SHIPPED, differences, dump_recipe, flatten, load_recipe, parse_recipe
+from pipeline.recipe.header import read_header
+from pipeline.recipe.io import differences, dump_recipe, flatten, load_recipe, parse_recipe
 from pipeline.recipe.schema import Recipe
+from pipeline.recipe.sources import read_source, shipped_recipes
 
 TEXT = """
 name: mine
@@ -47,13 +49,15 @@ def refusal(file: Path, *overrides: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("name", sorted(path.stem for path in SHIPPED.glob("*.yaml")))
+@pytest.mark.parametrize("name", shipped_recipes())
 def test_every_shipped_recipe_loads_by_its_name_and_has_a_header(name: str):
     recipe = load_recipe(name)
     assert recipe.name == name.replace("_", "-")
-    head = (SHIPPED / f"{name}.yaml").read_text().split("\nname:")[0]
-    for word in ("command", "hardware", "time", "result"):
-        assert f"#   {word} " in head, word
+    header = read_header(read_source(shipped_recipes()[name]).files, name=name)
+    assert header.description
+    for key in ("command", "hardware", "time", "result", "source"):
+        assert header.entry(key), key
+    assert "shardvit" in header.entry("command") or "make demo" in header.entry("command")
 
 
 def test_the_scratch_recipe_differs_in_its_start_alone():
@@ -137,9 +141,9 @@ def test_a_binary_file_is_no_recipe(file: Path):
     assert "not valid YAML" in refusal(file)
 
 
-def test_a_recipe_that_is_not_there_names_those_that_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_recipe_that_is_not_there_names_the_command_that_lists_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match=r"there is no recipe photos: .*digits.*digits_scratch"):
+    with pytest.raises(UserError, match=r"there is no recipe photos: .*`shardvit recipes`"):
         load_recipe("photos")
 
 

@@ -1,0 +1,111 @@
+"""Data sets by role: a stage says `data: imagenet21k`, and where its shards are comes from the user.
+
+By `train=`, `eval=`, `finetune.train=`, `finetune.eval=`, or once for all recipes by a file of paths:
+
+    imagenet21k: {train: /data/imagenet21k/train, eval: /data/imagenet21k/val}
+    imagenet: {train: "s3://bucket/imagenet/train", eval: "s3://bucket/imagenet/val"}
+
+Any name is a role; of those in `ROLES` the published sizes are known, so that a run can be planned before there are
+shards. Paths are as in a recipe: relative ones begin in the folder where the command is started.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from data_shards.errors import UserError
+from data_shards.text import one_line
+from pipeline.recipe.schema import Recipe
+from pipeline.recipe.stage import TrainStage
+from pipeline.recipe.yaml_text import read_yaml_file
+from pipeline.vocabulary import StageName
+
+_KEYS = ("train", "eval")
+
+Paths = Mapping[str, Mapping[str, Any]]
+"""Role -> "train" and "eval" -> shards, as a recipe has them."""
+
+
+@dataclass(frozen=True)
+class Role:
+    """What is published of a data set."""
+
+    images: int  # for training
+    classes: int
+    source: str
+
+
+_VTAB = "VTAB-1k (arXiv 1910.04867): 800 training and 200 validation images"
+_VTAB_CLASSES = {  # Table 2 of the same paper, in its order: natural, specialised, structured
+    **{"caltech101": 102, "cifar100": 100, "dtd": 47, "flowers": 102, "pets": 37, "sun397": 397, "svhn": 10},
+    **{"eurosat": 10, "resisc45": 45, "camelyon": 2, "retinopathy": 5},
+    **{"clevr_count": 8, "clevr_distance": 6, "dmlab": 6, "dsprites_location": 16, "dsprites_orientation": 16},
+    **{"kitti_distance": 4, "smallnorb_azimuth": 18, "smallnorb_elevation": 9},
+}
+
+ROLES: dict[str, Role] = {
+    "imagenet21k": Role(14_197_122, 21_841, "ImageNet-21k, winter 2021 release, or the older one of 21,843 classes"),
+    "imagenet": Role(1_281_167, 1000, "ILSVRC 2012"),
+    "jft": Role(303_000_000, 18_291, "JFT-300M: ViT paper, section 4.1; classes: Big Transfer (arXiv 1912.11370)"),
+    "jft3b": Role(3_000_000_000, 29_593, "JFT-3B: arXiv 2106.04560; classes: big_vision, train_vit_g.py"),
+    "cifar10": Role(50_000, 10, "CIFAR-10"),
+    "cifar100": Role(50_000, 100, "CIFAR-100"),
+    "pets": Role(3_680, 37, "Oxford-IIIT Pet, trainval"),
+    "flowers": Role(1_020, 102, "Oxford Flowers-102, train, as in big_vision's transfer.py; with validation 2,040"),
+    **{f"vtab_{task}": Role(1000, classes, _VTAB) for task, classes in _VTAB_CLASSES.items()},
+}
+
+
+def read_paths(file: Path) -> Paths:
+    """A file of paths; UserError if it is not one."""
+    tree = read_yaml_file(file)
+    if not isinstance(tree, dict) or not all(isinstance(role, str) for role in tree):
+        raise UserError(f"{file} names no paths: write lines such as imagenet: {{train: FOLDER, eval: FOLDER}}")
+    for role, paths in tree.items():
+        if not isinstance(paths, dict) or not paths or set(paths) - set(_KEYS):
+            raise UserError(f"{file}: {one_line(role)} must be a group of keys: {{train: FOLDER, eval: FOLDER}}")
+        close = [] if role in ROLES else difflib.get_close_matches(role, ROLES, n=1, cutoff=0.8)
+        if close and close[0] not in tree:
+            raise UserError(f"{file}: {one_line(role)} is no role that ships, did you mean {close[0]}?")
+    return tree
+
+
+def fill_paths(tree: dict[str, Any], paths: Paths) -> dict[str, Any]:
+    """The recipe's tree with the paths of each stage that has a role, where it has none of its own."""
+    stages = tree.get("stages")
+    if not isinstance(stages, dict):
+        return tree
+    filled = {}
+    for name, stage in stages.items():
+        role = stage.get("data") if isinstance(stage, dict) else None
+        known = paths.get(role, {}) if isinstance(role, str) else {}
+        missing = {key: known[key] for key in _KEYS if key in known and stage.get(key) is None}
+        filled[name] = {**stage, **missing} if missing else stage
+    return tree | {"stages": filled}
+
+
+def role_of(config: TrainStage) -> Role | None:
+    """What is known of the stage's data; None: it names no role, or one of the user's own."""
+    return ROLES.get(config.data or "")
+
+
+def missing_paths(recipe: Recipe, *, stage: StageName) -> str | None:
+    """One sentence on what must be given before the stage can be trained; None: it has its shards."""
+    config = recipe.train_stage(stage)
+    missing = [key for key in _KEYS if getattr(config, key) is None]
+    if not missing:
+        return None
+    first = next(name for name in recipe.stages.names if isinstance(getattr(recipe.stages, name), TrainStage))
+    keys = " and ".join(f"{'' if stage == first else f'{stage}.'}{key}=SHARDS" for key in missing)
+    role = config.data or ""
+    close = [] if role in ROLES else difflib.get_close_matches(role, ROLES, n=1, cutoff=0.6)
+    return (
+        f"stages.{stage} is for {role}"
+        + (f" (did you mean {close[0]}?)" if close else "")
+        + f", and where its shards are is not said: give {keys}, or --data FILE with a line "
+        f"{role}: {{train: SHARDS, eval: SHARDS}}; `shardvit pack IMAGES shards/{role}` makes them"
+    )

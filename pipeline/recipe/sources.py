@@ -1,0 +1,188 @@
+"""The files of a recipe -> one tree of keys: found by path or name, with what they extend and the fine-tuning set.
+
+    SHIPPED/NAME.yaml, SHIPPED/FAMILY/NAME.yaml    a recipe, found as NAME
+    SHIPPED/FAMILY/_SHARED.yaml                    what a family shares: no recipe by itself, only to be extended
+    SHIPPED/finetune/SET.yaml                      a fine-tuning set: the stages that `finetune: SET` gives a recipe
+
+`extends: OTHER`, or a list of them merged in this order, names recipes in the same folder or shipped ones, whose keys
+this one changes; a stage set to null is left out. `finetune: SET` lies below the recipe's own keys, which win;
+`finetune: null` leaves out swap_head and finetune. Both are resolved here, and no resolved recipe has them.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from data_shards.errors import UserError
+from data_shards.text import one_line
+from model.config import ModelConfig
+from pipeline.recipe.yaml_text import read_yaml_file
+
+SHIPPED = Path(__file__).parents[1] / "recipes"
+SETS = "finetune"  # the folder, and the key
+_MOST_FILES = 64  # that one recipe may be made of: lists of lists multiply
+_MOST_NAMED = 200
+
+Tree = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class RecipeSource:
+    """A recipe as it is written, in one tree; `files`: what it was made from, the most general first."""
+
+    tree: Tree
+    files: tuple[Path, ...]
+
+
+@cache
+def shipped_recipes() -> dict[str, Path]:
+    """The recipes that ship, by name; those of the first folder come first, then family by family."""
+    paths = [*SHIPPED.glob("*.yaml"), *SHIPPED.glob("*/*.yaml")]
+    ours = [path for path in paths if not path.stem.startswith("_") and path.parent.name != SETS]
+    return {path.stem: path for path in sorted(ours, key=lambda path: (path.parent != SHIPPED, path))}
+
+
+@cache
+def finetune_sets() -> dict[str, Path]:
+    """The fine-tuning sets that ship, by the name that `finetune` takes ("cifar10", "big_vision/cifar10")."""
+    folder = SHIPPED / SETS
+    paths = sorted(folder.rglob("*.yaml"), key=lambda path: (len(path.parts), path))
+    return {
+        path.relative_to(folder).with_suffix("").as_posix(): path for path in paths if not path.stem.startswith("_")
+    }
+
+
+def find_recipe(source: str, *, beside: Path, said_by: str = "") -> Path:
+    """The file of a path or a name; `said_by`: the file that extends it. UserError if there is none."""
+    shipped = shipped_recipes()
+    for candidate in (beside / source, beside / f"{source}.yaml", shipped.get(source), SHIPPED / f"{source}.yaml"):
+        if candidate is not None and os.path.isfile(candidate):  # pathlib's raises for names that no disk can hold
+            return candidate
+    path, of = beside / source, f"{said_by}, extends: " if said_by else ""
+    what = one_line(source if len(source) <= _MOST_NAMED else f"{source[:_MOST_NAMED]}...")
+    if os.path.isdir(path):
+        inside = next((path / name for name in ("recipe.yaml", f"{path.name}.yaml") if (path / name).is_file()), None)
+        raise UserError(
+            f"{of}{what} is a folder, not a recipe: give a YAML file" + (f", such as {inside}" if inside else "")
+        )
+    if os.path.exists(path):
+        raise UserError(f"{of}{what} is no file: give the path of a YAML file")
+    near = _like(source, beside=beside, shipped=list(shipped))
+    raise UserError(
+        f"{of}there is no recipe {what}"
+        + (
+            f", did you mean {near}?"
+            if near
+            else f": give the path of a YAML file, or one of the {len(shipped)} names that `shardvit recipes` lists"
+        )
+    )
+
+
+def read_source(path: Path) -> RecipeSource:
+    """A file with everything that it extends; `finetune` is still a key of it."""
+    files: list[Path] = []
+    return RecipeSource(_read(path, seen=(), files=files), tuple(files))
+
+
+def with_finetune(tree: Tree, *, beside: Path, model: Any, said_by: str) -> Tree:
+    """The tree with its fine-tuning set, if `finetune` names one, below the keys that it has.
+
+    `model`: the model that will be trained: the set's image_size is cut to whole patches, as Google's convolution
+    without padding does it (384 pixels are 27 patches of 14, and 6 pixels that none takes). UserError: there is no such
+    set.
+    """
+    if SETS not in tree:
+        return tree
+    tree = dict(tree)
+    name, stages = tree.pop(SETS), tree.get("stages")
+    if not isinstance(stages, Mapping | None):
+        return tree  # validation says so
+    if name is None:
+        return tree | {"stages": {key: each for key, each in (stages or {}).items() if key not in ("swap_head", SETS)}}
+    below = read_source(_find_set(name, beside=beside, said_by=said_by)).tree
+    finetune = (below.get("stages") or {}).get("finetune")
+    if isinstance(finetune, dict) and isinstance(size := finetune.get("image_size"), int):
+        finetune["image_size"] = max(size - size % _patch_size(model), 1)
+    return merge(below, tree)
+
+
+def merge(base: Tree, changes: Tree) -> Tree:
+    """A new tree: groups of keys are merged, everything else is replaced."""
+    merged = dict(base)
+    for key, value in changes.items():
+        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = merge(merged[key], value) if both else value
+    return merged
+
+
+def _find_set(name: Any, *, beside: Path, said_by: str) -> Path:
+    sets = finetune_sets()
+    if not isinstance(name, str):
+        raise UserError(
+            f"{said_by}: finetune is the name of a fine-tuning set, such as {next(iter(sets))}: the stage's own keys "
+            "are stages.finetune"
+        )
+    if name in sets:
+        return sets[name]
+    for candidate in (beside / name, beside / f"{name}.yaml"):
+        if os.path.isfile(candidate):
+            return candidate
+    close = difflib.get_close_matches(name, sets, n=1)
+    raise UserError(
+        f"{said_by}: there is no fine-tuning set {one_line(name[:_MOST_NAMED])}"
+        + (f", did you mean {close[0]}?" if close else "")
+        + f" Give the path of a YAML file, or one of {', '.join(sets)}"
+    )
+
+
+def _patch_size(model: Any) -> int:
+    """Pixels that an image's side must be a multiple of; 1: the model is wrong, which validation says."""
+    with suppress(ValidationError, ValueError, AssertionError):
+        config = ModelConfig.model_validate(model)
+        return config.sizes.patch_size if config.kind == "vit" else 32
+    return 1
+
+
+def _like(source: str, *, beside: Path, shipped: Sequence[str]) -> str | None:
+    folder, name = os.path.split(source)
+    names = {each.casefold(): each for each in shipped}
+    with suppress(OSError, ValueError):
+        for each in sorted(os.listdir(beside / folder)):
+            stem, suffix = os.path.splitext(each)
+            if suffix in (".yaml", ".yml"):
+                names[stem.casefold()] = os.path.join(folder, each)
+    stem = name.removesuffix(".yaml").removesuffix(".yml")
+    close = difflib.get_close_matches(stem.casefold(), names, n=1)
+    return names[close[0]] if close else None
+
+
+def _read(path: Path, *, seen: tuple[Path, ...], files: list[Path]) -> Tree:
+    if path.resolve() in seen:
+        raise UserError(f"{path}: 'extends' leads back to the recipe itself")
+    if len(files) == _MOST_FILES:
+        raise UserError(f"{path}: with what it extends, the recipe is made from more than {_MOST_FILES} files")
+    tree = read_yaml_file(path)
+    if not isinstance(tree, dict):
+        raise UserError(
+            f"{path} holds no recipe: it {'is empty, and ' if tree is None else ''}must be a mapping of keys such as "
+            "name, model and stages"
+        )
+    parents = tree.pop("extends", None)
+    parents = [] if parents is None else parents if isinstance(parents, list) else [parents]
+    if not all(isinstance(parent, str) for parent in parents):
+        raise UserError(f"{path}: extends must be the name of another recipe, or a list of names")
+    base: Tree = {}
+    for parent in parents:
+        found = find_recipe(parent, beside=path.parent, said_by=str(path))
+        base = merge(base, _read(found, seen=(*seen, path.resolve()), files=files))
+    files.append(path)
+    return merge(base, tree)
