@@ -40,8 +40,9 @@ def test_the_comparison_differs_from_the_fine_tuning_in_its_start_alone(data):
 @pytest.mark.parametrize("recipe", ["digits", "digits_scratch"])
 def test_shards_elsewhere_are_told_to_the_recipe(recipe):
     changed = load_recipe(recipe, overrides=shard_paths(recipe, "digits", Path("/else")))
-    assert [each.shards for each in changed.train_stage("finetune").train] == ["/else/digits-transfer/train"]
-    assert changed.train_stage("finetune").eval.shards == "/else/digits-transfer/val"
+    finetune = changed.train_stage("finetune")
+    assert [each.shards for each in finetune.train or ()] == ["/else/digits-transfer/train"]
+    assert finetune.eval and finetune.eval.shards == "/else/digits-transfer/val"
     assert shard_paths(recipe, "digits", Path("shards")) == []
 
 

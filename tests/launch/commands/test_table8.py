@@ -79,7 +79,7 @@ def test_one_run_for_each_cell_that_differs_in_its_positions_alone(tmp_path: Pat
     }
     assert len(alike) == 1
     train = started[0].recipe.train_stage("pretrain").train
-    assert [each.shards for each in train] == [str(tmp_path / "shards/digits/train")]
+    assert [each.shards for each in train or ()] == [str(tmp_path / "shards/digits/train")]
     assert (tmp_path / "shards/digits/val").is_dir()
 
 

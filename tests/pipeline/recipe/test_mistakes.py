@@ -111,7 +111,7 @@ VALUES = [
     (f"{PRETRAIN}optimizer.betas=[0.9, 1.5]", f"{PRETRAIN}optimizer.betas"),
     (f"{PRETRAIN}train=[]", "the list is empty"),
     (f"{PRETRAIN}train=7", f"{PRETRAIN}train is 7: give a folder or URL of shards"),
-    (f"{PRETRAIN}train=", f"{PRETRAIN}train is empty: give a folder or URL of shards"),
+    (f"{PRETRAIN}train=", "stages.pretrain: train must be given: folders or URLs of shards, or data"),
     (f"{PRETRAIN}eval=[a, b]", f"{PRETRAIN}eval is ['a', 'b']: give a folder or URL of shards"),
     (f"{PRETRAIN}train=[a, {{shard: b}}]", f"unknown key {PRETRAIN}train.1.shard, did you mean shards?"),
     # One of several words.
