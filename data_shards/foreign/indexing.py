@@ -62,11 +62,6 @@ class Indexed:
     found: FoundLabels
 
 
-def default_index_folder() -> Path:
-    """In the user's cache folder (freedesktop.org's base directories)."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardvit" / "indexes"
-
-
 @dataclass(frozen=True)
 class Indexing:
     """Indexes tars, or reads the indexes of an earlier run."""

@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from data_shards.errors import UserError
-from data_shards.foreign.indexing import Indexed, Indexing, Tar, default_index_folder
+from data_shards.foreign.indexing import Indexed, Indexing, Tar
 from data_shards.foreign.tar import FoundLabels
 from data_shards.labels import LabelSpec
 from data_shards.shard_set import Damaged, Report, ShardSet, ShardsSpec
 from data_shards.store.location import is_local, local_path, shown
+from data_shards.tars.shard_index import default_index_folder
 from data_shards.text import parse_json
 
 if TYPE_CHECKING:

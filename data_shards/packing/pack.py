@@ -22,6 +22,7 @@ import os
 import shutil
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,11 +50,11 @@ from data_shards.packing.request import PackRequest
 from data_shards.packing.shard_plan import LABEL_SPECS, PackPlan, ShardPlan, class_numbers, make_plan, needed_bytes
 from data_shards.packing.shard_writer import plan_mark, read_digests, write_shards
 from data_shards.packing.split import read_holdout_list
-from data_shards.packing.work import ShardRecord, WorkFolder, open_work, work_path
+from data_shards.packing.work import ShardRecord, WorkFolder, open_work, unpacked_path, work_path
 from data_shards.processes import num_cores
 from data_shards.progress_line import Progress
 from data_shards.shard_set import Report
-from data_shards.sources import Source, open_source
+from data_shards.sources import Source, Unpacking, open_source
 from data_shards.sources.base import SplitName
 from data_shards.tars.tar_index import index_path
 from data_shards.text import parse_json, show_bytes
@@ -79,10 +80,28 @@ def pack(
     out = Path(out)
     if holdout_list is not None:
         if options.get("holdout") is not None:
-            raise UserError("holdout, holdout_list: give one of them, not both")
+            raise UserError("holdout, holdout_images, holdout_list: give one of them, not both")
         options["holdout"] = read_holdout_list(holdout_list, root=Path(source_spec).expanduser())
     request = PackRequest(**options)
-    source = open_source(source_spec, labels=request.labels, unfit=request.unreadable)
+    try:
+        result = _packed(source_spec, out, request, report)
+    finally:  # an attempt that left shards goes on with it
+        if not work_path(out).is_dir():
+            shutil.rmtree(unpacked_path(out), ignore_errors=True)
+    result = replace(result, seconds=time.monotonic() - start)
+    for line in result.lines(dropped=request.duplicates == "drop"):
+        report(line)
+    return result
+
+
+def _packed(source_spec: str, out: Path, request: PackRequest, report: Report) -> PackReport:
+    source = open_source(
+        source_spec,
+        labels=request.labels,
+        published=request.published,
+        unpacking=Unpacking(unpacked_path(out), report),
+        unfit=request.unreadable,
+    )
     content = {"version": PACK_VERSION, "request": request.as_json(source), "fingerprint": source.fingerprint()}
     reused = _is_taken(out)
     if reused:
@@ -94,10 +113,7 @@ def pack(
         counts = _pack(source, out, request, content, report)
     splits: tuple[SplitName, ...] = ("train", "val", "test")
     manifests = tuple(read_manifest(out / split) for split in splits if split == "train" or (out / split).is_dir())
-    result = PackReport(out, manifests, counts, reused, time.monotonic() - start)
-    for line in result.lines(dropped=request.duplicates == "drop"):
-        report(line)
-    return result
+    return PackReport(out, manifests, counts, reused, seconds=0.0)
 
 
 def _pack(source: Source, out: Path, request: PackRequest, content: dict[str, object], report: Report) -> Counts:

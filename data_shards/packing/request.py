@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Literal
 
 from data_shards.errors import UserError
 from data_shards.images.decode import PixelLimit
 from data_shards.packing.image import PACKED_LIMIT, Resize
-from data_shards.packing.split import Holdout, HoldoutList
-from data_shards.sources import LabelList, Source
+from data_shards.packing.split import Holdout, HoldoutCount, HoldoutList
+from data_shards.sources import LabelList, Published, Source
 
 DEFAULT_SAMPLES_PER_SHARD = 1000  # ImageNet: about 110 MB a shard, within the 0.1 to 1 GB that object stores like
 
@@ -21,8 +22,10 @@ class PackRequest:
 
     Args:
         labels: where the labels of a folder's images are, if not in the names of their folders.
+        published: where the other parts of a published set are.
         classes: pack these classes only, labelled 0, 1, ... in the order given.
-        holdout: the fraction of each class (of all images, if they have several labels) that becomes val, or a list.
+        holdout: the fraction of each class (of all images, if they have several labels) that becomes val,
+            a number of images, or a list.
         samples_per_shard: most images in a tar; 1000 unless `shard_size_bytes` is given.
         shard_size_bytes: most bytes of a tar, within one image; decided by the sizes of the source's files.
         pixel_limit: larger images count as unreadable, and are not decoded.
@@ -32,6 +35,7 @@ class PackRequest:
     """
 
     labels: LabelList | None = None
+    published: Published = field(default_factory=Published)
     classes: Sequence[str] | None = None
     holdout: Holdout | None = None
     samples_per_shard: int | None = None
@@ -60,6 +64,10 @@ class PackRequest:
         given: dict[str, object] = {
             "holdout_list": str(self.holdout) if listed else None,
             "labels": self.labels.as_json() if self.labels else None,
+            "val": _resolved(self.published.val),
+            "val_labels": _resolved(self.published.val_labels),
+            "cifar_labels": self.published.cifar_labels if self.published.cifar_labels != "fine" else None,
+            "holdout_images": self.holdout.num_images if isinstance(self.holdout, HoldoutCount) else None,
             "shard_size_bytes": self.shard_size_bytes,
             "resize": asdict(self.resize) if self.resize else None,
             "max_image_pixels": self.pixel_limit.pixels if self.pixel_limit != PACKED_LIMIT else None,
@@ -69,8 +77,12 @@ class PackRequest:
         return {
             "source": source.spec,
             "classes": None if self.classes is None else list(self.classes),
-            "holdout": None if listed else self.holdout,
+            "holdout": self.holdout if isinstance(self.holdout, float | int) else None,
             "samples_per_shard": self.samples_per_shard,
             "seed": self.seed,
             **{name: value for name, value in given.items() if value is not None},
         }
+
+
+def _resolved(path: Path | None) -> str | None:
+    return None if path is None else str(path.expanduser().resolve())

@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 from data_shards.errors import UserError
 from data_shards.labels import LabelSpec
 from data_shards.packing.request import PackRequest
-from data_shards.packing.split import hash_order, hold_out
+from data_shards.packing.split import HoldoutCount, hash_order, hold_out
 from data_shards.sources import ImageSet, Source
 from data_shards.sources.base import SplitName
 from data_shards.vocabulary import LabelKind
@@ -105,6 +106,8 @@ def make_plan(
     an unfit holdout, a split without images, and, for sources that refuse it, a class without images in a split.
     """
     chosen = _choose_classes(source, request.classes)
+    # A number of images, or a set without a held-out part of its own, need not have all classes in val.
+    empty = "report" if isinstance(request.holdout, HoldoutCount) else source.empty_classes
     new_label = np.full(len(source.classes) + 1, -1, dtype=np.int64)  # the last one for -1: no label
     new_label[[source.classes.index(name) for name in chosen]] = np.arange(len(chosen))
     parts: dict[SplitName, NDArray[np.int64]] = {}
@@ -125,7 +128,7 @@ def make_plan(
         if without is not None:
             indices = indices[~without[of_split][indices]]
         labels = new_label[images.labels[indices]]
-        notes += _check_counts(source, split, labels, chosen)
+        notes += _check_counts(source, split, labels, chosen, empty=empty)
         # Neighbours in a source are of one class; a shard, and so a shuffle window, should hold all of them.
         order = hash_order(images, indices, f"shuffle-{split}", request.seed)
         plans[split] = [
@@ -203,7 +206,14 @@ def _choose_classes(source: Source, classes: Sequence[str] | None) -> tuple[str,
     return tuple(classes)
 
 
-def _check_counts(source: Source, split: SplitName, labels: NDArray[np.int64], classes: tuple[str, ...]) -> list[str]:
+def _check_counts(
+    source: Source,
+    split: SplitName,
+    labels: NDArray[np.int64],
+    classes: tuple[str, ...],
+    *,
+    empty: Literal["refuse", "report"],
+) -> list[str]:
     """Notes on classes without images in this split, where that is allowed."""
     if not len(labels):
         raise UserError(f"{source.spec}: no image is left for split {split}; correct classes or the held-out choice")
@@ -211,7 +221,7 @@ def _check_counts(source: Source, split: SplitName, labels: NDArray[np.int64], c
     if counts.all():
         return []
     first = classes[int(counts.argmin())]
-    if source.empty_classes == "refuse":
+    if empty == "refuse":
         raise UserError(
             f"{source.spec}: the class {first!r} has no image in split {split}; leave it out with `classes`"
         )

@@ -1,7 +1,7 @@
-"""Which images are held out as split val: a fraction of each class, or those that a list names.
+"""Which images are held out as split val: a fraction of each class, a number of images, or those that a list names.
 
-A fraction is taken by sorting on a hash of (seed, where the image is from), as in `shard_plan`; it is a fraction of all
-images where they have several labels each.
+Fractions and numbers are taken by sorting on a hash of (seed, where the image is from), as in `shard_plan`; a fraction
+is one of all images where they have several labels each.
 """
 
 import hashlib
@@ -32,7 +32,18 @@ class HoldoutList:
         return f"{self.file.resolve()} ({self.digest})"
 
 
-Holdout = float | HoldoutList
+@dataclass(frozen=True)
+class HoldoutCount:
+    """So many images of all, whatever their classes: 51,200 of ImageNet-21k, in Google's code."""
+
+    num_images: int
+
+    def __post_init__(self) -> None:
+        if self.num_images < 1:
+            raise UserError(f"holdout_images: must be at least 1, not {self.num_images}")
+
+
+Holdout = float | HoldoutList | HoldoutCount
 
 
 def read_holdout_list(file: Path, *, root: Path) -> HoldoutList:
@@ -59,6 +70,8 @@ def hold_out(
         raise UserError(f"holdout: {source.spec} has a held-out split already; leave holdout out")
     if isinstance(holdout, HoldoutList):
         val = _listed(source, indices, holdout)
+    elif isinstance(holdout, HoldoutCount):
+        val = _count(source, indices, holdout, seed)
     else:
         val = _fraction(source, indices, holdout, seed)
     return {"train": np.setdiff1d(indices, val, assume_unique=True), "val": val}
@@ -96,6 +109,14 @@ def _fraction(source: Source, indices: NDArray[np.int64], fraction: float, seed:
         count = min(max(round(len(members) * fraction), 1), len(members) - 1)
         held.append(members[hash_order(images, members, "holdout", seed)[:count]])
     return np.sort(np.concatenate(held))
+
+
+def _count(source: Source, indices: NDArray[np.int64], holdout: HoldoutCount, seed: int) -> NDArray[np.int64]:
+    if holdout.num_images >= len(indices):
+        raise UserError(
+            f"holdout_images: {source.spec} has {len(indices):,} images, so {holdout.num_images:,} cannot be held out"
+        )
+    return np.sort(indices[hash_order(source.splits["train"], indices, "holdout", seed)[: holdout.num_images]])
 
 
 def _listed(source: Source, indices: NDArray[np.int64], holdout: HoldoutList) -> NDArray[np.int64]:

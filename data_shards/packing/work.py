@@ -141,6 +141,12 @@ def work_path(out: Path) -> Path:
     return resolved.parent / f".{resolved.name}.packing"
 
 
+def unpacked_path(out: Path) -> Path:
+    """`a/OUT` -> `a/.OUT.unpacked`, where gzipped archives are decompressed until OUT is complete."""
+    resolved = out.resolve()
+    return resolved.parent / f".{resolved.name}.unpacked"
+
+
 def _read_record(path: Path) -> ShardRecord | None:
     """None for a record that is not readable: its shard is made again."""
     try:

@@ -162,6 +162,12 @@ def walk_images(root: Path) -> list[str]:
     return _walk(root, "")[0]
 
 
+def walk_files(root: Path, *, start: str) -> list[str]:
+    """Paths of all files below ROOT/start, relative to `root`, without hidden ones."""
+    images, others = _walk(root, start)
+    return [*images, *others]
+
+
 def _walk(root: Path, start: str) -> tuple[list[str], list[str]]:
     """Images and other files below ROOT/start, depth first, each folder in code-point order."""
     all_images: list[str] = []

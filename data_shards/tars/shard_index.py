@@ -6,6 +6,7 @@ without pickle) loads in a millisecond and holds any key; `tar_index` has the te
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,6 +83,11 @@ class ShardIndex:
     @property
     def is_ascending(self) -> bool:
         return bool((np.diff(np.minimum(self.image_offset, self.label_offset)) > 0).all())
+
+
+def default_index_folder() -> Path:
+    """In the user's cache folder (freedesktop.org's base directories)."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardvit" / "indexes"
 
 
 def save_index(index: ShardIndex, path: Path, *, note: str = "") -> None:

@@ -23,7 +23,7 @@ _REGULAR = b"0\x007"
 _WITHOUT_DATA = b"123456"  # links, devices, folders: whatever their size says
 _ADLER_MODULUS = 65521
 _PAX = b"xX"
-_NO_TAR = "not a plain, uncompressed tar: there is no tar header at byte 0"
+_NO_TAR = "not a plain, uncompressed tar: there is no tar header at byte {}"
 _ZEROS = bytes(BLOCK_BYTES)
 
 
@@ -43,29 +43,33 @@ class TarDamage(ValueError):
         self.offset = offset
 
 
-def walk_tar(descriptor: int) -> Iterator[Member]:
-    """The regular files of an open tar, in order; raises TarDamage after the last member that could be read."""
-    num_bytes = os.fstat(descriptor).st_size
-    chunk, chunk_start = b"", 0
+def walk_tar(descriptor: int, *, start: int = 0, end: int | None = None) -> Iterator[Member]:
+    """The regular files of an open tar, in order; raises TarDamage after the last member that could be read.
+
+    The tar may be a part of the file, from byte `start` to before `end` (a tar that is a member of another one).
+    """
+    num_bytes = os.fstat(descriptor).st_size if end is None else end
+    chunk, chunk_start, tar_start = b"", 0, start
 
     def read(start: int, size: int) -> bytes:
         nonlocal chunk, chunk_start
         first = start - chunk_start
         if first < 0 or first + size > len(chunk):
-            chunk, chunk_start, first = os.pread(descriptor, max(size, _READ_BYTES), start), start, 0
+            most = min(max(size, _READ_BYTES), max(num_bytes - start, 0))
+            chunk, chunk_start, first = os.pread(descriptor, most, start), start, 0
         return chunk[first : first + size]
 
-    position = 0
+    position = tar_start
     every: dict[bytes, bytes] = {}  # pax records that hold for all that follow
     records: dict[bytes, bytes] = {}  # what headers before a member's own say of it, as pax has it
     while True:
         header = read(position, BLOCK_BYTES)
         if len(header) < BLOCK_BYTES:
-            if header and position == 0:
-                raise TarDamage(_NO_TAR, offset=0)
+            if header and position == tar_start:
+                raise TarDamage(_NO_TAR.format(tar_start), offset=tar_start)
             raise TarDamage(f"the tar is cut short at byte {num_bytes}, without an end marker", offset=num_bytes)
         if header == _ZEROS:
-            _check_tail(descriptor, position)
+            _check_tail(descriptor, position, end=num_bytes)
             return
         try:
             size = _size(header)
@@ -92,8 +96,8 @@ def walk_tar(descriptor: int) -> Iterator[Member]:
         except TarDamage:
             raise
         except ValueError as error:
-            if position == 0 and not header[257:262] == b"ustar":
-                raise TarDamage(_NO_TAR, offset=0) from None
+            if position == tar_start and not header[257:262] == b"ustar":
+                raise TarDamage(_NO_TAR.format(tar_start), offset=tar_start) from None
             raise TarDamage(
                 f"the tar is damaged (no readable header at byte {position}: {error})", offset=position
             ) from None
@@ -182,10 +186,10 @@ def _check_end(end: int, num_bytes: int, *, what: str) -> None:
         raise TarDamage(f"the tar is cut short at byte {num_bytes}, inside {what}", offset=num_bytes)
 
 
-def _check_tail(descriptor: int, position: int) -> None:
+def _check_tail(descriptor: int, position: int, *, end: int) -> None:
     """Only zeros may follow the end marker; otherwise part of the tar was lost, or two were joined."""
     start = position
-    while data := os.pread(descriptor, _TAIL_READ_BYTES, start):
+    while data := os.pread(descriptor, min(_TAIL_READ_BYTES, max(end - start, 0)), start):
         if data.count(0) != len(data):
             first = start + len(data) - len(data.lstrip(b"\0"))
             raise TarDamage(

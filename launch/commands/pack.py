@@ -29,10 +29,29 @@ def pack(
     class_names: Annotated[
         Path | None, Parameter(help="File with the names of class 0, 1, ... of --labels, one a line.")
     ] = None,
+    val: Annotated[
+        Path | None,
+        Parameter(
+            help="Published held-out images, if they do not lie beside SOURCE: ILSVRC2012_img_val.tar, a folder, or "
+            "VTAB's val200.txt."
+        ),
+    ] = None,
+    val_labels: Annotated[
+        Path | None,
+        Parameter(
+            help="Their classes: LOC_val_solution.csv, ILSVRC2012_devkit_t12.tar.gz, or a list of 'FILE CLASS' lines."
+        ),
+    ] = None,
+    superclasses: Annotated[
+        bool, Parameter(negative="", help="CIFAR-100's 20 superclasses instead of its 100 classes.")
+    ] = False,
     classes: Annotated[
         str | None, Parameter(help="Only these classes, comma separated; they get labels 0, 1, ...")
     ] = None,
     holdout: Annotated[float | None, Parameter(help="Share of each class kept apart as the split 'val'.")] = None,
+    holdout_images: Annotated[
+        int | None, Parameter(help="Number of images kept apart as 'val' instead, whatever their classes.")
+    ] = None,
     holdout_list: Annotated[
         Path | None, Parameter(help="File with the paths of the images kept apart as 'val', one a line.")
     ] = None,
@@ -61,10 +80,12 @@ def pack(
 ) -> int:
     """Pack images into WebDataset shards with a manifest.
 
-    SOURCE is a folder of class folders (or train/, val/ and test/ of them), any
-    folder with --labels, a folder with the four IDX files of MNIST or
-    Fashion-MNIST, "fashion-mnist" for the ones that Debian installs, or
-    "digits" for scikit-learn's digits. OUT gets a folder for each split.
+    SOURCE is a folder of class folders (or train/, val/ and test/ of them), a
+    tar of such folders, any folder with --labels, a folder with the four IDX
+    files of MNIST or Fashion-MNIST, "fashion-mnist" for the ones that Debian
+    installs, or "digits" for scikit-learn's digits. Also an archive of
+    ImageNet, CIFAR, Pets, Flowers or VTAB as published, or the folder that
+    holds its files under their published names. OUT gets a folder for each split.
 
     All images are decoded once: one that cannot be read ends the command,
     which then names all such images. Killed or stopped at any moment, the same
@@ -81,6 +102,15 @@ def pack(
 
         shardvit pack digits shards/digits --classes 0,1,2,3,4,5,6 --holdout 0.2
 
+        shardvit pack ILSVRC2012_img_train.tar out --val ILSVRC2012_img_val.tar --val-labels LOC_val_solution.csv
+
+        shardvit pack winter21_whole.tar.gz shards/imagenet21k --holdout-images 51200
+
+        shardvit pack cifar-10-python.tar.gz shards/cifar10
+
+    Tars are read in place. A .tar.gz is decompressed once, beside OUT, and that
+    copy is removed at the end.
+
     photos.csv begins with the line "path,label"; a line is "a/1.jpg,cat", or
     "a/2.jpg,cat|dog" where images have several labels. JSONL has the same as
     {"path": "a/2.jpg", "label": ["cat", "dog"]}. Paths are relative to SOURCE,
@@ -88,9 +118,12 @@ def pack(
     """
     from data_shards.packing.image import DEFAULT_QUALITY, Resize
     from data_shards.packing.pack import pack as pack_images
-    from data_shards.sources import LabelList
+    from data_shards.packing.split import HoldoutCount
+    from data_shards.sources import LabelList, Published
 
     go_on()
+    if holdout is not None and holdout_images is not None:
+        raise UserError("--holdout, --holdout-images: give one of them, not both")
     if labels is None and (path_column, label_column, class_names) != (None, None, None):
         raise UserError(
             "--path-column, --label-column, --class-names: they describe the file of --labels; give that too"
@@ -104,7 +137,8 @@ def pack(
         if labels is None
         else LabelList(labels, path_column or "path", label_column or "label", class_names),
         classes=[name.strip() for name in classes.split(",")] if classes else None,
-        holdout=holdout,
+        published=Published(val, val_labels, "coarse" if superclasses else "fine"),
+        holdout=holdout if holdout_images is None else HoldoutCount(holdout_images),
         holdout_list=holdout_list,
         samples_per_shard=samples_per_shard,
         shard_size_bytes=size_bytes("--shard-size", shard_size),

@@ -167,9 +167,9 @@ def test_missing_empty_and_file(tmp_path: Path):
         open_source(str(tmp_path / "nowhere"))
     with pytest.raises(UserError, match="the folder is empty"):
         open_source(str(tmp_path))
-    touch(tmp_path, "a.tar")
-    with pytest.raises(UserError, match=r"a\.tar: this is a file"):
-        open_source(str(tmp_path / "a.tar"))
+    touch(tmp_path, "a.zip")
+    with pytest.raises(UserError, match=r"a\.zip: this is a file"):
+        open_source(str(tmp_path / "a.zip"))
 
 
 def test_fingerprint_sees_a_new_file_a_new_size_and_a_new_name(tmp_path: Path):
