@@ -11,7 +11,7 @@ from typing import Annotated, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from model.variants import ResnetSizes, VitSizes, parse_variant, resnet_stride
-from model.vocabulary import Gelu, Interpolation, Pool, PositionAt, PositionKind
+from model.vocabulary import ClassTokenPosition, Gelu, Interpolation, Pool, PositionAt, PositionKind
 
 Width = Annotated[int, Field(gt=0, le=2**16)]
 Depth = Annotated[int, Field(gt=0, le=1000)]
@@ -21,7 +21,10 @@ WidthFactor = Annotated[int, Field(gt=0, le=64)]
 
 _MOST_WEIGHTS = 10**12
 _SIZES = ("width", "depth", "heads", "mlp_dim", "patch_size", "resnet_layers", "resnet_width_factor")
-OF_TRANSFORMERS = ("pool", "position", "position_at", "layer_scale", "gelu", "layer_norm_eps", "interpolation")
+OF_TRANSFORMERS = (
+    *("pool", "position", "position_at", "class_token_position"),
+    *("layer_scale", "gelu", "layer_norm_eps", "interpolation"),
+)
 """Fields beside the sizes, which a pure ResNet does not have."""
 
 
@@ -45,6 +48,9 @@ class ModelConfig(BaseModel):
     pool: Pool = "cls"
     position: PositionKind = "learned_1d"  # as in the ViT paper's Table 8; sincos_2d: big_vision's fixed one
     position_at: PositionAt = "stem"  # where a learned one is added: once, or before each block (one for all, or each)
+    # learned: positions have a vector for the class token too (the paper, vision_transformer); none: they are added to
+    # the patches alone (big_vision; timm's no_embed_class), where Adam moves one parameter in place of a sum of two
+    class_token_position: ClassTokenPosition = "learned"
     layer_scale: float | None = Field(default=None, gt=0)  # initial factor on each branch (CaiT, arXiv 2103.17239)
     gelu: Gelu = "tanh"  # flax's default and so Google's; erf is torch's, timm's and transformers'
     layer_norm_eps: float = Field(default=1e-6, gt=0)  # flax's default; transformers writes 1e-12
@@ -98,6 +104,15 @@ class ModelConfig(BaseModel):
                 f"position_at {self.position_at} is for position learned_1d and learned_2d (ViT paper, Table 8), "
                 f"not for {self.position}: leave it out"
             )
+        if self.class_token_position == "none" and self.pool != "cls":
+            raise ValueError(
+                f"class_token_position means nothing to pool {self.pool}, which has no class token: leave it out"
+            )
+        if self.class_token_position == "none" and self.position not in ("learned_1d", "learned_2d"):
+            raise ValueError(
+                f"class_token_position means nothing to position {self.position}, which adds nothing to the class "
+                "token anyway: leave it out"
+            )
         if self.position == "sincos_2d" and sizes.width % 4:
             raise ValueError(f"position sincos_2d needs a width that 4 divides, not {sizes.width}")
         if self.position == "learned_2d" and sizes.width % 2:
@@ -136,6 +151,11 @@ class ModelConfig(BaseModel):
             return sizes
         assert self.resnet_layers is not None  # held by the validator
         return ResnetSizes(self.resnet_layers, self.resnet_width_factor or 1)
+
+    @property
+    def class_token_rows(self) -> int:
+        """Vectors of a learned position embedding that are the class token's, before those of the patches: 0 or 1."""
+        return int(self.pool == "cls" and self.class_token_position == "learned")
 
     @property
     def num_features(self) -> int:

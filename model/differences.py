@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from model.variants import HYBRIDS, VARIANTS, VitSizes, resnet_stride
-from model.vocabulary import HeadKind, Pool
+from model.vocabulary import ClassTokenPosition, HeadKind, Pool
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,6 +33,7 @@ class StateSizes:
     grid_size: int | None  # None without `pos_embed`
     num_classes: int  # 0 without a head
     head: HeadKind
+    class_token_position: ClassTokenPosition = "learned"
 
     def in_words(self) -> str:
         """The sizes that make the trunk, as a user would give them."""
@@ -75,6 +76,7 @@ def read_sizes(shapes: Mapping[str, Shape], *, origin: str) -> StateSizes:
         grid_size=_grid_size(shapes, origin=origin),
         num_classes=head[0] if head else 0,
         head="mlp" if "head.logits.weight" in shapes else "linear",
+        class_token_position="none" if "cls_token" in shapes and _is_of_patches(shapes.get("pos_embed")) else "learned",
     )
 
 
@@ -136,6 +138,11 @@ def _what_would_fix_it(found: Mapping[str, Shape], expected: Mapping[str, Shape]
         )
     if file.pool != model.pool:
         fixes.append(f"The file pools by {file.pool}, the model by {model.pool}: give pool {file.pool}.")
+    if file.class_token_position != model.class_token_position:
+        fixes.append(
+            f"The file's class_token_position is {file.class_token_position}, the model's "
+            f"{model.class_token_position}: give the file's."
+        )
     if file.layer_scale != model.layer_scale:
         fixes.append(
             "The file has layer scale (blocks.*.ls1, ls2), the model has none: give layer_scale."
@@ -186,7 +193,8 @@ def _grid_size(shapes: Mapping[str, Shape], *, origin: str) -> int | None:
     if "pos_embed" not in shapes:
         return None
     shape = shapes["pos_embed"]
-    num_patches = shape[1] - ("cls_token" in shapes) if len(shape) == 3 else 0
+    of_class_token = "cls_token" in shapes and not _is_of_patches(shape)
+    num_patches = shape[1] - of_class_token if len(shape) == 3 else 0
     grid_size = math.isqrt(max(0, num_patches))
     if grid_size == 0 or grid_size**2 != num_patches:
         raise ValueError(
@@ -194,6 +202,11 @@ def _grid_size(shapes: Mapping[str, Shape], *, origin: str) -> int | None:
             "models of square images can be read"
         )
     return grid_size
+
+
+def _is_of_patches(shape: Shape | None) -> bool:
+    """Whether position embeddings have a vector for each patch of a square grid and no more (no square follows one)."""
+    return shape is not None and len(shape) == 3 and math.isqrt(shape[1]) ** 2 == shape[1]
 
 
 def _resnet_layers(shapes: Mapping[str, Shape]) -> tuple[int, ...] | None:

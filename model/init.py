@@ -1,7 +1,8 @@
-"""Initial weights of every model of this project, reproducible from one seed: Google's values, or timm's.
+"""Initial weights of every model of this project, reproducible from one seed: Google's values (two sets), or timm's.
 
-Google's are from google-research/vision_transformer `models_vit.py` and `models_resnet.py`, big_vision `models/vit.py`
-(attention pooling), big_transfer `bit_jax/models.py` (pure ResNets), and flax's defaults. timm's own "jax" init applies
+google: google-research/vision_transformer `models_vit.py` and `models_resnet.py`, big_vision `models/vit.py` (attention
+pooling), big_transfer `bit_jax/models.py` (pure ResNets), and flax's defaults. big_vision: the same but for learned
+positions, of deviation 1 / sqrt(D) there (0.036 for B) in place of 0.02. timm's own "jax" init applies
 Xavier to the fused q/k/v matrix (3D x D), whose bound is sqrt(2) too small for each D x D part.
 Each parameter has a random stream from (seed, its name), whatever the device and the other parameters: models with
 different heads start from the same trunk. Costs a second for B/16, about 10 for H/14.
@@ -39,7 +40,7 @@ def initialise(model: nn.Module, *, seed: int, head_bias: float = 0.0, style: In
     layer starts at zero, timm's (`timm_value`) does not. Raises ValueError if the model has a parameter that this
     project's models do not have.
     """
-    value_of = {"google": google_value, "timm": timm_value}[style]
+    value_of = {"google": google_value, "big_vision": big_vision_value, "timm": timm_value}[style]
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             generator = torch.Generator().manual_seed(_stream_seed(seed, name))
@@ -109,6 +110,21 @@ def google_value(name: str, value: Tensor, *, model: nn.Module, generator: torch
             return value
         case _:
             raise ValueError(f"no initial value is defined for the parameter {name!r} of shape {tuple(value.shape)}")
+
+
+def big_vision_value(name: str, value: Tensor, *, model: nn.Module, generator: torch.Generator) -> Tensor:
+    """Fill `value` with big_vision's initial value of a parameter: arguments and errors are those of `google_value`.
+
+    Only learned positions differ (models/vit.py, get_posemb). Those of columns and rows, which it does not have, take
+    the deviation of the whole token.
+    """
+    match name.split("."):
+        case ["pos_embed"] | ["position", "tables", _, "embedding" | "prefix"]:
+            return value.normal_(std=value.shape[-1] ** -0.5, generator=generator)
+        case ["position", "tables", _, "column" | "row"]:
+            return value.normal_(std=(2 * value.shape[-1]) ** -0.5, generator=generator)
+        case _:
+            return google_value(name, value, model=model, generator=generator)
 
 
 def timm_value(name: str, value: Tensor, *, model: nn.Module, generator: torch.Generator) -> Tensor:

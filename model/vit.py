@@ -3,7 +3,8 @@
 What is set and why (the paper leaves most of it to google-research/vision_transformer, `models_vit.py`):
 - GELU in its tanh form: flax's default. timm's, torchvision's and HF's default is the erf form.
 - LayerNorm epsilon 1e-6: flax's default. torch's is 1e-5.
-- class token first, then one learned 1-D position embedding added to all 1 + N; q, k, v and out have biases.
+- class token first, then one learned 1-D position embedding added to all 1 + N (with class_token_position none to
+  the N patches, as big_vision); q, k, v and out have biases.
 - dropout after that addition, after the attention's output projection, after the GELU and after the MLP;
   never on attention probabilities or on the pooled features.
 - final LayerNorm over all tokens, then the pooling: the class token or, without one, the mean of the normed tokens
@@ -140,6 +141,8 @@ def timm_arguments(config: ModelConfig, *, image_size: int) -> dict[str, Any]:
     }
     if config.pool == "gap":
         arguments["fc_norm"] = False  # norm the tokens, then take their mean
+    if config.class_token_position == "none":
+        arguments["no_embed_class"] = True
     if config.layer_scale is not None:
         arguments["init_values"] = config.layer_scale
     if config.position != "learned_1d" or config.position_at != "stem":

@@ -7,7 +7,7 @@
 
 google's crops are smaller: of 375 x 500 pixels and areas from 0.05 to 1 they take 0.343 of the image on average; the
 other's 0.417 (square images 0.374 and 0.466, 500 x 333 pixels 0.295 and 0.374). Compared with TensorFlow 2.21's own op
-over 100,000 boxes for each of six shapes: `launch/bench/records/crop_law.txt`.
+over 100,000 boxes for each of six shapes: `launch/bench/records/google_path.txt`.
 
 Both take their numbers from the sample's draws, so a sample's crop does not depend on who draws it. Cost: 3 µs.
 """

@@ -140,9 +140,9 @@ def _relative(sizes: VitSizes, *, tokens: int) -> Cost:
 def _position_parameters(config: ModelConfig, *, patches: int) -> int:
     """Those that are added to tokens; relative positions belong to the blocks."""
     sizes = config.sizes
-    prefix = int(config.pool == "cls")
+    prefix = config.class_token_rows
     match config.position:
-        case "learned_1d":  # one row for each token
+        case "learned_1d":  # one row for each token that has one
             once = (prefix + patches) * sizes.width
         case "learned_2d":  # half the width from the row, half from the column
             once = prefix * sizes.width + 2 * math.isqrt(patches) * (sizes.width // 2)

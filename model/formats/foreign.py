@@ -14,9 +14,10 @@ from pydantic import ValidationError
 
 from model.config import ModelConfig
 from model.differences import StateSizes, read_sizes, shapes_of, variant_of
+from model.formats.library import move_class_row
 from model.saved import SavedModelMeta, first_mistake
 from model.variants import VARIANTS, VitSizes
-from model.vocabulary import Gelu, HeadKind, Interpolation, LossKind, PositionKind
+from model.vocabulary import ClassTokenPosition, Gelu, HeadKind, Interpolation, LossKind, PositionKind
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -102,6 +103,8 @@ def of_shapes(
             "is incomplete, or import the folder that shardvit saved, or the file with its record FILE.json beside it"
         )
     config, notes = config_of(sizes, semantics=semantics, given=given, origin=origin)
+    if config.class_token_position != sizes.class_token_position:
+        state = move_class_row(state, config=config)
     return Foreign(
         format=format,
         state=state,
@@ -127,6 +130,7 @@ class Semantics:
     heads: int | None = None
     layer_scale: float | None = None
     position: PositionKind | None = None
+    class_token_position: ClassTokenPosition | None = None  # None: as the shapes have it
 
 
 def lost_blocks(sizes: VitSizes) -> str | None:
@@ -150,6 +154,8 @@ def config_of(
     of heads is not known, or the user's is not the file's.
     """
     pool_and_scale: dict[str, Any] = {"pool": sizes.pool}
+    if (semantics.class_token_position or sizes.class_token_position) == "none":
+        pool_and_scale["class_token_position"] = "none"
     if sizes.layer_scale:
         pool_and_scale["layer_scale"] = semantics.layer_scale or _LAYER_SCALE
     told: dict[str, Any] = {

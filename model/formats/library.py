@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -50,6 +51,30 @@ def add_qkv_biases(state: dict[str, Tensor]) -> list[str]:
     for name in weights:
         state[name.replace(".weight", ".bias")] = state[name].new_zeros(state[name].shape[0])
     return ["q, k and v have no biases: they became zeros, which training would move"]
+
+
+def move_class_row(state: Mapping[str, Tensor], *, config: ModelConfig) -> dict[str, Tensor]:
+    """Position embeddings of N or 1 + N rows -> with as many for the class token as `config` has; the same logits.
+
+    A missing row becomes zeros; one too many is added to the token itself, in float32, as big_vision does to files.
+    """
+    from torch.nn import functional
+
+    state = dict(state)
+    if "cls_token" not in state or "pos_embed" not in state:
+        return state
+    has_row = math.isqrt(state["pos_embed"].shape[1]) ** 2 != state["pos_embed"].shape[1]
+    if config.class_token_rows and not has_row:
+        state["pos_embed"] = functional.pad(state["pos_embed"], (0, 0, 1, 0))
+    elif has_row and not config.class_token_rows:
+        of_class, state["pos_embed"] = (part.float() for part in state["pos_embed"].tensor_split([1], dim=1))
+        state["cls_token"] = state["cls_token"].float() + of_class
+    return state
+
+
+def with_class_row(state: Mapping[str, Tensor], *, config: ModelConfig) -> dict[str, Tensor]:
+    """The same where every class token has a position: zeros for one that has none."""
+    return move_class_row(state, config=config.model_copy(update={"class_token_position": "learned"}))
 
 
 def plain_vit_objection(config: ModelConfig, *, whose: str) -> str | None:

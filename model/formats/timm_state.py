@@ -116,15 +116,8 @@ def _refuse_unknown_parts(state: dict[str, Tensor], *, origin: str) -> None:
 
 def _completed(state: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
     """The model with the tensors that ours has besides, all zero (what timm leaves out on request), and notes."""
-    import torch
-
     state = dict(state)
-    notes = add_qkv_biases(state)
-    positions = state.get("pos_embed")
-    if "cls_token" in state and positions is not None and round(positions.shape[1] ** 0.5) ** 2 == positions.shape[1]:
-        state["pos_embed"] = torch.cat([positions.new_zeros(1, 1, positions.shape[2]), positions], dim=1)
-        notes.append("the class token has no position embedding (no_embed_class): it got a row of zeros")
-    return state, notes
+    return state, add_qkv_biases(state)
 
 
 def _built_by_timm(content: dict[str, Any], *, origin: str) -> VisionTransformer:

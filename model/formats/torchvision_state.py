@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from model.config import ModelConfig
 from model.formats.foreign import IMAGENET_MEAN, IMAGENET_STD, Foreign, Semantics, of_shapes
-from model.formats.library import Names, plain_vit_objection
+from model.formats.library import Names, plain_vit_objection, with_class_row
 from model.saved import SavedModelMeta
 
 if TYPE_CHECKING:
@@ -90,6 +90,7 @@ def write_torchvision_state(path: Path, state: Mapping[str, Tensor], *, meta: Sa
     """Write the state dict, renamed, with `torch.save`; `torchvision_objection(meta)` is None."""
     import torch
 
+    state = with_class_row(state, config=meta.model)
     renamed = {_NAMES.theirs(name).replace("heads.logits.", "heads.head."): value for name, value in state.items()}
     torch.save({name: value.detach().cpu().contiguous() for name, value in renamed.items()}, path)
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from model.config import ModelConfig
 from model.formats.foreign import GOOGLE_MEAN, GOOGLE_STD, Foreign, Semantics, of_shapes
-from model.formats.library import Names, add_qkv_biases, plain_vit_objection
+from model.formats.library import Names, add_qkv_biases, plain_vit_objection, with_class_row
 from model.formats.record import read_side_record
 from model.formats.weights_file import load_folder_weights, read_json
 from model.saved import CONFIG_FILE, WEIGHTS_FILE, SavedModelMeta, write_json, write_safetensors
@@ -106,6 +106,7 @@ def read_transformers_folder(folder: Path, *, content: dict[str, Any], config: M
         layer_norm_eps=float(content["layer_norm_eps"]),
         interpolation=record.model.interpolation if record else "timm",  # config.json has no place for it
         heads=int(content["num_attention_heads"]),
+        class_token_position=record.model.class_token_position if record else None,  # nor for this
     )
     foreign = _read(load_folder_weights(folder), semantics=semantics, config=config, origin=origin)
     changes: dict[str, Any] = {"format": "transformers folder"}
@@ -126,7 +127,7 @@ def transformers_objection(meta: SavedModelMeta) -> str | None:
 
 def write_transformers_folder(folder: Path, state: Mapping[str, Tensor], *, meta: SavedModelMeta) -> None:
     """Write the three files into an empty `folder`; `transformers_objection(meta)` is None."""
-    write_safetensors(folder / WEIGHTS_FILE, _to_transformers(state))
+    write_safetensors(folder / WEIGHTS_FILE, _to_transformers(with_class_row(state, config=meta.model)))
     write_json(folder / CONFIG_FILE, _config_json(meta))
     write_json(folder / PREPROCESSOR_FILE, _preprocessor_json(meta))
 

@@ -2,7 +2,7 @@
 
 - learned_1d: a vector for each token.
 - learned_2d: vectors of half the width for each column and row; a patch has its column's, then its row's. The class
-  token is on no grid and has its own.
+  token is on no grid and has its own; with class_token_position none it has none, of either kind.
 - sincos_2d: big_vision's fixed form (`models/vit.py`, after MoCo v3, arXiv 2104.02057); nothing for the class token.
 - none, and relative (`model.positions.relative_attention`): nothing is added to tokens.
 
@@ -17,6 +17,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from model.config import ModelConfig
 from model.vocabulary import PositionAt
@@ -25,19 +26,19 @@ SINCOS_TEMPERATURE = 10_000.0  # big_vision, models/vit.py
 
 
 class Learned1d(nn.Module):
-    """Adds `embedding` [1, T, D] to tokens [B, T, D]."""
+    """Adds `embedding` [1, T, D] to the last T tokens of [B, T or more, D]."""
 
     def __init__(self, num_tokens: int, width: int) -> None:
         super().__init__()
         self.embedding = nn.Parameter(torch.zeros(1, num_tokens, width))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return tokens + self.embedding
+        return tokens + _behind_others(self.embedding, tokens)
 
 
 class Learned2d(nn.Module):
-    """Adds to each patch of a square grid its `column`, then its `row` (both [grid_size, D/2]), and to the tokens
-    before them `prefix` [P, D] (None if there are none)."""
+    """Adds to each patch of a square grid its `column`, then its `row` (both [grid_size, D/2]), and to the
+    `num_prefix_tokens` before them `prefix` [P, D] (None if there are none); nothing to tokens before these."""
 
     def __init__(self, grid_size: int, width: int, *, num_prefix_tokens: int) -> None:
         super().__init__()
@@ -52,7 +53,12 @@ class Learned2d(nn.Module):
         embedding = torch.cat([columns, rows], dim=-1).flatten(0, 1)
         if self.prefix is not None:
             embedding = torch.cat([self.prefix, embedding])
-        return tokens + embedding
+        return tokens + _behind_others(embedding[None], tokens)
+
+
+def _behind_others(embedding: Tensor, tokens: Tensor) -> Tensor:
+    """[1, t, D] with rows of zeros before it, one for each token [B, T, D] that has no position."""
+    return functional.pad(embedding, (0, 0, tokens.shape[1] - embedding.shape[1], 0))
 
 
 class SinCos2d(nn.Module):
@@ -98,7 +104,7 @@ class Position(nn.Module):
 
 
 def make_position(config: ModelConfig, *, grid_size: int, num_prefix_tokens: int, depth: int) -> Position:
-    """The position embedding for a square grid of patches behind `num_prefix_tokens` other tokens.
+    """The position embedding for a square grid of patches behind `num_prefix_tokens` other tokens (the class token).
 
     State: `tables.N.embedding`, or `tables.N.{column,row,prefix}`; N is 0, up to `depth` - 1 for "every_layer".
     """
@@ -107,9 +113,9 @@ def make_position(config: ModelConfig, *, grid_size: int, num_prefix_tokens: int
     def table() -> nn.Module | None:
         match config.position:
             case "learned_1d":
-                return Learned1d(num_prefix_tokens + grid_size**2, width)
+                return Learned1d(config.class_token_rows + grid_size**2, width)
             case "learned_2d":
-                return Learned2d(grid_size, width, num_prefix_tokens=num_prefix_tokens)
+                return Learned2d(grid_size, width, num_prefix_tokens=config.class_token_rows)
             case "sincos_2d":
                 return SinCos2d(grid_size, width, num_prefix_tokens=num_prefix_tokens)
             case "relative" | "none":

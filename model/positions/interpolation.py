@@ -105,7 +105,7 @@ def resize_state(
         else:  # [1, P + grid^2, D]
             _check_grid(name, tensor, grid_size=old, config=config)
             grids = {"new_grid": (new, new), "old_grid": (old, old)}
-            prefix = int(config.pool == "cls")
+            prefix = config.class_token_rows
             resized[name] = interpolate_pos_embed(
                 tensor, **grids, num_prefix_tokens=prefix, kernel=config.interpolation
             )
@@ -122,7 +122,7 @@ def _learned_names(config: ModelConfig) -> list[str]:
 
 
 def _check_grid(name: str, tensor: Tensor, *, grid_size: int, config: ModelConfig) -> None:
-    num_prefix_tokens = int(config.pool == "cls")
+    num_prefix_tokens = config.class_token_rows
     patches = tensor.shape[1] - num_prefix_tokens if tensor.ndim == 3 else -1
     side = math.isqrt(patches) if patches > 0 else 0
     if side**2 != patches:

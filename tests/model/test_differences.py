@@ -108,5 +108,5 @@ def test_of_a_resnet_only_the_numbers_are_said() -> None:
 
 
 def test_a_grid_that_is_not_square_is_said() -> None:
-    found = _shapes() | {"pos_embed": (1, 1 + 35, 48)}
-    assert "35 patches are no square grid" in _fix(found, _shapes())[0]
+    found = _shapes() | {"pos_embed": (1, 1 + 34, 48)}
+    assert "34 patches are no square grid" in _fix(found, _shapes())[0]

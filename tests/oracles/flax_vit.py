@@ -59,14 +59,26 @@ def _relative_attention(table: jax.Array, query: jax.Array, key: jax.Array, valu
 
 
 class FlaxPosition(nn.Module):
-    """Adds what is learned: a vector for each token, or for each column and each row of the patches' grid."""
+    """Adds what is learned: a vector for each token, or for each column and each row of the patches' grid.
+
+    `of_patches`: the tokens before the patches are set aside meanwhile.
+    """
 
     kind: Literal["learned_1d", "learned_2d"]
     grid: int
+    of_patches: bool
+    deviation: float = 0.02
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        draw, width = nn.initializers.normal(stddev=0.02), x.shape[2]
+        draw, width = nn.initializers.normal(stddev=self.deviation), x.shape[2]
+        others = x[:, : x.shape[1] - self.grid**2]
+        if self.of_patches:
+            x = x[:, others.shape[1] :]
+        x = self.added(x, draw, width)
+        return jnp.concatenate([others, x], axis=1) if self.of_patches else x
+
+    def added(self, x: jax.Array, draw: Any, width: int) -> jax.Array:
         if self.kind == "learned_1d":
             return x + self.param("embedding", draw, (1, x.shape[1], width))
         column = self.param("column", draw, (self.grid, width // 2))
@@ -106,6 +118,8 @@ class FlaxVit(nn.Module):
     gelu: Literal["tanh", "erf"] = "tanh"
     head_bias: float = 0.0
     position_at: Literal["stem", "every_layer", "every_layer_shared"] = "stem"
+    class_token_position: Literal["learned", "none"] = "learned"
+    position_deviation: float = 0.02
 
     @nn.compact
     def __call__(self, images: jax.Array) -> jax.Array:
@@ -119,9 +133,13 @@ class FlaxVit(nn.Module):
             cls = self.param("cls_token", nn.initializers.zeros, (1, 1, self.width))
             x = jnp.concatenate([jnp.tile(cls, (x.shape[0], 1, 1)), x], axis=1)
         # one table, or one for each layer; none if nothing is learned
+        of_patches = self.class_token_position == "none"
         learned = self.position in ("learned_1d", "learned_2d")
         number = (self.depth if self.position_at == "every_layer" else 1) if learned else 0
-        tables = [FlaxPosition(self.position, grid, name=f"position{i}") for i in range(number)]
+        tables = [
+            FlaxPosition(self.position, grid, of_patches, self.position_deviation, name=f"position{i}")
+            for i in range(number)
+        ]
         if tables and self.position_at == "stem":
             x = tables[0](x)
         for i in range(self.depth):

@@ -58,6 +58,15 @@ def test_positions_of_the_papers_table_8(
     _compare(measured, f"positions: {position} at {at}", config, head="linear")
 
 
+@pytest.mark.parametrize(
+    ("position", "at"), [("learned_1d", "stem"), ("learned_2d", "stem"), ("learned_1d", "every_layer")]
+)
+def test_a_class_token_without_position(position: PositionKind, at: PositionAt, measured: Measured) -> None:
+    """big_vision's: positions are added to the patches."""
+    config = ModelConfig(**SIZES, position=position, position_at=at, class_token_position="none")
+    _compare(measured, f"class token without position: {position} at {at}", config, head="linear")
+
+
 def _compare(measured: Measured, semantic: str, config: ModelConfig, *, head: HeadKind) -> None:
     model = randomise(build_vit(config, image_size=24, num_classes=CLASSES, head=head), token_scale=SMALL_TOKENS)
     generator = torch.Generator().manual_seed(2)
@@ -68,7 +77,17 @@ def _compare(measured: Measured, semantic: str, config: ModelConfig, *, head: He
     (logits * weights).sum().backward()
 
     theirs = FlaxVit(
-        48, DEPTH, HEADS, 80, 4, head, config.pool, config.position, config.gelu, position_at=config.position_at
+        48,
+        DEPTH,
+        HEADS,
+        80,
+        4,
+        head,
+        config.pool,
+        config.position,
+        config.gelu,
+        position_at=config.position_at,
+        class_token_position=config.class_token_position,
     )
     parameters = to_flax(dict(model.named_parameters()), depth=DEPTH, heads=HEADS)
     pixels = jnp.asarray(images.numpy().transpose(0, 2, 3, 1))

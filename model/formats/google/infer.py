@@ -6,7 +6,6 @@ always do (tanh GELU, epsilon 1e-6, their interpolation), except a resolution wi
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
 
@@ -51,7 +50,7 @@ def infer_model(shapes: Mapping[str, Shape], *, layout: NpzLayout, said: Said = 
         ours["pos_embed"] = _axes(shapes, layout.position, count=3)
     if "head/kernel" in shapes:
         ours["head.weight"] = _axes(shapes, "head/kernel", count=2)[::-1]
-    sizes = read_sizes(with_class_row(ours), origin="it")
+    sizes = read_sizes(ours, origin="it")
     semantics = Semantics("tanh", 1e-6, "google", heads=heads, position=None if layout.position else said.position)
     config, notes = config_of(sizes, semantics=semantics, given=None, origin="it")
     if said.depth is None and (lost := lost_blocks(config.sizes)):
@@ -87,15 +86,6 @@ def infer_model(shapes: Mapping[str, Shape], *, layout: NpzLayout, said: Said = 
         headless=headless,
         notes=notes,
     )
-
-
-def with_class_row(shapes: Mapping[str, Shape]) -> dict[str, Shape]:
-    """Position embeddings counted as ours are, class token included: big_vision has none for it."""
-    counted = dict(shapes)
-    position = counted.get("pos_embed", ())
-    if "cls_token" in counted and len(position) == 3 and math.isqrt(position[1]) ** 2 == position[1]:
-        counted["pos_embed"] = (position[0], position[1] + 1, position[2])
-    return counted
 
 
 def _axes(shapes: Mapping[str, Shape], name: str, *, count: int) -> Shape:

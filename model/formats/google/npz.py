@@ -1,8 +1,9 @@
 """Google's npz files, of google-research/vision_transformer and of google-research/big_vision: reading and writing.
 
 Reading costs the model in float32 plus one array; names and shapes are compared with our model's before a weight is
-read. Writing costs one array. A file comes back bit for bit, but big_vision's class token takes up its position
-embedding, for which there is no place. Optimiser states are left out; BiT's own files are not read.
+read. Writing costs one array. A file comes back bit for bit. vision_transformer's class token has a position embedding,
+big_vision's has none: in a file of the other code base a model has a row of zeros, or its token takes the row up.
+Optimiser states are left out; BiT's own files are not read.
 """
 
 from __future__ import annotations
@@ -15,13 +16,12 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from model.build import build_model
 from model.differences import Shape, describe_differences, first_difference, shapes_of
 from model.formats.foreign import NOTHING_SAID, Foreign, Said, of_record
 from model.formats.google.archive import NpzReader, write_npz
-from model.formats.google.infer import infer_model, with_class_row
+from model.formats.google.infer import infer_model
 from model.formats.google.names import (
     BIG_VISION,
     VISION_TRANSFORMER,
@@ -32,6 +32,7 @@ from model.formats.google.names import (
     slots_of,
     to_google,
 )
+from model.formats.library import move_class_row, with_class_row
 from model.formats.record import read_side_record, write_side_record
 from model.replacing import replaced_file
 from model.saved import SavedModelMeta, check_state
@@ -72,8 +73,10 @@ def write_google_npz(path: Path, state: Mapping[str, Tensor], *, meta: SavedMode
         raise ValueError(f"{path} cannot be written with {names}'s names: {objection}")
     check_state(state, meta=meta, says=f"{path} is not written: the weights are not those of the model")
     layout = _LAYOUTS[names] if meta.model.position == "learned_1d" else replace(_LAYOUTS[names], position=None)
-    if names == "big_vision":
-        state = _without_class_position(state)
+    if names == "vision_transformer":
+        state = with_class_row(state, config=meta.model)
+    elif meta.model.pool == "cls":
+        state = move_class_row(state, config=meta.model.model_copy(update={"class_token_position": "none"}))
     with replaced_file(path) as beside:
         write_npz(beside, _arrays(state, layout=layout, heads=meta.model.sizes.heads))
         write_side_record(beside, meta=meta)
@@ -125,26 +128,19 @@ def _read(npz: NpzReader, *, meta: SavedModelMeta | None, said: Said) -> Foreign
         model = of_record(meta, {}, format=f"Google's npz ({layout.code_base})")
 
     ours = _our_shapes(model)
-    patches = model.config.grid_size(model.image_size) ** 2
-    position = shapes.get(f"{layout.prefix}{layout.position}")
-    # big_vision adds positions before the class token, which therefore has none
-    without_class_position = (
-        layout.code_base == BIG_VISION.code_base
-        and model.config.pool == "cls"
-        and position is not None
-        and position[1:2] == (patches,)
-    )
-    if without_class_position and "pos_embed" in ours:
-        ours["pos_embed"] = (1, patches, model.config.sizes.width)
+    # Of a model with a record, that may have been written with the other code base's class token.
+    if "pos_embed" in ours and model.config.pool == "cls":
+        patches = model.config.grid_size(model.image_size) ** 2
+        without = shapes.get(f"{layout.prefix}{layout.position}", ())[1:2] == (patches,)
+        rows = patches if without and layout.code_base == BIG_VISION.code_base else patches + 1
+        ours["pos_embed"] = (1, rows, model.config.sizes.width)
     slots = slots_of(ours, layout=layout)
     expected = expected_arrays(slots, ours, heads=model.config.sizes.heads, depth=model.config.sizes.depth)
     if shapes != expected:
-        table = describe_differences(with_class_row(_in_our_names(shapes, slots)), with_class_row(ours))
+        table = describe_differences(_in_our_names(shapes, slots), ours)
         raise ValueError(f"its arrays are not those of the model: {first_difference(shapes, expected)}\n{table}")
 
-    state = _read_state(npz, slots, ours)
-    if without_class_position:
-        state["pos_embed"] = F.pad(state["pos_embed"], (0, 0, 1, 0))
+    state = move_class_row(_read_state(npz, slots, ours), config=model.config)
     notes = list(model.notes)
     if model.num_classes == 0:
         notes += [] if model.notes and model.headless in model.notes[-1] else ["The file has no head."]
@@ -231,12 +227,3 @@ def _arrays(state: Mapping[str, Tensor], *, layout: NpzLayout, heads: int) -> It
     for slot in slots_of(state, layout=layout):
         part = state[slot.parameter].detach().chunk(slot.parts)[slot.part]
         yield slot.array, to_google(slot.axes, part.to("cpu", torch.float32), heads=heads)
-
-
-def _without_class_position(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Adds the class token's position embedding to the token: what big_vision does to such files."""
-    changed = dict(state)
-    if "cls_token" in state and "pos_embed" in state:
-        of_class, of_patches = state["pos_embed"].float().split([1, state["pos_embed"].shape[1] - 1], dim=1)
-        changed |= {"cls_token": state["cls_token"].float() + of_class, "pos_embed": of_patches}
-    return changed

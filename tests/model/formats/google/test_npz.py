@@ -87,12 +87,43 @@ def test_big_vision_of_before_2022_has_positions_in_the_encoder_and_for_the_clas
 
 
 def test_big_visions_class_token_takes_up_its_position(tmp_path: Path) -> None:
-    """And then has none: zero in ours, so the sum that the first block sees is the same."""
-    state = state_of(meta_of())
-    foreign = read_google_npz(save(tmp_path / "model.npz", arrays_of(tmp_path, "big_vision")))
-    assert not foreign.state["pos_embed"][:, 0].any()
-    assert torch.equal(foreign.state["pos_embed"][:, 1:], state["pos_embed"][:, 1:])
-    assert torch.equal(foreign.state["cls_token"], state["cls_token"] + state["pos_embed"][:, :1])
+    """And then has none. A record that speaks of one is believed: it is zero, and the sum is the same."""
+    state, path = state_of(meta_of()), tmp_path / "model.npz"
+    arrays = arrays_of(tmp_path, "big_vision")
+    token = state["cls_token"] + state["pos_embed"][:, :1]
+    bare = read_google_npz(save(path, arrays))
+    assert bare.config.class_token_position == "none"
+    assert torch.equal(bare.state["pos_embed"], state["pos_embed"][:, 1:])
+    assert torch.equal(bare.state["cls_token"], token)
+
+    write_google_npz(path, state, meta=meta_of(), names="big_vision")
+    recorded = read_google_npz(path)
+    assert recorded.config.class_token_position == "learned"
+    assert not recorded.state["pos_embed"][:, 0].any()
+    assert torch.equal(recorded.state["pos_embed"][:, 1:], state["pos_embed"][:, 1:])
+    assert torch.equal(recorded.state["cls_token"], token)
+
+
+@pytest.mark.parametrize("names", ["big_vision", "vision_transformer"])
+def test_a_class_token_without_position_comes_back(tmp_path: Path, names: GoogleNames) -> None:
+    """Bit for bit; vision_transformer's file has a row of zeros for it, which a reader without the record keeps."""
+    meta = meta_of(class_token_position="none")
+    state, path = state_of(meta), tmp_path / "model.npz"
+    assert state["pos_embed"].shape[1] == meta.model.grid_size(meta.image_size) ** 2
+    write_google_npz(path, state, meta=meta, names=names)
+    found = read_google_npz(path)
+    assert found.config == meta.model
+    same(found.state, state)
+
+    side_path(path).unlink()
+    bare = read_google_npz(path)
+    if names == "big_vision":
+        assert bare.config.class_token_position == "none"
+        same(bare.state, state)
+    else:
+        assert bare.config.class_token_position == "learned"
+        assert not bare.state["pos_embed"][:, 0].any()
+        assert torch.equal(bare.state["pos_embed"][:, 1:], state["pos_embed"])
 
 
 def test_group_norms_of_older_flax_have_more_axes(tmp_path: Path) -> None:
