@@ -8,11 +8,19 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from data_shards.errors import UserError
+from pipeline.vocabulary import WeightsKind
 
 if TYPE_CHECKING:
     from data_shards.images.decode import PixelLimit
 
 RunsFolder = Annotated[Path, Parameter(help="Folder of all runs and of mlflow.db.")]
+WhichWeights = Annotated[
+    WeightsKind | None,
+    Parameter(
+        name="--weights",
+        help="Of a checkpoint: as trained, or their moving average (ema); default: what its stage writes.",
+    ),
+]
 CacheFolder = Annotated[
     Path | None, Parameter(help="Folder for downloaded shards; default: shardvit-cache-USER in $TMPDIR or /tmp.")
 ]

@@ -59,6 +59,7 @@ class SavedModelMeta(BaseModel):
     loss: LossKind = "softmax"  # probabilities are logits' softmax, or each logit's sigmoid
     eval_protocol: EvalProtocol = "vit"  # what is shown to it of an image (see `data_shards.images.transforms`)
     eval_crop_share: float | None = Field(default=None, gt=0, le=1)
+    ema_decay: float | None = Field(default=None, gt=0, lt=1)  # the weights are a moving average; None: as trained
 
     @model_validator(mode="after")
     def _parts_fit(self) -> Self:

@@ -12,6 +12,7 @@ from pipeline.engine.protocol import Engine
 from pipeline.faults import FaultLedger
 from pipeline.ranks.group import Ranks
 from pipeline.task import Task
+from pipeline.vocabulary import WeightsKind
 
 
 def evaluate(
@@ -21,12 +22,14 @@ def evaluate(
     engine: Engine,
     ranks: Ranks,
     faults: FaultLedger,
+    of: WeightsKind = "weights",
     beat: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
     """Evaluate `batches`, padded so that all ranks have equally many; collective.
 
     Damaged images go to `faults` and are not counted; `beat` is called at each batch. Returns "val/loss" and
-    "val/SCORE" (`task.score`), means over all predictions, and "val/images", the readable samples.
+    "val/SCORE" (`task.score`), means over all predictions, and "val/images", the readable samples. `of` names them: of
+    the moving average ("ema") they are "val/ema_loss" and "val/ema_SCORE"; exchanging the weights is the caller's.
     """
     engine.module.eval()
     sums = torch.zeros(4, dtype=torch.float64, device=engine.device)  # loss, right predictions, predictions, images
@@ -43,5 +46,7 @@ def evaluate(
     engine.module.train()
     loss, right, predictions, images = ranks.gather(sums).sum(dim=0).tolist()
     if not images:  # all are damaged, which the budget of damaged images will have its word about
-        return {"val/loss": math.nan, f"val/{task.score}": math.nan, "val/images": 0.0}
-    return {"val/loss": loss / predictions, f"val/{task.score}": right / predictions, "val/images": images}
+        loss, right, predictions = math.nan, math.nan, 1.0
+    mark = {"weights": "", "ema": "ema_"}[of]
+    means = {f"val/{mark}loss": loss / predictions, f"val/{mark}{task.score}": right / predictions}
+    return means if of == "ema" else {**means, "val/images": images}

@@ -4,6 +4,8 @@ RUNS/NAME                                  the model of its last finished traini
 RUNS/NAME/STAGE                            that stage's model; before it is done, its newest good checkpoint
 RUNS/NAME/STAGE/checkpoints/step-00000400  that checkpoint, put together from its shards
 FOLDER or FILE                             a model of ours, or of any format that `model.formats` reads
+
+A checkpoint of a stage with a moving average (EMA) has two models: its stage says which it stands for, or the caller.
 """
 
 from __future__ import annotations
@@ -16,11 +18,15 @@ from data_shards.errors import UserError
 from model.saved import CONFIG_FILE, SavedModelMeta, build_described, load_model, read_meta
 from pipeline.checkpoint.identity import FOLDER_PREFIX, checkpoint_folders
 from pipeline.checkpoint.store import damage_of
+from pipeline.recipe.io import parse_recipe
 from pipeline.run_folder import RunFolder
-from pipeline.vocabulary import ALL_STAGES, CHECKPOINTS_FOLDER, RECIPE_FILE, STAGE_FILE, StageName
+from pipeline.vocabulary import ALL_STAGES, CHECKPOINTS_FOLDER, RECIPE_FILE, STAGE_FILE, StageName, WeightsKind
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+_SHOWN: dict[WeightsKind, str] = {"weights": "the weights as trained", "ema": "their moving average"}
 
 
 @dataclass(frozen=True)
@@ -33,17 +39,33 @@ class FoundModel:
     notes: tuple[str, ...] = ()  # what was assumed, a sentence each
 
 
-def find_model(path: Path) -> FoundModel:
-    """The model at `path`, see above; UserError: none or a broken one, with what was looked for."""
+def find_model(path: Path, *, weights: WeightsKind | None = None) -> FoundModel:
+    """The model at `path`, see above; `weights`: as trained, or their moving average; None: what the stage says.
+    UserError: none or a broken one, with what was looked for, or it has not those weights."""
+    found = _find(path, weights=weights)
+    if weights is not None and weights != _kind(found.meta):
+        here, wanted = _SHOWN[_kind(found.meta)], _SHOWN[weights]
+        raise UserError(
+            f"--weights {weights}: {found.origin} holds {here}, not {wanted}: only the checkpoints of a stage with "
+            "ema, RUN/STAGE/checkpoints/step-..., hold both"
+        )
+    return found
+
+
+def _kind(meta: SavedModelMeta) -> WeightsKind:
+    return "weights" if meta.ema_decay is None else "ema"
+
+
+def _find(path: Path, *, weights: WeightsKind | None) -> FoundModel:
     if not path.exists():
         raise UserError(f"{path} is not there: give a run's folder, a checkpoint, or a file of weights")
     place = path.absolute()  # also for "." and for a folder's bare name within its run
     if place.name.startswith(FOLDER_PREFIX) and place.parent.name == CHECKPOINTS_FOLDER:  # has a recipe too
-        return _of_checkpoint(path)
+        return _of_checkpoint(path, weights=weights)
     if (path / RECIPE_FILE).is_file():
         return _of_run(path)
     if place.name in ALL_STAGES and (place.parent / RECIPE_FILE).is_file():
-        return _of_stage(path.parent if path.name else place.parent, stage=place.name)
+        return _of_stage(path.parent if path.name else place.parent, stage=place.name, weights=weights)
     if (path / CONFIG_FILE).is_file():
         try:
             read_meta(path)
@@ -64,7 +86,7 @@ def _of_run(run: Path) -> FoundModel:
     raise UserError(f"{run}: none of its stages is done: {advice}")
 
 
-def _of_stage(run: Path, *, stage: StageName) -> FoundModel:
+def _of_stage(run: Path, *, stage: StageName, weights: WeightsKind | None) -> FoundModel:
     folder = RunFolder(runs_root=run.parent, name=run.name)
     if folder.record(stage).state == "done":
         return _of_folder(folder.model(stage))
@@ -72,7 +94,7 @@ def _of_stage(run: Path, *, stage: StageName) -> FoundModel:
     for checkpoint in checkpoint_folders(folder.checkpoints(stage)):
         damage = damage_of(checkpoint)
         if not damage:
-            found = _of_whole_checkpoint(checkpoint)
+            found = _of_whole_checkpoint(checkpoint, weights=weights)
             notes = (f"{stage} is not done: this is its checkpoint {checkpoint.name}", *damaged, *found.notes)
             return FoundModel(found.meta, found.state, found.origin, notes)
         damaged.append(f"{checkpoint} is damaged ({damage})")
@@ -88,14 +110,14 @@ def _of_folder(folder: Path) -> FoundModel:
     return FoundModel(meta, state, origin=str(folder))
 
 
-def _of_checkpoint(checkpoint: Path) -> FoundModel:
+def _of_checkpoint(checkpoint: Path, *, weights: WeightsKind | None) -> FoundModel:
     damage = damage_of(checkpoint)
     if damage:
         raise UserError(f"checkpoint {checkpoint} is damaged ({damage}): take another one")
-    return _of_whole_checkpoint(checkpoint)
+    return _of_whole_checkpoint(checkpoint, weights=weights)
 
 
-def _of_whole_checkpoint(checkpoint: Path) -> FoundModel:
+def _of_whole_checkpoint(checkpoint: Path, *, weights: WeightsKind | None) -> FoundModel:
     import torch
 
     from pipeline.checkpoint.weights import checkpoint_weights
@@ -105,9 +127,17 @@ def _of_whole_checkpoint(checkpoint: Path) -> FoundModel:
     if stage not in ALL_STAGES or not (run / RECIPE_FILE).is_file():
         raise UserError(f"{checkpoint} is not in a run's folder RUNS/NAME/STAGE/checkpoints: its recipe.yaml is needed")
     meta = _describe_stage(run, stage=stage)
+    if weights is not None and weights != _kind(meta):
+        ema = parse_recipe(run / RECIPE_FILE).train_stage(stage).ema
+        if ema is None:
+            raise UserError(
+                f"--weights ema: {checkpoint} has no moving average: stages.{stage} was trained without ema"
+            )
+        meta = meta.model_copy(update={"ema_decay": ema.decay if weights == "ema" else None})
     with torch.device("meta"):
         model = build_described(meta)
-    return FoundModel(meta, checkpoint_weights(checkpoint, model=model), origin=str(checkpoint))
+    state = checkpoint_weights(checkpoint, model=model, of=_kind(meta))
+    return FoundModel(meta, state, origin=str(checkpoint))
 
 
 def _describe_stage(run: Path, *, stage: StageName) -> SavedModelMeta:

@@ -31,6 +31,7 @@ from model.loss import probabilities
 from model.saved import SavedModelMeta, build_described
 from pipeline.find_model import find_model
 from pipeline.task import model_input
+from pipeline.vocabulary import WeightsKind
 
 DeviceChoice = Literal["auto", "cpu", "cuda"]
 
@@ -69,9 +70,9 @@ class ImagePrediction:
     fault: str | None = None
 
 
-def open_predictor(path: Path, *, device: DeviceChoice = "auto") -> Predictor:
+def open_predictor(path: Path, *, device: DeviceChoice = "auto", weights: WeightsKind | None = None) -> Predictor:
     """Load an ONNX file of ours, or anything that `pipeline.find_model` finds; auto: the GPU if there is one. ONNX runs
-    on the CPU.
+    on the CPU. `weights`: see there.
 
     Raises:
         UserError: there is no model, it is broken or no classifier, or there is no such device.
@@ -79,8 +80,10 @@ def open_predictor(path: Path, *, device: DeviceChoice = "auto") -> Predictor:
     if device == "cuda" and not torch.cuda.is_available():
         raise UserError("--device cuda: torch sees no CUDA device here; leave it out")
     if path.suffix == onnx_file.ENDING and path.is_file():
+        if weights is not None:
+            raise UserError(f"--weights {weights}: {path} is an ONNX file, which holds one model only: leave it out")
         return _open_onnx(path, device=device)
-    found = find_model(path)
+    found = find_model(path, weights=weights)
     if found.meta.head == "masked_patch":
         raise UserError(
             f"{found.origin} was trained to fill in masked patches and knows no classes: fine-tune it first"

@@ -41,6 +41,7 @@ def stage_model(
         loss=config.loss,
         eval_protocol=config.eval_protocol,
         eval_crop_share=config.eval_crop_share,
+        ema_decay=config.ema.decay if config.ema and config.ema.model == "ema" else None,
     )
 
 

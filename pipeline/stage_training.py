@@ -10,7 +10,7 @@ import platform
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from typing import Literal
 
@@ -43,6 +43,7 @@ from pipeline.ranks.stopping import Requests
 from pipeline.ranks.watch import Watch
 from pipeline.recipe.io import dump_recipe
 from pipeline.recipe.schema import EngineConfig
+from pipeline.recipe.stage import TrainStage
 from pipeline.recipe.stage_plan import StagePlan, plan_stage
 from pipeline.report.best import best_results, describe_best
 from pipeline.report.metrics_log import iter_metrics
@@ -54,7 +55,7 @@ from pipeline.stage_model import stage_model
 from pipeline.state import TrainState
 from pipeline.task import Task, make_task
 from pipeline.train_loop import TrainJob, train
-from pipeline.vocabulary import CORRUPT_SAMPLES_FILE, METRICS_FILE, StageName
+from pipeline.vocabulary import CORRUPT_SAMPLES_FILE, METRICS_FILE, StageName, WeightsKind
 
 
 @dataclass(frozen=True)
@@ -144,12 +145,14 @@ def train_stage(
                 f"{job.saver.stall_seconds / report.attempt_seconds:.1%} of the time"
             )
             watch.beat(state.step, doing="writing the model")
-            weights = engine.weights()
+            ema = recipe.train_stage(stage).ema
+            with engine.averaged() if ema and ema.model == "ema" else nullcontext():
+                weights = engine.weights()
             if ranks.place.is_main:
                 best = best_results(
                     iter_metrics(folder.stage(stage) / METRICS_FILE),
                     last=state.evaluation,
-                    by="val/loss" if recipe.train_stage(stage).keep_best == "loss" else f"val/{task.score}",
+                    by=_judged_by(recipe.train_stage(stage), task=task),
                 )
                 if best:
                     report.note(f"{stage}: {describe_best(best, stage=stage, checkpoints=folder.checkpoints(stage))}")
@@ -195,7 +198,7 @@ def make_job(
     )
     held_out_part = held_out(recipe, stage=stage, data=data, plan=plan, place=ranks.place)
 
-    def run_evaluation(at_step: int) -> dict[str, float]:
+    def evaluate_one(at_step: int, *, of: WeightsKind) -> dict[str, float]:
         batches = eval_batches(held_out_part, workers=recipe.data.workers, kind=recipe.data.kind_of_workers)
         return evaluate(
             batches,
@@ -203,8 +206,16 @@ def make_job(
             engine=engine,
             ranks=ranks,
             faults=faults,
+            of=of,
             beat=lambda: watch.beat(at_step, doing="evaluation"),
         )
+
+    def run_evaluation(at_step: int) -> dict[str, float]:
+        metrics = evaluate_one(at_step, of="weights")
+        if config.ema:
+            with engine.averaged():
+                metrics |= evaluate_one(at_step, of="ema")
+        return metrics
 
     def committed(at: TrainState) -> None:
         if ranks.place.is_main:
@@ -227,7 +238,7 @@ def make_job(
             retention=Retention(
                 last=config.keep_checkpoints,
                 every_steps=plan.keep_steps,
-                best={None: None, "loss": "val/loss", "score": f"val/{task.score}"}[config.keep_best],
+                best=_judged_by(config, task=task) if config.keep_best else None,
             ),
             mode=recipe.engine.saving,
             say=report.note,
@@ -241,12 +252,18 @@ def make_job(
     )
 
 
+def _judged_by(config: TrainStage, *, task: Task) -> str:
+    """The metric by which an evaluation is the best."""
+    return config.judged_by("loss" if config.keep_best == "loss" else task.score)
+
+
 def _check_disk(context: StageContext, *, stage: StageName, model: nn.Module) -> None:
     recipe = context.recipe
     needed_bytes = estimate_bytes(
         sum(parameter.numel() for parameter in model.parameters()),
         engine=recipe.engine,
         optimizer=recipe.train_stage(stage).optimizer,
+        ema=recipe.train_stage(stage).ema,
     )
     check_free_space(context.folder.checkpoints(stage), needed_bytes=needed_bytes)
 

@@ -81,6 +81,11 @@ OPTIMIZERS: dict[OptimizerName, OptimizerState] = {
     ),
 }
 
+# ---- the weights that are trained, and their moving average (EMA) ----
+
+WeightsKind = Literal["weights", "ema"]
+AVERAGE_BYTES = 4  # of the moving average of a parameter: float32, beside the moments
+
 # ---- metrics: what stands in metrics.jsonl and MLflow ----
 
 METRICS = {
@@ -97,6 +102,9 @@ METRICS = {
     "val/loss": "mean loss of the held-out set, without label smoothing",
     "val/top1": "share of held-out images whose best class is right",
     "val/accuracy": "masked patch prediction: share of held-out patches whose colour is right",
+    "val/ema_loss": "val/loss of the moving average of the weights",
+    "val/ema_top1": "val/top1 of the moving average of the weights",
+    "val/ema_accuracy": "val/accuracy of the moving average of the weights",
     "val/images": "held-out images that could be read",
     "model/parameters": "swap_head: parameters of the model",
     "model/head_parameters_dropped": "swap_head: parameters of the head that was dropped",

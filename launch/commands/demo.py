@@ -18,7 +18,8 @@ from launch.flags import RunsFolder
 from launch.output import go_on
 
 if TYPE_CHECKING:
-    from pipeline.run_folder import RunFolder, StageRecord
+    from pipeline.run_folder import RunFolder
+    from pipeline.vocabulary import StageName
 
 DemoData = Literal["digits", "fashion-mnist"]
 
@@ -106,14 +107,17 @@ def comparison(transferred: RunFolder, *, scratch: RunFolder) -> str:
     """The table: what each stage saw, took and reached, beside fine-tuning from scratch."""
     from pipeline.recipe.io import parse_recipe
 
-    def top1(record: StageRecord) -> str:
-        return f"{record.results['val/top1']:.4f}" if "val/top1" in record.results else ""
+    def top1(folder: RunFolder, name: StageName) -> str:
+        by = "" if name == "swap_head" else recipe.train_stage(name).judged_by("top1")
+        results = folder.record(name).results
+        return f"{results[by]:.4f}" if by in results else ""
 
-    stages = parse_recipe(transferred.path / "recipe.yaml").stages
+    recipe = parse_recipe(transferred.path / "recipe.yaml")
+    stages = recipe.stages
     rows = [("stage", "images seen", "seconds", "resolution", "top-1 held out", "top-1 from scratch")]
     for name in stages.names:
         record, size = transferred.record(name), getattr(getattr(stages, name), "image_size", None)
-        own, other = top1(record), top1(scratch.record(name)) if name == "finetune" else ""
+        own, other = top1(transferred, name), top1(scratch, name) if name == "finetune" else ""
         seen, seconds = f"{record.images_seen:,}", f"{record.seconds:.1f}"
         rows.append((name, seen, seconds, f"{size} px" if size else "", own, other))
     return table(rows, align="lr", heading="ruled")

@@ -12,6 +12,7 @@ from cyclopts import Parameter
 
 from data_shards.errors import UserError
 from data_shards.text import printable
+from launch.flags import WhichWeights
 from model.vocabulary import ExportFormat, Gelu, Interpolation, LossKind, check_ending
 
 if TYPE_CHECKING:
@@ -158,6 +159,7 @@ def export_model(
     out: Annotated[
         Path | None, Parameter(help="File or folder to write; default: the model's name and the format's ending, here.")
     ] = None,
+    weights: WhichWeights = None,
 ) -> int:
     """Write a model in another project's format.
 
@@ -185,7 +187,7 @@ def export_model(
     from model.formats.export import export_model as write
     from pipeline.find_model import find_model
 
-    found = find_model(model)
+    found = find_model(model, weights=weights)
     with _mistakes(target):
         notes = write(found.meta, found.state, to=to, out=target)
     for note in (*found.notes, *notes):

@@ -18,7 +18,7 @@ from cyclopts import Parameter
 from data_shards.errors import UserError
 from data_shards.text import one_line
 from data_shards.vocabulary import USUAL_MOST_PIXELS
-from launch.flags import MaxImagePixels, demand_counts, pixel_limit
+from launch.flags import MaxImagePixels, WhichWeights, demand_counts, pixel_limit
 from launch.output import say
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ def predict(
     top: Annotated[int, Parameter(help="Classes of each image.")] = 5,
     as_json: Annotated[bool, Parameter(name="--json", negative="", help="Print a JSON list.")] = False,
     batch_size: Annotated[int, Parameter(help="Images that the model sees at a time.")] = 32,
+    weights: WhichWeights = None,
     max_image_pixels: MaxImagePixels = USUAL_MOST_PIXELS,
     device: Annotated[
         Literal["auto", "cpu", "cuda"], Parameter(help="Where to run; auto: a GPU if there is one.")
@@ -70,7 +71,7 @@ def predict(
     from pipeline.predict import image_files, open_predictor, predict_images
 
     files = image_files(images)
-    predictor = open_predictor(model, device=device)
+    predictor = open_predictor(model, device=device, weights=weights)
     if predictor.origin != str(model):
         say(f"the model is {predictor.origin}")
     for note in predictor.notes:

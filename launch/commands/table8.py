@@ -161,7 +161,8 @@ def run_cells(
         if code := run.execute():
             return code, []
         records = [run.folder.record(stage) for stage in run.recipe.stages.names]
-        top1, images = (records[-1].results[f"val/{key}"] for key in ("top1", "images"))
+        by = run.recipe.train_stage(run.recipe.stages.names[-1]).judged_by("top1")
+        top1, images = (records[-1].results[key] for key in (by, "val/images"))
         results.append(Result(cell, run.recipe.name, top1, int(images), sum(record.seconds for record in records)))
     return 0, results
 

@@ -27,7 +27,7 @@ from pipeline.checkpoint.mend_record import mend_records
 from pipeline.data_record import check_data, has_record
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.stage import TrainStage
-from pipeline.report.best import SCORES, describe_best
+from pipeline.report.best import AVERAGES_SCORES, SCORES, describe_best
 from pipeline.run_folder import RunFolder, StageRecord
 from pipeline.stage_model import model_from_elsewhere
 from pipeline.vocabulary import EXIT_STOPPED, EXIT_USER_ERROR, StageName
@@ -305,6 +305,11 @@ def _results(record: StageRecord, folder: RunFolder, stage: StageName) -> str:
     for key, name in SCORES.items():
         if key in record.results:
             best = describe_best(record.results, stage=stage, checkpoints=folder.checkpoints(stage))
-            last = f", held-out {name} {record.results[key]:.4f} after {record.images_seen:,} images"
+            average = "".join(
+                f", {record.results[other]:.4f} with the moving average of the weights"
+                for other in AVERAGES_SCORES
+                if other in record.results
+            )
+            last = f", held-out {name} {record.results[key]:.4f}{average} after {record.images_seen:,} images"
             return f"{last}; {best}" if best else last
     return ""  # swap_head

@@ -146,7 +146,7 @@ def forecast_stage(
         zero_stage=own,
         shards=shards,
         disk=CheckpointSpace(
-            estimate_bytes(cost.parameters, engine=engine, optimizer=config.optimizer),
+            estimate_bytes(cost.parameters, engine=engine, optimizer=config.optimizer, ema=config.ema),
             config.keep_checkpoints + for_good + (config.keep_best is not None) + 1,
         ),
         time=time,
@@ -172,6 +172,7 @@ class _Part:
             optimizer=self.config.optimizer,
             plan=plan,
             zero_stage=zero_stage,
+            ema=self.config.ema,
         )
         largest: dict[Activations, int] | None = None
         sent = step_seconds = kept_share = None

@@ -16,7 +16,8 @@ N parameters, n processes, w bytes of a weight in the forward pass (2, or 4 in f
     ZeRO 3       wN/n + 12N/n      wN/n, always there   b        wN        the same, and b
     accelerate   4N + 8N           4N, always there     -        2N casts  4N
 
-(*) with accumulation. 12N: float32 masters (4) and AdamW's two moments (8); others: `pipeline.vocabulary`.
+(*) with accumulation. 12N: float32 masters (4) and AdamW's two moments (8); others: `pipeline.vocabulary`. A moving
+average of the weights (the stage's `ema`) is one moment more.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ from typing import Literal
 from pipeline.engine.zero_config import deepspeed_config
 from pipeline.recipe.optimizer import OptimizerConfig
 from pipeline.recipe.schema import EngineConfig
+from pipeline.recipe.stage import EmaConfig
 from pipeline.recipe.stage_plan import StagePlan
+from pipeline.vocabulary import AVERAGE_BYTES
 
 ZeroStage = Literal[0, 1, 2, 3]
 ZERO_STAGES: tuple[ZeroStage, ...] = (0, 1, 2, 3)
@@ -46,7 +49,7 @@ class State:
     """Bytes on one GPU apart from activations."""
 
     weights: int  # kept on this GPU for the forward pass
-    optimizer: int  # master weights and moments
+    optimizer: int  # master weights, moments and the moving average of the weights
     gradients: int  # the most of them in the backward pass
     early_gradients: int  # of them, what exists already while the activations are at their peak
     buckets: int  # buffers in which gradients are averaged during the backward pass
@@ -81,11 +84,17 @@ class State:
 
 
 def state_of(
-    num_parameters: int, *, engine: EngineConfig, optimizer: OptimizerConfig, plan: StagePlan, zero_stage: ZeroStage
+    num_parameters: int,
+    *,
+    engine: EngineConfig,
+    optimizer: OptimizerConfig,
+    plan: StagePlan,
+    zero_stage: ZeroStage,
+    ema: EmaConfig | None = None,
 ) -> State:
     """The state under one ZeRO stage, whatever the recipe's own is."""
     number, share = num_parameters, -(-num_parameters // plan.world_size)
-    each = optimizer.bytes_per_parameter
+    each = optimizer.bytes_per_parameter + (AVERAGE_BYTES if ema else 0)
     weight = _WEIGHT_BYTES[engine.precision]
     whole_is_early = weight * number if plan.accumulation_steps > 1 else 0
     if engine.backend == "accelerate":

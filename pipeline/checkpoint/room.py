@@ -16,6 +16,8 @@ from data_shards.errors import UserError
 from data_shards.text import show_bytes
 from pipeline.recipe.optimizer import OptimizerConfig
 from pipeline.recipe.schema import EngineConfig
+from pipeline.recipe.stage import EmaConfig
+from pipeline.vocabulary import AVERAGE_BYTES
 
 _WEIGHT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}  # those of the forward pass; the master copy comes on top
 _MASTER_BYTES = 4
@@ -23,11 +25,13 @@ _RESERVE_BYTES = 1 << 30
 _RESERVE_SHARE = 0.05  # of the memory; left for what training itself may still take
 
 
-def estimate_bytes(num_parameters: int, *, engine: EngineConfig, optimizer: OptimizerConfig) -> int:
+def estimate_bytes(
+    num_parameters: int, *, engine: EngineConfig, optimizer: OptimizerConfig, ema: EmaConfig | None = None
+) -> int:
     """Size of one checkpoint of all processes together, estimated from the bytes of each parameter.
     For bf16 and ZeRO 1 that is what DeepSpeed writes, to 1 % (measured: launch/bench/records/save_stall.txt).
     `accelerate` and ZeRO 0 in float32 have no master copy beside the weights."""
-    optimizer_bytes = optimizer.bytes_per_parameter
+    optimizer_bytes = optimizer.bytes_per_parameter + (AVERAGE_BYTES if ema else 0)
     if engine.backend == "accelerate" or (engine.zero_stage == 0 and engine.precision == "fp32"):
         return round(num_parameters * (_MASTER_BYTES + optimizer_bytes))
     return round(num_parameters * (_WEIGHT_BYTES[engine.precision] + _MASTER_BYTES + optimizer_bytes))

@@ -15,13 +15,15 @@ from torch import Tensor, nn
 from data_shards.errors import UserError
 from pipeline.checkpoint.identity import STATE
 from pipeline.engine.accelerate_engine import FILE as ACCELERATE_FILE
+from pipeline.engine.average import AVERAGE
 from pipeline.engine.deepspeed_engine import TAG
-from pipeline.engine.portable import open_accelerate, open_deepspeed
+from pipeline.engine.portable import WEIGHT, open_accelerate, open_deepspeed
+from pipeline.vocabulary import WeightsKind
 
 
-def checkpoint_weights(folder: Path, *, model: nn.Module) -> dict[str, Tensor]:
-    """The weights of RUNS/NAME/STAGE/checkpoints/step-* under the names of `model`, float32 on the CPU.
-    `model`, perhaps on the meta device, gives names, order and shapes. Does not check `folder` for damage.
+def checkpoint_weights(folder: Path, *, model: nn.Module, of: WeightsKind = "weights") -> dict[str, Tensor]:
+    """The weights of RUNS/NAME/STAGE/checkpoints/step-*, or their moving average, under the names of `model`, float32
+    on the CPU. `model`, perhaps on the meta device, gives names, order and shapes. Does not look for damage.
 
     Raises:
         UserError: the checkpoint is of another model, or no engine wrote it.
@@ -29,7 +31,7 @@ def checkpoint_weights(folder: Path, *, model: nn.Module) -> dict[str, Tensor]:
     try:
         identity = json.loads((folder / STATE).read_text(encoding="utf-8"))["identity"]
         layout = {key: identity[key] for key in ("backend", "zero_stage", "processes")}
-        return assemble(folder, **layout, model=model)
+        return assemble(folder, **layout, model=model, of=of)
     except UserError:
         raise
     except (ValueError, LookupError, TypeError, AttributeError, RuntimeError) as error:  # well-formed, but not ours
@@ -37,13 +39,25 @@ def checkpoint_weights(folder: Path, *, model: nn.Module) -> dict[str, Tensor]:
         raise UserError(f"checkpoint {folder} is not what an engine writes ({reason}): take another one") from error
 
 
-def assemble(folder: Path, *, backend: str, zero_stage: int, processes: int, model: nn.Module) -> dict[str, Tensor]:
-    """The weights that so many processes' engines wrote; float32 on the CPU; UserError if they are another model's."""
+def assemble(
+    folder: Path,
+    *,
+    backend: str,
+    zero_stage: int,
+    processes: int,
+    model: nn.Module,
+    of: WeightsKind = "weights",
+) -> dict[str, Tensor]:
+    """The weights that so many processes' engines wrote; float32 on the CPU; UserError if they are another model's, or
+    have no moving average and that is wanted."""
     if backend == "accelerate":
         saved = open_accelerate(folder / ACCELERATE_FILE, model=model)
     else:
         saved = open_deepspeed(folder / TAG, zero_stage=zero_stage, processes=processes, model=model)
     # Copies: the checkpoint may be removed while they are in use.
-    state = {name: saved.whole(name).clone() for name in saved.shapes}
+    if of == "ema" and saved.average_updates is None:
+        raise UserError(f"checkpoint {folder} has no moving average of the weights: its stage was trained without ema")
+    tensors = {"weights": WEIGHT, "ema": AVERAGE}[of]
+    state = {name: saved.whole(name, of=tensors).clone() for name in saved.shapes}
     state.update({name: buffer.detach().to(torch.float32) for name, buffer in saved.buffers.items()})
     return state

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from pipeline.engine.average import WeightAverage, average_file
+from pipeline.engine.masters import Slot, put_average
 from pipeline.engine.optim import build_optimizer, set_lr
 from pipeline.engine.portable import open_accelerate
 from pipeline.engine.protocol import StepResult
@@ -23,6 +26,7 @@ from pipeline.engine.state_files import StateFile, state_file
 from pipeline.ranks.group import Ranks
 from pipeline.recipe.optimizer import OptimizerConfig
 from pipeline.recipe.schema import EngineConfig
+from pipeline.recipe.stage import EmaConfig
 from pipeline.recipe.stage_plan import StagePlan
 
 FILE = "accelerate.pt"
@@ -35,7 +39,14 @@ class AccelerateEngine:
     input_dtype = torch.float32
 
     def __init__(
-        self, model: nn.Module, *, config: EngineConfig, optimizer: OptimizerConfig, plan: StagePlan, ranks: Ranks
+        self,
+        model: nn.Module,
+        *,
+        config: EngineConfig,
+        optimizer: OptimizerConfig,
+        ema: EmaConfig | None,
+        plan: StagePlan,
+        ranks: Ranks,
     ) -> None:
         from accelerate import Accelerator
         from accelerate.utils import DistributedDataParallelKwargs
@@ -56,6 +67,8 @@ class AccelerateEngine:
         self._clip_grad_norm = optimizer.clip_grad_norm
         self._optimizer: Any
         self._model, self._optimizer = self._accelerator.prepare(model, build_optimizer(model, optimizer))
+        trained = {name: each for name, each in self.module.named_parameters() if each.requires_grad}
+        self._average = WeightAverage(trained, config=ema) if ema else None
 
     @property
     def module(self) -> nn.Module:
@@ -86,7 +99,10 @@ class AccelerateEngine:
                 parameter.grad = None
         self._optimizer.step()
         self._optimizer.zero_grad()
-        return StepResult(applied=math.isfinite(grad_norm), grad_norm=grad_norm)
+        applied = math.isfinite(grad_norm)
+        if applied and self._average:
+            self._average.update()
+        return StepResult(applied=applied, grad_norm=grad_norm)
 
     def snapshot(self) -> tuple[StateFile, ...]:
         if not self._ranks.place.is_main:
@@ -97,15 +113,28 @@ class AccelerateEngine:
             "optimizer": self._optimizer.state_dict(),
             "scaler": scaler.state_dict() if scaler is not None else None,
         }
-        return (state_file(FILE, state),)
+        average = (state_file(average_file(0), self._average.state()),) if self._average else ()
+        return (state_file(FILE, state), *average)
 
     def load(self, folder: Path, *, written: dict[str, Any]) -> None:
-        open_accelerate(folder / FILE, model=self.module)
+        saved = open_accelerate(folder / FILE, model=self.module)
         state = read_state(folder / FILE, how="copy")
         self.module.load_state_dict(state["model"])
         self._optimizer.load_state_dict(state["optimizer"])
         if self._accelerator.scaler is not None:
             self._accelerator.scaler.load_state_dict(state["scaler"])
+        if self._average:
+            places = {name: Slot(each, 0, 0, each.numel()) for name, each in self.module.named_parameters()}
+            put_average(self._average, saved, places=places)
+
+    @contextlib.contextmanager
+    def averaged(self) -> Iterator[None]:
+        assert self._average, "the recipe's stage has no ema"
+        self._average.exchange()
+        try:
+            yield
+        finally:
+            self._average.exchange()
 
     def weights(self) -> dict[str, torch.Tensor]:
         return {name: tensor.detach().cpu().clone() for name, tensor in self.module.state_dict().items()}

@@ -23,7 +23,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipeline.engine.masters import put_state, slots, unsharded_masters
+from pipeline.engine.average import WeightAverage, average_file
+from pipeline.engine.masters import named_masters, put_average, put_state, round_masters, slots, unsharded_masters
 from pipeline.engine.optim import build_optimizer, set_lr
 from pipeline.engine.portable import open_deepspeed
 from pipeline.engine.protocol import StepResult
@@ -32,6 +33,7 @@ from pipeline.engine.zero_config import checks_gradients, deepspeed_config
 from pipeline.ranks.group import Ranks
 from pipeline.recipe.optimizer import OptimizerConfig
 from pipeline.recipe.schema import EngineConfig
+from pipeline.recipe.stage import EmaConfig
 from pipeline.recipe.stage_plan import StagePlan
 from pipeline.vocabulary import OPTIMIZERS
 
@@ -43,7 +45,14 @@ class DeepSpeedEngine:
     """See `pipeline.engine.protocol.Engine`."""
 
     def __init__(
-        self, model: nn.Module, *, config: EngineConfig, optimizer: OptimizerConfig, plan: StagePlan, ranks: Ranks
+        self,
+        model: nn.Module,
+        *,
+        config: EngineConfig,
+        optimizer: OptimizerConfig,
+        ema: EmaConfig | None,
+        plan: StagePlan,
+        ranks: Ranks,
     ) -> None:
         deepspeed = _import_deepspeed()
         # Wraps the process group that `Ranks` has joined.
@@ -52,6 +61,7 @@ class DeepSpeedEngine:
         self._accumulation_steps = plan.accumulation_steps
         self._micro_step = 0
         self._checks_itself = checks_gradients(config)
+        self._sharded = config.zero_stage > 0
         self._clip_grad_norm = optimizer.clip_grad_norm
         self._state = OPTIMIZERS[optimizer.name]
         self.input_dtype = _INPUT_DTYPES[config.precision]
@@ -66,16 +76,21 @@ class DeepSpeedEngine:
         self.device = torch.device(self._engine.device)
         if config.precision != "fp32":
             self._set_masters(exact)
+        self._average = WeightAverage(named_masters(self._engine, rank=ranks.place.rank), config=ema) if ema else None
+        # After masters and averages were exchanged: the forward pass's weights are to be made from the masters again.
+        self._rounding_is_due = False
 
     @property
     def module(self) -> nn.Module:
         return self._engine.module
 
     def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        self._round_if_due()
         return self._engine(*inputs)
 
     @torch.no_grad()
     def predict(self, *inputs: torch.Tensor) -> torch.Tensor:
+        self._round_if_due()
         return self._engine(*inputs)
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -88,6 +103,12 @@ class DeepSpeedEngine:
         assert self._micro_step == self._accumulation_steps, "step() before all micro-batches"
         self._micro_step = 0
         set_lr(self._engine.optimizer.param_groups, lr)
+        result = self._step()
+        if result.applied and self._average:
+            self._average.update()
+        return result
+
+    def _step(self) -> StepResult:
         if self._checks_itself:
             self._engine.step()
             return StepResult(
@@ -105,6 +126,7 @@ class DeepSpeedEngine:
         return StepResult(applied=math.isfinite(grad_norm), grad_norm=grad_norm)
 
     def snapshot(self) -> tuple[StateFile, ...]:
+        self._round_if_due()
         writer, collector = self._engine.checkpoint_engine, _Collector()
         self._engine.checkpoint_engine = collector
         # It would copy two scripts into the folder, past its own writer; `shardvit export` does what they do.
@@ -114,6 +136,9 @@ class DeepSpeedEngine:
         finally:
             self._engine.checkpoint_engine = writer
             del self._engine._copy_recovery_script
+        rank = self._ranks.place.rank
+        if self._average and (self._sharded or rank == 0):
+            collector.save(self._average.state(), f"{TAG}/{average_file(rank)}")
         return tuple(collector.files)
 
     def load(self, folder: Path, *, written: dict[str, Any]) -> None:
@@ -123,7 +148,28 @@ class DeepSpeedEngine:
             processes=written["processes"],
             model=self._engine.module,
         )
-        put_state(self._engine, saved, rank=self._ranks.place.rank, takes=self._state.takes)
+        rank = self._ranks.place.rank
+        put_state(self._engine, saved, rank=rank, takes=self._state.takes)
+        self._rounding_is_due = False
+        if self._average:
+            put_average(self._average, saved, places=slots(self._engine, rank=rank))
+
+    @contextlib.contextmanager
+    def averaged(self) -> Iterator[None]:
+        assert self._average, "the recipe's stage has no ema"
+        self._average.exchange()
+        # Not here, as it is collective: an exception of this rank alone would wait for the others.
+        self._rounding_is_due = True
+        try:
+            yield
+        finally:
+            self._average.exchange()
+            self._rounding_is_due = True
+
+    def _round_if_due(self) -> None:
+        if self._rounding_is_due:
+            round_masters(self._engine)
+            self._rounding_is_due = False
 
     def weights(self) -> dict[str, torch.Tensor]:
         from deepspeed.utils import safe_get_full_fp32_param

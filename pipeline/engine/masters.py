@@ -8,12 +8,14 @@ DeepSpeed 0.19's optimizers; does not import it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from pipeline.engine.average import AVERAGE, WeightAverage
 from pipeline.engine.portable import WEIGHT, LossScale, PortableState
 
 
@@ -93,6 +95,29 @@ def put_state(engine: Any, saved: PortableState, *, rank: int, takes: Literal["p
     engine.skipped_steps = counters.skipped_steps
     if counters.loss_scale is not None:
         put_loss_scale(engine.optimizer, counters.loss_scale)
+
+
+def named_masters(engine: Any, *, rank: int) -> dict[str, Tensor]:
+    """The masters of what is trained, by what names them in the file of their averages: the parameter's name under
+    stage 0, the number of the flat group otherwise."""
+    if hasattr(engine.optimizer, "fp32_partitioned_groups_flat") or hasattr(
+        engine.optimizer, "single_partition_of_fp32_groups"
+    ):
+        return {str(number): flat for number, flat in enumerate(_masters(engine))}
+    trained = {name for name, parameter in engine.module.named_parameters() if parameter.requires_grad}
+    return {name: slot.master for name, slot in slots(engine, rank=rank).items() if name in trained}
+
+
+def put_average(average: WeightAverage, saved: PortableState, *, places: Mapping[str, Slot]) -> None:
+    """Load the averages of the weights; a state that has none begins them from its weights, already in place."""
+    average.restart()
+    if saved.average_updates is None:
+        return
+    for name, slot in places.items():
+        tensor = average.of(slot.master)
+        if tensor is not None:
+            slot.fill(tensor, saved.part(name, of=AVERAGE, first=slot.first, count=slot.count))
+    average.updates = saved.average_updates
 
 
 def round_masters(engine: Any) -> None:

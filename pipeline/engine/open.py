@@ -17,13 +17,14 @@ def open_engine(recipe: Recipe, *, stage: StageName, plan: StagePlan, model: nn.
     """Build the recipe's backend in the joined process group; UserError: this device lacks the precision."""
     if recipe.engine.precision == "fp16" and not torch.cuda.is_available():
         raise UserError("engine.precision fp16 needs a GPU: use bf16 or fp32 on this machine")
-    optimizer = recipe.train_stage(stage).optimizer
+    config = recipe.train_stage(stage)
+    optimizer, ema = config.optimizer, config.ema
     match recipe.engine.backend:
         case "deepspeed":
             from pipeline.engine.deepspeed_engine import DeepSpeedEngine
 
-            return DeepSpeedEngine(model, config=recipe.engine, optimizer=optimizer, plan=plan, ranks=ranks)
+            return DeepSpeedEngine(model, config=recipe.engine, optimizer=optimizer, ema=ema, plan=plan, ranks=ranks)
         case "accelerate":
             from pipeline.engine.accelerate_engine import AccelerateEngine
 
-            return AccelerateEngine(model, config=recipe.engine, optimizer=optimizer, plan=plan, ranks=ranks)
+            return AccelerateEngine(model, config=recipe.engine, optimizer=optimizer, ema=ema, plan=plan, ranks=ranks)

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from data_shards.errors import UserError
+from pipeline.engine.average import AVERAGE, average_file
 from pipeline.engine.reading import read_state
 from pipeline.vocabulary import OPTIMIZERS
 
@@ -69,13 +70,15 @@ class PortableState:
     buffers: dict[str, Tensor]
     moments: dict[str, torch.dtype]  # AdamW: exp_avg, exp_avg_sq; SGD: momentum_buffer; none if no step was applied yet
     counters: Counters
+    average_updates: int | None  # of the moving average of the weights; None: the state has no average
     _addresses: dict[str, _Address] = field(repr=False)
-    _flat: Callable[[int, int, str], Tensor] = field(repr=False)  # (shard, flat, WEIGHT or a moment) -> 1-d tensor
+    # (shard, flat, WEIGHT, AVERAGE or a moment) -> 1-d tensor
+    _flat: Callable[[int, int, str], Tensor] = field(repr=False)
     optimizer: dict[str, Any] | None = field(default=None, repr=False)  # torch's state_dict, if it is of one piece
 
     def part(self, name: str, *, of: str, first: int, count: int) -> Tensor:
-        """Elements of a flattened parameter on the CPU, weights in float32; `of`: WEIGHT or a moment. May share memory
-        with the mapped file: copy it, do not write to it."""
+        """Elements of a flattened parameter on the CPU, weights in float32; `of`: WEIGHT, AVERAGE or a moment. May
+        share memory with the mapped file: copy it, do not write to it."""
         address = self._addresses[name]
         pieces: list[Tensor] = []
         position, end = address.lead + first, address.lead + first + count
@@ -95,7 +98,8 @@ def open_deepspeed(folder: Path, *, zero_stage: int, processes: int, model: nn.M
     """Open what `processes` ranks of DeepSpeed saved; `model`, on any device and perhaps sharded, gives names, order
     and shapes. UserError: the state is of another model or world size."""
     if zero_stage == 0:
-        return _open_whole(folder.parent, content=read_state(folder / "mp_rank_00_model_states.pt"), model=model)
+        content = read_state(folder / "mp_rank_00_model_states.pt")
+        return _open_whole(folder.parent, content=content, averages=_averages(folder, rank=0), model=model)
     # ZeRO 1 to 3: one file of optimizer states a process; shapes are in the first process's other file.
     found = len(list(folder.glob("*_optim_states.pt")))
     if found != processes:
@@ -105,6 +109,10 @@ def open_deepspeed(folder: Path, *, zero_stage: int, processes: int, model: nn.M
     @cache
     def shard(rank: int) -> dict[str, Any]:
         return read_state(folder / f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")["optimizer_state_dict"]
+
+    @cache
+    def averages(rank: int) -> dict[str, Any]:
+        return _averages(folder, rank=rank)
 
     first = "zero_pp_rank_0_mp_rank_00" if zero_stage == 3 else "mp_rank_00"
     content = read_state(folder / f"{first}_model_states.pt")
@@ -120,6 +128,8 @@ def open_deepspeed(folder: Path, *, zero_stage: int, processes: int, model: nn.M
     states = shard(0)[state_key]["state"]
 
     def flat(rank: int, number: int, of: str) -> Tensor:
+        if of == AVERAGE:
+            return averages(rank)["averages"][str(number)]
         content = shard(rank)
         return (content[flat_key][number] if of == WEIGHT else content[state_key]["state"][number][of]).detach()
 
@@ -128,6 +138,7 @@ def open_deepspeed(folder: Path, *, zero_stage: int, processes: int, model: nn.M
         buffers={name: content["module"][name] for name in content["buffer_names"]},
         moments=_moments(states),
         counters=_counters(content, states=states, loss_scale=_read_loss_scale(vars(shard(0)["loss_scaler"]))),
+        average_updates=averages(0).get("updates"),
         _addresses=addresses,
         _flat=flat,
     )
@@ -136,10 +147,17 @@ def open_deepspeed(folder: Path, *, zero_stage: int, processes: int, model: nn.M
 def open_accelerate(file: Path, *, model: nn.Module) -> PortableState:
     """Open what the accelerate backend saved; arguments and errors as in `open_deepspeed`."""
     content = read_state(file)
-    return _open_whole(file.parent, content={**content, "module": content["model"]}, model=model)
+    averages = _averages(file.parent, rank=0)
+    return _open_whole(file.parent, content={**content, "module": content["model"]}, averages=averages, model=model)
 
 
-def _open_whole(folder: Path, *, content: dict[str, Any], model: nn.Module) -> PortableState:
+def _averages(folder: Path, *, rank: int) -> dict[str, Any]:
+    """A process's averages of the weights, as `WeightAverage.state` gave them; empty: the state has none."""
+    file = folder / average_file(rank)
+    return read_state(file) if file.exists() else {}
+
+
+def _open_whole(folder: Path, *, content: dict[str, Any], averages: dict[str, Any], model: nn.Module) -> PortableState:
     """One file with everything; torch's optimizer state numbers its parameters instead of naming them."""
     weights: dict[str, Tensor] = dict(content["module"])
     buffers = {name: weights.pop(name) for name in content.get("buffer_names", _buffer_names(model))}
@@ -161,6 +179,8 @@ def _open_whole(folder: Path, *, content: dict[str, Any], model: nn.Module) -> P
         raise UserError(f"checkpoint {folder} holds no {next(iter(moments))} of {_few(missing)}: take an older one")
 
     def flat(_: int, number: int, of: str) -> Tensor:
+        if of == AVERAGE:
+            return averages["averages"][by_number[number]].reshape(-1)
         tensor = weights[by_number[number]] if of == WEIGHT else states[number][of]
         return tensor.detach().reshape(-1).to(torch.float32 if of == WEIGHT else tensor.dtype)
 
@@ -169,6 +189,7 @@ def _open_whole(folder: Path, *, content: dict[str, Any], model: nn.Module) -> P
         buffers=buffers,
         moments=moments,
         counters=_counters(content, states=states, loss_scale=_read_loss_scale(optimizer)),
+        average_updates=averages.get("updates"),
         _addresses={
             name: _Address(flat=number, lead=0, stride=max(1, weights[name].numel()), base=0)
             for number, name in by_number.items()

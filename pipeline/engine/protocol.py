@@ -6,6 +6,7 @@ and comparison. Per optimizer step the loop calls `forward` and `backward` for e
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -68,6 +69,11 @@ class Engine(Protocol):
         `written` is its identity (`checkpoint.identity.checkpoint_identity`): `processes` and `zero_stage` say how to
         read it; backend and precision are this engine's. UserError: it is of another model.
         """
+        ...
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Within it, the weights are their moving average, for `predict` and `weights`; do not train or save there.
+        Then everything is as before to the last bit, also after an exception. Not collective."""
         ...
 
     def weights(self) -> dict[str, torch.Tensor]:

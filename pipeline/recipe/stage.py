@@ -11,10 +11,23 @@ from model.vocabulary import HeadKind, InitStyle, LossKind
 from pipeline.recipe.data import MOST_SIDE, AugmentConfig, OneSet, SomeSets
 from pipeline.recipe.duration import DurationText, Strict
 from pipeline.recipe.optimizer import OptimizerConfig, ScheduleConfig
-from pipeline.vocabulary import ALL_STAGES, StageName
+from pipeline.vocabulary import ALL_STAGES, StageName, WeightsKind
 
 MOST_SECONDS = 10**7
 _MOST_IMAGES = 2**20  # of a batch
+
+
+class EmaConfig(Strict):
+    """A moving average of the weights (EMA, Polyak averaging) beside those that are trained, from their initial values
+    on: average <- decay * average + (1 - decay) * weights, after each applied step."""
+
+    decay: float = Field(default=0.9999, gt=0, lt=1)
+    """The average spans about 1 / (1 - decay) steps (ViT paper, table 2: 0.9999)."""
+    warmup: Literal["none", "tensorflow", "timm"] = "none"
+    """A smaller decay at first, so that a short run forgets its initial weights: min(decay, (1 + n) / (10 + n)) after n
+    updates (tensorflow), or min(decay, 1 - (1 + n)^(-2/3)) (timm)."""
+    model: WeightsKind = "ema"
+    """Which of the two become the stage's model, and are judged by keep_best; both are evaluated and saved."""
 
 
 class TrainStage(Strict):
@@ -37,6 +50,8 @@ class TrainStage(Strict):
     duration: DurationText
     optimizer: OptimizerConfig
     schedule: ScheduleConfig = ScheduleConfig()
+    ema: EmaConfig | None = None
+    """A moving average of the weights; null: none."""
     augment: AugmentConfig = AugmentConfig()
     loss: LossKind = "softmax"
     label_smoothing: float = Field(default=0.0, ge=0, lt=1)
@@ -96,6 +111,11 @@ class TrainStage(Strict):
                     "are in both: give them the same hold_out"
                 )
         return self
+
+    def judged_by(self, score: str) -> str:
+        """The held-out metric of the weights that become the stage's model; `score`: loss, top1 or accuracy."""
+        average = self.ema is not None and self.ema.model == "ema"
+        return f"val/{'ema_' if average else ''}{score}"
 
 
 class MaskedPatchStage(TrainStage):

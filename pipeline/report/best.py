@@ -10,7 +10,11 @@ from pipeline.checkpoint.identity import FOLDER_PREFIX
 from pipeline.report.metrics_log import MetricRow
 
 SCORES = {"val/top1": "top-1", "val/accuracy": "accuracy"}  # on the screen
-_NAMES = {**SCORES, "val/loss": "loss"}
+AVERAGES_SCORES = {"val/ema_top1": "top-1", "val/ema_accuracy": "accuracy"}  # of the moving average of the weights
+_NAMES = {
+    **{**SCORES, "val/loss": "loss"},
+    **{key: f"{name} of the moving average" for key, name in {**AVERAGES_SCORES, "val/ema_loss": "loss"}.items()},
+}
 _STEP = "best/step"
 
 
@@ -33,7 +37,7 @@ def describe_best(results: Mapping[str, float], *, stage: str, checkpoints: Path
         if f"best/{key}" in results and _STEP in results:
             step = int(results[_STEP])
             folder = checkpoints / f"{FOLDER_PREFIX}{step:08d}"
-            what = "loss" if key == "val/loss" else "score"
+            what = "loss" if key.endswith("loss") else "score"
             kept = (
                 f"its checkpoint is {folder}"
                 if folder.is_dir()

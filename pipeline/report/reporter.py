@@ -16,7 +16,7 @@ from pipeline.ranks.phases import Phases
 from pipeline.ranks.stopping import Stopped
 from pipeline.recipe.io import flatten
 from pipeline.recipe.stage_plan import StagePlan
-from pipeline.report.best import SCORES
+from pipeline.report.best import AVERAGES_SCORES, SCORES
 from pipeline.report.losses import Spike
 from pipeline.report.metrics_log import MetricsLog, open_metrics_log
 from pipeline.report.mlflow_store import DatasetInput, Say, TrackerSettings, open_tracker
@@ -182,7 +182,12 @@ class Report:
         self._record(state, state.evaluation)
         loss, images = state.evaluation["val/loss"], int(state.evaluation["val/images"])
         name, score = next((SCORES[key], value) for key, value in state.evaluation.items() if key in SCORES)
-        self.note(f"step {state.step}: held-out loss {loss:.4f}, {name} {score:.4f} of {images:,} images")
+        average = "".join(
+            f"; moving average: loss {state.evaluation['val/ema_loss']:.4f}, {AVERAGES_SCORES[key]} {value:.4f}"
+            for key, value in state.evaluation.items()
+            if key in AVERAGES_SCORES
+        )
+        self.note(f"step {state.step}: held-out loss {loss:.4f}, {name} {score:.4f} of {images:,} images{average}")
 
     def spikes(self, found: Sequence[Spike]) -> None:
         for spike in found:

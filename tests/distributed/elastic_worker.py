@@ -124,7 +124,7 @@ READ = [
 
 def recipe_for(written: Written, *, stage: int, model: dict = MODEL) -> Recipe:
     recipe = common.recipe_for(written.backend, stage, written.precision, model=model).model_dump(exclude_unset=True)
-    recipe["stages"]["pretrain"]["optimizer"] = OPTIMIZERS[written.optimizer]
+    recipe["stages"]["pretrain"] |= {"optimizer": OPTIMIZERS[written.optimizer], "ema": {"decay": 0.7}}
     return Recipe.model_validate(recipe)
 
 
@@ -204,6 +204,12 @@ def losses(engine, ranks, plan, steps, **how) -> list[float]:
     return [row["loss"] for row in common.run_steps(engine, ranks, plan, steps, **how)]
 
 
+def averages(engine) -> dict[str, torch.Tensor]:
+    """The moving average of the weights, whole."""
+    with engine.averaged():
+        return engine.weights()
+
+
 AFTER = range(STEPS_BEFORE + 1, STEPS_BEFORE + 1 + STEPS_AFTER)
 
 
@@ -215,11 +221,13 @@ def write_case(written: Written, ranks: Ranks, folder: Path) -> dict:
     result = {
         "state": full_state(engine, stage=written.stage, moments=moments_of(written.optimizer)),
         "numbers": numbers(engine),
+        "averages": averages(engine),
     }
     ranks.barrier()
     if ranks.place.is_main:
         (folder / "written").touch()
-    return {**result, "losses": losses(engine, ranks, plan, AFTER)}
+    result["losses"] = losses(engine, ranks, plan, AFTER)
+    return {**result, "later averages": averages(engine)}
 
 
 def read_case(read: Read, ranks: Ranks, folder: Path) -> dict:
@@ -234,9 +242,11 @@ def read_case(read: Read, ranks: Ranks, folder: Path) -> dict:
         "computing": computing_weights(engine, stage=read.stage),
         "state": full_state(engine, stage=read.stage, moments=moments_of(written.optimizer)),
         "numbers": numbers(engine),
+        "averages": averages(engine),
         "decays": [group["weight_decay"] for group in common.decay_groups(engine)],
         "losses": losses(engine, ranks, plan, AFTER),
         "weights": engine.weights(),
+        "later averages": averages(engine),
     }
     if (read.world, read.stage) == (written.world, written.stage):
         native, _ = fresh(written, ranks, stage=read.stage)

@@ -18,13 +18,14 @@ from data_shards.packing.pack import pack
 from model.saved import load_model, read_meta
 from model.vocabulary import COLOURS
 from pipeline.find_model import FoundModel, find_model
+from pipeline.report.metrics_log import read_metrics
 from pipeline.run_folder import RunFolder
 
 ROOT = Path(__file__).resolve().parents[2]
 STAGES = {"labels": "pretrain", "colours": "masked_patch"}  # of the two runs
 OWN: dict[str, dict[str, Any]] = {
     "labels": {"loss": "sigmoid", "head_bias": -1.0, "eval_protocol": "big_vision", "eval_crop_share": 0.75},
-    "colours": {},
+    "colours": {"ema": {"decay": 0.5}},
 }
 
 
@@ -141,6 +142,40 @@ def test_of_what_the_records_tell(finished: Path) -> None:
     assert (colours.meta.head, colours.meta.class_names) == ("masked_patch", COLOURS)
     assert colours.meta.num_classes == 512 and colours.state["head.weight"].shape == (512, 16)
     assert "mask_token" in colours.state
+
+
+def test_a_checkpoint_with_a_moving_average_is_the_one_that_its_stage_writes_or_the_one_asked_for(
+    finished: Path,
+) -> None:
+    stage = finished / "colours/masked_patch"
+    last = stage / "checkpoints/step-00000006"
+    average, trained = find_model(last, weights="ema"), find_model(last, weights="weights")
+    assert (average.meta.ema_decay, trained.meta.ema_decay) == (0.5, None)
+    assert same_weights(average, stage / "model") and not same_weights(trained, stage / "model")
+    assert find_model(last).meta == average.meta == read_meta(stage / "model")
+    assert same_weights(find_model(stage, weights="ema"), stage / "model")
+    with pytest.raises(UserError, match=r"--weights weights: .*model holds .* only the checkpoints"):
+        find_model(stage, weights="weights")
+
+
+def test_each_evaluation_has_the_moving_averages_metrics_beside_the_ordinary_ones(finished: Path) -> None:
+    rows = read_metrics(finished / "colours/masked_patch/metrics.jsonl")
+    (found,) = [row.metrics for row in rows if "val/loss" in row.metrics]
+    assert {"val/accuracy", "val/ema_loss", "val/ema_accuracy", "val/images"} <= found.keys()
+    assert found["val/ema_loss"] != found["val/loss"]
+    results = RunFolder(runs_root=finished, name="colours").record("masked_patch").results
+    assert results["val/ema_loss"] == found["val/ema_loss"]
+    plain = read_metrics(finished / "labels/pretrain/metrics.jsonl")
+    assert not any(key.startswith("val/ema") for row in plain for key in row.metrics)
+
+
+def test_the_moving_average_of_what_has_none_is_refused(finished: Path) -> None:
+    stage = finished / "labels/pretrain"
+    with pytest.raises(UserError, match=r"--weights ema: .*step-00000006 has no moving average"):
+        find_model(stage / "checkpoints/step-00000006", weights="ema")
+    with pytest.raises(UserError, match=r"--weights ema: .*only the checkpoints"):
+        find_model(stage, weights="ema")
+    assert find_model(stage, weights="weights").meta.ema_decay is None
 
 
 @pytest.mark.parametrize("name", STAGES)

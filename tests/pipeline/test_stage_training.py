@@ -150,6 +150,31 @@ def test_the_best_by_loss_or_score_stays_and_evaluations_are_followed_by_a_check
     assert kept(job, stage, losses={10: 0.1}, scores={30: 0.9}) == [best, 40]
 
 
+@pytest.mark.parametrize(("model", "best"), [("ema", 20), ("weights", 30)])
+def test_of_a_stage_with_a_moving_average_the_best_is_judged_by_the_weights_that_it_writes(
+    stage: Stage, model: str, best: int
+) -> None:
+    job = stage.job(keep_checkpoints=1, keep_best="score", ema={"model": model})
+    for step in (10, 20, 30, 40):
+        values = {"val/top1": 0.9 if step == 30 else 0.5, "val/ema_top1": 0.9 if step == 20 else 0.5}
+        job.saver.save(state_at(step, evaluation=values, evaluation_step=step))
+    assert steps(stage.checkpoints) == [best, 40]
+
+
+@pytest.mark.parametrize(("ema", "written"), [(None, 1.0), ({"model": "weights"}, 1.0), ({}, 2.0)])
+def test_the_stages_model_are_the_weights_or_their_average(
+    ends: Stage, monkeypatch: pytest.MonkeyPatch, ema: Any, written: float
+) -> None:
+    numbers, saved = [1.0], []
+    ends.engine.averaged = lambda: contextlib.closing(SimpleNamespace(close=numbers.pop, at=numbers.append(2.0)))
+    ends.engine.weights = lambda: {"w": numbers[-1]}
+    monkeypatch.setattr(stage_training, "save_model", lambda *where, meta: saved.append((where[1], meta.ema_decay)))
+    ends.train(ema=ema)
+    assert saved == [({"w": written}, 0.9999 if written == 2.0 else None)]
+    assert ends.folder.record("pretrain").model.get("ema_decay") == saved[0][1]
+    assert numbers == [1.0]
+
+
 @pytest.mark.parametrize(("minutes", "due"), [(0.0, False), (2.0, True), (3.0, False)])
 def test_the_clock_is_set_to_save_every_minutes(
     stage: Stage, minutes: float, due: bool, monkeypatch: pytest.MonkeyPatch

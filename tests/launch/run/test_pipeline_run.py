@@ -39,6 +39,18 @@ def test_all_stages_in_order_then_nothing(machine: Machine, capsys: pytest.Captu
     assert "pretrain: done already" in capsys.readouterr().out
 
 
+def test_with_a_moving_average_both_scores_are_told(machine: Machine, capsys: pytest.CaptureFixture[str]):
+    def outcome(launch: Launch) -> int:
+        results = {"val/top1": 0.5, "val/ema_top1": 0.625}
+        machine.folder.update(launch.stage, state="done", images_seen=64, results=results)
+        return 0
+
+    machine.outcome = outcome
+    assert machine.open().execute(only="pretrain") == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert "0.5000" in last and "0.6250" in last and last.endswith("after 64 images")
+
+
 def test_a_run_that_was_better_before_its_end_says_so(machine: Machine, capsys: pytest.CaptureFixture[str]):
     results = {"val/top1": 0.529, "best/step": 400.0, "best/val/top1": 0.627}
 

@@ -51,7 +51,8 @@ CASES = [
 def recipe_of(case: tuple[str, int, str, int]) -> Recipe:
     backend, zero_stage, precision, _ = case
     engine = {"backend": backend, "zero_stage": zero_stage, "precision": precision}
-    return recipe(MODEL, image_size=SIZE, batch=64, engine=engine)
+    stage = {"ema": {"decay": 0.999}} if zero_stage == 2 else None
+    return recipe(MODEL, image_size=SIZE, batch=64, engine=engine, stage=stage)
 
 
 class Tracker(TorchDispatchMode):

@@ -57,6 +57,7 @@ def planned(case: Any, *, number: int, monkeypatch: pytest.MonkeyPatch) -> memor
         optimizer=made.train_stage("pretrain").optimizer,
         plan=stage_plan(processes=WORLD_SIZE, accumulation=case[3], micro_batch=worker.IMAGES),
         zero_stage=case[1],
+        ema=made.train_stage("pretrain").ema,
     )
 
 

@@ -10,6 +10,7 @@ from pipeline.budget.memory import ZERO_STAGES, ZeroStage, state_of
 from pipeline.engine.zero_config import deepspeed_config
 from pipeline.recipe.optimizer import OptimizerConfig
 from pipeline.recipe.schema import EngineConfig
+from pipeline.recipe.stage import EmaConfig
 from tests.pipeline.budget.planning import forecast, recipe, stage_plan
 
 ADAMW = OptimizerConfig(name="adamw", lr=0.001)
@@ -35,6 +36,20 @@ def test_sgd_keeps_one_moment_where_adamw_keeps_two():
             for each in (ADAMW, SGD)
         )
         assert adamw - sgd == 4 * NUMBER / (1 if stage == 0 else 2)
+
+
+def test_a_moving_average_is_one_moment_more():
+    plan, engine = stage_plan(processes=2), EngineConfig()
+    for stage in ZERO_STAGES:
+        without, with_it = (
+            state_of(NUMBER, engine=engine, optimizer=ADAMW, plan=plan, zero_stage=stage, ema=ema).optimizer
+            for ema in (None, EmaConfig())
+        )
+        assert with_it - without == 4 * NUMBER / (1 if stage == 0 else 2)
+    plain, averaged = (forecast(recipe("B/16", stage=stage)) for stage in ({}, {"ema": {}}))
+    number = plain.cost.parameters
+    assert averaged.disk.checkpoint_bytes - plain.disk.checkpoint_bytes == 4 * number
+    assert averaged.own.state.resting_bytes > plain.own.state.resting_bytes
 
 
 def test_buckets_are_those_that_deepspeed_is_given():

@@ -10,6 +10,7 @@ from pipeline.checkpoint import room
 from pipeline.checkpoint.room import check_free_space, estimate_bytes, free_bytes, spare_host_bytes
 from pipeline.recipe.optimizer import OptimizerConfig
 from pipeline.recipe.schema import EngineConfig
+from pipeline.recipe.stage import EmaConfig
 
 GIB = 1 << 30
 
@@ -29,6 +30,8 @@ GIB = 1 << 30
 def test_the_estimate_counts_weights_masters_and_optimizer(engine, optimizer, bytes_each):
     config = OptimizerConfig(name=optimizer, lr=0.1)
     assert estimate_bytes(1000, engine=EngineConfig(**engine), optimizer=config) == 1000 * bytes_each
+    averaged = estimate_bytes(1000, engine=EngineConfig(**engine), optimizer=config, ema=EmaConfig())
+    assert averaged == 1000 * (bytes_each + 4)
 
 
 def test_the_free_space_of_a_folder_that_is_still_to_be_made_is_its_disks(tmp_path: Path, monkeypatch):

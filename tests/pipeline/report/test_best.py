@@ -40,7 +40,16 @@ def test_no_evaluation_no_best() -> None:
     assert describe_best({"val/top1": 0.5}, stage="pretrain", checkpoints=Path("x")) == ""
 
 
-@pytest.mark.parametrize(("key", "word"), [("val/top1", "score"), ("val/accuracy", "score"), ("val/loss", "loss")])
+@pytest.mark.parametrize(
+    ("key", "word"),
+    [
+        ("val/top1", "score"),
+        ("val/accuracy", "score"),
+        ("val/loss", "loss"),
+        ("val/ema_top1", "score"),
+        ("val/ema_loss", "loss"),
+    ],
+)
 def test_the_sentence_has_step_and_value_and_where_it_is_or_how_to_keep_it(tmp_path: Path, key: str, word: str) -> None:
     results = {key: 0.529, "best/step": 1400.0, f"best/{key}": 0.627}
     text = describe_best(results, stage="finetune", checkpoints=tmp_path)

@@ -112,3 +112,12 @@ def test_an_evaluation_is_on_record_and_on_the_screen(score: str, words: str) ->
     report_to(kept).evaluation(TrainState(step=7, evaluation=values))
     assert kept.rows == [(7, values)]
     assert kept.notes == [f"step 7: held-out loss 0.5000, {words} of 1,234 images"]
+
+
+@pytest.mark.parametrize("score", ["top1", "accuracy"])
+def test_of_a_moving_average_the_same_line_says_both(score: str) -> None:
+    kept = Notebook()
+    values: dict[str, Any] = {"val/loss": 0.5, f"val/{score}": 0.75, "val/images": 9.0}
+    report_to(kept).evaluation(TrainState(step=7, evaluation={**values, "val/ema_loss": 0.25, f"val/ema_{score}": 0.8}))
+    (note,) = kept.notes
+    assert "0.5000" in note and "0.7500" in note and note.endswith("0.8000") and "loss 0.2500" in note

@@ -1,0 +1,86 @@
+"""The moving average of the weights (EMA, Polyak averaging), beside whatever this process keeps as master weights.
+
+One float32 tensor beside each master: whole under ZeRO 0 and accelerate, this process's piece under ZeRO 1 to 3. Costs
+4 bytes a parameter, sharded like the moments, and one pass over both after each applied step. It depends on nothing
+that the optimizer keeps, and lies in a file of its own in a checkpoint, cut as the masters are. Buffers are not
+averaged. Does not import DeepSpeed and is not collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+from pipeline.recipe.stage import EmaConfig
+
+AVERAGE = "average"  # among the names of what a saved state holds of each parameter
+_EXCHANGED_ELEMENTS = 1 << 24  # at a time: 64 MiB beside masters and averages
+
+
+def average_file(rank: int) -> str:
+    """The name of a process's file; what all processes hold alike is rank 0's."""
+    return f"average_rank_{rank}.pt"
+
+
+def decay_at(updates: int, *, config: EmaConfig) -> float:
+    """The decay of the update that comes after so many.
+
+    Sources: tf.train.ExponentialMovingAverage (`num_updates`); timm.utils.ModelEmaV3 (`use_warmup`, its defaults).
+    """
+    match config.warmup:
+        case "none":
+            return config.decay
+        case "tensorflow":
+            return min(config.decay, (1 + updates) / (10 + updates))
+        case "timm":
+            return min(config.decay, 1 - (1 + updates) ** (-2 / 3))
+
+
+class WeightAverage:
+    """Averages of `masters`, float32, whose keys name them in the file; they begin as copies.
+
+    Attributes:
+        updates: how often the average has moved: after each applied step.
+    """
+
+    def __init__(self, masters: Mapping[str, Tensor], *, config: EmaConfig) -> None:
+        self.updates = 0
+        self._config = config
+        self._keys = tuple(masters)
+        self._masters = list(masters.values())
+        self._averages = [master.detach().clone() for master in self._masters]
+        self._by_master = dict(zip(map(id, self._masters), self._averages, strict=True))
+
+    def update(self) -> None:
+        """After an applied step: average <- decay * average + (1 - decay) * master."""
+        decay = decay_at(self.updates, config=self._config)
+        get_ema_multi_avg_fn(decay)([*self._averages], [master.detach() for master in self._masters], self.updates)
+        self.updates += 1
+
+    @torch.no_grad()
+    def exchange(self) -> None:
+        """Swap masters and averages in place; twice is never, to the last bit."""
+        for master, average in zip(self._masters, self._averages, strict=True):
+            pieces = (each.detach().view(-1).split(_EXCHANGED_ELEMENTS) for each in (master, average))
+            for one, other in zip(*pieces, strict=True):
+                kept = one.clone()
+                one.copy_(other)
+                other.copy_(kept)
+
+    def of(self, master: Tensor) -> Tensor | None:
+        """The average beside a master; None: it has none, as a frozen parameter."""
+        return self._by_master.get(id(master))
+
+    def restart(self) -> None:
+        """Begin again, from the weights as they are."""
+        for master, average in zip(self._masters, self._averages, strict=True):
+            average.copy_(master.detach())
+        self.updates = 0
+
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint; shares memory."""
+        return {"updates": self.updates, "averages": dict(zip(self._keys, self._averages, strict=True))}
