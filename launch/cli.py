@@ -15,6 +15,7 @@ from launch.commands.pack import pack
 from launch.commands.predict import predict
 from launch.commands.recipes import recipes
 from launch.commands.run import run, train
+from launch.commands.sweep import sweep
 from launch.commands.table8 import table8
 from launch.doctor.command import doctor
 from launch.output import OutputLost, guard, say
@@ -63,7 +64,7 @@ def _run_command() -> int:
         return EXIT_USER_ERROR
 
 
-for command in (pack, recipes, run, train, demo, check, plan, submit, status, cancel, doctor):
+for command in (pack, recipes, run, sweep, train, demo, check, plan, submit, status, cancel, doctor):
     app.command(command)
 app.command(import_model, name="import")
 app.command(export_model, name="export")

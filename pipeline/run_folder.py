@@ -36,6 +36,7 @@ from pipeline.vocabulary import (
     RECIPE_FILE,
     REPLACED_FOLDER,
     STAGE_FILE,
+    SWEEP_FILE,
     StageName,
 )
 
@@ -77,12 +78,17 @@ class BrokenRecord(UserError):
 class RunFolder:
     """Paths and records of one run."""
 
-    runs_root: Path  # folder of all runs; the MLflow database lies here too
+    runs_root: Path  # folder of all runs, where the MLflow database lies too; or of a sweep's runs, within it
     name: str  # the recipe's name
 
     @property
     def path(self) -> Path:
         return self.runs_root / self.name
+
+    @property
+    def sweep(self) -> Path | None:
+        """The folder of the sweep that this run belongs to, if it does."""
+        return self.runs_root if (self.runs_root / SWEEP_FILE).is_file() else None
 
     def stage(self, name: StageName) -> Path:
         return self.path / name

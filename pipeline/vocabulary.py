@@ -32,6 +32,7 @@ CORRUPT_SAMPLES_FILE = "corrupt_samples.jsonl"
 MODEL_FOLDER = "model"  # the result: safetensors and config.json
 MLFLOW_FILE = "mlflow.json"  # of the run, and of each stage: which MLflow run it is
 REPLACED_FOLDER = "replaced"  # what --restart moved aside
+SWEEP_FILE = "sweep.json"  # in the folder of a sweep's runs
 
 # ---- optimizers ----
 

@@ -1,4 +1,4 @@
-"""MLflow: one run per pipeline and a child run per stage. The only file that imports mlflow.
+"""MLflow: a run per pipeline, a child run per stage; a sweep's run is its pipelines' parent. Only this imports mlflow.
 
 All happens in the thread of `tracking_thread`, also the import (2 to 4 s) and creating an SQLite schema (2 to 6 s), so
 a slow or dead server neither delays nor stops training. The store is SQLite beside the runs, or the server at
@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from data_shards.durable import flush
 from pipeline.checkpoint.written_by import source_tags
@@ -57,11 +57,13 @@ class TrackerSettings:
     """What one attempt at one stage tells MLflow.
 
     `params` are the recipe's, flat and dotted; `tags` this attempt's facts (job id, world size, host). Without
-    `tracking_uri` it is sqlite:///RUNS_ROOT/mlflow.db with artifacts in RUNS_ROOT/mlartifacts.
+    `tracking_uri` it is sqlite:///RUNS_ROOT/mlflow.db with artifacts in RUNS_ROOT/mlartifacts. `sweep`: the folder of
+    the sweep that the pipeline belongs to; the database then lies beside that.
     """
 
     runs_root: Path
     run_dir: Path
+    sweep: Path | None = None
     pipeline: str
     stage: str
     params: Mapping[str, str] = field(default_factory=dict)
@@ -73,8 +75,13 @@ class TrackerSettings:
     timing: Timing = field(default_factory=Timing)
 
     @property
+    def home(self) -> Path:
+        """The folder of all runs, absolute."""
+        return (self.runs_root if self.sweep is None else self.sweep.parent).absolute()
+
+    @property
     def uri(self) -> str:
-        return self.tracking_uri or f"{_SQLITE}{self.runs_root.absolute() / 'mlflow.db'}"
+        return self.tracking_uri or f"{_SQLITE}{self.home / 'mlflow.db'}"
 
 
 def open_tracker(settings: TrackerSettings, *, log: MetricsLog, say: Say | None = None) -> Tracker:
@@ -97,6 +104,7 @@ class MlflowStore:
         self._from_step = log.resume_step
         self._say = say
         self._client: Any = None
+        self._sweep = None if settings.sweep is None else self._load(settings.sweep / MLFLOW_FILE)
         self._parent = self._load(settings.run_dir / MLFLOW_FILE)
         self.state = self._load(log.path.with_name(MLFLOW_FILE))
         self.state.attempt += 1
@@ -123,22 +131,17 @@ class MlflowStore:
         """Creates the experiment and the pipeline's run too; each id is saved once known."""
         settings = self._settings
         self._connecting = mine = object()  # a call that timed out may still run: only the newest one sets ids
-        _import_mlflow()
-        from mlflow.tracking import MlflowClient
-
         if not settings.run_dir.is_dir():
             raise FileNotFoundError(f"{settings.run_dir} is gone")  # with it, perhaps, the folder of all runs
-        make_database(settings.uri, create=lambda uri: MlflowClient(tracking_uri=uri).search_experiments(max_results=1))
-        self._client = MlflowClient(tracking_uri=settings.uri)
-        experiment = self._client.get_experiment_by_name(settings.experiment)
-        if experiment is not None:
-            experiment_id = experiment.experiment_id
-        else:
-            # Without a server MLflow would put artifacts into ./mlruns of the working folder.
-            local = settings.uri.startswith("sqlite:")
-            location = (settings.runs_root.absolute() / "mlartifacts").as_uri() if local else None
-            experiment_id = self._client.create_experiment(settings.experiment, artifact_location=location)
-        self._open_run(self._parent, experiment_id, name=settings.pipeline, tags={}, mine=mine)
+        self._client, experiment_id = _client_of(settings.uri, home=settings.home, experiment=settings.experiment)
+        of_sweep = {}
+        if self._sweep is not None:
+            assert settings.sweep is not None
+            self._open_run(self._sweep, experiment_id, name=settings.sweep.name, tags={}, mine=mine)
+            if self._connecting is not mine:
+                return
+            of_sweep = {"mlflow.parentRunId": str(self._sweep.run_id)}
+        self._open_run(self._parent, experiment_id, name=settings.pipeline, tags=of_sweep, mine=mine)
         if self._connecting is not mine:
             return
         parent = {"mlflow.parentRunId": str(self._parent.run_id)}
@@ -172,7 +175,8 @@ class MlflowStore:
         else:
             for tag, value in tags.items():
                 self._client.set_tag(run.info.run_id, tag, value)
-            self._client.update_run(run.info.run_id, status="RUNNING")
+            if state is not self._sweep:  # whose state is told by `tell_sweep`
+                self._client.update_run(run.info.run_id, status="RUNNING")
         if self._connecting is mine:
             state.run_id = str(run.info.run_id)
             self._save(state)
@@ -273,6 +277,73 @@ class MlflowStore:
 
     def finish_parent(self, status: FinalStatus) -> None:
         self._client.set_terminated(self._parent.run_id, status=status)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepNews:
+    """What a sweep's own run is told, all of it each time.
+
+    `params` are write-once and keep their first value; `points` are metrics for the pipelines' runs, by their folders.
+    """
+
+    folder: Path  # of the sweep, in the folder of all runs
+    params: Mapping[str, str]
+    tags: Mapping[str, str]
+    metrics: Mapping[str, float]
+    points: Mapping[Path, Mapping[str, float]]
+    status: FinalStatus | Literal["RUNNING"]
+    tracking_uri: str | None = None
+    experiment: str = "shardvit"
+
+
+def tell_sweep(news: SweepNews) -> None:
+    """Find or create a sweep's run and bring it up to date. Raises whatever MLflow does, and OSError, ValueError for
+    an mlflow.json that cannot be used."""
+    state = load_run_state(news.folder / MLFLOW_FILE)
+    state.save()  # its key, before there is a run
+    home = news.folder.parent.absolute()
+    uri = news.tracking_uri or f"{_SQLITE}{home / 'mlflow.db'}"
+    client, experiment_id = _client_of(uri, home=home, experiment=news.experiment)
+    from mlflow.entities import Metric, Param, RunTag
+
+    found = client.search_runs([experiment_id], f"tags.`shardvit.key` = '{state.key}'")
+    run = found[-1] if found else None
+    if run is None:
+        run = client.create_run(experiment_id, run_name=news.folder.name, tags={"shardvit.key": state.key})
+    state.run_id = str(run.info.run_id)
+    state.save()
+    now = int(time.time() * 1000)
+    tags = [RunTag(name, without_credentials(value)) for name, value in {**source_tags(), **news.tags}.items()]
+    params = [
+        Param(name, without_credentials(value)[:_MAX_PARAM_CHARACTERS])
+        for name, value in news.params.items()
+        if name not in run.data.params
+    ]
+    metrics = [Metric(name, value, now, 0) for name, value in news.metrics.items()]
+    client.log_batch(state.run_id, metrics=metrics, params=params, tags=tags, synchronous=True)
+    for folder, values in news.points.items():
+        point = load_run_state(folder / MLFLOW_FILE).run_id
+        if point is not None:  # else MLflow was not told of it
+            points = [Metric(name, value, now, 0) for name, value in values.items()]
+            client.log_batch(point, metrics=points, synchronous=True)
+    client.update_run(state.run_id, status="RUNNING") if news.status == "RUNNING" else client.set_terminated(
+        state.run_id, status=news.status
+    )
+
+
+def _client_of(uri: str, *, home: Path, experiment: str) -> tuple[Any, str]:
+    """A client of the store at `uri`, and the experiment's id; store and experiment are made if they are missing."""
+    _import_mlflow()
+    from mlflow.tracking import MlflowClient
+
+    make_database(uri, create=lambda uri: MlflowClient(tracking_uri=uri).search_experiments(max_results=1))
+    client = MlflowClient(tracking_uri=uri)
+    found = client.get_experiment_by_name(experiment)
+    if found is not None:
+        return client, str(found.experiment_id)
+    # Without a server MLflow would put artifacts into ./mlruns of the working folder.
+    location = (home / "mlartifacts").as_uri() if uri.startswith("sqlite:") else None
+    return client, str(client.create_experiment(experiment, artifact_location=location))
 
 
 def make_database(uri: str, *, create: Callable[[str], object]) -> None:

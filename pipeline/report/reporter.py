@@ -71,6 +71,7 @@ def tracked_log(
             TrackerSettings(
                 runs_root=folder.runs_root,
                 run_dir=folder.path,
+                sweep=folder.sweep,
                 pipeline=recipe.name,
                 stage=stage,
                 params=flatten(recipe),

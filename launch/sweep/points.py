@@ -1,0 +1,215 @@
+"""A recipe and a grid -> the runs of a sweep: their recipes, and where they lie. Nothing is written here.
+
+    RUNS/NAME-sweep/sweep.json          the grid, the state and result of each point, the choice
+    RUNS/NAME-sweep/STAGE-DIGEST/       what comes before the swept stage, trained once for all points that share it
+    RUNS/NAME-sweep/POINT/              an ordinary run, trained on all but the held-out part of the training set
+    RUNS/NAME-sweep/final/              an ordinary run with the chosen values, on the whole training set
+
+The stage before the swept one is taken from RUNS/NAME where that has it already. Points and the final run have it as a
+link, so that each of them is a complete run folder.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from data_shards.errors import UserError
+from launch.sweep.grid import Axis, grid_points, point_names, read_grid
+from pipeline.recipe.io import differences, flatten, load_recipe, parse_recipe
+from pipeline.recipe.mistakes import mistakes
+from pipeline.recipe.roles import missing_paths
+from pipeline.recipe.schema import Recipe
+from pipeline.recipe.stage import TrainStage
+from pipeline.run_folder import RunFolder, recipe_digest
+from pipeline.vocabulary import RECIPE_FILE, StageName
+
+FINAL = "final"  # the final run's folder
+
+# The ViT paper (arXiv 2010.11929), appendix B.1.1, by the role of the swept stage's data.
+PAPERS_SHARES = {"imagenet": 0.01, "cifar10": 0.02, "cifar100": 0.02, "pets": 0.1, "flowers": 0.1}
+
+
+@dataclass(frozen=True)
+class Earlier:
+    """The trained stage before the swept one."""
+
+    stage: StageName
+    recipe: Recipe  # with this stage alone
+    folder: RunFolder  # the run that has it, or will
+
+
+@dataclass(frozen=True)
+class Point:
+    """One point of the grid."""
+
+    name: str  # of its folder
+    values: dict[str, str]  # key -> value
+    recipe: Recipe  # of its run
+    final: Recipe  # of the final run, if this point is chosen
+    earlier: Earlier | None  # None: the swept stage is the first one
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """All runs of a sweep."""
+
+    name: str  # the recipe's
+    root: Path  # RUNS/NAME-sweep
+    stage: StageName  # that is swept
+    hold_out: float  # share of its training images
+    axes: tuple[Axis, ...]
+    points: tuple[Point, ...]
+
+    @property
+    def earlier(self) -> list[Earlier]:
+        """What is trained before the points, each once."""
+        found = {point.earlier.folder.path: point.earlier for point in self.points if point.earlier}
+        return list(found.values())
+
+    def folder(self, name: str) -> RunFolder:
+        return RunFolder(runs_root=self.root, name=name)
+
+
+def plan_sweep(
+    recipe: str,
+    arguments: Sequence[str],
+    *,
+    runs_root: Path,
+    paths: Path | None = None,
+    stage: StageName | None = None,
+    hold_out: float | None = None,
+) -> Sweep:
+    """Read the recipe once for each point. `paths`: the shards of roles, as for `load_recipe`; `stage` None: the last one
+    that trains; `hold_out` None: the paper's share.
+
+    Raises:
+        UserError: a mistake in a recipe or the grid; points that are the same run, or train on different data; a stage
+            that cannot be swept.
+    """
+    overrides, axes = read_grid(arguments)
+    points = grid_points(axes)
+    wholes = [
+        load_recipe(recipe, overrides=[*overrides, *(f"{key}={text}" for key, text in each.items())], paths=paths)
+        for each in points
+    ]
+    first = wholes[0]
+    if len({whole.name for whole in wholes}) > 1:
+        raise UserError(f"the points are different runs, {wholes[0].name} and {wholes[-1].name}: give all of them one name")
+    swept = _swept_stage(first, stage)
+    share = _share(first, stage=swept, given=hold_out)
+    if any(each.train_stage(swept).train != first.train_stage(swept).train for each in wholes):
+        raise UserError(f"the points train {swept} on different data, and their scores cannot be compared: sweep other keys")
+    root = runs_root / f"{first.name}-sweep"
+    if (root / RECIPE_FILE).exists():
+        raise UserError(f"{root} is a run's folder, and the sweep's would have its name: give name=OTHER")
+    shown = [_resolved(whole, values=values) for whole, values in zip(wholes, points, strict=True)]
+    names = point_names(shown)
+    made = [
+        _point(whole, name=name, values=values, stage=swept, share=share, root=root)
+        for whole, name, values in zip(wholes, names, shown, strict=True)
+    ]
+    for number, one in enumerate(made):
+        for other in made[:number]:
+            if not {key for key in differences(one.recipe, other.recipe) if key != "name"}:
+                raise UserError(
+                    f"{other.name} and {one.name} are the same run, for nothing that they differ in changes what "
+                    f"{swept} learns: sweep other keys, or another --stage"
+                )
+    return Sweep(first.name, root, stage=swept, hold_out=share, axes=axes, points=tuple(made))
+
+
+def changed_recipe(recipe: Recipe, *, name: str, stages: Mapping[str, Any]) -> Recipe:
+    """The recipe under another name, with these stages alone, each a mapping of keys; UserError if they do not fit."""
+    tree = recipe.model_dump(mode="json", exclude_defaults=True) | {"name": name, "stages": stages}
+    try:
+        return Recipe.model_validate(tree)
+    except ValidationError as error:
+        texts = [mistake.text for mistake in mistakes(error, tree=tree, root=Recipe)]
+        raise UserError(f"{recipe.name}, as it would be swept: {'; '.join(texts)}") from None
+
+
+def link_earlier(folder: RunFolder, recipe: Recipe, *, earlier: Earlier | None) -> None:
+    """Make a run folder with the earlier stage in it, as a relative link; a stage that it has of its own stays."""
+    folder.open(recipe)
+    if earlier is None:
+        return
+    link = folder.stage(earlier.stage)
+    to = os.path.relpath(earlier.folder.stage(earlier.stage).resolve(), folder.path.resolve())
+    if link.is_symlink() and os.readlink(link) != to:
+        link.unlink()
+    if not link.is_symlink() and not link.exists():
+        link.symlink_to(to, target_is_directory=True)
+
+
+def _resolved(recipe: Recipe, *, values: Mapping[str, str]) -> dict[str, str]:
+    """The values as the recipe has them, so that 1e-2 and 0.01 are one point."""
+    known = flatten(recipe)
+    return {key: known.get(key, known.get(f"stages.{key}", text)) for key, text in values.items()}
+
+
+def trained_stages(recipe: Recipe) -> list[StageName]:
+    """All stages but swap_head, in order."""
+    return [name for name in recipe.stages.names if isinstance(getattr(recipe.stages, name), TrainStage)]
+
+
+def _point(whole: Recipe, *, name: str, values: dict[str, str], stage: StageName, share: float, root: Path) -> Point:
+    tree = whole.model_dump(mode="json", exclude_defaults=True)["stages"]
+    up_to = {each: tree[each] for each in whole.stages.names[: whole.stages.names.index(stage) + 1]}
+    train = up_to[stage].get("train")
+    if train is None:
+        raise UserError(str(missing_paths(whole, stage=stage)))
+    if isinstance(train, list):
+        raise UserError(
+            f"stages.{stage}.train mixes {len(train)} sets, and a sweep holds out a part of one: pack them together"
+        )
+    one = {"shards": train} if isinstance(train, str) else train
+    if "part" in one:
+        raise UserError(f"stages.{stage}.train names a part already, and the sweep names it: leave out part")
+    parts = {use: {**one, "part": part, "hold_out": share} for use, part in (("train", "rest"), ("eval", "held_out"))}
+    recipe = changed_recipe(whole, name=name, stages={**up_to, stage: {**up_to[stage], **parts}})
+    final = changed_recipe(whole, name=FINAL, stages=tree)
+    return Point(name, values, recipe=recipe, final=final, earlier=_earlier(whole, stage=stage, root=root))
+
+
+def _earlier(whole: Recipe, *, stage: StageName, root: Path) -> Earlier | None:
+    trained = trained_stages(whole)
+    before = trained[: trained.index(stage)]
+    if not before:
+        return None
+    name = before[-1]  # masked_patch or pretrain: a recipe has one of them
+    digest = recipe_digest(whole, stage=name)
+    tree = whole.model_dump(mode="json", exclude_defaults=True)["stages"]
+    recipe = changed_recipe(whole, name=f"{name}-{digest[:8]}", stages={name: tree[name]})
+    usual = RunFolder(runs_root=root.parent, name=whole.name)
+    if (usual.path / RECIPE_FILE).exists() and usual.peek(name).state == "done":
+        there = parse_recipe(usual.path / RECIPE_FILE)
+        if name in there.stages.names and recipe_digest(there, stage=name) == digest:
+            return Earlier(name, recipe, usual)
+    return Earlier(name, recipe, RunFolder(runs_root=root, name=recipe.name))
+
+
+def _swept_stage(recipe: Recipe, stage: StageName | None) -> StageName:
+    trained = trained_stages(recipe)
+    if stage is None:
+        return trained[-1]
+    if stage not in trained:
+        raise UserError(f"--stage {stage}: the recipe trains {' and '.join(trained)}; give one of them")
+    return stage
+
+
+def _share(recipe: Recipe, *, stage: StageName, given: float | None) -> float:
+    if given is not None:
+        return given
+    share = PAPERS_SHARES.get(recipe.train_stage(stage).data or "")
+    if share is None:
+        raise UserError(
+            f"which share of the training images of {stage} is held out? Give --hold-out, such as --hold-out 2% (the "
+            "paper's: 1% of ImageNet, 2% of CIFAR, 10% of Pets and Flowers)"
+        )
+    return share

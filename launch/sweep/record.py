@@ -1,0 +1,152 @@
+"""What the points reached, which one is chosen, and sweep.json. The run folders have the results; this reads them.
+
+The rule: the best held-out score of the swept stage's last evaluation (top-1; masked patch prediction: accuracy), at
+equal scores the lower held-out loss, then the earlier point. A point that failed, or whose score or loss is not
+finite, is shown and not chosen.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from data_shards.durable import replace_text
+from data_shards.text import parse_json, table
+from launch.sweep.points import FINAL, Point, Sweep
+from pipeline.run_folder import RunFolder
+from pipeline.vocabulary import SWEEP_FILE, StageName
+
+RULE = "the best held-out score; at equal scores the lower loss, then the first"
+_SCORES = ("val/top1", "val/accuracy")
+
+PointState = Literal["new", "begun", "done", "failed"]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How far one run is, and what its swept stage (or the final run's) reached."""
+
+    name: str
+    values: Mapping[str, str]
+    state: PointState
+    why: str = ""  # it failed
+    score: float | None = None
+    loss: float | None = None
+    images: int = 0  # on which they were measured
+    seconds: float = 0.0  # of training, over all attempts
+
+    @property
+    def is_eligible(self) -> bool:
+        return self.state == "done"
+
+
+def outcome(folder: RunFolder, *, stage: StageName, values: Mapping[str, str], failed: str = "") -> Outcome:
+    """A run's state and results; `failed`: why it ended, if it did not end well."""
+    record = folder.peek(stage)
+    results = record.results
+    score = next((results[key] for key in _SCORES if key in results), None)
+    loss = results.get("val/loss")
+    seconds = record.seconds
+    if record.state != "done":
+        state: PointState = "failed" if failed else "begun" if folder.path.exists() and record.state != "new" else "new"
+        return Outcome(folder.name, values, state, why=failed, seconds=seconds)
+    measured = {"score": score, "loss": loss, "images": int(results.get("val/images", 0)), "seconds": seconds}
+    if score is None or loss is None or not (math.isfinite(score) and math.isfinite(loss)):
+        return Outcome(folder.name, values, "failed", "its held-out score or loss is not finite", **measured)
+    return Outcome(folder.name, values, "done", **measured)
+
+
+def choose(outcomes: Sequence[Outcome]) -> Outcome | None:
+    """The best of those that are done; None: none is."""
+    best: Outcome | None = None
+    for one in outcomes:
+        if one.is_eligible and (best is None or _rank(one) > _rank(best)):
+            best = one
+    return best
+
+
+def _rank(one: Outcome) -> tuple[float, float]:
+    assert one.score is not None and one.loss is not None  # of those that are done
+    return one.score, -one.loss
+
+
+@dataclass(frozen=True)
+class SweepRecord:
+    """sweep.json."""
+
+    recipe: str  # its name
+    stage: StageName
+    hold_out: float
+    grid: Mapping[str, Sequence[str]]
+    points: Sequence[Outcome]
+    chosen: str | None = None  # a point's name; None: not yet
+    final: Outcome | None = None
+
+    def write(self, root: Path) -> None:
+        """Replace sweep.json atomically; OSError: the disk is full or fails."""
+        tree = {"version": 1, "rule": RULE, **asdict(self)}
+        for one in (*tree["points"], tree["final"] or {}):  # JSON has no NaN
+            one.update(
+                {key: str(value) for key, value in one.items() if isinstance(value, float) and not math.isfinite(value)}
+            )
+        replace_text(root / SWEEP_FILE, json.dumps(tree, indent=1) + "\n")
+
+
+def failures(root: Path) -> dict[str, str]:
+    """Why points failed when the sweep was last run: name -> reason; none if sweep.json is missing or damaged."""
+    try:
+        tree: Any = parse_json((root / SWEEP_FILE).read_text(encoding="utf-8"))
+        return {str(one["name"]): str(one["why"]) for one in tree["points"] if one["state"] == "failed"}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+
+
+def make_record(sweep: Sweep, *, failed: Mapping[str, str], chosen: Point | None = None) -> SweepRecord:
+    """The sweep as its run folders have it now; `failed`: why points ended."""
+    points = [
+        outcome(sweep.folder(each.name), stage=sweep.stage, values=each.values, failed=failed.get(each.name, ""))
+        for each in sweep.points
+    ]
+    final = None
+    if chosen is not None:
+        last = chosen.final.stages.names[-1]  # which trains: swap_head never comes last
+        final = outcome(sweep.folder(FINAL), stage=last, values=chosen.values, failed=failed.get(FINAL, ""))
+    grid = {axis.key: axis.values for axis in sweep.axes}
+    name = None if chosen is None else chosen.name
+    return SweepRecord(sweep.name, sweep.stage, sweep.hold_out, grid, points, chosen=name, final=final)
+
+
+def as_table(record: SweepRecord) -> str:
+    """The points with their results, the chosen one marked, the rule, and the final run."""
+    keys = list(record.grid)
+    rows = [(*keys, "held-out score", "loss", "seconds", "")]
+    for one in record.points:
+        mark = (
+            "chosen"
+            if one.name == record.chosen
+            else {"failed": f"failed: {one.why}", "begun": "begun"}.get(one.state, "")
+        )
+        rows.append(
+            (*(one.values[key] for key in keys), _number(one.score), _number(one.loss), f"{one.seconds:.1f}", mark)
+        )
+    images = max((one.images for one in record.points), default=0)
+    lines = [
+        table(rows, align="lr", heading="ruled"),
+        f"Held out: {images:,} images, {100 * record.hold_out:g} % of {record.stage}'s training set. Chosen: {RULE}.",
+    ]
+    if record.final is not None and record.final.state == "done":
+        final = record.final
+        values = ", ".join(f"{key}={value}" for key, value in final.values.items())
+        lines.append(
+            f"Final run with {values}, on all training images: score {_number(final.score)}, loss "
+            f"{_number(final.loss)} on the {final.images:,} images of its evaluation set."
+        )
+    return "\n".join(lines)
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.4f}"

@@ -1,0 +1,63 @@
+"""A sweep's own run in MLflow, which its points' and the final run's are children of: what it is told, and when it is
+not there, that. Takes the seconds that MLflow takes to import; a silent server is left after a minute."""
+
+from __future__ import annotations
+
+import math
+import threading
+from typing import Literal
+
+from launch.env import experiment_name, tracking_uri
+from launch.output import say
+from launch.sweep.points import FINAL, Sweep
+from launch.sweep.record import Outcome, SweepRecord
+from pipeline.report.mlflow_store import SweepNews, tell_sweep
+
+_WAIT_SECONDS = 60.0
+
+
+def tell(sweep: Sweep, record: SweepRecord, *, status: Literal["RUNNING", "FINISHED", "FAILED", "KILLED"]) -> None:
+    """Bring the sweep's run up to date; whatever goes wrong is said, and raises nothing."""
+    chosen = next((one for one in record.points if one.name == record.chosen), None)
+    tags = {"sweep.stage": record.stage, "sweep.recipe": record.recipe}
+    metrics: dict[str, float] = {}
+    if chosen is not None:
+        tags |= {"sweep.chosen": chosen.name, **{f"sweep.chosen.{key}": text for key, text in chosen.values.items()}}
+        metrics |= _metrics(chosen, prefix="sweep/chosen")
+    points = {sweep.folder(one.name).path: _metrics(one, prefix="sweep/held_out") for one in record.points}
+    if record.final is not None:
+        metrics |= _metrics(record.final, prefix="sweep/final")
+        points[sweep.folder(FINAL).path] = _metrics(record.final, prefix="sweep/final")
+    news = SweepNews(
+        folder=sweep.root,
+        params={
+            **{f"sweep.{key}": ",".join(values) for key, values in record.grid.items()},
+            "sweep.hold_out": f"{record.hold_out:g}",
+        },
+        tags=tags,
+        metrics=metrics,
+        points={folder: values for folder, values in points.items() if values},
+        status=status,
+        tracking_uri=tracking_uri(),
+        experiment=experiment_name() or sweep.points[0].final.experiment,
+    )
+    problem: list[str] = []
+
+    def send() -> None:
+        try:
+            tell_sweep(news)
+        except Exception as error:  # noqa: BLE001 - the sweep goes on without MLflow
+            problem.append(str(error))
+
+    thread = threading.Thread(target=send, name="sweep-mlflow", daemon=True)
+    thread.start()
+    thread.join(_WAIT_SECONDS)
+    if thread.is_alive():
+        problem.append(f"no answer in {_WAIT_SECONDS:g} seconds")
+    if problem:
+        say(f"MLflow was not told of the sweep {sweep.root.name}: {problem[0]}")
+
+
+def _metrics(one: Outcome, *, prefix: str) -> dict[str, float]:
+    values = {"score": one.score, "loss": one.loss}
+    return {f"{prefix}_{name}": value for name, value in values.items() if value is not None and math.isfinite(value)}

@@ -1,0 +1,73 @@
+"""The grid: which commas separate values, which points there are, and names that tell them apart."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from data_shards.errors import UserError
+from launch.sweep.grid import Axis, grid_points, point_names, read_grid
+
+
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [
+        ("0.003,0.01,0.03", ("0.003", "0.01", "0.03")),
+        ("90 epochs, 300 epochs", ("90 epochs", "300 epochs")),
+        ("[0.05,1],[0.2,1]", ("[0.05,1]", "[0.2,1]")),
+        ("{name: sgd, lr: 1},{name: adamw, lr: 2}", ("{name: sgd, lr: 1}", "{name: adamw, lr: 2}")),
+        ("'a,b',c", ("'a,b'", "c")),
+        ("[['x,]', 1], 2],3", ("[['x,]', 1], 2]", "3")),
+        ("it's,its", ("it's", "its")),
+    ],
+)
+def test_commas_outside_of_quotes_and_brackets_separate(text: str, values: tuple[str, ...]):
+    assert read_grid(["seed=1", f"k={text}"]) == (["seed=1"], (Axis("k", values),))
+
+
+@pytest.mark.parametrize("text", ["1", "[1,2]", "'a,b'", "{a: 1, b: 2}", "x-{000..127}.tar"])
+def test_one_value_is_an_override_of_all(text: str):
+    assert read_grid([f"k={text}", "other=1,2"])[0] == [f"k={text}"]
+
+
+@pytest.mark.parametrize("arguments", [[], ["seed=1"], ["k=1,"], ["k=1,,2"], ["k=1,2", "k=3,4"]])
+def test_what_is_no_grid_is_refused(arguments: list[str]):
+    with pytest.raises(UserError):
+        read_grid(arguments)
+
+
+def test_a_grid_that_nobody_wants_is_refused():
+    with pytest.raises(UserError, match="10,000"):
+        read_grid([f"k{n}={','.join(map(str, range(10)))}" for n in range(4)])
+
+
+def test_the_points_are_the_product_in_the_order_of_typing():
+    assert [tuple(each.values()) for each in grid_points((Axis("a", ("1", "2")), Axis("b", ("x", "y"))))] == [
+        *(("1", "x"), ("1", "y")),
+        *(("2", "x"), ("2", "y")),
+    ]
+
+
+def test_names_say_what_the_point_is():
+    points = grid_points(
+        (Axis("stages.finetune.optimizer.lr", ("0.01",)), Axis("stages.finetune.duration", ("2 epochs",)))
+    )
+    assert point_names(points) == ["lr-0.01_duration-2-epochs"]
+    both = grid_points((Axis("stages.pretrain.optimizer.lr", ("1",)), Axis("stages.finetune.optimizer.lr", ("2",))))
+    assert point_names(both) == ["pretrain.optimizer.lr-1_finetune.optimizer.lr-2"]
+
+
+@given(st.lists(st.text(max_size=30), min_size=1, max_size=6, unique=True))
+def test_names_are_folders_of_their_own_whatever_the_values(values: list[str]):
+    points = [{"stages.finetune.train": value} for value in values]
+    names = point_names(points)
+    assert len({name.casefold() for name in names}) == len(names)
+    assert all(re.fullmatch("[A-Za-z0-9][A-Za-z0-9._-]{0,150}", name) and name != "final" for name in names)
+
+
+def test_a_point_keeps_its_name_when_values_are_added():
+    few, more = ([{"a.lr": value} for value in values] for values in (("0.1", "0.2"), ("0.05", "0.1", "0.2")))
+    assert point_names(few) == point_names(more)[1:]

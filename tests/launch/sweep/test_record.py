@@ -1,0 +1,83 @@
+"""The choice: best score, then loss, then order; what failed or is not finite is shown and not chosen."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from launch.sweep.record import Outcome, SweepRecord, as_table, choose, failures, outcome
+from pipeline.run_folder import RunFolder
+
+
+def done(name: str, score: float, loss: float) -> Outcome:
+    return Outcome(name, {"k": name}, "done", score=score, loss=loss, images=40, seconds=1.0)
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "chosen"),
+    [
+        ([done("a", 0.5, 1.0), done("b", 0.7, 9.0), done("c", 0.6, 0.1)], "b"),
+        ([done("a", 0.7, 1.0), done("b", 0.7, 0.9)], "b"),
+        ([done("a", 0.7, 1.0), done("b", 0.7, 1.0)], "a"),
+        ([Outcome("a", {}, "failed", score=0.9, loss=0.1), done("b", 0.1, 2.0)], "b"),
+        ([Outcome("a", {}, "begun"), Outcome("b", {}, "new"), Outcome("c", {}, "failed")], None),
+    ],
+)
+def test_the_rule(outcomes: list[Outcome], chosen: str | None):
+    best = choose(outcomes)
+    assert (best.name if best else None) == chosen
+
+
+@pytest.mark.parametrize(
+    ("results", "state"),
+    [
+        ({"val/top1": 0.5, "val/loss": 1.0}, "done"),
+        ({"val/accuracy": 0.5, "val/loss": 1.0}, "done"),
+        ({"val/top1": 0.5, "val/loss": math.nan}, "failed"),
+        ({"val/top1": 0.5, "val/loss": math.inf}, "failed"),
+        ({"val/top1": math.nan, "val/loss": 1.0}, "failed"),
+    ],
+)
+def test_what_is_not_finite_has_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, results: dict[str, float], state: str
+):
+    folder = RunFolder(runs_root=tmp_path, name="run")
+    folder.path.mkdir()
+    record = folder.record("finetune")
+    monkeypatch.setattr(RunFolder, "peek", lambda self, name: type(record)(state="done", results=results))
+    assert outcome(folder, stage="finetune", values={}).state == state
+
+
+def test_a_run_that_ended_has_failed_until_it_is_done(tmp_path: Path):
+    folder = RunFolder(runs_root=tmp_path, name="run")
+    assert outcome(folder, stage="finetune", values={}).state == "new"
+    folder.path.mkdir()
+    folder.update("finetune", state="running")
+    assert outcome(folder, stage="finetune", values={}).state == "begun"
+    assert outcome(folder, stage="finetune", values={}, failed="exit code 1").state == "failed"
+    folder.update("finetune", state="done", results={"val/top1": 0.5, "val/loss": 1.0})
+    assert outcome(folder, stage="finetune", values={}, failed="exit code 1").state == "done"
+
+
+def test_the_file_is_json_and_tells_what_failed(tmp_path: Path):
+    failed = Outcome("b", {"k": "b"}, "failed", "exit code 1", score=math.nan, loss=math.inf)
+    record = SweepRecord("r", "finetune", 0.1, {"k": ["a", "b"]}, [done("a", 0.5, 1.0), failed], chosen="a")
+    record.write(tmp_path)
+
+    def no_constants(text: str) -> None:
+        raise AssertionError(text)
+
+    tree = json.loads((tmp_path / "sweep.json").read_text(), parse_constant=no_constants)
+    assert tree["chosen"] == "a" and tree["points"][0]["score"] == 0.5 and tree["rule"]
+    assert failures(tmp_path) == {"b": "exit code 1"}
+    text = as_table(record)
+    assert "exit code 1" in text and text.count("chosen") == 1 and "0.5000" in text and "40" in text
+
+
+@pytest.mark.parametrize("content", ["", "{}", "[1]", '{"points": [{}]}'])
+def test_a_damaged_file_tells_nothing(tmp_path: Path, content: str):
+    (tmp_path / "sweep.json").write_text(content)
+    assert failures(tmp_path) == {}

@@ -1,0 +1,274 @@
+"""A sweep's runs: which there are, on which images, in which order; and what is done when it is typed again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import pytest
+
+from data_shards.errors import UserError
+from launch.local import Launch
+from launch.sweep import local
+from launch.sweep.local import run_sweep
+from launch.sweep.outline import outline
+from launch.sweep.points import PAPERS_SHARES, Sweep, plan_sweep
+from pipeline.recipe.io import load_recipe, parse_recipe
+from pipeline.run_folder import RunFolder, recipe_digest
+from pipeline.vocabulary import EXIT_STOPPED, EXIT_USER_ERROR
+from tests.launch.machine import Machine, each_once
+
+# `main` reads sys.argv, which is what `call` sets.
+pytestmark = pytest.mark.filterwarnings("ignore:Cyclopts application invoked without tokens")
+
+LR = "stages.finetune.optimizer.lr"
+Told = list[tuple[str, str | None]]
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> Told:
+    """What MLflow would be told: the status, and the chosen point."""
+    told: Told = []
+    monkeypatch.setattr(local, "tell", lambda sweep, record, status: told.append((status, record.chosen)))
+    return told
+
+
+@pytest.fixture
+def work(machine: Machine, told: Told) -> Machine:
+    """A machine on which the highest learning rate is best, and 0.5 fails."""
+    machine.outcome = end_by_rate
+    return machine
+
+
+def end_by_rate(launch: Launch) -> int:
+    folder = RunFolder(runs_root=launch.runs_root, name=launch.recipe.name)
+    if launch.stage == "swap_head":
+        folder.update("swap_head", state="done")
+        return 0
+    lr = launch.recipe.train_stage(launch.stage).optimizer.lr
+    if lr == 0.5:
+        folder.update(launch.stage, state="running", last_saved_step=3)
+        return 1
+    results = {"val/top1": lr, "val/loss": 1.0, "val/images": 10.0}
+    folder.update(launch.stage, state="done", results=results, seconds=2.0)
+    return 0
+
+
+def plan(machine: Machine, *overrides: str, hold_out: float | None = 0.1, **options: object) -> Sweep:
+    shards = [
+        f"stages.{stage}.{key}={machine.root / 'shards' / split}"
+        for stage in ("pretrain", "finetune")
+        for key, split in (("train", "train"), ("eval", "val"))
+    ]
+    return plan_sweep(
+        "digits", each_once(*shards, *overrides), runs_root=machine.root / "runs", hold_out=hold_out, **options
+    )  # pyright: ignore[reportArgumentType]
+
+
+def started(machine: Machine) -> list[tuple[str, str]]:
+    """(run, stage) of what was started since the last time."""
+    found = [(launch.recipe.name, launch.stage) for launch in machine.launches]
+    machine.launches.clear()
+    return found
+
+
+def whole(name: str) -> list[tuple[str, str]]:
+    return [(name, "swap_head"), (name, "finetune")]
+
+
+def test_the_runs_their_order_and_their_images(work: Machine, told: Told, capsys: pytest.CaptureFixture[str]):
+    sweep = plan(work, f"{LR}=0.01,0.3,0.02")
+    assert run_sweep(sweep) == 0
+    launches = list(work.launches)
+    pretrain = sweep.earlier[0].recipe.name
+    expected = [(pretrain, "pretrain"), *whole("lr-0.01"), *whole("lr-0.3"), *whole("lr-0.02"), *whole("final")]
+    assert started(work) == expected
+    for launch in launches:
+        if launch.stage != "finetune":
+            continue
+        config = launch.recipe.train_stage("finetune")
+        parts = [(each.part, each.hold_out) for each in (*config.train, config.eval)]
+        is_final = launch.recipe.name == "final"
+        assert parts == ([(None, None), (None, None)] if is_final else [("rest", 0.1), ("held_out", 0.1)])
+        assert (config.eval.shards == config.train[0].shards) == (not is_final)
+        assert config.optimizer.lr == (0.3 if is_final else float(launch.recipe.name.partition("-")[2]))
+    tree = json.loads((sweep.root / "sweep.json").read_text())
+    assert (tree["chosen"], tree["final"]["score"], tree["hold_out"]) == ("lr-0.3", 0.3, 0.1)
+    assert told[0] == ("RUNNING", None) and told[-1] == ("FINISHED", "lr-0.3")
+    assert "chosen" in capsys.readouterr().out
+
+
+def test_the_final_run_is_the_recipe_with_the_chosen_values(work: Machine):
+    sweep = plan(work, f"{LR}=0.01,0.3")
+    run_sweep(sweep)
+    final = parse_recipe(sweep.root / "final" / "recipe.yaml")
+    shards = [f"stages.{s}.{k}={work.root / 'shards' / v}" for s in ("pretrain", "finetune") for k, v in USES]
+    assert recipe_digest(final, stage="finetune") == recipe_digest(
+        load_recipe("digits", overrides=[*shards, f"{LR}=0.3"]), stage="finetune"
+    )
+
+
+USES = (("train", "train"), ("eval", "val"))
+
+
+def test_points_have_the_shared_stage_in_their_folders_and_survive_a_move(work: Machine):
+    sweep = plan(work, f"{LR}=0.01,0.3")
+    run_sweep(sweep)
+    moved = sweep.root.parent.rename(work.root / "elsewhere")
+    for name in ("lr-0.01", "lr-0.3", "final"):
+        folder = RunFolder(runs_root=moved / sweep.root.name, name=name)
+        assert folder.record("pretrain").state == "done" and folder.is_complete(
+            parse_recipe(folder.path / "recipe.yaml")
+        )
+
+
+def test_typed_again_nothing_is_started(work: Machine):
+    run_sweep(plan(work, f"{LR}=0.01,0.3"))
+    started(work)
+    assert run_sweep(plan(work, f"{LR}=0.01,0.3")) == 0 and started(work) == []
+
+
+def test_an_interrupted_point_goes_on_and_done_ones_are_kept(work: Machine, told: Told):
+    def stop_once(launch: Launch) -> int:
+        if launch.recipe.name == "lr-0.3" and launch.stage == "finetune":
+            work.outcome = end_by_rate
+            RunFolder(runs_root=launch.runs_root, name="lr-0.3").update("finetune", state="running", last_saved_step=5)
+            return EXIT_STOPPED
+        return end_by_rate(launch)
+
+    work.outcome = stop_once
+    assert run_sweep(plan(work, f"{LR}=0.01,0.3")) == EXIT_STOPPED and told[-1] == ("KILLED", None)
+    assert started(work)[-1] == ("lr-0.3", "finetune")
+    assert run_sweep(plan(work, f"{LR}=0.01,0.3")) == 0
+    assert started(work) == [("lr-0.3", "finetune"), *whole("final")]
+
+
+def test_a_changed_grid_keeps_what_is_unchanged_and_moves_another_final_run_aside(work: Machine):
+    first = plan(work, f"{LR}=0.01,0.3")
+    run_sweep(first)
+    started(work)
+    again = plan(work, f"{LR}=0.01,0.4")
+    assert run_sweep(again) == 0
+    assert started(work) == [*whole("lr-0.4"), *whole("final")]
+    assert parse_recipe(again.root / "final" / "recipe.yaml").train_stage("finetune").optimizer.lr == 0.4
+    assert list((again.root / "final" / "replaced").glob("finetune-*/stage.json"))
+    assert first.folder("lr-0.3").record("finetune").state == "done"
+
+
+def test_a_failed_point_is_shown_not_chosen_and_tried_again(work: Machine, capsys: pytest.CaptureFixture[str]):
+    assert run_sweep(plan(work, f"{LR}=0.01,0.5,0.3")) == 0
+    assert started(work)[-1] == ("final", "finetune")
+    tree = json.loads((work.root / "runs" / "digits-sweep" / "sweep.json").read_text())
+    assert [one["state"] for one in tree["points"]] == ["done", "failed", "done"] and tree["chosen"] == "lr-0.3"
+    assert "failed" in capsys.readouterr().out
+    run_sweep(plan(work, f"{LR}=0.01,0.5,0.3"))
+    assert started(work) == [("lr-0.5", "finetune")]
+
+
+def test_if_all_fail_it_ends_with_1_and_no_final_run(work: Machine, told: Told, capsys: pytest.CaptureFixture[str]):
+    sweep = plan(work, f"{LR}=0.5,0.3")
+    work.outcome = fail
+    assert run_sweep(sweep) == 1 and told[-1][0] == "FAILED"
+    assert not (sweep.root / "final").exists() and "failed" in capsys.readouterr().out
+
+
+def fail(launch: Launch) -> int:
+    if launch.stage == "finetune":
+        RunFolder(runs_root=launch.runs_root, name=launch.recipe.name).update("finetune", state="running")
+        return 1
+    return end_by_rate(launch)
+
+
+def test_a_mistake_or_a_full_disk_ends_the_sweep(work: Machine):
+    work.outcome = lambda launch: EXIT_USER_ERROR if launch.recipe.name == "lr-0.01" else end_by_rate(launch)
+    assert run_sweep(plan(work, f"{LR}=0.01,0.3")) == EXIT_USER_ERROR
+    assert started(work)[-1] == ("lr-0.01", "swap_head")
+
+
+def test_nothing_is_started_if_one_of_the_points_could_not_run(work: Machine):
+    with pytest.raises(UserError, match="64"):
+        run_sweep(plan(work, "stages.finetune.global_batch_size=64,128"))
+    assert started(work) == [] and not (work.root / "runs").exists()
+
+
+def test_a_key_of_an_earlier_stage_trains_that_once_for_each_value(work: Machine):
+    sweep = plan(work, "stages.pretrain.optimizer.lr=0.001,0.002", f"{LR}=0.01,0.3")
+    assert run_sweep(sweep) == 0
+    runs = started(work)
+    assert sum(stage == "pretrain" for _, stage in runs) == 2 and len(sweep.earlier) == 2
+    assert len({point.name for point in sweep.points}) == 4 and runs.count(("final", "pretrain")) == 0
+
+
+def test_the_stage_before_is_taken_from_the_recipes_own_run_if_that_has_it(work: Machine):
+    work.open().execute()
+    started(work)
+    sweep = plan(work, f"{LR}=0.01,0.3")
+    assert run_sweep(sweep) == 0
+    assert "pretrain" not in {stage for _, stage in started(work)}
+    assert (sweep.root / "final" / "pretrain").resolve() == (work.folder.path / "pretrain").resolve()
+    other = plan(work, f"{LR}=0.01,0.3", "stages.pretrain.optimizer.lr=0.1")
+    assert other.earlier[0].folder.path.parent == sweep.root, "it was trained with other values"
+
+
+def test_pre_training_can_be_swept_and_only_the_final_run_has_what_follows(work: Machine):
+    sweep = plan(work, "stages.pretrain.optimizer.lr=0.01,0.3", stage="pretrain")
+    assert run_sweep(sweep) == 0
+    assert started(work) == [("lr-0.01", "pretrain"), ("lr-0.3", "pretrain"), ("final", "pretrain"), *whole("final")]
+
+
+def no(*overrides: str, **options: object) -> tuple[tuple[str, ...], dict[str, object]]:
+    return overrides, options
+
+
+@pytest.mark.parametrize(
+    ("case", "key"),
+    [
+        (no(f"{LR}=0.01,0.010"), "lr-0.01"),
+        (no("processes=1,2"), "processes"),
+        (no("name=a,b"), "name"),
+        (no(f"{LR}=0.01,0.02", stage="swap_head"), "--stage swap_head"),
+        (no(f"{LR}=0.01,0.02", hold_out=None), "--hold-out"),
+        (no(f"{LR}=0.01,0.02", "stages.finetune.train=[a, b]"), "stages.finetune.train"),
+        (no(f"{LR}=0.01,0.02", "stages.finetune.train={shards: a, part: rest, hold_out: 0.1}"), "part"),
+        (no(f"{LR}=0.01,-1"), "lr"),
+        (no("stages.finetune.train=a,b"), "different data"),
+        (no(f"{LR}=0.01,0.02", "stages.finetune.train=null", "stages.finetune.data=cifar10"), "finetune.train"),
+    ],
+)
+def test_what_cannot_be_swept_is_refused(work: Machine, case: tuple[tuple[str, ...], dict[str, object]], key: str):
+    overrides, options = case
+    with pytest.raises(UserError, match=key):
+        plan(work, *overrides, **options)  # pyright: ignore[reportArgumentType]
+
+
+def test_other_values_of_other_keys_are_refused_for_the_same_folder(work: Machine):
+    run_sweep(plan(work, f"{LR}=0.01,0.3"))
+    started(work)
+    with pytest.raises(UserError, match=r"stages.finetune.duration"):
+        run_sweep(plan(work, f"{LR}=0.01,0.3", "stages.finetune.duration=60 steps"))
+    assert started(work) == []
+
+
+def test_the_outline_has_the_sizes_and_starts_nothing(work: Machine):
+    sweep = plan(work, f"{LR}=0.01,0.3")
+    text = outline(sweep)
+    rows = {line.split()[0]: line.split() for line in text.splitlines() if line}
+    assert rows["lr-0.01"][-3:] == ["90", "10", "50"] and rows["final"][-3:] == ["100", "100", "50"]
+    assert "950" in rows["Left"] and not (work.root / "runs").exists()
+    run_sweep(sweep)
+    done = outline(plan(work, f"{LR}=0.01,0.3"))
+    assert "Left to train: 0 steps" in done and done.count(" done ") == 4
+
+
+def test_the_command_takes_the_share_as_people_write_it(work: Machine, call: Callable[..., tuple[int, str, str]]):
+    shards = [f"stages.{s}.{k}={work.root / 'shards' / v}" for s in ("pretrain", "finetune") for k, v in USES]
+    for text, held_out in (("7%", "7"), ("0.25", "25"), ("0.5 %", "1")):
+        code, out, _ = call("sweep", "digits", *shards, f"{LR}=0.01,0.3", "--hold-out", text, "--dry-run")
+        assert code == 0 and next(line for line in out.splitlines() if "lr-0.01" in line).split()[-2] == held_out
+    for text in ("0", "100%", "1.5", "much", "nan"):
+        code, _, error = call("sweep", "digits", *shards, f"{LR}=0.01,0.3", "--hold-out", text, "--dry-run")
+        assert code == 2 and "--hold-out" in error
+
+
+def test_the_papers_shares():
+    assert PAPERS_SHARES == {"imagenet": 0.01, "cifar10": 0.02, "cifar100": 0.02, "pets": 0.1, "flowers": 0.1}
