@@ -43,7 +43,7 @@ def outline(sweep: Sweep) -> str:
     ]
     first = sweep.points[0]
     shared = None if first.earlier is None else first.earlier.stage
-    last = tuple(name for name in trained_stages(first.final) if name != shared)
+    last: tuple[StageName, ...] = tuple(name for name in trained_stages(first.final) if name != shared)
     rows.append(_Row(FINAL, first.final, last, sweep.folder(FINAL), sweep.stage, ("chosen",) * len(keys)))
     shown, steps_left, seconds_left, notes, processes = [], 0, 0.0, dict[str, None](), 1
     for row in rows:

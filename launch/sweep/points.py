@@ -85,8 +85,8 @@ def plan_sweep(
     stage: StageName | None = None,
     hold_out: float | None = None,
 ) -> Sweep:
-    """Read the recipe once for each point. `paths`: the shards of roles, as for `load_recipe`; `stage` None: the last one
-    that trains; `hold_out` None: the paper's share.
+    """Read the recipe once for each point. `paths`: as for `load_recipe`; `stage` None: the last one that trains;
+    `hold_out` None: the paper's share.
 
     Raises:
         UserError: a mistake in a recipe or the grid; points that are the same run, or train on different data; a stage
@@ -100,11 +100,15 @@ def plan_sweep(
     ]
     first = wholes[0]
     if len({whole.name for whole in wholes}) > 1:
-        raise UserError(f"the points are different runs, {wholes[0].name} and {wholes[-1].name}: give all of them one name")
+        raise UserError(
+            f"the points are different runs, {wholes[0].name} and {wholes[-1].name}: give all of them one name"
+        )
     swept = _swept_stage(first, stage)
     share = _share(first, stage=swept, given=hold_out)
     if any(each.train_stage(swept).train != first.train_stage(swept).train for each in wholes):
-        raise UserError(f"the points train {swept} on different data, and their scores cannot be compared: sweep other keys")
+        raise UserError(
+            f"the points train {swept} on different data, and their scores cannot be compared: sweep other keys"
+        )
     root = runs_root / f"{first.name}-sweep"
     if (root / RECIPE_FILE).exists():
         raise UserError(f"{root} is a run's folder, and the sweep's would have its name: give name=OTHER")
