@@ -33,6 +33,7 @@ class RandomStream(IntEnum):
     CORRUPTION_HELD_OUT = 22
     CROP_ATTEMPTS = 31
     RAND_AUGMENT = 32
+    DROPOUT_BY_SAMPLE = 41
 
 
 DecoderName = Literal["auto", "nvimgcodec", "gpu", "simplejpeg", "pillow"]

@@ -5,15 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from model.config import ModelConfig
+from model.vocabulary import DropoutMasks
 
 
 @dataclass(frozen=True)
 class Regularisation:
-    """Rates, each at least 0 and below 1."""
+    """Rates, each at least 0 and below 1, and who draws the masks."""
 
     dropout: float = 0.0  # wherever `model.vit` says (ViT paper, Table 3: 0.1 for ImageNet pre-training, else 0)
     stochastic_depth: float = 0.0  # of the last block's branches; linear to 0 at the first (arXiv 1603.09382)
     patch_dropout: float = 0.0  # share of the patch tokens that a training step leaves out (FLIP, arXiv 2212.00794)
+    masks: DropoutMasks = "process"  # drawn from the process's generator; sample: from words that are given (`dropout`)
 
     def check(self, config: ModelConfig) -> None:
         """Raises ValueError if a rate is out of range, or means nothing to a model of this `config`."""

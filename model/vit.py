@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from model.config import ModelConfig
+from model.dropout import by_sample
 from model.head import MlpHead
 from model.positions.embedding import Position, make_position
 from model.positions.relative_attention import relative_attention
@@ -110,6 +111,8 @@ def build_vit(
             )
         if head == "mlp":
             model.set_submodule("head", MlpHead(sizes.width, num_classes))
+    if regularisation.masks == "sample":
+        by_sample(model)
     for parameter in (model.pos_embed, model.cls_token):  # timm leaves them as uninitialised memory
         if parameter is not None:
             nn.init.zeros_(parameter)

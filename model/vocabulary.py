@@ -19,6 +19,7 @@ ClassTokenPosition = Literal["learned", "none"]
 Gelu = Literal["tanh", "erf"]
 Interpolation = Literal["google", "timm"]
 InitStyle = Literal["google", "timm", "big_vision"]
+DropoutMasks = Literal["sample", "process"]
 EvalProtocol = Literal["vit", "vit_exact", "big_vision", "big_vision_exact", "timm"]
 ExportFormat = Literal["npz", "big_vision", "timm", "transformers", "torchvision", "onnx", "torch_export"]
 EXPORT_ENDINGS: dict[ExportFormat, tuple[str, ...]] = {  # of the files' names; (): a folder

@@ -131,7 +131,7 @@ def swap_head(context: StageContext) -> None:
 
 def regularisation(config: TrainStage) -> Regularisation:
     """A training stage's `Regularisation`."""
-    return Regularisation(config.dropout, config.stochastic_depth, config.patch_dropout)
+    return Regularisation(config.dropout, config.stochastic_depth, config.patch_dropout, masks=config.dropout_masks)
 
 
 def _classifier(recipe: Recipe, config: TrainStage, *, num_classes: int, head: HeadKind) -> nn.Module:

@@ -1,7 +1,7 @@
 """What the loop carries from step to step, and a checkpoint from attempt to attempt.
 
 Weights and optimizer are the engine's; the position in the data is `step`. No random generator is saved: every step is
-seeded from (seed, step, rank).
+seeded from (seed, step, rank), and dropout's masks are a function of the sample (`dropout_masks`).
 """
 
 from __future__ import annotations
@@ -47,5 +47,5 @@ class TrainState:
 
 
 def seed_step(seed: int, *, step: int, rank: int) -> None:
-    """Seed torch's generators for one step, so that dropout is a function of (seed, step, rank)."""
+    """Seed torch's generators for one step; the masks of `dropout_masks: process` are drawn from them."""
     torch.manual_seed(int(hash_words(RandomStream.DROPOUT, seed, step, rank)[0]) >> 1)

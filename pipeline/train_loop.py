@@ -14,6 +14,7 @@ from data_shards.errors import UserError
 from data_shards.loading.loader import TrainLoader
 from model.vit import set_patch_dropout
 from pipeline.checkpoint.saver import CheckpointSaver
+from pipeline.dropout_masks import draw_masks
 from pipeline.engine.protocol import Engine
 from pipeline.faults import FaultLedger
 from pipeline.ranks.group import Ranks
@@ -60,7 +61,7 @@ def train(job: TrainJob, state: TrainState) -> TrainState:
         UserError: more images are damaged than the recipe allows (after saving), or a checkpoint cannot be written.
         SaveFailed: the disk failed while a checkpoint was written; retrying may help.
     """
-    plan, task, engine = job.plan, job.task, job.engine
+    plan, task, engine, rank = job.plan, job.task, job.engine, job.ranks.place.rank
     if job.faults.complaint:  # of an earlier attempt
         raise UserError(job.faults.complaint)
     if state.step == plan.total_steps and (failure := _failure(job, state)):  # it had failed at its last step
@@ -70,15 +71,16 @@ def train(job: TrainJob, state: TrainState) -> TrainState:
 
     while state.step < plan.total_steps:
         step = state.step
-        seed_step(plan.seed, step=step, rank=job.ranks.place.rank)
+        seed_step(plan.seed, step=step, rank=rank)
         if plan.patch_dropout:
             set_patch_dropout(engine.module, plan.patch_dropout if step < plan.patch_dropout_steps else 0.0)
 
-        for _ in range(plan.accumulation_steps):
+        for micro_step in range(plan.accumulation_steps):
             with job.phase("reading", step):
                 batch = next(job.batches)
             job.faults.note(batch, use="train", rows=plan.micro_batch_size)
             example = task.example(batch, use="train")
+            draw_masks(engine, plan=plan, step=step, place=plan.first_place(rank=rank, micro_step=micro_step))
             with job.phase("forward", step):
                 outputs = engine.forward(*example.inputs)
             loss = task.loss(outputs, example.targets)

@@ -1,9 +1,9 @@
 """What a run must agree on with the run that wrote a checkpoint, and the check. No torch here.
 
 `launch` asks before it starts any process, `store` again when it restores. World size and ZeRO stage may differ: the
-engine converts while it loads (`Engine.load`); losses then agree with an uninterrupted run's up to rounding, with
-dropout only in distribution, as each process draws its own. Backend and precision must not change within a stage: they
-keep their state in other forms.
+engine converts while it loads (`Engine.load`); losses then agree with an uninterrupted run's up to rounding (dropout
+under `dropout_masks: process`: only in distribution). Backend and precision must not change within a stage: they keep
+their state in other forms.
 """
 
 from __future__ import annotations

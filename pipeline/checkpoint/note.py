@@ -51,9 +51,11 @@ def describe_changes(
     changes = [*layout, *changed_since(restored.written_by, written_by), *_changed_keys(restored.folder, recipe)]
     if not changes:
         return None
+    stage = recipe.train_stage(identity["stage"])
+    other_masks = ", dropout draws other masks (dropout_masks: process)" if stage.dropout_masks == "process" else ""
     return f"changed since that checkpoint was written: {', '.join(changes)}" + (
-        " (weights and optimizer state are the same; losses may differ from an uninterrupted run's in the last digits, "
-        "dropout draws other numbers)"
+        " (weights and optimizer state are the same; losses may differ from an uninterrupted run's in the last digits"
+        f"{other_masks})"
         if layout
         else ""
     )

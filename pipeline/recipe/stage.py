@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from data_shards.vocabulary import EvalProtocol
-from model.vocabulary import HeadKind, InitStyle, LossKind
+from model.vocabulary import DropoutMasks, HeadKind, InitStyle, LossKind
 from pipeline.recipe.data import MOST_SIDE, AugmentConfig, OneSet, SomeSets
 from pipeline.recipe.duration import DurationText, Strict
 from pipeline.recipe.optimizer import OptimizerConfig, ScheduleConfig
@@ -62,6 +62,9 @@ class TrainStage(Strict):
     """Share of the patches that a step leaves out; 0.5 halves the arithmetic (FLIP)."""
     unmasked_finish: DurationText = "0 steps"
     """How long, at the end, patch_dropout rests."""
+    dropout_masks: DropoutMasks = "sample"
+    """Of the three: sample: by seed, step and the image's place in the global batch, so the same on any number of
+    processes; process: by seed, step and process."""
     log_every: DurationText = "20 steps"
     """Between two points of the curve, which is when spikes and slow processes are looked for; 0: at the end alone."""
     eval_every: DurationText = "25%"
@@ -92,6 +95,8 @@ class TrainStage(Strict):
             )
         if not self.patch_dropout:
             self.refuse("unmasked_finish", means_nothing="without patch_dropout")
+        if not (self.dropout or self.stochastic_depth or self.patch_dropout):
+            self.refuse("dropout_masks", means_nothing="without dropout, stochastic_depth or patch_dropout")
         missing = [key for key in ("train", "eval") if getattr(self, key) is None]
         if missing and self.data is None:
             raise ValueError(

@@ -39,6 +39,10 @@ class StagePlan:
     slow_rank: Literal["report", "stop"] = "report"
     seed: int = 0
 
+    def first_place(self, *, rank: int, micro_step: int) -> int:
+        """The place in the global batch of the first image of a process's micro-batch."""
+        return (rank * self.accumulation_steps + micro_step) * self.micro_batch_size
+
     def logs_after(self, step: int) -> bool:
         return step == self.total_steps or _due(step, every=self.log_steps)
 

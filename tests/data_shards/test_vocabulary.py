@@ -27,6 +27,7 @@ def test_the_numbers_of_the_streams_never_change():
         "CORRUPTION_HELD_OUT": 22,
         "CROP_ATTEMPTS": 31,
         "RAND_AUGMENT": 32,
+        "DROPOUT_BY_SAMPLE": 41,
     }
     assert len(set(map(int, RandomStream))) == len(RandomStream)
 
