@@ -232,10 +232,10 @@ def _by_class(tree: Tree, *, unfit: Literal["refuse", "skip"]) -> _Found:
 
 
 def _shared(folders: Sequence[list[str]]) -> int:
-    """How many leading folders all images share, besides that of a class."""
-    above = [parts[:-1] for parts in folders]
-    columns = zip(*above, strict=False)
-    return len([*takewhile(lambda column: len({*column}) == 1, columns)])
+    """How many leading folders all images share; where there is one folder alone, it is a class."""
+    if len(folders) == 1:
+        return len(folders[0]) - 1
+    return len([*takewhile(lambda column: len({*column}) == 1, zip(*folders, strict=False))])
 
 
 def _val(parts: Parts, classes: tuple[str, ...], *, unpacking: Unpacking) -> ImageSet:
@@ -244,23 +244,27 @@ def _val(parts: Parts, classes: tuple[str, ...], *, unpacking: Unpacking) -> Ima
     rows = [row for row, path in enumerate(tree.names) if is_image(path)]
     if not rows:
         raise UserError(f"{parts.val}: there is no image in it")
-    if parts.val_labels is None:
+    names_file = parts.val_labels
+    if names_file is None:
         folders = {tree.names[row].rpartition("/")[0].rpartition("/")[2] for row in rows}
-        if not folders <= set(classes):
-            raise UserError(
-                f"{parts.val}: its images have no class folders, so a file must name their classes: "
-                f"{' or '.join(val_labels.NAMES[:2])} has to lie beside it, or give it with --val-labels"
-            )
-        found = _by_class(tree, unfit="refuse")
-        return found.images(next(iter(found.splits)), classes)
+        if folders <= set(classes):
+            found = _by_class(tree, unfit="refuse")
+            return found.images(next(iter(found.splits)), classes)
+        beside = [parts.val.parent / name for name in val_labels.NAMES]
+        names_file = next((path for path in beside if path.exists()), None)
+    if names_file is None:
+        raise UserError(
+            f"{parts.val}: its images have no class folders, so a file must name their classes: "
+            f"{' or '.join(val_labels.NAMES[:2])} has to lie beside it, or give it with --val-labels"
+        )
     rows.sort(key=lambda row: tree.names[row].rpartition("/")[2])
     names = [tree.names[row] for row in rows]
     numbers = {name: number for number, name in enumerate(classes)}
-    labels = val_labels.read_val_labels(parts.val_labels, names, unpacking=unpacking)
+    labels = val_labels.read_val_labels(names_file, names, unpacking=unpacking)
     strangers = sorted({*labels} - numbers.keys())
     if strangers:
         raise UserError(
-            f"{parts.val_labels}: {named(strangers)} {'is no class' if len(strangers) == 1 else 'are no classes'} of "
+            f"{names_file}: {named(strangers)} {'is no class' if len(strangers) == 1 else 'are no classes'} of "
             f"{parts.train}; give the labels and the training images of one set"
         )
     return tree.images(np.array(rows, dtype=np.int64), np.array([numbers[label] for label in labels], dtype=np.int64))

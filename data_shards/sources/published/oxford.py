@@ -26,13 +26,16 @@ _FLOWERS_SETS: dict[SplitName, str] = {"train": "trnid", "val": "valid", "test":
 
 
 def find_pets(root: Path) -> Path | None:
-    """The folder with both parts, if `root` or the folder in it that torchvision makes has one of them."""
-    folders = (root, root / "oxford-iiit-pet")
-    return next((each for each in folders if _there(each, PETS_IMAGES) and _there(each, PETS_LISTS)), None)
+    """The folder with both parts, or one of the archives and no folder: `root`, or torchvision's in it."""
+    for folder in (root, root / "oxford-iiit-pet"):
+        parts = [_there(folder, PETS_IMAGES), _there(folder, PETS_LISTS)]
+        if all(parts) or (any(parts) and not any(entry.is_dir() for entry in folder.iterdir())):
+            return folder
+    return None
 
 
 def find_flowers(root: Path) -> Path | None:
-    """As `find_pets`."""
+    """The folder with one of the lists, in the same places."""
     folders = (root, root / "flowers-102")
     parts = ((FLOWERS_LABELS,), (FLOWERS_SPLITS,))
     return next((each for each in folders if any(_there(each, names) for names in parts)), None)
@@ -74,6 +77,7 @@ def pets_source(root: Path, *, unpacking: Unpacking) -> Source:
         classes=classes,
         splits=splits,
         notes=(f"{root}: recognised as Oxford-IIIT Pets: trainval.txt becomes train, test.txt val",),
+        empty_classes="report",
     )
 
 

@@ -37,10 +37,17 @@ from tests.launch.security.on_records import (
     tagged_recipe,
 )
 from tests.launch.security.on_shards import (
+    archive_above,
+    archive_absolute,
+    archive_of_links,
+    archive_of_text,
     cached_index_of_objects,
+    cifar_archive_of_pickles,
+    cifar_of_pickles,
     index_of_pickle,
     labels_outside,
     links,
+    listing_of_objects,
     manifest_above,
     manifest_pipe,
     manifest_url,
@@ -51,6 +58,7 @@ from tests.launch.security.on_shards import (
     postscript_in_a_tar,
     postscript_to_pack,
     side_files_of_pipes,
+    tables_of_pickles,
 )
 from tests.launch.security.somebody import Attack
 
@@ -158,6 +166,21 @@ ROWS = (
     Row("an image that is PostScript", ("predict",), "refused", (postscript_image,)),
     Row("the same in shards", ("check",), "refused", (postscript_in_a_tar,)),
     Row("the same to be packed", ("pack",), "refused", (postscript_to_pack,)),
-    Row("pickles among images, as CIFAR's", ("pack",), "refused", (pickles_to_pack,)),
+    Row(
+        "pickles among images, as CIFAR's",
+        ("pack",),
+        "refused",
+        (pickles_to_pack, cifar_of_pickles, cifar_archive_of_pickles),
+    ),
+    Row("MATLAB's tables, as Flowers'", ("pack",), "refused", (tables_of_pickles,)),
+    Row(
+        "an archive to be packed: `../`, absolute names, text",
+        ("pack",),
+        "refused",
+        (archive_above, archive_absolute, archive_of_text),
+    ),
+    Row(
+        "the same: links; what was remembered of it", ("pack",), "read as data", (archive_of_links, listing_of_objects)
+    ),
     Row("CSV, JSONL with paths outside", ("pack",), "refused", tuple(map(labels_outside, ("csv", "jsonl")))),
 )

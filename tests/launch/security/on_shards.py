@@ -141,6 +141,67 @@ def pickles_to_pack(world: World) -> None:
     (world.source / "a/image.png").write_bytes(pickle.dumps(world.ran))
 
 
+def cifar_of_pickles(world: World) -> None:
+    """CIFAR-10 whole, every file of it poisoned."""
+    folder = world.source / "cifar-10-batches-py"
+    folder.mkdir()
+    for name in (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch", "batches.meta"):
+        (folder / name).write_bytes(pickle.dumps({b"data": world.ran, b"label_names": [world.ran]}, protocol=2))
+
+
+def cifar_archive_of_pickles(world: World) -> None:
+    cifar_of_pickles(world)
+    archive = world.new("cifar-10-python.tar.gz")
+    with tarfile.open(archive, "w:gz") as tar:
+        tar.add(world.source / "cifar-10-batches-py", "cifar-10-batches-py")
+    world.source = archive
+
+
+def tables_of_pickles(world: World) -> None:
+    """Flowers-102, whose tables are MATLAB files."""
+    (world.source / "jpg").mkdir()
+    shutil.copy(world.image, world.source / "jpg/image_00001.jpg")
+    for name in ("imagelabels.mat", "setid.mat"):
+        (world.source / name).write_bytes(pickle.dumps(world.ran))
+
+
+def archive_to_pack(*members: tuple[str, bytes], name: str, **link: str) -> Attack:
+    def attack(world: World) -> None:
+        world.source = world.new("theirs.tar")
+        with tarfile.open(world.source, "w", format=tarfile.USTAR_FORMAT) as tar:
+            for folder in ("a", "b"):
+                add(tar, f"{folder}/1.png", world.image.read_bytes())
+            for inner, content in members:
+                add(tar, inner, content or world.image.read_bytes())
+            for inner, target in link.items():
+                add(tar, f"{inner}/2.png", type=tarfile.SYMTYPE, linkname=target)
+                add(tar, f"{inner}/3.png", type=tarfile.LNKTYPE, linkname=f"../{target}")
+                add(tar, f"{inner}/fifo.png", type=tarfile.FIFOTYPE)
+
+    attack.__name__ = f"archive_{name}"
+    return attack
+
+
+archive_above = archive_to_pack(("../canary/x.png", b""), name="above")
+archive_absolute = archive_to_pack(("/tmp/canary.png", b""), name="absolute")
+archive_of_text = archive_to_pack(("a/text.png", b"no image"), name="of_text")
+archive_of_links = archive_to_pack(name="of_links", a="/etc/passwd", b="../../secret")
+
+
+def listing_of_objects(world: World) -> None:
+    """What was remembered of an archive, poisoned."""
+    from data_shards.sources.archive import Archive, list_archives
+
+    archive_of_links(world)
+    list_archives([Archive(world.source)])
+    listings = list(Path(os.environ["XDG_CACHE_HOME"]).rglob("archives-*.npz"))
+    assert listings
+    for path in listings:
+        with np.load(path) as arrays:
+            names = list(arrays)
+        np.savez(path, **dict.fromkeys(names, np.array([world.ran], dtype=object)))
+
+
 def labels_outside(ending: str) -> Attack:
     def attack(world: World) -> None:
         paths = ["../secret.png", "/etc/passwd", world.pipe, "whole.png"]
