@@ -47,6 +47,7 @@ def test_fifty_steps_are_torchs_optaxs_and_the_definitions(decay: float) -> None
     transform = optax.ema(decay, debias=False)
     state = transform.init({name: tensor.numpy() for name, tensor in start.items()})
     defined = {name: tensor.double() for name, tensor in start.items()}
+    moved: dict = {}
     for step in range(STEPS):
         walk(model, seed=step)
         ours.update()
