@@ -21,7 +21,7 @@ from pipeline.run_folder import RunFolder
 from pipeline.vocabulary import SWEEP_FILE, StageName
 
 RULE = "the best held-out score; at equal scores the lower loss, then the first"
-_SCORES = ("val/top1", "val/accuracy")
+_SCORES = ("top1", "accuracy")
 
 PointState = Literal["new", "begun", "done", "failed"]
 
@@ -48,8 +48,9 @@ def outcome(folder: RunFolder, *, stage: StageName, values: Mapping[str, str], f
     """A run's state and results; `failed`: why it ended, if it did not end well."""
     record = folder.peek(stage)
     results = record.results
-    score = next((results[key] for key in _SCORES if key in results), None)
-    loss = results.get("val/loss")
+    mark = "ema_" if record.model.get("ema_decay") else ""  # of the weights that the stage leaves, as keep_best
+    score = next((results[key] for key in (f"val/{mark}{name}" for name in _SCORES) if key in results), None)
+    loss = results.get(f"val/{mark}loss")
     seconds = record.seconds
     if record.state != "done":
         state: PointState = "failed" if failed else "begun" if folder.path.exists() and record.state != "new" else "new"

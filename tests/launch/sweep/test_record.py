@@ -51,6 +51,16 @@ def test_what_is_not_finite_has_failed(
     assert outcome(folder, stage="finetune", values={}).state == state
 
 
+def test_of_a_stage_that_leaves_the_moving_average_that_is_judged(tmp_path: Path):
+    folder = RunFolder(runs_root=tmp_path, name="run")
+    folder.path.mkdir()
+    results = {"val/top1": 0.5, "val/loss": 1.0, "val/ema_top1": 0.75, "val/ema_loss": 0.5}
+    for model, expected in (({"ema_decay": 0.99}, (0.75, 0.5)), ({"image_size": 8}, (0.5, 1.0))):
+        folder.update("finetune", state="done", results=results, model=model)
+        found = outcome(folder, stage="finetune", values={})
+        assert (found.score, found.loss) == expected
+
+
 def test_a_run_that_ended_has_failed_until_it_is_done(tmp_path: Path):
     folder = RunFolder(runs_root=tmp_path, name="run")
     assert outcome(folder, stage="finetune", values={}).state == "new"
