@@ -59,6 +59,8 @@ class StageRecord:
     total_steps: Count = 0  # 0: not begun, or begun before this was written down
     model: dict[str, Any] = field(default_factory=dict)  # the record that its model will have, since it began
     data_digest: str = ""  # of what data.json says of its shards
+    passed_over: list[Count] = field(default_factory=list)  # steps, from 0, whose batches a rollback does without
+    rollbacks: Count = 0
 
 
 _RECORD = TypeAdapter(StageRecord)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from data_shards.images.decode import PixelLimit
 from data_shards.images.rand_augment import RandAugment
 from data_shards.images.transforms import EvalTransform, TrainTransform
@@ -18,9 +20,16 @@ from pipeline.vocabulary import StageName
 
 
 def train_loader(
-    recipe: Recipe, *, stage: StageName, data: StageData, plan: StagePlan, place: Place, start_step: int
+    recipe: Recipe,
+    *,
+    stage: StageName,
+    data: StageData,
+    plan: StagePlan,
+    place: Place,
+    start_step: int,
+    passed_over: Collection[int] = (),
 ) -> TrainLoader:
-    """This rank's micro-batches from `start_step` to the end of the plan."""
+    """This rank's micro-batches from `start_step` to the end of the plan, without those of the steps `passed_over`."""
     config = recipe.train_stage(stage)
     batches = TrainBatches(
         _access(data.train, data=data, recipe=recipe),
@@ -39,6 +48,7 @@ def train_loader(
         batches,
         start_step=start_step,
         stop_step=plan.total_steps,
+        passed_over=passed_over,
         workers=recipe.data.workers,
         kind=recipe.data.kind_of_workers,
     )

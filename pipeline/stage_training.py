@@ -23,7 +23,7 @@ from data_shards.images.decode import require_decoder
 from data_shards.loading.loader import eval_batches
 from data_shards.vocabulary import GOOGLES, Normalisation
 from model.counting.flops import account
-from model.saved import save_model
+from model.saved import SavedModelMeta, save_model
 from model.vocabulary import COLOURS, HeadKind
 from pipeline.checkpoint.identity import checkpoint_identity
 from pipeline.checkpoint.note import describe_changes, describe_restored
@@ -48,7 +48,8 @@ from pipeline.recipe.stage_plan import StagePlan, plan_stage
 from pipeline.report.best import best_results, describe_best
 from pipeline.report.metrics_log import iter_metrics
 from pipeline.report.reporter import Report, stage_report
-from pipeline.run_folder import check_inputs, weights_digest
+from pipeline.rollback import GoBack, note_rollback, remove_abandoned
+from pipeline.run_folder import StageRecord, check_inputs, weights_digest
 from pipeline.stage_batches import held_out, train_loader
 from pipeline.stage_data import StageData, cache_advice, training_order
 from pipeline.stage_model import stage_model
@@ -95,16 +96,6 @@ def train_stage(
         if record.last_saved_step < plan.total_steps:
             context.on_main(lambda: _check_disk(context, stage=stage, model=model))
         engine = open_engine(recipe, stage=stage, plan=plan, model=model, ranks=ranks)
-        watch.beat(0, doing="restoring a checkpoint")
-        identity = checkpoint_identity(recipe, stage=stage, processes=ranks.place.world_size)
-        restored = restore_checkpoint(folder.checkpoints(stage), engine=engine, ranks=ranks, identity=identity)
-        if restored is None and record.last_saved_step > 0:
-            raise UserError(
-                f"{folder.checkpoints(stage)} holds no checkpoint, but one was saved at step {record.last_saved_step}: "
-                f"bring it back, or begin again with --restart {stage}"
-            )
-        state = restored.state if restored else TrainState()
-        ranks.barrier()  # every rank has read stage.json before it changes
         meta = stage_model(
             recipe,
             stage=stage,
@@ -112,58 +103,116 @@ def train_stage(
             head=start.head,
             normalisation=start.normalisation,
         )
-        if data_record:
-            keep_data(folder, data_record, stage=stage)
-            folder.update(
-                stage,
-                state="running",
-                inputs=inputs,
-                data_digest=data_record.digest,
-                total_steps=plan.total_steps,
-                model=meta.model_dump(mode="json", exclude_none=True),
-            )
-        phases = Phases(watch=watch, pace=make_pace(recipe.engine, device=engine.device))
-        with stage_report(context, stage=stage, data=data, plan=plan, state=state, phases=phases) as report:
-            task = make_task(recipe, stage=stage, data=data, normalisation=start.normalisation, engine=engine)
-            job = make_job(
-                context,
-                stage=stage,
-                data=data,
-                plan=plan,
-                task=task,
-                engine=engine,
-                start_step=state.step,
-                watch=watch,
-                report=report,
-            )
-            if ranks.place.is_main:
-                _describe_start(context, stage=stage, data=data, job=job, start=start, restored=restored)
-            with closing(job.batches), closing(job.saver):
-                state = train(job, state)
-            report.note(
-                f"{stage}: training stood still for its checkpoints for {job.saver.stall_seconds:.1f} s, "
-                f"{job.saver.stall_seconds / report.attempt_seconds:.1%} of the time"
-            )
-            watch.beat(state.step, doing="writing the model")
-            ema = recipe.train_stage(stage).ema
-            with engine.averaged() if ema and ema.model == "ema" else nullcontext():
-                weights = engine.weights()
-            if ranks.place.is_main:
-                best = best_results(
-                    iter_metrics(folder.stage(stage) / METRICS_FILE),
-                    last=state.evaluation,
-                    by=_judged_by(recipe.train_stage(stage), task=task),
-                )
-                if best:
-                    report.note(f"{stage}: {describe_best(best, stage=stage, checkpoints=folder.checkpoints(stage))}")
-                make_folders(folder.stage(stage), below=folder.path)  # fails where the run folder is gone
-                save_model(folder.model(stage), weights, meta=meta)
+        while True:
+            restored, state = _restore(context, stage=stage, engine=engine, watch=watch)
+            if data_record:
+                keep_data(folder, data_record, stage=stage)
                 folder.update(
                     stage,
-                    state="done",
-                    results={**state.evaluation, **best},
-                    model_digest=weights_digest(folder.model(stage)),
+                    state="running",
+                    inputs=inputs,
+                    data_digest=data_record.digest,
+                    total_steps=plan.total_steps,
+                    model=meta.model_dump(mode="json", exclude_none=True),
                 )
+            try:
+                return _train(
+                    context,
+                    stage=stage,
+                    data=data,
+                    plan=plan,
+                    engine=engine,
+                    start=start,
+                    meta=meta,
+                    restored=restored,
+                    state=state,
+                    watch=watch,
+                )
+            except GoBack as back:
+                note_rollback(context, stage=stage, trouble=back.trouble)
+
+
+def _restore(
+    context: StageContext, *, stage: StageName, engine: Engine, watch: Watch
+) -> tuple[Restored | None, TrainState]:
+    """The newest undamaged checkpoint that has seen nothing of what is passed over now, and the state to go on from;
+    collective."""
+    recipe, folder, ranks = context.recipe, context.folder, context.ranks
+    watch.beat(0, doing="restoring a checkpoint")
+    remove_abandoned(context, stage=stage)
+    record: StageRecord = ranks.gather_objects(folder.record(stage))[0]
+    identity = checkpoint_identity(recipe, stage=stage, processes=ranks.place.world_size)
+    restored = restore_checkpoint(folder.checkpoints(stage), engine=engine, ranks=ranks, identity=identity)
+    if restored is None and record.last_saved_step > 0:
+        raise UserError(
+            f"{folder.checkpoints(stage)} holds no checkpoint, but one was saved at step {record.last_saved_step}: "
+            f"bring it back, or begin again with --restart {stage}"
+        )
+    ranks.barrier()  # every rank has read stage.json before it changes
+    state = restored.state if restored else TrainState()
+    state.passed_over, state.rollbacks = list(record.passed_over), record.rollbacks
+    return restored, state
+
+
+def _train(
+    context: StageContext,
+    *,
+    stage: StageName,
+    data: StageData,
+    plan: StagePlan,
+    engine: Engine,
+    start: StageStart,
+    meta: SavedModelMeta,
+    restored: Restored | None,
+    state: TrainState,
+    watch: Watch,
+) -> None:
+    """From a checkpoint, or the beginning, to the end of the stage; collective. GoBack: to an earlier checkpoint."""
+    recipe, folder, ranks = context.recipe, context.folder, context.ranks
+    phases = Phases(watch=watch, pace=make_pace(recipe.engine, device=engine.device))
+    with stage_report(context, stage=stage, data=data, plan=plan, state=state, phases=phases) as report:
+        task = make_task(recipe, stage=stage, data=data, normalisation=start.normalisation, engine=engine)
+        job = make_job(
+            context,
+            stage=stage,
+            data=data,
+            plan=plan,
+            task=task,
+            engine=engine,
+            state=state,
+            watch=watch,
+            report=report,
+        )
+        if ranks.place.is_main:
+            _describe_start(context, stage=stage, data=data, job=job, start=start, restored=restored)
+        with closing(job.batches), closing(job.saver):
+            if plan.rollback and restored is None:
+                job.saver.save(state)  # nothing else lies before the first trouble
+            state = train(job, state)
+        report.note(
+            f"{stage}: training stood still for its checkpoints for {job.saver.stall_seconds:.1f} s, "
+            f"{job.saver.stall_seconds / report.attempt_seconds:.1%} of the time"
+        )
+        watch.beat(state.step, doing="writing the model")
+        ema = recipe.train_stage(stage).ema
+        with engine.averaged() if ema and ema.model == "ema" else nullcontext():
+            weights = engine.weights()
+        if ranks.place.is_main:
+            best = best_results(
+                iter_metrics(folder.stage(stage) / METRICS_FILE),
+                last=state.evaluation,
+                by=_judged_by(recipe.train_stage(stage), task=task),
+            )
+            if best:
+                report.note(f"{stage}: {describe_best(best, stage=stage, checkpoints=folder.checkpoints(stage))}")
+            make_folders(folder.stage(stage), below=folder.path)  # fails where the run folder is gone
+            save_model(folder.model(stage), weights, meta=meta)
+            folder.update(
+                stage,
+                state="done",
+                results={**state.evaluation, **best},
+                model_digest=weights_digest(folder.model(stage)),
+            )
 
 
 def make_pace(config: EngineConfig, *, device: torch.device) -> Pace:
@@ -184,11 +233,11 @@ def make_job(
     plan: StagePlan,
     task: Task,
     engine: Engine,
-    start_step: int,
+    state: TrainState,
     watch: Watch,
     report: Report,
 ) -> TrainJob:
-    """Everything the loop needs, from `start_step` on."""
+    """Everything the loop needs, from `state` on."""
     recipe, folder, ranks = context.recipe, context.folder, context.ranks
     config = recipe.train_stage(stage)
     faults = FaultLedger(
@@ -223,7 +272,15 @@ def make_job(
 
     return TrainJob(
         plan=plan,
-        batches=train_loader(recipe, stage=stage, data=data, plan=plan, place=ranks.place, start_step=start_step),
+        batches=train_loader(
+            recipe,
+            stage=stage,
+            data=data,
+            plan=plan,
+            place=ranks.place,
+            start_step=state.step,
+            passed_over=state.passed_over,
+        ),
         task=task,
         engine=engine,
         evaluate=run_evaluation,
@@ -239,6 +296,7 @@ def make_job(
                 last=config.keep_checkpoints,
                 every_steps=plan.keep_steps,
                 best=_judged_by(config, task=task) if config.keep_best else None,
+                reach_steps=plan.rollback_reach_steps,
             ),
             mode=recipe.engine.saving,
             say=report.note,
@@ -248,7 +306,7 @@ def make_job(
         faults=faults,
         report=report,
         ranks=ranks,
-        requests=Requests(context.stop, ranks=ranks, saved_step=start_step, save_minutes=config.save_every_minutes),
+        requests=Requests(context.stop, ranks=ranks, saved_step=state.step, save_minutes=config.save_every_minutes),
     )
 
 

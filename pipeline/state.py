@@ -29,6 +29,8 @@ class TrainState:
     evaluation: dict[str, float] = field(default_factory=dict)  # the last one
     evaluation_step: int = 0  # when that was
     recent_losses: list[float] = field(default_factory=list)  # of the last steps, to tell a spike by
+    passed_over: list[int] = field(default_factory=list)  # steps, from 0, whose batches a rollback does without
+    rollbacks: int = 0
 
     def advance(self, *, images: int, applied: bool) -> None:
         """After one optimizer step; not `applied`: its gradients were not finite."""
@@ -36,6 +38,11 @@ class TrainState:
         self.images_seen += images
         self.skipped_in_a_row = 0 if applied else self.skipped_in_a_row + 1
         self.skipped_steps += not applied
+
+    def pass_over(self, *, images: int) -> None:
+        """A step whose batch a rollback does without: the position moves on."""
+        self.step += 1
+        self.images_seen += images
 
     def to_json(self) -> dict[str, Any]:
         """Plain values; floats survive JSON to the last bit."""

@@ -6,7 +6,8 @@ randomness are functions of the step, so resuming at step k is the same as never
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -21,8 +22,9 @@ from pipeline.ranks.group import Ranks
 from pipeline.ranks.phases import Phase
 from pipeline.ranks.stopping import Requests, Stopped
 from pipeline.recipe.stage_plan import StagePlan
-from pipeline.report.losses import LossWindow, SpikeFinder
+from pipeline.report.losses import LossWindow, Spike, SpikeFinder
 from pipeline.report.reporter import Report
+from pipeline.rollback import GoBack, Trouble
 from pipeline.state import TrainState, seed_step
 from pipeline.task import Task
 
@@ -56,8 +58,9 @@ def train(job: TrainJob, state: TrainState) -> TrainState:
 
     Raises:
         Stopped: by a signal, after saving.
-        TrainingFailed: too many steps in a row had gradients that were not finite; or, after saving, a rank is too
-            slow and the recipe says to stop then.
+        GoBack: the recipe says to go back to a checkpoint before these steps, and past their batches.
+        TrainingFailed: too many steps in a row had gradients that were not finite, or too many rollbacks; or, after
+            saving, a rank is too slow and the recipe says to stop then.
         UserError: more images are damaged than the recipe allows (after saving), or a checkpoint cannot be written.
         SaveFailed: the disk failed while a checkpoint was written; retrying may help.
     """
@@ -66,39 +69,48 @@ def train(job: TrainJob, state: TrainState) -> TrainState:
         raise UserError(job.faults.complaint)
     if state.step == plan.total_steps and (failure := _failure(job, state)):  # it had failed at its last step
         raise failure
-    losses, spikes = LossWindow(state.losses_since_log), SpikeFinder(state.recent_losses)
+    losses, spikes = LossWindow(state.losses_since_log), _spike_finder(plan, state)
+    passed_over = frozenset(state.passed_over)
     engine.module.train()
 
     while state.step < plan.total_steps:
-        step = state.step
+        step, lr, grad_norm = state.step, plan.schedule(state.step), math.nan
         seed_step(plan.seed, step=step, rank=rank)
         if plan.patch_dropout:
             set_patch_dropout(engine.module, plan.patch_dropout if step < plan.patch_dropout_steps else 0.0)
 
-        for micro_step in range(plan.accumulation_steps):
-            with job.phase("reading", step):
-                batch = next(job.batches)
-            job.faults.note(batch, use="train", rows=plan.micro_batch_size)
-            example = task.example(batch, use="train")
-            draw_masks(engine, plan=plan, step=step, place=plan.first_place(rank=rank, micro_step=micro_step))
-            with job.phase("forward", step):
-                outputs = engine.forward(*example.inputs)
-            loss = task.loss(outputs, example.targets)
-            with job.phase("backward", step):
-                engine.backward(loss)
-            losses.add(loss)
-        with job.phase("step", step):
-            lr = plan.schedule(step)
-            result = engine.step(lr=lr)
-
-        losses.end_step()
-        state.advance(images=plan.global_batch_images, applied=result.applied)
-        job.report.step(plan.global_batch_images)
+        if step in passed_over:  # after a rollback; the batches come without it
+            losses.pass_over(device=engine.device)
+            state.pass_over(images=plan.global_batch_images)
+        else:
+            for micro_step in range(plan.accumulation_steps):
+                with job.phase("reading", step):
+                    batch = next(job.batches)
+                job.faults.note(batch, use="train", rows=plan.micro_batch_size)
+                example = task.example(batch, use="train")
+                draw_masks(engine, plan=plan, step=step, place=plan.first_place(rank=rank, micro_step=micro_step))
+                with job.phase("forward", step):
+                    outputs = engine.forward(*example.inputs)
+                loss = task.loss(outputs, example.targets)
+                with job.phase("backward", step):
+                    engine.backward(loss)
+                losses.add(loss)
+            with job.phase("step", step):
+                result = engine.step(lr=lr)
+            losses.end_step()
+            grad_norm = result.grad_norm
+            state.advance(images=plan.global_batch_images, applied=result.applied)
+            job.report.step(plan.global_batch_images)
         job.saver.poll()
 
-        slow_rank = ""
-        if plan.logs_after(state.step):
-            slow_rank = _log(job, state, losses=losses, spikes=spikes, lr=lr, grad_norm=result.grad_norm)
+        slow_rank, spiked = "", list[Spike]()
+        if plan.logs_after(state.step) or _skips_too_long(plan, state):
+            slow_rank, spiked = _log(job, state, losses=losses, spikes=spikes, lr=lr, grad_norm=grad_norm)
+        if trouble := _trouble(job, state, spiked=spiked):
+            with job.phase("saving", state.step):
+                job.saver.finish()
+            job.requests.wait()
+            raise trouble
         if plan.evaluates_after(state.step):
             _evaluate(job, state)
 
@@ -122,25 +134,65 @@ def train(job: TrainJob, state: TrainState) -> TrainState:
 
 def _log(
     job: TrainJob, state: TrainState, *, losses: LossWindow, spikes: SpikeFinder, lr: float, grad_norm: float
-) -> str:
-    """Report a point of the training curve; returns a sentence if training must stop for a slow rank."""
+) -> tuple[str, list[Spike]]:
+    """Report a point of the training curve; returns a sentence if training must stop for a slow rank, and spikes."""
     _settle_faults(job, state)
-    new_losses = losses.take(job.ranks)
+    new = losses.take(job.ranks)
+    passed_over = set(state.passed_over)
+    by_step = {
+        step: loss for step, loss in enumerate(new, start=state.step - len(new) + 1) if step - 1 not in passed_over
+    }
     slowest = job.report.phases.slowest(job.ranks)
-    job.report.curve(
-        state,
-        loss=sum(new_losses) / len(new_losses),
-        lr=lr,
-        grad_norm=grad_norm,
-        slowest_rank_ratio=slowest.ratio if slowest else None,
-        stall_seconds=job.saver.stall_seconds,
-    )
-    job.report.spikes(spikes.look(new_losses, last_step=state.step))
+    if by_step:
+        job.report.curve(
+            state,
+            loss=sum(by_step.values()) / len(by_step),
+            lr=lr,
+            grad_norm=grad_norm,
+            slowest_rank_ratio=slowest.ratio if slowest else None,
+            stall_seconds=job.saver.stall_seconds,
+        )
+    spiked = spikes.look(by_step)
+    job.report.spikes(spiked)
     state.recent_losses = spikes.recent_losses
     if slowest is None or not slowest.is_news:
-        return ""
+        return "", spiked
     job.report.note(f"step {state.step}: {slowest.describe()}")
-    return slowest.describe() if job.plan.slow_rank == "stop" else ""
+    return slowest.describe() if job.plan.slow_rank == "stop" else "", spiked
+
+
+def _spike_finder(plan: StagePlan, state: TrainState) -> SpikeFinder:
+    if plan.rollback and plan.rollback.spike_sigmas:
+        return SpikeFinder(state.recent_losses, sigmas=plan.rollback.spike_sigmas)
+    return SpikeFinder(state.recent_losses)
+
+
+def _skips_too_long(plan: StagePlan, state: TrainState) -> bool:
+    return plan.rollback is not None and state.skipped_in_a_row >= plan.rollback.after_skipped_steps
+
+
+def _trouble(job: TrainJob, state: TrainState, *, spiked: Sequence[Spike]) -> Exception | None:
+    """Why the run must go back, if the recipe says so: at the first of the steps found, so that the result does not
+    depend on how often the curve is logged."""
+    rollback = job.plan.rollback
+    if rollback is None:
+        return None
+    found: list[Trouble] = []
+    if rollback.spike_sigmas:  # of a loss that is not finite the step was skipped
+        found += [Trouble(each.step - 1, each.step - 1, each.describe()) for each in spiked if math.isfinite(each.loss)]
+    if _skips_too_long(job.plan, state):
+        why = f"step {state.step}: {state.skipped_in_a_row} steps in a row had gradients that are not finite"
+        found.append(Trouble(state.step - state.skipped_in_a_row, state.step - 1, why))
+    if not found:
+        return None
+    first = min(found, key=lambda trouble: trouble.first)
+    if state.rollbacks < rollback.times:
+        return GoBack(first)
+    saved = f"step {job.requests.saved_step}" if job.requests.saved_step else "nothing"
+    return TrainingFailed(
+        f"{first.why}, after {state.rollbacks} rollbacks (rollback.times; {saved} is saved): lower the stage's "
+        "optimizer.lr or lengthen its schedule.warmup, then use --restart"
+    )
 
 
 def _evaluate(job: TrainJob, state: TrainState) -> None:

@@ -9,7 +9,7 @@ it decoding; memory of `PREFETCH` micro-batches a worker.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Generator, Iterator
+from collections.abc import Collection, Generator, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -160,7 +160,8 @@ class EvalBatches(_Batches):
 
 
 class TrainLoader:
-    """Iterates over the micro-batches of [start_step, stop_step); its state is a few numbers.
+    """Iterates over the micro-batches of [start_step, stop_step), without those of `passed_over`; its state is a few
+    numbers.
 
     With 0 `workers` the calling thread reads and decodes. Iteration raises UserError for a sample that cannot be read,
     and WorkerDied, which names the sample.
@@ -172,6 +173,7 @@ class TrainLoader:
         *,
         stop_step: int,
         start_step: int = 0,
+        passed_over: Collection[int] = (),
         workers: int = 0,
         kind: WorkerKind = "process",
     ) -> None:
@@ -179,7 +181,9 @@ class TrainLoader:
         self._stop_step = stop_step
         self._workers = workers
         self._kind: WorkerKind = kind
+        self._passed_over = frozenset(passed_over)
         self._delivered = start_step * batches.layout.accumulation_steps
+        self._coming: Iterator[int] = iter(())
         self._iterator: Generator[Batch] | None = None
         self._prefetcher: Prefetcher | None = None
 
@@ -191,7 +195,7 @@ class TrainLoader:
             self._start()
         assert self._iterator is not None
         batch = next(self._iterator)
-        self._delivered += 1
+        self._delivered = next(self._coming) + 1
         if self._prefetcher is not None:
             self._prefetcher.reached(self.step)
         return batch
@@ -241,8 +245,17 @@ class TrainLoader:
     def _start(self) -> None:
         access, upcoming = self._batches.access, self._batches.upcoming(self.step)
         self._prefetcher = start_prefetch(access.store, access.shards.shards, upcoming=upcoming)
-        numbers = range(self._delivered, self._stop_step * self._batches.layout.accumulation_steps)
+        numbers = self._numbers()
+        self._coming = iter(numbers)
         self._iterator = iterate(self._batches, numbers=numbers, workers=self._workers, kind=self._kind)
+
+    def _numbers(self) -> Sequence[int]:
+        """Of the micro-batches still to come."""
+        accumulation = self._batches.layout.accumulation_steps
+        numbers = range(self._delivered, self._stop_step * accumulation)
+        if not self._passed_over:
+            return numbers
+        return [number for number in numbers if number // accumulation not in self._passed_over]
 
 
 def _probe(order: AnyOrder) -> str:

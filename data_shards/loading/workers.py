@@ -18,7 +18,7 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from concurrent.futures import Future
 from functools import partial
 from itertools import islice
@@ -73,7 +73,9 @@ def empty_images(count: int, size: int) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8).set_(torch.UntypedStorage._new_shared(math.prod(shape))).view(shape)
 
 
-def iterate(dataset: Described[Item], *, numbers: range, workers: int, kind: WorkerKind = "process") -> Generator[Item]:
+def iterate(
+    dataset: Described[Item], *, numbers: Sequence[int], workers: int, kind: WorkerKind = "process"
+) -> Generator[Item]:
     """The items of `numbers`, in order; with 0 workers the calling thread makes them.
 
     The data set must be picklable for processes, thread-safe for threads. Raises the data set's UserError wherever it
@@ -88,7 +90,7 @@ def iterate(dataset: Described[Item], *, numbers: range, workers: int, kind: Wor
             return _in_processes(dataset, numbers=numbers, workers=workers)
 
 
-def _in_threads(dataset: Described[Item], *, numbers: range, workers: int) -> Generator[Item]:
+def _in_threads(dataset: Described[Item], *, numbers: Sequence[int], workers: int) -> Generator[Item]:
     """Daemon threads, since those of a ThreadPoolExecutor would delay the exit until a store's last retry."""
     upcoming = iter(numbers)
     jobs: SimpleQueue[tuple[int, Future[Item]] | None] = SimpleQueue()
@@ -143,7 +145,7 @@ def _pinned(item: Item) -> Item:
     return item.pin_memory() if torch.cuda.is_available() else item  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def _in_processes(dataset: Described[Item], *, numbers: range, workers: int) -> Generator[Item]:
+def _in_processes(dataset: Described[Item], *, numbers: Sequence[int], workers: int) -> Generator[Item]:
     _start_fork_server()
     notes: Any = multiprocessing.get_context("forkserver").RawArray("q", [-1] * (2 * workers))
     loader = DataLoader(

@@ -49,6 +49,8 @@ def _from_checkpoints(folder: RunFolder, stage: StageName, broken: BrokenRecord)
                 last_saved_step=int(state["step"]),
                 images_seen=int(state["images_seen"]),
                 seconds=float(state["training_seconds"]),
+                passed_over=[int(step) for step in state["passed_over"]],
+                rollbacks=int(state["rollbacks"]),
                 inputs={str(name): str(digest) for name, digest in content["inputs"].items()},
             )
         except (ValueError, KeyError, TypeError, AttributeError):

@@ -43,6 +43,7 @@ class Retention:
     last: int  # the newest that many, at least 1
     every_steps: int = 0  # the first in each stretch of that many steps is kept for good; 0: none
     best: str | None = None  # the best by this metric of the evaluation, such as "val/loss"; None: none
+    reach_steps: int = 0  # all down to the newest that is at least so much older than the newest of all; 0: none
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,9 @@ def superfluous(metrics: Mapping[int, float | None], *, retention: Retention) ->
     in an evaluation at that very step; None: there was none."""
     there = sorted(metrics)
     keep = set(there[-max(retention.last, 1) :])
+    if retention.reach_steps:
+        oldest = max((step for step in there if step <= there[-1] - retention.reach_steps), default=there[0])
+        keep |= {step for step in there if step >= oldest}
     if retention.every_steps:
         first: dict[int, int] = {}
         for step in there:
@@ -135,6 +139,12 @@ def prune_checkpoints(root: Path, *, newest_step: int, retention: Retention) -> 
         with contextlib.suppress(OSError):  # the next pruning tries again
             _set_aside(numbered[step])
     collect_leftovers(root)
+
+
+def remove_checkpoint(folder: Path) -> None:
+    """Remove a committed checkpoint; on one rank. OSError: it could not be renamed, and stays."""
+    _set_aside(folder)
+    collect_leftovers(folder.parent)
 
 
 def collect_leftovers(root: Path) -> None:

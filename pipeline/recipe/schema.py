@@ -19,6 +19,7 @@ from pipeline.recipe.stage import MOST_SECONDS, MaskedPatchStage, Stages, TrainS
 from pipeline.vocabulary import OPTIMIZERS, OptimizerName, StageName
 
 _MOST_IMAGES = 2**20  # of a batch
+_FP16_SKIPS = 17  # in a row, from the first scale of 2^16 down to 1
 _MOST_PATCHES = 2**20  # of an image
 _LONGEST_NAME = 200  # file systems take 255 bytes, MLflow's server 250
 _TAKEN_NAMES = ("mlartifacts", "mlflow.db", "table8.txt", "table8.json")  # beside the runs, in the folder of them all
@@ -117,6 +118,16 @@ class Recipe(Strict):
                 Regularisation(stage.dropout, stage.stochastic_depth, stage.patch_dropout).check(self.model)
             except ValueError as error:
                 raise ValueError(f"{key}: {error}") from None
+            if stage.rollback and stage.rollback.after_skipped_steps > self.engine.max_skipped_steps:
+                raise ValueError(
+                    f"{key}.rollback.after_skipped_steps {stage.rollback.after_skipped_steps} comes after "
+                    f"engine.max_skipped_steps {self.engine.max_skipped_steps}, where training stops: make it smaller"
+                )
+            if stage.rollback and self.engine.precision == "fp16" and stage.rollback.after_skipped_steps < _FP16_SKIPS:
+                raise ValueError(
+                    f"{key}.rollback.after_skipped_steps {stage.rollback.after_skipped_steps}: with engine.precision "
+                    f"fp16 the search for the loss scale skips steps, too: give at least {_FP16_SKIPS}"
+                )
             if isinstance(stage, MaskedPatchStage) and self.model.kind == "resnet":
                 raise ValueError(
                     f"{key}: a pure ResNet has no patch embeddings to corrupt; take a Transformer or a hybrid, or "

@@ -30,6 +30,21 @@ class EmaConfig(Strict):
     """Which of the two become the stage's model, and are judged by keep_best; both are evaluated and saved."""
 
 
+class RollbackConfig(Strict):
+    """When a run goes back to a checkpoint from before trouble, and past the batches that led to it."""
+
+    after_skipped_steps: int = Field(default=3, ge=1, le=10**9)
+    """After so many steps in a row whose gradient is not finite."""
+    spike_sigmas: float | None = Field(default=None, ge=1)
+    """Also after a loss so many standard deviations above the mean of the 128 before it (6: OLMo-core's); null: spikes
+    are only reported. Looked for at each point of the curve (log_every)."""
+    steps_before: int = Field(default=100, ge=0, le=10**9)
+    """So many batches before the trouble are passed over as well (PaLM, section 5.1); a step that was skipped has moved
+    nothing, so what ruined the weights came before it."""
+    times: int = Field(default=3, ge=1, le=10**6)
+    """How often, in a stage, until training stops instead."""
+
+
 class TrainStage(Strict):
     """What pre-training and fine-tuning have in common."""
 
@@ -65,6 +80,8 @@ class TrainStage(Strict):
     dropout_masks: DropoutMasks = "sample"
     """Of the three: sample: by seed, step and the image's place in the global batch, so the same on any number of
     processes; process: by seed, step and process."""
+    rollback: RollbackConfig | None = None
+    """Default: steps without a finite gradient are skipped, spikes are reported, and training goes on."""
     log_every: DurationText = "20 steps"
     """Between two points of the curve, which is when spikes and slow processes are looked for; 0: at the end alone."""
     eval_every: DurationText = "25%"

@@ -13,6 +13,7 @@ from data_shards.order import check_sizes, check_world_size
 from pipeline.recipe.duration import in_steps, parse_duration
 from pipeline.recipe.schedule import Schedule
 from pipeline.recipe.schema import Recipe
+from pipeline.recipe.stage import RollbackConfig
 from pipeline.vocabulary import StageName
 
 
@@ -36,6 +37,7 @@ class StagePlan:
     patch_dropout: float = 0.0  # share of the patches that are left out, in the first `patch_dropout_steps` steps
     patch_dropout_steps: int = 0
     max_skipped_steps: int = 1  # in a row, until training gives up
+    rollback: RollbackConfig | None = None
     slow_rank: Literal["report", "stop"] = "report"
     seed: int = 0
 
@@ -58,6 +60,14 @@ class StagePlan:
         """Whether a checkpoint is due after `step` steps, apart from the final one."""
         due = _due(step, every=self.save_steps) or _due(step, every=self.keep_steps)
         return due or (self.save_after_evaluations and self.evaluates_after(step))
+
+    @property
+    def rollback_reach_steps(self) -> int:
+        """How far back, from when trouble is noticed, a rollback's checkpoint may lie at least; 0: there are none."""
+        if self.rollback is None:
+            return 0
+        noticed = (self.log_steps or self.total_steps) if self.rollback.spike_sigmas else 0
+        return max(noticed, self.rollback.after_skipped_steps) + self.rollback.steps_before
 
     def describe(self) -> str:
         images = self.total_steps * self.global_batch_images
@@ -149,6 +159,7 @@ def plan_stage(recipe: Recipe, *, stage: StageName, samples_per_epoch: int, worl
         patch_dropout=config.patch_dropout,
         patch_dropout_steps=total - unmasked if config.patch_dropout else 0,
         max_skipped_steps=recipe.engine.max_skipped_steps,
+        rollback=config.rollback,
         slow_rank=recipe.engine.slow_rank,
         seed=recipe.seed,
     )

@@ -3,17 +3,17 @@
 No step waits for a number. Every rank's values are added in rank order in float64, so the curve does not depend on how
 many steps are reduced together: a resumed run gives the same bits.
 
-A spike is a loss far above the last ones; it is reported, and no step is skipped. The rule is OLMo-core's
-SkipStepOptimizer (src/olmo_core/optim/skip_step_optimizer.py): more than 6 standard deviations from the mean of the
-last 128 losses, once there are 64. Ours only counts rises, and also asks for 4.5 deviations of the losses' logarithms:
-losses near zero are skewed, and the first rule alone reports every thousandth step of a run whose losses scatter by
-half. A loss that is not finite is always a spike.
+A spike is a loss far above the last ones; it is reported, and a recipe may have the run go back (`rollback`). The rule
+is OLMo-core's SkipStepOptimizer (src/olmo_core/optim/skip_step_optimizer.py): more than 6 standard deviations from the
+mean of the last 128 losses, once there are 64. Ours only counts rises, and also asks for 4.5 deviations of the losses'
+logarithms: losses near zero are skewed, and the first rule alone reports every thousandth step of a run whose losses
+scatter by half. A loss that is not finite is always a spike.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,7 +24,7 @@ _HISTORY_STEPS, _LEAST_STEPS = 128, 64  # OLMo-core's
 _SIGMAS = 6.0  # OLMo-core's
 _LOG_SIGMAS = 4.5
 _SMALLEST_SIGMA = 1e-4  # of the mean: after losses that have hardly moved not every rise is a spike
-_CUT_SIGMAS = 4 * _SIGMAS  # what of a spike enters the history: one of 1e30 would hide all others for 128 steps
+_CUT = 4  # times these: what of a spike enters the history: one of 1e30 would hide all others for 128 steps
 
 
 class LossWindow:
@@ -42,6 +42,10 @@ class LossWindow:
         """The micro-batches added since the last call make up one step."""
         self._local.append(torch.stack(self._micro).mean())
         self._micro.clear()
+
+    def pass_over(self, *, device: torch.device) -> None:
+        """A step that is not done has no loss: nan stands for it."""
+        self._local.append(torch.full((), math.nan, dtype=torch.float64, device=device))
 
     def reduce(self, ranks: Ranks) -> list[float]:
         """The global mean loss of every step in the window; collective."""
@@ -82,7 +86,8 @@ class Spike:
 class SpikeFinder:
     """Looks at every step's loss once, in order; `recent_losses`: global means from a checkpoint."""
 
-    def __init__(self, recent_losses: Sequence[float] = ()) -> None:
+    def __init__(self, recent_losses: Sequence[float] = (), *, sigmas: float = _SIGMAS) -> None:
+        self._sigmas = sigmas
         self._recent = list(recent_losses)[-_HISTORY_STEPS:]
 
     @property
@@ -90,19 +95,19 @@ class SpikeFinder:
         """What to carry over: at most 128 finite floats."""
         return list(self._recent)
 
-    def look(self, losses: Sequence[float], *, last_step: int) -> list[Spike]:
-        """The spikes among the next losses, the last of which is `last_step`'s."""
+    def look(self, losses: Mapping[int, float]) -> list[Spike]:
+        """The spikes among the next losses, by step."""
         spikes = []
-        for step, loss in enumerate(losses, start=last_step - len(losses) + 1):
+        for step, loss in losses.items():
             mean, sigma = _mean_and_sigma(self._recent)
             if not math.isfinite(loss):
                 spikes.append(Spike(step=step, loss=loss, mean=mean, sigma=sigma))
                 continue
             entering = loss
             if len(self._recent) >= _LEAST_STEPS:
-                if loss > mean + _SIGMAS * sigma and self._stands_out_in_logarithms(loss):
+                if loss > mean + self._sigmas * sigma and self._stands_out_in_logarithms(loss):
                     spikes.append(Spike(step=step, loss=loss, mean=mean, sigma=sigma))
-                entering = min(loss, mean + _CUT_SIGMAS * sigma)
+                entering = min(loss, mean + _CUT * self._sigmas * sigma)
             self._recent = [*self._recent[-_HISTORY_STEPS + 1 :], entering]
         return spikes
 

@@ -22,6 +22,7 @@ from pipeline.report.metrics_log import MetricsLog, open_metrics_log
 from pipeline.report.mlflow_store import DatasetInput, Say, TrackerSettings, open_tracker
 from pipeline.report.progress import TrainingProgress
 from pipeline.report.tracking_thread import FinalStatus
+from pipeline.rollback import GoBack
 from pipeline.stage_data import StageData
 from pipeline.state import TrainState
 from pipeline.vocabulary import CORRUPT_SAMPLES_FILE, METRICS_FILE, RECIPE_FILE, StageName
@@ -88,7 +89,7 @@ def tracked_log(
         try:
             yield log
             status = "FINISHED"
-        except Stopped:
+        except (Stopped, GoBack):  # it goes on later, or at once
             status = "KILLED"
             raise
         finally:
@@ -160,6 +161,7 @@ class Report:
             "opt/lr": lr,
             "opt/grad_norm": grad_norm,
             "opt/skipped_steps": float(state.skipped_steps),
+            "opt/rollbacks": float(state.rollbacks),
             "data/substituted_images": float(state.substituted_images),
             "train/epoch": state.images_seen / self._samples_per_epoch,
             "perf/images_per_s": self._images / seconds,

@@ -105,7 +105,7 @@ class Stage:
             plan=plan_stage(context.recipe, stage="pretrain", samples_per_epoch=data.train.num_samples, world_size=1),
             task=task,
             engine=self.engine,
-            start_step=0,
+            state=TrainState(),
             watch=watch,
             report=self.report,
         )

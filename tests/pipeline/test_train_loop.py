@@ -6,6 +6,7 @@ The rest of the loop is tested where it runs, by tests/integration.
 from __future__ import annotations
 
 import contextlib
+import math
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -23,8 +24,10 @@ from pipeline.ranks.pace import Slowest
 from pipeline.ranks.phases import Phases
 from pipeline.ranks.stopping import Requests, StopFlag
 from pipeline.recipe.schedule import Schedule
+from pipeline.recipe.stage import RollbackConfig
 from pipeline.recipe.stage_plan import StagePlan
 from pipeline.report.losses import Spike
+from pipeline.rollback import GoBack
 from pipeline.state import TrainState
 from pipeline.task import Example
 from pipeline.train_loop import TrainingFailed, TrainJob, train
@@ -287,6 +290,59 @@ def test_too_many_steps_without_a_finite_gradient_end_the_run_also_across_a_resu
     with pytest.raises(TrainingFailed, match=words):
         train(replace(whole, plan=plan), replace(state))
     assert calls[-1] == "finish"
+
+
+NOT_FINITE = StepResult(applied=False, grad_norm=float("nan"))
+
+
+def rolling(**keys: Any) -> tuple[Any, list[str]]:
+    """A job that goes back to a checkpoint."""
+    whole, calls = saving(kind=Requests, save_steps=0)
+    plan = replace(whole.plan, rollback=RollbackConfig(steps_before=0, **keys), max_skipped_steps=10)
+    return replace(whole, plan=plan), calls
+
+
+def test_so_many_skipped_steps_in_a_row_make_it_go_back_and_save_nothing() -> None:
+    whole, calls = rolling(after_skipped_steps=2)
+    results = iter([StepResult(True, 1.0), NOT_FINITE, StepResult(True, 1.0), NOT_FINITE, NOT_FINITE])
+    whole.engine.step = lambda lr: next(results)
+    with pytest.raises(GoBack) as back:
+        train(whole, TrainState())
+    assert (back.value.trouble.first, back.value.trouble.last) == (3, 4)
+    assert calls == ["finish"]
+
+
+def test_steps_that_are_passed_over_move_the_position_and_nothing_else() -> None:
+    whole, seen = job(patch_dropout=0.0, first_step=2)  # micro-batches of four steps
+    stepped: list[float] = []
+    whole.engine.step = lambda lr: stepped.append(lr) or StepResult(applied=True, grad_norm=1.0)
+    points: list[tuple[int, bool]] = []
+    whole.report.curve = lambda state, *, loss, **more: points.append((state.step, math.isfinite(loss)))
+    schedule = Schedule(peak_lr=1.0, total_steps=STEPS, warmup_steps=STEPS)
+    whole = replace(whole, plan=replace(whole.plan, eval_steps=0, schedule=schedule))
+    state = train(whole, TrainState(passed_over=[0, 1], rollbacks=1))
+    assert stepped == [schedule(step) for step in (2, 3, 4, 5)]
+    assert (state.step, state.images_seen, state.skipped_steps) == (STEPS, STEPS * 8, 0)
+    assert points == [(4, True), (6, True)]  # the window of steps 1 and 2 is empty
+    assert len(seen) == 2 * 4 + 1  # and the evaluation at the end
+
+
+def test_a_spike_makes_it_go_back_if_the_recipe_says_so_at_the_first_one_found() -> None:
+    before = [0.010, 0.011] * 40
+    whole, _ = rolling(spike_sigmas=6.0)
+    with pytest.raises(GoBack) as back:
+        train(replace(whole, plan=replace(whole.plan, log_steps=3)), TrainState(recent_losses=before))
+    assert (back.value.trouble.first, back.value.trouble.last) == (0, 0)
+    whole, _ = rolling()
+    assert train(replace(whole, plan=replace(whole.plan, log_steps=3)), TrainState(recent_losses=before)).step == STEPS
+
+
+def test_too_many_rollbacks_end_the_run() -> None:
+    whole, calls = rolling(after_skipped_steps=2, times=3)
+    whole.engine.step = lambda lr: NOT_FINITE
+    with pytest.raises(TrainingFailed, match=r"3 rollbacks.*optimizer\.lr"):
+        train(whole, TrainState(rollbacks=3))
+    assert calls == ["finish"]
 
 
 def test_a_stage_that_gave_up_at_its_last_step_is_not_done_at_the_next_attempt() -> None:

@@ -3,6 +3,7 @@
 import io
 import math
 import random
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -154,6 +155,26 @@ def test_the_resumed_stream_is_the_tail(shards: ShardSet, reference: list[list[S
         for number, batch in enumerate(stream):
             tail[number // 2] += seen(batch)
     assert tail == reference[step:]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_steps_that_are_passed_over_are_missing_and_nothing_else(
+    shards: ShardSet, reference: list[list[Seen]], workers: int
+):
+    passed_over = {0, 7, 8, 23, STEPS - 1}
+    for start in (0, 8, 20):
+        loader = TrainLoader(
+            train_batches(shards, accumulation_steps=2),
+            start_step=start,
+            stop_step=STEPS,
+            passed_over=passed_over,
+            workers=workers,
+            kind="thread",
+        )
+        with closing(loader):
+            stream = [seen(batch) for batch in loader]
+        steps = [first + second for first, second in zip(stream[::2], stream[1::2], strict=True)]
+        assert steps == [reference[step] for step in range(start, STEPS) if step not in passed_over]
 
 
 # ---- evaluation

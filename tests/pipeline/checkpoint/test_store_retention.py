@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -54,6 +55,16 @@ def test_nothing_else_is_kept_than_what_one_of_the_three_rules_asks_for(run, ret
     ]
     assert kept(run, retention) == set().union(*(kept(run, rule) for rule in rules))
     assert kept(run, Retention(last=retention.last)) == set(sorted(run)[-retention.last :])
+
+
+@given(RUNS, RETENTIONS, st.integers(1, 30))
+def test_there_is_always_one_that_is_old_enough_to_go_back_to(run, retention, reach):
+    """If any was ever saved that was old enough: the newest of those."""
+    for newest in sorted(run):
+        so_far = {step: metric for step, metric in run.items() if step <= newest}
+        old_enough = [step for step in so_far if step <= newest - reach]
+        left = in_turn(so_far, replace(retention, reach_steps=reach))
+        assert not old_enough or max(old_enough) in left
 
 
 @given(RUNS, RETENTIONS)

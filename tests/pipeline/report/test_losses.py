@@ -23,7 +23,7 @@ def curve(steps: int, *, kind: str = "power", scatter: float = 0.05, seed: int =
 
 
 def spikes_of(losses: list[float]) -> list[Spike]:
-    return SpikeFinder().look(losses, last_step=len(losses))
+    return SpikeFinder().look(dict(enumerate(losses, start=1)))
 
 
 @pytest.mark.parametrize("kind", ["power", "plateau", "to zero"])
@@ -69,15 +69,15 @@ def test_a_fall_is_no_spike():
 
 @pytest.mark.parametrize("loss", [math.inf, math.nan, -math.inf])
 def test_a_loss_that_is_not_finite_is_a_spike_and_leaves_no_trace(loss):
-    (first,) = SpikeFinder().look([loss], last_step=1)  # also as the very first
+    (first,) = SpikeFinder().look({1: loss})  # also as the very first
     assert first.step == 1
     losses = curve(500)
     disturbed = SpikeFinder()
-    spikes = disturbed.look([*losses[:200], loss, loss, *losses[200:]], last_step=502)
+    spikes = disturbed.look(dict(enumerate([*losses[:200], loss, loss, *losses[200:]], start=1)))
     assert [spike.step for spike in spikes] == [201, 202]
     assert str(loss) in spikes[0].describe()
     undisturbed = SpikeFinder()
-    undisturbed.look(losses, last_step=500)
+    undisturbed.look(dict(enumerate(losses, start=1)))
     assert disturbed.recent_losses == undisturbed.recent_losses
 
 
@@ -105,7 +105,7 @@ def test_looking_in_pieces_and_carrying_the_history_over_changes_nothing():
     for start in range(0, 700, 37):
         finder = SpikeFinder(json.loads(json.dumps(recent)))
         part = losses[start : start + 37]
-        found += finder.look(part, last_step=start + len(part))
+        found += finder.look(dict(enumerate(part, start=start + 1)))
         recent = finder.recent_losses
         assert len(recent) <= 128 and all(map(math.isfinite, recent))
     assert [spike.step for spike in whole] == [401, 402, 651]

@@ -1,0 +1,70 @@
+"""Going back to a checkpoint from before trouble, and past the batches that led to it: what is decided, and its record.
+
+The loop raises `GoBack`; the stage writes into stage.json which steps are passed over from now on, and resumes from the
+newest checkpoint that is old enough. Since every step is a function of its number, training goes on exactly as if those
+batches had never been there, whichever checkpoint it was and whatever was killed in between. PaLM was trained so (arXiv
+2204.02311, section 5.1: from about 100 steps before a spike, past 200 to 500 batches).
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+from pipeline.checkpoint.identity import STATE, checkpoint_folders
+from pipeline.checkpoint.store import remove_checkpoint
+from pipeline.context import StageContext
+from pipeline.vocabulary import StageName
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """Steps that a run has to do without, counted from 0."""
+
+    first: int
+    last: int
+    why: str  # a clause
+
+
+class GoBack(Exception):
+    """Training goes back to a checkpoint from before `trouble`."""
+
+    def __init__(self, trouble: Trouble) -> None:
+        self.trouble = trouble
+        super().__init__(trouble.why)
+
+
+def note_rollback(context: StageContext, *, stage: StageName, trouble: Trouble) -> None:
+    """Write down in stage.json what is passed over from now on; collective."""
+    config = context.recipe.train_stage(stage).rollback
+    assert config is not None
+
+    def note() -> str:
+        record = context.folder.record(stage)
+        first = max(0, trouble.first - config.steps_before)
+        passed_over = sorted({*record.passed_over, *range(first, trouble.last + 1)})
+        context.folder.update(stage, passed_over=passed_over, rollbacks=record.rollbacks + 1)
+        return (
+            f"{stage}: {trouble.why}; going back to before step {first + 1:,}, to pass over the batches up to step "
+            f"{trouble.last + 1:,} (rollback {record.rollbacks + 1} of {config.times})"
+        )
+
+    context.say(context.on_main(note) or "")
+
+
+def remove_abandoned(context: StageContext, *, stage: StageName) -> None:
+    """Remove the checkpoints that have trained on what is passed over now; collective. Damaged ones are left to whoever
+    restores."""
+
+    def remove() -> None:
+        passed_over = set(context.folder.record(stage).passed_over)
+        for folder in checkpoint_folders(context.folder.checkpoints(stage)):
+            try:
+                state = json.loads((folder / STATE).read_text(encoding="utf-8"))["state"]
+                step, had_passed_over = int(state["step"]), set(state["passed_over"])
+            except (OSError, ValueError, KeyError, TypeError):
+                continue
+            if {each for each in passed_over if each < step} != {each for each in had_passed_over if each < step}:
+                remove_checkpoint(folder)
+
+    context.on_main(remove)
