@@ -95,7 +95,7 @@ METRICS = {
     "opt/lr": "learning rate of the last step",
     "opt/grad_norm": "L2 norm of the last step's gradients, before clipping",
     "opt/skipped_steps": "steps skipped so far because their gradients were not finite",
-    "opt/rollbacks": "how often the run went back to a checkpoint from before trouble",
+    "opt/passed_over_steps": "steps so far whose batches were passed over after a rollback",
     "data/substituted_images": "damaged images so far in whose place another one was trained on",
     "perf/images_per_s": "training images per second, all ranks together, without evaluation and saving",
     "perf/data_wait_frac": "share of that time in which rank 0 waited for a batch",

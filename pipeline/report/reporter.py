@@ -161,7 +161,7 @@ class Report:
             "opt/lr": lr,
             "opt/grad_norm": grad_norm,
             "opt/skipped_steps": float(state.skipped_steps),
-            "opt/rollbacks": float(state.rollbacks),
+            "opt/passed_over_steps": float(sum(step < state.step for step in state.passed_over)),
             "data/substituted_images": float(state.substituted_images),
             "train/epoch": state.images_seen / self._samples_per_epoch,
             "perf/images_per_s": self._images / seconds,
