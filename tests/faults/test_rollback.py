@@ -68,7 +68,7 @@ def test_killed_while_it_goes_back(new_case: NewCase, row: Row) -> None:
 def test_trouble_without_end(new_case: NewCase, row: Row) -> None:
     row.is_about("NaN in the gradients from step 22 on, with two rollbacks allowed", ROLLBACK)
     baseline, case = new_case("baseline", changes=CHANGES), new_case(changes=CHANGES)
-    without(baseline, steps=list(range(FIRST - BEFORE, LAST + 4)))
+    without(baseline, steps=list(range(FIRST - BEFORE, LAST + 6)))
     nan = case.fault("nan", "backward", rank=1, step=FIRST, last_step=10_000, once=None)
     ended = case.start(faults=[nan]).wait()
     row.ends(ended, code=1, says="after 2 rollbacks.*optimizer.lr")
@@ -76,5 +76,7 @@ def test_trouble_without_end(new_case: NewCase, row: Row) -> None:
     continued = case.start().wait()
     assert continued.code == 0, continued.output
     row.loses(continued, reached=31, at_most=31)
-    row.equals(case, baseline)
+    # The checkpoint of step 30 came after two more steps that were skipped, which move nothing either.
+    assert case.record()["model_digest"] == baseline.record()["model_digest"]
+    row.continued = "the same weights"
     row.leaves_nothing(case, baseline)
