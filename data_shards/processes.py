@@ -1,9 +1,22 @@
-"""Helper processes of a command: how many are useful, and how to leave Ctrl-C to the command itself."""
+"""Helper processes of a command: how many are useful, how to leave Ctrl-C to the command, and work in parts on them."""
 
+from __future__ import annotations
+
+import multiprocessing
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
+from typing import Any, TypeVar
+
+_Request = TypeVar("_Request")
+_Part = TypeVar("_Part", bound=Hashable)
+_Result = TypeVar("_Result")
+_Work = Callable[[_Request, _Part], _Result]
+
+_own: tuple[Callable[[Any, Any], Any], Any] | None = None  # work and request of this worker process
 
 
 def num_cores() -> int:
@@ -22,3 +35,82 @@ def deaf_to_interrupts() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def run_parts(
+    work: _Work[_Request, _Part, _Result],
+    request: _Request,
+    parts: Sequence[_Part],
+    *,
+    processes: int,
+    done: Callable[[_Result], None],
+) -> dict[_Part, _Result]:
+    """`work(request, part)` for each part, on so many processes; `done` is told of each result as it comes.
+
+    A part whose process crashes (a decoder, out of memory) is missing from the result, and only such a part. With 1 for
+    `processes`, in a program that is read from standard input, and for a single part, none is started. What `work`
+    raises passes through. `work` is a function of a module; each process gets `request` once.
+    """
+    results: dict[_Part, _Result] = {}
+    can_start = processes > 1 and len(parts) > 1
+    if can_start:
+        results |= _run_in_pool(work, request, parts, processes=processes, done=done)
+        # After a crash, one process per part shows which part it was.
+        can_start = len(results) < len(parts) and _can_start_processes(work, request)
+    for part in parts:
+        if part not in results and can_start:
+            results |= _run_in_pool(work, request, [part], processes=1, done=done)
+        elif part not in results:
+            results[part] = work(request, part)
+            done(results[part])
+    return results
+
+
+def _run_in_pool(
+    work: _Work[_Request, _Part, _Result],
+    request: _Request,
+    parts: Sequence[_Part],
+    *,
+    processes: int,
+    done: Callable[[_Result], None],
+) -> dict[_Part, _Result]:
+    results: dict[_Part, _Result] = {}
+    pool = _pool(work, request, processes=min(processes, len(parts)))
+    try:
+        with deaf_to_interrupts():
+            futures = {pool.submit(_work_in_worker, part): part for part in parts}
+        for future in as_completed(futures):
+            results[futures.pop(future)] = future.result()
+            done(future.result())
+    except BrokenProcessPool:
+        pass
+    finally:
+        pool.shutdown(cancel_futures=True)
+    return results
+
+
+def _can_start_processes(work: Callable[[Any, Any], Any], request: Any) -> bool:
+    """False for a program that is read from standard input."""
+    try:
+        with deaf_to_interrupts(), _pool(work, request, processes=1) as pool:
+            return pool.submit(os.getpid).result() > 0
+    except BrokenProcessPool:
+        return False
+
+
+def _pool(work: Callable[[Any, Any], Any], request: Any, *, processes: int) -> ProcessPoolExecutor:
+    context = multiprocessing.get_context("spawn")  # Spawned: a fork copies locks of other threads.
+    return ProcessPoolExecutor(processes, mp_context=context, initializer=_begin_worker, initargs=(work, request))
+
+
+def _begin_worker(work: Callable[[Any, Any], Any], request: Any) -> None:
+    global _own
+    _own = work, request
+    # libjpeg writes about damage here without naming the image; the findings do.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+
+
+def _work_in_worker(part: Any) -> Any:
+    assert _own is not None
+    work, request = _own
+    return work(request, part)

@@ -154,6 +154,10 @@ class ShardReader:
             raise CorruptSample(entry.name, key=key, reason=str(error)) from None
         return RawSample(key, image, labels)
 
+    def key(self, shard: int, *, row: int) -> str:
+        """The key of a sample, without reading it."""
+        return self._opened(shard).key(row)
+
     def describe(self, shard: int, *, row: int) -> str:
         return f"{self._opened(shard).key(row)!r} of {self.shards.shards[shard].name}"
 

@@ -3,6 +3,7 @@
     scan, run     one part of a shard; all parts, on all cores
     split, judge  the parts of a split put together; what is wrong with it, and across splits
     fitness       how the set suits a world size
+    against       the images that are also in other sets (see `duplicates`)
     findings      the kinds of findings, with severity and remedy
     page          the result as text and as JSON
 
@@ -14,15 +15,17 @@ some 110 bytes a sample, and an image per process.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from data_shards.checking.against import compare_splits, match_findings
 from data_shards.checking.findings import Finding, FoundAt, finding
 from data_shards.checking.fitness import Fitness, assess
 from data_shards.checking.judge import findings_across, split_findings
 from data_shards.checking.run import scan_set
 from data_shards.checking.scan import ScanRequest
 from data_shards.checking.split import SplitScan, SplitSummary
+from data_shards.duplicates.matches import Matches
 from data_shards.errors import UserError
 from data_shards.images.decode import USUAL_LIMIT, PixelLimit
 from data_shards.manifest import MANIFEST_FILE
@@ -43,6 +46,7 @@ class CheckResult:
     fitness: Fitness | None
     findings: tuple[Finding, ...]
     seconds: float
+    matches: tuple[Matches, ...] = ()  # of each split with `against`
 
     def count(self, severity: str) -> int:
         return sum(each.severity == severity for each in self.findings)
@@ -63,12 +67,14 @@ def check(
     processes_per_node: int = 8,
     store: Store | None = None,
     processes: int | None = None,
+    against: Sequence[str] = (),
     report: Callable[[str], None] = print,
 ) -> CheckResult:
     """Check a set of shards, or all splits below a folder; UserError if there is none, or the spec does not fit it.
 
     `decode` decodes every image in full, unless it has more pixels than `pixel_limit`. `digests` compares every shard's
     SHA-256 with the manifest. Fitness is assessed only with a `world_size`. With 1 for `processes`, none is started.
+    `against`: locations of other sets, whose images are looked for in this one; UserError if one of them is damaged.
     """
     start = time.monotonic()
     store = store or Store()
@@ -85,6 +91,15 @@ def check(
         scans.append(scan)
         first = scan if number == 0 else first
     findings += findings_across(scans)
+    matches = compare_splits(
+        [scan.shards for scan in scans],
+        against,
+        store=store,
+        pixel_limit=pixel_limit,
+        processes=processes,
+        report=report,
+    )
+    findings += [found for one in matches for found in match_findings(one)]
     fitness = None
     if world_size is not None and first is not None:
         found = zip(first.shards.shards, first.shard_bytes, strict=True)
@@ -104,6 +119,7 @@ def check(
         fitness=fitness,
         findings=tuple(sorted(findings, key=lambda each: ranks[each.severity])),
         seconds=time.monotonic() - start,
+        matches=tuple(matches),
     )
 
 

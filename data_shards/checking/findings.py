@@ -43,6 +43,10 @@ class _Kind(NamedTuple):
 
 
 _COPY = "copy it again from its origin, or pack the set again"
+_SEEN = (
+    "results on held-out images that were trained on measure memory: pack the training images again with "
+    "--exclude-matches-of, or report how many there are"
+)
 _KINDS = {
     "unusable-set": _Kind(
         "problem", "the set cannot be opened", "restore the file that the sentence names, or pack the set again"
@@ -114,6 +118,10 @@ _KINDS = {
         "held-out results on them measure memory: remove them from the training set, or hold out others, and pack "
         "again",
     ),
+    "equal-bytes": _Kind("problem", "", _SEEN),
+    "equal-pixels": _Kind("problem", "", _SEEN),
+    "near-duplicate": _Kind("problem", "", _SEEN),
+    "not-compared": _Kind("info", ""),
     "class-list": _Kind(
         "problem",
         "the splits have different lists of classes",

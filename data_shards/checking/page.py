@@ -18,6 +18,9 @@ The keys of the JSON are stable; new ones may be added (`version` changes if any
         height, width       {min, median, max} in pixels, or null without --decode
         decode_ms           CPU time for one image on one core, or null
     fitness             null, or what `fitness.Fitness` holds
+    against             a list of, for each split and each other set that was given
+        split, source, digest                           of the other set: source, digest
+        equal_bytes, equal_pixels, near_duplicates      images of the split that are also there
     findings            a list of
         severity            "problem", "warning" or "info"
         kind                see `findings`
@@ -34,6 +37,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from data_shards.checking.against import summaries
 from data_shards.checking.check import CheckResult
 from data_shards.checking.findings import Finding, FoundAt
 from data_shards.checking.fitness import describe
@@ -60,6 +64,7 @@ def as_json(result: CheckResult) -> dict[str, Any]:
         "seconds": round(result.seconds, 3),
         "splits": [asdict(split) for split in result.splits],
         "fitness": None if result.fitness is None else asdict(result.fitness),
+        "against": [asdict(each) for one in result.matches for each in summaries(one)],
         "findings": [
             {**asdict(finding), "places": [place._asdict() for place in finding.places]} for finding in result.findings
         ],

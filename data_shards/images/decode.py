@@ -36,6 +36,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from data_shards.errors import UnreadableImage, UserError
 from data_shards.images import decode_nvimgcodec
@@ -44,6 +45,8 @@ from data_shards.vocabulary import MOST_PIXELS, USUAL_MOST_PIXELS, DecoderName
 
 if TYPE_CHECKING:
     from PIL import Image
+
+Grey = NDArray[np.uint8]
 
 _JPEG_MAGIC = b"\xff\xd8\xff"
 _END_OF_IMAGE = b"\xff\xd9"
@@ -105,6 +108,30 @@ def read_image(data: bytes, *, decoder: DecoderName = "auto", limit: PixelLimit 
         return EncodedImage(opened.height, opened.width, decode=partial(_pillow_pixels, opened))
     _check_size(header.height, header.width, limit)
     return EncodedImage(header.height, header.width, decode=partial(_decode, data, header, decoder))
+
+
+def read_reduced_grey(data: bytes, *, least_pixels: int, limit: PixelLimit = USUAL_LIMIT) -> tuple[int, int, Grey]:
+    """Height and width of an image, and its greys, perhaps reduced: uint8 [height', width'].
+
+    A JPEG is decoded at 1/2 to 1/8 of its size where both sides keep `least_pixels`, without its colours: a photograph
+    takes 0.5 ms. Raises UnreadableImage as `read_image` and `EncodedImage.pixels` do.
+    """
+    header = _read_header(data) if data[:3] == _JPEG_MAGIC else None
+    if header is not None and header.is_plain and header.is_complete:
+        _check_size(header.height, header.width, limit)
+        import simplejpeg
+
+        try:
+            reduced = simplejpeg.decode_jpeg(data, colorspace="GRAY", min_height=least_pixels, min_width=least_pixels)
+            return header.height, header.width, reduced[..., 0]
+        except ValueError:
+            pass
+    opened = _open_with_pillow(data)
+    height, width = opened.height, opened.width
+    _check_size(height, width, limit)
+    with _refusals():
+        opened.draft("L", (least_pixels, least_pixels))
+        return height, width, np.array(_eight_bit(opened).convert("RGB").convert("L"))
 
 
 @cache

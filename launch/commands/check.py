@@ -43,6 +43,19 @@ def check(
     cache_limit: Annotated[
         str | None, Parameter(help="Size of that folder, beyond which the oldest shards are removed; default: 50GB.")
     ] = None,
+    against: Annotated[
+        list[str] | None,
+        Parameter(
+            negative="",
+            consume_multiple=True,
+            help="Other shards, such as test sets: find images of SHARDS that are also there, byte for byte, pixel for "
+            "pixel, or resized, encoded again, cropped by up to 5 % or mirrored.",
+        ),
+    ] = None,
+    report: Annotated[
+        Path | None,
+        Parameter(help="Folder for what --against finds: matches.jsonl, and the pairs as pictures in matches.html."),
+    ] = None,
     as_json_text: JsonFlag = False,
 ) -> int:
     """Look through shards for damage, duplicates, wrong labels, and how they suit a number of GPUs.
@@ -57,12 +70,15 @@ def check(
 
         shardvit check shards/photos --decode --world-size 64
 
+        shardvit check shards/in21k --against shards/cifar10/val --report seen
+
         shardvit check "laion/{00000..00099}.tar" --label json:label --json
     """
     import json
 
     from data_shards.checking.check import check as check_shards
     from data_shards.checking.page import as_json, as_text
+    from data_shards.duplicates.page import write_report
     from data_shards.shard_set import ShardsSpec
     from data_shards.store.cache import CacheConfig, default_cache_folder
     from data_shards.store.location import is_local
@@ -71,8 +87,11 @@ def check(
     demand_counts(world_size=world_size, lanes=lanes, gpus_per_node=gpus_per_node)
     if world_size is None and (lanes, gpus_per_node) != (None, None):
         raise UserError("--lanes, --gpus-per-node: they say how --world-size processes would read; give that too")
-    if is_local(shards) and (cache, cache_limit) != (None, None):
+    all_local = all(map(is_local, (shards, *(against or ()))))
+    if all_local and (cache, cache_limit) != (None, None):
         raise UserError(f"--cache, --cache-limit: {shards} is local and is not copied; leave them out")
+    if report is not None and not against:
+        raise UserError("--report: it is for what --against finds; give that too")
     limit_bytes = size_bytes("--cache-limit", cache_limit) or 50 * 10**9
     result = check_shards(
         ShardsSpec(shards, label=label, kind="multi" if multi_label else "single", classes=classes),
@@ -83,11 +102,14 @@ def check(
         lanes=lanes,
         processes_per_node=gpus_per_node or 8,
         store=Store(
-            None if is_local(shards) else CacheConfig(folder=cache or default_cache_folder(), limit_bytes=limit_bytes),
+            None if all_local else CacheConfig(folder=cache or default_cache_folder(), limit_bytes=limit_bytes),
             retry=RetryPolicy(give_up_seconds=60.0),  # the user is waiting
             commands="run",  # SHARDS as the user typed it; a manifest cannot name commands
         ),
+        against=against or (),
         report=lambda line: print(printable(line), file=sys.stderr, flush=True),
     )
+    if report is not None:
+        write_report(report, result.matches, limit=pixel_limit(max_image_pixels))
     print(json.dumps(as_json(result), indent=1) if as_json_text else as_text(result))
     return result.exit_code

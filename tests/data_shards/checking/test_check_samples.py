@@ -213,7 +213,8 @@ def test_the_json_holds_what_the_docstring_promises(shards: Path):
     content = json.loads(json.dumps(as_json(looked_at(shards, decode=True, world_size=2, lanes=4))))
     assert content["ok"] is False and (content["problems"], content["warnings"]) == (1, 0)
     assert set(content) == {
-        "version", "location", "ok", "problems", "warnings", "seconds", "splits", "fitness", "findings",
+        "version", "location", "ok", "problems", "warnings", "seconds", "splits", "fitness", "against",
+        "findings",
     }  # fmt: skip
     train = content["splits"][0]
     assert set(train) == {

@@ -1,0 +1,100 @@
+"""`shardvit check --against`: exit codes, text, JSON, and the report."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from data_shards.packing.pack import pack
+from tests.data_shards.duplicates.planted import edited, jpeg, photographs
+
+pytestmark = pytest.mark.filterwarnings("ignore:Cyclopts application invoked without tokens")
+Call = Callable[..., tuple[int, str, str]]
+
+
+def packed(root: Path, name: str, images: list[bytes]) -> Path:
+    for number, data in enumerate(images):
+        file = root / name / ("cat", "dog")[number % 2] / f"{number:03d}.jpg"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(data)
+    pack(str(root / name), root / "shards" / name, samples_per_shard=8, report=lambda line: None)
+    return root / "shards" / name / "train"
+
+
+@pytest.fixture
+def sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path, Path]:
+    """A training set with one equal image and one cropped mirror image of those in a test set; and a third set."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    images = photographs(40)
+    held_out = [jpeg(image) for image in images[:8]]
+    near = jpeg(edited(edited(images[5], "cropped"), "mirrored"))
+    train = [*(jpeg(image) for image in images[8:28]), held_out[2], near]
+    return tuple(
+        packed(tmp_path, name, each)
+        for name, each in (("train", train), ("test", held_out), ("more", [jpeg(image) for image in images[28:]]))
+    )  # type: ignore[return-value]
+
+
+def test_what_is_in_the_test_set_too_is_a_problem(call: Call, sets: tuple[Path, Path, Path], tmp_path: Path):
+    train, test, more = sets
+    report = tmp_path / "report"
+    code, output, _ = call("check", train, "--against", test, more, "--report", report, "--json")
+    assert code == 1
+    result = json.loads(output)
+    assert [(each["source"], each["equal_bytes"], each["near_duplicates"]) for each in result["against"]] == [
+        (str(test), 1, 1),
+        (str(more), 0, 0),
+    ]
+    assert {found["kind"]: found["count"] for found in result["findings"]} == {"equal-bytes": 1, "near-duplicate": 1}
+    lines = [json.loads(line) for line in (report / "matches.jsonl").read_text().splitlines()]
+    kinds = {line["kind"]: line for line in lines}
+    assert "_002_" in kinds["equal-bytes"]["other"]["key"] and "_020_" in kinds["equal-bytes"]["image"]["key"]
+    assert "_005_" in kinds["near-duplicate"]["other"]["key"] and kinds["near-duplicate"]["mirrored"]
+    page = (report / "matches.html").read_text()
+    assert page.count("<img") == 4 and page.count("src=") == page.count('src="data:image/jpeg;base64,')
+
+
+def test_no_match_is_exit_code_0_and_the_set_itself_only_a_warning(
+    call: Call, sets: tuple[Path, Path, Path], tmp_path: Path
+):
+    train, test, more = sets
+    code, output, _ = call("check", more, "--against", train, test)
+    assert code == 0 and "all is well" in output
+    images = photographs(6, seed=4)
+    again = packed(tmp_path, "again", [*map(jpeg, images), jpeg(edited(images[0], "x 0.7"))])
+    code, output, _ = call("check", again, "--against", again)
+    assert code == 0 and "near-duplicates of earlier images" in output
+
+
+def test_a_split_is_not_compared_with_itself_beside_others(call: Call, tmp_path: Path, sets: tuple[Path, Path, Path]):
+    train, test, _ = sets
+    both = tmp_path / "both"
+    both.mkdir()
+    (both / "train").symlink_to(train)
+    (both / "val").symlink_to(test)
+    code, output, _ = call("check", both, "--against", both / "val", "--json")
+    result = json.loads(output)
+    assert code == 1 and [(each["split"], each["equal_bytes"]) for each in result["against"]] == [("train", 1)]
+
+
+def test_mistakes_are_one_sentence(call: Call, sets: tuple[Path, Path, Path], tmp_path: Path):
+    train, test, _ = sets
+    code, _, error = call("check", train, "--report", tmp_path / "r")
+    assert code == 2 and "--report" in error and "--against" in error
+    code, _, error = call("check", train, "--against", tmp_path / "nowhere")
+    assert code == 2 and "nowhere" in error and "Traceback" not in error
+    tar = min(test.glob("*.tar"))
+    tar.write_bytes(tar.read_bytes()[:-3000])
+    code, _, error = call("check", train, "--against", test)
+    assert code == 2 and tar.name in error
+
+
+def test_a_damaged_set_is_compared_as_far_as_it_goes(call: Call, sets: tuple[Path, Path, Path]):
+    train, test, _ = sets
+    min(train.glob("*.tar")).unlink()
+    code, output, _ = call("check", train, "--against", test, "--json")
+    kinds = {found["kind"] for found in json.loads(output)["findings"]}
+    assert code == 1 and {"missing-shard", "not-compared"} <= kinds
