@@ -107,6 +107,7 @@ def _column(
         "of them warm-up": steps(config.schedule.warmup, plan.schedule.warmup_steps),
         "global batch": f"{config.global_batch_size:,}",
         "": f"{plan.world_size:,} x {plan.accumulation_steps:,} x {plan.micro_batch_size:,}",
+        "moving average": f"{config.ema.decay:g}" if config.ema else "",
         "evaluated every": steps(config.eval_every, plan.eval_steps) or "end",
         "saved every": steps(config.save_every, plan.save_steps) or "end",
         "time": f"{show_duration(total / images_per_second)} ({short(images_per_second)} images/s)"

@@ -90,7 +90,7 @@ def test_the_moving_average_is_the_writers_bit_for_bit_and_goes_on(case, results
     assert new["averages"].keys() == old["averages"].keys() == old["state"].keys()
     for name, tensor in old["averages"].items():
         assert torch.equal(tensor, new["averages"][name]), name
-        assert not torch.equal(tensor, old["state"][name]["weight"]), name
+    assert any(not torch.equal(tensor, old["state"][name]["weight"]) for name, tensor in old["averages"].items())
     # As a whole: Adam blows up the rounding that is all there is of the keys' bias's gradient.
     flat = {
         name: torch.cat([tensor.flatten() for tensor in state.values()])

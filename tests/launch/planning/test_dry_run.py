@@ -94,6 +94,12 @@ def test_the_summary_has_the_numbers_of_the_run(call: Call, work: Path):
     assert table["state"] == ["new", "new", "new"] and "time" not in table and "?" not in output
 
 
+def test_a_moving_average_is_in_the_summary_and_only_where_there_is_one(call: Call, work: Path):
+    assert "moving average" not in rows(call("run", "digits", "--dry-run", *PACKED)[1])
+    output = call("run", "digits", "--dry-run", *PACKED, "stages.finetune.ema.decay=0.75")[1]
+    assert "0.75" in rows(output)["moving average"]
+
+
 def test_one_stage_alone(call: Call, work: Path):
     output = call("run", "digits", "--dry-run", "--stage", "pretrain", *PACKED)[1]
     assert rows(output)["state"] == ["new"]
