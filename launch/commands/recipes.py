@@ -81,7 +81,8 @@ def listing() -> str:
         if header.hardware and header.gpu_hours is not None:
             count, gpu = header.hardware
             cost = f"{header.gpu_hours:,.0f} GPU-hours ({count:,} x {gpu.upper()})"
-        rows[path.parent.name].append([name, _model(recipe), _data(recipe), cost, header.entry("result")])
+        result = re.split("[,;] ", header.entry("result"))[0]
+        rows[path.parent.name].append([name, _model(recipe), _data(recipe), cost, result])
     head = ["name", "model", "data", "cost", "result"]
     parts = [
         f"{_FAMILIES[family]}\n\n{table([head, *each], heading='ruled', width=_PAGE_WIDTH)}\n"

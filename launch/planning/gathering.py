@@ -103,7 +103,8 @@ def _shards(
                 return Shards(images, classes, mean_bytes, len(train.shards)), []
             if there.role and not config.train:
                 images, classes = num_images or there.role.images, num_classes or there.role.classes
-                return Shards(images, classes), [_published(stage, config, images=images, classes=classes)]
+                note = _published(stage, config, images=images, classes=classes)
+                return Shards(images, classes or _ASSUMED_CLASSES), [note]
             problem = f" ({'; '.join(there.unopened)})"
     missing: list[str] = []
     if num_images is None and parse_duration(config.duration).unit == "epochs":
@@ -114,9 +115,11 @@ def _shards(
     return Shards(num_images, num_classes or _ASSUMED_CLASSES), notes
 
 
-def _published(stage: StageName, config: TrainStage, *, images: int, classes: int) -> str:
-    what = f"{images:,} images" + ("" if isinstance(config, MaskedPatchStage) else f" of {classes:,} classes")
-    return f"{stage}: planned without its shards, for the {what} of {config.data}"
+def _published(stage: StageName, config: TrainStage, *, images: int, classes: int | None) -> str:
+    labels = "" if isinstance(config, MaskedPatchStage) else f" of {classes:,} classes" if classes else None
+    if labels is None:
+        labels = f" (its classes are taken as {_ASSUMED_CLASSES:,}: give --classes N)"
+    return f"{stage}: planned without its shards, for {config.data}: {images:,} images{labels}"
 
 
 def _gpu_here(driver: Path) -> Gpu | None:

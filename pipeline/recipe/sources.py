@@ -45,10 +45,11 @@ class RecipeSource:
 
 @cache
 def shipped_recipes() -> dict[str, Path]:
-    """The recipes that ship, by name; those of the first folder come first, then family by family."""
+    """The recipes that ship, by name; those for a laptop first, then family by family."""
     paths = [*SHIPPED.glob("*.yaml"), *SHIPPED.glob("*/*.yaml")]
     ours = [path for path in paths if not path.stem.startswith("_") and path.parent.name != SETS]
-    return {path.stem: path for path in sorted(ours, key=lambda path: (path.parent != SHIPPED, path))}
+    order = sorted(ours, key=lambda path: (path.parent != SHIPPED, path.parent, path.stem.startswith("r"), path.stem))
+    return {path.stem: path for path in order}  # a family's Transformers, then its hybrids and ResNets
 
 
 @cache
@@ -184,5 +185,5 @@ def _read(path: Path, *, seen: tuple[Path, ...], files: list[Path]) -> Tree:
     for parent in parents:
         found = find_recipe(parent, beside=path.parent, said_by=str(path))
         base = merge(base, _read(found, seen=(*seen, path.resolve()), files=files))
-    files.append(path)
+    files.append(path.resolve())
     return merge(base, tree)

@@ -1,0 +1,123 @@
+"""The recipes that ship have the figures that were published: written down here a second time, from the sources."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pipeline.recipe.io import load_recipe
+from pipeline.recipe.roles import ROLES
+from pipeline.recipe.schema import Recipe
+from pipeline.recipe.sources import finetune_sets, shipped_recipes
+from pipeline.recipe.stage import TrainStage
+
+GOOGLES = [
+    name for name, path in shipped_recipes().items() if path.parent.name in ("paper", "augreg", "plain", "scaling")
+]
+
+# ViT paper, Table 3: data, variant, epochs, base learning rate, decay, weight decay (times the rate), dropout.
+TABLE_3 = {
+    "vit_b16_jft": ("jft", "B/16", 7, 8e-4, "linear", 0.1, 0.0),
+    "vit_b32_jft": ("jft", "B/32", 7, 8e-4, "linear", 0.1, 0.0),
+    "vit_l32_jft": ("jft", "L/32", 7, 6e-4, "linear", 0.1, 0.0),
+    "vit_l16_jft": ("jft", "L/16", 7, 4e-4, "linear", 0.1, 0.0),
+    "vit_l16_jft_14ep": ("jft", "L/16", 14, 4e-4, "linear", 0.1, 0.0),
+    "vit_h14_jft": ("jft", "H/14", 14, 3e-4, "linear", 0.1, 0.0),
+    "r50x1_jft": ("jft", "R50x1", 7, 1e-3, "linear", 0.1, 0.0),
+    "r50x2_jft": ("jft", "R50x2", 7, 1e-3, "linear", 0.1, 0.0),
+    "r101x1_jft": ("jft", "R101x1", 7, 8e-4, "linear", 0.1, 0.0),
+    "r152x1_jft": ("jft", "R152x1", 7, 6e-4, "linear", 0.1, 0.0),
+    "r152x2_jft": ("jft", "R152x2", 7, 6e-4, "linear", 0.1, 0.0),
+    "r152x2_jft_14ep": ("jft", "R152x2", 14, 6e-4, "linear", 0.1, 0.0),
+    "r50_b32_jft": ("jft", "R50+B/32", 7, 8e-4, "linear", 0.1, 0.0),
+    "r50_b16_jft": ("jft", "R50+B/16", 7, 8e-4, "linear", 0.1, 0.0),
+    "r50_l32_jft": ("jft", "R50+L/32", 7, 2e-4, "linear", 0.1, 0.0),
+    "r50_l16_jft": ("jft", "R50+L/16", 7, 4e-4, "linear", 0.1, 0.0),
+    "r50_l16_jft_14ep": ("jft", "R50+L/16", 14, 4e-4, "linear", 0.1, 0.0),
+    "vit_b16_in21k": ("imagenet21k", "B/16", 90, 1e-3, "linear", 0.03, 0.1),
+    "vit_b32_in21k": ("imagenet21k", "B/32", 90, 1e-3, "linear", 0.03, 0.1),
+    "vit_l16_in21k": ("imagenet21k", "L/16", 90, 1e-3, "linear", 0.03, 0.1),
+    "vit_l16_in21k_30ep": ("imagenet21k", "L/16", 30, 1e-3, "linear", 0.03, 0.1),
+    "vit_l32_in21k": ("imagenet21k", "L/32", 90, 1e-3, "linear", 0.03, 0.1),
+    "vit_l32_in21k_30ep": ("imagenet21k", "L/32", 30, 1e-3, "linear", 0.03, 0.1),
+    "vit_b16_in1k": ("imagenet", "B/16", 300, 3e-3, "cosine", 0.3, 0.1),
+    "vit_b32_in1k": ("imagenet", "B/32", 300, 3e-3, "cosine", 0.3, 0.1),
+    "vit_l16_in1k": ("imagenet", "L/16", 300, 3e-3, "cosine", 0.3, 0.1),
+    "vit_l32_in1k": ("imagenet", "L/32", 300, 3e-3, "cosine", 0.3, 0.1),
+}
+# ViT paper, Table 4: steps, and the learning rates that were tried.
+TABLE_4 = {
+    "imagenet": (20_000, {0.003, 0.01, 0.03, 0.06}),
+    "cifar10": (10_000, {0.001, 0.003, 0.01, 0.03}),
+    "cifar100": (10_000, {0.001, 0.003, 0.01, 0.03}),
+    "pets": (500, {0.001, 0.003, 0.01, 0.03}),
+    "flowers": (500, {0.001, 0.003, 0.01, 0.03}),
+    "vtab": (2500, {0.01}),
+}
+
+
+def training(recipe: Recipe) -> list[TrainStage]:
+    return [stage for name in recipe.stages.names if isinstance(stage := getattr(recipe.stages, name), TrainStage)]
+
+
+@pytest.mark.parametrize("name", TABLE_3)
+def test_pre_training_is_table_3(name: str):
+    data, variant, epochs, lr, decay, weight_decay, dropout = TABLE_3[name]
+    recipe = load_recipe(name)
+    stage = recipe.stages.pretrain
+    assert stage
+    assert (stage.data, recipe.model.variant, stage.duration) == (data, variant, f"{epochs} epochs")
+    optimizer = stage.optimizer
+    assert (optimizer.name, optimizer.lr, optimizer.betas) == ("adamw", lr, (0.9, 0.999))
+    assert (optimizer.weight_decay, optimizer.weight_decay_unit) == (weight_decay, "lr")
+    assert (stage.schedule.decay, stage.schedule.warmup) == (decay, "10000 steps")
+    assert (stage.global_batch_size, stage.image_size, stage.dropout) == (4096, 224, dropout)
+    assert (stage.loss, optimizer.clip_grad_norm) == ("sigmoid", 1.0)
+    assert stage.head == ("linear" if recipe.model.kind == "resnet" else "mlp")
+
+
+@pytest.mark.parametrize("name", TABLE_4)
+def test_fine_tuning_is_table_4(name: str):
+    steps, rates = TABLE_4[name]
+    stage = load_recipe("vit_b16_in21k", overrides=[f"finetune={name}"]).stages.finetune
+    assert stage
+    assert (stage.data, stage.duration, stage.global_batch_size) == (name, f"{steps} steps", 512)
+    assert stage.optimizer.name == "sgd" and stage.optimizer.momentum == 0.9 and stage.optimizer.weight_decay == 0
+    assert stage.optimizer.lr in rates and stage.optimizer.clip_grad_norm == 1
+    assert (stage.schedule.decay, stage.image_size, stage.loss) == ("cosine", 384, "softmax")
+
+
+def test_all_runs_of_table_3_are_shipped_and_fine_tuned_on_imagenet():
+    for name in TABLE_3:
+        finetune = load_recipe(name).stages.finetune
+        size = 378 if name.startswith("vit_h14") else 384  # whole patches
+        assert finetune and (finetune.data, finetune.image_size) == ("imagenet", size)
+
+
+@pytest.mark.parametrize("name", GOOGLES)
+def test_googles_runs_have_googles_crop_and_a_known_set(name: str):
+    for stage in training(load_recipe(name)):
+        assert stage.augment.crop == "google" and stage.augment.antialias == "none"
+        assert stage.augment.crop_area == (0.05, 1.0) and stage.augment.flip == 0.5
+        assert stage.data in ROLES and stage.train is stage.eval is None
+
+
+def test_a_set_needs_no_more_than_its_role_for_any_recipe():
+    for name in finetune_sets():
+        stage = load_recipe("vit_h14_jft", overrides=[f"finetune={name}", "finetune.data=cifar10"]).stages.finetune
+        assert stage and stage.image_size % 14 == 0 and stage.image_size in (378, 504)
+
+
+def test_names_are_told_apart_by_the_last_part_of_their_path():
+    paths = list(shipped_recipes().values())
+    assert len({path.name for path in paths}) == len(paths) > 40
+
+
+MASKED: dict[str, Any] = {"duration": "1000000 steps", "global_batch_size": 4096, "data": "jft"}
+
+
+def test_masked_patch_prediction_is_appendix_b12():
+    stage = load_recipe("vit_b16_masked_jft").stages.masked_patch
+    assert stage and {key: getattr(stage, key) for key in MASKED} == MASKED
+    assert (stage.optimizer.lr, stage.schedule.decay, stage.schedule.warmup) == (2e-4, "cosine", "10000 steps")
