@@ -17,7 +17,7 @@ from data_shards.errors import UserError
 from data_shards.store.location import scrubbed
 from data_shards.text import one_line
 from pipeline.recipe.mistakes import mistakes, truths
-from pipeline.recipe.roles import fill_paths, read_paths
+from pipeline.recipe.roles import fill_paths, lacks_paths, read_paths
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.sources import SETS, Tree, find_recipe, read_source, with_finetune
 from pipeline.recipe.yaml_text import read_yaml
@@ -52,7 +52,8 @@ def load_recipe(source: str, *, overrides: Sequence[str] = (), paths: Path | Non
 
     Of `overrides`, such as "stages.finetune.optimizer.lr=0.01", values are YAML; the same key twice is refused. A key
     that begins with a stage's name is that stage's ("finetune.optimizer.lr"), `train` and `eval` are the first training
-    stage's, and `finetune=SET` chooses the fine-tuning set. `paths`: a file with the shards of each role.
+    stage's, and `finetune=SET` chooses the fine-tuning set. `paths`: a file with the shards of each role,
+    which is read if a stage with a role lacks some.
 
     Raises:
         UserError: naming the file and the key.
@@ -66,7 +67,7 @@ def load_recipe(source: str, *, overrides: Sequence[str] = (), paths: Path | Non
     model = _overridden(tree, changes)[0].get("model")
     beside, said_by = (Path(), f"override {one_line(chosen[0])}") if chosen else (path.parent, str(path))
     tree, keys = _overridden(with_finetune(tree, beside=beside, model=model, said_by=said_by), changes)
-    if paths is not None:
+    if paths is not None and lacks_paths(tree):  # a resolved recipe has its own, on hosts that have no such file, too
         tree = fill_paths(tree, read_paths(paths))
     return _validate(tree, origin=str(path), overridden=keys)
 

@@ -78,6 +78,15 @@ def read_paths(file: Path) -> Paths:
     return tree
 
 
+def lacks_paths(tree: dict[str, Any]) -> bool:
+    """Whether a stage of the recipe's tree has a role and not all of its shards."""
+    stages = tree.get("stages")
+    return isinstance(stages, dict) and any(
+        isinstance(stage, dict) and stage.get("data") is not None and any(stage.get(key) is None for key in _KEYS)
+        for stage in stages.values()
+    )
+
+
 def fill_paths(tree: dict[str, Any], paths: Paths) -> dict[str, Any]:
     """The recipe's tree with the paths of each stage that has a role, where it has none of its own."""
     stages = tree.get("stages")

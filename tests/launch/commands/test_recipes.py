@@ -74,6 +74,13 @@ def test_the_page_beside_the_recipes_is_what_is_listed():
     assert page.partition(GENERATED[0])[2].partition(GENERATED[1])[0] == listing()
 
 
+def test_the_first_page_has_the_command_and_the_plans_number():
+    page = (ROOT / "README.md").read_text(encoding="utf-8")
+    head = header("vit_l16_in21k")
+    assert "shardvit run vit_l16_in21k train=" in page and f"{head.gpu_hours:.0f} GPU-hours" in page
+    assert "85.15" in head.entry("result") and "85.15" in page
+
+
 @pytest.mark.parametrize("name", ["vit_h14_in21k", "digits_scratch", "augreg_b16_in21k"])
 def test_one_is_printed_with_its_header_and_is_a_recipe(call: Call, tmp_path: Path, name: str):
     code, output, error = call("recipes", name, "seed=7")

@@ -33,8 +33,13 @@ def test_a_file_of_paths_fills_every_stage_and_overrides_come_first(paths: Path)
     assert missing_paths(recipe, stage="pretrain") is missing_paths(recipe, stage="finetune") is None
 
 
-def test_a_recipe_without_roles_does_not_look_at_the_file(paths: Path):
-    assert load_recipe("digits", paths=paths) == load_recipe("digits")
+def test_the_file_is_read_only_where_something_lacks(paths: Path, tmp_path: Path):
+    assert load_recipe("digits", paths=tmp_path / "gone.yaml") == load_recipe("digits")
+    recipe = load_recipe("vit_b16_in1k", paths=paths)
+    (tmp_path / "resolved.yaml").write_text(dump_recipe(recipe))
+    assert load_recipe(str(tmp_path / "resolved.yaml"), paths=tmp_path / "gone.yaml") == recipe
+    with pytest.raises(UserError, match=r"gone\.yaml cannot be read"):
+        load_recipe("vit_b16_in1k", paths=tmp_path / "gone.yaml")
 
 
 def test_the_resolved_recipe_has_the_paths_and_the_role_changes_nothing_that_is_learnt(paths: Path, tmp_path: Path):
