@@ -71,7 +71,8 @@ def google_crop(
     the place uniform among all but the last row and column that fit (the op never takes these). A box whose
     rounded area is out of bounds gets a row more, or less; if that does not help, the attempt has failed.
     """
-    least, most = area[0] * height * width, area[1] * height * width
+    # In float32 as there, so that a box of just the least area counts
+    least, most = (float(np.float32(bound) * np.float32(width) * np.float32(height)) for bound in area)
     numbers: list[float] = draws.tolist()
     for of_ratio, of_height in _attempts(numbers):
         shape = ratio[0] + (ratio[1] - ratio[0]) * of_ratio

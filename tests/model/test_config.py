@@ -78,6 +78,9 @@ def test_every_choice_can_be_said() -> None:
     for position in ("learned_1d", "learned_2d"):
         for position_at in ("stem", "every_layer", "every_layer_shared"):
             assert ModelConfig(**SMALL, position=position, position_at=position_at).position_at == position_at
+            more = {"position": position, "position_at": position_at, "class_token_position": "none"}
+            assert ModelConfig.model_validate(SMALL | more).class_token_rows == 0
+    assert [ModelConfig(**SMALL, pool=pool).class_token_rows for pool in ("cls", "gap", "map")] == [1, 0, 0]
     config = ModelConfig(**SMALL, layer_scale=1e-5, gelu="erf", layer_norm_eps=1e-12, interpolation="timm")
     assert ModelConfig.model_validate_json(config.model_dump_json()) == config
 
@@ -123,6 +126,12 @@ def test_every_choice_can_be_said() -> None:
         ({**SMALL, "position": "relative", "position_at": "every_layer"}, "Table 8.*not for relative: leave it out"),
         ({**SMALL, "position": "sincos_2d", "position_at": "every_layer_shared"}, "not for sincos_2d: leave it out"),
         ({**SMALL, "position": "none", "position_at": "every_layer"}, "not for none: leave it out"),
+        ({**SMALL, "pool": "gap", "class_token_position": "none"}, "class_token_position means nothing to pool gap"),
+        (
+            {**SMALL, "position": "sincos_2d", "class_token_position": "none"},
+            "class_token_position means nothing to position sincos_2d",
+        ),
+        ({"variant": "R50x1", "class_token_position": "none"}, "class_token_position: a pure ResNet"),
         ({**SMALL, "width": 66, "heads": 2, "position": "sincos_2d"}, "needs a width that 4 divides, not 66"),
         ({**SMALL, "width": 65, "heads": 5, "position": "learned_2d"}, "needs an even width, not 65"),
         ({**SMALL, "layer_scale": 0}, "layer_scale\n.*greater than 0"),

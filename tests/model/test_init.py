@@ -182,7 +182,7 @@ def test_timms_style_draws_other_numbers_and_starts_no_layer_at_zero() -> None:
     """The head too is drawn; position embeddings have almost the same distribution, but streams of their own."""
     config = ModelConfig(width=48, depth=1, heads=4, patch_size=4)
     states = []
-    for style in get_args(InitStyle):
+    for style in ("google", "timm"):
         model = build_vit(config, image_size=16, num_classes=5, head="linear")
         initialise(model, seed=7, style=style)
         states.append(model.state_dict())
@@ -190,6 +190,26 @@ def test_timms_style_draws_other_numbers_and_starts_no_layer_at_zero() -> None:
     assert timm["head.weight"].std().item() == pytest.approx(0.02, rel=0.2) and not google["head.weight"].any()
     for name in ("patch_embed.proj.weight", "blocks.0.attn.qkv.weight", "cls_token", "patch_embed.proj.bias"):
         assert not torch.equal(google[name], timm[name]), name
+
+
+@pytest.mark.parametrize("more", [{}, {"position": "learned_2d"}, {"position_at": "every_layer"}])
+def test_big_visions_learned_positions_have_the_deviation_of_unit_vectors(more: dict[str, str]) -> None:
+    """models/vit.py: 1 / sqrt(D); all else is as in vision_transformer."""
+    config = ModelConfig.model_validate({"width": 256, "depth": 2, "heads": 4, "patch_size": 4} | more)
+    states = []
+    for style in ("google", "big_vision"):
+        model = build_vit(config, image_size=64, num_classes=5, head="linear")
+        initialise(model, seed=7, style=style)
+        states.append(model.state_dict())
+    google, big_vision = states
+    positions = [name for name in google if name == "pos_embed" or name.startswith("position.")]
+    assert len(positions) == {"position": 3, "position_at": 2}.get(next(iter(more), ""), 1)
+    for name in google:
+        if name in positions:
+            assert big_vision[name].std().item() == pytest.approx(1 / 16, rel=0.15), name
+            assert google[name].std().item() == pytest.approx(0.02, rel=0.15), name
+        else:
+            assert torch.equal(google[name], big_vision[name]), name
 
 
 def _forget(model: nn.Module) -> None:

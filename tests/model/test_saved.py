@@ -68,6 +68,19 @@ def test_timm_reads_a_linear_head_without_our_help(tmp_path: Path) -> None:
     assert torch.equal(smaller.blocks[0].attn.qkv.weight, model.blocks[0].attn.qkv.weight)
 
 
+def test_timm_reads_a_class_token_without_position(tmp_path: Path) -> None:
+    meta = _meta()
+    meta = meta.model_copy(update={"model": meta.model.model_copy(update={"class_token_position": "none"})})
+    model = _random_model(meta)
+    save_model(tmp_path / "model", model.state_dict(), meta=meta)
+    assert read_meta(tmp_path / "model") == meta
+    theirs = timm.create_model(f"local-dir:{tmp_path / 'model'}", pretrained=True).eval()
+    assert theirs.pos_embed.shape[1] == meta.model.grid_size(meta.image_size) ** 2
+    images = torch.randn(2, 3, meta.image_size, meta.image_size)
+    with torch.no_grad():
+        assert torch.equal(theirs(images), model(images))
+
+
 def test_timm_refuses_an_mlp_head(tmp_path: Path) -> None:
     """timm has no such head; without its keys in config.json it stops instead of loading a trunk alone."""
     meta = _meta("mlp")

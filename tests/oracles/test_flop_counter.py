@@ -51,6 +51,11 @@ def test_named_transformers(variant: str, pool: Any) -> None:
     agree(ModelConfig(variant=variant, pool=pool), image_size=224, head="mlp" if pool == "cls" else "linear")
 
 
+@pytest.mark.parametrize("more", [{}, {"position": "learned_2d"}, {"position_at": "every_layer"}])
+def test_a_class_token_without_position(more: dict[str, str]) -> None:
+    agree(ModelConfig.model_validate(SMALL | more | {"class_token_position": "none"}), image_size=32)
+
+
 @pytest.mark.parametrize(
     ("variant", "pool"), [("B/32", "cls"), ("L/16", "cls"), ("H/14", "gap"), ("g/14", "map"), ("G/14", "cls")]
 )

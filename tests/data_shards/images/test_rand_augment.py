@@ -1,4 +1,4 @@
-"""RandAugment is timm's, to the bit, and nothing but its image and its number decides what it does."""
+"""RandAugment: ranges timm to the bit, big_vision as described; image and number alone decide what it does."""
 
 import random
 import subprocess
@@ -14,6 +14,7 @@ from timm.data.auto_augment import rand_augment_transform
 
 from data_shards.errors import UserError
 from data_shards.images import rand_augment
+from data_shards.images.big_vision_operations import OPERATIONS, Draw, apply
 from data_shards.images.rand_augment import RandAugment
 from data_shards.randomness import uniforms
 
@@ -130,3 +131,98 @@ def test_a_worker_does_not_load_all_of_timm():
         "assert not {'timm', 'torch'} & set(sys.modules), sorted(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", script], check=True, timeout=240, cwd=Path(rand_augment.__file__).parents[2])
+
+
+# ---- big_vision's
+
+
+def plain(name: str, image: np.ndarray, *, magnitude: int, draw: Draw) -> np.ndarray:
+    """The operations that move nothing, in numpy, from their description."""
+    pixels, share = image.astype(float), magnitude / 10
+    factor = 0.1 + 1.8 * share
+    height, width = image.shape[:2]
+    match name:
+        case "Posterize":
+            kept = int(4 * share) if 1 <= int(4 * share) <= 8 else 1
+            return image >> (8 - kept) << (8 - kept)
+        case "Solarize":
+            return np.where(image < int(256 * share) % 256, image, 255 - image)
+        case "SolarizeAdd":
+            return np.where(image < 128, np.minimum(pixels + int(110 * share), 255), image)
+        case "Contrast":
+            level = min(255, height * width // 256)
+            return (level + factor * (pixels - level)).clip(0, 255)
+        case "Brightness":
+            return (factor * pixels).clip(0, 255)
+        case "Invert":
+            return 255 - image
+        case "Cutout":
+            reach, result = int(40 * share), image.copy()
+            row, column = np.mgrid[0:height, 0:width]
+            top, left = int(draw.top * height), int(draw.left * width)
+            inside = (row >= top - reach) & (row < top + reach) & (column >= left - reach) & (column < left + reach)
+            result[inside] = 128
+            return result
+        case _:
+            raise ValueError(name)
+
+
+@pytest.mark.parametrize("name", ["Posterize", "Solarize", "SolarizeAdd", "Contrast", "Brightness", "Invert", "Cutout"])
+@pytest.mark.parametrize("magnitude", [0, 2, 5, 9, 10, 15, 20, 30])
+def test_big_visions_strengths(name: str, magnitude: int):
+    """Within the level by which Pillow rounds and TensorFlow cuts off."""
+    draw, image = Draw(0.2, 0.3, 0.9), picture()
+    ours = apply(name, Image.fromarray(image), magnitude=magnitude, draw=draw, timm=rand_augment.timms_operations())
+    expected = plain(name, image, magnitude=magnitude, draw=draw)
+    np.testing.assert_allclose(np.asarray(ours, dtype=float), expected, atol=1.01)
+    np.testing.assert_array_equal(image, picture())
+
+
+@pytest.mark.parametrize(
+    ("name", "shift"), [("TranslateX", (0, 30)), ("TranslateY", (30, 0)), ("Rotate", None), ("ShearX", None)]
+)
+def test_big_visions_moves_go_both_ways_and_leave_grey(name: str, shift: tuple[int, int] | None):
+    """Shifts are in pixels: 10 m, whatever the image's size; nothing is interpolated."""
+    image, grey, timm = picture(64), (128, 128, 128), rand_augment.timms_operations()
+    one, other = (
+        np.asarray(apply(name, Image.fromarray(image), magnitude=3, draw=Draw(sign, 0, 0), timm=timm))
+        for sign in (0.2, 0.7)
+    )
+    assert not np.array_equal(one, other)
+    for moved in (one, other):
+        colours = {tuple(colour) for colour in moved.reshape(-1, 3).tolist()}
+        assert grey in colours and colours - {grey} <= {tuple(colour) for colour in image.reshape(-1, 3).tolist()}
+    if shift is not None:
+        down, right = shift
+        np.testing.assert_array_equal(other[: 64 - down, : 64 - right], image[down:, right:])
+        np.testing.assert_array_equal(one[down:, right:], image[: 64 - down, : 64 - right])
+
+
+def test_all_of_big_visions_operations_come_about_equally_often(monkeypatch: pytest.MonkeyPatch):
+    chosen: Counter[str] = Counter()
+    signs: list[float] = []
+
+    def count(name: str, image: Image.Image, *, magnitude: int, draw: Draw, timm: object) -> Image.Image:
+        chosen[name] += 1
+        signs.append(draw.sign)
+        return image
+
+    monkeypatch.setattr(rand_augment, "apply", count)
+    for draw in draws(1600):
+        RandAugment(2, 9, "big_vision")(picture(4), draw=draw)
+    assert set(chosen) == set(OPERATIONS) and len(OPERATIONS) == 16 and chosen.total() == 3200
+    assert all(abs(count - 200) < 5 * 200**0.5 for count in chosen.values())
+    assert abs(np.mean(signs) - 0.5) < 0.03
+
+
+def test_big_visions_pixels_are_a_function_of_the_number_and_no_generator_moves():
+    augment, image = RandAugment(3, 5, "big_vision"), picture(128)
+    random.seed(1)
+    before = random.getstate()
+    results = [augment(image, draw=draw) for draw in draws(40)]
+    assert random.getstate() == before
+    for result, draw in zip(results, draws(40), strict=True):
+        np.testing.assert_array_equal(result, augment(image, draw=draw))
+        assert result.dtype == np.uint8 and result.flags.c_contiguous and result.flags.writeable
+    assert len({result.tobytes() for result in results}) > 25
+    np.testing.assert_array_equal(image, picture(128))

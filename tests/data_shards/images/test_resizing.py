@@ -1,5 +1,8 @@
 """Resizing against torchvision's and torch's operators, and against the definitions in whole numbers."""
 
+import math
+from fractions import Fraction
+
 import numpy as np
 import pytest
 import torch
@@ -59,3 +62,70 @@ def test_a_crop_is_resized_as_if_it_were_an_image_of_its_own():
     np.testing.assert_array_equal(
         resize(image[5:45, 7:70], height=16, width=16), resize(image[5:45, 7:70].copy(), height=16, width=16)
     )
+
+
+@law
+@given(st.integers(1, 90), st.integers(1, 90), st.integers(1, 64), st.integers(1, 64), st.integers(0, 99))
+def test_without_antialiasing_it_is_the_plain_bilinear_kernel(height: int, width: int, tall: int, wide: int, seed: int):
+    """TensorFlow's `tf.image.resize(..., antialias=False)`, which equals torch's interpolate in float; one level."""
+    image = noise(height, width, seed)
+    resized = resize(image, height=tall, width=wide, antialias="none")
+    floats = torch.nn.functional.interpolate(
+        torch.from_numpy(image).permute(2, 0, 1)[None].double(), (tall, wide), mode="bilinear", align_corners=False
+    )
+    assert resized.dtype == np.uint8 and resized.flags.c_contiguous
+    assert np.abs(resized - floats[0].permute(1, 2, 0).numpy()).max() < 1.01
+
+
+def test_without_antialiasing_stripes_stay_black_or_white():
+    stripes = np.zeros((64, 64, 3), dtype=np.uint8)
+    stripes[:, ::4] = 255  # an output pixel's centre lies on every fourth column's
+    assert (resize(stripes[:, 2:], height=64, width=16, antialias="none")[:, 1:-1] < 128).all()
+    aliased = resize(np.roll(stripes, 1, axis=1)[:, :60], height=64, width=20, antialias="none")
+    assert {0, 255} <= set(np.unique(aliased))
+    photograph = np.array(whole_photograph("china"))
+    floats = torch.nn.functional.interpolate(
+        torch.from_numpy(photograph).permute(2, 0, 1)[None].float(), (224, 224), mode="bilinear", align_corners=False
+    )[0].permute(1, 2, 0)
+    plain = resize(photograph, height=224, width=224, antialias="none")
+    assert decibels_between(plain, floats.numpy()) > 57
+    assert decibels_between(resize(photograph, height=224, width=224), floats.numpy()) < 35
+
+
+def average(values: np.ndarray, size: int) -> np.ndarray:
+    """Of exact fractions: span after span, pixel after pixel, along the first axis."""
+    share = Fraction(len(values), size)
+    means = []
+    for number in range(size):
+        low, high = number * share, (number + 1) * share
+        weights = [max(Fraction(0), min(high, at + 1) - max(low, at)) for at in range(len(values))]
+        means.append(sum(weight * values[at] for at, weight in enumerate(weights) if weight) / share)
+    return np.array(means)
+
+
+@pytest.mark.parametrize(
+    ("height", "width", "tall", "wide"), [(12, 9, 5, 4), (5, 7, 12, 7), (6, 4, 3, 8), (1, 1, 4, 3)]
+)
+def test_area_is_the_mean_over_what_a_pixel_covers_cut_off(height: int, width: int, tall: int, wide: int):
+    image = noise(height, width, 4)
+    exact = average(average(image.astype(object), tall).swapaxes(0, 1), wide).swapaxes(0, 1)
+    resized = resize(image, height=tall, width=wide, interpolation="area")
+    floors = np.array([[[math.floor(value) for value in pixel] for pixel in row] for row in exact])
+    # A sum of float32 just below a whole number is cut off to the one below it, as TensorFlow's is.
+    whole = np.array([[[value == math.floor(value) for value in pixel] for pixel in row] for row in exact])
+    assert resized.dtype == np.uint8 and resized.shape == (tall, wide, 3)
+    np.testing.assert_array_equal(resized[~whole], floors[~whole])
+    assert (floors[whole] - resized[whole] <= 1).all() and (resized[whole] <= floors[whole]).all()
+
+
+def test_area_is_bit_for_bit_what_tensorflow_gave():
+    """`tf.cast(tf.image.resize(image, (5, 11), method="area"), tf.uint8)` of TensorFlow 2.21, the first channel."""
+    image = (np.arange(9 * 7 * 3).reshape(9, 7, 3) * 37 % 256).astype(np.uint8)
+    resized = resize(image, height=5, width=11, interpolation="area")
+    assert resized[:, :, 0].tolist() == [
+        [3, 51, 114, 210, 184, 81, 160, 171, 46, 110, 158],
+        [19, 67, 130, 226, 200, 96, 176, 187, 62, 126, 174],
+        [35, 83, 146, 71, 74, 112, 192, 203, 78, 142, 190],
+        [52, 99, 163, 38, 49, 129, 208, 219, 95, 158, 206],
+        [68, 115, 179, 54, 65, 145, 122, 113, 111, 174, 222],
+    ]

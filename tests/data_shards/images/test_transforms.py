@@ -16,13 +16,13 @@ from PIL import Image
 
 from data_shards.errors import UserError
 from data_shards.images.box import Box, Pixels
-from data_shards.images.crops import DRAWS_PER_SAMPLE, torchvision_crop
+from data_shards.images.crops import DRAWS_PER_SAMPLE, google_crop, place_of, torchvision_crop
 from data_shards.images.decode import EncodedImage, read_image
 from data_shards.images.rand_augment import RandAugment
 from data_shards.images.resizing import resize
 from data_shards.images.transforms import EvalTransform, TrainTransform
 from data_shards.randomness import uniforms
-from data_shards.vocabulary import CropInterpolation, EvalProtocol
+from data_shards.vocabulary import Antialias, CropInterpolation, CropLaw, EvalProtocol
 from tests.data_shards.images.pictures import decibels_between as psnr
 from tests.data_shards.images.pictures import noise
 from tests.data_shards.images.pictures import whole_photograph as photograph
@@ -105,6 +105,36 @@ def test_rand_augment_comes_after_the_resize_with_number_23():
     assert changed > 15
 
 
+@pytest.mark.parametrize(
+    ("crop", "antialias"), [("google", "none"), ("google", "antialiased"), ("torchvision", "none")]
+)
+def test_googles_crop_and_resize_are_used(crop: CropLaw, antialias: Antialias):
+    """Of the pixels of the crop alone: what lies beside it does not reach in."""
+    law = {"google": google_crop, "torchvision": torchvision_crop}[crop]
+    transform = TrainTransform(16, crop=crop, crop_area=(0.2, 0.7), crop_ratio=(0.75, 1.33), antialias=antialias)
+    image = noise(50, 70)
+    for seed in range(20):
+        box = law(50, 70, area=(0.2, 0.7), ratio=(0.75, 1.33), draws=draws_for(seed))
+        square, mirror = transform(held(image), draws=draws_for(seed))
+        crop_pixels = image[box.top : box.bottom, box.left : box.right].copy()
+        np.testing.assert_array_equal(square, resize(crop_pixels, height=16, width=16, antialias=antialias))
+        assert mirror is bool(draws_for(seed)[22] < 0.5)
+
+
+def test_resize_and_crop_takes_any_square_of_the_resized_image():
+    """big_vision's `resize_small(24)|random_crop(16)`."""
+    image = noise(60, 90)
+    transform = TrainTransform(16, crop="resize_and_crop", resize_size=24, interpolation="area")
+    scaled = resize(image, height=24, width=36, interpolation="area")
+    places = set()
+    for seed in range(300):
+        box = place_of(16, height=24, width=36, draws=draws_for(seed))
+        square, _ = transform(held(image), draws=draws_for(seed))
+        np.testing.assert_array_equal(square, scaled[box.top : box.top + 16, box.left : box.left + 16])
+        places.add((box.top, box.left))
+    assert {top for top, _ in places} == set(range(9)) and {left for _, left in places} == set(range(21))
+
+
 @pytest.mark.parametrize("share", [0.0, 0.25, 0.5, 1.0])
 def test_the_share_of_the_mirrored(share: float):
     transform, image = TrainTransform(8, flip=share), held(noise(8, 8))
@@ -129,6 +159,8 @@ def test_the_flip_does_not_depend_on_the_crop():
 def test_vit_squashes_the_whole_image():
     image = noise(50, 70)
     np.testing.assert_array_equal(EvalTransform(16)(held(image)), resize(image, height=16, width=16))
+    exact = EvalTransform(16, protocol="vit_exact")(held(image))
+    np.testing.assert_array_equal(exact, resize(image, height=16, width=16, antialias="none"))
     assert EvalTransform(16).protocol == "vit"
 
 
@@ -170,6 +202,9 @@ def test_big_vision_evaluation_has_its_frame(height: int, width: int, size: int,
     ours = EvalTransform(size, protocol="big_vision", crop_share=share)(held(image))
     expected = resize(image, height=tall, width=wide)[top : top + size, left : left + size]
     np.testing.assert_array_equal(ours, expected)
+    exact = EvalTransform(size, protocol="big_vision_exact", crop_share=share)(held(image))
+    averaged = resize(image, height=tall, width=wide, interpolation="area")
+    np.testing.assert_array_equal(exact, averaged[top : top + size, left : left + size])
 
 
 def test_big_vision_evaluation_is_near_the_mean_of_areas():

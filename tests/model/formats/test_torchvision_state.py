@@ -87,7 +87,10 @@ def test_a_convolutional_stem_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("head", ["linear", "mlp"])
-@pytest.mark.parametrize("config", [ERF, CONFIG, ModelConfig(**SIZES, layer_norm_eps=1e-3)])
+@pytest.mark.parametrize(
+    "config",
+    [ERF, CONFIG, ModelConfig(**SIZES, layer_norm_eps=1e-3), ModelConfig(**SIZES, class_token_position="none")],
+)
 def test_an_export_loads_as_its_note_says(tmp_path: Path, head: Any, config: ModelConfig) -> None:
     meta = described(config, head=head, eval_protocol="timm", eval_crop_share=0.8)
     model = random_model(meta)

@@ -130,10 +130,12 @@ def test_missing_tensors_are_tabled_and_nothing_is_loaded(tmp_path: Path) -> Non
         import_file(tmp_path / "bare.bin", config=ModelConfig(**_sizes()))
 
 
-@pytest.mark.parametrize("gelu", ["tanh", "erf"])
-@pytest.mark.parametrize("epsilon", [1e-6, 1e-3])
-def test_an_export_gives_our_logits_in_transformers(tmp_path: Path, gelu: Any, epsilon: float) -> None:
-    config = ModelConfig(**_sizes(), gelu=gelu, layer_norm_eps=epsilon)
+@pytest.mark.parametrize(
+    "more",
+    [{}, {"gelu": "erf"}, {"layer_norm_eps": 1e-3}, {"class_token_position": "none"}],
+)
+def test_an_export_gives_our_logits_in_transformers(tmp_path: Path, more: dict[str, Any]) -> None:
+    config = ModelConfig.model_validate(_sizes() | more)
     meta = described(config, mean=(0.4, 0.5, 0.6), std=(0.2, 0.3, 0.4))
     model = random_model(meta)
     export_model(meta, model.state_dict(), to="transformers", out=tmp_path / "out")

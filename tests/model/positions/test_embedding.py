@@ -34,6 +34,20 @@ def test_a_patch_gets_the_vector_of_its_column_and_then_that_of_its_row(num_pref
         assert torch.equal(added[0, 0], table.prefix[0])
 
 
+@pytest.mark.parametrize("position", ["learned_1d", "learned_2d"])
+@pytest.mark.parametrize("at", ["stem", "every_layer", "every_layer_shared"])
+def test_a_class_token_without_position_is_left_alone(position: str, at: str) -> None:
+    config = _config(position=position, position_at=at, class_token_position="none")
+    made = make_position(config, grid_size=GRID, num_prefix_tokens=1, depth=DEPTH)
+    randomise(made, scale=1.0)
+    tokens = torch.randn(2, 1 + GRID**2, WIDTH)
+    moved = made.at_stem(tokens) if at == "stem" else made.before_block(tokens, layer=1)
+    assert torch.equal(moved[:, 0], tokens[:, 0]) and (moved[:, 1:] != tokens[:, 1:]).all()
+    assert sum(parameter.numel() for parameter in made.tables[0].parameters()) == (
+        WIDTH * GRID**2 if position == "learned_1d" else WIDTH * GRID
+    )
+
+
 @pytest.mark.parametrize("num_prefix_tokens", [0, 1])
 def test_a_learned_1d_table_has_a_vector_for_each_token(num_prefix_tokens: int) -> None:
     table = Learned1d(num_prefix_tokens + GRID**2, WIDTH)

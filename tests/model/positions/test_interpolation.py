@@ -89,6 +89,22 @@ def test_a_resized_state_loads_into_a_model_of_the_new_resolution(
         assert changed == {name for name in state if name.endswith(suffixes)}
 
 
+@pytest.mark.parametrize("more", LEARNED, ids=lambda more: "-".join(more.values()))
+def test_patches_resize_alike_whether_the_class_token_has_a_position_or_not(more: dict[str, str]) -> None:
+    sizes = {"from_image_size": 16, "to_image_size": 24}
+    config, without = _config(**more), _config(**more, class_token_position="none")
+    state = _state(config, image_size=16)
+    bare = {
+        name: value[:, 1:] if name.endswith(("embedding", "pos_embed")) else value
+        for name, value in state.items()
+        if not name.endswith("prefix")
+    }
+    with_row, resized = resize_state(state, config=config, **sizes), resize_state(bare, config=without, **sizes)
+    build_vit(without, image_size=24, num_classes=3, head="linear").load_state_dict(resized, strict=True)
+    for name, value in resized.items():
+        assert torch.equal(value, with_row[name][:, -value.shape[1] :] if value.ndim == 3 else with_row[name]), name
+
+
 @pytest.mark.parametrize("kernel", get_args(Interpolation))
 @pytest.mark.parametrize(("old", "new"), [(16, 36), (36, 16), (20, 28)])
 def test_two_resized_tables_are_the_resized_grid(kernel: Interpolation, old: int, new: int) -> None:

@@ -153,6 +153,39 @@ def test_every_augmentation_key_reaches_the_data_path(tmp_path: Path):
     assert mixup(recipe(tmp_path).train_stage("pretrain")) is None
 
 
+def test_googles_data_path_reaches_it_too(tmp_path: Path):
+    augment = {"crop": "google", "antialias": "none", "rand_augment": {"magnitude": 15, "ranges": "big_vision"}}
+    transform = train_transform(recipe(tmp_path, augment=augment).train_stage("pretrain"))
+    assert (transform.crop, transform.antialias, transform.crop_ratio) == ("google", "none", (0.75, 1.33))
+    assert transform.rand_augment is not None and transform.rand_augment.ranges == "big_vision"
+    augment = {"crop": "resize_and_crop", "resize_size": 12, "interpolation": "area"}
+    config = recipe(tmp_path, augment=augment, eval_protocol="big_vision_exact").train_stage("pretrain")
+    transform = train_transform(config)
+    assert (transform.crop, transform.resize_size, transform.interpolation) == ("resize_and_crop", 12, "area")
+    assert eval_transform(config).protocol == "big_vision_exact"
+    plain = train_transform(recipe(tmp_path).train_stage("pretrain"))
+    assert (plain.crop, plain.crop_ratio, plain.antialias) == ("torchvision", (3 / 4, 4 / 3), "antialiased")
+
+
+@pytest.mark.parametrize(
+    ("augment", "says"),
+    [
+        ({"crop": "resize_and_crop"}, "resize_size"),
+        ({"crop": "resize_and_crop", "resize_size": 7}, "augment.resize_size 7"),
+        ({"crop": "resize_and_crop", "resize_size": 9, "crop_area": [0.1, 1]}, "crop_area means nothing"),
+        ({"crop": "resize_and_crop", "resize_size": 9, "crop_ratio": [0.75, 1.33]}, "crop_ratio means nothing"),
+        ({"crop": "google", "resize_size": 9}, "resize_size means nothing"),
+        ({"interpolation": "bicubic", "antialias": "none"}, "antialias means nothing"),
+        ({"interpolation": "area", "antialias": "none"}, "antialias means nothing"),
+        ({"crop_ratio": 0.5}, "two numbers"),
+        ({"crop": "googel"}, "google"),
+    ],
+)
+def test_crops_that_mean_nothing_are_refused(tmp_path: Path, augment: dict[str, Any], says: str):
+    with pytest.raises(UserError, match=says):
+        recipe(tmp_path, augment=augment)
+
+
 REST = {"shards": "a", "part": "rest", "hold_out": 0.02}
 
 
