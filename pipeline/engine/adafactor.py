@@ -34,7 +34,11 @@ class BigVisionAdafactor(MomentInItsType):
         decay = min(_MOST_DECAY, 1.0 - steps**-_DECAY_POWER)
         scaled = self._scaled(parameter, gradient.reshape(group["shapes"][number]), decay=decay).reshape_as(parameter)
         kept = self.moment(parameter)
-        exact = kept.float().mul_(group["momentum"]).add_(scaled, alpha=1 - group["momentum"])
+        exact = (
+            kept.to(scaled.dtype, copy=True)
+            .mul_(self.decay(group["momentum"]))
+            .add_(scaled, alpha=1 - group["momentum"])
+        )
         parameter.mul_(1 - group["lr"] * group["weight_decay"]).add_(exact, alpha=-group["lr"])
         kept.copy_(exact)
 

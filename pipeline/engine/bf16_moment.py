@@ -1,9 +1,12 @@
 """AdamW and SGD whose first moment rests in bf16 between steps, as Google's recipes have them.
 
 The step itself is float32's: the moment is read, moved in float32, used, and rounded as it is put back (optax's
-`mu_dtype` and `accumulator_dtype`). torch's own optimizers keep every moment in the parameter's type. Element by
-element, so ZeRO may cut the parameters anywhere. Saves 2 bytes of a parameter; costs no speed worth naming where
-parameters are flattened (ZeRO 1 to 3), and about ten small kernels a parameter otherwise.
+`mu_dtype` and `accumulator_dtype`). As in optax, whose product of a bf16 moment and a number takes that in bf16 too,
+its decay is rounded: 0.9 becomes 0.8984375, so that Adam's steps are 1.5 % shorter in the long run, and SGD's.
+
+torch's own optimizers keep every moment in the parameter's type. Element by element, so ZeRO may cut the parameters
+anywhere. Saves 2 bytes of a parameter; takes about ten small kernels for each tensor that is stepped (parameters at
+ZeRO 0, flattened groups at ZeRO 1 to 3).
 """
 
 from __future__ import annotations
@@ -44,6 +47,10 @@ class MomentInItsType(torch.optim.Optimizer):
         """One step of one parameter, the `number`th of its group."""
         raise NotImplementedError
 
+    def decay(self, value: float) -> float:
+        """What the moment is multiplied by: `value` in the moment's type."""
+        return float(torch.tensor(value, dtype=self.moment_type))
+
     def moment(self, parameter: Tensor) -> Tensor:
         """The rounded moment, zeros at first."""
         state = self.state[parameter]
@@ -74,7 +81,7 @@ class AdamWBf16(MomentInItsType):
         steps = self.count(parameter)
         rate, root = group["lr"] / (1 - beta1**steps), math.sqrt(1 - beta2**steps)
         for weight, change, kept, second in _chunks(parameter, gradient, first, state["exp_avg_sq"]):
-            exact = kept.float().lerp_(change, 1 - beta1)
+            exact = kept.to(change.dtype).mul_(self.decay(beta1)).add_(change, alpha=1 - beta1)
             second.mul_(beta2).addcmul_(change, change, value=1 - beta2)
             weight.mul_(1 - group["lr"] * group["weight_decay"])
             weight.addcdiv_(exact, second.sqrt().div_(root).add_(group["eps"]), value=-rate)
@@ -92,7 +99,7 @@ class SgdBf16(MomentInItsType):
 
     def move(self, parameter: Tensor, gradient: Tensor, *, group: dict[str, Any], number: int) -> None:
         for weight, change, kept in _chunks(parameter, gradient, self.moment(parameter)):
-            exact = kept.float().mul_(group["momentum"]).add_(change)
+            exact = kept.to(change.dtype).mul_(self.decay(group["momentum"])).add_(change)
             weight.mul_(1 - group["lr"] * group["weight_decay"]).add_(exact, alpha=-group["lr"])
             kept.copy_(exact)
 

@@ -24,6 +24,8 @@ import torch
 from torch import nn
 
 from pipeline.engine.average import WeightAverage, average_file
+from pipeline.engine.frozen import FILE as FROZEN_FILE
+from pipeline.engine.frozen import frozen_weights
 from pipeline.engine.masters import named_masters, put_average, put_state, round_masters, slots, unsharded_masters
 from pipeline.engine.optim import build_optimizer, set_lr
 from pipeline.engine.portable import open_deepspeed
@@ -66,6 +68,7 @@ class DeepSpeedEngine:
         self._state = OPTIMIZERS[optimizer.name]
         self.input_dtype = _INPUT_DTYPES[config.precision]
         exact = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        self._frozen = frozen_weights(model)
         deepspeed.utils.logger.setLevel(logging.ERROR)  # it warns of SGD, which its tests do not cover and ours do
         self._engine: Any = deepspeed.initialize(
             model=model,
@@ -132,13 +135,17 @@ class DeepSpeedEngine:
         # It would copy two scripts into the folder, past its own writer; `shardvit export` does what they do.
         self._engine._copy_recovery_script = lambda save_path: None
         try:
-            self._engine.save_checkpoint(".", tag=TAG, client_state={}, save_latest=False)
+            self._engine.save_checkpoint(
+                ".", tag=TAG, client_state={}, save_latest=False, exclude_frozen_parameters=True
+            )
         finally:
             self._engine.checkpoint_engine = writer
             del self._engine._copy_recovery_script
         rank = self._ranks.place.rank
         if self._average and (self._sharded or rank == 0):
             collector.save(self._average.state(), f"{TAG}/{average_file(rank)}")
+        if self._frozen and rank == 0:
+            collector.save({"weights": self._frozen}, f"{TAG}/{FROZEN_FILE}")
         return tuple(collector.files)
 
     def load(self, folder: Path, *, written: dict[str, Any]) -> None:
@@ -150,6 +157,7 @@ class DeepSpeedEngine:
         )
         rank = self._ranks.place.rank
         put_state(self._engine, saved, rank=rank, takes=self._state.takes)
+        self._frozen = {name: saved.whole(name).clone() for name in self._frozen}
         self._rounding_is_due = False
         if self._average:
             put_average(self._average, saved, places=slots(self._engine, rank=rank))
@@ -177,7 +185,7 @@ class DeepSpeedEngine:
         masters = unsharded_masters(self._engine.optimizer)
         state: dict[str, torch.Tensor] = {}
         for name, parameter in self._engine.module.named_parameters():
-            full = masters.get(id(parameter))
+            full = self._frozen.get(name, masters.get(id(parameter)))
             if full is None:
                 full = safe_get_full_fp32_param(parameter)
             state[name] = (parameter if full is None else full).detach().to("cpu", torch.float32).clone()

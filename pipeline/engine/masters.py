@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from pipeline.engine.average import AVERAGE, WeightAverage
+from pipeline.engine.frozen import put_frozen
 from pipeline.engine.portable import WEIGHT, LossScale, PortableState
 
 
@@ -33,11 +34,13 @@ class Slot:
 
 
 def slots(engine: Any, *, rank: int) -> dict[str, Slot]:
-    """This rank's share of each parameter, by name; parameters without a share are left out."""
+    """This rank's share of each trained parameter, by name; those without a share are left out."""
     optimizer = engine.optimizer
     unsharded = unsharded_masters(optimizer)
     found: dict[str, Slot] = {}
     for name, parameter in engine.module.named_parameters():
+        if not parameter.requires_grad:
+            continue  # frozen: not the optimizer's
         if hasattr(parameter, "ds_id"):  # stage 3: equal pieces, the last of them padded
             flat, start, size = optimizer.grad_position[optimizer.get_param_id(parameter)]
             first = rank * size
@@ -85,6 +88,9 @@ def put_state(engine: Any, saved: PortableState, *, rank: int, takes: Literal["p
         for of in (WEIGHT, *moments):
             values = saved.part(name, of=of, first=slot.first, count=slot.count)
             slot.fill(slot.master if of == WEIGHT else torch_optimizer.state[slot.master][of], values)
+    for name, parameter in engine.module.named_parameters():
+        if not parameter.requires_grad:
+            put_frozen(parameter, saved.whole(name), rank=rank)
     for name, buffer in engine.module.named_buffers():
         if name in saved.buffers:
             buffer.copy_(saved.buffers[name])

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from data_shards.errors import UserError
+from pipeline.engine.frozen import freeze
 from pipeline.engine.protocol import Engine
 from pipeline.ranks.group import Ranks
 from pipeline.recipe.schema import Recipe
@@ -14,11 +15,13 @@ from pipeline.vocabulary import StageName
 
 
 def open_engine(recipe: Recipe, *, stage: StageName, plan: StagePlan, model: nn.Module, ranks: Ranks) -> Engine:
-    """Build the recipe's backend in the joined process group; UserError: this device lacks the precision."""
+    """Build the recipe's backend in the joined process group; UserError: this device lacks the precision, or
+    the recipe freezes what the model lacks."""
     if recipe.engine.precision == "fp16" and not torch.cuda.is_available():
         raise UserError("engine.precision fp16 needs a GPU: use bf16 or fp32 on this machine")
     config = recipe.train_stage(stage)
     optimizer, ema = config.optimizer, config.ema
+    freeze(model, optimizer.frozen, key=f"stages.{stage}.optimizer.frozen")
     match recipe.engine.backend:
         case "deepspeed":
             from pipeline.engine.deepspeed_engine import DeepSpeedEngine

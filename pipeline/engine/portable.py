@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from data_shards.errors import UserError
 from pipeline.engine.average import AVERAGE, average_file
+from pipeline.engine.frozen import read_frozen
 from pipeline.engine.reading import read_state
 from pipeline.vocabulary import OPTIMIZERS
 
@@ -74,11 +75,14 @@ class PortableState:
     _addresses: dict[str, _Address] = field(repr=False)
     # (shard, flat, WEIGHT, AVERAGE or a moment) -> 1-d tensor
     _flat: Callable[[int, int, str], Tensor] = field(repr=False)
+    frozen: dict[str, Tensor] = field(default_factory=dict, repr=False)  # weights without moments, by name
     optimizer: dict[str, Any] | None = field(default=None, repr=False)  # torch's state_dict, if it is of one piece
 
     def part(self, name: str, *, of: str, first: int, count: int) -> Tensor:
         """Elements of a flattened parameter on the CPU, weights in float32; `of`: WEIGHT, AVERAGE or a moment. May
         share memory with the mapped file: copy it, do not write to it."""
+        if name in self.frozen:
+            return self.frozen[name].detach().reshape(-1).narrow(0, first, count)
         address = self._addresses[name]
         pieces: list[Tensor] = []
         position, end = address.lead + first, address.lead + first + count
@@ -99,6 +103,7 @@ def open_deepspeed(folder: Path, *, zero_stage: int, processes: int, model: nn.M
     and shapes. UserError: the state is of another model or world size."""
     if zero_stage == 0:
         content = read_state(folder / "mp_rank_00_model_states.pt")
+        content["module"] = {**content["module"], **read_frozen(folder)}
         return _open_whole(folder.parent, content=content, averages=_averages(folder, rank=0), model=model)
     # ZeRO 1 to 3: one file of optimizer states a process; shapes are in the first process's other file.
     found = len(list(folder.glob("*_optim_states.pt")))
@@ -117,7 +122,9 @@ def open_deepspeed(folder: Path, *, zero_stage: int, processes: int, model: nn.M
     first = "zero_pp_rank_0_mp_rank_00" if zero_stage == 3 else "mp_rank_00"
     content = read_state(folder / f"{first}_model_states.pt")
     groups: list[dict[str, torch.Size]] = content["param_shapes"]
+    frozen = read_frozen(folder)
     shapes = {name: tuple(shape) for group in groups for name, shape in group.items()}
+    shapes |= {name: tuple(tensor.shape) for name, tensor in frozen.items()}
     _check_fits(shapes, model=model, folder=folder.parent)
     if zero_stage == 3:
         flat_key, state_key = "fp32_flat_groups", "optimizer_state_dict"
@@ -141,6 +148,7 @@ def open_deepspeed(folder: Path, *, zero_stage: int, processes: int, model: nn.M
         average_updates=averages(0).get("updates"),
         _addresses=addresses,
         _flat=flat,
+        frozen=frozen,
     )
 
 
@@ -195,6 +203,7 @@ def _open_whole(folder: Path, *, content: dict[str, Any], averages: dict[str, An
             for number, name in by_number.items()
         },
         _flat=flat,
+        frozen={name: tensor for name, tensor in weights.items() if name not in names},
         optimizer=torchs,
     )
 

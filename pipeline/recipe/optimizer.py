@@ -44,6 +44,9 @@ class OptimizerConfig(Strict):
     """Learning rate of a layer over the next one's, from the head (1) down to the embedding; timm's law."""
     head_lr_factor: float = Field(default=1.0, gt=0)
     """Learning rate of the head over the trunk's."""
+    frozen: tuple[str, ...] = ()
+    """What keeps its weights: trunk (all but the head), head, patch_embedding, positions, class_token, or patterns of
+    parameters' names, such as "blocks.0.*". No gradient, no decay, no part in the gradient's norm."""
     clip_grad_norm: float = Field(default=1.0, ge=0)
     """Largest global gradient norm; 0 does not clip."""
 
@@ -60,6 +63,12 @@ class OptimizerConfig(Strict):
         if not self.weight_decay and not self.head_weight_decay:
             adapted = self.name == "lamb"  # to which weight_decay_on also says what is scaled
             self.refuse("weight_decay_unit", *(() if adapted else ("weight_decay_on",)), means_nothing="without decay")
+        if {"trunk", "head"} <= {*self.frozen}:
+            raise ValueError("frozen names trunk and head, and nothing is left to train: leave one out")
+        if "trunk" in self.frozen:
+            self.refuse("layer_decay", means_nothing="with a frozen trunk: the head's factor is 1")
+        if "head" in self.frozen:
+            self.refuse("head_lr_factor", "head_weight_decay", means_nothing="to a frozen head")
         if self.name == "lamb":
             self.refuse("weight_decay_unit", means_nothing="to lamb, which scales update and decay together")
         return self

@@ -41,6 +41,8 @@ OPTIMIZERS = {
     "muon": {"name": "muon", "lr": 0.01, "weight_decay": 0.1},
     "adafactor": {"name": "adafactor", "lr": 0.01, "weight_decay": 0.1},
 }
+FROZEN = ("positions", "blocks.0.mlp.*")
+OPTIMIZERS["adamw frozen"] = {**OPTIMIZERS["adamw"], "frozen": FROZEN, "layer_decay": 0.9, "head_lr_factor": 2}
 OPTIMIZERS |= {f"{name} bf16": {**OPTIMIZERS[name], "first_moment": "bf16"} for name in ("adamw", "sgd")}
 
 
@@ -88,6 +90,9 @@ WRITTEN = [
     *(Written(2, 0, "bf16", name) for name in WHOLE),
     *_written(2, "13", "bf16", "adamw bf16"),
     *_written(1, "0", "fp32", "sgd bf16"),
+    *_written(2, "13", "fp32", "adamw frozen"),
+    *_written(2, "02", "bf16", "adamw frozen"),
+    Written(2, 0, "fp32", "adamw frozen", "accelerate"),
 ]
 
 
@@ -119,6 +124,10 @@ READ = [
     *_read(2, 2, "11 33", "bf16", "adamw bf16"),
     *_read(2, 3, "12 30", "bf16", "adamw bf16"),
     *_read(1, 2, "03", "fp32", "sgd bf16"),
+    *_read(2, 2, "33 30", "fp32", "adamw frozen"),
+    *_read(2, 3, "13", "fp32", "adamw frozen"),
+    *_read(2, 2, "03 22", "bf16", "adamw frozen"),
+    Read(Written(2, 0, "fp32", "adamw frozen", "accelerate"), 1, 0),
 ]
 
 
@@ -128,10 +137,15 @@ def recipe_for(written: Written, *, stage: int, model: dict = MODEL) -> Recipe:
     return Recipe.model_validate(recipe)
 
 
-def fresh(written: Written, ranks: Ranks, *, stage: int, model: dict = MODEL):
+def fresh(written: Written, ranks: Ranks, *, stage: int, model: dict = MODEL, start: float = 1.0):
+    """An engine; `start` multiplies the weights that it starts from."""
     recipe = recipe_for(written, stage=stage, model=model)
     plan = common.plan_for(ranks.place.world_size, accumulation=2)
-    engine = open_engine(recipe, stage="pretrain", plan=plan, model=common.build_model(recipe), ranks=ranks)
+    built = common.build_model(recipe)
+    with torch.no_grad():
+        for parameter in built.parameters():
+            parameter.mul_(start)
+    engine = open_engine(recipe, stage="pretrain", plan=plan, model=built, ranks=ranks)
     return engine, plan
 
 
@@ -150,6 +164,12 @@ def torch_optimizer(engine):
     return getattr(optimizer, "optimizer", optimizer)
 
 
+def frozen(engine) -> dict[str, torch.Tensor]:
+    """What is not trained, as the stage's model gets it."""
+    weights = engine.weights()
+    return {name: weights[name] for name, p in engine.module.named_parameters() if not p.requires_grad}
+
+
 def own(state: dict) -> list[str]:
     return [key for key, value in state.items() if isinstance(value, torch.Tensor) and value.ndim]
 
@@ -157,7 +177,7 @@ def own(state: dict) -> list[str]:
 def full_state(engine, *, stage: int, moments: tuple[str, ...] | None) -> dict[str, dict[str, torch.Tensor]]:
     """Master weights and moments, whole, by the libraries' own means: nothing of `engine.portable` is used."""
     inner = torch_optimizer(engine)
-    parameters = dict(engine.module.named_parameters())
+    parameters = {name: p for name, p in engine.module.named_parameters() if p.requires_grad}
     if stage == 0:
         order = [p for group in inner.param_groups for p in group["params"]]
         wrapper = getattr(engine, "_engine", None) and engine._engine.optimizer
@@ -214,7 +234,7 @@ AFTER = range(STEPS_BEFORE + 1, STEPS_BEFORE + 1 + STEPS_AFTER)
 
 
 def write_case(written: Written, ranks: Ranks, folder: Path) -> dict:
-    engine, plan = fresh(written, ranks, stage=written.stage)
+    engine, plan = fresh(written, ranks, stage=written.stage, start=1.1)
     losses(engine, ranks, plan, range(STEPS_BEFORE))
     losses(engine, ranks, plan, [STEPS_BEFORE], poison_rank=ranks.place.world_size - 1)
     common.write_state(engine, folder, ranks=ranks)
@@ -222,12 +242,19 @@ def write_case(written: Written, ranks: Ranks, folder: Path) -> dict:
         "state": full_state(engine, stage=written.stage, moments=moments_of(written.optimizer)),
         "numbers": numbers(engine),
         "averages": averages(engine),
+        "frozen": frozen(engine),
     }
     ranks.barrier()
     if ranks.place.is_main:
         (folder / "written").touch()
     result["losses"] = losses(engine, ranks, plan, AFTER)
     return {**result, "later averages": averages(engine)}
+
+
+def has_native(read: Read) -> bool:
+    """Whether the engine's own loader can read it: the same cut, and nothing frozen, which it would round."""
+    same = (read.world, read.stage) == (read.written.world, read.written.stage)
+    return same and "frozen" not in read.written.optimizer
 
 
 def read_case(read: Read, ranks: Ranks, folder: Path) -> dict:
@@ -243,12 +270,13 @@ def read_case(read: Read, ranks: Ranks, folder: Path) -> dict:
         "state": full_state(engine, stage=read.stage, moments=moments_of(written.optimizer)),
         "numbers": numbers(engine),
         "averages": averages(engine),
+        "frozen": frozen(engine),
         "decays": [group["weight_decay"] for group in common.decay_groups(engine)],
         "losses": losses(engine, ranks, plan, AFTER),
         "weights": engine.weights(),
         "later averages": averages(engine),
     }
-    if (read.world, read.stage) == (written.world, written.stage):
+    if has_native(read):
         native, _ = fresh(written, ranks, stage=read.stage)
         if written.backend == "deepspeed":  # its own loader, as the oracle
             native._engine.load_checkpoint(str(folder), tag="deepspeed")

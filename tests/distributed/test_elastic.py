@@ -4,6 +4,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ worker = importlib.util.module_from_spec(_spec)
 sys.modules["elastic_worker"] = worker  # dataclasses look their module up
 _spec.loader.exec_module(worker)
 
-SAME = [case for case in worker.READ if (case.world, case.stage) == (case.written.world, case.written.stage)]
+SAME = [case for case in worker.READ if worker.has_native(case)]
 # In bfloat16 another order of adding gradients up changes bits that are worth 1/256, from the first step on.
 BF16_TOLERANCE = 0.02
 
@@ -81,7 +82,8 @@ def test_the_weights_that_compute_are_the_rounded_masters_before_the_first_step(
     dtype = torch.bfloat16 if case.written.precision == "bf16" else torch.float32
     for name, tensor in new["computing"].items():
         assert tensor.dtype == dtype
-        assert torch.equal(tensor, new["state"][name]["weight"].to(dtype)), name
+        exact = new["frozen"][name] if name in new["frozen"] else new["state"][name]["weight"]
+        assert torch.equal(tensor, exact.to(dtype)), name
 
 
 @pytest.mark.parametrize("case", worker.READ, ids=name_of)
@@ -117,7 +119,35 @@ def test_counters_go_on(case, results):
 @pytest.mark.parametrize("case", worker.READ, ids=name_of)
 def test_each_group_keeps_its_own_weight_decay(case, results):
     decays = results[str(case)]["decays"]
-    assert decays == ([0.1, 0.0] if "muon" not in case.written.optimizer else [0.1, 0.1, 0.0])
+    if case.written.optimizer in ("muon", "adamw frozen"):  # further groups, for other reasons
+        assert set(decays) == {0.1, 0.0} and decays == sorted(decays, reverse=True)
+    else:
+        assert decays == [0.1, 0.0]
+
+
+FROZEN = [case for case in worker.READ if case.written.optimizer == "adamw frozen"]
+
+
+@pytest.mark.parametrize("case", FROZEN, ids=name_of)
+def test_what_is_frozen_is_the_writers_to_the_last_bit_and_stays(case, results):
+    """Its float32 values, though DeepSpeed keeps rounded ones; the reading engine began from others."""
+    old, new = both(results, case)
+    names = {name for name in new["computing"] if any(fnmatch(name, each) for each in ("pos_embed", worker.FROZEN[1]))}
+    assert names == old["frozen"].keys() == new["frozen"].keys() and not names & new["state"].keys()
+    start = dict(worker.common.build_model(worker.recipe_for(case.written, stage=0)).named_parameters())
+    for name, tensor in old["frozen"].items():
+        assert torch.equal(tensor, start[name] * 1.1)
+        assert torch.equal(tensor, new["frozen"][name]) and torch.equal(tensor, new["weights"][name])
+
+
+def test_frozen_parts_have_no_part_in_the_gradient_whatever_cuts_it(results):
+    """The norm is clipped: did a stage count them, its losses would leave the others'."""
+    first, *rest = (
+        results[str(case)]["losses"] for case in {each.written for each in FROZEN} if case.precision == "fp32"
+    )
+    assert len(rest) == 2
+    for losses in rest:
+        assert losses == pytest.approx(first, rel=1e-5)
 
 
 @pytest.mark.parametrize("case", worker.READ, ids=name_of)
