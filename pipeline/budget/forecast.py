@@ -19,7 +19,7 @@ from pipeline.engine.zero_config import deepspeed_config
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.stage import TrainStage
 from pipeline.recipe.stage_plan import StagePlan
-from pipeline.vocabulary import StageName
+from pipeline.vocabulary import OPTIMIZERS, StageName
 
 _ACTIVATIONS: tuple[Activations, ...] = ("all", "checkpointed")
 _RECOMPUTED = 4 / 3  # of the arithmetic, with activation checkpointing
@@ -127,7 +127,8 @@ def forecast_stage(
         whole = config.model_copy(update={"patch_dropout": 0.0})
         finish = stage_cost(recipe.model, stage=whole, engine=engine, num_classes=shards.num_classes)
     own: ZeroStage = engine.zero_stage if engine.backend == "deepspeed" else 0
-    stages = ZERO_STAGES if engine.backend == "deepspeed" else (own,)
+    cuts = engine.backend == "deepspeed" and OPTIMIZERS[config.optimizer.name].takes == "pieces"
+    stages = ZERO_STAGES if cuts else (own,)
     part = _Part(recipe, config, plan, cost, machine, _speed(recipe, cost=cost, machine=machine, given=given))
     images: dict[Activations, int] = {kind: (finish or cost).image_bytes(kind) for kind in _ACTIVATIONS}
     memory: dict[ZeroStage, MemoryRow] = {each: part.row(each, images=images) for each in stages}

@@ -6,11 +6,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from timm.optim import param_groups_layer_decay
 
+from data_shards.errors import UserError
 from model.build import build_model
 from model.config import ModelConfig
 from model.masked_patch import build_masked_patch
 from model.vit import build_vit
+from pipeline.engine.frozen import freeze
 from pipeline.engine.optim import build_optimizer, set_lr
 from pipeline.engine.parameter_groups import parameter_groups
 from pipeline.recipe.optimizer import OptimizerConfig
@@ -60,6 +63,98 @@ def test_every_parameter_stands_in_one_group_once(model: torch.nn.Module):
     listed = [id(p) for group in groups for p in group["params"]]
     assert len(listed) == len(set(listed))
     assert set(listed) == {id(parameter) for parameter in model.parameters()}
+
+
+def rules(model: torch.nn.Module, **keys: Any) -> dict[str, tuple[float, float]]:
+    """Each parameter's factor of the learning rate and its weight decay."""
+    groups = parameter_groups(model, OptimizerConfig(**{"name": "adamw", "lr": 0.1, "weight_decay": 0.1} | keys))
+    return {name: (group["lr_scale"], group["weight_decay"]) for group in groups for name, _ in group["params"]}
+
+
+TRUNK: dict[str, Any] = {"width": 8, "depth": 3, "heads": 2, "patch_size": 4}
+
+
+@pytest.mark.parametrize(
+    "config", [TRUNK, {**TRUNK, "pool": "gap"}, {**TRUNK, "pool": "map"}, {"resnet_layers": [1, 2]}]
+)
+def test_layer_decay_and_the_mask_of_matrices_are_timms(config: dict[str, Any]):
+    """Its own groups of the same model; a ResNet's first and last layers and each block between them are layers too."""
+    model: Any = build_model(ModelConfig(**config), image_size=8, num_classes=3, head="linear")
+    skipped = model.no_weight_decay() if hasattr(model, "no_weight_decay") else ()
+    groups = param_groups_layer_decay(model, 0.1, no_weight_decay_list=skipped, layer_decay=0.6)
+    known = {id(parameter): name for name, parameter in model.named_parameters()}
+    theirs = {known[id(p)]: (group["lr_scale"], group["weight_decay"]) for group in groups for p in group["params"]}
+    ours = rules(model, layer_decay=0.6, weight_decay_on="matrices")
+    assert ours.keys() == theirs.keys()
+    for name, rule in ours.items():
+        assert rule == pytest.approx(theirs[name]), name
+
+
+def test_layer_decay_by_depth(model: torch.nn.Module):
+    """Two blocks: the embedding is three layers below the head, whether that has one layer or two."""
+    expected = {"patch_embed": 3, "cls_token": 3, "pos_embed": 3, "blocks.0": 2, "blocks.1": 1, "norm": 1, "head": 0}
+    for name, (scale, _) in rules(model, layer_decay=0.5, head_lr_factor=4.0).items():
+        layer = next(number for start, number in expected.items() if name.startswith(start))
+        assert scale == 0.5**layer * (4.0 if layer == 0 else 1.0), name
+
+
+@pytest.mark.parametrize("config", [{**TRUNK, "position": "learned_2d", "position_at": "every_layer"}, TRUNK])
+def test_our_own_positions_and_the_mask_token_belong_to_the_embedding(config: dict[str, Any]):
+    model = build_masked_patch(ModelConfig(**config), image_size=8)
+    found = rules(model, layer_decay=0.5, weight_decay_on="matrices")
+    own = {name for name in found if name.startswith(("position.", "pos_embed", "mask_token"))}
+    assert len(own) >= 2 and {found[name] for name in own} == {(0.5**4, 0.0)}
+
+
+def test_the_heads_decay_is_its_last_kernels_alone(model: torch.nn.Module):
+    decays = {name: decay for name, (_, decay) in rules(model, head_weight_decay=10.0).items()}
+    last = {"head.weight", "head.logits.weight"} & decays.keys()
+    assert {name for name, decay in decays.items() if decay == 10.0} == last and len(last) == 1
+    assert decays.get("head.pre_logits.weight", 0.1) == 0.1
+
+
+def test_decay_by_the_schedule_is_the_same_at_every_learning_rate(model: torch.nn.Module):
+    keys: dict[str, Any] = {"weight_decay_unit": "schedule", "layer_decay": 0.5, "head_lr_factor": 3.0, "lr": 0.02}
+    products = {round(scale * decay * 0.02, 9) for scale, decay in rules(model, **keys).values()}
+    assert products == {0.0, 0.1}
+
+
+@pytest.mark.parametrize(
+    ("frozen", "still"),
+    [
+        (("trunk",), {"head.weight", "head.bias"}),
+        (("head", "blocks.*", "norm.*", "patch_embedding"), {"cls_token", "pos_embed"}),
+        (
+            ("head", "blocks.*", "norm.*", "positions", "class_token"),
+            {"patch_embed.proj.weight", "patch_embed.proj.bias"},
+        ),
+        (("*.weight", "*embed*"), {"cls_token", "norm.bias", "head.bias"}),
+    ],
+)
+def test_parts_and_patterns_are_frozen(frozen: tuple[str, ...], still: set[str]):
+    model = build_model(ModelConfig(**VIT), image_size=8, num_classes=3, head="linear")
+    freeze(model, frozen, key="k")
+    trained = {name for name in rules(model) if not name.startswith("blocks.")}
+    assert (
+        trained == still == {n for n, p in model.named_parameters() if p.requires_grad and not n.startswith("blocks.")}
+    )
+
+
+@pytest.mark.parametrize(
+    ("frozen", "said"),
+    [
+        (("position",), "'position' is no part of this model: the nearest are positions"),
+        (("block.0.attn.qkv.weight",), "blocks.0.attn.qkv.weight"),
+        (("zzz",), "give trunk, head"),
+        (("*",), "nothing is left to train"),
+        (("trunk", "head.*"), "nothing is left to train"),
+    ],
+)
+def test_a_name_that_freezes_nothing_or_everything_is_refused(frozen: tuple[str, ...], said: str):
+    model = build_model(ModelConfig(**VIT), image_size=8, num_classes=3, head="linear")
+    with pytest.raises(UserError, match="k: ") as caught:
+        freeze(model, frozen, key="k")
+    assert said in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_frozen_parameters_and_empty_groups_are_left_out():

@@ -136,3 +136,66 @@ def test_a_setting_that_the_optimizer_would_ignore_is_refused(group, key):
 def test_an_end_that_a_constant_learning_rate_would_ignore_is_refused():
     with pytest.raises(ValidationError, match="end_lr means nothing"):
         ScheduleConfig.model_validate({"decay": "constant", "end_lr": 0.1})
+
+
+OPTIMIZER: dict[str, Any] = {"name": "adamw", "lr": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"momentum": 0.5}, "momentum means nothing to adamw"),
+        ({"name": "sgd", "eps": 1e-3}, "eps means nothing to sgd"),
+        ({"name": "lamb", "first_moment": "bf16"}, "first_moment means nothing to lamb"),
+        ({"name": "adafactor", "betas": (0.8, 0.9)}, "betas means nothing to adafactor"),
+        ({"weight_decay_unit": "schedule"}, "weight_decay_unit means nothing without decay"),
+        ({"weight_decay_on": "matrices"}, "weight_decay_on means nothing without decay"),
+        (
+            {"name": "lamb", "weight_decay": 0.1, "weight_decay_unit": "schedule"},
+            "weight_decay_unit means nothing to lamb",
+        ),
+        ({"frozen": ["trunk", "head"]}, "nothing is left to train"),
+        ({"frozen": ["trunk"], "layer_decay": 0.5}, "layer_decay means nothing with a frozen trunk"),
+        ({"frozen": ["head"], "head_lr_factor": 2}, "head_lr_factor means nothing to a frozen head"),
+        ({"layer_decay": 0}, "layer_decay"),
+        ({"head_lr_factor": 0}, "head_lr_factor"),
+    ],
+)
+def test_an_optimizers_key_that_nothing_would_read_is_refused(keys: dict[str, Any], said: str):
+    with pytest.raises(ValidationError, match=said):
+        OptimizerConfig(**{**OPTIMIZER, **keys})
+
+
+def test_an_optimizer_brings_its_own_defaults_and_a_given_value_wins():
+    assert OptimizerConfig(name="muon", lr=0.1).momentum == 0.95
+    assert OptimizerConfig(name="muon", lr=0.1, momentum=0.9).momentum == 0.9
+    assert OptimizerConfig(name="lamb", lr=0.1).eps == 1e-6
+    assert OptimizerConfig(name="adafactor", lr=0.1, first_moment="float32").first_moment == "float32"
+    for config in (OptimizerConfig(name="muon", lr=0.1), OptimizerConfig(name="adafactor", lr=0.1)):
+        assert OptimizerConfig.model_validate(config.model_dump(exclude_defaults=True)) == config
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"decay": "wsd"}, "ends in a cooldown"),
+        ({"decay": "cosine", "cooldown": "10%"}, "cooldown means nothing to decay cosine"),
+        ({"decay": "linear", "timescale": "5 steps"}, "timescale means nothing to decay linear"),
+        ({"decay": "rsqrt", "end_lr": 1e-5}, "end_lr means nothing to rsqrt without a cooldown"),
+        ({"decay": "rsqrt", "timescale": "0 steps"}, "timescale is zero"),
+        ({"decay": "constant", "cooldown": "10%"}, "take decay wsd"),
+    ],
+)
+def test_a_schedules_key_that_nothing_would_read_is_refused(keys: dict[str, Any], said: str):
+    with pytest.raises(ValidationError, match=said):
+        ScheduleConfig(**keys)
+
+
+@pytest.mark.parametrize("name", ["adafactor", "lamb", "muon"])
+def test_an_optimizer_of_whole_parameters_is_refused_to_zero_1_to_3(name: str):
+    optimizer = {"name": name, "lr": 0.1}
+    for stage in (1, 2, 3):
+        said = refusal(stages__finetune__optimizer=optimizer, engine__zero_stage=stage)
+        assert f"stages.finetune.optimizer.name: {name}" in said and "engine.zero_stage to 0" in said
+    assert Recipe.model_validate(tree(stages__finetune__optimizer=optimizer, engine__zero_stage=0))
+    assert Recipe.model_validate(tree(stages__finetune__optimizer=optimizer, engine__backend="accelerate"))

@@ -101,6 +101,12 @@ def test_the_plan_of_a_known_recipe():
     assert "78 steps = 4,992 images = 5.0 epochs" in text
 
 
+def test_timescale_and_cooldown_are_lengths_like_the_others():
+    schedule = {"decay": "rsqrt", "warmup": "10 steps", "timescale": "1 epoch", "cooldown": "20%", "end_lr": 0.01}
+    got = plan(samples=1000, stage={"schedule": schedule}).schedule
+    assert (got.timescale_steps, got.cooldown_steps, got.end_lr) == (16, 20, 0.01)  # 1000 / 64 = 15.6
+
+
 def test_a_batch_that_does_not_divide_among_the_processes():
     text = refusal(world_size=3)
     assert "stages.pretrain.global_batch_size 64 does not divide among 3 processes: use a multiple of 3" in text
@@ -149,6 +155,10 @@ def test_more_lanes_than_images_names_a_number_of_lanes_that_fits():
         ({"duration": "0 steps"}, "stages.pretrain.duration is zero"),
         ({"schedule": {"warmup": "100 steps"}}, "stages.pretrain.schedule.warmup takes 100 of 100 steps"),
         ({"schedule": {"warmup": "7 epochs"}}, "stages.pretrain.schedule.warmup takes 109 of 100 steps"),
+        (
+            {"schedule": {"decay": "wsd", "warmup": "60%", "cooldown": "50%"}},
+            "stages.pretrain.schedule: warmup and cooldown take 60 and 50 of 100 steps",
+        ),
         ({"patch_dropout": 0.5, "unmasked_finish": "100%"}, "unmasked_finish takes 100 of 100 steps, and nothing is"),
         ({"patch_dropout": 0.5, "unmasked_finish": "7 epochs"}, "unmasked_finish takes 109 of 100 steps"),
     ],
