@@ -56,11 +56,11 @@ def sweep(
 
         shardvit sweep my.yaml finetune.optimizer.lr=0.003,0.01,0.03,0.06 --hold-out 1% --dry-run
     """
-    from launch.sweep.points import plan_sweep
+    from launch.sweep.points import plan_sweep, read_share
 
     # Mistakes are reported before anything slow is imported.
     planned = plan_sweep(
-        recipe, overrides, runs_root=runs, paths=paths_file(data), stage=stage, hold_out=_share(hold_out)
+        recipe, overrides, runs_root=runs, paths=paths_file(data), stage=stage, hold_out=read_share(hold_out)
     )
     if max_restarts < 0:
         raise UserError(f"--max-restarts: it is {max_restarts}; give 0 or more")
@@ -73,18 +73,3 @@ def sweep(
 
     go_on()
     return run_sweep(planned, max_restarts=max_restarts)
-
-
-def _share(text: str | None) -> float | None:
-    """Such as 2% or 0.02; UserError if it is no share of a set that has images left."""
-    if text is None:
-        return None
-    try:
-        share = float(text.strip().removesuffix("%")) / (100 if text.strip().endswith("%") else 1)
-    except ValueError:
-        share = 0.0
-    if not 0 < share < 1:
-        raise UserError(
-            f"--hold-out: {text} is no share of the images: give one between 0 and 100%, such as 2% or 0.02"
-        )
-    return round(share, 12)  # 0.07 of "7%"

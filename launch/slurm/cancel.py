@@ -48,6 +48,7 @@ def cancel_run(
             slurm.cancel(idle)
             say(f"cancelled: {', '.join(idle)}")
         for job in (job for job, state in alive.items() if state == "RUNNING" and job not in told | set(idle)):
+            slurm.cancel_waiting(job)
             slurm.signal(job)
             told.add(job)
             say(f"job {job} saves and ends (at most {wait_seconds:.0f} seconds; --now does not wait)")

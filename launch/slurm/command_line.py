@@ -8,10 +8,12 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
+from data_shards.errors import UserError
 from launch.env import paths_file
 from launch.flags import DataFile
 from launch.output import say
 from launch.slurm.options import JobOptions
+from pipeline.vocabulary import StageName
 
 
 def submit(
@@ -27,6 +29,12 @@ def submit(
     render: Annotated[
         bool, Parameter(negative="", help="Print exactly what would be submitted, and submit nothing.")
     ] = False,
+    sweep: Annotated[
+        bool, Parameter(negative="", help="A grid, as of shardvit sweep: a job array with a task for each point.")
+    ] = False,
+    hold_out: Annotated[str | None, Parameter(help="With --sweep: as of shardvit sweep.")] = None,
+    stage: Annotated[StageName | None, Parameter(help="With --sweep: as of shardvit sweep.")] = None,
+    at_once: Annotated[int | None, Parameter(help="With --sweep: the most points at a time; default: all.")] = None,
 ) -> int:
     """Submit a recipe's stages to SLURM, one job each, one after the other; finished stages are skipped.
 
@@ -41,7 +49,23 @@ def submit(
         shardvit submit my.yaml --nodes 1 --gpus-per-node 4 --time 4:00:00 --render
 
         shardvit submit digits --nodes 2 --tasks-per-node 1 --time 1:00:00
+
+        shardvit submit my.yaml finetune.optimizer.lr=0.01,0.03 --sweep --nodes 1 --gpus-per-node 8 --time 4:00:00
     """
+    if sweep:
+        return _submit_sweep(
+            recipe,
+            overrides,
+            options=options,
+            site=site,
+            data=data,
+            runs=runs,
+            render=render,
+            at_once=at_once,
+            choice=(stage, hold_out),
+        )
+    if hold_out is not None or stage is not None or at_once is not None:
+        raise UserError("--hold-out, --stage and --at-once mean nothing without --sweep: give it, too")
     from pipeline.recipe.io import load_recipe
 
     # A mistake in it is said before anything slow is imported.
@@ -63,9 +87,45 @@ def submit(
         print(rendered(plan), end="")
         return 0
     submission = submit_plan(plan, slurm=Slurm())
-    for stage, number in submission.jobs.items():
-        print(f"{stage}: job {number}, log {plan.paths.log(stage)}")
+    for name in plan.scripts:
+        print(f"{name}: job {submission.jobs[name]}, log {plan.paths.log(name)}")
     print(f"show its state with: shardvit status {plan.paths.run}")
+    return 0
+
+
+def _submit_sweep(
+    recipe: str,
+    overrides: tuple[str, ...],
+    *,
+    options: JobOptions,
+    site: Path | None,
+    data: Path | None,
+    runs: Path,
+    render: bool,
+    at_once: int | None,
+    choice: tuple[StageName | None, str | None],
+) -> int:
+    from launch.sweep.points import plan_sweep, read_share
+
+    stage, hold_out = choice
+    share = read_share(hold_out)
+    planned = plan_sweep(recipe, overrides, runs_root=runs, paths=paths_file(data), stage=stage, hold_out=share)
+
+    from launch.slurm.commands import Slurm
+    from launch.slurm.site import job_of, read_site
+    from launch.slurm.sweep_jobs import plan_sweep_jobs, render_sweep, submit_sweep
+
+    plan = plan_sweep_jobs(planned, job=job_of(options, site=read_site(site)), at_once=at_once)
+    if render:
+        print(render_sweep(plan), end="")
+        return 0
+    submission = submit_sweep(plan, slurm=Slurm())
+    for name, number in submission.jobs.items():
+        print(f"{name}: job {number}")
+    print(
+        f"{len(plan.open_points)} points to train; logs in {plan.paths.slurm}, the table at the end in sum-up.log there"
+    )
+    print(f"show their state with: shardvit status {plan.sweep.root}")
     return 0
 
 
@@ -77,7 +137,7 @@ def status(
 ) -> int:
     """Show how far a run's stages are: on SLURM with their jobs and time limits, on this machine without.
 
-    RUN is its folder, RUNS/NAME.
+    RUN is its folder, RUNS/NAME; of a sweep's, RUNS/NAME-sweep, its table is shown.
 
     Some examples:
         shardvit status runs/digits
@@ -85,6 +145,14 @@ def status(
         shardvit status runs/digits --json
     """
     import json
+
+    from pipeline.vocabulary import SWEEP_FILE
+
+    if (run / SWEEP_FILE).is_file():
+        from launch.sweep.show import show_sweep
+
+        print(show_sweep(run, form="json" if as_json else "text"))
+        return 0
 
     from launch.slurm.commands import Slurm
     from launch.slurm.status import as_text, as_tree, run_status

@@ -7,11 +7,13 @@ import subprocess
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from data_shards.errors import UserError
 
 _TIMEOUT_SECONDS = 60.0
-_FORMAT = "%A|%T|%r|%L|%N"
+_FORMAT = "%i|%T|%r|%L|%N"
+After = Literal["afterok", "aftercorr", "afterany"]  # SLURM's: aftercorr: each task of an array after its counterpart
 FINISHED = frozenset(  # a job in any other state is still in the queue, or will be again
     ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "REVOKED", "TIMEOUT")
 )
@@ -35,9 +37,10 @@ class Queued:
 class Slurm:
     """The cluster of this machine. All but `history` raise UserError if SLURM refuses or is silent."""
 
-    def submit(self, script: Path, *, after: str | None) -> str:
-        """Submit a script; returns the job's number. If the job `after` fails, SLURM removes this one."""
-        return self._call(submit_command(script, after=after)).strip().partition(";")[0]
+    def submit(self, script: Path, *, after: str | None, how: After = "afterok") -> str:
+        """Submit a script; returns the job's number. Where `how` is not "afterany" and the job `after` fails, SLURM
+        removes this one."""
+        return self._call(submit_command(script, after=after, how=how)).strip().partition(";")[0]
 
     def queue(self, jobs: Iterable[str]) -> dict[str, Queued]:
         """The jobs that SLURM still knows; those that ended are forgotten after some minutes."""
@@ -46,7 +49,14 @@ class Slurm:
             return {}
         try:
             text = self._call(
-                ["squeue", "--noheader", "--states=all", f"--format={_FORMAT}", f"--jobs={','.join(numbers)}"]
+                [
+                    "squeue",
+                    "--noheader",
+                    "--array",
+                    "--states=all",
+                    f"--format={_FORMAT}",
+                    f"--jobs={','.join(numbers)}",
+                ]
             )
         except UserError as error:
             if "Invalid job id" in str(error):  # it knows none of them
@@ -55,14 +65,20 @@ class Slurm:
         return parse_queue(text)
 
     def alive(self, jobs: Iterable[str]) -> dict[str, str]:
-        return {job: queued.state for job, queued in self.queue(jobs).items() if not queued.is_finished}
+        asked = list(jobs)
+        queue = {job: queued for job, queued in self.queue(asked).items() if job in asked}
+        return {job: queued.state for job, queued in queue.items() if not queued.is_finished}
 
     def cancel(self, jobs: Sequence[str]) -> None:
         """Remove jobs from the queue; a running one is killed after SLURM's KillWait."""
         self._call(["scancel", *jobs])
 
+    def cancel_waiting(self, job: str) -> None:
+        """Remove what waits of an array; does nothing to what runs."""
+        self._call(["scancel", "--state=PENDING", job])
+
     def signal(self, job: str) -> None:
-        """Send USR1 to a job's batch script, as before the time limit."""
+        """Send USR1 to a job's batch script (of an array: to each task's), as before the time limit."""
         self._call(["scancel", "--signal=USR1", "--batch", job])
 
     def history(self, jobs: Iterable[str]) -> dict[str, str]:
@@ -93,20 +109,29 @@ class Slurm:
         return done.stdout
 
 
-def submit_command(script: Path, *, after: str | None) -> list[str]:
+def submit_command(script: Path, *, after: str | None, how: After = "afterok") -> list[str]:
     """The sbatch command for a script, to run after job `after`."""
-    dependency = [f"--dependency=afterok:{after}", "--kill-on-invalid-dep=yes"] if after else []
+    dependency = [f"--dependency={how}:{after}", "--kill-on-invalid-dep=yes"] if after else []
     return ["sbatch", "--parsable", *dependency, str(script)]
 
 
 def parse_queue(text: str) -> dict[str, Queued]:
-    """squeue's lines in `_FORMAT`, by job number. The last line of an array counts."""
+    """squeue's lines in `_FORMAT`, by job number: of an array each task, such as 12_3, and as 12 the one that has most
+    before it."""
     found: dict[str, Queued] = {}
     for line in text.splitlines():
         number, state, why, left, nodes = line.split("|")
         left_seconds = parse_left(left) if state == "RUNNING" else None
-        found[number] = Queued(state, "" if why == "None" else why, left_seconds, nodes)
+        queued = Queued(state, "" if why == "None" else why, left_seconds, nodes)
+        found[number] = queued
+        array, is_task, _ = number.partition("_")
+        if is_task and (array not in found or _aliveness(queued) > _aliveness(found[array])):
+            found[array] = queued
     return found
+
+
+def _aliveness(queued: Queued) -> int:
+    return 0 if queued.is_finished else 1 if queued.state == "PENDING" else 2
 
 
 def parse_left(text: str) -> int | None:

@@ -30,7 +30,7 @@ class Submission:
     processes: int  # of a training stage
     limit_seconds: int  # of one job
     max_restarts: int  # of a crashed stage
-    jobs: dict[StageName, str] = field(default_factory=dict)  # stage -> job number, in the order of submission
+    jobs: dict[str, str] = field(default_factory=dict)  # stage (of a sweep: what) -> job number, in submission's order
     total_steps: dict[StageName, int] = field(default_factory=dict)  # of the training stages
 
 

@@ -15,6 +15,7 @@ from launch.slurm.site import ContainerSite, SlurmJob
 from pipeline.vocabulary import EXIT_STOPPED, RECIPE_FILE, StageName
 
 _TEMPLATE = Path(__file__).with_name("templates") / "stage.sbatch.jinja"
+_STEP_TEMPLATE = _TEMPLATE.with_name("step.sbatch.jinja")
 _WAIT_SECONDS = 120  # after the first process has ended: saving is over by then, MLflow may still be told the rest
 _REQUEUE_SECONDS = 5  # before the time limit: to decide, and to tell SLURM
 
@@ -44,39 +45,44 @@ class Paths:
         return self.slurm / f"{stage}.log"
 
 
-def stage_script(stage: StageName, *, job: SlurmJob, paths: Paths) -> str:
-    """The text of a stage's batch script."""
-    from jinja2 import Environment, StrictUndefined
+class _Shell(str):
+    """A word of a command that is shell code already."""
 
-    environment = Environment(
-        autoescape=False,  # it is shell, not HTML, and quoted by `q`
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
-    environment.filters["q"] = shlex.quote
-    environment.filters["comment"] = lambda value: " ".join(str(value).split())
-    python = job.site.python or ("python3" if job.site.container else sys.executable)
+
+@dataclass(frozen=True)
+class Tasks:
+    """The runs of a job array, one task each: folders in `Paths.run`, which is a sweep's."""
+
+    names: Sequence[str]
+    at_once: int | None = None  # so many run at a time; None: all
+
+    @property
+    def option(self) -> str:
+        """Of sbatch."""
+        return f"--array=0-{len(self.names) - 1}" + (f"%{self.at_once}" if self.at_once else "")
+
+
+def stage_script(stage: StageName, *, job: SlurmJob, paths: Paths, tasks: Tasks | None = None) -> str:
+    """The text of a stage's batch script; with `tasks`, of an array that has the stage of each of these runs."""
+    python = _python(job)
     inside = _inside(job, paths=paths)
-    after = [*inside, python, "-m", "launch.slurm.after", str(paths.run)]
+    run: str = str(paths.run) if tasks is None else _Shell('"$run"')
+    recipe = str(paths.recipe) if tasks is None else _Shell(f'"$run"/slurm/{RECIPE_FILE}')
+    runs = paths.run.parent if tasks is None else paths.run
+    after = [*inside, python, "-m", "launch.slurm.after", run]
     rest = ["--stage", stage, "--max-restarts", str(job.options.max_restarts)]
-    return environment.from_string(_TEMPLATE.read_text(encoding="utf-8")).render(
+    return _render(
+        _TEMPLATE,
+        job=job,
+        paths=paths,
         stage=stage,
-        run_folder=paths.run,
-        options=[shlex.join([option]) for option in _options(stage, job=job, paths=paths)],
-        modules=job.site.modules,
-        setup=job.site.setup,
-        environment={
-            "PYTHONUNBUFFERED": "1",
-            **({} if job.options.gpus_per_node else {"DS_ACCELERATOR": "cpu"}),
-            **job.site.environment,
-        },
-        package_folder=None if job.site.container or paths.package is None else str(paths.package),
+        options=_options(stage, job=job, paths=paths, tasks=tasks),
+        tasks=() if tasks is None else tasks.names,
+        job_id="$SLURM_JOB_ID" if tasks is None else "${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}",
         train=_command(
             _srun(stage, job, paths=paths, how="train"),
-            [*inside, python, "-u", "-m", "launch.train", str(paths.recipe), "--stage", stage],
-            ["--runs", str(paths.run.parent)],
+            [*inside, python, "-u", "-m", "launch.train", recipe, "--stage", stage],
+            ["--runs", str(runs)],
         ),
         # If shardvit is only in the container, one more task asks there.
         after=_command(*([_srun(stage, job, paths=paths, how="ask")] if job.site.container else []), after, rest),
@@ -85,21 +91,79 @@ def stage_script(stage: StageName, *, job: SlurmJob, paths: Paths) -> str:
     )
 
 
-def _options(stage: StageName, *, job: SlurmJob, paths: Paths) -> list[str]:
+def step_script(name: str, command: Sequence[str], *, job: SlurmJob, paths: Paths) -> str:
+    """The text of a batch script that runs Python's `command` once, in one process: of a sweep, whose folder is
+    `paths.run`."""
+    stage: StageName = "swap_head"  # what it asks for is as small
+    asked = [f"--{entry.flag}={text}" for entry, text in job.options.flags(stage=stage)]
+    names = {
+        "job-name": f"{paths.run.name}-{name}",
+        "chdir": paths.work,
+        "output": _pattern(paths.slurm / f"{name}.log"),
+    }
+    named = [f"--{option}={value}" for option, value in names.items()]
+    options = _lines([*named, *asked, "--open-mode=append", "--requeue", *job.site.sbatch.lines])
+    within = [_srun(stage, job, paths=paths, how="ask")] if job.site.container else []
+    words = [*_inside(job, paths=paths), _python(job), "-u", *command]
+    return _render(_STEP_TEMPLATE, job=job, paths=paths, options=options, name=name, command=_command(*within, words))
+
+
+def _python(job: SlurmJob) -> str:
+    return job.site.python or ("python3" if job.site.container else sys.executable)
+
+
+def _render(template: Path, *, job: SlurmJob, paths: Paths, options: Sequence[str], **values: object) -> str:
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    environment = Environment(
+        loader=FileSystemLoader(template.parent),
+        autoescape=False,  # it is shell, not HTML, and quoted by `q`
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters["q"] = shlex.quote
+    environment.filters["comment"] = lambda value: " ".join(str(value).split())
+    return environment.get_template(template.name).render(
+        run_folder=paths.run,
+        options=[shlex.join([option]) for option in options],
+        modules=job.site.modules,
+        setup=job.site.setup,
+        environment={
+            "PYTHONUNBUFFERED": "1",
+            **({} if job.options.gpus_per_node else {"DS_ACCELERATOR": "cpu"}),
+            **job.site.environment,
+        },
+        package_folder=None if job.site.container or paths.package is None else str(paths.package),
+        **values,
+    )
+
+
+def _options(stage: StageName, *, job: SlurmJob, paths: Paths, tasks: Tasks | None) -> list[str]:
     asked = {entry.flag: text for entry, text in job.options.flags(stage=stage)}
     options = {
         "job-name": f"{paths.run.name}-{stage}",
         **asked,
         "chdir": paths.work,
-        "output": str(paths.log(stage)).replace("%", "%%"),
+        "output": _pattern(paths.log(stage)) if tasks is None else _pattern(paths.slurm / stage) + "-%a.log",
         "open-mode": "append",
         "signal": f"B:USR1@{min(job.options.signal_seconds, limit_seconds(asked['time']) - 1)}",
     }
-    lines = [f"--{name}={value}" for name, value in options.items()]
-    for line in lines:
+    lines = _lines([f"--{name}={value}" for name, value in options.items()])
+    return [*lines, *([] if tasks is None else [tasks.option]), "--requeue", *job.site.sbatch.lines]
+
+
+def _lines(options: list[str]) -> list[str]:
+    for line in options:
         if "\n" in line or "\r" in line:
             raise UserError(f"{line.splitlines()[0]}: a line break cannot stand in a batch script")
-    return [*lines, "--requeue", *job.site.sbatch.lines]
+    return options
+
+
+def _pattern(path: Path) -> str:
+    """A path as sbatch's --output reads it."""
+    return str(path).replace("%", "%%")
 
 
 def _srun(stage: StageName, job: SlurmJob, *, paths: Paths, how: Literal["train", "ask"]) -> list[str]:
@@ -132,4 +196,4 @@ def _mounts(container: ContainerSite, paths: Paths) -> list[str]:
 
 def _command(*parts: Sequence[str]) -> str:
     """A command over several lines, each a part."""
-    return " \\\n    ".join(shlex.join(part) for part in parts)
+    return " \\\n    ".join(" ".join(w if isinstance(w, _Shell) else shlex.quote(w) for w in part) for part in parts)

@@ -55,7 +55,7 @@ def plan_submission(recipe: Recipe, *, runs_root: Path, job: SlurmJob, commands:
     folder.check_recipe(recipe)
     run = PipelineRun(recipe, folder, processes=job.processes, restart=None, commands=commands)
     notes = run.check_stages()
-    paths = Paths(run=folder.path, work=Path.cwd(), package=_package_folder())
+    paths = Paths(run=folder.path, work=Path.cwd(), package=package_folder())
     open_stages: list[StageName] = [name for name in recipe.stages.names if folder.peek(name).state != "done"]
     return SubmissionPlan(
         recipe=recipe.model_copy(update={"processes": job.processes}),
@@ -123,7 +123,7 @@ def total_steps(recipe: Recipe, *, processes: int, commands: Commands = "refuse"
     return steps
 
 
-def _package_folder() -> Path | None:
+def package_folder() -> Path | None:
     """Where `launch` was imported from, unless it is installed with the interpreter's packages."""
     folder = Path(launch.__file__ or "").resolve().parents[1]
     return None if folder.is_relative_to(Path(sys.prefix).resolve()) else folder

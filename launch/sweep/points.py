@@ -157,6 +157,21 @@ def _resolved(recipe: Recipe, *, values: Mapping[str, str]) -> dict[str, str]:
     return {key: known.get(key, known.get(f"stages.{key}", text)) for key, text in values.items()}
 
 
+def read_share(text: str | None) -> float | None:
+    """--hold-out, such as 2% or 0.02; UserError if it is no share of a set that has images left."""
+    if text is None:
+        return None
+    try:
+        share = float(text.strip().removesuffix("%")) / (100 if text.strip().endswith("%") else 1)
+    except ValueError:
+        share = 0.0
+    if not 0 < share < 1:
+        raise UserError(
+            f"--hold-out: {text} is no share of the images: give one between 0 and 100%, such as 2% or 0.02"
+        )
+    return round(share, 12)  # 0.07 of "7%"
+
+
 def trained_stages(recipe: Recipe) -> list[StageName]:
     """All stages but swap_head, in order."""
     return [name for name in recipe.stages.names if isinstance(getattr(recipe.stages, name), TrainStage)]

@@ -17,6 +17,7 @@ from typing import Any, Literal
 from data_shards.durable import replace_text
 from data_shards.text import parse_json, table
 from launch.sweep.points import FINAL, Point, Sweep
+from pipeline.recipe.schema import Recipe
 from pipeline.run_folder import RunFolder
 from pipeline.vocabulary import SWEEP_FILE, StageName
 
@@ -44,13 +45,16 @@ class Outcome:
         return self.state == "done"
 
 
-def outcome(folder: RunFolder, *, stage: StageName, values: Mapping[str, str], failed: str = "") -> Outcome:
-    """A run's state and results; `failed`: why it ended, if it did not end well."""
+def outcome(
+    folder: RunFolder, recipe: Recipe, *, stage: StageName, values: Mapping[str, str], failed: str = ""
+) -> Outcome:
+    """A run's state and results, those of the weights that become its model; `failed`: why it ended, if it did not end
+    well."""
+    config = recipe.train_stage(stage)
     record = folder.peek(stage)
     results = record.results
-    mark = "ema_" if record.model.get("ema_decay") else ""  # of the weights that the stage leaves, as keep_best
-    score = next((results[key] for key in (f"val/{mark}{name}" for name in _SCORES) if key in results), None)
-    loss = results.get(f"val/{mark}loss")
+    score = next((results[key] for name in _SCORES if (key := config.judged_by(name)) in results), None)
+    loss = results.get(config.judged_by("loss"))
     seconds = record.seconds
     if record.state != "done":
         state: PointState = "failed" if failed else "begun" if folder.path.exists() and record.state != "new" else "new"
@@ -109,13 +113,21 @@ def failures(root: Path) -> dict[str, str]:
 def make_record(sweep: Sweep, *, failed: Mapping[str, str], chosen: Point | None = None) -> SweepRecord:
     """The sweep as its run folders have it now; `failed`: why points ended."""
     points = [
-        outcome(sweep.folder(each.name), stage=sweep.stage, values=each.values, failed=failed.get(each.name, ""))
+        outcome(
+            sweep.folder(each.name),
+            each.recipe,
+            stage=sweep.stage,
+            values=each.values,
+            failed=failed.get(each.name, ""),
+        )
         for each in sweep.points
     ]
     final = None
     if chosen is not None:
         last = chosen.final.stages.names[-1]  # which trains: swap_head never comes last
-        final = outcome(sweep.folder(FINAL), stage=last, values=chosen.values, failed=failed.get(FINAL, ""))
+        final = outcome(
+            sweep.folder(FINAL), chosen.final, stage=last, values=chosen.values, failed=failed.get(FINAL, "")
+        )
     grid = {axis.key: axis.values for axis in sweep.axes}
     name = None if chosen is None else chosen.name
     return SweepRecord(sweep.name, sweep.stage, sweep.hold_out, grid, points, chosen=name, final=final)

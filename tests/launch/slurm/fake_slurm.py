@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from data_shards.errors import UserError
-from launch.slurm.commands import Queued, Slurm
+from launch.slurm.commands import After, Queued, Slurm
 
 
 @dataclass
@@ -22,16 +22,18 @@ class FakeSlurm(Slurm):
     states: dict[str, Queued] = field(default_factory=dict)
     refuse: int = 0
     submitted: list[tuple[str, str | None]] = field(default_factory=list)
+    how: list[After] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
     signalled: list[str] = field(default_factory=list)
     old: dict[str, str] = field(default_factory=dict)
     away: bool = False
 
-    def submit(self, script: Path, *, after: str | None) -> str:
+    def submit(self, script: Path, *, after: str | None, how: After = "afterok") -> str:
         assert script.exists()
         if len(self.submitted) + 1 == self.refuse:
             raise UserError("sbatch: error: Invalid account")
         self.submitted.append((script.name, after))
+        self.how.append(how)
         job = str(100 + len(self.submitted))
         self.states[job] = Queued("PENDING")
         return job
@@ -45,6 +47,9 @@ class FakeSlurm(Slurm):
         self.cancelled += jobs
         for job in jobs:
             self.states[job] = Queued("CANCELLED")
+
+    def cancel_waiting(self, job: str) -> None:
+        pass
 
     def signal(self, job: str) -> None:
         self.signalled.append(job)

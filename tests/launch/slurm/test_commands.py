@@ -18,6 +18,16 @@ def test_the_queue_is_read():
     assert [queued.is_finished for queued in parse_queue(text).values()] == [False, False, True]
 
 
+def test_an_array_is_as_alive_as_its_most_alive_task():
+    array = "12_0|COMPLETED|None|0:00|\n12_1|RUNNING|None|9:00|n1\n12_2|PENDING|JobArrayTaskLimit|10:00|\n"
+    text = f"{array}13_0|FAILED|None|0:00|\n"
+    found = parse_queue(text)
+    assert {job: queued.state for job, queued in found.items()} == {
+        **{"12_0": "COMPLETED", "12_1": "RUNNING", "12_2": "PENDING", "12": "RUNNING"},
+        **{"13_0": "FAILED", "13": "FAILED"},
+    }
+
+
 @pytest.mark.parametrize(
     ("text", "seconds"), [("0:05", 5), ("10:00", 600), ("2:00:01", 7201), ("3-0:00:00", 259_200), ("UNLIMITED", None)]
 )

@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 
 from launch.sweep.record import Outcome, SweepRecord, as_table, choose, failures, outcome
+from pipeline.recipe.io import load_recipe
 from pipeline.run_folder import RunFolder
+
+RECIPE = load_recipe("digits")
 
 
 def done(name: str, score: float, loss: float) -> Outcome:
@@ -48,28 +51,18 @@ def test_what_is_not_finite_has_failed(
     folder.path.mkdir()
     record = folder.record("finetune")
     monkeypatch.setattr(RunFolder, "peek", lambda self, name: type(record)(state="done", results=results))
-    assert outcome(folder, stage="finetune", values={}).state == state
-
-
-def test_of_a_stage_that_leaves_the_moving_average_that_is_judged(tmp_path: Path):
-    folder = RunFolder(runs_root=tmp_path, name="run")
-    folder.path.mkdir()
-    results = {"val/top1": 0.5, "val/loss": 1.0, "val/ema_top1": 0.75, "val/ema_loss": 0.5}
-    for model, expected in (({"ema_decay": 0.99}, (0.75, 0.5)), ({"image_size": 8}, (0.5, 1.0))):
-        folder.update("finetune", state="done", results=results, model=model)
-        found = outcome(folder, stage="finetune", values={})
-        assert (found.score, found.loss) == expected
+    assert outcome(folder, RECIPE, stage="finetune", values={}).state == state
 
 
 def test_a_run_that_ended_has_failed_until_it_is_done(tmp_path: Path):
     folder = RunFolder(runs_root=tmp_path, name="run")
-    assert outcome(folder, stage="finetune", values={}).state == "new"
+    assert outcome(folder, RECIPE, stage="finetune", values={}).state == "new"
     folder.path.mkdir()
     folder.update("finetune", state="running")
-    assert outcome(folder, stage="finetune", values={}).state == "begun"
-    assert outcome(folder, stage="finetune", values={}, failed="exit code 1").state == "failed"
+    assert outcome(folder, RECIPE, stage="finetune", values={}).state == "begun"
+    assert outcome(folder, RECIPE, stage="finetune", values={}, failed="exit code 1").state == "failed"
     folder.update("finetune", state="done", results={"val/top1": 0.5, "val/loss": 1.0})
-    assert outcome(folder, stage="finetune", values={}, failed="exit code 1").state == "done"
+    assert outcome(folder, RECIPE, stage="finetune", values={}, failed="exit code 1").state == "done"
 
 
 def test_the_file_is_json_and_tells_what_failed(tmp_path: Path):
@@ -91,3 +84,14 @@ def test_the_file_is_json_and_tells_what_failed(tmp_path: Path):
 def test_a_damaged_file_tells_nothing(tmp_path: Path, content: str):
     (tmp_path / "sweep.json").write_text(content)
     assert failures(tmp_path) == {}
+
+
+def test_the_moving_average_is_judged_where_it_becomes_the_model(tmp_path: Path):
+    results = {"val/top1": 0.5, "val/loss": 1.0, "val/ema_top1": 0.75, "val/ema_loss": 0.5}
+    folder = RunFolder(runs_root=tmp_path, name="run")
+    folder.path.mkdir()
+    folder.update("finetune", state="done", results=results)
+    for model, expected in (("ema", (0.75, 0.5)), ("weights", (0.5, 1.0))):
+        recipe = load_recipe("digits", overrides=[f"stages.finetune.ema={{decay: 0.9, model: {model}}}"])
+        found = outcome(folder, recipe, stage="finetune", values={})
+        assert (found.score, found.loss) == expected

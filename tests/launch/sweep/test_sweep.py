@@ -87,7 +87,7 @@ def test_the_runs_their_order_and_their_images(work: Machine, told: Told, capsys
         if launch.stage != "finetune":
             continue
         config = launch.recipe.train_stage("finetune")
-        parts = [(each.part, each.hold_out) for each in (*config.train, config.eval)]
+        parts = [(each.part, each.hold_out) for each in (*(config.train or ()), config.eval) if each]
         is_final = launch.recipe.name == "final"
         assert parts == ([(None, None), (None, None)] if is_final else [("rest", 0.1), ("held_out", 0.1)])
         assert (config.eval.shards == config.train[0].shards) == (not is_final)

@@ -1,0 +1,210 @@
+"""`shardvit submit --sweep`: the points of a sweep as one job array, then the choice, then the final run.
+
+    what comes before the swept stage, once    jobs as of any run, of those that are not done
+    STAGE array                                a task for each point, one array for each stage of the points
+    choose                                     after all tasks have ended, however they did
+    final-STAGE ...                            jobs as of any run, after `choose` was successful
+    sum-up                                     sweep.json, the table (sum-up.log) and MLflow, whatever came of it
+
+Each task saves before its time limit, is requeued and goes on, like the job of a run. Everything is checked before
+anything is submitted; if SLURM refuses a job, those before it are cancelled. Scripts, logs and jobs.json lie in
+RUNS/NAME-sweep/slurm. Typed again, what is not done is submitted.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from data_shards.durable import replace_text
+from data_shards.errors import UserError
+from launch.run.pipeline_run import PipelineRun
+from launch.slurm.commands import After, Slurm, submit_command
+from launch.slurm.records import Submission, read_submission, write_cancelled, write_ends, write_submission
+from launch.slurm.script import Paths, Tasks, stage_script, step_script
+from launch.slurm.site import SlurmJob
+from launch.slurm.submit import package_folder, total_steps
+from launch.sweep.points import FINAL, Point, Sweep, link_earlier
+from launch.sweep.record import make_record
+from launch.sweep.stored import store_finals
+from pipeline.recipe.io import dump_recipe
+from pipeline.recipe.schema import Recipe
+from pipeline.run_folder import RunFolder
+from pipeline.vocabulary import RECIPE_FILE, StageName
+
+
+@dataclass(frozen=True)
+class SweepJob:
+    """One job, or array, to be submitted."""
+
+    name: str  # in jobs.json
+    script: Path
+    text: str
+    how: After = "afterok"  # it waits for the one before it
+
+
+@dataclass(frozen=True)
+class SweepSubmission:
+    """What would be submitted."""
+
+    sweep: Sweep
+    paths: Paths  # whose run is the sweep's folder
+    job: SlurmJob
+    open_points: tuple[Point, ...]  # that are not done
+    jobs: tuple[SweepJob, ...]
+
+
+def plan_sweep_jobs(sweep: Sweep, *, job: SlurmJob, at_once: int | None) -> SweepSubmission:
+    """Check every run and render the scripts; changes nothing on disk. `at_once`: the most tasks that run at a time.
+    Raises UserError for anything that would keep a run from running."""
+    if at_once is not None and at_once < 1:
+        raise UserError(f"--at-once: it is {at_once}; give 1 or more")
+    sweep = replace(
+        sweep,
+        root=sweep.root.absolute(),
+        points=tuple(_with_processes(point, processes=job.processes) for point in sweep.points),
+    )
+    for folder, recipe in _runs(sweep):
+        if recipe.processes != job.processes or (recipe.engine.precision == "fp16" and not job.options.gpus_per_node):
+            raise UserError(f"{recipe.name}: fp16 needs GPUs, and processes must be {job.processes} or auto")
+        is_final = folder.name == FINAL
+        folder.check_recipe(recipe, restart=recipe.stages.names[0] if is_final else None)
+        restart = recipe.stages.names[0] if is_final else None
+        PipelineRun(recipe, folder, processes=job.processes, restart=restart).check_stages()
+    paths = Paths(run=sweep.root, work=Path.cwd(), package=package_folder())
+    open_points = tuple(point for point in sweep.points if sweep.folder(point.name).peek(sweep.stage).state != "done")
+    jobs = tuple(_jobs(sweep, open_points, job=job, paths=paths, at_once=at_once))
+    return SweepSubmission(sweep, paths, job, open_points, jobs)
+
+
+def render_sweep(plan: SweepSubmission) -> str:
+    """The commands and scripts exactly as they would be submitted."""
+    parts, before = [], None
+    for each in plan.jobs:
+        command = submit_command(each.script, after=before and f"JOB_OF_{before}", how=each.how)
+        parts.append(f"# ---- {' '.join(command)}\n{each.text}")
+        before = each.name
+    return "\n".join(parts)
+
+
+def submit_sweep(plan: SweepSubmission, *, slurm: Slurm) -> Submission:
+    """Write folders and scripts, and submit them. Raises UserError if jobs of this sweep are still queued, or SLURM
+    refuses one (then none is left)."""
+    sweep, records = plan.sweep, plan.paths.slurm
+    previous = read_submission(records)
+    if previous is not None and (alive := slurm.alive(previous.jobs.values())):
+        raise UserError(
+            f"{sweep.root} has jobs in the queue ({', '.join(alive)}): wait for them, or run shardvit cancel"
+        )
+    records.mkdir(parents=True, exist_ok=True)
+    make_record(sweep, failed={}).write(sweep.root)
+    store_finals(sweep)
+    write_cancelled(records, set())
+    _prepare(plan)
+    submission = Submission(
+        time=time.time(),
+        processes=plan.job.processes,
+        limit_seconds=plan.job.limit_seconds,
+        max_restarts=plan.job.options.max_restarts,
+    )
+    before = None
+    try:
+        for each in plan.jobs:
+            each.script.parent.mkdir(parents=True, exist_ok=True)
+            replace_text(each.script, each.text)
+            before = slurm.submit(each.script, after=before, how=each.how)
+            submission = replace(submission, jobs={**submission.jobs, each.name: before})
+            write_submission(records, submission)  # at once: a job that nobody knows of could not be cancelled
+    except UserError:
+        if submission.jobs:
+            slurm.cancel(list(submission.jobs.values()))
+        raise
+    for number, point in enumerate(plan.open_points):
+        folder = sweep.folder(point.name)
+        own = {stage: f"{submission.jobs[stage]}_{number}" for stage in _own_stages(point)}
+        steps = total_steps(point.recipe, processes=plan.job.processes, commands="run")
+        write_submission(folder.path / "slurm", replace(submission, jobs={**own}, total_steps=steps))
+    return submission
+
+
+def _jobs(
+    sweep: Sweep, open_points: tuple[Point, ...], *, job: SlurmJob, paths: Paths, at_once: int | None
+) -> Iterator[SweepJob]:
+    how: After = "afterok"
+    for earlier in sweep.earlier:
+        if earlier.folder.peek(earlier.stage).state != "done":
+            own = replace(paths, run=earlier.folder.path)
+            text = stage_script(earlier.stage, job=job, paths=own)
+            yield SweepJob(f"{earlier.folder.name}-{earlier.stage}", own.script(earlier.stage), text)
+    if open_points:
+        tasks = Tasks([point.name for point in open_points], at_once=at_once)
+        for stage in _own_stages(open_points[0]):
+            yield SweepJob(stage, paths.script(stage), stage_script(stage, job=job, paths=paths, tasks=tasks), how)
+            how = "aftercorr"
+        how = "afterany"
+    step = ("-m", "launch.sweep.step", str(sweep.root), "--do")
+    yield SweepJob(
+        "choose", paths.slurm / "choose.sbatch", step_script("choose", [*step, "choose"], job=job, paths=paths), how
+    )
+    final = replace(paths, run=sweep.folder(FINAL).path)
+    point = sweep.points[0]
+    earlier = () if point.earlier is None else (point.earlier.stage,)
+    for stage in point.final.stages.names:
+        if stage not in earlier:
+            yield SweepJob(f"final-{stage}", final.script(stage), stage_script(stage, job=job, paths=final))
+    text = step_script("sum-up", [*step, "sum-up"], job=job, paths=paths)
+    yield SweepJob("sum-up", paths.slurm / "sum-up.sbatch", text, "afterany")
+
+
+def _prepare(plan: SweepSubmission) -> None:
+    """The folders of the runs that are submitted, with the recipe that their jobs read."""
+    sweep = plan.sweep
+    for earlier in sweep.earlier:
+        if earlier.folder.runs_root == sweep.root:
+            _write_recipe(earlier.folder, earlier.recipe)
+    for point in sweep.points:
+        link_earlier(sweep.folder(point.name), point.recipe, earlier=point.earlier)
+        _write_recipe(sweep.folder(point.name), point.recipe)
+    _forget_ends(sweep.folder(FINAL), sweep.points[0].final)  # `choose` writes its recipe
+
+
+def _write_recipe(folder: RunFolder, recipe: Recipe) -> None:
+    _forget_ends(folder, recipe)
+    replace_text(folder.path / "slurm" / RECIPE_FILE, dump_recipe(recipe))
+
+
+def _forget_ends(folder: RunFolder, recipe: Recipe) -> None:
+    slurm = folder.path / "slurm"
+    slurm.mkdir(parents=True, exist_ok=True)
+    write_cancelled(slurm, set())
+    for stage in recipe.stages.names:
+        write_ends(slurm, stage, [])
+
+
+def _own_stages(point: Point) -> list[StageName]:
+    """The stages of a point's run that are trained for it alone."""
+    return [name for name in point.recipe.stages.names if point.earlier is None or name != point.earlier.stage]
+
+
+def _runs(sweep: Sweep) -> Iterator[tuple[RunFolder, Recipe]]:
+    for earlier in sweep.earlier:
+        if earlier.folder.runs_root == sweep.root:
+            yield earlier.folder, earlier.recipe
+    for point in sweep.points:
+        yield sweep.folder(point.name), point.recipe
+        yield sweep.folder(FINAL), point.final
+
+
+def _with_processes(point: Point, *, processes: int) -> Point:
+    """The point's recipes for the jobs' processes, and absolute folders."""
+
+    def changed(recipe: Recipe) -> Recipe:
+        return recipe.model_copy(update={"processes": processes}) if recipe.processes == "auto" else recipe
+
+    earlier = point.earlier
+    if earlier is not None:
+        folder = replace(earlier.folder, runs_root=earlier.folder.runs_root.absolute())
+        earlier = replace(earlier, recipe=changed(earlier.recipe), folder=folder)
+    return replace(point, recipe=changed(point.recipe), final=changed(point.final), earlier=earlier)

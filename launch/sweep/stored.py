@@ -1,0 +1,57 @@
+"""A sweep as its folder has it, for the jobs of a batch system: they need neither the recipe's file nor the command.
+
+RUNS/NAME-sweep/POINT/recipe.yaml           each point's recipe
+RUNS/NAME-sweep/slurm/finals/POINT.yaml     the final run's, if this point is chosen
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from data_shards.durable import replace_text
+from data_shards.errors import UserError
+from data_shards.text import parse_json
+from launch.sweep.grid import Axis
+from launch.sweep.points import Earlier, Point, Sweep, trained_stages
+from pipeline.recipe.io import dump_recipe, parse_recipe
+from pipeline.run_folder import RunFolder
+from pipeline.vocabulary import RECIPE_FILE, SWEEP_FILE, StageName
+
+_FINALS = Path("slurm") / "finals"
+
+
+def store_finals(sweep: Sweep) -> None:
+    """Write the recipes of the final runs that may be chosen."""
+    folder = sweep.root / _FINALS
+    folder.mkdir(parents=True, exist_ok=True)
+    for point in sweep.points:
+        replace_text(folder / f"{point.name}.yaml", dump_recipe(point.final))
+
+
+def read_sweep(root: Path) -> Sweep:
+    """The sweep in a folder that has its points and finals; UserError: something is missing or damaged."""
+    path = root / SWEEP_FILE
+    try:
+        tree: Any = parse_json(path.read_text(encoding="utf-8"))
+        axes = tuple(Axis(str(key), tuple(map(str, values))) for key, values in tree["grid"].items())
+        stage: StageName = tree["stage"]
+        points = tuple(_point(root, one, stage=stage) for one in tree["points"])
+        return Sweep(str(tree["recipe"]), root, stage=stage, hold_out=float(tree["hold_out"]), axes=axes, points=points)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{path} is missing or damaged ({error}): give the command of the sweep again") from None
+
+
+def _point(root: Path, one: Any, *, stage: StageName) -> Point:
+    name = str(one["name"])
+    recipe = parse_recipe(root / name / RECIPE_FILE)
+    trained = trained_stages(recipe)
+    earlier = None
+    for before in trained[: trained.index(stage)]:
+        link = root / name / before
+        if link.is_symlink():
+            of = Path(os.path.normpath(link.parent / os.readlink(link))).parent
+            earlier = Earlier(before, recipe, RunFolder(runs_root=of.parent, name=of.name))
+    final = parse_recipe(root / _FINALS / f"{name}.yaml")
+    return Point(name, {str(key): str(text) for key, text in one["values"].items()}, recipe, final, earlier)
