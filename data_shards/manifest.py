@@ -55,6 +55,7 @@ class Manifest:
     shards: tuple[Shard, ...]
     source: str
     labels: LabelSpec = field(default_factory=LabelSpec)
+    without_matches_of: tuple[str, ...] = ()  # digests of the sets whose images were left out
 
     @property
     def num_samples(self) -> int:
@@ -100,6 +101,8 @@ def write_manifest(manifest: Manifest) -> Path:
         "labels": asdict(manifest.labels),
         "shards": [vars(shard) for shard in manifest.shards],
     }
+    if manifest.without_matches_of:
+        content["without_matches_of"] = list(manifest.without_matches_of)
     write_json(manifest.root / "sizes.json", {shard.file: shard.num_samples for shard in manifest.shards})
     write_json(path := manifest.root / MANIFEST_FILE, content)
     return path
@@ -217,6 +220,7 @@ def _parse(root: Path, content: dict[str, Any]) -> Manifest:
         shards=shards,
         source=_typed(content, "source", str),
         labels=_labels(content),
+        without_matches_of=tuple(_texts(content, "without_matches_of")),
     )
     if content["label_map"] != manifest.label_map:
         raise ValueError("'label_map' contradicts 'classes'")
@@ -231,6 +235,14 @@ def _typed(content: dict[str, Any], key: str, kind: type) -> Any:
     if not isinstance(content[key], kind):
         raise TypeError(f"'{key}' is not of type {kind.__name__}")
     return _text(content[key]) if kind is str else content[key]
+
+
+def _texts(content: dict[str, Any], key: str) -> list[str]:
+    """A list that may be missing."""
+    found = _typed(content, key, list) if key in content else []
+    if not all(isinstance(each, str) for each in found):
+        raise TypeError(f"'{key}' is not a list of text")
+    return [_text(each) for each in found]
 
 
 def _text(text: str) -> str:

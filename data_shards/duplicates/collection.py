@@ -13,7 +13,11 @@ from data_shards.shard_set import Damaged, ShardSet
 from data_shards.store.store import Store
 
 
-class UnreadablePart(UnreadableImage):
+class UnreadNow(UnreadableImage):
+    """An image that cannot be read now; a retry may help, so nothing is kept of its part."""
+
+
+class UnreadablePart(UnreadNow):
     """A whole part that cannot be read, where that is tolerated."""
 
 

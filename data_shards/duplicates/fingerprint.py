@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from data_shards.duplicates.collection import Collection, UnreadablePart
+from data_shards.duplicates.collection import Collection, UnreadablePart, UnreadNow
 from data_shards.duplicates.perceptual_hash import (
     NUM_VARIANTS,
     NUM_WORDS,
@@ -136,9 +136,12 @@ def _make_part(request: FingerprintRequest, part: int, stop: threading.Event | N
                 return 0
             try:
                 data = request.collection.read(part, row)
-            except UnreadablePart:  # a server that is down, perhaps: nothing to keep
+            except UnreadablePart:
                 path = None
                 break
+            except UnreadNow:
+                path = None
+                continue
             except UnreadableImage:
                 continue
             _fill(found.rows[row], thumbnails[row], data, limit=request.pixel_limit)

@@ -54,7 +54,12 @@ def write_report(folder: Path, found: Sequence[Matches], *, limit: PixelLimit) -
     text = "".join(f"{each}\n" for each in lines)
     # Bytes in a key that are not UTF-8 become JSON escapes.
     replace_text(folder / LINES_FILE, text.encode("utf-8", "backslashreplace").decode())
-    replace_text(folder / PAGE_FILE, "".join(_page(found, limit)))
+    write_page(folder / PAGE_FILE, found, limit=limit)
+
+
+def write_page(path: Path, found: Sequence[Matches], *, limit: PixelLimit) -> None:
+    """Write the page alone, to any path."""
+    replace_text(path, "".join(_page(found, limit)))
 
 
 def _page(found: Sequence[Matches], limit: PixelLimit) -> Iterable[str]:
@@ -71,7 +76,7 @@ def _page(found: Sequence[Matches], limit: PixelLimit) -> Iterable[str]:
     pairs = [(one, match) for one in found for match in one.matches]
     pairs.sort(key=lambda pair: pair[1].likeness)
     if len(pairs) > MOST_PICTURES:
-        yield f"<p>The {MOST_PICTURES:,} that are least alike of {len(pairs):,}; {LINES_FILE} lists all.</p>"
+        yield f"<p>The {MOST_PICTURES:,} that are least alike of {len(pairs):,}; the list beside this page has all.</p>"
     yield '<div class="pairs">'
     for one, match in pairs[:MOST_PICTURES]:
         image, other = one.place(match), one.other_place(match)

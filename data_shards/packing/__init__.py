@@ -1,5 +1,5 @@
 """Images -> shards: what `shardvit pack` does.
 
 Imported by: launch.
-Imports: files of data_shards, images, sources, tars.
+Imports: duplicates, files of data_shards, images, sources, store, tars.
 """

@@ -27,6 +27,7 @@ from data_shards.text import show_bytes, show_duration
 
 DUPLICATES_FILE = "duplicates.jsonl"
 UNREADABLE_FILE = "unreadable.jsonl"
+EXCLUDED_FILE = "excluded.jsonl"
 _MOST_NAMED = 5  # unreadable images, in a message
 
 Line = dict[str, Any]  # of a list
@@ -41,6 +42,7 @@ class Counts:
     groups: int = 0
     straddling_groups: int = 0  # whose images are in several splits
     contradicting_groups: int = 0  # whose images are labelled differently
+    excluded: int = 0  # for being in another set too
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,9 @@ class PackReport:
                 f" {show_bytes(manifest.num_bytes):>9}"
             )
         lines += self._duplicate_lines(dropped=dropped)
+        if self.counts.excluded:
+            excluded = f"{_several(self.counts.excluded, 'image')} left out of train that are also in other sets"
+            lines.append(f"  excluded: {excluded}: see {self.out / EXCLUDED_FILE}")
         unreadable = "none"
         if self.counts.unreadable:
             unreadable = f"{_several(self.counts.unreadable, 'image')} left out: see {self.out / UNREADABLE_FILE}"
@@ -105,10 +110,11 @@ class PackReport:
         return lines
 
 
-def count(groups: Sequence[Line], *, num_unreadable: int) -> Counts:
+def count(groups: Sequence[Line], *, num_unreadable: int, num_excluded: int = 0) -> Counts:
     """Count what the two lists hold."""
     return Counts(
         unreadable=num_unreadable,
+        excluded=num_excluded,
         duplicates=sum(len(group["images"]) - 1 for group in groups),
         groups=len(groups),
         straddling_groups=sum(len({image["split"] for image in group["images"]}) > 1 for group in groups),

@@ -8,6 +8,7 @@
     OUT/train/manifest.json             and sizes.json for open_clip
     OUT/val/..., OUT/test/...           the same, if the source has such splits; val also if `holdout` is given
     OUT/duplicates.jsonl, OUT/unreadable.jsonl      see `found`
+    OUT/excluded.jsonl, OUT/excluded.html           see `exclusion`
 
 Everything is written into a hidden folder beside OUT and renamed when complete; an existing OUT is never changed. After
 a kill, a full disk or an unreadable image the same command resumes after the finished shards, and the result is
@@ -31,6 +32,7 @@ import numpy as np
 from data_shards.durable import flush
 from data_shards.errors import UserError
 from data_shards.manifest import Manifest, read_manifest, write_json, write_manifest, write_timm_info
+from data_shards.packing.exclusion import find_excluded
 from data_shards.packing.found import (
     DUPLICATES_FILE,
     UNREADABLE_FILE,
@@ -117,12 +119,18 @@ def _packed(source_spec: str, out: Path, request: PackRequest, report: Report) -
 
 
 def _pack(source: Source, out: Path, request: PackRequest, content: dict[str, object], report: Report) -> Counts:
-    whole_plan = plan = make_plan(source, request)
+    plan = make_plan(source, request)
+    excluded = find_excluded(plan, source, request, report=report)
+    left_out = {} if excluded is None else excluded.marks
+    whole_plan = plan = make_plan(source, request, without=left_out) if left_out else plan
     digests = None
     if request.duplicates == "drop":
         with Progress(plan.num_images, report, doing="looking for duplicates") as progress:
             digests = read_digests(plan.shards, num_threads=num_cores(), progress=progress)
-        plan = make_plan(source, request, without=repeated(plan, source, digests))
+        marks = repeated(plan, source, digests)
+        plan = make_plan(
+            source, request, without={split: mark | left_out.get(split, False) for split, mark in marks.items()}
+        )
     for note in (*source.notes, *plan.notes):
         report(note)
     with open_work(out) as work:
@@ -135,12 +143,17 @@ def _pack(source: Source, out: Path, request: PackRequest, content: dict[str, ob
                 digests = b"".join(records[shard.file].image_digests for shard in plan.shards)
             groups = duplicate_groups(whole_plan, digests, duplicates=request.duplicates, unreadable=refused)
             refused = [*unlabelled_files(source), *refused]
-            counts = count(groups, num_unreadable=len(refused))
+            num_excluded = 0 if excluded is None else len(excluded)
+            counts = count(groups, num_unreadable=len(refused), num_excluded=num_excluded)
+            if excluded is not None:
+                excluded.write(work.result, request)
             if groups:
                 write_lines(groups, work.result / DUPLICATES_FILE)
             if refused:
                 write_lines(refused, work.result / UNREADABLE_FILE)
-            manifests = [_write_manifest(split, plan, source, records, work.result, report) for split in plan.splits]
+            manifests = [
+                _write_manifest(split, plan, source, request, records, work.result, report) for split in plan.splits
+            ]
             write_timm_info(work.result, manifests)
             write_json(work.result / PACK_FILE, {**content, "found": vars(counts)})
             for folder in (*(work.result / split for split in plan.splits), work.result):
@@ -183,6 +196,7 @@ def _write_manifest(
     split: SplitName,
     plan: PackPlan,
     source: Source,
+    request: PackRequest,
     records: Mapping[str, ShardRecord],
     result: Path,
     report: Report,
@@ -203,7 +217,17 @@ def _write_manifest(
     for number in sorted(planned - packed):
         report(f"no image of the class {plan.classes[number]} in split {split} can be read")
     labels = LABEL_SPECS[plan.kind]
-    manifest = Manifest(result / split, source.name, split, plan.classes, tuple(kept), source.spec, labels=labels)
+    sets = request.exclusion.sets if request.exclusion is not None and split == "train" else ()
+    manifest = Manifest(
+        result / split,
+        source.name,
+        split,
+        plan.classes,
+        tuple(kept),
+        source.spec,
+        labels=labels,
+        without_matches_of=tuple(each.digest for each in sets),
+    )
     write_manifest(manifest)
     return manifest
 

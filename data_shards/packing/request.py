@@ -11,9 +11,19 @@ from data_shards.errors import UserError
 from data_shards.images.decode import PixelLimit
 from data_shards.packing.image import PACKED_LIMIT, Resize
 from data_shards.packing.split import Holdout, HoldoutCount, HoldoutList
+from data_shards.shard_set import ShardSet
 from data_shards.sources import LabelList, Published, Source
+from data_shards.store.store import Store
 
 DEFAULT_SAMPLES_PER_SHARD = 1000  # ImageNet: about 110 MB a shard, within the 0.1 to 1 GB that object stores like
+
+
+@dataclass(frozen=True)
+class Exclusion:
+    """Other sets, whose images are left out of the split train; `store` reads those that are not local."""
+
+    sets: tuple[ShardSet, ...]
+    store: Store
 
 
 @dataclass(frozen=True)
@@ -31,6 +41,7 @@ class PackRequest:
         pixel_limit: larger images count as unreadable, and are not decoded.
         unreadable: such images end the packing, after all were read, or are left out and listed.
         duplicates: of images with the same bytes keep all, or the first in shard order, train before val.
+        exclusion: leave images out of train that are also in other sets (see `exclusion`).
         seed: of the shuffle and of the held-out choice.
     """
 
@@ -44,6 +55,7 @@ class PackRequest:
     pixel_limit: PixelLimit = PACKED_LIMIT
     unreadable: Literal["refuse", "skip"] = "refuse"
     duplicates: Literal["keep", "drop"] = "keep"
+    exclusion: Exclusion | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -72,6 +84,7 @@ class PackRequest:
             "resize": asdict(self.resize) if self.resize else None,
             "max_image_pixels": self.pixel_limit.pixels if self.pixel_limit != PACKED_LIMIT else None,
             "unreadable": self.unreadable if self.unreadable == "skip" else None,
+            "without_matches_of": [each.digest for each in self.exclusion.sets] if self.exclusion else None,
             "duplicates": self.duplicates if self.duplicates == "drop" else None,
         }
         return {

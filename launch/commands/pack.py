@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
@@ -12,6 +12,10 @@ from data_shards.text import printable
 from data_shards.vocabulary import USUAL_MOST_PIXELS
 from launch.flags import MaxImagePixels, pixel_limit, size_bytes
 from launch.output import go_on
+
+if TYPE_CHECKING:
+    from data_shards.packing.request import Exclusion
+    from data_shards.shard_set import Report
 
 
 def pack(
@@ -68,6 +72,15 @@ def pack(
     drop_duplicates: Annotated[
         bool, Parameter(negative="", help="Of images with the same bytes pack only the first, train before val, test.")
     ] = False,
+    exclude_matches_of: Annotated[
+        list[str] | None,
+        Parameter(
+            negative="",
+            consume_multiple=True,
+            help="Other shards, such as test sets: leave images out of the training split that are also there, byte "
+            "for byte, pixel for pixel, or resized, encoded again, cropped by up to 5 % or mirrored; and list them.",
+        ),
+    ] = None,
     skip_unreadable: Annotated[
         bool,
         Parameter(
@@ -108,6 +121,8 @@ def pack(
 
         shardvit pack cifar-10-python.tar.gz shards/cifar10
 
+        shardvit pack in21k/ shards/in21k --exclude-matches-of shards/imagenet/val shards/cifar10/val
+
     Tars are read in place. A .tar.gz is decompressed once, beside OUT, and that
     copy is removed at the end.
 
@@ -122,6 +137,10 @@ def pack(
     from data_shards.sources import LabelList, Published
 
     go_on()
+
+    def say(line: str) -> None:
+        print(printable(line))
+
     if holdout is not None and holdout_images is not None:
         raise UserError("--holdout, --holdout-images: give one of them, not both")
     if labels is None and (path_column, label_column, class_names) != (None, None, None):
@@ -147,6 +166,21 @@ def pack(
         unreadable="skip" if skip_unreadable else "refuse",
         duplicates="drop" if drop_duplicates else "keep",
         seed=seed,
-        report=lambda line: print(printable(line)),
+        exclusion=open_exclusion(exclude_matches_of, report=say) if exclude_matches_of else None,
+        report=say,
     )
     return 0
+
+
+def open_exclusion(locations: list[str], *, report: Report) -> Exclusion:
+    """Open the sets of --exclude-matches-of. Raises UserError if one is missing or damaged."""
+    from data_shards.opening import open_shards
+    from data_shards.packing.request import Exclusion
+    from data_shards.store.cache import CacheConfig, default_cache_folder
+    from data_shards.store.location import is_local
+    from data_shards.store.store import Store
+
+    all_local = all(map(is_local, locations))
+    cache = None if all_local else CacheConfig(folder=default_cache_folder(), limit_bytes=50 * 10**9)
+    store = Store(cache, commands="run")  # as the user typed them
+    return Exclusion(tuple(open_shards(each, store=store, report=report) for each in locations), store)
