@@ -64,7 +64,7 @@ def stage_cost(model: ModelConfig, *, stage: TrainStage, engine: EngineConfig, n
         # the corrupting matrix, and the embeddings of the chosen patches
         added = more.saved_bytes + VALUE_BYTES * patches * (patches + 1)
         kept, checkpointed = kept + added, checkpointed + added
-    if stage.dropout:
+    if stage.dropout and stage.dropout_masks == "process":  # masks by sample are drawn again, not kept
         # A byte for each value under dropout: after attention and twice in the MLP of each block, once before.
         sizes = model.sizes
         masks = counted.tokens * (sizes.width + sizes.depth * (2 * sizes.width + sizes.mlp_dim))

@@ -11,7 +11,7 @@ import yaml
 from data_shards.packing.pack import pack
 from pipeline.report.metrics_log import read_metrics
 
-STEPS = 30
+STEPS = 40
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
@@ -28,8 +28,8 @@ def losses(tmp_path_factory: pytest.TempPathFactory, run_preloaded: Run) -> Call
             "image_size": 8,
             "global_batch_size": 32,
             "duration": f"{STEPS} steps",
-            "optimizer": {"name": "adamw", "lr": 0.01},
-            "augment": {"mixup_alpha": 0.2, "rand_augment": {"num_ops": 1, "magnitude": 5}},
+            "optimizer": {"name": "adamw", "lr": 0.005},
+            "augment": {"mixup_alpha": 0.2, "crop_area": [0.8, 1.0], "flip": 0.0},
             "dropout": 0.1,
             "stochastic_depth": 0.2,
             "patch_dropout": 0.5,
@@ -78,7 +78,7 @@ def test_losses_are_those_of_one_process(
     name: str, how: dict[str, object], losses: Callable[..., list[float]], alone: list[float]
 ) -> None:
     assert losses(name, **how) == pytest.approx(alone, rel=1e-5)
-    assert min(alone) < alone[0] - 0.3, "it does not learn, so the masks would not show"
+    assert min(alone) < alone[0] - 0.1, "it does not learn, so the masks would not show"
 
 
 @pytest.mark.slow
