@@ -98,4 +98,4 @@ class PackRequest:
 
 
 def _resolved(path: Path | None) -> str | None:
-    return None if path is None else str(path.expanduser().resolve())
+    return None if path is None else str(path.resolve())

@@ -10,6 +10,7 @@ as paths, and one that leads outside is refused.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import gzip
 import hashlib
 import os
@@ -17,7 +18,7 @@ import shutil
 import threading
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -40,6 +41,7 @@ SUFFIXES = (".tar", *GZIPPED)
 _VERSION = 1  # of what is kept of a listing
 _COPY_BYTES = 1 << 20
 _SAID_BYTES = 50_000_000  # below, nobody needs to know that it takes space
+_LISTED_AT_ONCE_BYTES = 5_000_000_000
 _THREADS = 16  # they wait for headers, which on a network disk take a millisecond each
 _ARRAYS = ("archive", "offset", "size")
 _DECOMPRESSING = threading.Lock()
@@ -134,6 +136,9 @@ def list_archives(archives: Sequence[Archive], *, inside: Literal["names", "stem
     kept = default_index_folder() / f"archives-{whole}.npz"
     with contextlib.suppress(OSError, ValueError):
         return _load(kept, tuple(archives))
+    total = sum(archive.num_bytes for archive in archives)
+    if total >= _LISTED_AT_ONCE_BYTES:
+        archives[0].unpacking.report(f"{archives[0].path}: listing {show_bytes(total)} of images, once")
     with ThreadPoolExecutor(_THREADS) as pool:
         parts = list(pool.map(lambda archive: _list_archive(archive, inside=inside), archives))
     counts = [sum(len(piece.names) for piece in pieces) for pieces in parts]
@@ -241,8 +246,10 @@ def _decompressed(archive: Archive) -> Path:
                 f"{archive.path}: a gzipped tar can only be read from its start, so it is decompressed once into "
                 f"{folder} (more than {show_bytes(archive.num_bytes)}, removed when the shards are complete)"
             )
-        with replaced(path, sync="none", writers="several") as beside:
-            _decompress(archive, beside)
+        with _locked(folder):
+            if not path.exists():  # another process may have made it meanwhile
+                with replaced(path) as beside:
+                    _decompress(archive, beside)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise UserError(f"{archive.path}: it cannot be decompressed ({error}); fetch it again") from None
     except OSError as error:
@@ -251,6 +258,17 @@ def _decompressed(archive: Archive) -> Path:
             "on another disk"
         ) from None
     return path
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """One process at a time, so that what an ended one has left is written over."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
 
 
 def _decompress(archive: Archive, target: Path) -> None:

@@ -153,7 +153,12 @@ def _is_flat(folder: Path) -> bool:
 def _open(path: Path, unpacking: Unpacking) -> Tree:
     if path.is_dir() and holds_class_tars(path):
         with os.scandir(path) as entries:
-            tars = sorted(entry.path for entry in entries if _WORDNET_TAR.fullmatch(entry.name))
+            here = {entry.name: entry.path for entry in entries}
+        if any(map(_WORDNET_ID.fullmatch, here)):
+            raise UserError(
+                f"{path}: class tars and class folders lie side by side, as when unpacking was stopped; keep one kind"
+            )
+        tars = [here[name] for name in sorted(here) if _WORDNET_TAR.fullmatch(name)]
         return ArchiveTree(path, list_archives([Archive(Path(tar), unpacking) for tar in tars], inside="stems"))
     return open_tree(path, unpacking=unpacking)
 

@@ -10,6 +10,7 @@ from PIL import Image
 
 from data_shards.manifest import read_manifest
 from launch import cli
+from tests.data_shards.sources.published.layouts import cifar100, write_tar
 
 pytestmark = pytest.mark.filterwarnings("ignore:Cyclopts application invoked without tokens")
 
@@ -72,6 +73,35 @@ def test_all_options_of_a_folder(call):
     assert "1 image left out: see out/unreadable.jsonl" in text
 
 
+def test_a_number_of_images_is_held_out(call):
+    code, text = call("photos", "out", "--holdout-images", "3")
+    assert code == 0, text
+    assert request("out")["holdout_images"] == 3 and request("out")["holdout"] is None
+    assert read_manifest("out/val").num_samples == 3 and read_manifest("out/train").num_samples == 10
+
+
+def test_the_parts_of_a_published_set(call, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(Path("cache").resolve()))
+    image = Path("photos/cat/1.png").read_bytes()
+    write_tar(Path("train.tar"), {"n00000001/1.JPEG": image, "n00000002/2.JPEG": Path("photos/cat/3.png").read_bytes()})
+    write_tar(Path("val.tar"), {"a.JPEG": image, "b.JPEG": image})
+    Path("val.csv").write_text("ImageId,PredictionString\na,n00000002 1 2 3 4\nb,n00000001 1 2 3 4\n")
+    code, text = call("train.tar", "out", "--val", "val.tar", "--val-labels", "val.csv")
+    assert code == 0, text
+    assert {key: request("out")[key] for key in ("val", "val_labels")} == {
+        "val": str(Path("val.tar").resolve()),
+        "val_labels": str(Path("val.csv").resolve()),
+    }
+    assert read_manifest("out/val").num_samples == 2 and read_manifest("out/train").classes == (
+        "n00000001",
+        "n00000002",
+    )
+    write_tar(Path("cifar-100-python.tar.gz"), cifar100())
+    code, text = call("cifar-100-python.tar.gz", "cifar", "--superclasses")
+    assert code == 0 and read_manifest("cifar/train").num_classes == 20, text
+    assert request("cifar")["cifar_labels"] == "coarse"
+
+
 def test_images_above_the_limit_are_unreadable_unless_it_is_raised(call):
     code, text = call("photos", "out", "--max-image-pixels", "100")
     assert code == 2 and "13 of 13 images cannot be read" in text
@@ -119,6 +149,13 @@ def test_labels_from_a_list_and_shards_by_size(call):
         (["--labels", "none.csv"], "none.csv"),
         (["--holdout-list", "none.txt"], "none.txt"),
         (["--holdout-list", "none.txt", "--holdout", "0.1"], "not both"),
+        (["--holdout-list", "none.txt", "--holdout-images", "3"], "not both"),
+        (["--holdout", "0.1", "--holdout-images", "3"], "--holdout-images: give one of them, not both"),
+        (["--holdout-images", "0"], "holdout_images"),
+        (["--holdout-images", "13"], "13 images"),
+        (["--superclasses"], "--superclasses"),
+        (["--val-labels", "none.csv"], "--val-labels"),
+        (["--val", "nowhere"], "nowhere"),
     ],
 )
 def test_options_that_are_refused(call, options: list[str], named: str):

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_shards.errors import UserError
-from data_shards.packing.split import HoldoutList, hold_out, read_holdout_list
+from data_shards.packing.split import HoldoutCount, HoldoutList, hold_out, read_holdout_list
 from data_shards.sources import Source
 from data_shards.sources.base import ArrayImages
 
@@ -41,6 +41,21 @@ def test_of_images_with_several_labels_it_is_a_fraction_of_all(count: int, fract
     parts = hold_out(source(count, multi=True, lists=True), np.arange(count), fraction, seed)
     assert len(parts["val"]) == min(max(round(count * fraction), 1), count - 1)
     assert sorted([*parts["train"], *parts["val"]]) == list(range(count))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(2, 60), st.integers(1, 70), st.integers(0, 9), st.booleans())
+def test_a_number_of_images_whatever_their_classes(count: int, number: int, seed: int, multi: bool):
+    holdout = HoldoutCount(number)
+    if number >= count:
+        with pytest.raises(UserError, match="cannot be held out"):
+            hold_out(source(count, multi=multi), np.arange(count), holdout, seed)
+        return
+    parts = hold_out(source(count, multi=multi), np.arange(count), holdout, seed)
+    assert len(parts["val"]) == number and sorted([*parts["train"], *parts["val"]]) == list(range(count))
+    if number + 1 < count:  # more are the same ones and others
+        more = hold_out(source(count, multi=multi), np.arange(count), HoldoutCount(number + 1), seed)
+        assert {*parts["val"].tolist()} < {*more["val"].tolist()}
 
 
 def test_a_class_of_one_image_stays_in_train_where_lists_have_such():

@@ -77,6 +77,17 @@ def test_a_gzipped_tar_is_decompressed_once(tmp_path: Path, name: str, monkeypat
     assert len(list((tmp_path / "unpacked").iterdir())) == 1
 
 
+def test_what_a_killed_process_left_half_written_is_written_over(tmp_path: Path):
+    path = tmp_path / "a.tar.gz"
+    path.write_bytes(gzip.compress(nested()))
+    listed(path)
+    (made,) = (tmp_path / "unpacked").iterdir()
+    made.rename(made.with_name(f".{made.name}.writing"))
+    made.with_name(f".{made.name}.writing").write_bytes(b"half")
+    assert files(listed(path))["n1/a.JPEG"] == b"one"
+    assert [each.name for each in (tmp_path / "unpacked").iterdir()] == [made.name]
+
+
 def test_what_was_listed_is_remembered_until_the_archive_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     path = tmp_path / "a.tar"
     path.write_bytes(nested())

@@ -106,6 +106,41 @@ def test_tars_of_the_tar_command(tmp_path: Path):
         assert walk(path) == by_tarfile(path) and len(walk(path)) == 4
 
 
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(0, 3000), max_size=5), st.integers(0, 5), st.integers(0, 40))
+def test_a_tar_within_a_file_is_walked_as_one_alone(
+    tmp_path_factory: pytest.TempPathFactory, sizes: list[int], before: int, lost: int
+):
+    """Whatever lies around it: here more headers, which would be read if the end were not minded."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as tar:
+        for i, size in enumerate(sizes):
+            entry = tarfile.TarInfo(f"{i}.jpg")
+            entry.size = size
+            tar.addfile(entry, io.BytesIO(bytes([i + 1]) * size))
+    whole = buffer.getvalue()
+    inner = whole[: len(whole) - 512 * lost]
+    alone, around = (tmp_path_factory.mktemp("tars") / name for name in ("alone.tar", "around.tar"))
+    alone.write_bytes(inner)
+    start = 512 * before
+    around.write_bytes(b"x" * start + inner + whole)
+    expected, damage = walk_until_damage(alone)
+    found: list[Member] = []
+    told: TarDamage | None = None
+    descriptor = os.open(around, os.O_RDONLY)
+    try:
+        found += walk_tar(descriptor, start=start, end=start + len(inner))
+    except TarDamage as error:
+        told = error
+    finally:
+        os.close(descriptor)
+    assert (told is None) == (damage is None)
+    if told is None or damage is None:
+        assert [(name, offset - start, size) for name, offset, size in found] == expected
+    else:
+        assert told.offset == damage.offset + start
+
+
 def test_numbers_beyond_octal_digits(tmp_path: Path):
     """GNU's binary sizes: of 9 GB in a sparse file, which costs no disk."""
     path = tmp_path / "big.tar"

@@ -287,6 +287,12 @@ def test_labels_without_held_out_images_and_two_held_out_parts(tmp_path: Path):
         opened(both, val=val, val_labels=labels)
 
 
+def test_class_tars_beside_class_folders_are_not_guessed(tmp_path: Path):
+    root = write_files(tmp_path / "train", {**class_tars(TRAIN), **TRAIN})
+    with pytest.raises(UserError, match="side by side"):
+        opened(root)
+
+
 def test_a_class_tar_without_an_image_is_no_class(tmp_path: Path):
     tars = {**class_tars(TRAIN), "n09999999.tar": tar_bytes({})}
     source = opened(write_tar(tmp_path / "all.tar", tars))
