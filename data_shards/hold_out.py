@@ -6,9 +6,9 @@ that every run on the same shards holds out the same samples. Of N samples round
 and not all; a shard's number is its share rounded up or down (systematic sampling over the shards in random order), so
 that each sample has the same chance, in shards of one image too.
 
-Cost: nothing but the numbers of shards and samples when the set is opened (0.1 s for 10^5 shards); a microsecond a
-sample when a shard is opened, whose index then has the part's samples alone. Every shard of the set is read for the
-held-out part, too: shards that are not local are fetched for it.
+Cost: a second when a set of 10^5 shards is opened, of any number of samples; half a microsecond a sample when a shard
+is, whose index then has the part's samples alone. Every shard of the set is read for the held-out part, too: shards
+that are not local are fetched for it.
 """
 
 from __future__ import annotations

@@ -39,7 +39,8 @@ def sweep(
 
     RECIPE and OVERRIDES are as for `shardvit run`, but a key may have several
     values, key=a,b,c: the grid is the product of these. A comma within quotes or
-    brackets separates nothing, so that key=[0.05,1] is one value, a list.
+    brackets separates nothing, so that key=[0.05,1] is one value, a list. Without
+    a grid, fine-tuning with sgd on one of the paper's data sets has the paper's.
 
     A part of the training set of the last stage is held out, always the same
     images. Each point is trained on the others; what comes before that stage is
@@ -53,6 +54,8 @@ def sweep(
 
     Some examples:
         shardvit sweep cifar10 pretrain.optimizer.lr=5e-4,1e-3,2e-3 --hold-out 2%
+
+        shardvit sweep vit_b16_in21k finetune=cifar10 --data paths.yaml
 
         shardvit sweep my.yaml finetune.optimizer.lr=0.003,0.01,0.03,0.06 --hold-out 1% --dry-run
     """

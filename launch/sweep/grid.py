@@ -29,8 +29,8 @@ class Axis:
 
 
 def read_grid(arguments: Sequence[str]) -> tuple[list[str], tuple[Axis, ...]]:
-    """The overrides of all points, and the grid's axes; UserError for a value that is empty or given twice, or if there
-    is no axis or too many points."""
+    """The overrides of all points, and the grid's axes, if any; UserError for an empty value, a key that is given
+    twice, or too many points."""
     overrides: list[str] = []
     axes: list[Axis] = []
     for argument in arguments:
@@ -44,11 +44,6 @@ def read_grid(arguments: Sequence[str]) -> tuple[list[str], tuple[Axis, ...]]:
         if any(axis.key == key for axis in axes):
             raise UserError(f"{one_line(key)} is given twice: write all its values behind one another, {key}=a,b,c")
         axes.append(Axis(key, tuple(values)))
-    if not axes:
-        raise UserError(
-            "there is nothing to choose from: give a key with several values, such as "
-            "finetune.optimizer.lr=0.003,0.01,0.03,0.06"
-        )
     count = 1
     for axis in axes:
         count *= len(axis.values)

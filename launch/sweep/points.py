@@ -34,6 +34,13 @@ FINAL = "final"  # the final run's folder
 # The ViT paper (arXiv 2010.11929), appendix B.1.1, by the role of the swept stage's data.
 PAPERS_SHARES = {"imagenet": 0.01, "cifar10": 0.02, "cifar100": 0.02, "pets": 0.1, "flowers": 0.1}
 
+# The same paper's Table 4: learning rates of fine-tuning with SGD, by role.
+_SMALL_SETS = ("0.001", "0.003", "0.01", "0.03")
+PAPERS_RATES = {
+    "imagenet": ("0.003", "0.01", "0.03", "0.06"),
+    **dict.fromkeys(("cifar10", "cifar100", "pets", "flowers"), _SMALL_SETS),
+}
+
 
 @dataclass(frozen=True)
 class Earlier:
@@ -93,6 +100,9 @@ def plan_sweep(
             that cannot be swept.
     """
     overrides, axes = read_grid(arguments)
+    if not axes:
+        alone = load_recipe(recipe, overrides=overrides, paths=paths)
+        axes = (papers_grid(alone, stage=_swept_stage(alone, stage)),)
     points = grid_points(axes)
     wholes = [
         load_recipe(recipe, overrides=[*overrides, *(f"{key}={text}" for key, text in each.items())], paths=paths)
@@ -126,6 +136,19 @@ def plan_sweep(
                     f"{swept} learns: sweep other keys, or another --stage"
                 )
     return Sweep(first.name, root, stage=swept, hold_out=share, axes=axes, points=tuple(made))
+
+
+def papers_grid(recipe: Recipe, *, stage: StageName) -> Axis:
+    """The grid of the ViT paper's Table 4 for a stage that fine-tunes with SGD on one of its data sets; UserError for
+    any other."""
+    config = recipe.train_stage(stage)
+    rates = PAPERS_RATES.get(config.data or "") if stage == "finetune" and config.optimizer.name == "sgd" else None
+    if rates is None:
+        raise UserError(
+            f"there is nothing to choose from: give a key with several values, such as {stage}.optimizer.lr=A,B,C (the "
+            "paper's rates are known for fine-tuning with sgd on imagenet, cifar10, cifar100, pets and flowers)"
+        )
+    return Axis(f"stages.{stage}.optimizer.lr", rates)
 
 
 def changed_recipe(recipe: Recipe, *, name: str, stages: Mapping[str, Any]) -> Recipe:

@@ -232,6 +232,8 @@ def no(*overrides: str, **options: object) -> tuple[tuple[str, ...], dict[str, o
         (no(f"{LR}=0.01,0.02", "stages.finetune.train={shards: a, part: rest, hold_out: 0.1}"), "part"),
         (no(f"{LR}=0.01,-1"), "lr"),
         (no("stages.finetune.train=a,b"), "different data"),
+        (no(), "finetune.optimizer.lr"),
+        (no("stages.finetune.data=cifar10", stage="pretrain"), "pretrain.optimizer.lr"),
         (no(f"{LR}=0.01,0.02", "stages.finetune.train=null", "stages.finetune.data=cifar10"), "finetune.train"),
     ],
 )
@@ -268,6 +270,14 @@ def test_the_command_takes_the_share_as_people_write_it(work: Machine, call: Cal
     for text in ("0", "100%", "1.5", "much", "nan"):
         code, _, error = call("sweep", "digits", *shards, f"{LR}=0.01,0.3", "--hold-out", text, "--dry-run")
         assert code == 2 and "--hold-out" in error
+
+
+def test_without_a_grid_the_papers_rates_are_chosen_from(work: Machine):
+    sweep = plan(work, "stages.finetune.data=cifar10", hold_out=None)
+    assert [point.recipe.train_stage("finetune").optimizer.lr for point in sweep.points] == [0.001, 0.003, 0.01, 0.03]
+    assert sweep.hold_out == 0.02
+    rates = plan(work, "stages.finetune.data=imagenet", hold_out=None).axes[0].values
+    assert rates == ("0.003", "0.01", "0.03", "0.06")
 
 
 def test_the_papers_shares():
