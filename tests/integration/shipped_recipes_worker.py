@@ -24,7 +24,7 @@ def main(out: Path, files: list[Path]) -> None:
     ranks = Ranks(Place(), timeout_seconds=600)
     tracking = Tracking(uri=f"sqlite:///{out}/mlflow.db", experiment="recipes")
     for file in files:
-        began = time.perf_counter()
+        began = time.process_time()
         try:
             recipe = parse_recipe(file)
             folder = RunFolder(runs_root=out / "runs", name=recipe.name)
@@ -37,7 +37,7 @@ def main(out: Path, files: list[Path]) -> None:
                 found["losses"][stage] = [row.metrics["train/loss"] for row in rows if "train/loss" in row.metrics]
         except BaseException:  # noqa: BLE001 - the test that asks for this recipe tells it
             found = {"error": traceback.format_exc()}
-        found["seconds"] = time.perf_counter() - began
+        found["cpu_seconds"] = time.process_time() - began
         (out / f"{file.stem}.json").write_text(json.dumps(found))
     ranks.leave()
 

@@ -103,7 +103,7 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Noise with one label an image, and with several."""
     top, draw = tmp_path_factory.mktemp("noise"), np.random.default_rng(0)
     lines = []
-    for number in range(40):
+    for number in range(20):
         file = top / "images" / f"class{number % 4}" / f"{number}.jpg"
         file.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(draw.integers(0, 256, (SIDE, SIDE + number % 5, 3), dtype=np.uint8)).save(file)
