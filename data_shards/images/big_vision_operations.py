@@ -14,16 +14,17 @@ that have two directions:
     AutoContrast, Equalize, Invert
 
 They differ from timm's: Cutout; shifts in pixels; solarize above m = 9; pixels that are moved are not interpolated;
-and Contrast, whose grey is min(255, pixels / 256), 196 at 224 pixels, where others take the image's mean. Pillow's
-arithmetic rounds where TensorFlow's cuts off: a level. Moved pixels may come from a neighbour: Pillow counts from
-the corners of pixels, TensorFlow Addons from their centres.
+and Contrast, whose grey is min(255, pixels / 256), 196 at 224 pixels, where others take the image's mean.
+
+Beside big_vision's own code on TensorFlow 2.21, on a photograph with m = 10 and 15: equal bit for bit, but for Color
+and Sharpness (a level or two: Pillow rounds) and pixels of a shear or rotation that come from exact halves (up to 3 %).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -76,9 +77,9 @@ def apply(name: str, image: Image.Image, *, magnitude: int, draw: Draw, timm: Mo
         case "Sharpness":
             return timm.sharpness(image, factor)
         case "ShearX":
-            return timm.shear_x(image, 0.3 * directed, **moved)
+            return _sheared(image, 0.3 * directed, along="x")
         case "ShearY":
-            return timm.shear_y(image, 0.3 * directed, **moved)
+            return _sheared(image, 0.3 * directed, along="y")
         case "TranslateX":
             return timm.translate_x_abs(image, 100 * directed, **moved)
         case "TranslateY":
@@ -94,6 +95,17 @@ def _contrast(image: Image.Image, factor: float) -> Image.Image:
 
     level = min(255, image.width * image.height // 256)  # the mean of a histogram's 256 counts, not of the image
     return Image.blend(Image.new("RGB", image.size, (level,) * 3), image, factor)
+
+
+def _sheared(image: Image.Image, level: float, *, along: Literal["x", "y"]) -> Image.Image:
+    """timm's shear, but still at the first pixel's centre, where TensorFlow counts from, not at its corner."""
+    from PIL import Image
+
+    x, y = (1, level, -level / 2), (level, 1, -level / 2)
+    matrix = (*x, 0, 1, 0) if along == "x" else (1, 0, 0, *y)
+    return image.transform(
+        image.size, Image.Transform.AFFINE, matrix, resample=Image.Resampling.NEAREST, fillcolor=_GREY
+    )
 
 
 def _cutout(image: Image.Image, reach: int, *, draw: Draw) -> Image.Image:

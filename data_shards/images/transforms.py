@@ -11,7 +11,7 @@ Evaluation protocols (`size` is the square's side, `share` is `crop_share`):
                 photographs, about what a JPEG loses
     big_vision  short side to round(size / share), then the centre, as `resize_small(256)|central_crop(224)`: share
                 0.875; bilinear, antialiased
-    big_vision_exact  the same with areas averaged, as google-research/big_vision: 44 dB from big_vision
+    big_vision_exact  the same with areas averaged, as google-research/big_vision: 38 to 45 dB from big_vision
     timm        short side to floor(size / share), bicubic, then the centre, as `timm.data.create_transform` for most
                 of its Vision Transformers: share 0.9; 73 dB apart
 

@@ -145,7 +145,7 @@ class MaskedPatchStage(TrainStage):
     looked at."""
 
     init: InitStyle = "google"
-    """Initial weights: Google's, or timm's."""
+    """Initial weights: vision_transformer's (google), big_vision's (other learned positions), or timm's."""
 
     @model_validator(mode="after")
     def _no_labels(self) -> MaskedPatchStage:
@@ -163,7 +163,7 @@ class PretrainStage(TrainStage):
     head_bias: float = 0.0
     """Initial bias of the last layer; Google sets -10 (ImageNet-21k) with the sigmoid loss."""
     init: InitStyle = "google"
-    """Initial weights: Google's, or timm's."""
+    """Initial weights: vision_transformer's (google), big_vision's (other learned positions), or timm's."""
 
 
 class SwapHeadStage(Strict):

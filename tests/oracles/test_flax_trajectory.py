@@ -80,4 +80,4 @@ def test_without_the_class_tokens_position_adam_follows_big_vision() -> None:
     near = np.abs(np.array(our_losses("none")) - losses)
     far = np.abs(np.array(our_losses("learned")) - losses)
     assert near.max() < 1e-5, near
-    assert far[:1].max() < 1e-5 and far.max() > 2e-3, far
+    assert far[:1].max() < 1e-5 and far.max() > 1e-2, far
