@@ -21,7 +21,7 @@ class UnreadablePart(UnreadNow):
     """A whole part that cannot be read, where that is tolerated."""
 
 
-class Place(NamedTuple):
+class ImagePlace(NamedTuple):
     """An image: the name of its part as messages show it, and its key in it."""
 
     part: str
@@ -57,7 +57,7 @@ class Collection(Protocol):
         """An image as stored. Raises UnreadableImage; of a part that is missing UnreadablePart or UserError."""
         ...
 
-    def place(self, part: int, row: int) -> Place: ...
+    def place(self, part: int, row: int) -> ImagePlace: ...
 
 
 class ShardImages:
@@ -95,7 +95,7 @@ class ShardImages:
                 raise
             raise UnreadablePart(str(error)) from None
 
-    def place(self, part: int, row: int) -> Place:
+    def place(self, part: int, row: int) -> ImagePlace:
         with self._lock:
             key = self._reader.key(part, row=row)
-        return Place(self.shards.shards[part].name, key)
+        return ImagePlace(self.shards.shards[part].name, key)

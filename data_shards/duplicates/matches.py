@@ -20,7 +20,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from data_shards.duplicates.candidates import EQUAL_BYTES, EQUAL_PIXELS, Pairs, find_candidates
-from data_shards.duplicates.collection import Collection, Place
+from data_shards.duplicates.collection import Collection, ImagePlace
 from data_shards.duplicates.fingerprint import (
     FingerprintRequest,
     Kind,
@@ -63,10 +63,10 @@ class Matches:
     matches: tuple[Match, ...]
     undecoded: dict[str, int]
 
-    def place(self, match: Match) -> Place:
+    def place(self, match: Match) -> ImagePlace:
         return place(self.images, match.image)
 
-    def other_place(self, match: Match) -> Place:
+    def other_place(self, match: Match) -> ImagePlace:
         return place(self.others[match.collection], match.other)
 
     def count(self, kind: MatchKind) -> int:
@@ -115,7 +115,7 @@ def find_matches(
     return Matches(images, tuple(others), tuple(found), undecoded)
 
 
-def place(collection: Collection, number: int) -> Place:
+def place(collection: Collection, number: int) -> ImagePlace:
     """Where an image is; `number` counts through all parts."""
     return collection.place(*_located(collection, number))
 

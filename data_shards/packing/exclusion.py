@@ -17,7 +17,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from data_shards.duplicates.collection import Place, ShardImages, UnreadNow
+from data_shards.duplicates.collection import ImagePlace, ShardImages, UnreadNow
 from data_shards.duplicates.matches import Match, Matches, find_matches
 from data_shards.duplicates.page import write_page
 from data_shards.packing.found import EXCLUDED_FILE, write_lines
@@ -51,9 +51,9 @@ class PlannedImages:
         except OSError as error:
             raise UnreadNow(error.strerror or str(error)) from None
 
-    def place(self, part: int, row: int) -> Place:
+    def place(self, part: int, row: int) -> ImagePlace:
         plan = self._plans[part]
-        return Place(self.name, plan.images.trace(int(plan.indices[row])))
+        return ImagePlace(self.name, plan.images.trace(int(plan.indices[row])))
 
     def locate(self, number: int) -> tuple[ShardPlan, int]:
         """Shard and position of an image, numbered through all of them."""

@@ -12,7 +12,7 @@ from typing import Literal
 import numpy as np
 from PIL import Image
 
-from data_shards.duplicates.collection import Place
+from data_shards.duplicates.collection import ImagePlace
 from data_shards.duplicates.matches import Matches, find_matches
 from data_shards.errors import UnreadableImage
 
@@ -101,8 +101,8 @@ class InMemory:
             raise UnreadableImage("gone")
         return data
 
-    def place(self, part: int, row: int) -> Place:
-        return Place(f"part-{part}", str(part * self._part_size + row))
+    def place(self, part: int, row: int) -> ImagePlace:
+        return ImagePlace(f"part-{part}", str(part * self._part_size + row))
 
 
 def matches(images: InMemory, *others: InMemory, folder: Path, processes: int = 1) -> Matches:
