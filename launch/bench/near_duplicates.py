@@ -1,16 +1,16 @@
 """Near-duplicates planted into a data set: how many `check --against` finds, how many of those are true, and the cost.
 
 Run `python -m launch.bench.near_duplicates FOLDER`, FOLDER with train/CLASS/*.jpg and test/CLASS/*.jpg (CIFAR-10 as
-images); records/near_duplicates.txt has what it printed.
+images); it prints recall, precision and cost.
 
 - Planted: test images, edited in one way each, among all training images: encoded again at quality 50, resized by 0.7
-  or 1.4, mirrored, cropped by 5 % of each side; each a share of its own. Then, beyond what is asked of it: all of them together, and crops by
-  3 and 10 %. All edited images are JPEGs of quality 90 otherwise.
+  or 1.4, mirrored, cropped by 5 % of each side. Beyond what is asked for: all of these together, and crops by 3 and
+  10 %. All edited images but the first are JPEGs of quality 90.
 - Recall: the share of planted images that are found with the image that they were made from, or with another test image
   that is itself found as a near-duplicate of that one.
 - Precision: of what is found, the share that is planted or natural. Natural pairs are those that the same training set
-  shows without anything planted; they were looked at (--report writes them as pictures), so --wrong says how many of
-  them are different pictures.
+  shows without anything planted; WORK/natural has them as
+  pictures to look at, and --wrong takes how many of them are different pictures.
 - Time: of each part, on one core and on all; the index with as many random hashes as --hashes says.
 """
 
