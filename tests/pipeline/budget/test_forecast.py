@@ -68,3 +68,10 @@ def test_the_peak_has_what_a_backward_pass_holds_for_a_moment():
     cost = forecast(recipe("B/16")).cost
     assert cost.image_bytes("all") - cost.activation_bytes == cost.working_bytes
     assert cost.working_bytes == pytest.approx(0.85 * 2 * 197 * 3072, rel=0.01)
+
+
+def test_an_optimizer_of_whole_parameters_is_planned_for_zero_0_alone():
+    optimizer = {"name": "muon", "lr": 0.1}
+    made = forecast(recipe("B/16", engine={"zero_stage": 0}, stage={"optimizer": optimizer}))
+    assert set(made.memory) == {0}
+    assert set(forecast(recipe("B/16", engine={"zero_stage": 0})).memory) == {0, 1, 2, 3}
