@@ -1,7 +1,7 @@
 """The words that several rooms share: stages, optimizers, metrics, exit codes, and the files of a run folder.
 
 Plain values without imports, so everything may import it. A new optimizer is a name and an entry here and a case in
-`engine.optim.build_optimizer`; a new metric is an entry here and the line that computes it.
+`optimizers.optim.build_optimizer`; a new metric is an entry here and the line that computes it.
 """
 
 from __future__ import annotations

@@ -18,11 +18,11 @@ from torch import nn
 
 from pipeline.engine.average import WeightAverage, average_file
 from pipeline.engine.masters import Slot, put_average
-from pipeline.engine.optim import build_optimizer, set_lr
 from pipeline.engine.portable import open_accelerate
 from pipeline.engine.protocol import StepResult
 from pipeline.engine.reading import read_state
 from pipeline.engine.state_files import StateFile, state_file
+from pipeline.optimizers.optim import build_optimizer, set_lr
 from pipeline.ranks.group import Ranks
 from pipeline.recipe.optimizer import OptimizerConfig
 from pipeline.recipe.schema import EngineConfig

@@ -27,11 +27,11 @@ from pipeline.engine.average import WeightAverage, average_file
 from pipeline.engine.frozen import FILE as FROZEN_FILE
 from pipeline.engine.frozen import frozen_weights
 from pipeline.engine.masters import named_masters, put_average, put_state, round_masters, slots, unsharded_masters
-from pipeline.engine.optim import build_optimizer, set_lr
 from pipeline.engine.portable import open_deepspeed
 from pipeline.engine.protocol import StepResult
 from pipeline.engine.state_files import StateFile, state_file
 from pipeline.engine.zero_config import checks_gradients, deepspeed_config
+from pipeline.optimizers.optim import build_optimizer, set_lr
 from pipeline.ranks.group import Ranks
 from pipeline.recipe.optimizer import OptimizerConfig
 from pipeline.recipe.schema import EngineConfig

@@ -16,8 +16,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from data_shards.errors import UserError
-from pipeline.engine.parameter_groups import is_head
 from pipeline.engine.reading import read_state
+from pipeline.optimizers.parameter_groups import is_head
 from pipeline.vocabulary import FROZEN_PARTS
 
 FILE = "frozen.pt"  # of a checkpoint, beside DeepSpeed's

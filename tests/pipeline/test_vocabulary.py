@@ -12,7 +12,7 @@ import torch
 from pydantic import ValidationError
 
 from pipeline import vocabulary
-from pipeline.engine.optim import build_optimizer
+from pipeline.optimizers.optim import build_optimizer
 from pipeline.recipe.optimizer import OptimizerConfig
 from pipeline.vocabulary import METRICS, OPTIMIZERS, MomentType, OptimizerName
 

@@ -16,7 +16,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 
 from model.build import build_model
 from pipeline.budget.memory import state_of
-from pipeline.engine.optim import build_optimizer
+from pipeline.optimizers.optim import build_optimizer
 from pipeline.recipe.schema import Recipe
 from tests.pipeline.budget.planning import forecast, recipe, stage_plan
 

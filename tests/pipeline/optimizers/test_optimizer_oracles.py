@@ -17,7 +17,7 @@ import torch
 from model.build import build_model
 from model.config import ModelConfig
 from pipeline.engine.frozen import freeze
-from pipeline.engine.optim import build_optimizer, set_lr
+from pipeline.optimizers.optim import build_optimizer, set_lr
 from pipeline.recipe.optimizer import OptimizerConfig
 from pipeline.recipe.schedule import Schedule
 

@@ -13,9 +13,9 @@ import torch
 from timm.optim import Lamb, Muon
 from torch import nn
 
-from pipeline.engine.adafactor import BigVisionAdafactor
-from pipeline.engine.bf16_moment import AdamWBf16, SgdBf16
-from pipeline.engine.parameter_groups import parameter_groups
+from pipeline.optimizers.adafactor import BigVisionAdafactor
+from pipeline.optimizers.bf16_moment import AdamWBf16, SgdBf16
+from pipeline.optimizers.parameter_groups import parameter_groups
 from pipeline.recipe.optimizer import OptimizerConfig
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.engine.bf16_moment import MomentInItsType
+from pipeline.optimizers.bf16_moment import MomentInItsType
 
 _DECAY_POWER = 0.8
 _MOST_DECAY = 0.999

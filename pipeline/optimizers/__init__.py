@@ -1,0 +1,5 @@
+"""The optimizers and their parameter groups: torch's and timm's, and our own where those differ from Google's.
+
+Imported by: engine.
+Imports: files of pipeline, recipe.
+"""
