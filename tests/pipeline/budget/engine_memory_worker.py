@@ -23,8 +23,9 @@ from torch.utils._pytree import tree_iter
 from model.build import build_model
 from model.init import initialise
 from pipeline.engine import deepspeed_engine as engine_deepspeed
+from pipeline.engine import zero_config
 from pipeline.engine.open import open_engine
-from pipeline.optimizers import optim, zero_config
+from pipeline.optimizers import optim
 from pipeline.ranks.group import Ranks
 from pipeline.ranks.place import Place
 from pipeline.recipe.schema import Recipe
