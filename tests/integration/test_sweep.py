@@ -69,6 +69,7 @@ def wait_for(condition: object, *, process: subprocess.Popen[str]) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.filterwarnings("ignore")  # MLflow's, of its own libraries
 def test_killed_in_the_middle_it_goes_on_and_equals_ordinary_runs(work: Path):
     root = work / "runs" / "law-sweep"
     log = root / "lr-0.01" / "finetune" / "metrics.jsonl"
