@@ -73,7 +73,7 @@ def test_pre_training_is_table_3(name: str):
     assert (optimizer.weight_decay, optimizer.weight_decay_unit) == (weight_decay, "lr")
     assert (stage.schedule.decay, stage.schedule.warmup) == (decay, "10000 steps")
     assert (stage.global_batch_size, stage.image_size, stage.dropout) == (4096, 224, dropout)
-    assert (stage.loss, optimizer.clip_grad_norm) == ("sigmoid", 1.0)
+    assert (stage.loss, optimizer.clip_grad_norm) == ("sigmoid", 1.0 if data == "imagenet" else 0.0)  # its caption
     assert stage.head == ("linear" if recipe.model.kind == "resnet" else "mlp")
 
 
@@ -106,7 +106,31 @@ def test_googles_runs_have_googles_crop_and_a_known_set(name: str):
 def test_a_set_needs_no_more_than_its_role_for_any_recipe():
     for name in finetune_sets():
         stage = load_recipe("vit_h14_jft", overrides=[f"finetune={name}", "finetune.data=cifar10"]).stages.finetune
-        assert stage and stage.image_size % 14 == 0 and stage.image_size in (378, 504)
+        assert stage and stage.image_size % 14 == 0 and stage.image_size in (378, 504, 518)
+
+
+def test_the_headline_runs_are_table_2_and_another_set_has_its_own_resolution():
+    for name, size in {"vit_h14_jft_518": 518, "vit_l16_jft_512": 512, "vit_l16_in21k_512": 512}.items():
+        stage, other = (load_recipe(name, overrides=each).stages.finetune for each in ([], ["finetune=cifar10"]))
+        assert stage and stage.ema and other and other.ema is None
+        assert (stage.image_size, stage.ema.decay, stage.ema.model) == (size, 0.9999, "ema")
+        assert other.image_size == (378 if size == 518 else 384)
+
+
+def test_vit_g_is_fine_tuned_as_in_appendix_d_of_its_paper():
+    stage = load_recipe("vit_g14_jft").stages.finetune
+    assert stage and (stage.image_size, stage.duration, stage.schedule.warmup) == (518, "20000 steps", "500 steps")
+    assert stage.ema is None and stage.optimizer.lr in (0.03, 0.01), "Polyak averaging was for ViT-G alone"
+    other = load_recipe("vit_g14_jft", overrides=["finetune=big_vision/cifar10"]).stages.finetune
+    assert other and other.image_size == 378
+
+
+def test_vtab_has_the_crop_of_big_transfer_or_all_of_the_image():
+    stage = load_recipe("vit_b16_in21k", overrides=["finetune=vtab"]).stages.finetune
+    assert stage and (stage.augment.crop, stage.augment.resize_size) == ("resize_and_crop", 448)
+    whole = ["finetune.augment.crop=google", "finetune.augment.resize_size=null", "finetune.augment.crop_area=[1, 1]"]
+    stage = load_recipe("vit_b16_in21k", overrides=["finetune=vtab", "finetune.augment.flip=0", *whole]).stages.finetune
+    assert stage and (stage.augment.crop_area, stage.augment.flip) == ((1, 1), 0)
 
 
 def test_names_are_told_apart_by_the_last_part_of_their_path():
@@ -121,3 +145,4 @@ def test_masked_patch_prediction_is_appendix_b12():
     stage = load_recipe("vit_b16_masked_jft").stages.masked_patch
     assert stage and {key: getattr(stage, key) for key in MASKED} == MASKED
     assert (stage.optimizer.lr, stage.schedule.decay, stage.schedule.warmup) == (2e-4, "cosine", "10000 steps")
+    assert stage.optimizer.clip_grad_norm == 0
