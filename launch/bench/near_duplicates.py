@@ -1,7 +1,7 @@
 """Near-duplicates planted into a data set: how many `check --against` finds, how many of those are true, and the cost.
 
 Run `python -m launch.bench.near_duplicates FOLDER`, FOLDER with train/CLASS/*.jpg and test/CLASS/*.jpg (CIFAR-10 as
-images); it prints recall, precision and cost.
+images); records/near_duplicates.txt has what it printed.
 
 - Planted: test images, edited in one way each, among all training images: encoded again at quality 50, resized by 0.7
   or 1.4, mirrored, cropped by 5 % of each side. Beyond what is asked for: all of these together, and crops by 3 and
