@@ -7,7 +7,8 @@ are compared by equal pixels alone. The side that is indexed has its 19 variants
 
 Files lie in `shardvit/fingerprints` of the user's cache folder, one per part, named by the part's digest: a second
 check of the same shards decodes nothing. 10^8 images take 4 GB. The folder can be deleted at any time. A photograph
-takes 0.6 ms on one core, most of it libjpeg-turbo; memory is one part's rows per process.
+takes 1.2 ms on one core, most of it libjpeg-turbo, an image of 32 x 32 pixels 0.05. Memory is one part's rows per
+process.
 """
 
 from __future__ import annotations

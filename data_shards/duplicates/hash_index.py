@@ -5,8 +5,8 @@ one bit of some band, so the 17 values that a band may then have are looked up i
 there is compared. Many that differ in 8 to 10 bits are found too. Built from the smaller of two sets, in blocks, with
 the larger one streamed past: memory does not depend on the larger one.
 
-Takes 56 bytes a hash and 2,176 comparisons for a query among a million evenly spread hashes; photographs need three
-times as many. (Norouzi, Punjani and Fleet, Fast Search in Hamming Space with Multi-Index Hashing, 2012.)
+Takes 56 bytes a hash and 2,176 comparisons for a query among a million evenly spread hashes; photographs need
+twice as many. (Norouzi, Punjani and Fleet, Fast Search in Hamming Space with Multi-Index Hashing, 2012.)
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ of one side are hashed 19 times, as what the window of the other side's hash wou
 by 5 % from the other: it then loses 7 (measured on 1,000 images of 32 x 32 and 350 photographs, 99.5 % of each). The
 mirror image's hash needs no pixels: frequencies that are odd from left to right change their sign.
 
-A hash takes 15 us, all 19 some 90 us; 16 bytes each.
+A hash takes 2 to 16 us, all 19 some 26 us; 16 bytes each.
 """
 
 from __future__ import annotations
