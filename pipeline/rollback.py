@@ -9,7 +9,9 @@ batches had never been there, whichever checkpoint it was and whatever was kille
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 from pipeline.checkpoint.identity import STATE, checkpoint_folders
 from pipeline.checkpoint.store import remove_checkpoint
@@ -52,12 +54,12 @@ def note_rollback(context: StageContext, *, stage: StageName, trouble: Trouble) 
     context.say(context.on_main(note) or "")
 
 
-def remove_abandoned(context: StageContext, *, stage: StageName) -> None:
-    """Remove the checkpoints that have trained on what is passed over now; collective. Damaged ones are left to whoever
-    restores."""
+def abandoned_checkpoints(context: StageContext, *, stage: StageName) -> list[Path]:
+    """Those that have trained on what is passed over now; collective, and empty above rank 0. Damaged ones are left to
+    whoever restores."""
 
-    def remove() -> None:
-        passed_over = set(context.folder.record(stage).passed_over)
+    def find() -> list[Path]:
+        passed_over, found = set(context.folder.record(stage).passed_over), list[Path]()
         for folder in checkpoint_folders(context.folder.checkpoints(stage)):
             try:
                 state = json.loads((folder / STATE).read_text(encoding="utf-8"))["state"]
@@ -65,6 +67,12 @@ def remove_abandoned(context: StageContext, *, stage: StageName) -> None:
             except (OSError, ValueError, KeyError, TypeError):
                 continue
             if {each for each in passed_over if each < step} != {each for each in had_passed_over if each < step}:
-                remove_checkpoint(folder)
+                found.append(folder)
+        return found
 
-    context.on_main(remove)
+    return context.on_main(find) or []
+
+
+def remove_abandoned(context: StageContext, abandoned: Iterable[Path]) -> None:
+    """Remove them, once an older one is restored: before that, they may be all that is left; collective."""
+    context.on_main(lambda: [remove_checkpoint(folder) for folder in abandoned])

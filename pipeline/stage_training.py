@@ -48,7 +48,7 @@ from pipeline.recipe.stage_plan import StagePlan, plan_stage
 from pipeline.report.best import best_results, describe_best
 from pipeline.report.metrics_log import iter_metrics
 from pipeline.report.reporter import Report, stage_report
-from pipeline.rollback import GoBack, note_rollback, remove_abandoned
+from pipeline.rollback import GoBack, abandoned_checkpoints, note_rollback, remove_abandoned
 from pipeline.run_folder import StageRecord, check_inputs, weights_digest
 from pipeline.stage_batches import held_out, train_loader
 from pipeline.stage_data import StageData, cache_advice, training_order
@@ -139,15 +139,23 @@ def _restore(
     collective."""
     recipe, folder, ranks = context.recipe, context.folder, context.ranks
     watch.beat(0, doing="restoring a checkpoint")
-    remove_abandoned(context, stage=stage)
+    abandoned = abandoned_checkpoints(context, stage=stage)
     record: StageRecord = ranks.gather_objects(folder.record(stage))[0]
     identity = checkpoint_identity(recipe, stage=stage, processes=ranks.place.world_size)
-    restored = restore_checkpoint(folder.checkpoints(stage), engine=engine, ranks=ranks, identity=identity)
+    restored = restore_checkpoint(
+        folder.checkpoints(stage), engine=engine, ranks=ranks, identity=identity, without=abandoned
+    )
+    if restored is None and ranks.gather_objects(len(abandoned))[0]:
+        raise UserError(
+            f"all checkpoints in {folder.checkpoints(stage)} have trained on batches that a rollback passes over: "
+            f"bring an older one back, or begin again with --restart {stage}"
+        )
     if restored is None and record.last_saved_step > 0:
         raise UserError(
             f"{folder.checkpoints(stage)} holds no checkpoint, but one was saved at step {record.last_saved_step}: "
             f"bring it back, or begin again with --restart {stage}"
         )
+    remove_abandoned(context, abandoned)
     ranks.barrier()  # every rank has read stage.json before it changes
     state = restored.state if restored else TrainState()
     state.passed_over, state.rollbacks = list(record.passed_over), record.rollbacks

@@ -18,7 +18,7 @@ import errno
 import json
 import math
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -154,14 +154,16 @@ def collect_leftovers(root: Path) -> None:
             shutil.rmtree(leftover, ignore_errors=True)
 
 
-def restore_checkpoint(root: Path, *, engine: Engine, ranks: Ranks, identity: dict[str, Any]) -> Restored | None:
-    """Load the newest undamaged checkpoint; None if there is none at all; collective. UserError: every one is damaged,
-    or the newest good one belongs to another recipe."""
+def restore_checkpoint(
+    root: Path, *, engine: Engine, ranks: Ranks, identity: dict[str, Any], without: Collection[Path] = ()
+) -> Restored | None:
+    """Load the newest undamaged checkpoint but those `without`, as rank 0 names them; None if there is none at all;
+    collective. UserError: every one is damaged, or the newest good one belongs to another recipe."""
     notes: list[str] = []
     names: list[str] = []
     if ranks.place.is_main:
         collect_leftovers(root)
-        names = [folder.name for folder in checkpoint_folders(root)]
+        names = [folder.name for folder in checkpoint_folders(root) if folder not in without]
     # Rank 0's list for all: another machine's may be stale, and two ranks would restore different steps.
     for folder in (root / name for name in ranks.gather_objects(names)[0]):
         share = (ranks.place.rank, ranks.place.world_size)
@@ -181,7 +183,8 @@ def restore_checkpoint(root: Path, *, engine: Engine, ranks: Ranks, identity: di
         )
     if notes:
         raise UserError(
-            f"all {len(notes)} checkpoints in {root} are damaged ({'; '.join(notes)}): bring one back, or begin "
+            f"all {len(notes)} checkpoints in {root} {'to go back to ' if without else ''}are damaged "
+            f"({'; '.join(notes)}): bring one back, or begin "
             f"the stage again with --restart {identity['stage']}"
         )
     return None

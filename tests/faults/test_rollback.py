@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from pipeline.recipe.io import dump_recipe, load_recipe
+from pipeline.report.metrics_log import read_metrics
 from tests.faults.conftest import NewCase
 from tests.faults.harness import Case
 from tests.faults.rows import Row
@@ -45,6 +46,23 @@ def test_three_steps_in_a_row_that_are_not_finite(new_case: NewCase, row: Row, p
     row.ends(ended, code=0, says="3 steps in a row.*going back.*rollback 1 of 2")
     row.lost = "the batches that are passed over"
     assert case.record()["passed_over"] == list(range(FIRST - BEFORE, LAST + 1)) and case.record()["rollbacks"] == 1
+    row.equals(case, baseline)
+    row.leaves_nothing(case, baseline)
+
+
+def test_with_a_moving_average_and_in_the_first_steps(new_case: NewCase, row: Row) -> None:
+    row.is_about("NaN in the gradients of steps 2 to 4 and 22 to 24, with a moving average, ZeRO 2", ROLLBACK)
+    changes = {**CHANGES, "engine.zero_stage": 2, "stages.pretrain.ema": {"decay": 0.9}, "data.workers": 2}
+    baseline, case = new_case("baseline", changes=changes), new_case(changes=changes)
+    passed_over = [*range(5), *range(FIRST - BEFORE, LAST + 1)]
+    without(baseline, steps=passed_over)
+    early = case.fault("nan", "backward", rank=0, step=2, last_step=4, once=None)
+    nan = case.fault("nan", "backward", rank=1, step=FIRST, last_step=LAST, once=None)
+    ended = case.start(faults=[early, nan]).wait()
+    row.ends(ended, code=0, says="back to before step 1,.*rollback 1 of 2")
+    row.lost = "the batches that are passed over"
+    assert case.record()["passed_over"] == passed_over and case.record()["rollbacks"] == 2
+    assert {row.step for row in read_metrics(case.stage / "metrics.jsonl") if "val/ema_loss" in row.metrics}
     row.equals(case, baseline)
     row.leaves_nothing(case, baseline)
 
