@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from itertools import islice
 
 from data_shards.checking.findings import MOST_PLACES, Finding, FoundAt, finding
-from data_shards.duplicates.collection import ShardImages
+from data_shards.duplicates.collection import Collection, ShardImages
 from data_shards.duplicates.matches import Match, Matches, MatchKind, find_matches
 from data_shards.images.decode import PixelLimit
-from data_shards.opening import open_shards
 from data_shards.shard_set import ShardSet
 from data_shards.store.store import Store
 
@@ -31,7 +30,7 @@ class Against:
 
 def compare_splits(
     splits: Sequence[ShardSet],
-    others: Sequence[str],
+    others: Sequence[ShardSet],
     *,
     store: Store,
     pixel_limit: PixelLimit,
@@ -39,10 +38,9 @@ def compare_splits(
     report: Callable[[str], None],
 ) -> list[Matches]:
     """The matches of each split; one of several splits is not compared with itself, a single one is."""
-    opened = [open_shards(other, store=store, report=report) for other in others]
     found: list[Matches] = []
     for split in splits:
-        theirs = [other for other in opened if other.digest != split.digest or len(splits) == 1]
+        theirs = [other for other in others if other.digest != split.digest or len(splits) == 1]
         if theirs:
             images = ShardImages(split, store, damaged="report")
             collections = [ShardImages(other, store) for other in theirs]
@@ -94,12 +92,16 @@ def summaries(found: Matches) -> list[Against]:
         for number in range(len(found.others))
     ]
     pairs = zip(found.others, counts, strict=True)
-    return [Against(_split(found), other.name, other.digest, *numbers) for other, numbers in pairs]
+    return [Against(_split(found), other.name, _shards(other).digest, *numbers) for other, numbers in pairs]
 
 
 def _split(found: Matches) -> str:
-    assert isinstance(found.images, ShardImages)
-    return found.images.shards.split
+    return _shards(found.images).split
+
+
+def _shards(collection: Collection) -> ShardSet:
+    assert isinstance(collection, ShardImages)
+    return collection.shards
 
 
 def _found_at(found: Matches, match: Match) -> FoundAt:

@@ -78,6 +78,7 @@ def check(
     """
     start = time.monotonic()
     store = store or Store()
+    others = [open_shards(other, store=store, report=report) for other in against]  # before hours of reading
     scans: list[SplitScan] = []
     findings: list[Finding] = []
     first: SplitScan | None = None  # the one that is trained on
@@ -93,7 +94,7 @@ def check(
     findings += findings_across(scans)
     matches = compare_splits(
         [scan.shards for scan in scans],
-        against,
+        others,
         store=store,
         pixel_limit=pixel_limit,
         processes=processes,

@@ -38,7 +38,7 @@ class Collection(Protocol):
 
     @property
     def digest(self) -> str:
-        """Changes with the images."""
+        """Changes with the images, and with where they are: a collection with the same one is compared with itself."""
         ...
 
     @property
@@ -67,7 +67,9 @@ class ShardImages:
 
     def __init__(self, shards: ShardSet, store: Store, *, damaged: Damaged = "refuse") -> None:
         self.shards, self._damaged = shards, damaged
-        self.name, self.digest, self.sizes = shards.source, shards.digest, shards.shard_sizes
+        self.name, self.sizes = shards.source, shards.shard_sizes
+        places = [shards.digest, *(entry.url for entry in shards.shards)]  # a copy elsewhere is not the set itself
+        self.digest = hashlib.sha256("\0".join(places).encode("utf-8", "surrogateescape")).hexdigest()
         self._reader = ShardReader(shards, store=store)
         self._lock = threading.Lock()  # of the reader
 
@@ -81,7 +83,9 @@ class ShardImages:
         entry = self.shards.shards[part]
         if entry.state == "damaged":
             return ""
-        known = (entry.sha256,) if entry.sha256 else (entry.url, entry.index_digest, entry.pixels_digest, entry.stamp)
+        if entry.sha256:  # with the stamp: the digest is the manifest's, and the file may be damaged, and then mended
+            return hashlib.sha256(repr((entry.sha256, entry.stamp, entry.subset)).encode()).hexdigest()
+        known = (entry.url, entry.index_digest, entry.pixels_digest, entry.stamp)
         return hashlib.sha256(repr((*known, entry.subset)).encode()).hexdigest() if all(known) else ""
 
     def read(self, part: int, row: int) -> bytes:

@@ -93,6 +93,11 @@ def check(
     if report is not None and not against:
         raise UserError("--report: it is for what --against finds; give that too")
     limit_bytes = size_bytes("--cache-limit", cache_limit) or 50 * 10**9
+    if report is not None:  # before hours of reading
+        try:
+            report.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"--report: {report} cannot be made a folder ({error.strerror}); give another") from None
     result = check_shards(
         ShardsSpec(shards, label=label, kind="multi" if multi_label else "single", classes=classes),
         decode=decode,
@@ -109,7 +114,7 @@ def check(
         against=against or (),
         report=lambda line: print(printable(line), file=sys.stderr, flush=True),
     )
+    print(json.dumps(as_json(result), indent=1) if as_json_text else as_text(result), flush=True)
     if report is not None:
         write_report(report, result.matches, limit=pixel_limit(max_image_pixels))
-    print(json.dumps(as_json(result), indent=1) if as_json_text else as_text(result))
     return result.exit_code

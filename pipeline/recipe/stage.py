@@ -132,6 +132,11 @@ class TrainStage(Strict):
                     f"train holds out {each.hold_out} of {each.shards}, and eval {of.hold_out}, so that images "
                     "are in both: give them the same hold_out"
                 )
+            if of and of.part == "held_out" and not each.part and each.shards == of.shards:
+                raise ValueError(
+                    f"eval is held out of {of.shards}, and train has all its images: give train part: rest and "
+                    f"hold_out: {of.hold_out}, too"
+                )
         return self
 
     def judged_by(self, score: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -76,7 +77,8 @@ def _by_own_splits(path: Path, options: Published, *, unpacking: Unpacking) -> S
             if folder is not None:
                 _refuse(options, *options.given, what=f"{path} has held-out images of its own")
                 return read(folder, unpacking=unpacking)
-        names = {entry.name for entry in path.iterdir()}
+        with os.scandir(path) as entries:  # folders train, test and meta are no CIFAR-100
+            names = {entry.name for entry in entries if entry.is_file()}
         held = path if cifar.is_cifar(names) or path.name in cifar.FOLDERS else cifar.in_folder(path)
         if held is None:
             return None

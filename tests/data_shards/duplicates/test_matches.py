@@ -8,6 +8,11 @@ from PIL import Image
 
 from data_shards.duplicates import matches as matches_module
 from data_shards.duplicates.candidates import find_candidates
+from data_shards.duplicates.collection import ShardImages
+from data_shards.duplicates.matches import find_matches
+from data_shards.opening import open_shards
+from data_shards.packing.pack import pack
+from data_shards.store.store import Store
 from tests.data_shards.duplicates.planted import EDITS, InMemory, edited, jpeg, matches, pairs, photographs, png
 
 
@@ -148,3 +153,29 @@ def test_a_picture_a_thousand_times_on_both_sides_is_no_square(tmp_path: Path):
         collections[0].digest += "other"
         found = matches(*collections, folder=tmp_path)
         assert [match.kind for match in found.matches] == ["equal-bytes"] * here
+
+
+def test_a_shard_that_was_damaged_and_is_mended_is_hashed_again(tmp_path: Path):
+    """What is kept of it is not taken for the good file's, which has the same digest in the manifest."""
+    images = [jpeg(image) for image in photographs(6)]
+    for name in ("here", "there"):
+        for number, data in enumerate(images):
+            file = tmp_path / name / "cat" / f"{number}.jpg"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(data)
+        pack(str(tmp_path / name), tmp_path / f"{name}-shards", report=lambda line: None)
+
+    def found() -> int:
+        here, there = (
+            ShardImages(open_shards(str(tmp_path / f"{name}-shards" / "train")), Store(), damaged="report")
+            for name in ("here", "there")
+        )
+        quiet = {"processes": 1, "report": lambda line: None}
+        return len(find_matches(here, [there], folder=tmp_path / "kept", **quiet).matches)
+
+    (tar,) = (tmp_path / "here-shards" / "train").glob("*.tar")
+    good = tar.read_bytes()
+    tar.write_bytes(good.replace(b"\xff\xd8\xff", b"\0\0\0"))
+    assert found() == 0
+    tar.write_bytes(good)
+    assert found() == 6

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from data_shards.manifest import load_manifest
 from data_shards.packing.pack import pack
 from tests.data_shards.duplicates.planted import edited, jpeg, photographs
 
@@ -98,3 +100,25 @@ def test_a_damaged_set_is_compared_as_far_as_it_goes(call: Call, sets: tuple[Pat
     code, output, _ = call("check", train, "--against", test, "--json")
     kinds = {found["kind"] for found in json.loads(output)["findings"]}
     assert code == 1 and {"missing-shard", "not-compared"} <= kinds
+
+
+def test_mistakes_are_told_before_anything_is_read(
+    call: Call, sets: tuple[Path, Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def never(*_: object, **__: object) -> None:
+        raise AssertionError("hours of reading, for nothing")
+
+    monkeypatch.setattr("data_shards.checking.check.scan_set", never)
+    code, _, errors = call("check", sets[0], "--against", sets[1], tmp_path / "nowhere")
+    assert code == 2 and "nowhere" in errors
+    taken = tmp_path / "taken"
+    taken.write_text("")
+    code, _, errors = call("check", sets[0], "--against", sets[1], "--report", taken)
+    assert code == 2 and "--report" in errors and "taken" in errors
+
+
+def test_a_copy_elsewhere_is_another_set(call: Call, sets: tuple[Path, Path, Path], tmp_path: Path):
+    copy = shutil.copytree(sets[0], tmp_path / "copy")
+    code, output, _ = call("check", sets[0], "--against", copy, "--json")
+    (against,) = json.loads(output)["against"]
+    assert code == 1 and against["equal_bytes"] == 22 and against["digest"] == load_manifest(copy).digest

@@ -197,6 +197,8 @@ REST = {"shards": "a", "part": "rest", "hold_out": 0.02}
         ({"shards": "a", "part": "rest", "hold_out": 1}, "b", "hold_out"),
         ({"shards": "a", "part": "other", "hold_out": 0.1}, "b", "part"),
         (REST, {**REST, "part": "held_out", "hold_out": 0.03}, "hold_out"),
+        ("a", {**REST, "part": "held_out"}, "part: rest"),
+        ([{"shards": "b"}, {"shards": "a"}], {**REST, "part": "held_out"}, "part: rest"),
     ],
 )
 def test_a_part_needs_its_share_and_the_same_on_both_sides(tmp_path: Path, train: Any, eval_: Any, key: str):

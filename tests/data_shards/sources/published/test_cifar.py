@@ -193,3 +193,11 @@ def test_a_damaged_archive(tmp_path: Path):
     path.write_bytes(gzip.compress(data[: len(data) // 2]))
     with pytest.raises(UserError, match="fetch it again"):
         opened(path)
+
+
+def test_folders_with_the_names_of_its_files_are_not_it(tmp_path: Path):
+    for folder in ("train", "test", "meta"):
+        (tmp_path / "set" / folder / "cat").mkdir(parents=True)
+        Image.new("RGB", (4, 4)).save(tmp_path / "set" / folder / "cat" / "0.png")
+    with pytest.raises(UserError, match="meta lies beside"):  # a folder of class folders: data_batch_1 is no help
+        opened(tmp_path / "set")
