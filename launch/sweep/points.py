@@ -212,7 +212,10 @@ def _point(whole: Recipe, *, name: str, values: dict[str, str], stage: StageName
         )
     one = {"shards": train} if isinstance(train, str) else train
     if "part" in one:
-        raise UserError(f"stages.{stage}.train names a part already, and the sweep names it: leave out part")
+        raise UserError(
+            f"stages.{stage}.train names a part already, and the sweep names it: leave out part, and give eval a set "
+            "of its own for the final run"
+        )
     parts = {use: {**one, "part": part, "hold_out": share} for use, part in (("train", "rest"), ("eval", "held_out"))}
     recipe = changed_recipe(whole, name=name, stages={**up_to, stage: {**up_to[stage], **parts}})
     final = changed_recipe(whole, name=FINAL, stages=tree)
