@@ -16,6 +16,7 @@ from pathlib import Path
 from pipeline.checkpoint.identity import STATE, checkpoint_folders
 from pipeline.checkpoint.store import remove_checkpoint
 from pipeline.context import StageContext
+from pipeline.state import TrainState
 from pipeline.vocabulary import StageName
 
 
@@ -73,6 +74,14 @@ def abandoned_checkpoints(context: StageContext, *, stage: StageName) -> list[Pa
     return context.on_main(find) or []
 
 
-def remove_abandoned(context: StageContext, abandoned: Iterable[Path]) -> None:
+def remove_abandoned(
+    context: StageContext, abandoned: Iterable[Path], *, stage: StageName, restored: TrainState
+) -> None:
     """Remove them, once an older one is restored: before that, they may be all that is left; collective."""
-    context.on_main(lambda: [remove_checkpoint(folder) for folder in abandoned])
+
+    def remove() -> None:
+        for folder in abandoned:
+            remove_checkpoint(folder)
+            context.folder.update(stage, last_saved_step=restored.step, images_seen=restored.images_seen)
+
+    context.on_main(remove)

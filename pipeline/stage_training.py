@@ -155,9 +155,9 @@ def _restore(
             f"{folder.checkpoints(stage)} holds no checkpoint, but one was saved at step {record.last_saved_step}: "
             f"bring it back, or begin again with --restart {stage}"
         )
-    remove_abandoned(context, abandoned)
-    ranks.barrier()  # every rank has read stage.json before it changes
     state = restored.state if restored else TrainState()
+    ranks.barrier()  # every rank has read stage.json before it changes
+    remove_abandoned(context, abandoned, stage=stage, restored=state)
     state.passed_over, state.rollbacks = list(record.passed_over), record.rollbacks
     return restored, state
 

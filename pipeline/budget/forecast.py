@@ -148,7 +148,7 @@ def forecast_stage(
         shards=shards,
         disk=CheckpointSpace(
             estimate_bytes(cost.parameters, engine=engine, optimizer=config.optimizer, ema=config.ema),
-            config.keep_checkpoints + for_good + (config.keep_best is not None) + 1,
+            max(config.keep_checkpoints, plan.most_within_reach) + for_good + (config.keep_best is not None) + 1,
         ),
         time=time,
         reading=time and reading(time.images_per_second, image_bytes=shards.image_bytes, image_size=config.image_size),

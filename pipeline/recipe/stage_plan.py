@@ -69,6 +69,13 @@ class StagePlan:
         noticed = (self.log_steps or self.total_steps) if self.rollback.spike_sigmas else 0
         return max(noticed, self.rollback.after_skipped_steps) + self.rollback.steps_before
 
+    @property
+    def most_within_reach(self) -> int:
+        """The most checkpoints at once that are kept for a rollback, apart from those that the clock asks for."""
+        reach = min(self.rollback_reach_steps, self.total_steps)
+        every = (self.save_steps, self.keep_steps, self.eval_steps if self.save_after_evaluations else 0)
+        return 1 + sum(-(-reach // each) for each in every if each) if reach else 0
+
     def describe(self) -> str:
         images = self.total_steps * self.global_batch_images
         return (

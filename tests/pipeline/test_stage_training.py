@@ -372,17 +372,18 @@ def test_a_rollback_removes_what_it_leaves_behind_and_goes_on_from_before(
     saver = ends.job(**keys).saver
     for step in (10, 20, 30):
         saver.save(state_at(step))
-    seen: list[tuple[int, list[int], list[int]]] = []
+    seen: list[tuple[int, list[int], list[int], int]] = []
 
     def trained(job: TrainJob, state: TrainState) -> TrainState:
-        seen.append((state.step, state.passed_over, steps(ends.checkpoints)))
+        saved_step = ends.folder.record("pretrain").last_saved_step
+        seen.append((state.step, state.passed_over, steps(ends.checkpoints), saved_step))
         if len(seen) == 1:
             raise GoBack(Trouble(first=25, last=26, why="it spikes"))
         return replace(state, step=TOTAL_STEPS)
 
     monkeypatch.setattr(stage_training, "train", trained)
     ends.train(**keys)
-    assert seen == [(30, [], [10, 20, 30]), (10, [*range(15, 27)], [10])]
+    assert seen == [(30, [], [10, 20, 30], 30), (10, [*range(15, 27)], [10], 10)]
     assert ends.folder.record("pretrain").rollbacks == 1
 
 

@@ -19,6 +19,9 @@ from tests.pipeline.budget.planning import forecast, recipe
         ({"keep_best": "loss"}, 2 + 1 + 1),
         ({"keep_every": "100 steps"}, 2 + 10 + 1),
         ({"keep_checkpoints": 1, "keep_every": "300 steps", "keep_best": "score"}, 1 + 3 + 1 + 1),
+        ({"save_every": "20 steps", "rollback": {"steps_before": 97}}, 6 + 1),  # of steps 0, 20, ... 100
+        ({"save_every": "20 steps", "keep_checkpoints": 9, "rollback": {"steps_before": 97}}, 9 + 1),
+        ({"save_every": "400 steps", "rollback": {}}, 2 + 1),
     ],
 )
 def test_disk_for_what_is_kept_and_one_more(stage: dict[str, Any], most: int):
