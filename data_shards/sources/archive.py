@@ -3,8 +3,9 @@
 A plain tar is walked once by its headers, the tars in it on threads, and an image is one `pread`: nothing is unpacked,
 and nothing but names, offsets and sizes is held in memory. What was found is kept in the user's cache folder, so the
 same tars open at once the next time. gzip has no places to jump to: a .tar.gz is decompressed once, into a folder that
-the caller names and removes. Members other than regular files (links, devices) are passed over; names are never used
-as paths, and one that leads outside is refused.
+the caller names and removes. Members other than regular files are passed over (devices, links), but for images that
+are links, which are refused: they would be missing. Names are never used as paths, and one that leads outside is
+refused.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from data_shards.errors import UserError
 from data_shards.progress_line import LINE_SECONDS
 from data_shards.shard_set import Report
 from data_shards.tars.shard_index import MOST_TAR_BYTES, Texts, default_index_folder
+from data_shards.tars.tar_index import IMAGE_EXTENSIONS
 from data_shards.tars.tar_walk import BLOCK_BYTES, Member, TarDamage, stated_member, walk_tar
 from data_shards.text import show_bytes
 
@@ -198,9 +200,10 @@ def _list_archive(archive: Archive, *, inside: Literal["names", "stems"]) -> lis
 
 def _walk(descriptor: int, path: Path, *, above: str, part: tuple[int, int | None] = (0, None)) -> list[Member]:
     found: list[Member] = []
+    links: list[str] = []
     last = above.rpartition("/")[2]
     try:
-        for member in walk_tar(descriptor, start=part[0], end=part[1]):
+        for member in walk_tar(descriptor, start=part[0], end=part[1], links=links):
             name = inner_name(member.name, archive=path)
             if above and name.startswith(f"{last}/"):  # n01440764.tar may hold a folder n01440764 or not
                 name = name[len(last) + 1 :]
@@ -208,6 +211,12 @@ def _walk(descriptor: int, path: Path, *, above: str, part: tuple[int, int | Non
     except TarDamage as error:
         within = f" ({above}.tar in it)" if part[1] is not None else ""
         raise UserError(f"{path}{within}: {error}; fetch it again") from None
+    images = [name for name in links if name.rpartition(".")[2].lower() in IMAGE_EXTENSIONS]
+    if images:
+        raise UserError(
+            f"{path}: {images[0]!a} in it is a link to an image ({len(images):,} of them); give the folder, or "
+            "make the tar with --dereference --hard-dereference"
+        )
     return found
 
 

@@ -21,6 +21,7 @@ _MOST_EXTENDED_BYTES = 1 << 20  # of a pax header or a long name: far more than 
 _TAIL_READ_BYTES = 1 << 20
 _REGULAR = b"0\x007"
 _WITHOUT_DATA = b"123456"  # links, devices, folders: whatever their size says
+_LINKS = b"12"
 _ADLER_MODULUS = 65521
 _PAX = b"xX"
 _NO_TAR = "not a plain, uncompressed tar: there is no tar header at byte {}"
@@ -43,10 +44,13 @@ class TarDamage(ValueError):
         self.offset = offset
 
 
-def walk_tar(descriptor: int, *, start: int = 0, end: int | None = None) -> Iterator[Member]:
+def walk_tar(
+    descriptor: int, *, start: int = 0, end: int | None = None, links: list[str] | None = None
+) -> Iterator[Member]:
     """The regular files of an open tar, in order; raises TarDamage after the last member that could be read.
 
-    The tar may be a part of the file, from byte `start` to before `end` (a tar that is a member of another one).
+    The tar may be a part of the file, from byte `start` to before `end` (a tar that is a member of another one). The
+    names of hard and symbolic links, which are passed over, are added to `links`.
     """
     num_bytes = os.fstat(descriptor).st_size if end is None else end
     chunk, chunk_start, tar_start = b"", 0, start
@@ -103,6 +107,8 @@ def walk_tar(descriptor: int, *, start: int = 0, end: int | None = None) -> Iter
             ) from None
         records = {}
         if kind in _WITHOUT_DATA:
+            if links is not None and kind in _LINKS:
+                links.append(name)
             position = start
             continue
         _check_end(start + size, num_bytes, what=f"the member {name!r}")

@@ -54,6 +54,19 @@ def test_a_tar_has_the_files_that_tarfile_finds(tmp_path: Path, format: int):
     assert files(listed(path)) == {"a/1.JPEG": b"1", long: b"2" * 513, "a/2.JPEG": b"3"}
 
 
+@pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE])
+def test_an_image_that_is_a_link_is_told_not_lost(tmp_path: Path, kind: bytes):
+    """As tar writes the second name of a file that has two."""
+    path = tmp_path / "a.tar"
+    path.write_bytes(tar_bytes({"a/1.jpg": b"1"}))
+    with tarfile.open(path, "a") as tar:
+        entry = tarfile.TarInfo("b/2.JPG")
+        entry.type, entry.linkname = kind, "a/1.jpg"
+        tar.addfile(entry)
+    with pytest.raises(UserError, match=r"b/2\.JPG.* link"):
+        listed(path)
+
+
 def test_tars_within_a_tar(tmp_path: Path):
     (tmp_path / "all.tar").write_bytes(nested())
     found = files(listed(tmp_path / "all.tar"))
