@@ -14,12 +14,15 @@ from launch.sweep.record import Outcome, SweepRecord
 from pipeline.report.mlflow_store import SweepNews, tell_sweep
 
 _WAIT_SECONDS = 60.0
+_MOST_CHARACTERS = 5000  # of a tag, in any MLflow
 
 
 def tell(sweep: Sweep, record: SweepRecord, *, status: Literal["RUNNING", "FINISHED", "FAILED", "KILLED"]) -> None:
     """Bring the sweep's run up to date; whatever goes wrong is said, and raises nothing."""
     chosen = next((one for one in record.points if one.name == record.chosen), None)
     tags = {"sweep.stage": record.stage, "sweep.recipe": record.recipe}
+    # The grid as tags: it may grow, and MLflow's params never change.
+    tags |= {f"sweep.{key}": ",".join(values)[:_MOST_CHARACTERS] for key, values in record.grid.items()}
     metrics: dict[str, float] = {}
     if chosen is not None:
         tags |= {"sweep.chosen": chosen.name, **{f"sweep.chosen.{key}": text for key, text in chosen.values.items()}}
@@ -30,10 +33,7 @@ def tell(sweep: Sweep, record: SweepRecord, *, status: Literal["RUNNING", "FINIS
         points[sweep.folder(FINAL).path] = _metrics(record.final, prefix="sweep/final")
     news = SweepNews(
         folder=sweep.root,
-        params={
-            **{f"sweep.{key}": ",".join(values) for key, values in record.grid.items()},
-            "sweep.hold_out": f"{record.hold_out:g}",
-        },
+        params={"sweep.hold_out": f"{record.hold_out:g}"},
         tags=tags,
         metrics=metrics,
         points={folder: values for folder, values in points.items() if values},

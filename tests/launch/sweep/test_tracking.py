@@ -1,0 +1,34 @@
+"""A sweep's own run in a real MLflow store."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from launch.sweep.points import plan_sweep
+from launch.sweep.record import make_record
+from launch.sweep.tracking import tell
+
+LR = "stages.finetune.optimizer.lr"
+
+# MLflow's and SQLAlchemy's own: they are not for us to mend.
+pytestmark = [
+    pytest.mark.filterwarnings(f"ignore::{name}") for name in ("DeprecationWarning", "FutureWarning", "ResourceWarning")
+]
+
+
+def test_a_changed_grid_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    from mlflow.tracking import MlflowClient
+
+    for name in ("MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME"):
+        monkeypatch.delenv(name, raising=False)
+    shards = [f"{stage}{key}={key}" for stage in ("", "finetune.") for key in ("train", "eval")]
+    for grid in ("0.01,0.02", "0.01,0.02,0.03"):
+        sweep = plan_sweep("vit_b16_in21k", [*shards, "finetune=cifar10", f"{LR}={grid}"], runs_root=tmp_path / "runs")
+        sweep.root.mkdir(parents=True, exist_ok=True)
+        tell(sweep, make_record(sweep, failed={}), status="RUNNING")
+        client = MlflowClient(tracking_uri=f"sqlite:///{tmp_path}/runs/mlflow.db")
+        (run,) = client.search_runs([each.experiment_id for each in client.search_experiments()])
+        assert (run.data.tags[f"sweep.{LR}"], run.data.params["sweep.hold_out"]) == (grid, "0.02")
+    assert "MLflow was not told" not in capsys.readouterr().err
