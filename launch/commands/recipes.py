@@ -81,7 +81,7 @@ def listing() -> str:
         if header.hardware and header.gpu_hours is not None:
             count, gpu = header.hardware
             cost = f"{header.gpu_hours:,.0f} GPU-hours ({count:,} x {gpu.upper()})"
-        result = re.split("[,;] ", header.entry("result"))[0]
+        result = re.split(r"[,;] (?![^(]*\))", header.entry("result"))[0]  # not at a comma within parentheses
         rows[path.parent.name].append([name, _model(recipe), _data(recipe), cost, result])
     head = ["name", "model", "data", "cost", "result"]
     parts = [

@@ -67,6 +67,8 @@ def test_all_are_listed_with_model_data_cost_and_result(call: Call):
     assert "L/16" in row and "imagenet21k -> imagenet" in row and "GPU-hours (64 x H200)" in row and "85.15" in row
     assert all(f"finetune={name}" in output for name in finetune_sets())
     assert max(map(len, output.splitlines())) <= 150
+    assert "83.73 (light1, weight decay 0.03) at 384 px" in rows["augreg_s16_in21k"]
+    assert "measured by timm)" in output  # a comma within parentheses cuts nothing
 
 
 def test_the_page_beside_the_recipes_is_what_is_listed():
