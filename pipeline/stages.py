@@ -10,6 +10,7 @@ A stage starts only from the last one's `STAGE/model/`: no optimizer state, lear
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 
 from data_shards.durable import make_folders
@@ -24,6 +25,7 @@ from model.regularisation import Regularisation
 from model.saved import build_from_saved, load_model, save_model
 from model.vocabulary import HeadKind
 from pipeline.context import StageContext
+from pipeline.engine.frozen import freeze
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.stage import FinetuneStage, MaskedPatchStage, PretrainStage, TrainStage
 from pipeline.report.reporter import tracked_log
@@ -88,6 +90,19 @@ def finetune(context: StageContext, config: FinetuneStage, *, num_classes: int) 
         weights=folder.record("swap_head").model_digest,
         normalisation=Normalisation(mean=meta.mean, std=meta.std),
     )
+
+
+def check_frozen(recipe: Recipe, *, stage: StageName) -> None:
+    """UserError if `optimizer.frozen` names what the stage's model lacks, or all of it; the model is built on torch's
+    device meta."""
+    config = recipe.train_stage(stage)
+    with torch.device("meta"):
+        if isinstance(config, MaskedPatchStage):
+            model = build_masked_patch(recipe.model, image_size=config.image_size)
+        else:
+            head = config.head if isinstance(config, PretrainStage) else "linear"
+            model = build_model(recipe.model, image_size=config.image_size, num_classes=1, head=head)
+    freeze(model, config.optimizer.frozen, key=f"stages.{stage}.optimizer.frozen")
 
 
 def swap_head(context: StageContext) -> None:

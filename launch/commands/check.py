@@ -90,6 +90,8 @@ def check(
     all_local = all(map(is_local, (shards, *(against or ()))))
     if all_local and (cache, cache_limit) != (None, None):
         raise UserError(f"--cache, --cache-limit: {shards} is local and is not copied; leave them out")
+    if against is not None and not against:
+        raise UserError("--against: it is followed by no shards; name the sets to compare with")
     if report is not None and not against:
         raise UserError("--report: it is for what --against finds; give that too")
     limit_bytes = size_bytes("--cache-limit", cache_limit) or 50 * 10**9

@@ -141,6 +141,8 @@ def pack(
     def say(line: str) -> None:
         print(printable(line))
 
+    if exclude_matches_of is not None and not exclude_matches_of:
+        raise UserError("--exclude-matches-of: it is followed by no shards; name the sets whose images are left out")
     if holdout is not None and holdout_images is not None:
         raise UserError("--holdout, --holdout-images: give one of them, not both")
     if labels is None and (path_column, label_column, class_names) != (None, None, None):
@@ -166,7 +168,7 @@ def pack(
         unreadable="skip" if skip_unreadable else "refuse",
         duplicates="drop" if drop_duplicates else "keep",
         seed=seed,
-        exclusion=open_exclusion(exclude_matches_of, report=say) if exclude_matches_of else None,
+        exclusion=None if exclude_matches_of is None else open_exclusion(exclude_matches_of, report=say),
         report=say,
     )
     return 0

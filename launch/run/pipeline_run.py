@@ -230,6 +230,10 @@ class PipelineRun:
                 if is_open:
                     model_from_elsewhere(self.recipe)
                 continue
+            if is_open and not {*config.optimizer.frozen} <= {"trunk", "head"}:  # which every model has
+                from pipeline.stages import check_frozen  # 5 s for torch and timm, only where names of weights matter
+
+                check_frozen(self.recipe, stage=stage)
             data = None
             try:
                 if not self._unopened(stage):  # else the summary checks what it can

@@ -39,10 +39,11 @@ def freeze(model: nn.Module, frozen: tuple[str, ...], *, key: str) -> None:
         chosen = _PARTS.get(each, lambda name, pattern=each: fnmatchcase(name, pattern))
         found = {name for name in names if chosen(name)}
         if not found:
-            near = get_close_matches(each, [*_PARTS, *names], n=3, cutoff=0.5)
+            parts = [part for part, is_its in _PARTS.items() if any(map(is_its, names))]
+            near = get_close_matches(each, [*parts, *names], n=3, cutoff=0.5)
             raise UserError(
                 f"{key}: {each!r} is no part of this model: "
-                + (f"the nearest are {', '.join(near)}" if near else f"give {', '.join(_PARTS)}, or a pattern")
+                + (f"the nearest are {', '.join(near)}" if near else f"give {', '.join(parts)}, or a pattern")
             )
         for name, parameter in model.named_parameters():
             if name in found:

@@ -38,8 +38,10 @@ class Role:
     classes: int | None  # None: it depends on the task
     source: str
     packed_from: str = "IMAGES"  # what `shardvit pack` is given
+    held_out: str = ""  # its option for a set that is published without a part to evaluate on
 
 
+_HELD_OUT = " --holdout-images 51200"
 _VTAB = "VTAB-1k (arXiv 1910.04867): 800 training and 200 validation images"
 _VTAB_CLASSES = {  # Table 2 of the same paper, in its order: natural, specialised, structured
     **{"caltech101": 102, "cifar100": 100, "dtd": 47, "flowers": 102, "pets": 37, "sun397": 397, "svhn": 10},
@@ -50,11 +52,20 @@ _VTAB_CLASSES = {  # Table 2 of the same paper, in its order: natural, specialis
 
 ROLES: dict[str, Role] = {
     "imagenet21k": Role(
-        14_197_122, 21_841, "fall 2011 release, the paper's; winter 2021: 13,153,500", "fall11_whole.tar"
+        *(14_197_122, 21_841, "fall 2011 release, the paper's; winter 2021: 13,153,500"),
+        packed_from="fall11_whole.tar",
+        held_out=_HELD_OUT,
     ),
     "imagenet": Role(1_281_167, 1000, "ILSVRC 2012", "imagenet/"),
-    "jft": Role(303_000_000, 18_291, "JFT-300M: ViT paper, section 4.1; classes: Big Transfer (arXiv 1912.11370)"),
-    "jft3b": Role(3_000_000_000, 29_593, "JFT-3B: arXiv 2106.04560; classes: big_vision, train_vit_g.py"),
+    "jft": Role(
+        303_000_000,
+        18_291,
+        "JFT-300M: ViT paper, section 4.1; classes: Big Transfer (arXiv 1912.11370)",
+        held_out=_HELD_OUT,
+    ),
+    "jft3b": Role(
+        3_000_000_000, 29_593, "JFT-3B: arXiv 2106.04560; classes: big_vision, train_vit_g.py", held_out=_HELD_OUT
+    ),
     "cifar10": Role(50_000, 10, "CIFAR-10", "cifar-10-python.tar.gz"),
     "cifar100": Role(50_000, 100, "CIFAR-100", "cifar-100-python.tar.gz"),
     "pets": Role(3_680, 37, "Oxford-IIIT Pet, trainval", "pets/"),
@@ -115,11 +126,11 @@ def missing_paths(recipe: Recipe, *, stage: StageName) -> str | None:
     first = next(name for name in recipe.stages.names if isinstance(getattr(recipe.stages, name), TrainStage))
     keys = " and ".join(f"{'' if stage == first else f'{stage}.'}{key}=SHARDS" for key in missing)
     role = config.data or ""
-    images = ROLES[role].packed_from if role in ROLES else "IMAGES"
+    images, held_out = (ROLES[role].packed_from, ROLES[role].held_out) if role in ROLES else ("IMAGES", "")
     close = [] if role in ROLES else difflib.get_close_matches(role, ROLES, n=1, cutoff=0.6)
     return (
         f"stages.{stage} is for {role}"
         + (f" (did you mean {close[0]}?)" if close else "")
         + f", and where its shards are is not said: give {keys}, or --data FILE with a line "
-        f"{role}: {{train: SHARDS, eval: SHARDS}}; `shardvit pack {images} shards/{role}` makes them"
+        f"{role}: {{train: SHARDS, eval: SHARDS}}; `shardvit pack {images} shards/{role}{held_out}` makes them"
     )

@@ -122,3 +122,10 @@ def test_a_copy_elsewhere_is_another_set(call: Call, sets: tuple[Path, Path, Pat
     code, output, _ = call("check", sets[0], "--against", copy, "--json")
     (against,) = json.loads(output)["against"]
     assert code == 1 and against["equal_bytes"] == 22 and against["digest"] == load_manifest(copy).digest
+
+
+def test_options_that_name_sets_need_one(call: Call, tmp_path: Path):
+    code, _, error = call("check", tmp_path, "--against")
+    assert code == 2 and "--against: " in error
+    code, _, error = call("pack", tmp_path, tmp_path / "out", "--exclude-matches-of")
+    assert code == 2 and "--exclude-matches-of: " in error and not (tmp_path / "out").exists()

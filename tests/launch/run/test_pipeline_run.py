@@ -340,3 +340,16 @@ def test_other_errors_of_the_system_keep_their_traceback(machine: Machine, monke
     monkeypatch.setattr("launch.run.lock.os.open", refuse)
     with pytest.raises(OSError, match="Input/output"):
         run.execute()
+
+
+def test_a_frozen_part_that_the_model_lacks_is_refused_before_anything_starts(machine: Machine):
+    for name, near in (("patch_embeding", "patch_embedding"), ("blokcs.0.norm1.bias", "blocks.0.norm1.bias")):
+        with pytest.raises(UserError, match=rf"stages\.finetune\.optimizer\.frozen: .*{near}"):
+            machine.open(f"stages.finetune.optimizer.frozen=[{name}]")
+        recipe = load_recipe("digits", overrides=[f"finetune.optimizer.frozen=[{name}]"])
+        with pytest.raises(UserError, match=rf"stages\.finetune\.optimizer\.frozen: .*{near}"):  # without shards
+            PipelineRun.open(recipe, runs_root=machine.root / "other", shards="if there")
+    machine.open("stages.finetune.optimizer.frozen=[patch_embedding, 'blocks.0.*']")
+    masked = load_recipe("cifar10_masked", overrides=["masked_patch.optimizer.frozen=[patch_embeding]"])
+    with pytest.raises(UserError, match=r"stages\.masked_patch\.optimizer\.frozen: .*patch_embedding"):
+        PipelineRun.open(masked, runs_root=machine.root / "other", shards="if there")

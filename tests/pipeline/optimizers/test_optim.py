@@ -157,6 +157,13 @@ def test_a_name_that_freezes_nothing_or_everything_is_refused(frozen: tuple[str,
     assert said in str(caught.value) and "\n" not in str(caught.value)
 
 
+def test_the_nearest_parts_are_those_that_the_model_has():
+    pooled = build_model(ModelConfig(**{**VIT, "pool": "gap"}), image_size=8, num_classes=3, head="linear")
+    with pytest.raises(UserError, match="'class_token' is no part of this model") as caught:
+        freeze(pooled, ("class_token",), key="k")
+    assert "class_token" not in str(caught.value).partition("is no part")[2]
+
+
 def test_frozen_parameters_and_empty_groups_are_left_out():
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2, bias=False))
     model[0].requires_grad_(requires_grad=False)

@@ -65,6 +65,7 @@ def test_a_recipe_without_its_shards_loads_and_says_what_is_missing(name: str, t
     assert f"stages.{first} is for {role}" in text and "train=SHARDS and eval=SHARDS" in text
     assert f"{role}: {{train: SHARDS, eval: SHARDS}}" in text and "shardvit pack" in text and "--data FILE" in text
     assert "finetune.train=SHARDS and finetune.eval=SHARDS" in (missing_paths(recipe, stage="finetune") or "")
+    assert ("--holdout-images" in text) == (role in ("imagenet21k", "jft"))  # what pack makes has a part to evaluate on
     half = load_recipe(name, overrides=["train=x"])
     assert "give eval=SHARDS," in (missing_paths(half, stage=first) or "")
 
