@@ -1,4 +1,5 @@
-"""A recipe, what is known of its shards, and the user's flags -> `RecipeForecast`. Writes nothing, needs no torch."""
+"""A recipe, what is known of its shards, and the user's flags -> `RecipeForecast`. Writes nothing, needs no torch
+(but for the names of frozen weights)."""
 
 from __future__ import annotations
 
@@ -47,6 +48,10 @@ def make_plan(recipe: Recipe, options: PlanOptions, *, driver: Path = DRIVER) ->
     notes: list[str] = []
     given = GivenSpeed(mfu=options.mfu)
     for name in names:
+        if recipe.train_stage(name).optimizer.frozen_needs_model:
+            from pipeline.stages import check_frozen  # torch, only where names of weights matter
+
+            check_frozen(recipe, stage=name)
         shards, missing = _shards(
             recipe, stage=name, num_images=num_images.get(name), num_classes=num_classes.get(name)
         )

@@ -230,7 +230,7 @@ class PipelineRun:
                 if is_open:
                     model_from_elsewhere(self.recipe)
                 continue
-            if is_open and not {*config.optimizer.frozen} <= {"trunk", "head"}:  # which every model has
+            if is_open and config.optimizer.frozen_needs_model:
                 from pipeline.stages import check_frozen  # 5 s for torch and timm, only where names of weights matter
 
                 check_frozen(self.recipe, stage=stage)

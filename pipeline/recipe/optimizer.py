@@ -74,6 +74,11 @@ class OptimizerConfig(Strict):
         return self
 
     @property
+    def frozen_needs_model(self) -> bool:
+        """Whether `frozen` may name what a model lacks: each has trunk and head."""
+        return not {*self.frozen} <= {"trunk", "head"}
+
+    @property
     def bytes_per_parameter(self) -> float:
         """Of the optimizer's state, at most."""
         return OPTIMIZERS[self.name].bytes_per_parameter(self.first_moment)

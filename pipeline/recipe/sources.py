@@ -140,8 +140,8 @@ def _find_set(name: Any, *, beside: Path, said_by: str) -> Path:
     close = difflib.get_close_matches(name, sets, n=1)
     raise UserError(
         f"{said_by}: there is no fine-tuning set {one_line(name[:_MOST_NAMED])}"
-        + (f", did you mean {close[0]}?" if close else "")
-        + f" Give the path of a YAML file, or one of {', '.join(sets)}"
+        + (f", did you mean {close[0]}? Else" if close else ":")
+        + f" give the path of a YAML file, or one of {', '.join(sets)}"
     )
 
 

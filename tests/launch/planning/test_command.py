@@ -108,6 +108,14 @@ def test_the_page_of_three_stages_fits_on_a_screen_and_says_it_in_words():
         assert sum(line.startswith(zero_stage) for line in lines) == 2
 
 
+def test_a_frozen_part_that_the_model_lacks_is_refused():
+    optimizer = STAGE["optimizer"] | {"frozen": ["patch_embeding"]}
+    stages = tree()["stages"] | {"finetune": tree()["stages"]["finetune"] | {"optimizer": optimizer}}
+    recipe = Recipe.model_validate(tree(stages=stages))
+    with pytest.raises(UserError, match=r"stages\.finetune\.optimizer\.frozen: .*patch_embedding"):
+        make_plan(recipe, PlanOptions())
+
+
 def test_images_alone_are_enough_to_count_decoding():
     """Before packing, with no worker to decode for GPUs that want thousands of images a second each."""
     flags = {"gpus": 8, "gpu": "h200", "images": "1281167", "classes": "1000"}

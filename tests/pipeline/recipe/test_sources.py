@@ -126,7 +126,7 @@ def test_a_set_may_be_a_file_of_the_users(folder: Path):
     ("overrides", "expected"),
     [
         (["finetune=cifar"], "there is no fine-tuning set cifar, did you mean cifar1"),
-        (["finetune=qqqqqq"], "one of cifar10, "),
+        (["finetune=qqqqqq"], "no fine-tuning set qqqqqq: give the path of a YAML file, or one of cifar10, "),
         (["finetune=cifar10", "finetune=pets"], "override finetune is given twice"),
         (["finetune=3"], "finetune is the name of a fine-tuning set"),
         (["finetune={lr: 3}"], "finetune is the name of a fine-tuning set"),
