@@ -1,13 +1,15 @@
 """Pickles of plain values and numpy arrays, read without running what they name: CIFAR's form.
 
 A pickle may call any function. Here the four names that an array is written with stand for inert values of this file,
-every other name ends the reading, and arrays are made from the bytes in the file. Holds the content in memory.
+every other name ends the reading, and arrays are made from the bytes in the file. Tuples of tuples, each twice in the
+next, would take forever to hash: what is needed to make them is refused, too. Holds the content in memory.
 """
 
 from __future__ import annotations
 
 import io
 import pickle
+import pickletools
 from typing import Any
 
 import numpy as np
@@ -59,6 +61,26 @@ _NAMES = {
 }
 
 
+def _refuse_shared_tuples(data: bytes) -> None:
+    """Raise UnpicklingError for a pickle that uses a tuple twice, or could hide it below the top of the stack."""
+    memo: dict[int, bool] = {}  # whether it is a tuple
+    is_tuple = False  # what is on top
+    for opcode, argument, _ in pickletools.genops(data):
+        match opcode.name:
+            case "PUT" | "BINPUT" | "LONG_BINPUT":
+                memo[int(argument or 0)] = is_tuple
+            case "MEMOIZE":
+                memo[len(memo)] = is_tuple
+            case "GET" | "BINGET" | "LONG_BINGET":
+                if memo.get(int(argument or 0)):
+                    raise pickle.UnpicklingError("it uses a tuple twice")
+                is_tuple = False
+            case "DUP" | "POP" | "POP_MARK":
+                raise pickle.UnpicklingError(f"it has {opcode.name}, which such files have not")
+            case name:
+                is_tuple = name.startswith("TUPLE")
+
+
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str, /) -> Any:
         try:
@@ -73,6 +95,7 @@ def read_plain_pickle(data: bytes, *, name: str) -> dict[str, Any]:
     Raises UserError with the file's `name` for anything else, a damaged pickle, and one that names any other type.
     """
     try:
+        _refuse_shared_tuples(data)
         content = _Unpickler(io.BytesIO(data), encoding="bytes").load()
         if not isinstance(content, dict):
             raise pickle.UnpicklingError("it is not a dict")

@@ -201,3 +201,11 @@ def test_folders_with_the_names_of_its_files_are_not_it(tmp_path: Path):
         Image.new("RGB", (4, 4)).save(tmp_path / "set" / folder / "cat" / "0.png")
     with pytest.raises(UserError, match="meta lies beside"):  # a folder of class folders: data_batch_1 is no help
         opened(tmp_path / "set")
+
+
+def test_a_key_that_would_take_forever_to_hash_is_refused():
+    twice = [b"h" + bytes([n]) + b"h" + bytes([n]) + b"\x86q" + bytes([n + 1]) for n in range(80)]  # a tuple of itself
+    by_stack = b"2\x86" * 80
+    for tuples in (b"\x80\x02)q\x00" + b"".join(twice), b"\x80\x02)" + by_stack):
+        with pytest.raises(UserError, match="nothing of it was run"):
+            read_plain_pickle(b"\x80\x02}" + tuples[2:] + b"K\x01s.", name="data_batch_1")
