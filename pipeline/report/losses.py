@@ -115,7 +115,8 @@ class SpikeFinder:
         if min(self._recent) <= 0:  # not a cross-entropy
             return True
         mean, sigma = _mean_and_sigma([math.log(each) for each in self._recent])
-        return math.log(loss) > mean + _LOG_SIGMAS * sigma
+        # A recipe that asks for fewer deviations asks for fewer of the logarithms as well.
+        return math.log(loss) > mean + _LOG_SIGMAS * min(1.0, self._sigmas / _SIGMAS) * sigma
 
 
 def _mean_and_sigma(values: Sequence[float]) -> tuple[float, float]:

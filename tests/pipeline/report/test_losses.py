@@ -51,6 +51,16 @@ def test_six_standard_deviations_of_the_last_128_are_the_limit():
     assert (spike.step, spike.mean, spike.sigma) == (501, pytest.approx(2.0), pytest.approx(sigma))
 
 
+@pytest.mark.parametrize("sigmas", [1.0, 3.0, 6.0, 10.0])
+def test_a_recipe_may_ask_for_another_number_of_standard_deviations(sigmas: float):
+    before = dict(enumerate([2.0 + 0.1 * (-1) ** step for step in range(500)]))
+    sigma = 0.1 * math.sqrt(128 / 127)
+    for times, found in ((0.99, 0), (1.05, 1)):
+        finder = SpikeFinder(sigmas=sigmas)
+        finder.look(before)
+        assert len(finder.look({500: 2.0 + times * sigmas * sigma})) == found
+
+
 def test_older_losses_than_128_steps_do_not_count():
     draw = random.Random(1)
     recent = [1 + 0.01 * draw.random() for _ in range(128)]
