@@ -190,6 +190,11 @@ class FinetuneStage(TrainStage):
     def _init_is_used(self) -> FinetuneStage:
         if self.start == "swap_head":
             self.refuse("init", means_nothing="to start swap_head, which brings its weights")
+            if "head" in self.optimizer.frozen:
+                raise ValueError(
+                    "optimizer.frozen names the head, which swap_head leaves at zero, so that no gradient would pass "
+                    "it and nothing would be learnt: leave it out"
+                )
         return self
 
 

@@ -86,6 +86,7 @@ def test_an_image_size_that_is_no_multiple_of_the_patch_names_the_neighbours():
             "label_smoothing 0.5 turns the sigmoid's targets around",
         ),
         ({"stages__finetune__init": "timm"}, "init means nothing to start swap_head"),
+        ({"stages__finetune__optimizer__frozen": ["head"]}, "frozen names the head, which swap_head leaves at zero"),
         ({"stages__swap_head": ...}, "add one, or set start: scratch"),
         ({"stages__finetune__start": "scratch"}, "leave out swap_head"),
         ({"stages__pretrain__start": "scratch"}, "stages.pretrain.start"),
