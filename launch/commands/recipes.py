@@ -81,8 +81,7 @@ def listing() -> str:
         if header.hardware and header.gpu_hours is not None:
             count, gpu = header.hardware
             cost = f"{header.gpu_hours:,.0f} GPU-hours ({count:,} x {gpu.upper()})"
-        result = re.split(r"[,;] (?![^(]*\))", header.entry("result"))[0]  # not at a comma within parentheses
-        rows[path.parent.name].append([name, _model(recipe), _data(recipe), cost, result])
+        rows[path.parent.name].append([name, _model(recipe), _data(recipe), cost, header.headline])
     head = ["name", "model", "data", "cost", "result"]
     parts = [
         f"{_FAMILIES[family]}\n\n{table([head, *each], heading='ruled', width=_PAGE_WIDTH)}\n"

@@ -47,6 +47,11 @@ class RecipeHeader:
         match = _GPU_HOURS.search(self.entry("time"))
         return float(match[1].replace(",", "")) if match else None
 
+    @property
+    def headline(self) -> str:
+        """The result up to its first comma or semicolon that is not within parentheses."""
+        return re.split(r"[,;] (?![^(]*\))", self.entry("result"))[0]
+
     def text(self) -> str:
         """The whole comment again, as in a file."""
         lines = ["# " + line for line in self.description.splitlines()] + ["#"]
