@@ -32,7 +32,6 @@ from pipeline.recipe.io import dump_recipe
 from pipeline.recipe.schema import EngineConfig, Recipe
 from pipeline.recipe.stage_plan import plan_stage
 from pipeline.report.metrics_log import open_metrics_log
-from pipeline.rollback import GoBack, Trouble
 from pipeline.run_folder import RunFolder
 from pipeline.stage_data import open_data
 from pipeline.stage_training import StageStart, make_job, make_pace, train_stage
@@ -349,42 +348,6 @@ def test_checkpoints_that_are_gone_are_no_reason_to_begin_from_nothing(ends: Sta
     ):
         ends.train()
     assert ends.folder.record("pretrain").last_saved_step == 7
-
-
-@pytest.mark.parametrize(("older", "words"), [(True, "to go back to are damaged"), (False, "a rollback passes over")])
-def test_a_rollback_without_a_checkpoint_to_go_back_to_removes_none(ends: Stage, older: bool, words: str) -> None:
-    saver = ends.job(keep_checkpoints=3).saver
-    for step in (10, 20) if older else (20,):
-        saver.save(state_at(step))
-    if older:
-        with (ends.checkpoints / "step-00000010" / "state.json").open("a") as file:
-            file.write(" ")
-    ends.folder.update("pretrain", passed_over=[15], rollbacks=1)
-    with pytest.raises(UserError, match=rf"{words}.*--restart pretrain"):
-        ends.train(engine={"saving": "blocking"}, keep_checkpoints=3, rollback={})
-    assert 20 in steps(ends.checkpoints)
-
-
-def test_a_rollback_removes_what_it_leaves_behind_and_goes_on_from_before(
-    ends: Stage, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    keys: dict[str, Any] = {"keep_checkpoints": 3, "rollback": {"steps_before": 10}}
-    saver = ends.job(**keys).saver
-    for step in (10, 20, 30):
-        saver.save(state_at(step))
-    seen: list[tuple[int, list[int], list[int], int]] = []
-
-    def trained(job: TrainJob, state: TrainState) -> TrainState:
-        saved_step = ends.folder.record("pretrain").last_saved_step
-        seen.append((state.step, state.passed_over, steps(ends.checkpoints), saved_step))
-        if len(seen) == 1:
-            raise GoBack(Trouble(first=25, last=26, why="it spikes"))
-        return replace(state, step=TOTAL_STEPS)
-
-    monkeypatch.setattr(stage_training, "train", trained)
-    ends.train(**keys)
-    assert seen == [(30, [], [10, 20, 30], 30), (10, [*range(15, 27)], [10], 10)]
-    assert ends.folder.record("pretrain").rollbacks == 1
 
 
 def test_what_could_not_be_saved_is_not_begun_and_what_is_saved_whole_needs_no_room(
