@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from timm.optim import Lamb, Muon
 from torch import nn
 
 from pipeline.optimizers.adafactor import BigVisionAdafactor
@@ -36,8 +35,12 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Op
             moment_type = torch.bfloat16 if bf16 else torch.float32
             return BigVisionAdafactor(groups, lr=lr, momentum=config.momentum, moment_type=moment_type)
         case "lamb":
+            from pipeline.optimizers.lamb import CountingLamb
+
             return CountingLamb(groups, lr=lr, betas=config.betas, eps=config.eps, weight_decay=0.0, max_grad_norm=None)
         case "muon":
+            from timm.optim import Muon
+
             return Muon(
                 groups,
                 lr=lr,
@@ -74,13 +77,3 @@ class DecoupledSgd(torch.optim.SGD):
         finally:
             for group, decay in zip(self.param_groups, decays, strict=True):
                 group["weight_decay"] = decay
-
-
-class CountingLamb(Lamb):
-    """timm's LAMB; a step without gradients, such as the engines make of one that is not finite, is not counted."""
-
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """As timm's."""
-        if any(parameter.grad is not None for group in self.param_groups for parameter in group["params"]):
-            return super().step(closure)
-        return None

@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from timm.models import group_parameters
 from torch import Tensor, nn
 
 from pipeline.recipe.optimizer import OptimizerConfig
@@ -97,6 +96,8 @@ def kernel_names(model: nn.Module) -> set[str]:
 def layer_numbers(model: nn.Module) -> dict[str, int]:
     """Each parameter's layer by timm's law: 0 the embedding, then the blocks, each one; the final norm belongs to the
     last of them; attention pooling and the head are the last layer."""
+    from timm.models import group_parameters
+
     matcher: Any = model.group_matcher
     numbers: Any = group_parameters(model, matcher(coarse=False), reverse=True)
     return {name: 0 if name.startswith(_EMBEDDED) else number for name, number in numbers.items()}
