@@ -71,6 +71,7 @@ def theirs(out: Path, *, images: Path, train_py: Path, seed: int) -> list[str]:
 
 
 def main() -> None:
+    """Run both sides and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name in ("images", "shards", "train_py", "out"):
         parser.add_argument(name, type=Path)
@@ -93,7 +94,7 @@ def main() -> None:
         for seed in given.seeds
     ]
     heading = ("", "seed", *(f"top-1 after epoch {epoch}" for epoch in range(1, EPOCHS + 1)))
-    print("\n".join(table([heading, *rows], heading="ruled")))
+    print(table([heading, *rows], heading="ruled"))
 
 
 def _our_curve(out: Path, seed: int) -> list[float]:
