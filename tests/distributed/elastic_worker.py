@@ -196,7 +196,7 @@ def full_state(engine, *, stage: int, moments: tuple[str, ...] | None) -> dict[s
         engine._engine.optimizer._lazy_init_hp_params_optimizer_state()
     return {
         name: {"weight": safe_get_full_fp32_param(p).detach().clone()}
-        | {moment: safe_get_full_optimizer_state(p, moment).clone() for moment in moments}
+        | {moment: safe_get_full_optimizer_state(p, moment).clone() for moment in moments or ()}
         for name, p in parameters.items()
     }
 

@@ -192,7 +192,7 @@ def listing_of_objects(world: World) -> None:
     """What was remembered of an archive, poisoned."""
     from data_shards.sources.archive import Archive, list_archives
 
-    archive_of_links(world)
+    archive_to_pack(name="plain")(world)
     list_archives([Archive(world.source)])
     listings = list(Path(os.environ["XDG_CACHE_HOME"]).rglob("archives-*.npz"))
     assert listings

@@ -175,7 +175,7 @@ def make_world(top: Path) -> World:
     described = meta.model_dump(mode="json", exclude_none=True)
     folder.update("pretrain", state="running", last_saved_step=2, total_steps=6, model=described)
     save_model(world.stage / "model", model.state_dict(), meta=meta)
-    optimizer = torch.optim.AdamW(model.parameters()).state_dict()
+    optimizer = torch.optim.AdamW(model.named_parameters()).state_dict()
     content = {"model": model.state_dict(), "optimizer": optimizer, "scaler": None}
     world.save_engine({"accelerate.pt": content}, backend="accelerate")
     assert read_image(world.image.read_bytes())

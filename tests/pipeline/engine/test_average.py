@@ -1,6 +1,7 @@
 """The moving average of the weights: torch's, optax's and timm's laws, and an exchange that leaves no trace."""
 
 import copy
+from typing import Any
 
 import optax
 import pytest
@@ -47,7 +48,7 @@ def test_fifty_steps_are_torchs_optaxs_and_the_definitions(decay: float) -> None
     transform = optax.ema(decay, debias=False)
     state = transform.init({name: tensor.numpy() for name, tensor in start.items()})
     defined = {name: tensor.double() for name, tensor in start.items()}
-    moved: dict = {}
+    moved: Any = {}
     for step in range(STEPS):
         walk(model, seed=step)
         ours.update()
