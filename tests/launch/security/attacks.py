@@ -174,13 +174,11 @@ ROWS = (
     ),
     Row("MATLAB's tables, as Flowers'", ("pack",), "refused", (tables_of_pickles,)),
     Row(
-        "an archive to be packed: `../`, absolute names, text",
+        "an archive to be packed: `../`, absolute names, images that are links, text",
         ("pack",),
         "refused",
-        (archive_above, archive_absolute, archive_of_text),
+        (archive_above, archive_absolute, archive_of_links, archive_of_text),
     ),
-    Row(
-        "the same: links; what was remembered of it", ("pack",), "read as data", (archive_of_links, listing_of_objects)
-    ),
+    Row("what was remembered of an archive", ("pack",), "read as data", (listing_of_objects,)),
     Row("CSV, JSONL with paths outside", ("pack",), "refused", tuple(map(labels_outside, ("csv", "jsonl")))),
 )
