@@ -26,7 +26,6 @@ from data_shards.vocabulary import RandomStream
 
 _TORCHVISION_ATTEMPTS = 10  # torchvision's RandomResizedCrop
 _GOOGLE_ATTEMPTS = 100  # TensorFlow's default
-GOOGLE_RATIO = (0.75, 1.33)  # TensorFlow's default, which both code bases leave; torchvision's ends at 4/3
 TORCHVISION_RATIO = (3 / 4, 4 / 3)
 
 # A sample's numbers: two for each of the first attempts at a crop, two for its place, one for the flip, one for

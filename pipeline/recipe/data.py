@@ -168,7 +168,7 @@ class AugmentConfig(Strict):
 
     @property
     def ratio(self) -> tuple[float, float]:
-        """`crop_ratio`, or the law's own."""
+        """`crop_ratio`, or the law's own; Google's code leaves TensorFlow's default, which ends at 1.33, not at 4/3."""
         return self.crop_ratio or ((0.75, 1.33) if self.crop == "google" else (3 / 4, 4 / 3))
 
     @model_validator(mode="after")
