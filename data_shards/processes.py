@@ -54,12 +54,12 @@ def run_parts(
     results: dict[_Part, _Result] = {}
     can_start = processes > 1 and len(parts) > 1
     if can_start:
-        results |= _run_in_pool(work, request, parts, processes=processes, done=done)
+        results |= _run_in_pool(_pool(work, request, processes=min(processes, len(parts))), parts, done=done)
         # After a crash, one process per part shows which part it was.
         can_start = len(results) < len(parts) and _can_start_processes(work, request)
     for part in parts:
         if part not in results and can_start:
-            results |= _run_in_pool(work, request, [part], processes=1, done=done)
+            results |= _run_in_pool(_pool(work, request, processes=1), [part], done=done)
         elif part not in results:
             results[part] = work(request, part)
             done(results[part])
@@ -67,15 +67,9 @@ def run_parts(
 
 
 def _run_in_pool(
-    work: _Work[_Request, _Part, _Result],
-    request: _Request,
-    parts: Sequence[_Part],
-    *,
-    processes: int,
-    done: Callable[[_Result], None],
+    pool: ProcessPoolExecutor, parts: Sequence[_Part], *, done: Callable[[_Result], None]
 ) -> dict[_Part, _Result]:
     results: dict[_Part, _Result] = {}
-    pool = _pool(work, request, processes=min(processes, len(parts)))
     try:
         with deaf_to_interrupts():
             futures = {pool.submit(_work_in_worker, part): part for part in parts}
