@@ -14,7 +14,6 @@ from PIL import Image
 from torchvision.datasets import CIFAR10, CIFAR100, cifar
 
 from data_shards.errors import UserError
-from data_shards.sources import Published, Source, Unpacking, open_source
 from data_shards.sources.published.plain_pickle import read_plain_pickle
 from tests.data_shards.sources.published.layouts import (
     binary,
@@ -25,14 +24,10 @@ from tests.data_shards.sources.published.layouts import (
     write_files,
     write_tar,
 )
+from tests.data_shards.sources.published.opening import opened
 
 Dump = Callable[[Any], bytes]
 SETS = {"cifar-10": (cifar10, CIFAR10, "cifar10"), "cifar-100": (cifar100, CIFAR100, "cifar100")}
-
-
-def opened(path: Path, **options: Any) -> Source:
-    unpacking = Unpacking(path.parent / "unpacked", report=lambda line: None)
-    return open_source(str(path), published=Published(**options), unpacking=unpacking)
 
 
 @pytest.mark.parametrize("dump", [python2_pickle, python3_pickle])

@@ -2,17 +2,13 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from data_shards.errors import UserError
-from data_shards.sources import Published, Source, open_source
+from data_shards.sources import Source
 from tests.data_shards.sources.published.layouts import jpeg, write_files
-
-
-def opened(path: Path, **options: Any) -> Source:
-    return open_source(str(path), published=Published(**options))
+from tests.data_shards.sources.published.opening import opened, refused
 
 
 def task(root: Path) -> Path:
@@ -87,9 +83,7 @@ LAST = "images/test/000002.jpg 3"
 )
 def test_lists_that_are_refused(tmp_path: Path, change: Callable[[Path], object], message: str):
     change(task(tmp_path))
-    with pytest.raises(UserError, match=message) as caught:
-        opened(tmp_path)
-    assert str(tmp_path) in str(caught.value) and "\n" not in str(caught.value)
+    refused(tmp_path, message)
 
 
 def test_lists_of_two_folders_and_options_that_mean_nothing(tmp_path: Path):
