@@ -4,8 +4,9 @@
 
 IMAGES: class folders `train` and `test`; SHARDS: `shardvit pack IMAGES SHARDS`; TRAIN_PY: timm's train.py, which its
 package does not contain. What has run already is not run again; `--table` runs nothing. Both sides train two epochs at
-24 pixels in batches of 128, in one thread: about 7 minutes a run on an idle core. What differs: the initialisation
-and GELU (Google's, timm's), the last 80 images of an epoch (timm drops them), and the order of the images.
+24 pixels in batches of 128, in one process, some minutes a run; records/cifar10_timm.txt has what `--table` printed.
+What differs: the initialisation and GELU (Google's, timm's), the last 80 images of an epoch (timm drops them), and the
+order of the images.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ images); records/near_duplicates.txt has what it printed.
 - Recall: the share of planted images that are found with the image that they were made from, or with another test image
   that is itself found as a near-duplicate of that one.
 - Precision: of what is found, the share that is planted or natural. Natural pairs are those that the same training set
-  shows without anything planted; WORK/natural has them as
-  pictures to look at, and --wrong takes how many of them are different pictures.
+  shows without anything planted; WORK/natural has them as pictures to look at, and --wrong takes how many of them
+  are different pictures.
 - Time: of each part, on one core and on all; the index with as many random hashes as --hashes says.
 """
 
