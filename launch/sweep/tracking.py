@@ -20,8 +20,8 @@ _MOST_CHARACTERS = 5000  # of a tag, in any MLflow
 def tell(sweep: Sweep, record: SweepRecord, *, status: Literal["RUNNING", "FINISHED", "FAILED", "KILLED"]) -> None:
     """Bring the sweep's run up to date; whatever goes wrong is said, and raises nothing."""
     chosen = next((one for one in record.points if one.name == record.chosen), None)
-    tags = {"sweep.stage": record.stage, "sweep.recipe": record.recipe}
-    # The grid as tags: it may grow, and MLflow's params never change.
+    # All as tags: grid and share may change, and MLflow's params never do.
+    tags = {"sweep.stage": record.stage, "sweep.recipe": record.recipe, "sweep.hold_out": f"{record.hold_out:g}"}
     tags |= {f"sweep.{key}": ",".join(values)[:_MOST_CHARACTERS] for key, values in record.grid.items()}
     metrics: dict[str, float] = {}
     if chosen is not None:
@@ -33,7 +33,6 @@ def tell(sweep: Sweep, record: SweepRecord, *, status: Literal["RUNNING", "FINIS
         points[sweep.folder(FINAL).path] = _metrics(record.final, prefix="sweep/final")
     news = SweepNews(
         folder=sweep.root,
-        params={"sweep.hold_out": f"{record.hold_out:g}"},
         tags=tags,
         metrics=metrics,
         points={folder: values for folder, values in points.items() if values},

@@ -281,13 +281,12 @@ class MlflowStore:
 
 @dataclass(frozen=True, kw_only=True)
 class SweepNews:
-    """What a sweep's own run is told, all of it each time.
+    """What a sweep's own run is told, all of it each time; `points` are metrics for the pipelines' runs, by folder.
 
-    `params` are write-once and keep their first value; `points` are metrics for the pipelines' runs, by their folders.
+    No params: MLflow never changes one, and a sweep's grid and share may change.
     """
 
     folder: Path  # of the sweep, in the folder of all runs
-    params: Mapping[str, str]
     tags: Mapping[str, str]
     metrics: Mapping[str, float]
     points: Mapping[Path, Mapping[str, float]]
@@ -304,7 +303,7 @@ def tell_sweep(news: SweepNews) -> None:
     home = news.folder.parent.absolute()
     uri = news.tracking_uri or f"{_SQLITE}{home / 'mlflow.db'}"
     client, experiment_id = _client_of(uri, home=home, experiment=news.experiment)
-    from mlflow.entities import Metric, Param, RunTag
+    from mlflow.entities import Metric, RunTag
 
     found = client.search_runs([experiment_id], f"tags.`shardvit.key` = '{state.key}'")
     run = found[-1] if found else None
@@ -314,13 +313,8 @@ def tell_sweep(news: SweepNews) -> None:
     state.save()
     now = int(time.time() * 1000)
     tags = [RunTag(name, without_credentials(value)) for name, value in {**source_tags(), **news.tags}.items()]
-    params = [
-        Param(name, without_credentials(value)[:_MAX_PARAM_CHARACTERS])
-        for name, value in news.params.items()
-        if name not in run.data.params
-    ]
     metrics = [Metric(name, value, now, 0) for name, value in news.metrics.items()]
-    client.log_batch(state.run_id, metrics=metrics, params=params, tags=tags, synchronous=True)
+    client.log_batch(state.run_id, metrics=metrics, tags=tags, synchronous=True)
     for folder, values in news.points.items():
         point = load_run_state(folder / MLFLOW_FILE).run_id
         if point is not None:  # else MLflow was not told of it
