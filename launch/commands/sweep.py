@@ -46,14 +46,16 @@ def sweep(
     images. Each point is trained on the others; what comes before that stage is
     trained once and shared. The point with the best held-out top-1 (then the
     lowest loss, then the first) is chosen, and the recipe is run with its values
-    on all training images and evaluated on its evaluation set.
+    on all training images and evaluated on its evaluation set. Where an earlier
+    stage trains on the same images, that has seen the held-out ones: choose its
+    own keys by --stage.
 
     Everything lies in RUNS/NAME-sweep: a run folder for each point, `final`, and
     sweep.json with the table. Typed again, the command goes on; points that are
     done are kept when the grid changes.
 
     Some examples:
-        shardvit sweep cifar10 pretrain.optimizer.lr=5e-4,1e-3,2e-3 --hold-out 2%
+        shardvit sweep cifar10 pretrain.optimizer.lr=1e-3,2e-3,4e-3 --stage pretrain --hold-out 2%
 
         shardvit sweep vit_b16_in21k finetune=cifar10 --data paths.yaml
 

@@ -50,7 +50,7 @@ def submit(
 
         shardvit submit digits --nodes 2 --tasks-per-node 1 --time 1:00:00
 
-        shardvit submit my.yaml finetune.optimizer.lr=0.01,0.03 --sweep --nodes 1 --gpus-per-node 8 --time 4:00:00
+        shardvit submit vit_b16_in21k finetune=pets --data paths.yaml --sweep --nodes 4 --gpus-per-node 8 --time 4:00:00
     """
     if sweep:
         return _submit_sweep(
@@ -171,7 +171,7 @@ def cancel(
 ) -> int:
     """End all SLURM jobs of a run; the running one saves first. `shardvit submit` goes on from there.
 
-    RUN is its folder, RUNS/NAME.
+    RUN is its folder, RUNS/NAME; of a sweep's, RUNS/NAME-sweep, all jobs end.
 
     Some examples:
         shardvit cancel runs/digits

@@ -1,4 +1,4 @@
-"""One stage as a batch script: renders `templates/stage.sbatch.jinja`. Pure; every value is quoted."""
+"""A stage, or a step of a sweep, as a batch script: renders `templates/`. Pure; every value is quoted."""
 
 from __future__ import annotations
 
