@@ -25,6 +25,7 @@ class FakeSlurm(Slurm):
     how: list[After] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
     signalled: list[str] = field(default_factory=list)
+    emptied: list[str] = field(default_factory=list)  # of what waits
     old: dict[str, str] = field(default_factory=dict)
     away: bool = False
 
@@ -49,9 +50,10 @@ class FakeSlurm(Slurm):
             self.states[job] = Queued("CANCELLED")
 
     def cancel_waiting(self, job: str) -> None:
-        pass
+        self.emptied.append(job)
 
     def signal(self, job: str) -> None:
+        assert job in self.emptied  # else an array's next task would start
         self.signalled.append(job)
 
     def history(self, jobs: Iterable[str]) -> dict[str, str]:

@@ -61,10 +61,12 @@ def test_the_commands_are_called(programs: Path):
         (programs / name).write_text((programs / name).read_text().replace(">> said", f">> {programs}/said"))
     slurm = Slurm()
     assert slurm.submit(Path("x.sbatch"), after=None) == "17"
+    slurm.cancel_waiting("17")
     slurm.signal("17")
     slurm.cancel(["17", "18"])
     assert (programs / "said").read_text().splitlines() == [
         "--parsable x.sbatch",
+        "--state=PENDING 17",
         "--signal=USR1 --batch 17",
         "17 18",
     ]

@@ -243,11 +243,12 @@ def test_what_cannot_be_swept_is_refused(work: Machine, case: tuple[tuple[str, .
         plan(work, *overrides, **options)  # pyright: ignore[reportArgumentType]
 
 
-def test_other_values_of_other_keys_are_refused_for_the_same_folder(work: Machine):
+@pytest.mark.parametrize("do", [run_sweep, outline])
+def test_other_values_of_other_keys_are_refused_for_the_same_folder(work: Machine, do: Callable[[Sweep], object]):
     run_sweep(plan(work, f"{LR}=0.01,0.3"))
     started(work)
     with pytest.raises(UserError, match=r"stages.finetune.duration"):
-        run_sweep(plan(work, f"{LR}=0.01,0.3", "stages.finetune.duration=60 steps"))
+        do(plan(work, f"{LR}=0.01,0.3", "stages.finetune.duration=60 steps"))
     assert started(work) == []
 
 
