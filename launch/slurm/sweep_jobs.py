@@ -69,9 +69,8 @@ def plan_sweep_jobs(sweep: Sweep, *, job: SlurmJob, at_once: int | None) -> Swee
     for folder, recipe in _runs(sweep):
         if recipe.processes != job.processes or (recipe.engine.precision == "fp16" and not job.options.gpus_per_node):
             raise UserError(f"{recipe.name}: fp16 needs GPUs, and processes must be {job.processes} or auto")
-        is_final = folder.name == FINAL
-        folder.check_recipe(recipe, restart=recipe.stages.names[0] if is_final else None)
-        restart = recipe.stages.names[0] if is_final else None
+        restart = recipe.stages.names[0] if folder.name == FINAL else None
+        folder.check_recipe(recipe, restart=restart)
         PipelineRun(recipe, folder, processes=job.processes, restart=restart).check_stages()
     paths = Paths(run=sweep.root, work=Path.cwd(), package=package_folder())
     open_points = tuple(point for point in sweep.points if sweep.folder(point.name).peek(sweep.stage).state != "done")

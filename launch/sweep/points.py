@@ -1,4 +1,4 @@
-"""A recipe and a grid -> the runs of a sweep: their recipes, and where they lie. Nothing is written here.
+"""A recipe and a grid -> the runs of a sweep: their recipes, and where they lie. Only `link_earlier` writes.
 
     RUNS/NAME-sweep/sweep.json          the grid, the state and result of each point, the choice
     RUNS/NAME-sweep/STAGE-DIGEST/       what comes before the swept stage, trained once for all points that share it
