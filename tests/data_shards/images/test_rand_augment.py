@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
+from scipy import ndimage
 from timm.data.auto_augment import RandAugment as TimmRandAugment
 from timm.data.auto_augment import rand_augment_transform
 
@@ -156,6 +157,24 @@ def plain(name: str, image: np.ndarray, *, magnitude: int, draw: Draw) -> np.nda
             return (factor * pixels).clip(0, 255)
         case "Invert":
             return 255 - image
+        case "Color":
+            grey = (pixels @ [0.299, 0.587, 0.114])[..., None]
+            return (grey + factor * (pixels - grey)).clip(0, 255)
+        case "Sharpness":
+            smooth, kernel = pixels.copy(), np.array([[1, 1, 1], [1, 5, 1], [1, 1, 1]]) / 13
+            smooth[1:-1, 1:-1] = ndimage.correlate(pixels, kernel[..., None])[1:-1, 1:-1]
+            return (smooth + factor * (pixels - smooth)).clip(0, 255)
+        case "AutoContrast":
+            low, high = pixels.min(axis=(0, 1)), pixels.max(axis=(0, 1))
+            return (pixels - low) * 255 / (high - low)
+        case "Equalize":
+            result = image.copy()
+            for channel in range(3):
+                counts = np.bincount(image[..., channel].ravel(), minlength=256)
+                step = (counts.sum() - counts[counts > 0][-1]) // 255
+                table = (np.cumsum(counts) - counts + step // 2) // step
+                result[..., channel] = table.clip(0, 255)[image[..., channel]]
+            return result
         case "Cutout":
             reach, result = int(40 * share), image.copy()
             row, column = np.mgrid[0:height, 0:width]
@@ -167,15 +186,34 @@ def plain(name: str, image: np.ndarray, *, magnitude: int, draw: Draw) -> np.nda
             raise ValueError(name)
 
 
-@pytest.mark.parametrize("name", ["Posterize", "Solarize", "SolarizeAdd", "Contrast", "Brightness", "Invert", "Cutout"])
+MOVES = {"ShearX", "ShearY", "TranslateX", "TranslateY", "Rotate"}
+
+
+@pytest.mark.parametrize("name", sorted({*OPERATIONS} - MOVES))
 @pytest.mark.parametrize("magnitude", [0, 2, 5, 9, 10, 15, 20, 30])
 def test_big_visions_strengths(name: str, magnitude: int):
-    """Within the level by which Pillow rounds and TensorFlow cuts off."""
+    """Within the level by which Pillow rounds and TensorFlow cuts off; what it blends with is rounded, too."""
     draw, image = Draw(0.2, 0.3, 0.9), picture()
     ours = apply(name, Image.fromarray(image), magnitude=magnitude, draw=draw, timm=rand_augment.timms_operations())
     expected = plain(name, image, magnitude=magnitude, draw=draw)
-    np.testing.assert_allclose(np.asarray(ours, dtype=float), expected, atol=1.01)
+    blended = abs(1 - (0.1 + 0.18 * magnitude)) if name in ("Color", "Sharpness") else 0
+    np.testing.assert_allclose(np.asarray(ours, dtype=float), expected, atol=1.01 + blended)
     np.testing.assert_array_equal(image, picture())
+
+
+@pytest.mark.parametrize("name", ["ShearX", "ShearY", "Rotate"])
+@pytest.mark.parametrize(("sign", "share"), [(0.2, -0.7), (0.7, 0.7), (0.7, 1.3)])
+def test_big_visions_angles(name: str, sign: float, share: float):
+    """Against scipy's nearest pixels; no shear of these lands on exact halves, where each chooses its own."""
+    image, level, angle = picture(), 0.3 * share, np.deg2rad(30 * share)
+    turn = [[np.cos(angle), np.sin(angle)], [-np.sin(angle), np.cos(angle)]]
+    matrix = np.array({"ShearX": [[1, 0], [level, 1]], "ShearY": [[1, level], [0, 1]], "Rotate": turn}[name])
+    still = np.full(2, 23.5) if name == "Rotate" else np.zeros(2)
+    options = {"offset": still - matrix @ still, "order": 0, "mode": "grid-constant", "cval": 128}
+    expected = np.stack([ndimage.affine_transform(image[..., c], matrix, **options) for c in range(3)], axis=2)
+    magnitude, timm = round(10 * abs(share)), rand_augment.timms_operations()
+    ours = apply(name, Image.fromarray(image), magnitude=magnitude, draw=Draw(sign, 0, 0), timm=timm)
+    assert (np.asarray(ours) == expected).all(axis=2).mean() > 0.97
 
 
 @pytest.mark.parametrize(
