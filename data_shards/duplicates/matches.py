@@ -37,6 +37,7 @@ from data_shards.progress_line import Progress
 
 MatchKind = Literal["equal-bytes", "equal-pixels", "near-duplicate"]
 
+_EQUAL: dict[int, MatchKind] = {EQUAL_BYTES: "equal-bytes", EQUAL_PIXELS: "equal-pixels"}
 _PAIRS_AT_ONCE = 256
 _WORTH_PROCESSES = 1024  # candidates: 4 s
 
@@ -57,7 +58,8 @@ class Match(NamedTuple):
 
 @dataclass(frozen=True)
 class Matches:
-    """All matches, in the order of the images; `undecoded` counts the images of each collection that could not be."""
+    """All matches, in the order of the images; `undecoded` counts the images of each collection that could not be,
+    with those whose comparison ended with a crash of its process."""
 
     images: Collection
     others: tuple[Collection, ...]
@@ -69,9 +71,6 @@ class Matches:
 
     def other_place(self, match: Match) -> ImagePlace:
         return place(self.others[match.collection], match.other)
-
-    def count(self, kind: MatchKind) -> int:
-        return sum(match.kind == kind for match in self.matches)
 
 
 def find_matches(
@@ -111,7 +110,10 @@ def find_matches(
             with Progress(streamed, report, doing=f"comparing with {other.name}") as progress:
                 pairs = find_candidates(own, theirs, threads=processes, done=progress.add)
             request = _Comparing(images, other, number, pixel_limit)
-            found += _compared(request, pairs, processes=processes, report=report)
+            compared, crashed = _compared(request, pairs, processes=processes, report=report)
+            found += compared
+            if crashed:
+                undecoded[images.name] = undecoded.get(images.name, 0) + crashed
     found.sort(key=lambda match: (match.image, match.collection))
     return Matches(images, tuple(others), tuple(found), undecoded)
 
@@ -148,14 +150,24 @@ class _Comparing:
         return read_image(read(collection, number), limit=self.pixel_limit).pixels()
 
 
-_Candidates = tuple[tuple[int, tuple[tuple[int, int], ...]], ...]  # (image, ((other, distance), ...)), ...
+_Candidates = tuple[tuple[int, tuple[int, ...]], ...]  # (image, others, the nearest first), ...
 
 
-def _compared(request: _Comparing, pairs: Pairs, *, processes: int, report: Callable[[str], None]) -> Iterator[Match]:
+def _compared(
+    request: _Comparing, pairs: Pairs, *, processes: int, report: Callable[[str], None]
+) -> tuple[list[Match], int]:
+    """The matches, and the number of images that were to be compared by a process that crashed."""
     by_image: dict[int, list[tuple[int, int]]] = {}
     for image, other, distance in pairs.tolist():
         by_image.setdefault(image, []).append((other, distance))
-    candidates = [(image, tuple(near)) for image, near in by_image.items()]
+    matches: list[Match] = []
+    candidates: list[tuple[int, tuple[int, ...]]] = []
+    for image, near in by_image.items():
+        other, distance = near[0]  # the nearest
+        if distance in _EQUAL:
+            matches.append(Match(image, other, request.number, _EQUAL[distance], 1.0, mirrored=False))
+        else:
+            candidates.append((image, tuple(other for other, _ in near)))
     chunks = [tuple(candidates[at : at + _PAIRS_AT_ONCE]) for at in range(0, len(candidates), _PAIRS_AT_ONCE)]
     if "threads" in (request.images.read_by, request.other.read_by) or len(candidates) < _WORTH_PROCESSES:
         processes = 1
@@ -163,8 +175,9 @@ def _compared(request: _Comparing, pairs: Pairs, *, processes: int, report: Call
         found = run_parts(
             _compare_chunk, request, chunks, processes=processes, done=lambda done: progress.add(done.images)
         )
-    for chunk in chunks:
-        yield from found[chunk].matches if chunk in found else ()
+    for done in found.values():
+        matches += done.matches
+    return matches, len(candidates) - sum(done.images for done in found.values())
 
 
 class _Done(NamedTuple):
@@ -177,13 +190,10 @@ def _compare_chunk(request: _Comparing, chunk: _Candidates) -> _Done:
     return _Done(len(chunk), tuple(match for match in matches if match is not None))
 
 
-def _best(request: _Comparing, image: int, near: Sequence[tuple[int, int]]) -> Match | None:
+def _best(request: _Comparing, image: int, near: Sequence[int]) -> Match | None:
     """The first of the candidates, nearest first, that is the same picture."""
     pixels = None
-    for other, distance in near:
-        if distance in (EQUAL_BYTES, EQUAL_PIXELS):
-            kind: MatchKind = "equal-bytes" if distance == EQUAL_BYTES else "equal-pixels"
-            return Match(image, other, request.number, kind, 1.0, mirrored=False)
+    for other in near:
         try:
             pixels = request.pixels(request.images, image) if pixels is None else pixels
             others = request.pixels(request.other, other)

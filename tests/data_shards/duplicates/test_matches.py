@@ -1,5 +1,7 @@
 """Planted copies are found, and nothing else; in both size relations, in parts and blocks, and from kept files."""
 
+import os
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -143,6 +145,33 @@ def test_processes_change_nothing(tmp_path: Path):
     alone = matches(InMemory(with_copies), InMemory(originals), folder=tmp_path / "1")
     several = [InMemory(images, part_size=20, read_by="processes") for images in (with_copies, originals)]
     assert pairs(matches(*several, folder=tmp_path / "2", processes=2)) == pairs(alone)
+
+
+class Crashing(InMemory):
+    """To read image 3 again ends a helper process, as a crash of a decoder does."""
+
+    def __init__(self, images: list[bytes]) -> None:
+        super().__init__(images, name="here", read_by="processes")
+        self.owner = os.getpid()
+
+    def read(self, part: int, row: int) -> bytes:
+        if row == 3 and os.getpid() != self.owner:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().read(part, row)
+
+
+def test_a_crash_while_comparing_is_counted_and_costs_no_other_match(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(matches_module, "_WORTH_PROCESSES", 1)
+    monkeypatch.setattr(matches_module, "_PAIRS_AT_ONCE", 5)
+    images = photographs(12)
+    originals, copies = [*map(jpeg, images)], [jpeg(image, quality=50) for image in images]
+    copies[1] = originals[1]
+    there = InMemory(originals, name="there", read_by="processes")
+    whole = pairs(matches(InMemory(copies), there, folder=tmp_path))  # and keeps the fingerprints
+    assert len(whole) == 12 and whole[1] == (1, "equal-bytes")
+    found = matches(Crashing(copies), there, folder=tmp_path, processes=2)
+    assert pairs(found) == {image: whole[image] for image in (1, *range(6, 12))}
+    assert found.undecoded == {"here": 5}
 
 
 def test_a_picture_a_thousand_times_on_both_sides_is_no_square(tmp_path: Path):
