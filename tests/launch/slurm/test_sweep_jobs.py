@@ -14,7 +14,7 @@ from data_shards.errors import UserError
 from launch.slurm.after import Ending, judge
 from launch.slurm.cancel import cancel_run
 from launch.slurm.options import JobOptions
-from launch.slurm.records import read_submission
+from launch.slurm.records import End, read_ends, read_submission, write_ends
 from launch.slurm.script import Paths, Tasks, stage_script, step_script
 from launch.slurm.site import Site, job_of
 from launch.slurm.sweep_jobs import SweepSubmission, plan_sweep_jobs, render_sweep, submit_sweep
@@ -124,6 +124,17 @@ def test_the_choice_prepares_the_final_run_and_the_sum_has_its_result(work: Path
     again = plan(f"{LR}=0.01,0.3,0.02")
     assert [point.name for point in again.open_points] == ["lr-0.02"]
     assert [job.name for job in again.jobs][:2] == ["swap_head", "finetune"], "pre-training is done"
+    done(sweep.folder("lr-0.02"), "swap_head", "finetune", score=1.0)
+    assert step.main([str(root), "--do", "choose"]) == 0
+    recipe = parse_recipe(final.path / "slurm" / "recipe.yaml")
+    assert recipe.train_stage("finetune").optimizer.lr == 0.02 and final.peek("finetune").state == "new"
+
+
+def test_a_point_that_gave_up_begins_with_all_its_restarts(work: Path):
+    slurm = work / "runs" / "digits-sweep" / "lr-0.3" / "slurm"
+    write_ends(slurm, "finetune", [End("7", 0.0, "failed", 1, 0, "it crashed")])
+    submit_sweep(plan(f"{LR}=0.01,0.3"), slurm=FakeSlurm())
+    assert read_ends(slurm, "finetune") == []
 
 
 def test_without_a_point_that_is_done_there_is_no_final_run(work: Path):

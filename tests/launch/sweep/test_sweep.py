@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
 from data_shards.errors import UserError
 from launch.local import Launch
+from launch.run.lock import locked
 from launch.sweep import local
 from launch.sweep.local import run_sweep
 from launch.sweep.outline import outline
-from launch.sweep.points import PAPERS_SHARES, Sweep, plan_sweep
+from launch.sweep.points import PAPERS_SHARES, Sweep, link_earlier, plan_sweep
 from pipeline.recipe.io import load_recipe, parse_recipe
 from pipeline.run_folder import RunFolder, recipe_digest
 from pipeline.vocabulary import EXIT_STOPPED, EXIT_USER_ERROR
@@ -208,6 +210,24 @@ def test_the_stage_before_is_taken_from_the_recipes_own_run_if_that_has_it(work:
     assert (sweep.root / "final" / "pretrain").resolve() == (work.folder.path / "pretrain").resolve()
     other = plan(work, f"{LR}=0.01,0.3", "stages.pretrain.optimizer.lr=0.1")
     assert other.earlier[0].folder.path.parent == sweep.root, "it was trained with other values"
+
+
+def test_the_link_follows_the_stage_before_to_another_place(work: Machine):
+    sweep = plan(work, f"{LR}=0.01,0.3")
+    point, folder = sweep.points[0], sweep.folder(sweep.points[0].name)
+    assert point.earlier is not None
+    moved = replace(point.earlier, folder=RunFolder(runs_root=work.root / "elsewhere", name="digits"))
+    for earlier in (point.earlier, moved):
+        link_earlier(folder, point.recipe, earlier=earlier)
+        assert folder.stage("pretrain").resolve() == earlier.folder.stage("pretrain").resolve()
+
+
+def test_a_sweep_in_use_is_refused(work: Machine):
+    sweep = plan(work, f"{LR}=0.01,0.3")
+    sweep.root.mkdir(parents=True)
+    with locked(sweep.root / ".sweep.lock", what="it"), pytest.raises(UserError, match="digits-sweep"):
+        run_sweep(sweep)
+    assert started(work) == []
 
 
 def test_pre_training_can_be_swept_and_only_the_final_run_has_what_follows(work: Machine):
