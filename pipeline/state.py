@@ -1,7 +1,7 @@
 """What the loop carries from step to step, and a checkpoint from attempt to attempt.
 
 Weights and optimizer are the engine's; the position in the data is `step`. No random generator is saved: every step is
-seeded from (seed, step, rank), and dropout's masks are a function of the sample (`dropout_masks`).
+seeded from (seed, step, rank), and dropout's masks depend on the place in the global batch (`dropout_masks`).
 """
 
 from __future__ import annotations
