@@ -110,8 +110,7 @@ def named_masters(engine: Any, *, rank: int) -> dict[str, Tensor]:
         engine.optimizer, "single_partition_of_fp32_groups"
     ):
         return {str(number): flat for number, flat in enumerate(_masters(engine))}
-    trained = {name for name, parameter in engine.module.named_parameters() if parameter.requires_grad}
-    return {name: slot.master for name, slot in slots(engine, rank=rank).items() if name in trained}
+    return {name: slot.master for name, slot in slots(engine, rank=rank).items()}
 
 
 def put_average(average: WeightAverage, saved: PortableState, *, places: Mapping[str, Slot]) -> None:

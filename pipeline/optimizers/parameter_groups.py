@@ -110,7 +110,7 @@ def is_head(name: str) -> bool:
 
 def _is_matrix(name: str, parameter: Tensor) -> bool:
     named = name.startswith(_EMBEDDED) or name.endswith((".bias", ".relative"))
-    return len(getattr(parameter, "ds_shape", parameter.shape)) >= 2 and not named
+    return parameter.ndim >= 2 and not named
 
 
 def flax_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
