@@ -82,9 +82,6 @@ OPTIMIZERS: dict[OptimizerName, OptimizerState] = {
     ),
 }
 
-FROZEN_PARTS = ("trunk", "head", "patch_embedding", "positions", "class_token")
-"""What a recipe's `frozen` may name beside patterns of parameters' names; see `engine.frozen`."""
-
 # ---- the weights that are trained, and their moving average (EMA) ----
 
 WeightsKind = Literal["weights", "ema"]
