@@ -1,15 +1,13 @@
 """The moving average of the weights in two real processes, under every ZeRO stage, precision and backend."""
 
 import importlib.util
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from pipeline.checkpoint.weights import assemble
+from tests.workers import run_ranks
 
 WORKER = Path(__file__).with_name("average_worker.py")
 WORLD_SIZE = 2
@@ -23,23 +21,7 @@ _spec.loader.exec_module(worker)
 def results(tmp_path_factory):
     """What the two ranks computed, for all cases: one start of the processes serves the whole module."""
     out = tmp_path_factory.mktemp("average")
-    environment = {**os.environ, "PYTHONPATH": str(WORKER.parents[2]), "DS_ACCELERATOR": "cpu"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(WORKER), str(out), str(rank), str(WORLD_SIZE)],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(WORLD_SIZE)
-    ]
-    try:
-        outputs = [process.communicate(timeout=500)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert all(process.returncode == 0 for process in processes), "\n".join(outputs)
+    run_ranks(WORKER, out, world_size=WORLD_SIZE)
     return torch.load(out / "results.pt", weights_only=False) | {"folder": out}
 
 

@@ -141,16 +141,16 @@ def _flax(state: Mapping[str, torch.Tensor]) -> Params:
     return to_flax(state, depth=DEPTH, heads=HEADS)
 
 
-def _compare(
-    measured: Measured, name: str, *, losses: np.ndarray, weights: Params, theirs: Trained, average: bool
-) -> None:
+def _compare(measured: Measured, name: str, *, digits: Path, recipe: Recipe, stage: StageName, theirs: Trained) -> None:
+    """Of a stage with a moving average, that is what is compared, as it became the model."""
     semantic, oracle = f"200 steps: {name}", "flax + optax"
+    losses, average = _losses(digits, recipe, stage), recipe.train_stage(stage).ema is not None
     assert theirs.losses[-20:].mean() < 0.85 * theirs.losses[0], "it does not learn"
     last = f"loss of step {STEPS}"
     measured(semantic, oracle, last, losses[-1:], theirs.losses[-1:], below=LOSS_BELOW)
     measured(semantic, oracle, "losses of all steps", losses / theirs.losses, np.ones(STEPS), below=LOSS_BELOW)
     trained = dict(leaves(theirs.average if average else theirs.params))
-    ours = dict(leaves(weights))
+    ours = dict(leaves(_flax(_weights(digits, recipe, stage))))
     assert ours.keys() == trained.keys()
     for path, leaf in ours.items():
         if not path.endswith("['key']['bias']"):
@@ -172,14 +172,8 @@ def test_pre_training(digits: Path, both_stages: Recipe, measured: Measured) -> 
         optimizer=big_vision_adam(lr=PEAK, weight_decay=0.01, factor=factor, clip=1.0),
         loss="sigmoid",
     )
-    _compare(
-        measured,
-        "pre-training, sigmoid, Adam, mixup",
-        losses=_losses(digits, both_stages, "pretrain"),
-        weights=_flax(_weights(digits, both_stages, "pretrain")),
-        theirs=theirs,
-        average=False,
-    )
+    name = "pre-training, sigmoid, Adam, mixup"
+    _compare(measured, name, digits=digits, recipe=both_stages, stage="pretrain", theirs=theirs)
 
 
 def test_head_swap_and_fine_tuning_at_a_higher_resolution(
@@ -199,14 +193,8 @@ def test_head_swap_and_fine_tuning_at_a_higher_resolution(
         optimizer=google_momentum(lr=schedule(FINE_TUNING_PEAK, total=STEPS, warmup=WARMUP, decay="cosine"), clip=1.0),
         loss="softmax",
     )
-    _compare(
-        measured,
-        "head swap, fine-tuning, SGD",
-        losses=_losses(digits, both_stages, "finetune"),
-        weights=_flax(_weights(digits, both_stages, "finetune")),
-        theirs=theirs,
-        average=False,
-    )
+    name = "head swap, fine-tuning, SGD"
+    _compare(measured, name, digits=digits, recipe=both_stages, stage="finetune", theirs=theirs)
 
 
 def test_moving_average(digits: Path, run_preloaded: Run, measured: Measured) -> None:
@@ -231,11 +219,5 @@ def test_moving_average(digits: Path, run_preloaded: Run, measured: Measured) ->
         loss="softmax",
         ema_decay=decay,
     )
-    _compare(
-        measured,
-        "EMA, GAP, softmax, AdamW",
-        losses=_losses(digits, recipe, "pretrain"),
-        weights=_flax(_weights(digits, recipe, "pretrain")),
-        theirs=theirs,
-        average=True,
-    )
+    name = "EMA, GAP, softmax, AdamW"
+    _compare(measured, name, digits=digits, recipe=recipe, stage="pretrain", theirs=theirs)

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +12,9 @@ from pipeline.budget import memory
 from pipeline.budget.communication import Workload, links_of, traffic
 from pipeline.budget.gpus import find_gpu
 from pipeline.engine import zero_config
-from tests.conftest import ROOT
 from tests.pipeline.budget import engine_memory_worker as worker
 from tests.pipeline.budget.planning import forecast, stage_plan
+from tests.workers import run_ranks
 
 WORLD_SIZE = 2
 pytestmark = pytest.mark.slow
@@ -28,23 +25,7 @@ CASES = pytest.mark.parametrize("case", worker.CASES, ids=lambda case: "-".join(
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """What rank 0 found, for all cases: one start of the processes serves the whole module."""
     out = tmp_path_factory.mktemp("memory")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(Path(worker.__file__)), str(out), str(rank), str(WORLD_SIZE)],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(WORLD_SIZE)
-    ]
-    try:
-        outputs = [process.communicate(timeout=400)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert all(process.returncode == 0 for process in processes), "\n".join(outputs)
+    run_ranks(Path(worker.__file__), out, world_size=WORLD_SIZE)
     return json.loads((out / "results.json").read_text(encoding="utf-8"))
 
 
