@@ -135,6 +135,11 @@ def test_so_many_of_the_newest_checkpoints_stay_as_the_recipe_says(stage: Stage)
     assert kept(stage.job(keep_checkpoints=3), stage) == [20, 30, 40]
 
 
+def test_those_within_reach_of_a_rollback_stay_with_the_one_before_them(stage: Stage) -> None:
+    """After three skipped steps, 12 steps before these: to step 25 or earlier."""
+    assert kept(stage.job(keep_checkpoints=1, rollback={"steps_before": 12}), stage) == [20, 30, 40]
+
+
 def test_those_at_multiples_of_keep_every_stay_for_good(stage: Stage) -> None:
     job = stage.job(keep_checkpoints=1, keep_every="50%")
     assert (job.plan.keep_steps, job.plan.save_after_evaluations) == (20, False)

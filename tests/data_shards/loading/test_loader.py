@@ -172,9 +172,11 @@ def test_steps_that_are_passed_over_are_missing_and_nothing_else(
             kind="thread",
         )
         with closing(loader):
-            stream = [seen(batch) for batch in loader]
+            stream, done = zip(*((seen(batch), loader.step) for batch in loader), strict=True)
         steps = [first + second for first, second in zip(stream[::2], stream[1::2], strict=True)]
-        assert steps == [reference[step] for step in range(start, STEPS) if step not in passed_over]
+        expected = [step for step in range(start, STEPS) if step not in passed_over]
+        assert steps == [reference[step] for step in expected]
+        assert list(done[1::2]) == [step + 1 for step in expected]  # where it stands, and would be resumed
 
 
 # ---- evaluation
