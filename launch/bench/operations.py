@@ -1,0 +1,160 @@
+"""Counting what a piece of training asks of torch: operations, waits for the device, bytes allocated, collectives.
+
+A dispatch mode sees each operation below autograd, on any device, as an exact number that a busy machine does not
+change. It makes a step a few times slower, so time is measured without it, and torch.compile runs eagerly under it. On
+a CPU nothing waits for a device, so waits are known by their kind: reads of a scalar, shapes that depend on values,
+blocking copies between devices (`meta` can stand for a GPU), tensors made of Python's values (on a GPU a copy from
+pageable memory), and calls of `synchronize`. What a kernel allocates within itself is not seen, nor are waits within
+collectives or by streams.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+_COLLECTIVES = ("c10d", "_c10d_functional", "symm_mem")
+_NO_TRAFFIC = ("wait_tensor", "barrier", "monitored_barrier_")
+_READS = ("_local_scalar_dense", "equal", "is_nonzero", "item")
+_SHAPES_BY_VALUE = ("nonzero", "masked_select", "unique", "_unique2", "unique_dim", "unique_consecutive", "bincount")
+_INDEXED = ("index", "index_put", "index_put_", "_index_put_impl_")
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One call: its name, as allreduce, and its bytes: of the whole tensor that is reduced or gathered."""
+
+    name: str
+    num_bytes: int
+
+    def sent_bytes(self, ranks: int) -> float:
+        """What a rank sends in a ring of so many."""
+        if ranks == 1:
+            return 0.0
+        return self.num_bytes * (ranks - 1) / ranks * (2 if self.name.startswith("allreduce") else 1)
+
+
+class Operations(TorchDispatchMode):
+    """Counts while it is entered; may be entered again, and then adds up.
+
+    Attributes:
+        names: how often each operation ran, views left out (they touch no data): "aten::add_" and the like.
+        waits: how often the host would wait for a GPU, by reason.
+        collectives: in order.
+        allocated_bytes: of new tensors.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: Counter[str] = Counter()
+        self.waits: Counter[str] = Counter()
+        self.collectives: list[Collective] = []
+        self.allocated_bytes = 0
+
+    @property
+    def total(self) -> int:
+        return sum(self.names.values())
+
+    @property
+    def num_waits(self) -> int:
+        return sum(self.waits.values())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = func.overloadpacket.__name__
+        result = func(*args, **kwargs)
+        if func.is_view or func.namespace == "profiler":  # no work: marks of torch's profiler
+            if name == "lift_fresh":
+                self.waits["a tensor of Python's values"] += 1
+            return result
+        self.names[f"{func.namespace}::{name}"] += 1
+        if func.namespace in _COLLECTIVES:
+            if name not in _NO_TRAFFIC:
+                self.collectives.append(_collective(name, args))
+        else:
+            if (reason := _wait(name, args, kwargs, result)) is not None:
+                self.waits[reason] += 1
+            self.allocated_bytes += _new_bytes(result, (args, kwargs))
+        return result
+
+    def __enter__(self) -> Operations:
+        self._watching = contextlib.ExitStack()
+        self._watching.enter_context(_watched_synchronisations(self.waits))
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._watching.close()
+
+
+def count(action: Callable[[], object]) -> Operations:
+    """What `action` does."""
+    with Operations() as counted:
+        action()
+    return counted
+
+
+def _collective(name: str, args: Sequence[Any]) -> Collective:
+    tensors = [each for each in args if isinstance(each, (Tensor, list, tuple))]
+    sizes = [sum(t.numel() * t.element_size() for t in tree_iter(each) if isinstance(t, Tensor)) for each in tensors]
+    return Collective(name.strip("_"), max(sizes, default=0))
+
+
+def _wait(name: str, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> str | None:
+    """Why the host would wait for a GPU, or None."""
+    if name in _READS:
+        return "a scalar is read"
+    by_value = name in _SHAPES_BY_VALUE or (name == "repeat_interleave" and isinstance(args[0], Tensor))
+    if by_value or (name in _INDEXED and any(_is_mask(each) for each in args[1] or ())):
+        return "a shape depends on values"
+    if name in ("_to_copy", "copy_"):
+        source, target = (args[1], args[0]) if name == "copy_" else (args[0], result)
+        on_device = {source.device.type, target.device.type} != {"cpu"}
+        waits = not (kwargs.get("non_blocking") or (name == "copy_" and len(args) > 2 and args[2]))
+        if on_device and source.device != target.device and waits:
+            return "a blocking copy"
+    return None
+
+
+def _is_mask(index: Any) -> bool:
+    return isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)
+
+
+def _new_bytes(result: Any, given: Any) -> int:
+    made = [each.untyped_storage() for each in tree_iter(result) if isinstance(each, Tensor)]
+    if not made:
+        return 0
+    old = {id(each.untyped_storage()) for each in tree_iter(given) if isinstance(each, Tensor)}
+    return sum(each.nbytes() for each in {id(one): one for one in made if id(one) not in old}.values())
+
+
+@contextlib.contextmanager
+def _watched_synchronisations(waits: Counter[str]) -> Iterator[None]:
+    """Counts calls of `synchronize`, of torch's and of DeepSpeed's accelerator, where that is imported; on a CPU they
+    do nothing, but a GPU's queue would run empty."""
+
+    def watched(call: Callable[..., Any]) -> Callable[..., Any]:
+        def synchronize(*args: Any, **kwargs: Any) -> Any:
+            waits["synchronize()"] += 1
+            return call(*args, **kwargs)
+
+        return synchronize
+
+    with contextlib.ExitStack() as stack:
+        owners: list[Any] = [torch.cuda, torch.accelerator, torch.cpu]
+        if "deepspeed" in sys.modules:
+            owners.append(sys.modules["deepspeed"].accelerator.get_accelerator())
+        for owner in owners:
+            stack.enter_context(mock.patch.object(owner, "synchronize", watched(owner.synchronize)))
+        yield
