@@ -1,0 +1,180 @@
+"""What the engine costs beside plain torch, without a GPU: operations, waits, bytes, collectives, graphs, CPU time.
+
+Run `python -m launch.bench.overhead`; records/overhead.txt has what it printed. All but the CPU time are exact numbers,
+held to their bounds by tests/launch/bench/test_overhead.py. CPU time is the least of many steps, each in turns with one
+of plain torch in the same process. A GPU's own time is not seen here: that is `launch.bench.gpu`'s.
+
+An operation is outside the model if plain torch does not do it: in backward, those beyond plain torch's; in the step,
+all. Plain torch is the same model in the same type with fused AdamW, which neither clips nor looks for what is not
+finite. Bytes sent are those of rings of many ranks. Takes five minutes on two cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from itertools import groupby
+from pathlib import Path
+
+from launch.bench.overhead_child import BUCKET_ELEMENTS, DEPTH, WIDTH, Case, Counted
+
+OWN = Case(zero_stage=1, precision="bf16")
+"""The case that the bounds are of: the default."""
+_TIMED_STEPS = 40
+_LIMIT_SECONDS = 600
+_CASES = [Case(stage, precision, timed_steps=_TIMED_STEPS) for precision in ("bf16", "fp32") for stage in (0, 1, 2, 3)]
+_SEVERAL = [*(Case(stage, "bf16", ranks=2) for stage in (0, 1, 2, 3)), Case(1, "bf16", ranks=2, accumulation=2)]
+_MANY = [Case(stage, "bf16", ranks=4) for stage in (0, 1)]
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A quantity of `OWN` and the most that it may be; `exact`: a machine's load does not change it."""
+
+    what: str
+    value: float
+    most: float
+    exact: bool = True
+
+    @property
+    def met(self) -> bool:
+        return self.value <= self.most
+
+
+def bounds_of(one: Counted) -> list[Bound]:
+    """Of one process under `OWN`, which logs nothing in the step."""
+    found = [
+        Bound("operations outside the model", one.in_forward + one.in_backward + one.in_step, 5150),
+        Bound("of them in the step", one.in_step, 4550),
+        Bound("waits for the device", sum(one.waits.values()), 12),
+        Bound("waits of moving a batch to the device", sum(one.input_waits.values()), 4),
+        Bound("keys of DeepSpeed that wait", len(one.synchronising_keys), 4),
+    ]
+    if one.cpu_ms and one.plain_cpu_ms:
+        found.append(Bound("CPU time to plain torch's", one.cpu_ms / one.plain_cpu_ms, 1.4, exact=False))
+    return found
+
+
+def bounds_of_sending(one: Counted, *, ranks: int) -> list[Bound]:
+    """Of one of several processes under `OWN`."""
+    return [Bound("bytes sent a parameter", sent_bytes_per_parameter(one, ranks=ranks), 6.01)]
+
+
+def sent_bytes_per_parameter(one: Counted, *, ranks: int) -> float:
+    """As in a ring of many ranks: what these few send, times n / (n - 1)."""
+    if ranks == 1:
+        return 0.0
+    return sum(sent for _, _, sent in one.collectives) * ranks / (ranks - 1) / one.parameters
+
+
+def run_case(case: Case) -> list[Counted]:
+    """Its ranks' counts, in fresh processes on this machine. RuntimeError with what they said: one of them failed."""
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "launch.bench.overhead_child", json.dumps(asdict(case)), folder]
+        processes = [
+            subprocess.Popen(
+                [*command, str(rank)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            )
+            for rank in range(case.ranks)
+        ]
+        try:
+            said = [process.communicate(timeout=_LIMIT_SECONDS)[0] for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+        if any(process.returncode for process in processes):
+            raise RuntimeError(f"{case.name}, {case.ranks} processes:\n" + "\n".join(said))
+        files = [Path(folder, f"{rank}.json") for rank in range(case.ranks)]
+        return [Counted(**json.loads(file.read_text(encoding="utf-8"))) for file in files]
+
+
+def main() -> None:
+    """Measure, print."""
+    parser = argparse.ArgumentParser(description="What the engine costs beside plain torch.")
+    parser.add_argument("--json", type=Path, help="also write every count to this file")
+    arguments = parser.parse_args()
+    print("\n".join(_head()), flush=True)
+    found = [(case, run_case(case)) for case in (*_CASES, *_SEVERAL, *_MANY)]
+    print("\n".join(report(found)))
+    if arguments.json:
+        rows = [{"case": asdict(case), "ranks": [asdict(each) for each in ranks]} for case, ranks in found]
+        arguments.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+
+
+def report(found: Sequence[tuple[Case, Sequence[Counted]]]) -> Iterator[str]:
+    """The tables, the bounds first."""
+    own = {case.ranks: ranks[0] for case, ranks in found if _is_own(case)}
+    bounds = bounds_of(own[1])
+    for ranks, one in own.items():
+        if ranks > 1:
+            bounds += [
+                Bound(f"{each.what}, {ranks} processes", each.value, each.most)
+                for each in bounds_of_sending(one, ranks=ranks)
+            ]
+    yield f"\n{OWN.name}, a step that does not log"
+    yield f"{'':44}{'counted':>10}{'bound':>10}"
+    for each in bounds:
+        yield f"{each.what:44}{_short(each.value):>10}{_short(each.most):>10}  {'' if each.met else 'MISSED'}".rstrip()
+
+    yield "\nOne process; operations that plain torch does not do, and the ratio of CPU times"
+    yield f"{'':16}  forward backward    step  waits bytes/par.   CPU ms  plain  ratio"
+    for case, (one, *_) in found:
+        if case.ranks == 1:
+            times = f"{one.cpu_ms:9.1f}{one.plain_cpu_ms:7.1f}" if one.cpu_ms and one.plain_cpu_ms else ""
+            ratio = f"{one.cpu_ms / one.plain_cpu_ms:7.2f}" if one.cpu_ms and one.plain_cpu_ms else ""
+            yield (
+                f"{case.name:16}{one.in_forward:9,}{one.in_backward:9,}{one.in_step:8,}"
+                f"{sum(one.waits.values()):7}{one.allocated_bytes / one.parameters:11.1f}{times}{ratio}"
+            )
+    yield "\nWhat waits"
+    for case, (one, *_) in found:
+        if case.ranks == 1:
+            reasons = [f"{number} x {reason}" for reason, number in one.waits.items()]
+            yield f"{case.name:16}" + ("; ".join([*reasons, *one.synchronising_keys]) or "nothing")
+
+    yield "\nSeveral processes; the collectives of rank 0's step in their order, and bytes sent a parameter in a ring"
+    for case, (one, *_) in found:
+        if case.ranks > 1:
+            more = f", {case.accumulation} micro-batches" if case.accumulation > 1 else ""
+            sent = sent_bytes_per_parameter(one, ranks=case.ranks)
+            yield f"{case.name}, {case.ranks} processes{more}: {sent:.2f} bytes; " + ", ".join(_runs(one.collectives))
+
+
+def _is_own(case: Case) -> bool:
+    mine = (case.zero_stage, case.precision, case.engine, case.accumulation)
+    return mine == (OWN.zero_stage, OWN.precision, OWN.engine, 1)
+
+
+def _runs(collectives: Iterable[tuple[str, int, float]]) -> Iterator[str]:
+    for name, group in groupby(collectives, key=lambda each: each[0]):
+        sizes = [num_bytes for _, num_bytes, _ in group]
+        yield f"{len(sizes)} {name} of {sum(sizes):,} bytes"
+
+
+def _head() -> Iterator[str]:
+    libraries = ", ".join(f"{name} {version(name)}" for name in ("torch", "deepspeed"))
+    yield f"Python {platform.python_version()}, {libraries}, {os.cpu_count()} cores ({_processor()}), no GPU"
+    yield f"ViT of depth {DEPTH} and width {WIDTH}, AdamW with two decay settings, clipping at 1.0, 1 thread a process"
+    yield f"buckets of {BUCKET_ELEMENTS:,} elements"
+
+
+def _processor() -> str:
+    with Path("/proc/cpuinfo").open(encoding="utf-8") as file:
+        return next((line.partition(":")[2].strip() for line in file if line.startswith("model name")), "unknown")
+
+
+def _short(value: float) -> str:
+    return f"{value:,.0f}" if value == int(value) else f"{value:,.2f}"
+
+
+if __name__ == "__main__":
+    main()

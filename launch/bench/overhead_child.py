@@ -1,0 +1,318 @@
+"""In a process of its own: one engine on a deep, narrow model, and what a step of it costs beside plain torch.
+
+Started as `python -m launch.bench.overhead_child CASE OUT RANK`, CASE in JSON; writes what `Counted` says to OUT/RANK.
+A fresh process a case, because ZeRO 3 puts another linear layer in the place of torch's. The model is deep and narrow,
+so that the number of tensors is ViT-L's and their size does not matter. AdamW is the fused one, as on a GPU.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+import time
+import types
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+
+from data_shards.loading.batch import Batch
+from data_shards.vocabulary import GOOGLES
+from launch.bench.operations import Operations
+from launch.bench.synchronising import synchronising_keys
+from model.build import build_model
+from model.init import initialise
+from pipeline.engine.open import open_engine
+from pipeline.engine.protocol import Engine
+from pipeline.optimizers.optim import build_optimizer
+from pipeline.ranks.group import Ranks
+from pipeline.ranks.place import Place
+from pipeline.recipe.schema import EngineConfig, Recipe
+from pipeline.recipe.stage_plan import plan_stage
+from pipeline.report.losses import LossWindow
+from pipeline.task import make_task
+
+DEPTH, WIDTH, HEADS, PATCH, SIZE, CLASSES, IMAGES = 24, 64, 2, 4, 8, 10, 2
+BUCKET_ELEMENTS = 100_000  # to this model as 25 million are to ViT-L
+_LR = 1e-3
+_WARM_UP = 3
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is counted."""
+
+    zero_stage: int
+    precision: str
+    ranks: int = 1
+    accumulation: int = 1
+    engine: dict[str, Any] = field(default_factory=dict)  # more keys of the recipe's engine
+    timed_steps: int = 0  # for the CPU time; 0: it is left out
+    depth: int = DEPTH
+
+    @property
+    def name(self) -> str:
+        more = "".join(f", {key} {value}" for key, value in self.engine.items())
+        return f"ZeRO {self.zero_stage}, {self.precision}{more}"
+
+
+@dataclass
+class Counted:
+    """What one rank of a case counted in one step that does not log."""
+
+    parameters: int
+    tensors: int
+    in_forward: int  # operations that plain torch does not do
+    in_backward: int
+    in_step: int
+    waits: dict[str, int]  # from the batch on the host to the step's end, by reason
+    input_waits: dict[str, int]  # of moving a batch to another device
+    synchronising_keys: list[str]
+    allocated_bytes: int  # that plain torch does not allocate, in backward and step
+    collectives: list[tuple[str, int, float]]  # name, bytes, bytes that a rank sends in a ring
+    cpu_ms: float | None  # the least of a step
+    plain_cpu_ms: float | None  # of plain torch, by turns with it
+
+
+def recipe_of(case: Case) -> Recipe:
+    """A classifier under AdamW with two decay settings and clipping."""
+    engine = {
+        **({"bucket_elements": BUCKET_ELEMENTS} if "bucket_elements" in EngineConfig.model_fields else {}),
+        **case.engine,
+    }
+    return Recipe.model_validate(
+        {
+            "name": "overhead",
+            "model": {"width": WIDTH, "depth": case.depth, "heads": HEADS, "patch_size": PATCH},
+            "data": {"lanes": case.ranks},
+            "engine": {
+                "zero_stage": case.zero_stage,
+                "precision": case.precision,
+                "max_micro_batch_size": IMAGES,
+                **engine,
+            },
+            "stages": {
+                "pretrain": {
+                    "train": "none",
+                    "eval": "none",
+                    "image_size": SIZE,
+                    "global_batch_size": case.ranks * case.accumulation * IMAGES,
+                    "duration": "1000 steps",
+                    "optimizer": {"name": "adamw", "lr": _LR, "weight_decay": 0.1, "clip_grad_norm": 1.0},
+                    "head": "linear",
+                }
+            },
+        }
+    )
+
+
+def build(recipe: Recipe) -> nn.Module:
+    """The same weights each time."""
+    model = build_model(recipe.model, image_size=SIZE, num_classes=CLASSES, head="linear")
+    initialise(model, seed=0)
+    return model.train()
+
+
+def batch() -> Batch:
+    """Uint8 pixels and labels, as the loader gives them."""
+    generator = torch.Generator().manual_seed(0)
+    return Batch(
+        images=torch.randint(256, (IMAGES, SIZE, SIZE, 3), dtype=torch.uint8, generator=generator),
+        mirrored=torch.arange(IMAGES) % 2 == 0,
+        labels=torch.arange(IMAGES) % CLASSES,
+        counted=torch.ones(IMAGES, dtype=torch.bool),
+        substituted=torch.zeros(IMAGES, dtype=torch.bool),
+        samples=torch.arange(IMAGES),
+        epochs=torch.zeros(IMAGES, dtype=torch.long),
+        keys=tuple(map(str, range(IMAGES))),
+    )
+
+
+def counted(case: Case, *, place: Place) -> Counted:
+    """Open the engine and count."""
+    ranks = Ranks(place, timeout_seconds=300)
+    try:
+        return _counted(case, ranks=ranks)
+    finally:
+        ranks.leave()
+
+
+def _counted(case: Case, *, ranks: Ranks) -> Counted:
+    recipe = recipe_of(case)
+    plan = plan_stage(recipe, stage="pretrain", samples_per_epoch=10**6, world_size=ranks.place.world_size)
+    reference = _Plain(recipe, accumulation=case.accumulation)
+    for _ in range(_WARM_UP):
+        reference.step()
+    plain = _Phases()
+    reference.step(plain)
+
+    model, configs = build(recipe), list[dict[str, Any]]()
+    parameters = [each.numel() for each in model.parameters()]
+    with _seen_configurations(configs):
+        engine = open_engine(recipe, stage="pretrain", plan=plan, model=model, ranks=ranks)
+    engine.module.train()
+    _fuse()
+    ours = _Ours(recipe, engine, accumulation=case.accumulation)
+    for _ in range(_WARM_UP):
+        ours.step()
+    phases = _Phases()
+    ours.step(phases)
+    every = phases.around + phases.forward.waits + phases.backward.waits + phases.step.waits
+    seconds = _by_turns({"ours": ours.step, "plain": reference.step}, times=case.timed_steps)
+    world_size = ranks.place.world_size
+    collectives = [*phases.forward.collectives, *phases.backward.collectives, *phases.step.collectives]
+    return Counted(
+        parameters=sum(parameters),
+        tensors=len(parameters),
+        in_forward=phases.forward.total - plain.forward.total,
+        in_backward=phases.backward.total - plain.backward.total,
+        in_step=phases.step.total,
+        waits=dict(every),
+        input_waits=_input_waits(recipe),
+        synchronising_keys=[key for each in configs for key in synchronising_keys(each, processes=world_size)],
+        allocated_bytes=phases.backward.allocated_bytes + phases.step.allocated_bytes - plain.backward.allocated_bytes,
+        collectives=[(each.name, each.num_bytes, each.sent_bytes(world_size)) for each in collectives],
+        cpu_ms=1000 * seconds["ours"] if seconds else None,
+        plain_cpu_ms=1000 * seconds["plain"] if seconds else None,
+    )
+
+
+class _Phases:
+    """Counts a step's phases apart."""
+
+    def __init__(self) -> None:
+        self.forward, self.backward, self.step, self.rest = Operations(), Operations(), Operations(), Operations()
+
+    @property
+    def around(self) -> Any:
+        return self.rest.waits
+
+
+class _Plain:
+    """The yardstick: torch's own layers in the same type, autograd and fused AdamW; neither clipping nor checks."""
+
+    def __init__(self, recipe: Recipe, *, accumulation: int) -> None:
+        dtype = torch.float32 if recipe.engine.precision == "fp32" else torch.bfloat16
+        self.model = build(recipe).to(dtype)
+        self.optimizer = build_optimizer(self.model, recipe.train_stage("pretrain").optimizer)
+        for group in self.optimizer.param_groups:
+            group["fused"] = True
+        self.images = torch.randn(IMAGES, 3, SIZE, SIZE, dtype=dtype)
+        self.labels, self.accumulation = batch().labels, accumulation
+        self.linear = nn.functional.linear
+
+    def step(self, phases: _Phases | None = None) -> None:
+        counts = phases or _NOT_COUNTED
+        with mock.patch.object(nn.functional, "linear", self.linear):  # after ZeRO 3 has put its own there
+            for _ in range(self.accumulation):
+                with counts.forward:
+                    outputs = self.model(self.images)
+                loss = nn.functional.cross_entropy(outputs.float(), self.labels)
+                with counts.backward:
+                    loss.backward()
+            with counts.step:
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+
+
+class _Ours:
+    """The training loop's calls of one step that does not log, with the product's own task."""
+
+    def __init__(self, recipe: Recipe, engine: Engine, *, accumulation: int) -> None:
+        self.engine, self.accumulation = engine, accumulation
+        self.task = _task(recipe, engine)
+        self.batch, self.losses = batch(), LossWindow([])
+
+    def step(self, phases: _Phases | None = None) -> None:
+        counts = phases or _NOT_COUNTED
+        for _ in range(self.accumulation):
+            with counts.rest:
+                example = self.task.example(self.batch, use="train")
+            with counts.forward:
+                outputs = self.engine.forward(*example.inputs)
+            with counts.rest:
+                loss = self.task.loss(outputs, example.targets)
+            with counts.backward:
+                self.engine.backward(loss)
+            with counts.rest:
+                self.losses.add(loss)
+        with counts.step:
+            self.engine.step(lr=_LR)
+        with counts.rest:
+            self.losses.end_step()
+
+
+def _task(recipe: Recipe, engine: Any) -> Any:
+    data: Any = types.SimpleNamespace(
+        train=types.SimpleNamespace(classes=tuple(map(str, range(CLASSES))), is_multi_label=False)
+    )
+    return make_task(recipe, stage="pretrain", data=data, normalisation=GOOGLES, engine=engine)
+
+
+def _input_waits(recipe: Recipe) -> dict[str, int]:
+    """Of moving a batch to a device; `meta` stands for a GPU. The second batch is counted."""
+    elsewhere = types.SimpleNamespace(device=torch.device("meta"), input_dtype=torch.bfloat16)
+    task, moved = _task(recipe, elsewhere), batch()
+    task.example(moved, use="train")
+    with Operations() as operations:
+        task.example(moved, use="train")
+    return dict(operations.waits)
+
+
+def _seen_configurations(seen: list[dict[str, Any]]) -> Any:
+    """Keeps the dictionaries that DeepSpeed is given."""
+    from pipeline.engine import deepspeed_engine
+
+    make = deepspeed_engine.deepspeed_config
+
+    def kept(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        seen.append(make(*args, **kwargs))
+        return seen[-1]
+
+    return mock.patch.object(deepspeed_engine, "deepspeed_config", kept)
+
+
+def _fuse() -> None:
+    """Make every AdamW the fused one, which the product takes on a GPU."""
+    for each in gc.get_objects():
+        if isinstance(each, torch.optim.AdamW):
+            for group in each.param_groups:
+                group["fused"] = True
+
+
+def _by_turns(steps: dict[str, Callable[[], None]], *, times: int) -> dict[str, float] | None:
+    """The least CPU seconds of each, of all the process's threads."""
+    spent: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(times):
+        for name, step in steps.items():
+            before = time.process_time()
+            step()
+            spent[name].append(time.process_time() - before)
+    return {name: min(each) for name, each in spent.items()} if times else None
+
+
+class _Nothing:
+    def __enter__(self) -> None: ...
+    def __exit__(self, *error: object) -> None: ...
+
+
+_NOT_COUNTED: Any = types.SimpleNamespace(forward=_Nothing(), backward=_Nothing(), step=_Nothing(), rest=_Nothing())
+
+
+def main() -> None:
+    """One rank."""
+    case, out, rank = Case(**json.loads(sys.argv[1])), Path(sys.argv[2]), int(sys.argv[3])
+    torch.set_num_threads(1)
+    place = Place(rank, case.ranks, local_rank=rank, local_world_size=case.ranks, rendezvous=out)
+    result = counted(case, place=place)
+    (out / f"{rank}.json").write_text(json.dumps(asdict(result)), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
