@@ -162,6 +162,13 @@ class ModelConfig(BaseModel):
         """Size of what the head sees."""
         return self.sizes.width if self.kind == "vit" else self.resnet.num_features
 
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the Transformer and units of its stem; or units of a ResNet."""
+        if self.kind == "resnet":
+            return sum(self.resnet.layers)
+        return self.sizes.depth + sum(self.sizes.resnet_layers or ())
+
     def grid_size(self, image_size: int) -> int:
         """Patches, or a ResNet's last features, along one side of a square image. Raises ValueError if the model cannot
         take images of `image_size` pixels (and says which it can)."""

@@ -24,8 +24,8 @@ import torch
 from timm.layers import PatchDropout
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
+from model.checkpointing import in_turn
 from model.config import ModelConfig
 from model.dropout import by_sample
 from model.head import MlpHead
@@ -57,10 +57,11 @@ class PositionedVit(VisionTransformer):
 
 def encode(model: VisionTransformer, tokens: Tensor) -> Tensor:
     """Embedded tokens [B, T, D] -> normed ones, through all blocks and the positions before them."""
-    for layer, block in enumerate(model.blocks):
+    assert isinstance(model.blocks, nn.Sequential)
+    for layer, block in enumerate(in_turn(model.blocks)):
         if isinstance(model, PositionedVit):
             tokens = model.position.before_block(tokens, layer=layer)
-        tokens = checkpoint(block, tokens, use_reentrant=False) if model.grad_checkpointing else block(tokens)
+        tokens = block(tokens)
     return model.norm(tokens)
 
 

@@ -22,6 +22,7 @@ from data_shards.errors import UserError
 from data_shards.images.decode import require_decoder
 from data_shards.loading.loader import eval_batches
 from data_shards.vocabulary import GOOGLES, Normalisation
+from model.checkpointing import checkpoint_blocks
 from model.counting.flops import account
 from model.saved import SavedModelMeta, save_model
 from model.vocabulary import COLOURS, HeadKind
@@ -91,8 +92,7 @@ def train_stage(
     )
     with watch:
         watch.beat(0, doing="opening the engine")
-        if recipe.engine.activation_checkpointing:
-            model.set_grad_checkpointing(True)  # pyright: ignore[reportCallIssue]
+        checkpoint_blocks(model, every=recipe.engine.checkpointed_every)
         if record.last_saved_step < plan.total_steps:
             context.on_main(lambda: _check_disk(context, stage=stage, model=model))
         engine = open_engine(recipe, stage=stage, plan=plan, model=model, ranks=ranks)
@@ -355,8 +355,9 @@ def _describe_start(
                 num_classes=len(task.outputs),
                 head=start.head,
                 patch_dropout=config.patch_dropout,
+                checkpointed_every=recipe.engine.checkpointed_every or 1,
             )
-            kept = "checkpointed" if recipe.engine.activation_checkpointing else "all"
+            kept = "checkpointed" if recipe.engine.checkpointed_every else "all"
             yield f"{stage}: {cost.describe(activations=kept)}"
         yield from (*data.train.damage, *data.eval.damage)
         yield cache_advice(recipe, data=data, plan=plan, processes_per_node=place.local_world_size)

@@ -75,20 +75,43 @@ def convolution(
 
 
 @dataclass(frozen=True)
+class Unit:
+    """What one block of a chain keeps, in bytes."""
+
+    saved_bytes: int  # without activation checkpointing
+    input_bytes: int  # with it
+    live_bytes: int  # beyond its input, while it is recomputed
+
+
+@dataclass(frozen=True)
 class Chain:
-    """Blocks one after the other: what they cost without activation checkpointing, the bytes of their inputs (which it
-    keeps), and the most that one block keeps beyond its input while it is recomputed."""
+    """Blocks one after the other, and what they cost without activation checkpointing."""
 
     cost: Cost = NOTHING
-    input_bytes: int = 0
-    live_bytes: int = 0
+    units: tuple[Unit, ...] = ()
+
+    def checkpointed_bytes(self, *, every: int) -> int:
+        """The most kept at once, while the backward pass recomputes each `every`-th unit, the first among them."""
+        before = most = 0
+        for number, unit in enumerate(self.units):
+            if number % every == 0:
+                most = max(most, before + unit.input_bytes + unit.live_bytes)  # the later ones' are freed by then
+                before += unit.input_bytes
+            else:
+                before += unit.saved_bytes
+        return max(most, before)
 
     def then(self, block: Cost, *, input_elements: int, own_output_elements: int = 0, times: int = 1) -> Chain:
-        """The chain with `times` blocks more. `own_output_elements`: of an output that the block itself keeps, counted
+        """The chain with `times` units more. `own_output_elements`: of an output that the block itself keeps, counted
         as the next one's input; recomputed, it is a second copy."""
         input_bytes = VALUE_BYTES * input_elements
         return Chain(
             self.cost + block.times(times),
-            self.input_bytes + input_bytes * times,
-            max(self.live_bytes, block.saved_bytes - input_bytes + VALUE_BYTES * own_output_elements),
+            self.units
+            + (
+                Unit(
+                    block.saved_bytes, input_bytes, block.saved_bytes - input_bytes + VALUE_BYTES * own_output_elements
+                ),
+            )
+            * times,
         )

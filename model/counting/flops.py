@@ -34,7 +34,9 @@ class Accounting:
     training_flops: int  # forward and backward
     tokens: int  # seen by the blocks, class token included; 0 in a pure ResNet
     activation_bytes: int  # kept of one image until its backward pass
-    checkpointed_activation_bytes: int  # with checkpointing: the blocks' inputs, and all of the recomputed one
+    checkpointed_activation_bytes: (
+        int  # with checkpointing: the recomputed blocks' inputs, all of the others and of one
+    )
 
     def describe(self, activations: Literal["all", "checkpointed"] = "all") -> str:
         """One line for people, four significant digits; `activations`: those that are kept."""
@@ -50,10 +52,16 @@ class Accounting:
 
 
 def account(
-    config: ModelConfig, *, image_size: int, num_classes: int, head: HeadKind, patch_dropout: float = 0.0
+    config: ModelConfig,
+    *,
+    image_size: int,
+    num_classes: int,
+    head: HeadKind,
+    patch_dropout: float = 0.0,
+    checkpointed_every: int = 1,
 ) -> Accounting:
-    """What `build_model` with these arguments costs an image; `patch_dropout` is as in training. Raises ValueError for
-    an argument that the model would refuse too."""
+    """What `build_model` with these arguments costs an image; `patch_dropout` is as in training, and each
+    `checkpointed_every`-th block is recomputed, where any is. ValueError: an argument that the model would refuse."""
     if num_classes < 1:
         raise ValueError(f"num_classes must be at least 1, not {num_classes}")
     Regularisation(patch_dropout=patch_dropout).check(config)
@@ -61,7 +69,8 @@ def account(
     logits = _head(config.num_features, num_classes=num_classes, head=head)
     if config.kind == "resnet":
         resnet = resnet_cost(config.resnet, image_size=image_size)
-        return _accounting(resnet.units, ends=resnet.ends + logits, first=resnet.first, tokens=0)
+        ends = resnet.ends + logits
+        return _accounting(resnet.units, ends=ends, first=resnet.first, tokens=0, every=checkpointed_every)
 
     sizes = config.sizes
     patches = config.grid_size(image_size) ** 2
@@ -83,10 +92,10 @@ def account(
         + logits
     )
     chain = chain.then(_block(config, tokens=tokens), input_elements=tokens * sizes.width, times=sizes.depth)
-    return _accounting(chain, ends=ends, first=first, tokens=tokens)
+    return _accounting(chain, ends=ends, first=first, tokens=tokens, every=checkpointed_every)
 
 
-def _accounting(chain: Chain, *, ends: Cost, first: Cost, tokens: int) -> Accounting:
+def _accounting(chain: Chain, *, ends: Cost, first: Cost, tokens: int, every: int) -> Accounting:
     total = ends + chain.cost
     return Accounting(
         parameters=total.parameters,
@@ -94,7 +103,7 @@ def _accounting(chain: Chain, *, ends: Cost, first: Cost, tokens: int) -> Accoun
         training_flops=3 * total.flops - first.flops,
         tokens=tokens,
         activation_bytes=total.saved_bytes,
-        checkpointed_activation_bytes=ends.saved_bytes + chain.input_bytes + chain.live_bytes,
+        checkpointed_activation_bytes=ends.saved_bytes + chain.checkpointed_bytes(every=every),
     )
 
 

@@ -33,7 +33,7 @@ class StageCost:
     tokens: int  # in the blocks; 0 in a pure ResNet
     depth: int  # blocks; units of a pure ResNet
     activation_bytes: int  # kept of one image until its backward pass
-    checkpointed_activation_bytes: int  # the same with activation checkpointing
+    checkpointed_activation_bytes: int  # the same with activation checkpointing, of all blocks unless the recipe says k
     working_bytes: int  # held temporarily in the backward pass, on top of either
 
     def image_bytes(self, activations: Literal["all", "checkpointed"]) -> int:
@@ -43,7 +43,7 @@ class StageCost:
 
 def stage_cost(model: ModelConfig, *, stage: TrainStage, engine: EngineConfig, num_classes: int) -> StageCost:
     """What `stage` costs an image, for `num_classes` classes."""
-    masked = isinstance(stage, MaskedPatchStage)
+    masked, every = isinstance(stage, MaskedPatchStage), engine.checkpointed_every or 1
     head: HeadKind = stage.head if isinstance(stage, PretrainStage) else "linear"
     counted = account(
         model.model_copy(update={"pool": "gap"}) if masked and model.pool == "map" else model,
@@ -51,6 +51,7 @@ def stage_cost(model: ModelConfig, *, stage: TrainStage, engine: EngineConfig, n
         num_classes=len(COLOURS) if masked else num_classes,
         head=head,
         patch_dropout=stage.patch_dropout,
+        checkpointed_every=every,
     )
     parameters, flops = counted.parameters, counted.training_flops
     kept, checkpointed = counted.activation_bytes, counted.checkpointed_activation_bytes
@@ -68,7 +69,8 @@ def stage_cost(model: ModelConfig, *, stage: TrainStage, engine: EngineConfig, n
         # A byte for each value under dropout: after attention and twice in the MLP of each block, once before.
         sizes = model.sizes
         masks = counted.tokens * (sizes.width + sizes.depth * (2 * sizes.width + sizes.mlp_dim))
-        kept, checkpointed = kept + masks, checkpointed + masks // max(1, depth)
+        whole = max(1, depth - -(-depth // every))  # blocks whose masks are kept; at least that of the one recomputed
+        kept, checkpointed = kept + masks, checkpointed + masks * whole // max(1, depth)
     factor = 2.0 if engine.precision == "fp32" else _AUTOCAST if engine.backend == "accelerate" else 1.0
     hidden = 0 if model.kind == "resnet" else VALUE_BYTES * counted.tokens * model.sizes.mlp_dim
     convolutions = model.kind == "resnet" or model.sizes.resnet_layers is not None

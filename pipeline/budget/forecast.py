@@ -22,7 +22,7 @@ from pipeline.recipe.stage_plan import StagePlan
 from pipeline.vocabulary import OPTIMIZERS, StageName
 
 _ACTIVATIONS: tuple[Activations, ...] = ("all", "checkpointed")
-_RECOMPUTED = 4 / 3  # of the arithmetic, with activation checkpointing
+_FORWARD = 1 / 3  # of the arithmetic: what activation checkpointing of all blocks computes again
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ def forecast_stage(
         plan=plan,
         problem=length.problem,
         total_images=plan.total_steps * plan.global_batch_images if length.known else None,
-        activations="checkpointed" if engine.activation_checkpointing else "all",
+        activations="checkpointed" if engine.checkpointed_every else "all",
         image_bytes=images,
         memory=memory,
         zero_stage=own,
@@ -269,6 +269,7 @@ def _speed(recipe: Recipe, *, cost: StageCost, machine: Hardware, given: GivenSp
     if given.mfu is not None:
         return speed_at(given.mfu, training_flops=flops, peak_flops=peak, basis="--mfu", kind="given")
     mfu, basis = nearest_anchor(recipe.model, tokens=cost.tokens)
-    if recipe.engine.activation_checkpointing:
-        mfu, basis = mfu / _RECOMPUTED, f"{basis}, a quarter less for recomputing"
+    if every := recipe.engine.checkpointed_every:
+        more = _FORWARD * -(-cost.depth // every) / cost.depth
+        mfu, basis = mfu / (1 + more), f"{basis}, {more / (1 + more):.0%} less for recomputing"
     return speed_at(mfu, training_flops=flops, peak_flops=peak, basis=basis, kind="anchor")

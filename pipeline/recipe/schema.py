@@ -36,8 +36,8 @@ class EngineConfig(Strict):
     """bf16 and fp16 keep float32 master weights; fp16 needs a GPU."""
     max_micro_batch_size: int = Field(default=256, ge=1, le=_MOST_IMAGES)
     """The most images of one process in one forward pass; more are accumulated."""
-    activation_checkpointing: bool = False
-    """Recompute the blocks in the backward pass: less memory, a third more arithmetic."""
+    activation_checkpointing: bool | Annotated[int, Field(ge=2, le=1000)] = False
+    """true: recompute all blocks in the backward pass: less memory, a third more arithmetic; k: every k-th block."""
     max_skipped_steps: int = Field(default=20, ge=1, le=10**9)
     """Steps in a row with a gradient that is not finite (and so skipped) before training stops."""
     collective_timeout_seconds: float = Field(default=1800, gt=0, le=MOST_SECONDS)
@@ -56,6 +56,11 @@ class EngineConfig(Strict):
         if self.backend == "accelerate" and self.zero_stage > 1:
             self.refuse("zero_stage", means_nothing="to accelerate, which shards nothing")
         return self
+
+    @property
+    def checkpointed_every(self) -> int:
+        """Which blocks are recomputed: each that many-th; 0: none."""
+        return int(self.activation_checkpointing)
 
     def check_takes(self, optimizer: OptimizerName, *, key: str) -> None:
         """ValueError if `optimizer`, of the stage under `key`, needs whole parameters and gets pieces."""
@@ -102,6 +107,11 @@ class Recipe(Strict):
         stages = {
             name: stage for name in self.stages.names if isinstance(stage := getattr(self.stages, name), TrainStage)
         }
+        if (every := self.engine.checkpointed_every) > (most := self.model.num_blocks):
+            raise ValueError(
+                f"engine.activation_checkpointing {every}: the model has {most} blocks, so only the first would be "
+                f"recomputed: give 2 to {most}, or true for all"
+            )
         for name, stage in stages.items():
             key, size = f"stages.{name}", stage.image_size
             self.engine.check_takes(stage.optimizer.name, key=key)

@@ -8,6 +8,7 @@ from timm.layers import DropPath, PatchDropout
 from torch import Tensor, nn
 
 from model import dropout
+from model.checkpointing import checkpoint_blocks
 from model.config import ModelConfig
 from model.dropout import SampleDropout, SampleWords, by_sample, drop, mix_words, signed, words_of
 from model.masked_patch import build_masked_patch
@@ -67,7 +68,7 @@ def test_a_samples_output_depends_on_its_words_alone_not_on_its_neighbours() -> 
 def test_the_gradient_is_that_of_the_same_masks(checkpointed: bool) -> None:
     """Against autograd through explicit masks, which are read off the forward pass of ones."""
     model = _build(dropout=0.3, stochastic_depth=0.4).double().train()
-    model.set_grad_checkpointing(checkpointed)  # pyright: ignore[reportCallIssue]
+    checkpoint_blocks(model, every=int(checkpointed))
     _give(model, _words(_sites(model)))
     images = torch.randn(COUNT, 3, 24, 24, dtype=torch.float64)
     model(images).square().sum().backward()
@@ -77,7 +78,7 @@ def test_the_gradient_is_that_of_the_same_masks(checkpointed: bool) -> None:
     for module in list(model.modules()):
         if isinstance(module, SampleDropout):
             module.forward = _explicit(module)  # pyright: ignore[reportAttributeAccessIssue]
-    model.set_grad_checkpointing(False)  # pyright: ignore[reportCallIssue]
+    checkpoint_blocks(model, every=0)
     model(images).square().sum().backward()
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(ours[name], parameter.grad, msg=name)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from model.checkpointing import checkpoint_blocks
 from model.config import ModelConfig
 from model.init import initialise
 from model.positions.embedding import Learned1d, Learned2d, SinCos2d, make_position
@@ -174,7 +175,7 @@ def test_gradient_checkpointing_changes_nothing(position: str, at: str) -> None:
     images = torch.randn(2, 3, 12, 12)
     results: list[list[Tensor]] = []
     for enable in (False, True):
-        model.set_grad_checkpointing(enable)
+        checkpoint_blocks(model, every=int(enable))
         model.zero_grad()
         logits = model(images)
         logits.square().sum().backward()

@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 
 from model.build import build_model
+from model.checkpointing import checkpoint_blocks
 from pipeline.budget.memory import state_of
 from pipeline.optimizers.optim import build_optimizer
 from pipeline.recipe.schema import Recipe
@@ -37,8 +38,7 @@ def tracked_peak(made: Recipe, *, images: int) -> int:
     config = made.train_stage("pretrain")
     with torch.device("meta"):
         model = build_model(made.model, image_size=config.image_size, num_classes=1000, head="linear").train()
-    if made.engine.activation_checkpointing:
-        model.set_grad_checkpointing(True)
+    checkpoint_blocks(model, every=made.engine.checkpointed_every)
     dtype = DTYPES[made.engine.precision]
     with FakeTensorMode():
         model = fake(model, dtype=dtype)
@@ -105,6 +105,8 @@ CASES: list[tuple[str | dict[str, Any], int, int, dict[str, Any]]] = [
     (SMALL, 64, 2, {"precision": "bf16"}),
     (SMALL, 64, 64, {"precision": "bf16"}),
     (SMALL, 64, 128, {"precision": "bf16", "activation_checkpointing": True}),
+    (SMALL, 64, 128, {"precision": "bf16", "activation_checkpointing": 2}),
+    (SMALL, 64, 128, {"precision": "bf16", "activation_checkpointing": 5}),
     (SMALL, 64, 64, {"precision": "fp32"}),
     ("B/16", 224, 48, {"precision": "bf16"}),
     (SMALL | {"pool": "gap", "layer_scale": 0.1}, 64, 64, {"precision": "bf16"}),

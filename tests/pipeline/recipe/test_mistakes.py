@@ -120,7 +120,12 @@ VALUES = [
     ("engine.precision=16", "engine.precision is 16: give bf16, fp16 or fp32"),
     ("engine.zero_stage=4", "engine.zero_stage is 4: give 0, 1, 2 or 3"),
     ("engine.zero_stage=true", "engine.zero_stage is true: give 0, 1, 2 or 3"),
-    ("engine.activation_checkpointing=maybe", "engine.activation_checkpointing is 'maybe': give true or false"),
+    (
+        "engine.activation_checkpointing=maybe",
+        "engine.activation_checkpointing is 'maybe': give true or false, or a whole number of at least 2",
+    ),
+    ("engine.activation_checkpointing=-1", "engine.activation_checkpointing is -1: give true or false, or a whole"),
+    ("engine.activation_checkpointing=999", "engine.activation_checkpointing 999: the model has"),
     (
         f"{PRETRAIN}optimizer.name=adam",
         f"{PRETRAIN}optimizer.name is 'adam': give adamw, sgd, adafactor, lamb or muon (did you mean adamw?)",
