@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+import torch
+
 from data_shards.images.decode import PixelLimit
 from data_shards.images.rand_augment import RandAugment
 from data_shards.images.transforms import EvalTransform, TrainTransform
 from data_shards.loading.assemble import Access
+from data_shards.loading.device_prefetch import Batches, ahead_on_device
 from data_shards.loading.loader import EvalBatches, Layout, TrainBatches, TrainLoader
 from data_shards.loading.mixing import MixupConfig
 from data_shards.shard_set import ShardSet
@@ -27,9 +30,11 @@ def train_loader(
     plan: StagePlan,
     place: Place,
     start_step: int,
+    device: torch.device,
     passed_over: Collection[int] = (),
-) -> TrainLoader:
-    """This rank's micro-batches from `start_step` to the end of the plan, without those of the steps `passed_over`."""
+) -> Batches:
+    """This rank's micro-batches from `start_step` to the end of the plan, without those of the steps `passed_over`; on
+    a GPU one ahead."""
     config = recipe.train_stage(stage)
     batches = TrainBatches(
         _access(data.train, data=data, recipe=recipe),
@@ -44,7 +49,7 @@ def train_loader(
         seed=recipe.seed,
         mixup=mixup(config),
     )
-    return TrainLoader(
+    loader = TrainLoader(
         batches,
         start_step=start_step,
         stop_step=plan.total_steps,
@@ -52,6 +57,7 @@ def train_loader(
         workers=recipe.data.workers,
         kind=recipe.data.kind_of_workers,
     )
+    return ahead_on_device(loader, device=device)
 
 
 def held_out(recipe: Recipe, *, stage: StageName, data: StageData, plan: StagePlan, place: Place) -> EvalBatches:

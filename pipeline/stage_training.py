@@ -20,6 +20,7 @@ from torch import nn
 from data_shards.durable import make_folders
 from data_shards.errors import UserError
 from data_shards.images.decode import require_decoder
+from data_shards.loading.device_prefetch import ahead_on_device
 from data_shards.loading.loader import eval_batches
 from data_shards.vocabulary import GOOGLES, Normalisation
 from model.checkpointing import checkpoint_blocks
@@ -257,15 +258,16 @@ def make_job(
 
     def evaluate_one(at_step: int, *, of: WeightsKind) -> dict[str, float]:
         batches = eval_batches(held_out_part, workers=recipe.data.workers, kind=recipe.data.kind_of_workers)
-        return evaluate(
-            batches,
-            task=task,
-            engine=engine,
-            ranks=ranks,
-            faults=faults,
-            of=of,
-            beat=lambda: watch.beat(at_step, doing="evaluation"),
-        )
+        with closing(ahead_on_device(batches, device=engine.device)) as ahead:
+            return evaluate(
+                ahead,
+                task=task,
+                engine=engine,
+                ranks=ranks,
+                faults=faults,
+                of=of,
+                beat=lambda: watch.beat(at_step, doing="evaluation"),
+            )
 
     def run_evaluation(at_step: int) -> dict[str, float]:
         metrics = evaluate_one(at_step, of="weights")
@@ -287,6 +289,7 @@ def make_job(
             plan=plan,
             place=ranks.place,
             start_step=state.step,
+            device=engine.device,
             passed_over=state.passed_over,
         ),
         task=task,

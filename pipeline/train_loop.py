@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from data_shards.errors import UserError
-from data_shards.loading.loader import TrainLoader
+from data_shards.loading.device_prefetch import Batches
 from model.vit import set_patch_dropout
 from pipeline.checkpoint.saver import CheckpointSaver
 from pipeline.dropout_masks import draw_masks
@@ -38,7 +38,7 @@ class TrainJob:
     """The parts of one stage's training, ready to run."""
 
     plan: StagePlan  # steps, batch sizes, learning rates, what is due when, and when to give up
-    batches: TrainLoader  # this rank's micro-batches, from the state's step on
+    batches: Batches  # this rank's micro-batches, from the state's step on
     task: Task  # micro-batch -> inputs and targets -> loss
     engine: Engine  # forward, backward, step
     evaluate: Callable[[int], dict[str, float]]  # step (for the heartbeat) -> held-out metrics by name; collective

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -23,6 +23,7 @@ class Batch:
     """One micro-batch of n samples from the loader; with `mix`, n + 1 rows.
 
     The last row is then the next slot's sample, which is mixed into the row before it and not trained on otherwise.
+    Images, `mirrored` and labels may be on a GPU (`device_prefetch`); the others stay on the host, where they are used.
     """
 
     images: torch.Tensor  # uint8 [n, size, size, 3]
@@ -35,8 +36,3 @@ class Batch:
     keys: tuple[str, ...]  # WebDataset keys
     faults: tuple[Fault, ...] = ()
     mix: Mix | None = None
-
-    def pin_memory(self) -> Batch:
-        """Called by torch's DataLoader where there is a GPU."""
-        mine = {field.name: getattr(self, field.name) for field in fields(self)}
-        return replace(self, **{name: it.pin_memory() for name, it in mine.items() if isinstance(it, torch.Tensor)})

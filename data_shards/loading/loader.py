@@ -265,7 +265,7 @@ def _probe(order: AnyOrder) -> str:
     return hashlib.blake2b(visits.sample.tobytes() + visits.epoch.tobytes(), digest_size=8).hexdigest()
 
 
-def eval_batches(batches: EvalBatches, *, workers: int, kind: WorkerKind = "process") -> Iterator[Batch]:
+def eval_batches(batches: EvalBatches, *, workers: int, kind: WorkerKind = "process") -> Generator[Batch]:
     """All batches of an evaluation, in order; raises UserError and WorkerDied as `TrainLoader` does."""
     prefetcher = start_prefetch(batches.access.store, batches.access.shards.shards, upcoming=batches.upcoming())
     try:

@@ -66,10 +66,10 @@ def now_reading(shard: int, *, row: int) -> None:
 
 
 def empty_images(count: int, size: int) -> torch.Tensor:
-    """uint8 [count, size, size, 3], not filled: shared memory in a worker process, page-locked where there is a GPU."""
+    """uint8 [count, size, size, 3], not filled: in a worker process shared memory."""
     shape = (count, size, size, 3)
     if _notes is None:
-        return torch.empty(shape, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+        return torch.empty(shape, dtype=torch.uint8)
     return torch.empty(0, dtype=torch.uint8).set_(torch.UntypedStorage._new_shared(math.prod(shape))).view(shape)
 
 
@@ -82,7 +82,7 @@ def iterate(
     occurs, and WorkerDied if a worker process crashed or was killed.
     """
     if not workers:
-        return (_pinned(dataset[number]) for number in numbers)
+        return (dataset[number] for number in numbers)
     match kind:
         case "thread":
             return _in_threads(dataset, numbers=numbers, workers=workers)
@@ -125,7 +125,7 @@ def _work(dataset: Described[Item], jobs: SimpleQueue[tuple[int, Future[Item]] |
             return
         if future.set_running_or_notify_cancel():
             try:
-                future.set_result(_pinned(dataset[number]))
+                future.set_result(dataset[number])
             except BaseException as error:  # noqa: BLE001 - the reader of the future gets it
                 future.set_exception(error)
         del job, future
@@ -140,11 +140,6 @@ def _end_threads() -> None:
         thread.join(max(0.0, end - time.monotonic()))
 
 
-def _pinned(item: Item) -> Item:
-    """In page-locked memory where there is a GPU, as the DataLoader does for worker processes."""
-    return item.pin_memory() if torch.cuda.is_available() else item  # pyright: ignore[reportAttributeAccessIssue]
-
-
 def _in_processes(dataset: Described[Item], *, numbers: Sequence[int], workers: int) -> Generator[Item]:
     _start_fork_server()
     notes: Any = multiprocessing.get_context("forkserver").RawArray("q", [-1] * (2 * workers))
@@ -156,7 +151,6 @@ def _in_processes(dataset: Described[Item], *, numbers: Sequence[int], workers: 
         prefetch_factor=PREFETCH,
         multiprocessing_context="forkserver",
         worker_init_fn=partial(_prepare_worker, notes),
-        pin_memory=torch.cuda.is_available(),
         # The DataLoader draws a seed for its workers, by default from the global generator, which that would advance.
         generator=torch.Generator(),
     )

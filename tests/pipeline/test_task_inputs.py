@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from timm.data.mixup import mixup_target
 
 from data_shards.images.box import Box
-from data_shards.loading.batch import Batch, Fault
+from data_shards.loading.batch import Batch
 from data_shards.loading.mixing import Mix, MixupConfig, draw_mix
 from data_shards.vocabulary import LabelKind
 from pipeline.task import model_input, targets
@@ -176,30 +176,3 @@ def test_a_class_beyond_the_last_is_an_error():
         batch = replace(random_batch(2, mix=Mix("mixup", keep=0.7)), labels=labels)
         with pytest.raises(RuntimeError, match="out of bounds"):
             targets(batch, device=CPU, num_classes=5, label_kind=kind)
-
-
-# ---- the batch itself
-
-
-def test_all_tensors_are_pinned_and_nothing_else_changes(monkeypatch: pytest.MonkeyPatch):
-    """Without a GPU nothing can be pinned; that each tensor is asked can be seen all the same."""
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self + 1 if self.dtype != torch.bool else ~self)
-    batch = replace(random_batch(3, mix=Mix("mixup", keep=0.7)), faults=(Fault("a.tar", key="7", reason="truncated"),))
-    pinned = batch.pin_memory()
-    for field in fields(batch):
-        before, after = getattr(batch, field.name), getattr(pinned, field.name)
-        if isinstance(before, torch.Tensor):
-            assert not torch.equal(before, after), field.name
-        else:
-            assert before == after
-
-
-@pytest.mark.gpu
-def test_pinned_batches_give_the_same_input_on_the_device():
-    batch = random_batch(4, size=8)
-    pinned = batch.pin_memory()
-    tensors = [getattr(pinned, field.name) for field in fields(pinned)]
-    assert all(tensor.is_pinned() for tensor in tensors if isinstance(tensor, torch.Tensor))
-    on_device = model_input(pinned, device=torch.device("cuda"), dtype=torch.bfloat16)
-    expected = model_input(batch, device=CPU, dtype=torch.bfloat16)
-    torch.testing.assert_close(on_device.cpu(), expected, rtol=0, atol=0)

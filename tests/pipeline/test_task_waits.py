@@ -1,0 +1,144 @@
+"""Between two logged steps nothing makes the host wait for a GPU: here the device `meta`, which has no values to read.
+
+Whatever would need them on the host raises, and the counter sees blocking copies and tensors made of Python's numbers.
+"""
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from data_shards.images.box import Box
+from data_shards.loading.batch import Batch
+from data_shards.loading.mixing import Mix
+from data_shards.vocabulary import GOOGLES, LabelKind
+from launch.bench.operations import Operations
+from model.loss import loss_function
+from model.vocabulary import COLOURS, LossKind
+from pipeline.evaluate import evaluate
+from pipeline.task import Classification, MaskedPatches, Task, to_device
+
+META = torch.device("meta")
+COUNT, SIZE, PATCH = 6, 12, 3
+CLASSES = tuple("abcde")
+OUTPUTS = {"classes": (COUNT, len(CLASSES)), "patches": (COUNT, (SIZE // PATCH) ** 2 // 2, len(COLOURS))}
+
+
+def batch(*, labels: LabelKind = "single", mix: Mix | None = None, counted: int = COUNT) -> Batch:
+    """As it comes from the loader on a GPU: what is needed there is there."""
+    rows = COUNT + (mix is not None)
+    return Batch(
+        images=torch.zeros(rows, SIZE, SIZE, 3, dtype=torch.uint8, device=META),
+        mirrored=torch.zeros(rows, dtype=torch.bool, device=META),
+        labels=torch.zeros((rows,) if labels == "single" else (rows, 3), dtype=torch.int64, device=META),
+        counted=torch.arange(rows) < counted,
+        substituted=torch.zeros(rows, dtype=torch.bool),
+        samples=torch.arange(rows),
+        epochs=torch.zeros(rows, dtype=torch.int64),
+        keys=("",) * rows,
+        mix=mix,
+    )
+
+
+def engine(shape: tuple[int, ...]) -> Any:
+    return SimpleNamespace(
+        device=META,
+        input_dtype=torch.bfloat16,
+        module=SimpleNamespace(eval=lambda: None, train=lambda: None),
+        predict=lambda *inputs: torch.empty(shape, device=META),
+    )
+
+
+def classification(*, kind: LossKind, labels: LabelKind) -> Classification:
+    return Classification(
+        engine=engine(OUTPUTS["classes"]),
+        classes=CLASSES,
+        label_kind=labels,
+        normalisation=GOOGLES,
+        train_loss=loss_function(kind, label_smoothing=0.1),
+        held_out_loss=loss_function(kind),
+    )
+
+
+def masked_patches() -> MaskedPatches:
+    return MaskedPatches(engine=engine(OUTPUTS["patches"]), seed=3, patch_size=PATCH)
+
+
+@pytest.fixture
+def wrapped(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """Arrays of numpy's that became tensors: to the counter they look like Python's numbers, but they are on the host
+    and stay there."""
+    found: list[torch.Tensor] = []
+    from_numpy = torch.from_numpy
+
+    def noted(array: Any) -> torch.Tensor:
+        found.append(from_numpy(array))
+        return found[-1]
+
+    monkeypatch.setattr(torch, "from_numpy", noted)
+    return found
+
+
+def waits_of_a_step(
+    task: Task, given: Batch, *, outputs: tuple[int, ...], wrapped: list[torch.Tensor]
+) -> dict[str, int]:
+    task.example(given, use="train")  # the first makes the constants
+    wrapped.clear()
+    logits = torch.empty(outputs, device=META, requires_grad=True)
+    with Operations() as counted:
+        example = task.example(given, use="train")
+        task.loss(logits, example.targets).backward()
+    assert counted.total > 3
+    counted.waits.subtract({"a tensor of Python's values": len(wrapped)})
+    return dict(+counted.waits)
+
+
+MIXES = [None, Mix("mixup", keep=0.7), Mix("cutmix", keep=0.9, box=Box(top=1, left=0, height=3, width=2))]
+
+
+@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize(("kind", "labels"), [("softmax", "single"), ("sigmoid", "single"), ("sigmoid", "multi")])
+def test_a_step_of_classification_does_not_wait(
+    kind: LossKind, labels: LabelKind, mix: Mix | None, wrapped: list[torch.Tensor]
+):
+    task = classification(kind=kind, labels=labels)
+    assert waits_of_a_step(task, batch(labels=labels, mix=mix), outputs=OUTPUTS["classes"], wrapped=wrapped) == {}
+
+
+def test_a_step_of_masked_patches_does_not_wait(wrapped: list[torch.Tensor]):
+    assert waits_of_a_step(masked_patches(), batch(), outputs=OUTPUTS["patches"], wrapped=wrapped) == {}
+
+
+@pytest.mark.parametrize("counted", [COUNT, 4, 0])
+@pytest.mark.parametrize(
+    "task", [masked_patches(), classification(kind="softmax", labels="single")], ids=["patches", "classes"]
+)
+def test_an_evaluation_waits_once_for_all_its_batches(task: Any, counted: int, wrapped: list[torch.Tensor]):
+    gathered: list[torch.Size] = []
+    answer = torch.ones(1, 4, dtype=torch.float64)
+
+    def gather(sums: torch.Tensor) -> torch.Tensor:
+        gathered.append(sums.shape)
+        return answer
+
+    ranks: Any = SimpleNamespace(gather=gather)
+    faults: Any = SimpleNamespace(note=lambda *arguments, **options: None)
+    task.example(batch(), use="eval")
+    wrapped.clear()
+    with Operations() as counter:
+        evaluate([batch(), batch(counted=counted), batch()], task=task, engine=task.engine, ranks=ranks, faults=faults)
+    counter.waits.subtract({"a tensor of Python's values": len(wrapped)})
+    assert gathered == [torch.Size([4])] and not +counter.waits
+
+
+def test_the_counter_would_see_what_waits():
+    """As batches came before they were brought to the device."""
+    on_host = replace(batch(), labels=torch.zeros(COUNT, dtype=torch.int64))
+    task = classification(kind="softmax", labels="single")
+    with Operations() as counted:
+        on_host.labels.to(META)
+        to_device(on_host.labels, META)
+        task.engine.predict()
+    assert counted.waits == {"a blocking copy": 1}
