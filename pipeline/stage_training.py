@@ -317,7 +317,7 @@ def make_job(
         faults=faults,
         report=report,
         ranks=ranks,
-        requests=Requests(context.stop, ranks=ranks, saved_step=state.step, save_minutes=config.save_every_minutes),
+        requests=Requests(context.stop, saved_step=state.step, save_minutes=config.save_every_minutes),
     )
 
 

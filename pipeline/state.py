@@ -32,17 +32,15 @@ class TrainState:
     passed_over: list[int] = field(default_factory=list)  # steps, from 0, whose batches a rollback does without
     rollbacks: int = 0
 
-    def advance(self, *, images: int, applied: bool) -> None:
-        """After one optimizer step; not `applied`: its gradients were not finite."""
+    def advance(self, *, images: int) -> None:
+        """After one optimizer step, or one whose batch a rollback does without."""
         self.step += 1
         self.images_seen += images
+
+    def settle(self, *, applied: bool) -> None:
+        """The outcome of the next step that had none; not `applied`: its gradients were not finite."""
         self.skipped_in_a_row = 0 if applied else self.skipped_in_a_row + 1
         self.skipped_steps += not applied
-
-    def pass_over(self, *, images: int) -> None:
-        """A step whose batch a rollback does without: the position moves on."""
-        self.step += 1
-        self.images_seen += images
 
     def to_json(self) -> dict[str, Any]:
         """Plain values; floats survive JSON to the last bit."""

@@ -16,6 +16,7 @@ from data_shards.loading.device_prefetch import Batches
 from model.vit import set_patch_dropout
 from pipeline.checkpoint.saver import CheckpointSaver
 from pipeline.dropout_masks import draw_masks
+from pipeline.engine.late_metrics import LateMetrics, Outcome
 from pipeline.engine.protocol import Engine
 from pipeline.faults import FaultLedger
 from pipeline.ranks.group import Ranks
@@ -70,18 +71,18 @@ def train(job: TrainJob, state: TrainState) -> TrainState:
     if state.step == plan.total_steps and (failure := _failure(job, state)):  # it had failed at its last step
         raise failure
     losses, spikes = LossWindow(state.losses_since_log), _spike_finder(plan, state)
-    passed_over = frozenset(state.passed_over)
+    passed_over, late = frozenset(state.passed_over), LateMetrics(device=engine.device)
     engine.module.train()
 
     while state.step < plan.total_steps:
-        step, lr, grad_norm = state.step, plan.schedule(state.step), math.nan
+        step, lr = state.step, plan.schedule(state.step)
         seed_step(plan.seed, step=step, rank=rank)
         if plan.patch_dropout:
             set_patch_dropout(engine.module, plan.patch_dropout if step < plan.patch_dropout_steps else 0.0)
 
         if step in passed_over:  # after a rollback; the batches come without it
             losses.pass_over(device=engine.device)
-            state.pass_over(images=plan.global_batch_images)
+            result = engine.pass_over(requests=job.requests.mine)
         else:
             for micro_step in range(plan.accumulation_steps):
                 with job.phase("reading", step):
@@ -96,26 +97,27 @@ def train(job: TrainJob, state: TrainState) -> TrainState:
                     engine.backward(loss)
                 losses.add(loss)
             with job.phase("step", step):
-                result = engine.step(lr=lr)
+                result = engine.step(lr=lr, requests=job.requests.mine)
             losses.end_step()
-            grad_norm = result.grad_norm
-            state.advance(images=plan.global_batch_images, applied=result.applied)
             job.report.step(plan.global_batch_images)
+        state.advance(images=plan.global_batch_images)
+        late.put(state.step, result)
         job.saver.poll()
 
+        _settle(job, state, late.ready())  # of the steps before: no step waits for its own numbers
+        agreed, is_last = job.requests.agreed(state.step), state.step == plan.total_steps
+        if is_last or any(agreed) or plan.reads_after(state.step) or _skips_may_be_too_many(plan, state, late=late):
+            _settle(job, state, late.drain())  # now the state is exact
         slow_rank, spiked = "", list[Spike]()
         if plan.logs_after(state.step) or _skips_too_long(plan, state):
-            slow_rank, spiked = _log(job, state, losses=losses, spikes=spikes, lr=lr, grad_norm=grad_norm)
+            slow_rank, spiked = _log(job, state, losses=losses, spikes=spikes, lr=lr, grad_norm=late.grad_norm)
         if trouble := _trouble(job, state, spiked=spiked):
             with job.phase("saving", state.step):
                 job.saver.finish()
-            job.requests.wait()
             raise trouble
         if plan.evaluates_after(state.step):
             _evaluate(job, state)
 
-        agreed = job.requests.agreed(state.step)
-        is_last = state.step == plan.total_steps
         is_end = bool(is_last or agreed.stop or slow_rank or job.faults.complaint)
         if is_end or agreed.save or plan.saves_after(state.step):
             _save(job, state, losses=losses)
@@ -128,8 +130,21 @@ def train(job: TrainJob, state: TrainState) -> TrainState:
             raise failure
         if agreed.stop and not is_last:
             raise Stopped
-    job.requests.wait()
     return state
+
+
+def _settle(job: TrainJob, state: TrainState, outcomes: Sequence[Outcome]) -> None:
+    """Take in what has become of steps: applied or skipped, and what the ranks requested in them."""
+    for outcome in outcomes:
+        if outcome.step - 1 not in state.passed_over:
+            state.settle(applied=outcome.applied)
+        job.requests.heard(outcome.step, outcome.requested)
+
+
+def _skips_may_be_too_many(plan: StagePlan, state: TrainState, *, late: LateMetrics) -> bool:
+    """Whether training would have to end, or go back, if the steps still to be settled were skipped."""
+    most = min(plan.max_skipped_steps, plan.rollback.after_skipped_steps if plan.rollback else plan.max_skipped_steps)
+    return state.skipped_in_a_row + late.pending >= most
 
 
 def _log(

@@ -19,11 +19,12 @@ from torch import nn
 from pipeline.engine.average import WeightAverage, average_file
 from pipeline.engine.masters import Slot, put_average
 from pipeline.engine.portable import open_accelerate
-from pipeline.engine.protocol import StepResult
+from pipeline.engine.protocol import StepResult, exchange_requests
 from pipeline.engine.reading import read_state
 from pipeline.engine.state_files import StateFile, state_file
 from pipeline.optimizers.optim import build_optimizer, set_lr
 from pipeline.ranks.group import Ranks
+from pipeline.ranks.stopping import StopOrSave
 from pipeline.recipe.optimizer import OptimizerConfig
 from pipeline.recipe.schema import EngineConfig
 from pipeline.recipe.stage import EmaConfig
@@ -88,7 +89,7 @@ class AccelerateEngine:
     def backward(self, loss: torch.Tensor) -> None:
         self._accelerator.backward(loss / self._accumulation_steps)
 
-    def step(self, *, lr: float) -> StepResult:
+    def step(self, *, lr: float, requests: StopOrSave) -> StepResult:
         assert self._micro_step == self._accumulation_steps, "step() before all micro-batches"
         self._micro_step = 0
         set_lr(self._optimizer.param_groups, lr)
@@ -102,7 +103,12 @@ class AccelerateEngine:
         applied = math.isfinite(grad_norm)
         if applied and self._average:
             self._average.update()
-        return StepResult(applied=applied, grad_norm=grad_norm)
+        return StepResult.known(
+            grad_norm=grad_norm, applied=applied, requests=exchange_requests(requests, device=self.device)
+        )
+
+    def pass_over(self, *, requests: StopOrSave) -> StepResult:
+        return StepResult.passed_over(exchange_requests(requests, device=self.device))
 
     def snapshot(self) -> tuple[StateFile, ...]:
         if not self._ranks.place.is_main:

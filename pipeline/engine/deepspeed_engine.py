@@ -28,11 +28,12 @@ from pipeline.engine.frozen import FILE as FROZEN_FILE
 from pipeline.engine.frozen import frozen_weights
 from pipeline.engine.masters import named_masters, put_average, put_state, round_masters, slots, unsharded_masters
 from pipeline.engine.portable import open_deepspeed
-from pipeline.engine.protocol import StepResult
+from pipeline.engine.protocol import StepResult, exchange_requests
 from pipeline.engine.state_files import StateFile, state_file
 from pipeline.engine.zero_config import checks_gradients, deepspeed_config
 from pipeline.optimizers.optim import build_optimizer, set_lr
 from pipeline.ranks.group import Ranks
+from pipeline.ranks.stopping import StopOrSave
 from pipeline.recipe.optimizer import OptimizerConfig
 from pipeline.recipe.schema import EngineConfig
 from pipeline.recipe.stage import EmaConfig
@@ -102,21 +103,24 @@ class DeepSpeedEngine:
         if self._micro_step < self._accumulation_steps:
             self._engine.step()  # not a boundary: DeepSpeed only counts
 
-    def step(self, *, lr: float) -> StepResult:
+    def step(self, *, lr: float, requests: StopOrSave) -> StepResult:
         assert self._micro_step == self._accumulation_steps, "step() before all micro-batches"
         self._micro_step = 0
         set_lr(self._engine.optimizer.param_groups, lr)
-        result = self._step()
-        if result.applied and self._average:
+        applied, grad_norm = self._step()
+        if applied and self._average:
             self._average.update()
-        return result
+        return StepResult.known(
+            grad_norm=grad_norm, applied=applied, requests=exchange_requests(requests, device=self.device)
+        )
 
-    def _step(self) -> StepResult:
+    def pass_over(self, *, requests: StopOrSave) -> StepResult:
+        return StepResult.passed_over(exchange_requests(requests, device=self.device))
+
+    def _step(self) -> tuple[bool, float]:
         if self._checks_itself:
             self._engine.step()
-            return StepResult(
-                applied=bool(self._engine.was_step_applied()), grad_norm=float(self._engine.get_global_grad_norm())
-            )
+            return bool(self._engine.was_step_applied()), float(self._engine.get_global_grad_norm())
         parameters = [p for p in self._engine.module.parameters() if p.grad is not None]
         total_norm = torch.nn.utils.get_total_norm([p.grad for p in parameters])
         grad_norm = float(total_norm)
@@ -126,7 +130,7 @@ class DeepSpeedEngine:
         elif self._clip_grad_norm:
             torch.nn.utils.clip_grads_with_norm_(parameters, self._clip_grad_norm, total_norm)
         self._engine.step()
-        return StepResult(applied=math.isfinite(grad_norm), grad_norm=grad_norm)
+        return math.isfinite(grad_norm), grad_norm
 
     def snapshot(self) -> tuple[StateFile, ...]:
         self._round_if_due()

@@ -6,23 +6,53 @@ and comparison. Per optimizer step the loop calls `forward` and `backward` for e
 
 from __future__ import annotations
 
+import math
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import distributed, nn
 
 from pipeline.engine.state_files import StateFile
+from pipeline.ranks.stopping import StopOrSave
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """The outcome of an optimizer step."""
+    """The outcome of an optimizer step, the same on all ranks.
 
-    applied: bool  # False: the gradient was not finite, nothing moved
-    grad_norm: float  # global norm before clipping; not finite when not applied
+    Attributes:
+        numbers: float32 [4], still on the engine's device: the global gradient norm before clipping (not finite when
+            the step was not applied); 1 if it was applied, 0 if the gradient was not finite and nothing moved; 1 if any
+            rank requests a stop; 1 if any requests a checkpoint. To be copied before the next step; reading them waits
+            for the device, so the loop does that a step later (`late_metrics`).
+    """
+
+    numbers: torch.Tensor
+
+    @classmethod
+    def known(cls, *, grad_norm: float, applied: bool, requests: torch.Tensor) -> StepResult:
+        """Of a step that is known to the host already; `requests`: what `exchange_requests` returned."""
+        known = torch.tensor([grad_norm, applied], dtype=torch.float32, device=requests.device)
+        return cls(torch.cat([known, requests]))
+
+    @classmethod
+    def passed_over(cls, requests: torch.Tensor) -> StepResult:
+        """Of a step that was not done."""
+        return cls.known(grad_norm=math.nan, applied=False, requests=requests)
+
+
+def exchange_requests(requests: StopOrSave, *, device: torch.device) -> torch.Tensor:
+    """Float32 [2] on `device`, where the default process group reduces: for stop and save, 1 if any rank requests it.
+    Collective; for steps whose gradient norm takes no message of ours that the requests could travel in."""
+    flags = torch.zeros(2, device=device)
+    for number, requested in enumerate(requests):
+        if requested:
+            flags[number].fill_(1.0)  # without a copy from the host, which would wait for the device
+    distributed.all_reduce(flags, op=distributed.ReduceOp.MAX)
+    return flags
 
 
 class Engine(Protocol):
@@ -55,8 +85,14 @@ class Engine(Protocol):
         """Add the gradient of a micro-batch's mean loss, divided by the accumulation steps."""
         ...
 
-    def step(self, *, lr: float) -> StepResult:
-        """Average over the ranks, clip, and move the weights, unless the gradient is not finite."""
+    def step(self, *, lr: float, requests: StopOrSave) -> StepResult:
+        """Average over the ranks, clip, and move the weights, unless the gradient is not finite; exchange what this
+        rank requests; collective."""
+        ...
+
+    def pass_over(self, *, requests: StopOrSave) -> StepResult:
+        """In place of a step that the run does without: only exchange what this rank requests; collective. The norm is
+        nan."""
         ...
 
     def snapshot(self) -> tuple[StateFile, ...]:

@@ -1,34 +1,31 @@
 """One rank's requests that all ranks carry out after the same step: stop cleanly, or save.
 
-A signal on any rank makes all ranks finish the step, save and exit; rank 0's clock requests checkpoints. Requests made
-after step s are exchanged asynchronously and carried out after step s+1. A second Ctrl-C ends the process at once; what
-is on disk is always complete.
+A signal on any rank makes all ranks finish the step, save and exit; rank 0's clock requests checkpoints. What is
+requested before the optimizer moves in step s travels with the gradient's norm, and is carried out after step s+1. A
+second Ctrl-C ends the process at once; what is on disk is always complete.
 """
 
 from __future__ import annotations
 
 import signal
 import time
-from dataclasses import dataclass
 from types import FrameType
-
-from pipeline.ranks.group import Agreement, Ranks
+from typing import NamedTuple
 
 
 class Stopped(Exception):
     """Training was asked to stop and has saved; the process exits with `EXIT_STOPPED`."""
 
 
-@dataclass(frozen=True)
-class Agreed:
-    """What all ranks do after this step."""
+class StopOrSave(NamedTuple):
+    """What is requested, by one rank or by any."""
 
-    stop: bool
-    save: bool
+    stop: bool = False
+    save: bool = False
 
 
 class Requests:
-    """What any rank requests of all of them, exchanged once a step.
+    """What any rank requests of all of them; the engine exchanges it in each step.
 
     Args:
         stop: this rank's signals.
@@ -36,33 +33,34 @@ class Requests:
         save_minutes: age of the last checkpoint, by the monotonic clock, at which one is requested; 0: never.
     """
 
-    def __init__(self, stop: StopFlag, *, ranks: Ranks, saved_step: int, save_minutes: float = 0.0) -> None:
+    def __init__(self, stop: StopFlag, *, saved_step: int, save_minutes: float = 0.0) -> None:
         self.saved_step = saved_step
         self._stop = stop
-        self._ranks = ranks
         self._save_seconds = save_minutes * 60
         self._saved_at = time.monotonic()
-        self._pending: Agreement | None = None
+        self._heard: dict[int, StopOrSave] = {}
 
-    def agreed(self, step: int) -> Agreed:
-        """What all ranks do after `step`, as requested one step ago; collective."""
-        stop, save = self._pending.result() if self._pending is not None else (False, False)
-        self._pending = self._ranks.start_any(self._stop.reason is not None, self._save_is_due())
+    @property
+    def mine(self) -> StopOrSave:
+        """What this rank requests now."""
+        age_seconds = time.monotonic() - self._saved_at
+        return StopOrSave(
+            stop=self._stop.reason is not None, save=self._save_seconds > 0 and age_seconds >= self._save_seconds
+        )
+
+    def heard(self, step: int, requested: StopOrSave) -> None:
+        """What any rank requested in `step`, the same on all ranks; it may be told before it is to be carried out."""
+        self._heard[step] = requested
+
+    def agreed(self, step: int) -> StopOrSave:
+        """What all ranks do after `step`: what was requested in the step before."""
+        requested = self._heard.pop(step - 1, StopOrSave())
         # What the clock requested a step ago is done if that step saved.
-        return Agreed(stop=stop, save=save and self.saved_step < step - 1)
+        return StopOrSave(stop=requested.stop, save=requested.save and self.saved_step < step - 1)
 
     def saved(self, step: int) -> None:
         self._saved_at = time.monotonic()
         self.saved_step = step
-
-    def wait(self) -> None:
-        """Wait for the pending exchange, at the end."""
-        if self._pending is not None:
-            self._pending.result()
-            self._pending = None
-
-    def _save_is_due(self) -> bool:
-        return self._save_seconds > 0 and time.monotonic() - self._saved_at >= self._save_seconds
 
 
 class StopFlag:

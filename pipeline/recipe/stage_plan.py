@@ -61,6 +61,10 @@ class StagePlan:
         due = _due(step, every=self.save_steps) or _due(step, every=self.keep_steps)
         return due or (self.save_after_evaluations and self.evaluates_after(step))
 
+    def reads_after(self, step: int) -> bool:
+        """Whether something after `step` steps needs the numbers of them all."""
+        return self.logs_after(step) or self.evaluates_after(step) or self.saves_after(step)
+
     @property
     def rollback_reach_steps(self) -> int:
         """How far back, from when trouble is noticed, a rollback's checkpoint may lie at least; 0: there are none."""

@@ -13,10 +13,12 @@ import torch
 
 from model import build
 from model.init import initialise
+from pipeline.engine.late_metrics import LateMetrics
 from pipeline.engine.open import open_engine
 from pipeline.engine.state_files import write_file
 from pipeline.ranks.group import Ranks
 from pipeline.ranks.place import Place
+from pipeline.ranks.stopping import StopOrSave
 from pipeline.recipe.schedule import Schedule
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.stage_plan import StagePlan
@@ -106,7 +108,7 @@ def kind_lr(step: int) -> float:
 
 
 def run_steps(engine, ranks: Ranks, plan: StagePlan, steps, *, lr=lr_at, poison_rank: int | None = None) -> list[dict]:
-    rows = []
+    rows, late = [], LateMetrics(device=engine.device)
     for step in steps:
         images, labels = batch(step)
         first = ranks.place.rank * plan.micro_batch_size * plan.accumulation_steps
@@ -120,9 +122,10 @@ def run_steps(engine, ranks: Ranks, plan: StagePlan, steps, *, lr=lr_at, poison_
             loss = torch.nn.functional.cross_entropy(engine.forward(inputs).float(), labels[part])
             engine.backward(loss)
             losses.append(loss.detach())
-        result = engine.step(lr=lr(step))
+        late.put(step + 1, engine.step(lr=lr(step), requests=StopOrSave()))
+        (outcome,) = late.drain()
         mean = float(ranks.gather(torch.stack(losses)).mean())
-        rows.append({"loss": mean, "grad_norm": result.grad_norm, "applied": result.applied})
+        rows.append({"loss": mean, "grad_norm": outcome.grad_norm, "applied": outcome.applied})
     return rows
 
 

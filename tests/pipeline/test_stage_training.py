@@ -188,12 +188,7 @@ def test_the_clock_is_set_to_save_every_minutes(
     monkeypatch.setattr("pipeline.ranks.stopping.time", SimpleNamespace(monotonic=lambda: now[0]))
     job = stage.job(save_every_minutes=minutes)
     now[0] += 120.0
-    context = stage.context(engine={})
-    ranks: Any = SimpleNamespace(
-        start_any=lambda *flags: SimpleNamespace(result=lambda: flags), place=context.ranks.place
-    )
-    job.requests._ranks = ranks
-    assert [job.requests.agreed(step).save for step in (1, 2)] == [False, due]
+    assert job.requests.mine.save == due
 
 
 def test_a_checkpoint_is_written_while_training_goes_on_or_while_it_waits(

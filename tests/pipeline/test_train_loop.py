@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -18,11 +19,12 @@ from data_shards.errors import UserError
 from model.build import build_model
 from model.config import ModelConfig
 from model.regularisation import Regularisation
+from pipeline.engine.late_metrics import LateMetrics
 from pipeline.engine.protocol import StepResult
 from pipeline.evaluate import evaluate
 from pipeline.ranks.pace import Slowest
 from pipeline.ranks.phases import Phases
-from pipeline.ranks.stopping import Requests, StopFlag
+from pipeline.ranks.stopping import Requests, StopFlag, StopOrSave, Stopped
 from pipeline.recipe.schedule import Schedule
 from pipeline.recipe.stage import RollbackConfig
 from pipeline.recipe.stage_plan import StagePlan
@@ -39,6 +41,18 @@ ALL, HALF = 1 + 16, 1 + 8  # tokens
 def quiet(*names: str) -> dict[str, Any]:
     """Methods that do nothing."""
     return dict.fromkeys(names, lambda *args, **more: None)
+
+
+def stepping(*, applied: bool, noted: list[float] | None = None) -> Callable[..., StepResult]:
+    """An engine's `step` of a single rank."""
+
+    def step(*, lr: float, requests: StopOrSave) -> StepResult:
+        if noted is not None:
+            noted.append(lr)
+        flags = torch.tensor(requests).float()
+        return StepResult.known(grad_norm=1.0 if applied else math.nan, applied=applied, requests=flags)
+
+    return step
 
 
 def job(*, patch_dropout: float, first_step: int) -> tuple[Any, list[tuple[str, int]]]:
@@ -60,12 +74,12 @@ def job(*, patch_dropout: float, first_step: int) -> tuple[Any, list[tuple[str, 
         forward=module,
         predict=module,
         backward=lambda loss: loss.backward(),
-        step=lambda lr: StepResult(applied=True, grad_norm=1.0),
+        step=stepping(applied=True),
+        pass_over=lambda requests: StepResult.passed_over(torch.tensor(requests).float()),
     )
     ranks: Any = SimpleNamespace(
         place=SimpleNamespace(rank=0),
         gather=lambda values: values.double()[None],
-        start_any=lambda *flags: SimpleNamespace(result=lambda: flags),
     )
     faults: Any = SimpleNamespace(
         complaint="",
@@ -116,7 +130,7 @@ def job(*, patch_dropout: float, first_step: int) -> tuple[Any, list[tuple[str, 
         faults=faults,
         report=report,
         ranks=ranks,
-        requests=Requests(StopFlag(), ranks=ranks, saved_step=first_step),
+        requests=Requests(StopFlag(), saved_step=first_step),
     )
     return whole, seen
 
@@ -144,9 +158,10 @@ class DueOnce(Requests):
 
     asked, done = 0, False
 
-    def _save_is_due(self) -> bool:
+    @property
+    def mine(self) -> StopOrSave:
         self.asked += 1
-        return self.asked >= 2 and not self.done
+        return StopOrSave(save=self.asked >= 2 and not self.done)
 
     def saved(self, step: int) -> None:
         super().saved(step)
@@ -164,7 +179,7 @@ def saving(*, kind: type[Requests], save_steps: int) -> tuple[Any, list[str]]:
         finish=lambda: calls.append("finish"),
     )
     plan = replace(whole.plan, log_steps=0, eval_steps=0, save_steps=save_steps)
-    requests = kind(StopFlag(), ranks=whole.ranks, saved_step=0)
+    requests = kind(StopFlag(), saved_step=0)
     return replace(whole, plan=plan, saver=saver, requests=requests), calls
 
 
@@ -284,15 +299,12 @@ def test_too_many_steps_without_a_finite_gradient_end_the_run_also_across_a_resu
     state: TrainState, words: str
 ) -> None:
     whole, calls = saving(kind=Requests, save_steps=4)
-    whole.engine.step = lambda lr: StepResult(applied=False, grad_norm=float("nan"))
+    whole.engine.step = stepping(applied=False)
     whole.requests.saved_step = state.step
     plan = replace(whole.plan, total_steps=STEPS + 1, max_skipped_steps=3)
     with pytest.raises(TrainingFailed, match=words):
         train(replace(whole, plan=plan), replace(state))
     assert calls[-1] == "finish"
-
-
-NOT_FINITE = StepResult(applied=False, grad_norm=float("nan"))
 
 
 def rolling(**keys: Any) -> tuple[Any, list[str]]:
@@ -304,8 +316,8 @@ def rolling(**keys: Any) -> tuple[Any, list[str]]:
 
 def test_so_many_skipped_steps_in_a_row_make_it_go_back_and_save_nothing() -> None:
     whole, calls = rolling(after_skipped_steps=2)
-    results = iter([StepResult(True, 1.0), NOT_FINITE, StepResult(True, 1.0), NOT_FINITE, NOT_FINITE])
-    whole.engine.step = lambda lr: next(results)
+    results = iter([True, False, True, False, False])
+    whole.engine.step = lambda **how: stepping(applied=next(results))(**how)
     with pytest.raises(GoBack) as back:
         train(whole, TrainState())
     assert (back.value.trouble.first, back.value.trouble.last) == (3, 4)
@@ -315,7 +327,7 @@ def test_so_many_skipped_steps_in_a_row_make_it_go_back_and_save_nothing() -> No
 def test_steps_that_are_passed_over_move_the_position_and_nothing_else() -> None:
     whole, seen = job(patch_dropout=0.0, first_step=2)  # micro-batches of four steps
     stepped: list[float] = []
-    whole.engine.step = lambda lr: stepped.append(lr) or StepResult(applied=True, grad_norm=1.0)
+    whole.engine.step = stepping(applied=True, noted=stepped)
     points: list[tuple[int, bool]] = []
     whole.report.curve = lambda state, *, loss, **more: points.append((state.step, math.isfinite(loss)))
     schedule = Schedule(peak_lr=1.0, total_steps=STEPS, warmup_steps=STEPS)
@@ -339,7 +351,7 @@ def test_a_spike_makes_it_go_back_if_the_recipe_says_so_at_the_first_one_found()
 
 def test_too_many_rollbacks_end_the_run() -> None:
     whole, calls = rolling(after_skipped_steps=2, times=3)
-    whole.engine.step = lambda lr: NOT_FINITE
+    whole.engine.step = stepping(applied=False)
     with pytest.raises(TrainingFailed, match=r"3 rollbacks.*optimizer\.lr"):
         train(whole, TrainState(rollbacks=3))
     assert calls == ["finish"]
@@ -368,19 +380,83 @@ def test_too_many_damaged_images_of_an_earlier_attempt_end_it_before_a_step() ->
     assert calls == []
 
 
-def test_a_stop_that_is_agreed_at_the_last_step_stops_nothing_and_leaves_no_exchange_open() -> None:
-    whole, calls = saving(kind=Requests, save_steps=0)
-    stop, started, answered, steps = StopFlag(), list[int](), list[int](), list[int]()
+def stopped_in(step: int, *, stage: tuple[Any, list[str]], passed_over: list[int]) -> TrainState:
+    """Trains, and asks for a stop when the learning rate of `step` (from 1) is looked up."""
+    (whole, _), stop = stage, StopFlag()
 
-    def step(images: int) -> None:
-        steps.append(images)
-        if len(steps) == STEPS - 1:
+    def schedule(number: int) -> float:
+        if number + 1 == step:
             stop.request("SIGTERM")
+        return 1.0
 
-    whole.report.step = step
-    whole.ranks.start_any = lambda *flags: (
-        started.append(1) or SimpleNamespace(result=lambda: answered.append(1) or flags)
+    plan, requests = replace(whole.plan, schedule=schedule), Requests(stop, saved_step=0)
+    state = TrainState(passed_over=passed_over)
+    try:
+        train(replace(whole, plan=plan, requests=requests), state)
+    except Stopped:
+        assert state.step < STEPS
+    return state
+
+
+@pytest.mark.parametrize("passed_over", [[], [1], [2], [1, 2, 3, 4]])
+@pytest.mark.parametrize("log_steps", [0, 1, 2])  # the numbers are read earlier
+def test_a_stop_asked_for_in_a_step_comes_after_the_next_one_whatever_is_read_when(
+    passed_over: list[int], log_steps: int
+) -> None:
+    whole, calls = saving(kind=Requests, save_steps=0)
+    whole = replace(whole, plan=replace(whole.plan, log_steps=log_steps, max_skipped_steps=9))
+    assert stopped_in(2, stage=(whole, calls), passed_over=passed_over).step == 3
+    assert calls == ["save 3", "finish"]
+
+
+@pytest.mark.parametrize("asked_in", [STEPS - 1, STEPS])
+def test_a_stop_that_is_agreed_at_the_last_step_stops_nothing(asked_in: int) -> None:
+    whole, calls = saving(kind=Requests, save_steps=0)
+    assert stopped_in(asked_in, stage=(whole, calls), passed_over=[]).step == STEPS
+    assert calls == [f"save {STEPS}", "finish"]
+
+
+@pytest.mark.parametrize("due", ["log_steps", "save_steps", "eval_steps"])
+def test_the_counters_are_exact_wherever_they_are_read(due: str) -> None:
+    whole, _ = saving(kind=Requests, save_steps=0)
+    results = iter([True, False, False, True, True, False])
+    whole.engine.step = lambda **how: stepping(applied=next(results))(**how)
+    found: dict[int, tuple[int, int]] = {}
+
+    def note(state: TrainState, **more: Any) -> None:
+        found[state.step] = (state.skipped_steps, state.skipped_in_a_row)
+
+    whole.report.curve = whole.report.evaluation = whole.saver.save = note
+    train(replace(whole, plan=replace(whole.plan, **{due: 3}, max_skipped_steps=9)), TrainState())
+    assert found == {3: (2, 2), 6: (3, 1)}
+
+
+def test_a_step_is_waited_for_only_where_its_numbers_are_needed() -> None:
+    """Of the steps before it alone the numbers are read, but where too many may have been skipped in a row."""
+    whole, _ = saving(kind=Requests, save_steps=0)
+    results = iter([True, False, False, True, True, True])
+    drained: list[int] = []
+
+    class Noting(LateMetrics):
+        def drain(self) -> Any:
+            outcomes = super().drain()
+            drained.extend(outcome.step for outcome in outcomes)
+            return outcomes
+
+    whole.engine.step = lambda **how: stepping(applied=next(results))(**how)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pipeline.train_loop.LateMetrics", Noting)
+        train(replace(whole, plan=replace(whole.plan, max_skipped_steps=3)), TrainState())
+    assert drained == [4, 6]  # after step 3, two are known to be skipped: the third is looked at
+
+
+def test_of_a_point_the_gradient_norm_is_that_of_its_step() -> None:
+    whole, _ = saving(kind=Requests, save_steps=0)
+    norms = iter([1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
+    whole.engine.step = lambda *, lr, requests: StepResult.known(
+        grad_norm=next(norms), applied=True, requests=torch.zeros(2)
     )
-    state = train(replace(whole, requests=Requests(stop, ranks=whole.ranks, saved_step=0)), TrainState())
-    assert state.step == STEPS and calls == [f"save {STEPS}", "finish"]
-    assert len(started) == len(answered) == STEPS
+    told: list[float] = []
+    whole.report.curve = lambda state, *, grad_norm, **more: told.append(grad_norm)
+    train(replace(whole, plan=replace(whole.plan, log_steps=2, max_skipped_steps=9)), TrainState())
+    assert told == [2.0, 4.0, 6.0]

@@ -28,6 +28,7 @@ from pipeline.engine.open import open_engine
 from pipeline.optimizers import optim
 from pipeline.ranks.group import Ranks
 from pipeline.ranks.place import Place
+from pipeline.ranks.stopping import StopOrSave
 from pipeline.recipe.schema import Recipe
 from tests.pipeline.budget.planning import recipe, stage_plan
 
@@ -107,7 +108,7 @@ def measure(case: tuple[str, int, str, int], *, tracker: Tracker, ranks: Ranks) 
         for _ in range(accumulation):
             engine.backward(torch.nn.functional.cross_entropy(engine.forward(images).float(), labels))
         backward_peak = tracker.peak
-        engine.step(lr=0.001)
+        engine.step(lr=0.001, requests=StopOrSave())
         return backward_peak
 
     step()  # makes the moments

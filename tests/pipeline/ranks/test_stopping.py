@@ -11,8 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from launch.processes import handled
-from pipeline.ranks.group import Ranks
-from pipeline.ranks.stopping import Agreed, Requests, StopFlag
+from pipeline.ranks.stopping import Requests, StopFlag, StopOrSave
 from pipeline.vocabulary import EXIT_STOPPED
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -79,95 +78,54 @@ print("alive after two", flush=True)
     assert done.returncode == -signal.SIGINT
 
 
-class Answer:
-    def __init__(self, *flags: bool) -> None:
-        self.flags, self.taken = flags, False
-
-    def result(self) -> tuple[bool, ...]:
-        self.taken = True
-        return self.flags
+def requests(flag: StopFlag, **options: float) -> Requests:
+    return Requests(flag, saved_step=0, **options)
 
 
-class Several:
-    """Stands in for `Ranks`: one of the others asks for a stop at step `at`."""
-
-    def __init__(self, at: int | None = None) -> None:
-        self.at, self.asked = at, list[Answer]()
-
-    def start_any(self, stop: bool, save: bool) -> Answer:
-        self.asked.append(Answer(stop or len(self.asked) == self.at, save))
-        return self.asked[-1]
-
-
-def requests(flag: StopFlag, ranks: object, **options: float) -> Requests:
-    return Requests(flag, ranks=ranks, saved_step=0, **options)  # pyright: ignore[reportArgumentType]
+def test_what_is_requested_in_a_step_is_carried_out_after_the_next_one_however_early_it_is_heard():
+    both = StopOrSave(stop=True, save=True)
+    for heard_before in (1, 2):  # after step 1 itself, or only after step 2
+        exchange = requests(StopFlag())
+        answers = []
+        for step in (1, 2, 3):
+            if step == heard_before:
+                exchange.heard(1, both)
+            answers.append(exchange.agreed(step))
+        assert answers == [StopOrSave(), both, StopOrSave()]
 
 
-def stops(exchange: Requests, *, times: int) -> list[bool]:
-    return [exchange.agreed(10).stop for _ in range(times)]
+def test_a_checkpoint_requested_before_one_was_saved_is_not_made():
+    exchange = requests(StopFlag())
+    exchange.heard(7, StopOrSave(save=True))
+    exchange.saved(7)
+    assert exchange.agreed(8) == StopOrSave()
+    exchange.heard(9, StopOrSave(save=True))
+    assert exchange.agreed(10) == StopOrSave(save=True)
 
 
-def test_all_ranks_stop_one_step_after_the_first_one_asked():
-    here = StopFlag()
-    exchange = requests(here, Several())
-    assert stops(exchange, times=3) == [False, False, False]
-    here.request("SIGTERM")
-    assert stops(exchange, times=2) == [False, True]
-    elsewhere = StopFlag()
-    assert stops(requests(elsewhere, Several(at=2)), times=4) == [False, False, False, True]
-    assert elsewhere.reason is None
-
-
-def test_a_request_to_save_is_carried_beside_and_stops_nobody(monkeypatch: pytest.MonkeyPatch):
-    exchange, due = requests(StopFlag(), Several()), iter([False, True, False, False])
-    monkeypatch.setattr(exchange, "_save_is_due", lambda: next(due))
-    answers = [exchange.agreed(10) for _ in range(4)]
-    assert answers == [Agreed(stop=False, save=save) for save in (False, False, True, False)]
+def test_a_rank_requests_what_its_flag_says():
+    flag = StopFlag()
+    exchange = requests(flag)
+    assert exchange.mine == StopOrSave()
+    flag.request("SIGTERM")
+    assert exchange.mine == StopOrSave(stop=True)
 
 
 def test_a_checkpoint_is_requested_when_the_last_one_is_old(monkeypatch: pytest.MonkeyPatch):
     now = [1000.0]
     # The module's alone: other threads of this process ask time.monotonic too.
     monkeypatch.setattr("pipeline.ranks.stopping.time", SimpleNamespace(monotonic=lambda: now[0]))
-    exchange, never = requests(StopFlag(), Several(), save_minutes=2.0), requests(StopFlag(), Several())
+    exchange, never = requests(StopFlag(), save_minutes=2.0), requests(StopFlag())
 
     def due(at: float) -> bool:
         now[0] = at
-        return exchange._save_is_due()
+        return exchange.mine.save
 
     assert [due(1000.0), due(1119.0), due(1120.0), due(1500.0)] == [False, False, True, True]
     exchange.saved(3)
     assert [due(1619.0), due(1620.0)] == [False, True]
     now[0] = 1e9
-    assert not never._save_is_due()
-
-
-def test_settling_takes_in_the_last_answer():
-    ranks = Several()
-    exchange = requests(StopFlag(), ranks)
-    exchange.wait()  # nothing requested yet
-    stops(exchange, times=2)
-    assert [answer.taken for answer in ranks.asked] == [True, False]
-    exchange.wait()
-    assert [answer.taken for answer in ranks.asked] == [True, True]
-
-
-def test_real_ranks_agree_one_step_later(alone: Ranks):
-    flag = StopFlag()
-    exchange = requests(flag, alone)
-    assert stops(exchange, times=1) == [False]
-    flag.request("SIGTERM")
-    assert stops(exchange, times=2) == [False, True]
-    exchange.wait()
-
-
-@pytest.fixture
-def alone() -> Iterator[Ranks]:
-    from pipeline.ranks.place import Place
-
-    ranks = Ranks(Place(), timeout_seconds=60)
-    yield ranks
-    ranks.leave()
+    assert not never.mine.save
 
 
 def test_the_exit_code_is_the_one_that_schedulers_know():

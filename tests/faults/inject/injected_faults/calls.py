@@ -101,13 +101,13 @@ def _patch_engine(engine: Any) -> None:
             loss.register_hook(functools.partial(_strike_gradient, fault))
         backward(self, loss)
 
-    def faulty_step(self: Any, *, lr: float) -> Any:
+    def faulty_step(self: Any, **how: Any) -> Any:
         from torch.optim.optimizer import register_optimizer_step_pre_hook
 
         due = _due("optimizer")
         handles = [register_optimizer_step_pre_hook(lambda *_, fault=fault: fault.strike()) for fault in due]
         try:
-            return step(self, lr=lr)
+            return step(self, **how)
         finally:
             for handle in handles:
                 handle.remove()

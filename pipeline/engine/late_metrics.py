@@ -1,0 +1,79 @@
+"""The numbers of an optimizer step, brought to the host one step later, so that no step waits for its own.
+
+A GPU copies them to pinned memory behind the step's other work and records an event; they are read when the next step
+has been queued, and the GPU is never idle for it. On a CPU the same class holds plain tensors. On every rank the same
+steps are handed out at the same point: what is done with them does not depend on how fast the device was.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from pipeline.engine.protocol import StepResult
+from pipeline.ranks.stopping import StopOrSave
+
+_SLOTS = 4  # two are in use
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A step's numbers on the host, see `StepResult`."""
+
+    step: int  # from 1
+    grad_norm: float
+    applied: bool
+    requested: StopOrSave  # by any rank
+
+
+class LateMetrics:
+    """A ring of numbers on their way; `device`: the engine's.
+
+    Attributes:
+        grad_norm: of the last outcome handed out; nan: none was, or it was of a step that was passed over.
+    """
+
+    def __init__(self, *, device: torch.device) -> None:
+        self.grad_norm = math.nan
+        on_gpu = device.type == "cuda"
+        self._slots = [torch.zeros(4, pin_memory=on_gpu) for _ in range(_SLOTS)]
+        self._events = [torch.cuda.Event() for _ in range(_SLOTS)] if on_gpu else None
+        self._pending: deque[int] = deque()
+
+    def put(self, step: int, result: StepResult) -> None:
+        """Send for the numbers of `step`, higher than the last."""
+        assert len(self._pending) < _SLOTS, "put() without ready() or drain()"
+        slot = step % _SLOTS
+        self._slots[slot].copy_(result.numbers, non_blocking=True)
+        if self._events is not None:
+            self._events[slot].record()
+        self._pending.append(step)
+
+    def ready(self) -> Sequence[Outcome]:
+        """The outcomes, in order, of the steps before the last one put; each is handed out once."""
+        return self._take(len(self._pending) - 1)
+
+    def drain(self) -> Sequence[Outcome]:
+        """The same of all steps put; waits for the device to finish the last one."""
+        return self._take(len(self._pending))
+
+    @property
+    def pending(self) -> int:
+        """How many steps' outcomes have not been handed out."""
+        return len(self._pending)
+
+    def _take(self, count: int) -> Sequence[Outcome]:
+        return [self._outcome(self._pending.popleft()) for _ in range(count)]
+
+    def _outcome(self, step: int) -> Outcome:
+        slot = step % _SLOTS
+        if self._events is not None:
+            self._events[slot].synchronize()
+        self.grad_norm, applied, stop, save = self._slots[slot].tolist()
+        return Outcome(
+            step, grad_norm=self.grad_norm, applied=bool(applied), requested=StopOrSave(bool(stop), bool(save))
+        )
