@@ -16,7 +16,7 @@ from data_shards.loading.device_prefetch import Batches
 from model.vit import set_patch_dropout
 from pipeline.checkpoint.saver import CheckpointSaver
 from pipeline.dropout_masks import draw_masks
-from pipeline.engine.late_metrics import LateMetrics, Outcome
+from pipeline.engine.late_metrics import LateMetrics, StepOutcome
 from pipeline.engine.protocol import Engine
 from pipeline.faults import FaultLedger
 from pipeline.ranks.group import Ranks
@@ -133,7 +133,7 @@ def train(job: TrainJob, state: TrainState) -> TrainState:
     return state
 
 
-def _settle(job: TrainJob, state: TrainState, outcomes: Sequence[Outcome]) -> None:
+def _settle(job: TrainJob, state: TrainState, outcomes: Sequence[StepOutcome]) -> None:
     """Take in what has become of steps: applied or skipped, and what the ranks requested in them."""
     for outcome in outcomes:
         if outcome.step - 1 not in state.passed_over:

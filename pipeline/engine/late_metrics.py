@@ -21,7 +21,7 @@ _SLOTS = 4  # two are in use
 
 
 @dataclass(frozen=True)
-class Outcome:
+class StepOutcome:
     """A step's numbers on the host, see `StepResult`."""
 
     step: int  # from 1
@@ -53,11 +53,11 @@ class LateMetrics:
             self._events[slot].record()
         self._pending.append(step)
 
-    def ready(self) -> Sequence[Outcome]:
+    def ready(self) -> Sequence[StepOutcome]:
         """The outcomes, in order, of the steps before the last one put; each is handed out once."""
         return self._take(len(self._pending) - 1)
 
-    def drain(self) -> Sequence[Outcome]:
+    def drain(self) -> Sequence[StepOutcome]:
         """The same of all steps put; waits for the device to finish the last one."""
         return self._take(len(self._pending))
 
@@ -66,14 +66,14 @@ class LateMetrics:
         """How many steps' outcomes have not been handed out."""
         return len(self._pending)
 
-    def _take(self, count: int) -> Sequence[Outcome]:
+    def _take(self, count: int) -> Sequence[StepOutcome]:
         return [self._outcome(self._pending.popleft()) for _ in range(count)]
 
-    def _outcome(self, step: int) -> Outcome:
+    def _outcome(self, step: int) -> StepOutcome:
         slot = step % _SLOTS
         if self._events is not None:
             self._events[slot].synchronize()
         self.grad_norm, applied, stop, save = self._slots[slot].tolist()
-        return Outcome(
+        return StepOutcome(
             step, grad_norm=self.grad_norm, applied=bool(applied), requested=StopOrSave(bool(stop), bool(save))
         )

@@ -5,134 +5,23 @@ The rest of the loop is tested where it runs, by tests/integration.
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from data_shards.errors import UserError
-from model.build import build_model
-from model.config import ModelConfig
-from model.regularisation import Regularisation
-from pipeline.engine.late_metrics import LateMetrics
-from pipeline.engine.protocol import StepResult
-from pipeline.evaluate import evaluate
 from pipeline.ranks.pace import Slowest
-from pipeline.ranks.phases import Phases
-from pipeline.ranks.stopping import Requests, StopFlag, StopOrSave, Stopped
+from pipeline.ranks.stopping import Requests, StopOrSave
 from pipeline.recipe.schedule import Schedule
 from pipeline.recipe.stage import RollbackConfig
-from pipeline.recipe.stage_plan import StagePlan
 from pipeline.report.losses import Spike
 from pipeline.rollback import GoBack
 from pipeline.state import TrainState
-from pipeline.task import Example
-from pipeline.train_loop import TrainingFailed, TrainJob, train
-
-STEPS, MASKED = 6, 4
-ALL, HALF = 1 + 16, 1 + 8  # tokens
-
-
-def quiet(*names: str) -> dict[str, Any]:
-    """Methods that do nothing."""
-    return dict.fromkeys(names, lambda *args, **more: None)
-
-
-def stepping(*, applied: bool, noted: list[float] | None = None) -> Callable[..., StepResult]:
-    """An engine's `step` of a single rank."""
-
-    def step(*, lr: float, requests: StopOrSave) -> StepResult:
-        if noted is not None:
-            noted.append(lr)
-        flags = torch.tensor(requests).float()
-        return StepResult.known(grad_norm=1.0 if applied else math.nan, applied=applied, requests=flags)
-
-    return step
-
-
-def job(*, patch_dropout: float, first_step: int) -> tuple[Any, list[tuple[str, int]]]:
-    """A job on stand-ins around a real model, and the list in which the tokens of each forward pass are noted."""
-    seen: list[tuple[str, int]] = []
-    module = build_model(
-        ModelConfig(width=8, depth=1, heads=2, patch_size=4),
-        image_size=16,
-        num_classes=2,
-        head="linear",
-        regularisation=Regularisation(patch_dropout=patch_dropout),
-    )
-    module.get_submodule("blocks.0").register_forward_pre_hook(
-        lambda block, inputs: seen.append(("train" if block.training else "eval", inputs[0].shape[1]))
-    )
-    engine: Any = SimpleNamespace(
-        module=module,
-        device=torch.device("cpu"),
-        forward=module,
-        predict=module,
-        backward=lambda loss: loss.backward(),
-        step=stepping(applied=True),
-        pass_over=lambda requests: StepResult.passed_over(torch.tensor(requests).float()),
-    )
-    ranks: Any = SimpleNamespace(
-        place=SimpleNamespace(rank=0),
-        gather=lambda values: values.double()[None],
-    )
-    faults: Any = SimpleNamespace(
-        complaint="",
-        note=lambda batch, *, use, rows: None,
-        settle=lambda ranks: SimpleNamespace(substituted_images=0, new=()),
-    )
-    phases = Phases(
-        watch=SimpleNamespace(**quiet("beat")),  # pyright: ignore[reportArgumentType]
-        pace=SimpleNamespace(  # pyright: ignore[reportArgumentType]
-            measuring=lambda phase: contextlib.nullcontext(), **quiet("compare")
-        ),
-    )
-    report: Any = SimpleNamespace(
-        phases=phases,
-        training_seconds=0.0,
-        **quiet("step", "curve", "spikes", "evaluation", "faults", "note"),
-    )
-    task: Any = SimpleNamespace(
-        score="top1",
-        example=lambda batch, *, use: Example((batch.images,), torch.zeros(4, dtype=torch.int64)),
-        loss=torch.nn.functional.cross_entropy,
-        tally=lambda outputs, targets: torch.ones(3, dtype=torch.float64),
-    )
-    batch: Any = SimpleNamespace(images=torch.randn(4, 3, 16, 16), counted=torch.ones(4, dtype=torch.bool))
-    plan = StagePlan(
-        world_size=1,
-        global_batch_images=8,
-        micro_batch_size=4,
-        accumulation_steps=2,
-        lanes=8,
-        total_steps=STEPS,
-        schedule=Schedule(),
-        log_steps=2,
-        eval_steps=2,
-        save_steps=0,
-        samples_per_epoch=100,
-        patch_dropout=patch_dropout,
-        patch_dropout_steps=MASKED if patch_dropout else 0,
-        seed=1,
-    )
-    whole: Any = TrainJob(
-        plan=plan,
-        batches=iter([batch] * (STEPS - first_step) * 2),  # pyright: ignore[reportArgumentType]
-        task=task,
-        engine=engine,
-        evaluate=lambda step: evaluate([batch], task=task, engine=engine, ranks=ranks, faults=faults),
-        saver=SimpleNamespace(stall_seconds=0.0, **quiet("save", "poll", "finish")),  # pyright: ignore[reportArgumentType]
-        faults=faults,
-        report=report,
-        ranks=ranks,
-        requests=Requests(StopFlag(), saved_step=first_step),
-    )
-    return whole, seen
+from pipeline.train_loop import TrainingFailed, train
+from tests.looping import ALL, HALF, MASKED, STEPS, job, saving, stepping
 
 
 @pytest.mark.parametrize("first_step", [0, 3, 5])
@@ -166,21 +55,6 @@ class DueOnce(Requests):
     def saved(self, step: int) -> None:
         super().saved(step)
         self.done = True
-
-
-def saving(*, kind: type[Requests], save_steps: int) -> tuple[Any, list[str]]:
-    """A job whose ranks agree as they do in earnest, and the list of what is asked of its saver."""
-    calls: list[str] = []
-    whole, _ = job(patch_dropout=0.0, first_step=0)
-    saver: Any = SimpleNamespace(
-        stall_seconds=0.0,
-        poll=lambda: None,
-        save=lambda state: calls.append(f"save {state.step}"),
-        finish=lambda: calls.append("finish"),
-    )
-    plan = replace(whole.plan, log_steps=0, eval_steps=0, save_steps=save_steps)
-    requests = kind(StopFlag(), saved_step=0)
-    return replace(whole, plan=plan, saver=saver, requests=requests), calls
 
 
 @pytest.mark.parametrize(("save_steps", "saves"), [(0, ["save 3", "save 6"]), (2, ["save 2", "save 4", "save 6"])])
@@ -378,85 +252,3 @@ def test_too_many_damaged_images_of_an_earlier_attempt_end_it_before_a_step() ->
     with pytest.raises(UserError, match="too many"):
         train(whole, TrainState())
     assert calls == []
-
-
-def stopped_in(step: int, *, stage: tuple[Any, list[str]], passed_over: list[int]) -> TrainState:
-    """Trains, and asks for a stop when the learning rate of `step` (from 1) is looked up."""
-    (whole, _), stop = stage, StopFlag()
-
-    def schedule(number: int) -> float:
-        if number + 1 == step:
-            stop.request("SIGTERM")
-        return 1.0
-
-    plan, requests = replace(whole.plan, schedule=schedule), Requests(stop, saved_step=0)
-    state = TrainState(passed_over=passed_over)
-    try:
-        train(replace(whole, plan=plan, requests=requests), state)
-    except Stopped:
-        assert state.step < STEPS
-    return state
-
-
-@pytest.mark.parametrize("passed_over", [[], [1], [2], [1, 2, 3, 4]])
-@pytest.mark.parametrize("log_steps", [0, 1, 2])  # the numbers are read earlier
-def test_a_stop_asked_for_in_a_step_comes_after_the_next_one_whatever_is_read_when(
-    passed_over: list[int], log_steps: int
-) -> None:
-    whole, calls = saving(kind=Requests, save_steps=0)
-    whole = replace(whole, plan=replace(whole.plan, log_steps=log_steps, max_skipped_steps=9))
-    assert stopped_in(2, stage=(whole, calls), passed_over=passed_over).step == 3
-    assert calls == ["save 3", "finish"]
-
-
-@pytest.mark.parametrize("asked_in", [STEPS - 1, STEPS])
-def test_a_stop_that_is_agreed_at_the_last_step_stops_nothing(asked_in: int) -> None:
-    whole, calls = saving(kind=Requests, save_steps=0)
-    assert stopped_in(asked_in, stage=(whole, calls), passed_over=[]).step == STEPS
-    assert calls == [f"save {STEPS}", "finish"]
-
-
-@pytest.mark.parametrize("due", ["log_steps", "save_steps", "eval_steps"])
-def test_the_counters_are_exact_wherever_they_are_read(due: str) -> None:
-    whole, _ = saving(kind=Requests, save_steps=0)
-    results = iter([True, False, False, True, True, False])
-    whole.engine.step = lambda **how: stepping(applied=next(results))(**how)
-    found: dict[int, tuple[int, int]] = {}
-
-    def note(state: TrainState, **more: Any) -> None:
-        found[state.step] = (state.skipped_steps, state.skipped_in_a_row)
-
-    whole.report.curve = whole.report.evaluation = whole.saver.save = note
-    train(replace(whole, plan=replace(whole.plan, **{due: 3}, max_skipped_steps=9)), TrainState())
-    assert found == {3: (2, 2), 6: (3, 1)}
-
-
-def test_a_step_is_waited_for_only_where_its_numbers_are_needed() -> None:
-    """Of the steps before it alone the numbers are read, but where too many may have been skipped in a row."""
-    whole, _ = saving(kind=Requests, save_steps=0)
-    results = iter([True, False, False, True, True, True])
-    drained: list[int] = []
-
-    class Noting(LateMetrics):
-        def drain(self) -> Any:
-            outcomes = super().drain()
-            drained.extend(outcome.step for outcome in outcomes)
-            return outcomes
-
-    whole.engine.step = lambda **how: stepping(applied=next(results))(**how)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pipeline.train_loop.LateMetrics", Noting)
-        train(replace(whole, plan=replace(whole.plan, max_skipped_steps=3)), TrainState())
-    assert drained == [4, 6]  # after step 3, two are known to be skipped: the third is looked at
-
-
-def test_of_a_point_the_gradient_norm_is_that_of_its_step() -> None:
-    whole, _ = saving(kind=Requests, save_steps=0)
-    norms = iter([1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
-    whole.engine.step = lambda *, lr, requests: StepResult.known(
-        grad_norm=next(norms), applied=True, requests=torch.zeros(2)
-    )
-    told: list[float] = []
-    whole.report.curve = lambda state, *, grad_norm, **more: told.append(grad_norm)
-    train(replace(whole, plan=replace(whole.plan, log_steps=2, max_skipped_steps=9)), TrainState())
-    assert told == [2.0, 4.0, 6.0]

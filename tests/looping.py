@@ -1,0 +1,139 @@
+"""A training job on stand-ins around a real model: what the loop decides itself is seen in what it asks of them."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from model.build import build_model
+from model.config import ModelConfig
+from model.regularisation import Regularisation
+from pipeline.engine.protocol import StepResult
+from pipeline.evaluate import evaluate
+from pipeline.ranks.phases import Phases
+from pipeline.ranks.stopping import Requests, StopFlag, StopOrSave
+from pipeline.recipe.schedule import Schedule
+from pipeline.recipe.stage_plan import StagePlan
+from pipeline.task import Example
+from pipeline.train_loop import TrainJob
+
+STEPS, MASKED = 6, 4
+ALL, HALF = 1 + 16, 1 + 8  # tokens
+
+
+def quiet(*names: str) -> dict[str, Any]:
+    """Methods that do nothing."""
+    return dict.fromkeys(names, lambda *args, **more: None)
+
+
+def stepping(*, applied: bool, noted: list[float] | None = None) -> Callable[..., StepResult]:
+    """An engine's `step` of a single rank."""
+
+    def step(*, lr: float, requests: StopOrSave) -> StepResult:
+        if noted is not None:
+            noted.append(lr)
+        flags = torch.tensor(requests).float()
+        return StepResult.known(grad_norm=1.0 if applied else math.nan, applied=applied, requests=flags)
+
+    return step
+
+
+def job(*, patch_dropout: float, first_step: int) -> tuple[Any, list[tuple[str, int]]]:
+    """A job on stand-ins around a real model, and the list in which the tokens of each forward pass are noted."""
+    seen: list[tuple[str, int]] = []
+    module = build_model(
+        ModelConfig(width=8, depth=1, heads=2, patch_size=4),
+        image_size=16,
+        num_classes=2,
+        head="linear",
+        regularisation=Regularisation(patch_dropout=patch_dropout),
+    )
+    module.get_submodule("blocks.0").register_forward_pre_hook(
+        lambda block, inputs: seen.append(("train" if block.training else "eval", inputs[0].shape[1]))
+    )
+    engine: Any = SimpleNamespace(
+        module=module,
+        device=torch.device("cpu"),
+        forward=module,
+        predict=module,
+        backward=lambda loss: loss.backward(),
+        step=stepping(applied=True),
+        pass_over=lambda requests: StepResult.passed_over(torch.tensor(requests).float()),
+    )
+    ranks: Any = SimpleNamespace(
+        place=SimpleNamespace(rank=0),
+        gather=lambda values: values.double()[None],
+    )
+    faults: Any = SimpleNamespace(
+        complaint="",
+        note=lambda batch, *, use, rows: None,
+        settle=lambda ranks: SimpleNamespace(substituted_images=0, new=()),
+    )
+    phases = Phases(
+        watch=SimpleNamespace(**quiet("beat")),  # pyright: ignore[reportArgumentType]
+        pace=SimpleNamespace(  # pyright: ignore[reportArgumentType]
+            measuring=lambda phase: contextlib.nullcontext(), **quiet("compare")
+        ),
+    )
+    report: Any = SimpleNamespace(
+        phases=phases,
+        training_seconds=0.0,
+        **quiet("step", "curve", "spikes", "evaluation", "faults", "note"),
+    )
+    task: Any = SimpleNamespace(
+        score="top1",
+        example=lambda batch, *, use: Example((batch.images,), torch.zeros(4, dtype=torch.int64)),
+        loss=torch.nn.functional.cross_entropy,
+        tally=lambda outputs, targets: torch.ones(3, dtype=torch.float64),
+    )
+    batch: Any = SimpleNamespace(images=torch.randn(4, 3, 16, 16), counted=torch.ones(4, dtype=torch.bool))
+    plan = StagePlan(
+        world_size=1,
+        global_batch_images=8,
+        micro_batch_size=4,
+        accumulation_steps=2,
+        lanes=8,
+        total_steps=STEPS,
+        schedule=Schedule(),
+        log_steps=2,
+        eval_steps=2,
+        save_steps=0,
+        samples_per_epoch=100,
+        patch_dropout=patch_dropout,
+        patch_dropout_steps=MASKED if patch_dropout else 0,
+        seed=1,
+    )
+    whole: Any = TrainJob(
+        plan=plan,
+        batches=iter([batch] * (STEPS - first_step) * 2),  # pyright: ignore[reportArgumentType]
+        task=task,
+        engine=engine,
+        evaluate=lambda step: evaluate([batch], task=task, engine=engine, ranks=ranks, faults=faults),
+        saver=SimpleNamespace(stall_seconds=0.0, **quiet("save", "poll", "finish")),  # pyright: ignore[reportArgumentType]
+        faults=faults,
+        report=report,
+        ranks=ranks,
+        requests=Requests(StopFlag(), saved_step=first_step),
+    )
+    return whole, seen
+
+
+def saving(*, kind: type[Requests], save_steps: int) -> tuple[Any, list[str]]:
+    """A job whose ranks agree as they do in earnest, and the list of what is asked of its saver."""
+    calls: list[str] = []
+    whole, _ = job(patch_dropout=0.0, first_step=0)
+    saver: Any = SimpleNamespace(
+        stall_seconds=0.0,
+        poll=lambda: None,
+        save=lambda state: calls.append(f"save {state.step}"),
+        finish=lambda: calls.append("finish"),
+    )
+    plan = replace(whole.plan, log_steps=0, eval_steps=0, save_steps=save_steps)
+    requests = kind(StopFlag(), saved_step=0)
+    return replace(whole, plan=plan, saver=saver, requests=requests), calls
