@@ -95,8 +95,8 @@ def _failed(error: Exception, *, folder: RunFolder, stage: StageName, place: Pla
         say(problem)
         return EXIT_USER_ERROR
     if place.world_size > 1:
+        from pipeline.ranks.gone import peer_is_gone, report_gone
         from pipeline.ranks.group import PeerGone
-        from pipeline.ranks.watch import peer_is_gone, report_gone
 
         if isinstance(error, PeerGone):
             say(f"rank {place.rank}: {error}")

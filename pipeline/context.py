@@ -43,7 +43,7 @@ class StageContext:
                 result = task()
             except UserError as error:
                 problem = str(error)
-        problem = str(self.ranks.gather_objects(problem)[0])
+        problem = self.ranks.from_main(problem)
         if problem:
             raise UserError(problem)
         return result

@@ -87,7 +87,7 @@ def train_stage(
     watch = Watch(
         folder.ranks(stage),
         place=ranks.place,
-        attempt=str(ranks.gather_objects(f"{os.getpid()} {time.time_ns()}")[0]),
+        attempt=ranks.from_main(f"{os.getpid()} {time.time_ns()}"),
         hang_seconds=recipe.engine.hang_seconds,
         say=lambda text: print(f"shardvit: {text}", file=sys.stderr, flush=True),
     )
@@ -141,12 +141,12 @@ def _restore(
     recipe, folder, ranks = context.recipe, context.folder, context.ranks
     watch.beat(0, doing="restoring a checkpoint")
     abandoned = abandoned_checkpoints(context, stage=stage)
-    record: StageRecord = ranks.gather_objects(folder.record(stage))[0]
+    record: StageRecord = ranks.from_main(folder.record(stage))
     identity = checkpoint_identity(recipe, stage=stage, processes=ranks.place.world_size)
     restored = restore_checkpoint(
         folder.checkpoints(stage), engine=engine, ranks=ranks, identity=identity, without=abandoned
     )
-    if restored is None and ranks.gather_objects(len(abandoned))[0]:
+    if restored is None and ranks.from_main(len(abandoned)):
         raise UserError(
             f"all checkpoints in {folder.checkpoints(stage)} have trained on batches that a rollback passes over: "
             f"bring an older one back, or begin again with --restart {stage}"

@@ -94,6 +94,9 @@ class ThreadRanks:
         self.barrier()
         return everyone
 
+    def from_main(self, value: object) -> object:
+        return self.gather_objects(value)[0]
+
     def start_any(self, *flags: bool) -> Answer:
         self.asked += 1
         everyone = self.gather_objects(flags)

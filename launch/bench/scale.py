@@ -23,7 +23,10 @@ from importlib.metadata import version
 from launch.bench.scale_rows import HOSTS, RANKS, SAMPLES, SHARDS, Row, table
 
 # Name -> "module:function", which takes nothing and returns rows.
-MEASURES: dict[str, str] = {}
+MEASURES: dict[str, str] = {
+    "death": "launch.bench.scale_ranks:death",
+    "heartbeats": "launch.bench.scale_ranks:heartbeats",
+}
 
 
 def measure(name: str) -> list[Row]:
@@ -35,7 +38,9 @@ def measure(name: str) -> list[Row]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure everything, or one measure, and print the table."""
-    parser = argparse.ArgumentParser(prog="python -m launch.bench.scale", description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m launch.bench.scale", description="What grows with the number of ranks."
+    )
     parser.add_argument("--only", choices=sorted(MEASURES), help="this measure alone")
     parser.add_argument("--json", action="store_true", help="print rows as JSON, measured in this process")
     given = parser.parse_args(arguments)

@@ -1,29 +1,42 @@
 """The process group: how ranks meet, and small exchanges between them (losses, flags, digests).
 
 Big tensors are the engine's; these exchanges use gloo on the host, so they never wait in a GPU's stream. Every method
-is collective, called by all ranks in the same order. A single process needs no network. On one machine `shardvit run`
-gives the ranks a fresh private folder, where rank 0 writes the free port that it listens on, so no other program can
-take it first. MASTER_ADDR and MASTER_PORT of other launchers (several nodes, torchrun) are used as given.
+is collective, called by all ranks in the same order, and takes about log2(ranks) messages in turn (`exchange`). Above
+`_MOST_MESHED` ranks gloo connects two of them when they first talk: a rank then holds some 20 connections, where all at
+once would be one to each other rank, and as many addresses read from rank 0.
+
+A single process needs no network. On one machine `shardvit run` gives the ranks a fresh private folder, where rank 0
+writes the free port that it listens on, so no other program can take it first. MASTER_ADDR and MASTER_PORT of other
+launchers (several nodes, torchrun) are used as given.
 """
 
 from __future__ import annotations
 
 import os
+import pickle
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import torch
 from torch import distributed
 
 from data_shards.durable import replace_text
+from pipeline.ranks.exchange import gather_bytes, gather_rows
 from pipeline.ranks.place import Place
 
 Value = TypeVar("Value")
 
 ADDRESS_FILE = "address"
 _POLL_SECONDS = 0.02
+# Up to here each rank is connected with all others at once: a peer that dies is noticed in the next exchange, whoever
+# it was going to talk to.
+_MOST_MESHED = 64
+_LAZY = "TORCH_GLOO_LAZY_INIT"  # torch's; read when a group is made
+_TAGS = 2**30
 
 
 class PeerGone(RuntimeError):
@@ -51,22 +64,34 @@ class Ranks:
         if cuda:
             torch.cuda.set_device(device)
         join_group(place, backend="nccl" if cuda else "gloo", timeout_seconds=timeout_seconds)
-        group = distributed.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
+        with _connecting("when needed" if place.world_size > _MOST_MESHED else "at once"):
+            group = distributed.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
         assert isinstance(group, distributed.ProcessGroup)  # a number would mean "not a member"
         self._host_group = group
+        self._exchanges = 0
+        if place.world_size > _MOST_MESHED:
+            # All that will ever talk to each other are connected from here on, so a death shows as a closed connection.
+            self.gather(torch.zeros(1))
+            self.barrier()
 
     def gather(self, values: torch.Tensor) -> torch.Tensor:
         """Every rank's [k] in rank order: float64 [ranks, k] on the CPU, the same bits on all ranks."""
-        mine = values.detach().to("cpu", torch.float64).contiguous()
-        everyone = [torch.empty_like(mine) for _ in range(self.place.world_size)]
-        distributed.all_gather(everyone, mine, group=self._host_group)
-        return torch.stack(everyone)
+        return gather_rows(self._host_group, values.detach().to("cpu", torch.float64), tag=self._tag())
 
     def gather_objects(self, value: Value) -> list[Value]:
         """Every rank's picklable value, in rank order."""
-        everyone = [value] * self.place.world_size
-        distributed.all_gather_object(everyone, value, group=self._host_group)
-        return everyone
+        return [pickle.loads(each) for each in gather_bytes(self._host_group, pickle.dumps(value), tag=self._tag())]
+
+    def from_main(self, value: Value) -> Value:
+        """Rank 0's picklable value, on every rank; what the others give does not count. Over a tree."""
+        if self.place.world_size == 1:
+            return value
+        content = bytearray(pickle.dumps(value, protocol=5) if self.place.is_main else b"")
+        length = torch.tensor([len(content)], dtype=torch.int64)
+        distributed.broadcast(length, src=0, group=self._host_group)
+        sent = torch.frombuffer(content, dtype=torch.uint8) if content else torch.empty(int(length), dtype=torch.uint8)
+        distributed.broadcast(sent, src=0, group=self._host_group)
+        return value if self.place.is_main else pickle.loads(sent.numpy().data)
 
     def start_any(self, *flags: bool) -> Agreement:
         """Start to find out, asynchronously, which flags are set on any rank."""
@@ -79,6 +104,24 @@ class Ranks:
 
     def leave(self) -> None:
         distributed.destroy_process_group()
+
+    def _tag(self) -> int:
+        """Of the next exchange: the same on all ranks, as they make them in the same order."""
+        self._exchanges = (self._exchanges + 1) % _TAGS
+        return self._exchanges
+
+
+@contextmanager
+def _connecting(when: Literal["at once", "when needed"]) -> Iterator[None]:
+    """How gloo's groups that are made in here connect their ranks, unless the user's environment says it."""
+    if when == "at once" or _LAZY in os.environ:
+        yield
+        return
+    os.environ[_LAZY] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[_LAZY]
 
 
 class Agreement:

@@ -77,9 +77,14 @@ def heartbeat_file(folder: Path, rank: int) -> Path:
 
 def write_heartbeat(folder: Path, beat: Heartbeat) -> None:
     """Write a rank's file in place; OSError if the disk is full or the folder is gone."""
+    write_beat(heartbeat_file(folder, beat.rank), beat)
+
+
+def write_beat(file: Path, beat: Heartbeat) -> None:
+    """As `write_heartbeat`, into any file."""
     content = asdict(beat) | {"doing": beat.doing[:_LONGEST_DOING], "note": beat.note[:_LONGEST_NOTE]}
     line = json.dumps(content).encode().ljust(_FILE_BYTES - 1) + b"\n"
-    descriptor = os.open(heartbeat_file(folder, beat.rank), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         os.pwrite(descriptor, line, 0)
     finally:
@@ -88,8 +93,13 @@ def write_heartbeat(folder: Path, beat: Heartbeat) -> None:
 
 def read_heartbeat(folder: Path, rank: int, *, attempt: str | None = None) -> Heartbeat | None:
     """A rank's file, if it is complete and (given `attempt`) of this attempt."""
+    return read_beat(heartbeat_file(folder, rank), attempt=attempt)
+
+
+def read_beat(file: Path, *, attempt: str | None = None) -> Heartbeat | None:
+    """As `read_heartbeat`, from any file."""
     try:
-        beat = Heartbeat(**json.loads(heartbeat_file(folder, rank).read_text(encoding="utf-8")))
+        beat = Heartbeat(**json.loads(file.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
         return None
     return beat if attempt in (None, beat.attempt) else None

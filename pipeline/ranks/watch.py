@@ -14,6 +14,7 @@ host's ranks are not numbered consecutively, a dead one is only found as a hang.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import signal
@@ -22,11 +23,21 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
 from data_shards.durable import make_folders
+from pipeline.ranks.gone import (
+    LEAVE_SECONDS,
+    NEWS_FILE,
+    failure,
+    first_word,
+    gone,
+    last_step,
+    peer_is_gone,
+    ranks_of_host,
+    tell_all_hosts,
+)
 from pipeline.ranks.heartbeat import (
     Heartbeat,
     Sightings,
@@ -43,15 +54,11 @@ from pipeline.ranks.stacks import DUMP_SIGNAL, StackDumps, is_whole, main_thread
 
 _WRITE_SECONDS, _FILES_PER_SECOND = 2.0, 32
 _LOOK_SECONDS = 1.0  # at the processes of this host
-_LEAVE_SECONDS = 3.0  # for the main thread to fail by itself; and the launcher sees the dead rank's exit code first
 _FOLLOW_SECONDS = 6.0  # until a rank exits after another one on its host has ended the run
 _STACK_SECONDS = 10.0  # for a process to write its whole stack to a busy disk
 _CLOSE_SECONDS = 60.0  # for a last "running" that the disk delays; after "left" it would make this rank look dead
 _SAY_SECONDS, _FIRST_STEP_SECONDS = 5.0, 600.0
 _MOST_NAMED = 4
-_PEER_GONE = re.compile(r"Connection closed by peer|onnection reset|Broken pipe|remote process exited")  # gloo, NCCL
-
-_first_word = threading.Lock()  # taken for good by the thread of this process that reports another rank's end
 
 
 class Watch:
@@ -74,13 +81,14 @@ class Watch:
         if hang_seconds:
             self._write_seconds = min(self._write_seconds, hang_seconds / 8)
         self._look_seconds = min(_LOOK_SECONDS, self._write_seconds)
-        self._siblings = [rank for rank in _ranks_of_host(place) if rank != place.rank]
+        self._siblings = [rank for rank in ranks_of_host(place) if rank != place.rank]
         self._others = [rank for rank in range(place.world_size) if rank not in (place.rank, *self._siblings)]
         self._clock = WakingClock(most_seconds=4 * self._look_seconds)
         self._sightings = Sightings()
         self._progress = (0, 0, "starting")  # step, turn, doing: replaced as a whole by the main thread
         self._seen_progress = self._progress
-        self._progressed_at = self._next_write = self._next_look = 0.0
+        self._progressed_at = self._next_write = 0.0
+        self._looked_at = -math.inf  # at all heartbeats
         self._sequence = 0
         self._has_complained = False
         # The first step comes after imports, loading and compiling, which count as no progress.
@@ -96,6 +104,7 @@ class Watch:
             make_folders(self._folder, below=self._folder.parent.parent)  # the run folder, which may be gone
             if self._place.is_main:
                 _forget_ranks_from(self._place.world_size, folder=self._folder)
+                (self._folder / NEWS_FILE).touch()  # a file that was not there is not looked for again at once on NFS
         self._stacks.open()  # before the first heartbeat, after which the others may ask for a stack
         self._write("running")
         self._thread.start()
@@ -146,10 +155,10 @@ class Watch:
             if beat.state == "ended":  # it has said why, and its host's launcher ends us
                 self._end_quietly()
             if beat.state == "running" and beat.is_gone:
-                self._end_because_of(_gone(beat))
+                self._end_because_of(gone(beat))
 
     def _end_quietly(self) -> None:
-        _first_word.acquire(blocking=False)
+        first_word.acquire(blocking=False)
         if not self._closing.wait(_FOLLOW_SECONDS):
             os._exit(1)
 
@@ -158,11 +167,11 @@ class Watch:
         self._read(self._siblings)
         if not self._reports() or self._is_run_gone():
             return self._end_quietly()
-        if _first_word.acquire(blocking=False):
+        if first_word.acquire(blocking=False):
             self._ended = sentence
             self._write("ended", note=sentence)
             self._tell(sentence)
-        if not self._closing.wait(_LEAVE_SECONDS):
+        if not self._closing.wait(LEAVE_SECONDS):
             os._exit(1)
 
     def _look_for_hangs(self) -> None:
@@ -170,8 +179,10 @@ class Watch:
         # One rank per host does this; the others only if that one seems to be stuck itself.
         if idle < patience / 4 or not (self._reports() or idle > 1.5 * patience):
             return
-        if now >= self._next_look:
-            self._next_look = now + self._write_seconds
+        # Silence needs two looks, the judgement a fresh one; each costs a file operation for every rank.
+        pause_seconds = self._write_seconds if idle >= patience else max(self._write_seconds, patience / 4)
+        if now - self._looked_at >= pause_seconds:
+            self._looked_at = now
             self._read(self._others)
         if idle < patience:
             return
@@ -183,7 +194,7 @@ class Watch:
             hang_seconds=patience,
             slack_seconds=2 * (self._write_seconds + self._look_seconds),
         )
-        if suspects and _first_word.acquire(blocking=False):
+        if suspects and first_word.acquire(blocking=False):
             self._end_the_run(suspects)
 
     def _end_the_run(self, suspects: list[Suspect]) -> None:
@@ -239,10 +250,10 @@ class Watch:
         if beat is None:
             return f"rank {suspect.rank} has not started: it has no heartbeat in {self._folder}"
         if suspect.why == "failed":
-            return beat.note if beat.state == "ended" else _failure(beat)
+            return beat.note if beat.state == "ended" else failure(beat)
         text = f"{beat.name} hangs: it has made no progress for {suspect.idle_seconds:.0f} s"
         text += " and its heartbeat is stale" if suspect.why == "silent" else " (engine.hang_seconds)"
-        text = "; ".join(filter(None, [text, _last_step(beat), kernel.get(suspect.rank)]))
+        text = "; ".join(filter(None, [text, last_step(beat), kernel.get(suspect.rank)]))
         file = stack_file(self._folder, suspect.rank)
         if stacks.get(suspect.rank):
             return "\n".join([f"{text}. Its main thread ({file}):", *stacks[suspect.rank]])
@@ -270,8 +281,11 @@ class Watch:
 
     def _write(self, state: State, *, note: str = "") -> None:
         self._sequence += 1
+        beat = self._beat(state, note=note)
         try:
-            write_heartbeat(self._folder, self._beat(state, note=note))
+            write_heartbeat(self._folder, beat)
+            if state in ("failed", "ended"):
+                tell_all_hosts(self._folder, beat)
         except OSError as error:
             if not self._has_complained and not self._is_run_gone():
                 self._has_complained = True
@@ -311,72 +325,11 @@ class Watch:
         thread.join(timeout=_SAY_SECONDS)
 
 
-def peer_is_gone(error: BaseException) -> bool:
-    """Whether an exchange between ranks failed because another one has ended."""
-    return isinstance(error, RuntimeError) and bool(_PEER_GONE.search(str(error)))
-
-
-def who_is_gone(folder: Path, *, place: Place) -> str:
-    """Which rank died and where it was, after a failed exchange; empty: unknown. A process on another host counts as
-    dead if it failed by an exception, or its host's ranks said so."""
-    mine = _own_heartbeat(folder, place=place)
-    if mine is None:
-        return ""
-    beats = [read_heartbeat(folder, rank, attempt=mine.attempt) for rank in range(place.world_size)]
-    others = [beat for beat in beats if beat is not None and beat.rank != place.rank]
-    gone = [_gone(beat) for beat in others if beat.state == "running" and beat.is_gone]
-    failed = [_failure(beat) for beat in others if beat.state == "failed"]
-    ended = [beat.note for beat in others if beat.state == "ended"]
-    return next(iter([*ended, *gone, *failed]), "")
-
-
-def report_gone(folder: Path, *, place: Place, say: Callable[[str], None]) -> None:
-    """Say `who_is_gone`, once per host, after waiting a moment until it is known."""
-    deadline = time.monotonic() + _LEAVE_SECONDS
-    while not (sentence := who_is_gone(folder, place=place)) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    mine = _own_heartbeat(folder, place=place)
-    for rank in _ranks_of_host(place):
-        beat = read_heartbeat(folder, rank, attempt=mine.attempt) if mine else None
-        if beat and beat.is_here and (beat.state == "ended" or (rank < place.rank and not beat.is_gone)):
-            return
-    if _first_word.acquire(blocking=False):
-        sentence = sentence or "another process of the run died; which one is not known on this host"
-        if mine is not None:
-            with suppress(OSError):
-                write_heartbeat(folder, replace(mine, state="ended", note=sentence))
-        say(sentence)
-
-
-def _own_heartbeat(folder: Path, *, place: Place) -> Heartbeat | None:
-    """None if this process has written none, and the file is an earlier attempt's."""
-    beat, here = read_heartbeat(folder, place.rank), (this_machine(), os.getpid(), process_started(os.getpid()))
-    return beat if beat is not None and (beat.machine, beat.pid, beat.started) == here else None
-
-
-def _ranks_of_host(place: Place) -> range:
-    first = max(0, place.rank - place.local_rank)
-    return range(first, min(place.world_size, first + place.local_world_size))
-
-
 def _forget_ranks_from(first: int, *, folder: Path) -> None:
     for path in folder.iterdir():
         number = re.search(r"rank-(\d+)\.", path.name)
         if number and int(number[1]) >= first:
             path.unlink()
-
-
-def _last_step(beat: Heartbeat) -> str:
-    """Of its last heartbeat: a process that was killed may have done a few more."""
-    return f"its last known step was {beat.step}, while {beat.doing}"
-
-
-def _gone(beat: Heartbeat) -> str:
-    return f"{beat.name} is gone; {_last_step(beat)}"
-
-
-def _failure(beat: Heartbeat) -> str:
-    return f"{beat.name} has failed ({beat.note}); {_last_step(beat)}"
 
 
 def _size(path: Path) -> int:

@@ -388,7 +388,7 @@ def test_data_that_have_changed_since_are_refused_on_all_ranks(ends: Stage, tmp_
     with pytest.raises(UserError, match=rf"training images: .*{tar.name} .*--restart pretrain"):
         ends.train()
     context = ends.context(engine={})
-    told: Any = SimpleNamespace(place=Place(rank=1, world_size=2), gather_objects=lambda mine: ["rank 0 says it", mine])
+    told: Any = SimpleNamespace(place=Place(rank=1, world_size=2), from_main=lambda mine: "rank 0 says it")
     with pytest.raises(UserError, match=r"^rank 0 says it$"):
         replace(context, ranks=told).on_main(lambda: pytest.fail("rank 0 alone looks"))
     touch_up(tar)  # the old bytes again

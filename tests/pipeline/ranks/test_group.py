@@ -124,3 +124,45 @@ def test_on_a_cpu_processes_of_a_machine_are_told_apart(monkeypatch: pytest.Monk
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     Ranks(Place(local_rank=1, gpu=0), timeout_seconds=30).leave()
     assert os.environ["LOCAL_RANK"] == "1"
+
+
+GREETING = """
+import os, sys
+from pathlib import Path
+import torch
+from pipeline.ranks import group
+from pipeline.ranks.place import Place
+rank, world_size, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+group._MOST_MESHED = 2
+place = Place(rank=rank, world_size=world_size, local_rank=rank, local_world_size=world_size, rendezvous=folder)
+ranks = group.Ranks(place, timeout_seconds=240)
+assert "TORCH_GLOO_LAZY_INIT" not in os.environ
+rows = ranks.gather(torch.tensor([rank, 0.5]))
+assert rows.tolist() == [[float(each), 0.5] for each in range(world_size)], rows
+everyone = ranks.gather_objects({"rank": rank, "text": "x" * 1000 * rank})
+assert everyone == [{"rank": each, "text": "x" * 1000 * each} for each in range(world_size)]
+assert ranks.from_main(("of", rank)) == ("of", 0)
+assert ranks.from_main(b"" if rank else bytes(10**6)) == bytes(10**6)
+assert ranks.start_any(rank == 1, False).result() == (True, False)
+ranks.barrier()
+print("well", flush=True)
+ranks.leave()
+"""
+
+
+def test_ranks_that_connect_when_they_first_talk_exchange_the_same(tmp_path: Path):
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", GREETING, str(rank), "5", str(tmp_path)],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(5)
+    ]
+    try:
+        assert [rank.communicate(timeout=240)[0] for rank in ranks] == ["well\n"] * 5
+    finally:
+        for rank in ranks:
+            rank.kill()

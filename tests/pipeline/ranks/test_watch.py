@@ -11,7 +11,9 @@ from dataclasses import replace
 
 import pytest
 
+from pipeline.ranks import gone as gone_module
 from pipeline.ranks import watch as watch_module
+from pipeline.ranks.gone import peer_is_gone, report_gone, who_is_gone
 from pipeline.ranks.heartbeat import (
     Heartbeat,
     Sightings,
@@ -23,7 +25,7 @@ from pipeline.ranks.heartbeat import (
 )
 from pipeline.ranks.pid import process_started, this_machine
 from pipeline.ranks.place import Place
-from pipeline.ranks.watch import Watch, peer_is_gone, report_gone, who_is_gone
+from pipeline.ranks.watch import Watch
 
 
 def make_beat(rank: int, **changes) -> Heartbeat:
@@ -58,7 +60,9 @@ def dead():
 
 @pytest.fixture(autouse=True)
 def first_word(monkeypatch):
-    monkeypatch.setattr(watch_module, "_first_word", threading.Lock())
+    lock = threading.Lock()
+    monkeypatch.setattr(gone_module, "first_word", lock)
+    monkeypatch.setattr(watch_module, "first_word", lock)
 
 
 @pytest.fixture(autouse=True)
@@ -224,14 +228,14 @@ def test_the_lowest_rank_of_a_host_says_it_and_says_it_once(tmp_path, dead, monk
     report_gone(tmp_path, place=PLACE, say=said.append)
     assert len(said) == 1 and "rank 2" in said[0]
     report_gone(tmp_path, place=PLACE, say=said.append)
-    monkeypatch.setattr(watch_module, "_first_word", threading.Lock())  # as in another process
+    monkeypatch.setattr(gone_module, "first_word", threading.Lock())  # as in another process
     write_heartbeat(tmp_path, replace(read_heartbeat(tmp_path, 0), **dead))  # which outlives rank 0
     report_gone(tmp_path, place=replace(PLACE, rank=1, local_rank=1), say=said.append)
     assert len(said) == 1
 
 
 def test_a_gone_rank_that_nobody_knows_is_spoken_of_all_the_same(tmp_path, monkeypatch):
-    monkeypatch.setattr(watch_module, "_LEAVE_SECONDS", 0.1)
+    monkeypatch.setattr(gone_module, "LEAVE_SECONDS", 0.1)
     said = []
     report_gone(tmp_path, place=PLACE, say=said.append)
     assert len(said) == 1 and "another process of the run died" in said[0]
@@ -270,7 +274,7 @@ def test_how_a_rank_ends_is_in_its_heartbeat(tmp_path):
         beat = read_heartbeat(tmp_path, 0)
         assert (beat.state, beat.step, beat.doing, said) == (state, 7, "reading", [])
     assert beat.note == "OSError: no space"
-    assert [path.name for path in tmp_path.iterdir()] == ["rank-0.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["news.json", "rank-0.json"]
 
 
 def test_progress_within_a_step_is_counted(tmp_path):
@@ -325,5 +329,5 @@ def test_files_of_ranks_that_are_no_more_are_removed_and_others_stay(tmp_path):
         (folder / name).write_text("x")
     with Watch(folder, place=Place(world_size=2), attempt="two", hang_seconds=0, say=print):
         pass
-    left = {path.name for path in folder.iterdir()}
+    left = {path.name for path in folder.iterdir()} - {"news.json"}
     assert left - {"stack-rank-0.txt"} == {"rank-0.json", "rank-1.json", "stack-rank-1.txt", "notes.txt"}

@@ -1,0 +1,175 @@
+"""Measures of `launch.bench.scale`: heartbeats, the death of a rank, exchanges between ranks. Ranks are threads.
+
+A thread stands for a rank on a host of its own choice: what asks for the machine is given the thread's. File operations
+are counted by Python's audit events: opened, listed, made, removed or renamed files below a folder. Waiting is real, so
+the measures take some ten seconds.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from launch.bench.scale_rows import HOSTS, RANKS, Row
+from pipeline.ranks import gone, heartbeat
+from pipeline.ranks.gone import NEWS_FILE, report_gone
+from pipeline.ranks.heartbeat import Heartbeat, read_heartbeat, write_heartbeat
+from pipeline.ranks.pid import process_started
+from pipeline.ranks.place import Place
+
+_ATTEMPT = "simulated"
+_EVENTS = ("open", "os.listdir", "os.scandir", "os.mkdir", "os.remove", "os.rename")
+_counts: list[Counter] = []
+_of_thread = threading.local()
+
+
+class Counter:
+    """File operations below a folder while it is counting."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = str(folder)
+        self.operations = 0
+
+    def see(self, event: str, arguments: tuple[object, ...]) -> None:
+        if event in _EVENTS and str(arguments[0]).startswith(self._folder):
+            self.operations += 1  # under the GIL: an audit hook runs no other Python meanwhile
+
+
+@contextmanager
+def counting(folder: Path) -> Iterator[Counter]:
+    """Count the file operations of this process below a folder."""
+    if not _counts:
+        sys.addaudithook(lambda event, arguments: [each.see(event, arguments) for each in _counts] and None)
+    counter = Counter(folder)
+    _counts.append(counter)
+    try:
+        yield counter
+    finally:
+        _counts[_counts.index(counter)] = Counter(Path("/nowhere at all"))  # the hook itself stays for good
+
+
+class _OwnLock:
+    """A lock of each simulated process, where real ones have a lock each."""
+
+    def acquire(self, blocking: bool = True) -> bool:
+        first, _of_thread.has_spoken = not getattr(_of_thread, "has_spoken", False), True
+        return first
+
+
+def _machine() -> str:
+    return getattr(_of_thread, "machine", "the bench's own")
+
+
+def beat_of(rank: int, *, per_host: int, **changes: Any) -> Heartbeat:
+    """A living rank's heartbeat; its process is this one."""
+    beat = Heartbeat(
+        rank=rank,
+        attempt=_ATTEMPT,
+        host=f"node{rank // per_host}",
+        machine=f"machine {rank // per_host}",
+        pid=os.getpid(),
+        started=process_started(os.getpid()) or 0.0,
+        main_thread=0,
+        sequence=1,
+        step=412,
+        turn=0,
+        doing="the backward pass",
+        idle_seconds=0.0,
+        waiting=False,
+    )
+    return replace(beat, **changes)
+
+
+@dataclass(frozen=True)
+class Death:
+    """What happened after one rank had died."""
+
+    operations: int  # on files of STAGE/ranks, by all ranks together
+    said: tuple[str, ...]  # by all of them
+    hosts: int
+
+
+def simulate_death(*, hosts: int, per_host: int, victim: int) -> Death:
+    """Kill one rank: all others leave their watch and report, at the same moment."""
+    with tempfile.TemporaryDirectory() as name:
+        folder, said = Path(name), list[str]()
+        ended = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+        dead = {"pid": ended.pid, "started": process_started(ended.pid)}
+        ended.communicate()
+        for rank in range(hosts * per_host):
+            write_heartbeat(folder, beat_of(rank, per_host=per_host, **(dead if rank == victim else {})))
+        (folder / NEWS_FILE).touch()
+        begin = threading.Barrier(hosts * per_host - 1)
+
+        def live(rank: int) -> None:
+            _of_thread.machine = f"machine {rank // per_host}"
+            begin.wait()
+            write_heartbeat(folder, beat_of(rank, per_host=per_host, state="left"))  # as its watch does
+            place = Place(rank, hosts * per_host, rank % per_host, per_host)
+            report_gone(folder, place=place, say=said.append)
+
+        with (
+            patch.object(heartbeat, "this_machine", _machine),
+            patch.object(gone, "this_machine", _machine),
+            patch.object(gone, "first_word", _OwnLock()),
+            counting(folder) as counter,
+        ):
+            _in_threads(live, [rank for rank in range(hosts * per_host) if rank != victim])
+        return Death(counter.operations, tuple(said), hosts)
+
+
+def _in_threads(call: Callable[[int], None], ranks: list[int]) -> None:
+    threads = [threading.Thread(target=call, args=(rank,)) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def death() -> list[Row]:
+    """One of 1,024 ranks dies."""
+    threading.stack_size(256 * 1024)
+    told = simulate_death(hosts=HOSTS, per_host=RANKS // HOSTS, victim=517)
+    knowing = sum("rank 517 (host node64" in sentence for sentence in told.said)
+    return [
+        Row(
+            "file operations when one rank dies",
+            "> 10^6 (every rank reads 1,024 heartbeats 10 times a second for up to 3 s)",
+            f"{told.operations:,}; {knowing} of {told.hosts} hosts name the rank, {len(told.said)} sentences",
+            "<= 10,000",
+            f"{RANKS - 1:,} threads leave their watch and call report_gone at the same moment, in one folder.",
+        )
+    ]
+
+
+def heartbeats() -> list[Row]:
+    """Everyone writes, one reads all."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        beats = [beat_of(rank, per_host=RANKS // HOSTS) for rank in range(RANKS)]
+        start = time.process_time()
+        for beat in beats:
+            write_heartbeat(folder, beat)
+        written = time.process_time()
+        whole = sum(read_heartbeat(folder, rank, attempt=_ATTEMPT) == beats[rank] for rank in range(RANKS))
+        read = time.process_time()
+    assert whole == RANKS, "a heartbeat was not read as it was written"
+    return [
+        Row(
+            "1,024 heartbeats: write / read all, CPU s",
+            "0.11 / 0.07",
+            f"{written - start:.2f} / {read - written:.2f}",
+            "",
+            "One process writes and reads 1,024 files; a rank writes one every 32 s, and reads its host's 7.",
+        )
+    ]
