@@ -19,6 +19,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -30,38 +31,71 @@ _WORDS = 2**32
 _HALF = 2**31  # words are kept as int32: a word minus 2^31 orders them alike
 
 
+@dataclass
+class SiteWords:
+    """What one site reads in the next forward pass of n samples: tensors alone, so that compiled blocks, which would be
+    compiled anew for each number that differs, share one graph."""
+
+    factor: Tensor  # int32 [n]
+    summand: Tensor  # int32 [n]
+    branch: Tensor  # float32 [n]: 0, or what stochastic depth at this site multiplies a sample's branch by
+    rate: float = 0.0  # of stochastic depth
+
+
 class SampleWords:
     """What the modules of one model share: the random words of the samples in the next forward pass."""
 
     def __init__(self) -> None:
         self.sites: list[str] = []  # names of the modules that draw
-        self._factors = self._summands = torch.empty(0, 0, dtype=torch.int32)
+        self.step = torch.zeros((), dtype=torch.int32)  # the step's word, on the device
+        self._words = torch.empty(0, 0, 2, dtype=torch.int32)
         self._step_word = 0
+        self._at: dict[int, SiteWords] = {}
+        self._thresholds: tuple[Tensor, Tensor] | None = None
         self._tables: dict[tuple[int, torch.device], Tensor] = {}
 
     def give(self, words: Tensor, *, step_word: int) -> None:
         """From now on `words`, int32 [sites, n, 2] on the model's device, belong to n samples; `step_word`, below 2^32,
         is the same for all samples of a step."""
-        self._factors, self._summands = words[..., 0] | 1, words[..., 1]
-        if step_word != self._step_word:
+        if step_word != self._step_word or self.step.device != words.device:
             self._tables.clear()
-        self._step_word = step_word
+            self.step = torch.full((), signed(step_word), dtype=torch.int32, device=words.device)
+        self._words, self._step_word = words, step_word
+        self._hand_out()
 
-    def of(self, site: int, *, count: int) -> tuple[Tensor, Tensor]:
-        """Factors and summands, int32 [count] each."""
-        given = self._factors.shape[-1]
-        if given != count:
-            raise RuntimeError(f"random words were given for {given} samples, and the forward pass has {count}")
-        return self._factors[site], self._summands[site]
+    def at(self, site: int, *, rate: float = 0.0) -> SiteWords:
+        """What the module at `site` is to read, now and after each `give`; `rate`: of stochastic depth."""
+        nothing = torch.empty(0, dtype=torch.int32)
+        mine = self._at[site] = SiteWords(nothing, nothing, nothing.float(), rate)
+        self._thresholds = None
+        self._hand_out()
+        return mine
+
+    def _hand_out(self) -> None:
+        words = self._words
+        known = self._thresholds
+        if known is None or len(known[0]) != len(words) or known[0].device != words.device:
+            rates = [self._at[site].rate if site in self._at else 0.0 for site in range(len(words))]
+            below = torch.tensor([dropped_words(rate) - _HALF for rate in rates], dtype=torch.int32)
+            scale = torch.tensor([_scale(rate) for rate in rates], dtype=torch.float32)
+            known = self._thresholds = below.to(words.device)[:, None], scale.to(words.device)[:, None]
+        below, scale = known
+        factors, summands = words[..., 0] | 1, words[..., 1]
+        for site, *given in zip(range(len(words)), factors, summands, (summands >= below) * scale, strict=True):
+            if mine := self._at.get(site):
+                mine.factor, mine.summand, mine.branch = given
 
     def table(self, size: int, *, device: torch.device) -> Tensor:
         """T, int32 [size]; made once a step."""
         key = size, device
         if key not in self._tables:
-            self._tables[key] = mix_words(
-                torch.arange(size, dtype=torch.int32, device=device) ^ signed(self._step_word)
-            )
+            self._tables[key] = table_of(size, step=self.step.to(device))
         return self._tables[key]
+
+
+def table_of(size: int, *, step: Tensor) -> Tensor:
+    """T, int32 [size], of a step's word (int32, without dimensions)."""
+    return mix_words(torch.arange(size, dtype=torch.int32, device=step.device) ^ step)
 
 
 def signed(word: int) -> int:
@@ -91,20 +125,32 @@ def _scale(rate: float) -> float:
     return _WORDS / (_WORDS - dropped_words(rate))
 
 
+def _check_count(given: SiteWords, x: Tensor) -> None:
+    if len(given.summand) != len(x):
+        raise RuntimeError(
+            f"random words were given for {len(given.summand)} samples, and the forward pass has {len(x)}"
+        )
+
+
 class SampleDropout(nn.Dropout):
     """Elements [n, ...] are dropped one by one."""
 
     def __init__(self, rate: float, *, words: SampleWords, site: int) -> None:
         super().__init__(rate)
-        self.words, self._site = words, site
+        self.words, self._given = words, words.at(site)
 
     def forward(self, input: Tensor) -> Tensor:  # torch's name for it
         """Drop elements while training."""
         if not self.training or not self.p:
             return input
-        factor, summand = self.words.of(self._site, count=len(input))
-        table = self.words.table(prod(input.shape[1:]), device=input.device).view(input.shape[1:])
-        return _Dropped.apply(input, table, factor, summand, self.p)
+        given, shape = self._given, input.shape[1:]
+        _check_count(given, input)
+        if torch.compiler.is_compiling():  # T is computed where it is used: a few integer operations, no memory
+            table = table_of(prod(shape), step=self.words.step).view(shape)
+            below, scale = dropped_words(self.p) - _HALF, _scale(self.p)
+            return _drop_at_once(input, table, given.factor, given.summand, below, scale)
+        table = self.words.table(prod(shape), device=input.device).view(shape)
+        return _Dropped.apply(input, table, given.factor, given.summand, self.p)
 
 
 class SampleDropPath(DropPath):
@@ -112,15 +158,14 @@ class SampleDropPath(DropPath):
 
     def __init__(self, rate: float, *, words: SampleWords, site: int) -> None:
         super().__init__(rate)
-        self.words, self._site = words, site
+        self.words, self._given = words, words.at(site, rate=rate)
 
     def forward(self, x: Tensor) -> Tensor:
         """Drop samples' branches while training."""
-        if not self.training or not self.drop_prob:
+        if not self.training:
             return x
-        _, summand = self.words.of(self._site, count=len(x))
-        kept = summand >= dropped_words(self.drop_prob) - _HALF
-        return x * (kept * _scale(self.drop_prob)).to(x.dtype).view(-1, *[1] * (x.dim() - 1))
+        _check_count(self._given, x)
+        return x * self._given.branch.to(x.dtype).view(-1, *[1] * (x.dim() - 1))
 
 
 class SamplePatchDropout(PatchDropout):
@@ -128,7 +173,7 @@ class SamplePatchDropout(PatchDropout):
 
     def __init__(self, rate: float, *, num_prefix_tokens: int, words: SampleWords, site: int) -> None:
         super().__init__(rate, num_prefix_tokens=num_prefix_tokens)
-        self.words, self._site = words, site
+        self.words, self._given = words, words.at(site)
 
     def forward(self, x: Tensor) -> Tensor:
         """Leave out patches while training."""
@@ -136,7 +181,8 @@ class SamplePatchDropout(PatchDropout):
             return x
         prefix, patches = x[:, : self.num_prefix_tokens], x[:, self.num_prefix_tokens :]
         count = patches.shape[1]
-        factor, summand = self.words.of(self._site, count=len(x))
+        _check_count(self._given, x)
+        factor, summand = self._given.factor, self._given.summand
         table = self.words.table(count, device=x.device)
         # Bijections all, so no two patches of a sample are equal.
         ranks = mix_words(table * factor[:, None] + summand[:, None]).argsort(dim=1)
@@ -145,8 +191,11 @@ class SamplePatchDropout(PatchDropout):
 
 
 def by_sample(model: nn.Module) -> None:
-    """Replace the modules of `model` that draw from the process's generator, where their rate is not 0."""
+    """Replace the modules of `model` that draw from the process's generator, where their rate is not 0.
+
+    Stochastic depth begins at rate 0, where timm has no module: one is put there as well, so that blocks are alike."""
     words = SampleWords()
+    deep = any(isinstance(module, DropPath) and module.drop_prob for module in model.modules())
     for name, module in list(model.named_modules()):
         of_site = {"words": words, "site": len(words.sites)}
         match module:
@@ -154,6 +203,8 @@ def by_sample(model: nn.Module) -> None:
                 ours = SampleDropout(rate, **of_site)
             case DropPath(drop_prob=rate) if rate:
                 ours = SampleDropPath(rate, **of_site)
+            case nn.Identity() if deep and name.endswith((".drop_path1", ".drop_path2")):
+                ours = SampleDropPath(0.0, **of_site)
             case PatchDropout():
                 ours = SamplePatchDropout(module.prob, num_prefix_tokens=module.num_prefix_tokens, **of_site)
             case _:

@@ -24,6 +24,7 @@ import torch
 from timm.layers import PatchDropout
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
+from torch.nn import functional
 
 from model.checkpointing import in_turn
 from model.config import ModelConfig
@@ -37,6 +38,25 @@ from model.vocabulary import HeadKind
 
 _TIMM_POOL = {"cls": "token", "gap": "avg", "map": "map"}
 _TIMM_GELU = {"tanh": "gelu_tanh", "erf": "gelu"}
+
+
+class PatchProjection(nn.Conv2d):
+    """A convolution of whole patches (stride = kernel) as the matrix product that it is, over the same weights.
+
+    On a GPU this is one product, forwards and for the weights' gradient, whichever convolution cuDNN would have chosen.
+    Equal to the convolution but for rounding.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Images [B, C, H, W] -> [B, D, H / side, W / side], a view of [B, patches, D]."""
+        side = self.kernel_size[0]
+        rows, columns = input.shape[2] // side, input.shape[3] // side
+        patches = input.unflatten(3, (columns, side)).unflatten(2, (rows, side)).permute(0, 2, 4, 1, 3, 5)
+        tokens = functional.linear(patches.flatten(3).flatten(1, 2), self.weight.flatten(1), self.bias)
+        return tokens.transpose(1, 2).unflatten(2, (rows, columns))
+
+    def _get_name(self) -> str:  # in its description: what timm's files call it
+        return "Conv2d"
 
 
 class PositionedVit(VisionTransformer):
@@ -106,6 +126,8 @@ def build_vit(
             patch_drop_rate=regularisation.patch_dropout,
             weight_init="skip",
         )
+        if sizes.resnet_layers is None:  # `__class__`: the parameters and their place stay
+            model.patch_embed.proj.__class__ = PatchProjection
         if not timms_own:
             model.position = make_position(
                 config, grid_size=grid_size, num_prefix_tokens=num_prefix_tokens, depth=sizes.depth

@@ -211,3 +211,39 @@ def test_hybrids_other_positions_and_masked_patches_draw_by_sample_too(more: dic
         assert torch.equal(model(*arguments), first)
         _give(model, _words(_sites(model), count=2, seed=1))
         assert not torch.equal(model(*arguments), first)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_compiled_blocks_draw_the_same_bits_and_share_one_graph(dtype: torch.dtype) -> None:
+    """Sites, rates of stochastic depth and words differ between blocks; none of them is part of the graph."""
+    model = _build(dropout=0.3, stochastic_depth=0.4).to(dtype).train()
+    graphs: list[torch.fx.GraphModule] = []
+
+    def as_it_is(graph: torch.fx.GraphModule, _: list[Tensor]) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    torch.compiler.reset()
+    tokens = torch.randn(COUNT, 37, 32).to(dtype)
+    for block in model.get_submodule("blocks").children():
+        block.compile(fullgraph=True, dynamic=False, backend=as_it_is)
+    for step in range(3):
+        _give(model, _words(_sites(model), seed=step), step_word=2**32 - 1 - step)
+        for block in model.get_submodule("blocks").children():
+            x, y = (tokens.clone().requires_grad_() for _ in range(2))
+            eager, ours = block.forward(x), block(y)
+            assert torch.equal(eager, ours)
+            eager.square().sum().backward()
+            ours.square().sum().backward()
+            torch.testing.assert_close(x.grad, y.grad)
+    assert len(graphs) == 1
+
+
+def test_stochastic_depth_has_a_place_in_every_block_and_its_first_one_drops_nothing() -> None:
+    model = _build(stochastic_depth=0.4)
+    sites = words_of(model)
+    assert sites is not None and sum(".drop_path" in name for name in sites.sites) == 2 * 3
+    _give(model.train(), _words(_sites(model)))
+    first = model.get_submodule("blocks.0.drop_path1")
+    x = torch.randn(COUNT, 3, 2)
+    assert torch.equal(first(x), x)

@@ -13,7 +13,7 @@ from model.checkpointing import checkpoint_blocks
 from model.config import ModelConfig
 from model.init import initialise
 from model.regularisation import Regularisation
-from model.vit import build_vit, timm_arguments
+from model.vit import PatchProjection, build_vit, timm_arguments
 from tests.model.comparing import randomise
 
 SMALL = ModelConfig(width=48, depth=2, heads=4, mlp_dim=80, patch_size=4)
@@ -121,3 +121,28 @@ def test_gradient_checkpointing_changes_no_gradient() -> None:
 def test_mistakes_are_refused_in_words(arguments: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         build_vit(SMALL, **{"image_size": 16, "num_classes": 5, "head": "linear", **arguments})
+
+
+@pytest.mark.parametrize("precision", [torch.float64, torch.bfloat16], ids=str)
+def test_patches_are_projected_as_by_the_convolution_of_the_same_weights(precision: torch.dtype) -> None:
+    model = build_vit(SMALL, image_size=16, num_classes=5, head="linear").to(precision)
+    ours = randomise(model).get_submodule("patch_embed.proj")
+    assert isinstance(ours, PatchProjection) and ours.weight.shape == (48, 3, 4, 4)
+    theirs = nn.Conv2d(3, 48, kernel_size=4, stride=4, dtype=precision)
+    theirs.load_state_dict(ours.state_dict())
+    results: list[tuple[torch.Tensor, ...]] = []
+    for projection in (ours, theirs):
+        images = torch.randn(2, 3, 16, 12, generator=torch.Generator().manual_seed(1)).to(precision).requires_grad_()
+        outputs = projection(images)
+        assert outputs.shape == (2, 48, 4, 3)
+        outputs.square().sum().backward()
+        results.append((outputs, *(each.grad for each in (images, projection.weight, projection.bias))))
+    within = {torch.float64: 1e-12, torch.bfloat16: 2e-2}[precision]
+    for mine, its in zip(*results, strict=True):
+        torch.testing.assert_close(mine, its, rtol=within, atol=within * float(its.detach().abs().max()))
+
+
+def test_a_hybrids_projection_stays_a_convolution() -> None:
+    config = SMALL.model_copy(update={"resnet_layers": (1,), "width": 64, "patch_size": 8})
+    model = build_vit(config, image_size=16, num_classes=5, head="linear")
+    assert type(model.get_submodule("patch_embed.proj")) is nn.Conv2d
