@@ -11,9 +11,10 @@ from data_shards.images.rand_augment import RandAugment
 from data_shards.images.transforms import EvalTransform, TrainTransform
 from data_shards.loading.assemble import Access
 from data_shards.loading.device_prefetch import Batches, ahead_on_device
-from data_shards.loading.loader import EvalBatches, Layout, TrainBatches, TrainLoader
+from data_shards.loading.loader import EvalBatches, Layout, TrainBatches, TrainLoader, eval_batches
 from data_shards.loading.mixing import MixupConfig
 from data_shards.shard_set import ShardSet
+from pipeline.data_workers import DataWorkers
 from pipeline.ranks.place import Place
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.stage import TrainStage
@@ -22,21 +23,10 @@ from pipeline.stage_data import StageData, training_order
 from pipeline.vocabulary import StageName
 
 
-def train_loader(
-    recipe: Recipe,
-    *,
-    stage: StageName,
-    data: StageData,
-    plan: StagePlan,
-    place: Place,
-    start_step: int,
-    device: torch.device,
-    passed_over: Collection[int] = (),
-) -> Batches:
-    """This rank's micro-batches from `start_step` to the end of the plan, without those of the steps `passed_over`; on
-    a GPU one ahead."""
+def train_stream(recipe: Recipe, *, stage: StageName, data: StageData, plan: StagePlan, place: Place) -> TrainBatches:
+    """All micro-batches of this rank, by their number."""
     config = recipe.train_stage(stage)
-    batches = TrainBatches(
+    return TrainBatches(
         _access(data.train, data=data, recipe=recipe),
         order=training_order(recipe, data=data, plan=plan),
         transform=train_transform(config),
@@ -49,15 +39,32 @@ def train_loader(
         seed=recipe.seed,
         mixup=mixup(config),
     )
+
+
+def train_loader(
+    stream: TrainBatches,
+    *,
+    start_step: int,
+    stop_step: int,
+    workers: DataWorkers,
+    device: torch.device,
+    passed_over: Collection[int] = (),
+) -> Batches:
+    """The micro-batches from `start_step` on, without those of the steps `passed_over`; on a GPU one ahead."""
     loader = TrainLoader(
-        batches,
+        stream,
         start_step=start_step,
-        stop_step=plan.total_steps,
+        stop_step=stop_step,
         passed_over=passed_over,
-        workers=recipe.data.workers,
-        kind=recipe.data.kind_of_workers,
+        workers=workers.count,
+        kind=workers.kind,
     )
     return ahead_on_device(loader, device=device)
+
+
+def held_out_loader(part: EvalBatches, *, workers: DataWorkers, device: torch.device) -> Batches:
+    """An evaluation's batches; on a GPU one ahead. To be closed."""
+    return ahead_on_device(eval_batches(part, workers=workers.count, kind=workers.kind), device=device)
 
 
 def held_out(recipe: Recipe, *, stage: StageName, data: StageData, plan: StagePlan, place: Place) -> EvalBatches:

@@ -20,8 +20,6 @@ from torch import nn
 from data_shards.durable import make_folders
 from data_shards.errors import UserError
 from data_shards.images.decode import require_decoder
-from data_shards.loading.device_prefetch import ahead_on_device
-from data_shards.loading.loader import eval_batches
 from data_shards.vocabulary import GOOGLES, Normalisation
 from model.checkpointing import checkpoint_blocks
 from model.counting.flops import account
@@ -35,6 +33,7 @@ from pipeline.checkpoint.store import Restored, Retention, restore_checkpoint
 from pipeline.checkpoint.written_by import written_by
 from pipeline.context import StageContext
 from pipeline.data_record import check_data, keep_data
+from pipeline.data_workers import data_workers
 from pipeline.engine.open import open_engine
 from pipeline.engine.protocol import Engine
 from pipeline.evaluate import evaluate
@@ -52,7 +51,7 @@ from pipeline.report.metrics_log import iter_metrics
 from pipeline.report.reporter import Report, stage_report
 from pipeline.rollback import GoBack, abandoned_checkpoints, note_rollback, remove_abandoned
 from pipeline.run_folder import StageRecord, check_inputs, weights_digest
-from pipeline.stage_batches import held_out, train_loader
+from pipeline.stage_batches import held_out, held_out_loader, train_loader, train_stream
 from pipeline.stage_data import StageData, cache_advice, training_order
 from pipeline.stage_model import stage_model
 from pipeline.state import TrainState
@@ -254,13 +253,16 @@ def make_job(
         num_samples={"train": data.train.num_samples, "eval": data.eval.num_samples},
         max_share=recipe.data.max_corrupt_share,
     )
+    stream = train_stream(recipe, stage=stage, data=data, plan=plan, place=ranks.place)
     held_out_part = held_out(recipe, stage=stage, data=data, plan=plan, place=ranks.place)
+    workers = data_workers(
+        recipe, stage=stage, batches=stream, step=state.step, device=engine.device, ranks=ranks, say=report.note
+    )
 
     def evaluate_one(at_step: int, *, of: WeightsKind) -> dict[str, float]:
-        batches = eval_batches(held_out_part, workers=recipe.data.workers, kind=recipe.data.kind_of_workers)
-        with closing(ahead_on_device(batches, device=engine.device)) as ahead:
+        with closing(held_out_loader(held_out_part, workers=workers, device=engine.device)) as batches:
             return evaluate(
-                ahead,
+                batches,
                 task=task,
                 engine=engine,
                 ranks=ranks,
@@ -283,12 +285,10 @@ def make_job(
     return TrainJob(
         plan=plan,
         batches=train_loader(
-            recipe,
-            stage=stage,
-            data=data,
-            plan=plan,
-            place=ranks.place,
+            stream,
             start_step=state.step,
+            stop_step=plan.total_steps,
+            workers=workers,
             device=engine.device,
             passed_over=state.passed_over,
         ),

@@ -4,9 +4,9 @@ A copy to the GPU runs beside its work only from page-locked memory, which the s
 little of it, and the same all along: each batch is packed into one of `STAGES` buffers and leaves by a single copy.
 Whoever takes a batch makes the GPU's own stream wait for that copy; no processor waits. On a CPU there is none of this.
 
-Costs one copy within the host's memory, 5 to 10 ms of a core for 256 images of 224 px [estimated from the bandwidth],
-two batches of GPU memory, and of page-locked memory `staged_bytes`. What was read ahead and never taken has not
-happened: faults are noted and steps counted by whoever takes a batch.
+Costs, for 256 images of 224 px: one copy within the host's memory, 5 to 10 ms of a core [estimated from its bandwidth],
+two batches of GPU memory, and 128 MiB of page-locked memory (`memory.staged_bytes`). What was read ahead and never
+taken has not happened: faults are noted and steps counted by whoever takes a batch.
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ from typing import Any, Protocol
 import torch
 
 from data_shards.loading.batch import Batch
+from data_shards.loading.memory import ALIGNMENT, STAGES
 
-STAGES = 2  # buffers: one is filled while the other's copy runs
 _ON_DEVICE = ("images", "mirrored", "labels")  # the other fields are of use on the host
-_ALIGNMENT = 256  # bytes
 _CLOSE_SECONDS = 5.0  # for the thread to finish its batch
 
 
@@ -168,12 +167,6 @@ def unpacked(batch: Batch, packed: torch.Tensor, places: Places) -> Batch:
     return replace(batch, **tensors)
 
 
-def staged_bytes(images: int, *, image_size: int) -> int:
-    """Page-locked memory of one stream of batches; torch rounds each buffer up to a power of two."""
-    one = images * (3 * image_size**2 + 1 + 8) + len(_ON_DEVICE) * _ALIGNMENT  # pixels, flip, one label
-    return STAGES * 2 ** (one - 1).bit_length()
-
-
 def _places(batch: Batch) -> tuple[Places, int]:
     places: Places = {}
     first = 0
@@ -185,7 +178,7 @@ def _places(batch: Batch) -> tuple[Places, int]:
 
 
 def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
 def _bytes(values: torch.Tensor) -> torch.Tensor:

@@ -3,12 +3,13 @@
 Everything is a function of the micro-batch's number: the stream does not depend on workers or world size, and resuming
 needs no replay, only a few numbers. Evaluation counts every sample exactly once, for any world size. A thread of the
 rank prefetches remote shards, which all processes of the node share. Cost: 1 to 3 ms of CPU a photograph, nearly all of
-it decoding; memory of `PREFETCH` micro-batches a worker.
+it decoding; `memory` says what is held.
 """
 
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Collection, Generator, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -30,6 +31,7 @@ from data_shards.vocabulary import RandomStream, WorkerKind
 
 # Planned at once, at a ninth of the cost of 64 at a time; each worker process plans for itself.
 _PLANNED_IMAGES = 1024
+_TRIED_IMAGES, _TRIED_AT_ONCE, _TRIED_SECONDS = 64, 4, 0.5  # to find out what decoding takes
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,27 @@ class TrainBatches(_Batches):
         mix = draw_mix(self._mixup, seed=self.seed, step=step, image_size=self._transform.image_size)
         visits, draws = self.plan(number)
         return self._assembler.train(visits, order=self.order, transform=self._transform, draws=draws, mix=mix)
+
+    def decode_seconds(self, number: int) -> float | None:
+        """Processor time of this process for an image of micro-batch `number`, reading included: of its first few
+        dozen, in half a second at most on an idle core. None if one of them cannot be read, which is the stream's own
+        business to tell."""
+        visits, draws = self.plan(number)
+        spent, count = 0.0, 0
+        try:
+            for first in range(0, min(self._rows, _TRIED_IMAGES), _TRIED_AT_ONCE):
+                part = slice(first, first + _TRIED_AT_ONCE)
+                before = time.process_time()
+                batch = self._assembler.train(
+                    visits.part(part), order=self.order, transform=self._transform, draws=draws[part]
+                )
+                if first or self._rows <= _TRIED_AT_ONCE:  # the first ones load the decoder and open shards
+                    spent, count = spent + time.process_time() - before, count + len(batch.keys)
+                if spent > _TRIED_SECONDS:
+                    break
+        except UserError:
+            return None
+        return spent / count
 
     def plan(self, number: int) -> tuple[Visits, NDArray[np.float64]]:
         """The samples of a micro-batch, [rows], and their random numbers, [rows, `DRAWS_PER_SAMPLE`]."""

@@ -4,7 +4,7 @@ Threads share everything: no second torch, no copy, a first batch at once. But a
 contend for the GIL with the training loop; so beyond some number, processes. These come from a fork server: a fork of
 the training process would copy locks that its other threads (MLflow's, CUDA's) hold. They ignore the signals that stop
 a job; their rank saves first and then ends them. They cost 0.03 s and 25 MB each once the server has loaded torch (2 s,
-300 MB). Each worker holds `PREFETCH` items.
+300 MB). Each worker holds `memory.PREFETCH` items.
 """
 
 from __future__ import annotations
@@ -30,12 +30,11 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from data_shards.errors import UserError, WorkerDied
+from data_shards.loading.memory import PREFETCH
 from data_shards.vocabulary import WorkerKind
 
 Item = TypeVar("Item")
 Produced = TypeVar("Produced", covariant=True)
-
-PREFETCH = 4  # items that a worker has ready or in the making
 
 _EXIT_SECONDS = 5.0  # that worker threads get to finish their item, which takes a fraction of one
 _NEWS_SECONDS = 30.0  # that the fork server gets to report a dead worker, which takes a millisecond

@@ -1,7 +1,6 @@
 """The machine: Python, cores, memory, disks, /dev/shm, and a process's limits, in milliseconds.
 
-Thresholds are what the demo or a run of ViT-L/16 takes; limits of batch systems and containers are read from cgroups v1
-and v2.
+Thresholds are what the demo or a run of ViT-L/16 takes.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ import os
 import platform
 import resource
 import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -19,6 +17,7 @@ import psutil
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
+from data_shards.control_groups import core_quota, memory_limit_bytes
 from data_shards.processes import num_cores
 from data_shards.text import parse_bytes, show_bytes
 from launch.doctor.findings import Check, judge
@@ -32,7 +31,6 @@ _SHM_BYTES = 2**30  # docker's 64 MB is what goes wrong; a batch of 256 images a
 _CORES_PER_GPU = 4  # 1,500 images/s, a GPU's pace with ViT-L/16, at 400 to 520 images/s a core
 _OPEN_FILES = 4096  # a process may hold a shard of each of 256 lanes open, several workers' connections beside them
 _PROCESSES = 4096  # threads count: a rank has some 50 of its own and of its libraries
-_NO_LIMIT_BYTES = 1 << 60  # control groups of version 1 write "no limit" as a multiple of a page just below 2**63
 _NETWORK_FILE_SYSTEMS = {"nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "beegfs", "ceph", "glusterfs", "9p"}  # slow
 
 
@@ -86,42 +84,6 @@ def file_system(folder: Path) -> str:
         if there.is_relative_to(mount.mountpoint)
     ]
     return max(kinds)[-1] if kinds else ""  # the innermost; of the same folder the latest, which hides the others
-
-
-def core_quota(root: Path = Path("/")) -> float | None:
-    """Cores' worth of time that processes here may use; None: no limit."""
-    limits = [_read(group / "cpu.max").split() for group in _groups(root, "")]
-    limits += [[_read(group / f"cpu.cfs_{name}_us") for name in ("quota", "period")] for group in _groups(root, "cpu")]
-    # "max", or -1 in version 1: no limit.
-    return min((int(limit[0]) / int(limit[1]) for limit in limits if limit and limit[0].isdigit()), default=None)
-
-
-def memory_limit_bytes(root: Path = Path("/")) -> int | None:
-    """Memory that processes here may take before the kernel kills one; None: no limit."""
-    limits = [_read(group / "memory.max") for group in _groups(root, "")]
-    limits += [_read(group / "memory.limit_in_bytes") for group in _groups(root, "memory")]
-    return min((int(text) for text in limits if text.isdigit() and int(text) < _NO_LIMIT_BYTES), default=None)
-
-
-def _groups(root: Path, controller: str) -> Iterator[Path]:
-    """The folders of this process's cgroup and of those around it; controller "" is version 2."""
-    for line in _read(root / "proc/self/cgroup").splitlines():
-        words = line.split(":", 2)
-        if len(words) != 3 or controller not in words[1].split(","):
-            continue
-        top = root / "sys/fs/cgroup" / controller
-        group = top / words[2].strip("/")
-        while group != top:
-            yield group
-            group = group.parent
-        yield top  # in a container the name above is often the host's, and this folder the container's own group
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8").strip()
-    except (OSError, ValueError):
-        return ""
 
 
 def _soft_limit(number: int) -> int | None:

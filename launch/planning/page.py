@@ -102,6 +102,9 @@ def _column(stage: StageForecast) -> dict[str, str]:
         speed = stage.reading.bytes_per_second
         found["to be read, a second"] = UNKNOWN if speed is None else show_bytes(speed)
         found["cores to decode"] = f"{stage.reading.cores:.3g}"
+    if stage.ahead:
+        found["data workers"] = f"{stage.ahead.workers:,}"
+        found["host memory"] = show_bytes(stage.ahead.ahead_bytes + stage.ahead.page_locked_bytes)
     return found
 
 
@@ -140,6 +143,8 @@ def _words(plan: RecipeForecast) -> dict[str, str]:
         "shards a process": "on average; many spread better than few",
         "to be read, a second": "from the shards, over all nodes",
         "cores to decode": f"over all nodes; estimated from one benchmark and {images}",
+        "data workers": f"of each process; data.workers is {plan.recipe.data.workers}",
+        "host memory": "of each process: images that they have read ahead, and two batches on their way to the GPU",
     }
 
 
@@ -244,4 +249,5 @@ def _stage_json(stage: StageForecast) -> dict[str, Any]:
         "disk": {**asdict(stage.disk), "num_bytes": stage.disk.num_bytes},
         "shards": asdict(stage.shards),
         "reading": stage.reading and asdict(stage.reading),
+        "ahead": stage.ahead and asdict(stage.ahead),
     }

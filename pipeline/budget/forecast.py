@@ -14,6 +14,7 @@ from pipeline.budget.gpus import Gpu
 from pipeline.budget.length import Length
 from pipeline.budget.memory import MAX_LIVE_ELEMENTS, ZERO_STAGES, Activations, State, ZeroStage, state_of
 from pipeline.budget.speed import Reading, Speed, host_seconds, measured_speed, nearest_anchor, reading, speed_at
+from pipeline.budget.workers import ReadingAhead, reading_ahead
 from pipeline.checkpoint.room import estimate_bytes
 from pipeline.engine.zero_config import deepspeed_config
 from pipeline.recipe.schema import Recipe
@@ -110,6 +111,7 @@ class StageForecast:
     disk: CheckpointSpace
     time: Time | None
     reading: Reading | None
+    ahead: ReadingAhead | None  # None: the speed is not known
 
     @property
     def own(self) -> MemoryRow:
@@ -133,6 +135,7 @@ def forecast_stage(
     images: dict[Activations, int] = {kind: (finish or cost).image_bytes(kind) for kind in _ACTIVATIONS}
     memory: dict[ZeroStage, MemoryRow] = {each: part.row(each, images=images) for each in stages}
     time = part.time(memory[own], zero_stage=own, finish=finish, known=length.known)
+    read = time and reading(time.images_per_second, image_bytes=shards.image_bytes, image_size=config.image_size)
     for_good = plan.total_steps // plan.keep_steps if plan.keep_steps else 0
     return StageForecast(
         name=stage,
@@ -151,7 +154,16 @@ def forecast_stage(
             max(config.keep_checkpoints, plan.most_within_reach) + for_good + (config.keep_best is not None) + 1,
         ),
         time=time,
-        reading=time and reading(time.images_per_second, image_bytes=shards.image_bytes, image_size=config.image_size),
+        reading=read,
+        ahead=time
+        and read
+        and reading_ahead(
+            recipe,
+            image_size=config.image_size,
+            micro_batch=plan.micro_batch_size,
+            decode_seconds=read.decode_ms / 1000,
+            speed=time.speed.images_per_second,
+        ),
     )
 
 

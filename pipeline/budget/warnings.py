@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 from data_shards.text import show_bytes
 from pipeline.budget.communication import GOOD_KEPT_SHARE
 from pipeline.budget.forecast import Hardware, StageForecast
 from pipeline.budget.gpus import RESERVE_SHARE
+from pipeline.budget.workers import MOST_WORKERS, workers_needed
 from pipeline.recipe.schema import Recipe
 
 _FULL_IMAGES = 64  # of a micro-batch, from which a GPU is well used (B/16 and larger)
@@ -107,12 +107,15 @@ def _data(forecast: StageForecast, *, recipe: Recipe, machine: Hardware) -> Iter
     if needed:
         assumed = needed.assumed_image_bytes
         size = f" (of images of {show_bytes(assumed)} each, which is assumed)" if assumed else ""
-        each = needed.cores / machine.gpus
-        if each > (recipe.data.workers or _OF_NO_WORKER):
+        each, workers = needed.cores / machine.gpus, recipe.data.workers
+        if each > (MOST_WORKERS if workers == "auto" else workers or _OF_NO_WORKER):
+            speed = needed.images_per_second / machine.gpus
+            enough = workers_needed(decode_seconds=needed.decode_ms / 1000, images_per_second=speed)
+            most = f", which is {MOST_WORKERS} at most" if workers == "auto" else ""
             yield _of_stage(
                 forecast,
-                f"decoding{size} keeps about {each:.1f} cores busy for each process, and data.workers is "
-                f"{recipe.data.workers}: set data.workers={math.ceil(1.3 * each)}, or pack with --resize-short",
+                f"decoding{size} keeps about {each:.1f} cores busy for each process, and data.workers is {workers}"
+                f"{most}: set data.workers={enough}, or pack with --resize-short",
             )
 
 

@@ -106,8 +106,9 @@ class DataConfig(Strict):
     """Spans of an epoch; divides the global batch; the processes divide it. auto: the largest divisor up to 256."""
     shuffle_window_images: int = Field(default=16384, ge=1, le=2**31)
     """Images of a lane that are shuffled among themselves."""
-    workers: int = Field(default=0, ge=0, le=1024)
-    """How many of a rank read and decode ahead."""
+    workers: Annotated[int, Field(ge=0, le=1024)] | Literal["auto"] = "auto"
+    """How many of a rank read and decode ahead. auto: on a GPU as many as it wants and this rank's cores allow, by
+    decoding a few of the images at the start; on a CPU none, since its cores train."""
     worker_kind: WorkerKind | Literal["auto"] = "auto"
     """What they are; the same samples either way. auto: threads up to 4, which start faster and share memory."""
     max_corrupt_share: float = Field(default=0.001, ge=0, le=1)
@@ -118,11 +119,10 @@ class DataConfig(Strict):
     """auto: nvImageCodec on the CPU where it is installed, which decodes only the crop; gpu: its GPU engine."""
     cache: CacheRecipe = CacheRecipe()
 
-    @property
-    def kind_of_workers(self) -> WorkerKind:
-        """`worker_kind`, with auto decided."""
+    def kind_of_workers(self, count: int) -> WorkerKind:
+        """`worker_kind`, with auto decided for so many."""
         if self.worker_kind == "auto":
-            return "thread" if self.workers <= _MOST_THREADS else "process"
+            return "thread" if count <= _MOST_THREADS else "process"
         return self.worker_kind
 
 

@@ -23,7 +23,7 @@ from data_shards.loading.batch import Batch
 from pipeline.ranks.place import Place
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.stage_plan import plan_stage
-from pipeline.stage_batches import train_loader
+from pipeline.stage_batches import train_stream
 from pipeline.stage_data import open_data
 from pipeline.vocabulary import StageName
 from tests.oracles.flax_vit import CLASSES, FlaxVit
@@ -130,8 +130,9 @@ def batches_of(recipe: Recipe, *, stage: StageName) -> Iterator[GoogleBatch]:
     plan = plan_stage(recipe, stage=stage, samples_per_epoch=data.train.num_samples, world_size=1)
     assert plan.accumulation_steps == 1
 
-    for batch in train_loader(recipe, stage=stage, data=data, plan=plan, place=Place(), start_step=0):
-        yield google_batch(batch, count=plan.global_batch_images)
+    stream = train_stream(recipe, stage=stage, data=data, plan=plan, place=Place())
+    for number in range(plan.total_steps):
+        yield google_batch(stream[number], count=plan.global_batch_images)
 
 
 def google_batch(batch: Batch, *, count: int) -> GoogleBatch:

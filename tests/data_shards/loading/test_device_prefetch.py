@@ -15,15 +15,8 @@ import torch
 from data_shards.errors import UserError
 from data_shards.loading import device_prefetch
 from data_shards.loading.batch import Batch, Fault
-from data_shards.loading.device_prefetch import (
-    STAGES,
-    CudaCopies,
-    DevicePrefetch,
-    _Buffer,
-    ahead_on_device,
-    staged_bytes,
-    unpacked,
-)
+from data_shards.loading.device_prefetch import CudaCopies, DevicePrefetch, _Buffer, ahead_on_device, unpacked
+from data_shards.loading.memory import STAGES, staged_bytes
 
 MINE = pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 CPU = torch.device("cpu")

@@ -267,7 +267,7 @@ def test_targets_are_met_or_missed_as_measured():
 
 def test_ours_is_what_the_recipe_makes_of_two_workers():
     config = DataConfig(workers=WORKERS)
-    assert METHODS["ours"].kind == METHODS["ours-320"].kind == config.kind_of_workers == "thread"
+    assert METHODS["ours"].kind == METHODS["ours-320"].kind == config.kind_of_workers(WORKERS) == "thread"
     assert METHODS["ours-processes"].kind == "process"
 
 

@@ -66,7 +66,7 @@ def test_a_small_model_waits_for_the_processor():
 
 
 def test_few_shards_and_few_workers():
-    text = warned(recipe("B/16", batch=4096), gpus=64, shards=Shards(10**6, 1000, 110_000.0, 10))
+    text = warned(recipe("B/16", batch=4096, data={"workers": 0}), gpus=64, shards=Shards(10**6, 1000, 110_000.0, 10))
     assert "10 shards for 64 processes (not one each)" in text
     assert "data.workers is 0: set data.workers=" in text
     advised = re.search(r"data.workers=(\d+)", text)

@@ -128,7 +128,7 @@ def test_what_does_not_change_the_samples_may_change_when_a_run_goes_on(tmp_path
     ],
 )
 def test_few_workers_are_threads(tmp_path: Path, data: dict[str, Any], kind: str):
-    assert recipe(tmp_path, data=data).data.kind_of_workers == kind
+    assert recipe(tmp_path, data=data).data.kind_of_workers(data["workers"]) == kind
 
 
 def test_every_augmentation_key_reaches_the_data_path(tmp_path: Path):

@@ -1,0 +1,44 @@
+"""What a batch system or a container lets the processes here use, from Linux's control groups, versions 1 and 2."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+_NO_LIMIT_BYTES = 1 << 60  # version 1 writes "no limit" as a multiple of a page just below 2**63
+
+
+def core_quota(root: Path = Path("/")) -> float | None:
+    """Cores' worth of time that processes here may use; None: no limit."""
+    limits = [_read(group / "cpu.max").split() for group in _groups(root, "")]
+    limits += [[_read(group / f"cpu.cfs_{name}_us") for name in ("quota", "period")] for group in _groups(root, "cpu")]
+    # "max", or -1 in version 1: no limit.
+    return min((int(limit[0]) / int(limit[1]) for limit in limits if limit and limit[0].isdigit()), default=None)
+
+
+def memory_limit_bytes(root: Path = Path("/")) -> int | None:
+    """Memory that processes here may take before the kernel kills one; None: no limit."""
+    limits = [_read(group / "memory.max") for group in _groups(root, "")]
+    limits += [_read(group / "memory.limit_in_bytes") for group in _groups(root, "memory")]
+    return min((int(text) for text in limits if text.isdigit() and int(text) < _NO_LIMIT_BYTES), default=None)
+
+
+def _groups(root: Path, controller: str) -> Iterator[Path]:
+    """The folders of this process's cgroup and of those around it; controller "" is version 2."""
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        words = line.split(":", 2)
+        if len(words) != 3 or controller not in words[1].split(","):
+            continue
+        top = root / "sys/fs/cgroup" / controller
+        group = top / words[2].strip("/")
+        while group != top:
+            yield group
+            group = group.parent
+        yield top  # in a container the name above is often the host's, and this folder the container's own group
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except (OSError, ValueError):
+        return ""
