@@ -14,10 +14,8 @@ from torch import Tensor, nn
 
 from data_shards.errors import UserError
 from pipeline.checkpoint.identity import STATE
-from pipeline.engine.accelerate_engine import FILE as ACCELERATE_FILE
 from pipeline.engine.average import AVERAGE
-from pipeline.engine.deepspeed_engine import TAG
-from pipeline.engine.portable import WEIGHT, open_accelerate, open_deepspeed
+from pipeline.engine.portable import WEIGHT, open_state
 from pipeline.vocabulary import WeightsKind
 
 
@@ -50,10 +48,7 @@ def assemble(
 ) -> dict[str, Tensor]:
     """The weights that so many processes' engines wrote; float32 on the CPU; UserError if they are another model's, or
     have no moving average and that is wanted."""
-    if backend == "accelerate":
-        saved = open_accelerate(folder / ACCELERATE_FILE, model=model)
-    else:
-        saved = open_deepspeed(folder / TAG, zero_stage=zero_stage, processes=processes, model=model)
+    saved = open_state(folder, backend=backend, zero_stage=zero_stage, processes=processes, model=model)
     # Copies: the checkpoint may be removed while they are in use.
     if of == "ema" and saved.average_updates is None:
         raise UserError(f"checkpoint {folder} has no moving average of the weights: its stage was trained without ema")

@@ -1,28 +1,24 @@
 """Plain data parallelism by accelerate (DDP) behind the `Engine` protocol, for debugging and comparison.
 
-Nothing is sharded: every process keeps all weights and optimizer state, and rank 0 writes them to checkpoints. Half
-precision is autocast over float32 weights. accelerate's DeepSpeed plugin is not used: on a CPU it silently falls back
-to DDP, and it hides the checkpoint.
+accelerate places the model, wraps it in DDP and casts: half precision is autocast over float32 weights. Nothing is
+sharded: every process keeps all weights and optimizer state (`whole`), and rank 0 writes them to checkpoints.
+accelerate's DeepSpeed plugin is not used: on a CPU it silently falls back to DDP, and it hides the checkpoint.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from pipeline.engine.average import WeightAverage, average_file
-from pipeline.engine.masters import Slot, put_average
-from pipeline.engine.portable import open_accelerate
+from pipeline.engine.ddp_engine import InOrder, settle_buckets
+from pipeline.engine.portable import ACCELERATE_FILE, open_state
 from pipeline.engine.protocol import StepResult, exchange_requests
-from pipeline.engine.reading import read_state
-from pipeline.engine.state_files import StateFile, state_file
-from pipeline.optimizers.optim import build_optimizer, set_lr
+from pipeline.engine.state_files import StateFile
+from pipeline.engine.whole import WholeState
 from pipeline.ranks.group import Ranks
 from pipeline.ranks.stopping import StopOrSave
 from pipeline.recipe.optimizer import OptimizerConfig
@@ -30,7 +26,6 @@ from pipeline.recipe.schema import EngineConfig
 from pipeline.recipe.stage import EmaConfig
 from pipeline.recipe.stage_plan import StagePlan
 
-FILE = "accelerate.pt"
 _MIXED_PRECISION = {"bf16": "bf16", "fp16": "fp16", "fp32": "no"}
 
 
@@ -65,15 +60,18 @@ class AccelerateEngine:
         self._ranks = ranks
         self._accumulation_steps = plan.accumulation_steps
         self._micro_step = 0
-        self._clip_grad_norm = optimizer.clip_grad_norm
-        self._optimizer: Any
-        self._model, self._optimizer = self._accelerator.prepare(model, build_optimizer(model, optimizer))
-        trained = {name: each for name, each in self.module.named_parameters() if each.requires_grad}
-        self._average = WeightAverage(trained, config=ema) if ema else None
+        self._module = model
+        self._model = self._accelerator.prepare(InOrder(model))
+        self._whole = WholeState(
+            model, computes_in=torch.float32, optimizer=optimizer, ema=ema, scaler=self._accelerator.scaler
+        )
+        if ranks.place.world_size > 1:
+            settle_buckets(self._model)
+        self._whole.clear_gradients(keep_memory=False)
 
     @property
     def module(self) -> nn.Module:
-        return self._accelerator.unwrap_model(self._model)
+        return self._module
 
     def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
         """DDP decides here whether the backward pass will reduce over the ranks."""
@@ -92,55 +90,22 @@ class AccelerateEngine:
     def step(self, *, lr: float, requests: StopOrSave) -> StepResult:
         assert self._micro_step == self._accumulation_steps, "step() before all micro-batches"
         self._micro_step = 0
-        set_lr(self._optimizer.param_groups, lr)
-        limit = self._clip_grad_norm or math.inf
-        grad_norm = float(self._accelerator.clip_grad_norm_(self._model.parameters(), limit))
-        if not math.isfinite(grad_norm):
-            for parameter in self._model.parameters():
-                parameter.grad = None
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-        applied = math.isfinite(grad_norm)
-        if applied and self._average:
-            self._average.update()
-        return StepResult.known(
-            grad_norm=grad_norm, applied=applied, requests=exchange_requests(requests, device=self.device)
-        )
+        result = self._whole.step(lr=lr, requests=exchange_requests(requests, device=self.device))
+        self._whole.clear_gradients(keep_memory=False)
+        return result
 
     def pass_over(self, *, requests: StopOrSave) -> StepResult:
         return StepResult.passed_over(exchange_requests(requests, device=self.device))
 
     def snapshot(self) -> tuple[StateFile, ...]:
-        if not self._ranks.place.is_main:
-            return ()
-        scaler = self._accelerator.scaler
-        state = {
-            "model": self.module.state_dict(),
-            "optimizer": self._optimizer.state_dict(),
-            "scaler": scaler.state_dict() if scaler is not None else None,
-        }
-        average = (state_file(average_file(0), self._average.state()),) if self._average else ()
-        return (state_file(FILE, state), *average)
+        return self._whole.files(ACCELERATE_FILE) if self._ranks.place.is_main else ()
 
     def load(self, folder: Path, *, written: dict[str, Any]) -> None:
-        saved = open_accelerate(folder / FILE, model=self.module)
-        state = read_state(folder / FILE, how="copy")
-        self.module.load_state_dict(state["model"])
-        self._optimizer.load_state_dict(state["optimizer"])
-        if self._accelerator.scaler is not None:
-            self._accelerator.scaler.load_state_dict(state["scaler"])
-        if self._average:
-            places = {name: Slot(each, 0, 0, each.numel()) for name, each in self.module.named_parameters()}
-            put_average(self._average, saved, places=places)
+        layout = {key: written[key] for key in ("zero_stage", "processes")}
+        self._whole.put(open_state(folder, backend="accelerate", **layout, model=self._module))
 
-    @contextlib.contextmanager
-    def averaged(self) -> Iterator[None]:
-        assert self._average, "the recipe's stage has no ema"
-        self._average.exchange()
-        try:
-            yield
-        finally:
-            self._average.exchange()
+    def averaged(self) -> contextlib.AbstractContextManager[None]:
+        return self._whole.averaged()
 
     def weights(self) -> dict[str, torch.Tensor]:
-        return {name: tensor.detach().cpu().clone() for name, tensor in self.module.state_dict().items()}
+        return self._whole.weights()

@@ -23,6 +23,10 @@ def open_engine(recipe: Recipe, *, stage: StageName, plan: StagePlan, model: nn.
     optimizer, ema = config.optimizer, config.ema
     freeze(model, optimizer.frozen, key=f"stages.{stage}.optimizer.frozen")
     match recipe.engine.backend:
+        case "deepspeed" if recipe.engine.zero_stage == 0:
+            from pipeline.engine.ddp_engine import DdpEngine
+
+            return DdpEngine(model, config=recipe.engine, optimizer=optimizer, ema=ema, plan=plan, ranks=ranks)
         case "deepspeed":
             from pipeline.engine.deepspeed_engine import DeepSpeedEngine
 

@@ -1,6 +1,6 @@
-"""A saved engine state, independent of world size and ZeRO stage: parameter name -> tensors.
+"""A saved engine state, independent of world size, ZeRO stage and backend: parameter name -> tensors.
 
-DeepSpeed cuts weights and moments into flat shards, differently by ZeRO stage and world size, and loads only its own
+ZeRO 0 and accelerate write one file with everything whole. DeepSpeed cuts weights and moments into flat shards, differently by ZeRO stage and world size, and loads only its own
 cut (universal checkpoints need an offline conversion and do not cross stages 2 and 3). Here the cuts are undone by
 address: which element of which file holds element i of a parameter. Files are mapped, and a rank reads what it keeps.
 Restored to the last bit: float32 weights, moments, step counters, the dynamic loss scale. At another world size,
@@ -27,6 +27,10 @@ from pipeline.engine.frozen import read_frozen
 from pipeline.engine.reading import read_state
 from pipeline.vocabulary import OPTIMIZERS
 
+# Of a checkpoint: what a backend, or a ZeRO stage, writes.
+ACCELERATE_FILE = "accelerate.pt"
+DDP_FILE = "ddp.pt"
+DEEPSPEED_FOLDER = "deepspeed"  # DeepSpeed's name for one checkpoint inside ours
 WEIGHT = "weight"  # the master weight, among the names of moments
 _STEP = "step"  # AdamW's counter, beside the moments in torch's optimizers
 _MOMENTS = {moment for optimizer in OPTIMIZERS.values() for moment in optimizer.moments}
@@ -39,7 +43,7 @@ class LossScale:
     scale: float
     iteration: int  # attempted steps
     last_overflow: int  # the iteration of the last overflow; -1: none
-    hysteresis: int | None  # overflows that are still tolerated; None: ZeRO 0 has none
+    hysteresis: int | None  # overflows that are still tolerated; None: torch's knows none
 
 
 @dataclass(frozen=True)
@@ -98,14 +102,19 @@ class PortableState:
         return self.part(name, of=of, first=0, count=torch.Size(shape).numel()).view(shape)
 
 
-def open_deepspeed(folder: Path, *, zero_stage: int, processes: int, model: nn.Module) -> PortableState:
-    """Open what `processes` ranks of DeepSpeed saved; `model`, on any device and perhaps sharded, gives names, order
-    and shapes. UserError: the state is of another model or world size."""
+def open_state(folder: Path, *, backend: str, zero_stage: int, processes: int, model: nn.Module) -> PortableState:
+    """Open what `processes` ranks saved in a checkpoint's `folder`; `model`, on any device and perhaps sharded, gives
+    names, order and shapes. UserError: the state is of another model or world size."""
+    if backend == "accelerate":
+        return open_whole(folder / ACCELERATE_FILE, model=model)
     if zero_stage == 0:
-        content = read_state(folder / "mp_rank_00_model_states.pt")
-        content["module"] = {**content["module"], **read_frozen(folder)}
-        return _open_whole(folder.parent, content=content, averages=_averages(folder, rank=0), model=model)
-    # ZeRO 1 to 3: one file of optimizer states a process; shapes are in the first process's other file.
+        return open_whole(folder / DDP_FILE, model=model)
+    return open_deepspeed(folder / DEEPSPEED_FOLDER, zero_stage=zero_stage, processes=processes, model=model)
+
+
+def open_deepspeed(folder: Path, *, zero_stage: int, processes: int, model: nn.Module) -> PortableState:
+    """Open what DeepSpeed saved under ZeRO 1 to 3; errors as in `open_state`."""
+    # One file of optimizer states a process; shapes are in the first process's other file.
     found = len(list(folder.glob("*_optim_states.pt")))
     if found != processes:
         raise UserError(f"checkpoint {folder.parent} has the shards of {found} processes instead of {processes}")
@@ -152,34 +161,28 @@ def open_deepspeed(folder: Path, *, zero_stage: int, processes: int, model: nn.M
     )
 
 
-def open_accelerate(file: Path, *, model: nn.Module) -> PortableState:
-    """Open what the accelerate backend saved; arguments and errors as in `open_deepspeed`."""
-    content = read_state(file)
-    averages = _averages(file.parent, rank=0)
-    return _open_whole(file.parent, content={**content, "module": content["model"]}, averages=averages, model=model)
-
-
 def _averages(folder: Path, *, rank: int) -> dict[str, Any]:
     """A process's averages of the weights, as `WeightAverage.state` gave them; empty: the state has none."""
     file = folder / average_file(rank)
     return read_state(file) if file.exists() else {}
 
 
-def _open_whole(folder: Path, *, content: dict[str, Any], averages: dict[str, Any], model: nn.Module) -> PortableState:
-    """One file with everything; torch's optimizer state numbers its parameters instead of naming them."""
-    weights: dict[str, Tensor] = dict(content["module"])
-    buffers = {name: weights.pop(name) for name in content.get("buffer_names", _buffer_names(model))}
+def open_whole(file: Path, *, model: nn.Module) -> PortableState:
+    """Open one file with everything (`whole.WholeState`); torch's optimizer state numbers its parameters instead of
+    naming them. Errors as in `open_state`."""
+    folder = file.parent
+    if not file.exists() and (folder / DEEPSPEED_FOLDER).exists():  # ZeRO 0 was DeepSpeed's
+        raise UserError(f"checkpoint {folder} was written by an earlier shardvit: go on with that version")
+    content, averages = read_state(file), _averages(folder, rank=0)
+    weights: dict[str, Tensor] = dict(content["model"])
+    buffers = {name: weights.pop(name) for name in _buffer_names(model)}
     shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
     _check_fits(shapes, model=model, folder=folder)
 
-    optimizer = content["optimizer"]
-    torchs: dict[str, Any] = optimizer.get("optimizer_state_dict", optimizer)
+    torchs: dict[str, Any] = content["optimizer"]
     if any("param_names" not in group for group in torchs["param_groups"]):
         raise UserError(f"checkpoint {folder} was written by an earlier shardvit: go on with that version")
     names: list[str] = [name for group in torchs["param_groups"] for name in group["param_names"]]
-    if "fp32_groups" in optimizer:  # DeepSpeed's wrapper in half precision
-        masters = [master for group in optimizer["fp32_groups"] for master in group]
-        weights.update(zip(names, masters, strict=True))
     states = torchs["state"]
     moments = _moments(states)
     by_number = dict(enumerate(names))
@@ -196,7 +199,7 @@ def _open_whole(folder: Path, *, content: dict[str, Any], averages: dict[str, An
         shapes=shapes,
         buffers=buffers,
         moments=moments,
-        counters=_counters(content, states=states, loss_scale=_read_loss_scale(optimizer)),
+        counters=_counters(content, states=states, loss_scale=_torchs_loss_scale(content.get("scaler"))),
         average_updates=averages.get("updates"),
         _addresses={
             name: _Address(flat=number, lead=0, stride=max(1, weights[name].numel()), base=0)
@@ -275,8 +278,8 @@ def _counters(
 
 
 def _read_loss_scale(scaler: Mapping[str, Any]) -> LossScale | None:
-    """From DeepSpeed's scaler (ZeRO 1 to 3), or its wrapper's state (ZeRO 0)."""
-    if not scaler.get("dynamic", scaler.get("dynamic_loss_scale", False)):
+    """From DeepSpeed's scaler."""
+    if not scaler.get("dynamic", False):
         return None
     return LossScale(
         scale=scaler["cur_scale"],
@@ -284,3 +287,10 @@ def _read_loss_scale(scaler: Mapping[str, Any]) -> LossScale | None:
         last_overflow=scaler["last_overflow_iter"],
         hysteresis=scaler.get("cur_hysteresis"),
     )
+
+
+def _torchs_loss_scale(scaler: Mapping[str, Any] | None) -> LossScale | None:
+    """From the state of torch's GradScaler, which counts the steps since the last overflow; None: there is none."""
+    if not scaler:
+        return None
+    return LossScale(scale=scaler["scale"], iteration=scaler["_growth_tracker"], last_overflow=-1, hysteresis=None)

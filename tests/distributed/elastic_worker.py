@@ -84,6 +84,8 @@ WRITTEN = [
     *_written(1, "013"),
     *_written(1, "2", "bf16"),
     *_written(1, "1", "bf16", "sgd"),
+    *_written(3, "01"),
+    *_written(3, "0", "bf16"),
     Written(2, 0, backend="accelerate"),
     Written(2, 0, "fp32", "lamb", "accelerate"),
     Written(2, 0, "fp32", "adafactor"),
@@ -105,6 +107,8 @@ READ = [
     *_read(2, 2, "00 11 22 33"),  # as it was: also by the engine's own way
     *_read(2, 2, "00 11 22 33", "bf16"),
     *_read(2, 2, "00 33", "fp32", "sgd"),
+    *_read(3, 3, "00 11"),  # of three ranks the order of adding up shows in the last bits
+    *_read(3, 3, "00", "bf16"),
     *_read(2, 2, "01 12 23 32 30 13"),
     *_read(2, 2, "02 10 20 21 31", "bf16"),
     *_read(2, 1, "01 12 23 32 30 11"),
@@ -160,8 +164,9 @@ def identity(written: Written) -> dict:
 
 def torch_optimizer(engine):
     """AdamW or SGD itself, below whatever is wrapped around it."""
-    optimizer = engine._engine.optimizer if hasattr(engine, "_engine") else engine._optimizer
-    return getattr(optimizer, "optimizer", optimizer)
+    if hasattr(engine, "_whole"):
+        return engine._whole.optimizer
+    return getattr(engine._engine.optimizer, "optimizer", engine._engine.optimizer)
 
 
 def frozen(engine) -> dict[str, torch.Tensor]:
@@ -179,17 +184,15 @@ def full_state(engine, *, stage: int, moments: tuple[str, ...] | None) -> dict[s
     inner = torch_optimizer(engine)
     parameters = {name: p for name, p in engine.module.named_parameters() if p.requires_grad}
     if stage == 0:
-        order = [p for group in inner.param_groups for p in group["params"]]
-        wrapper = getattr(engine, "_engine", None) and engine._engine.optimizer
-        halves = [p for group in getattr(wrapper, "fp16_groups", []) for p in group] or order
-        master = {id(half): whole for half, whole in zip(halves, order, strict=True)}
+        masters = {
+            name: master
+            for group in inner.param_groups
+            for name, master in zip(group["param_names"], group["params"], strict=True)
+        }
         return {
-            name: {"weight": master[id(p)].detach().clone()}
-            | {
-                moment: inner.state[master[id(p)]][moment].clone()
-                for moment in moments or own(inner.state[master[id(p)]])
-            }
-            for name, p in parameters.items()
+            name: {"weight": masters[name].detach().clone()}
+            | {moment: inner.state[masters[name]][moment].clone() for moment in moments or own(inner.state[masters[name]])}
+            for name in parameters
         }
     if stage in (1, 2):
         engine._engine.optimizer._hp_optimizer_states_linked = False
@@ -278,7 +281,7 @@ def read_case(read: Read, ranks: Ranks, folder: Path) -> dict:
     }
     if has_native(read):
         native, _ = fresh(written, ranks, stage=read.stage)
-        if written.backend == "deepspeed":  # its own loader, as the oracle
+        if hasattr(native, "_engine"):  # DeepSpeed's own loader, as the oracle
             native._engine.load_checkpoint(str(folder), tag="deepspeed")
         else:
             native.load(folder, written=identity(written))

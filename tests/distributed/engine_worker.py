@@ -192,7 +192,7 @@ def run_kind(case: tuple[str, int, str], ranks: Ranks, folder: Path) -> dict:
 
 
 def decay_groups(engine) -> list[dict]:
-    optimizer = engine._engine.optimizer if hasattr(engine, "_engine") else engine._optimizer
+    optimizer = engine._engine.optimizer if hasattr(engine, "_engine") else engine._whole.optimizer
     return optimizer.param_groups
 
 

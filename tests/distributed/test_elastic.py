@@ -61,7 +61,8 @@ def test_the_cases_cross_every_stage_both_ways_and_every_number_of_processes():
     stages = {(case.written.stage, case.stage) for case in worker.READ}
     assert stages == {(old, new) for old in range(4) for new in range(4)}
     sizes = {(case.written.world, case.world, case.written.precision) for case in worker.READ}
-    assert sizes == {(*size, precision) for size in ((2, 1), (1, 2), (2, 3), (2, 2)) for precision in ("fp32", "bf16")}
+    counts = ((2, 1), (1, 2), (2, 3), (2, 2), (3, 3))
+    assert sizes == {(*size, precision) for size in counts for precision in ("fp32", "bf16")}
 
 
 @pytest.mark.parametrize("case", worker.READ, ids=name_of)
@@ -111,7 +112,8 @@ def test_the_moving_average_is_the_writers_bit_for_bit_and_goes_on(case, results
 @pytest.mark.parametrize("case", worker.READ, ids=name_of)
 def test_counters_go_on(case, results):
     old, new = both(results, case)
-    assert new["numbers"] == old["numbers"]
+    both_keep = new["numbers"].keys() & old["numbers"].keys()  # ZeRO 0 keeps no counters of DeepSpeed's
+    assert both_keep >= {"steps", "types"} and all(new["numbers"][key] == old["numbers"][key] for key in both_keep)
     assert ("torch.bfloat16" in dict(old["numbers"]["types"]).values()) == (
         case.written.optimizer.endswith("bf16") or case.written.optimizer == "adafactor"
     )

@@ -90,16 +90,16 @@ def command_as_state(world: World) -> None:
 
 
 SHARDS = {
-    0: ["mp_rank_00_model_states.pt"],
-    1: ["mp_rank_00_model_states.pt", "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"],
-    2: ["mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"],
-    3: ["zero_pp_rank_0_mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"],
+    0: ["ddp.pt"],
+    1: ["deepspeed/mp_rank_00_model_states.pt", "deepspeed/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"],
+    2: ["deepspeed/mp_rank_00_model_states.pt", "deepspeed/zero_pp_rank_0_mp_rank_00_optim_states.pt"],
+    3: ["deepspeed/zero_pp_rank_0_mp_rank_00_model_states.pt", "deepspeed/zero_pp_rank_0_mp_rank_00_optim_states.pt"],
 }
 
 
 def engine_shards(stage: int) -> Attack:
     def attack(world: World) -> None:
-        files = {f"deepspeed/{name}": {"module": {}, "optimizer_state_dict": world.ran} for name in SHARDS[stage]}
+        files = {name: {"module": {}, "optimizer_state_dict": world.ran} for name in SHARDS[stage]}
         world.save_engine(files, zero_stage=stage)
 
     attack.__name__ = f"zero_{stage}"
@@ -108,7 +108,7 @@ def engine_shards(stage: int) -> Attack:
 
 def raw_pickle_as_shard(world: World) -> None:
     engine_shards(0)(world)
-    (world.checkpoint / "deepspeed" / SHARDS[0][0]).write_bytes(pickle.dumps(world.ran, protocol=2))
+    (world.checkpoint / SHARDS[0][0]).write_bytes(pickle.dumps(world.ran, protocol=2))
     world.seal()
 
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from data_shards.errors import UserError
 from pipeline.engine.masters import put_loss_scale
-from pipeline.engine.portable import WEIGHT, LossScale, open_accelerate, open_deepspeed
+from pipeline.engine.portable import WEIGHT, LossScale, open_deepspeed, open_state, open_whole
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 CUTS = [(stage, processes, align) for stage in (1, 3) for processes in (1, 2, 3, 7, 64) for align in (1, 4)]
@@ -147,20 +147,27 @@ def test_only_the_shards_that_hold_some_of_a_part_are_opened(tmp_path: Path, sta
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_a_state_of_another_model_is_refused(tmp_path: Path, stage: int, model: nn.Module, said: str):
     if stage:
-        folder = cut(tmp_path, content_of(model_of()), stage=stage, processes=2)
+        folder = cut(tmp_path, content_of(model_of()), stage=stage, processes=2).parent
     else:
-        folder = tmp_path / "step-00000007" / "deepspeed"
+        folder = tmp_path / "step-00000007"
         folder.mkdir(parents=True)
         ours = model_of()
         content = {
-            "module": ours.state_dict(),
-            "buffer_names": [],
+            "model": ours.state_dict(),
             "optimizer": torch.optim.AdamW(ours.named_parameters()).state_dict(),
+            "scaler": None,
         }
-        torch.save(content, folder / "mp_rank_00_model_states.pt")
+        torch.save(content, folder / "ddp.pt")
     with pytest.raises(UserError, match=said) as caught:
-        open_deepspeed(folder, zero_stage=stage, processes=2, model=model)
-    assert f"checkpoint {folder.parent} is of another model" in str(caught.value) and "\n" not in str(caught.value)
+        open_state(folder, backend="deepspeed", zero_stage=stage, processes=2, model=model)
+    assert f"checkpoint {folder} is of another model" in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_state_of_deepspeeds_stage_0_which_earlier_versions_wrote_is_refused(tmp_path: Path):
+    (tmp_path / "deepspeed").mkdir()
+    with pytest.raises(UserError, match="was written by an earlier shardvit") as caught:
+        open_state(tmp_path, backend="deepspeed", zero_stage=0, processes=2, model=model_of())
+    assert str(tmp_path) in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_shards_of_another_number_of_processes_are_refused(tmp_path: Path):
@@ -169,7 +176,7 @@ def test_shards_of_another_number_of_processes_are_refused(tmp_path: Path):
         open_deepspeed(folder, zero_stage=1, processes=3, model=model_of())
 
 
-def test_the_other_backends_file_is_read_too(tmp_path: Path):
+def test_a_file_with_everything_whole_is_read_too(tmp_path: Path):
     model = model_of()
     groups = [[(name, dict(model.named_parameters())[name]) for name in group] for group in GROUPS]
     optimizer = torch.optim.AdamW([{"params": group} for group in groups])
@@ -177,7 +184,7 @@ def test_the_other_backends_file_is_read_too(tmp_path: Path):
     optimizer.step()
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "scaler": None}
     torch.save(state, tmp_path / "accelerate.pt")
-    saved = open_accelerate(tmp_path / "accelerate.pt", model=model_of())
+    saved = open_whole(tmp_path / "accelerate.pt", model=model_of())
     assert saved.counters.optimizer_step == 1
     for name, parameter in model.named_parameters():
         assert torch.equal(saved.whole(name), parameter)
@@ -193,14 +200,14 @@ def test_a_state_that_lacks_some_moments_is_refused(tmp_path: Path):
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "scaler": None}
     torch.save(state, tmp_path / "accelerate.pt")
     with pytest.raises(UserError, match=r"holds no exp_avg of 2\.weight, 0\.bias, 1\.weight and 1 more: take an older"):
-        open_accelerate(tmp_path / "accelerate.pt", model=model_of())
+        open_whole(tmp_path / "accelerate.pt", model=model_of())
 
 
 def test_before_the_first_step_there_are_no_moments(tmp_path: Path):
     model = model_of()
     state = {"model": model.state_dict(), "optimizer": torch.optim.AdamW(model.named_parameters()).state_dict()}
-    torch.save(state, tmp_path / "accelerate.pt")
-    saved = open_accelerate(tmp_path / "accelerate.pt", model=model_of())
+    torch.save({**state, "scaler": None}, tmp_path / "accelerate.pt")
+    saved = open_whole(tmp_path / "accelerate.pt", model=model_of())
     assert saved.moments == {} and saved.counters.optimizer_step is None
 
 
@@ -229,15 +236,6 @@ def dynamic_scaler(**numbers):
     return scaler
 
 
-def unsharded_scaler(**numbers):
-    from deepspeed.runtime.fp16.loss_scaler import LossScaleConfig, LossScaleProfile
-
-    arguments = {"init_scale": 2**16, "scale_window": 1000, "min_scale": 1}
-    config = LossScaleConfig(torch.half, True, 1.0, arguments, profile=LossScaleProfile.UNFUSED)
-    vars(config).update(numbers)
-    return config
-
-
 NUMBERS = {"cur_scale": 512.0, "cur_iter": 4321, "last_overflow_iter": 3000}
 
 
@@ -251,26 +249,23 @@ def test_a_dynamic_loss_scale_goes_on_in_another_stage(tmp_path: Path, stage: in
     sharded = SimpleNamespace(loss_scaler=dynamic_scaler())
     put_loss_scale(sharded, saved)
     assert vars(sharded.loss_scaler) == vars(scaler)
-    unsharded = SimpleNamespace(loss_scale_config=unsharded_scaler())
-    put_loss_scale(unsharded, saved)
-    assert vars(unsharded.loss_scale_config) == vars(unsharded_scaler(**NUMBERS))
 
 
 def test_a_dynamic_loss_scale_of_zero_0_goes_on_in_another_stage(tmp_path: Path):
-    """DeepSpeed's wrapper writes its numbers one by one."""
-    from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
-
+    """torch's GradScaler, which ZeRO 0 uses, counts the steps since the last overflow."""
     model = model_of()
-    inner = torch.optim.AdamW([(name, dict(model.named_parameters())[name]) for group in GROUPS for name in group])
-    wrapper = object.__new__(FP16_UnfusedOptimizer)
-    wrapper.loss_scale_config, wrapper.optimizer = unsharded_scaler(**NUMBERS), inner
-    wrapper.fp32_groups = [[p.detach() for p in inner.param_groups[0]["params"]]]
-    folder = tmp_path / "step-00000007" / "deepspeed"
-    folder.mkdir(parents=True)
-    content = {"module": model.state_dict(), "buffer_names": [], "optimizer": wrapper.state_dict()}
-    torch.save(content, folder / "mp_rank_00_model_states.pt")
-    saved = open_deepspeed(folder, zero_stage=0, processes=1, model=model_of()).counters.loss_scale
-    assert saved == LossScale(scale=512.0, iteration=4321, last_overflow=3000, hysteresis=None)
+    state = {
+        "model": model.state_dict(),
+        "optimizer": torch.optim.AdamW(model.named_parameters()).state_dict(),
+        "scaler": {**torch.amp.GradScaler("cpu").state_dict(), "scale": 512.0, "_growth_tracker": 321},
+    }
+    torch.save(state, tmp_path / "ddp.pt")
+    saved = open_whole(tmp_path / "ddp.pt", model=model_of()).counters.loss_scale
     sharded = SimpleNamespace(loss_scaler=dynamic_scaler(cur_hysteresis=1))
+    assert saved is not None
     put_loss_scale(sharded, saved)
-    assert vars(sharded.loss_scaler) == vars(dynamic_scaler(**NUMBERS, cur_hysteresis=1))
+    for _ in range(1000 - 321):
+        sharded.loss_scaler.update_scale(overflow=False)
+        assert sharded.loss_scaler.cur_scale == 512.0
+    sharded.loss_scaler.update_scale(overflow=False)
+    assert sharded.loss_scaler.cur_scale == 1024.0

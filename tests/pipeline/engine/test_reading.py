@@ -1,13 +1,12 @@
 """What engines write comes back as it was; what would run code, or pose as a record, is refused by name."""
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from data_shards.errors import UserError
-from pipeline.engine.accelerate_engine import FILE, AccelerateEngine
+from pipeline.engine.portable import open_state
 from pipeline.engine.reading import Record, read_state
 from tests.launch.security.somebody import Canary
 
@@ -59,11 +58,10 @@ def test_what_is_no_file_of_torch_is_refused_by_name(tmp_path: Path, content: by
         assert "\n" not in str(caught.value)
 
 
-def test_accelerate_goes_on_from_no_pickle(tmp_path: Path):
+@pytest.mark.parametrize(("backend", "file"), [("accelerate", "accelerate.pt"), ("deepspeed", "ddp.pt")])
+def test_what_keeps_everything_whole_goes_on_from_no_pickle(tmp_path: Path, backend: str, file: str):
     model = torch.nn.Linear(2, 1)
-    written(tmp_path / FILE, model=model.state_dict(), optimizer=Canary(tmp_path / "ran"), scaler=None)
-    engine = object.__new__(AccelerateEngine)
-    engine._accelerator, engine._model = SimpleNamespace(scaler=None, unwrap_model=lambda model: model), model
-    with pytest.raises(UserError, match=r"accelerate\.pt holds more"):
-        engine.load(tmp_path, written={})
+    written(tmp_path / file, model=model.state_dict(), optimizer=Canary(tmp_path / "ran"), scaler=None)
+    with pytest.raises(UserError, match=rf"{file} holds more"):
+        open_state(tmp_path, backend=backend, zero_stage=0, processes=1, model=model)
     assert not (tmp_path / "ran").exists()

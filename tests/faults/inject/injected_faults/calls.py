@@ -65,6 +65,7 @@ def install() -> None:
             {
                 "pipeline.state": _patch_state,
                 "pipeline.engine.deepspeed_engine": lambda module: _patch_engine(module.DeepSpeedEngine),
+                "pipeline.engine.ddp_engine": lambda module: _patch_engine(module.DdpEngine),
                 "pipeline.engine.accelerate_engine": lambda module: _patch_engine(module.AccelerateEngine),
                 "pipeline.checkpoint.saver": _patch_saver,
                 "model.head": _patch_head,
