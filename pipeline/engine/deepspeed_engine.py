@@ -1,10 +1,8 @@
-"""DeepSpeed behind the `Engine` protocol: ZeRO 0 to 3, bf16/fp16/fp32, on GPUs (NCCL) and CPUs (gloo).
+"""DeepSpeed behind the `Engine` protocol: ZeRO 1 to 3, bf16/fp16/fp32, on GPUs (NCCL) and CPUs (gloo).
 
 DeepSpeed owns sharded state, precision, accumulation and clipping. Where DeepSpeed 0.19 falls short, this file adds:
-- ZeRO 0 in float32 does not check its gradients, so one NaN would ruin the weights: we check, and clip.
 - Its checkpoints are pickles, which it executes, and load only at the world size and ZeRO stage that wrote them: `load`
   reads any of them as data (`portable`) and puts them in place (`masters`).
-- ZeRO 0 in half precision: DeepSpeed's helpers miss its master weights, and its Adam starts one step ahead.
 - Master weights are made from rounded half-precision ones: they get their exact values back.
 - On CPUs it compiles a shared-memory all-reduce at first start (half a minute, a C++ compiler) and leaves 69 MB in
   /dev/shm per rank and run: switched off, gloo does the same.
@@ -14,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path, PurePath
@@ -26,11 +23,11 @@ from torch import nn
 from pipeline.engine.average import WeightAverage, average_file
 from pipeline.engine.frozen import FILE as FROZEN_FILE
 from pipeline.engine.frozen import frozen_weights
-from pipeline.engine.masters import named_masters, put_average, put_state, round_masters, slots, unsharded_masters
-from pipeline.engine.portable import open_deepspeed
+from pipeline.engine.masters import named_masters, put_average, put_state, round_masters, slots
+from pipeline.engine.portable import DEEPSPEED_FOLDER, open_state
 from pipeline.engine.protocol import StepResult, exchange_requests
 from pipeline.engine.state_files import StateFile, state_file
-from pipeline.engine.zero_config import checks_gradients, deepspeed_config
+from pipeline.engine.zero_config import deepspeed_config
 from pipeline.optimizers.optim import build_optimizer, set_lr
 from pipeline.ranks.group import Ranks
 from pipeline.ranks.stopping import StopOrSave
@@ -38,9 +35,7 @@ from pipeline.recipe.optimizer import OptimizerConfig
 from pipeline.recipe.schema import EngineConfig
 from pipeline.recipe.stage import EmaConfig
 from pipeline.recipe.stage_plan import StagePlan
-from pipeline.vocabulary import OPTIMIZERS
 
-TAG = "deepspeed"  # DeepSpeed's name for the folder of one checkpoint inside ours
 _INPUT_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -63,10 +58,6 @@ class DeepSpeedEngine:
         self._ranks = ranks
         self._accumulation_steps = plan.accumulation_steps
         self._micro_step = 0
-        self._checks_itself = checks_gradients(config)
-        self._sharded = config.zero_stage > 0
-        self._clip_grad_norm = optimizer.clip_grad_norm
-        self._state = OPTIMIZERS[optimizer.name]
         self.input_dtype = _INPUT_DTYPES[config.precision]
         exact = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
         self._frozen = frozen_weights(model)
@@ -80,7 +71,7 @@ class DeepSpeedEngine:
         self.device = torch.device(self._engine.device)
         if config.precision != "fp32":
             self._set_masters(exact)
-        self._average = WeightAverage(named_masters(self._engine, rank=ranks.place.rank), config=ema) if ema else None
+        self._average = WeightAverage(named_masters(self._engine), config=ema) if ema else None
         # After masters and averages were exchanged: the forward pass's weights are to be made from the masters again.
         self._rounding_is_due = False
 
@@ -107,7 +98,8 @@ class DeepSpeedEngine:
         assert self._micro_step == self._accumulation_steps, "step() before all micro-batches"
         self._micro_step = 0
         set_lr(self._engine.optimizer.param_groups, lr)
-        applied, grad_norm = self._step()
+        self._engine.step()
+        applied, grad_norm = bool(self._engine.was_step_applied()), float(self._engine.get_global_grad_norm())
         if applied and self._average:
             self._average.update()
         return StepResult.known(
@@ -117,21 +109,6 @@ class DeepSpeedEngine:
     def pass_over(self, *, requests: StopOrSave) -> StepResult:
         return StepResult.passed_over(exchange_requests(requests, device=self.device))
 
-    def _step(self) -> tuple[bool, float]:
-        if self._checks_itself:
-            self._engine.step()
-            return bool(self._engine.was_step_applied()), float(self._engine.get_global_grad_norm())
-        parameters = [p for p in self._engine.module.parameters() if p.grad is not None]
-        total_norm = torch.nn.utils.get_total_norm([p.grad for p in parameters])
-        grad_norm = float(total_norm)
-        if not math.isfinite(grad_norm):
-            for parameter in parameters:
-                parameter.grad = None  # torch's optimizers pass over parameters without a gradient
-        elif self._clip_grad_norm:
-            torch.nn.utils.clip_grads_with_norm_(parameters, self._clip_grad_norm, total_norm)
-        self._engine.step()
-        return math.isfinite(grad_norm), grad_norm
-
     def snapshot(self) -> tuple[StateFile, ...]:
         self._round_if_due()
         writer, collector = self._engine.checkpoint_engine, _Collector()
@@ -140,27 +117,23 @@ class DeepSpeedEngine:
         self._engine._copy_recovery_script = lambda save_path: None
         try:
             self._engine.save_checkpoint(
-                ".", tag=TAG, client_state={}, save_latest=False, exclude_frozen_parameters=True
+                ".", tag=DEEPSPEED_FOLDER, client_state={}, save_latest=False, exclude_frozen_parameters=True
             )
         finally:
             self._engine.checkpoint_engine = writer
             del self._engine._copy_recovery_script
         rank = self._ranks.place.rank
-        if self._average and (self._sharded or rank == 0):
-            collector.save(self._average.state(), f"{TAG}/{average_file(rank)}")
+        if self._average:
+            collector.save(self._average.state(), f"{DEEPSPEED_FOLDER}/{average_file(rank)}")
         if self._frozen and rank == 0:
-            collector.save({"weights": self._frozen}, f"{TAG}/{FROZEN_FILE}")
+            collector.save({"weights": self._frozen}, f"{DEEPSPEED_FOLDER}/{FROZEN_FILE}")
         return tuple(collector.files)
 
     def load(self, folder: Path, *, written: dict[str, Any]) -> None:
-        saved = open_deepspeed(
-            folder / TAG,
-            zero_stage=written["zero_stage"],
-            processes=written["processes"],
-            model=self._engine.module,
-        )
+        layout = {key: written[key] for key in ("zero_stage", "processes")}
+        saved = open_state(folder, backend="deepspeed", **layout, model=self._engine.module)
         rank = self._ranks.place.rank
-        put_state(self._engine, saved, rank=rank, takes=self._state.takes)
+        put_state(self._engine, saved, rank=rank)
         self._frozen = {name: saved.whole(name).clone() for name in self._frozen}
         self._rounding_is_due = False
         if self._average:
@@ -186,10 +159,9 @@ class DeepSpeedEngine:
     def weights(self) -> dict[str, torch.Tensor]:
         from deepspeed.utils import safe_get_full_fp32_param
 
-        masters = unsharded_masters(self._engine.optimizer)
         state: dict[str, torch.Tensor] = {}
         for name, parameter in self._engine.module.named_parameters():
-            full = self._frozen.get(name, masters.get(id(parameter)))
+            full = self._frozen.get(name)
             if full is None:
                 full = safe_get_full_fp32_param(parameter)
             state[name] = (parameter if full is None else full).detach().to("cpu", torch.float32).clone()
@@ -200,12 +172,6 @@ class DeepSpeedEngine:
 
     def _set_masters(self, exact: dict[str, torch.Tensor]) -> None:
         """Give the master weights the float32 values from before rounding."""
-        if unsharded_masters(self._engine.optimizer):
-            # This wrapper has stepped on zero gradients to allocate the state, which shifts Adam's bias correction.
-            inner = self._engine.optimizer.optimizer
-            inner.state.clear()
-            for group in inner.param_groups:
-                group.pop("step", None)  # LAMB's
         for name, slot in slots(self._engine, rank=self._ranks.place.rank).items():
             slot.fill(slot.master, exact[name].flatten()[slot.first : slot.first + slot.count])
 

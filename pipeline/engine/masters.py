@@ -1,7 +1,7 @@
 """Where a running DeepSpeed engine keeps its master weights and moments, and how saved ones are put there.
 
-Stage 0 keeps whole parameters, stages 1 and 2 a piece of each flattened group, stage 3 a piece of each parameter;
-`slots` maps them all, so that restoring is one copy in every stage. DeepSpeed's own setters are not used: stage 3's
+Stages 1 and 2 keep a piece of each flattened group, stage 3 a piece of each parameter (stage 0: `whole`); `slots` maps
+them all, so that restoring is one copy in every stage. DeepSpeed's own setters are not used: stage 3's
 fails where the world size does not divide a parameter's size, and none creates moments. Relies on attributes of
 DeepSpeed 0.19's optimizers; does not import it.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,7 +36,6 @@ class Slot:
 def slots(engine: Any, *, rank: int) -> dict[str, Slot]:
     """This rank's share of each trained parameter, by name; those without a share are left out."""
     optimizer = engine.optimizer
-    unsharded = unsharded_masters(optimizer)
     found: dict[str, Slot] = {}
     for name, parameter in engine.module.named_parameters():
         if not parameter.requires_grad:
@@ -46,9 +45,6 @@ def slots(engine: Any, *, rank: int) -> dict[str, Slot]:
             first = rank * size
             count = min(size, parameter.ds_numel - first)
             slot = Slot(optimizer.fp32_partitioned_groups_flat[flat], start, first, count)
-        elif not hasattr(parameter, "_hp_mapping"):  # stage 0
-            master = unsharded.get(id(parameter))
-            slot = Slot(parameter if master is None else master, 0, 0, parameter.numel())
         elif (mapping := parameter._hp_mapping) is not None:  # stages 1 and 2
             group, address = mapping.param_group_index, mapping.hp_fragment_address
             flat = optimizer.single_partition_of_fp32_groups[group]
@@ -60,32 +56,16 @@ def slots(engine: Any, *, rank: int) -> dict[str, Slot]:
     return found
 
 
-def unsharded_masters(optimizer: Any) -> dict[int, Tensor]:
-    """Stage 0 in half precision: id of the half parameter -> its float32 master; empty in all other cases."""
-    if not hasattr(optimizer, "fp32_groups") or not hasattr(optimizer, "fp16_groups"):
-        return {}
-    return {
-        id(half): master
-        for halves, masters in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True)
-        for half, master in zip(halves, masters, strict=True)
-    }
-
-
-def put_state(engine: Any, saved: PortableState, *, rank: int, takes: Literal["pieces", "parameters"]) -> None:
-    """Load weights, moments and counters into an engine; collective, as half weights are gathered. `takes`: what the
-    optimizer does; one of whole parameters may keep anything, and torch puts it back."""
+def put_state(engine: Any, saved: PortableState, *, rank: int) -> None:
+    """Load weights, moments and counters into an engine; collective, as half weights are gathered."""
     places = slots(engine, rank=rank)
-    torch_optimizer = getattr(engine.optimizer, "optimizer", engine.optimizer)  # inside DeepSpeed's, except in fp32
+    torch_optimizer = getattr(engine.optimizer, "optimizer", engine.optimizer)  # inside DeepSpeed's
     torch_optimizer.state.clear()
-    if takes == "parameters":
-        assert saved.optimizer, "the recipe allows such an optimizer at ZeRO 0 alone"
-        torch_optimizer.load_state_dict({**saved.optimizer, "state": _copied(saved.optimizer["state"])})
-    moments = saved.moments if takes == "pieces" else {}
-    if moments:
+    if saved.moments:
         for master in _masters(engine):
             torch_optimizer.state[master] = _empty_state(master, saved, group=torch_optimizer.param_groups[0])
     for name, slot in places.items():
-        for of in (WEIGHT, *moments):
+        for of in (WEIGHT, *saved.moments):
             values = saved.part(name, of=of, first=slot.first, count=slot.count)
             slot.fill(slot.master if of == WEIGHT else torch_optimizer.state[slot.master][of], values)
     for name, parameter in engine.module.named_parameters():
@@ -103,14 +83,9 @@ def put_state(engine: Any, saved: PortableState, *, rank: int, takes: Literal["p
         put_loss_scale(engine.optimizer, counters.loss_scale)
 
 
-def named_masters(engine: Any, *, rank: int) -> dict[str, Tensor]:
-    """The masters of what is trained, by what names them in the file of their averages: the parameter's name under
-    stage 0, the number of the flat group otherwise."""
-    if hasattr(engine.optimizer, "fp32_partitioned_groups_flat") or hasattr(
-        engine.optimizer, "single_partition_of_fp32_groups"
-    ):
-        return {str(number): flat for number, flat in enumerate(_masters(engine))}
-    return {name: slot.master for name, slot in slots(engine, rank=rank).items()}
+def named_masters(engine: Any) -> dict[str, Tensor]:
+    """The masters of what is trained, by what names them in the file of their averages: the flat group's number."""
+    return {str(number): flat for number, flat in enumerate(_masters(engine))}
 
 
 def put_average(average: WeightAverage, saved: PortableState, *, places: Mapping[str, Slot]) -> None:
@@ -134,31 +109,25 @@ def round_masters(engine: Any) -> None:
         for half, master in shards:
             half.detach().copy_(master.detach())
         optimizer.checkpoint_event_epilogue()  # gathers again those that are kept whole
-    elif hasattr(optimizer, "single_partition_of_fp32_groups"):
-        optimizer.update_lp_params()
     else:
-        masters = unsharded_masters(optimizer)
-        for parameter in engine.module.parameters():
-            if id(parameter) in masters:
-                parameter.detach().copy_(masters[id(parameter)].detach())
+        optimizer.update_lp_params()
 
 
 def put_loss_scale(optimizer: Any, saved: LossScale) -> None:
-    """Restore a dynamic loss scale, which ZeRO 0 keeps in another attribute."""
-    scaler = getattr(optimizer, "loss_scaler", None) or optimizer.loss_scale_config
+    """Restore a dynamic loss scale."""
+    scaler = optimizer.loss_scaler
     scaler.cur_scale = saved.scale
     scaler.cur_iter = saved.iteration
     scaler.last_overflow_iter = saved.last_overflow
-    if saved.hysteresis is not None and hasattr(scaler, "cur_hysteresis"):
+    if saved.hysteresis is not None:
         scaler.cur_hysteresis = saved.hysteresis
 
 
 def _masters(engine: Any) -> list[Tensor]:
     optimizer = engine.optimizer
-    for name in ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups"):
-        if hasattr(optimizer, name):
-            return list(getattr(optimizer, name))
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if hasattr(optimizer, "fp32_partitioned_groups_flat"):
+        return list(optimizer.fp32_partitioned_groups_flat)
+    return list(optimizer.single_partition_of_fp32_groups)
 
 
 def _empty_state(master: Tensor, saved: PortableState, *, group: dict[str, Any]) -> dict[str, Tensor]:
@@ -170,11 +139,3 @@ def _empty_state(master: Tensor, saved: PortableState, *, group: dict[str, Any])
     for moment, dtype in saved.moments.items():
         state[moment] = torch.zeros_like(master, dtype=dtype, requires_grad=False)
     return state
-
-
-def _copied(states: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
-    """Without memory of the mapped file, which torch would keep."""
-    return {
-        number: {key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()}
-        for number, state in states.items()
-    }

@@ -1,4 +1,4 @@
-"""Recipe -> DeepSpeed's configuration dictionary. Pure; there is no JSON file, so no second source of truth.
+"""Recipe -> DeepSpeed's configuration dictionary, for ZeRO 1 to 3. Pure; there is no JSON file, so no second source of truth.
 
 DeepSpeed's defaults that cost speed or safety are overridden, each with its reason.
 """
@@ -15,24 +15,18 @@ from pipeline.recipe.stage_plan import StagePlan
 _BUCKET_ELEMENTS = 25_000_000
 
 
-def checks_gradients(engine: EngineConfig) -> bool:
-    """Whether DeepSpeed itself skips a step whose gradient is not finite; stage 0 in float32 does not look."""
-    return engine.zero_stage > 0 or engine.precision != "fp32"
-
-
 def deepspeed_config(engine: EngineConfig, *, optimizer: OptimizerConfig, plan: StagePlan) -> dict[str, Any]:
     """The dictionary for `deepspeed.initialize`."""
     config: dict[str, Any] = {
         "train_batch_size": plan.global_batch_images,
         "train_micro_batch_size_per_gpu": plan.micro_batch_size,
         "gradient_accumulation_steps": plan.accumulation_steps,
-        # Explicit: the default became 1.0 in 2026. Where the engine looks at the gradients itself, it clips as well.
-        "gradient_clipping": optimizer.clip_grad_norm if checks_gradients(engine) else 0.0,
+        "gradient_clipping": optimizer.clip_grad_norm,  # explicit: the default became 1.0 in 2026
         "zero_optimization": {
             "stage": engine.zero_stage,
             "reduce_bucket_size": _BUCKET_ELEMENTS,
             "allgather_bucket_size": _BUCKET_ELEMENTS,
-            "overlap_comm": engine.zero_stage > 0,  # off by default for stages 1 and 2
+            "overlap_comm": True,  # off by default for stages 1 and 2
             "contiguous_gradients": True,
         },
         # SGD is not on DeepSpeed's list of tested optimizers, though it shards like AdamW.

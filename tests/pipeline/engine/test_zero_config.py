@@ -31,13 +31,13 @@ def config(*, clip: float = 1.0, **engine: Any) -> dict[str, Any]:
     return deepspeed_config(EngineConfig(**engine), optimizer=optimizer, plan=PLAN)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_batch_and_stage(stage: int):
     got = config(zero_stage=stage)
     assert got["zero_optimization"]["stage"] == stage
     assert got["train_batch_size"] == 64
     assert got["train_micro_batch_size_per_gpu"] * got["gradient_accumulation_steps"] * PLAN.world_size == 64
-    assert got["zero_optimization"]["overlap_comm"] is (stage > 0)
+    assert got["zero_optimization"]["overlap_comm"] is True
     # A ViT-S has 22M parameters: a bucket must not swallow a whole model of some size, or nothing overlaps.
     assert 1e6 < got["zero_optimization"]["reduce_bucket_size"] < 86e6
 
