@@ -66,7 +66,7 @@ class DdpEngine:
             bucket_bytes = bucket_elements["reduce_bucket_size"] * self.input_dtype.itemsize
             self._ddp = DistributedDataParallel(
                 InOrder(self._module),
-                bucket_cap_mb=bucket_bytes / _MIB,  # pyright: ignore[reportArgumentType] # a fraction is taken
+                bucket_cap_mb=bucket_bytes / _MIB,
                 gradient_as_bucket_view=True,
             )
             # It reads its timers in the first ten steps and then at this rate, waiting for the device.

@@ -68,7 +68,7 @@ class WholeState:
             for group in self.optimizer.param_groups:
                 group["params"] = [by_parameter[id(each)] for each in group["params"]]
             model.to(computes_in)
-        self._parameters = list(trained.values())
+        self._parameters: list[Tensor] = [*trained.values()]
         # torch's own mark of an optimizer that reads `grad_scale` and `found_inf` on the device.
         self._skips_on_device = bool(getattr(self.optimizer, "_step_supports_amp_scaling", False))
         self._average = WeightAverage(self._masters, config=ema) if ema else None
@@ -116,8 +116,9 @@ class WholeState:
         if not self._rounds:
             return found
         masters = list(self._masters.values())
-        flat = torch.empty(sum(each.numel() for each in masters), dtype=torch.float32, device=masters[0].device)
-        views = list(torch._utils._unflatten_dense_tensors(flat, masters))
+        sizes = [each.numel() for each in masters]
+        flat = torch.empty(sum(sizes), dtype=torch.float32, device=masters[0].device)
+        views = [piece.view_as(master) for piece, master in zip(flat.split(sizes), masters, strict=True)]
         torch._foreach_copy_(views, found)
         for master, view in zip(masters, views, strict=True):
             master.grad = view

@@ -1,4 +1,4 @@
-"""Recipe -> DeepSpeed's configuration dictionary, for ZeRO 1 to 3. Pure; there is no JSON file, so no second source of truth.
+"""Recipe -> DeepSpeed's configuration dictionary (ZeRO 1 to 3). Pure; there is no JSON file, no second source of truth.
 
 DeepSpeed's defaults that cost speed or safety are overridden, each with its reason.
 """

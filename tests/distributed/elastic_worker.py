@@ -191,7 +191,10 @@ def full_state(engine, *, stage: int, moments: tuple[str, ...] | None) -> dict[s
         }
         return {
             name: {"weight": masters[name].detach().clone()}
-            | {moment: inner.state[masters[name]][moment].clone() for moment in moments or own(inner.state[masters[name]])}
+            | {
+                moment: inner.state[masters[name]][moment].clone()
+                for moment in moments or own(inner.state[masters[name]])
+            }
             for name in parameters
         }
     if stage in (1, 2):
