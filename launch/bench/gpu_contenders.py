@@ -1,0 +1,284 @@
+"""The contenders of `launch.bench.gpu`: peers as their users run them, a bar of plain torch, and ours.
+
+    timm            timm's model under autocast, eager, as its train.py --amp --amp-dtype bfloat16
+    timm-compile    the same with torch.compile over the whole model
+    trainer         transformers' Trainer with its own ViT, bf16 and torch_compile; the same weights in its names
+    bar             DistributedDataParallel, blocks compiled one by one in place, fused AdamW: what torch alone can do
+    deepspeed       accelerate's plugin for DeepSpeed, ZeRO 1 and bf16, with its defaults
+    ours            the product's own engine, model, compilation, task and loss
+
+All clip at 1.0 and use fused AdamW. The peers keep float32 weights (autocast), DeepSpeed and ours bfloat16 ones over
+float32 masters. A contender drives its own loop and tells a `Meter` where it stands.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+
+from launch.bench import gpu_work as work
+from launch.bench.gpu_meter import Meter
+
+Note = str
+
+
+def run(name: str, size: work.Size, *, meter: Meter, device: torch.device) -> Note:
+    """Train for the meter's steps; returns a note for the table, or ""."""
+    return _CONTENDERS[name](size, meter, device)
+
+
+def _timm(size: work.Size, meter: Meter, device: torch.device) -> Note:
+    model = work.with_seeded_weights(size, device=device)
+    _torch_loop(model, model, size, meter=meter, device=device)
+    return ""
+
+
+def _timm_compile(size: work.Size, meter: Meter, device: torch.device) -> Note:
+    model = work.with_seeded_weights(size, device=device)
+    _torch_loop(torch.compile(model, dynamic=False), model, size, meter=meter, device=device)
+    return ""
+
+
+def _bar(size: work.Size, meter: Meter, device: torch.device) -> Note:
+    _join(device)
+    model = work.with_seeded_weights(size, device=device)
+    for block in model.get_submodule("blocks").children():
+        block.compile(dynamic=False)
+    wrapped = nn.parallel.DistributedDataParallel(
+        model, device_ids=[device.index] if device.type == "cuda" else None, gradient_as_bucket_view=True
+    )
+    _torch_loop(wrapped, model, size, meter=meter, device=device)
+    distributed.destroy_process_group()
+    return ""
+
+
+def _torch_loop(call: Any, model: nn.Module, size: work.Size, *, meter: Meter, device: torch.device) -> None:
+    """autocast, loss, backward, clip, step."""
+    optimizer, batch = work.adamw(model), work.resident_batch(size, device=device)
+    for _ in range(meter.course.steps):
+        meter.begin()
+        images = work.normalised(batch)
+        with torch.autocast(device.type, dtype=torch.bfloat16):
+            logits = call(images)
+        loss = work.cross_entropy(logits, batch.labels)
+        meter.phase_done()
+        loss.backward()
+        meter.phase_done()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), work.CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+        meter.end(loss)
+
+
+def _deepspeed(size: work.Size, meter: Meter, device: torch.device) -> Note:
+    from accelerate import Accelerator
+    from accelerate.utils import DeepSpeedPlugin
+
+    _join(device)
+    plugin = DeepSpeedPlugin(zero_stage=1, gradient_clipping=work.CLIP)
+    plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = size.images
+    accelerator: Any = Accelerator(mixed_precision="bf16", deepspeed_plugin=plugin, cpu=device.type == "cpu")
+    module = work.with_seeded_weights(size, device=device)
+    model, optimizer = accelerator.prepare(module, work.adamw(module))
+    batch = work.resident_batch(size, device=device)
+    for _ in range(meter.course.steps):
+        meter.begin()
+        logits = model(work.normalised(batch, dtype=next(model.parameters()).dtype))
+        loss = work.cross_entropy(logits, batch.labels)
+        meter.phase_done()
+        accelerator.backward(loss)  # accelerate steps DeepSpeed's engine here
+        meter.phase_done()
+        accelerator.clip_grad_norm_(model.parameters(), work.CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+        meter.end(loss)
+    kind = type(model).__name__
+    distributed.destroy_process_group()
+    return "" if kind == "DeepSpeedEngine" else f"accelerate gave {kind}, not DeepSpeed"
+
+
+def _trainer(size: work.Size, meter: Meter, device: torch.device) -> Note:
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    batch = work.resident_batch(size, device=device)
+    losses: list[Tensor] = []
+
+    class Told(TrainerCallback):
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            meter.begin()
+
+        def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+            meter.phase_done()  # forward and backward are one to its callbacks
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            meter.end(losses[-1])
+
+    class Keeping(Trainer):
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            result = super().compute_loss(*args, **kwargs)
+            losses[:] = [result[0] if isinstance(result, tuple) else result]
+            return result
+
+    model = _transformers_model(size, device=device)
+    optimizer = work.adamw(model)
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(
+            folder,
+            per_device_train_batch_size=size.images,
+            max_steps=meter.course.steps,
+            bf16=True,
+            torch_compile=True,
+            max_grad_norm=work.CLIP,
+            logging_strategy="no",
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            remove_unused_columns=False,
+            dataloader_pin_memory=False,
+            use_cpu=device.type == "cpu",
+        )
+        trainer = Keeping(
+            model=model,
+            args=arguments,
+            train_dataset=_Numbers(size.images),
+            data_collator=lambda _: {"pixel_values": work.normalised(batch), "labels": batch.labels},
+            optimizers=(optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)),
+            callbacks=[Told()],
+        )
+        trainer.train()
+    return ""
+
+
+class _Numbers(torch.utils.data.Dataset[int]):
+    """As many items as a batch has images; the collator ignores them."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def _transformers_model(size: work.Size, *, device: torch.device) -> nn.Module:
+    """transformers' ViT with the same weights, by the product's own export."""
+    from transformers import ViTForImageClassification
+
+    from model.formats.transformers_state import write_transformers_folder
+    from model.saved import SavedModelMeta
+
+    names = tuple(map(str, range(size.classes)))
+    meta = SavedModelMeta(
+        model=size.model, image_size=size.image_size, num_classes=size.classes, class_names=names, head="linear"
+    )
+    state = {name: each.cpu() for name, each in work.with_seeded_weights(size, device=device).state_dict().items()}
+    with tempfile.TemporaryDirectory() as folder:
+        write_transformers_folder(Path(folder), state, meta=meta)
+        model: Any = ViTForImageClassification.from_pretrained(folder, attn_implementation="sdpa")
+    return model.to(device).train()
+
+
+def _ours(size: work.Size, meter: Meter, device: torch.device) -> Note:
+    from data_shards.vocabulary import GOOGLES
+    from model.build import build_model
+    from model.regularisation import Regularisation
+    from model.vit import set_patch_dropout
+    from pipeline.engine.open import open_engine
+    from pipeline.ranks.group import Ranks
+    from pipeline.ranks.place import Place
+    from pipeline.recipe.stage_plan import plan_stage
+    from pipeline.task import make_task
+
+    recipe = recipe_of(size)
+    ranks = Ranks(Place(), timeout_seconds=120)
+    plan = plan_stage(recipe, stage="pretrain", samples_per_epoch=10**6, world_size=1)
+    model = build_model(
+        recipe.model,
+        image_size=size.image_size,
+        num_classes=size.classes,
+        head="linear",
+        regularisation=Regularisation(patch_dropout=size.patch_dropout),
+    )
+    model.load_state_dict(work.with_seeded_weights(size, device=device).state_dict())
+    engine = open_engine(recipe, stage="pretrain", plan=plan, model=model, ranks=ranks)
+    classes = types.SimpleNamespace(classes=tuple(map(str, range(size.classes))), is_multi_label=False)
+    data: Any = types.SimpleNamespace(train=classes)
+    task = make_task(recipe, stage="pretrain", data=data, normalisation=GOOGLES, engine=engine)
+    batch = work.resident_batch(size, device=device)
+    engine.module.train()
+    for _ in range(meter.course.steps):
+        if size.patch_dropout:
+            set_patch_dropout(engine.module, size.patch_dropout)
+        meter.begin()
+        example = task.example(batch, use="train")
+        loss = task.loss(engine.forward(*example.inputs), example.targets)
+        meter.phase_done()
+        engine.backward(loss)
+        meter.phase_done()
+        engine.step(lr=work.LR)
+        meter.end(loss)
+    ranks.leave()
+    return ""
+
+
+def recipe_of(size: work.Size) -> Any:
+    """The product's recipe with the semantics that all contenders share; the engine's keys are its defaults."""
+    from pipeline.recipe.schema import Recipe
+
+    return Recipe.model_validate(
+        {
+            "name": "gpu-benchmark",
+            "model": size.model.model_dump(exclude_defaults=True),
+            "data": {"lanes": 1},
+            "engine": {"max_micro_batch_size": size.images},
+            "stages": {
+                "pretrain": {
+                    "train": "none",
+                    "eval": "none",
+                    "image_size": size.image_size,
+                    "global_batch_size": size.images,
+                    "duration": "10000 steps",
+                    "head": "linear",
+                    "patch_dropout": size.patch_dropout,
+                    "optimizer": {
+                        "name": "adamw",
+                        "lr": work.LR,
+                        "weight_decay": work.WEIGHT_DECAY,
+                        "betas": work.BETAS,
+                        "eps": work.EPS,
+                        "clip_grad_norm": work.CLIP,
+                    },
+                }
+            },
+        }
+    )
+
+
+def _join(device: torch.device) -> None:
+    """A process group of one."""
+    distributed.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        rank=0,
+        world_size=1,
+        store=distributed.HashStore(),
+        device_id=device if device.type == "cuda" else None,
+    )
+
+
+_CONTENDERS: dict[str, Callable[[work.Size, Meter, torch.device], Note]] = {
+    "timm": _timm,
+    "timm-compile": _timm_compile,
+    "trainer": _trainer,
+    "bar": _bar,
+    "deepspeed": _deepspeed,
+    "ours": _ours,
+}
+NAMES = tuple(_CONTENDERS)
