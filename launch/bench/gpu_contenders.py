@@ -13,6 +13,7 @@ float32 masters. A contender drives its own loop and tells a `Meter` where it st
 
 from __future__ import annotations
 
+import os
 import tempfile
 import types
 from collections.abc import Callable
@@ -26,6 +27,7 @@ from launch.bench import gpu_work as work
 from launch.bench.gpu_meter import Meter
 
 Note = str
+_ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "LOCAL_SIZE": "1"}
 
 
 def run(name: str, size: work.Size, *, meter: Meter, device: torch.device) -> Note:
@@ -77,13 +79,18 @@ def _torch_loop(call: Any, model: nn.Module, size: work.Size, *, meter: Meter, d
 
 
 def _deepspeed(size: work.Size, meter: Meter, device: torch.device) -> Note:
+    import deepspeed
     from accelerate import Accelerator
     from accelerate.utils import DeepSpeedPlugin
 
+    if device.type == "cpu":  # else it compiles a shared-memory all-reduce first, for minutes
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+    os.environ.update(_ALONE)  # else accelerate leaves DeepSpeed out without a word
     _join(device)
     plugin = DeepSpeedPlugin(zero_stage=1, gradient_clipping=work.CLIP)
     plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = size.images
-    accelerator: Any = Accelerator(mixed_precision="bf16", deepspeed_plugin=plugin, cpu=device.type == "cpu")
+    accelerator: Any = Accelerator(mixed_precision="bf16", deepspeed_plugin=plugin)
     module = work.with_seeded_weights(size, device=device)
     model, optimizer = accelerator.prepare(module, work.adamw(module))
     batch = work.resident_batch(size, device=device)
@@ -191,9 +198,11 @@ def _ours(size: work.Size, meter: Meter, device: torch.device) -> Note:
     from model.build import build_model
     from model.regularisation import Regularisation
     from model.vit import set_patch_dropout
+    from pipeline.engine.late_metrics import LateMetrics
     from pipeline.engine.open import open_engine
     from pipeline.ranks.group import Ranks
     from pipeline.ranks.place import Place
+    from pipeline.ranks.stopping import StopOrSave
     from pipeline.recipe.stage_plan import plan_stage
     from pipeline.task import make_task
 
@@ -213,8 +222,9 @@ def _ours(size: work.Size, meter: Meter, device: torch.device) -> Note:
     data: Any = types.SimpleNamespace(train=classes)
     task = make_task(recipe, stage="pretrain", data=data, normalisation=GOOGLES, engine=engine)
     batch = work.resident_batch(size, device=device)
+    late = LateMetrics(device=engine.device)
     engine.module.train()
-    for _ in range(meter.course.steps):
+    for step in range(1, meter.course.steps + 1):
         if size.patch_dropout:
             set_patch_dropout(engine.module, size.patch_dropout)
         meter.begin()
@@ -223,7 +233,8 @@ def _ours(size: work.Size, meter: Meter, device: torch.device) -> Note:
         meter.phase_done()
         engine.backward(loss)
         meter.phase_done()
-        engine.step(lr=work.LR)
+        late.put(step, engine.step(lr=work.LR, requests=StopOrSave()))
+        late.ready()
         meter.end(loss)
     ranks.leave()
     return ""

@@ -45,7 +45,10 @@ class Ran:
 
 def kind_of(name: str) -> Kind:
     """By a kernel's name."""
-    return next((kind for kind, pattern in _KINDS if re.search(pattern, name, re.IGNORECASE)), "elementwise")
+    for kind, pattern in _KINDS:
+        if re.search(pattern, name, re.IGNORECASE):
+            return kind
+    return "elementwise"
 
 
 def split_of(profile: Any, *, steps: int) -> Split:

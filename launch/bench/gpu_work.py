@@ -1,4 +1,4 @@
-"""The work that every contender of `launch.bench.gpu` does: model, weights, batch, loss, optimizer, and their semantics.
+"""The work that every contender of `launch.bench.gpu` does: model, weights, batch, loss, optimizer.
 
 All begin with the same weights, made on the device from names and shapes, and see one batch of random pixels that stays
 on the device, so that nothing but training is measured. The head does not begin at zero, as losses would then agree
@@ -79,7 +79,7 @@ def timm_model(size: Size) -> nn.Module:
         num_heads=sizes.heads,
         mlp_ratio=sizes.mlp_dim / sizes.width,
         act_layer="gelu_tanh",
-        norm_layer=partial(nn.LayerNorm, eps=size.model.layer_norm_eps),  # pyright: ignore[reportArgumentType]
+        norm_layer=partial(nn.LayerNorm, eps=size.model.layer_norm_eps),
     )
 
 

@@ -54,8 +54,8 @@ def bounds_of(one: Counted) -> list[Bound]:
     found = [
         Bound("operations outside the model", one.in_forward + one.in_backward + one.in_step, 5150),
         Bound("of them in the step", one.in_step, 4550),
-        Bound("waits for the device", sum(one.waits.values()), 12),
-        Bound("waits of moving a batch to the device", sum(one.input_waits.values()), 4),
+        Bound("waits for the device", sum(one.waits.values()), 10),
+        Bound("waits of moving a batch to the device", sum(one.input_waits.values()), 0),
         Bound("keys of DeepSpeed that wait", len(one.synchronising_keys), 4),
     ]
     if one.cpu_ms and one.plain_cpu_ms:

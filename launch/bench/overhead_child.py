@@ -27,11 +27,13 @@ from launch.bench.operations import Operations
 from launch.bench.synchronising import synchronising_keys
 from model.build import build_model
 from model.init import initialise
+from pipeline.engine.late_metrics import LateMetrics
 from pipeline.engine.open import open_engine
 from pipeline.engine.protocol import Engine
 from pipeline.optimizers.optim import build_optimizer
 from pipeline.ranks.group import Ranks
 from pipeline.ranks.place import Place
+from pipeline.ranks.stopping import StopOrSave
 from pipeline.recipe.schema import EngineConfig, Recipe
 from pipeline.recipe.stage_plan import plan_stage
 from pipeline.report.losses import LossWindow
@@ -227,7 +229,7 @@ class _Ours:
     def __init__(self, recipe: Recipe, engine: Engine, *, accumulation: int) -> None:
         self.engine, self.accumulation = engine, accumulation
         self.task = _task(recipe, engine)
-        self.batch, self.losses = batch(), LossWindow([])
+        self.batch, self.losses, self.late, self.number = batch(), LossWindow([]), LateMetrics(device=engine.device), 0
 
     def step(self, phases: _Phases | None = None) -> None:
         counts = phases or _NOT_COUNTED
@@ -243,9 +245,12 @@ class _Ours:
             with counts.rest:
                 self.losses.add(loss)
         with counts.step:
-            self.engine.step(lr=_LR)
+            result = self.engine.step(lr=_LR, requests=StopOrSave())
         with counts.rest:
             self.losses.end_step()
+            self.number += 1
+            self.late.put(self.number, result)
+            self.late.ready()
 
 
 def _task(recipe: Recipe, engine: Any) -> Any:

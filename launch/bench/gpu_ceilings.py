@@ -1,0 +1,141 @@
+"""What this GPU reaches at best: copies, matrix products at the models' shapes, attention by each of torch's kernels.
+
+Products are measured as training does them: forward (x W'), the input's gradient (dy W), the weight's (dy' x). Attention
+is forward and backward together; its FLOPs are three times the forward pass's, recomputation not counted.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from launch.bench.gpu_work import SIZES
+
+_KERNELS = {
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+_HEADS = 16
+_SHAPES = ((197, 64), (577, 64), (256, 80), (257, 80), (1370, 80))  # tokens, size of a head: L/16 and H/14
+_TOKENS_AT_ONCE = 32_768  # of attention's batches
+_COPY_BYTES = 1 << 30
+_WARM_UP, _TIMES = 3, 10
+
+
+@dataclass(frozen=True)
+class Product:
+    """One linear layer of a block, over a whole batch's tokens; TFLOP/s."""
+
+    layer: str
+    forward: float
+    input_gradient: float
+    weight_gradient: float
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Forward and backward, TFLOP/s by kernel; None: torch's kernel refuses the shape here."""
+
+    tokens: int
+    head: int
+    tflops: dict[str, float | None]
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """Of one device."""
+
+    device: str
+    copy_gb_per_second: float  # read and written
+    products: dict[str, list[Product]]  # by size
+    gemm_tflops: dict[str, float]  # by size: all a block's products together
+    attention: list[Attention]
+
+
+def ceilings(*, device: torch.device, sizes: Iterable[str]) -> Ceilings:
+    """Measure them."""
+    on_gpu = device.type == "cuda"
+    source = torch.empty(_COPY_BYTES if on_gpu else 1 << 20, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    seconds = _seconds(lambda: target.copy_(source), device=device)
+    copied = 2 * source.numel() / seconds / 1e9
+    del source, target
+    timed = {name: list(_products(name, device=device)) for name in sizes}
+    return Ceilings(
+        device=torch.cuda.get_device_name(device) if on_gpu else "CPU",
+        copy_gb_per_second=copied,
+        products={name: [product for product, _, _ in each] for name, each in timed.items()},
+        gemm_tflops={
+            name: sum(flops for _, flops, _ in each) / sum(spent for _, _, spent in each) / 1e12
+            for name, each in timed.items()
+        },
+        attention=[_attention(*shape, device=device) for shape in (_SHAPES if on_gpu else ((17, 32),))],
+    )
+
+
+def _products(size: str, *, device: torch.device) -> Iterator[tuple[Product, float, float]]:
+    """Each with the FLOPs and seconds of its three products together."""
+    sizes, tokens = SIZES[size].model.sizes, SIZES[size].images * SIZES[size].account.tokens
+    width, hidden = sizes.width, sizes.mlp_dim
+    layers = {"qkv": (width, 3 * width), "proj": (width, width), "fc1": (width, hidden), "fc2": (hidden, width)}
+    for layer, (fan_in, fan_out) in layers.items():
+        inputs = torch.randn(tokens, fan_in, device=device, dtype=torch.bfloat16)
+        gradients = torch.randn(tokens, fan_out, device=device, dtype=torch.bfloat16)
+        weight = torch.randn(fan_out, fan_in, device=device, dtype=torch.bfloat16)
+        seconds = [
+            _seconds(lambda x=inputs, w=weight: x @ w.t(), device=device),
+            _seconds(lambda dy=gradients, w=weight: dy @ w, device=device),
+            _seconds(lambda x=inputs, dy=gradients: dy.t() @ x, device=device),
+        ]
+        flops = 2.0 * tokens * fan_in * fan_out
+        yield Product(layer, *(flops / each / 1e12 for each in seconds)), 3 * flops, sum(seconds)
+
+
+def _attention(tokens: int, head: int, *, device: torch.device) -> Attention:
+    images = max(1, (_TOKENS_AT_ONCE if device.type == "cuda" else 64) // tokens)
+    shape = (images, _HEADS, tokens, head)
+    query, key, value = (torch.randn(shape, device=device, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    gradient = torch.randn(shape, device=device, dtype=torch.bfloat16)
+    flops = 3 * 4.0 * images * _HEADS * tokens**2 * head
+    found: dict[str, float | None] = {}
+    for name, backend in _KERNELS.items():
+
+        def both(backend: SDPBackend = backend) -> tuple[Tensor, ...]:
+            with sdpa_kernel(backend):
+                out = scaled_dot_product_attention(query, key, value)
+            return torch.autograd.grad(out, (query, key, value), gradient)
+
+        try:
+            found[name] = flops / _seconds(both, device=device) / 1e12
+        except RuntimeError:  # torch says "No available kernel"; a card may lack memory for the plain form
+            found[name] = None
+    return Attention(tokens, head, found)
+
+
+def _seconds(action: Callable[[], object], *, device: torch.device) -> float:
+    """The median of several."""
+    for _ in range(_WARM_UP):
+        action()
+    spent: list[float] = []
+    for _ in range(_TIMES):
+        if device.type == "cuda":
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            action()
+            end.record()
+            end.synchronize()
+            spent.append(start.elapsed_time(end) / 1000)
+        else:
+            before = time.perf_counter()
+            action()
+            spent.append(time.perf_counter() - before)
+    return statistics.median(spent)
