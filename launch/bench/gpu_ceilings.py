@@ -1,7 +1,7 @@
 """What this GPU reaches at best: copies, matrix products at the models' shapes, attention by each of torch's kernels.
 
-Products are measured as training does them: forward (x W'), the input's gradient (dy W), the weight's (dy' x). Attention
-is forward and backward together; its FLOPs are three times the forward pass's, recomputation not counted.
+Products are measured as training does them: forward (x W'), the input's gradient (dy W), the weight's (dy' x).
+Attention is forward and backward together; its FLOPs are three times the forward pass's, recomputation not counted.
 """
 
 from __future__ import annotations
@@ -64,15 +64,10 @@ class Ceilings:
 def ceilings(*, device: torch.device, sizes: Iterable[str]) -> Ceilings:
     """Measure them."""
     on_gpu = device.type == "cuda"
-    source = torch.empty(_COPY_BYTES if on_gpu else 1 << 20, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    seconds = _seconds(lambda: target.copy_(source), device=device)
-    copied = 2 * source.numel() / seconds / 1e9
-    del source, target
     timed = {name: list(_products(name, device=device)) for name in sizes}
     return Ceilings(
         device=torch.cuda.get_device_name(device) if on_gpu else "CPU",
-        copy_gb_per_second=copied,
+        copy_gb_per_second=_copy_gb_per_second(device),
         products={name: [product for product, _, _ in each] for name, each in timed.items()},
         gemm_tflops={
             name: sum(flops for _, flops, _ in each) / sum(spent for _, _, spent in each) / 1e12
@@ -80,6 +75,12 @@ def ceilings(*, device: torch.device, sizes: Iterable[str]) -> Ceilings:
         },
         attention=[_attention(*shape, device=device) for shape in (_SHAPES if on_gpu else ((17, 32),))],
     )
+
+
+def _copy_gb_per_second(device: torch.device) -> float:
+    source = torch.empty(_COPY_BYTES if device.type == "cuda" else 1 << 20, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * source.numel() / _seconds(lambda: target.copy_(source), device=device) / 1e9
 
 
 def _products(size: str, *, device: torch.device) -> Iterator[tuple[Product, float, float]]:
