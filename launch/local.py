@@ -1,4 +1,4 @@
-"""`shardvit run` on one machine: start the ranks of one stage and wait for their end.
+"""`shardvit run` on one machine: start the ranks of one stage, or of several that follow, and wait for their end.
 
 Each rank has its own session, so Ctrl-C reaches this process alone, which asks the ranks to finish their step and save;
 a second Ctrl-C kills everything, which harms nothing on disk. Whether the stage is done is read from its record.
@@ -39,16 +39,22 @@ class Launch:
     runs_root: Path
     stage: StageName
     processes: int  # of a training stage
+    then: tuple[StageName, ...] = ()  # the stages that the same processes go on with
+
+    @property
+    def stages(self) -> tuple[StageName, ...]:
+        return (self.stage, *self.then)
 
     @property
     def ranks(self) -> int:
-        """Processes of this stage: swap_head is arithmetic on saved weights, and has one."""
-        return 1 if self.stage == "swap_head" else self.processes
+        """Processes to start: swap_head is arithmetic on saved weights, and alone needs only one."""
+        return 1 if self.stages == ("swap_head",) else self.processes
 
 
 def rank_arguments(launch: Launch) -> list[str]:
     """The arguments of `launch.train`, the same on every rank."""
-    return [str(launch.recipe_file), "--stage", launch.stage, "--runs", str(launch.runs_root)]
+    stages = [word for stage in launch.stages for word in ("--stage", stage)]
+    return [str(launch.recipe_file), *stages, "--runs", str(launch.runs_root)]
 
 
 def rank_environment(launch: Launch, rank: int, *, rendezvous: Path) -> dict[str, str]:
@@ -64,7 +70,7 @@ def rank_environment(launch: Launch, rank: int, *, rendezvous: Path) -> dict[str
 
 
 def run_stage_locally(launch: Launch) -> int:
-    """Run one stage to its end; returns the exit code of the rank that tells most (negative: killed by a signal).
+    """Run the stages to their end; returns the exit code of the rank that tells most (negative: killed by a signal).
 
     The caller holds the run folder's lock.
 

@@ -1,11 +1,14 @@
-"""What every launcher starts on every rank: one stage of a recipe.
+"""What every launcher starts on every rank: stages of a recipe, one after another in the same processes.
 
     deepspeed --num_gpus 8 --no_local_rank --module launch.train RECIPE --stage pretrain
-    python -m launch.torchrun --nproc-per-node 8 -m launch.train RECIPE --stage pretrain
+    python -m launch.torchrun --nproc-per-node 8 -m launch.train RECIPE --stage pretrain --stage swap_head
     python -m launch.train RECIPE --stage pretrain
 
-`shardvit run` does that by itself (`local`). Exit codes of a rank and of `launch.torchrun`: 0 done, 2 a user's mistake
-or a disk that is not writable, 75 stopped by a signal after saving (the same command resumes), 1 anything else.
+`shardvit run` does that by itself (`local`). Each stage has its own record, MLflow run and watch, and its result is to
+the last bit as in processes of its own (`pipeline.fresh`); imports and the meeting of the ranks are paid once. Several
+stages: those that are done are passed over; the first that does not come to its end ends the processes. Exit codes of
+a rank and of `launch.torchrun`: 0 done, 2 a user's mistake or a disk that is not writable, 75 stopped by a signal after
+saving (the same command resumes), 1 anything else.
 """
 
 from __future__ import annotations
@@ -20,6 +23,8 @@ import threading
 import time
 import traceback
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -27,6 +32,7 @@ from data_shards.errors import SampleError, UserError, WorkerDied
 from launch.env import (
     experiment_name,
     job_tags,
+    keep_compiled,
     node_share,
     paths_file,
     read_place,
@@ -40,15 +46,18 @@ from launch.output import go_on, say
 from launch.processes import RANK_COMMAND, handled
 from launch.run.disk import Presence, disk_problem, gone
 from launch.run.lock import locked
+from launch.run.results import describe_results
 from pipeline.checkpoint.mend_record import mend_records
 from pipeline.ranks.pid import process_started
 from pipeline.ranks.place import Place
+from pipeline.ranks.start_clock import StartClock, seconds_since_start
 from pipeline.recipe.io import load_recipe
 from pipeline.recipe.schema import Recipe
 from pipeline.run_folder import RunFolder
 from pipeline.vocabulary import ALL_STAGES, EXIT_STOPPED, EXIT_USER_ERROR, StageName
 
 if TYPE_CHECKING:
+    from pipeline.context import StageContext
     from pipeline.ranks.stopping import StopFlag
 
 _COLLATERAL_WAIT_SECONDS = 3.0  # a rank that notices another's end leaves later, so that the other's code is reported
@@ -62,17 +71,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
     place = Place(local_rank=0 if says_mistakes() else 1)  # until it is known
     folder = RunFolder(runs_root=options.runs, name="")
+    at = _At(options.stages[0])
     try:
         place = read_place()
         recipe = load_recipe(options.recipe, overrides=options.overrides, paths=paths_file(options.data))
         folder = RunFolder(runs_root=options.runs, name=recipe.name)
         folder.check_recipe(recipe)
-        if options.stage not in recipe.stages.names:
-            raise UserError(f"the recipe has no stage {options.stage}: it has {', '.join(recipe.stages.names)}")
-        share = None if options.stage == "swap_head" else node_share(processes=recipe.processes)
+        _check_stages(recipe, options.stages)
+        share = None if options.stages == ["swap_head"] else node_share(processes=recipe.processes)
         if share is not None:  # srun gave this node one task, and there are several GPUs
             return run_node(share, [*RANK_COMMAND, *arguments])
-        return _run(recipe, folder=folder, stage=options.stage, place=place)
+        return _run(recipe, folder=folder, stages=options.stages, at=at, place=place)
     except UserError as error:
         if place.local_rank == 0 or isinstance(error, SampleError):  # each node has its own disks
             say(str(error))
@@ -81,7 +90,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         say(f"rank {place.rank}: {error}")
         return 1
     except Exception as error:  # noqa: BLE001 - the last stop
-        return _failed(error, folder=folder, stage=options.stage, place=place)
+        return _failed(error, folder=folder, stage=at.stage, place=place)
+
+
+@dataclass
+class _At:
+    """The stage that is run, for what has to be said of it."""
+
+    stage: StageName
+
+
+def _check_stages(recipe: Recipe, stages: Sequence[StageName]) -> None:
+    for stage in stages:
+        if stage not in recipe.stages.names:
+            raise UserError(f"the recipe has no stage {stage}: it has {', '.join(recipe.stages.names)}")
+    if list(stages) != [name for name in recipe.stages.names if name in stages]:
+        raise UserError(
+            f"--stage {' --stage '.join(stages)}: give each once, in the order {', '.join(recipe.stages.names)}"
+        )
 
 
 def _failed(error: Exception, *, folder: RunFolder, stage: StageName, place: Place) -> int:
@@ -109,7 +135,16 @@ def _failed(error: Exception, *, folder: RunFolder, stage: StageName, place: Pla
     return 1
 
 
-def _run(recipe: Recipe, *, folder: RunFolder, stage: StageName, place: Place) -> int:
+def _run(recipe: Recipe, *, folder: RunFolder, stages: Sequence[StageName], at: _At, place: Place) -> int:
+    say_start = partial(print, file=sys.stderr, flush=True) if place.is_main else None
+    clock = StartClock(
+        stages[0],
+        say=say_start,
+        earlier_seconds=seconds_since_start(),
+        earlier_cpu_seconds=time.process_time(),
+    )
+    clock.doing("importing libraries")
+    keep_compiled(folder.path)
     from pipeline.ranks.stopping import StopFlag, Stopped
 
     stop = StopFlag()
@@ -120,7 +155,7 @@ def _run(recipe: Recipe, *, folder: RunFolder, stage: StageName, place: Place) -
     from pipeline.checkpoint.saver import SaveFailed
     from pipeline.context import StageContext, Tracking
     from pipeline.ranks.group import Ranks
-    from pipeline.stages import run_stage
+    from pipeline.stages import run_stage  # noqa: F401 - while nobody waits in the process group
     from pipeline.train_loop import TrainingFailed
 
     if not torch.cuda.is_available() and place.local_world_size > 1:  # more threads than cores slow each other down
@@ -137,6 +172,7 @@ def _run(recipe: Recipe, *, folder: RunFolder, stage: StageName, place: Place) -
                 folder.open(recipe)
                 for note in mend_records(folder, recipe.stages.names):
                     say(note)
+            clock.doing("meeting the other ranks")
             ranks = Ranks(place, timeout_seconds=recipe.engine.collective_timeout_seconds)
             there = held.enter_context(contextlib.closing(Presence(folder.path)))
         context = StageContext(
@@ -146,18 +182,42 @@ def _run(recipe: Recipe, *, folder: RunFolder, stage: StageName, place: Place) -
             tracking=Tracking(uri=tracking_uri(), experiment=experiment_name() or recipe.experiment),
             stop=stop,
             job_tags=job_tags(),
+            start=clock,
         )
         try:
             with there.demanded():
-                run_stage(context, stage=stage)
+                _run_stages(context, stages, at=at)
         except Stopped:
             return EXIT_STOPPED
         except (TrainingFailed, SaveFailed) as error:
             if place.is_main:
-                say(f"{stage} failed: {error}")
+                say(f"{at.stage} failed: {error}")
             return 1
         ranks.leave()
     return 0
+
+
+def _run_stages(context: StageContext, stages: Sequence[StageName], *, at: _At) -> None:
+    """One after another; of several, those that are not done. Stopped: also between two stages."""
+    from pipeline.fresh import FreshProcess
+    from pipeline.ranks.stopping import Stopped
+    from pipeline.stages import run_stage
+
+    fresh, say_start = FreshProcess(), context.start.say
+    for stage in stages:
+        if stage != stages[0]:
+            fresh.again()
+            if any(context.ranks.gather_objects(context.stop.reason is not None)):
+                raise Stopped
+            context = replace(context, start=StartClock(stage, say=say_start))
+        at.stage = stage
+        if len(stages) > 1 and context.ranks.from_main(context.folder.peek(stage).state) == "done":
+            context.say(f"{stage}: done already{describe_results(context.folder, stage=stage)}")
+            continue
+        run_stage(context, stage=stage)
+        context.start.close()
+        if stage != stages[-1]:  # of the last one, the launcher says it
+            context.say(f"{stage}: done{describe_results(context.folder, stage=stage)}")
 
 
 def _watch_parents(stop: StopFlag) -> None:
@@ -182,10 +242,17 @@ def _watch_parents(stop: StopFlag) -> None:
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     # The deepspeed launcher puts its --local_rank first unless it is told not to; the environment says the same.
     ours = [argument for argument in arguments if not argument.startswith(("--local_rank", "--local-rank"))]
-    parser = argparse.ArgumentParser(prog="shardvit train", description="Run one stage of a recipe on this rank.")
+    parser = argparse.ArgumentParser(prog="shardvit train", description="Run stages of a recipe on this rank.")
     parser.add_argument("recipe", help="path of a YAML file, or the name of a recipe that ships with shardvit")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the recipe")
-    parser.add_argument("--stage", required=True, choices=ALL_STAGES)
+    parser.add_argument(
+        "--stage",
+        required=True,
+        choices=ALL_STAGES,
+        action="append",
+        dest="stages",
+        help="may be repeated: the same processes run one after another",
+    )
     parser.add_argument("--data", type=Path, help="file with the shards of each role; default: $SHARDVIT_DATA")
     parser.add_argument("--runs", type=Path, default=Path("runs"), help="folder of all runs")
     return parser.parse_intermixed_args(ours)

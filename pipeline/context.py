@@ -1,17 +1,24 @@
-"""What every stage is given: recipe, run folder, process group, MLflow's address, stop flag."""
+"""What every stage is given: recipe, run folder, process group, MLflow's address, stop flag, clock of its start."""
 
 from __future__ import annotations
 
+import os
+import sys
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TypeVar
+from dataclasses import dataclass, field
+from typing import Literal, TypeVar
 
 from data_shards.errors import UserError
 from data_shards.text import printable
 from pipeline.ranks.group import Ranks
+from pipeline.ranks.start_clock import StartClock
 from pipeline.ranks.stopping import StopFlag
+from pipeline.ranks.waiting import while_others_wait
+from pipeline.ranks.watch import Watch
 from pipeline.recipe.schema import Recipe
 from pipeline.run_folder import RunFolder
+from pipeline.vocabulary import StageName
 
 T = TypeVar("T")
 
@@ -34,19 +41,39 @@ class StageContext:
     tracking: Tracking
     stop: StopFlag
     job_tags: dict[str, str]  # facts of this attempt: host, launcher, job id
+    start: StartClock = field(default_factory=StartClock)  # until the stage's first step
 
-    def on_main(self, task: Callable[[], T]) -> T | None:
-        """`task`'s result on rank 0, None elsewhere; collective. Its `UserError` is raised on all ranks."""
-        result, problem = None, ""
-        if self.ranks.place.is_main:
+    def on_main(self, task: Callable[[], T], *, takes: Literal["a moment", "long"] = "a moment") -> T | None:
+        """`task`'s result on rank 0, None elsewhere; collective. Its `UserError` is raised on all ranks. What takes
+        "long" may take longer than a collective is allowed to."""
+        result: T | None = None
+        problem = ""
+
+        def work() -> None:
+            nonlocal result, problem
             try:
                 result = task()
             except UserError as error:
                 problem = str(error)
+
+        if takes == "long":
+            while_others_wait(self.ranks, work)
+        elif self.ranks.place.is_main:
+            work()
         problem = self.ranks.from_main(problem)
         if problem:
             raise UserError(problem)
         return result
+
+    def watch(self, stage: StageName) -> Watch:
+        """What watches the ranks during a stage; collective."""
+        return Watch(
+            self.folder.ranks(stage),
+            place=self.ranks.place,
+            attempt=self.ranks.from_main(f"{os.getpid()} {time.time_ns()}"),
+            hang_seconds=self.recipe.engine.hang_seconds,
+            say=lambda text: print(f"shardvit: {text}", file=sys.stderr, flush=True),
+        )
 
     def say(self, line: str) -> None:
         if self.ranks.place.is_main:

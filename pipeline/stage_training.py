@@ -5,10 +5,7 @@ The loop is `train_loop`, the arithmetic `recipe.stage_plan`; the stages' differ
 
 from __future__ import annotations
 
-import os
 import platform
-import sys
-import time
 from collections.abc import Iterator
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
@@ -83,15 +80,9 @@ def train_stage(
     for note in data_record.notes if data_record else ():
         context.say(note)
     check_inputs(folder, stage=stage, inputs=inputs)
-    watch = Watch(
-        folder.ranks(stage),
-        place=ranks.place,
-        attempt=ranks.from_main(f"{os.getpid()} {time.time_ns()}"),
-        hang_seconds=recipe.engine.hang_seconds,
-        say=lambda text: print(f"shardvit: {text}", file=sys.stderr, flush=True),
-    )
-    with watch:
+    with context.watch(stage) as watch:
         watch.beat(0, doing="opening the engine")
+        context.start.doing("opening the engine")
         checkpoint_blocks(model, every=recipe.engine.checkpointed_every)
         if record.last_saved_step < plan.total_steps:
             context.on_main(lambda: _check_disk(context, stage=stage, model=model))
@@ -139,6 +130,7 @@ def _restore(
     collective."""
     recipe, folder, ranks = context.recipe, context.folder, context.ranks
     watch.beat(0, doing="restoring a checkpoint")
+    context.start.doing("restoring a checkpoint")
     abandoned = abandoned_checkpoints(context, stage=stage)
     record: StageRecord = ranks.from_main(folder.record(stage))
     identity = checkpoint_identity(recipe, stage=stage, processes=ranks.place.world_size)
@@ -177,8 +169,11 @@ def _train(
 ) -> None:
     """From a checkpoint, or the beginning, to the end of the stage; collective. GoBack: to an earlier checkpoint."""
     recipe, folder, ranks = context.recipe, context.folder, context.ranks
-    phases = Phases(watch=watch, pace=make_pace(recipe.engine, device=engine.device))
+    phases = Phases(watch=watch, pace=make_pace(recipe.engine, device=engine.device), start=context.start)
+    context.start.doing("preparing data and records")
     with stage_report(context, stage=stage, data=data, plan=plan, state=state, phases=phases) as report:
+        if context.start.say is not None:
+            context.start.say = report.note  # beside a bar
         task = make_task(recipe, stage=stage, data=data, normalisation=start.normalisation, engine=engine)
         job = make_job(
             context,

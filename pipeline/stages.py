@@ -10,6 +10,8 @@ A stage starts only from the last one's `STAGE/model/`: no optimizer state, lear
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 from torch import nn
 
@@ -44,11 +46,13 @@ def run_stage(context: StageContext, *, stage: StageName) -> None:
     if missing:
         raise UserError(f"stage {stage} needs {' and '.join(missing)} first: run the recipe without --stage")
     if stage == "swap_head":
-        if context.ranks.place.is_main:
-            swap_head(context)
+        with context.watch(stage) if context.ranks.place.world_size > 1 else nullcontext():
+            context.on_main(lambda: swap_head(context), takes="long")
         return
     recipe, config = context.recipe, context.recipe.train_stage(stage)
+    context.start.doing("opening shards")
     data = open_data(recipe, stage=stage, report=context.say, commands="run")
+    context.start.doing("building the model")
     match config:
         case MaskedPatchStage():
             model, start = masked_patch(recipe, config)

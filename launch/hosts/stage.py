@@ -1,4 +1,4 @@
-"""One stage on several hosts: an agent on each (`agent`), until the ranks on all of them have ended.
+"""Stages on several hosts: an agent on each (`agent`), until the ranks on all of them have ended.
 
     ssh: each agent starts DeepSpeed's launcher of one node, as `deepspeed` would over pdsh
     pdsh: the `deepspeed` command starts those, and the agents look after its ranks
@@ -67,7 +67,7 @@ def node_command(launch: Launch, fleet: Fleet, *, node: int, master_addr: str) -
 
 
 def run_stage_on_hosts(launch: Launch, fleet: Fleet, ready: Ready, *, variables: dict[str, str]) -> int:
-    """Run one stage to its end; returns the exit code. The caller holds the run folder's lock.
+    """Run the stages to their end; returns the exit code. The caller holds the run folder's lock.
 
     Raises:
         KeyboardInterrupt: the user stopped it and no rank answered that it has saved, as in `local`.
@@ -107,7 +107,7 @@ def prepare(
     )
 
     def start(launch: Launch) -> int:
-        if launch.stage == "swap_head":
+        if launch.stages == ("swap_head",):
             return run_stage_locally(launch)
         return run_stage_on_hosts(launch, fleet, ready, variables=variables.all)
 

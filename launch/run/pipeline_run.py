@@ -1,4 +1,7 @@
-"""A whole pipeline: check everything, then start the stages one after another in processes of their own. No torch."""
+"""A whole pipeline: check everything, then start processes that run the stages one after another. No torch.
+
+They are started once for all stages that are not done, and again, from the stage that failed on, after a failure.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -22,13 +25,13 @@ from launch.processes import handled, kill_all
 from launch.run.disk import Presence, disk_problem
 from launch.run.lock import locked
 from launch.run.restarts import PAUSE_SECONDS, Restarts
+from launch.run.results import describe_results
 from pipeline.checkpoint.identity import check_newest, checkpoint_identity
 from pipeline.checkpoint.mend_record import mend_records
 from pipeline.data_record import check_data, has_record
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.stage import TrainStage
-from pipeline.report.best import AVERAGES_SCORES, SCORES, describe_best
-from pipeline.run_folder import RunFolder, StageRecord
+from pipeline.run_folder import RunFolder
 from pipeline.stage_model import model_from_elsewhere
 from pipeline.vocabulary import EXIT_STOPPED, EXIT_USER_ERROR, StageName
 
@@ -133,8 +136,9 @@ class PipelineRun:
                     print(note)
                 for note in mend_records(self.folder, self.recipe.stages.names):
                     print(note, flush=True)
-                for stage in self.recipe.stages.names if only is None else (only,):
-                    code = self._run_stage(stage, start=start, there=there, restarts=restarts)
+                stages = list(self.recipe.stages.names if only is None else (only,))
+                while stages:
+                    code = self._run_first(stages, start=start, there=there, restarts=restarts)
                     if code:
                         return code
         except OSError as error:
@@ -159,61 +163,82 @@ class PipelineRun:
             commands=self.commands,
         )
 
-    def _run_stage(
-        self, stage: StageName, *, start: Callable[[Launch], int], there: Presence, restarts: Restarts
+    def _run_first(
+        self, stages: list[StageName], *, start: Callable[[Launch], int], there: Presence, restarts: Restarts
     ) -> int:
-        record = self.folder.record(stage)
-        if record.state == "done":
-            print(f"{stage}: done already{_results(record, self.folder, stage)}", flush=True)
+        """Run the first of `stages`, and those after it that can go on in its processes; removes what is done."""
+        stage = stages[0]
+        if self.folder.record(stage).state == "done":
+            print(f"{stage}: done already{describe_results(self.folder, stage=stage)}", flush=True)
+            stages.pop(0)
             return 0
+        together = self._together(stages)
         launch = Launch(
             recipe=self.recipe,
             recipe_file=self.folder.path / "recipe.yaml",
             runs_root=self.folder.runs_root,
             stage=stage,
+            then=together[1:],
             processes=self.processes,
         )
-        while True:
-            print(f"{stage}: starting {self._describe_ranks(launch)}", flush=True)
-            kills_before = memory_kills()
-            interrupted = False
-            try:
-                code = start(launch)
-                if code != EXIT_USER_ERROR:  # else the ranks may have said that it is gone
-                    there.demand()
-            except KeyboardInterrupt:
-                interrupted, code = True, EXIT_STOPPED
-            record = self.folder.record(stage)
-            if record.state == "done":
-                print(f"{stage}: done{_results(record, self.folder, stage)}", flush=True)
-                if interrupted and stage != self.recipe.stages.names[-1]:
-                    raise KeyboardInterrupt
-                return 0
-            if code == EXIT_USER_ERROR:
-                return code
-            saved = f"step {record.last_saved_step:,}" if record.last_saved_step else "its beginning"
-            kills = memory_kills()
-            out_of_memory = None if kills is None or kills_before is None or self.fleet else kills > kills_before
-            why = "stopped" if interrupted else reason(code, out_of_memory=out_of_memory)
-            command = "the same command without --restart" if self.restart else "the same command"
-            goes_on = f"{command} goes on from {saved}"
+        print(f"{stage}: starting {self._describe_ranks(launch)}", flush=True)
+        kills_before = memory_kills()
+        interrupted = False
+        try:
+            code = start(launch)
+            if code != EXIT_USER_ERROR:  # else the ranks may have said that it is gone
+                there.demand()
+        except KeyboardInterrupt:
+            interrupted, code = True, EXIT_STOPPED
+        while stages and stages[0] in together and self.folder.record(stages[0]).state == "done":
+            stages.pop(0)
+        if not stages or stages[0] not in together:
+            last = together[-1]  # of those before, the ranks said it
+            print(f"{last}: done{describe_results(self.folder, stage=last)}", flush=True)
+            if interrupted and last != self.recipe.stages.names[-1]:
+                raise KeyboardInterrupt
+            return 0
+        if code == EXIT_USER_ERROR:
+            return code
+        kills = memory_kills()
+        out_of_memory = None if kills is None or kills_before is None or self.fleet else kills > kills_before
+        why = "stopped" if interrupted else reason(code, out_of_memory=out_of_memory)
+        if stages[0] != stage and self.folder.record(stages[0]).state == "new":  # done is believed whatever came then
+            if interrupted:
+                raise KeyboardInterrupt
             if code != EXIT_STOPPED:
-                refusal = restarts.after_failure(stage, last_saved_step=record.last_saved_step)
-                if refusal is None:
-                    say(
-                        f"{stage} is not finished ({why}): restart {restarts.used} of {restarts.allowed} from {saved} "
-                        f"in {PAUSE_SECONDS:g} seconds"
-                    )
-                    time.sleep(PAUSE_SECONDS)  # Ctrl-C ends it
-                    continue
-                if restarts.allowed:
-                    goes_on = f"{refusal}; once the cause is fixed, {goes_on}"
-            say(f"{stage} is not finished ({why}): {goes_on}")
-            return EXIT_STOPPED if code == EXIT_STOPPED else 1
+                say(f"the processes ended before {stages[0]} began ({why}): they are started again")
+                return 0
+        stage = stages[0]
+        saved_step = self.folder.record(stage).last_saved_step
+        saved = f"step {saved_step:,}" if saved_step else "its beginning"
+        command = "the same command without --restart" if self.restart else "the same command"
+        goes_on = f"{command} goes on from {saved}"
+        if code != EXIT_STOPPED:
+            refusal = restarts.after_failure(stage, last_saved_step=saved_step)
+            if refusal is None:
+                say(
+                    f"{stage} is not finished ({why}): restart {restarts.used} of {restarts.allowed} from {saved} "
+                    f"in {PAUSE_SECONDS:g} seconds"
+                )
+                time.sleep(PAUSE_SECONDS)  # Ctrl-C ends it
+                return 0
+            if restarts.allowed:
+                goes_on = f"{refusal}; once the cause is fixed, {goes_on}"
+        say(f"{stage} is not finished ({why}): {goes_on}")
+        return EXIT_STOPPED if code == EXIT_STOPPED else 1
+
+    def _together(self, stages: Sequence[StageName]) -> tuple[StageName, ...]:
+        """The first of `stages`, which is not done, and those behind it that its processes go on with."""
+        count = 1
+        if self.fleet is None or stages[0] != "swap_head":  # else its model may be on this machine alone
+            while count < len(stages) and self.folder.record(stages[count]).state != "done":
+                count += 1
+        return tuple(stages[:count])
 
     def _describe_ranks(self, launch: Launch) -> str:
         number = f"{launch.ranks} process{'es' if launch.ranks > 1 else ''}"
-        if self.fleet is not None and launch.stage != "swap_head":
+        if self.fleet is not None and launch.stages != ("swap_head",):
             return f"{number} on {len(self.fleet.hosts)} hosts"
         return f"{number} on this machine ({'GPU' if num_gpus() else 'CPU'})"
 
@@ -303,17 +328,3 @@ def _processes_of(fleet: Fleet, recipe: Recipe) -> int:
             "set processes=auto, or change the slots"
         )
     return fleet.processes
-
-
-def _results(record: StageRecord, folder: RunFolder, stage: StageName) -> str:
-    for key, name in SCORES.items():
-        if key in record.results:
-            best = describe_best(record.results, stage=stage, checkpoints=folder.checkpoints(stage))
-            average = "".join(
-                f", {record.results[other]:.4f} with the moving average of the weights"
-                for other in AVERAGES_SCORES
-                if other in record.results
-            )
-            last = f", held-out {name} {record.results[key]:.4f}{average} after {record.images_seen:,} images"
-            return f"{last}; {best}" if best else last
-    return ""  # swap_head

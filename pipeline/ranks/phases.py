@@ -1,4 +1,5 @@
-"""What this rank is doing: `with phases("forward", step=...)` feeds the heartbeat, the pace and the times.
+"""What this rank is doing: `with phases("forward", step=...)` feeds the heartbeat, the pace, the times and the clock
+of the start.
 
 Cost: two reads of the clock, and on a GPU two events per forward pass (see `pace`). Nothing waits for the device.
 """
@@ -12,6 +13,7 @@ from typing import Literal
 
 from pipeline.ranks.group import Ranks
 from pipeline.ranks.pace import Pace, Slowest
+from pipeline.ranks.start_clock import StartClock
 from pipeline.ranks.watch import Watch
 
 Phase = Literal["reading", "forward", "backward", "step", "evaluating", "saving"]
@@ -26,20 +28,26 @@ _DOING: dict[Phase, str] = {  # as a rank that hangs is described
 
 
 class Phases:
-    """The phases of one rank's training, told to the watch (heartbeats) and the pace."""
+    """The phases of one rank's training, told to the watch (heartbeats), the pace, and `start` until a first step."""
 
-    def __init__(self, *, watch: Watch, pace: Pace) -> None:
+    def __init__(self, *, watch: Watch, pace: Pace, start: StartClock | None = None) -> None:
         self._watch = watch
         self._pace = pace
+        self._start = start
         self._seconds: dict[Phase, float] = dict.fromkeys(_DOING, 0.0)
 
     @contextmanager
     def __call__(self, name: Phase, *, step: int) -> Iterator[None]:
         self._watch.beat(step, doing=_DOING[name])
-        start = time.perf_counter()
+        if self._start is not None:
+            self._start.doing(_DOING[name])
+        begin = time.perf_counter()
         with self._pace.measuring(name):
             yield
-        self._seconds[name] += time.perf_counter() - start
+        self._seconds[name] += time.perf_counter() - begin
+        if self._start is not None and name == "step":
+            self._start, start = None, self._start
+            start.first_step_done()
 
     def take_seconds(self) -> dict[Phase, float]:
         taken, self._seconds = self._seconds, dict.fromkeys(_DOING, 0.0)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from data_shards.manifest import Manifest, Shard, write_manifest
 from launch.local import Launch
 from launch.run.pipeline_run import PipelineRun
+from launch.run.results import describe_results
 from pipeline.recipe.io import load_recipe
 from pipeline.run_folder import RunFolder
 from pipeline.vocabulary import StageName
@@ -34,8 +35,22 @@ class Machine:
     outcome: Callable[[Launch], int] | None = None
     started: list[StageName] = field(default_factory=list)
     launches: list[Launch] = field(default_factory=list)
+    together: list[tuple[StageName, ...]] = field(default_factory=list)  # of each start of processes
 
     def start(self, launch: Launch) -> int:
+        """Its stages in turn, up to one that is not done; `outcome` is asked for each, as if it were alone."""
+        self.together.append(launch.stages)
+        code = 0
+        for stage in launch.stages:
+            code = self._run(replace(launch, stage=stage, then=()))
+            folder = RunFolder(runs_root=launch.runs_root, name=launch.recipe.name)
+            if code or folder.peek(stage).state != "done":
+                break
+            if stage != launch.stages[-1]:  # as rank 0 does
+                print(f"{stage}: done{describe_results(folder, stage=stage)}")
+        return code
+
+    def _run(self, launch: Launch) -> int:
         self.started.append(launch.stage)
         self.launches.append(launch)
         if self.outcome is not None:

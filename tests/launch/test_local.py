@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -40,7 +40,13 @@ def launch(stage: StageName = "pretrain") -> Launch:
 def test_a_rank_is_told_everything(stage: StageName):
     options = _parse(rank_arguments(launch(stage)))
     assert options.recipe == "some runs/digits/recipe.yaml" and options.overrides == []
-    assert options.stage == stage and options.runs == Path("some runs")
+    assert options.stages == [stage] and options.runs == Path("some runs")
+
+
+def test_several_stages_are_told_in_order_and_the_head_is_swapped_by_the_ranks_that_are_there():
+    together = replace(launch(), then=("swap_head", "finetune"))
+    assert _parse(rank_arguments(together)).stages == ["pretrain", "swap_head", "finetune"]
+    assert together.ranks == replace(launch("swap_head"), then=("finetune",)).ranks == 3
 
 
 @pytest.mark.parametrize(("stage", "ranks"), [("pretrain", 3), ("swap_head", 1), ("finetune", 3)])
@@ -58,7 +64,7 @@ def test_every_rank_has_a_place_of_its_own_and_nobody_a_port(stage: StageName, r
 @pytest.mark.parametrize("spelling", ["--local_rank=1", "--local-rank=1"])
 def test_a_launchers_own_argument_is_passed_over(spelling: str):
     options = _parse([spelling, "a.yaml", "seed=1", "--stage", "finetune", "seed=2"])
-    assert options.recipe == "a.yaml" and options.overrides == ["seed=1", "seed=2"] and options.stage == "finetune"
+    assert options.recipe == "a.yaml" and options.overrides == ["seed=1", "seed=2"] and options.stages == ["finetune"]
 
 
 # A stand-in, called like ours (python -u -m launch.train).

@@ -372,7 +372,7 @@ def test_the_watch_is_told_engine_hang_seconds(ends: Stage, monkeypatch: pytest.
         asked.append((folder, hang_seconds))
         raise Reached
 
-    monkeypatch.setattr(stage_training, "Watch", watch)
+    monkeypatch.setattr("pipeline.context.Watch", watch)
     with pytest.raises(Reached):
         ends.train(engine={"hang_seconds": 17})
     assert asked == [(ends.folder.ranks("pretrain"), 17)]

@@ -33,7 +33,7 @@ def test_a_node_is_told_its_place_and_its_ranks_everything():
     assert json.loads(base64.urlsafe_b64decode(world)) == {"a": [0, 1], "b": [3]}
     options = _parse(command[command.index("launch.train") + 1 :])
     assert (options.recipe, options.overrides) == ("some runs/a b;c/recipe.yaml", [])
-    assert (options.stage, options.runs) == ("finetune", Path("some runs"))
+    assert (options.stages, options.runs) == (["finetune"], Path("some runs"))
 
 
 @pytest.mark.parametrize(

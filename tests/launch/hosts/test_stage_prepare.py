@@ -31,18 +31,18 @@ class Cluster:
         monkeypatch.setattr(stage, "run_stage_locally", self.run_here)
 
     def preflight(self, fleet: Fleet, *, files: list[Path], **_: object) -> Ready:
-        assert not self.machine.folder.stage("pretrain").exists()
+        assert not self.machine.folder.stage("swap_head").exists()
         self.log.append("asked")
         self.files = files
         return Ready("10.0.0.1", {})
 
     def run_there(self, launch: Launch, fleet: Fleet, ready: Ready, *, variables: dict[str, str]) -> int:
         assert (fleet, ready.address, launch.processes) == (FLEET, "10.0.0.1", 4)
-        self.log.append(f"{launch.stage} there")
+        self.log.append(f"{' '.join(launch.stages)} there")
         return self.machine.start(launch)
 
     def run_here(self, launch: Launch) -> int:
-        self.log.append(f"{launch.stage} here")
+        self.log.append(f"{' '.join(launch.stages)} here")
         return self.machine.start(launch)
 
     def open(self, *overrides: str, fleet: Fleet | None = FLEET) -> PipelineRun:
@@ -63,10 +63,16 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cluster:
     return Cluster(Machine(tmp_path), monkeypatch)
 
 
-def test_the_hosts_are_asked_once_and_train_and_this_host_swaps_the_head(cluster: Cluster, tmp_path: Path):
+def test_the_hosts_are_asked_once_and_all_stages_go_on_in_their_processes(cluster: Cluster, tmp_path: Path):
     assert cluster.open("processes=auto").execute() == 0
-    assert cluster.log == ["asked", "pretrain there", "swap_head here", "finetune there"]
+    assert cluster.log == ["asked", "pretrain swap_head finetune there"]
     assert cluster.files == [tmp_path / "shards" / split / "manifest.json" for split in ("train", "val")]
+
+
+def test_a_head_swap_that_comes_first_is_this_hosts_as_its_model_may_be_here_alone(cluster: Cluster):
+    assert cluster.open("processes=auto").execute(only="pretrain") == 0
+    assert cluster.open("processes=auto").execute() == 0
+    assert cluster.log == ["asked", "pretrain there", "asked", "swap_head here", "finetune there"]
 
 
 def test_a_dry_run_asks_and_starts_nothing(cluster: Cluster, capsys: pytest.CaptureFixture[str]):
@@ -116,4 +122,5 @@ def test_a_stage_that_fails_there_is_restarted_there(
 def test_a_stop_there_is_a_stop_here(cluster: Cluster):
     cluster.machine.outcome = lambda launch: EXIT_STOPPED
     assert cluster.open("processes=auto").execute(max_restarts=3) == EXIT_STOPPED
-    assert cluster.log == ["asked", "pretrain there"]
+    assert cluster.log == ["asked", "pretrain swap_head finetune there"]
+    assert cluster.machine.started == ["pretrain"]

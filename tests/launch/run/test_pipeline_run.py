@@ -155,6 +155,32 @@ def test_done_is_believed_whatever_the_launcher_says(machine: Machine):
 
     machine.outcome = outcome
     assert machine.open().execute() == 0
+    assert machine.together == [STAGES, STAGES[1:], STAGES[2:]]
+
+
+def test_the_processes_are_started_once_for_all_stages_that_are_not_done(machine: Machine):
+    assert machine.open().execute(only="pretrain") == 0
+    assert machine.open().execute() == 0
+    assert machine.together == [("pretrain",), ("swap_head", "finetune")]
+    assert [launch.ranks for launch in machine.launches] == [2, 1, 2]  # each as if it were alone
+    machine.together.clear()
+    assert machine.open(restart="pretrain").execute() == 0
+    assert machine.together == [STAGES]
+
+
+def test_of_a_later_stage_that_fails_it_is_said_and_only_that_is_started_again(
+    machine: Machine, capsys: pytest.CaptureFixture[str]
+):
+    def outcome(launch: Launch) -> int:
+        failed = launch.stage == "finetune" and len(machine.together) == 1
+        machine.folder.update(launch.stage, state="running" if failed else "done", last_saved_step=30)
+        return 1 if failed else 0
+
+    machine.outcome = outcome
+    assert machine.open().execute() == 1
+    assert capsys.readouterr().err.startswith("shardvit: finetune is not finished (exit code 1): ")
+    assert machine.open().execute() == 0
+    assert machine.together == [STAGES, ("finetune",)]
 
 
 def test_a_dry_run_shows_the_resolved_recipe_and_writes_nothing(machine: Machine, capsys: pytest.CaptureFixture[str]):
@@ -291,7 +317,7 @@ def test_a_user_who_stops_it_at_once_is_told_no_false_reason(
     if state == "done":  # it came to its end instead; the next stage is not begun
         with pytest.raises(KeyboardInterrupt):
             machine.open().execute(max_restarts=5)
-        assert "pretrain: done" in capsys.readouterr().out
+        assert "not finished" not in capsys.readouterr().err
     else:
         assert machine.open().execute(max_restarts=5) == EXIT_STOPPED
         error = capsys.readouterr().err

@@ -1,0 +1,23 @@
+"""What a finished stage reached, as the screen says it behind "done". Costs one read of its record."""
+
+from __future__ import annotations
+
+from pipeline.report.best import AVERAGES_SCORES, SCORES, describe_best
+from pipeline.run_folder import RunFolder
+from pipeline.vocabulary import StageName
+
+
+def describe_results(folder: RunFolder, *, stage: StageName) -> str:
+    """Its score, and where it was better before; "" for swap_head."""
+    record = folder.peek(stage)
+    for key, name in SCORES.items():
+        if key in record.results:
+            best = describe_best(record.results, stage=stage, checkpoints=folder.checkpoints(stage))
+            average = "".join(
+                f", {record.results[other]:.4f} with the moving average of the weights"
+                for other in AVERAGES_SCORES
+                if other in record.results
+            )
+            last = f", held-out {name} {record.results[key]:.4f}{average} after {record.images_seen:,} images"
+            return f"{last}; {best}" if best else last
+    return ""

@@ -1,0 +1,92 @@
+"""Where the seconds before a stage's first step go, and what is being waited for while they pass.
+
+    pretrain: opening the engine ...                                          (only what takes longer than a second)
+    pretrain: first step after 3.4 s (2.9 s of CPU): libraries 1.9, shards 0.2, the engine 0.6, ...
+
+Cost: a few reads of clocks, and a thread that ends with the first step. On a GPU the first step is told when it is
+submitted, not when the device has done it. No torch here: it is used while torch is imported.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import psutil
+
+_TOLD_SECONDS = 1.0  # what is over sooner is not said while it lasts
+_LEAST_SECONDS = 0.05  # what took less is not in the sentence at the end
+
+
+def seconds_since_start() -> float:
+    """Of this process; the system knows it to a hundredth of a second. 0 where the clock was set back since."""
+    return max(0.0, time.time() - psutil.Process().create_time())
+
+
+class StartClock:
+    """Counts the time to one first step, in parts that follow one another.
+
+    Args:
+        what: is being started: a stage's name.
+        say: shows a line, also called from a thread; None: nothing is said (ranks above 0).
+        part: the one that is going on.
+        earlier_seconds, earlier_cpu_seconds: that it took already.
+    """
+
+    def __init__(
+        self,
+        what: str = "",
+        *,
+        say: Callable[[str], None] | None = None,
+        part: str = "starting Python",
+        earlier_seconds: float = 0.0,
+        earlier_cpu_seconds: float = 0.0,
+    ) -> None:
+        self.say = say
+        self._what = what
+        self._earlier_seconds, self._earlier_cpu_seconds = earlier_seconds, earlier_cpu_seconds
+        self._began, self._cpu_began = time.monotonic(), time.process_time()
+        self._part, self._part_began, self._told = part, self._began - earlier_seconds, say is None
+        self._seconds: dict[str, float] = {}
+        self._over = threading.Event()
+        if say is not None:
+            threading.Thread(target=self._tell_what_lasts, daemon=True, name="start-clock").start()
+
+    def doing(self, part: str) -> None:
+        """From now on it is this; free once the first step is done."""
+        if self._over.is_set() or part == self._part:
+            return
+        now = time.monotonic()
+        self._seconds[self._part] = self._seconds.get(self._part, 0.0) + now - self._part_began
+        self._part, self._part_began, self._told = part, now, self.say is None
+
+    def first_step_done(self) -> None:
+        """Says how long it took, and where; only once."""
+        if self._over.is_set():
+            return
+        last, self._seconds[self._part] = self._part_began, self._seconds.get(self._part, 0.0)
+        self._seconds[self._part] += time.monotonic() - last
+        self.close()
+        if self.say is not None:
+            self.say(self.describe())
+
+    def close(self) -> None:
+        """Nothing more is counted or said: there is no first step, or it is done."""
+        self._over.set()
+
+    def describe(self) -> str:
+        """One line: the sum, and the parts that count in the order of their beginning."""
+        cpu_seconds = time.process_time() - self._cpu_began + self._earlier_cpu_seconds
+        parts = ", ".join(
+            f"{part} {seconds:.1f}" for part, seconds in self._seconds.items() if seconds > _LEAST_SECONDS
+        )
+        return (
+            f"{self._what}: first step after {sum(self._seconds.values()):.1f} s ({cpu_seconds:.1f} s of CPU): {parts}"
+        )
+
+    def _tell_what_lasts(self) -> None:
+        while not self._over.wait(_TOLD_SECONDS / 4):
+            if not self._told and time.monotonic() - self._part_began >= _TOLD_SECONDS and self.say is not None:
+                self._told = True
+                self.say(f"{self._what}: {self._part} ...")
