@@ -14,6 +14,7 @@ import torch
 from pipeline.checkpoint import saver
 from pipeline.checkpoint.saver import CheckpointSaver
 from pipeline.checkpoint.store import Restored, Retention, restore_checkpoint
+from pipeline.engine.host_copy import Hold
 from pipeline.engine.state_files import StateFile, state_file, text_file, write_file
 from pipeline.ranks.place import Place
 from pipeline.state import TrainState
@@ -39,6 +40,8 @@ class TinyEngine:
     rank: int = 0
     loads: list[Path] = field(default_factory=list)
     written: list[dict[str, Any]] = field(default_factory=list)
+    hold: Hold = field(default_factory=Hold)
+    device: torch.device = torch.device("cpu")  # noqa: RUF009 -- immutable
 
     def snapshot(self) -> tuple[StateFile, ...]:
         mine = StateFile(f"deepspeed/rank{self.rank}.pt", bytes([self.value]) * RANK_FILE_BYTES)
@@ -55,7 +58,7 @@ class TensorEngine:
     """Weights as views of one flat buffer, averages of their own, and counters: what ZeRO has, in small."""
 
     def __init__(self, value: float, *, rank: int = 0) -> None:
-        self.rank = rank
+        self.rank, self.hold, self.device = rank, Hold(), torch.device("cpu")
         self.flat = torch.full((2000,), value)
         self.counters = {"step": 1, "scale": [value]}
         self.state = {"average": torch.full((64, 8), value).t(), "step": torch.tensor(value)}
@@ -69,6 +72,7 @@ class TensorEngine:
 
     def change(self, value: float) -> None:
         """What training does in place: weights, averages, counters; and what it replaces."""
+        self.hold.release()
         self.flat.fill_(value)
         for tensor in self.state.values():
             tensor.fill_(value)

@@ -1,10 +1,12 @@
 """Saving checkpoints: in the background while training goes on, or blocking.
 
-A background save stalls training while the state is copied to host memory; then a thread of each rank writes. While a
-save is in flight (at most one), the main threads agree by one tiny all-reduce a step, and commit when all have written.
-If host memory cannot hold the copy, the save blocks and copies nothing; that is said once. A disk that is full or fails
-on any rank ends the save on all with the same error; what was written is removed, and earlier checkpoints stay.
-`state_files` writes and verifies the bytes; `store` decides what becomes visible when.
+In a background save a thread of each rank copies the state to host memory, beside the next forward and backward pass:
+only the next change of the state waits for it (`engine.host_copy`). Then it writes. While a save is in flight, the main
+threads agree by one tiny all-reduce a step, and commit when all have written; a save that comes due earlier waits for
+that. Another thread of rank 0 removes what retention does not keep, before the next save begins. If host memory cannot
+hold the copy, the save blocks and copies nothing; that is said once. A disk that is full or fails on any rank ends the
+save on all with the same error; what was written is removed, and earlier checkpoints stay. `state_files` writes
+and verifies the bytes; `store` decides what becomes visible when.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -34,6 +37,7 @@ from pipeline.checkpoint.store import (
     open_beside,
     prune_checkpoints,
 )
+from pipeline.engine.host_copy import HostBuffer, HostCopy, copy_bytes
 from pipeline.engine.protocol import Engine
 from pipeline.engine.state_files import Abandoned, Seal, StateFile, text_file, write_file
 from pipeline.ranks.group import Agreement, Ranks
@@ -88,7 +92,8 @@ class CheckpointSaver:
         beat: called with the step of a blocking save that makes progress.
 
     Attributes:
-        stall_seconds: how long training stood still for saves of this process so far.
+        stall_seconds: how long training stood still for saves of this process so far; without what a GPU's stream, not
+            the host, waited for a copy.
     """
 
     def __init__(
@@ -121,6 +126,8 @@ class CheckpointSaver:
         self._writing: _Writing | None = None
         self._pending: Agreement | None = None
         self._told_of_memory = False
+        self._buffer = HostBuffer(engine.device)
+        self._pruning: threading.Thread | None = None
 
     def save(self, state: TrainState) -> None:
         """Save `state` and the engine's, after finishing a save in flight. UserError: the disk has no room or cannot be
@@ -136,7 +143,7 @@ class CheckpointSaver:
                 _Needs(
                     host=platform.node(),
                     file_bytes=sum(file.num_bytes for file in files),
-                    copy_bytes=sum(file.tensor_bytes for file in files),
+                    copy_bytes=max(0, copy_bytes(files) - self._buffer.num_bytes),
                     spare_bytes=spare_host_bytes(),
                     free_bytes=room_bytes,
                     problem=problem,
@@ -149,12 +156,12 @@ class CheckpointSaver:
                 room = f"it needs {show_bytes(needed_bytes)}, {show_bytes(needs[0].free_bytes)} are free"
                 self._fail(state.step, _Problem(room))
             background = self._mode == "background" and self._memory_holds(needs)
-            if background:
-                files = tuple(file.on_host() for file in files)
-            self._writing = _Writing(beside_of(self._root, state.step), files=files, state=state)
-            del files
+            copy_of = HostCopy(files, buffer=self._buffer) if background else files
+            self._writing = _Writing(beside_of(self._root, state.step), files=copy_of, state=state)
             self._writing.start()
-            if not background:
+            if isinstance(copy_of, HostCopy):
+                self._engine.hold.set(partial(self._wait_for, copy_of))
+            else:
                 self._finish()
 
     def poll(self) -> None:
@@ -182,8 +189,23 @@ class CheckpointSaver:
             self._writing.abandoned.set()
             self._writing.join()
             self._writing = None
+        self._end_pruning()
+        self._buffer.free()
+
+    def _wait_for(self, copy_of: HostCopy) -> None:
+        with self._standing_still():
+            copy_of.wait()
 
     def _finish(self) -> None:
+        self._commit_in_flight()
+        self._end_pruning()
+
+    def _end_pruning(self) -> None:
+        if self._pruning is not None:
+            self._pruning.join()
+            self._pruning = None
+
+    def _commit_in_flight(self) -> None:
         if self._pending is not None:
             self._pending.result()
             self._pending = None
@@ -217,7 +239,13 @@ class CheckpointSaver:
             self._fail(step, problem)
         self._on_commit(writing.state)  # before the pruning, which may take its time on a file server
         if self._ranks.place.is_main:
-            prune_checkpoints(self._root, newest_step=step, retention=self._retention)
+            # Not a daemon: the end of the process waits for it.
+            self._pruning = threading.Thread(target=self._prune, args=(step,), name="pruning", daemon=False)
+            self._pruning.start()
+
+    def _prune(self, newest_step: int) -> None:
+        with contextlib.suppress(OSError):  # the next one tries again
+            prune_checkpoints(self._root, newest_step=newest_step, retention=self._retention)
 
     def _fail(self, step: int, problem: _Problem) -> NoReturn:
         """Remove what was written of a save and raise, with the same message on every rank."""
@@ -277,7 +305,7 @@ class CheckpointSaver:
 
 
 class _Writing(threading.Thread):
-    def __init__(self, folder: Path, *, files: Sequence[StateFile], state: TrainState) -> None:
+    def __init__(self, folder: Path, *, files: Sequence[StateFile] | HostCopy, state: TrainState) -> None:
         # Not a daemon: one that is in torch's C++ when the interpreter ends would abort the process.
         super().__init__(name="checkpoint", daemon=False)
         self.state = state
@@ -286,23 +314,25 @@ class _Writing(threading.Thread):
         self.failure: _Problem | None = None
         self.moved_bytes = 0
         self._folder = folder
-        self._files = list(files)
+        self._files = files
 
     def run(self) -> None:
-        """Write file after file; each one's memory is free when it is on the disk."""
+        """Copy the files to the host, if that is to be done, and write one after the other."""
         try:
-            while self._files:
-                file = self._files.pop()
+            files = self._files.run(abandoned=self.abandoned) if isinstance(self._files, HostCopy) else self._files
+            for file in files:
                 self.seals[file.path] = write_file(self._folder, file, abandoned=self.abandoned, on_bytes=self._count)
         except Abandoned:
             self.failure = _Problem("abandoned")
         except OSError as error:
             self.failure = _problem(error)
+        except MemoryError as error:
+            self.failure = _Problem(f"{platform.node()} has no memory for a copy of the state: {error}", transient=True)
         except Exception as error:  # noqa: BLE001 - a bug: all ranks raise it, instead of one that leaves the others waiting
             traceback.print_exc()
             self.failure = _Problem(f"{type(error).__name__}: {error}", transient=True)
         finally:
-            self._files.clear()
+            self._files = ()
 
     def _count(self, num_bytes: int) -> None:
         self.moved_bytes += num_bytes

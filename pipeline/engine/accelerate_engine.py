@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from pipeline.engine.ddp_engine import InOrder, settle_buckets
+from pipeline.engine.host_copy import Hold
 from pipeline.engine.portable import ACCELERATE_FILE, open_state
 from pipeline.engine.protocol import StepResult, exchange_requests
 from pipeline.engine.state_files import StateFile
@@ -72,6 +73,10 @@ class AccelerateEngine:
     @property
     def module(self) -> nn.Module:
         return self._module
+
+    @property
+    def hold(self) -> Hold:
+        return self._whole.hold
 
     def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
         """DDP decides here whether the backward pass will reduce over the ranks."""

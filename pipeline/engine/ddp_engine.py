@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from pipeline.engine.host_copy import Hold
 from pipeline.engine.portable import DDP_FILE, open_state
 from pipeline.engine.protocol import StepResult, exchange_requests
 from pipeline.engine.state_files import StateFile
@@ -77,6 +78,10 @@ class DdpEngine:
     @property
     def module(self) -> nn.Module:
         return self._module
+
+    @property
+    def hold(self) -> Hold:
+        return self._whole.hold
 
     def forward(self, *inputs: Tensor) -> Tensor:
         """DDP decides here whether the backward pass will reduce over the ranks."""

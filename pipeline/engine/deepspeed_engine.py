@@ -23,6 +23,7 @@ from torch import nn
 from pipeline.engine.average import WeightAverage, average_file
 from pipeline.engine.frozen import FILE as FROZEN_FILE
 from pipeline.engine.frozen import frozen_weights
+from pipeline.engine.host_copy import Hold
 from pipeline.engine.masters import named_masters, put_average, put_state, round_masters, slots
 from pipeline.engine.portable import DEEPSPEED_FOLDER, open_state
 from pipeline.engine.protocol import StepResult, exchange_requests
@@ -53,6 +54,7 @@ class DeepSpeedEngine:
         ranks: Ranks,
     ) -> None:
         deepspeed = _import_deepspeed()
+        self.hold = Hold()
         # Wraps the process group that `Ranks` has joined.
         deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
         self._ranks = ranks
@@ -97,6 +99,7 @@ class DeepSpeedEngine:
     def step(self, *, lr: float, requests: StopOrSave) -> StepResult:
         assert self._micro_step == self._accumulation_steps, "step() before all micro-batches"
         self._micro_step = 0
+        self.hold.release()
         set_lr(self._engine.optimizer.param_groups, lr)
         self._engine.step()
         applied, grad_norm = bool(self._engine.was_step_applied()), float(self._engine.get_global_grad_norm())
@@ -130,6 +133,7 @@ class DeepSpeedEngine:
         return tuple(collector.files)
 
     def load(self, folder: Path, *, written: dict[str, Any]) -> None:
+        self.hold.release()
         layout = {key: written[key] for key in ("zero_stage", "processes")}
         saved = open_state(folder, backend="deepspeed", **layout, model=self._engine.module)
         rank = self._ranks.place.rank
@@ -142,6 +146,7 @@ class DeepSpeedEngine:
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
         assert self._average, "the recipe's stage has no ema"
+        self.hold.release()
         self._average.exchange()
         # Not here, as it is collective: an exception of this rank alone would wait for the others.
         self._rounding_is_due = True

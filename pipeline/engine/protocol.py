@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import distributed, nn
 
+from pipeline.engine.host_copy import Hold
 from pipeline.engine.state_files import StateFile
 from pipeline.ranks.stopping import StopOrSave
 
@@ -66,6 +67,11 @@ class Engine(Protocol):
     @property
     def device(self) -> torch.device:
         """Where images and labels belong."""
+        ...
+
+    @property
+    def hold(self) -> Hold:
+        """Released before anything changes that `snapshot` gave: in `step`, `load` and `averaged`."""
         ...
 
     @property

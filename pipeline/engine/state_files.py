@@ -1,9 +1,8 @@
 """One process's files of a checkpoint: a snapshot of the engine's state, then written, flushed and verified.
 
-Taking a snapshot costs milliseconds: the structure is copied, the tensors share the training's memory. `on_host` copies
-them too (as many bytes as are written), after which training may go on. Both give the same bytes as long as the tensors
-are on the CPU. Writing digests in the same pass (blake2b, 0.3 to 0.9 GiB/s a core); then the file is flushed, dropped
-from the page cache and read back, which must give the same digest.
+Taking a snapshot costs milliseconds: the structure is copied, the tensors share the training's memory (`host_copy`
+copies them, too). Writing digests in the same pass (blake2b, 0.3 to 0.9 GiB/s a core); then the file is flushed,
+dropped from the page cache and read back, which must give the same digest.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import io
 import os
 import pickle
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -28,6 +27,10 @@ _FILE_OVERHEAD_BYTES = 4096
 _TENSOR_OVERHEAD_BYTES = 256  # header and alignment of one record in torch's zip format
 _BUFFER_BYTES = 1 << 20
 _PIECE_BYTES = 64 << 20  # torch hands over a whole tensor at once
+
+
+Place = tuple[int, int]
+"""Address and bytes of a storage."""
 
 
 @dataclass(frozen=True)
@@ -57,22 +60,24 @@ class StateFile:
 
     @property
     def tensor_bytes(self) -> int:
-        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in self.tensors or ()}
-        return sum(storage.nbytes() + _TENSOR_OVERHEAD_BYTES for storage in storages.values())
+        return sum(storage.nbytes() + _TENSOR_OVERHEAD_BYTES for storage in self.storages().values())
 
-    def on_host(self) -> StateFile:
-        """The same file with its tensors copied to host memory."""
+    def storages(self) -> dict[Place, torch.UntypedStorage]:
+        """What the tensors lie in, each once; without empty ones."""
+        found = {_place(tensor): tensor.untyped_storage() for tensor in self.tensors or ()}
+        return {place: storage for place, storage in found.items() if storage.nbytes()}
+
+    def moved(self, copies: Mapping[Place, torch.UntypedStorage]) -> StateFile:
+        """The same file with its tensors on copies of `storages`."""
         if self.tensors is None:
             return self
-        copies: dict[int, torch.UntypedStorage] = {}
-
-        def copied(tensor: torch.Tensor) -> torch.Tensor:
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in copies:
-                copies[storage.data_ptr()] = _host_copy(storage)
-            return _view(copies[storage.data_ptr()], like=tensor, offset=int(tensor.storage_offset()))
-
-        return StateFile(self.path, self.structure, tuple(copied(tensor) for tensor in self.tensors))
+        tensors = (
+            _view(copies[place], like=tensor, offset=int(tensor.storage_offset()))
+            if (place := _place(tensor)) in copies
+            else tensor
+            for tensor in self.tensors
+        )
+        return StateFile(self.path, self.structure, tuple(tensors))
 
     def write_to(self, stream: IO[bytes]) -> None:
         """Serialise; only `stream.write` is used."""
@@ -214,6 +219,10 @@ def _trimmed(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
         yield _view(part, like=tensor, offset=(first - begin) // tensor.element_size())
 
 
+def _place(tensor: torch.Tensor) -> Place:
+    return tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes()
+
+
 def _home(tensor: torch.Tensor) -> tuple[int, torch.dtype]:
     return tensor.untyped_storage().data_ptr(), tensor.dtype
 
@@ -238,11 +247,6 @@ def _merged(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
 def _view(storage: torch.UntypedStorage, *, like: torch.Tensor, offset: int) -> torch.Tensor:
     empty = torch.empty(0, dtype=like.dtype, device=storage.device)
     return empty.set_(storage, offset, like.shape, like.stride())
-
-
-def _host_copy(storage: torch.UntypedStorage) -> torch.UntypedStorage:
-    content = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-    return torch.empty(content.shape, dtype=torch.uint8).copy_(content).untyped_storage()
 
 
 def _hasher() -> Any:

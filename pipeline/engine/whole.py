@@ -23,6 +23,7 @@ from torch.nn.utils import get_total_norm
 
 from pipeline.engine.average import WeightAverage, average_file
 from pipeline.engine.frozen import frozen_weights
+from pipeline.engine.host_copy import Hold
 from pipeline.engine.masters import Slot, put_average
 from pipeline.engine.portable import LossScale, PortableState
 from pipeline.engine.protocol import StepResult
@@ -41,6 +42,9 @@ class WholeState:
     Args:
         model: float32, on its device; cast in place to `computes_in`.
         scaler: of dynamic loss scaling (fp16); the engine multiplies its losses by it.
+
+    Attributes:
+        hold: see `Engine.hold`.
     """
 
     def __init__(
@@ -52,6 +56,7 @@ class WholeState:
         ema: EmaConfig | None,
         scaler: torch.amp.GradScaler | None,
     ) -> None:
+        self.hold = Hold()
         self._module = model
         self._scaler = scaler
         self._clip_grad_norm = optimizer.clip_grad_norm
@@ -76,6 +81,7 @@ class WholeState:
     def step(self, *, lr: float, requests: Tensor) -> StepResult:
         """Clip and move the weights by the parameters' averaged gradients, unless those are not finite; `requests`:
         what `exchange_requests` returned."""
+        self.hold.release()
         set_lr(self.optimizer.param_groups, lr)
         gradients = self._float_gradients()
         if self._scaler is not None:
@@ -134,6 +140,7 @@ class WholeState:
     def averaged(self) -> Iterator[None]:
         """See `Engine.averaged`."""
         assert self._average, "the recipe's stage has no ema"
+        self.hold.release()
         self._exchange()
         try:
             yield
@@ -162,6 +169,7 @@ class WholeState:
     @torch.no_grad()
     def put(self, saved: PortableState) -> None:
         """Restore a state of any engine, to the last bit."""
+        self.hold.release()
         self.optimizer.state.clear()
         if self._takes == "parameters":
             assert saved.optimizer, "the recipe allows such an optimizer where parameters are whole"

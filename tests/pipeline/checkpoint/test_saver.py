@@ -13,7 +13,9 @@ import torch
 
 from pipeline.checkpoint import saver
 from pipeline.checkpoint import store as checkpoint
-from pipeline.checkpoint.store import damage_of
+from pipeline.checkpoint.saver import SaveFailed
+from pipeline.checkpoint.store import Retention, damage_of
+from pipeline.engine.host_copy import HostCopy, copy_bytes
 from pipeline.engine.state_files import StateFile, write_file
 from pipeline.state import TrainState
 from tests.saving import (
@@ -23,6 +25,7 @@ from tests.saving import (
     names,
     on_ranks,
     one_rank,
+    save,
     saver_of,
     state_at,
     steps,
@@ -74,6 +77,86 @@ def test_training_on_does_not_change_what_is_written(tmp_path: Path, monkeypatch
     one.finish()
     assert contents(tmp_path / "moving" / "step-00000003") == contents(tmp_path / "still" / "step-00000003")
     assert committed == [state_at(3)] and steps(tmp_path / "moving") == [3]
+
+
+def test_only_a_change_of_the_state_waits_for_the_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The copy is held back: saving returns at once, and the next change does not begin before the copy ends."""
+    begun, let_on, events = threading.Event(), threading.Event(), list[str]()
+    run = HostCopy.run
+
+    def late(one: HostCopy, **more: Any) -> Any:
+        begun.set()
+        assert let_on.wait(240)
+        events.append("copied")
+        return run(one, **more)
+
+    monkeypatch.setattr(HostCopy, "run", late)
+    engine = TensorEngine(1.5)
+    one = saver_of(tmp_path / "moving", ranks=one_rank(), engine=engine, mode="background")
+    one.save(state_at(3))
+    assert begun.wait(240)
+    for _ in range(3):
+        one.poll()
+    events.append("trained on")
+    stood_before = one.stall_seconds
+    threading.Timer(0.2, let_on.set).start()
+    engine.change(7.0)
+    events.append("changed")
+    assert one.stall_seconds >= stood_before + 0.1
+    one.finish()
+    assert events == ["trained on", "copied", "changed"]
+    monkeypatch.setattr(HostCopy, "run", run)
+    saver_of(tmp_path / "still", ranks=one_rank(), engine=TensorEngine(1.5)).save(state_at(3))
+    assert contents(tmp_path / "moving" / "step-00000003") == contents(tmp_path / "still" / "step-00000003")
+
+
+@pytest.mark.parametrize("error", [MemoryError("no memory"), ZeroDivisionError("of ours")])
+def test_a_copy_that_fails_ends_the_save_and_holds_nobody_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+):
+    save(tmp_path, 1, ranks=one_rank())
+
+    def fail(one: HostCopy) -> Any:
+        raise error
+
+    monkeypatch.setattr(HostCopy, "_plan", fail)
+    engine = TensorEngine(1.5)
+    one = saver_of(tmp_path, ranks=one_rank(), engine=engine, mode="background")
+    one.save(state_at(3))
+    engine.change(2.0)
+    with pytest.raises(SaveFailed, match=rf"{error}.*step-00000001 is kept"):
+        one.finish()
+    one.close()
+    assert names(tmp_path) == ["step-00000001"]
+
+
+def test_old_checkpoints_go_while_training_goes_on_and_before_the_next_one_is_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    prune, begun, let_on, events = saver.prune_checkpoints, threading.Event(), threading.Event(), list[str]()
+    open_beside = checkpoint.open_beside
+
+    def slow(root: Path, **keywords: Any) -> None:
+        begun.set()
+        assert let_on.wait(240)
+        prune(root, **keywords)
+        events.append("pruned")
+
+    def note(root: Path, *, step: int) -> None:
+        events.append(f"begun {step}")
+        open_beside(root, step=step)
+
+    monkeypatch.setattr(saver, "prune_checkpoints", slow)
+    monkeypatch.setattr(saver, "open_beside", note)
+    one = saver_of(tmp_path, ranks=one_rank(), engine=TinyEngine(1), mode="background", retention=Retention(last=1))
+    one.save(state_at(1))
+    while one._writing is not None:
+        one.poll()
+    assert begun.wait(240) and events == ["begun 1"] and steps(tmp_path) == [1]
+    threading.Timer(0.2, let_on.set).start()
+    one.save(state_at(2))
+    one.finish()  # the end of a run waits for it, too
+    assert events == ["begun 1", "pruned", "begun 2", "pruned"] and names(tmp_path) == ["step-00000002"]
 
 
 def test_it_is_committed_when_the_slowest_rank_has_written_and_nothing_is_asked_in_between_saves(
@@ -133,12 +216,12 @@ def test_there_are_never_two_in_flight(tmp_path: Path, monkeypatch: pytest.Monke
 def test_without_memory_for_the_copies_of_all_ranks_of_a_host_it_stands_still_and_says_so_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    single = sum(file.tensor_bytes for file in TensorEngine(0).snapshot())
+    single = copy_bytes(TensorEngine(0).snapshot())
     for num_ranks, spare, expected in ((1, single, 0), (2, single, 1), (2, 2 * single, 0), (3, 2 * single, 1)):
         monkeypatch.setattr(saver, "spare_host_bytes", lambda spare=spare: spare)
         copied: list[str] = []
-        on_host = StateFile.on_host
-        monkeypatch.setattr(StateFile, "on_host", lambda file: (copied.append(file.path), on_host(file))[1])  # noqa: B023
+        run = HostCopy.run
+        monkeypatch.setattr(HostCopy, "run", lambda one, **more: (copied.append("once"), run(one, **more))[1])  # noqa: B023
         said: list[str] = []
         root = tmp_path / f"{num_ranks}-{spare}"
 
@@ -153,7 +236,7 @@ def test_without_memory_for_the_copies_of_all_ranks_of_a_host_it_stands_still_an
         assert len(said) == expected and bool(copied) == (not expected)
         assert all("written while training stands still" in line and "memory" in line for line in said)
         assert steps(root) == [1, 2] and damage_of(root / "step-00000002") == ""
-        monkeypatch.setattr(StateFile, "on_host", on_host)
+        monkeypatch.setattr(HostCopy, "run", run)
 
 
 def test_what_is_safe_is_told_before_old_checkpoints_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.engine import state_files
+from pipeline.engine.host_copy import HostBuffer, HostCopy
 from pipeline.engine.state_files import Abandoned, Seal, digest_of, state_file, text_file, write_file
 
 BASE = torch.arange(240, dtype=torch.float32)
@@ -37,6 +38,9 @@ def views(draw: Any) -> torch.Tensor:
     return piece
 
 
+CPU = torch.device("cpu")
+
+
 def loaded(file: Any) -> Any:
     stream = io.BytesIO()
     file.write_to(stream)
@@ -47,7 +51,7 @@ def loaded(file: Any) -> Any:
 @given(st.lists(views(), min_size=1, max_size=6))
 def test_views_come_back_as_they_were_shared_or_copied_and_no_byte_is_stored_twice(tensors):
     file = state_file("x.pt", tensors)
-    for taken in (file, file.on_host()):
+    for taken in (file, *HostCopy([file], buffer=HostBuffer(CPU)).run()):
         back = loaded(taken)
         assert [tensor.shape for tensor in back] == [tensor.shape for tensor in tensors]
         assert all(torch.equal(one, other) for one, other in zip(back, tensors, strict=True))
@@ -67,14 +71,6 @@ def test_a_file_is_never_larger_than_was_said_and_hardly_smaller(tensors):
     stream = io.BytesIO()
     file.write_to(stream)
     assert len(stream.getvalue()) <= file.num_bytes <= len(stream.getvalue()) + 8192
-
-
-def test_a_copy_shares_no_memory_and_a_shared_one_all(tmp_path: Path):
-    weights = torch.zeros(10)
-    shared = state_file("x.pt", [weights])
-    copied = shared.on_host()
-    weights.fill_(7)
-    assert loaded(shared)[0].tolist() == [7] * 10 and loaded(copied)[0].tolist() == [0] * 10
 
 
 def test_what_stands_beside_the_tensors_is_kept_as_it_was():
@@ -107,13 +103,3 @@ def test_a_large_tensor_is_written_piece_by_piece_and_can_be_called_off_in_betwe
     with pytest.raises(Abandoned):
         write_file(tmp_path, file, abandoned=abandoned, on_bytes=lambda n: abandoned.set() if n == 1000 else None)
     assert (tmp_path / "x.pt").stat().st_size < 3000
-
-
-@pytest.mark.gpu
-def test_tensors_of_a_gpu_are_copied_to_the_host():
-    weights = torch.arange(1000.0, device="cuda")
-    file = state_file("x.pt", [weights[10:20]])
-    copied = file.on_host()
-    weights.fill_(0)
-    assert copied.tensors is not None and copied.tensors[0].device.type == "cpu"
-    assert loaded(copied)[0].tolist() == list(range(10, 20))
