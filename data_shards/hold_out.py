@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from data_shards.errors import UserError
 from data_shards.randomness import hash_words, permute
-from data_shards.shard_set import Portion, ShardRows, ShardSet
+from data_shards.shard_set import ColumnShards, Portion, ShardRows, ShardSet
 from data_shards.vocabulary import RandomStream
 
 if TYPE_CHECKING:
@@ -43,15 +43,19 @@ def take_portion(shards: ShardSet, portion: Portion) -> ShardSet:
     """The samples of a set that are in one part; the shards stay, and hold fewer. UserError if there are none."""
     sizes = shards.shard_sizes
     counts = _held_out_of_shards(sizes, total=held_out_images(shards.num_samples, share=portion.hold_out))
-    entries = tuple(
-        replace(
-            entry,
-            num_samples=count if portion.which == "held_out" else size - count,
-            subset=ShardRows(number, stored=size, held_out=count, which=portion.which),
+    held_out_counts = portion.which == "held_out"
+    if isinstance(shards.shards, ColumnShards):
+        entries = shards.shards.take_portion(portion, held_out=counts)
+    else:
+        entries = tuple(
+            replace(
+                entry,
+                num_samples=count if held_out_counts else size - count,
+                subset=ShardRows(number, stored=size, held_out=count, which=portion.which),
+            )
+            for number, (entry, size, count) in enumerate(zip(shards.shards, sizes, counts, strict=True))
         )
-        for number, (entry, size, count) in enumerate(zip(shards.shards, sizes, counts, strict=True))
-    )
-    kept = sum(entry.num_samples for entry in entries)
+    kept = sum(counts) if held_out_counts else sum(sizes) - sum(counts)
     content = json.dumps([shards.digest, portion.which, portion.hold_out])
     return replace(
         shards,

@@ -18,6 +18,10 @@ from data_shards.store.location import PIPE, expand_braces, is_local, join, loca
 from data_shards.tars.tar_index import index_path, read_index, readable_index
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from data_shards.shard_table import ShardTable
     from data_shards.store.store import Store
 
 _MOST_MANIFEST_BYTES = 1 << 30  # 150 bytes a shard, and the classes
@@ -88,19 +92,14 @@ def tar_urls(location: str) -> list[str]:
 def _open_local(location: str, *, damaged: Damaged) -> ShardSet:
     manifest = load_manifest(local_path(location))  # not made absolute: messages show paths as the user typed them
     files = shard_files(manifest)
-    found = [file.damage for file in files if file.damage]
+    found = list(files.damage.values())
     if found and damaged == "refuse":
         more = f" (and {len(found) - 1} more shards are damaged)" if len(found) > 1 else ""
         raise UserError(found[0] + more)
-    root, absolute = str(manifest.root), str(manifest.root.absolute())
-    places = [(os.path.join(absolute, shard.file), os.path.join(root, shard.file)) for shard in manifest.shards]
-    entries = _entries(manifest, places)
-    entries = tuple(
-        replace(entry, state="damaged" if file.damage else "whole", stamp=file.stamp)
-        for entry, file in zip(entries, files, strict=True)
-    )
-    lost = sum(_lost_samples(entry) for entry in entries if entry.state == "damaged")
-    return _packed(manifest, entries, str(local_path(location)), damage=tuple(found), lost_samples=lost)
+    folder = (str(manifest.root.absolute()), str(manifest.root))
+    table = _table(manifest, *folder, damaged=tuple(files.damage), stamps=files.stamps)
+    lost = sum(_lost_samples(table[number]) for number in files.damage)
+    return _packed(manifest, table, str(local_path(location)), damage=tuple(found), lost_samples=lost)
 
 
 def _lost_samples(entry: ShardEntry) -> int:
@@ -128,24 +127,32 @@ def _open_remote(location: str, *, store: Store | None) -> ShardSet:
         pattern = shown(join(location, "x-")) + "{000..127}.tar"
         raise UserError(f"{error}; tars without a manifest are given as a pattern, such as {pattern}") from None
     manifest = parse_manifest(content, root=Path(), name=shown(url))
-    urls = [join(location, shard.file) for shard in manifest.shards]
-    return _packed(manifest, _entries(manifest, [(url, shown(url)) for url in urls]), shown(location))
+    return _packed(manifest, _table(manifest, location, None), shown(location))
 
 
-def _entries(manifest: Manifest, places: list[tuple[str, str]]) -> tuple[ShardEntry, ...]:
-    return tuple(
-        ShardEntry(url, name, shard.num_samples, shard.num_bytes, shard.sha256, index=None, labels=manifest.labels)
-        for (url, name), shard in zip(places, manifest.shards, strict=True)
-    )
+def _table(
+    manifest: Manifest,
+    folder: str,
+    shown_folder: str | None,
+    *,
+    damaged: tuple[int, ...] = (),
+    stamps: NDArray[np.int64] | None = None,
+) -> ShardTable:
+    from data_shards.packed_shards import PackedShards
+    from data_shards.shard_table import ShardTable, Source
+
+    rows = PackedShards.of_shards(manifest.shards)
+    source = Source(folder, shown_folder, manifest.labels, num_shards=len(rows))
+    return ShardTable.of(source, rows, damaged=damaged, stamps=stamps)
 
 
 def _packed(
     manifest: Manifest,
-    entries: tuple[ShardEntry, ...],
+    shards: ShardTable,
     source: str,
     *,
     damage: tuple[str, ...] = (),
     lost_samples: int = 0,
 ) -> ShardSet:
     about = (manifest.name, source, manifest.split, manifest.classes)
-    return ShardSet(*about, entries, manifest.digest, damage=damage, lost_samples=lost_samples)
+    return ShardSet(*about, shards, manifest.digest, damage=damage, lost_samples=lost_samples)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Literal
 
 from data_shards.errors import UserError
 from data_shards.labels import LabelSpec
+from data_shards.store.location import is_local
 from data_shards.vocabulary import LabelKind, PartName
 
 Damaged = Literal["refuse", "report"]
@@ -65,6 +67,52 @@ class ShardEntry:
         return self.num_samples if self.subset is None else self.subset.stored
 
 
+class ColumnShards(Sequence[ShardEntry], ABC):
+    """The shards of a set as columns (see `shard_table`); equal to the same entries in a tuple."""
+
+    @property
+    @abstractmethod
+    def sizes(self) -> list[int]:
+        """Samples of each, in the part of it that is used."""
+
+    @property
+    @abstractmethod
+    def num_bytes(self) -> int:
+        """Of all of them together."""
+
+    @property
+    @abstractmethod
+    def is_local(self) -> bool:
+        """Whether all are local files."""
+
+    @property
+    @abstractmethod
+    def is_multi_label(self) -> bool: ...
+
+    @property
+    @abstractmethod
+    def damaged_numbers(self) -> list[int]:
+        """Of the shards that are damaged."""
+
+    @abstractmethod
+    def with_damaged(self, numbers: Sequence[int]) -> ColumnShards:
+        """The same, except for which ones are damaged."""
+
+    @abstractmethod
+    def take_portion(self, portion: Portion, *, held_out: Sequence[int]) -> ColumnShards:
+        """The samples in one part of a set, given how many of each shard are held out."""
+
+    @abstractmethod
+    def join(self, others: Sequence[ColumnShards]) -> ColumnShards:
+        """These and others of the same class, end to end."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and tuple(self) == tuple(other)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+
 @dataclass(frozen=True)
 class ShardSet:
     """The samples of one split; class number `i` means `classes[i]`.
@@ -77,18 +125,20 @@ class ShardSet:
     source: str  # where it was opened, fit to be shown
     split: str  # "train", "val",
     classes: tuple[str, ...]  # names of the classes
-    shards: tuple[ShardEntry, ...]  # the tars, in the order that sample numbers follow
+    shards: Sequence[ShardEntry]  # the tars, in the order that sample numbers follow; of a packed set `ColumnShards`
     digest: str  # at most 32 hex digits that change with the content, not with the place
     damage: tuple[str, ...] = ()  # what is wrong with it and was tolerated, a sentence each
     lost_samples: int = 0
 
     @property
     def num_samples(self) -> int:
-        return sum(shard.num_samples for shard in self.shards)
+        return sum(self.shard_sizes)
 
     @property
     def num_bytes(self) -> int | None:
         """None if the size of one shard is unknown."""
+        if isinstance(self.shards, ColumnShards):
+            return self.shards.num_bytes
         sizes = [shard.num_bytes for shard in self.shards]
         return None if None in sizes else sum(size or 0 for size in sizes)
 
@@ -103,11 +153,39 @@ class ShardSet:
     @property
     def is_multi_label(self) -> bool:
         """Whether a sample may have any number of classes, rather than exactly one."""
+        if isinstance(self.shards, ColumnShards):
+            return self.shards.is_multi_label
         return any(shard.labels.kind == "multi" for shard in self.shards)
 
     @property
     def shard_sizes(self) -> tuple[int, ...]:
+        if isinstance(self.shards, ColumnShards):
+            return tuple(self.shards.sizes)
         return tuple(shard.num_samples for shard in self.shards)
+
+    @property
+    def is_local(self) -> bool:
+        """Whether all shards are local files."""
+        if isinstance(self.shards, ColumnShards):
+            return self.shards.is_local
+        return all(is_local(shard.url) for shard in self.shards)
+
+    @property
+    def damaged_numbers(self) -> list[int]:
+        """The shards that were damaged on opening."""
+        if isinstance(self.shards, ColumnShards):
+            return self.shards.damaged_numbers
+        return [number for number, shard in enumerate(self.shards) if shard.state == "damaged"]
+
+    def with_damaged(self, numbers: Sequence[int], *, damage: tuple[str, ...], lost_samples: int) -> ShardSet:
+        """The set as another host has it on its own disks."""
+        if isinstance(self.shards, ColumnShards):
+            shards = self.shards.with_damaged(numbers)
+        else:
+            states = ("damaged" if number in set(numbers) else "whole" for number in range(len(self.shards)))
+            pairs = zip(self.shards, states, strict=True)
+            shards = tuple(replace(entry, state=state) for entry, state in pairs)
+        return replace(self, shards=shards, damage=damage, lost_samples=lost_samples)
 
 
 @dataclass(frozen=True)
@@ -149,11 +227,18 @@ def merge_shard_sets(sets: Sequence[ShardSet]) -> ShardSet:
         first,
         name=" + ".join(dict.fromkeys(one.name for one in sets)),
         source=" + ".join(one.source for one in sets),
-        shards=tuple(shard for one in sets for shard in one.shards),
+        shards=_end_to_end([one.shards for one in sets]),
         digest=hashlib.sha256(json.dumps([one.digest for one in sets]).encode()).hexdigest()[:32],
         damage=tuple(damage for one in sets for damage in one.damage),
         lost_samples=sum(one.lost_samples for one in sets),
     )
+
+
+def _end_to_end(parts: Sequence[Sequence[ShardEntry]]) -> Sequence[ShardEntry]:
+    columns = [part for part in parts if isinstance(part, ColumnShards)]
+    if len(columns) == len(parts):
+        return columns[0].join(columns[1:])
+    return tuple(shard for part in parts for shard in part)
 
 
 def _difference(first: ShardSet, other: ShardSet) -> str:

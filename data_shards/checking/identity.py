@@ -18,6 +18,7 @@ import json
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
+from operator import attrgetter
 from pathlib import PurePath
 from types import UnionType
 from typing import Any
@@ -62,7 +63,9 @@ class SetIdentity:
 
     @classmethod
     def of(cls, shards: ShardSet, *, spots: Mapping[int, Sequence[str]]) -> SetIdentity:
-        columns = {name: tuple(getattr(each, name_there) for each in shards.shards) for name, name_there in _COLUMNS}
+        pick = attrgetter(*(name_there for _, name_there in _COLUMNS))
+        rows = list(map(pick, shards.shards))  # in one go: entries may be made as they are asked for
+        columns = {name: tuple(row[at] for row in rows) for at, (name, _) in enumerate(_COLUMNS)}
         return cls(shards.digest, spots={shard: tuple(digests) for shard, digests in spots.items()}, **columns)
 
     @classmethod

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from data_shards.shard_set import ShardEntry
+from data_shards.shard_set import ColumnShards, ShardEntry
 from data_shards.store.cache import NoRoom
 from data_shards.store.cache_folder import TOUCH_SECONDS
 from data_shards.store.location import is_local
@@ -31,10 +31,14 @@ def start_prefetch(
     store: Store | None, entries: Sequence[ShardEntry], *, upcoming: Iterator[tuple[int, Sequence[int]]]
 ) -> Prefetcher | None:
     """A running prefetcher; None if every shard is a local file (`upcoming` is not touched)."""
-    if store is None or store.cache is None or all(is_local(entry.url) for entry in entries):
+    if store is None or store.cache is None or _all_local(entries):
         return None
     lookahead_bytes = int(store.cache.limit_bytes * _LOOKAHEAD_SHARE)
     return Prefetcher(store, entries, upcoming=upcoming, lookahead_bytes=lookahead_bytes)
+
+
+def _all_local(entries: Sequence[ShardEntry]) -> bool:
+    return entries.is_local if isinstance(entries, ColumnShards) else all(is_local(entry.url) for entry in entries)
 
 
 class Prefetcher:
