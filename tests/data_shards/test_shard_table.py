@@ -81,7 +81,11 @@ def test_parts_mixtures_and_other_damage_are_those_of_entries():
         assert ours == take_portion(as_set(entries(shards)), portion)
         mixed = merge_shard_sets([ours, as_set(far), ours])
         assert isinstance(mixed.shards, ShardTable)
-        assert tuple(mixed.shards) == (*ours.shards, *entries(others, folder="s3://b/o", shown="s3://b/o"), *ours.shards)
+        assert tuple(mixed.shards) == (
+            *ours.shards,
+            *entries(others, folder="s3://b/o", shown="s3://b/o"),
+            *ours.shards,
+        )
         assert mixed.damaged_numbers == [1, 41, 48] and not mixed.is_local
         mended = mixed.with_damaged([0, 46], damage=("x",), lost_samples=3)
         assert mended.damaged_numbers == [0, 46] and (mended.damage, mended.lost_samples) == (("x",), 3)
