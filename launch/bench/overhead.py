@@ -23,8 +23,9 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
-from launch.bench.overhead_child import BUCKET_ELEMENTS, DEPTH, WIDTH, Case, Counted
+from launch.bench.overhead_child import BUCKET_ELEMENTS, DEPTH, WIDTH, Case, Counted, Spent
 
 OWN = Case(zero_stage=1, precision="bf16")
 """The case that the bounds are of: the default."""
@@ -59,7 +60,7 @@ def bounds_of(one: Counted) -> list[Bound]:
         Bound("keys of DeepSpeed that wait", len(one.synchronising_keys), 4),
     ]
     if one.cpu_ms and one.plain_cpu_ms:
-        found.append(Bound("CPU time to plain torch's", one.cpu_ms / one.plain_cpu_ms, 1.4, exact=False))
+        found.append(Bound("CPU time to plain torch's", one.cpu_ms.whole / one.plain_cpu_ms.whole, 1.4, exact=False))
     return found
 
 
@@ -94,7 +95,13 @@ def run_case(case: Case) -> list[Counted]:
         if any(process.returncode for process in processes):
             raise RuntimeError(f"{case.name}, {case.ranks} processes:\n" + "\n".join(said))
         files = [Path(folder, f"{rank}.json") for rank in range(case.ranks)]
-        return [Counted(**json.loads(file.read_text(encoding="utf-8"))) for file in files]
+        return [counted_from(json.loads(file.read_text(encoding="utf-8"))) for file in files]
+
+
+def counted_from(content: dict[str, Any]) -> Counted:
+    """As a child wrote it."""
+    times = {name: Spent(**each) for name in ("cpu_ms", "plain_cpu_ms") if (each := content[name]) is not None}
+    return Counted(**{**content, **times})
 
 
 def main() -> None:
@@ -126,14 +133,16 @@ def report(found: Sequence[tuple[Case, Sequence[Counted]]]) -> Iterator[str]:
         yield f"{each.what:44}{_short(each.value):>10}{_short(each.most):>10}  {'' if each.met else 'MISSED'}".rstrip()
 
     yield "\nOne process; operations that plain torch does not do, and the ratio of CPU times"
-    yield f"{'':16}  forward backward    step  waits bytes/par.   CPU ms  plain  ratio"
+    yield f"{'':16}  forward backward    step  waits bytes/par. CPU ms: passes, step; plain's   ratio"
     for case, (one, *_) in found:
         if case.ranks == 1:
-            times = f"{one.cpu_ms:9.1f}{one.plain_cpu_ms:7.1f}" if one.cpu_ms and one.plain_cpu_ms else ""
-            ratio = f"{one.cpu_ms / one.plain_cpu_ms:7.2f}" if one.cpu_ms and one.plain_cpu_ms else ""
+            times = ""
+            if (ours := one.cpu_ms) and (plain := one.plain_cpu_ms):
+                times = f"{ours.passes:9.1f}{ours.step:7.1f}{plain.passes:9.1f}{plain.step:7.1f}"
+                times += f"{ours.whole / plain.whole:7.2f}"
             yield (
                 f"{case.name:16}{one.in_forward:9,}{one.in_backward:9,}{one.in_step:8,}"
-                f"{sum(one.waits.values()):7}{one.allocated_bytes / one.parameters:11.1f}{times}{ratio}"
+                f"{sum(one.waits.values()):7}{one.allocated_bytes / one.parameters:11.1f}{times}"
             )
     yield "\nWhat waits"
     for case, (one, *_) in found:

@@ -64,6 +64,15 @@ class Case:
         return f"ZeRO {self.zero_stage}, {self.precision}{more}"
 
 
+@dataclass(frozen=True)
+class Spent:
+    """CPU milliseconds of a process, all its threads together."""
+
+    whole: float  # an optimizer step with everything before it
+    passes: float  # of it: forward and backward passes, the batch and the loss
+    step: float  # of it: the optimizer's step
+
+
 @dataclass
 class Counted:
     """What one rank of a case counted in one step that does not log."""
@@ -78,8 +87,8 @@ class Counted:
     synchronising_keys: list[str]
     allocated_bytes: int  # that plain torch does not allocate, in backward and step
     collectives: list[tuple[str, int, float]]  # name, bytes, bytes that a rank sends in a ring
-    cpu_ms: float | None  # the least of a step
-    plain_cpu_ms: float | None  # of plain torch, by turns with it
+    cpu_ms: Spent | None  # the least of each over the steps
+    plain_cpu_ms: Spent | None  # of plain torch, by turns with it
 
 
 def recipe_of(case: Case) -> Recipe:
@@ -166,7 +175,7 @@ def _counted(case: Case, *, ranks: Ranks) -> Counted:
     phases = _Phases()
     ours.step(phases)
     every = phases.around + phases.forward.waits + phases.backward.waits + phases.step.waits
-    seconds = _by_turns({"ours": ours.step, "plain": reference.step}, times=case.timed_steps)
+    spent = _by_turns({"ours": ours.step, "plain": reference.step}, times=case.timed_steps)
     world_size = ranks.place.world_size
     collectives = [*phases.forward.collectives, *phases.backward.collectives, *phases.step.collectives]
     return Counted(
@@ -180,8 +189,8 @@ def _counted(case: Case, *, ranks: Ranks) -> Counted:
         synchronising_keys=[key for each in configs for key in synchronising_keys(each, processes=world_size)],
         allocated_bytes=phases.backward.allocated_bytes + phases.step.allocated_bytes - plain.backward.allocated_bytes,
         collectives=[(each.name, each.num_bytes, each.sent_bytes(world_size)) for each in collectives],
-        cpu_ms=1000 * seconds["ours"] if seconds else None,
-        plain_cpu_ms=1000 * seconds["plain"] if seconds else None,
+        cpu_ms=spent.get("ours"),
+        plain_cpu_ms=spent.get("plain"),
     )
 
 
@@ -209,13 +218,14 @@ class _Plain:
         self.labels, self.accumulation = batch().labels, accumulation
         self.linear = nn.functional.linear
 
-    def step(self, phases: _Phases | None = None) -> None:
+    def step(self, phases: Any = None) -> None:
         counts = phases or _NOT_COUNTED
         with mock.patch.object(nn.functional, "linear", self.linear):  # after ZeRO 3 has put its own there
             for _ in range(self.accumulation):
                 with counts.forward:
                     outputs = self.model(self.images)
-                loss = nn.functional.cross_entropy(outputs.float(), self.labels)
+                with counts.rest:
+                    loss = nn.functional.cross_entropy(outputs.float(), self.labels)
                 with counts.backward:
                     loss.backward()
             with counts.step:
@@ -231,7 +241,7 @@ class _Ours:
         self.task = _task(recipe, engine)
         self.batch, self.losses, self.late, self.number = batch(), LossWindow([]), LateMetrics(device=engine.device), 0
 
-    def step(self, phases: _Phases | None = None) -> None:
+    def step(self, phases: Any = None) -> None:
         counts = phases or _NOT_COUNTED
         for _ in range(self.accumulation):
             with counts.rest:
@@ -286,20 +296,37 @@ def _seen_configurations(seen: list[dict[str, Any]]) -> Any:
 def _fuse() -> None:
     """Make every AdamW the fused one, which the product takes on a GPU."""
     for each in gc.get_objects():
-        if isinstance(each, torch.optim.AdamW):
+        if issubclass(type(each), torch.optim.AdamW):  # isinstance would ask objects that warn
             for group in each.param_groups:
                 group["fused"] = True
 
 
-def _by_turns(steps: dict[str, Callable[[], None]], *, times: int) -> dict[str, float] | None:
-    """The least CPU seconds of each, of all the process's threads."""
-    spent: dict[str, list[float]] = {name: [] for name in steps}
+def _by_turns(steps: dict[str, Callable[[Any], None]], *, times: int) -> dict[str, Spent]:
+    """The least of each; empty: nothing is timed."""
+    spent: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
     for _ in range(times):
         for name, step in steps.items():
-            before = time.process_time()
-            step()
-            spent[name].append(time.process_time() - before)
-    return {name: min(each) for name, each in spent.items()} if times else None
+            passes, last = _Clock(), _Clock()
+            step(types.SimpleNamespace(forward=passes, backward=passes, rest=passes, step=last))
+            spent[name].append((1000 * passes.seconds, 1000 * last.seconds))
+    return {
+        name: Spent(min(map(sum, each)), min(passes for passes, _ in each), min(step for _, step in each))
+        for name, each in spent.items()
+        if each
+    }
+
+
+class _Clock:
+    """CPU time while it is entered."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def __enter__(self) -> None:
+        self._before = time.process_time()
+
+    def __exit__(self, *error: object) -> None:
+        self.seconds += time.process_time() - self._before
 
 
 class _Nothing:

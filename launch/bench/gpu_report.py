@@ -1,0 +1,230 @@
+"""The table of `launch.bench.gpu`: ceilings, a row a contender, where a step's time goes, and ours against the others.
+
+A row whose losses do not agree with the bar's is void and enters no ratio. MFU counts the FLOPs that the model needs,
+by the product's own account, over the data sheet's peak, and over the matrix products that this very GPU reached at
+these shapes.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from launch.bench.gpu_work import SIZES
+from pipeline.budget.gpus import gpu_of_driver
+
+_LOSS_TOLERANCE = 0.01  # of the bar's loss at step 1
+_FALL_TOLERANCE = 0.10  # of how far the bar's loss falls until step 10
+_LEAST_RATIOS = {  # of images/s, ours to theirs
+    "bar": 0.98,
+    "deepspeed": 1.08,
+    "timm-compile": 1.0,
+    "timm": 1.25,
+    "trainer": 1.15,
+}
+_LEAST_RATIO_TO_BAR = {"L/16@224 b64": 0.95}  # few images a step: more of it is the optimizer's
+_MOST_MEMORY = 1.05  # ours to the bar's
+_WANTED_MFU = 0.50
+_MFU_SIZES = ("L/16@224 b256", "H/14@224 b128")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What it ran on."""
+
+    gpu: str | None  # by its driver; None: on a CPU
+    versions: dict[str, str]
+
+
+@dataclass
+class Results:
+    """As in the JSON; `ceilings` and `outcomes` are what the processes wrote."""
+
+    machine: Machine
+    ceilings: dict[str, Any] | None = None
+    outcomes: list[dict[str, Any]] = field(default_factory=list)
+
+    def add(self, is_ceilings: bool, found: dict[str, Any]) -> None:
+        if is_ceilings:
+            self.ceilings = found
+        else:
+            self.outcomes.append(found)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A contender that was measured."""
+
+    contender: str
+    size: str
+    images_per_second: float
+    step_ms: float
+    measured: Mapping[str, Any]
+    outcome: Mapping[str, Any]
+
+    @property
+    def losses(self) -> tuple[float, float]:
+        first, tenth = (float(self.measured["losses"][step]) for step in ("1", "10"))
+        return first, tenth
+
+
+@dataclass(frozen=True)
+class Target:
+    """Ours against a bound."""
+
+    what: str
+    value: float
+    bound: float
+    at_least: bool = True
+
+    @property
+    def met(self) -> bool:
+        return self.value >= self.bound if self.at_least else self.value <= self.bound
+
+
+def rows_of(results: Results) -> list[Row]:
+    """Those that were measured."""
+    found: list[Row] = []
+    for outcome in results.outcomes:
+        if (measured := outcome["measured"]) is not None:
+            step_ms, size = statistics.median(measured["block_ms"]), outcome["size"]
+            rate = 1000 * SIZES[size].images / step_ms
+            found.append(Row(outcome["contender"], size, rate, step_ms, measured, outcome))
+    return found
+
+
+def void(row: Row, *, bar: Row | None) -> str | None:
+    """Why the row does not count; None: its losses agree with the bar's, or there is no bar to compare with."""
+    if bar is None:
+        return None
+    (first, tenth), (bar_first, bar_tenth) = row.losses, bar.losses
+    if not abs(first - bar_first) <= _LOSS_TOLERANCE * bar_first:
+        return f"void: its first loss is {first:.4f}, the bar's {bar_first:.4f}"
+    fall, bar_fall = first - tenth, bar_first - bar_tenth
+    if not abs(fall - bar_fall) <= _FALL_TOLERANCE * abs(bar_fall):
+        return f"void: its loss falls by {fall:.4f} in ten steps, the bar's by {bar_fall:.4f}"
+    return None
+
+
+def targets(rows: Sequence[Row], *, peak_flops: float | None) -> list[Target]:
+    """Ours at each size, of rows that are not void."""
+    found: list[Target] = []
+    for size in dict.fromkeys(row.size for row in rows):
+        here = [row for row in rows if row.size == size]
+        bar = next((row for row in here if row.contender == "bar"), None)
+        good = [row for row in here if void(row, bar=bar) is None]
+        if not (ours := [row for row in good if row.contender == "ours"]):
+            continue
+        own = statistics.mean(row.images_per_second for row in ours)
+        for name, least in _LEAST_RATIOS.items():
+            if theirs := [row.images_per_second for row in good if row.contender == name]:
+                bound = _LEAST_RATIO_TO_BAR.get(size, least) if name == "bar" else least
+                found.append(Target(f"{size}: images/s to {name}'s", own / statistics.mean(theirs), bound))
+        if bar and bar.measured["peak_allocated_bytes"]:
+            memory = ours[0].measured["peak_allocated_bytes"] / bar.measured["peak_allocated_bytes"]
+            found.append(Target(f"{size}: peak memory to bar's", memory, _MOST_MEMORY, at_least=False))
+        if peak_flops and size in _MFU_SIZES:
+            found.append(Target(f"{size}: MFU", _flops(size) * own / peak_flops, _WANTED_MFU))
+    return found
+
+
+def report(results: Results) -> Iterator[str]:
+    """The tables, for people."""
+    machine, rows = results.machine, rows_of(results)
+    gpu = gpu_of_driver(machine.gpu) if machine.gpu else None
+    peak = gpu.peak_flops("bf16") if gpu else None
+    libraries = ", ".join(f"{name} {each}" for name, each in machine.versions.items())
+    yield f"{machine.gpu or 'no GPU: nothing here is a speed of one'}; {libraries}"
+    if peak:
+        yield f"peak in bf16 by the data sheet: {peak / 1e12:.0f} TFLOP/s"
+    gemm: Mapping[str, float] = {}
+    if results.ceilings:
+        if "failure" in results.ceilings:
+            yield f"ceilings: {results.ceilings['failure']}"
+        else:
+            gemm = results.ceilings["gemm_tflops"]
+            yield from _ceilings(results.ceilings)
+    for size in dict.fromkeys(outcome["size"] for outcome in results.outcomes):
+        here = [row for row in rows if row.size == size]
+        yield from _size(size, rows=here, results=results, peak=peak, gemm=gemm.get(size))
+    found = targets(rows, peak_flops=peak)
+    if found:
+        yield "\nOurs" + ("" if machine.gpu else ", on a CPU, where the bounds mean nothing")
+    for each in found:
+        sign = ">=" if each.at_least else "<="
+        missed = "" if each.met or not machine.gpu else "  MISSED"
+        yield f"  {each.what:52}{each.value:7.2f}  {sign} {each.bound:.2f}{missed}"
+
+
+def _ceilings(found: Mapping[str, Any]) -> Iterator[str]:
+    yield f"\nCeilings\n  copy: {found['copy_gb_per_second']:,.0f} GB/s read and written"
+    for size, products in found["products"].items():
+        yield f"  matrix products of {size}, TFLOP/s: forward, input's gradient, weight's gradient"
+        for each in products:
+            values = (each[key] for key in ("forward", "input_gradient", "weight_gradient"))
+            yield f"    {each['layer']:6}" + "".join(f"{value:9.1f}" for value in values)
+        yield f"    all   {found['gemm_tflops'][size]:9.1f}"
+    names = list(found["attention"][0]["tflops"])
+    yield "  attention, forward and backward, TFLOP/s" + "".join(f"{name:>11}" for name in names)
+    for each in found["attention"]:
+        values = "".join(f"{value:11.2f}" if value else f"{'-':>11}" for value in each["tflops"].values())
+        yield f"    {each['tokens']:5} tokens, heads of {each['head']:3}           {values}"
+
+
+def _size(size: str, *, rows: Sequence[Row], results: Results, peak: float | None, gemm: float | None) -> Iterator[str]:
+    yield f"\n{size}: {_flops(size) / 1e9:,.1f} GFLOP of training an image"
+    yield (
+        f"  {'':13} images/s       ms  spread   MFU of GEMM  GB peak held   fwd   bwd  step  host kernels 1st s "
+        "graphs breaks  loss 1 loss 10"
+    )
+    bar = next((row for row in rows if row.contender == "bar"), None)
+    for row in rows:
+        yield f"  {row.contender:13}" + _cells(row, peak=peak, gemm=gemm)
+        if why := void(row, bar=bar):
+            yield f"    {why}"
+        if note := row.outcome.get("note"):
+            yield f"    {note}"
+    for outcome in results.outcomes:
+        if outcome["size"] == size and outcome["failure"]:
+            yield f"  {outcome['contender']:13}{outcome['failure']}"
+    bars = [row.step_ms for row in rows if row.contender == "bar"]
+    if len(bars) > 1:
+        yield f"  the bar's turns differ by {(max(bars) - min(bars)) / statistics.mean(bars):.1%}"
+    for row in rows:
+        if split := row.measured["split"]:
+            yield f"  {row.contender:13}" + ", ".join(_shares(split["shares"].items()))
+            yield f"  {'':13}attention by {split['attention_kernel'] or 'no kernel that is known'}"
+
+
+def _cells(row: Row, *, peak: float | None, gemm: float | None) -> str:
+    measured, blocks = row.measured, row.measured["block_ms"]
+    flops = _flops(row.size) * row.images_per_second
+    spread = (max(blocks) - min(blocks)) / row.step_ms
+    phases = [measured["phase_ms"].get(name) for name in ("forward", "backward", "optimizer")]
+    if "whole" in measured["phase_ms"]:
+        phases = [None, None, None]
+    memory = [measured[key] for key in ("peak_allocated_bytes", "peak_reserved_bytes")]
+    kernels = measured["split"]["kernels"] if measured["split"] else None
+    first, tenth = row.losses
+    return (
+        f"{row.images_per_second:9,.1f}{row.step_ms:9.2f}{spread:8.1%}"
+        + (f"{flops / peak:6.1%}" if peak else f"{'-':>6}")
+        + (f"{flops / gemm / 1e12:8.1%}" if gemm else f"{'-':>8}")
+        + "".join(f"{each / 1e9:7.1f}" if each else f"{'-':>7}" for each in memory)
+        + "".join(f"{each:6.1f}" if each is not None else f"{'-':>6}" for each in phases)
+        + f"{measured['host_ms']:6.1f}"
+        + (f"{kernels:8,.0f}" if kernels else f"{'-':>8}")
+        + f"{measured['first_step_seconds']:6.1f}{row.outcome['graphs']:7}{row.outcome['graph_breaks']:7}"
+        + f"{first:8.4f}{tenth:8.4f}"
+    )
+
+
+def _shares(shares: Iterable[tuple[str, float]]) -> Iterator[str]:
+    for kind, share in sorted(shares, key=lambda each: -each[1]):
+        yield f"{kind} {share:.1%}"
+
+
+def _flops(size: str) -> int:
+    return SIZES[size].account.training_flops

@@ -1,0 +1,162 @@
+"""The GPU benchmark at a toy size on the CPU: contenders do the same work; the table says what was not measured."""
+
+from __future__ import annotations
+
+import copy
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from launch.bench import gpu
+from launch.bench.gpu_contenders import NAMES
+from launch.bench.gpu_meter import Course, Meter
+from launch.bench.gpu_profile import Ran, kind_of, split_kernels
+from launch.bench.gpu_report import Machine, Results, report, rows_of, targets, void
+from launch.bench.gpu_work import SIZES
+
+SHORT = {"blocks": 1, "block": 2, "singles": 1, "profiled": 1}
+CPU = torch.device("cpu")
+
+
+def outcome(contender: str, *, ms: float, losses: tuple[float, float] = (7.0, 6.0)) -> dict[str, Any]:
+    return {
+        "contender": contender,
+        "size": "L/16@224 b256",
+        "measured": {
+            "block_ms": [ms, ms, 1.1 * ms],
+            "losses": {"1": losses[0], "10": losses[1]},
+            "first_step_seconds": 9.0,
+            "phase_ms": {"forward": 1.0, "backward": 2.0, "optimizer": 0.5},
+            "host_ms": 0.4,
+            "peak_allocated_bytes": 10**10,
+            "peak_reserved_bytes": 2 * 10**10,
+            "split": {
+                "shares": {"gemm": 0.7, "idle": 0.3},
+                "kernels": 900.0,
+                "busy_ms": 3.0,
+                "attention_kernel": "fmha",
+            },
+        },
+        "note": "",
+        "failure": None,
+        "graphs": 1,
+        "graph_breaks": 0,
+    }
+
+
+def results(*outcomes: dict[str, Any]) -> Results:
+    return Results(Machine("NVIDIA H200", {"torch": "2.15"}), None, list(outcomes))
+
+
+def test_the_contenders_of_a_short_run_do_the_same_work(tmp_path: Path):
+    turns = [gpu.Turn(what, "tiny", 300) for what in ("ceilings", "ours", "timm", "nobody")]
+    run = gpu.run(turns, course=SHORT, out=tmp_path / "gpu.json", deadline=None)
+    assert json.loads((tmp_path / "gpu.json").read_text(encoding="utf-8"))["outcomes"] == run.outcomes
+    ours, timm = rows_of(run)
+    assert (ours.contender, timm.contender) == ("ours", "timm")
+    assert void(ours, bar=timm) is None
+    assert timm.losses[1] < 0.95 * timm.losses[0]  # it learns: to agree means something
+    assert "nobody" in run.outcomes[-1]["failure"]
+    assert run.ceilings and run.ceilings["gemm_tflops"]["tiny"] > 0
+    assert run.ceilings["attention"][0]["tflops"]["math"] and not run.ceilings["attention"][0]["tflops"]["cudnn"]
+    text = "\n".join(report(run))
+    assert "nobody" in text and "scaled_dot_product" in text
+
+
+@pytest.mark.slow  # compiles four times
+def test_every_contender_that_is_installed_agrees_with_the_bar(tmp_path: Path):
+    run = gpu.run(gpu.TINY, course=SHORT, out=tmp_path / "gpu.json", deadline=None)
+    rows = rows_of(run)
+    assert {row.contender for row in rows} == set(NAMES)
+    assert [void(row, bar=rows[0]) for row in rows] == [None] * len(rows)
+    assert [row.outcome["note"] for row in rows] == [""] * len(rows)
+
+
+def test_a_turn_that_lasts_too_long_is_ended_and_after_the_deadline_none_begins(tmp_path: Path):
+    turns = [gpu.Turn("timm", "tiny", 0.1), gpu.Turn("timm", "tiny", 300)]
+    run = gpu.run(turns[:1], course=SHORT, out=tmp_path / "gpu.json", deadline=None)
+    late = gpu.run(turns[1:], course=SHORT, out=tmp_path / "gpu.json", deadline=time.monotonic() + 1)
+    assert [each.outcomes[0]["measured"] for each in (run, late)] == [None, None]
+    assert late.outcomes[0]["failure"].startswith("not run")
+
+
+def test_the_full_plan_names_what_there_is_and_begins_with_what_matters():
+    whole = [turn for turn in gpu.FULL if turn.what != "ceilings"]
+    assert {turn.what for turn in whole} == set(NAMES)
+    assert all(size in SIZES for turn in gpu.FULL for size in turn.size.split("+"))
+    assert [turn.what for turn in gpu.FULL[:4]] == ["ceilings", "bar", "ours", "bar"]
+
+
+@pytest.mark.parametrize(
+    ("losses", "counts"),
+    [((7.0, 6.0), True), ((7.05, 6.02), True), ((7.2, 6.2), False), ((7.0, 6.5), False), ((float("nan"), 6.0), False)],
+)
+def test_a_row_with_other_losses_is_void_and_enters_no_ratio(losses: tuple[float, float], counts: bool):
+    made = results(outcome("bar", ms=100.0), outcome("ours", ms=101.0, losses=losses))
+    bar, ours = rows_of(made)
+    assert (void(ours, bar=bar) is None) is counts
+    assert bool(targets([bar, ours], peak_flops=None)) is counts
+    assert ("void" in "\n".join(report(made))) is not counts
+
+
+def test_ratios_and_mfu_are_by_the_products_own_account():
+    made = results(outcome("bar", ms=100.0), outcome("ours", ms=110.0), outcome("bar", ms=100.0))
+    found = {target.what.split(": ")[1]: target for target in targets(rows_of(made), peak_flops=989e12)}
+    assert found["images/s to bar's"].value == pytest.approx(1 / 1.1) and not found["images/s to bar's"].met
+    assert found["peak memory to bar's"].met
+    assert found["MFU"].value == pytest.approx(SIZES["L/16@224 b256"].account.training_flops * 256 / 0.110 / 989e12)
+    text = "\n".join(report(made))
+    assert "MISSED" in text and "idle 30.0%" in text and "by 0.0%" in text
+
+
+def test_what_is_not_there_is_said_and_not_guessed():
+    missing = {"contender": "trainer", "size": "L/16@224 b256", "measured": None, "failure": "not installed: x"}
+    without_split = copy.deepcopy(outcome("bar", ms=100.0))
+    without_split["measured"] |= {"split": None, "peak_allocated_bytes": None, "phase_ms": {"whole": 3.0}}
+    text = "\n".join(report(Results(Machine(None, {}), {"failure": "ended after 60 s"}, [without_split, missing])))
+    assert "not installed: x" in text and "ceilings: ended after 60 s" in text and "no GPU" in text
+
+
+@pytest.mark.parametrize(
+    ("kernel", "kind"),
+    [
+        ("nvjet_hsh_128x256_64x4_1x2_h_bz_coopB_TNT", "gemm"),
+        ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64_warpgroupsize1x1x1", "gemm"),
+        ("void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm_bf16_256x128_32x3_nn_align8>", "gemm"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x64_kernel0_0", "attention"),
+        ("void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<Flash_bwd_kernel_traits>", "attention"),
+        ("fmha_cutlassF_bf16_aligned_64x64_rf_sm80(PyTorchMemEffAttention::AttentionKernel)", "attention"),
+        ("void at::native::multi_tensor_apply_kernel<FusedOptimizerTensorListMetadata, FusedAdamMath>", "optimizer"),
+        ("Memcpy DtoD (Device -> Device)", "copy"),
+        ("void at::native::elementwise_kernel<128, 4, at::native::direct_copy_kernel_cuda>", "copy"),
+        ("ncclDevKernel_AllReduce_Sum_bf16_RING_LL", "communication"),
+        ("triton_per_fused_add_native_layer_norm_3", "elementwise"),
+        ("aten::_scaled_dot_product_flash_attention_for_cpu", "attention"),
+        ("aten::addmm", "gemm"),
+    ],
+)
+def test_kernels_are_known_by_their_names(kernel: str, kind: str):
+    assert kind_of(kernel) == kind
+
+
+def test_time_that_kernels_share_counts_once_and_gaps_are_idle():
+    split = split_kernels([Ran("gemm", 0, 40), Ran("gemm", 20, 60), Ran("fmha", 80, 100)], steps=2)
+    assert split.shares["idle"] == pytest.approx(0.2)
+    assert split.shares["gemm"] == pytest.approx(0.8 * 80 / 100) and sum(split.shares.values()) == pytest.approx(1)
+    assert (split.kernels, split.attention_kernel) == (1.5, "fmha")
+
+
+def test_the_meter_reads_two_losses_and_times_whole_blocks():
+    meter = Meter(Course(blocks=2, block=3, singles=2, profiled=0), device=CPU)
+    for step in range(1, meter.course.steps + 1):
+        meter.begin()
+        meter.phase_done()
+        meter.phase_done()
+        meter.end(torch.tensor(float(step)))
+    found = meter.result()
+    assert found.losses == {1: 1.0, 10: 10.0} and len(found.block_ms) == 2
+    assert set(found.phase_ms) == {"forward", "backward", "optimizer"} and found.split is None
