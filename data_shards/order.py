@@ -157,9 +157,9 @@ class Order(LaneStream):
 
     def _laid(self, epoch: Int64s, place: Int64s) -> tuple[Int64s, Int64s]:
         shard, row = np.empty_like(place), np.empty_like(place)
-        for one_epoch in np.unique(epoch):
+        for one_epoch in sorted(set(epoch.tolist())):  # numpy's `unique` imports its masked arrays, in 0.05 s
             here = epoch == one_epoch
-            permuted_shards, first_place = self._epoch_layout(int(one_epoch))
+            permuted_shards, first_place = self._epoch_layout(one_epoch)
             laid = np.searchsorted(first_place, place[here], side="right") - 1
             shard[here], row[here] = permuted_shards[laid], place[here] - first_place[laid]
         return shard, row

@@ -25,6 +25,7 @@ from data_shards.webdataset_parts import split_name
 
 IMAGE_EXTENSIONS = frozenset({"jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff", "ppm"})
 _VERSION = "v1.2"
+_PLAIN_DIGITS = 18  # of a number that surely fits
 
 
 @dataclass(frozen=True)
@@ -130,6 +131,9 @@ def read_index(path: Path | str, *, label: LabelPart = "cls") -> ShardIndex:
         version, count = lines[0].split()
         if version != _VERSION or int(count) != len(lines) - 1:
             raise ValueError(f"it should start with '{_VERSION}' and the number of lines that follow")
+        plain = _plain_table(lines[1:], label=label)
+        if plain is not None and plain.is_ascending:
+            return plain
         whole, left_out = _chosen([_parse_line(line) for line in lines[1:]], label=label)
     except FileNotFoundError:
         raise UserError(f"{path}: there is no such index file; build it from the tar") from None
@@ -162,6 +166,29 @@ def open_index(
     if found.end > num_bytes:
         raise UserError(f"{path}: this index is not that of {name or tar_path}; delete it, and it is built again")
     return found
+
+
+def _plain_table(lines: list[str], *, label: LabelPart) -> ShardIndex | None:
+    """The table of an index whose lines all have a label and an image, or all the other way round, and nothing else:
+    in a third of the time. None for any other, whole or not, which `_parse_line` is for."""
+    fields = " ".join(lines).split()
+    if len(fields) != 8 * len(lines) or any(line.count(" ") != 7 for line in lines):
+        return None
+    first, last = ([fields[place::8] for place in range(start, start + 4)] for start in (0, 4))
+    labels, images = (first, last) if set(first[0]) == {label} else (last, first)
+    if set(labels[0]) != {label} or not IMAGE_EXTENSIONS.issuperset(images[0]):
+        return None
+    cut = len(label) + 1
+    keys = [member[:-cut] for member in labels[3]]
+    if [f"{key}.{label}" for key in keys] != labels[3]:
+        return None
+    if [f"{key}.{extension}" for key, extension in zip(keys, images[0], strict=True)] != images[3]:
+        return None
+    numbers = [number for part in (images, labels) for column in part[1:3] for number in column]
+    if not "".join(numbers).isdecimal() or not "".join(numbers).isascii() or max(map(len, numbers)) > _PLAIN_DIGITS:
+        return None
+    table = np.array(list(map(int, numbers)), dtype=np.int64).reshape(4, -1)
+    return ShardIndex(Texts.of(keys), Texts.of(images[0]), *table)
 
 
 def _parse_line(line: str) -> _Sample:
