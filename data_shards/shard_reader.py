@@ -75,8 +75,7 @@ class _Opened:
         """
         image, image_size = self.image_offset[row], self.image_size[row]
         label, label_size = self.label_offset[row], self.label_size[row]
-        first, last = (label, image) if label < image else (image, label)
-        start, end = first - BLOCK_BYTES, max(image + image_size, label + label_size)
+        start, end = min(image, label) - BLOCK_BYTES, max(image + image_size, label + label_size)
         if start < 0:
             headers = b"", b""
             data = self._whole(image_size, image, row=row), self._whole(label_size, label, row=row)
