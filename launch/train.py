@@ -152,6 +152,9 @@ def _run(recipe: Recipe, *, folder: RunFolder, stages: Sequence[StageName], at: 
     _watch_parents(stop)
     import torch
 
+    from model.importing import import_timm
+
+    import_timm()
     from pipeline.checkpoint.saver import SaveFailed
     from pipeline.context import StageContext, Tracking
     from pipeline.ranks.group import Ranks

@@ -42,9 +42,9 @@ def zero_linear(
 ) -> nn.Linear:
     """A Linear whose weight and bias are zero; draws no random numbers."""
     device = device or torch.get_default_device()
-    layer = nn.Linear(in_features, out_features, device="meta", dtype=dtype).to_empty(device=device)
-    nn.init.zeros_(layer.weight)
-    nn.init.zeros_(layer.bias)
+    layer = nn.Linear(in_features, out_features, device="meta", dtype=dtype)  # `to_empty` would import sympy
+    layer.weight = nn.Parameter(torch.zeros(out_features, in_features, device=device, dtype=dtype))
+    layer.bias = nn.Parameter(torch.zeros(out_features, device=device, dtype=dtype))
     return layer
 
 

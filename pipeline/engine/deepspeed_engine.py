@@ -4,15 +4,13 @@ DeepSpeed owns sharded state, precision, accumulation and clipping. Where DeepSp
 - Its checkpoints are pickles, which it executes, and load only at the world size and ZeRO stage that wrote them: `load`
   reads any of them as data (`portable`) and puts them in place (`masters`).
 - Master weights are made from rounded half-precision ones: they get their exact values back.
-- On CPUs it compiles a shared-memory all-reduce at first start (half a minute, a C++ compiler) and leaves 69 MB in
-  /dev/shm per rank and run: switched off, gloo does the same.
+- Its import brings a lot that nothing here uses (`importing`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import sys
 from collections.abc import Iterator
 from pathlib import Path, PurePath
 from typing import Any
@@ -24,6 +22,7 @@ from pipeline.engine.average import WeightAverage, average_file
 from pipeline.engine.frozen import FILE as FROZEN_FILE
 from pipeline.engine.frozen import frozen_weights
 from pipeline.engine.host_copy import Hold
+from pipeline.engine.importing import import_deepspeed
 from pipeline.engine.masters import named_masters, put_average, put_state, round_masters, slots
 from pipeline.engine.portable import DEEPSPEED_FOLDER, open_state
 from pipeline.engine.protocol import StepResult, exchange_requests
@@ -53,7 +52,7 @@ class DeepSpeedEngine:
         plan: StagePlan,
         ranks: Ranks,
     ) -> None:
-        deepspeed = _import_deepspeed()
+        deepspeed = import_deepspeed()
         self.hold = Hold()
         # Wraps the process group that `Ranks` has joined.
         deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
@@ -202,27 +201,3 @@ class _Collector:
 
     def is_decoupled(self) -> bool:
         return False
-
-
-def _import_deepspeed() -> Any:
-    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    with _without("mlflow"):  # its autotuner imports it: 1.9 CPU seconds and 118 MB in every rank
-        import deepspeed
-
-    deepspeed.utils.logger.setLevel(logging.WARNING)
-    # Looked up by DeepSpeed before it compiles its shared-memory all-reduce; see the head of this file.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    return deepspeed
-
-
-@contextlib.contextmanager
-def _without(library: str) -> Iterator[None]:
-    """Makes the library impossible to import, unless it was already."""
-    if library in sys.modules:
-        yield
-        return
-    sys.modules[library] = None  # pyright: ignore[reportArgumentType] # Python's mark of "cannot be imported"
-    try:
-        yield
-    finally:
-        del sys.modules[library]

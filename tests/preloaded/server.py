@@ -67,9 +67,10 @@ def main(address: str) -> int:
 
     import launch.cli
     import launch.train  # noqa: F401
-    import pipeline.engine.deepspeed_engine as engine
+    import pipeline.engine.deepspeed_engine  # noqa: F401
+    from pipeline.engine.importing import import_deepspeed
 
-    engine._import_deepspeed()  # pyright: ignore[reportPrivateUsage]
+    import_deepspeed()
     assert threading.active_count() == 1, threading.enumerate()
     gc.collect()
     gc.freeze()  # or each fork's collections would copy all that is loaded
