@@ -35,6 +35,7 @@ from pipeline.engine.open import open_engine
 from pipeline.engine.protocol import Engine
 from pipeline.evaluate import evaluate
 from pipeline.faults import FaultLedger
+from pipeline.kernels.settle import Kernels, settled_kernels
 from pipeline.ranks.pace import Pace
 from pipeline.ranks.phases import Phases
 from pipeline.ranks.stopping import Requests
@@ -80,7 +81,7 @@ def train_stage(
     for note in data_record.notes if data_record else ():
         context.say(note)
     check_inputs(folder, stage=stage, inputs=inputs)
-    with context.watch(stage) as watch:
+    with context.watch(stage) as watch, settled_kernels(recipe, stage=stage, model=model) as kernels:
         watch.beat(0, doing="opening the engine")
         context.start.doing("opening the engine")
         checkpoint_blocks(model, every=recipe.engine.checkpointed_every)
@@ -113,6 +114,7 @@ def train_stage(
                     data=data,
                     plan=plan,
                     engine=engine,
+                    kernels=kernels,
                     start=start,
                     meta=meta,
                     restored=restored,
@@ -161,6 +163,7 @@ def _train(
     data: StageData,
     plan: StagePlan,
     engine: Engine,
+    kernels: Kernels,
     start: StageStart,
     meta: SavedModelMeta,
     restored: Restored | None,
@@ -171,9 +174,13 @@ def _train(
     recipe, folder, ranks = context.recipe, context.folder, context.ranks
     phases = Phases(watch=watch, pace=make_pace(recipe.engine, device=engine.device), start=context.start)
     context.start.doing("preparing data and records")
-    with stage_report(context, stage=stage, data=data, plan=plan, state=state, phases=phases) as report:
+    with stage_report(
+        context, stage=stage, data=data, plan=plan, state=state, phases=phases, tags=kernels.tags
+    ) as report:
         if context.start.say is not None:
             context.start.say = report.note  # beside a bar
+        if kernels.compiled:
+            kernels.compiled.tell = lambda line: report.note(f"{stage}: {line}")
         task = make_task(recipe, stage=stage, data=data, normalisation=start.normalisation, engine=engine)
         job = make_job(
             context,
@@ -187,7 +194,7 @@ def _train(
             report=report,
         )
         if ranks.place.is_main:
-            _describe_start(context, stage=stage, data=data, job=job, start=start, restored=restored)
+            _describe_start(context, stage=stage, data=data, job=job, kernels=kernels, start=start, restored=restored)
         with closing(job.batches), closing(job.saver):
             if plan.rollback and restored is None:
                 job.saver.save(state)  # nothing else lies before the first trouble
@@ -338,6 +345,7 @@ def _describe_start(
     stage: StageName,
     data: StageData,
     job: TrainJob,
+    kernels: Kernels,
     start: StageStart,
     restored: Restored | None,
 ) -> None:
@@ -357,6 +365,7 @@ def _describe_start(
             )
             kept = "checkpointed" if recipe.engine.checkpointed_every else "all"
             yield f"{stage}: {cost.describe(activations=kept)}"
+        yield from (f"{stage}: {note}" for note in kernels.notes)
         yield from (*data.train.damage, *data.eval.damage)
         yield cache_advice(recipe, data=data, plan=plan, processes_per_node=place.local_world_size)
         if restored:

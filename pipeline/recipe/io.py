@@ -36,6 +36,8 @@ FREE_KEYS = (
     "engine.zero_stage",
     "engine.max_micro_batch_size",
     "engine.activation_checkpointing",
+    "engine.compile",
+    "engine.attention",
     "engine.hang_seconds",
     "engine.slow_rank",
     "engine.slow_rank_factor",

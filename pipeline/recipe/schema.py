@@ -16,13 +16,21 @@ from model.regularisation import Regularisation
 from pipeline.recipe.data import DataConfig
 from pipeline.recipe.duration import Strict
 from pipeline.recipe.stage import MOST_SECONDS, MaskedPatchStage, Stages, TrainStage
-from pipeline.vocabulary import OPTIMIZERS, OptimizerName, StageName
+from pipeline.vocabulary import OPTIMIZERS, AttentionKernel, Fp8Scaling, OptimizerName, StageName
 
 _MOST_IMAGES = 2**20  # of a batch
 _FP16_SKIPS = 17  # in a row, from the first scale of 2^16 down to 1
 _MOST_PATCHES = 2**20  # of an image
+_FP8_MULTIPLE = 16  # of each side of a matrix: torch's scaled product
 _LONGEST_NAME = 200  # file systems take 255 bytes, MLflow's server 250
 _TAKEN_NAMES = ("mlartifacts", "mlflow.db", "table8.txt", "table8.json")  # beside the runs, in the folder of them all
+
+
+class ExperimentalConfig(Strict):
+    """What may help and is not proven: it changes what is learnt, and may change or go in any version."""
+
+    fp8: Fp8Scaling = "off"
+    """The blocks' linear layers in FP8, with one scale for each tensor, or for each row; for recent GPUs."""
 
 
 class EngineConfig(Strict):
@@ -34,6 +42,13 @@ class EngineConfig(Strict):
     """What DeepSpeed shards: 0 nothing, 1 optimizer state, 2 gradients too, 3 weights too."""
     precision: Literal["bf16", "fp16", "fp32"] = "bf16"
     """bf16 and fp16 keep float32 master weights; fp16 needs a GPU."""
+    fp32_matmul: Literal["ieee", "tf32"] = "ieee"
+    """float32 products and convolutions on a GPU: in full, or on tensor cores with 10 bits of mantissa. CPUs: ieee."""
+    compile: Literal["auto", "off", "blocks"] = "auto"
+    """blocks: torch.compile for the Transformer's blocks; auto: on GPUs under ZeRO 0 to 2."""
+    attention: AttentionKernel | Literal["auto"] = "auto"
+    """The kernel that computes attention; auto: the fastest known for the GPU, the precision and the shape."""
+    experimental: ExperimentalConfig = ExperimentalConfig()
     max_micro_batch_size: int = Field(default=256, ge=1, le=_MOST_IMAGES)
     """The most images of one process in one forward pass; more are accumulated."""
     activation_checkpointing: bool | Annotated[int, Field(ge=2, le=1000)] = False
@@ -55,7 +70,55 @@ class EngineConfig(Strict):
     def _nothing_ignored(self) -> EngineConfig:
         if self.backend == "accelerate" and self.zero_stage > 1:
             self.refuse("zero_stage", means_nothing="to accelerate, which shards nothing")
+        if self.precision != "fp32":
+            self.refuse("fp32_matmul", means_nothing=f"to precision {self.precision}, which has no float32 products")
+        if self.compile == "blocks" and self.zero_stage == 3:
+            raise ValueError(
+                "compile blocks is for ZeRO 0 to 2: ZeRO 3 gathers weights inside the blocks, which would be cut into "
+                "pieces; take another zero_stage, or leave compile out"
+            )
+        if self.experimental.fp8 != "off":
+            self._check_fp8()
         return self
+
+    def _check_fp8(self) -> None:
+        if self.precision != "bf16" or self.backend != "deepspeed":
+            raise ValueError(
+                "experimental.fp8 rounds what bf16 weights are multiplied with: take precision bf16 and backend "
+                "deepspeed, or leave it out"
+            )
+        if self.zero_stage == 3:
+            raise ValueError(
+                "experimental.fp8 keeps weights for the backward pass, which ZeRO 3 takes away: take another "
+                "zero_stage, or leave it out"
+            )
+
+    def check_model(self, model: ModelConfig) -> None:
+        """ValueError if the kernels that are asked for mean nothing to `model`, or cannot compute it."""
+        if model.kind == "resnet":
+            self.refuse("attention", "experimental", means_nothing="to a pure ResNet", group="engine.")
+            if self.compile == "blocks":
+                raise ValueError("engine.compile blocks: a pure ResNet has no Transformer blocks: leave it out")
+            return
+        if model.position == "relative" and self.attention in ("cudnn", "flash"):
+            raise ValueError(
+                f"engine.attention {self.attention} learns no bias, as model.position relative needs: take auto, "
+                "efficient or math"
+            )
+        sizes = model.sizes
+        if self.experimental.fp8 != "off" and (sizes.width % _FP8_MULTIPLE or sizes.mlp_dim % _FP8_MULTIPLE):
+            raise ValueError(
+                f"engine.experimental.fp8 needs a width and an mlp_dim that {_FP8_MULTIPLE} divides, not {sizes.width} "
+                f"and {sizes.mlp_dim}: leave it out"
+            )
+
+    def check_masks(self, stage: TrainStage, *, key: str) -> None:
+        """ValueError if the blocks of the stage under `key` cannot be compiled, as asked for."""
+        if self.compile == "blocks" and stage.draws_in_blocks:
+            raise ValueError(
+                f"{key}.dropout_masks process draws from the process's generator, where compiled blocks would draw "
+                "other numbers: take sample, or set engine.compile: off"
+            )
 
     @property
     def checkpointed_every(self) -> int:
@@ -107,6 +170,7 @@ class Recipe(Strict):
         stages = {
             name: stage for name in self.stages.names if isinstance(stage := getattr(self.stages, name), TrainStage)
         }
+        self.engine.check_model(self.model)
         if (every := self.engine.checkpointed_every) > (most := self.model.num_blocks):
             raise ValueError(
                 f"engine.activation_checkpointing {every}: the model has {most} blocks, so only the first would be "
@@ -115,6 +179,7 @@ class Recipe(Strict):
         for name, stage in stages.items():
             key, size = f"stages.{name}", stage.image_size
             self.engine.check_takes(stage.optimizer.name, key=key)
+            self.engine.check_masks(stage, key=key)
             try:
                 grid = self.model.grid_size(size)
             except ValueError as error:

@@ -97,6 +97,11 @@ class TrainStage(Strict):
     keep_best: Literal["loss", "score"] | None = None
     """Checkpoints are also written after each evaluation, and the best by held-out loss or score (top-1) stays."""
 
+    @property
+    def draws_in_blocks(self) -> bool:
+        """Whether the Transformer's blocks draw from the process's generator in training."""
+        return self.dropout_masks == "process" and bool(self.dropout or self.stochastic_depth)
+
     @model_validator(mode="after")
     def _nothing_ignored(self) -> TrainStage:
         if self.eval_protocol in ("vit", "vit_exact"):

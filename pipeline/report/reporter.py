@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 
 from data_shards.loading.batch import Fault
 from pipeline.context import StageContext
@@ -32,9 +33,17 @@ _NAMED_FAULTS = 10
 
 @contextmanager
 def stage_report(
-    context: StageContext, *, stage: StageName, data: StageData, plan: StagePlan, state: TrainState, phases: Phases
+    context: StageContext,
+    *,
+    stage: StageName,
+    data: StageData,
+    plan: StagePlan,
+    state: TrainState,
+    phases: Phases,
+    tags: Mapping[str, str],
 ) -> Iterator[Report]:
-    """The report of one training stage; closed as finished, killed (`Stopped`) or failed."""
+    """The report of one training stage, whose MLflow run has `tags`, too; closed as finished, killed (`Stopped`) or
+    failed."""
     samples, seconds = plan.samples_per_epoch, state.training_seconds
     if not context.ranks.place.is_main:
         yield Report(None, None, phases=phases, samples_per_epoch=samples, training_seconds=seconds)
@@ -46,7 +55,9 @@ def stage_report(
     progress = TrainingProgress(
         stage, total_steps=plan.total_steps, start_step=state.step, images_per_step=plan.global_batch_images
     )
-    with tracked_log(context, stage=stage, datasets=datasets, resume_step=state.step or -1, say=progress.note) as log:
+    with tracked_log(
+        context, stage=stage, datasets=datasets, resume_step=state.step or -1, say=progress.note, tags=tags
+    ) as log:
         try:
             yield Report(log, progress, phases=phases, samples_per_epoch=samples, training_seconds=seconds)
         finally:
@@ -61,6 +72,7 @@ def tracked_log(
     datasets: tuple[DatasetInput, ...] = (),
     resume_step: int = -1,
     say: Say | None = None,
+    tags: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[MetricsLog]:
     """A stage's metrics.jsonl from a step on (-1: anew) and its MLflow run, which is told how the stage ended.
     OSError: the disk is full or fails."""
@@ -78,7 +90,7 @@ def tracked_log(
                 params=flatten(recipe),
                 recipe_file=folder.path / RECIPE_FILE,
                 datasets=datasets,
-                tags={"shardvit.world_size": str(context.ranks.place.world_size), **context.job_tags},
+                tags={"shardvit.world_size": str(context.ranks.place.world_size), **context.job_tags, **tags},
                 tracking_uri=context.tracking.uri,
                 experiment=context.tracking.experiment,
             ),

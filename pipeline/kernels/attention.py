@@ -1,0 +1,188 @@
+"""Which kernel computes attention: chosen for device, precision and shape, tried at the start, and named.
+
+torch has four: cuDNN's, FlashAttention 2, the memory-efficient one of xFormers, and `math`, separate products that keep
+all T x T logits. It takes the first in order that can do the shape, and says nothing; a cuDNN of the system in place of
+torch's, a head size or a bias can so cost half the speed of attention. Here the order is set for the whole stage (torch
+reads it when a block is compiled, too), and a forward and backward pass of two images of the stage's real shape shows
+what ran. Kernels below the chosen one stay allowed: attention pooling has one query, and evaluation no gradient.
+
+The rules, where torch's sources are `aten/src/ATen/native/transformers/cuda/sdp_utils.cpp` and `sdp_utils_cpp.h`:
+- cuDNN first on compute capability 9 and 10, with a cuDNN above 9.15.0 (the first that is right for lengths which 128
+  does not divide): torch's own rule (`check_prefer_cudnn_attention`). Head sizes are multiples of 8 up to 128.
+- flash: half precision, compute capability 8.0 and above, head sizes up to 256.
+- a bias that is learnt (`model.positions.relative_attention`): efficient or math. Flash takes none, cuDNN gives it no
+  gradient (`check_attn_mask_shape`), nor does the CPU's kernel.
+- float32: efficient; without tensor cores for bf16 (below 8.0) bf16 has math alone.
+- the CPU has a fused kernel, which torch calls flash, for every precision.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from data_shards.errors import UserError
+from pipeline.vocabulary import AttentionKernel
+
+_FIRST_CUDNN = 91_501  # 9.15.1
+_NODES = {  # the autograd node that a kernel leaves
+    "ScaledDotProductCudnnAttentionBackward": "cudnn",
+    "ScaledDotProductFlashAttentionBackward": "flash",
+    "ScaledDotProductFlashAttentionForCpuBackward": "flash",
+    "ScaledDotProductEfficientAttentionBackward": "efficient",
+}
+
+
+@dataclass(frozen=True)
+class AttentionCase:
+    """All that the choice depends on."""
+
+    device: Literal["cpu", "cuda"]
+    precision: Literal["bf16", "fp16", "fp32"]
+    heads: int
+    head_size: int
+    tokens: int
+    has_learnt_bias: bool = False
+    capability: tuple[int, int] = (0, 0)  # of the GPU
+    cudnn: int = 0  # its version, as 91501; 0: none
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[self.precision]
+
+    def describe(self) -> str:
+        """In the words of a note."""
+        where = f"compute capability {self.capability[0]}.{self.capability[1]}" if self.device == "cuda" else "a CPU"
+        bias = ", with a learnt bias" if self.has_learnt_bias else ""
+        return f"{self.precision}, {self.heads} heads of {self.head_size}, {self.tokens} tokens{bias}, on {where}"
+
+
+def order_of(case: AttentionCase) -> tuple[tuple[AttentionKernel, ...], str]:
+    """The kernels that can do it, the fastest known one first, and why not a faster one, if there is one on other
+    devices or shapes; see the head of this file."""
+    aligned = case.head_size % 8 == 0
+    if case.device == "cpu":
+        if case.has_learnt_bias:
+            return ("math",), "a learnt bias has a gradient, which the CPU's fused kernel does not give"
+        return ("flash", "math"), ""
+    efficient: tuple[AttentionKernel, ...] = ("efficient",) if aligned else ()
+    if case.precision == "bf16" and case.capability < (8, 0):
+        return ("math",), "bf16 has no fused kernel below compute capability 8.0: take engine.precision fp16"
+    if case.has_learnt_bias:
+        return (*efficient, "math"), "flash takes no bias, and cuDNN gives one no gradient"
+    if case.precision == "fp32":
+        return (*efficient, "math"), "flash and cuDNN compute in half precision alone"
+    if case.capability < (8, 0):
+        return (*efficient, "math"), "flash and cuDNN need compute capability 8.0"
+    if case.head_size > 256:
+        return (*efficient, "math"), "flash takes heads of at most 256, cuDNN of 128"
+    if not aligned or case.head_size > 128 or not case.cudnn:
+        return ("flash", *efficient, "math"), ""
+    if case.capability[0] in (9, 10) and case.cudnn >= _FIRST_CUDNN:
+        return ("cudnn", "flash", *efficient, "math"), ""
+    reason = ""
+    if case.capability[0] in (9, 10):
+        reason = f"cuDNN {case.cudnn} is loaded, and its kernel is right for all lengths from 9.15.1 on"
+    return ("flash", "cudnn", *efficient, "math"), reason
+
+
+@dataclass(frozen=True)
+class ChosenKernel:
+    """What computes one case."""
+
+    case: AttentionCase
+    kernel: AttentionKernel
+    why_slower: str  # than what other shapes, devices or settings would take; "": nothing is faster
+
+    def describe(self) -> str:
+        """A note."""
+        note = f"attention runs on the kernel {self.kernel}: {self.case.describe()}"
+        return f"{note}; not on a faster one: {self.why_slower}" if self.why_slower else note
+
+
+@contextlib.contextmanager
+def attention_kernels(
+    cases: Sequence[AttentionCase], *, asked: AttentionKernel | Literal["auto"]
+) -> Iterator[list[ChosenKernel]]:
+    """Within it, torch takes the kernel that was asked for, or that the rules choose, for `cases` that differ in their
+    tokens alone. UserError: the one asked for cannot do one of them."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    backends = {
+        "cudnn": SDPBackend.CUDNN_ATTENTION,
+        "flash": SDPBackend.FLASH_ATTENTION,
+        "efficient": SDPBackend.EFFICIENT_ATTENTION,
+        "math": SDPBackend.MATH,
+    }
+    able, _ = order_of(cases[0])
+    wanted = {"auto": able, "math": ("math",)}.get(asked, (asked, *able))
+    with sdpa_kernel([backends[kernel] for kernel in wanted], set_priority=True):
+        yield [_choice(case, asked=asked) for case in cases]
+
+
+def _choice(case: AttentionCase, *, asked: AttentionKernel | Literal["auto"]) -> ChosenKernel:
+    able, reason = order_of(case)
+    ran = kernel_that_runs(case)
+    if asked not in ("auto", ran):
+        reasons = "; ".join(_objections(case, asked)) or reason or "torch takes another"
+        raise UserError(
+            f"engine.attention {asked} cannot do {case.describe()} ({reasons}): take {ran}, which can, or auto"
+        )
+    if ran != able[0]:
+        reason = "engine.attention asks for it" if asked == ran else "; ".join(_objections(case, able[0]))
+        reason = reason or f"torch refuses {able[0]}"
+    return ChosenKernel(case, ran, reason)
+
+
+def kernel_that_runs(case: AttentionCase) -> AttentionKernel:
+    """Computes attention and its gradient for two images, and reads the kernel's name from autograd's graph."""
+    shape = 2, case.tokens, 3, case.heads, case.head_size
+    packed = torch.zeros(shape, device=case.device, dtype=case.dtype, requires_grad=True)
+    queries, keys, values = packed.permute(2, 0, 3, 1, 4).unbind(0)  # as timm's Attention has them
+    attended = functional.scaled_dot_product_attention(queries, keys, values, attn_mask=_bias(case))
+    attended.sum().backward()
+    nodes, seen = [attended.grad_fn], set[object]()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if kernel := _NODES.get(node.name().rstrip("0123456789")):
+            return kernel  # pyright: ignore[reportReturnType] -- a kernel of the table
+        nodes += [following for following, _ in node.next_functions]
+    return "math"
+
+
+def _bias(case: AttentionCase) -> Tensor | None:
+    if not case.has_learnt_bias:
+        return None
+    shape = 2, case.heads, case.tokens, case.tokens
+    return torch.zeros(shape, device=case.device, dtype=case.dtype, requires_grad=True)
+
+
+def _objections(case: AttentionCase, kernel: AttentionKernel) -> list[str]:
+    """torch's own reasons against a kernel for the case; it has some for GPUs alone."""
+    if case.device == "cpu":
+        return [] if kernel in ("flash", "math") else ["it needs a GPU"]
+    from torch.backends import cuda
+
+    can_use = {
+        "cudnn": cuda.can_use_cudnn_attention,
+        "flash": cuda.can_use_flash_attention,
+        "efficient": cuda.can_use_efficient_attention,
+    }.get(kernel)
+    if can_use is None:
+        return []
+    shape = 2, case.heads, case.tokens, case.head_size
+    query = torch.zeros(shape, device=case.device, dtype=case.dtype, requires_grad=True)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        can_use(cuda.SDPAParams(query, query, query, _bias(case), 0.0, False, False), True)
+    return [str(each.message).split(" (Triggered internally")[0] for each in caught]

@@ -1,0 +1,118 @@
+"""All of a stage's kernels at once, before its engine is opened: what the recipe asks for, or what suits the device.
+
+Everything that was chosen is a note, and what is not the fastest has its reason. Nothing here is kept in a checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from timm.models.vision_transformer import VisionTransformer
+from torch import nn
+
+from data_shards.errors import UserError
+from model.positions.relative_attention import RelativeAttention
+from pipeline.kernels.attention import AttentionCase, attention_kernels
+from pipeline.kernels.compiled_blocks import CompiledBlocks, compile_blocks, transformer_blocks, why_not_compiled
+from pipeline.kernels.fp8 import use_fp8
+from pipeline.kernels.precision import fp32_products
+from pipeline.recipe.schema import EngineConfig, Recipe
+from pipeline.vocabulary import StageName
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """What was chosen."""
+
+    notes: tuple[str, ...]  # for the screen, in order
+    tags: Mapping[str, str]  # for MLflow
+    compiled: CompiledBlocks | None  # tells what it compiles; None: nothing is
+
+
+@contextlib.contextmanager
+def settled_kernels(
+    recipe: Recipe, *, stage: StageName, model: nn.Module, device: torch.device | None = None
+) -> Iterator[Kernels]:
+    """Within it, the stage's `model` (changed in place) computes as its recipe says, on this process's device.
+    UserError: the device cannot do what the recipe asks for."""
+    device = device or _device()
+    engine, notes, tags = recipe.engine, list[str](), {"shardvit.compile": "off"}
+    with contextlib.ExitStack() as settings:
+        settings.enter_context(fp32_products(engine.fp32_matmul))
+        if engine.precision == "fp32":
+            notes.append(_describe_fp32(engine.fp32_matmul, device=device))
+        if isinstance(model, VisionTransformer):
+            config = recipe.train_stage(stage)
+            cases = _attention_cases(model, engine, patch_dropout=config.patch_dropout, device=device)
+            chosen = settings.enter_context(attention_kernels(cases, asked=engine.attention))
+            notes += [each.describe() for each in chosen]
+            tags["shardvit.attention"] = "/".join(dict.fromkeys(each.kernel for each in chosen))
+            use_fp8(transformer_blocks(model), scaling=engine.experimental.fp8, device=device)
+        compiled, why_not = _compiled(recipe, stage=stage, model=model, device=device)
+        if compiled:
+            tags["shardvit.compile"] = "blocks"
+        elif why_not and device.type == "cuda":
+            notes.append(f"the blocks are not compiled: {why_not}")
+        yield Kernels(tuple(notes), tags, compiled)
+
+
+def _device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def _describe_fp32(kind: Literal["ieee", "tf32"], *, device: torch.device) -> str:
+    if device.type != "cuda":
+        return f"float32 products are IEEE's{', TF32 being for GPUs' if kind == 'tf32' else ''}"
+    if kind == "tf32":
+        return "float32 products are computed in TF32, with 10 bits of mantissa"
+    return (
+        "float32 products are IEEE's; engine.fp32_matmul: tf32 has tensor cores compute them, with 10 bits of mantissa"
+    )
+
+
+def _attention_cases(
+    model: VisionTransformer, engine: EngineConfig, *, patch_dropout: float, device: torch.device
+) -> list[AttentionCase]:
+    """Of the blocks: the sequence of a training step, and the whole one, if they differ."""
+    attention = model.get_submodule("blocks.0.attn")
+    on_gpu = device.type == "cuda"
+    lengths = [tokens(model, patch_dropout=patch_dropout), tokens(model, patch_dropout=0.0)]
+    return [
+        AttentionCase(
+            device="cuda" if on_gpu else "cpu",
+            precision=engine.precision,
+            heads=attention.num_heads,  # pyright: ignore[reportArgumentType]
+            head_size=attention.head_dim,  # pyright: ignore[reportArgumentType]
+            tokens=length,
+            has_learnt_bias=isinstance(attention, RelativeAttention),
+            capability=torch.cuda.get_device_capability(device) if on_gpu else (0, 0),
+            cudnn=(torch.backends.cudnn.version() or 0) if on_gpu and torch.version.hip is None else 0,
+        )
+        for length in dict.fromkeys(lengths)
+    ]
+
+
+def tokens(model: VisionTransformer, *, patch_dropout: float) -> int:
+    """A sequence's length in the blocks; patch dropout leaves as many patches as timm's."""
+    patches: int = model.patch_embed.num_patches
+    left = max(1, int(patches * (1 - patch_dropout))) if patch_dropout else patches
+    return model.num_prefix_tokens + left
+
+
+def _compiled(
+    recipe: Recipe, *, stage: StageName, model: nn.Module, device: torch.device
+) -> tuple[CompiledBlocks | None, str]:
+    if recipe.engine.compile == "off":
+        return None, ""
+    if recipe.engine.compile == "auto":
+        if why_not := why_not_compiled(recipe, recipe.train_stage(stage), device=device):
+            return None, why_not
+        try:
+            return compile_blocks(model, device=device), ""
+        except UserError as error:  # nobody asked for it
+            return None, str(error)
+    return compile_blocks(model, device=device), ""

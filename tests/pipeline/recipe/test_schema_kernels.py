@@ -1,0 +1,72 @@
+"""The recipe's keys for compiled blocks, attention, TF32 and FP8: what means nothing or cannot be is refused."""
+
+from typing import Any
+
+import pytest
+
+from pipeline.recipe.io import flatten
+from pipeline.recipe.schema import Recipe
+from pipeline.run_folder import recipe_digest
+from tests.pipeline.recipe.test_schema import refusal, tree
+
+RESNET = {"model": {"variant": "R50x1"}, "stages__pretrain__image_size": 32, "stages__finetune__image_size": 32}
+DROPS = {"stages__pretrain__dropout": 0.1, "stages__pretrain__dropout_masks": "process"}
+WIDE = {"model__width": 16}
+
+
+@pytest.mark.parametrize(
+    ("changes", "keys"),
+    [
+        ({"engine": {"compile": "blocks", "zero_stage": 3}}, ["compile blocks", "zero_stage"]),
+        ({"engine": {"compile": "blocks"}, **RESNET}, ["engine.compile", "ResNet"]),
+        ({"engine": {"attention": "math"}, **RESNET}, ["engine.attention", "ResNet"]),
+        ({"engine": {"experimental": {"fp8": "tensorwise"}}, **RESNET}, ["engine.experimental", "ResNet"]),
+        ({"engine": {"compile": "blocks"}, **DROPS}, ["stages.pretrain.dropout_masks", "engine.compile"]),
+        ({"engine": {"fp32_matmul": "tf32"}}, ["fp32_matmul", "bf16"]),
+        ({"engine": {"attention": "flash"}, "model__position": "relative"}, ["engine.attention flash", "relative"]),
+        ({"engine": {"attention": "cudnn"}, "model__position": "relative"}, ["engine.attention cudnn", "relative"]),
+        ({"engine": {"attention": "fast"}}, ["attention"]),
+        ({"engine": {"experimental": {"fp8": "rowwise", "fp4": "on"}}, **WIDE}, ["fp4"]),
+        ({"engine": {"experimental": {"fp8": "rowwise"}}}, ["engine.experimental.fp8", "width", "8 and 32"]),
+        ({"engine": {"experimental": {"fp8": "rowwise"}}, **WIDE, "model__mlp_dim": 40}, ["mlp_dim", "40"]),
+        ({"engine": {"experimental": {"fp8": "rowwise"}, "precision": "fp32"}, **WIDE}, ["experimental.fp8", "bf16"]),
+        ({"engine": {"experimental": {"fp8": "rowwise"}, "backend": "accelerate"}, **WIDE}, ["fp8", "deepspeed"]),
+        ({"engine": {"experimental": {"fp8": "rowwise"}, "zero_stage": 3}, **WIDE}, ["experimental.fp8", "zero_stage"]),
+    ],
+    ids=str,
+)
+def test_refused(changes: dict[str, Any], keys: list[str]) -> None:
+    if "model__position" in changes:
+        changes = {**changes, "stages__finetune__image_size": 16}
+    said = refusal(**changes)
+    assert all(key in said for key in keys), said
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"engine": {"zero_stage": 3}},  # auto compiles nothing there
+        {"engine": {"compile": "off", "zero_stage": 3}},
+        {"engine": {"compile": "blocks", "zero_stage": 0, "attention": "efficient"}},
+        {"engine": {"compile": "blocks", "backend": "accelerate"}},
+        {"engine": {"compile": "blocks"}, "stages__pretrain__dropout": 0.1},
+        {"engine": {"compile": "off"}, **DROPS},
+        {"engine": {"fp32_matmul": "tf32", "precision": "fp32"}, **RESNET},
+        {"engine": {"experimental": {"fp8": "rowwise"}, "compile": "blocks"}, **WIDE},
+    ],
+    ids=str,
+)
+def test_taken(changes: dict[str, Any]) -> None:
+    assert Recipe.model_validate(tree(**changes))
+
+
+def test_what_changes_speed_alone_may_change_between_attempts_and_what_changes_numbers_may_not() -> None:
+    def digest(**engine: Any) -> str:
+        return recipe_digest(Recipe.model_validate(tree(engine=engine, **WIDE)), stage="pretrain")
+
+    plain = digest(precision="bf16")
+    assert digest(compile="blocks") == digest(compile="off") == digest(attention="math") == plain
+    assert digest(experimental={"fp8": "off"}) == digest(compile="auto", attention="auto", fp32_matmul="ieee") == plain
+    assert digest(experimental={"fp8": "rowwise"}) != plain
+    assert digest(precision="fp32", fp32_matmul="tf32") != digest(precision="fp32")
+    assert flatten(Recipe.model_validate(tree()))["engine.experimental.fp8"] == "off"  # in MLflow's parameters
