@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from pipeline.recipe.optimizer import OptimizerConfig
 from pipeline.recipe.schema import EngineConfig
 from pipeline.recipe.stage_plan import StagePlan
@@ -28,6 +30,7 @@ def deepspeed_config(engine: EngineConfig, *, optimizer: OptimizerConfig, plan: 
             "allgather_bucket_size": _BUCKET_ELEMENTS,
             "overlap_comm": True,  # off by default for stages 1 and 2
             "contiguous_gradients": True,
+            **_offload(engine),
         },
         # SGD is not on DeepSpeed's list of tested optimizers, though it shards like AdamW.
         "zero_allow_untested_optimizer": True,
@@ -45,3 +48,12 @@ def deepspeed_config(engine: EngineConfig, *, optimizer: OptimizerConfig, plan: 
         case "fp32":
             pass
     return config
+
+
+def _offload(engine: EngineConfig) -> dict[str, Any]:
+    """What of `zero_optimization` keeps state in host memory; pinned where a GPU copies from it."""
+    if engine.offload == "none":
+        return {}
+    where = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
+    parameters = engine.offload == "optimizer_and_parameters"
+    return {"offload_optimizer": where, **({"offload_param": where} if parameters else {})}

@@ -38,6 +38,7 @@ FREE_KEYS = (
     "engine.activation_checkpointing",
     "engine.compile",
     "engine.attention",
+    "engine.offload",
     "engine.hang_seconds",
     "engine.slow_rank",
     "engine.slow_rank_factor",

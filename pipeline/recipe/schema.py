@@ -53,6 +53,9 @@ class EngineConfig(Strict):
     """The most images of one process in one forward pass; more are accumulated."""
     activation_checkpointing: bool | Annotated[int, Field(ge=2, le=1000)] = False
     """true: recompute all blocks in the backward pass: less memory, a third more arithmetic; k: every k-th block."""
+    offload: Literal["none", "optimizer", "optimizer_and_parameters"] = "none"
+    """What stays in host memory under ZeRO: optimizer (master weights and moments, moved by the CPU; ZeRO 1 to 3), and
+    parameters, copied to the GPU when they are used (ZeRO 3). Much slower: for a model that does not fit otherwise."""
     max_skipped_steps: int = Field(default=20, ge=1, le=10**9)
     """Steps in a row with a gradient that is not finite (and so skipped) before training stops."""
     collective_timeout_seconds: float = Field(default=1800, gt=0, le=MOST_SECONDS)
@@ -79,7 +82,22 @@ class EngineConfig(Strict):
             )
         if self.experimental.fp8 != "off":
             self._check_fp8()
+        if self.offload != "none":
+            self._check_offload()
         return self
+
+    def _check_offload(self) -> None:
+        if self.backend == "accelerate":
+            self.refuse("offload", means_nothing="to accelerate, which keeps everything on the GPU")
+        if self.zero_stage == 0:
+            raise ValueError(
+                f"offload {self.offload} with zero_stage 0, which keeps all on the GPU: set zero_stage to 1, 2 or 3"
+            )
+        if self.offload == "optimizer_and_parameters" and self.zero_stage < 3:
+            raise ValueError(
+                f"offload optimizer_and_parameters with zero_stage {self.zero_stage}: only ZeRO 3 can fetch parameters "
+                "when they are used; set zero_stage to 3, or offload to optimizer"
+            )
 
     def _check_fp8(self) -> None:
         if self.precision != "bf16" or self.backend != "deepspeed":

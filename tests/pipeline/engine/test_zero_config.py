@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from pipeline.engine.zero_config import deepspeed_config
 from pipeline.recipe.optimizer import OptimizerConfig
@@ -63,3 +64,16 @@ def test_clipping_is_always_said(clip: float):
 def test_no_schedule_and_no_optimizer_of_deepspeeds_own():
     assert not {"optimizer", "scheduler"} & set(config())
     assert config()["steps_per_print"] is None and config()["wall_clock_breakdown"] is False
+
+
+def test_what_is_offloaded_is_in_host_memory_pinned_only_where_there_is_a_gpu(monkeypatch: pytest.MonkeyPatch):
+    zero = config(zero_stage=2)["zero_optimization"]
+    assert not {"offload_optimizer", "offload_param"} & set(zero)
+    for on_gpu in (False, True):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda on_gpu=on_gpu: on_gpu)
+        where = {"device": "cpu", "pin_memory": on_gpu}
+        zero = config(zero_stage=2, offload="optimizer")["zero_optimization"]
+        assert zero["offload_optimizer"] == where and "offload_param" not in zero
+        zero = config(zero_stage=3, offload="optimizer_and_parameters")["zero_optimization"]
+        assert zero["offload_optimizer"] == zero["offload_param"] == where
+    assert config()["zero_force_ds_cpu_optimizer"] is False
