@@ -105,6 +105,8 @@ def _column(stage: StageForecast) -> dict[str, str]:
     if stage.ahead:
         found["data workers"] = f"{stage.ahead.workers:,}"
         found["host memory"] = show_bytes(stage.ahead.ahead_bytes + stage.ahead.page_locked_bytes)
+    if stage.own.state.host:
+        found["offloaded"] = show_bytes(stage.own.state.host)
     return found
 
 
@@ -145,6 +147,7 @@ def _words(plan: RecipeForecast) -> dict[str, str]:
         "cores to decode": f"over all nodes; estimated from one benchmark and {images}",
         "data workers": f"of each process; data.workers is {plan.recipe.data.workers}",
         "host memory": "of each process: images that they have read ahead, and two batches on their way to the GPU",
+        "offloaded": "of each process, in host memory (engine.offload); its time is not planned",
     }
 
 

@@ -6,7 +6,7 @@ beneath it, the last bucket, and the all-gather of new weights are not hidden.
 
 Bytes that each GPU sends in one step, for n GPUs, N weights of w bytes each; times (n - 1) / n:
 
-    ZeRO 0 and accelerate   2wN   all-reduce of the gradients; ZeRO 0 does not overlap it, accelerate (DDP) does
+    ZeRO 0 and accelerate   2wN   all-reduce of the gradients (DDP)
     ZeRO 1 and 2            3wN   all-reduce (DeepSpeed 0.19 copies its part out of it), then all-gather of weights
     ZeRO 3                  3wN   two all-gathers of weights and a reduce-scatter; 2wN while all weights stay gathered
 
@@ -23,8 +23,8 @@ from typing import Literal
 from pipeline.budget.gpus import GB, Gpu
 
 Way = Literal["overlapped", "default buckets"]
-ZeroKind = Literal[0, 1, 2, 3, "ddp"]
-"""A ZeRO stage; ddp: accelerate."""
+ZeroKind = Literal[1, 2, 3, "ddp"]
+"""A ZeRO stage; ddp: ZeRO 0, and accelerate."""
 
 _LINK_EFFICIENCY = 0.85  # of the data sheet's bytes a second in one direction: 380 of 450 GB/s NVLink, 43 of 50 network
 _NEAR_HOP_SECONDS, _FAR_HOP_SECONDS = 1.2e-6, 6e-6  # within a node, between nodes
@@ -113,7 +113,7 @@ def traffic(
         times = accumulation_steps if work.zero_stage == 2 else 1
         reduce_bytes, gather_bytes = 2 * once * times, once if work.zero_stage in (1, 2) else 0.0
         gather = gather_bytes / speed + ring_seconds if gather_bytes else 0.0
-        if way == "default buckets" or work.zero_stage == 0:
+        if way == "default buckets":
             reduce = bare_reduce = reduce_bytes / speed + ring_seconds
         else:
             buckets = math.ceil(work.num_parameters / work.bucket_elements)

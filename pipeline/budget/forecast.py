@@ -253,14 +253,14 @@ class _Part:
         return host_seconds(self.cost.depth, zero_stage=self.kind(zero_stage), passes=self.plan.accumulation_steps)
 
     def kind(self, zero_stage: ZeroStage) -> ZeroKind:
-        return "ddp" if self.recipe.engine.backend == "accelerate" else zero_stage
+        return "ddp" if self.recipe.engine.backend == "accelerate" or zero_stage == 0 else zero_stage
 
     def workload(self, zero_stage: ZeroStage) -> Workload:
         kind, engine = self.kind(zero_stage), self.recipe.engine
         settings = deepspeed_config(engine, optimizer=self.config.optimizer, plan=self.plan)["zero_optimization"]
         return Workload(
             num_parameters=self.cost.parameters,
-            weight_bytes=4 if kind == "ddp" or engine.precision == "fp32" else 2,
+            weight_bytes=4 if engine.backend == "accelerate" or engine.precision == "fp32" else 2,
             depth=self.cost.depth,
             zero_stage=kind,
             bucket_elements=settings["reduce_bucket_size"],

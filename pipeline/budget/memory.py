@@ -1,28 +1,30 @@
 """Bytes on one GPU, by ZeRO stage: at rest, within a step, and the largest micro-batch that fits.
 
-The formulas are those of DeepSpeed 0.19 as `zero_config` sets it, read in its source and compared with real engines on
-two processes (tests/pipeline/budget/test_engine_memory.py). Unlike the textbook's: without accumulation ZeRO 1 too
-keeps only its own share of the gradients; a step holds gradients up to three times (averaged, flattened, in float32);
-and ZeRO 3 keeps gathered weights through the whole backward pass, unless they exceed 10^9. Not included: activations
-(`cost`), the reserve for CUDA and NCCL (`gpus`).
+The formulas are those of DeepSpeed 0.19 as `zero_config` sets it and, for ZeRO 0 and accelerate, of torch's DDP, read
+in their sources and compared with real engines on two processes (tests/pipeline/budget/test_engine_memory.py). Unlike
+the textbook's: without accumulation ZeRO 1 too keeps only its own share of the gradients; a step holds gradients up to
+three times (averaged, flattened, in float32); and ZeRO 3 keeps gathered weights through the whole backward pass, unless
+they exceed 10^9. Not included: activations (`cost`), the reserve for CUDA and NCCL (`gpus`).
 
 N parameters, n processes, w bytes of a weight in the forward pass (2, or 4 in fp32), b the bucket's bytes:
 
                  rests there       gradients            buckets  gathered  in the step, gradients included
-    ZeRO 0       wN + 12N          wN                   -        -         wN + 4N
-    ZeRO 0 fp32  4N + 8N           4N                   -        -         4N + 4N
+    ZeRO 0       wN + 12N          wN, always there     -        -         wN + 4N
+    ZeRO 0 fp32  4N + 8N           4N, always there     -        -         4N
     ZeRO 1       wN + 12N/n        wN/n; wN (*)         2b       -         2wN/n + 4N/n; fp32: 8N/n
     ZeRO 2       wN + 12N/n        wN/n; 2wN/n (*)      2b       -         the same
     ZeRO 3       wN/n + 12N/n      wN/n, always there   b        wN        the same, and b
     accelerate   4N + 8N           4N, always there     -        2N casts  4N
 
 (*) with accumulation. 12N: float32 masters (4) and AdamW's two moments (8); others: `pipeline.vocabulary`. A moving
-average of the weights (the stage's `ema`) is one moment more.
+average of the weights (the stage's `ema`) is one moment more. With `engine.offload` the share of 12N is in host memory,
+and in float32 the gradients of a step; with parameters wN/n too. That part is read in DeepSpeed's source alone: on a
+CPU nothing tells its host memory from its device's. One process of ZeRO 0 has no DDP, which keeps the gradients.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from pipeline.engine.zero_config import deepspeed_config
@@ -39,7 +41,6 @@ Activations = Literal["all", "checkpointed"]
 _WEIGHT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 _MASTER_BYTES = 4
 # Defaults of DeepSpeed 0.19 that `zero_config` leaves.
-_ALLREDUCE_ELEMENTS = 500_000_000  # engine.MEMORY_OPT_ALLREDUCE_SIZE
 MAX_LIVE_ELEMENTS = 1_000_000_000  # stage3_max_live_parameters
 _PREFETCH_ELEMENTS = 50_000_000  # stage3_prefetch_bucket_size
 
@@ -55,6 +56,7 @@ class State:
     buckets: int  # buffers in which gradients are averaged during the backward pass
     gathered: int  # other GPUs' weights during the forward and backward pass (ZeRO 3), or weights cast by autocast
     step: int  # all gradients and copies of them while they are averaged or the optimizer steps
+    host: int = 0  # in host memory (`engine.offload`)
 
     @property
     def resting_bytes(self) -> int:
@@ -109,19 +111,19 @@ def state_of(
     match zero_stage:
         case 0:
             masters = 0 if engine.precision == "fp32" else _MASTER_BYTES
-            copies = weight * min(number, _ALLREDUCE_ELEMENTS)  # for the all-reduce, which comes before the step
+            gradients = weight * number
             return State(
                 weights=weight * number,
                 optimizer=round((masters + each) * number),
-                gradients=weight * number,
-                early_gradients=whole_is_early,
+                gradients=gradients,
+                early_gradients=gradients if plan.world_size > 1 else whole_is_early,
                 buckets=0,
                 gathered=0,
-                step=weight * number + max(masters * number, copies),
+                step=gradients + masters * number,
             )
         case 1 | 2:
             sharded = weight * share
-            return State(
+            held = State(
                 weights=weight * number,
                 optimizer=round((_MASTER_BYTES + each) * share),
                 gradients=sharded if not whole_is_early else whole_is_early if zero_stage == 1 else 2 * sharded,
@@ -132,7 +134,7 @@ def state_of(
             )
         case 3:
             gathered = min(number, MAX_LIVE_ELEMENTS) + min(number, _PREFETCH_ELEMENTS)
-            return State(
+            held = State(
                 weights=weight * share,
                 optimizer=round((_MASTER_BYTES + each) * share),
                 gradients=weight * share,
@@ -141,3 +143,18 @@ def state_of(
                 gathered=weight * gathered if plan.world_size > 1 else 0,
                 step=step + bucket,
             )
+    return _offloaded(held, engine=engine, share=share, zero_stage=zero_stage)
+
+
+def _offloaded(held: State, *, engine: EngineConfig, share: int, zero_stage: ZeroStage) -> State:
+    """What is left on the GPU: the CPU's optimizer takes gradients in float32, and ZeRO 3 keeps its share of them where
+    it steps."""
+    if engine.offload == "none":
+        return held
+    weight = _WEIGHT_BYTES[engine.precision]
+    left = replace(held, optimizer=0, step=held.gradients, host=held.optimizer + (weight + _MASTER_BYTES) * share)
+    if zero_stage == 3:
+        left = replace(left, gradients=0, early_gradients=0, step=held.buckets)
+        if engine.offload == "optimizer_and_parameters":
+            left = replace(left, weights=0, host=left.host + held.weights)
+    return left

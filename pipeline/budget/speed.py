@@ -50,7 +50,7 @@ _CONVOLUTION_MFU = 0.30
 # backward pass, and each engine's part of an optimizer step. A server's core is assumed to be twice as fast.
 _MEASURED_TENSORS, _CORE_SPEED = 296, 2.0
 _PASS_SECONDS = 0.041
-_ENGINE_SECONDS = {0: 0.034, 1: 0.034, 2: 0.048, 3: 0.329, "ddp": 0.0}
+_ENGINE_SECONDS = {1: 0.034, 2: 0.048, 3: 0.329, "ddp": 0.0}
 _TENSORS_PER_BLOCK, _OTHER_TENSORS = 12, 8
 
 _BENCH_IMAGE_BYTES, _BENCH_PIXELS = 107_000, 224
@@ -94,7 +94,7 @@ def measured_speed(images_per_second: float, *, training_flops: float, peak_flop
     return Speed(images_per_second, mfu, basis, "measured")
 
 
-def host_seconds(depth: int, *, zero_stage: Literal[0, 1, 2, 3, "ddp"], passes: int) -> float:
+def host_seconds(depth: int, *, zero_stage: Literal[1, 2, 3, "ddp"], passes: int) -> float:
     """Estimated processor time to launch one optimizer step of `passes` forward and backward passes."""
     share = (_TENSORS_PER_BLOCK * depth + _OTHER_TENSORS) / _MEASURED_TENSORS
     return share * (_PASS_SECONDS * passes + _ENGINE_SECONDS[zero_stage]) / _CORE_SPEED

@@ -58,7 +58,11 @@ def _memory(forecast: StageForecast, *, recipe: Recipe, machine: Hardware) -> It
         yield _of_stage(
             forecast,
             f"a micro-batch of {micro_batch} does not fit: {show_bytes(peak)} of {show_bytes(usable)} ({reserve}); "
-            + ("take " + ", or ".join(advice) if advice else "take a GPU with more memory, or more GPUs and ZeRO 3"),
+            + (
+                "take " + ", or ".join(advice)
+                if advice
+                else "take a GPU with more memory, more GPUs and ZeRO 3, or engine.offload=optimizer (slow)"
+            ),
         )
     elif forecast.plan.accumulation_steps > 1 and micro_batch < _FULL_IMAGES and most >= _ROOMY * micro_batch:
         yield _of_stage(

@@ -30,9 +30,9 @@ def estimate_bytes(
 ) -> int:
     """Size of one checkpoint of all processes together, estimated from the bytes of each parameter.
     For bf16 and ZeRO 1 that is what DeepSpeed writes, to 1 % (measured: launch/bench/records/save_stall.txt).
-    `accelerate` and ZeRO 0 in float32 have no master copy beside the weights."""
+    `accelerate` and ZeRO 0 write float32 weights alone."""
     optimizer_bytes = optimizer.bytes_per_parameter + (AVERAGE_BYTES if ema else 0)
-    if engine.backend == "accelerate" or (engine.zero_stage == 0 and engine.precision == "fp32"):
+    if engine.backend == "accelerate" or engine.zero_stage == 0:
         return round(num_parameters * (_MASTER_BYTES + optimizer_bytes))
     return round(num_parameters * (_WEIGHT_BYTES[engine.precision] + _MASTER_BYTES + optimizer_bytes))
 

@@ -49,22 +49,21 @@ def test_what_rests_and_the_peak(case: Any, results: dict[str, dict[str, Any]], 
     resting = held.resting_bytes
     if case[1] == 3:  # whose gradients and bucket are never given back
         resting += held.gradients + held.buckets
-    elif case[0] == "accelerate":  # whose gradients are not either
+    elif case[0] == "accelerate" or not case[1]:  # DDP's are not either
         resting += held.gradients
     assert resting == pytest.approx(found["resting_bytes"], rel=0.03)
     cost = forecast(worker.recipe_of(case), gpu=None, classes=worker.CLASSES).cost
     assert cost.parameters == found["parameters"]
     activation_bytes = worker.IMAGES * cost.image_bytes("all")
     assert held.peak_bytes(activation_bytes) == pytest.approx(found["peak_bytes"], rel=0.03)
-    if case[1]:  # ZeRO 0 averages its gradients before the step, which the plan counts with it
-        assert held.backward_peak_bytes(activation_bytes) == pytest.approx(found["backward_peak_bytes"], rel=0.05)
+    assert held.backward_peak_bytes(activation_bytes) == pytest.approx(found["backward_peak_bytes"], rel=0.05)
 
 
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
 def test_what_is_sent(zero_stage: Any, results: dict[str, dict[str, Any]]):
     """An all-reduce sends its tensor twice (less a share), an all-gather and a reduce-scatter once."""
     found = results[f"deepspeed-{zero_stage}-bf16-1"]
-    job = Workload(found["parameters"], 2, 6, zero_stage, worker.BUCKET_ELEMENTS)
+    job = Workload(found["parameters"], 2, 6, zero_stage or "ddp", worker.BUCKET_ELEMENTS)
     links = links_of(find_gpu("h200"), gpus_per_node=8, node_gbps=None)
     got = traffic(job, gpus=WORLD_SIZE, links=links, compute_seconds=1.0)
     share = (WORLD_SIZE - 1) / WORLD_SIZE

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.budget.memory import ZERO_STAGES, ZeroStage, state_of
+from pipeline.budget.memory import ZERO_STAGES, State, ZeroStage, state_of
 from pipeline.engine.zero_config import deepspeed_config
 from pipeline.recipe.optimizer import OptimizerConfig
 from pipeline.recipe.schema import EngineConfig
@@ -78,6 +80,30 @@ def test_accelerate_shards_nothing():
     held = state_of(NUMBER, engine=engine, optimizer=ADAMW, plan=stage_plan(processes=8), zero_stage=0)
     assert held.resting_bytes + held.gradients == 16 * NUMBER
     assert held.peak_bytes(10**9) == 16 * NUMBER + 10**9
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize(
+    ("zero_stage", "offload"),
+    [(1, "optimizer"), (2, "optimizer"), (3, "optimizer"), (3, "optimizer_and_parameters")],
+)
+def test_what_is_offloaded_is_the_hosts_and_no_longer_the_gpus(zero_stage: Any, offload: Any, precision: Any):
+    plan = stage_plan(processes=4)
+
+    def held(offload: Any) -> State:
+        engine = EngineConfig(precision=precision, zero_stage=zero_stage, offload=offload)
+        return state_of(NUMBER, engine=engine, optimizer=ADAMW, plan=plan, zero_stage=zero_stage)
+
+    before, after = held("none"), held(offload)
+    left = 0 if offload == "optimizer_and_parameters" else before.weights
+    assert (before.host, after.optimizer, after.weights) == (0, 0, left)
+    gone = before.resting_bytes - after.resting_bytes
+    weight = 2 if precision == "bf16" else 4
+    assert after.host == gone + (weight + 4) * NUMBER // 4
+    assert after.peak_bytes(0) < before.peak_bytes(0) - gone // 2
+    # What ZeRO 0 would take is no question of offload.
+    engine = EngineConfig(precision=precision, zero_stage=zero_stage, offload=offload)
+    assert state_of(NUMBER, engine=engine, optimizer=ADAMW, plan=plan, zero_stage=0).host == 0
 
 
 @given(

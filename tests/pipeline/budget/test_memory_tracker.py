@@ -69,7 +69,7 @@ def _plain(model: nn.Module, made: Recipe):
 
 
 def _halves_of_masters(model: nn.Module):
-    """AdamW on float32 masters, as DeepSpeed's ZeRO 0 has it: all gradients in float32 at once."""
+    """AdamW on float32 masters, as ZeRO 0 has it: all gradients in float32 at once."""
     halves = list(model.parameters())
     masters = [nn.Parameter(each.detach().float()) for each in halves]
     optimizer = torch.optim.AdamW(masters, lr=0.001, foreach=False)

@@ -24,6 +24,7 @@ GIB = 1 << 30
         ({"precision": "bf16"}, "sgd", 10),
         ({"precision": "fp32", "zero_stage": 2}, "sgd", 12),
         ({"precision": "fp32", "zero_stage": 0}, "adamw", 12),
+        ({"precision": "bf16", "zero_stage": 0}, "adamw", 12),
         ({"precision": "bf16", "backend": "accelerate"}, "sgd", 8),
     ],
 )
