@@ -27,8 +27,7 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Op
         case "adamw":
             if bf16:
                 return AdamWBf16(groups, lr=lr, betas=config.betas, eps=config.eps)
-            fused = torch.cuda.is_available()
-            return torch.optim.AdamW(groups, lr=lr, betas=config.betas, eps=config.eps, fused=fused)
+            return torch.optim.AdamW(groups, lr=lr, betas=config.betas, eps=config.eps, fused=True)
         case "sgd":
             if bf16:
                 return SgdBf16(groups, lr=lr, momentum=config.momentum)
@@ -61,19 +60,29 @@ def set_lr(groups: Iterable[dict[str, Any]], lr: float) -> None:
 
 class DecoupledSgd(torch.optim.SGD):
     """SGD with momentum and AdamW's weight decay, p <- p - lr * wd * p: torch's adds wd * p to the gradient, so that a
-    momentum of 0.9 makes it ten times as much. The paper fine-tunes without weight decay."""
+    momentum of 0.9 makes it ten times as much. The paper fine-tunes without weight decay. Takes `grad_scale` and
+    `found_inf` as torch's fused optimizers do."""
+
+    def __init__(self, groups: Any, *, lr: float, momentum: float) -> None:
+        super().__init__(groups, lr=lr, momentum=momentum, fused=True)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Closures are not supported."""
         if closure is not None:
             raise ValueError("closures are not supported: compute the gradients before")
+        skipped = getattr(self, "found_inf", None)
         decays = [float(group["weight_decay"]) for group in self.param_groups]
         try:
             for group, decay in zip(self.param_groups, decays, strict=True):
-                for parameter in group["params"] if decay else ():
-                    if parameter.grad is not None:
-                        parameter.mul_(1 - group["lr"] * decay)
+                moved = [parameter for parameter in group["params"] if parameter.grad is not None]
+                for parameter in moved:
+                    if group["momentum"] and "momentum_buffer" not in self.state[parameter]:
+                        # Zeros: torch would leave it as allocated if its first step is skipped.
+                        self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter, requires_grad=False)
+                if decay and moved:
+                    lost = group["lr"] * decay
+                    torch._foreach_mul_(moved, 1 - lost if skipped is None else 1 - lost * (1 - skipped))
                 group["weight_decay"] = 0.0  # torch's part is the momentum alone
             return super().step()
         finally:
