@@ -1,4 +1,4 @@
-"""A step of what is kept whole: few operations whatever the model's size, no read of the device, nothing moved by NaN."""
+"""A step of whole parameters: as few operations for a deep model as for a shallow one, no read of the device, no NaN."""
 
 import copy
 from collections import Counter
