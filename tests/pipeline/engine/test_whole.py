@@ -1,4 +1,4 @@
-"""A step of whole parameters: as few operations for a deep model as for a shallow one, no read of the device, no NaN."""
+"""A step of whole parameters: as few operations for a deep model as for a shallow one, no read of the device."""
 
 import copy
 from collections import Counter
