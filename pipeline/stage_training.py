@@ -81,7 +81,7 @@ def train_stage(
     for note in data_record.notes if data_record else ():
         context.say(note)
     check_inputs(folder, stage=stage, inputs=inputs)
-    with context.watch(stage) as watch, settled_kernels(recipe, stage=stage, model=model) as kernels:
+    with context.watch(stage) as watch, settled_kernels(recipe, stage=stage, model=model, run=folder.path) as kernels:
         watch.beat(0, doing="opening the engine")
         context.start.doing("opening the engine")
         checkpoint_blocks(model, every=recipe.engine.checkpointed_every)

@@ -17,7 +17,7 @@ import torch
 @contextlib.contextmanager
 def fp32_products(kind: Literal["ieee", "tf32"]) -> Iterator[None]:
     """Within it, float32 matrix products and convolutions on a GPU are of this kind."""
-    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    before = bool(torch.backends.cuda.matmul.allow_tf32), torch.backends.cudnn.allow_tf32
     try:
         _allow_tf32(kind == "tf32", kind == "tf32")
         yield

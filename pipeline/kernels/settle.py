@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -17,6 +18,7 @@ from torch import nn
 from data_shards.errors import UserError
 from model.positions.relative_attention import RelativeAttention
 from pipeline.kernels.attention import AttentionCase, attention_kernels
+from pipeline.kernels.cache import keep_compiled_code
 from pipeline.kernels.compiled_blocks import CompiledBlocks, compile_blocks, transformer_blocks, why_not_compiled
 from pipeline.kernels.fp8 import use_fp8
 from pipeline.kernels.precision import fp32_products
@@ -35,9 +37,11 @@ class Kernels:
 
 @contextlib.contextmanager
 def settled_kernels(
-    recipe: Recipe, *, stage: StageName, model: nn.Module, device: torch.device | None = None
+    recipe: Recipe, *, stage: StageName, model: nn.Module, run: Path | None = None, device: torch.device | None = None
 ) -> Iterator[Kernels]:
-    """Within it, the stage's `model` (changed in place) computes as its recipe says, on this process's device.
+    """Within it, the stage's `model` (changed in place) computes as its recipe says, on this process's device; compiled
+    code is kept in the folder `run`, if one is given.
+
     UserError: the device cannot do what the recipe asks for."""
     device = device or _device()
     engine, notes, tags = recipe.engine, list[str](), {"shardvit.compile": "off"}
@@ -52,7 +56,7 @@ def settled_kernels(
             notes += [each.describe() for each in chosen]
             tags["shardvit.attention"] = "/".join(dict.fromkeys(each.kernel for each in chosen))
             use_fp8(transformer_blocks(model), scaling=engine.experimental.fp8, device=device)
-        compiled, why_not = _compiled(recipe, stage=stage, model=model, device=device)
+        compiled, why_not = _compiled(recipe, stage=stage, model=model, run=run, device=device)
         if compiled:
             tags["shardvit.compile"] = "blocks"
         elif why_not and device.type == "cuda":
@@ -104,15 +108,18 @@ def tokens(model: VisionTransformer, *, patch_dropout: float) -> int:
 
 
 def _compiled(
-    recipe: Recipe, *, stage: StageName, model: nn.Module, device: torch.device
+    recipe: Recipe, *, stage: StageName, model: nn.Module, run: Path | None, device: torch.device
 ) -> tuple[CompiledBlocks | None, str]:
     if recipe.engine.compile == "off":
         return None, ""
-    if recipe.engine.compile == "auto":
-        if why_not := why_not_compiled(recipe, recipe.train_stage(stage), device=device):
-            return None, why_not
-        try:
-            return compile_blocks(model, device=device), ""
-        except UserError as error:  # nobody asked for it
-            return None, str(error)
-    return compile_blocks(model, device=device), ""
+    asked = recipe.engine.compile == "blocks"
+    if not asked and (why_not := why_not_compiled(recipe, recipe.train_stage(stage), device=device)):
+        return None, why_not
+    if run:
+        keep_compiled_code(run)
+    try:
+        return compile_blocks(model, device=device), ""
+    except UserError as error:
+        if asked:
+            raise
+        return None, str(error)

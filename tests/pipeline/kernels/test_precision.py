@@ -12,7 +12,7 @@ from pipeline.kernels.precision import fp32_products
 @pytest.mark.parametrize(("kind", "allowed"), [("ieee", False), ("tf32", True)])
 def test_products_and_convolutions_follow_the_key_and_go_back(kind: Any, allowed: bool) -> None:
     def switches() -> tuple[bool, bool]:
-        return torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+        return bool(torch.backends.cuda.matmul.allow_tf32), torch.backends.cudnn.allow_tf32
 
     before = switches()
     assert before == (False, True)  # torch's own defaults, which differ

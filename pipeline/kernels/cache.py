@@ -1,0 +1,48 @@
+"""Where compiled code is kept: in the run folder, so that a run that goes on, on any node, does not compile again.
+
+What inductor keeps is code, and is run when it is read. A run folder may be somebody else's, and looking at theirs or
+going on from it runs none of their code (SECURITY.md). So the folder has a name that only this user knows: a random
+one, kept in the user's own cache. Whatever else lies in RUN/compiled/ is not read.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from pathlib import Path
+
+FOLDER = "compiled"  # of a run
+_NAME = "TORCHINDUCTOR_CACHE_DIR"  # torch reads it whenever it compiles; Triton's cache is inside
+
+
+def keep_compiled_code(run: Path, *, own_cache: Path | None = None) -> Path | None:
+    """From now on, this process and its children keep compiled code below the folder `run`; what the user or an earlier
+    stage set is left. None: nowhere new, because it is set or the user's own cache cannot be written."""
+    if os.environ.get(_NAME):
+        return None
+    try:
+        own_cache = own_cache or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        folder = run / FOLDER / _users_name(own_cache / "shardvit" / "compiled.name")
+    except (OSError, RuntimeError):  # no home, or a full or read-only one: torch's own place, on this node
+        return None
+    os.environ[_NAME] = str(folder.absolute())
+    return folder
+
+
+def _users_name(file: Path) -> str:
+    """The random name in `file`, made once, whichever process comes first."""
+    if not file.exists():
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        draft = file.with_name(f"{file.name}.{os.getpid()}.{secrets.token_hex(4)}")
+        with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as out:
+            out.write(secrets.token_hex(16))
+        try:
+            os.link(draft, file)  # whole or not at all, and never over another's
+        except FileExistsError:
+            pass
+        finally:
+            draft.unlink()
+    name = file.read_text(encoding="ascii")
+    if len(name) != 32 or not name.isalnum():
+        raise OSError(f"{file} is damaged")
+    return name
