@@ -200,6 +200,7 @@ def _ours(size: work.Size, meter: Meter, device: torch.device) -> Note:
     from model.vit import set_patch_dropout
     from pipeline.engine.late_metrics import LateMetrics
     from pipeline.engine.open import open_engine
+    from pipeline.kernels.settle import settled_kernels
     from pipeline.ranks.group import Ranks
     from pipeline.ranks.place import Place
     from pipeline.ranks.stopping import StopOrSave
@@ -217,27 +218,28 @@ def _ours(size: work.Size, meter: Meter, device: torch.device) -> Note:
         regularisation=Regularisation(patch_dropout=size.patch_dropout),
     )
     model.load_state_dict(work.with_seeded_weights(size, device=device).state_dict())
-    engine = open_engine(recipe, stage="pretrain", plan=plan, model=model, ranks=ranks)
-    classes = types.SimpleNamespace(classes=tuple(map(str, range(size.classes))), is_multi_label=False)
-    data: Any = types.SimpleNamespace(train=classes)
-    task = make_task(recipe, stage="pretrain", data=data, normalisation=GOOGLES, engine=engine)
-    batch = work.resident_batch(size, device=device)
-    late = LateMetrics(device=engine.device)
-    engine.module.train()
-    for step in range(1, meter.course.steps + 1):
-        if size.patch_dropout:
-            set_patch_dropout(engine.module, size.patch_dropout)
-        meter.begin()
-        example = task.example(batch, use="train")
-        loss = task.loss(engine.forward(*example.inputs), example.targets)
-        meter.phase_done()
-        engine.backward(loss)
-        meter.phase_done()
-        late.put(step, engine.step(lr=work.LR, requests=StopOrSave()))
-        late.ready()
-        meter.end(loss)
+    with settled_kernels(recipe, stage="pretrain", model=model, device=device) as kernels:
+        engine = open_engine(recipe, stage="pretrain", plan=plan, model=model, ranks=ranks)
+        classes = types.SimpleNamespace(classes=tuple(map(str, range(size.classes))), is_multi_label=False)
+        data: Any = types.SimpleNamespace(train=classes)
+        task = make_task(recipe, stage="pretrain", data=data, normalisation=GOOGLES, engine=engine)
+        batch = work.resident_batch(size, device=device)
+        late = LateMetrics(device=engine.device)
+        engine.module.train()
+        for step in range(1, meter.course.steps + 1):
+            if size.patch_dropout:
+                set_patch_dropout(engine.module, size.patch_dropout)
+            meter.begin()
+            example = task.example(batch, use="train")
+            loss = task.loss(engine.forward(*example.inputs), example.targets)
+            meter.phase_done()
+            engine.backward(loss)
+            meter.phase_done()
+            late.put(step, engine.step(lr=work.LR, requests=StopOrSave()))
+            late.ready()
+            meter.end(loss)
     ranks.leave()
-    return ""
+    return "; ".join(kernels.notes)
 
 
 def recipe_of(size: work.Size) -> Any:
