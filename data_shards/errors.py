@@ -16,6 +16,10 @@ class UserError(ValueError):
         return printable(super().__str__())  # it may name what a file holds
 
 
+class AgreedError(UserError):
+    """Found by one process and raised by all, so one of them reports it."""
+
+
 class SampleError(UserError):
     """A sample that cannot be read: only one process meets it, so that process must report it."""
 

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_shards.labels import LabelSpec
+from data_shards.manifest import MANIFEST_FILE
 from data_shards.packed_shards import PackedShards, in_range
 from data_shards.shard_set import ColumnShards, Portion, ShardEntry, ShardRows
 from data_shards.store.location import join, shown
@@ -103,6 +104,18 @@ class ShardTable(ColumnShards):
                 stamp="" if mtime == UNKNOWN else f"{mtime} {ctime}",
                 subset=portion and ShardRows(number, stored=row.num_samples, held_out=held_out, which=portion.which),
             )
+
+    @property
+    def landmarks(self) -> list[str]:
+        """Of each local set its manifest, its first shard and its last: files that tell one disk from another."""
+        files: list[str] = []
+        first = 0
+        for source in self.sources:
+            if source.shown_folder is not None and source.num_shards:
+                ends = self.rows.files[first], self.rows.files[first + source.num_shards - 1]
+                files += [os.path.join(source.folder, file) for file in (MANIFEST_FILE, *ends)]
+            first += source.num_shards
+        return files
 
     @property
     def sizes(self) -> list[int]:

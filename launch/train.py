@@ -28,7 +28,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from data_shards.errors import SampleError, UserError, WorkerDied
+from data_shards.errors import AgreedError, SampleError, UserError, WorkerDied
 from launch.env import (
     experiment_name,
     job_tags,
@@ -83,7 +83,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return run_node(share, [*RANK_COMMAND, *arguments])
         return _run(recipe, folder=folder, stages=options.stages, at=at, place=place)
     except UserError as error:
-        if place.local_rank == 0 or isinstance(error, SampleError):  # each node has its own disks
+        # Each node has its own disks; what all ranks agreed upon, one says.
+        speaks = place.is_main if isinstance(error, AgreedError) else place.local_rank == 0
+        if speaks or isinstance(error, SampleError):
             say(str(error))
         return EXIT_USER_ERROR
     except WorkerDied as error:

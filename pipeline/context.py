@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
-from data_shards.errors import UserError
+from data_shards.errors import AgreedError, UserError
 from data_shards.text import printable
 from pipeline.ranks.group import Ranks
 from pipeline.ranks.start_clock import StartClock
@@ -62,7 +62,7 @@ class StageContext:
             work()
         problem = self.ranks.from_main(problem)
         if problem:
-            raise UserError(problem)
+            raise AgreedError(problem)
         return result
 
     def watch(self, stage: StageName) -> Watch:

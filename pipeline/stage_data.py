@@ -78,7 +78,7 @@ def open_data(recipe: Recipe, *, stage: StageName, report: Report = print, comma
     config = recipe.train_stage(stage)
     if config.train is None or config.eval is None:
         raise UserError(missing_paths(recipe, stage=stage) or "")
-    store = Store(_cache(recipe), commands=commands)
+    store = store_of(recipe, commands=commands)
     refused: list[CommandRefused] = []
 
     def open_one(shards: ShardsConfig) -> list[ShardSet]:
@@ -107,6 +107,15 @@ def open_data(recipe: Recipe, *, stage: StageName, report: Report = print, comma
         eval=held_out,
         store=store,
     )
+
+
+def store_of(recipe: Recipe, *, commands: Commands) -> Store:
+    """What reads shards, with this host's cache for those that are not local."""
+    folder = recipe.data.cache.folder
+    cache = CacheConfig(
+        folder=Path(folder) if folder else default_cache_folder(), limit_bytes=parse_bytes(recipe.data.cache.limit)
+    )
+    return Store(cache, commands=commands)
 
 
 def _demand_like_labels(train: ShardSet, held_out: ShardSet, *, config: TrainStage, stage: StageName) -> None:
@@ -152,13 +161,6 @@ def _demand_few_lost(shards: ShardSet, *, max_share: float) -> None:
             f"{shards.damage[0]}; {shards.lost_samples:,} of {shards.num_samples:,} images count as lost, more than "
             f"data.max_corrupt_share {max_share:g} allows: bring the shards back, or raise it"
         )
-
-
-def _cache(recipe: Recipe) -> CacheConfig:
-    folder = recipe.data.cache.folder
-    return CacheConfig(
-        folder=Path(folder) if folder else default_cache_folder(), limit_bytes=parse_bytes(recipe.data.cache.limit)
-    )
 
 
 def _some(classes: tuple[str, ...]) -> str:

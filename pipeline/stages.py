@@ -33,6 +33,7 @@ from pipeline.recipe.stage import FinetuneStage, MaskedPatchStage, PretrainStage
 from pipeline.report.reporter import tracked_log
 from pipeline.run_folder import check_model, weights_digest
 from pipeline.stage_data import open_data
+from pipeline.stage_data_once import open_data_once
 from pipeline.stage_model import model_from_elsewhere
 from pipeline.stage_training import StageStart, train_stage
 from pipeline.vocabulary import StageName
@@ -51,7 +52,7 @@ def run_stage(context: StageContext, *, stage: StageName) -> None:
         return
     recipe, config = context.recipe, context.recipe.train_stage(stage)
     context.start.doing("opening shards")
-    data = open_data(recipe, stage=stage, report=context.say, commands="run")
+    data = open_data_once(context, stage=stage)
     context.start.doing("building the model")
     match config:
         case MaskedPatchStage():

@@ -31,6 +31,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from data_shards.errors import UserError, WorkerDied
 from data_shards.loading.memory import PREFETCH
+from data_shards.loading.sharing import share_large_arrays
 from data_shards.vocabulary import WorkerKind
 
 Item = TypeVar("Item")
@@ -141,6 +142,7 @@ def _end_threads() -> None:
 
 def _in_processes(dataset: Described[Item], *, numbers: Sequence[int], workers: int) -> Generator[Item]:
     _start_fork_server()
+    share_large_arrays()
     notes: Any = multiprocessing.get_context("forkserver").RawArray("q", [-1] * (2 * workers))
     loader = DataLoader(
         _WithErrors(dataset),
