@@ -48,6 +48,7 @@ from launch.run.disk import Presence, disk_problem, gone
 from launch.run.lock import locked
 from launch.run.results import describe_results
 from pipeline.checkpoint.mend_record import mend_records
+from pipeline.ranks.open_files import allow_open_files, needed_open_files
 from pipeline.ranks.pid import process_started
 from pipeline.ranks.place import Place
 from pipeline.ranks.start_clock import StartClock, seconds_since_start
@@ -62,6 +63,7 @@ if TYPE_CHECKING:
 
 _COLLATERAL_WAIT_SECONDS = 3.0  # a rank that notices another's end leaves later, so that the other's code is reported
 _WATCH_SECONDS = 1.0
+_MOST_READERS = 16  # threads that data.workers: auto may come to
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -152,6 +154,11 @@ def _run(recipe: Recipe, *, folder: RunFolder, stages: Sequence[StageName], at: 
     stop = StopFlag()
     stop.listen()
     _watch_parents(stop)
+    workers = min(_MOST_READERS, os.cpu_count() or 1) if recipe.data.workers == "auto" else recipe.data.workers
+    threads = workers if recipe.data.kind_of_workers(workers) == "thread" else 0
+    few_files = allow_open_files(needed_open_files(world_size=place.world_size, reading_threads=threads))
+    if few_files and place.local_rank == 0:
+        say(few_files)
     import torch
 
     from model.importing import import_timm

@@ -60,7 +60,7 @@ def machine_checks(*, runs: Path, cache: Path, gpus: int, pythons: str) -> list[
         check_cache_disk(read_disk(cache)),
         check_shm(shm.free if shm else None, total=shm.total if shm else 0, gpus=gpus),
         check_limits(
-            open_files=_soft_limit(resource.RLIMIT_NOFILE),
+            open_files=_hard_limit(resource.RLIMIT_NOFILE),  # a rank raises the soft one by itself
             processes=_soft_limit(resource.RLIMIT_NPROC),
             locked_bytes=_soft_limit(resource.RLIMIT_MEMLOCK),
             has_infiniband=any(Path("/sys/class/infiniband").glob("*")),
@@ -84,6 +84,11 @@ def file_system(folder: Path) -> str:
         if there.is_relative_to(mount.mountpoint)
     ]
     return max(kinds)[-1] if kinds else ""  # the innermost; of the same folder the latest, which hides the others
+
+
+def _hard_limit(resource_number: int) -> int | None:
+    limit = resource.getrlimit(resource_number)[1]
+    return None if limit == resource.RLIM_INFINITY else limit
 
 
 def _soft_limit(number: int) -> int | None:
@@ -187,7 +192,7 @@ def check_limits(
     locked = "unlimited" if locked_bytes is None else show_bytes(locked_bytes)
     advice = []
     if open_files is not None and open_files < _OPEN_FILES:
-        advice.append(f"raise the open files (ulimit -n {_OPEN_FILES})")
+        advice.append(f"raise the hard limit of open files (ulimit -Hn {_OPEN_FILES})")
     if processes is not None and processes < _PROCESSES:
         advice.append(f"raise the processes, threads count too (ulimit -u {_PROCESSES})")
     if has_infiniband and locked_bytes is not None:

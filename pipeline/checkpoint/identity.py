@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from data_shards.errors import UserError
-from pipeline.recipe.schema import Recipe
+from pipeline.recipe.schema import FEW_PROCESSES, Recipe
 from pipeline.run_folder import recipe_digest
 from pipeline.vocabulary import StageName
 
@@ -25,6 +25,9 @@ _FIXED_ENGINE = ("backend", "precision")
 
 def checkpoint_identity(recipe: Recipe, *, stage: StageName, processes: int) -> dict[str, Any]:
     """A checkpoint's identity; `check_identity` says what of it must agree with the run that restores it."""
+    many = {}
+    if recipe.data.lanes == "auto" and processes > FEW_PROCESSES:  # the order is another one
+        many = {"lanes": recipe.lanes(recipe.train_stage(stage), processes=processes)}
     return {
         "stage": stage,
         "recipe": recipe_digest(recipe, stage=stage),
@@ -32,11 +35,19 @@ def checkpoint_identity(recipe: Recipe, *, stage: StageName, processes: int) -> 
         "zero_stage": recipe.engine.zero_stage,
         "precision": recipe.engine.precision,
         "processes": processes,
+        **many,
     }
 
 
 def check_identity(found: dict[str, Any], expected: dict[str, Any], *, folder: Path) -> None:
     """Refuse a checkpoint of another run; UserError names what differs."""
+    if found.get("lanes") != expected.get("lanes"):
+        raise UserError(
+            f"checkpoint {folder} was written by {found.get('processes')} processes: data.lanes auto gives another "
+            f"order of samples to {FEW_PROCESSES} processes at the most than to more, and to more it gave "
+            f"{found.get('lanes') or expected.get('lanes')} lanes: go on with a number of processes on the same side, "
+            "or begin again with data.lanes set to a number that both divide"
+        )
     different = [
         key for key, value in expected.items() if key not in found or (found[key] != value and key not in _LAYOUT)
     ]

@@ -99,11 +99,15 @@ class CacheRecipe(Strict):
     """The least recently used shards are removed beyond this."""
 
 
+MOST_LANES = 2**16
+
+
 class DataConfig(Strict):
     """How the training stream is laid out and read."""
 
-    lanes: Annotated[int, Field(ge=1, le=2**16)] | Literal["auto"] = "auto"
-    """Spans of an epoch; divides the global batch; the processes divide it. auto: the largest divisor up to 256."""
+    lanes: Annotated[int, Field(ge=1, le=MOST_LANES)] | Literal["auto"] = "auto"
+    """Spans of an epoch; divides the global batch; the processes divide it. auto: the largest divisor up to 256, for
+    more than 256 processes up to 4,096."""
     shuffle_window_images: int = Field(default=16384, ge=1, le=2**31)
     """Images of a lane that are shuffled among themselves."""
     workers: Annotated[int, Field(ge=0, le=1024)] | Literal["auto"] = "auto"

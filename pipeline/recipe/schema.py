@@ -13,11 +13,13 @@ from pydantic import Field, field_validator, model_validator
 
 from model.config import ModelConfig
 from model.regularisation import Regularisation
-from pipeline.recipe.data import DataConfig
+from pipeline.recipe.data import MOST_LANES, DataConfig
 from pipeline.recipe.duration import Strict
 from pipeline.recipe.stage import MOST_SECONDS, MaskedPatchStage, Stages, TrainStage
 from pipeline.vocabulary import OPTIMIZERS, AttentionKernel, Fp8Scaling, OptimizerName, StageName
 
+FEW_PROCESSES = 256  # up to here `data.lanes: auto` does not depend on their number
+_MANY_LANES = 4096  # for more processes
 _MOST_IMAGES = 2**20  # of a batch
 _FP16_SKIPS = 17  # in a row, from the first scale of 2^16 down to 1
 _MOST_PATCHES = 2**20  # of an image
@@ -239,10 +241,18 @@ class Recipe(Strict):
             )
         return self
 
-    def lanes(self, stage: TrainStage) -> int:
+    def lanes(self, stage: TrainStage, *, processes: int = 1) -> int:
+        """Streams that the samples' order is cut into; `auto` is one number for up to 256 processes, and another for
+        more of them, as far as these divide it."""
         if self.data.lanes != "auto":
             return self.data.lanes
-        return max(n for n in range(1, 257) if stage.global_batch_size % n == 0)
+        batch = stage.global_batch_size
+        if processes <= FEW_PROCESSES:
+            return max(n for n in range(1, FEW_PROCESSES + 1) if batch % n == 0)
+        lanes = max(n for n in range(1, _MANY_LANES + 1) if batch % n == 0)
+        if lanes % processes:
+            return max((n for n in range(processes, MOST_LANES + 1, processes) if batch % n == 0), default=lanes)
+        return lanes
 
     def train_stage(self, name: StageName) -> TrainStage:
         """A stage that trains; KeyError if the recipe has none of that name, or it is swap_head."""

@@ -92,7 +92,7 @@ class StagePlan:
 def plan_stage(recipe: Recipe, *, stage: StageName, samples_per_epoch: int, world_size: int) -> StagePlan:
     """Derive a training stage's numbers; UserError if sizes do not fit together."""
     config = recipe.train_stage(stage)
-    lanes = recipe.lanes(config)
+    lanes = recipe.lanes(config, processes=world_size)
     if 0 < samples_per_epoch < config.global_batch_size:
         raise UserError(
             f"stages.{stage}.global_batch_size is {config.global_batch_size:,}, but the training set has only "
@@ -105,6 +105,12 @@ def plan_stage(recipe: Recipe, *, stage: StageName, samples_per_epoch: int, worl
         global_batch_images=config.global_batch_size,
         window_images=recipe.data.shuffle_window_images,
     )
+    if config.global_batch_size < world_size:
+        raise UserError(
+            f"stages.{stage}.global_batch_size is {config.global_batch_size}, less than one image for each of "
+            f"{world_size} processes: set it to a multiple of {world_size}, or start {config.global_batch_size} "
+            "processes at the most"
+        )
     if config.global_batch_size % world_size:
         raise UserError(
             f"stages.{stage}.global_batch_size {config.global_batch_size} does not divide among {world_size} "

@@ -1,11 +1,14 @@
 """The processes that read ahead: deaf to a job's signals, ended with their rank, named when they die."""
 
 import contextlib
+import io
 import os
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
+from multiprocessing import popen_forkserver
 from pathlib import Path
 
 import psutil
@@ -13,7 +16,9 @@ import pytest
 
 from data_shards.errors import WorkerDied
 from data_shards.loading.loader import TrainLoader
+from data_shards.packed_shards import PackedShards
 from data_shards.shard_set import ShardSet
+from data_shards.shard_table import ShardTable
 from tests.data_shards.opened import wait_until
 from tests.data_shards.streams import pack_noise, train_batches
 
@@ -143,3 +148,29 @@ def test_a_jobs_signals_leave_workers_at_work_and_they_end_with_their_rank(shard
         process.wait()
         process.stdin.close()
         process.stdout.close()
+
+
+def test_what_a_worker_process_is_sent_does_not_grow_with_the_number_of_shards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Large columns lie in memory that all of them share; each sample arrives all the same."""
+    sent: list[int] = []
+    dump = popen_forkserver.reduction.dump
+
+    def counted(content: object, file: io.BytesIO, *rest: object) -> None:
+        dump(content, file, *rest)
+        sent.append(file.tell())
+
+    small = pack_noise(tmp_path / "small", count=20, samples_per_shard=5)
+    monkeypatch.setattr(popen_forkserver.reduction, "dump", counted)
+    expected = [batch.keys for batch in TrainLoader(train_batches(small), stop_step=3, workers=2)]
+    few, count = max(sent), 20_000
+    shards = ShardTable.of(
+        replace(small.shards.sources[0], num_shards=count),  # pyright: ignore[reportAttributeAccessIssue]
+        PackedShards.of_shards(list(small.shards.rows) * (count // len(small.shards))),  # pyright: ignore[reportAttributeAccessIssue]
+    )
+    large = replace(small, shards=shards)
+    sent.clear()
+    seen = [batch.keys for batch in TrainLoader(train_batches(large), stop_step=3, workers=2)]
+    assert len(seen) == len(expected)
+    assert max(sent) < few + 20_000  # they are 2 MB

@@ -109,7 +109,7 @@ LIMITS = {"open_files": 1_048_576, "processes": None, "locked_bytes": None, "has
     ("change", "advice"),
     [
         ({}, ""),
-        ({"open_files": 1024}, "ulimit -n 4096"),
+        ({"open_files": 1024}, "ulimit -Hn 4096"),
         ({"processes": 1000}, "ulimit -u 4096"),
         ({"locked_bytes": 65536}, "ulimit -l unlimited"),
         ({"locked_bytes": 65536, "has_infiniband": False}, ""),

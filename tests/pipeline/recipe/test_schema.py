@@ -62,6 +62,22 @@ def test_lanes_divide_the_global_batch_whatever_it_is():
         assert not any(batch % more == 0 for more in range(lanes + 1, 257))
     fixed = Recipe.model_validate(tree(data__lanes=3))
     assert fixed.lanes(fixed.train_stage("pretrain")) == 3
+    assert fixed.lanes(fixed.train_stage("pretrain"), processes=1024) == 3
+
+
+@pytest.mark.parametrize("batch", [4096, 32_768, 49_152, 3000])
+def test_lanes_are_one_number_for_few_processes_and_one_for_many(batch: int):
+    """So the order, and with it resuming, does not depend on their number on either side of 256."""
+    recipe = Recipe.model_validate(tree(stages__pretrain__global_batch_size=batch))
+
+    def lanes(processes: int) -> int:
+        return recipe.lanes(recipe.train_stage("pretrain"), processes=processes)
+
+    assert {lanes(processes) for processes in (1, 8, 100, 256)} == {lanes(1)}
+    many = [processes for processes in range(257, 4097) if batch % processes == 0]
+    assert many and all(batch % lanes(processes) == 0 == lanes(processes) % processes for processes in many)
+    base = max(n for n in range(1, 4097) if batch % n == 0)
+    assert {lanes(processes) for processes in many if base % processes == 0} == {base}
 
 
 def test_an_image_size_that_is_no_multiple_of_the_patch_names_the_neighbours():

@@ -244,3 +244,17 @@ def test_evaluations_fall_on_multiples_and_on_the_end_and_never_twice_there(tota
 def test_where_evaluations_fall(total: int, every: str, expected: list[int]):
     got = plan(stage={"duration": f"{total} steps", "eval_every": every})
     assert [step for step in range(1, total + 1) if got.evaluates_after(step)] == expected
+
+
+@pytest.mark.parametrize(
+    ("batch", "world_size"), [(32_768, 1024), (4096, 1024), (32_768, 512), (49_152, 1536), (16_384, 4096)]
+)
+def test_a_thousand_processes_and_more_have_lanes_of_their_own(batch: int, world_size: int):
+    got = plan(world_size=world_size, samples=10**9, stage={"global_batch_size": batch})
+    assert got.micro_batch_size * got.accumulation_steps * world_size == batch
+    assert got.lanes % world_size == 0 and batch % got.lanes == 0
+
+
+def test_less_than_an_image_for_each_process_is_refused_with_the_numbers_that_fit():
+    text = refusal(world_size=1024, samples=10**9, stage={"global_batch_size": 512})
+    assert "stages.pretrain.global_batch_size is 512" in text and "multiple of 1024" in text and "512 processes" in text
