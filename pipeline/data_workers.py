@@ -16,6 +16,7 @@ import torch
 
 from data_shards.control_groups import core_quota
 from data_shards.loading.loader import TrainBatches
+from data_shards.loading.workers import start_fork_server
 from data_shards.vocabulary import WorkerKind
 from pipeline.budget.gpus import gpu_of_driver
 from pipeline.budget.workers import anchored_speed, own_cores, workers_needed, workers_within
@@ -30,6 +31,13 @@ class DataWorkers:
 
     count: int
     kind: WorkerKind
+
+
+def expect_data_workers(recipe: Recipe) -> None:
+    """Begin to load what worker processes need, where it is known that there will be some; returns at once."""
+    count = recipe.data.workers
+    if count not in ("auto", 0) and recipe.data.kind_of_workers(count) == "process":
+        start_fork_server()
 
 
 def data_workers(

@@ -30,7 +30,7 @@ from pipeline.checkpoint.store import Restored, Retention, restore_checkpoint
 from pipeline.checkpoint.written_by import written_by
 from pipeline.context import StageContext
 from pipeline.data_record import check_data, keep_data
-from pipeline.data_workers import data_workers
+from pipeline.data_workers import data_workers, expect_data_workers
 from pipeline.engine.open import open_engine
 from pipeline.engine.protocol import Engine
 from pipeline.evaluate import evaluate
@@ -74,6 +74,7 @@ def train_stage(
     an input or checkpoint is not one that the stage began with; Stopped: by a signal, after saving."""
     recipe, folder, ranks = context.recipe, context.folder, context.ranks
     require_decoder(recipe.data.decoder)
+    expect_data_workers(recipe)
     plan = plan_stage(recipe, stage=stage, samples_per_epoch=data.train.num_samples, world_size=ranks.place.world_size)
     inputs = {"training images": data.train.digest, "held-out images": data.eval.digest, "weights": start.weights}
     record = folder.record(stage)

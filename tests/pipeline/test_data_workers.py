@@ -11,7 +11,7 @@ import torch
 from data_shards.errors import UserError
 from data_shards.loading.loader import TrainBatches
 from pipeline import data_workers as module
-from pipeline.data_workers import DataWorkers, choose, cores_of, data_workers
+from pipeline.data_workers import DataWorkers, choose, cores_of, data_workers, expect_data_workers
 from pipeline.recipe.schema import Recipe
 from tests.data_shards.streams import pack_noise, seen, train_batches
 from tests.pipeline.budget.planning import recipe
@@ -45,6 +45,16 @@ def test_on_a_cpu_auto_is_none_and_looks_at_nothing():
     told: list[str] = []
     assert decided(recipe("B/16"), batches=None, device="cpu", told=told) == DataWorkers(0, "thread")
     assert not told
+
+
+@pytest.mark.parametrize(("workers", "starts"), [("auto", 0), (0, 0), (4, 0), (5, 1)])
+def test_the_server_of_worker_processes_starts_early_where_there_will_be_some(
+    workers: int | str, starts: int, monkeypatch: pytest.MonkeyPatch
+):
+    started: list[bool] = []
+    monkeypatch.setattr(module, "start_fork_server", lambda: started.append(True))
+    expect_data_workers(recipe("B/16", data={"workers": workers}))
+    assert len(started) == starts
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
