@@ -1,4 +1,4 @@
-"""Where the time of the data path goes that `launch.bench.data` measures: a profile of the transform, and of the imports.
+"""Where the time goes that `launch.bench.data` measures: a profile of the transform alone, and of the imports.
 
     python -m launch.bench.data_profile FOLDER_OR_TAR
 
