@@ -109,7 +109,7 @@ def train_stage(
                     model=meta.model_dump(mode="json", exclude_none=True),
                 )
             try:
-                return _train(
+                _train(
                     context,
                     stage=stage,
                     data=data,
@@ -122,6 +122,8 @@ def train_stage(
                     state=state,
                     watch=watch,
                 )
+                engine.close()
+                return
             except GoBack as back:
                 note_rollback(context, stage=stage, trouble=back.trouble)
 

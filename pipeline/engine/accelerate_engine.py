@@ -112,5 +112,8 @@ class AccelerateEngine:
     def averaged(self) -> contextlib.AbstractContextManager[None]:
         return self._whole.averaged()
 
+    def close(self) -> None:
+        """Nothing holds it but who uses it."""
+
     def weights(self) -> dict[str, torch.Tensor]:
         return self._whole.weights()

@@ -126,6 +126,9 @@ class DdpEngine:
     def averaged(self) -> contextlib.AbstractContextManager[None]:
         return self._whole.averaged()
 
+    def close(self) -> None:
+        """Nothing holds it but who uses it."""
+
     def weights(self) -> dict[str, Tensor]:
         return self._whole.weights()
 

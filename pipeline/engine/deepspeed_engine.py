@@ -174,6 +174,18 @@ class DeepSpeedEngine:
         state.update({name: buffer.detach().cpu().clone() for name, buffer in buffers if name in kept})
         return state
 
+    def close(self) -> None:
+        """Its hooks hold DeepSpeed's engine, and with it all weights and states, where Python's collector does not see
+        it: so they are taken away, and what is left of it is emptied."""
+        parameters = list(self._engine.module.parameters())
+        self._engine.destroy()
+        for parameter in parameters:
+            parameter.grad = None
+            for tensor in (parameter, getattr(parameter, "ds_tensor", parameter)):  # the latter: this rank's, in ZeRO 3
+                tensor.data = tensor.data.new_empty(0)
+        for part in (self._engine.optimizer, self._engine):
+            vars(part).clear()
+
     def _set_masters(self, exact: dict[str, torch.Tensor]) -> None:
         """Give the master weights the float32 values from before rounding."""
         for name, slot in slots(self._engine, rank=self._ranks.place.rank).items():

@@ -118,6 +118,10 @@ class Engine(Protocol):
         Then everything is as before to the last bit, also after an exception. Not collective."""
         ...
 
+    def close(self) -> None:
+        """Let go of all memory: the process goes on with another stage. Nothing of the engine is used after that."""
+        ...
+
     def weights(self) -> dict[str, torch.Tensor]:
         """All weights in float32 on the CPU, from the master copy; collective; complete on rank 0."""
         ...

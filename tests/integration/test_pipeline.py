@@ -73,6 +73,27 @@ def test_every_stage_is_done_and_says_what_it_saw(finished):
     assert 0 <= records["finetune"]["results"]["val/top1"] <= 1
 
 
+def test_in_processes_of_its_own_each_stage_has_the_same_result_to_the_last_bit(
+    finished: Path, run: Run, tmp_path: Path
+):
+    """`finished` has run all three in the same two processes, started once."""
+    (tmp_path / "recipe.yaml").write_text((finished / "recipe.yaml").read_text())
+    for stage in STAGES:
+        alone = run(tmp_path, "--stage", stage)
+        assert alone.returncode == 0, alone.stdout + alone.stderr
+    for stage in STAGES:
+        ours, theirs = (folder / "runs/three" / stage for folder in (finished, tmp_path))
+        assert (ours / "model/model.safetensors").read_bytes() == (theirs / "model/model.safetensors").read_bytes()
+        metrics = [
+            [
+                {key: value for key, value in row.metrics.items() if not key.startswith("perf/")}
+                for row in read_metrics(folder / "metrics.jsonl")
+            ]
+            for folder in (ours, theirs)
+        ]
+        assert metrics[0] == metrics[1] != []
+
+
 def test_the_head_is_swapped_for_zeros_and_the_trunk_is_untouched(finished):
     _, before = load_model(finished / "runs/three/pretrain/model")
     meta, after = load_model(finished / "runs/three/swap_head/model")

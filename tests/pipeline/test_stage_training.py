@@ -66,6 +66,7 @@ class Stage:
         self.engine: Any = TinyEngine()
         self.engine.device = torch.device("cpu")
         self.engine.weights = dict
+        self.engine.close = lambda: None
 
     @property
     def checkpoints(self) -> Path:

@@ -1,0 +1,54 @@
+"""Where the seconds before the first step go: parts that add up, told once, and aloud only what lasts."""
+
+from __future__ import annotations
+
+import re
+import threading
+
+from pipeline.ranks.start_clock import StartClock, seconds_since_start
+
+PATIENCE_SECONDS = 240.0
+
+
+def test_the_parts_add_up_and_are_told_once():
+    said: list[str] = []
+    clock = StartClock("pretrain", say=said.append, earlier_seconds=2.0, earlier_cpu_seconds=1.5)
+    clock.doing("importing libraries")
+    clock.doing("opening the engine")
+    clock.doing("importing libraries")  # some come later
+    clock.first_step_done()
+    clock.first_step_done()
+    clock.doing("opening the engine")
+    told = [line for line in said if "first step" in line]
+    assert len(told) == 1 and told[0].startswith("pretrain: first step after ")
+    assert "starting Python 2." in told[0]
+    whole, cpu = (float(number) for number in re.findall(r"([\d.]+) s", told[0]))
+    assert whole >= 2.0 and cpu >= 1.5
+
+
+def test_what_lasts_is_said_while_it_lasts():
+    aloud = threading.Event()
+    said: list[str] = []
+
+    def say(line: str) -> None:
+        said.append(line)
+        aloud.set()
+
+    clock = StartClock("finetune", say=say)
+    clock.doing("opening shards")
+    assert aloud.wait(PATIENCE_SECONDS) and said == ["finetune: opening shards ..."]
+    clock.close()
+
+
+def test_a_rank_above_0_counts_in_silence():
+    before = {thread.name for thread in threading.enumerate()}
+    clock = StartClock("pretrain")
+    clock.doing("opening shards")
+    clock.first_step_done()
+    assert {thread.name for thread in threading.enumerate()} == before
+    assert "first step after" in clock.describe()
+
+
+def test_a_process_knows_its_age():
+    first = seconds_since_start()
+    assert 0 < first <= seconds_since_start()
