@@ -12,11 +12,12 @@ N parameters, n processes, w bytes of a weight in the forward pass (2, or 4 in f
     ZeRO 0       wN + 12N          wN, always there     -        -         wN + 4N
     ZeRO 0 fp32  4N + 8N           4N, always there     -        -         4N
     ZeRO 1       wN + 12N/n        wN/n; wN (*)         2b       -         2wN/n + 4N/n; fp32: 8N/n
+       at once   wN + 12N/n        wN                   -        -         2wN, or 6N/n if that is more
     ZeRO 2       wN + 12N/n        wN/n; 2wN/n (*)      2b       -         the same
     ZeRO 3       wN/n + 12N/n      wN/n, always there   b        wN        the same, and b
     accelerate   4N + 8N           4N, always there     -        2N casts  4N
 
-(*) with accumulation. 12N: float32 masters (4) and AdamW's two moments (8); others: `pipeline.vocabulary`. A moving
+(*) with accumulation. At once: averaged after the backward pass (`engine.overlap`). 12N: float32 masters (4) and AdamW's two moments (8); others: `pipeline.vocabulary`. A moving
 average of the weights (the stage's `ema`) is one moment more. With `engine.offload` the share of 12N is in host memory,
 and in float32 the gradients of a step; with parameters wN/n too. That part is read in DeepSpeed's source alone: on a
 CPU nothing tells its host memory from its device's. One process of ZeRO 0 has no DDP, which keeps the gradients.
@@ -27,7 +28,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from pipeline.engine.zero_config import deepspeed_config
+from pipeline.engine.zero_config import deepspeed_config, reduces_at_once
 from pipeline.recipe.optimizer import OptimizerConfig
 from pipeline.recipe.schema import EngineConfig
 from pipeline.recipe.stage import EmaConfig
@@ -120,6 +121,16 @@ def state_of(
                 buckets=0,
                 gathered=0,
                 step=gradients + masters * number,
+            )
+        case 1 if reduces_at_once(engine.model_copy(update={"zero_stage": 1}), world_size=plan.world_size):
+            return State(
+                weights=weight * number,
+                optimizer=round((_MASTER_BYTES + each) * share),
+                gradients=weight * number,
+                early_gradients=whole_is_early,
+                buckets=0,
+                gathered=0,
+                step=max(2 * weight * number, step - weight * share),
             )
         case 1 | 2:
             sharded = weight * share

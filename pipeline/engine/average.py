@@ -1,7 +1,7 @@
 """The moving average of the weights (EMA, Polyak averaging), beside whatever this process keeps as master weights.
 
 One float32 tensor beside each master: whole under ZeRO 0 and accelerate, this process's piece under ZeRO 1 to 3. Costs
-4 bytes a parameter, sharded like the moments, and one pass over both after each applied step. It depends on nothing
+4 bytes a parameter, sharded like the moments, and one pass over both after each step. It depends on nothing
 that the optimizer keeps, and lies in a file of its own in a checkpoint, cut as the masters are. Buffers are not
 averaged. Does not import DeepSpeed and is not collective.
 """
@@ -9,15 +9,15 @@ averaged. Does not import DeepSpeed and is not collective.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from pipeline.recipe.stage import EmaConfig
 
 AVERAGE = "average"  # among the names of what a saved state holds of each parameter
+Number = TypeVar("Number", float, Tensor)
 _EXCHANGED_ELEMENTS = 1 << 24  # at a time: 64 MiB beside masters and averages
 
 
@@ -26,8 +26,8 @@ def average_file(rank: int) -> str:
     return f"average_rank_{rank}.pt"
 
 
-def decay_at(updates: int, *, config: EmaConfig) -> float:
-    """The decay of the update that comes after so many.
+def decay_at(updates: Number, *, config: EmaConfig) -> Number | float:
+    """The decay of the update that comes after so many, a number or a tensor.
 
     Sources: tf.train.ExponentialMovingAverage (`num_updates`); timm.utils.ModelEmaV3 (`use_warmup`, its defaults).
     """
@@ -35,31 +35,44 @@ def decay_at(updates: int, *, config: EmaConfig) -> float:
         case "none":
             return config.decay
         case "tensorflow":
-            return min(config.decay, (1 + updates) / (10 + updates))
+            return _at_most(config.decay, (1 + updates) / (10 + updates))
         case "timm":
-            return min(config.decay, 1 - (1 + updates) ** (-2 / 3))
+            return _at_most(config.decay, 1 - (1 + updates) ** (-2 / 3))
+
+
+def _at_most(limit: float, value: Any) -> Any:
+    return value.clamp(max=limit) if isinstance(value, Tensor) else min(limit, value)
 
 
 class WeightAverage:
-    """Averages of `masters`, float32, whose keys name them in the file; they begin as copies.
-
-    Attributes:
-        updates: how often the average has moved: after each applied step.
-    """
+    """Averages of `masters`, float32, whose keys name them in the file; they begin as copies."""
 
     def __init__(self, masters: Mapping[str, Tensor], *, config: EmaConfig) -> None:
-        self.updates = 0
         self._config = config
         self._keys = tuple(masters)
         self._masters = list(masters.values())
+        device = self._masters[0].device if self._masters else torch.device("cpu")  # a rank may hold nothing
+        self._updates = torch.zeros((), dtype=torch.float64, device=device)
         self._averages = [master.detach().clone() for master in self._masters]
         self._by_master = dict(zip(map(id, self._masters), self._averages, strict=True))
 
-    def update(self) -> None:
-        """After an applied step: average <- decay * average + (1 - decay) * master."""
-        decay = decay_at(self.updates, config=self._config)
-        get_ema_multi_avg_fn(decay)([*self._averages], [master.detach() for master in self._masters], self.updates)
-        self.updates += 1
+    @property
+    def updates(self) -> int:
+        """How often the average has moved: after each applied step. Waits for the device."""
+        return int(self._updates)
+
+    @updates.setter
+    def updates(self, count: int) -> None:
+        self._updates.fill_(count)
+
+    @torch.no_grad()
+    def update(self, *, applied: Tensor) -> None:
+        """After a step: average <- decay * average + (1 - decay) * master if it was applied, else nothing moves.
+        `applied`: 1 or 0, 0-dimensional on the masters' device, so that the host need not know it."""
+        weight = applied * (1 - decay_at(self._updates, config=self._config))
+        weights = [weight.float()] * len(self._averages)
+        torch._foreach_lerp_(self._averages, [master.detach() for master in self._masters], weights)
+        self._updates += applied
 
     @torch.no_grad()
     def exchange(self) -> None:

@@ -1,6 +1,9 @@
 """DeepSpeed behind the `Engine` protocol: ZeRO 1 to 3, bf16/fp16/fp32, on GPUs (NCCL) and CPUs (gloo).
 
-DeepSpeed owns sharded state, precision, accumulation and clipping. Where DeepSpeed 0.19 falls short, this file adds:
+DeepSpeed owns sharded state, precision, accumulation and, under ZeRO 3 and in fp16, clipping and the search for what
+is not finite. Where DeepSpeed 0.19 falls short, this file adds:
+- ZeRO 1 and 2 look at their gradients tensor by tensor and wait for the GPU several times a step: in bf16 and float32
+  we judge, clip and move the flat gradients on the device (`flat_step`, `optimizers.flat`).
 - Its checkpoints are pickles, which it executes, and load only at the world size and ZeRO stage that wrote them: `load`
   reads any of them as data (`portable`) and puts them in place (`masters`).
 - Master weights are made from rounded half-precision ones: they get their exact values back.
@@ -19,6 +22,7 @@ import torch
 from torch import nn
 
 from pipeline.engine.average import WeightAverage, average_file
+from pipeline.engine.flat_step import GradientJudge, reduce_at_once
 from pipeline.engine.frozen import FILE as FROZEN_FILE
 from pipeline.engine.frozen import frozen_weights
 from pipeline.engine.host_copy import Hold
@@ -27,8 +31,10 @@ from pipeline.engine.masters import named_masters, put_average, put_state, round
 from pipeline.engine.portable import DEEPSPEED_FOLDER, open_state
 from pipeline.engine.protocol import StepResult, exchange_requests
 from pipeline.engine.state_files import StateFile, state_file
-from pipeline.engine.zero_config import deepspeed_config
+from pipeline.engine.zero_config import deepspeed_config, reduces_at_once, takes_flat_step
+from pipeline.optimizers.flat import flat_optimizer, merged
 from pipeline.optimizers.optim import build_optimizer, set_lr
+from pipeline.optimizers.parameter_groups import parameter_groups
 from pipeline.ranks.group import Ranks
 from pipeline.ranks.stopping import StopOrSave
 from pipeline.recipe.optimizer import OptimizerConfig
@@ -63,13 +69,22 @@ class DeepSpeedEngine:
         exact = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
         self._frozen = frozen_weights(model)
         deepspeed.utils.logger.setLevel(logging.ERROR)  # it warns of SGD, which its tests do not cover and ours do
+        self._judge = GradientJudge(clip_grad_norm=optimizer.clip_grad_norm) if takes_flat_step(config) else None
+        flat = flat_optimizer(parameter_groups(model, optimizer), optimizer, judge=self._judge) if self._judge else None
         self._engine: Any = deepspeed.initialize(
             model=model,
-            optimizer=build_optimizer(model, optimizer),
+            optimizer=flat or build_optimizer(model, optimizer),
             config=deepspeed_config(config, optimizer=optimizer, plan=plan),
         )[0]
         deepspeed.utils.logger.setLevel(logging.WARNING)
         self.device = torch.device(self._engine.device)
+        if flat:
+            places = slots(self._engine, rank=ranks.place.rank)
+            flat.place(merged((each.start, each.count, flat.rules[name]) for name, each in places.items()))
+            # It would make anew the views of its flat weights that the parameters are, after each step.
+            self._engine.optimizer._update_model_bit16_weights = lambda group_index: None
+            if reduces_at_once(config, world_size=plan.world_size):
+                reduce_at_once(self._engine.optimizer)
         if config.precision != "fp32":
             self._set_masters(exact)
         self._average = WeightAverage(named_masters(self._engine), config=ema) if ema else None
@@ -100,19 +115,26 @@ class DeepSpeedEngine:
         self._micro_step = 0
         self.hold.release()
         set_lr(self._engine.optimizer.param_groups, lr)
-        self._engine.step()
-        applied, grad_norm = bool(self._engine.was_step_applied()), float(self._engine.get_global_grad_norm())
-        if applied and self._average:
-            self._average.update()
-        return StepResult.known(
-            grad_norm=grad_norm, applied=applied, requests=exchange_requests(requests, device=self.device)
-        )
+        if self._judge:
+            self._judge.requests = requests
+            self._engine.step()
+            result = StepResult(self._judge.numbers)
+        else:
+            self._engine.step()
+            applied, grad_norm = bool(self._engine.was_step_applied()), float(self._engine.get_global_grad_norm())
+            sent = exchange_requests(requests, device=self.device)
+            result = StepResult.known(grad_norm=grad_norm, applied=applied, requests=sent)
+        if self._average:
+            self._average.update(applied=result.applied)
+        return result
 
     def pass_over(self, *, requests: StopOrSave) -> StepResult:
         return StepResult.passed_over(exchange_requests(requests, device=self.device))
 
     def snapshot(self) -> tuple[StateFile, ...]:
         self._round_if_due()
+        if self._judge:
+            self._engine.skipped_steps += self._judge.take_skipped()  # DeepSpeed has not seen them
         writer, collector = self._engine.checkpoint_engine, _Collector()
         self._engine.checkpoint_engine = collector
         # It would copy two scripts into the folder, past its own writer; `shardvit export` does what they do.

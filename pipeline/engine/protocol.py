@@ -26,12 +26,17 @@ class StepResult:
 
     Attributes:
         numbers: float32 [4], still on the engine's device: the global gradient norm before clipping (not finite when
-            the step was not applied); 1 if it was applied, 0 if the gradient was not finite and nothing moved; 1 if any
-            rank requests a stop; 1 if any requests a checkpoint. To be copied before the next step; reading them waits
-            for the device, so the loop does that a step later (`late_metrics`).
+            the step was not applied); 1 if it was applied, 0 if the gradient was not finite and nothing moved; how many
+            ranks request a stop; how many request a checkpoint, or 1 if any does. Reading them waits for the device, so
+            the loop does that a step later (`late_metrics`).
     """
 
     numbers: torch.Tensor
+
+    @property
+    def applied(self) -> torch.Tensor:
+        """1 or 0, 0-dimensional."""
+        return self.numbers[1]
 
     @classmethod
     def known(cls, *, grad_norm: float, applied: bool, requests: torch.Tensor) -> StepResult:

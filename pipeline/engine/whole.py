@@ -97,8 +97,8 @@ class WholeState:
             self.optimizer.step()
         if self._scaler is not None:
             self._scaler.update()
-        if self._average and bool(finite):
-            self._average.update()
+        if self._average:
+            self._average.update(applied=finite.float())
         if self._rounds:
             for master in self._masters.values():
                 master.grad = None

@@ -13,23 +13,34 @@ from pipeline.recipe.optimizer import OptimizerConfig
 from pipeline.recipe.schema import EngineConfig
 from pipeline.recipe.stage_plan import StagePlan
 
-# 25M elements. DeepSpeed's default of 5e8 exceeds a whole ViT-L: one bucket, reduced only after the backward pass.
-_BUCKET_ELEMENTS = 25_000_000
+
+def takes_flat_step(engine: EngineConfig) -> bool:
+    """Whether we judge, clip and move the flat gradients on the device (`flat_step`, `optimizers.flat`), without
+    DeepSpeed's check and norm. fp16 needs its loss scale, and ZeRO 3 moves parameters in pieces of its own."""
+    return engine.zero_stage in {1, 2} and engine.precision != "fp16"
+
+
+def reduces_at_once(engine: EngineConfig, *, world_size: int) -> bool:
+    """Whether gradients are averaged by one message of ours after the backward pass. ZeRO 2 frees them before."""
+    return engine.zero_stage == 1 and takes_flat_step(engine) and not _overlaps(engine, world_size=world_size)
 
 
 def deepspeed_config(engine: EngineConfig, *, optimizer: OptimizerConfig, plan: StagePlan) -> dict[str, Any]:
     """The dictionary for `deepspeed.initialize`."""
+    flat = takes_flat_step(engine)
     config: dict[str, Any] = {
         "train_batch_size": plan.global_batch_images,
         "train_micro_batch_size_per_gpu": plan.micro_batch_size,
         "gradient_accumulation_steps": plan.accumulation_steps,
-        "gradient_clipping": optimizer.clip_grad_norm,  # explicit: the default became 1.0 in 2026
+        "gradient_clipping": 0.0 if flat else optimizer.clip_grad_norm,  # explicit: the default became 1.0 in 2026
         "zero_optimization": {
             "stage": engine.zero_stage,
-            "reduce_bucket_size": _BUCKET_ELEMENTS,
-            "allgather_bucket_size": _BUCKET_ELEMENTS,
-            "overlap_comm": True,  # off by default for stages 1 and 2
-            "contiguous_gradients": True,
+            # DeepSpeed's default of 5e8 exceeds a whole ViT-L: one bucket, reduced only after the backward pass.
+            "reduce_bucket_size": engine.bucket_elements,
+            "allgather_bucket_size": engine.bucket_elements,
+            # It costs a synchronisation of the device after each backward pass, so not without anybody to send to.
+            "overlap_comm": _overlaps(engine, world_size=plan.world_size),
+            "contiguous_gradients": not reduces_at_once(engine, world_size=plan.world_size),  # False: no hooks
             **_offload(engine),
         },
         # SGD is not on DeepSpeed's list of tested optimizers, though it shards like AdamW.
@@ -39,10 +50,13 @@ def deepspeed_config(engine: EngineConfig, *, optimizer: OptimizerConfig, plan: 
         # Never: the loop prints its own lines, and a print makes every rank read the clock and the loss.
         "steps_per_print": None,
         "wall_clock_breakdown": False,
+        "timers": {"throughput": {"enabled": False}},  # it synchronises the device twice a step
     }
+    if flat:
+        config["zero_optimization"]["compute_grad_norm"] = False
     match engine.precision:
         case "bf16":
-            config["bf16"] = {"enabled": True}  # float32 master weights, and a check for overflow, by default
+            config["bf16"] = {"enabled": True, "check_grad_overflow": not flat}  # with float32 master weights
         case "fp16":
             config["fp16"] = {"enabled": True, "loss_scale": 0}  # 0: dynamic
         case "fp32":
@@ -57,3 +71,13 @@ def _offload(engine: EngineConfig) -> dict[str, Any]:
     where = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
     parameters = engine.offload == "optimizer_and_parameters"
     return {"offload_optimizer": where, **({"offload_param": where} if parameters else {})}
+
+
+def _overlaps(engine: EngineConfig, *, world_size: int) -> bool:
+    match engine.overlap:
+        case "auto":
+            return world_size > 1
+        case "on":
+            return True
+        case "off":
+            return False

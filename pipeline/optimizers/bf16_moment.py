@@ -18,7 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_CHUNK_ELEMENTS = 1 << 24  # 64 MiB of float32: bounds what a step needs besides
+BF16_CHUNK_ELEMENTS = 1 << 24  # 64 MiB of float32: bounds what a step needs besides
+
+
+def in_bf16(value: float) -> float:
+    """The nearest number that bf16 has."""
+    return float(torch.tensor(value, dtype=torch.bfloat16))
 
 
 class MomentInItsType(torch.optim.Optimizer):
@@ -106,6 +111,6 @@ class SgdBf16(MomentInItsType):
 
 def _chunks(*tensors: Tensor) -> Iterator[list[Tensor]]:
     flat = [tensor.detach().reshape(-1) if tensor is tensors[1] else tensor.detach().view(-1) for tensor in tensors]
-    for first in range(0, flat[0].numel(), _CHUNK_ELEMENTS):
-        count = min(_CHUNK_ELEMENTS, flat[0].numel() - first)
+    for first in range(0, flat[0].numel(), BF16_CHUNK_ELEMENTS):
+        count = min(BF16_CHUNK_ELEMENTS, flat[0].numel() - first)
         yield [tensor.narrow(0, first, count) for tensor in flat]

@@ -58,6 +58,11 @@ class EngineConfig(Strict):
     offload: Literal["none", "optimizer", "optimizer_and_parameters"] = "none"
     """What stays in host memory under ZeRO: optimizer (master weights and moments, moved by the CPU; ZeRO 1 to 3), and
     parameters, copied to the GPU when they are used (ZeRO 3). Much slower: for a model that does not fit otherwise."""
+    overlap: Literal["auto", "on", "off"] = "auto"
+    """Whether gradients are averaged during the backward pass; auto: if there are several processes. DeepSpeed waits
+    for the GPU once a step for it."""
+    bucket_elements: int = Field(default=25_000_000, ge=2, multiple_of=2, le=2**31)
+    """Gradients averaged in one message; more: fewer messages, less overlap, more memory."""
     max_skipped_steps: int = Field(default=20, ge=1, le=10**9)
     """Steps in a row with a gradient that is not finite (and so skipped) before training stops."""
     collective_timeout_seconds: float = Field(default=1800, gt=0, le=MOST_SECONDS)
@@ -86,6 +91,10 @@ class EngineConfig(Strict):
             self._check_fp8()
         if self.offload != "none":
             self._check_offload()
+        if self.backend == "accelerate":
+            self.refuse("overlap", "bucket_elements", means_nothing="to accelerate, which leaves both to torch")
+        elif self.zero_stage == 0:
+            self.refuse("overlap", means_nothing="under ZeRO 0, which always overlaps")
         return self
 
     def _check_offload(self) -> None:

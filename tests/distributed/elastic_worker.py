@@ -277,7 +277,7 @@ def read_case(read: Read, ranks: Ranks, folder: Path) -> dict:
         "numbers": numbers(engine),
         "averages": averages(engine),
         "frozen": frozen(engine),
-        "decays": [group["weight_decay"] for group in common.decay_groups(engine)],
+        "decays": common.weight_decays(engine),
         "losses": losses(engine, ranks, plan, AFTER),
         "weights": engine.weights(),
         "later averages": averages(engine),

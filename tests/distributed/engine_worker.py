@@ -27,6 +27,7 @@ STEPS = 10
 GLOBAL_BATCH, CLASSES, SIZE = 16, 5, 8
 CASES = [
     *(("deepspeed", stage, precision) for stage in (0, 1, 2, 3) for precision in ("fp32", "bf16")),
+    *(("deepspeed", 1, precision, "off") for precision in ("fp32", "bf16")),  # averaged after the backward pass
     ("accelerate", 0, "fp32"),
 ]
 VIT = {"width": 16, "depth": 2, "heads": 2, "patch_size": 4}
@@ -45,12 +46,12 @@ KIND_CASES = [
 ]
 
 
-def recipe_for(backend: str, stage: int, precision: str, *, model: dict = VIT) -> Recipe:
+def recipe_for(backend: str, stage: int, precision: str, overlap: str = "auto", *, model: dict = VIT) -> Recipe:
     return Recipe.model_validate(
         {
             "name": "test",
             "model": model,
-            "engine": {"backend": backend, "zero_stage": stage, "precision": precision},
+            "engine": {"backend": backend, "zero_stage": stage, "precision": precision, "overlap": overlap},
             "stages": {
                 "pretrain": {
                     "train": "unused",
@@ -135,7 +136,7 @@ def write_state(engine, folder: Path, *, ranks: Ranks) -> None:
     ranks.barrier()
 
 
-def run_case(case: tuple[str, int, str], ranks: Ranks, folder: Path) -> dict:
+def run_case(case: tuple, ranks: Ranks, folder: Path) -> dict:
     recipe = recipe_for(*case)
     plan = plan_for(ranks.place.world_size, accumulation=2)
 
@@ -161,7 +162,7 @@ def run_case(case: tuple[str, int, str], ranks: Ranks, folder: Path) -> dict:
     poisoned = run_steps(resumed, ranks, plan, [STEPS], poison_rank=ranks.place.world_size - 1)
     after_poison = copy.deepcopy(resumed.weights())
     recovered = run_steps(resumed, ranks, plan, [STEPS + 1])
-    decays = [group["weight_decay"] for group in decay_groups(resumed)]
+    decays = weight_decays(resumed)
     return {
         "at_start": at_start,
         "rows": rows,
@@ -178,6 +179,23 @@ def run_case(case: tuple[str, int, str], ranks: Ranks, folder: Path) -> dict:
     }
 
 
+def run_requests(case: tuple, ranks: Ranks) -> list[tuple[StopOrSave, StopOrSave]]:
+    """What is heard of a stop that one rank requests, a checkpoint that another one does, and in steps passed over."""
+    recipe, plan = recipe_for(*case), plan_for(ranks.place.world_size, accumulation=1)
+    engine = open_engine(recipe, stage="pretrain", plan=plan, model=build_model(recipe), ranks=ranks)
+    late, heard = LateMetrics(device=engine.device), []
+    for step, wanted in enumerate((StopOrSave(), StopOrSave(stop=True), StopOrSave(save=True))):
+        mine = wanted if ranks.place.rank == step % ranks.place.world_size else StopOrSave()
+        images, labels = batch(step)
+        engine.backward(
+            torch.nn.functional.cross_entropy(engine.forward(images[:8].to(engine.input_dtype)), labels[:8])
+        )
+        late.put(2 * step, engine.step(lr=0.01, requests=mine))
+        late.put(2 * step + 1, engine.pass_over(requests=mine))
+        heard += [(outcome.requested, wanted) for outcome in late.drain()]
+    return heard
+
+
 def run_kind(case: tuple[str, int, str], ranks: Ranks, folder: Path) -> dict:
     kind, stage, precision = case
     recipe = recipe_for("deepspeed", stage, precision, model=KINDS[kind])
@@ -191,9 +209,12 @@ def run_kind(case: tuple[str, int, str], ranks: Ranks, folder: Path) -> dict:
     return {"rows": rows, "weights": weights, "predicted": predicted}
 
 
-def decay_groups(engine) -> list[dict]:
+def weight_decays(engine) -> list[float]:
     optimizer = engine._engine.optimizer if hasattr(engine, "_engine") else engine._whole.optimizer
-    return optimizer.param_groups
+    rules = getattr(getattr(optimizer, "optimizer", None), "rules", None)
+    if rules is None:
+        return [group["weight_decay"] for group in optimizer.param_groups]
+    return list(dict.fromkeys(rule.weight_decay for rule in rules.values()))  # of the flat optimizers
 
 
 def main() -> None:
@@ -209,6 +230,9 @@ def main() -> None:
         folder.mkdir(exist_ok=True)
         ranks.barrier()
         results[case] = (run_case if case in CASES else run_kind)(case, ranks, folder)
+    results["heard"] = {case: run_requests(case, ranks) for case in CASES}
+    everyone = ranks.gather_objects(results["heard"])
+    assert all(heard == results["heard"] for heard in everyone)
     assert "deepspeed" in sys.modules and "mlflow" not in sys.modules  # it costs every rank 1.9 CPU seconds
     if rank == 0:
         with tempfile.NamedTemporaryFile(dir=out, delete=False) as file:

@@ -148,6 +148,12 @@ def test_weight_decay_of_the_groups_survives_a_restore(case, results):
     assert results[case]["decays"] == [0.1, 0.0]
 
 
+@pytest.mark.parametrize("case", worker.CASES, ids=str)
+def test_what_one_rank_requests_all_hear_in_the_same_step(case, results):
+    heard = results["heard"][case]
+    assert len(heard) == 6 and all(got == wanted for got, wanted in heard)
+
+
 def test_no_shared_memory_is_left_behind(results):
     assert not list(Path("/dev/shm").glob("deepspeed_allreduce_buffer_*"))
 

@@ -36,7 +36,7 @@ BUCKET_ELEMENTS = 20_000
 WHOLE_ELEMENTS = 500  # of parameters that ZeRO 3 does not shard
 SIZE, IMAGES, CLASSES = 8, 2, 10
 MODEL = {"width": 64, "depth": 6, "heads": 2, "patch_size": 4}
-# backend, ZeRO stage, precision, accumulated micro-batches
+# backend, ZeRO stage, precision, accumulated micro-batches, overlap
 CASES = [
     ("accelerate", 0, "bf16", 1),  # first: DeepSpeed's ZeRO 3 puts another linear layer in the place of torch's
     ("deepspeed", 0, "bf16", 1),
@@ -45,14 +45,19 @@ CASES = [
     ("deepspeed", 3, "bf16", 1),
     ("deepspeed", 1, "bf16", 2),
     ("deepspeed", 2, "bf16", 2),
+    ("deepspeed", 1, "bf16", 1, "off"),
+    ("deepspeed", 1, "bf16", 2, "off"),
+    ("deepspeed", 1, "fp32", 1, "off"),
     ("deepspeed", 1, "fp32", 1),
     ("deepspeed", 3, "fp32", 1),
 ]
 
 
-def recipe_of(case: tuple[str, int, str, int]) -> Recipe:
-    backend, zero_stage, precision, _ = case
+def recipe_of(case: tuple[Any, ...]) -> Recipe:
+    backend, zero_stage, precision, _, *overlap = case
     engine = {"backend": backend, "zero_stage": zero_stage, "precision": precision}
+    if zero_stage:
+        engine |= {"bucket_elements": BUCKET_ELEMENTS, "overlap": overlap[0] if overlap else "auto"}
     stage = {"ema": {"decay": 0.999}} if zero_stage == 2 else None
     return recipe(MODEL, image_size=SIZE, batch=64, engine=engine, stage=stage)
 
@@ -91,7 +96,7 @@ class Tracker(TorchDispatchMode):
         self.live -= num_bytes
 
 
-def measure(case: tuple[str, int, str, int], *, tracker: Tracker, ranks: Ranks) -> dict[str, Any]:
+def measure(case: tuple[Any, ...], *, tracker: Tracker, ranks: Ranks) -> dict[str, Any]:
     made, accumulation = recipe_of(case), case[3]
     gc.collect()
     before = tracker.live
@@ -128,7 +133,6 @@ def measure(case: tuple[str, int, str, int], *, tracker: Tracker, ranks: Ranks) 
 def main() -> None:
     out, rank, world_size = Path(sys.argv[1]), *(int(word) for word in sys.argv[2:4])
     torch.set_num_threads(1)
-    zero_config._BUCKET_ELEMENTS = BUCKET_ELEMENTS
     ours = zero_config.deepspeed_config
 
     def with_sharded_matrices(*args: Any, **more: Any) -> dict[str, Any]:

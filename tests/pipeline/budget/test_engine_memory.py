@@ -11,7 +11,6 @@ import pytest
 from pipeline.budget import memory
 from pipeline.budget.communication import Workload, links_of, traffic
 from pipeline.budget.gpus import find_gpu
-from pipeline.engine import zero_config
 from tests.pipeline.budget import engine_memory_worker as worker
 from tests.pipeline.budget.planning import forecast, stage_plan
 from tests.workers import run_ranks
@@ -29,8 +28,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     return json.loads((out / "results.json").read_text(encoding="utf-8"))
 
 
-def planned(case: Any, *, number: int, monkeypatch: pytest.MonkeyPatch) -> memory.State:
-    monkeypatch.setattr(zero_config, "_BUCKET_ELEMENTS", worker.BUCKET_ELEMENTS)
+def planned(case: Any, *, number: int) -> memory.State:
     made = worker.recipe_of(case)
     return memory.state_of(
         number,
@@ -43,9 +41,9 @@ def planned(case: Any, *, number: int, monkeypatch: pytest.MonkeyPatch) -> memor
 
 
 @CASES
-def test_what_rests_and_the_peak(case: Any, results: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch):
+def test_what_rests_and_the_peak(case: Any, results: dict[str, dict[str, Any]]):
     found = results["-".join(map(str, case))]
-    held = planned(case, number=found["parameters"], monkeypatch=monkeypatch)
+    held = planned(case, number=found["parameters"])
     resting = held.resting_bytes
     if case[1] == 3:  # whose gradients and bucket are never given back
         resting += held.gradients + held.buckets

@@ -9,11 +9,13 @@ import torch
 from timm.utils import ModelEmaV3
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from launch.bench.operations import Operations
 from pipeline.engine import average as average_module
 from pipeline.engine.average import WeightAverage, decay_at
 from pipeline.recipe.stage import EmaConfig
 
 STEPS = 50
+APPLIED = torch.tensor(1.0)
 
 
 def model_of() -> torch.nn.Sequential:
@@ -51,7 +53,7 @@ def test_fifty_steps_are_torchs_optaxs_and_the_definitions(decay: float) -> None
     moved: Any = {}
     for step in range(STEPS):
         walk(model, seed=step)
-        ours.update()
+        ours.update(applied=APPLIED)
         torchs.update_parameters(model)
         now = {name: tensor.detach().numpy().copy() for name, tensor in masters_of(model).items()}
         optaxs = optax.incremental_update(now, optaxs, step_size=1 - decay)
@@ -64,6 +66,28 @@ def test_fifty_steps_are_torchs_optaxs_and_the_definitions(decay: float) -> None
         for expected in (optaxs[name], moved[name] + start[name].numpy(), defined[name]):
             assert torch.allclose(found.double(), torch.as_tensor(expected).double(), rtol=1e-6, atol=2e-6)
         assert (found - masters_of(model)[name]).abs().max() > 0.1, "it is no average"
+
+
+@pytest.mark.parametrize("warmup", ["none", "timm", "tensorflow"])
+def test_a_skipped_step_moves_nothing_and_is_not_counted(warmup: Any) -> None:
+    config, model = EmaConfig(decay=0.9, warmup=warmup), model_of()
+    ours, without = WeightAverage(masters_of(model), config=config), WeightAverage(masters_of(model), config=config)
+    for step in range(STEPS):
+        skipped = step % 5 in (0, 3)
+        if not skipped:
+            walk(model, seed=step)
+            without.update(applied=APPLIED)
+        ours.update(applied=torch.tensor(0.0 if skipped else 1.0))
+    assert ours.updates == without.updates == STEPS * 3 // 5
+    for name, found in averages(ours).items():
+        assert torch.equal(found, averages(without)[name])
+
+
+def test_no_update_comes_to_the_host() -> None:
+    average = WeightAverage(masters_of(model_of()), config=EmaConfig(decay=0.9, warmup="timm"))
+    with Operations() as counted:
+        average.update(applied=APPLIED)
+    assert not counted.waits
 
 
 def test_the_warm_up_is_timms_and_tensorflows() -> None:
@@ -84,7 +108,7 @@ def test_with_timms_warm_up_fifty_steps_are_timms() -> None:
     timms = ModelEmaV3(model, decay=0.9, use_warmup=True)
     for step in range(STEPS):
         walk(model, seed=step)
-        ours.update()
+        ours.update(applied=APPLIED)
         timms.update(model, step=step + 1)
     for name, found in averages(ours).items():
         assert torch.allclose(found, dict(timms.module.named_parameters())[name], rtol=1e-6, atol=1e-6)
@@ -96,7 +120,7 @@ def test_an_exchange_is_undone_by_another_to_the_last_bit(elements: int, monkeyp
     model = model_of()
     average = WeightAverage(masters_of(model), config=EmaConfig(decay=0.9))
     walk(model, seed=1)
-    average.update()
+    average.update(applied=APPLIED)
     before = copy.deepcopy((model.state_dict(), averages(average)))
     average.exchange()
     for name, tensor in model.state_dict().items():

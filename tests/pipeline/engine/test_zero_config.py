@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.engine.zero_config import deepspeed_config
+from pipeline.engine.zero_config import deepspeed_config, reduces_at_once
 from pipeline.recipe.optimizer import OptimizerConfig
 from pipeline.recipe.schedule import Schedule
 from pipeline.recipe.schema import EngineConfig
@@ -50,15 +50,52 @@ def test_batch_follows_the_plan():
 
 
 def test_one_precision_at_a_time():
-    assert config(precision="bf16")["bf16"] == {"enabled": True} and "fp16" not in config(precision="bf16")
+    assert config(precision="bf16")["bf16"]["enabled"] and "fp16" not in config(precision="bf16")
     half = config(precision="fp16")
     assert half["fp16"]["enabled"] and half["fp16"]["loss_scale"] == 0 and "bf16" not in half  # 0: dynamic
     assert not {"bf16", "fp16"} & set(config(precision="fp32"))
 
 
+FLAT = [(stage, precision) for stage in (1, 2) for precision in ("bf16", "fp32")]
+DEEPSPEEDS = [(3, "bf16"), (3, "fp32"), (3, "fp16"), (1, "fp16"), (2, "fp16")]
+
+
 @pytest.mark.parametrize("clip", [0.0, 0.5, 1.0])
-def test_clipping_is_always_said(clip: float):
-    assert config(clip=clip)["gradient_clipping"] == clip
+@pytest.mark.parametrize(("stage", "precision"), [*FLAT, *DEEPSPEEDS])
+def test_either_we_clip_and_check_or_deepspeed_does(stage: int, precision: Any, clip: float):
+    got = config(clip=clip, zero_stage=stage, precision=precision)
+    ours = (stage, precision) in FLAT
+    assert got["gradient_clipping"] == (0.0 if ours else clip)
+    assert got["zero_optimization"].get("compute_grad_norm", True) is not ours
+    if precision == "bf16":
+        assert got["bf16"]["check_grad_overflow"] is not ours
+
+
+@pytest.mark.parametrize(("stage", "precision"), [*FLAT, *DEEPSPEEDS])
+def test_no_timer_synchronises_the_device(stage: int, precision: Any):
+    assert config(zero_stage=stage, precision=precision)["timers"] == {"throughput": {"enabled": False}}
+
+
+def test_gradients_are_averaged_during_the_backward_pass_where_there_is_somebody_to_send_to():
+    alone = replace(PLAN, world_size=1, global_batch_images=32)
+    for plan, overlap, expected in (
+        (PLAN, "auto", True),
+        (alone, "auto", False),
+        (PLAN, "off", False),
+        (alone, "on", True),
+    ):
+        engine = EngineConfig(overlap=overlap)
+        got = deepspeed_config(engine, optimizer=OptimizerConfig(name="sgd", lr=1), plan=plan)["zero_optimization"]
+        assert got["overlap_comm"] is expected
+        assert got["contiguous_gradients"] is expected  # its hooks copy each gradient
+        assert reduces_at_once(engine, world_size=plan.world_size) is not expected
+    two = config(zero_stage=2, overlap="off")["zero_optimization"]
+    assert (two["overlap_comm"], two["contiguous_gradients"]) == (False, True)
+
+
+def test_buckets_are_as_large_as_the_recipe_says():
+    got = config(bucket_elements=1000)["zero_optimization"]
+    assert got["reduce_bucket_size"] == got["allgather_bucket_size"] == 1000
 
 
 def test_no_schedule_and_no_optimizer_of_deepspeeds_own():
