@@ -69,6 +69,7 @@ class WeightAverage:
     def update(self, *, applied: Tensor) -> None:
         """After a step: average <- decay * average + (1 - decay) * master if it was applied, else nothing moves.
         `applied`: 1 or 0, 0-dimensional on the masters' device, so that the host need not know it."""
+        applied = applied.to(self._updates.device)  # masters that are offloaded are on the host
         weight = applied * (1 - decay_at(self._updates, config=self._config))
         weights = [weight.float()] * len(self._averages)
         torch._foreach_lerp_(self._averages, [master.detach() for master in self._masters], weights)

@@ -45,9 +45,6 @@ CASES = [
     ("deepspeed", 3, "bf16", 1),
     ("deepspeed", 1, "bf16", 2),
     ("deepspeed", 2, "bf16", 2),
-    ("deepspeed", 1, "bf16", 1, "off"),
-    ("deepspeed", 1, "bf16", 2, "off"),
-    ("deepspeed", 1, "fp32", 1, "off"),
     ("deepspeed", 1, "fp32", 1),
     ("deepspeed", 3, "fp32", 1),
 ]
