@@ -92,7 +92,8 @@ def test_a_saved_linear_head_is_read_from_the_same_file(tmp_path: Path) -> None:
     ours = _save(tmp_path / "model", "linear")
     theirs = AutoModelForImageClassification.from_pretrained(tmp_path / "model").eval()
     with torch.no_grad():
-        assert torch.equal(theirs(_images()).logits, ours(_images()))
+        # timm projects patches by a convolution, we by a product: equal but for rounding.
+        torch.testing.assert_close(theirs(_images()).logits, ours(_images()), rtol=0, atol=1e-5)
     assert theirs.config.id2label == {0: "cat", 1: "dog", 2: "cow", 3: "hen", 4: "emu"}
 
 
