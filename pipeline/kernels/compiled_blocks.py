@@ -103,6 +103,7 @@ def compile_blocks(model: nn.Module, *, device: torch.device) -> CompiledBlocks:
 
     torch.compiler.reset()  # an earlier stage's graphs count no more
     torch._dynamo.config.recompile_limit = _MOST_GRAPHS
+    torch._dynamo.config.optimize_ddp = False  # under ZeRO 0 it would cut blocks that are larger than DDP's buckets
     inductor.compile_threads = _WORKERS if device.type == "cuda" else 1
     try:
         _inductor_works(device)
