@@ -21,7 +21,6 @@ from pipeline.engine.portable import DDP_FILE, open_state
 from pipeline.engine.protocol import StepResult, exchange_requests
 from pipeline.engine.state_files import StateFile
 from pipeline.engine.whole import WholeState
-from pipeline.engine.zero_config import deepspeed_config
 from pipeline.ranks.group import Ranks
 from pipeline.ranks.stopping import StopOrSave
 from pipeline.recipe.optimizer import OptimizerConfig
@@ -63,8 +62,7 @@ class DdpEngine:
         )
         self._ddp = None
         if ranks.place.world_size > 1:
-            bucket_elements = deepspeed_config(config, optimizer=optimizer, plan=plan)["zero_optimization"]
-            bucket_bytes = bucket_elements["reduce_bucket_size"] * self.input_dtype.itemsize
+            bucket_bytes = config.bucket_elements * self.input_dtype.itemsize
             self._ddp = DistributedDataParallel(
                 InOrder(self._module),
                 bucket_cap_mb=bucket_bytes / _MIB,

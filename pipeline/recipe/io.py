@@ -39,6 +39,8 @@ FREE_KEYS = (
     "engine.compile",
     "engine.attention",
     "engine.offload",
+    "engine.overlap",
+    "engine.bucket_elements",
     "engine.hang_seconds",
     "engine.slow_rank",
     "engine.slow_rank_factor",
