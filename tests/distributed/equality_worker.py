@@ -88,7 +88,11 @@ COMPILED = [
     Case(stage, precision, 2, activation_checkpointing=every, compile="blocks")
     for stage, precision, every in itertools.product((0, 1, 2), ("fp32", "bf16"), (0, 1))
 ]
-CASES = {"some": SOME, "every": EVERY, "compiled": COMPILED}
+CASES = {
+    "some": SOME,
+    **{f"every-of-{stage}": [case for case in EVERY if case.zero_stage == stage] for stage in range(4)},
+    "compiled": COMPILED,
+}
 
 
 def recipe_for(case: Case) -> Recipe:
