@@ -80,7 +80,7 @@ def test_a_step_is_as_many_operations_for_a_deep_model_as_for_a_shallow_one_and_
     counts = []
     for depth in (2, 12):
         model = model_of(depth)
-        whole = whole_of(model, name, dtype=dtype)
+        whole = whole_of(model, name, dtype=dtype, ema=EmaConfig(decay=0.9))
         train(model, whole)  # makes the moments
         model(torch.randn(4, 8).to(dtype)).float().square().mean().backward()
         with Seen() as seen:
