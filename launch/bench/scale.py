@@ -24,6 +24,8 @@ from launch.bench.scale_rows import HOSTS, RANKS, SAMPLES, SHARDS, Row, table
 
 # Name -> "module:function", which takes nothing and returns rows.
 MEASURES: dict[str, str] = {
+    "opening": "launch.bench.scale_shards:opening",
+    "exchanges": "launch.bench.scale_exchanges:exchanges",
     "death": "launch.bench.scale_ranks:death",
     "heartbeats": "launch.bench.scale_ranks:heartbeats",
 }
