@@ -7,8 +7,9 @@ pruned after that, each renamed first (`.removing-...`). There is no pointer to 
 the highest number.
 
 Restoring checks every digest and falls back to the next older checkpoint if one is damaged; if none is good, that is an
-error, never a silent start from step 0. It reads the state twice: for digests (half a GiB/s and core, shared by the
-ranks), and to load it.
+error, never a silent start from step 0. It reads the state twice: for digests (half a GiB/s and core, in equal shares
+of bytes for all ranks), and to load it. A commit takes nine operations on the file server, whatever the number of
+files; names, manifest and state are read by rank 0 and told to the others.
 """
 
 from __future__ import annotations
@@ -17,17 +18,18 @@ import contextlib
 import errno
 import json
 import math
+import os
 import shutil
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from data_shards.durable import flush, write_text
 from data_shards.errors import UserError
 from pipeline.checkpoint.identity import FOLDER_PREFIX, STATE, check_identity, checkpoint_folders
 from pipeline.engine.protocol import Engine
-from pipeline.engine.state_files import Seal, digest_of
+from pipeline.engine.state_files import Seal, piece_digests, piece_sizes, whole_digest
 from pipeline.ranks.group import Ranks
 from pipeline.state import TrainState
 
@@ -79,23 +81,26 @@ def commit_checkpoint(root: Path, *, step: int, seals: Mapping[str, Seal]) -> Pa
     """
     beside, final = beside_of(root, step), root / f"{FOLDER_PREFIX}{step:08d}"
     files = {name: {"bytes": seal.num_bytes, "blake2b": seal.blake2b} for name, seal in sorted(seals.items())}
-    if absent := [name for name in files if not (beside / name).exists()]:
+    there = _names(beside, folders=_folders(files))
+    if absent := [name for name in files if name not in there]:
         raise OSError(
             errno.ENOENT, f"{absent[0]} was written and is not there: do all machines have the same folder there?"
         )
     manifest = json.dumps({"version": 1, "files": files}, indent=1) + "\n"
     write_text(beside / MANIFEST, manifest)
-    for folder in {above for name in files for above in (beside / name).parents if above.is_relative_to(beside)}:
-        flush(folder)
-    if final.exists():  # skipped as damaged, and reached again
-        _set_aside(final)
-    beside.rename(final)
+    for folder in _folders(files):
+        flush(beside / folder)
+    try:
+        beside.rename(final)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        _set_aside(final)  # skipped as damaged, and reached again
+        beside.rename(final)
     try:
         flush(root)
-        sizes = {name: (final / name).stat().st_size for name in files}
-        if sizes != {name: seal.num_bytes for name, seal in seals.items()} or (
-            (final / MANIFEST).read_text(encoding="utf-8") != manifest
-        ):
+        # The files themselves were read back by those who wrote them.
+        if (final / MANIFEST).read_text(encoding="utf-8") != manifest:
             raise OSError(errno.EIO, f"{final.name} is not what was written")
     except OSError:
         with contextlib.suppress(OSError):  # it may be whole, but nobody can tell
@@ -165,13 +170,15 @@ def restore_checkpoint(
         collect_leftovers(root)
         names = [folder.name for folder in checkpoint_folders(root) if folder not in without]
     # Rank 0's list for all: another machine's may be stale, and two ranks would restore different steps.
-    for folder in (root / name for name in ranks.gather_objects(names)[0]):
+    for folder in (root / name for name in ranks.from_main(names)):
+        seals = ranks.from_main(_listed(folder) if ranks.place.is_main else None)
         share = (ranks.place.rank, ranks.place.world_size)
-        damage = [text for text in ranks.gather_objects(damage_of(folder, share=share)) if text]
+        found = f"no readable {MANIFEST}" if seals is None else _damage(folder, seals, share=share)
+        damage = [text for text in ranks.gather_objects(found) if text]
         if damage:
             notes.append(f"{folder} is damaged ({damage[0]}): it is skipped")
             continue
-        content = json.loads((folder / STATE).read_text(encoding="utf-8"))
+        content = ranks.from_main(_content(folder) if ranks.place.is_main else {})
         check_identity(content["identity"], identity, folder=folder)
         engine.load(folder, written=content["identity"])
         return Restored(
@@ -190,26 +197,77 @@ def restore_checkpoint(
     return None
 
 
-def damage_of(folder: Path, *, share: tuple[int, int] = (0, 1)) -> str:
-    """What is wrong with a checkpoint's files, or a share of them (number, of how many); empty: nothing."""
+def damage_of(folder: Path) -> str:
+    """What is wrong with a checkpoint's files; empty: nothing."""
+    seals = _listed(folder)
+    return f"no readable {MANIFEST}" if seals is None else _damage(folder, seals, share=(0, 1))
+
+
+def _listed(folder: Path) -> dict[str, Seal] | None:
+    """What the manifest says; None: it cannot be read."""
     try:
         content: dict[str, Any] = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        files = {name: (int(entry["bytes"]), str(entry["blake2b"])) for name, entry in content["files"].items()}
+        return {
+            name: Seal(int(entry["bytes"]), str(entry["blake2b"])) for name, entry in sorted(content["files"].items())
+        }
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return f"no readable {MANIFEST}"
-    first, step = share
-    for name in sorted(files)[first::step]:
-        path, (num_bytes, digest) = folder / name, files[name]
+        return None
+
+
+def _content(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / STATE).read_text(encoding="utf-8"))
+
+
+def _damage(folder: Path, seals: Mapping[str, Seal], *, share: tuple[int, int]) -> str:
+    """What is wrong with a share of the files (number, of how many)."""
+    for name, run in shared_out(seals, share=share).items():
+        path, seal = folder / name, seals[name]
+        expected = seal.blake2b.split(" ")
         try:
-            if not path.is_file():
+            if run.start == 0 and not path.is_file():
                 return f"{name} is missing"
-            if path.stat().st_size != num_bytes:
-                return f"{name} has {path.stat().st_size} bytes instead of {num_bytes}"
-            if digest_of(path) != digest:
+            if run.start == 0 and path.stat().st_size != seal.num_bytes:
+                return f"{name} has {path.stat().st_size} bytes instead of {seal.num_bytes}"
+            if len(expected) == 1 != len(piece_sizes(seal.num_bytes)):
+                found = [whole_digest(path)]
+            else:
+                found, expected = piece_digests(path, first=run.start, count=len(run)), expected[run.start : run.stop]
+            if found != expected:
                 return f"{name} has changed since it was written"
         except OSError as error:  # one rank's bad disk must not leave the others waiting
             return f"{name} cannot be read: {error.strerror}"
     return ""
+
+
+def shared_out(seals: Mapping[str, Seal], *, share: tuple[int, int]) -> dict[str, range]:
+    """Which pieces of which files are one rank's to look at (number, of how many): for all about as many bytes."""
+    number, of = share
+    total = sum(seal.num_bytes for seal in seals.values())
+    mine: dict[str, range] = {}
+    position = 0
+    for name, seal in seals.items():
+        sizes = piece_sizes(seal.num_bytes)
+        if len(seal.blake2b.split(" ")) == 1:  # a small file, or an old manifest
+            sizes = [seal.num_bytes]
+        for piece, size in enumerate(sizes):
+            if min(of - 1, (2 * position + size) * of // max(1, 2 * total)) == number:  # where its middle lies
+                mine[name] = range(mine[name].start if name in mine else piece, piece + 1)
+            position += size
+    return mine
+
+
+def _folders(names: Collection[str]) -> list[str]:
+    """The folders of files, relative to the checkpoint, as they are."""
+    return sorted({above.as_posix() for name in names for above in PurePosixPath(name).parents})
+
+
+def _names(top: Path, *, folders: Collection[str]) -> set[str]:
+    """The files there, relative to `top`: one look at each folder, none at a file."""
+    found: set[str] = set()
+    for folder in folders:
+        with contextlib.suppress(FileNotFoundError), os.scandir(top / folder) as entries:
+            found |= {(PurePosixPath(folder) / entry.name).as_posix() for entry in entries}
+    return found
 
 
 def _metric(folder: Path, *, name: str | None) -> float | None:

@@ -26,7 +26,8 @@ from data_shards.durable import make_folders
 _FILE_OVERHEAD_BYTES = 4096
 _TENSOR_OVERHEAD_BYTES = 256  # header and alignment of one record in torch's zip format
 _BUFFER_BYTES = 1 << 20
-_PIECE_BYTES = 64 << 20  # torch hands over a whole tensor at once
+# Of a file that has a digest of its own, so that many ranks can look at one; part of the checkpoints' format.
+_PIECE_BYTES = 16 << 20
 
 
 Place = tuple[int, int]
@@ -35,10 +36,10 @@ Place = tuple[int, int]
 
 @dataclass(frozen=True)
 class Seal:
-    """Size and digest of a file, as in the manifest."""
+    """Size and digests of a file, as in the manifest."""
 
     num_bytes: int
-    blake2b: str
+    blake2b: str  # of each 16 MiB of it, in turn, with spaces between
 
 
 class Abandoned(Exception):
@@ -134,9 +135,35 @@ def write_file(
 
 
 def digest_of(path: Path) -> str:
-    """Digest of a file on the disk."""
+    """The digests of a file on the disk, as `Seal.blake2b`."""
+    count = max(1, -(-path.stat().st_size // _PIECE_BYTES))
+    return " ".join(piece_digests(path, first=0, count=count))
+
+
+def piece_digests(path: Path, *, first: int, count: int) -> list[str]:
+    """Of `count` pieces of a file on the disk, from number `first` on."""
+    digests: list[str] = []
+    with path.open("rb", buffering=0) as file:
+        file.seek(first * _PIECE_BYTES)
+        for _ in range(count):
+            digest, left = _hasher(), _PIECE_BYTES
+            while left and (content := file.read(min(left, _BUFFER_BYTES))):
+                digest.update(content)
+                left -= len(content)
+            digests.append(digest.hexdigest())
+    return digests
+
+
+def whole_digest(path: Path) -> str:
+    """One digest of all of a file, as in manifests from before there were pieces."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, _hasher).hexdigest()
+
+
+def piece_sizes(num_bytes: int) -> list[int]:
+    """Bytes of each piece of a file that has a digest of its own."""
+    full, rest = divmod(num_bytes, _PIECE_BYTES)
+    return [_PIECE_BYTES] * full + ([rest] if rest or not full else [])
 
 
 class _Tee:
@@ -148,15 +175,18 @@ class _Tee:
     ) -> None:
         self.failure: Exception | None = None
         self._stream, self._abandoned, self._on_bytes = stream, abandoned, on_bytes
-        self._digest = _hasher()
+        self._digests = [_hasher()]
         self._num_bytes = 0
 
     def write(self, content: bytes | memoryview) -> int:
         view = memoryview(content).cast("B")
         if self.failure is None:
             try:
-                for start in range(0, len(view), _PIECE_BYTES):
-                    self._write_piece(view[start : start + _PIECE_BYTES])
+                start = 0
+                while start < len(view):
+                    end = start + _PIECE_BYTES - self._num_bytes % _PIECE_BYTES
+                    self._write_piece(view[start:end])
+                    start = end
             except Exception as error:  # noqa: BLE001 - raised again by `write_file`
                 self.failure = error
         return len(view)
@@ -165,7 +195,9 @@ class _Tee:
         if self._abandoned is not None and self._abandoned.is_set():
             raise Abandoned
         self._stream.write(piece)
-        self._digest.update(piece)
+        if self._num_bytes and self._num_bytes % _PIECE_BYTES == 0:
+            self._digests.append(_hasher())
+        self._digests[-1].update(piece)
         self._num_bytes += len(piece)
         if self._on_bytes is not None:
             self._on_bytes(len(piece))
@@ -174,7 +206,7 @@ class _Tee:
         """Nothing: `write_file` flushes when all is written."""
 
     def seal(self) -> Seal:
-        return Seal(self._num_bytes, self._digest.hexdigest())
+        return Seal(self._num_bytes, " ".join(digest.hexdigest() for digest in self._digests))
 
 
 class _Pickler(pickle.Pickler):

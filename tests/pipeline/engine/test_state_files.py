@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
+import itertools
 import threading
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,16 @@ from hypothesis import strategies as st
 
 from pipeline.engine import state_files
 from pipeline.engine.host_copy import HostBuffer, HostCopy
-from pipeline.engine.state_files import Abandoned, Seal, digest_of, state_file, text_file, write_file
+from pipeline.engine.state_files import (
+    Abandoned,
+    Seal,
+    digest_of,
+    piece_digests,
+    piece_sizes,
+    state_file,
+    text_file,
+    write_file,
+)
 
 BASE = torch.arange(240, dtype=torch.float32)
 
@@ -98,8 +109,16 @@ def test_a_large_tensor_is_written_piece_by_piece_and_can_be_called_off_in_betwe
     monkeypatch.setattr(state_files, "_PIECE_BYTES", 1000)
     file, pieces, abandoned = state_file("x.pt", torch.arange(1000.0)), list[int](), threading.Event()
     seal = write_file(tmp_path, file, on_bytes=pieces.append)
-    assert sum(pieces) == seal.num_bytes and pieces.count(1000) == 4 and max(pieces) == 1000
+    assert sum(pieces) == seal.num_bytes and max(pieces) <= 1000
+    assert {1000, 2000, 3000, 4000, 5000} <= set(itertools.accumulate(pieces))  # no digest covers two pieces
     assert seal.blake2b == digest_of(tmp_path / "x.pt")
+    content = (tmp_path / "x.pt").read_bytes()
+    expected = [hashlib.blake2b(content[at : at + 1000], digest_size=16).hexdigest() for at in range(0, 6000, 1000)]
+    assert seal.blake2b.split() == [
+        digest for digest in expected if digest != hashlib.blake2b(digest_size=16).hexdigest()
+    ]
+    assert piece_digests(tmp_path / "x.pt", first=2, count=2) == expected[2:4]
+    assert list(itertools.accumulate(piece_sizes(seal.num_bytes)))[-1] == seal.num_bytes
     with pytest.raises(Abandoned):
-        write_file(tmp_path, file, abandoned=abandoned, on_bytes=lambda n: abandoned.set() if n == 1000 else None)
+        write_file(tmp_path, file, abandoned=abandoned, on_bytes=lambda n: abandoned.set() if n >= 500 else None)
     assert (tmp_path / "x.pt").stat().st_size < 3000
