@@ -80,6 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         folder = RunFolder(runs_root=options.runs, name=recipe.name)
         folder.check_recipe(recipe)
         _check_stages(recipe, options.stages)
+        at.recipe = recipe
         share = None if options.stages == ["swap_head"] else node_share(processes=recipe.processes)
         if share is not None:  # srun gave this node one task, and there are several GPUs
             return run_node(share, [*RANK_COMMAND, *arguments])
@@ -94,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         say(f"rank {place.rank}: {error}")
         return 1
     except Exception as error:  # noqa: BLE001 - the last stop
-        return _failed(error, folder=folder, stage=at.stage, place=place)
+        return _failed(error, folder=folder, at=at, place=place)
 
 
 @dataclass
@@ -102,6 +103,7 @@ class _At:
     """The stage that is run, for what has to be said of it."""
 
     stage: StageName
+    recipe: Recipe | None = None  # once it is known
 
 
 def _check_stages(recipe: Recipe, stages: Sequence[StageName]) -> None:
@@ -114,9 +116,9 @@ def _check_stages(recipe: Recipe, stages: Sequence[StageName]) -> None:
         )
 
 
-def _failed(error: Exception, *, folder: RunFolder, stage: StageName, place: Place) -> int:
+def _failed(error: Exception, *, folder: RunFolder, at: _At, place: Place) -> int:
     """Say why this rank ends, unless another one does; returns the exit code."""
-    problem = disk_problem(error, folder=folder.path)
+    problem = disk_problem(error, folder=folder.path) or _memory_problem(error, at=at, place=place)
     if problem is not None:
         if place.local_rank:
             # The first rank may report the same error; then the launcher ends this one with a SIGTERM.
@@ -132,11 +134,32 @@ def _failed(error: Exception, *, folder: RunFolder, stage: StageName, place: Pla
             say(f"rank {place.rank}: {error}")
             return 1
         if peer_is_gone(error):
-            report_gone(folder.stage(stage) / "ranks", place=place, say=say)
+            report_gone(folder.stage(at.stage) / "ranks", place=place, say=say)
             time.sleep(_COLLATERAL_WAIT_SECONDS)
             return 1
     traceback.print_exception(error)
     return 1
+
+
+def _memory_problem(error: Exception, *, at: _At, place: Place) -> str | None:
+    """What to change if it was memory that ran out; None: it was not. Trying again would end in the same way."""
+    from pipeline.budget.out_of_memory import is_out_of_memory, what_to_change
+
+    if not is_out_of_memory(error) or at.recipe is None or at.stage == "swap_head":
+        return None
+    import psutil
+    import torch
+
+    on_gpu = isinstance(error, torch.OutOfMemoryError)
+    num_bytes = torch.cuda.mem_get_info()[1] if on_gpu and torch.cuda.is_available() else psutil.virtual_memory().total
+    return what_to_change(
+        at.recipe,
+        stage=at.stage,
+        processes=place.world_size,
+        memory_bytes=num_bytes,
+        of="GPU" if on_gpu else "machine",
+        sharing=1 if on_gpu else place.local_world_size,
+    )
 
 
 def _run(recipe: Recipe, *, folder: RunFolder, stages: Sequence[StageName], at: _At, place: Place) -> int:

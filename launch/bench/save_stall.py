@@ -59,6 +59,7 @@ _CALM_STEPS = 3
 # name, model, pixels, images of a step
 _MODELS: dict[str, tuple[dict[str, Any], int, int]] = {
     "demo": ({"width": 64, "depth": 6, "heads": 4, "patch_size": 4}, 16, 64),
+    "ViT-B/16": ({"variant": "B/16"}, 32, 4),
     "ViT-L/16": ({"variant": "L/16"}, 32, 4),
 }
 

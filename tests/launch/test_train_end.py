@@ -23,6 +23,7 @@ from pipeline.checkpoint.saver import SaveFailed
 from pipeline.ranks.group import PeerGone
 from pipeline.ranks.stopping import StopFlag, Stopped
 from pipeline.train_loop import TrainingFailed
+from pipeline.vocabulary import EXIT_USER_ERROR
 
 ARGUMENTS = ["digits", "--stage", "pretrain", "--runs", "some runs"]
 
@@ -211,3 +212,17 @@ def test_a_supervisor_that_died_before_anybody_looked_is_dead(supervisor: subpro
     flag = StopFlag()
     train._watch_parents(flag)
     assert wait_for_stop(flag) == "the death of shardvit run"
+
+
+def test_memory_that_runs_out_is_a_users_mistake_told_in_one_sentence_with_what_to_change(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], waits: list[float]
+):
+    """The exit code is one that no launcher tries again."""
+    import torch
+
+    for rank in (0, 1):
+        for error in (torch.OutOfMemoryError("CUDA out of memory. Tried ..."), MemoryError("no")):
+            assert end(error, rank=rank, monkeypatch=monkeypatch) == EXIT_USER_ERROR
+            said = capfd.readouterr().err
+            assert "Traceback" not in said and said.count("out of memory") == 1
+            assert "engine." in said and "micro-batch of" in said

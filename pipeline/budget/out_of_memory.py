@@ -1,0 +1,81 @@
+"""What to change after a process ran out of memory, in one sentence, with the plan's own numbers. No torch.
+
+The plan leaves out what allocators round up and cut up, so memory may end at an estimate that is below it: the sentence
+says both, and what would take less. Where the state alone is too large, a smaller micro-batch is no advice.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from data_shards.text import show_bytes
+from pipeline.budget.cost import stage_cost
+from pipeline.budget.length import stage_length
+from pipeline.budget.memory import ZeroStage, state_of
+from pipeline.recipe.schema import Recipe
+from pipeline.vocabulary import StageName
+
+_CLASSES = 1000  # assumed: the head weighs little beside the rest
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory of a GPU or the host ran out, as torch or Python says it."""
+    text = str(error)
+    return (
+        isinstance(error, MemoryError)
+        or type(error).__name__ == "OutOfMemoryError"
+        or (isinstance(error, RuntimeError) and "DefaultCPUAllocator" in text and "allocate memory" in text)
+    )
+
+
+def what_to_change(
+    recipe: Recipe, *, stage: StageName, processes: int, memory_bytes: int, of: Literal["GPU", "machine"], sharing: int
+) -> str:
+    """A sentence; `sharing`: how many processes there have that memory."""
+    now = _peak(recipe, stage=stage, processes=processes)
+    micro_batch = _micro_batch(recipe, stage=stage, processes=processes)
+    per = f" for each of {sharing} processes" if sharing > 1 else ""
+    ways: list[str] = []
+    fewer = micro_batch
+    while fewer > 1:
+        fewer //= 2
+        less = _changed(recipe, max_micro_batch_size=fewer)
+        num_bytes = _peak(less, stage=stage, processes=processes)
+        if num_bytes * sharing < 0.8 * memory_bytes and num_bytes < 0.8 * now:
+            taken = _micro_batch(less, stage=stage, processes=processes)
+            ways.append(f"engine.max_micro_batch_size to {taken} ({show_bytes(num_bytes)})")
+            break
+    if recipe.engine.checkpointed_every != 1:
+        num_bytes = _peak(_changed(recipe, activation_checkpointing=True), stage=stage, processes=processes)
+        if num_bytes < 0.9 * now:
+            ways.append(f"engine.activation_checkpointing to true ({show_bytes(num_bytes)})")
+    if recipe.engine.backend == "deepspeed" and recipe.engine.zero_stage < 3 and processes > 1:
+        num_bytes = _peak(_changed(recipe, zero_stage=3), stage=stage, processes=processes)
+        if num_bytes < 0.9 * now:
+            ways.append(f"engine.zero_stage to 3 ({show_bytes(num_bytes)})")
+    advice = "set " + ", or ".join(ways) if ways else "take a smaller model, or more memory"
+    return (
+        f"{stage}: out of memory: a micro-batch of {micro_batch} needs about {show_bytes(now)} (the plan's "
+        f"estimate{per}) of this {of}'s {show_bytes(memory_bytes)}; {advice}; checkpoints are kept, and the same "
+        "command goes on"
+    )
+
+
+def _changed(recipe: Recipe, **keys: object) -> Recipe:
+    return recipe.model_copy(update={"engine": recipe.engine.model_copy(update=keys)})
+
+
+def _micro_batch(recipe: Recipe, *, stage: StageName, processes: int) -> int:
+    return stage_length(recipe, stage=stage, num_images=None, processes=processes).plan.micro_batch_size
+
+
+def _peak(recipe: Recipe, *, stage: StageName, processes: int) -> int:
+    config, engine = recipe.train_stage(stage), recipe.engine
+    plan = stage_length(recipe, stage=stage, num_images=None, processes=processes).plan
+    cost = stage_cost(recipe.model, stage=config, engine=engine, num_classes=_CLASSES)
+    zero_stage: ZeroStage = engine.zero_stage if engine.backend == "deepspeed" else 0
+    held = state_of(
+        cost.parameters, engine=engine, optimizer=config.optimizer, plan=plan, zero_stage=zero_stage, ema=config.ema
+    )
+    kind = "checkpointed" if engine.checkpointed_every else "all"
+    return held.peak_bytes(plan.micro_batch_size * cost.image_bytes(kind))
