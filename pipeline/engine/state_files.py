@@ -85,7 +85,7 @@ class StateFile:
         if self.tensors is None:
             stream.write(self.structure)
         else:
-            torch.save(put_back(self.structure, self.tensors), stream)
+            torch.save(_Unpickler(io.BytesIO(self.structure), self.tensors).load(), stream)
 
 
 def text_file(path: str, text: str) -> StateFile:
@@ -96,21 +96,10 @@ def text_file(path: str, text: str) -> StateFile:
 def state_file(path: str, content: Any) -> StateFile:
     """Any picklable structure for `torch.save`; tensors share their memory. Adjacent parts of one storage stay one
     storage; the rest of it is left out."""
-    structure, tensors = left_out(content)
-    return StateFile(path, structure, tuple(_trimmed(tensors)))
-
-
-def left_out(content: Any) -> tuple[bytes, list[torch.Tensor]]:
-    """A structure, pickled without its tensors, and those."""
     structure = io.BytesIO()
     pickler = _Pickler(structure)
     pickler.dump(content)
-    return structure.getvalue(), pickler.tensors
-
-
-def put_back(structure: bytes, tensors: Sequence[torch.Tensor]) -> Any:
-    """What `left_out` took apart, in this run."""
-    return _Unpickler(io.BytesIO(structure), tensors).load()
+    return StateFile(path, structure.getvalue(), tuple(_trimmed(pickler.tensors)))
 
 
 def write_file(
@@ -233,7 +222,7 @@ class _Pickler(pickle.Pickler):
 
 
 class _Unpickler(pickle.Unpickler):
-    """Puts the tensors back; reads only what `_Pickler` wrote in a process of this run."""
+    """Puts the tensors back; reads only what `_Pickler` wrote in this process."""
 
     def __init__(self, file: IO[bytes], tensors: Sequence[torch.Tensor]) -> None:
         super().__init__(file)
