@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from pipeline.recipe.optimizer import OptimizerConfig
 from pipeline.recipe.schema import EngineConfig
 from pipeline.recipe.stage_plan import StagePlan
@@ -69,6 +67,8 @@ def _offload(engine: EngineConfig) -> dict[str, Any]:
     """What of `zero_optimization` keeps state in host memory; pinned where a GPU copies from it."""
     if engine.offload == "none":
         return {}
+    import torch  # not above: `shardvit plan` reads this file
+
     where = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
     parameters = engine.offload == "optimizer_and_parameters"
     return {"offload_optimizer": where, **({"offload_param": where} if parameters else {})}
