@@ -1,7 +1,8 @@
 """The `Engine` protocol that the training loop runs on, with two backends; `open` chooses one.
 
-`deepspeed` (the default on every device) shards and checkpoints; `accelerate` is plain data parallelism, for debugging
-and comparison. Per optimizer step the loop calls `forward` and `backward` for each micro-batch, then `step`.
+`deepspeed` (the default on every device) shards and checkpoints, but for ZeRO 0, which is torch's DDP; `accelerate` is
+plain data parallelism, for debugging and comparison. Per optimizer step the loop calls `forward` and `backward` for
+each micro-batch, then `step`.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ class EngineConfig(Strict):
     backend: Literal["deepspeed", "accelerate"] = "deepspeed"
     """deepspeed everywhere; accelerate (plain DDP) for debugging and as the yardstick."""
     zero_stage: Literal[0, 1, 2, 3] = 1
-    """What DeepSpeed shards: 0 nothing, 1 optimizer state, 2 gradients too, 3 weights too."""
+    """What is sharded: 0 nothing (torch's DDP); by DeepSpeed: 1 optimizer state, 2 gradients too, 3 weights too."""
     precision: Literal["bf16", "fp16", "fp32"] = "bf16"
     """bf16 and fp16 keep float32 master weights; fp16 needs a GPU."""
     fp32_matmul: Literal["ieee", "tf32"] = "ieee"

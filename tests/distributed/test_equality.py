@@ -39,7 +39,7 @@ def results(tmp_path_factory):
     """What the ranks computed; one start of them serves all cases of a list."""
     known = {}
 
-    def of(which: str, case: worker.Case):
+    def of(which, case):
         if which not in known:
             out = tmp_path_factory.mktemp(which)
             (out / "which").write_text(which, encoding="utf-8")
