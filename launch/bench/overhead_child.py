@@ -20,6 +20,7 @@ from unittest import mock
 
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
 
 from data_shards.loading.batch import Batch
 from data_shards.vocabulary import GOOGLES
@@ -30,11 +31,12 @@ from model.init import initialise
 from pipeline.engine.late_metrics import LateMetrics
 from pipeline.engine.open import open_engine
 from pipeline.engine.protocol import Engine
+from pipeline.kernels.settle import settled_kernels
 from pipeline.optimizers.optim import build_optimizer
 from pipeline.ranks.group import Ranks
 from pipeline.ranks.place import Place
 from pipeline.ranks.stopping import StopOrSave
-from pipeline.recipe.schema import EngineConfig, Recipe
+from pipeline.recipe.schema import Recipe
 from pipeline.recipe.stage_plan import plan_stage
 from pipeline.report.losses import LossWindow
 from pipeline.task import make_task
@@ -63,6 +65,11 @@ class Case:
         more = "".join(f", {key} {value}" for key, value in self.engine.items())
         return f"ZeRO {self.zero_stage}, {self.precision}{more}"
 
+    @property
+    def compiles(self) -> bool:
+        """Then operations are not counted: under a dispatch mode torch runs compiled code eagerly."""
+        return self.engine.get("compile") == "blocks"
+
 
 @dataclass(frozen=True)
 class Spent:
@@ -89,14 +96,15 @@ class Counted:
     collectives: list[tuple[str, int, float]]  # name, bytes, bytes that a rank sends in a ring
     cpu_ms: Spent | None  # the least of each over the steps
     plain_cpu_ms: Spent | None  # of plain torch, by turns with it
+    graphs: int = 0  # that were compiled for the blocks
+    graph_breaks: int = 0
 
 
 def recipe_of(case: Case) -> Recipe:
     """A classifier under AdamW with two decay settings and clipping."""
-    engine = {
-        **({"bucket_elements": BUCKET_ELEMENTS} if "bucket_elements" in EngineConfig.model_fields else {}),
-        **case.engine,
-    }
+    engine = dict(case.engine)
+    if case.zero_stage > 0:
+        engine["bucket_elements"] = BUCKET_ELEMENTS
     return Recipe.model_validate(
         {
             "name": "overhead",
@@ -165,19 +173,22 @@ def _counted(case: Case, *, ranks: Ranks) -> Counted:
 
     model, configs = build(recipe), list[dict[str, Any]]()
     parameters = [each.numel() for each in model.parameters()]
-    with _seen_configurations(configs):
+    with _seen_configurations(configs), settled_kernels(recipe, stage="pretrain", model=model) as kernels:
         engine = open_engine(recipe, stage="pretrain", plan=plan, model=model, ranks=ranks)
-    engine.module.train()
-    _fuse()
-    ours = _Ours(recipe, engine, accumulation=case.accumulation)
-    for _ in range(_WARM_UP):
-        ours.step()
-    phases = _Phases()
-    ours.step(phases)
+        engine.module.train()
+        _fuse()
+        ours = _Ours(recipe, engine, accumulation=case.accumulation)
+        for _ in range(_WARM_UP):
+            ours.step()
+        phases = _Phases()
+        if not case.compiles:
+            ours.step(phases)
+        spent = _by_turns({"ours": ours.step, "plain": reference.step}, times=case.timed_steps)
     every = phases.around + phases.forward.waits + phases.backward.waits + phases.step.waits
-    spent = _by_turns({"ours": ours.step, "plain": reference.step}, times=case.timed_steps)
     world_size = ranks.place.world_size
     collectives = [*phases.forward.collectives, *phases.backward.collectives, *phases.step.collectives]
+    if case.compiles:
+        phases = plain = _Phases()
     return Counted(
         parameters=sum(parameters),
         tensors=len(parameters),
@@ -191,6 +202,8 @@ def _counted(case: Case, *, ranks: Ranks) -> Counted:
         collectives=[(each.name, each.num_bytes, each.sent_bytes(world_size)) for each in collectives],
         cpu_ms=spent.get("ours"),
         plain_cpu_ms=spent.get("plain"),
+        graphs=len(kernels.compiled.graphs) if kernels.compiled else 0,
+        graph_breaks=sum(counters["graph_break"].values()),
     )
 
 

@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from launch.bench.overhead import OWN, Bound, bounds_of, bounds_of_sending, report, run_case
+from launch.bench.overhead import (
+    COMPILED,
+    OWN,
+    Bound,
+    bounds_of,
+    bounds_of_compiling,
+    bounds_of_sending,
+    report,
+    run_case,
+)
 from launch.bench.overhead_child import Case, Counted
 from launch.bench.synchronising import synchronising_keys
 
@@ -13,6 +24,12 @@ def test_the_default_engines_step_stays_within_its_bounds():
     (one,) = run_case(OWN)
     assert one.tensors == 296  # as many as ViT-L has: a step that works on each of them would show
     assert [each for each in bounds_of(one) if each.exact and not each.met] == []
+
+
+@pytest.mark.slow  # a compiler's time
+def test_all_blocks_are_one_graph():
+    (one,) = run_case(replace(COMPILED, timed_steps=0))
+    assert one.graphs >= 1 and [each for each in bounds_of_compiling(one) if not each.met] == []
 
 
 def test_a_step_of_two_processes_sends_no_more_than_its_bound():
