@@ -16,7 +16,7 @@ from torch import nn
 
 from pipeline.engine.ddp_engine import InOrder, settle_buckets
 from pipeline.engine.host_copy import Hold
-from pipeline.engine.portable import ACCELERATE_FILE, open_state
+from pipeline.engine.portable import ACCELERATE_FILE
 from pipeline.engine.protocol import StepResult, exchange_requests
 from pipeline.engine.state_files import StateFile
 from pipeline.engine.whole import WholeState
@@ -107,7 +107,7 @@ class AccelerateEngine:
 
     def load(self, folder: Path, *, written: dict[str, Any]) -> None:
         layout = {key: written[key] for key in ("zero_stage", "processes")}
-        self._whole.put(open_state(folder, backend="accelerate", **layout, model=self._module))
+        self._whole.load(folder, backend="accelerate", **layout, ranks=self._ranks)
 
     def averaged(self) -> contextlib.AbstractContextManager[None]:
         return self._whole.averaged()

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pipeline.engine.host_copy import Hold
-from pipeline.engine.portable import DDP_FILE, open_state
+from pipeline.engine.portable import DDP_FILE
 from pipeline.engine.protocol import StepResult, exchange_requests
 from pipeline.engine.state_files import StateFile
 from pipeline.engine.whole import WholeState
@@ -119,7 +119,7 @@ class DdpEngine:
 
     def load(self, folder: Path, *, written: dict[str, Any]) -> None:
         layout = {key: written[key] for key in ("zero_stage", "processes")}
-        self._whole.put(open_state(folder, backend="deepspeed", **layout, model=self._module))
+        self._whole.load(folder, backend="deepspeed", **layout, ranks=self._ranks)
 
     def averaged(self) -> contextlib.AbstractContextManager[None]:
         return self._whole.averaged()

@@ -28,8 +28,9 @@ from pipeline.engine.frozen import frozen_weights
 from pipeline.engine.host_copy import Hold
 from pipeline.engine.importing import import_deepspeed
 from pipeline.engine.masters import named_masters, put_average, put_state, round_masters, slots
-from pipeline.engine.portable import DEEPSPEED_FOLDER, open_state
+from pipeline.engine.portable import DEEPSPEED_FOLDER
 from pipeline.engine.protocol import StepResult, exchange_requests
+from pipeline.engine.shared import open_shared
 from pipeline.engine.state_files import StateFile, state_file
 from pipeline.engine.zero_config import deepspeed_config, reduces_at_once, takes_flat_step
 from pipeline.optimizers.flat import flat_optimizer, merged
@@ -156,7 +157,9 @@ class DeepSpeedEngine:
     def load(self, folder: Path, *, written: dict[str, Any]) -> None:
         self.hold.release()
         layout = {key: written[key] for key in ("zero_stage", "processes")}
-        saved = open_state(folder, backend="deepspeed", **layout, model=self._engine.module)
+        saved = open_shared(
+            folder, backend="deepspeed", **layout, model=self._engine.module, ranks=self._ranks, asks="own share"
+        )
         rank = self._ranks.place.rank
         put_state(self._engine, saved, rank=rank)
         self._frozen = {name: saved.whole(name).clone() for name in self._frozen}

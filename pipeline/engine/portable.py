@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -121,14 +120,7 @@ def open_deepspeed(folder: Path, *, zero_stage: int, processes: int, model: nn.M
         raise UserError(f"checkpoint {folder.parent} has the shards of {found} processes instead of {processes}")
     prefix = "bf16_" if (folder / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt").exists() else ""
 
-    @cache
-    def shard(rank: int) -> dict[str, Any]:
-        return read_state(folder / f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")["optimizer_state_dict"]
-
-    @cache
-    def averages(rank: int) -> dict[str, Any]:
-        return _averages(folder, rank=rank)
-
+    shards = Shards(folder, prefix=prefix, zero_stage=zero_stage)
     first = "zero_pp_rank_0_mp_rank_00" if zero_stage == 3 else "mp_rank_00"
     content = read_state(folder / f"{first}_model_states.pt")
     groups: list[dict[str, torch.Size]] = content["param_shapes"]
@@ -137,29 +129,59 @@ def open_deepspeed(folder: Path, *, zero_stage: int, processes: int, model: nn.M
     shapes |= {name: tuple(tensor.shape) for name, tensor in frozen.items()}
     _check_fits(shapes, model=model, folder=folder.parent)
     if zero_stage == 3:
-        flat_key, state_key = "fp32_flat_groups", "optimizer_state_dict"
         addresses = _addresses_3(groups, processes=processes)
     else:
-        flat_key, state_key = "single_partition_of_fp32_groups", "base_optimizer_state"
-        addresses = _addresses_1_2(groups, shard=shard(0))
-    states = shard(0)[state_key]["state"]
-
-    def flat(rank: int, number: int, of: str) -> Tensor:
-        if of == AVERAGE:
-            return averages(rank)["averages"][str(number)]
-        content = shard(rank)
-        return (content[flat_key][number] if of == WEIGHT else content[state_key]["state"][number][of]).detach()
+        addresses = _addresses_1_2(groups, shard=shards.optimizer(0))
+    states = shards.states(0)
 
     return PortableState(
         shapes=shapes,
         buffers={name: content["module"][name] for name in content["buffer_names"]},
         moments=_moments(states),
-        counters=_counters(content, states=states, loss_scale=_read_loss_scale(vars(shard(0)["loss_scaler"]))),
-        average_updates=averages(0).get("updates"),
+        counters=_counters(
+            content, states=states, loss_scale=_read_loss_scale(vars(shards.optimizer(0)["loss_scaler"]))
+        ),
+        average_updates=shards.averages(0).get("updates"),
         _addresses=addresses,
-        _flat=flat,
+        _flat=shards,
         frozen=frozen,
     )
+
+
+class Shards:
+    """DeepSpeed's files of optimizer states, one a process, and those of averages; each opened when it is used."""
+
+    def __init__(self, folder: Path, *, prefix: str, zero_stage: int) -> None:
+        self._folder, self._prefix = folder, prefix
+        self._flat_key, self._state_key = "single_partition_of_fp32_groups", "base_optimizer_state"
+        if zero_stage == 3:
+            self._flat_key, self._state_key = "fp32_flat_groups", "optimizer_state_dict"
+        self._opened: dict[str, dict[str, Any]] = {}
+
+    def __call__(self, rank: int, number: int, of: str) -> Tensor:
+        if of == AVERAGE:
+            return self.averages(rank)["averages"][str(number)]
+        return (
+            self.optimizer(rank)[self._flat_key][number] if of == WEIGHT else self.states(rank)[number][of]
+        ).detach()
+
+    def optimizer(self, rank: int) -> dict[str, Any]:
+        name = f"{self._prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+        if name not in self._opened:
+            self._opened[name] = read_state(self._folder / name)["optimizer_state_dict"]
+        return self._opened[name]
+
+    def states(self, rank: int) -> dict[int, dict[str, Any]]:
+        return self.optimizer(rank)[self._state_key]["state"]
+
+    def averages(self, rank: int) -> dict[str, Any]:
+        name = average_file(rank)
+        if name not in self._opened:
+            self._opened[name] = _averages(self._folder, rank=rank)
+        return self._opened[name]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_opened": {}}
 
 
 def _averages(folder: Path, *, rank: int) -> dict[str, Any]:

@@ -85,7 +85,7 @@ class StateFile:
         if self.tensors is None:
             stream.write(self.structure)
         else:
-            torch.save(_Unpickler(io.BytesIO(self.structure), self.tensors).load(), stream)
+            torch.save(put_back(self.structure, self.tensors), stream)
 
 
 def text_file(path: str, text: str) -> StateFile:
@@ -96,10 +96,21 @@ def text_file(path: str, text: str) -> StateFile:
 def state_file(path: str, content: Any) -> StateFile:
     """Any picklable structure for `torch.save`; tensors share their memory. Adjacent parts of one storage stay one
     storage; the rest of it is left out."""
+    structure, tensors = left_out(content)
+    return StateFile(path, structure, tuple(_trimmed(tensors)))
+
+
+def left_out(content: Any) -> tuple[bytes, list[torch.Tensor]]:
+    """A structure, pickled without its tensors, and those."""
     structure = io.BytesIO()
     pickler = _Pickler(structure)
     pickler.dump(content)
-    return StateFile(path, structure.getvalue(), tuple(_trimmed(pickler.tensors)))
+    return structure.getvalue(), pickler.tensors
+
+
+def put_back(structure: bytes, tensors: Sequence[torch.Tensor]) -> Any:
+    """What `left_out` took apart, in this run."""
+    return _Unpickler(io.BytesIO(structure), tensors).load()
 
 
 def write_file(
@@ -222,7 +233,7 @@ class _Pickler(pickle.Pickler):
 
 
 class _Unpickler(pickle.Unpickler):
-    """Puts the tensors back; reads only what `_Pickler` wrote in this process."""
+    """Puts the tensors back; reads only what `_Pickler` wrote in a process of this run."""
 
     def __init__(self, file: IO[bytes], tensors: Sequence[torch.Tensor]) -> None:
         super().__init__(file)

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -27,8 +28,10 @@ from pipeline.engine.host_copy import Hold
 from pipeline.engine.masters import Slot, put_average
 from pipeline.engine.portable import LossScale, PortableState
 from pipeline.engine.protocol import StepResult
+from pipeline.engine.shared import open_shared
 from pipeline.engine.state_files import StateFile, state_file
 from pipeline.optimizers.optim import build_optimizer, set_lr
+from pipeline.ranks.group import Ranks
 from pipeline.recipe.optimizer import OptimizerConfig
 from pipeline.recipe.stage import EmaConfig
 from pipeline.vocabulary import OPTIMIZERS
@@ -60,7 +63,7 @@ class WholeState:
         self._module = model
         self._scaler = scaler
         self._clip_grad_norm = optimizer.clip_grad_norm
-        self._takes = OPTIMIZERS[optimizer.name].takes
+        self._takes: Literal["pieces", "parameters"] = OPTIMIZERS[optimizer.name].takes
         self.optimizer: Any = build_optimizer(model, optimizer)
         trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
         self._frozen: dict[str, Tensor] = {}
@@ -165,6 +168,21 @@ class WholeState:
         }
         average = (state_file(average_file(0), self._average.state()),) if self._average else ()
         return (state_file(path, state), *average)
+
+    def load(self, folder: Path, *, backend: str, zero_stage: int, processes: int, ranks: Ranks) -> None:
+        """See `Engine.load`."""
+        self.put(
+            open_shared(
+                folder,
+                backend=backend,
+                zero_stage=zero_stage,
+                processes=processes,
+                model=self._module,
+                ranks=ranks,
+                asks="alike",
+                takes=self._takes,
+            )
+        )
 
     @torch.no_grad()
     def put(self, saved: PortableState) -> None:
