@@ -63,7 +63,8 @@ class Ranks:
         )
         if cuda:
             torch.cuda.set_device(device)
-        join_group(place, backend="nccl" if cuda else "gloo", timeout_seconds=timeout_seconds)
+        gpu = torch.device("cuda", device) if cuda else None
+        join_group(place, backend="nccl" if cuda else "gloo", timeout_seconds=timeout_seconds, gpu=gpu)
         with _connecting("when needed" if place.world_size > _MOST_MESHED else "at once"):
             group = distributed.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
         assert isinstance(group, distributed.ProcessGroup)  # a number would mean "not a member"
@@ -138,7 +139,7 @@ class Agreement:
         return tuple(bool(flag) for flag in self._flags.tolist())
 
 
-def join_group(place: Place, *, backend: str, timeout_seconds: float) -> None:
+def join_group(place: Place, *, backend: str, timeout_seconds: float, gpu: torch.device | None = None) -> None:
     """Make the default process group; PeerGone if rank 0 or others did not come in time."""
     timeout = timedelta(seconds=timeout_seconds)
     store, address = None, None
@@ -150,7 +151,13 @@ def join_group(place: Place, *, backend: str, timeout_seconds: float) -> None:
         address = f"tcp://{place.master_addr}:{place.master_port}"
     try:
         distributed.init_process_group(
-            backend, address, timeout, world_size=place.world_size, rank=place.rank, store=store
+            backend,
+            address,
+            timeout,
+            world_size=place.world_size,
+            rank=place.rank,
+            store=store,
+            device_id=gpu,  # NCCL connects here, not in the first step, and need not guess the GPU
         )
     except distributed.DistError as error:
         if address is None:

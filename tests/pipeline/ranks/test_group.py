@@ -114,7 +114,7 @@ def test_the_gpu_of_a_process_is_its_local_rank_or_the_one_that_it_sees(
     monkeypatch.setattr(
         group,
         "join_group",
-        lambda place, backend, timeout_seconds: join_group(place, backend="gloo", timeout_seconds=30),
+        lambda place, backend, timeout_seconds, gpu: join_group(place, backend="gloo", timeout_seconds=30),
     )
     Ranks(place, timeout_seconds=30).leave()
     assert chosen == [gpu] and os.environ["LOCAL_RANK"] == str(gpu)
