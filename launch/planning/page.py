@@ -94,6 +94,7 @@ def _column(stage: StageForecast) -> dict[str, str]:
             "wall clock": UNKNOWN if time.hours is None else show_duration(time.hours * 3600),
             "GPU-hours": UNKNOWN if time.gpu_hours is None else _number(time.gpu_hours),
             "GPUs that pay": f"{time.useful_gpus:,}" if sent else "",
+            "host-bound below": f"{time.host_bound_images:,}" if time.host_bound_images else "",
         }
     if time and sent and plan.world_size > 1:
         found["sent in a step"] = show_bytes(sent.num_bytes)
@@ -141,6 +142,7 @@ def _words(plan: RecipeForecast) -> dict[str, str]:
         "sent in a step": "by each GPU: gradients to average, new weights",
         "sending": f"ms of a step, mostly while it computes{joined}",
         "GPUs that pay": f"at most: of 1, 2, 4, ... the most that keep {GOOD_KEPT_SHARE:.0%} of their speed",
+        "host-bound below": "images of a GPU's pass: with fewer, the processor that launches its work is the limit",
         "checkpoints": f"of disk, at most: {'; '.join(dict.fromkeys(disks))}; one being written",
         "shards a process": "on average; many spread better than few",
         "to be read, a second": "from the shards, over all nodes",

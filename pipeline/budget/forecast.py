@@ -6,6 +6,7 @@ and waiting for data. The keys of `shardvit plan --json` are these classes' fiel
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from pipeline.budget.communication import Links, Traffic, Workload, ZeroKind, most_useful_gpus, traffic
@@ -74,6 +75,7 @@ class Time:
     speed: Speed  # of one GPU alone
     step_seconds: float  # of an optimizer step, with waiting for the others
     host_seconds: float  # that a processor needs to launch it: its lower bound
+    host_bound_images: int  # of a GPU's pass: with fewer, that bound decides; 0: the speed was measured
     kept_share: float  # of the GPU's own speed, together with the others
     images_per_second: float  # of all GPUs
     useful_gpus: int  # of 1, 2, 4, ... the most that keep enough of their speed at this global batch
@@ -235,6 +237,7 @@ class _Part:
             speed=speed,
             step_seconds=row.step_seconds,
             host_seconds=host,
+            host_bound_images=math.ceil(host * speed.images_per_second / plan.accumulation_steps),
             kept_share=row.kept_share,
             images_per_second=plan.world_size * self.images_each / row.step_seconds,
             useful_gpus=useful,

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from model.config import ModelConfig
+from pipeline.budget.communication import ZeroKind
 
 
 @dataclass(frozen=True)
@@ -46,11 +47,13 @@ ANCHORS = (
 _TINY_MFU, _TINY_WIDTH = 0.20, 256  # below it kernels are too small to fill a GPU
 _CONVOLUTION_MFU = 0.30
 
-# CPU time of ViT-L/16's 296 parameter tensors on a 2.5 GHz core (torch 2.11, DeepSpeed 0.19, eager): one forward and
-# backward pass, and each engine's part of an optimizer step. A server's core is assumed to be twice as fast.
+# CPU seconds of a process for 296 parameter tensors, as many as ViT-L/16 has, each so small that launching them is all:
+# launch/bench/records/overhead.txt, bf16, blocks not compiled. A server's core is assumed to be twice as fast.
 _MEASURED_TENSORS, _CORE_SPEED = 296, 2.0
-_PASS_SECONDS = 0.041
-_ENGINE_SECONDS = {1: 0.034, 2: 0.048, 3: 0.329, "ddp": 0.0}
+PASS_SECONDS: dict[ZeroKind, float] = {"ddp": 0.0189, 1: 0.0222, 2: 0.0400, 3: 0.1904}
+"""Of a forward and backward pass under each engine."""
+STEP_SECONDS: dict[ZeroKind, float] = {"ddp": 0.0075, 1: 0.0023, 2: 0.0028, 3: 0.0202}
+"""Of its optimizer step."""
 _TENSORS_PER_BLOCK, _OTHER_TENSORS = 12, 8
 
 _BENCH_IMAGE_BYTES, _BENCH_PIXELS = 107_000, 224
@@ -94,10 +97,10 @@ def measured_speed(images_per_second: float, *, training_flops: float, peak_flop
     return Speed(images_per_second, mfu, basis, "measured")
 
 
-def host_seconds(depth: int, *, zero_stage: Literal[1, 2, 3, "ddp"], passes: int) -> float:
+def host_seconds(depth: int, *, zero_stage: ZeroKind, passes: int) -> float:
     """Estimated processor time to launch one optimizer step of `passes` forward and backward passes."""
     share = (_TENSORS_PER_BLOCK * depth + _OTHER_TENSORS) / _MEASURED_TENSORS
-    return share * (_PASS_SECONDS * passes + _ENGINE_SECONDS[zero_stage]) / _CORE_SPEED
+    return share * (PASS_SECONDS[zero_stage] * passes + STEP_SECONDS[zero_stage]) / _CORE_SPEED
 
 
 @dataclass(frozen=True)

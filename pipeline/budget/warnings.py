@@ -88,6 +88,7 @@ def _waste(forecast: StageForecast, *, recipe: Recipe, machine: Hardware) -> Ite
         why = "waiting for one another"
         if time.host_seconds >= time.step_seconds:
             why = f"waiting for the processor, which needs about {1000 * time.host_seconds:.0f} ms to launch a step"
+            why += f" (host-bound below {time.host_bound_images:,} images a GPU)"
         if time.useful_gpus >= machine.gpus:
             advice = "take a larger micro-batch"
         elif time.useful_gpus == 1:

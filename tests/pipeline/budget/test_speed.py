@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from data_shards.errors import UserError
+from pipeline.budget.communication import ZeroKind
 from pipeline.budget.forecast import GivenSpeed, Shards
 from pipeline.budget.gpus import GPUS, find_gpu, gpu_of_driver
-from pipeline.budget.speed import host_seconds, reading
+from pipeline.budget.speed import PASS_SECONDS, STEP_SECONDS, host_seconds, reading
+from tests.conftest import ROOT
 from tests.pipeline.budget.planning import forecast, recipe
 
 
@@ -128,3 +132,25 @@ def test_reading_is_the_benchmarks_at_its_own_images_and_grows_with_them():
     made = forecast(recipe("L/16"), gpus=8, shards=Shards(10**6, 1000, 100_000.0, 1000))
     assert made.reading and made.time
     assert made.reading.images_per_second == made.time.images_per_second
+
+
+@pytest.mark.parametrize(
+    ("row", "kind"), [("ZeRO 0, bf16", "ddp"), ("ZeRO 1, bf16", 1), ("ZeRO 2, bf16", 2), ("ZeRO 3, bf16", 3)]
+)
+def test_the_processors_part_is_the_benchmarks(row: str, kind: ZeroKind):
+    """Of its record: after the name, operations, waits and bytes come the CPU milliseconds of passes and step."""
+    record = (ROOT / "launch/bench/records/overhead.txt").read_text(encoding="utf-8")
+    (line,) = (each for each in record.splitlines() if re.fullmatch(rf"{row}(\s+[\d.,]+){{10}}", each))
+    passes, step = (float(word) for word in line.removeprefix(row).split()[5:7])
+    assert (PASS_SECONDS[kind], STEP_SECONDS[kind]) == pytest.approx((passes / 1000, step / 1000))
+
+
+def test_below_so_many_images_a_gpu_the_processor_is_the_bound():
+    many = forecast(recipe("L/16", batch=256)).time
+    assert many and 1 < many.host_bound_images < 256
+    rate, host = many.speed.images_per_second, many.host_seconds
+    assert many.host_bound_images - 1 < rate * host <= many.host_bound_images
+    few = forecast(recipe("L/16", batch=many.host_bound_images // 2)).time
+    assert few and few.step_seconds == few.host_seconds
+    measured = forecast(recipe("L/16", batch=8), given=GivenSpeed(images_per_second=10**6)).time
+    assert measured and measured.host_bound_images == 0

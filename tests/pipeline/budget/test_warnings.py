@@ -56,7 +56,7 @@ def test_zero_2_with_accumulation():
 def test_more_gpus_than_pay():
     text = warned(recipe("L/16", batch=4096, lanes=1024), gpus=1024)
     assert re.search(r"1,024 GPUs keep \d+% of the speed at a global batch of 4,096", text)
-    assert "take 64 GPUs at most, or a larger batch" in text
+    assert "take 128 GPUs at most, or a larger batch" in text
     assert "GPUs keep" not in warned(recipe("L/16", batch=4096), gpus=64)
 
 
