@@ -35,7 +35,11 @@ _CASES = [
     *(Case(stage, precision, timed_steps=_TIMED_STEPS) for precision in ("bf16", "fp32") for stage in (0, 1, 2, 3)),
 ]
 COMPILED = Case(1, "bf16", engine={"compile": "blocks"}, timed_steps=_TIMED_STEPS)
-_SEVERAL = [*(Case(stage, "bf16", ranks=2) for stage in (0, 1, 2, 3)), Case(1, "bf16", ranks=2, accumulation=2)]
+_SEVERAL = [
+    *(Case(stage, "bf16", ranks=2) for stage in (0, 1, 2, 3)),
+    Case(1, "bf16", ranks=2, accumulation=2),
+    Case(1, "bf16", ranks=2, engine={"overlap": "off"}),
+]
 _MANY = [Case(stage, "bf16", ranks=4) for stage in (0, 1)]
 
 

@@ -50,9 +50,9 @@ _CONVOLUTION_MFU = 0.30
 # CPU seconds of a process for 296 parameter tensors, as many as ViT-L/16 has, each so small that launching them is all:
 # launch/bench/records/overhead.txt, bf16, blocks not compiled. A server's core is assumed to be twice as fast.
 _MEASURED_TENSORS, _CORE_SPEED = 296, 2.0
-PASS_SECONDS: dict[ZeroKind, float] = {"ddp": 0.0189, 1: 0.0222, 2: 0.0400, 3: 0.1904}
+PASS_SECONDS: dict[ZeroKind, float] = {"ddp": 0.0218, 1: 0.0199, 2: 0.0398, 3: 0.1943}
 """Of a forward and backward pass under each engine."""
-STEP_SECONDS: dict[ZeroKind, float] = {"ddp": 0.0075, 1: 0.0023, 2: 0.0028, 3: 0.0202}
+STEP_SECONDS: dict[ZeroKind, float] = {"ddp": 0.0077, 1: 0.0023, 2: 0.0030, 3: 0.0214}
 """Of its optimizer step."""
 _TENSORS_PER_BLOCK, _OTHER_TENSORS = 12, 8
 

@@ -16,7 +16,7 @@ from launch.bench.overhead import (
     report,
     run_case,
 )
-from launch.bench.overhead_child import Case, Counted
+from launch.bench.overhead_child import Case, Counted, Spent
 from launch.bench.synchronising import synchronising_keys
 
 
@@ -54,7 +54,18 @@ def test_defaults_of_deepspeed_that_wait_are_known():
 
 def test_a_missed_bound_is_said():
     counts = Counted(
-        100, 4, 0, 6_000, 40, {"a scalar is read": 1}, {}, [], 800, [("allreduce", 200, 200.0)], 30.0, 20.0
+        100,
+        4,
+        0,
+        6_000,
+        40,
+        {"a scalar is read": 1},
+        {},
+        [],
+        800,
+        [("allreduce", 200, 200.0)],
+        Spent(30.0, 20.0, 10.0),
+        Spent(20.0, 15.0, 5.0),
     )
     text = "\n".join(report([(OWN, [counts]), (Case(1, "bf16", ranks=2), [counts])]))
     assert "outside the model" in text and "6,040" in text
