@@ -196,6 +196,7 @@ def _run(recipe: Recipe, *, folder: RunFolder, stages: Sequence[StageName], at: 
     if not torch.cuda.is_available() and place.local_world_size > 1:  # more threads than cores slow each other down
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // place.local_world_size))
     with contextlib.ExitStack() as held:
+        held.callback(clock.close)
         # While this rank waits for others there is nothing to save, and nobody polls the stop flag.
         with handled((signal.SIGTERM, signal.SIGINT, signal.SIGHUP), signal.SIG_DFL):
             meeting = rendezvous_folder()

@@ -14,14 +14,12 @@ from torch import nn
 
 from pipeline.optimizers.adafactor import BigVisionAdafactor
 from pipeline.optimizers.bf16_moment import AdamWBf16, SgdBf16
-from pipeline.optimizers.eager import keep_compiler_out
 from pipeline.optimizers.parameter_groups import parameter_groups
 from pipeline.recipe.optimizer import OptimizerConfig
 
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
     """The optimizer over `model`'s parameter groups."""
-    keep_compiler_out()
     groups, lr, bf16 = parameter_groups(model, config), config.lr, config.first_moment == "bf16"
     match config.name:
         case "adamw":

@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 import psutil
 
@@ -89,4 +90,5 @@ class StartClock:
         while not self._over.wait(_TOLD_SECONDS / 4):
             if not self._told and time.monotonic() - self._part_began >= _TOLD_SECONDS and self.say is not None:
                 self._told = True
-                self.say(f"{self._what}: {self._part} ...")
+                with suppress(OSError, ValueError):  # nobody reads it any more
+                    self.say(f"{self._what}: {self._part} ...")

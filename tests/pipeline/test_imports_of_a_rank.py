@@ -16,42 +16,45 @@ ROOT = Path(__file__).resolve().parents[2]
 NEEDLESS = ("torch._dynamo", "torch._inductor", "sympy", "mlflow", "pandas", "sklearn", "setuptools")
 
 RANK = """
-import json, sys
+import json, sys, tempfile
+from pathlib import Path
 import torch
 from model.importing import import_timm
 
 import_timm()
-from model.build import build_model
-from model.config import ModelConfig
-from model.init import initialise
-from pipeline.engine.importing import import_deepspeed
-from pipeline.optimizers.optim import build_optimizer
-from pipeline.recipe.optimizer import OptimizerConfig
-
-deepspeed = import_deepspeed()
 import pipeline.stages
+from model.build import build_model
+from model.init import initialise
+from pipeline.engine.open import open_engine
+from pipeline.ranks.group import Ranks
+from pipeline.ranks.place import Place
+from pipeline.ranks.stopping import StopOrSave
+from pipeline.recipe.io import load_recipe
+from pipeline.recipe.stage_plan import plan_stage
 
-model = build_model(
-    ModelConfig(width=16, depth=1, heads=1, patch_size=4), image_size=8, num_classes=3, head=sys.argv[1]
-)
+stage, zero_stage = sys.argv[1:]
+recipe = load_recipe("digits", overrides=[f"engine.zero_stage={zero_stage}", "processes=1"])
+ranks = Ranks(Place(), timeout_seconds=60)
+plan = plan_stage(recipe, stage=stage, samples_per_epoch=640, world_size=1)
+head = "mlp" if stage == "pretrain" else "linear"
+model = build_model(recipe.model, image_size=recipe.train_stage(stage).image_size, num_classes=3, head=head)
 initialise(model, seed=0)
-optimizer = build_optimizer(model, OptimizerConfig(name=sys.argv[2], lr=0.1))
-before = [parameter.detach().clone() for parameter in model.parameters()]
-model(torch.randn(2, 3, 8, 8)).sum().backward()
-for group in optimizer.param_groups:
-    group["lr"] = 0.1
-optimizer.step()
-optimizer.zero_grad()
-moved = any(not torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
+engine = open_engine(recipe, stage=stage, plan=plan, model=model, ranks=ranks)
+before = [parameter.detach().clone() for parameter in engine.module.parameters()]
+size = recipe.train_stage(stage).image_size
+engine.backward((engine.forward(torch.randn(2, 3, size, size)) + 1).square().sum())
+engine.step(lr=0.1, requests=StopOrSave(stop=False, save=False))
+engine.snapshot()
+moved = any(not torch.equal(*pair) for pair in zip(before, engine.module.parameters(), strict=True))
 print(json.dumps({"modules": sorted(sys.modules), "moved": moved, "compile": torch.compile.__module__}))
 """
 
 
-@pytest.mark.parametrize(("head", "optimizer"), [("mlp", "adamw"), ("linear", "sgd")])
-def test_a_rank_that_compiles_nothing_imports_no_compiler(head: str, optimizer: str):
+@pytest.mark.parametrize(("stage", "zero_stage"), [("pretrain", "1"), ("finetune", "2")])  # AdamW, SGD
+def test_a_rank_that_compiles_nothing_imports_no_compiler(stage: str, zero_stage: str):
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"}
     ended = subprocess.run(
-        [sys.executable, "-c", RANK, head, optimizer], env=environment, capture_output=True, text=True, check=False
+        [sys.executable, "-c", RANK, stage, zero_stage], env=environment, capture_output=True, text=True, check=False
     )
     assert ended.returncode == 0, ended.stderr
     told = json.loads(ended.stdout.splitlines()[-1])
