@@ -89,7 +89,12 @@ def imported_packages(folders: list[str]) -> dict[str, str]:
 
 # Imported inside a function that says which extra to install where it is missing.
 EXTRAS = {"google": "onnx", "onnx": "onnx", "onnxruntime": "onnx", "onnxscript": "onnx"}
-BENCH_PEERS = ("launch/bench/data_peers.py", "launch/bench/data_fast.py", "launch/bench/google_path.py")
+BENCH_PEERS = (
+    "launch/bench/data_peers.py",
+    "launch/bench/data_fast.py",
+    "launch/bench/google_path.py",
+    "launch/bench/gpu_contenders.py",
+)
 
 
 def test_every_import_of_the_four_packages_is_a_requirement() -> None:

@@ -26,7 +26,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from launch.bench.gpu_report import Machine, Results, report
+from launch.bench.gpu_report import GpuResults, Machine, report
 
 _CEILINGS = "ceilings"
 _LIBRARIES = ("torch", "timm", "deepspeed", "accelerate", "transformers", "triton")
@@ -90,9 +90,9 @@ def main() -> None:
     print("\n".join(report(results)))
 
 
-def run(turns: Any, *, course: Mapping[str, int], out: Path, deadline: float | None) -> Results:
+def run(turns: Any, *, course: Mapping[str, int], out: Path, deadline: float | None) -> GpuResults:
     """Take turns; `out` is written after each. No turn begins after `deadline` (of the monotonic clock)."""
-    results = Results(machine=_machine())
+    results = GpuResults(machine=_machine())
     with tempfile.TemporaryDirectory() as folder:
         for number, turn in enumerate(turns):
             left = turn.limit_seconds if deadline is None else min(turn.limit_seconds, deadline - time.monotonic())
@@ -153,7 +153,7 @@ def _wanted(turn: Turn, *, only: str | None) -> bool:
     return only is None or turn.what in only.split(",")
 
 
-def _write(out: Path, results: Results) -> None:
+def _write(out: Path, results: GpuResults) -> None:
     beside = out.with_name(f"{out.name}.new")
     beside.write_text(json.dumps(asdict(results), indent=1) + "\n", encoding="utf-8")
     beside.replace(out)

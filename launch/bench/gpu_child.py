@@ -21,7 +21,7 @@ CEILINGS = "ceilings"
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ContenderOutcome:
     """Of one contender at one size; without `measured`, `failure` says why."""
 
     contender: str
@@ -33,7 +33,7 @@ class Outcome:
     graph_breaks: int = 0
 
 
-def measure(contender: str, *, size: str, course: Course, device: torch.device) -> Outcome:
+def measure(contender: str, *, size: str, course: Course, device: torch.device) -> ContenderOutcome:
     """Run it here."""
     from launch.bench import gpu_contenders
 
@@ -41,12 +41,12 @@ def measure(contender: str, *, size: str, course: Course, device: torch.device) 
     try:
         note = gpu_contenders.run(contender, SIZES[size], meter=meter, device=device)
     except ModuleNotFoundError as error:
-        return Outcome(contender, size, None, failure=f"not installed: {error.name}")
+        return ContenderOutcome(contender, size, None, failure=f"not installed: {error.name}")
     except torch.OutOfMemoryError:
-        return Outcome(contender, size, None, failure="out of memory")
+        return ContenderOutcome(contender, size, None, failure="out of memory")
     from torch._dynamo.utils import counters
 
-    return Outcome(
+    return ContenderOutcome(
         contender,
         size,
         meter.result(),

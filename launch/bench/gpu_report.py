@@ -39,7 +39,7 @@ class Machine:
 
 
 @dataclass
-class Results:
+class GpuResults:
     """As in the JSON; `ceilings` and `outcomes` are what the processes wrote."""
 
     machine: Machine
@@ -54,7 +54,7 @@ class Results:
 
 
 @dataclass(frozen=True)
-class Row:
+class ContenderRow:
     """A contender that was measured."""
 
     contender: str
@@ -71,7 +71,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Target:
+class SpeedTarget:
     """Ours against a bound."""
 
     what: str
@@ -84,18 +84,18 @@ class Target:
         return self.value >= self.bound if self.at_least else self.value <= self.bound
 
 
-def rows_of(results: Results) -> list[Row]:
+def rows_of(results: GpuResults) -> list[ContenderRow]:
     """Those that were measured."""
-    found: list[Row] = []
+    found: list[ContenderRow] = []
     for outcome in results.outcomes:
         if (measured := outcome["measured"]) is not None:
             step_ms, size = statistics.median(measured["block_ms"]), outcome["size"]
             rate = 1000 * SIZES[size].images / step_ms
-            found.append(Row(outcome["contender"], size, rate, step_ms, measured, outcome))
+            found.append(ContenderRow(outcome["contender"], size, rate, step_ms, measured, outcome))
     return found
 
 
-def void(row: Row, *, bar: Row | None) -> str | None:
+def void(row: ContenderRow, *, bar: ContenderRow | None) -> str | None:
     """Why the row does not count; None: its losses agree with the bar's, or there is no bar to compare with."""
     if bar is None:
         return None
@@ -108,9 +108,9 @@ def void(row: Row, *, bar: Row | None) -> str | None:
     return None
 
 
-def targets(rows: Sequence[Row], *, peak_flops: float | None) -> list[Target]:
+def targets(rows: Sequence[ContenderRow], *, peak_flops: float | None) -> list[SpeedTarget]:
     """Ours at each size, of rows that are not void."""
-    found: list[Target] = []
+    found: list[SpeedTarget] = []
     for size in dict.fromkeys(row.size for row in rows):
         here = [row for row in rows if row.size == size]
         bar = next((row for row in here if row.contender == "bar"), None)
@@ -121,16 +121,16 @@ def targets(rows: Sequence[Row], *, peak_flops: float | None) -> list[Target]:
         for name, least in _LEAST_RATIOS.items():
             if theirs := [row.images_per_second for row in good if row.contender == name]:
                 bound = _LEAST_RATIO_TO_BAR.get(size, least) if name == "bar" else least
-                found.append(Target(f"{size}: images/s to {name}'s", own / statistics.mean(theirs), bound))
+                found.append(SpeedTarget(f"{size}: images/s to {name}'s", own / statistics.mean(theirs), bound))
         if bar and bar.measured["peak_allocated_bytes"]:
             memory = ours[0].measured["peak_allocated_bytes"] / bar.measured["peak_allocated_bytes"]
-            found.append(Target(f"{size}: peak memory to bar's", memory, _MOST_MEMORY, at_least=False))
+            found.append(SpeedTarget(f"{size}: peak memory to bar's", memory, _MOST_MEMORY, at_least=False))
         if peak_flops and size in _MFU_SIZES:
-            found.append(Target(f"{size}: MFU", _flops(size) * own / peak_flops, _WANTED_MFU))
+            found.append(SpeedTarget(f"{size}: MFU", _flops(size) * own / peak_flops, _WANTED_MFU))
     return found
 
 
-def report(results: Results) -> Iterator[str]:
+def report(results: GpuResults) -> Iterator[str]:
     """The tables, for people."""
     machine, rows = results.machine, rows_of(results)
     gpu = gpu_of_driver(machine.gpu) if machine.gpu else None
@@ -173,7 +173,9 @@ def _ceilings(found: Mapping[str, Any]) -> Iterator[str]:
         yield f"    {each['tokens']:5} tokens, heads of {each['head']:3}           {values}"
 
 
-def _size(size: str, *, rows: Sequence[Row], results: Results, peak: float | None, gemm: float | None) -> Iterator[str]:
+def _size(
+    size: str, *, rows: Sequence[ContenderRow], results: GpuResults, peak: float | None, gemm: float | None
+) -> Iterator[str]:
     yield f"\n{size}: {_flops(size) / 1e9:,.1f} GFLOP of training an image"
     yield (
         f"  {'':13} images/s       ms  spread   MFU of GEMM  GB peak held   fwd   bwd  step  host kernels 1st s "
@@ -198,7 +200,7 @@ def _size(size: str, *, rows: Sequence[Row], results: Results, peak: float | Non
             yield f"  {'':13}attention by {split['attention_kernel'] or 'no kernel that is known'}"
 
 
-def _cells(row: Row, *, peak: float | None, gemm: float | None) -> str:
+def _cells(row: ContenderRow, *, peak: float | None, gemm: float | None) -> str:
     measured, blocks = row.measured, row.measured["block_ms"]
     flops = _flops(row.size) * row.images_per_second
     spread = (max(blocks) - min(blocks)) / row.step_ms

@@ -15,7 +15,7 @@ from launch.bench import gpu
 from launch.bench.gpu_contenders import NAMES
 from launch.bench.gpu_meter import Course, Meter
 from launch.bench.gpu_profile import Ran, kind_of, split_kernels
-from launch.bench.gpu_report import Machine, Results, report, rows_of, targets, void
+from launch.bench.gpu_report import GpuResults, Machine, report, rows_of, targets, void
 from launch.bench.gpu_work import SIZES
 
 SHORT = {"blocks": 1, "block": 2, "singles": 1, "profiled": 1}
@@ -48,8 +48,8 @@ def outcome(contender: str, *, ms: float, losses: tuple[float, float] = (7.0, 6.
     }
 
 
-def results(*outcomes: dict[str, Any]) -> Results:
-    return Results(Machine("NVIDIA H200", {"torch": "2.15"}), None, list(outcomes))
+def results(*outcomes: dict[str, Any]) -> GpuResults:
+    return GpuResults(Machine("NVIDIA H200", {"torch": "2.15"}), None, list(outcomes))
 
 
 def test_the_contenders_of_a_short_run_do_the_same_work(tmp_path: Path):
@@ -117,7 +117,7 @@ def test_what_is_not_there_is_said_and_not_guessed():
     missing = {"contender": "trainer", "size": "L/16@224 b256", "measured": None, "failure": "not installed: x"}
     without_split = copy.deepcopy(outcome("bar", ms=100.0))
     without_split["measured"] |= {"split": None, "peak_allocated_bytes": None, "phase_ms": {"whole": 3.0}}
-    text = "\n".join(report(Results(Machine(None, {}), {"failure": "ended after 60 s"}, [without_split, missing])))
+    text = "\n".join(report(GpuResults(Machine(None, {}), {"failure": "ended after 60 s"}, [without_split, missing])))
     assert "not installed: x" in text and "ceilings: ended after 60 s" in text and "no GPU" in text
 
 
