@@ -139,10 +139,10 @@ def _table(
     stamps: NDArray[np.int64] | None = None,
 ) -> ShardTable:
     from data_shards.packed_shards import PackedShards
-    from data_shards.shard_table import ShardTable, Source
+    from data_shards.shard_table import ShardTable, TableSource
 
     rows = PackedShards.of_shards(manifest.shards)
-    source = Source(folder, shown_folder, manifest.labels, num_shards=len(rows))
+    source = TableSource(folder, shown_folder, manifest.labels, num_shards=len(rows))
     return ShardTable.of(source, rows, damaged=damaged, stamps=stamps)
 
 

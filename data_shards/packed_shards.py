@@ -27,14 +27,14 @@ class Shard:
     sha256: str
 
 
-class Texts(Sequence[str]):
+class TextColumn(Sequence[str]):
     """Texts end to end in UTF-8: `blob` is uint8, and text i ends before `ends[i + 1]`; int64, `ends[0]` is 0."""
 
     def __init__(self, blob: NDArray[np.uint8], ends: NDArray[np.int64]) -> None:
         self._blob, self._ends = blob, ends
 
     @classmethod
-    def of(cls, texts: Sequence[str]) -> Texts:
+    def of(cls, texts: Sequence[str]) -> TextColumn:
         import numpy as np
 
         joined = "".join(texts)
@@ -43,7 +43,7 @@ class Texts(Sequence[str]):
         return cls(np.frombuffer(joined.encode(), np.uint8), ends)
 
     @classmethod
-    def join(cls, parts: Sequence[Texts]) -> Texts:
+    def join(cls, parts: Sequence[TextColumn]) -> TextColumn:
         import numpy as np
 
         lengths = np.concatenate([np.zeros(1, np.int64), *(np.diff(part._ends) for part in parts)])
@@ -75,7 +75,7 @@ class PackedShards(Sequence[Shard]):
     """A manifest's shards; the counts are int64 [shards]."""
 
     def __init__(
-        self, files: Texts, *, num_samples: NDArray[np.int64], num_bytes: NDArray[np.int64], sha256: Texts
+        self, files: TextColumn, *, num_samples: NDArray[np.int64], num_bytes: NDArray[np.int64], sha256: TextColumn
     ) -> None:
         self.files, self.num_samples, self.num_bytes, self.sha256 = files, num_samples, num_bytes, sha256
 
@@ -86,10 +86,10 @@ class PackedShards(Sequence[Shard]):
         import numpy as np
 
         return cls(
-            Texts.of(files),
+            TextColumn.of(files),
             num_samples=np.array(num_samples, np.int64),
             num_bytes=np.array(num_bytes, np.int64),
-            sha256=Texts.of(sha256),
+            sha256=TextColumn.of(sha256),
         )
 
     @classmethod
@@ -109,10 +109,10 @@ class PackedShards(Sequence[Shard]):
         import numpy as np
 
         return cls(
-            Texts.join([part.files for part in parts]),
+            TextColumn.join([part.files for part in parts]),
             num_samples=np.concatenate([part.num_samples for part in parts]),
             num_bytes=np.concatenate([part.num_bytes for part in parts]),
-            sha256=Texts.join([part.sha256 for part in parts]),
+            sha256=TextColumn.join([part.sha256 for part in parts]),
         )
 
     def __len__(self) -> int:

@@ -24,7 +24,7 @@ UNKNOWN = -1  # times of a file that is not there, or not local
 
 
 @dataclass(frozen=True)
-class Source:
+class TableSource:
     """What the shards of one set have in common."""
 
     folder: str  # absolute, or a URL
@@ -38,7 +38,7 @@ class Source:
 class ShardTable(ColumnShards):
     """The shards of one set after another; arrays are [shards], `stamps` is [shards, 2]: mtime and ctime in ns."""
 
-    sources: tuple[Source, ...]
+    sources: tuple[TableSource, ...]
     rows: PackedShards  # as the manifests list them
     sample_counts: NDArray[np.int64]  # in the parts that are used
     held_out: NDArray[np.int64]  # samples of each shard, where there is a portion; else 0
@@ -47,7 +47,12 @@ class ShardTable(ColumnShards):
 
     @classmethod
     def of(
-        cls, source: Source, rows: PackedShards, *, damaged: Sequence[int] = (), stamps: NDArray[np.int64] | None = None
+        cls,
+        source: TableSource,
+        rows: PackedShards,
+        *,
+        damaged: Sequence[int] = (),
+        stamps: NDArray[np.int64] | None = None,
     ) -> ShardTable:
         """A whole set; `damaged` are numbers of shards."""
         is_damaged = np.zeros(len(rows), np.bool_)
@@ -82,7 +87,7 @@ class ShardTable(ColumnShards):
                 yield from self._of_source(source, part, first=first)
             first = end
 
-    def _of_source(self, source: Source, part: slice, *, first: int) -> Iterator[ShardEntry]:
+    def _of_source(self, source: TableSource, part: slice, *, first: int) -> Iterator[ShardEntry]:
         columns = (self.sample_counts, self.held_out, self.damaged, self.stamps)
         columns = zip(self.rows[part], *(column[part].tolist() for column in columns), strict=True)
         for number, (row, count, held_out, damaged, (mtime, ctime)) in enumerate(columns, start=part.start - first):

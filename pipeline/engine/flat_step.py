@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, distributed
 from torch._utils import _flatten_dense_tensors
 
-from pipeline.optimizers.flat import Verdict
+from pipeline.optimizers.flat import GradientVerdict
 from pipeline.ranks.stopping import StopOrSave
 
 _EPS = 1e-6  # torch.nn.utils.clip_grad_norm_'s
@@ -36,7 +36,7 @@ class GradientJudge:
         self._skipped: Tensor | None = None
         self._clip_grad_norm = clip_grad_norm
 
-    def __call__(self, gradient: Tensor) -> Verdict:
+    def __call__(self, gradient: Tensor) -> GradientVerdict:
         """`gradient`: this rank's piece, float32 [any]; collective."""
         shared = torch.zeros(3, dtype=torch.float64, device=gradient.device)
         shared[0] = _norm(gradient)
@@ -52,8 +52,8 @@ class GradientJudge:
         self._skipped = skip.double() if self._skipped is None else self._skipped + skip
         self.numbers = torch.stack([norm, 1 - skip, *shared[1:].float()])
         if not self._clip_grad_norm:
-            return Verdict(skip=skip, divisor=None)
-        return Verdict(skip=skip, divisor=((norm + _EPS) / self._clip_grad_norm).clamp(min=1.0))
+            return GradientVerdict(skip=skip, divisor=None)
+        return GradientVerdict(skip=skip, divisor=((norm + _EPS) / self._clip_grad_norm).clamp(min=1.0))
 
     def take_skipped(self) -> int:
         """How many gradients were not finite since the last call; waits for the device."""

@@ -120,7 +120,7 @@ def open_deepspeed(folder: Path, *, zero_stage: int, processes: int, model: nn.M
         raise UserError(f"checkpoint {folder.parent} has the shards of {found} processes instead of {processes}")
     prefix = "bf16_" if (folder / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt").exists() else ""
 
-    shards = Shards(folder, prefix=prefix, zero_stage=zero_stage)
+    shards = StateShards(folder, prefix=prefix, zero_stage=zero_stage)
     first = "zero_pp_rank_0_mp_rank_00" if zero_stage == 3 else "mp_rank_00"
     content = read_state(folder / f"{first}_model_states.pt")
     groups: list[dict[str, torch.Size]] = content["param_shapes"]
@@ -148,7 +148,7 @@ def open_deepspeed(folder: Path, *, zero_stage: int, processes: int, model: nn.M
     )
 
 
-class Shards:
+class StateShards:
     """DeepSpeed's files of optimizer states, one a process, and those of averages; each opened when it is used."""
 
     def __init__(self, folder: Path, *, prefix: str, zero_stage: int) -> None:

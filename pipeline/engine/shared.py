@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from data_shards.errors import UserError
-from pipeline.engine.portable import PortableState, Shards, open_state
+from pipeline.engine.portable import PortableState, StateShards, open_state
 from pipeline.engine.state_files import left_out, put_back
 from pipeline.ranks.group import Ranks
 
@@ -70,7 +70,7 @@ def open_shared(
                 buffers={name: buffer.clone() for name, buffer in own.buffers.items()},
                 frozen={name: torch.empty(0) for name in own.frozen},
                 optimizer=None,
-                _flat=own._flat if isinstance(own._flat, Shards) else _nothing,
+                _flat=own._flat if isinstance(own._flat, StateShards) else _nothing,
             )
         except UserError as error:
             problem = str(error)

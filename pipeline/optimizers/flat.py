@@ -50,7 +50,7 @@ def merged(pieces: Iterable[tuple[int, int, Rule]]) -> tuple[Segment, ...]:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class GradientVerdict:
     """What is done with a gradient; 0-dimensional float32 tensors on its device."""
 
     skip: Tensor  # 1: it is not finite, nothing may move; 0
@@ -71,7 +71,7 @@ class FlatOptimizer(torch.optim.Optimizer, ABC):
     counts_steps: bool
 
     def __init__(
-        self, groups: Iterable[dict[str, Any]], config: OptimizerConfig, *, judge: Callable[[Tensor], Verdict]
+        self, groups: Iterable[dict[str, Any]], config: OptimizerConfig, *, judge: Callable[[Tensor], GradientVerdict]
     ) -> None:
         members, self.rules = [], dict[str, Rule]()
         for group in groups:
@@ -131,7 +131,7 @@ class FlatOptimizer(torch.optim.Optimizer, ABC):
         lr: float,
         weight_decay: float,
         steps: Tensor,
-        verdict: Verdict,
+        verdict: GradientVerdict,
     ) -> None:
         """One step of a segment, in place; may overwrite the gradient. `steps`: counted before this one; to be counted
         on by those that `counts_steps`."""
@@ -169,7 +169,7 @@ class FlatAdamW(FlatOptimizer):
         lr: float,
         weight_decay: float,
         steps: Tensor,
-        verdict: Verdict,
+        verdict: GradientVerdict,
     ) -> None:
         first, second = moments
         beta1, beta2 = self._config.betas
@@ -210,7 +210,7 @@ class FlatSgd(FlatOptimizer):
         lr: float,
         weight_decay: float,
         steps: Tensor,
-        verdict: Verdict,
+        verdict: GradientVerdict,
     ) -> None:
         if weight_decay:
             weight.mul_(1 - lr * weight_decay * (1 - verdict.skip))
@@ -247,7 +247,7 @@ class FlatAdamWBf16(FlatOptimizer):
         lr: float,
         weight_decay: float,
         steps: Tensor,
-        verdict: Verdict,
+        verdict: GradientVerdict,
     ) -> None:
         beta1, beta2 = self._config.betas
         applied = 1 - verdict.skip.double()
@@ -283,7 +283,7 @@ class FlatSgdBf16(FlatOptimizer):
         lr: float,
         weight_decay: float,
         steps: Tensor,
-        verdict: Verdict,
+        verdict: GradientVerdict,
     ) -> None:
         applied = 1 - verdict.skip
         keep = 1 - applied * (1 - in_bf16(self._config.momentum))
@@ -295,7 +295,7 @@ class FlatSgdBf16(FlatOptimizer):
 
 
 def flat_optimizer(
-    groups: Iterable[dict[str, Any]], config: OptimizerConfig, *, judge: Callable[[Tensor], Verdict]
+    groups: Iterable[dict[str, Any]], config: OptimizerConfig, *, judge: Callable[[Tensor], GradientVerdict]
 ) -> FlatOptimizer:
     """The flat form of a recipe's optimizer, of those that take pieces of parameters."""
     match config.name, config.first_moment:
@@ -311,7 +311,7 @@ def flat_optimizer(
             raise AssertionError(f"{config.name} takes whole parameters")
 
 
-def _usable(gradient: Tensor, verdict: Verdict) -> Tensor:
+def _usable(gradient: Tensor, verdict: GradientVerdict) -> Tensor:
     """A copy, clipped, or zeros if it is not finite."""
     clipped = gradient if verdict.divisor is None else gradient / verdict.divisor
     return torch.where(verdict.skip > 0, 0.0, clipped)

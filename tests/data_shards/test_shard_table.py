@@ -10,9 +10,9 @@ import pytest
 
 from data_shards.hold_out import take_portion
 from data_shards.labels import LabelSpec
-from data_shards.packed_shards import PackedShards, Shard, Texts
+from data_shards.packed_shards import PackedShards, Shard, TextColumn
 from data_shards.shard_set import Portion, ShardEntry, ShardSet, merge_shard_sets
-from data_shards.shard_table import ShardTable, Source
+from data_shards.shard_table import ShardTable, TableSource
 
 NAMES = ["a.tar", "", "sub/ü.tar", "c" * 300, "日本.tar"]
 
@@ -22,7 +22,7 @@ def rows(count: int, *, suffix: str = "") -> tuple[Shard, ...]:
 
 
 def table(shards: tuple[Shard, ...], **changes) -> ShardTable:
-    source = Source("/abs/set", "set", LabelSpec(), num_shards=len(shards))
+    source = TableSource("/abs/set", "set", LabelSpec(), num_shards=len(shards))
     return ShardTable.of(replace(source, **changes), PackedShards.of_shards(shards), damaged=[1])
 
 
@@ -47,11 +47,11 @@ def as_set(shards, **changes) -> ShardSet:
 
 
 def test_texts_come_back_one_by_one_in_slices_and_joined():
-    texts = Texts.of(NAMES)
+    texts = TextColumn.of(NAMES)
     assert list(texts) == NAMES and [texts[at] for at in range(-5, 5)] == NAMES * 2
     for part in (slice(1, 3), slice(3, 1), slice(None, None, 2), slice(4, None), slice(9, None), slice(-2, None)):
         assert texts[part] == NAMES[part]
-    assert list(Texts.join([texts, Texts.of([]), texts])) == NAMES * 2
+    assert list(TextColumn.join([texts, TextColumn.of([]), texts])) == NAMES * 2
     with pytest.raises(IndexError):
         texts[5]
 
@@ -107,6 +107,6 @@ def test_a_hundred_bytes_a_shard_and_no_object_for_each():
 
 def test_stamps_are_as_the_file_has_them():
     stamps = np.array([[5, 6], [-1, -1]])
-    source = Source("/a", "a", LabelSpec(), num_shards=2)
+    source = TableSource("/a", "a", LabelSpec(), num_shards=2)
     one = ShardTable.of(source, PackedShards.of_shards(rows(2)), stamps=stamps)
     assert [entry.stamp for entry in one] == ["5 6", ""]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from launch.bench.operations import Operations
-from pipeline.optimizers.flat import FlatOptimizer, Rule, Segment, Verdict, flat_optimizer, merged
+from pipeline.optimizers.flat import FlatOptimizer, GradientVerdict, Rule, Segment, flat_optimizer, merged
 from pipeline.optimizers.optim import build_optimizer, set_lr
 from pipeline.optimizers.parameter_groups import parameter_groups
 from pipeline.recipe.optimizer import OptimizerConfig
@@ -32,10 +32,10 @@ SETTINGS: list[dict[str, Any]] = [
 ]
 
 
-def judge(gradient: Tensor) -> Verdict:
+def judge(gradient: Tensor) -> GradientVerdict:
     """As the engine's of a single process."""
     norm = torch.linalg.vector_norm(gradient.double()).float()
-    return Verdict(skip=(~norm.isfinite()).float(), divisor=((norm + 1e-6) / CLIP).clamp(min=1.0))
+    return GradientVerdict(skip=(~norm.isfinite()).float(), divisor=((norm + 1e-6) / CLIP).clamp(min=1.0))
 
 
 class Model(nn.Sequential):
@@ -140,7 +140,7 @@ def test_segments_are_as_few_as_the_rules_allow() -> None:
 
 def test_a_step_of_two_segments_is_a_handful_of_operations_and_waits_for_nothing() -> None:
     config = OptimizerConfig(name="adamw", lr=0.1, weight_decay=0.1)
-    verdict = Verdict(skip=torch.tensor(0.0), divisor=torch.tensor(1.0))
+    verdict = GradientVerdict(skip=torch.tensor(0.0), divisor=torch.tensor(1.0))
     ours, _ = flattened(Model(), config, judge=lambda gradient: verdict)
     (flat,) = ours.param_groups[0]["params"]
     flat.grad = torch.ones_like(flat)

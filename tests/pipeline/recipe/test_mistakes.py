@@ -98,11 +98,9 @@ VALUES = [
     ("engine.collective_timeout_seconds=1e300", "engine.collective_timeout_seconds is '1e300': give a number above 0"),
     ("processes=many", "processes is 'many': give a whole number of at least 1 and at most 1,000,000, or auto"),
     ("processes=0", "processes is 0: give a whole number of at least 1"),
-    ("processes=-2", "processes is -2"),
     ("data.lanes=0", "data.lanes is 0: give a whole number of at least 1 and at most 65,536, or auto"),
     (f"data.lanes={10**9}", "data.lanes is 1000000000"),
     ("data.workers=none", "data.workers is 'none': give a whole number"),
-    (f"data.workers={10**9}", "data.workers is 1000000000"),
     # Pairs and lists.
     (f"{PRETRAIN}augment.crop_area=[0.5]", f"{PRETRAIN}augment.crop_area is [0.5]: give two numbers"),
     (f"{PRETRAIN}augment.crop_area=[0.1, 0.5, 1]", "crop_area is [0.1, 0.5, 1]: give two numbers"),
@@ -120,10 +118,7 @@ VALUES = [
     ("engine.precision=16", "engine.precision is 16: give bf16, fp16 or fp32"),
     ("engine.zero_stage=4", "engine.zero_stage is 4: give 0, 1, 2 or 3"),
     ("engine.zero_stage=true", "engine.zero_stage is true: give 0, 1, 2 or 3"),
-    (
-        "engine.activation_checkpointing=maybe",
-        "engine.activation_checkpointing is 'maybe': give true or false, or a whole number of at least 2",
-    ),
+    ("engine.activation_checkpointing=maybe", "engine.activation_checkpointing is 'maybe': give true or false, or a"),
     ("engine.activation_checkpointing=-1", "engine.activation_checkpointing is -1: give true or false, or a whole"),
     ("engine.activation_checkpointing=999", "engine.activation_checkpointing 999: the model has"),
     (
