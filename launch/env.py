@@ -22,6 +22,7 @@ from pipeline.vocabulary import COMPILED_FOLDER
 
 SUPERVISOR_PID = "SHARDVIT_SUPERVISOR_PID"
 PATHS_FILE = "SHARDVIT_DATA"
+RUN_MARK = "SHARDVIT_RUN_ON_HOSTS"  # the run folder, for ranks that `launch.hosts` started
 RENDEZVOUS = "SHARDVIT_RENDEZVOUS"  # a folder, see `pipeline.ranks.group`
 _RANK_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 _STEP_NAMES = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_JOB_ID", "SLURM_STEP_ID")
@@ -109,6 +110,8 @@ def read_place(environ: Mapping[str, str] = os.environ, *, gpus: int | None = No
         return Place()
     if place.world_size == 1:  # nobody to meet
         return place
+    if RUN_MARK in environ or "SLURM_STEP_NUM_TASKS" in environ:  # srun's output, or what `shardvit run` prints
+        place = replace(place, log="of the run")
     meeting = rendezvous_folder(environ)
     if meeting is not None:
         return replace(place, rendezvous=meeting)

@@ -63,6 +63,7 @@ if TYPE_CHECKING:
 
 _COLLATERAL_WAIT_SECONDS = 3.0  # a rank that notices another's end leaves later, so that the other's code is reported
 _WATCH_SECONDS = 1.0
+_SPEAKERS = 2  # of a host
 _MOST_READERS = 16  # threads that data.workers: auto may come to
 
 
@@ -131,7 +132,9 @@ def _failed(error: Exception, *, folder: RunFolder, at: _At, place: Place) -> in
         from pipeline.ranks.group import PeerGone
 
         if isinstance(error, PeerGone):
-            say(f"rank {place.rank}: {error}")
+            # Two of a host say it, as one of them may be who did not come; in one log all would be too many.
+            if place.local_rank < _SPEAKERS or place.log == "of a host":
+                say(f"rank {place.rank}: {error}")
             return 1
         if peer_is_gone(error):
             report_gone(folder.stage(at.stage) / "ranks", place=place, say=say)

@@ -33,10 +33,9 @@ from pathlib import Path
 import psutil
 
 from data_shards.durable import replace_text
-from launch.env import RENDEZVOUS, SUPERVISOR_PID, num_gpus, without_place
+from launch.env import RENDEZVOUS, RUN_MARK, SUPERVISOR_PID, num_gpus, without_place
 from launch.processes import join_thread, kill_all, marked, marked_ranks
 
-RUN_MARK = "SHARDVIT_RUN_ON_HOSTS"
 _POLL_SECONDS = 0.05
 _MOST_LINES = 1000
 _PUT_SECONDS, _DRAIN_SECONDS = 0.5, 5.0

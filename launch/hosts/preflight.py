@@ -185,7 +185,7 @@ def preflight(
             say(hosts_table(fleet.hosts, facts, problems))
     finally:
         marker.unlink(missing_ok=True)
-    sentences = [sentence for each in problems.values() for sentence in each]
+    sentences = folded(problems)
     if sentences:
         bad = sum(bool(each) for each in problems.values())
         raise UserError(
@@ -193,6 +193,19 @@ def preflight(
             + "".join(f"\n  {sentence}" for sentence in sentences)
         )
     return Ready(address, interfaces)
+
+
+def folded(problems: Mapping[str, Sequence[str]]) -> list[str]:
+    """The sentences of all hosts; of those that differ in nothing but the host's name the first, and who else. Pure."""
+    alike: dict[str, list[tuple[str, str]]] = {}
+    for host, sentences in problems.items():
+        for sentence in sentences:
+            alike.setdefault(sentence.replace(host, "\0"), []).append((host, sentence))
+    found = []
+    for (_, first), *others in alike.values():
+        more = f" (the same of {len(others)} more: {', '.join(host for host, _ in others)})" if others else ""
+        found.append(first + more)
+    return found
 
 
 class _Reply(NamedTuple):

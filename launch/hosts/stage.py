@@ -30,9 +30,9 @@ from data_shards.manifest import MANIFEST_FILE
 from data_shards.shard_set import ShardSet
 from data_shards.store.location import Commands, is_local, local_path
 from launch.endings import overall_code, signal_of
-from launch.env import RENDEZVOUS, without_place
+from launch.env import RENDEZVOUS, RUN_MARK, without_place
 from launch.hosts import pdsh
-from launch.hosts.agent import RUN_MARK, AgentOrder, rendezvous_name
+from launch.hosts.agent import AgentOrder, rendezvous_name
 from launch.hosts.hostfile import Fleet, Host
 from launch.hosts.preflight import Ready, preflight
 from launch.hosts.remote import Connection
@@ -242,9 +242,10 @@ class _Stage:
                 self._kill(runner)
                 give_up_at = now + _ANSWER_SECONDS
             if now >= give_up_at:
-                for host in [host for host in self._agents if host not in self._ended]:
-                    say(f"{host} does not answer: its ranks end by themselves when they notice")
-                    self._ended[host] = 1
+                silent = [host for host in self._agents if host not in self._ended]
+                do, their = ("does", "its") if len(silent) == 1 else ("do", "their")
+                say(f"{', '.join(silent)} {do} not answer: {their} ranks end by themselves when they notice")
+                self._ended |= dict.fromkeys(silent, 1)
                 continue
             time.sleep(_POLL_SECONDS)
         # pdsh's own code comes last: if a host was lost, we killed it.

@@ -8,6 +8,7 @@ Bytes that each GPU sends in one step, for n GPUs, N weights of w bytes each; ti
 
     ZeRO 0 and accelerate   2wN   all-reduce of the gradients (DDP)
     ZeRO 1 and 2            3wN   all-reduce (DeepSpeed 0.19 copies its part out of it), then all-gather of weights
+    ZeRO 1, at once         2wN   reduce-scatter after the backward pass (`engine.flat_step`), all-gather of weights
     ZeRO 3                  3wN   two all-gathers of weights and a reduce-scatter; 2wN while all weights stay gathered
 
 ZeRO 2 averages after every micro-batch, the others after the last one. ZeRO 3 has three collectives per block, each
@@ -22,7 +23,9 @@ from typing import Literal
 
 from pipeline.budget.gpus import GB, Gpu
 
-Way = Literal["overlapped", "default buckets"]
+Way = Literal["overlapped", "in turn", "at once"]
+"""Averaging while the backward pass goes on; bucket by bucket, while it waits; or by one message after it (ZeRO 1).
+In turn with one bucket is DeepSpeed's default."""
 ZeroKind = Literal[1, 2, 3, "ddp"]
 """A ZeRO stage; ddp: ZeRO 0, and accelerate."""
 
@@ -85,6 +88,7 @@ class Workload:
     zero_stage: ZeroKind  # of the engine
     bucket_elements: int  # gradients averaged at a time
     gathers_again: bool = False  # whether ZeRO 3 gathers the weights for the backward pass too
+    way: Way = "overlapped"  # of the engine
 
 
 def traffic(
@@ -94,10 +98,8 @@ def traffic(
     links: Links,
     compute_seconds: float,
     accumulation_steps: int = 1,
-    way: Way = "overlapped",
 ) -> Traffic:
-    """One optimizer step of `compute_seconds` of computing, over all its micro-batches, on each of `gpus` GPUs.
-    `way`: "default buckets" is DeepSpeed's default: one bucket, nothing hidden."""
+    """One optimizer step of `compute_seconds` of computing, over all its micro-batches, on each of `gpus` GPUs."""
     if gpus == 1:
         return Traffic(0, 0, 0, 0, 1.0)
     once = work.weight_bytes * work.num_parameters * (gpus - 1) / gpus
@@ -109,20 +111,20 @@ def traffic(
         reduce_bytes = once * accumulation_steps
         seconds = (gather_bytes + reduce_bytes) / speed + collectives * ring_seconds
         bare = min(seconds, max(0.0, seconds - compute_seconds) + _BARE_COLLECTIVES * seconds / collectives)
+        bare = seconds if work.way == "in turn" else bare
     else:
         times = accumulation_steps if work.zero_stage == 2 else 1
-        reduce_bytes, gather_bytes = 2 * once * times, once if work.zero_stage in (1, 2) else 0.0
+        gather_bytes = once if work.zero_stage in (1, 2) else 0.0
         gather = gather_bytes / speed + ring_seconds if gather_bytes else 0.0
-        if way == "default buckets":
-            reduce = bare_reduce = reduce_bytes / speed + ring_seconds
-        else:
-            buckets = math.ceil(work.num_parameters / work.bucket_elements)
-            # NCCL takes a tree for small pieces over many GPUs, so buckets do not each cost a ring's latency.
-            tree_seconds = 2 * math.ceil(math.log2(gpus)) * hop_seconds
-            reduce = reduce_bytes / speed + times * buckets * tree_seconds
+        reduce_bytes = once if work.way == "at once" else 2 * once * times
+        buckets = 1 if work.way == "at once" else math.ceil(work.num_parameters / work.bucket_elements)
+        # NCCL takes a tree for small pieces over many GPUs, so buckets do not each cost a ring's latency.
+        tree_seconds = 2 * math.ceil(math.log2(gpus)) * hop_seconds
+        reduce = reduce_bytes / speed + times * (ring_seconds if buckets == 1 else buckets * tree_seconds)
+        hidden = 0.0
+        if work.way == "overlapped":
             hidden = _BACKWARD_SHARE * compute_seconds * (times / accumulation_steps)
-            bare_reduce = max(reduce - hidden, reduce / (buckets * times))
-        seconds, bare = reduce + gather, bare_reduce + gather
+        seconds, bare = reduce + gather, max(reduce - hidden, reduce / (buckets * times)) + gather
     return Traffic(reduce_bytes, gather_bytes, seconds, bare, compute_seconds / (compute_seconds + bare))
 
 

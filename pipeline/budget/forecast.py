@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from pipeline.budget.communication import Links, Traffic, Workload, ZeroKind, most_useful_gpus, traffic
+from pipeline.budget.communication import Links, Traffic, Way, Workload, ZeroKind, most_useful_gpus, traffic
 from pipeline.budget.cost import StageCost, stage_cost
 from pipeline.budget.gpus import Gpu
 from pipeline.budget.length import Length
@@ -17,7 +17,7 @@ from pipeline.budget.memory import MAX_LIVE_ELEMENTS, ZERO_STAGES, Activations, 
 from pipeline.budget.speed import Reading, Speed, host_seconds, measured_speed, nearest_anchor, reading, speed_at
 from pipeline.budget.workers import ReadingAhead, reading_ahead
 from pipeline.checkpoint.room import estimate_bytes
-from pipeline.engine.zero_config import deepspeed_config
+from pipeline.engine.zero_config import deepspeed_config, overlaps, reduces_at_once
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.stage import TrainStage
 from pipeline.recipe.stage_plan import StagePlan
@@ -268,7 +268,16 @@ class _Part:
             zero_stage=kind,
             bucket_elements=settings["reduce_bucket_size"],
             gathers_again=self.cost.parameters > MAX_LIVE_ELEMENTS,
+            way=self.way(zero_stage),
         )
+
+    def way(self, zero_stage: ZeroStage) -> Way:
+        """How several processes average gradients under a ZeRO stage."""
+        engine, several = self.recipe.engine, max(2, self.plan.world_size)
+        if engine.backend == "accelerate" or zero_stage == 0 or overlaps(engine, world_size=several):
+            return "overlapped"
+        engine = engine.model_copy(update={"zero_stage": zero_stage})
+        return "at once" if reduces_at_once(engine, world_size=several) else "in turn"
 
 
 def _speed(recipe: Recipe, *, cost: StageCost, machine: Hardware, given: GivenSpeed) -> Speed | None:

@@ -12,7 +12,7 @@ N parameters, n processes, w bytes of a weight in the forward pass (2, or 4 in f
     ZeRO 0       wN + 12N          wN, always there     -        -         wN + 4N
     ZeRO 0 fp32  4N + 8N           4N, always there     -        -         4N
     ZeRO 1       wN + 12N/n        wN/n; wN (*)         2b       -         2wN/n + 4N/n; fp32: 8N/n
-       at once   wN + 12N/n        wN                   -        -         2wN, or 6N/n if that is more
+       at once   wN + 12N/n        wN                   -        -         2wN + wN/n, or 6N/n if that is more
     ZeRO 2       wN + 12N/n        wN/n; 2wN/n (*)      2b       -         the same
     ZeRO 3       wN/n + 12N/n      wN/n, always there   b        wN        the same, and b
     accelerate   4N + 8N           4N, always there     -        2N casts  4N
@@ -131,7 +131,7 @@ def state_of(
                 early_gradients=whole_is_early,
                 buckets=0,
                 gathered=0,
-                step=max(2 * weight * number, step - weight * share),
+                step=max(2 * weight * number + (weight * share if plan.world_size > 1 else 0), step - weight * share),
             )
         case 1 | 2:
             sharded = weight * share

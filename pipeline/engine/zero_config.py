@@ -19,9 +19,20 @@ def takes_flat_step(engine: EngineConfig) -> bool:
     return engine.zero_stage in {1, 2} and engine.precision != "fp16" and engine.offload == "none"
 
 
+def overlaps(engine: EngineConfig, *, world_size: int) -> bool:
+    """Whether gradients are averaged while the backward pass goes on."""
+    match engine.overlap:
+        case "auto":
+            return world_size > 1
+        case "on":
+            return True
+        case "off":
+            return False
+
+
 def reduces_at_once(engine: EngineConfig, *, world_size: int) -> bool:
     """Whether gradients are averaged by one message of ours after the backward pass. ZeRO 2 frees them before."""
-    return engine.zero_stage == 1 and takes_flat_step(engine) and not _overlaps(engine, world_size=world_size)
+    return engine.zero_stage == 1 and takes_flat_step(engine) and not overlaps(engine, world_size=world_size)
 
 
 def deepspeed_config(engine: EngineConfig, *, optimizer: OptimizerConfig, plan: StagePlan) -> dict[str, Any]:
@@ -38,7 +49,7 @@ def deepspeed_config(engine: EngineConfig, *, optimizer: OptimizerConfig, plan: 
             "reduce_bucket_size": engine.bucket_elements,
             "allgather_bucket_size": engine.bucket_elements,
             # It costs a synchronisation of the device after each backward pass, so not without anybody to send to.
-            "overlap_comm": _overlaps(engine, world_size=plan.world_size),
+            "overlap_comm": overlaps(engine, world_size=plan.world_size),
             "contiguous_gradients": not reduces_at_once(engine, world_size=plan.world_size),  # False: no hooks
             **_offload(engine),
         },
@@ -72,13 +83,3 @@ def _offload(engine: EngineConfig) -> dict[str, Any]:
     where = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
     parameters = engine.offload == "optimizer_and_parameters"
     return {"offload_optimizer": where, **({"offload_param": where} if parameters else {})}
-
-
-def _overlaps(engine: EngineConfig, *, world_size: int) -> bool:
-    match engine.overlap:
-        case "auto":
-            return world_size > 1
-        case "on":
-            return True
-        case "off":
-            return False

@@ -1,14 +1,18 @@
-"""After a failed exchange: which rank is gone. Said once per host, and told to the other hosts in one small file.
+"""After a failed exchange: which rank is gone. Said once per log, and told to the other hosts in one small file.
 
 Who has first-hand knowledge (a rank that fails by an exception, or whose host's process died or hangs) overwrites
 `NEWS_FILE` in place. The lowest living rank of each host reads its host's heartbeats once and then that one file, ever
 more seldom; the other ranks read the lowest one's heartbeat. So a death costs some 9 file operations a rank, where
 reading everybody's heartbeat would cost as many as there are ranks, time after time. Processes of this host are asked
 of the kernel.
+
+Each host's first rank has something to say. Where all hosts write to one log (SLURM, `shardvit run` over ssh), the
+first to make a file that can be made only once says it. If it is killed between the two, only its launcher tells.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import threading
@@ -17,10 +21,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 from pipeline.ranks.heartbeat import Heartbeat, read_beat, read_heartbeat, write_beat, write_heartbeat
 from pipeline.ranks.pid import process_started, this_machine
 from pipeline.ranks.place import Place
+
+About = Literal["a rank", "nobody known"]
 
 NEWS_FILE = "news.json"  # beside the heartbeats, in the same form
 LEAVE_SECONDS = 3.0  # for the main thread to fail by itself; and the launcher sees the dead rank's exit code first
@@ -54,7 +61,7 @@ def who_is_gone(folder: Path, *, place: Place) -> str:
 
 
 def report_gone(folder: Path, *, place: Place, say: Callable[[str], None]) -> None:
-    """Say `who_is_gone`, once per host, after waiting a moment until it is known."""
+    """Say `who_is_gone`, once per log, after waiting a moment until it is known."""
     mine = _own_heartbeat(folder, place=place)
     host = _Host(folder, place=place, attempt=mine.attempt) if mine else None
     deadline, pause_seconds = time.monotonic() + LEAVE_SECONDS, _FIRST_PAUSE_SECONDS
@@ -74,6 +81,7 @@ def report_gone(folder: Path, *, place: Place, say: Callable[[str], None]) -> No
         time.sleep(min(pause_seconds, left_seconds))
         pause_seconds *= 2
     if speaker is None and first_word.acquire(blocking=False):
+        about: About = "a rank" if sentence else "nobody known"
         sentence = sentence or "another process of the run died; which one is not known on this host"
         if mine is not None:
             ended = replace(mine, state="ended", note=sentence)
@@ -81,7 +89,31 @@ def report_gone(folder: Path, *, place: Place, say: Callable[[str], None]) -> No
                 write_heartbeat(folder, ended)
                 if is_first_hand:
                     tell_all_hosts(folder, ended)
-        say(sentence)
+        if mine is None or is_to_say(folder, place=place, attempt=mine.attempt, about=about):
+            say(sentence)
+
+
+def is_to_say(folder: Path, *, place: Place, attempt: str, about: About) -> bool:
+    """Whether this host is to say its sentence: always if it has a log of its own, else if it asks before the others.
+    That nobody is known is not said after a rank was named, but does not keep another host from naming it."""
+    if place.log == "of a host":
+        return True
+    named = folder / said_file(attempt)
+    try:
+        if about == "nobody known" and named.exists():
+            return False
+        file = named if about == "a rank" else named.with_suffix(".unknown")
+        os.close(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644))
+    except FileExistsError:
+        return False
+    except OSError:  # rather twice than not at all
+        pass
+    return True
+
+
+def said_file(attempt: str) -> str:
+    """The name of the file that the first one to name a rank makes beside the heartbeats."""
+    return f"said-{hashlib.blake2b(attempt.encode(), digest_size=8).hexdigest()}"
 
 
 class _Host:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
+
+Log = Literal["of the run", "of a host"]
 
 
 @dataclass(frozen=True)
@@ -13,6 +16,7 @@ class Place:
     Attributes:
         master_addr, master_port: of rank 0, if a launcher set them.
         rendezvous: a local folder where rank 0 writes its address instead.
+        log: what its output goes to; "of the run": all hosts write to it, so it is enough if one of them says a thing.
         gpu: index of this process's GPU among the visible ones; None: the local rank.
     """
 
@@ -24,6 +28,7 @@ class Place:
     master_port: int = 29500
     rendezvous: Path | None = None
     gpu: int | None = None
+    log: Log = "of a host"
 
     @property
     def is_main(self) -> bool:

@@ -33,9 +33,11 @@ from pipeline.ranks.gone import (
     failure,
     first_word,
     gone,
+    is_to_say,
     last_step,
     peer_is_gone,
     ranks_of_host,
+    said_file,
     tell_all_hosts,
 )
 from pipeline.ranks.heartbeat import (
@@ -103,7 +105,7 @@ class Watch:
         with suppress(OSError):
             make_folders(self._folder, below=self._folder.parent.parent)  # the run folder, which may be gone
             if self._place.is_main:
-                _forget_ranks_from(self._place.world_size, folder=self._folder)
+                _forget(self._folder, ranks_from=self._place.world_size, said_but=said_file(self._attempt))
                 (self._folder / NEWS_FILE).touch()  # a file that was not there is not looked for again at once on NFS
         self._stacks.open()  # before the first heartbeat, after which the others may ask for a stack
         self._write("running")
@@ -170,7 +172,8 @@ class Watch:
         if first_word.acquire(blocking=False):
             self._ended = sentence
             self._write("ended", note=sentence)
-            self._tell(sentence)
+            if is_to_say(self._folder, place=self._place, attempt=self._attempt, about="a rank"):
+                self._tell(sentence)
         if not self._closing.wait(LEAVE_SECONDS):
             os._exit(1)
 
@@ -325,11 +328,12 @@ class Watch:
         thread.join(timeout=_SAY_SECONDS)
 
 
-def _forget_ranks_from(first: int, *, folder: Path) -> None:
+def _forget(folder: Path, *, ranks_from: int, said_but: str) -> None:
+    """Remove what earlier attempts left: files of higher ranks, and that something was said."""
     for path in folder.iterdir():
         number = re.search(r"rank-(\d+)\.", path.name)
-        if number and int(number[1]) >= first:
-            path.unlink()
+        if (number and int(number[1]) >= ranks_from) or (path.name.startswith("said-") and path.stem != said_but):
+            path.unlink(missing_ok=True)
 
 
 def _size(path: Path) -> int:

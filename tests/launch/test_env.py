@@ -1,5 +1,6 @@
 """Which process this is, told from each launcher's names; what contradicts itself is refused."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -58,13 +59,14 @@ def test_one_task_of_srun_is_one_process():
 
 def test_srun_alone_names_the_meeting_place():
     bare = {key: value for key, value in SLURM.items() if key not in ADDRESS}
-    assert read_place(bare) == Place(5, 8, local_rank=1, local_world_size=4, master_addr="node7", master_port=21232)
+    met = Place(5, 8, local_rank=1, local_world_size=4, master_addr="node7", master_port=21232, log="of the run")
+    assert read_place(bare) == met
     assert read_place({**bare, "MASTER_ADDR": "head"}).master_addr == "head"
     assert read_place({**bare, "MASTER_PORT": "7"}).master_port == 7
 
 
 def test_sruns_numbers_come_before_a_rank_that_a_batch_script_exported():
-    assert read_place({**SLURM, "RANK": "0", "WORLD_SIZE": "8", "LOCAL_RANK": "0"}) == PLACE
+    assert read_place({**SLURM, "RANK": "0", "WORLD_SIZE": "8", "LOCAL_RANK": "0"}) == replace(PLACE, log="of the run")
 
 
 def test_a_task_that_sees_one_gpu_uses_that_one():
@@ -92,8 +94,19 @@ def test_one_process_says_what_all_find_wrong(environ: dict[str, str], says: boo
 
 @pytest.mark.parametrize("environ", [TORCHRUN, DEEPSPEED, SLURM], ids=["torchrun", "deepspeed", "slurm"])
 def test_every_launcher_says_the_same(environ: dict[str, str]):
-    assert read_place(environ) == PLACE
+    assert replace(read_place(environ), log=PLACE.log) == PLACE
     assert not PLACE.is_main
+
+
+@pytest.mark.parametrize(
+    ("environ", "is_one"),
+    [
+        *((TORCHRUN, False), (DEEPSPEED, False), ({**BATCH, **TORCHRUN}, False)),
+        *((SLURM, True), ({**SLURM, **TORCHRUN}, True), ({**DEEPSPEED, "SHARDVIT_RUN_ON_HOSTS": "/runs/a"}, True)),
+    ],
+)
+def test_where_all_hosts_write_to_one_log(environ: dict[str, str], is_one: bool):
+    assert (read_place(environ).log == "of the run") == is_one
 
 
 def test_a_launcher_inside_a_slurm_job_comes_first():

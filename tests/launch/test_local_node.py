@@ -88,7 +88,8 @@ def test_the_entry_point_becomes_the_launcher_of_its_node(monkeypatch: pytest.Mo
 
 def test_its_processes_know_their_place():
     place = read_place({**STEP, **SHARE.names_of(1)}, gpus=2)
-    assert place == Place(3, 4, local_rank=1, local_world_size=2, master_addr="n1", master_port=20_001)
+    met = Place(3, 4, local_rank=1, local_world_size=2, master_addr="n1", master_port=20_001, log="of the run")
+    assert place == met
 
 
 def test_the_code_that_tells_most_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from data_shards.errors import UserError
+from launch.bench.scale_ranks import counting
 from launch.slurm.commands import Queued
 from launch.slurm.records import End, Submission, write_ends, write_submission
 from launch.slurm.status import as_text, as_tree, run_status
@@ -102,3 +103,18 @@ def test_how_often_it_will_be_requeued(folder: RunFolder, left: int, limit: int,
 def test_what_is_no_run_folder(tmp_path: Path):
     with pytest.raises(UserError, match="is not a run folder"):
         run_status(tmp_path, slurm=FakeSlurm())
+
+
+def test_what_is_read_does_not_grow_with_the_ranks(folder: RunFolder):
+    submitted(folder)
+    counts: list[int] = []
+    for ranks in (2, 1024):
+        (folder.stage("pretrain") / "ranks").mkdir(exist_ok=True)
+        for rank in range(ranks):  # heartbeats, stacks, and each rank's part of a checkpoint
+            for name in (f"ranks/rank-{rank}.json", f"ranks/rank-{rank}.txt"):
+                (folder.stage("pretrain") / name).touch()
+            (folder.checkpoints("pretrain") / "step-00000350" / f"zero_pp_rank_{rank}_optim_states.pt").touch()
+        with counting(folder.path) as counter:
+            assert run_status(folder.path, slurm=FakeSlurm()).stages[0].step == 400
+        counts.append(counter.operations)
+    assert 0 < counts[0] == counts[1] < 50

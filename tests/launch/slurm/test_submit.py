@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from data_shards.errors import UserError
+from launch.bench.scale_ranks import counting
 from launch.slurm.options import JobOptions
 from launch.slurm.records import read_submission, write_cancelled, write_ends
 from launch.slurm.site import Site, SlurmJob, job_of
@@ -126,3 +127,45 @@ def test_another_recipe_in_the_same_run_is_refused(work: Path):
     RunFolder(runs_root=work / "runs", name="digits").open(plan().recipe)
     with pytest.raises(UserError, match="the recipe differs"):
         plan("seed=5")
+
+
+def of_nodes(nodes: int) -> SlurmJob:
+    return job_of(JobOptions(nodes=nodes, gpus_per_node=8, time="1:00:00"), site=Site())
+
+
+BATCH = [f"stages.{stage}.global_batch_size=1024" for stage in ("pretrain", "finetune")]
+
+
+def test_128_nodes_of_8_gpus_get_the_script_of_one_node(work: Path):
+    """Nothing in it, and nothing that is done here, grows with the processes; each node has a task for each GPU."""
+    operations: list[int] = []
+    scripts: list[dict[str, str]] = []
+    for nodes in (1, 128):
+        job, slurm = of_nodes(nodes), FakeSlurm()
+        with counting(work) as counter:
+            submission = submit_plan(plan(*BATCH, f"name=on-{nodes}", job=job), slurm=slurm)
+        operations.append(counter.operations)
+        assert len(slurm.submitted) == 3 and submission.processes == 8 * nodes
+        assert parse_recipe(work / f"runs/on-{nodes}/slurm/recipe.yaml").processes == 8 * nodes
+        scripts.append({path.name: path.read_text() for path in (work / f"runs/on-{nodes}/slurm").glob("*.sbatch")})
+    assert operations[0] == operations[1]
+    few, many = scripts
+    lines = many["pretrain.sbatch"].splitlines()
+    assert {"#SBATCH --nodes=128", "#SBATCH --ntasks-per-node=8", "#SBATCH --gpus-per-node=8"} <= set(lines)
+    assert "srun --nodes=128 --ntasks=1024 --distribution=block" in many["pretrain.sbatch"]
+    sizes = (("--nodes=128", "--nodes=1"), ("--ntasks=1024", "--ntasks=8"), ("on-128", "on-1"))
+    for name, text in many.items():
+        for there, here in sizes:
+            text = text.replace(there, here)
+        assert text == few[name]
+
+
+def test_what_1024_processes_cannot_share_is_said_before_anything_is_submitted(work: Path):
+    for overrides, named in (
+        ([], "global_batch_size"),
+        ([*BATCH, "data.lanes=64"], "data.lanes"),
+    ):
+        with pytest.raises(UserError, match=named) as refused:
+            plan(*overrides, job=of_nodes(128))
+        assert "1024" in str(refused.value).replace(",", "") and "\n" not in str(refused.value)
+    assert not (work / "runs").exists()

@@ -48,6 +48,7 @@ CASES = [
     ("deepspeed", 1, "fp32", 1),
     ("deepspeed", 3, "fp32", 1),
 ]
+AT_ONCE = ("deepspeed", 1, "bf16", 1, "off")  # averages within `backward`
 
 
 def recipe_of(case: tuple[Any, ...]) -> Recipe:
@@ -147,7 +148,7 @@ def main() -> None:
     )
     results: dict[str, dict[str, Any]] = {}
     with Tracker() as tracker:
-        for case in CASES:
+        for case in [*CASES, AT_ONCE]:
             results["-".join(map(str, case))] = measure(case, tracker=tracker, ranks=ranks)
     if rank == 0:
         (out / "results.json").write_text(json.dumps(results), encoding="utf-8")

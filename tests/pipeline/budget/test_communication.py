@@ -46,6 +46,17 @@ def test_a_slower_network_between_the_nodes_costs_time_and_no_bytes(zero_stage: 
         assert (fast_one.seconds == slow_one.seconds) == same
 
 
+@given(gpus=st.integers(2, 4096), seconds=st.floats(1e-4, 100))
+def test_what_is_not_overlapped_is_waited_for(gpus: int, seconds: float):
+    ways = ("overlapped", "in turn", "at once")
+    overlapped, in_turn, at_once = (
+        traffic(replace(JOB, way=way), gpus=gpus, links=LINKS, compute_seconds=seconds) for way in ways
+    )
+    assert overlapped.num_bytes == in_turn.num_bytes == pytest.approx(1.5 * at_once.num_bytes)
+    assert overlapped.bare_seconds <= in_turn.bare_seconds == pytest.approx(in_turn.seconds)
+    assert at_once.bare_seconds == pytest.approx(at_once.seconds)
+
+
 def test_zero_2_averages_after_every_micro_batch_and_zero_1_after_the_last():
     one, two = (
         traffic(replace(JOB, zero_stage=stage), gpus=8, links=LINKS, compute_seconds=1.0, accumulation_steps=4)

@@ -57,11 +57,27 @@ def test_what_rests_and_the_peak(case: Any, results: dict[str, dict[str, Any]]):
     assert held.backward_peak_bytes(activation_bytes) == pytest.approx(found["backward_peak_bytes"], rel=0.05)
 
 
-@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
-def test_what_is_sent(zero_stage: Any, results: dict[str, dict[str, Any]]):
+def test_the_peak_where_gradients_are_averaged_at_once(results: dict[str, dict[str, Any]]):
+    found = results["-".join(map(str, worker.AT_ONCE))]
+    held = planned(worker.AT_ONCE, number=found["parameters"])
+    assert held.resting_bytes == pytest.approx(found["resting_bytes"], rel=0.03)
+    assert held.peak_bytes(0) == pytest.approx(found["peak_bytes"], rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("name", "zero_stage", "way"),
+    [
+        ("0-bf16-1", "ddp", "overlapped"),
+        ("1-bf16-1", 1, "overlapped"),
+        ("1-bf16-1-off", 1, "at once"),
+        ("2-bf16-1", 2, "overlapped"),
+        ("3-bf16-1", 3, "overlapped"),
+    ],
+)
+def test_what_is_sent(name: str, zero_stage: Any, way: Any, results: dict[str, dict[str, Any]]):
     """An all-reduce sends its tensor twice (less a share), an all-gather and a reduce-scatter once."""
-    found = results[f"deepspeed-{zero_stage}-bf16-1"]
-    job = Workload(found["parameters"], 2, 6, zero_stage or "ddp", worker.BUCKET_ELEMENTS)
+    found = results[f"deepspeed-{name}"]
+    job = Workload(found["parameters"], 2, 6, zero_stage, worker.BUCKET_ELEMENTS, way=way)
     links = links_of(find_gpu("h200"), gpus_per_node=8, node_gbps=None)
     got = traffic(job, gpus=WORLD_SIZE, links=links, compute_seconds=1.0)
     share = (WORLD_SIZE - 1) / WORLD_SIZE

@@ -1,4 +1,4 @@
-"""A rank's death among many simulated ranks: every host names it, once, and few files are touched. Real deaths are in
+"""A rank's death among many simulated ranks: each log names it, once, and few files are touched. Real deaths are in
 tests/distributed."""
 
 from __future__ import annotations
@@ -9,30 +9,47 @@ import pytest
 
 from launch.bench.scale_ranks import beat_of, counting, simulate_death
 from pipeline.ranks import gone
-from pipeline.ranks.gone import NEWS_FILE, tell_all_hosts
+from pipeline.ranks.gone import NEWS_FILE, About, is_to_say, tell_all_hosts
 from pipeline.ranks.heartbeat import read_beat
+from pipeline.ranks.place import Log, Place
 
 
 @pytest.mark.parametrize("victim", [0, 5, 8], ids=["rank 0", "in the middle of a host", "the first of a host"])
-def test_every_host_names_the_dead_rank_once_with_few_file_operations(victim: int, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(("log", "lines"), [("of a host", 6), ("of the run", 1)])
+def test_each_log_names_the_dead_rank_once_with_few_file_operations(
+    victim: int, log: Log, lines: int, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(gone, "LEAVE_SECONDS", 120.0)  # so that a host which waits in vain is not a matter of luck
     hosts, per_host = 6, 4
-    told = simulate_death(hosts=hosts, per_host=per_host, victim=victim)
-    assert len(told.said) == hosts
+    told = simulate_death(hosts=hosts, per_host=per_host, victim=victim, log=log)
+    assert len(told.said) == lines
     assert all(f"rank {victim} (host node{victim // per_host}, process " in sentence for sentence in told.said)
     assert all("is gone; its last known step was 412" in sentence for sentence in told.said)
     # Looks become rarer by themselves; a slow machine makes a few more of them.
     assert told.operations < 16 * hosts * per_host
 
 
-def test_without_a_word_from_the_dead_ranks_host_each_host_says_so_once_and_reads_no_more(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(("log", "lines"), [("of a host", 4), ("of the run", 1)])
+def test_without_a_word_from_the_dead_ranks_host_each_log_says_so_once_and_no_more_is_read(
+    log: Log, lines: int, monkeypatch: pytest.MonkeyPatch
 ):
     """It was alone on its host."""
     monkeypatch.setattr(gone, "LEAVE_SECONDS", 1.0)
-    told = simulate_death(hosts=5, per_host=1, victim=3)
-    assert len(told.said) == 4 and all("which one is not known on this host" in sentence for sentence in told.said)
+    told = simulate_death(hosts=5, per_host=1, victim=3, log=log)
+    assert len(told.said) == lines and all("which one is not known on this host" in sentence for sentence in told.said)
     assert told.operations < 16 * 5
+
+
+def test_of_one_log_the_first_is_to_say_it_and_a_name_is_said_even_after_that_nobody_knows(tmp_path: Path):
+    asks: list[tuple[str, About]] = [
+        *(("one", "nobody known"), ("one", "nobody known"), ("one", "a rank"), ("one", "a rank")),
+        *(("two", "a rank"), ("two", "nobody known"), ("two", "a rank")),
+    ]
+    for log, says in (("of the run", [True, False, True, False, True, False, False]), ("of a host", [True] * 7)):
+        place = Place(log=log)
+        assert [is_to_say(tmp_path, place=place, attempt=attempt, about=about) for attempt, about in asks] == says
+    for _ in range(2):  # a folder that cannot be written to silences nobody
+        assert is_to_say(tmp_path / "gone", place=Place(log="of the run"), attempt="one", about="a rank")
 
 
 def test_that_a_rank_ended_the_run_replaces_that_one_failed_and_nothing_replaces_that(tmp_path: Path):

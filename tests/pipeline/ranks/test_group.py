@@ -120,6 +120,26 @@ def test_the_gpu_of_a_process_is_its_local_rank_or_the_one_that_it_sees(
     assert chosen == [gpu] and os.environ["LOCAL_RANK"] == str(gpu)
 
 
+@pytest.mark.parametrize("has_gpu", [True, False])
+def test_nccl_is_told_the_gpu_when_the_ranks_meet(has_gpu: bool, monkeypatch: pytest.MonkeyPatch):
+    """So that it connects them there and then. gloo's group is told none."""
+    met: list[tuple[str, object]] = []
+
+    class Met(Exception):
+        pass
+
+    def init_process_group(backend: str, *arguments: object, device_id: object, **more: object) -> None:
+        met.append((backend, device_id))
+        raise Met
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.distributed, "init_process_group", init_process_group)
+    with pytest.raises(Met):
+        Ranks(Place(local_rank=3), timeout_seconds=30)
+    assert met == [("nccl", torch.device("cuda", 3)) if has_gpu else ("gloo", None)]
+
+
 def test_on_a_cpu_processes_of_a_machine_are_told_apart(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     Ranks(Place(local_rank=1, gpu=0), timeout_seconds=30).leave()
