@@ -20,10 +20,10 @@ def each_once(*overrides: str) -> list[str]:
     return list({override.partition("=")[0]: override for override in overrides}.values())
 
 
-def make_shards(folder: Path) -> None:
+def make_shards(folder: Path, *, images: int = 100) -> None:
     folder.mkdir(parents=True)
     (folder / "a.tar").write_bytes(b"12345")
-    shards = (Shard("a.tar", num_samples=100, num_bytes=5, sha256="0" * 64),)
+    shards = (Shard("a.tar", num_samples=images, num_bytes=5, sha256="0" * 64),)
     write_manifest(Manifest(folder, name="a", split=folder.name, classes=("x", "y"), shards=shards, source="here"))
 
 
