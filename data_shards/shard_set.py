@@ -12,7 +12,6 @@ from typing import Literal
 
 from data_shards.errors import UserError
 from data_shards.labels import LabelSpec
-from data_shards.store.location import is_local
 from data_shards.vocabulary import LabelKind, PartName
 
 Damaged = Literal["refuse", "report"]
@@ -162,13 +161,6 @@ class ShardSet:
         if isinstance(self.shards, ColumnShards):
             return tuple(self.shards.sizes)
         return tuple(shard.num_samples for shard in self.shards)
-
-    @property
-    def is_local(self) -> bool:
-        """Whether all shards are local files."""
-        if isinstance(self.shards, ColumnShards):
-            return self.shards.is_local
-        return all(is_local(shard.url) for shard in self.shards)
 
     @property
     def damaged_numbers(self) -> list[int]:

@@ -18,7 +18,6 @@ from typing import Literal
 
 from data_shards.errors import UserError
 from pipeline.ranks.place import Place
-from pipeline.vocabulary import COMPILED_FOLDER
 
 SUPERVISOR_PID = "SHARDVIT_SUPERVISOR_PID"
 PATHS_FILE = "SHARDVIT_DATA"
@@ -74,13 +73,6 @@ def paths_file(given: Path | None, environ: Mapping[str, str] = os.environ) -> P
     """The file with the shards of each role: as given by --data, or by SHARDVIT_DATA; None: neither."""
     named = environ.get(PATHS_FILE, "")
     return given or (Path(named) if named else None)
-
-
-def keep_compiled(run_folder: Path) -> None:
-    """What torch compiles in this process stays in the run folder for the next start, unless TORCHINDUCTOR_CACHE_DIR
-    says where; call before torch is imported. Triton's part lies within it, and each file is moved there when it is
-    whole, so all ranks share it."""
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str((run_folder / COMPILED_FOLDER).absolute()))
 
 
 def read_place(environ: Mapping[str, str] = os.environ, *, gpus: int | None = None) -> Place:

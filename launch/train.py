@@ -32,7 +32,6 @@ from data_shards.errors import AgreedError, SampleError, UserError, WorkerDied
 from launch.env import (
     experiment_name,
     job_tags,
-    keep_compiled,
     node_share,
     paths_file,
     read_place,
@@ -174,7 +173,6 @@ def _run(recipe: Recipe, *, folder: RunFolder, stages: Sequence[StageName], at: 
         earlier_cpu_seconds=time.process_time(),
     )
     clock.doing("importing libraries")
-    keep_compiled(folder.path)
     from pipeline.ranks.stopping import StopFlag, Stopped
 
     stop = StopFlag()

@@ -7,7 +7,7 @@
     RUNS/NAME/STAGE/ranks/                see `watch`
     RUNS/NAME/STAGE/metrics.jsonl         see `metrics_log`
     RUNS/NAME/STAGE/model/                the result: safetensors and config.json
-    RUNS/NAME/.compile_cache/             what torch has compiled; may be deleted at any time
+    RUNS/NAME/compiled/                   what torch has compiled, see `kernels.cache`; may be deleted at any time
 
 A finished stage is not run again; an interrupted one goes on; a changed recipe is refused with the difference shown.
 Nothing is deleted: what `--restart` begins again is moved aside. No torch here.

@@ -16,6 +16,7 @@ from data_shards.opening import open_shards
 from data_shards.shard_set import Portion, ShardSet, ShardsSpec, merge_shard_sets
 from data_shards.store.cache import CacheConfig, default_cache_folder
 from data_shards.store.location import CommandRefused, Commands
+from data_shards.store.prefetch import all_local
 from data_shards.store.store import Store
 from data_shards.text import parse_bytes, show_bytes
 from pipeline.recipe.data import ShardsConfig
@@ -132,7 +133,7 @@ def _demand_like_labels(train: ShardSet, held_out: ShardSet, *, config: TrainSta
 
 def cache_advice(recipe: Recipe, *, data: StageData, plan: StagePlan, processes_per_node: int) -> str | None:
     """One sentence, if the cache is too small for the shuffle, so that shards would be fetched again."""
-    if data.train.is_local or None in (sizes := [shard.num_bytes for shard in data.train.shards]):
+    if all_local(data.train.shards) or None in (sizes := [shard.num_bytes for shard in data.train.shards]):
         return None
     fitness, _ = assess(
         data.train.shard_sizes,

@@ -31,7 +31,7 @@ METRICS_FILE = "metrics.jsonl"
 CORRUPT_SAMPLES_FILE = "corrupt_samples.jsonl"
 MODEL_FOLDER = "model"  # the result: safetensors and config.json
 MLFLOW_FILE = "mlflow.json"  # of the run, and of each stage: which MLflow run it is
-COMPILED_FOLDER = ".compile_cache"
+COMPILED_FOLDER = "compiled"  # what torch has compiled
 REPLACED_FOLDER = "replaced"  # what --restart moved aside
 SWEEP_FILE = "sweep.json"  # in the folder of a sweep's runs
 

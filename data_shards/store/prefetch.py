@@ -31,13 +31,14 @@ def start_prefetch(
     store: Store | None, entries: Sequence[ShardEntry], *, upcoming: Iterator[tuple[int, Sequence[int]]]
 ) -> Prefetcher | None:
     """A running prefetcher; None if every shard is a local file (`upcoming` is not touched)."""
-    if store is None or store.cache is None or _all_local(entries):
+    if store is None or store.cache is None or all_local(entries):
         return None
     lookahead_bytes = int(store.cache.limit_bytes * _LOOKAHEAD_SHARE)
     return Prefetcher(store, entries, upcoming=upcoming, lookahead_bytes=lookahead_bytes)
 
 
-def _all_local(entries: Sequence[ShardEntry]) -> bool:
+def all_local(entries: Sequence[ShardEntry]) -> bool:
+    """Whether all are local files."""
     return entries.is_local if isinstance(entries, ColumnShards) else all(is_local(entry.url) for entry in entries)
 
 

@@ -11,7 +11,8 @@ import os
 import secrets
 from pathlib import Path
 
-FOLDER = "compiled"  # of a run
+from pipeline.vocabulary import COMPILED_FOLDER
+
 _NAME = "TORCHINDUCTOR_CACHE_DIR"  # torch reads it whenever it compiles; Triton's cache is inside
 
 
@@ -22,7 +23,7 @@ def keep_compiled_code(run: Path, *, own_cache: Path | None = None) -> Path | No
         return None
     try:
         own_cache = own_cache or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        folder = run / FOLDER / _users_name(own_cache / "shardvit" / "compiled.name")
+        folder = run / COMPILED_FOLDER / _users_name(own_cache / "shardvit" / "compiled.name")
     except (OSError, RuntimeError):  # no home, or a full or read-only one: torch's own place, on this node
         return None
     os.environ[_NAME] = str(folder.absolute())

@@ -13,6 +13,7 @@ from data_shards.labels import LabelSpec
 from data_shards.packed_shards import PackedShards, Shard, TextColumn
 from data_shards.shard_set import Portion, ShardEntry, ShardSet, merge_shard_sets
 from data_shards.shard_table import ShardTable, TableSource
+from data_shards.store.prefetch import all_local
 
 NAMES = ["a.tar", "", "sub/ü.tar", "c" * 300, "日本.tar"]
 
@@ -86,7 +87,7 @@ def test_parts_mixtures_and_other_damage_are_those_of_entries():
             *entries(others, folder="s3://b/o", shown="s3://b/o"),
             *ours.shards,
         )
-        assert mixed.damaged_numbers == [1, 41, 48] and not mixed.is_local
+        assert mixed.damaged_numbers == [1, 41, 48] and not all_local(mixed.shards)
         mended = mixed.with_damaged([0, 46], damage=("x",), lost_samples=3)
         assert mended.damaged_numbers == [0, 46] and (mended.damage, mended.lost_samples) == (("x",), 3)
         with_tuple = merge_shard_sets([ours, as_set(entries(others))])
