@@ -16,8 +16,9 @@ import sys
 import tempfile
 import time
 from contextlib import closing, suppress
-from multiprocessing import popen_forkserver
+from multiprocessing import reduction
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 from launch.bench.scale_rows import RANKS, SAMPLES, SHARDS, Row
@@ -123,9 +124,9 @@ def _measure(what: str, folder: Path, wire: Path) -> dict[str, float]:
     else:
         shards = pickle.loads(wire.read_bytes())
         sizes: list[int] = []
-        dump = popen_forkserver.reduction.dump
+        dump = reduction.dump
 
-        def counted(content: object, file: io.BytesIO, *rest: object) -> None:
+        def counted(content: object, file: io.BytesIO, *rest: Any) -> None:
             nonlocal start
             begin = time.process_time()
             dump(content, file, *rest)
@@ -136,8 +137,8 @@ def _measure(what: str, folder: Path, wire: Path) -> dict[str, float]:
         transform = EvalTransform(32)
         batches = EvalBatches(Access(shards), transform=transform, rank=0, world_size=1, batch_size=1)
         with (
-            patch.object(popen_forkserver.reduction, "dump", counted),
-            closing(eval_batches(batches, workers=2)) as items,  # pyright: ignore[reportArgumentType]
+            patch.object(reduction, "dump", counted),
+            closing(eval_batches(batches, workers=2)) as items,
             suppress(ValueError),  # the tars are empty
         ):
             next(iter(items))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from data_shards.text import show_bytes
 from pipeline.budget.communication import GOOD_KEPT_SHARE
 from pipeline.budget.forecast import Hardware, StageForecast
 from pipeline.budget.gpus import RESERVE_SHARE
+from pipeline.budget.memory import ZeroStage
 from pipeline.budget.workers import MOST_WORKERS, workers_needed
 from pipeline.recipe.schema import Recipe
 
@@ -95,9 +97,24 @@ def _waste(forecast: StageForecast, *, recipe: Recipe, machine: Hardware) -> Ite
             advice = "more than one GPU gains nothing; a larger batch would help"
         else:
             advice = f"take {_counted(time.useful_gpus)} at most, or a larger batch"
+        if better := _keeps_more(forecast, machine=machine):
+            stage, share = better
+            advice = f"engine.zero_stage={stage} keeps {share:.0%}; or {advice}"
         yield _of_stage(
             forecast, f"{kept} {time.kept_share:.0%} of the speed at a global batch of {batch:,}, {why}: {advice}"
         )
+
+
+def _keeps_more(forecast: StageForecast, *, machine: Hardware) -> tuple[ZeroStage, float] | None:
+    """The ZeRO stage that keeps most of the speed, and enough of it, and fits; ZeRO 3 waits for small collectives."""
+    fits = machine.gpu.usable_bytes if machine.gpu else math.inf
+    found: dict[ZeroStage, float] = {
+        stage: row.kept_share
+        for stage, row in forecast.memory.items()
+        if row.kept_share and row.kept_share >= GOOD_KEPT_SHARE and row.peak_bytes[forecast.activations] <= fits
+    }
+    best = max(found, key=lambda stage: found[stage], default=None)
+    return None if best is None else (best, found[best])
 
 
 def _data(forecast: StageForecast, *, recipe: Recipe, machine: Hardware) -> Iterator[str]:
