@@ -124,7 +124,10 @@ def _failed(error: Exception, *, folder: RunFolder, at: _At, place: Place) -> in
             # The first rank may report the same error; then the launcher ends this one with a SIGTERM.
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(_COLLATERAL_WAIT_SECONDS)
-        say(problem)
+        from pipeline.ranks.gone import is_to_say_mistake
+
+        if is_to_say_mistake(folder.stage(at.stage) / "ranks", place=place):
+            say(problem)
         return EXIT_USER_ERROR
     if place.world_size > 1:
         from pipeline.ranks.gone import peer_is_gone, report_gone

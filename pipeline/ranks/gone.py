@@ -27,7 +27,7 @@ from pipeline.ranks.heartbeat import Heartbeat, read_beat, read_heartbeat, write
 from pipeline.ranks.pid import process_started, this_machine
 from pipeline.ranks.place import Place
 
-About = Literal["a rank", "nobody known"]
+About = Literal["a rank", "nobody known", "a mistake"]
 
 NEWS_FILE = "news.json"  # beside the heartbeats, in the same form
 LEAVE_SECONDS = 3.0  # for the main thread to fail by itself; and the launcher sees the dead rank's exit code first
@@ -93,6 +93,12 @@ def report_gone(folder: Path, *, place: Place, say: Callable[[str], None]) -> No
             say(sentence)
 
 
+def is_to_say_mistake(folder: Path, *, place: Place) -> bool:
+    """Whether this rank is to say what it has found and others may have found too: of one log, who asks first."""
+    mine = _own_heartbeat(folder, place=place)
+    return mine is None or is_to_say(folder, place=place, attempt=mine.attempt, about="a mistake")
+
+
 def is_to_say(folder: Path, *, place: Place, attempt: str, about: About) -> bool:
     """Whether this host is to say its sentence: always if it has a log of its own, else if it asks before the others.
     That nobody is known is not said after a rank was named, but does not keep another host from naming it."""
@@ -102,7 +108,7 @@ def is_to_say(folder: Path, *, place: Place, attempt: str, about: About) -> bool
     try:
         if about == "nobody known" and named.exists():
             return False
-        file = named if about == "a rank" else named.with_suffix(".unknown")
+        file = named if about == "a rank" else named.with_suffix("." + about.replace(" ", "-"))
         os.close(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644))
     except FileExistsError:
         return False

@@ -3,14 +3,16 @@ tests/distributed."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
 from launch.bench.scale_ranks import beat_of, counting, simulate_death
 from pipeline.ranks import gone
-from pipeline.ranks.gone import NEWS_FILE, About, is_to_say, tell_all_hosts
-from pipeline.ranks.heartbeat import read_beat
+from pipeline.ranks.gone import NEWS_FILE, About, is_to_say, is_to_say_mistake, tell_all_hosts
+from pipeline.ranks.heartbeat import read_beat, write_heartbeat
+from pipeline.ranks.pid import this_machine
 from pipeline.ranks.place import Log, Place
 
 
@@ -48,8 +50,19 @@ def test_of_one_log_the_first_is_to_say_it_and_a_name_is_said_even_after_that_no
     for log, says in (("of the run", [True, False, True, False, True, False, False]), ("of a host", [True] * 7)):
         place = Place(log=log)
         assert [is_to_say(tmp_path, place=place, attempt=attempt, about=about) for attempt, about in asks] == says
+    assert is_to_say(tmp_path, place=Place(log="of the run"), attempt="one", about="a mistake")
+    assert not is_to_say(tmp_path, place=Place(log="of the run"), attempt="one", about="a mistake")
     for _ in range(2):  # a folder that cannot be written to silences nobody
         assert is_to_say(tmp_path / "gone", place=Place(log="of the run"), attempt="one", about="a rank")
+
+
+def test_a_mistake_that_many_ranks_find_is_said_once_in_one_log(tmp_path: Path):
+    here = {"machine": this_machine(), "pid": os.getpid()}
+    for rank in range(3):
+        write_heartbeat(tmp_path, beat_of(rank, per_host=8, **here))
+    for log, says in (("of the run", [True, False, False]), ("of a host", [True] * 3)):
+        assert [is_to_say_mistake(tmp_path, place=Place(rank, 3, log=log)) for rank in range(3)] == says
+    assert is_to_say_mistake(tmp_path, place=Place(7, 8, log="of the run"))  # it has no heartbeat yet
 
 
 def test_that_a_rank_ended_the_run_replaces_that_one_failed_and_nothing_replaces_that(tmp_path: Path):
