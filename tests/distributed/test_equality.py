@@ -21,7 +21,7 @@ worker = importlib.util.module_from_spec(_spec)
 sys.modules["equality_worker"] = worker  # dataclasses look their module up
 _spec.loader.exec_module(worker)
 
-# bf16 rounds what it computes with to 1/256: the loss may differ by so much, and a weight by so much of the way it moved.
+# bf16 rounds what it computes with to 1/256: how far a loss may be off, and a weight, as a share of the way it moved.
 BF16_LOSS, BF16_WAY = 0.05, 0.15
 
 pytestmark = pytest.mark.parametrize(
