@@ -35,14 +35,14 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return asked
 
 
-def end(error: Exception, *, rank: int, monkeypatch: pytest.MonkeyPatch) -> int:
-    """The exit code of a rank of two whose stage fails."""
+def end(error: Exception, *, rank: int, monkeypatch: pytest.MonkeyPatch, ranks: int = 2) -> int:
+    """The exit code of a rank whose stage fails."""
 
     def fail(*arguments: object, **more: object) -> int:
         raise error
 
     monkeypatch.setattr(train, "_run", fail)
-    for name, value in (("RANK", rank), ("WORLD_SIZE", 2), ("LOCAL_RANK", rank), ("SHARDVIT_RENDEZVOUS", "x")):
+    for name, value in (("RANK", rank), ("WORLD_SIZE", ranks), ("LOCAL_RANK", rank), ("SHARDVIT_RENDEZVOUS", "x")):
         monkeypatch.setenv(name, str(value))
     return train.main(ARGUMENTS)
 
@@ -131,6 +131,18 @@ def test_a_rank_whose_peer_is_gone_adds_no_traceback(
     assert end(error, rank=1, monkeypatch=monkeypatch) == 1
     said = capsys.readouterr().err
     assert "Traceback" not in said and said.startswith("shardvit: ") and said.count("\n") == 1
+
+
+@pytest.mark.parametrize("mark", ["SHARDVIT_RUN_ON_HOSTS", ""], ids=["one log", "a log for each host"])
+def test_that_rank_0_never_came_is_said_by_two_ranks_of_a_host_where_all_write_to_one_log(
+    mark: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    if mark:
+        monkeypatch.setenv(mark, "/runs/a")
+    for rank in range(4):
+        assert end(PeerGone("rank 0 did not begin"), rank=rank, ranks=4, monkeypatch=monkeypatch) == 1
+    said = capsys.readouterr().err.splitlines()
+    assert said == [f"shardvit: rank {rank}: rank 0 did not begin" for rank in range(2 if mark else 4)]
 
 
 @pytest.mark.parametrize(
