@@ -11,13 +11,13 @@ N parameters, n processes, w bytes of a weight in the forward pass (2, or 4 in f
                  rests there       gradients            buckets  gathered  in the step, gradients included
     ZeRO 0       wN + 12N          wN, always there     -        -         wN + 4N
     ZeRO 0 fp32  4N + 8N           4N, always there     -        -         4N
-    ZeRO 1       wN + 12N/n        wN/n; wN (*)         2b       -         2wN/n + 4N/n; fp32: 8N/n
-       at once   wN + 12N/n        wN                   -        -         2wN + wN/n, or 6N/n if that is more
-    ZeRO 2       wN + 12N/n        wN/n; 2wN/n (*)      2b       -         the same
+    ZeRO 1       wN + 12N/n        wN/n; wN (*)         3b       -         2wN/n + 4N/n; fp32: 8N/n
+       at once   wN + 12N/n        wN                   -        -         2wN, or 6N/n if that is more
+    ZeRO 2       wN + 12N/n        wN/n; 2wN/n (*)      3b       -         the same
     ZeRO 3       wN/n + 12N/n      wN/n, always there   b        wN        the same, and b
     accelerate   4N + 8N           4N, always there     -        2N casts  4N
 
-(*) with accumulation. At once: averaged after the backward pass (`engine.overlap`). 12N: float32 masters (4) and
+(*) with accumulation. 3b: two that are filled in turn (one, `engine.overlap: off`) and the message. At once: averaged after the backward pass (`engine.overlap`). 12N: float32 masters (4) and
 AdamW's two moments (8); others: `pipeline.vocabulary`. A moving average of the weights (the stage's `ema`) is one
 moment more. With `engine.offload` the share of 12N is in host memory, and in float32 the gradients of a step; with
 parameters wN/n too. That part is read in DeepSpeed's source alone: on a CPU nothing tells its host memory from its
@@ -131,7 +131,7 @@ def state_of(
                 early_gradients=whole_is_early,
                 buckets=0,
                 gathered=0,
-                step=max(2 * weight * number + (weight * share if plan.world_size > 1 else 0), step - weight * share),
+                step=max(2 * weight * number, step - weight * share),
             )
         case 1 | 2:
             sharded = weight * share
@@ -140,7 +140,7 @@ def state_of(
                 optimizer=round((_MASTER_BYTES + each) * share),
                 gradients=sharded if not whole_is_early else whole_is_early if zero_stage == 1 else 2 * sharded,
                 early_gradients=whole_is_early if zero_stage == 1 else sharded if whole_is_early else 0,
-                buckets=bucket * (2 if settings["overlap_comm"] else 1),
+                buckets=bucket * (3 if settings["overlap_comm"] else 2),
                 gathered=0,
                 step=step,
             )

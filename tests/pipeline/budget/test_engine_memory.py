@@ -57,13 +57,6 @@ def test_what_rests_and_the_peak(case: Any, results: dict[str, dict[str, Any]]):
     assert held.backward_peak_bytes(activation_bytes) == pytest.approx(found["backward_peak_bytes"], rel=0.05)
 
 
-def test_the_peak_where_gradients_are_averaged_at_once(results: dict[str, dict[str, Any]]):
-    found = results["-".join(map(str, worker.AT_ONCE))]
-    held = planned(worker.AT_ONCE, number=found["parameters"])
-    assert held.resting_bytes == pytest.approx(found["resting_bytes"], rel=0.03)
-    assert held.peak_bytes(0) == pytest.approx(found["peak_bytes"], rel=0.03)
-
-
 @pytest.mark.parametrize(
     ("name", "zero_stage", "way"),
     [
