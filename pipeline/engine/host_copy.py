@@ -9,6 +9,7 @@ change's kernels do. The first fill also takes the memory from the system. Not f
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import itertools
 import threading
@@ -56,6 +57,10 @@ class HostBuffer:
     def num_bytes(self) -> int:
         """What it holds of the host's memory."""
         return self._bytes.numel()
+
+    def device_of_thread(self) -> contextlib.AbstractContextManager[Any]:
+        """CUDA gives each new thread device 0: every rank of a host would make a context there, of its memory."""
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
 
     def reserve(self, num_bytes: int) -> torch.UntypedStorage:
         """At least so many bytes. MemoryError: the host has none."""
@@ -116,19 +121,20 @@ class HostCopy:
 
     def run(self, *, abandoned: threading.Event | None = None) -> tuple[StateFile, ...]:
         """Copy, and return the files with their tensors in the buffer. Abandoned: `abandoned` was set."""
-        try:
-            parts, files = self._plan()
-            on_device = [part for part in parts if part.source.device.type != "cpu"]
-            if on_device:
-                self._order(on_device)
-            for part in parts:
-                if part.source.device.type == "cpu":
-                    _copy_on_host(part, abandoned=abandoned)
-        finally:
-            self._ordered.set()
-            if self._copied is not None:
-                self._copied.synchronize()  # whatever else failed: the buffer must not be filled while it is used again
-            self._files = ()
+        with self._buffer.device_of_thread():
+            try:
+                parts, files = self._plan()
+                on_device = [part for part in parts if part.source.device.type != "cpu"]
+                if on_device:
+                    self._order(on_device)
+                for part in parts:
+                    if part.source.device.type == "cpu":
+                        _copy_on_host(part, abandoned=abandoned)
+            finally:
+                self._ordered.set()
+                if self._copied is not None:
+                    self._copied.synchronize()  # whatever else failed: the buffer must not be filled while it is used
+                self._files = ()
         return files
 
     def wait(self) -> None:

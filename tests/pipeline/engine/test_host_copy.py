@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import threading
 from typing import Any
@@ -107,3 +108,30 @@ def test_tensors_of_a_gpu_are_copied_beside_it_and_its_next_change_waits():
         assert found[0].tensors is not None and found[0].tensors[0].device.type == "cpu"
         assert torch.equal(loaded(found[0])[0], torch.arange(1 << 24) + value)
     buffer.free()
+
+
+def test_the_copying_thread_works_on_the_engines_device(monkeypatch: pytest.MonkeyPatch):
+    """A thread of its own begins on device 0, whatever its rank's is."""
+    entered: list[torch.device] = []
+
+    class Entered(contextlib.nullcontext[None]):
+        def __init__(self, device: torch.device) -> None:
+            super().__init__()
+            entered.append(device)
+
+    monkeypatch.setattr(torch.cuda, "device", Entered)
+    second = torch.device("cuda", 1)
+    with HostBuffer(second).device_of_thread(), HostBuffer(CPU).device_of_thread():
+        assert entered == [second]
+
+    def fails() -> Any:
+        assert entered == [second, second]
+        raise MemoryError("no memory")
+
+    buffer = HostBuffer(CPU)
+    copying = HostCopy(snapshot(0.1), buffer=buffer)
+    buffer.device = second
+    monkeypatch.setattr(copying, "_plan", fails)
+    with pytest.raises(MemoryError):
+        copying.run()
+    copying.wait()

@@ -84,8 +84,21 @@ def _graphs(compiled: CompiledBlocks) -> Graphs:
     return [(graph.use, graph.shape) for graph in compiled.graphs]
 
 
-def test_three_steps_and_an_evaluation_are_those_of_uncompiled_blocks() -> None:
-    """With dropout, stochastic depth and every second block recomputed; through inductor and the C++ compiler."""
+def _aot_eager(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+    """Forward and backward graphs as inductor would get them, run operation by operation."""
+    return torch._dynamo.lookup_backend("aot_eager")(graph, list(inputs))
+
+
+@pytest.mark.parametrize(
+    "backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]  # a C++ compiler takes a minute
+)
+def test_three_steps_and_an_evaluation_are_those_of_uncompiled_blocks(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With dropout, stochastic depth and every second block recomputed."""
+    if backend == "aot_eager":
+        monkeypatch.setattr(compiled_blocks, "_inductor", _aot_eager)
+        monkeypatch.setattr(compiled_blocks, "_inductor_works", lambda device: None)
     recipe = _recipe(**RATES)
     plain, ours = _model(recipe), _model(recipe)
     names = list(ours.state_dict())
