@@ -296,11 +296,7 @@ def read_case(read: Read, ranks: Ranks, folder: Path) -> dict:
     return result
 
 
-MISFITS = {
-    "lacks": {**MODEL, "depth": 2},
-    "besides": {**MODEL, "position": "none"},
-    "instead": {**MODEL, "width": 32},
-}
+MISFITS = {"lacks": {**MODEL, "depth": 2}, "besides": {**MODEL, "position": "none"}, "instead": {**MODEL, "width": 32}}
 
 
 def refusals(ranks: Ranks, out: Path) -> dict:

@@ -90,7 +90,8 @@ def _aot_eager(graph: torch.fx.GraphModule, inputs: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    "backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]  # a C++ compiler takes a minute
+    "backend",
+    ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)],  # a C++ compiler takes a minute
 )
 def test_three_steps_and_an_evaluation_are_those_of_uncompiled_blocks(
     backend: str, monkeypatch: pytest.MonkeyPatch
