@@ -106,6 +106,11 @@ def _column(stage: StageForecast) -> dict[str, str]:
     if stage.ahead:
         found["data workers"] = f"{stage.ahead.workers:,}"
         found["host memory"] = show_bytes(stage.ahead.ahead_bytes + stage.ahead.page_locked_bytes)
+    if saving := stage.saving:
+        found["host memory, saving"] = show_bytes(saving.process_bytes)
+        found["... of a node"] = "" if saving.node_bytes is None else show_bytes(saving.node_bytes)
+        if saving.copy_seconds is not None and saving.stall_seconds is not None:
+            found["stall of a save"] = f"{1000 * saving.stall_seconds:.3g} of {1000 * saving.copy_seconds:.3g}"
     if stage.own.state.host:
         found["offloaded"] = show_bytes(stage.own.state.host)
     return found
@@ -124,6 +129,8 @@ def _words(plan: RecipeForecast) -> dict[str, str]:
         if plan.machine.gpus > plan.gpus_per_node:
             joined += f", network {links.far_bytes_per_second / 1e9:.0f}"
         joined += " GB/s)"
+    rates = {stage.saving.link_bytes_per_second for stage in plan.stages if stage.saving} - {None}
+    pcie = f" ({max(each or 0 for each in rates) / 1e9:.3g} GB/s, assumed)" if rates else ""
     return {
         "image size, px": "a side",
         "parameters": "numbers that are learnt, head included",
@@ -149,6 +156,9 @@ def _words(plan: RecipeForecast) -> dict[str, str]:
         "cores to decode": f"over all nodes; estimated from one benchmark and {images}",
         "data workers": f"of each process; data.workers is {plan.recipe.data.workers}",
         "host memory": "of each process: images that they have read ahead, and two batches on their way to the GPU",
+        "host memory, saving": "of process 0, which has most: a checkpoint's copy; kept",
+        "... of a node": "of all processes of the first one",
+        "stall of a save": f"ms of its copy that a step does not hide{pcie}",
         "offloaded": "of each process, in host memory (engine.offload); its time is not planned",
     }
 
@@ -250,6 +260,7 @@ def _stage_json(stage: StageForecast) -> dict[str, Any]:
             f"zero_{zero_stage}": {**asdict(row), "resting_bytes": row.state.resting_bytes}
             for zero_stage, row in stage.memory.items()
         },
+        "saving": stage.saving and asdict(stage.saving),
         "time": stage.time and asdict(stage.time),
         "disk": {**asdict(stage.disk), "num_bytes": stage.disk.num_bytes},
         "shards": asdict(stage.shards),

@@ -14,6 +14,7 @@ from pipeline.budget.cost import StageCost, stage_cost
 from pipeline.budget.gpus import Gpu
 from pipeline.budget.length import Length
 from pipeline.budget.memory import MAX_LIVE_ELEMENTS, ZERO_STAGES, Activations, State, ZeroStage, state_of
+from pipeline.budget.saving import Saving, copied_bytes, saving
 from pipeline.budget.speed import Reading, Speed, host_seconds, measured_speed, nearest_anchor, reading, speed_at
 from pipeline.budget.workers import ReadingAhead, reading_ahead
 from pipeline.checkpoint.room import estimate_bytes
@@ -111,6 +112,7 @@ class StageForecast:
     zero_stage: ZeroStage  # the recipe's
     shards: Shards  # what is known of them
     disk: CheckpointSpace
+    saving: Saving | None  # in the background; None: saves block
     time: Time | None
     reading: Reading | None
     ahead: ReadingAhead | None  # None: the speed is not known
@@ -155,6 +157,7 @@ def forecast_stage(
             estimate_bytes(cost.parameters, engine=engine, optimizer=config.optimizer, ema=config.ema),
             max(config.keep_checkpoints, plan.most_within_reach) + for_good + (config.keep_best is not None) + 1,
         ),
+        saving=part.saving(own),
         time=time,
         reading=read,
         ahead=time
@@ -243,6 +246,24 @@ class _Part:
             useful_gpus=useful,
             hours=hours,
             gpu_hours=None if hours is None else hours * machine.gpus,
+        )
+
+    def saving(self, zero_stage: ZeroStage) -> Saving | None:
+        engine, machine = self.recipe.engine, self.machine
+        copied = copied_bytes(
+            self.cost.parameters,
+            engine=engine,
+            optimizer=self.config.optimizer,
+            ema=self.config.ema,
+            zero_stage=zero_stage,
+            processes=self.plan.world_size,
+        )
+        return saving(
+            copied,
+            engine=engine,
+            gpu=machine.gpu,
+            local_processes=min(machine.gpus, machine.links.gpus_per_node) if machine.links else None,
+            pass_seconds=self.images_each / self.speed.images_per_second if self.speed else None,
         )
 
     @property

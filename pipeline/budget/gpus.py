@@ -21,7 +21,7 @@ GB, TFLOPS = 10**9, 10**12
 # count in powers of ten, which on most cards leaves a few percent more.
 RESERVE_SHARE = 0.04
 
-_PCIE_4 = 64.0  # GB/s, 16 lanes
+_PCIE_3, _PCIE_4, _PCIE_5 = 32.0, 64.0, 128.0  # GB/s, 16 lanes
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,7 @@ class Gpu:
     fp32_tflops: float  # peak without TF32
     link_gb_per_second: float  # between the GPUs of a node, both directions together
     link: Literal["NVLink", "PCIe"]  # its kind
+    host_gb_per_second: float  # between GPU and host, both directions together
     node_gbps: float  # Gbit/s of the network of a usual node of 8 of them
     source: str  # of these numbers
     pattern: str  # found in the driver's name of it
@@ -57,19 +58,73 @@ class Gpu:
 
 # In the order in which a driver's name is looked up: more specific names first.
 GPUS = (
-    Gpu("b200", "B200 SXM", 180 * GB, 2250, 2250, 75, 1800, "NVLink", 3200, "NVIDIA HGX B200 data sheet", r"B200"),
-    Gpu("gh200", "GH200 96 GB", 96 * GB, 990, 990, 67, 900, "NVLink", 3200, "NVIDIA GH200 data sheet", r"GH200"),
-    Gpu("h200", "H200 SXM", 141 * GB, 989, 989, 67, 900, "NVLink", 3200, "NVIDIA H200 data sheet", r"H200"),
-    Gpu("h100-pcie", "H100 PCIe", 80 * GB, 756, 756, 51, _PCIE_4, "PCIe", 400, "NVIDIA H100 data sheet", r"H100 PCIe"),
-    Gpu("h100", "H100 SXM", 80 * GB, 989, 989, 67, 900, "NVLink", 3200, "NVIDIA H100 data sheet", r"H100"),
-    Gpu("a100-40", "A100 40 GB", 40 * GB, 312, 312, 19.5, 600, "NVLink", 1600, "NVIDIA A100 data sheet", r"A100.*40GB"),
-    Gpu("a100", "A100 80 GB", 80 * GB, 312, 312, 19.5, 600, "NVLink", 1600, "NVIDIA A100 data sheet", r"A100"),
-    Gpu("v100", "V100 SXM2 32 GB", 32 * GB, 0, 125, 15.7, 300, "NVLink", 400, "NVIDIA V100 data sheet", r"V100"),
-    Gpu("l40s", "L40S", 48 * GB, 362, 362, 91.6, _PCIE_4, "PCIe", 400, "NVIDIA L40S data sheet", r"L40S"),
-    Gpu("l4", "L4", 24 * GB, 121, 121, 30.3, _PCIE_4, "PCIe", 100, "NVIDIA L4 data sheet", r"L4\b"),
-    Gpu("a10", "A10", 24 * GB, 125, 125, 31.2, _PCIE_4, "PCIe", 100, "NVIDIA A10 data sheet", r"A10\b"),
-    Gpu("t4", "T4", 16 * GB, 0, 65, 8.1, _PCIE_4, "PCIe", 100, "NVIDIA T4 data sheet", r"T4\b"),
-    Gpu("rtx4090", "RTX 4090", 24 * GB, 165, 165, 82.6, _PCIE_4, "PCIe", 10, "NVIDIA Ada white paper", r"RTX 4090"),
+    Gpu(
+        "b200",
+        "B200 SXM",
+        180 * GB,
+        2250,
+        2250,
+        75,
+        1800,
+        "NVLink",
+        _PCIE_5,
+        3200,
+        "NVIDIA HGX B200 data sheet",
+        r"B200",
+    ),
+    Gpu("gh200", "GH200 96 GB", 96 * GB, 990, 990, 67, 900, "NVLink", 900, 3200, "NVIDIA GH200 data sheet", r"GH200"),
+    Gpu("h200", "H200 SXM", 141 * GB, 989, 989, 67, 900, "NVLink", _PCIE_5, 3200, "NVIDIA H200 data sheet", r"H200"),
+    Gpu(
+        "h100-pcie",
+        "H100 PCIe",
+        80 * GB,
+        756,
+        756,
+        51,
+        _PCIE_4,
+        "PCIe",
+        _PCIE_5,
+        400,
+        "NVIDIA H100 data sheet",
+        r"H100 PCIe",
+    ),
+    Gpu("h100", "H100 SXM", 80 * GB, 989, 989, 67, 900, "NVLink", _PCIE_5, 3200, "NVIDIA H100 data sheet", r"H100"),
+    Gpu(
+        "a100-40",
+        "A100 40 GB",
+        40 * GB,
+        312,
+        312,
+        19.5,
+        600,
+        "NVLink",
+        _PCIE_4,
+        1600,
+        "NVIDIA A100 data sheet",
+        r"A100.*40GB",
+    ),
+    Gpu("a100", "A100 80 GB", 80 * GB, 312, 312, 19.5, 600, "NVLink", _PCIE_4, 1600, "NVIDIA A100 data sheet", r"A100"),
+    Gpu(
+        "v100", "V100 SXM2 32 GB", 32 * GB, 0, 125, 15.7, 300, "NVLink", _PCIE_3, 400, "NVIDIA V100 data sheet", r"V100"
+    ),
+    Gpu("l40s", "L40S", 48 * GB, 362, 362, 91.6, _PCIE_4, "PCIe", _PCIE_4, 400, "NVIDIA L40S data sheet", r"L40S"),
+    Gpu("l4", "L4", 24 * GB, 121, 121, 30.3, _PCIE_4, "PCIe", _PCIE_4, 100, "NVIDIA L4 data sheet", r"L4\b"),
+    Gpu("a10", "A10", 24 * GB, 125, 125, 31.2, _PCIE_4, "PCIe", _PCIE_4, 100, "NVIDIA A10 data sheet", r"A10\b"),
+    Gpu("t4", "T4", 16 * GB, 0, 65, 8.1, _PCIE_4, "PCIe", _PCIE_3, 100, "NVIDIA T4 data sheet", r"T4\b"),
+    Gpu(
+        "rtx4090",
+        "RTX 4090",
+        24 * GB,
+        165,
+        165,
+        82.6,
+        _PCIE_4,
+        "PCIe",
+        _PCIE_4,
+        10,
+        "NVIDIA Ada white paper",
+        r"RTX 4090",
+    ),
     Gpu(
         "rtx3090",
         "RTX 3090",
@@ -79,6 +134,7 @@ GPUS = (
         35.6,
         _PCIE_4,
         "PCIe",
+        _PCIE_4,
         10,
         "NVIDIA Ampere GA102 white paper",
         r"RTX 3090",

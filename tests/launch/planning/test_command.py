@@ -16,6 +16,7 @@ from data_shards.errors import UserError
 from data_shards.manifest import Manifest, Shard, write_manifest
 from data_shards.store.download import StoreError
 from data_shards.store.store import Store
+from data_shards.text import show_bytes
 from launch.planning import gathering as planning
 from launch.planning.command import plan
 from launch.planning.gathering import make_plan
@@ -156,6 +157,15 @@ def test_json_has_the_pages_numbers():
     assert found["hours"] == pytest.approx(sum(hours))
     assert found["gpu_hours"] == pytest.approx(64 * sum(hours))
     assert found["warnings"] == list(made.warnings)
+    saving = pretrain["saving"]
+    assert saving["node_bytes"] > saving["process_bytes"] and 0 <= saving["stall_seconds"] < saving["copy_seconds"]
+    stall = f"{1000 * saving['stall_seconds']:.3g} of {1000 * saving['copy_seconds']:.3g}"
+    page = as_page(made)
+    assert re.search(rf"host memory, saving +{show_bytes(saving['process_bytes'])} ", page)
+    assert re.search(rf"\.\.\. of a node +{show_bytes(saving['node_bytes'])} ", page)
+    assert re.search(rf"stall of a save +{stall} ", page)
+    blocking = as_page(planned(recipe(engine={"saving": "blocking"}), **COMPLETE))
+    assert "host memory, saving" not in blocking and "stall of a save" not in blocking
 
 
 def test_shards_that_are_there_say_images_classes_and_bytes(shards: None):

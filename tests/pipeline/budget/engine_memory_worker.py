@@ -25,6 +25,7 @@ from model.build import build_model
 from model.init import initialise
 from pipeline.engine import deepspeed_engine as engine_deepspeed
 from pipeline.engine import zero_config
+from pipeline.engine.host_copy import copy_bytes
 from pipeline.engine.open import open_engine
 from pipeline.optimizers import optim
 from pipeline.ranks.group import Ranks
@@ -141,6 +142,7 @@ def measure(case: tuple[Any, ...], *, tracker: Tracker, ranks: Ranks) -> dict[st
         "backward_peak_bytes": backward_peak - before,
         "peak_bytes": tracker.peak - before,
         "sent": dict(tracker.sent),
+        "copied_bytes": ranks.gather_objects(copy_bytes(engine.snapshot())),
     }
     engine.close()
     return found

@@ -11,6 +11,7 @@ import pytest
 from pipeline.budget import memory
 from pipeline.budget.communication import Workload, links_of, traffic
 from pipeline.budget.gpus import find_gpu
+from pipeline.budget.saving import copied_bytes
 from tests.pipeline.budget import engine_memory_worker as worker
 from tests.pipeline.budget.planning import forecast, stage_plan
 from tests.workers import run_ranks
@@ -56,6 +57,21 @@ def test_what_rests_and_the_peak(case: Any, results: dict[str, dict[str, Any]]):
     assert held.peak_bytes(activation_bytes) == pytest.approx(found["peak_bytes"], rel=0.03)
     if case[4:] != ("off",):  # there the step's most is when the backward pass ends, in the one message
         assert held.backward_peak_bytes(activation_bytes) == pytest.approx(found["backward_peak_bytes"], rel=0.05)
+
+
+@CASES
+def test_what_a_save_copies(case: Any, results: dict[str, dict[str, Any]]):
+    found, made = results["-".join(map(str, case))], worker.recipe_of(case)
+    stage = made.train_stage("pretrain")
+    first, other = copied_bytes(
+        found["parameters"],
+        engine=made.engine,
+        optimizer=stage.optimizer,
+        ema=stage.ema,
+        zero_stage=case[1],
+        processes=WORLD_SIZE,
+    )
+    assert found["copied_bytes"] == [pytest.approx(first, rel=0.03), pytest.approx(other, rel=0.03)]
 
 
 @pytest.mark.parametrize(
