@@ -28,6 +28,7 @@ MEASURES: dict[str, str] = {
     "exchanges": "launch.bench.scale_exchanges:exchanges",
     "death": "launch.bench.scale_ranks:death",
     "heartbeats": "launch.bench.scale_ranks:heartbeats",
+    "checkpoints": "launch.bench.scale_checkpoints:checkpoints",
 }
 
 

@@ -2,11 +2,11 @@
 
 In a background save a thread of each rank copies the state to host memory, beside the next forward and backward pass:
 only the next change of the state waits for it (`engine.host_copy`). Then it writes. While a save is in flight, the main
-threads agree by one tiny all-reduce a step, and commit when all have written; a save that comes due earlier waits for
-that. Another thread of rank 0 removes what retention does not keep, before the next save begins. If host memory cannot
-hold the copy, the save blocks and copies nothing; that is said once. A disk that is full or fails on any rank ends the
-save on all with the same error; what was written is removed, and earlier checkpoints stay. `state_files` writes
-and verifies the bytes; `store` decides what becomes visible when.
+threads agree by one tiny all-reduce a step when all have written; then a thread of rank 0 commits, whose end they agree
+on alike. A save that comes due earlier waits for that. Another thread of rank 0 removes what retention does not keep,
+before the next save begins. If host memory cannot hold the copy, the save blocks and copies nothing; that is said once.
+A disk that is full or fails on any rank ends the save on all with the same error; what was written is removed, and
+earlier checkpoints stay. `state_files` writes and verifies the bytes; `store` decides what becomes visible when.
 """
 
 from __future__ import annotations
@@ -124,6 +124,7 @@ class CheckpointSaver:
         self._on_commit = on_commit
         self._beat = beat
         self._writing: _Writing | None = None
+        self._committing: _Committing | None = None  # what `_writing` wrote
         self._pending: Agreement | None = None
         self._told_of_memory = False
         self._buffer = HostBuffer(engine.device)
@@ -165,18 +166,18 @@ class CheckpointSaver:
                 self._finish()
 
     def poll(self) -> None:
-        """Commit the save in flight if all ranks have written it; once a step. Raises as `save`."""
+        """Take the save in flight further if all ranks are done with its present part; once a step. Raises as
+        `save`."""
         if self._writing is None:
             return
         with self._standing_still():
-            busy = True
             if self._pending is not None:  # asked a step ago, so that nobody waits for the answer
                 (busy,) = self._pending.result()
                 self._pending = None
-            if busy:
-                self._pending = self._ranks.start_any(self._writing.is_alive())
-            else:
-                self._commit(self._writing)
+                if not busy:
+                    self._go_on()
+            if self._writing is not None:
+                self._pending = self._ranks.start_any((self._committing or self._writing).is_alive())
 
     def finish(self) -> None:
         """Wait for the save in flight, if any, and commit it. Raises as `save`."""
@@ -184,11 +185,15 @@ class CheckpointSaver:
             self._finish()
 
     def close(self) -> None:
-        """Abandon this rank's part of a save in flight, after a failure. Not collective."""
+        """Abandon this rank's part of a save in flight, after a failure, unless it is being committed. Not
+        collective."""
         if self._writing is not None:
             self._writing.abandoned.set()
             self._writing.join()
             self._writing = None
+        if self._committing is not None:
+            self._committing.end()
+            self._committing = None
         self._end_pruning()
         self._buffer.free()
 
@@ -209,10 +214,18 @@ class CheckpointSaver:
         if self._pending is not None:
             self._pending.result()
             self._pending = None
-        if self._writing is not None:
-            self._commit(self._writing)
+        while self._writing is not None:
+            self._go_on()
 
-    def _commit(self, writing: _Writing) -> None:
+    def _go_on(self) -> None:
+        """Commit what all have written; after that, say so on all ranks."""
+        assert self._writing is not None
+        if self._committing is None:
+            self._begin_commit(self._writing)
+        else:
+            self._end_commit(self._writing, self._committing)
+
+    def _begin_commit(self, writing: _Writing) -> None:
         step, moved_bytes = writing.state.step, -1
         writing.join(_BEAT_SECONDS)
         while writing.is_alive():
@@ -220,22 +233,23 @@ class CheckpointSaver:
                 moved_bytes = writing.moved_bytes
                 self._beat(step)
             writing.join(_BEAT_SECONDS)
-        self._writing = None
         parts = self._ranks.gather_objects((writing.seals, writing.failure))
         failures = [(rank, failure) for rank, (_, failure) in enumerate(parts) if failure]
-        found: _Problem | None = None
         if failures:
+            self._writing = None
             rank, first = failures[0]
-            found = _Problem(f"rank {rank}: {first.text}", transient=all(failure.transient for _, failure in failures))
-        if self._ranks.place.is_main and not found:
-            try:
-                commit_checkpoint(
-                    self._root, step=step, seals={name: seal for seals, _ in parts for name, seal in seals.items()}
-                )
-            except OSError as error:
-                found = _problem(error)
-        problem = self._ranks.gather_objects(found)[0]
-        if problem:
+            transient = all(failure.transient for _, failure in failures)
+            self._fail(step, _Problem(f"rank {rank}: {first.text}", transient=transient))
+        seals = {name: seal for each, _ in parts for name, seal in each.items()}
+        self._committing = _Committing(self._root, step=step, seals=seals)
+        if self._ranks.place.is_main:
+            self._committing.start()
+
+    def _end_commit(self, writing: _Writing, committing: _Committing) -> None:
+        step = writing.state.step
+        committing.end()
+        self._writing = self._committing = None
+        if problem := self._ranks.from_main(committing.failure):
             self._fail(step, problem)
         self._on_commit(writing.state)  # before the pruning, which may take its time on a file server
         if self._ranks.place.is_main:
@@ -336,6 +350,30 @@ class _Writing(threading.Thread):
 
     def _count(self, num_bytes: int) -> None:
         self.moved_bytes += num_bytes
+
+
+class _Committing(threading.Thread):
+    """The commit, in a thread of rank 0: its flushes wait for the disk. On other ranks it is never started."""
+
+    def __init__(self, root: Path, *, step: int, seals: Mapping[str, Seal]) -> None:
+        super().__init__(name="commit", daemon=False)
+        self.failure: _Problem | None = None
+        self._commit = partial(commit_checkpoint, root, step=step, seals=seals)
+
+    def run(self) -> None:
+        """Commit; what fails is kept for all ranks."""
+        try:
+            self._commit()
+        except OSError as error:
+            self.failure = _problem(error)
+        except Exception as error:  # noqa: BLE001 - as in `_Writing`
+            traceback.print_exc()
+            self.failure = _Problem(f"{type(error).__name__}: {error}", transient=True)
+
+    def end(self) -> None:
+        """Wait for it, where it was started."""
+        if self.ident is not None:
+            self.join()
 
 
 def _problem(error: OSError) -> _Problem:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 import time
 from collections.abc import Callable
@@ -193,6 +194,72 @@ def test_it_is_committed_when_the_slowest_rank_has_written_and_nothing_is_asked_
     assert results[0] == results[1] and results[0][0] == 10
     assert seen == [[".writing-step-00000005"]]
     assert names(tmp_path) == ["step-00000005"] and damage_of(tmp_path / "step-00000005") == ""
+
+
+@pytest.mark.parametrize("disk", ["slow", "failing"])
+def test_training_goes_on_beside_the_commit_and_its_failure_is_every_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, disk: str
+):
+    """The commit is held back on rank 0: all ranks poll on, and know nothing yet."""
+    commit, begun, let_on, threads = saver.commit_checkpoint, threading.Event(), threading.Event(), list[str]()
+
+    def held(root: Path, **keywords: Any) -> Path:
+        threads.append(threading.current_thread().name)
+        begun.set()
+        assert let_on.wait(240)
+        if disk == "failing":
+            raise OSError(errno.EIO, "gone bad")
+        return commit(root, **keywords)
+
+    monkeypatch.setattr(saver, "commit_checkpoint", held)
+
+    def train(ranks: Any) -> list[TrainState]:
+        committed: list[TrainState] = []
+        engine = TinyEngine(value=5, rank=ranks.place.rank)
+        one = saver_of(tmp_path, ranks=ranks, engine=engine, mode="background", committed=committed)
+        one.save(state_at(5))
+        while one._committing is None:
+            one.poll()
+        assert begun.wait(240)
+        for _ in range(5):
+            one.poll()
+        assert committed == [] and one._writing is not None
+        ranks.barrier()
+        if ranks.place.is_main:
+            assert names(tmp_path) == [".writing-step-00000005"]
+            let_on.set()
+        while one._writing is not None:
+            one.poll()
+        return committed
+
+    results = on_ranks(2, train)
+    assert threads == ["commit"]
+    if disk == "slow":
+        assert results == [[state_at(5)]] * 2 and names(tmp_path) == ["step-00000005"]
+        assert damage_of(tmp_path / "step-00000005") == ""
+    else:
+        assert [type(error) for error in results] == [SaveFailed] * 2 and str(results[0]) == str(results[1])
+        assert "gone bad" in str(results[0]) and names(tmp_path) == []
+
+
+def test_leaving_during_a_commit_waits_for_it_and_leaves_a_whole_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    commit, begun = saver.commit_checkpoint, threading.Event()
+
+    def slow(root: Path, **keywords: Any) -> Path:
+        begun.set()
+        time.sleep(0.2)
+        return commit(root, **keywords)
+
+    monkeypatch.setattr(saver, "commit_checkpoint", slow)
+    one = saver_of(tmp_path, ranks=one_rank(), engine=TinyEngine(1), mode="background")
+    one.save(state_at(1))
+    while one._committing is None:
+        one.poll()
+    assert begun.wait(240)
+    one.close()
+    assert names(tmp_path) == ["step-00000001"] and damage_of(tmp_path / "step-00000001") == ""
 
 
 def test_there_are_never_two_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
