@@ -12,8 +12,8 @@ in each round:
   buffer; beside it a second copy to the same memory;
 - background: seconds until training goes on, and that it stood still in all (`stall_seconds`: snapshot, what the next
   step waited for the copy, the ranks' agreements), as a share of the copy to fresh memory; seconds until it was
-  committed, and the time of a step meanwhile beside the time of a step without saving. The first save of all also takes the buffer's
-  memory from the system, beside the training.
+  committed, and the time of a step meanwhile beside the time of a step without saving. The first save of all also takes
+  the buffer's memory from the system, beside the training.
 
 Where other work shares the machine, as it did for the record, the best round tells most. Needs about 40 bytes of
 memory and of disk a parameter: 13 GB each for ViT-L/16. Costs 10 minutes on 2 cores.
