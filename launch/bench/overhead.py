@@ -158,10 +158,11 @@ def report(found: Sequence[tuple[Case, Sequence[Counted]]]) -> Iterator[str]:
             if (ours := one.cpu_ms) and (plain := one.plain_cpu_ms):
                 times = f"{ours.passes:9.1f}{ours.step:7.1f}{plain.passes:9.1f}{plain.step:7.1f}"
                 times += f"{ours.whole / plain.whole:7.2f}"
-            yield (
-                f"{case.name:16}{one.in_forward:9,}{one.in_backward:9,}{one.in_step:8,}"
-                f"{sum(one.waits.values()):7}{one.allocated_bytes / one.parameters:11.1f}{times}"
+            counts = (
+                f"{one.in_forward:9,}{one.in_backward:9,}{one.in_step:8,}"
+                f"{sum(one.waits.values()):7}{one.allocated_bytes / one.parameters:11.1f}"
             )
+            yield f"{case.name:16}{'   (not counted)' if case.compiles else counts:44}{times}"
     yield "\nWhat waits"
     for case, (one, *_) in found:
         if case.ranks == 1 and not case.compiles:
