@@ -47,7 +47,7 @@ def settled_kernels(
     engine, notes, tags = recipe.engine, list[str](), {"shardvit.compile": "off"}
     with contextlib.ExitStack() as settings:
         settings.enter_context(fp32_products(engine.fp32_matmul))
-        if engine.precision == "fp32":
+        if engine.precision == "fp32" and (device.type == "cuda" or engine.fp32_matmul == "tf32"):
             notes.append(_describe_fp32(engine.fp32_matmul, device=device))
         if isinstance(model, VisionTransformer):
             config = recipe.train_stage(stage)
@@ -70,7 +70,7 @@ def _device() -> torch.device:
 
 def _describe_fp32(kind: Literal["ieee", "tf32"], *, device: torch.device) -> str:
     if device.type != "cuda":
-        return f"float32 products are IEEE's{', TF32 being for GPUs' if kind == 'tf32' else ''}"
+        return "float32 products are IEEE's, TF32 being for GPUs"
     if kind == "tf32":
         return "float32 products are computed in TF32, with 10 bits of mantissa"
     return (
