@@ -68,7 +68,7 @@ def test_a_table_is_a_sequence_of_its_entries(count: int):
     with pytest.raises(IndexError):
         one[len(shards)]
     columns, plain = as_set(one), as_set(expected)
-    for name in ("num_samples", "num_bytes", "shard_sizes", "is_multi_label", "is_local", "damaged_numbers"):
+    for name in ("num_samples", "num_bytes", "shard_sizes", "is_multi_label", "damaged_numbers"):
         assert getattr(columns, name) == getattr(plain, name), name
     assert all(type(size) is int for size in columns.shard_sizes)
     assert pickle.loads(pickle.dumps(one)) == expected
