@@ -118,6 +118,8 @@ def test_the_other_commands_are_shardvits_own_or_known_foreign_ones(command: str
     if "shardvit" in words and not command.startswith(FOREIGN):
         last = len(words) - 1 - words[::-1].index("shardvit")
         app.parse_args(words[last + 1 :], exit_on_error=False, print_error=False)
+    elif command.startswith("python -m launch.bench."):
+        assert (ROOT / f"{words[2].replace('.', '/')}.py").is_file(), command
     else:
         assert command.startswith((*FOREIGN, "sed ")), command
 

@@ -94,7 +94,9 @@ def test_its_processes_know_their_place():
 
 def test_the_code_that_tells_most_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     program = (
-        "import os, sys; open('seen-' + os.environ['RANK'] + os.environ.get('SLURM_PROCID', ''), 'w').close(); "
+        "import os, sys, time\n"
+        "open('seen-' + os.environ['RANK'] + os.environ.get('SLURM_PROCID', ''), 'w').close()\n"
+        "while len(os.listdir()) < 2: time.sleep(0.02)\n"  # the first to fail ends the other
         "sys.exit(int(os.environ['LOCAL_RANK']) * 7)"
     )
     monkeypatch.chdir(tmp_path)

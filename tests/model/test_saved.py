@@ -59,7 +59,7 @@ def test_timm_reads_a_linear_head_without_our_help(tmp_path: Path) -> None:
     theirs = timm.create_model(f"local-dir:{tmp_path / 'model'}", pretrained=True).eval()
     images = torch.randn(2, 3, 16, 16)
     with torch.no_grad():
-        assert torch.equal(theirs(images), model(images))
+        torch.testing.assert_close(model(images), theirs(images))  # patches: a product here, a convolution there
     data = timm.data.resolve_model_data_config(theirs)
     assert data["input_size"] == (3, 16, 16)
     assert list(data["mean"]) == list(data["std"]) == [0.5, 0.5, 0.5]
@@ -78,7 +78,7 @@ def test_timm_reads_a_class_token_without_position(tmp_path: Path) -> None:
     assert theirs.pos_embed.shape[1] == meta.model.grid_size(meta.image_size) ** 2
     images = torch.randn(2, 3, meta.image_size, meta.image_size)
     with torch.no_grad():
-        assert torch.equal(theirs(images), model(images))
+        torch.testing.assert_close(model(images), theirs(images))  # patches: a product here, a convolution there
 
 
 def test_timm_refuses_an_mlp_head(tmp_path: Path) -> None:

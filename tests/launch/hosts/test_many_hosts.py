@@ -79,11 +79,13 @@ class Cluster:
 
     Attributes:
         most_threads, most_children: of this process, while the hosts were at a gate.
+        others: children of this process that other tests have left to it.
     """
 
     folder: Path
     most_threads: int = 0
     most_children: int = 0
+    others: int = field(default_factory=lambda: len(psutil.Process().children()))
     over: threading.Event = field(default_factory=threading.Event)
 
     def there(self, what: str) -> list[str]:
@@ -97,7 +99,7 @@ class Cluster:
             while len(self.there(what)) < hosts and not self.over.wait(0.05):
                 pass
             self.most_threads = max(self.most_threads, threading.active_count())
-            self.most_children = max(self.most_children, len(psutil.Process().children()))
+            self.most_children = max(self.most_children, len(psutil.Process().children()) - self.others)
             os.write(gate, b"\n" * hosts)
             then()
             self.over.wait(PATIENCE_SECONDS)
@@ -156,7 +158,7 @@ def test_128_hosts_are_asked_at_the_same_time(cluster: Cluster, tmp_path: Path):
     assert cluster.calls == NAMES and cluster.there("connecting") == NAMES[1:]
     assert len(said) == 1 and len(said[0].splitlines()) == HOSTS + 2
     assert cluster.most_children <= HOSTS and cluster.most_threads <= threads + HOSTS
-    assert not psutil.Process().children() and not list(runs.iterdir())
+    assert len(psutil.Process().children()) <= cluster.others and not list(runs.iterdir())
 
 
 def test_what_128_hosts_have_wrong_alike_is_one_sentence(cluster: Cluster, tmp_path: Path):
@@ -199,4 +201,4 @@ def test_128_hosts_are_started_and_stopped_at_the_same_time(
     assert cluster.most_children <= HOSTS and cluster.most_threads <= threads + HOSTS + 1
     out, err = capfd.readouterr()
     assert len((out + err).strip().splitlines()) == 1
-    assert not psutil.Process().children()
+    assert len(psutil.Process().children()) <= cluster.others

@@ -89,7 +89,7 @@ MODELS = ("predict", "export", "import")
 LOOKS = ("run --dry-run", "submit --render", "plan")
 RECIPES = ("run", *LOOKS)
 RESUME = "tests/distributed/test_elastic.py: test_a_command_in_any_file_of_any_stage_is_refused_by_name_and_not_run"
-RESUME_ACCELERATE = "tests/pipeline/engine/test_reading.py: test_accelerate_goes_on_from_no_pickle"
+RESUME_ACCELERATE = "tests/pipeline/engine/test_reading.py: test_what_keeps_everything_whole_goes_on_from_no_pickle"
 
 ROWS = (
     Row("a recipe with YAML tags", ("status", *RECIPES), "refused", (tagged_recipe, tagged_parent)),
