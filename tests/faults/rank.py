@@ -5,11 +5,9 @@ MLflow is not what these rows are about, and the two pauses of a second would be
 
 from __future__ import annotations
 
-import sys
-
-from launch.train import main
+from launch.train import leave, main
 from pipeline.report import tracking_thread
 
 if __name__ == "__main__":
     tracking_thread._FIRST_PAUSE_SECONDS = 0.05  # pyright: ignore[reportPrivateUsage]
-    sys.exit(main())
+    leave(main())  # as the product's ranks: an ordinary end takes threads apart that C++ may still be in
