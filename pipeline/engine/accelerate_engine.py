@@ -8,20 +8,15 @@ accelerate's DeepSpeed plugin is not used: on a CPU it silently falls back to DD
 from __future__ import annotations
 
 import contextlib
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from pipeline.engine.ddp_engine import InOrder, settle_buckets
-from pipeline.engine.host_copy import Hold
 from pipeline.engine.portable import ACCELERATE_FILE
-from pipeline.engine.protocol import StepResult, exchange_requests
-from pipeline.engine.state_files import StateFile
-from pipeline.engine.whole import WholeState
+from pipeline.engine.whole import WholeEngine, WholeState
 from pipeline.ranks.group import Ranks
-from pipeline.ranks.stopping import StopOrSave
 from pipeline.recipe.optimizer import OptimizerConfig
 from pipeline.recipe.schema import EngineConfig
 from pipeline.recipe.stage import EmaConfig
@@ -30,9 +25,10 @@ from pipeline.recipe.stage_plan import StagePlan
 _MIXED_PRECISION = {"bf16": "bf16", "fp16": "fp16", "fp32": "no"}
 
 
-class AccelerateEngine:
+class AccelerateEngine(WholeEngine):
     """See `pipeline.engine.protocol.Engine`."""
 
+    file, backend = ACCELERATE_FILE, "accelerate"
     input_dtype = torch.float32
 
     def __init__(
@@ -57,26 +53,15 @@ class AccelerateEngine:
             raise RuntimeError(
                 f"accelerate sees {self._accelerator.num_processes} of {ranks.place.world_size} processes"
             )
-        self.device = torch.device(self._accelerator.device)
-        self._ranks = ranks
-        self._accumulation_steps = plan.accumulation_steps
-        self._micro_step = 0
-        self._module = model
         self._model = self._accelerator.prepare(InOrder(model))
-        self._whole = WholeState(
+        whole = WholeState(
             model, computes_in=torch.float32, optimizer=optimizer, ema=ema, scaler=self._accelerator.scaler
         )
+        device = torch.device(self._accelerator.device)
+        super().__init__(model, whole=whole, device=device, plan=plan, ranks=ranks)
         if ranks.place.world_size > 1:
             settle_buckets(self._model)
-        self._whole.clear_gradients(keep_memory=False)
-
-    @property
-    def module(self) -> nn.Module:
-        return self._module
-
-    @property
-    def hold(self) -> Hold:
-        return self._whole.hold
+        self._clear_gradients()
 
     def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
         """DDP decides here whether the backward pass will reduce over the ranks."""
@@ -92,28 +77,5 @@ class AccelerateEngine:
     def backward(self, loss: torch.Tensor) -> None:
         self._accelerator.backward(loss / self._accumulation_steps)
 
-    def step(self, *, lr: float, requests: StopOrSave) -> StepResult:
-        assert self._micro_step == self._accumulation_steps, "step() before all micro-batches"
-        self._micro_step = 0
-        result = self._whole.step(lr=lr, requests=exchange_requests(requests, device=self.device))
+    def _clear_gradients(self) -> None:
         self._whole.clear_gradients(keep_memory=False)
-        return result
-
-    def pass_over(self, *, requests: StopOrSave) -> StepResult:
-        return StepResult.passed_over(exchange_requests(requests, device=self.device))
-
-    def snapshot(self) -> tuple[StateFile, ...]:
-        return self._whole.files(ACCELERATE_FILE) if self._ranks.place.is_main else ()
-
-    def load(self, folder: Path, *, written: dict[str, Any]) -> None:
-        layout = {key: written[key] for key in ("zero_stage", "processes")}
-        self._whole.load(folder, backend="accelerate", **layout, ranks=self._ranks)
-
-    def averaged(self) -> contextlib.AbstractContextManager[None]:
-        return self._whole.averaged()
-
-    def close(self) -> None:
-        """Nothing holds it but who uses it."""
-
-    def weights(self) -> dict[str, torch.Tensor]:
-        return self._whole.weights()

@@ -9,20 +9,14 @@ torch's GradScaler.
 from __future__ import annotations
 
 import contextlib
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from pipeline.engine.host_copy import Hold
 from pipeline.engine.portable import DDP_FILE
-from pipeline.engine.protocol import StepResult, exchange_requests
-from pipeline.engine.state_files import StateFile
-from pipeline.engine.whole import WholeState
+from pipeline.engine.whole import WholeEngine, WholeState
 from pipeline.ranks.group import Ranks
-from pipeline.ranks.stopping import StopOrSave
 from pipeline.recipe.optimizer import OptimizerConfig
 from pipeline.recipe.schema import EngineConfig
 from pipeline.recipe.stage import EmaConfig
@@ -34,8 +28,10 @@ _MIB = 1 << 20
 _NEVER = 1_000_000_000
 
 
-class DdpEngine:
+class DdpEngine(WholeEngine):
     """See `pipeline.engine.protocol.Engine`."""
+
+    file, backend = DDP_FILE, "deepspeed"
 
     def __init__(
         self,
@@ -48,18 +44,14 @@ class DdpEngine:
         ranks: Ranks,
     ) -> None:
         cuda = torch.cuda.is_available()
-        self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+        device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
         self.input_dtype = _DTYPES[config.precision]
-        self._ranks = ranks
-        self._accumulation_steps = plan.accumulation_steps
-        self._micro_step = 0
         self._scaler = None
         if config.precision == "fp16":
-            self._scaler = torch.amp.GradScaler(self.device.type, growth_interval=_GROWTH_INTERVAL)
-        self._module = model.to(self.device)
-        self._whole = WholeState(
-            self._module, computes_in=self.input_dtype, optimizer=optimizer, ema=ema, scaler=self._scaler
-        )
+            self._scaler = torch.amp.GradScaler(device.type, growth_interval=_GROWTH_INTERVAL)
+        model = model.to(device)
+        whole = WholeState(model, computes_in=self.input_dtype, optimizer=optimizer, ema=ema, scaler=self._scaler)
+        super().__init__(model, whole=whole, device=device, plan=plan, ranks=ranks)
         self._ddp = None
         if ranks.place.world_size > 1:
             bucket_bytes = config.bucket_elements * self.input_dtype.itemsize
@@ -72,14 +64,6 @@ class DdpEngine:
             self._ddp._set_ddp_runtime_logging_sample_rate(_NEVER)
             settle_buckets(self._ddp)
         self._clear_gradients()
-
-    @property
-    def module(self) -> nn.Module:
-        return self._module
-
-    @property
-    def hold(self) -> Hold:
-        return self._whole.hold
 
     def forward(self, *inputs: Tensor) -> Tensor:
         """DDP decides here whether the backward pass will reduce over the ranks."""
@@ -98,37 +82,11 @@ class DdpEngine:
         loss = loss / self._accumulation_steps
         (loss if self._scaler is None else self._scaler.scale(loss)).backward()
 
-    def step(self, *, lr: float, requests: StopOrSave) -> StepResult:
-        assert self._micro_step == self._accumulation_steps, "step() before all micro-batches"
-        self._micro_step = 0
-        result = self._whole.step(lr=lr, requests=exchange_requests(requests, device=self.device))
-        self._clear_gradients()
-        return result
-
     def _clear_gradients(self) -> None:
         """Accumulated gradients are added up where they are sent from; a single one is copied there, which takes one
         operation of a parameter less than adding it to zeros. The same way from the first step on: the two divide by
         the number of ranks in different ways, of which three or more tell the last bits."""
         self._whole.clear_gradients(keep_memory=self._ddp is not None and self._accumulation_steps > 1)
-
-    def pass_over(self, *, requests: StopOrSave) -> StepResult:
-        return StepResult.passed_over(exchange_requests(requests, device=self.device))
-
-    def snapshot(self) -> tuple[StateFile, ...]:
-        return self._whole.files(DDP_FILE) if self._ranks.place.is_main else ()
-
-    def load(self, folder: Path, *, written: dict[str, Any]) -> None:
-        layout = {key: written[key] for key in ("zero_stage", "processes")}
-        self._whole.load(folder, backend="deepspeed", **layout, ranks=self._ranks)
-
-    def averaged(self) -> contextlib.AbstractContextManager[None]:
-        return self._whole.averaged()
-
-    def close(self) -> None:
-        """Nothing holds it but who uses it."""
-
-    def weights(self) -> dict[str, Tensor]:
-        return self._whole.weights()
 
 
 class InOrder(nn.Module):

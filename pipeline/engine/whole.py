@@ -14,9 +14,10 @@ parameter for the float32 gradients while it steps. Not collective: gradients co
 from __future__ import annotations
 
 import contextlib
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -27,13 +28,15 @@ from pipeline.engine.frozen import frozen_weights
 from pipeline.engine.host_copy import Hold
 from pipeline.engine.masters import Slot, put_average
 from pipeline.engine.portable import LossScale, PortableState
-from pipeline.engine.protocol import StepResult
+from pipeline.engine.protocol import StepResult, exchange_requests
 from pipeline.engine.shared import open_shared
 from pipeline.engine.state_files import StateFile, state_file
 from pipeline.optimizers.optim import build_optimizer, set_lr
 from pipeline.ranks.group import Ranks
+from pipeline.ranks.stopping import StopOrSave
 from pipeline.recipe.optimizer import OptimizerConfig
 from pipeline.recipe.stage import EmaConfig
+from pipeline.recipe.stage_plan import StagePlan
 from pipeline.vocabulary import OPTIMIZERS
 
 _NORM_EPS = 1e-6  # torch.nn.utils.clip_grad_norm_'s, and DeepSpeed's
@@ -220,6 +223,68 @@ class WholeState:
     def _whole(self) -> dict[str, Tensor]:
         """The model's state with its exact weights."""
         return {**self._module.state_dict(), **self._masters, **self._frozen}
+
+
+class WholeEngine(ABC):
+    """What the engines that keep everything whole do alike, see `Engine`: all but forward and backward passes.
+
+    Args:
+        module: the model itself; `whole` is over it.
+        device: of both.
+
+    Attributes:
+        file, backend: of their checkpoints.
+    """
+
+    file: ClassVar[str]
+    backend: ClassVar[str]
+
+    def __init__(
+        self, module: nn.Module, *, whole: WholeState, device: torch.device, plan: StagePlan, ranks: Ranks
+    ) -> None:
+        self.device = device
+        self._module = module
+        self._whole = whole
+        self._ranks = ranks
+        self._accumulation_steps = plan.accumulation_steps
+        self._micro_step = 0
+
+    @property
+    def module(self) -> nn.Module:
+        return self._module
+
+    @property
+    def hold(self) -> Hold:
+        return self._whole.hold
+
+    def step(self, *, lr: float, requests: StopOrSave) -> StepResult:
+        assert self._micro_step == self._accumulation_steps, "step() before all micro-batches"
+        self._micro_step = 0
+        result = self._whole.step(lr=lr, requests=exchange_requests(requests, device=self.device))
+        self._clear_gradients()
+        return result
+
+    @abstractmethod
+    def _clear_gradients(self) -> None: ...
+
+    def pass_over(self, *, requests: StopOrSave) -> StepResult:
+        return StepResult.passed_over(exchange_requests(requests, device=self.device))
+
+    def snapshot(self) -> tuple[StateFile, ...]:
+        return self._whole.files(self.file) if self._ranks.place.is_main else ()
+
+    def load(self, folder: Path, *, written: dict[str, Any]) -> None:
+        layout = {key: written[key] for key in ("zero_stage", "processes")}
+        self._whole.load(folder, backend=self.backend, **layout, ranks=self._ranks)
+
+    def averaged(self) -> contextlib.AbstractContextManager[None]:
+        return self._whole.averaged()
+
+    def close(self) -> None:  # noqa: B027 - nothing to do
+        """Nothing holds it but who uses it."""
+
+    def weights(self) -> dict[str, Tensor]:
+        return self._whole.weights()
 
 
 def _scaler_state(saved: LossScale, *, like: torch.amp.GradScaler) -> dict[str, Any]:

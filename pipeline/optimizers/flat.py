@@ -57,6 +57,16 @@ class GradientVerdict:
     divisor: Tensor | None  # at least 1, to clip; None: nothing is clipped
 
 
+@dataclass(frozen=True)
+class Move:
+    """By what a segment moves in one step."""
+
+    lr: float  # of this segment
+    weight_decay: float  # multiplied by that
+    steps: Tensor  # counted before this one; to be counted on by those that `counts_steps`
+    verdict: GradientVerdict
+
+
 class FlatOptimizer(torch.optim.Optimizer, ABC):
     """Moves one flat tensor, the only parameter of its only group when `step` is called.
 
@@ -116,25 +126,17 @@ class FlatOptimizer(torch.optim.Optimizer, ABC):
                 part(master),
                 part(master.grad),
                 *(part(self.state[master][name]) for name, _ in self.moments),
-                lr=group["lr"] * segment.rule.lr_scale,
-                weight_decay=segment.rule.weight_decay,
-                steps=steps[number],
-                verdict=verdict,
+                by=Move(
+                    lr=group["lr"] * segment.rule.lr_scale,
+                    weight_decay=segment.rule.weight_decay,
+                    steps=steps[number],
+                    verdict=verdict,
+                ),
             )
 
     @abstractmethod
-    def move(
-        self,
-        weight: Tensor,
-        gradient: Tensor,
-        *moments: Tensor,
-        lr: float,
-        weight_decay: float,
-        steps: Tensor,
-        verdict: GradientVerdict,
-    ) -> None:
-        """One step of a segment, in place; may overwrite the gradient. `steps`: counted before this one; to be counted
-        on by those that `counts_steps`."""
+    def move(self, weight: Tensor, gradient: Tensor, *moments: Tensor, by: Move) -> None:
+        """One step of a segment, in place; may overwrite the gradient."""
 
     def _counters(self, master: Tensor) -> list[Tensor]:
         """A counter of steps for each segment, as torch's kernels count; the first is the one that is saved."""
@@ -161,16 +163,7 @@ class FlatAdamW(FlatOptimizer):
     def moments(self) -> tuple[tuple[str, torch.dtype], ...]:
         return (("exp_avg", torch.float32), ("exp_avg_sq", torch.float32))
 
-    def move(
-        self,
-        weight: Tensor,
-        gradient: Tensor,
-        *moments: Tensor,
-        lr: float,
-        weight_decay: float,
-        steps: Tensor,
-        verdict: GradientVerdict,
-    ) -> None:
+    def move(self, weight: Tensor, gradient: Tensor, *moments: Tensor, by: Move) -> None:
         first, second = moments
         beta1, beta2 = self._config.betas
         adamw(
@@ -179,15 +172,15 @@ class FlatAdamW(FlatOptimizer):
             [first],
             [second],
             [],
-            [steps],
+            [by.steps],
             fused=True,
-            grad_scale=verdict.divisor,
-            found_inf=verdict.skip,
+            grad_scale=by.verdict.divisor,
+            found_inf=by.verdict.skip,
             amsgrad=False,
             beta1=beta1,
             beta2=beta2,
-            lr=lr,
-            weight_decay=weight_decay,
+            lr=by.lr,
+            weight_decay=by.weight_decay,
             eps=self._config.eps,
             maximize=False,
         )
@@ -202,28 +195,19 @@ class FlatSgd(FlatOptimizer):
     def moments(self) -> tuple[tuple[str, torch.dtype], ...]:
         return (("momentum_buffer", torch.float32),) if self._config.momentum else ()
 
-    def move(
-        self,
-        weight: Tensor,
-        gradient: Tensor,
-        *moments: Tensor,
-        lr: float,
-        weight_decay: float,
-        steps: Tensor,
-        verdict: GradientVerdict,
-    ) -> None:
-        if weight_decay:
-            weight.mul_(1 - lr * weight_decay * (1 - verdict.skip))
+    def move(self, weight: Tensor, gradient: Tensor, *moments: Tensor, by: Move) -> None:
+        if by.weight_decay:
+            weight.mul_(1 - by.lr * by.weight_decay * (1 - by.verdict.skip))
         sgd(
             [weight],
             [gradient],
             [*moments] or [None],  # zeros at first: torch would leave them as allocated if the first step is skipped
             fused=True,
-            grad_scale=verdict.divisor,
-            found_inf=verdict.skip,
+            grad_scale=by.verdict.divisor,
+            found_inf=by.verdict.skip,
             weight_decay=0.0,
             momentum=self._config.momentum,
-            lr=lr,
+            lr=by.lr,
             dampening=0.0,
             nesterov=False,
             maximize=False,
@@ -239,27 +223,18 @@ class FlatAdamWBf16(FlatOptimizer):
     def moments(self) -> tuple[tuple[str, torch.dtype], ...]:
         return (("exp_avg", torch.bfloat16), ("exp_avg_sq", torch.float32))
 
-    def move(
-        self,
-        weight: Tensor,
-        gradient: Tensor,
-        *moments: Tensor,
-        lr: float,
-        weight_decay: float,
-        steps: Tensor,
-        verdict: GradientVerdict,
-    ) -> None:
+    def move(self, weight: Tensor, gradient: Tensor, *moments: Tensor, by: Move) -> None:
         beta1, beta2 = self._config.betas
-        applied = 1 - verdict.skip.double()
-        steps += applied
-        count = steps.double().clamp_(min=1)  # 0: the first step of all is skipped
+        applied = 1 - by.verdict.skip.double()
+        by.steps.add_(applied)
+        count = by.steps.double().clamp_(min=1)  # 0: the first step of all is skipped
         keep1, add1 = 1 - applied * (1 - in_bf16(beta1)), applied * (1 - beta1)
         keep2, add2 = 1 - applied * (1 - beta2), applied * (1 - beta2)
-        rate, root = applied * lr / (1 - beta1**count), (1 - beta2**count).sqrt()
-        numbers = torch.stack([keep1, add1, keep2, add2, rate, root, 1 - applied * lr * weight_decay]).float()
+        rate, root = applied * by.lr / (1 - beta1**count), (1 - beta2**count).sqrt()
+        numbers = torch.stack([keep1, add1, keep2, add2, rate, root, 1 - applied * by.lr * by.weight_decay]).float()
         keep1, add1, keep2, add2, rate, root, shrink = numbers.unbind()
         for part, change, first, second in _chunks(weight, gradient, *moments):
-            change = _usable(change, verdict)
+            change = _usable(change, by.verdict)
             exact = first.float().mul_(keep1).add_(change * add1)
             second.mul_(keep2).add_(change.square_().mul_(add2))
             part.mul_(shrink).sub_(exact.div(second.sqrt().div_(root).add_(self._config.eps)).mul_(rate))
@@ -275,21 +250,12 @@ class FlatSgdBf16(FlatOptimizer):
     def moments(self) -> tuple[tuple[str, torch.dtype], ...]:
         return (("momentum_buffer", torch.bfloat16),)
 
-    def move(
-        self,
-        weight: Tensor,
-        gradient: Tensor,
-        *moments: Tensor,
-        lr: float,
-        weight_decay: float,
-        steps: Tensor,
-        verdict: GradientVerdict,
-    ) -> None:
-        applied = 1 - verdict.skip
+    def move(self, weight: Tensor, gradient: Tensor, *moments: Tensor, by: Move) -> None:
+        applied = 1 - by.verdict.skip
         keep = 1 - applied * (1 - in_bf16(self._config.momentum))
-        rate, shrink = applied * lr, 1 - applied * (lr * weight_decay)
+        rate, shrink = applied * by.lr, 1 - applied * (by.lr * by.weight_decay)
         for part, change, kept in _chunks(weight, gradient, *moments):
-            exact = kept.float().mul_(keep).add_(_usable(change, verdict))
+            exact = kept.float().mul_(keep).add_(_usable(change, by.verdict))
             part.mul_(shrink).sub_(exact * rate)
             kept.copy_(exact)
 
