@@ -163,6 +163,13 @@ def run_case(case: tuple, ranks: Ranks, folder: Path) -> dict:
     after_poison = copy.deepcopy(resumed.weights())
     recovered = run_steps(resumed, ranks, plan, [STEPS + 1])
     decays = weight_decays(resumed)
+    held = {
+        "step": what_was_held(resumed, lambda: run_steps(resumed, ranks, plan, [STEPS + 2])),
+        "load": what_was_held(
+            resumed,
+            lambda: resumed.load(folder, written={"zero_stage": case[1], "processes": ranks.place.world_size}),
+        ),
+    }
     return {
         "at_start": at_start,
         "rows": rows,
@@ -176,7 +183,18 @@ def run_case(case: tuple, ranks: Ranks, folder: Path) -> dict:
         "after_poison": after_poison,
         "recovered": recovered,
         "decays": decays,
+        "held": held,
     }
+
+
+def what_was_held(engine, change) -> dict[str, bool]:
+    """Whether `change` waits for a snapshot once, and before anything of what that shares has changed."""
+    shared = [tensor for file in engine.snapshot() for tensor in file.tensors or ()]
+    before = [tensor.clone() for tensor in shared]
+    seen: list[bool] = []
+    engine.hold.set(lambda: seen.append(all(map(torch.equal, shared, before))))
+    change()
+    return {"whole when waited for": seen == [True], "changed after": not all(map(torch.equal, shared, before))}
 
 
 def run_requests(case: tuple, ranks: Ranks) -> list[tuple[StopOrSave, StopOrSave]]:

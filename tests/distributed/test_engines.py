@@ -144,6 +144,12 @@ def test_a_gradient_that_is_not_finite_on_one_rank_moves_no_weight_and_training_
 
 
 @pytest.mark.parametrize("case", worker.CASES, ids=str)
+def test_a_step_and_a_restore_wait_for_the_snapshot_before_they_change_what_it_shares(case, results):
+    for held in results[case]["held"].values():
+        assert held == {"whole when waited for": True, "changed after": True}
+
+
+@pytest.mark.parametrize("case", worker.CASES, ids=str)
 def test_weight_decay_of_the_groups_survives_a_restore(case, results):
     assert results[case]["decays"] == [0.1, 0.0]
 
