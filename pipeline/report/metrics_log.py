@@ -18,6 +18,8 @@ from typing import BinaryIO
 
 from data_shards.durable import replaced
 
+_MOST = 2**63  # a damaged row's count may have thousands of digits
+
 
 @dataclass(frozen=True)
 class MetricRow:
@@ -101,6 +103,18 @@ def iter_metrics(path: Path) -> Iterator[MetricRow]:
     return (row for _, row in _decoded_lines(path) if row is not None)
 
 
+def read_readable(path: Path) -> tuple[list[MetricRow], int]:
+    """The readable rows and how many lines were not; a last line that is still being written does not count."""
+    rows: list[MetricRow] = []
+    damaged = 0
+    for line, row in _decoded_lines(path):
+        if row is not None:
+            rows.append(row)
+        else:
+            damaged += line.endswith(b"\n")
+    return rows, damaged
+
+
 def follow_metrics(path: Path, *, offset: int) -> Iterator[tuple[MetricRow, int]]:
     """The readable rows from a byte on, each with the byte after it, up to a last line that is still being written."""
     for line, row in _decoded_lines(path, offset=offset):
@@ -125,9 +139,12 @@ def _decoded_lines(path: Path, *, offset: int = 0) -> Iterator[tuple[bytes, Metr
 def _decode(line: bytes) -> MetricRow | None:
     try:
         record = json.loads(line)
+        step, images_seen = int(record["step"]), int(record["images_seen"])
+        if not (0 <= step < _MOST and 0 <= images_seen < _MOST):
+            return None
         return MetricRow(
-            step=int(record["step"]),
-            images_seen=int(record["images_seen"]),
+            step=step,
+            images_seen=images_seen,
             time=float(record["time"]),
             metrics={str(name): float(value) for name, value in record["metrics"].items()},
         )
