@@ -1,0 +1,147 @@
+"""How all figures look: one palette for paper and for dark screens, distinct in grey; text as text; no mathematics.
+
+Figures are drawn in the light palette. In an SVG each colour of the palette is exchanged where the reader prefers dark
+(a rule of CSS on the colour's text), so one file serves both, and viewers that know no CSS show the light one.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from data_shards.text import one_line
+
+if TYPE_CHECKING:
+    import numpy as np
+    from matplotlib.colors import LinearSegmentedColormap
+    from matplotlib.figure import Figure
+
+INK = "#1b1d22"  # text, axes, what is drawn
+MUTED = "#5d626d"  # what explains it
+GRID = "#dfe1e6"
+PAPER = "#ffffff"
+ACCENT = "#0a5fa5"  # the one thing to look at
+GOOD, BAD = "#00815f", "#c4480a"  # right and wrong; never told by colour alone
+# In this order: neighbours differ in lightness, too, and no two are alike to colour-blind eyes (after Okabe and Ito).
+SERIES = (ACCENT, "#d96a1b", "#2aa187", "#8e4585", "#5fb3e4", "#d9a514", "#7a7f8a")
+DASHES = (
+    "-",
+    "--",
+    "-.",
+    ":",
+    (0, (5, 1, 1, 1, 1, 1)),
+    (0, (1, 1)),
+    (0, (8, 3)),
+)  # so that grey prints tell lines apart
+
+DARK = {
+    INK: "#eceef2",
+    MUTED: "#a4aab6",
+    GRID: "#363a43",
+    PAPER: "#16181c",
+    ACCENT: "#6fb4f0",
+    GOOD: "#4cc9a4",
+    BAD: "#f08a52",
+    SERIES[1]: "#f29a58",
+    SERIES[2]: "#55cbb0",
+    SERIES[3]: "#c98ac1",
+    SERIES[4]: "#8fcdf3",
+    SERIES[5]: "#ecc452",
+    SERIES[6]: "#9ba1ad",
+}
+
+PNG_DOTS_PER_INCH = 160
+_SMALLEST_POINTS = 8.0
+_LONGEST_NAME = 40
+
+
+def new_figure(
+    *, width: float, height: float, rows: int = 1, columns: int = 1, **grid: Any
+) -> tuple[Figure, np.ndarray]:
+    """A figure of `width` x `height` inches and its axes, an array [rows, columns]; `grid`: as `Figure.subplots`.
+
+    On a page it is shown at most 960 px wide: 6 to 10 inches for a figure of its own.
+    """
+    _use_style()
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    return figure, figure.subplots(rows, columns, squeeze=False, **grid)
+
+
+@cache
+def sequential() -> LinearSegmentedColormap:
+    """From paper to accent and ink: more is darker, in grey as well."""
+    from matplotlib.colors import LinearSegmentedColormap
+
+    return LinearSegmentedColormap.from_list("shardvit", [PAPER, "#a9cdea", "#3f8fcb", ACCENT, "#0a2c4d"])
+
+
+def plain(text: str, *, longest: int = _LONGEST_NAME) -> str:
+    """A name from a file, safe and short enough for a figure: control characters are shown, its middle is left out."""
+    text = one_line(text)
+    if len(text) <= longest:
+        return text
+    head = (longest - 1) * 2 // 3
+    return f"{text[:head]}…{text[len(text) - (longest - 1 - head) :]}"
+
+
+def finished_svg(svg: str) -> str:
+    """The SVG as a browser takes it: with the palette for dark screens, and nothing that XML forbids."""
+    rules = "".join(
+        f'[style*="{use}: {light}"]{{{use}:{dark}!important}}'
+        for light, dark in DARK.items()
+        for use in ("fill", "stroke")
+    )
+    style = f"<style>@media (prefers-color-scheme: dark){{{rules}}}</style>"
+    svg = re.sub(r"<!DOCTYPE[^>]*>\s*", "", svg, count=1)  # names a host, and means nothing to a browser
+    svg = re.sub(r"[\x00-\x08\x0b\x0c\x0e-\x1f\ufffe\uffff]", "\ufffd", svg)
+    return re.sub(r"(<svg\b[^>]*>)", lambda found: found[1] + style, svg, count=1)
+
+
+@cache
+def _use_style() -> None:
+    """Of the whole process: matplotlib reads most of it when text and axes are made."""
+    import matplotlib
+
+    matplotlib.rcParams.update(
+        {
+            "text.parse_math": False,  # a class may be called $x^2$
+            "font.family": ["DejaVu Sans"],  # matplotlib brings it
+            "font.size": 9.5,
+            "axes.titlesize": 10.5,
+            "axes.titleweight": "bold",
+            "axes.titlelocation": "left",
+            "axes.titlecolor": INK,
+            "axes.labelsize": 9.5,
+            "axes.labelcolor": MUTED,
+            "axes.edgecolor": MUTED,
+            "axes.facecolor": PAPER,
+            "axes.linewidth": 0.7,
+            "axes.spines.top": False,
+            "axes.spines.right": False,
+            "axes.axisbelow": True,
+            "axes.prop_cycle": matplotlib.cycler(color=list(SERIES)),
+            "figure.facecolor": PAPER,
+            "figure.titlesize": 11.5,
+            "figure.titleweight": "bold",
+            "grid.color": GRID,
+            "grid.linewidth": 0.7,
+            "legend.frameon": False,
+            "legend.labelcolor": INK,
+            "lines.linewidth": 1.6,
+            "patch.edgecolor": PAPER,
+            "text.color": INK,
+            "xtick.color": MUTED,
+            "ytick.color": MUTED,
+            "xtick.labelcolor": INK,
+            "ytick.labelcolor": INK,
+            "xtick.labelsize": _SMALLEST_POINTS,
+            "ytick.labelsize": _SMALLEST_POINTS,
+            "image.interpolation": "nearest",
+            "savefig.dpi": PNG_DOTS_PER_INCH,
+            "svg.fonttype": "none",  # text stays text
+            "svg.hashsalt": "shardvit",  # the same figure is the same file
+        }
+    )
