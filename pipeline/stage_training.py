@@ -33,7 +33,7 @@ from pipeline.data_record import check_data, keep_data
 from pipeline.data_workers import data_workers, expect_data_workers
 from pipeline.engine.open import open_engine
 from pipeline.engine.protocol import Engine
-from pipeline.evaluate import evaluate
+from pipeline.evaluation.evaluate import evaluate
 from pipeline.faults import FaultLedger
 from pipeline.kernels.settle import Kernels, settled_kernels
 from pipeline.ranks.pace import Pace

@@ -15,7 +15,7 @@ from model.build import build_model
 from model.config import ModelConfig
 from model.regularisation import Regularisation
 from pipeline.engine.protocol import StepResult
-from pipeline.evaluate import evaluate
+from pipeline.evaluation.evaluate import evaluate
 from pipeline.ranks.phases import Phases
 from pipeline.ranks.stopping import Requests, StopFlag, StopOrSave
 from pipeline.recipe.schedule import Schedule

@@ -15,7 +15,7 @@ from data_shards.vocabulary import GOOGLES, LabelKind, Normalisation
 from model.loss import loss_function
 from model.masked_patch import colour_classes
 from model.vocabulary import COLOURS
-from pipeline.evaluate import evaluate
+from pipeline.evaluation.evaluate import evaluate
 from pipeline.task import Classification, Example, MaskedPatches, model_input, targets
 from tests.data_shards.streams import SIZE, STEPS, micro_batches, pack_noise
 

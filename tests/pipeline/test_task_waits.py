@@ -17,7 +17,7 @@ from data_shards.vocabulary import GOOGLES, LabelKind
 from launch.bench.operations import Operations
 from model.loss import loss_function
 from model.vocabulary import COLOURS, LossKind
-from pipeline.evaluate import evaluate
+from pipeline.evaluation.evaluate import evaluate
 from pipeline.task import Classification, MaskedPatches, Task, to_device
 
 META = torch.device("meta")

@@ -1,0 +1,5 @@
+"""What a model does on images that it was not trained on: scores, counts by class, and its worst mistakes, kept.
+
+Imported by: files of pipeline.
+Imports: data_shards, engine, files of pipeline, ranks.
+"""

@@ -1,0 +1,233 @@
+"""An evaluation as it is kept: STAGE/evaluations/SET/step-00000400/evaluation.json, and arrays.npz beside it.
+
+The newest two of a set are kept: 8 MB each at most with a confusion matrix of 1,000 classes, which packs to a few
+hundred kB. Numbers are exact: floats are written so that they read back to the same bits. Nothing that is read is run
+(no pickles), and what does not fit together is refused, as a run folder may be from elsewhere.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import zipfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, cast, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from data_shards.durable import make_folders
+from data_shards.text import printable
+from data_shards.vocabulary import LabelKind
+
+EVALUATIONS_FOLDER = "evaluations"
+OWN_SET = "val"  # the stage's own held-out set
+CALIBRATION_BINS = 15
+KEPT_SAMPLES = 64  # mistakes, and examples
+MOST_CONFUSED_CLASSES = 1000  # above it no confusion matrix is kept
+
+_RECORD, _ARRAYS = "evaluation.json", "arrays.npz"
+_STEP = re.compile(r"step-(\d{8,18})")
+_KEPT = 2
+_FORMAT = 1
+
+Floats = NDArray[np.float64]
+Counts = NDArray[np.int64]
+Weights = Literal["weights", "ema"]
+
+
+@dataclass(frozen=True)
+class PerClass:
+    """Counts and scores of each class; arrays [C]."""
+
+    images: Counts  # that have the class
+    right: Counts  # of these, those whose best class is theirs (with several labels: is one of theirs)
+    accuracy: Floats  # right / images; NaN without images
+    average_precision: Floats | None = None  # with several labels; NaN without images
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """The predictions by the probability of their best class, in bins (lower, upper]."""
+
+    edges: Floats  # [16], from 0 to 1
+    confidence: Floats  # [15], the mean probability; NaN in an empty bin
+    accuracy: Floats  # [15], the share that is right; NaN in an empty bin
+    images: Counts  # [15]
+
+
+@dataclass(frozen=True)
+class Judged:
+    """One sample and what the model says of it; classes by their number."""
+
+    sample: int  # its index in the shard set
+    key: str  # its name there
+    true: tuple[int, ...]
+    predicted: int
+    probability: float  # of the predicted class
+    probability_of_true: float  # of the likeliest of `true`; NaN without any
+    top: tuple[tuple[int, float], ...]  # the best five, best first
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """All that is known of one evaluation of a classifier; C classes."""
+
+    set_name: str  # "val", or a name of the recipe's also_eval
+    classes: tuple[str, ...]
+    label_kind: LabelKind
+    images: int  # those that could be read
+    metrics: Mapping[str, float]  # by their names in metrics.jsonl
+    per_class: PerClass
+    confusion: Counts | None  # [C, C], row: true, column: predicted; None: several labels, or more than 1,000 classes
+    calibration: Calibration | None  # None: several labels, or not asked for
+    mistakes: tuple[Judged, ...]  # at most 64, the most confident first
+    examples: tuple[Judged, ...]  # the set's first 64
+    weights: Weights = "weights"  # or of the moving average
+
+
+def save_evaluation(stage_folder: Path, evaluation: Evaluation, *, step: int) -> Path:
+    """Keep it as that of `step`, and of its set only the newest before; what a later step left is of training that was
+    gone back from. OSError: the disk is full or fails, or the stage's folder is gone."""
+    of_set = stage_folder / EVALUATIONS_FOLDER / evaluation.set_name
+    make_folders(of_set, below=stage_folder)
+    folder = of_set / f"step-{step:08d}"
+    beside = of_set / f".{folder.name}.writing"
+    shutil.rmtree(beside, ignore_errors=True)
+    write_evaluation(beside, evaluation)
+    if folder.exists():
+        shutil.rmtree(folder)
+    os.replace(beside, folder)
+    steps = {int(match[1]): each for each in of_set.iterdir() if (match := _STEP.fullmatch(each.name))}
+    kept = sorted(each for each in steps if each <= step)[-_KEPT:]
+    for number, each in steps.items():
+        if number not in kept:
+            shutil.rmtree(each, ignore_errors=True)
+    return folder
+
+
+def write_evaluation(folder: Path, evaluation: Evaluation) -> None:
+    """Write the two files into `folder`, which is made if its parent is there."""
+    folder.mkdir(exist_ok=True)
+    plain = {name: value for name, value in vars(evaluation).items() if name not in _PARTS}
+    samples = {name: [asdict(each) for each in getattr(evaluation, name)] for name in ("mistakes", "examples")}
+    np.savez_compressed(folder / _ARRAYS, allow_pickle=False, **_arrays(evaluation))
+    # ASCII: names in tars that are not UTF-8 become strings that cannot be encoded.
+    text = json.dumps({"format": _FORMAT, **plain, "metrics": dict(evaluation.metrics), **samples})
+    (folder / _RECORD).write_text(text, encoding="ascii")
+
+
+def load_evaluation(folder: Path) -> Evaluation:
+    """What `save_evaluation` returned, or `write_evaluation` wrote. ValueError, one sentence: it is not there, damaged,
+    or no evaluation."""
+    try:
+        record = json.loads((folder / _RECORD).read_text(encoding="ascii"))
+        if record["format"] != _FORMAT:
+            raise ValueError(f"format {record['format']!r} is not known here")
+        classes = tuple(map(str, record["classes"]))
+        arrays = _read_arrays(folder / _ARRAYS, num_classes=len(classes))
+        return _evaluation(record, classes=classes, arrays=arrays)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, zipfile.BadZipFile) as error:
+        why = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{folder} holds no evaluation that can be read ({printable(why)})") from None
+
+
+def evaluations(stage_folder: Path) -> dict[str, list[Path]]:
+    """The folders of each set that is there, oldest first; only those that were written to their end."""
+    found: dict[str, list[Path]] = {}
+    root = stage_folder / EVALUATIONS_FOLDER
+    for of_set in sorted(root.iterdir()) if root.is_dir() else ():
+        if not of_set.name.startswith(".") and of_set.is_dir():
+            whole = [each for each in of_set.iterdir() if _STEP.fullmatch(each.name) and (each / _RECORD).is_file()]
+            if whole:
+                found[of_set.name] = sorted(whole, key=evaluated_step)
+    return found
+
+
+def evaluated_step(folder: Path) -> int:
+    """The step of one of these folders; ValueError: it is none."""
+    match = _STEP.fullmatch(folder.name)
+    if match is None:
+        raise ValueError(f"{folder} is no folder step-... of an evaluation")
+    return int(match[1])
+
+
+_PARTS = ("metrics", "per_class", "confusion", "calibration", "mistakes", "examples")
+
+
+def _arrays(evaluation: Evaluation) -> dict[str, NDArray[Any]]:
+    parts: dict[str, Any] = {f"per_class.{name}": value for name, value in vars(evaluation.per_class).items()}
+    parts["confusion"] = evaluation.confusion
+    if evaluation.calibration is not None:
+        parts |= {f"calibration.{name}": value for name, value in vars(evaluation.calibration).items()}
+    return {name: value for name, value in parts.items() if value is not None}
+
+
+def _read_arrays(file: Path, *, num_classes: int) -> dict[str, NDArray[Any]]:
+    shapes: dict[str, tuple[int, ...]] = {
+        **{f"per_class.{name}": (num_classes,) for name in ("images", "right", "accuracy", "average_precision")},
+        "confusion": (num_classes, num_classes),
+        "calibration.edges": (CALIBRATION_BINS + 1,),
+        **{f"calibration.{name}": (CALIBRATION_BINS,) for name in ("confidence", "accuracy", "images")},
+    }
+    with zipfile.ZipFile(file) as archive:  # before numpy unpacks any of it
+        for member in archive.infolist():
+            shape = shapes.get(member.filename.removesuffix(".npy"))
+            if shape is None or member.file_size > 8 * int(np.prod(shape)) + 4096:
+                raise ValueError(f"{member.filename} is not expected, or too large")
+    with np.load(file, allow_pickle=False) as content:
+        arrays = {name: content[name] for name in content.files}
+    for name, array in arrays.items():
+        counts = name.endswith(("images", "right")) or name == "confusion"
+        if array.shape != shapes[name] or array.dtype != (np.int64 if counts else np.float64):
+            raise ValueError(f"{name} is {array.dtype} {array.shape}")
+    return arrays
+
+
+def _evaluation(record: dict[str, Any], *, classes: tuple[str, ...], arrays: dict[str, NDArray[Any]]) -> Evaluation:
+    def judged(row: dict[str, Any]) -> Judged:
+        one = Judged(
+            sample=int(row["sample"]),
+            key=str(row["key"]),
+            true=tuple(map(int, row["true"])),
+            predicted=int(row["predicted"]),
+            probability=float(row["probability"]),
+            probability_of_true=float(row["probability_of_true"]),
+            top=tuple((int(number), float(probability)) for number, probability in row["top"]),
+        )
+        if not all(0 <= each < len(classes) for each in (*one.true, one.predicted, *(number for number, _ in one.top))):
+            raise ValueError(f"sample {one.sample} names a class that there is not")
+        return one
+
+    if record["label_kind"] not in get_args(LabelKind) or record["weights"] not in get_args(Weights):
+        raise ValueError("label_kind or weights is not known here")
+    calibration = None
+    if "calibration.edges" in arrays:
+        calibration = Calibration(
+            edges=arrays["calibration.edges"],
+            confidence=arrays["calibration.confidence"],
+            accuracy=arrays["calibration.accuracy"],
+            images=arrays["calibration.images"],
+        )
+    return Evaluation(
+        set_name=str(record["set_name"]),
+        classes=classes,
+        label_kind=cast(LabelKind, record["label_kind"]),
+        images=int(record["images"]),
+        metrics={str(name): float(value) for name, value in record["metrics"].items()},
+        per_class=PerClass(
+            images=arrays["per_class.images"],
+            right=arrays["per_class.right"],
+            accuracy=arrays["per_class.accuracy"],
+            average_precision=arrays.get("per_class.average_precision"),
+        ),
+        confusion=arrays.get("confusion"),
+        calibration=calibration,
+        mistakes=tuple(judged(row) for row in record["mistakes"]),
+        examples=tuple(judged(row) for row in record["examples"]),
+        weights=cast(Weights, record["weights"]),
+    )
