@@ -36,6 +36,7 @@ from pipeline.engine.protocol import Engine
 from pipeline.evaluation.evaluate import evaluate
 from pipeline.faults import FaultLedger
 from pipeline.kernels.settle import Kernels, settled_kernels
+from pipeline.metrics_log import iter_metrics
 from pipeline.ranks.pace import Pace
 from pipeline.ranks.phases import Phases
 from pipeline.ranks.stopping import Requests
@@ -45,7 +46,6 @@ from pipeline.recipe.schema import EngineConfig
 from pipeline.recipe.stage import TrainStage
 from pipeline.recipe.stage_plan import StagePlan, plan_stage
 from pipeline.report.best import best_results, describe_best
-from pipeline.report.metrics_log import iter_metrics
 from pipeline.report.reporter import Report, stage_report
 from pipeline.rollback import GoBack, abandoned_checkpoints, note_rollback, remove_abandoned
 from pipeline.run_folder import StageRecord, check_inputs, weights_digest

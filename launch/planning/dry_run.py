@@ -16,11 +16,11 @@ from launch.planning.page import UNKNOWN, columns, engine_words, short
 from launch.planning.shards import ShardsBefore, look
 from pipeline.budget.cost import stage_cost
 from pipeline.budget.length import stage_length
+from pipeline.metrics_log import read_metrics
 from pipeline.recipe.duration import parse_duration
 from pipeline.recipe.io import dump_recipe
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.stage import MaskedPatchStage, TrainStage
-from pipeline.report.metrics_log import read_metrics
 from pipeline.run_folder import RunFolder
 from pipeline.vocabulary import StageName
 

@@ -19,13 +19,13 @@ from launch.slurm.commands import Queued, Slurm
 from launch.slurm.records import Submission, read_ends, read_submission
 from launch.slurm.submit import total_steps
 from pipeline.checkpoint.identity import checkpoint_folders
+from pipeline.metrics_log import iter_metrics
 from pipeline.recipe.io import parse_recipe
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.stage import TrainStage
-from pipeline.report.metrics_log import iter_metrics
 from pipeline.report.progress import RecentSpeed
-from pipeline.report.tracking_state import load_run_state
 from pipeline.run_folder import RunFolder
+from pipeline.tracking.tracking_state import load_run_state
 from pipeline.vocabulary import METRICS_FILE, MLFLOW_FILE, RECIPE_FILE, StageName
 
 _SPEED_WINDOW_SECONDS = 1800.0

@@ -13,19 +13,20 @@ from types import MappingProxyType
 
 from data_shards.loading.batch import Fault
 from pipeline.context import StageContext
+from pipeline.metrics_log import MetricsLog, open_metrics_log
 from pipeline.ranks.phases import Phases
 from pipeline.ranks.stopping import Stopped
 from pipeline.recipe.io import flatten
 from pipeline.recipe.stage_plan import StagePlan
 from pipeline.report.best import AVERAGES_SCORES, SCORES
 from pipeline.report.losses import Spike
-from pipeline.report.metrics_log import MetricsLog, open_metrics_log
-from pipeline.report.mlflow_store import DatasetInput, Say, TrackerSettings, open_tracker
 from pipeline.report.progress import TrainingProgress
-from pipeline.report.tracking_thread import FinalStatus
 from pipeline.rollback import GoBack
 from pipeline.stage_data import StageData
 from pipeline.state import TrainState
+from pipeline.tracking.mlflow_store import Say, TrackerSettings, open_tracker
+from pipeline.tracking.runs import DatasetInput
+from pipeline.tracking.tracking_thread import FinalStatus
 from pipeline.vocabulary import CORRUPT_SAMPLES_FILE, METRICS_FILE, RECIPE_FILE, StageName
 
 _NAMED_FAULTS = 10

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from data_shards.packing.pack import pack
-from pipeline.report.metrics_log import read_metrics
+from pipeline.metrics_log import read_metrics
 from pipeline.vocabulary import StageName
 from tests.cluster.conftest import ROOT, SubmittedRun
 from tests.cluster.slurm_cluster import SlurmCluster

@@ -6,7 +6,7 @@ MLflow is not what these rows are about, and the two pauses of a second would be
 from __future__ import annotations
 
 from launch.train import leave, main
-from pipeline.report import tracking_thread
+from pipeline.tracking import tracking_thread
 
 if __name__ == "__main__":
     tracking_thread._FIRST_PAUSE_SECONDS = 0.05  # pyright: ignore[reportPrivateUsage]

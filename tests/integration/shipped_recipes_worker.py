@@ -11,11 +11,11 @@ import traceback
 from pathlib import Path
 
 from pipeline.context import StageContext, Tracking
+from pipeline.metrics_log import read_metrics
 from pipeline.ranks.group import Ranks
 from pipeline.ranks.place import Place
 from pipeline.ranks.stopping import StopFlag
 from pipeline.recipe.io import parse_recipe
-from pipeline.report.metrics_log import read_metrics
 from pipeline.run_folder import RunFolder
 from pipeline.stages import run_stage
 

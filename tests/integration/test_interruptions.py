@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from data_shards.packing.pack import pack
-from pipeline.report.metrics_log import read_metrics
+from pipeline.metrics_log import read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 400

@@ -21,7 +21,7 @@ from data_shards.packing.pack import pack
 from launch.cli import app
 from model.masked_patch import colour_classes
 from model.saved import load_model
-from pipeline.report.metrics_log import read_metrics
+from pipeline.metrics_log import read_metrics
 
 STAGES = ("masked_patch", "swap_head", "finetune")
 STEPS, SAVED = 120, 60

@@ -11,7 +11,7 @@ import yaml
 
 from data_shards.packing.pack import pack
 from model.saved import load_model
-from pipeline.report.metrics_log import read_metrics
+from pipeline.metrics_log import read_metrics
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 STAGES = ("pretrain", "swap_head", "finetune")

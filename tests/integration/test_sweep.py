@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from data_shards.packing.pack import pack
-from pipeline.report.metrics_log import read_metrics
+from pipeline.metrics_log import read_metrics
 from pipeline.run_folder import RunFolder
 
 ROOT = Path(__file__).resolve().parents[2]

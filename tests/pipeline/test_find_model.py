@@ -18,7 +18,7 @@ from data_shards.packing.pack import pack
 from model.saved import load_model, read_meta
 from model.vocabulary import COLOURS
 from pipeline.find_model import FoundModel, find_model
-from pipeline.report.metrics_log import read_metrics
+from pipeline.metrics_log import read_metrics
 from pipeline.run_folder import RunFolder
 
 ROOT = Path(__file__).resolve().parents[2]

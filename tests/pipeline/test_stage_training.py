@@ -26,12 +26,12 @@ from pipeline.checkpoint.mend_record import mend_records
 from pipeline.checkpoint.store import Restored
 from pipeline.checkpoint.written_by import written_by
 from pipeline.context import StageContext, Tracking
+from pipeline.metrics_log import open_metrics_log
 from pipeline.ranks.place import Place
 from pipeline.ranks.stopping import StopFlag
 from pipeline.recipe.io import dump_recipe
 from pipeline.recipe.schema import EngineConfig, Recipe
 from pipeline.recipe.stage_plan import plan_stage
-from pipeline.report.metrics_log import open_metrics_log
 from pipeline.run_folder import RunFolder
 from pipeline.stage_data import open_data
 from pipeline.stage_training import StageStart, make_job, make_pace, train_stage

@@ -70,7 +70,7 @@ def install() -> None:
                 "pipeline.checkpoint.saver": _patch_saver,
                 "model.head": _patch_head,
                 "data_shards.loading.assemble": _patch_assemble,
-                "pipeline.report.mlflow_store": lambda module: _before(module.MlflowStore, "send", "mlflow"),
+                "pipeline.tracking.mlflow_store": lambda module: _before(module.MlflowStore, "send", "mlflow"),
             }
         ),
     )

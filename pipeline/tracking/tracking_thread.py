@@ -21,8 +21,8 @@ from functools import partial
 from pathlib import Path
 from typing import Literal, Protocol, TypeVar
 
-from pipeline.report.metrics_log import MetricRow, follow_metrics
-from pipeline.report.tracking_state import RunState
+from pipeline.metrics_log import MetricRow, follow_metrics
+from pipeline.tracking.tracking_state import RunState
 
 FinalStatus = Literal["FINISHED", "FAILED", "KILLED"]
 Result = TypeVar("Result")

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.report.metrics_log import iter_metrics, open_metrics_log, read_metrics
+from pipeline.metrics_log import iter_metrics, open_metrics_log, read_metrics
 
 VALUES = st.dictionaries(st.text(max_size=5), st.floats(allow_subnormal=True), max_size=4)
 STEPS = st.lists(st.integers(0, 20), max_size=8).map(sorted)

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.report.tracking_state import RunState, load_run_state
+from pipeline.tracking.tracking_state import RunState, load_run_state
 
 
 def test_a_state_reads_back(tmp_path: Path) -> None:

@@ -15,13 +15,14 @@ from typing import Any
 
 import pytest
 
-from pipeline.report import mlflow_store as tracking
-from pipeline.report import tracking_thread
-from pipeline.report.metrics_log import open_metrics_log
-from pipeline.report.mlflow_store import DatasetInput, TrackerSettings, open_tracker
-from pipeline.report.tracking_state import load_run_state
-from pipeline.report.tracking_thread import Timing
-from tests.pipeline.report.trickling import trickling_server
+from pipeline.metrics_log import open_metrics_log
+from pipeline.tracking import mlflow_store as tracking
+from pipeline.tracking import tracking_thread
+from pipeline.tracking.mlflow_store import TrackerSettings, open_tracker
+from pipeline.tracking.runs import DatasetInput
+from pipeline.tracking.tracking_state import load_run_state
+from pipeline.tracking.tracking_thread import Timing
+from tests.pipeline.tracking.trickling import trickling_server
 
 # MLflow's and SQLAlchemy's own: they are not for us to mend.
 pytestmark = [
@@ -338,8 +339,8 @@ def test_a_killed_process_is_followed_by_one_that_completes_its_curve(
     code = """
         import os, signal, sys, time
         from pathlib import Path
-        from pipeline.report.metrics_log import open_metrics_log
-        from pipeline.report.mlflow_store import TrackerSettings, open_tracker
+        from pipeline.metrics_log import open_metrics_log
+        from pipeline.tracking.mlflow_store import TrackerSettings, open_tracker
 
         root, folder, name = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
         log = open_metrics_log(folder / "pretrain" / "metrics.jsonl", resume_step=0)
@@ -383,7 +384,7 @@ def test_a_state_that_cannot_be_read_begins_a_new_run_and_says_so(client: Any, s
 
 
 def test_opening_imports_nothing_heavy_in_the_calling_thread() -> None:
-    code = "import sys, pipeline.report.mlflow_store, pipeline.report.progress\n"
+    code = "import sys, pipeline.tracking.mlflow_store, pipeline.report.progress\n"
     code += "print([m for m in sys.modules if m in heavy])"
     code = "heavy = {'mlflow', 'torch', 'tqdm', 'pandas', 'numpy'}\n" + code
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -1,4 +1,4 @@
-"""MLflow: a run per pipeline, a child run per stage; a sweep's run is its pipelines' parent. Only this imports mlflow.
+"""MLflow: a run per pipeline, a child run per stage; a sweep's run is its pipelines' parent.
 
 All happens in the thread of `tracking_thread`, also the import (2 to 4 s) and creating an SQLite schema (2 to 6 s), so
 a slow or dead server neither delays nor stops training. The store is SQLite beside the runs, or the server at
@@ -13,43 +13,23 @@ and no pictures are logged.
 from __future__ import annotations
 
 import functools
-import json
-import os
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from data_shards.durable import flush
 from pipeline.checkpoint.written_by import source_tags
-from pipeline.report.metrics_log import MetricRow, MetricsLog
-from pipeline.report.tracking_state import RunState, load_run_state
-from pipeline.report.tracking_thread import Call, FinalStatus, Timing, Tracker, without_credentials
+from pipeline.metrics_log import MetricRow, MetricsLog
+from pipeline.tracking.client import open_client, store_uri
+from pipeline.tracking.runs import DatasetInput, log_datasets, log_metrics, log_new_params, set_tags
+from pipeline.tracking.tracking_state import RunState, load_run_state
+from pipeline.tracking.tracking_thread import Call, FinalStatus, Timing, Tracker, without_credentials
 from pipeline.vocabulary import MLFLOW_FILE
 
 Say = Callable[[str], None]
 
-# From mlflow.utils.validation, and the column `digest` of MLflow's table `datasets`.
-_MAX_METRICS_PER_BATCH = 1_000
-_MAX_PARAMS_PER_BATCH = 100
-_MAX_PARAM_CHARACTERS = 6_000
-_MAX_DIGEST_CHARACTERS = 36
-
-_SQLITE = "sqlite:///"
-_STALE_SECONDS = 3600.0  # after which an unfinished database is a killed process's
-
-
-@dataclass(frozen=True, kw_only=True)
-class DatasetInput:
-    """A data set as MLflow shows it; `context` is train or eval."""
-
-    name: str
-    source: str
-    digest: str
-    context: str
+_MAX_METRICS_PER_BATCH = 1_000  # from mlflow.utils.validation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +61,7 @@ class TrackerSettings:
 
     @property
     def uri(self) -> str:
-        return self.tracking_uri or f"{_SQLITE}{self.home / 'mlflow.db'}"
+        return store_uri(self.tracking_uri, home=self.home)
 
 
 def open_tracker(settings: TrackerSettings, *, log: MetricsLog, say: Say | None = None) -> Tracker:
@@ -133,7 +113,7 @@ class MlflowStore:
         self._connecting = mine = object()  # a call that timed out may still run: only the newest one sets ids
         if not settings.run_dir.is_dir():
             raise FileNotFoundError(f"{settings.run_dir} is gone")  # with it, perhaps, the folder of all runs
-        self._client, experiment_id = _client_of(settings.uri, home=settings.home, experiment=settings.experiment)
+        self._client, experiment_id = open_client(settings.uri, home=settings.home, experiment=settings.experiment)
         of_sweep = {}
         if self._sweep is not None:
             assert settings.sweep is not None
@@ -236,35 +216,16 @@ class MlflowStore:
         return calls
 
     def _set_tags(self, state: RunState, tags: Mapping[str, str]) -> None:
-        from mlflow.entities import RunTag
-
-        entities = [RunTag(name, without_credentials(value)) for name, value in tags.items()]
-        self._client.log_batch(state.run_id, tags=entities, synchronous=True)
+        set_tags(self._client, str(state.run_id), tags)
 
     def _send_params(self) -> None:
-        """Params are write-once: a changed one keeps its first value, and a tag has the change."""
-        from mlflow.entities import Param
-
-        params = self._settings.params.items()
-        clean = {name: without_credentials(value)[:_MAX_PARAM_CHARACTERS] for name, value in params}
-        known = self._client.get_run(self.state.run_id).data.params
-        new = [Param(name, value) for name, value in clean.items() if name not in known]
-        for start in range(0, len(new), _MAX_PARAMS_PER_BATCH):
-            self._client.log_batch(
-                self.state.run_id, params=new[start : start + _MAX_PARAMS_PER_BATCH], synchronous=True
-            )
-        if changed := [f"{name}: {known[name]} -> {now}" for name, now in clean.items() if known.get(name, now) != now]:
-            self._set_tags(self.state, {f"shardvit.params_changed.{self.state.attempt}": "; ".join(changed)})
+        changed = log_new_params(self._client, str(self.state.run_id), self._settings.params)
+        if changed:  # a changed one keeps its first value, and a tag has the change
+            text = "; ".join(f"{name}: {change}" for name, change in changed.items())
+            self._set_tags(self.state, {f"shardvit.params_changed.{self.state.attempt}": text})
 
     def _send_datasets(self) -> None:
-        from mlflow import entities
-
-        inputs = []
-        for one in self._settings.datasets:
-            source = json.dumps({"uri": without_credentials(one.source)})
-            dataset = entities.Dataset(one.name[:500], one.digest[:_MAX_DIGEST_CHARACTERS], "local", source)
-            inputs.append(entities.DatasetInput(dataset, [entities.InputTag("mlflow.data.context", one.context)]))
-        self._client.log_inputs(self.state.run_id, datasets=inputs)
+        log_datasets(self._client, str(self.state.run_id), self._settings.datasets)
 
     def send_file(self, path: Path) -> None:
         self._keep(self.state, path)
@@ -301,89 +262,20 @@ def tell_sweep(news: SweepNews) -> None:
     state = load_run_state(news.folder / MLFLOW_FILE)
     state.save()  # its key, before there is a run
     home = news.folder.parent.absolute()
-    uri = news.tracking_uri or f"{_SQLITE}{home / 'mlflow.db'}"
-    client, experiment_id = _client_of(uri, home=home, experiment=news.experiment)
-    from mlflow.entities import Metric, RunTag
-
+    uri = store_uri(news.tracking_uri, home=home)
+    client, experiment_id = open_client(uri, home=home, experiment=news.experiment)
     found = client.search_runs([experiment_id], f"tags.`shardvit.key` = '{state.key}'")
     run = found[-1] if found else None
     if run is None:
         run = client.create_run(experiment_id, run_name=news.folder.name, tags={"shardvit.key": state.key})
     state.run_id = str(run.info.run_id)
     state.save()
-    now = int(time.time() * 1000)
-    tags = [RunTag(name, without_credentials(value)) for name, value in {**source_tags(), **news.tags}.items()]
-    metrics = [Metric(name, value, now, 0) for name, value in news.metrics.items()]
-    client.log_batch(state.run_id, metrics=metrics, tags=tags, synchronous=True)
+    set_tags(client, state.run_id, {**source_tags(), **news.tags})
+    log_metrics(client, state.run_id, news.metrics)
     for folder, values in news.points.items():
         point = load_run_state(folder / MLFLOW_FILE).run_id
         if point is not None:  # else MLflow was not told of it
-            points = [Metric(name, value, now, 0) for name, value in values.items()]
-            client.log_batch(point, metrics=points, synchronous=True)
+            log_metrics(client, point, values)
     client.update_run(state.run_id, status="RUNNING") if news.status == "RUNNING" else client.set_terminated(
         state.run_id, status=news.status
     )
-
-
-def _client_of(uri: str, *, home: Path, experiment: str) -> tuple[Any, str]:
-    """A client of the store at `uri`, and the experiment's id; store and experiment are made if they are missing."""
-    _import_mlflow()
-    from mlflow.tracking import MlflowClient
-
-    make_database(uri, create=lambda uri: MlflowClient(tracking_uri=uri).search_experiments(max_results=1))
-    client = MlflowClient(tracking_uri=uri)
-    found = client.get_experiment_by_name(experiment)
-    if found is not None:
-        return client, str(found.experiment_id)
-    # Without a server MLflow would put artifacts into ./mlruns of the working folder.
-    location = (home / "mlartifacts").as_uri() if uri.startswith("sqlite:") else None
-    return client, str(client.create_experiment(experiment, artifact_location=location))
-
-
-def make_database(uri: str, *, create: Callable[[str], object]) -> None:
-    """Atomically create a store's SQLite file if it is missing; several processes may.
-
-    MLflow creates some fifty tables in several seconds, and never repairs a database left half-way by a kill: every
-    later attempt fails in the same migration. So `create` fills another file, which gets the name when complete.
-    Does nothing unless `uri` is sqlite:///FILE. OSError: the disk is full or fails.
-    """
-    name = uri.removeprefix(_SQLITE)
-    if not uri.startswith(_SQLITE) or not name or name.startswith((":", "file:")) or "?" in name or Path(name).exists():
-        return
-    path = Path(name)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    for leftover in path.parent.glob(f".{path.name}.making-*"):
-        with suppress(OSError):  # gone meanwhile
-            if time.time() - leftover.stat().st_mtime > _STALE_SECONDS:
-                leftover.unlink()
-    beside = path.with_name(f".{path.name}.making-{os.getpid()}")
-    for leftover in (beside, beside.with_name(f"{beside.name}-journal")):  # PID reuse
-        leftover.unlink(missing_ok=True)
-    try:
-        create(f"{_SQLITE}{beside}")
-        flush(beside)
-        try:
-            os.link(beside, path)
-        except FileExistsError:
-            pass  # another process was quicker, and its runs are in that one
-        except OSError:  # a file system without links
-            beside.rename(path)
-        flush(path.parent)
-    finally:
-        beside.unlink(missing_ok=True)
-
-
-def _import_mlflow() -> None:
-    import logging
-
-    # MLflow reads these from the environment only; the user's values stand. Its seven retries would hold one call for
-    # 246 s, and the thread has its own back-off. A training job reports to nobody but its user.
-    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
-    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
-    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-    os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
-    import mlflow.tracking  # noqa: F401
-
-    # Lines on schema steps and retries would break the progress bar; the thread reports failures.
-    for name in ("mlflow", "alembic", "urllib3.connectionpool"):
-        logging.getLogger(name).setLevel(logging.ERROR)

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.report import tracking_thread
-from pipeline.report.metrics_log import MetricRow, iter_metrics, open_metrics_log
-from pipeline.report.tracking_state import RunState, load_run_state
-from pipeline.report.tracking_thread import Call, FinalStatus, Timing, Tracker, without_credentials
+from pipeline.metrics_log import MetricRow, iter_metrics, open_metrics_log
+from pipeline.tracking import tracking_thread
+from pipeline.tracking.tracking_state import RunState, load_run_state
+from pipeline.tracking.tracking_thread import Call, FinalStatus, Timing, Tracker, without_credentials
 
 
 class ListStore:

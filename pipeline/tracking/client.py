@@ -1,0 +1,87 @@
+"""MLflow's client: imported late and quietly, on a store that is made whole or not at all, in a shared experiment.
+
+Costs 2 to 4 s of import, and 2 to 6 s where an SQLite store has to be made. Knows nothing of runs.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from data_shards.durable import flush
+
+SQLITE = "sqlite:///"
+_STALE_SECONDS = 3600.0  # after which an unfinished database is a killed process's
+
+
+def store_uri(uri: str | None, *, home: Path) -> str:
+    """The store's address: the user's, or an SQLite file in the folder of all runs."""
+    return uri or f"{SQLITE}{home / 'mlflow.db'}"
+
+
+def open_client(uri: str, *, home: Path, experiment: str) -> tuple[Any, str]:
+    """A client of the store at `uri`, and the experiment's id; store and experiment are made if they are missing."""
+    _import_mlflow()
+    from mlflow.tracking import MlflowClient
+
+    make_database(uri, create=lambda uri: MlflowClient(tracking_uri=uri).search_experiments(max_results=1))
+    client = MlflowClient(tracking_uri=uri)
+    found = client.get_experiment_by_name(experiment)
+    if found is not None:
+        return client, str(found.experiment_id)
+    # Without a server MLflow would put artifacts into ./mlruns of the working folder.
+    location = (home / "mlartifacts").as_uri() if uri.startswith("sqlite:") else None
+    return client, str(client.create_experiment(experiment, artifact_location=location))
+
+
+def make_database(uri: str, *, create: Callable[[str], object]) -> None:
+    """Atomically create a store's SQLite file if it is missing; several processes may.
+
+    MLflow creates some fifty tables in several seconds, and never repairs a database left half-way by a kill: every
+    later attempt fails in the same migration. So `create` fills another file, which gets the name when complete.
+    Does nothing unless `uri` is sqlite:///FILE. OSError: the disk is full or fails.
+    """
+    name = uri.removeprefix(SQLITE)
+    if not uri.startswith(SQLITE) or not name or name.startswith((":", "file:")) or "?" in name or Path(name).exists():
+        return
+    path = Path(name)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for leftover in path.parent.glob(f".{path.name}.making-*"):
+        with suppress(OSError):  # gone meanwhile
+            if time.time() - leftover.stat().st_mtime > _STALE_SECONDS:
+                leftover.unlink()
+    beside = path.with_name(f".{path.name}.making-{os.getpid()}")
+    for leftover in (beside, beside.with_name(f"{beside.name}-journal")):  # PID reuse
+        leftover.unlink(missing_ok=True)
+    try:
+        create(f"{SQLITE}{beside}")
+        flush(beside)
+        try:
+            os.link(beside, path)
+        except FileExistsError:
+            pass  # another process was quicker, and its runs are in that one
+        except OSError:  # a file system without links
+            beside.rename(path)
+        flush(path.parent)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def _import_mlflow() -> None:
+    import logging
+
+    # MLflow reads these from the environment only; the user's values stand. Its seven retries would hold one call for
+    # 246 s, and the thread has its own back-off. A training job reports to nobody but its user.
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+    os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
+    import mlflow.tracking  # noqa: F401
+
+    # Lines on schema steps and retries would break the progress bar; the thread reports failures.
+    for name in ("mlflow", "alembic", "urllib3.connectionpool"):
+        logging.getLogger(name).setLevel(logging.ERROR)

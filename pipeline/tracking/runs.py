@@ -1,0 +1,80 @@
+"""What an MLflow run is told, within MLflow's limits: metrics, params, tags, data sets. The run's id is known.
+
+Each function makes one or a few synchronous calls, and raises whatever MLflow does. No text with a password leaves.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pipeline.tracking.tracking_thread import without_credentials
+
+# From mlflow.utils.validation, and the column `digest` of MLflow's table `datasets`.
+_MAX_METRICS_PER_BATCH = 1_000
+_MAX_PARAMS_PER_BATCH = 100
+_MAX_PARAM_CHARACTERS = 6_000
+_MAX_TAG_CHARACTERS = 5_000  # in any MLflow
+_MAX_DIGEST_CHARACTERS = 36
+_MAX_NAME_CHARACTERS = 500
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetInput:
+    """A data set as MLflow shows it; `context` is train or eval."""
+
+    name: str
+    source: str
+    digest: str
+    context: str
+
+
+def log_points(client: Any, run_id: str, points: Sequence[Any]) -> None:
+    """Send MLflow metrics, as many calls as it needs."""
+    for start in range(0, len(points), _MAX_METRICS_PER_BATCH):
+        client.log_batch(run_id, metrics=list(points[start : start + _MAX_METRICS_PER_BATCH]), synchronous=True)
+
+
+def log_metrics(client: Any, run_id: str, metrics: Mapping[str, float], *, step: int = 0) -> None:
+    """Send values of this moment."""
+    from mlflow.entities import Metric
+
+    now = int(time.time() * 1000)
+    log_points(client, run_id, [Metric(name, value, now, step) for name, value in metrics.items()])
+
+
+def log_new_params(client: Any, run_id: str, params: Mapping[str, str]) -> dict[str, str]:
+    """Params are write-once: send those that the run lacks; returns "old -> new" of those that it has with another
+    value."""
+    from mlflow.entities import Param
+
+    clean = {name: without_credentials(value)[:_MAX_PARAM_CHARACTERS] for name, value in params.items()}
+    known = client.get_run(run_id).data.params
+    new = [Param(name, value) for name, value in clean.items() if name not in known]
+    for start in range(0, len(new), _MAX_PARAMS_PER_BATCH):
+        client.log_batch(run_id, params=new[start : start + _MAX_PARAMS_PER_BATCH], synchronous=True)
+    return {name: f"{known[name]} -> {now}" for name, now in clean.items() if known.get(name, now) != now}
+
+
+def set_tags(client: Any, run_id: str, tags: Mapping[str, str]) -> None:
+    """Set or replace tags."""
+    from mlflow.entities import RunTag
+
+    entities = [RunTag(name, without_credentials(value)[:_MAX_TAG_CHARACTERS]) for name, value in tags.items()]
+    client.log_batch(run_id, tags=entities, synchronous=True)
+
+
+def log_datasets(client: Any, run_id: str, datasets: Sequence[DatasetInput]) -> None:
+    """Name a run's data sets; the same ones twice count once."""
+    from mlflow import entities
+
+    inputs = []
+    for one in datasets:
+        source = json.dumps({"uri": without_credentials(one.source)})
+        name = one.name[:_MAX_NAME_CHARACTERS]
+        dataset = entities.Dataset(name, one.digest[:_MAX_DIGEST_CHARACTERS], "local", source)
+        inputs.append(entities.DatasetInput(dataset, [entities.InputTag("mlflow.data.context", one.context)]))
+    client.log_inputs(run_id, datasets=inputs)
