@@ -15,9 +15,9 @@ from pathlib import Path
 
 from data_shards.errors import UserError
 from data_shards.text import one_line
+from pipeline.metrics_log import MetricRow, read_readable
 from pipeline.recipe.io import parse_recipe
 from pipeline.recipe.schema import Recipe
-from pipeline.report.metrics_log import MetricRow, read_readable
 from pipeline.run_folder import BrokenRecord, RunFolder, StageRecord
 from pipeline.vocabulary import ALL_STAGES, METRICS_FILE, RECIPE_FILE, STAGE_FILE, StageName
 

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from data_shards.errors import UserError
+from pipeline.metrics_log import open_metrics_log
 from pipeline.recipe.io import load_recipe
 from pipeline.report.history import read_history, run_folder_at
-from pipeline.report.metrics_log import open_metrics_log
 from pipeline.run_folder import RunFolder
 
 
