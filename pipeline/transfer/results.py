@@ -1,0 +1,139 @@
+"""A transfer result as it is kept: RUN/transfer/NAME.json, for pictures and for whoever compares runs.
+
+    {"format": 1,
+     "command": "fewshot" | "probe" | "knn" | "transfer",
+     "name": NAME,
+     "model": "runs/x/pretrain/model",         where it was found
+     "model_digest": "...",                    of its weights
+     "run": "x", "stage": "pretrain", "step": null or 400 (a checkpoint's),      all null for a model from elsewhere
+     "images_seen": 51200,                     by that stage, up to this model; null: not known
+     "layer": "pre_logits" | "pooled",
+     "data_sets": [{"name": "pets", "group": "natural" or null, "train": SHARDS, "eval": SHARDS, "train_digest": "...",
+                    "eval_digest": "...", "num_classes": 37, "train_images": 185, "eval_images": 3669,
+                    "damaged_images": 0}],
+     "results": [{"data_set": "pets", "group": "natural" or null, "method": "fewshot" | "probe" | "knn",
+                  "metric": "top1", "settings": {"shots": 5, "l2": 1024.0, "seeds": 3}, "value": 0.71,
+                  "values": [0.7, 0.71, 0.72]}],
+     "mean": 0.71}
+
+`train_images` are those that were learned from, `eval_images` those that could be read; `value` is the mean of
+`values`, one a seed. The first metric of a data set and its settings is top-1; all are shares of 1, but for "loss".
+"mean": of a table, over its groups' means if there are groups, as VTAB's; null: it is not whole yet, or no table.
+Written whole (a rename); a file that is broken or of another format is passed over by `transfer_records`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+
+from data_shards.durable import replace_text
+
+TRANSFER_FOLDER = "transfer"  # in the run's folder
+
+Command = Literal["fewshot", "probe", "knn", "transfer"]
+Method = Literal["fewshot", "probe", "knn"]
+Layer = Literal["pre_logits", "pooled"]
+SetGroup = Literal["natural", "specialized", "structured"]  # VTAB's (arXiv 1910.04867)
+Setting = int | float | str | list[int] | list[float]
+
+_Count = Annotated[int, Field(ge=0, lt=2**63)]
+
+
+@dataclass(frozen=True)
+class UsedSet:
+    """A data set that was transferred to."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    name: str
+    train: str
+    eval: str
+    train_digest: str
+    eval_digest: str
+    num_classes: _Count
+    train_images: _Count
+    eval_images: _Count
+    damaged_images: _Count = 0
+    group: SetGroup | None = None
+
+
+@dataclass(frozen=True)
+class TransferScore:
+    """One number; see the module's text."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    data_set: str
+    method: Method
+    metric: str
+    value: float
+    values: tuple[float, ...]
+    settings: dict[str, Setting] = field(default_factory=dict)
+    group: SetGroup | None = None
+
+
+@dataclass(frozen=True)
+class TransferRecord:
+    """One file; see the module's text."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    command: Command
+    name: str
+    model: str
+    model_digest: str
+    layer: Layer
+    run: str | None = None
+    stage: str | None = None
+    step: _Count | None = None
+    images_seen: _Count | None = None
+    data_sets: tuple[UsedSet, ...] = ()
+    results: tuple[TransferScore, ...] = ()
+    mean: float | None = None
+    format: Literal[1] = 1
+
+
+_RECORD = TypeAdapter(TransferRecord)
+
+
+def save_record(file: Path, record: TransferRecord) -> None:
+    """Write it whole; its folder is made if the one above is there. OSError: the disk is full or fails."""
+    file.parent.mkdir(exist_ok=True)
+    # ASCII: names from tars need not be UTF-8
+    replace_text(file, json.dumps(asdict(record), indent=1) + "\n")
+
+
+def load_record(file: Path) -> TransferRecord:
+    """What `save_record` wrote. ValueError, one sentence: it is not there, or is none."""
+    try:
+        return _RECORD.validate_json(file.read_bytes())
+    except OSError as error:
+        raise ValueError(f"{file} cannot be read ({error.strerror})") from None
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        raise ValueError(f"{file} is no result of a transfer ({where}: {first['msg']})") from None
+
+
+def transfer_records(run: Path) -> list[TransferRecord]:
+    """All that lie in a run's folder, by name; without those that cannot be read."""
+    found: list[TransferRecord] = []
+    for file in sorted((run / TRANSFER_FOLDER).glob("*.json")):
+        if file.name.startswith("."):
+            continue
+        try:
+            found.append(load_record(file))
+        except ValueError:
+            continue
+    return found
+
+
+def file_name(name: str) -> str:
+    """A name for NAME.json: letters, digits, '.', '_' and '-' stay, the rest becomes '-'."""
+    return re.sub("[^A-Za-z0-9._-]+", "-", name).strip("-.")[:100] or "unnamed"
