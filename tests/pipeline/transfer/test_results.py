@@ -29,9 +29,7 @@ RECORD = TransferRecord(
     stage="pretrain",
     images_seen=51200,
     data_sets=(UsedSet("p\x1bets", "a", "b", "c", "d", 37, 185, 3669, group="natural"),),
-    results=(
-        TransferScore("p\x1bets", "fewshot", "top1", 0.1 + 0.2, (0.1, 0.5), settings={"shots": 5, "l2": 1024.0}),
-    ),
+    results=(TransferScore("p\x1bets", "fewshot", "top1", 0.1 + 0.2, (0.1, 0.5), settings={"shots": 5, "l2": 1024.0}),),
 )
 
 
