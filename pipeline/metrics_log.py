@@ -1,7 +1,7 @@
 """Every logged value, in one text file per stage, RUNS/NAME/STAGE/metrics.jsonl; MLflow, tables and figures read it.
 
 A row: {"step": 400, "images_seen": 25600, "time": 1760000000.5, "metrics": {"train/loss": 0.25}}. Costs one `write` of
-a few hundred bytes. A killed process loses nothing; a power loss may cost the last seconds, as rows are not fsynced.
+a few hundred bytes, see `growing_file` for what survives. What a resumed stage repeats is taken back first.
 NaN and Infinity are written as Python's json does, which strict readers refuse.
 """
 
@@ -14,9 +14,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 from data_shards.durable import replaced
+from pipeline.growing_file import GrowingFile, lines_from
 
 _MOST = 2**63  # a damaged row's count may have thousands of digits
 
@@ -39,9 +39,7 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
         self.resume_step = resume_step
         self.kept_rows = kept_rows
         self.dropped_broken_rows = dropped_broken_rows  # a line torn by kill -9, or a damaged file
-        # Unbuffered and O_APPEND: one row is one write, so a reader never sees half of it mixed with another.
-        self._file: BinaryIO = open(path, "ab", buffering=0)  # noqa: SIM115  (closed by close())
-        self._torn = False
+        self._file = GrowingFile(path)
 
     def append(self, *, step: int, images_seen: int, metrics: Mapping[str, float]) -> MetricRow:
         """Write one row with the current time, and return it; OSError if the disk is full."""
@@ -51,13 +49,8 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
             time=time.time(),
             metrics={name: float(value) for name, value in metrics.items()},
         )
-        # If the disk was full for a moment: end the half-written row, so that this one has its own line.
         # json writes floats by repr, the shortest text that reads back to the same bits.
-        line = (b"\n" if self._torn else b"") + json.dumps(dataclasses.asdict(row)).encode() + b"\n"
-        self._torn = True
-        while line:
-            line = line[self._file.write(line) :]
-        self._torn = False
+        self._file.append(json.dumps(dataclasses.asdict(row)).encode())
         return row
 
     def close(self) -> None:
@@ -126,14 +119,7 @@ def follow_metrics(path: Path, *, offset: int) -> Iterator[tuple[MetricRow, int]
 
 
 def _decoded_lines(path: Path, *, offset: int = 0) -> Iterator[tuple[bytes, MetricRow | None]]:
-    try:
-        file = path.open("rb")
-    except FileNotFoundError:
-        return
-    with file:
-        file.seek(offset)
-        for line in file:
-            yield line, _decode(line)
+    return ((line, _decode(line)) for line in lines_from(path, offset=offset))
 
 
 def _decode(line: bytes) -> MetricRow | None:

@@ -6,6 +6,7 @@
     RUNS/NAME/STAGE/checkpoints/step-*/   see `checkpoint`
     RUNS/NAME/STAGE/ranks/                see `watch`
     RUNS/NAME/STAGE/metrics.jsonl         see `metrics_log`
+    RUNS/NAME/STAGE/events.jsonl          see `events`
     RUNS/NAME/STAGE/model/                the result: safetensors and config.json
     RUNS/NAME/compiled/                   what torch has compiled, see `kernels.cache`; may be deleted at any time
 

@@ -286,6 +286,7 @@ def make_job(
     def committed(at: TrainState) -> None:
         if ranks.place.is_main:
             folder.update(stage, last_saved_step=at.step, images_seen=at.images_seen, seconds=at.training_seconds)
+            report.event("checkpoint", f"step {at.step} is saved", step=at.step)
 
     return TrainJob(
         plan=plan,

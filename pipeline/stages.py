@@ -30,12 +30,13 @@ from pipeline.context import StageContext
 from pipeline.engine.frozen import freeze
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.stage import FinetuneStage, MaskedPatchStage, PretrainStage, TrainStage
-from pipeline.report.reporter import tracked_log
+from pipeline.report.reporter import told_events, tracked_log
 from pipeline.run_folder import check_model, weights_digest
 from pipeline.stage_data import open_data
 from pipeline.stage_data_once import open_data_once
 from pipeline.stage_model import model_from_elsewhere
 from pipeline.stage_training import StageStart, train_stage
+from pipeline.state import TrainState
 from pipeline.vocabulary import StageName
 
 
@@ -118,7 +119,10 @@ def swap_head(context: StageContext) -> None:
     if source is None:
         source = check_model(folder, stage="masked_patch" if recipe.stages.masked_patch else "pretrain")
     folder.update("swap_head", state="running", inputs={"weights": weights_digest(source)})
-    with tracked_log(context, stage="swap_head") as log:
+    with (
+        tracked_log(context, stage="swap_head") as log,
+        told_events(context, stage="swap_head", state=TrainState(), say=context.say),
+    ):
         try:
             old, model = build_from_saved(source)
         except ValueError as error:

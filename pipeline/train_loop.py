@@ -138,6 +138,8 @@ def _settle(job: TrainJob, state: TrainState, outcomes: Sequence[StepOutcome]) -
     for outcome in outcomes:
         if outcome.step - 1 not in state.passed_over:
             state.settle(applied=outcome.applied)
+            if not outcome.applied:
+                job.report.skipped(outcome.step)
         job.requests.heard(outcome.step, outcome.requested)
 
 
@@ -172,7 +174,7 @@ def _log(
     state.recent_losses = spikes.recent_losses
     if slowest is None or not slowest.is_news:
         return "", spiked
-    job.report.note(f"step {state.step}: {slowest.describe()}")
+    job.report.note(f"step {state.step}: {slowest.describe()}", kind="slow_rank", step=state.step)
     return slowest.describe() if job.plan.slow_rank == "stop" else "", spiked
 
 

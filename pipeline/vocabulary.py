@@ -28,6 +28,7 @@ DATA_FILE = "data.json"  # the shards that the stage began with
 CHECKPOINTS_FOLDER = "checkpoints"
 RANKS_FOLDER = "ranks"  # heartbeats and stacks
 METRICS_FILE = "metrics.jsonl"
+EVENTS_FILE = "events.jsonl"  # what happened, over all attempts
 CORRUPT_SAMPLES_FILE = "corrupt_samples.jsonl"
 MODEL_FOLDER = "model"  # the result: safetensors and config.json
 MLFLOW_FILE = "mlflow.json"  # of the run, and of each stage: which MLflow run it is
@@ -97,26 +98,39 @@ AVERAGE_BYTES = 4  # of the moving average of a parameter: float32, beside the m
 
 # ---- metrics: what stands in metrics.jsonl and MLflow ----
 
-METRICS = {
-    "train/loss": "mean loss of the steps since the last point, over all ranks",
-    "train/epoch": "images seen over images of the training set",
-    "opt/lr": "learning rate of the last step",
-    "opt/grad_norm": "L2 norm of the last step's gradients, before clipping",
-    "opt/skipped_steps": "steps skipped so far because their gradients were not finite",
-    "opt/passed_over_steps": "steps so far whose batches were passed over after a rollback",
-    "data/substituted_images": "damaged images so far in whose place another one was trained on",
-    "perf/images_per_s": "training images per second, all ranks together, without evaluation and saving",
-    "perf/data_wait_frac": "share of that time in which rank 0 waited for a batch",
-    "perf/save_stall_frac": "share of this attempt's time in which training stood still for checkpoints",
-    "perf/slowest_rank_ratio": "the slowest rank's own time per step over the median rank's",
-    "val/loss": "mean loss of the held-out set, without label smoothing",
-    "val/top1": "share of held-out images whose best class is right",
-    "val/accuracy": "masked patch prediction: share of held-out patches whose colour is right",
-    "val/ema_loss": "val/loss of the moving average of the weights",
-    "val/ema_top1": "val/top1 of the moving average of the weights",
-    "val/ema_accuracy": "val/accuracy of the moving average of the weights",
-    "val/images": "held-out images that could be read",
-    "model/parameters": "swap_head: parameters of the model",
-    "model/head_parameters_dropped": "swap_head: parameters of the head that was dropped",
-    "model/head_parameters_attached": "swap_head: parameters of the head that was attached",
+
+@dataclass(frozen=True)
+class Metric:
+    """What a value is; `meaning`: a clause without a full stop."""
+
+    unit: str  # "share": of 1; "": it has none
+    meaning: str
+
+
+METRICS: dict[str, Metric] = {
+    "train/loss": Metric("nats", "mean loss of the steps since the last point, over all ranks"),
+    "train/epoch": Metric("epochs", "images seen over images of the training set"),
+    "opt/lr": Metric("", "learning rate of the last step"),
+    "opt/grad_norm": Metric("", "L2 norm of the last step's gradients, before clipping"),
+    "opt/skipped_steps": Metric("steps", "steps skipped so far because their gradients were not finite"),
+    "opt/passed_over_steps": Metric("steps", "steps so far whose batches were passed over after a rollback"),
+    "data/substituted_images": Metric("images", "damaged images so far in whose place another one was trained on"),
+    "perf/images_per_s": Metric(
+        "images/s", "training images per second, all ranks together, without evaluation and saving"
+    ),
+    "perf/data_wait_frac": Metric("share", "share of that time in which rank 0 waited for a batch"),
+    "perf/save_stall_frac": Metric(
+        "share", "share of this attempt's time in which training stood still for checkpoints"
+    ),
+    "perf/slowest_rank_ratio": Metric("ratio", "the slowest rank's own time per step over the median rank's"),
+    "val/loss": Metric("nats", "mean loss of the held-out set, without label smoothing"),
+    "val/top1": Metric("share", "share of held-out images whose best class is right"),
+    "val/accuracy": Metric("share", "masked patch prediction: share of held-out patches whose colour is right"),
+    "val/ema_loss": Metric("nats", "val/loss of the moving average of the weights"),
+    "val/ema_top1": Metric("share", "val/top1 of the moving average of the weights"),
+    "val/ema_accuracy": Metric("share", "val/accuracy of the moving average of the weights"),
+    "val/images": Metric("images", "held-out images that could be read"),
+    "model/parameters": Metric("parameters", "swap_head: parameters of the model"),
+    "model/head_parameters_dropped": Metric("parameters", "swap_head: parameters of the head that was dropped"),
+    "model/head_parameters_attached": Metric("parameters", "swap_head: parameters of the head that was attached"),
 }

@@ -84,7 +84,7 @@ def job(*, patch_dropout: float, first_step: int) -> tuple[Any, list[tuple[str, 
     report: Any = SimpleNamespace(
         phases=phases,
         training_seconds=0.0,
-        **quiet("step", "curve", "spikes", "evaluation", "faults", "note"),
+        **quiet("step", "skipped", "curve", "spikes", "evaluation", "faults", "note"),
     )
     task: Any = SimpleNamespace(
         score="top1",

@@ -1,16 +1,18 @@
-"""A stage's metrics.jsonl (the full record), MLflow (filled from it; may fail without harm) and progress bar.
+"""A stage's metrics.jsonl (the full record), MLflow (filled from it; may fail without harm), events and progress bar.
 
 Only on rank 0. Also measured here: how long the loop waited for data, and images/s without evaluation and saving.
 """
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
 
+from data_shards.errors import UserError
 from data_shards.loading.batch import Fault
 from pipeline.context import StageContext
 from pipeline.metrics_log import MetricsLog, open_metrics_log
@@ -19,6 +21,7 @@ from pipeline.ranks.stopping import Stopped
 from pipeline.recipe.io import flatten
 from pipeline.recipe.stage_plan import StagePlan
 from pipeline.report.best import AVERAGES_SCORES, SCORES
+from pipeline.report.events import EventKind, EventsLog
 from pipeline.report.losses import Spike
 from pipeline.report.progress import TrainingProgress
 from pipeline.rollback import GoBack
@@ -27,7 +30,7 @@ from pipeline.state import TrainState
 from pipeline.tracking.mlflow_store import Say, TrackerSettings, open_tracker
 from pipeline.tracking.runs import DatasetInput
 from pipeline.tracking.tracking_thread import FinalStatus
-from pipeline.vocabulary import CORRUPT_SAMPLES_FILE, METRICS_FILE, RECIPE_FILE, StageName
+from pipeline.vocabulary import CORRUPT_SAMPLES_FILE, EVENTS_FILE, METRICS_FILE, RECIPE_FILE, StageName
 
 _NAMED_FAULTS = 10
 
@@ -45,9 +48,8 @@ def stage_report(
 ) -> Iterator[Report]:
     """The report of one training stage, whose MLflow run has `tags`, too; closed as finished, killed (`Stopped`) or
     failed."""
-    samples, seconds = plan.samples_per_epoch, state.training_seconds
     if not context.ranks.place.is_main:
-        yield Report(None, None, phases=phases, samples_per_epoch=samples, training_seconds=seconds)
+        yield Report(None, None, None, phases=phases, plan=plan, training_seconds=state.training_seconds)
         return
     datasets = tuple(
         DatasetInput(name=shards.name, source=shards.source, digest=shards.digest, context=use)
@@ -56,13 +58,45 @@ def stage_report(
     progress = TrainingProgress(
         stage, total_steps=plan.total_steps, start_step=state.step, images_per_step=plan.global_batch_images
     )
-    with tracked_log(
-        context, stage=stage, datasets=datasets, resume_step=state.step or -1, say=progress.note, tags=tags
-    ) as log:
+    with (
+        tracked_log(
+            context, stage=stage, datasets=datasets, resume_step=state.step or -1, say=progress.note, tags=tags
+        ) as log,
+        told_events(context, stage=stage, state=state, say=progress.note) as events,
+    ):
+        report = Report(log, progress, events, phases=phases, plan=plan, training_seconds=state.training_seconds)
+        report.at(state)
         try:
-            yield Report(log, progress, phases=phases, samples_per_epoch=samples, training_seconds=seconds)
+            yield report
         finally:
-            progress.close()
+            report.close()
+
+
+@contextmanager
+def told_events(context: StageContext, *, stage: StageName, state: TrainState, say: Say) -> Iterator[EventsLog]:
+    """A stage's events.jsonl, which is told the start of this attempt and how it ends; `state`: where it stands."""
+    place = context.ranks.place
+    hosts = math.ceil(place.world_size / place.local_world_size)
+    with EventsLog(context.folder.stage(stage) / EVENTS_FILE, say=say) as events:
+
+        def tell(kind: EventKind, text: str) -> None:
+            events.append(kind, text, step=state.step, images_seen=state.images_seen)
+
+        where = f"{_counted(place.world_size, 'process', 'processes')} on {_counted(hosts, 'host', 'hosts')}"
+        job = context.job_tags.get("shardvit.slurm_job_id")
+        tell("start", f"from step {state.step:,}, {where}" + (f", SLURM job {job}" if job else ""))
+        try:
+            yield events
+        except Stopped:
+            tell("stopped", f"by {context.stop.reason or 'a signal to another process'}, after saving")
+            raise
+        except GoBack as back:
+            tell("rollback", f"{back.trouble.why}: going back to before it, and past its batches")
+            raise
+        except BaseException as error:
+            tell("failed", str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}")
+            raise
+        tell("done", f"after {state.step:,} steps" if state.step else "")
 
 
 @contextmanager
@@ -120,7 +154,7 @@ class Report:
     Args:
         log: takes the values; None on ranks above 0.
         progress: shows them; None: nobody.
-        samples_per_epoch: for train/epoch.
+        events: take what happens; None on ranks above 0.
         training_seconds: spent before this attempt.
     """
 
@@ -128,18 +162,21 @@ class Report:
         self,
         log: MetricsLog | None,
         progress: TrainingProgress | None,
+        events: EventsLog | None,
         *,
         phases: Phases,
-        samples_per_epoch: int,
+        plan: StagePlan,
         training_seconds: float,
     ) -> None:
         self.phases = phases
         self._log = log
         self._progress = progress
-        self._samples_per_epoch = samples_per_epoch
+        self._events = events
+        self._plan = plan
         self._earlier_seconds = training_seconds
         self._start = self._window_start = time.perf_counter()
-        self._images = self._named_faults = 0
+        self._images = self._named_faults = self._step = 0
+        self._skipped: list[int] = []
 
     @property
     def training_seconds(self) -> float:
@@ -150,9 +187,17 @@ class Report:
     def attempt_seconds(self) -> float:
         return time.perf_counter() - self._start
 
+    def at(self, state: TrainState) -> None:
+        """Where training stands, for what has no step of its own."""
+        self._step = state.step
+
     def step(self, images: int) -> None:
         """A step over so many images, on all ranks together, is done."""
         self._images += images
+
+    def skipped(self, step: int) -> None:
+        """The gradients of `step`, from 1, were not finite."""
+        self._skipped.append(step)
 
     def curve(
         self,
@@ -166,6 +211,7 @@ class Report:
     ) -> None:
         """A point of the training curve, with the mean `loss` since the last one; starts a new window of times.
         `slowest_rank_ratio` None: nothing to compare; `stall_seconds`: of this attempt, waiting for checkpoints."""
+        self._tell_skipped()
         now = time.perf_counter()
         spent = self.phases.take_seconds()
         seconds = max(1e-9, now - self._window_start - spent["evaluating"] - spent["saving"])
@@ -176,7 +222,7 @@ class Report:
             "opt/skipped_steps": float(state.skipped_steps),
             "opt/passed_over_steps": float(sum(step < state.step for step in state.passed_over)),
             "data/substituted_images": float(state.substituted_images),
-            "train/epoch": state.images_seen / self._samples_per_epoch,
+            "train/epoch": state.images_seen / self._plan.samples_per_epoch,
             "perf/images_per_s": self._images / seconds,
             "perf/data_wait_frac": min(1.0, spent["reading"] / seconds),
             "perf/save_stall_frac": stall_seconds / max(1e-9, self.attempt_seconds),
@@ -203,25 +249,68 @@ class Report:
             for key, value in state.evaluation.items()
             if key in AVERAGES_SCORES
         )
-        self.note(f"step {state.step}: held-out loss {loss:.4f}, {name} {score:.4f} of {images:,} images{average}")
+        self.note(
+            f"step {state.step}: held-out loss {loss:.4f}, {name} {score:.4f} of {images:,} images{average}",
+            kind="evaluation",
+        )
 
     def spikes(self, found: Sequence[Spike]) -> None:
         for spike in found:
-            self.note(spike.describe())
+            self.note(spike.describe(), kind="spike", step=spike.step)
 
     def faults(self, state: TrainState, new: Sequence[tuple[str, Fault]]) -> None:
         """Newly found damaged images; the first few are named on the screen."""
         for use, fault in new[: max(0, _NAMED_FAULTS - self._named_faults)]:
             done = "another one takes its place" if use == "train" else "it is left out"
-            self.note(f"step {state.step}: image {fault.key!r} of {fault.shard} is damaged ({fault.reason}): {done}")
+            self.note(
+                f"step {state.step}: image {fault.key!r} of {fault.shard} is damaged ({fault.reason}): {done}",
+                kind="damaged_image",
+                step=state.step,
+            )
         if self._named_faults < _NAMED_FAULTS <= self._named_faults + len(new):
             self.note("more damaged images are listed in corrupt_samples.jsonl, and no longer here")
         self._named_faults += len(new)
 
-    def note(self, text: str) -> None:
+    def note(self, text: str, *, kind: EventKind = "note", step: int | None = None) -> None:
+        """A line on the screen and an event. Thread-safe."""
         if self._progress is not None:
             self._progress.note(text)
+        self.event(kind, text, step=step)
+
+    def event(self, kind: EventKind, text: str, *, step: int | None = None) -> None:
+        """What happened at a step, by default the last one that was logged; not on the screen. Thread-safe."""
+        if self._events is not None:
+            step = self._step if step is None else step
+            self._events.append(kind, text, step=step, images_seen=step * self._plan.global_batch_images)
+
+    def close(self) -> None:
+        """Tell what waits to be told. Closing twice is harmless."""
+        self._tell_skipped()
+        if self._progress is not None:
+            self._progress.close()
+
+    def _tell_skipped(self) -> None:
+        if self._skipped:
+            text = f"{_ranges(self._skipped)}: gradients that were not finite"
+            self.event("skipped", text, step=self._skipped[-1])
+            self._skipped.clear()
 
     def _record(self, state: TrainState, values: dict[str, float]) -> None:
+        self.at(state)
         if self._log is not None:
             self._log.append(step=state.step, images_seen=state.images_seen, metrics=values)
+
+
+def _ranges(steps: Sequence[int]) -> str:
+    """Increasing steps: `step 3, steps 7 to 9`."""
+    runs: list[tuple[int, int]] = []
+    for step in steps:
+        if runs and step == runs[-1][1] + 1:
+            runs[-1] = (runs[-1][0], step)
+        else:
+            runs.append((step, step))
+    return ", ".join(f"step {first}" if first == last else f"steps {first} to {last}" for first, last in runs)
+
+
+def _counted(number: int, one: str, several: str) -> str:
+    return f"{number} {one if number == 1 else several}"

@@ -62,7 +62,9 @@ class Stage:
         self.notes: list[str] = []
         self.folder = RunFolder(runs_root=root / "runs", name="r")
         self.folder.stage("pretrain").mkdir(parents=True)
-        self.report: Any = SimpleNamespace(note=self.notes.append, attempt_seconds=50.0)
+        self.report: Any = SimpleNamespace(
+            note=self.notes.append, event=lambda kind, text, *, step: None, attempt_seconds=50.0
+        )
         self.engine: Any = TinyEngine()
         self.engine.device = torch.device("cpu")
         self.engine.weights = dict

@@ -121,7 +121,7 @@ def test_a_slow_rank_is_told_once_and_ends_the_run_if_that_is_wished_when_all_is
     notes: list[str] = []
     ratios: list[float | None] = []
     whole.report.phases.slowest = lambda ranks: next(verdicts)
-    whole.report.note = notes.append
+    whole.report.note = lambda text, **more: notes.append(text)
     whole.report.curve = lambda state, *, slowest_rank_ratio, **more: ratios.append(slowest_rank_ratio)
     whole = replace(whole, plan=replace(whole.plan, log_steps=2, slow_rank=on_slow_rank))
     if on_slow_rank == "stop":

@@ -38,7 +38,8 @@ def report_to(kept: Any, *, training_seconds: float = 0.0) -> Report:
     watch: Any = SimpleNamespace(beat=lambda step, *, doing: None)
     pace: Any = SimpleNamespace(measuring=lambda phase: contextlib.nullcontext())
     parts = Phases(watch=watch, pace=pace)
-    return Report(kept, kept, phases=parts, samples_per_epoch=128, training_seconds=training_seconds)
+    plan: Any = SimpleNamespace(samples_per_epoch=128, global_batch_images=64)
+    return Report(kept, kept, None, phases=parts, plan=plan, training_seconds=training_seconds)
 
 
 class Clock:
