@@ -21,6 +21,7 @@ from pipeline.ranks.place import Place
 
 SUPERVISOR_PID = "SHARDVIT_SUPERVISOR_PID"
 PATHS_FILE = "SHARDVIT_DATA"
+PICTURES = "SHARDVIT_PICTURES"  # off: no pictures while training, whatever the recipe says
 RUN_MARK = "SHARDVIT_RUN_ON_HOSTS"  # the run folder, for ranks that `launch.hosts` started
 RENDEZVOUS = "SHARDVIT_RENDEZVOUS"  # a folder, see `pipeline.ranks.group`
 _RANK_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
@@ -188,6 +189,14 @@ def tracking_uri(environ: Mapping[str, str] = os.environ) -> str | None:
 def experiment_name(environ: Mapping[str, str] = os.environ) -> str | None:
     """MLflow's experiment, if the user named one."""
     return environ.get("MLFLOW_EXPERIMENT_NAME") or None
+
+
+def pictures_wanted(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether pictures may be drawn while training; UserError if SHARDVIT_PICTURES is neither auto nor off."""
+    value = environ.get(PICTURES, "auto")
+    if value not in ("auto", "off"):
+        raise UserError(f"{PICTURES} is {value!r}: set it to auto or off")
+    return value == "auto"
 
 
 def job_tags(environ: Mapping[str, str] = os.environ) -> dict[str, str]:

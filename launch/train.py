@@ -34,11 +34,13 @@ from launch.env import (
     job_tags,
     node_share,
     paths_file,
+    pictures_wanted,
     read_place,
     rendezvous_folder,
     says_mistakes,
     supervisor_pid,
     tracking_uri,
+    without_place,
 )
 from launch.local import run_node
 from launch.output import go_on, say
@@ -63,6 +65,7 @@ if TYPE_CHECKING:
 _COLLATERAL_WAIT_SECONDS = 3.0  # a rank that notices another's end leaves later, so that the other's code is reported
 _WATCH_SECONDS = 1.0
 _SPEAKERS = 2  # of a host
+_PICTURES_SECONDS = 120.0  # at most, after the last stage
 _MOST_READERS = 16  # threads that data.workers: auto may come to
 
 
@@ -176,6 +179,7 @@ def _run(recipe: Recipe, *, folder: RunFolder, stages: Sequence[StageName], at: 
         earlier_cpu_seconds=time.process_time(),
     )
     clock.doing("importing libraries")
+    wants_pictures = pictures_wanted()
     from pipeline.ranks.stopping import StopFlag, Stopped
 
     stop = StopFlag()
@@ -191,8 +195,9 @@ def _run(recipe: Recipe, *, folder: RunFolder, stages: Sequence[StageName], at: 
     from model.importing import import_timm
 
     import_timm()
+    from pipeline.beside import Beside
     from pipeline.checkpoint.saver import SaveFailed
-    from pipeline.context import StageContext, Tracking
+    from pipeline.context import StageContext, Tracking, draw_nothing
     from pipeline.ranks.group import Ranks
     from pipeline.stages import run_stage  # noqa: F401 - while nobody waits in the process group
     from pipeline.train_loop import TrainingFailed
@@ -215,6 +220,9 @@ def _run(recipe: Recipe, *, folder: RunFolder, stages: Sequence[StageName], at: 
             clock.doing("meeting the other ranks")
             ranks = Ranks(place, timeout_seconds=recipe.engine.collective_timeout_seconds)
             there = held.enter_context(contextlib.closing(Presence(folder.path)))
+        beside = None
+        if place.is_main and recipe.pictures == "auto" and wants_pictures:
+            beside = held.enter_context(Beside(folder, environ=without_place(), say=say))
         context = StageContext(
             recipe=recipe,
             folder=folder,
@@ -223,6 +231,7 @@ def _run(recipe: Recipe, *, folder: RunFolder, stages: Sequence[StageName], at: 
             stop=stop,
             job_tags=job_tags(),
             start=clock,
+            draw=beside.ask if beside else draw_nothing,
         )
         try:
             with there.demanded():
@@ -234,6 +243,8 @@ def _run(recipe: Recipe, *, folder: RunFolder, stages: Sequence[StageName], at: 
                 say(f"{at.stage} failed: {error}")
             return 1
         ranks.leave()
+        if beside:
+            beside.close(patience_seconds=_PICTURES_SECONDS, hurry=lambda: stop.reason is not None)
     return 0
 
 

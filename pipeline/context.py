@@ -11,6 +11,7 @@ from typing import Literal, TypeVar
 
 from data_shards.errors import AgreedError, UserError
 from data_shards.text import printable
+from pipeline.pictures.picture import Moment
 from pipeline.ranks.group import Ranks
 from pipeline.ranks.start_clock import StartClock
 from pipeline.ranks.stopping import StopFlag
@@ -31,6 +32,10 @@ class Tracking:
     experiment: str
 
 
+def draw_nothing(stage: StageName, moment: Moment, step: int) -> None:
+    """Where no pictures are wanted."""
+
+
 @dataclass(frozen=True)
 class StageContext:
     """Handed to each stage by `launch.train`."""
@@ -42,6 +47,7 @@ class StageContext:
     stop: StopFlag
     job_tags: dict[str, str]  # facts of this attempt: host, launcher, job id
     start: StartClock = field(default_factory=StartClock)  # until the stage's first step
+    draw: Callable[[StageName, Moment, int], None] = draw_nothing  # has a moment's pictures drawn; on rank 0
 
     def on_main(self, task: Callable[[], T], *, takes: Literal["a moment", "long"] = "a moment") -> T | None:
         """`task`'s result on rank 0, None elsewhere; collective. Its `UserError` is raised on all ranks. What takes

@@ -198,6 +198,7 @@ def _train(
         )
         if ranks.place.is_main:
             _describe_start(context, stage=stage, data=data, job=job, kernels=kernels, start=start, restored=restored)
+            context.draw(stage, "begin", state.step)
         with closing(job.batches), closing(job.saver):
             if plan.rollback and restored is None:
                 job.saver.save(state)  # nothing else lies before the first trouble
@@ -226,6 +227,7 @@ def _train(
                 results={**state.evaluation, **best},
                 model_digest=weights_digest(folder.model(stage)),
             )
+            context.draw(stage, "end", state.step)
 
 
 def make_pace(config: EngineConfig, *, device: torch.device) -> Pace:
@@ -281,6 +283,8 @@ def make_job(
         if config.ema:
             with engine.averaged():
                 metrics |= evaluate_one(at_step, of="ema")
+        if ranks.place.is_main:
+            context.draw(stage, "evaluated", at_step)
         return metrics
 
     def committed(at: TrainState) -> None:

@@ -22,6 +22,7 @@ pytest_plugins = ["tests.unstable", "tests.side_by_side"]
 # imported, and inherited by the processes that tests start.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["MKL_NUM_THREADS"] = "1"
+os.environ["SHARDVIT_PICTURES"] = "off"  # a process more for each run; what is about pictures switches them on
 
 # A shell that runs the tests in the background has Ctrl-C ignored for them, and so for the processes that they start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

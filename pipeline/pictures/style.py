@@ -104,6 +104,7 @@ def finished_svg(svg: str) -> str:
 def _use_style() -> None:
     """Of the whole process: matplotlib reads most of it when text and axes are made."""
     import matplotlib
+    from cycler import cycler
 
     matplotlib.rcParams.update(
         {
@@ -122,7 +123,7 @@ def _use_style() -> None:
             "axes.spines.top": False,
             "axes.spines.right": False,
             "axes.axisbelow": True,
-            "axes.prop_cycle": matplotlib.cycler(color=list(SERIES)),
+            "axes.prop_cycle": cycler(color=list(SERIES)),
             "figure.facecolor": PAPER,
             "figure.titlesize": 11.5,
             "figure.titleweight": "bold",

@@ -27,6 +27,7 @@ from pipeline.vocabulary import ALL_STAGES
 FREE_KEYS = (
     "experiment",
     "processes",
+    "pictures",
     "data.workers",
     "data.worker_kind",
     "data.max_corrupt_share",

@@ -174,6 +174,9 @@ class Recipe(Strict):
     seed: int = Field(default=0, ge=0, lt=2**63)
     processes: Annotated[int, Field(ge=1, le=10**6)] | Literal["auto"] = "auto"
     """Processes that `shardvit run` starts on this machine; auto: one for each GPU, or one."""
+    pictures: Literal["auto", "off"] = "auto"
+    """auto: a process beside rank 0, of the lowest priority, draws data, evaluations and the model while training goes
+    on; off: `shardvit report` draws them when it is asked for."""
     model: ModelConfig
     data: DataConfig = DataConfig()
     engine: EngineConfig = EngineConfig()
