@@ -3,12 +3,13 @@
     Beside.ask("pretrain", "begin", step=0)   ->   one line of JSON to its standard input   ->   `drawing.draw`
 
 It is started at the first request and ends when rank 0 does; a request that it cannot take at once is dropped, since
-`shardvit report` draws what is missing. Of several evaluations that wait only the last is drawn. What it has to say goes
-to RUN/pictures.log.
+`shardvit report` draws what is missing. Of several evaluations that wait only the last is drawn. What it has to say
+goes to RUN/pictures.log.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -61,7 +62,9 @@ class Beside(AbstractContextManager["Beside"]):
         try:
             child = self._child = self._child or self._start()
             assert child.stdin is not None
-            child.stdin.write(json.dumps(asdict(_Asked(stage, moment, step))).encode() + b"\n")
+            line = json.dumps(asdict(_Asked(stage, moment, step))).encode() + b"\n"
+            if child.stdin.write(line) is None:  # so short a line is written whole or not at all
+                raise BlockingIOError(errno.EAGAIN, "too many requests wait")
         except OSError as error:  # no memory for a process, it ended, or its pipe is full
             if not self._failed:
                 self._failed = True

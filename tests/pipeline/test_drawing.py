@@ -1,6 +1,5 @@
 """Drawing: what is due is drawn once, a drawer that fails costs its own picture alone, and what is missing is found."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -30,8 +29,11 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, int]]:
     """(moment, stage, step) of each drawing."""
     found: list[tuple[str, str, int]] = []
 
-    def drawers(moment: Moment) -> Iterator[Drawer]:
-        yield lambda request: found.append((moment, request.stage, request.step))
+    def drawers(moment: Moment) -> list[Drawer]:
+        def note(request: DrawRequest) -> None:
+            found.append((moment, request.stage, request.step))
+
+        return [note]
 
     monkeypatch.setattr(drawing, "drawers", drawers)
     return found
@@ -64,7 +66,7 @@ def test_a_drawer_that_fails_is_named_and_tried_again(folder: RunFolder, monkeyp
     def draw_well(request: DrawRequest) -> None:
         calls.append("good")
 
-    monkeypatch.setattr(drawing, "drawers", lambda moment: iter((draw_badly, draw_well)))
+    monkeypatch.setattr(drawing, "drawers", lambda moment: [draw_badly, draw_well])
     said: list[str] = []
     for _ in range(2):
         drawing.draw(request_of(folder, stage="pretrain", step=5), moment="begin", say=said.append)
