@@ -76,7 +76,7 @@ def read_history(folder: RunFolder) -> RunHistory:
     except (UserError, OSError, ValueError, RecursionError) as error:
         notes.append(_unread(folder.path / RECIPE_FILE, error))
     wanted = () if recipe is None else recipe.stages.names
-    names = [name for name in ALL_STAGES if name in wanted or folder.stage(name).is_dir()]
+    names: list[StageName] = [name for name in ALL_STAGES if name in wanted or folder.stage(name).is_dir()]
     stages = tuple(_read_stage(folder, name, notes=notes) for name in names)
     return RunHistory(folder.name, folder, recipe, stages, tuple(notes))
 

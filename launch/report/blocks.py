@@ -1,0 +1,92 @@
+"""What a page is made of: text, tables, pictures, drawings and charts. Plain values; `page` renders them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+PageCell = str | int | float | None
+
+
+@dataclass(frozen=True)
+class PageText:
+    """A paragraph; "code": as it is typed, with its line ends; "note": set back."""
+
+    text: str
+    kind: Literal["prose", "note", "code"] = "prose"
+    title: str = ""
+
+
+@dataclass(frozen=True)
+class PageTable:
+    """A table; numbers stand on the right, None is an empty cell. It can be sorted by a click."""
+
+    columns: tuple[str, ...]
+    rows: Sequence[Sequence[PageCell]]
+    title: str = ""
+    caption: str = ""
+    folded: bool = False  # shown when its title is clicked
+    highlight: Literal["none", "last_column"] = "none"
+
+
+@dataclass(frozen=True)
+class PageImage:
+    """A picture at one moment; `svg` is preferred where it is not much larger. `step` None: there is but one."""
+
+    png: bytes
+    svg: bytes | None = None
+    step: int | None = None
+
+
+@dataclass(frozen=True)
+class PagePicture:
+    """A picture with its words; of several images the last is shown, and a slider leads to the others."""
+
+    title: str
+    caption: str
+    alt: str
+    images: Sequence[PageImage]
+
+
+@dataclass(frozen=True)
+class PageDrawing:
+    """An SVG that this room has drawn, for the page itself: it takes the page's colours and fonts."""
+
+    title: str
+    caption: str
+    svg: str  # markup; its texts are escaped
+
+
+@dataclass(frozen=True)
+class DrawnChart:
+    """One curve chart, as it is without the script; `key` is its name for the script."""
+
+    key: str
+    title: str
+    unit: str
+    caption: str
+    svg: str  # markup; its texts are escaped
+    legend: tuple[tuple[str, str], ...]  # (class of the mark, label)
+
+
+@dataclass(frozen=True)
+class ChartBlock:
+    """Charts over one x axis, whose cursors and zooms move together; `data`: what the script draws them from."""
+
+    title: str
+    charts: tuple[DrawnChart, ...]
+    data: Mapping[str, Any]
+    caption: str = ""
+
+
+PageBlock = PageText | PageTable | PagePicture | PageDrawing | ChartBlock
+
+
+@dataclass(frozen=True)
+class PageSection:
+    """A heading, and what stands under it."""
+
+    title: str
+    blocks: Sequence[PageBlock]
+    intro: str = ""

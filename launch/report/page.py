@@ -1,0 +1,165 @@
+"""One HTML file with text, tables, pictures and curves, that needs no network and no other file.
+
+`render_page` takes what is on the page as `blocks` and nothing as markup: all text is escaped, control
+characters are shown, pictures are data in <img> (in which no script of an SVG runs), and the page's own policy (CSP)
+lets a browser run the one script and use the one style sheet whose digests it names. Without that script the page
+shows the same, less hovering, zooming and sorting. Costs a few milliseconds, and those of `embedding` for pictures.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from data_shards.text import one_line, printable
+from launch.report.blocks import ChartBlock, PageDrawing, PagePicture, PageSection, PageTable, PageText
+from launch.report.embedding import embedded
+from pipeline.pictures import style
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
+MOST_BYTES = 5_000_000  # of a page
+_FOR_THE_REST = 250_000  # of them: style, script and what else the sizes below leave out
+_TEMPLATES = Path(__file__).with_name("templates")
+
+
+@dataclass(frozen=True)
+class Page:
+    """A rendered page, and what of it had to be left out."""
+
+    html: str
+    notes: tuple[str, ...] = ()
+
+
+def render_page(
+    title: str,
+    *,
+    sections: Sequence[PageSection],
+    lead: str = "",
+    facts: Sequence[tuple[str, str]] = (),
+    notes: Sequence[str] = (),
+    legend: Sequence[str] = (),
+    foot: str = "",
+) -> Page:
+    """The page as HTML text below `MOST_BYTES`.
+
+    `lead`: a sentence below the title. `facts`: (value, label) of the headline. `notes`: what could not be read, a line
+    each. `legend`: names of the runs, in the order of their colours. `foot`: the last line.
+    """
+    blocks = [block for section in sections for block in section.blocks]
+    data = script_json({"groups": [block.data for block in blocks if isinstance(block, ChartBlock)]})
+    budget = MOST_BYTES - _FOR_THE_REST - len(data) - sum(_estimated_bytes(block) for block in blocks)
+    pictures = [block for block in blocks if isinstance(block, PagePicture)]
+    shown, left_out = embedded(pictures, budget_bytes=max(0, budget))
+    environment = _environment()
+    css = environment.get_template("page.css.jinja").render(_palette())
+    script = (_TEMPLATES / "page.js").read_text(encoding="utf-8")
+    html = environment.get_template("page.html.jinja").render(
+        title=title,
+        lead=lead,
+        facts=facts,
+        sections=[(f"s{number}", section) for number, section in enumerate(sections, start=1)],
+        notes=[*notes, *left_out],
+        legend=legend,
+        foot=foot,
+        shown={id(picture): images for picture, images in zip(pictures, shown, strict=True)},
+        data=_markup(data),
+        css=_markup(css),
+        script=_markup(script),
+        policy=(
+            f"default-src 'none'; img-src data:; style-src '{_digest(css)}'; script-src '{_digest(script)}'; "
+            "base-uri 'none'; form-action 'none'"
+        ),
+    )
+    return Page(html, tuple(left_out))
+
+
+def script_json(value: object) -> str:
+    """JSON that may stand in a <script> block: ASCII, nothing that looks like markup, and null for NaN."""
+    text = json.dumps(_finite(value), separators=(",", ":"), allow_nan=False)
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def show_number(value: float) -> str:
+    """A number for a table: thousands apart, four digits of a fraction, powers of ten where they are shorter."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return str(value)
+    if not math.isfinite(value):
+        return str(value)
+    if isinstance(value, int) or (value == int(value) and abs(value) >= 1000):
+        return f"{int(value):,}" if abs(value) < 1e15 else f"{float(value):.4g}"
+    if value == 0:
+        return "0"
+    if abs(value) >= 1000:
+        return f"{value:,.0f}" if abs(value) < 1e9 else f"{value:.4g}"
+    if abs(value) < 1e-3:
+        return f"{value:.3g}"
+    return f"{value:.4f}" if abs(value) < 1 else f"{value:.5g}"
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): _finite(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    return value
+
+
+def _estimated_bytes(block: Any) -> int:
+    """Of HTML, above rather than below."""
+    if isinstance(block, PageTable):
+        return sum(30 + 2 * len(str(cell)) for row in block.rows for cell in row)
+    if isinstance(block, PageText):
+        return 2 * len(block.text)
+    if isinstance(block, PageDrawing):
+        return len(block.svg)
+    return sum(len(chart.svg) for chart in block.charts) if isinstance(block, ChartBlock) else 1000
+
+
+def _digest(text: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode("ascii")
+
+
+def _palette() -> dict[str, object]:
+    light = {"ink": style.INK, "muted": style.MUTED, "grid": style.GRID, "paper": style.PAPER, "accent": style.ACCENT}
+    light |= {"good": style.GOOD, "bad": style.BAD}
+    light |= {f"s{number}": colour for number, colour in enumerate(style.SERIES)}
+    return {"light": light, "dark": {name: style.DARK[colour] for name, colour in light.items()}}
+
+
+def _markup(text: str) -> str:
+    from markupsafe import Markup
+
+    return Markup(text)  # ours: no name from a run is in it, but in `data`, where `script_json` has escaped it
+
+
+@cache
+def _environment() -> Environment:
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+    from markupsafe import Markup
+
+    environment = Environment(
+        loader=FileSystemLoader(_TEMPLATES),
+        undefined=StrictUndefined,
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=lambda value: printable(value) if isinstance(value, str) and not isinstance(value, Markup) else value,
+    )
+    environment.filters["number"] = lambda value: value if isinstance(value, str) else show_number(value)
+    environment.filters["line"] = one_line
+    environment.filters["identity"] = id
+    environment.filters["drawn"] = Markup  # drawn by this room, which has escaped its texts
+    environment.tests["text"] = lambda value: isinstance(value, str)
+    environment.globals["kind"] = lambda block: type(block).__name__
+    return environment
