@@ -33,7 +33,9 @@ def drawers(moment: Moment) -> Sequence[Drawer]:
     """
     match moment:
         case "begin":
-            return ()
+            from pipeline.pictures.training_batch import draw_training_batch
+
+            return (draw_training_batch,)
         case "evaluated":
             return ()
         case "end":

@@ -59,6 +59,7 @@ class StageRecord:
     results: dict[str, float] = field(default_factory=dict)
     model_digest: str = ""  # of the weights that the stage left
     total_steps: Count = 0  # 0: not begun, or begun before this was written down
+    lanes: Count = 0  # of the order of its samples; 0 likewise
     model: dict[str, Any] = field(default_factory=dict)  # the record that its model will have, since it began
     data_digest: str = ""  # of what data.json says of its shards
     passed_over: list[Count] = field(default_factory=list)  # steps, from 0, whose batches a rollback does without

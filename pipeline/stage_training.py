@@ -106,6 +106,7 @@ def train_stage(
                     inputs=inputs,
                     data_digest=data_record.digest,
                     total_steps=plan.total_steps,
+                    lanes=plan.lanes,
                     model=meta.model_dump(mode="json", exclude_none=True),
                 )
             try:

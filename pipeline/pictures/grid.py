@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_shards.text import one_line
-from pipeline.pictures.style import BAD, INK, MUTED, PNG_DOTS_PER_INCH, new_figure
+from pipeline.pictures.style import BAD, GRID, INK, MUTED, PNG_DOTS_PER_INCH, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -31,7 +31,7 @@ _POINTS = 8.0  # size of the captions' letters
 _LINE = 1.32  # from one line to the next, in letter sizes
 _GAP = 5.0  # points between an image and text
 _WIDEST_ROW_TITLE = 110.0  # points
-_FRAME = {"none": 0.0, "right": 0.8, "wrong": 1.8}  # points
+_FRAME = {"none": (GRID, 0.4), "right": (MUTED, 0.8), "wrong": (BAD, 1.8)}  # colour, points; white images end somewhere
 
 
 @dataclass(frozen=True)
@@ -186,10 +186,8 @@ def _draw(axes: Axes, cell: Cell, *, x: int, y: int, layout: _Layout) -> None:
         aspect="auto",
     )
     axes.set(xlim=(0, layout.width), ylim=(layout.height, 0))
-    if cell.mark != "none":
-        frame = BAD if cell.mark == "wrong" else MUTED
-        place = Rectangle((left, top), shown_width, shown_height, fill=False, color=frame, lw=_FRAME[cell.mark])
-        axes.add_patch(place)
+    colour, points = _FRAME[cell.mark]
+    axes.add_patch(Rectangle((left, top), shown_width, shown_height, fill=False, color=colour, lw=points))
     line = layout.pixels(_POINTS * _LINE)
     for number, text in enumerate(cell.lines):
         at = y + layout.side + layout.pixels(_GAP) + number * line

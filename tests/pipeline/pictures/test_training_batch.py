@@ -1,0 +1,219 @@
+"""What is drawn of a training batch is what the loop feeds the model, bit for bit, whoever computes it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from data_shards.packing.pack import pack
+from data_shards.tars.tar_index import index_path, read_index
+from data_shards.vocabulary import GOOGLES, Normalisation
+from pipeline.data_workers import DataWorkers
+from pipeline.drawing import draw
+from pipeline.engine.protocol import StepResult
+from pipeline.pictures.picture import DrawRequest, kept_pictures
+from pipeline.pictures.training_batch import place_of_sample, seen_batch, seen_in_epochs
+from pipeline.ranks.place import Place
+from pipeline.recipe.io import dump_recipe
+from pipeline.recipe.schema import Recipe
+from pipeline.recipe.stage_plan import plan_stage
+from pipeline.run_folder import RunFolder, StageRecord
+from pipeline.stage_batches import train_loader, train_stream
+from pipeline.stage_data import StageData, open_data
+from pipeline.state import TrainState
+from pipeline.task import make_task
+from pipeline.train_loop import train
+from tests import looping
+
+CPU = torch.device("cpu")
+CLASSES = ("<script>alert(1)</script>", "$x^2$", "a\x1b[2J\nb", "plain")
+OTHER_NORMALISATION = Normalisation(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
+MIXING: dict[str, dict[str, Any]] = {
+    "none": {"crop_area": [0.3, 1.0]},
+    "mixup": {"mixup_alpha": 0.5, "rand_augment": {"num_ops": 2, "magnitude": 9}},
+    "cutmix": {"cutmix_alpha": 1.0, "flip": 1.0},
+    "both": {"cutmix_alpha": 1.0, "mixup_alpha": 0.2, "crop": "google"},
+    "corner": {"crop": "resize_and_crop", "resize_size": 20},
+}
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """80 noisy photographs of 4 classes; one of the training set is damaged."""
+    root, draw = tmp_path_factory.mktemp("set"), np.random.default_rng(0)
+    for split in ("train", "val"):
+        for number in range(80 if split == "train" else 8):
+            path = root / "in" / split / f"class{number % 4}" / f"{number}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            height, width = 18 + number % 7, 21 + number % 5
+            Image.fromarray(draw.integers(0, 256, (height, width, 3), dtype=np.uint8)).save(path)
+    pack(str(root / "in"), root / "out", samples_per_shard=11, report=lambda line: None)
+    for manifest in (root / "out").glob("*/manifest.json"):  # any name can stand there
+        content = json.loads(manifest.read_text())
+        content |= {"classes": CLASSES, "label_map": {name: number for number, name in enumerate(CLASSES)}}
+        manifest.write_text(json.dumps(content))
+    tar = min((root / "out" / "train").glob("*.tar"))
+    start, damaged = int(read_index(index_path(tar)).image_offset[3]), bytearray(tar.read_bytes())
+    damaged[start : start + 40] = bytes(40)
+    tar.write_bytes(damaged)
+    return root / "out"
+
+
+def recipe_of(shards: Path, *, augment: str = "none", engine: dict[str, Any] | None = None, **more: Any) -> Recipe:
+    return Recipe.model_validate(
+        {
+            "name": "r",
+            "seed": 5,
+            "model": {"width": 8, "depth": 1, "heads": 2, "patch_size": 4},
+            "data": {"max_corrupt_share": 0.1, "shuffle_window_images": 16},
+            "engine": {"precision": "fp32", **(engine or {})},
+            "stages": {
+                "pretrain": {
+                    "train": str(shards / "train"),
+                    "eval": str(shards / "val"),
+                    "image_size": 16,
+                    "global_batch_size": 16,
+                    "duration": "12 steps",
+                    "optimizer": {"name": "adamw", "lr": 0.001},
+                    "augment": MIXING[augment],
+                    **more,
+                }
+            },
+        }
+    )
+
+
+def fed(recipe: Recipe, data: StageData, *, place: Place, steps: int, normalisation: Normalisation) -> list[Any]:
+    """The inputs and targets of each step that the training loop itself gives the engine of one rank."""
+    plan = plan_stage(recipe, stage="pretrain", samples_per_epoch=data.train.num_samples, world_size=place.world_size)
+    plan = replace(plan, total_steps=steps, log_steps=0, eval_steps=0, save_steps=0)
+    inputs: list[torch.Tensor] = []
+    targets: list[torch.Tensor] = []
+    job, _ = looping.job(patch_dropout=0.0, first_step=0)
+
+    def forward(images: torch.Tensor) -> torch.Tensor:
+        inputs.append(images.clone())
+        return torch.zeros(len(images), len(CLASSES), requires_grad=True)
+
+    engine: Any = job.engine
+    engine.forward, engine.input_dtype, engine.backward = forward, torch.float32, lambda loss: None
+    job.ranks.place = place
+    task: Any = make_task(recipe, stage="pretrain", data=data, normalisation=normalisation, engine=engine)
+    loss = task.train_loss
+    task = replace(task, train_loss=lambda outputs, wanted: (targets.append(wanted.clone()), loss(outputs, wanted))[1])
+    stream = train_stream(recipe, stage="pretrain", data=data, plan=plan, place=place)
+    batches = train_loader(stream, start_step=0, stop_step=steps, workers=DataWorkers(2, "thread"), device=CPU)
+    engine.step = lambda *, lr, requests: StepResult.known(
+        grad_norm=1.0, applied=True, requests=torch.tensor(requests).float()
+    )
+    train(replace(job, plan=plan, batches=batches, task=task), TrainState())
+    many = plan.accumulation_steps
+    return [
+        (torch.cat(inputs[step * many : (step + 1) * many]), torch.cat(targets[step * many : (step + 1) * many]))
+        for step in range(steps)
+    ]
+
+
+@pytest.mark.parametrize("augment", MIXING)
+@pytest.mark.parametrize(("processes", "most_at_once"), [(1, 16), (2, 2), (4, 4)])
+def test_the_pixels_shown_are_those_that_the_loop_feeds_the_model(
+    shards: Path, augment: str, processes: int, most_at_once: int
+) -> None:
+    recipe = recipe_of(shards, augment=augment, engine={"max_micro_batch_size": most_at_once})
+    data = open_data(recipe, stage="pretrain", report=lambda line: None)
+    normalisation = OTHER_NORMALISATION if processes == 2 else GOOGLES
+    steps = 7  # beyond the first epoch of 80 images
+    ranks = [
+        fed(recipe, data, place=Place(rank=rank, world_size=processes), steps=steps, normalisation=normalisation)
+        for rank in range(processes)
+    ]
+    for step in (0, 3, 6):
+        inputs, targets = (torch.cat([rank[step][which] for rank in ranks]) for which in (0, 1))
+        whole = seen_batch(recipe, stage="pretrain", data=data, step=step, images=32, normalisation=normalisation)
+        some = seen_batch(recipe, stage="pretrain", data=data, step=step, images=5, normalisation=normalisation)
+        assert torch.equal(whole.inputs, inputs)
+        assert torch.equal(some.inputs, inputs[:5])
+        mean, std = (torch.tensor(each).view(3, 1, 1) * 255 for each in (normalisation.mean, normalisation.std))
+        for image, row, target in zip(whole.images, inputs, targets, strict=True):
+            assert np.abs(image.seen - (row * std + mean).permute(1, 2, 0).numpy()).max() < 0.501
+            shares = torch.zeros(len(CLASSES))
+            for name, share in image.labels:
+                shares[data.train.classes.index(name)] = share
+            wanted = target if target.is_floating_point() else torch.nn.functional.one_hot(target, len(CLASSES))
+            assert torch.equal(shares, wanted.float())
+        if augment not in ("none", "corner"):
+            assert whole.mix is not None and any(len(image.labels) == 2 for image in whole.images)
+
+
+def test_originals_are_the_images_of_the_shards_and_substitutes_are_named(shards: Path) -> None:
+    recipe = recipe_of(shards)
+    data = open_data(recipe, stage="pretrain", report=lambda line: None)
+    files = {
+        tuple(np.asarray(Image.open(path)).ravel()[:60]): path
+        for path in (shards.parent / "in" / "train").rglob("*.png")
+    }
+    seen = [image for step in range(5) for image in seen_batch(recipe, stage="pretrain", data=data, step=step).images]
+    assert len(seen) == 80
+    numbers = sorted({image.sample for image in seen})
+    assert len(numbers) == 79  # the damaged one is not there
+    for image in seen:
+        path = files[tuple(image.original.ravel()[:60])]
+        assert image.own == CLASSES[int(path.parent.name[-1])]
+        assert np.array_equal(image.original, np.asarray(Image.open(path)))
+
+
+def test_an_epoch_of_an_image_is_what_the_stream_shows_in_that_epoch(shards: Path) -> None:
+    recipe = recipe_of(shards, augment="none")
+    data = open_data(recipe, stage="pretrain", report=lambda line: None)
+    first = seen_batch(recipe, stage="pretrain", data=data, step=0).images[2]
+    found = []
+    for step in range(12):
+        found += [
+            image.seen
+            for image in seen_batch(recipe, stage="pretrain", data=data, step=step).images
+            if image.sample == first.sample
+        ]
+    in_epochs = seen_in_epochs(recipe, stage="pretrain", data=data, sample=first.sample, epochs=4)
+    assert len(found) >= 2
+    for number, pixels in enumerate(found):
+        assert np.array_equal(pixels, in_epochs[number])
+
+
+def test_the_lanes_of_a_run_of_many_processes_give_its_order(shards: Path) -> None:
+    recipe = recipe_of(shards)
+    data = open_data(recipe, stage="pretrain", report=lambda line: None)
+    few, many = (
+        [image.sample for image in seen_batch(recipe, stage="pretrain", data=data, lanes=lanes).images]
+        for lanes in (0, 2)
+    )
+    fixed = recipe.model_copy(update={"data": recipe.data.model_copy(update={"lanes": 2})})
+    assert few != many == [image.sample for image in seen_batch(fixed, stage="pretrain", data=data).images]
+
+
+@pytest.mark.parametrize(("sample", "place"), [(0, (0, 0)), (2, (0, 2)), (3, (2, 0)), (6, (2, 3)), (7, (3, 0))])
+def test_the_place_of_a_sample_skips_empty_shards(sample: int, place: tuple[int, int]) -> None:
+    assert place_of_sample((3, 0, 4, 1), sample) == place
+
+
+def test_a_run_s_pictures_are_drawn_with_names_as_text(shards: Path, tmp_path: Path) -> None:
+    recipe = recipe_of(shards, augment="both")
+    folder = RunFolder(runs_root=tmp_path, name="r")
+    folder.path.mkdir()
+    (folder.path / "recipe.yaml").write_text(dump_recipe(recipe))
+    folder.write("pretrain", StageRecord(state="running", total_steps=12, lanes=4))
+    said: list[str] = []
+    for step in (0, 12):  # 12: after the last step
+        draw(DrawRequest(folder, recipe, "pretrain", step), moment="begin", say=said.append)
+    assert not [line for line in said if "failed" in line]
+    kept = {(each.picture.name, each.step): each for each in kept_pictures(folder.stage("pretrain"))}
+    assert set(kept) == {(name, step) for name in ("training_batch", "augmentation") for step in (0, 12)}
+    text = kept["training_batch", 0].svg.read_text()
+    assert "<script>alert" not in text and "&lt;script" in text
+    assert "\x1b" not in text
