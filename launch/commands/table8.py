@@ -36,7 +36,7 @@ _COLUMNS = {"stem": "stem", "every_layer": "every layer", "every_layer_shared": 
 
 
 @dataclass(frozen=True)
-class Cell:
+class Table8Cell:
     """One position embedding."""
 
     position: str
@@ -49,15 +49,15 @@ class Cell:
 
 
 CELLS = (
-    Cell("none", "stem", 0.61382),
-    Cell("learned_1d", "stem", 0.64206),
-    Cell("learned_1d", "every_layer", 0.63964),
-    Cell("learned_1d", "every_layer_shared", 0.64292),
-    Cell("learned_2d", "stem", 0.64001),
-    Cell("learned_2d", "every_layer", 0.64046),
-    Cell("learned_2d", "every_layer_shared", 0.64022),
-    Cell("relative", "stem", 0.64032),
-    Cell("sincos_2d", "stem", None),
+    Table8Cell("none", "stem", 0.61382),
+    Table8Cell("learned_1d", "stem", 0.64206),
+    Table8Cell("learned_1d", "every_layer", 0.63964),
+    Table8Cell("learned_1d", "every_layer_shared", 0.64292),
+    Table8Cell("learned_2d", "stem", 0.64001),
+    Table8Cell("learned_2d", "every_layer", 0.64046),
+    Table8Cell("learned_2d", "every_layer_shared", 0.64022),
+    Table8Cell("relative", "stem", 0.64032),
+    Table8Cell("sincos_2d", "stem", None),
 )
 
 
@@ -65,7 +65,7 @@ CELLS = (
 class Result:
     """What one run reached."""
 
-    cell: Cell
+    cell: Table8Cell
     run: str
     top1: float
     images: int  # held out, on which top1 was measured
@@ -114,7 +114,7 @@ def table8(
 
 
 def run_cells(
-    cells: Sequence[Cell], recipe: str, *, overrides: Sequence[str], runs_root: Path, shards_root: Path | None
+    cells: Sequence[Table8Cell], recipe: str, *, overrides: Sequence[str], runs_root: Path, shards_root: Path | None
 ) -> tuple[int, list[Result]]:
     """Check all runs, then carry out those that are not done; returns the exit code, and the results if it is 0. Raises
     UserError for anything that would stop one of the runs."""
