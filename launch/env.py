@@ -11,6 +11,7 @@ import getpass
 import os
 import platform
 import re
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Literal
 
 from data_shards.errors import UserError
 from pipeline.ranks.place import Place
+from pipeline.time_limit import TimeLimit
 
 SUPERVISOR_PID = "SHARDVIT_SUPERVISOR_PID"
 PATHS_FILE = "SHARDVIT_DATA"
@@ -32,6 +34,7 @@ _PLACE_NAMES = (
     *_LAUNCHER_NAMES,
     *("MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS", RENDEZVOUS),
 )
+_LONGEST_JOB_SECONDS = 366 * 86_400  # a job without a limit "ends" later
 FIRST_PORT, PORTS = 20_000, 10_000
 _STEPS_OF_A_JOB = 16  # that can run at the same time without another job's port
 
@@ -205,6 +208,17 @@ def job_tags(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     if "SLURM_JOB_ID" in environ:
         tags["shardvit.slurm_job_id"] = environ["SLURM_JOB_ID"]
     return tags
+
+
+def time_limit(environ: Mapping[str, str] = os.environ, *, now: float | None = None) -> TimeLimit | None:
+    """The limit of the SLURM job that this process runs in; `now`: unix seconds, by default the clock's. None: SLURM
+    does not say, or it is over."""
+    end, start = environ.get("SLURM_JOB_END_TIME", ""), environ.get("SLURM_JOB_START_TIME", "")
+    now = time.time() if now is None else now
+    if not end.isdecimal() or not 0 < int(end) - now < _LONGEST_JOB_SECONDS:
+        return None
+    began = int(start) if start.isdecimal() and int(start) < int(end) else now
+    return TimeLimit(ends_at=float(end), seconds=int(end) - began)
 
 
 def supervisor_pid(environ: Mapping[str, str] = os.environ) -> int | None:

@@ -19,6 +19,7 @@ from pipeline.ranks.waiting import while_others_wait
 from pipeline.ranks.watch import Watch
 from pipeline.recipe.schema import Recipe
 from pipeline.run_folder import RunFolder
+from pipeline.time_limit import TimeLimit
 from pipeline.vocabulary import StageName
 
 T = TypeVar("T")
@@ -47,6 +48,7 @@ class StageContext:
     stop: StopFlag
     job_tags: dict[str, str]  # facts of this attempt: host, launcher, job id
     start: StartClock = field(default_factory=StartClock)  # until the stage's first step
+    time_limit: TimeLimit | None = None  # of the job; None: none is known
     draw: Callable[[StageName, Moment, int], None] = draw_nothing  # has a moment's pictures drawn; on rank 0
 
     def on_main(self, task: Callable[[], T], *, takes: Literal["a moment", "long"] = "a moment") -> T | None:

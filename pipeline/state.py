@@ -25,7 +25,9 @@ class TrainState:
     skipped_in_a_row: int = 0
     substituted_images: int = 0  # damaged ones in whose place another image was trained on
     training_seconds: float = 0.0  # spent in this stage, over all attempts that were saved
+    process_seconds: float = 0.0  # the same times the processes of each attempt
     losses_since_log: list[float] = field(default_factory=list)  # global means of steps not yet in the curve
+    scores_since_log: list[float] = field(default_factory=list)  # of the same steps
     evaluation: dict[str, float] = field(default_factory=dict)  # the last one
     evaluation_step: int = 0  # when that was
     recent_losses: list[float] = field(default_factory=list)  # of the last steps, to tell a spike by

@@ -63,6 +63,15 @@ class Task(Protocol):
         """The mean training loss, in float32; images weigh alike."""
         ...
 
+    @property
+    def train_metric(self) -> str:
+        """What `train_score` is logged as."""
+        ...
+
+    def train_score(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """The accuracy on a training batch, a share, 0-dimensional on its device, without gradient."""
+        ...
+
     def tally(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Sums of held-out losses, right predictions, predictions: float64 [3], to be added up over batches."""
         ...
@@ -81,6 +90,7 @@ class Classification:
 
     kind_of_output = "classes"
     score = "top1"
+    train_metric = "train/top1"
 
     @property
     def outputs(self) -> tuple[str, ...]:
@@ -97,6 +107,12 @@ class Classification:
     def loss(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """The recipe's, of logits [n, classes]."""
         return self.train_loss(outputs, targets)
+
+    def train_score(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Top-1 as `tally` has it; of a mixed image the share that its best class has in it."""
+        best = outputs.detach().argmax(dim=1)
+        hit = targets.gather(1, best[:, None]) if targets.is_floating_point() else best == targets
+        return hit.float().mean()
 
     def tally(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Top-1; with several labels an image, whether its best class is one of them (big_vision's prec@1)."""
@@ -117,6 +133,7 @@ class MaskedPatches:
     outputs = COLOURS
     kind_of_output = "colours"
     score = "accuracy"
+    train_metric = "train/accuracy"
 
     def example(self, batch: Batch, *, use: Use) -> Example:
         """Images and their corruption; classes [n, K] of the corrupted patches."""
@@ -134,6 +151,10 @@ class MaskedPatches:
     def loss(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Cross-entropy of logits [n, K, 512], mean over all corrupted patches; every image has equally many."""
         return softmax_cross_entropy(outputs.flatten(0, 1), targets.flatten())
+
+    def train_score(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """The share of corrupted patches whose colour is right."""
+        return (outputs.detach().argmax(dim=-1) == targets).float().mean()
 
     def tally(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Counts patches, not images."""

@@ -70,7 +70,7 @@ def train(job: TrainJob, state: TrainState) -> TrainState:
         raise UserError(job.faults.complaint)
     if state.step == plan.total_steps and (failure := _failure(job, state)):  # it had failed at its last step
         raise failure
-    losses, spikes = LossWindow(state.losses_since_log), _spike_finder(plan, state)
+    losses, spikes = LossWindow(state.losses_since_log, state.scores_since_log), _spike_finder(plan, state)
     passed_over, late = frozenset(state.passed_over), LateMetrics(device=engine.device)
     engine.module.train()
 
@@ -95,9 +95,10 @@ def train(job: TrainJob, state: TrainState) -> TrainState:
                 loss = task.loss(outputs, example.targets)
                 with job.phase("backward", step):
                     engine.backward(loss)
-                losses.add(loss)
+                losses.add(loss, task.train_score(outputs, example.targets))
             with job.phase("step", step):
-                result = engine.step(lr=lr, requests=job.requests.mine)
+                measure = "norms" if plan.logs_after(step + 1) else "nothing"
+                result = engine.step(lr=lr, requests=job.requests.mine, measure=measure)
             losses.end_step()
             job.report.step(plan.global_batch_images)
         state.advance(images=plan.global_batch_images)
@@ -154,16 +155,17 @@ def _log(
 ) -> tuple[str, list[Spike]]:
     """Report a point of the training curve; returns a sentence if training must stop for a slow rank, and spikes."""
     _settle_faults(job, state)
-    new = losses.take(job.ranks)
-    passed_over = set(state.passed_over)
-    by_step = {
-        step: loss for step, loss in enumerate(new, start=state.step - len(new) + 1) if step - 1 not in passed_over
-    }
+    new, measured = losses.take(job.ranks), job.engine.measured()
+    passed_over, first = set(state.passed_over), state.step - len(new.losses) + 1
+    by_step = {step: loss for step, loss in enumerate(new.losses, start=first) if step - 1 not in passed_over}
+    if scores := [score for score in new.scores if not math.isnan(score)]:
+        measured[job.task.train_metric] = sum(scores) / len(scores)
     slowest = job.report.phases.slowest(job.ranks)
     if by_step:
         job.report.curve(
             state,
             loss=sum(by_step.values()) / len(by_step),
+            more=measured,
             lr=lr,
             grad_norm=grad_norm,
             slowest_rank_ratio=slowest.ratio if slowest else None,
@@ -223,8 +225,9 @@ def _save(job: TrainJob, state: TrainState, *, losses: LossWindow) -> None:
     """Save a checkpoint, or begin to; `saver` decides which."""
     with job.phase("saving", state.step):
         _settle_faults(job, state)
-        state.losses_since_log = losses.reduce(job.ranks)
-        state.training_seconds = job.report.training_seconds
+        means = losses.reduce(job.ranks)
+        state.losses_since_log, state.scores_since_log = means.losses, means.scores
+        state.training_seconds, state.process_seconds = job.report.training_seconds, job.report.process_seconds
         job.saver.save(state)
     job.requests.saved(state.step)
 

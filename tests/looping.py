@@ -35,7 +35,7 @@ def quiet(*names: str) -> dict[str, Any]:
 def stepping(*, applied: bool, noted: list[float] | None = None) -> Callable[..., StepResult]:
     """An engine's `step` of a single rank."""
 
-    def step(*, lr: float, requests: StopOrSave) -> StepResult:
+    def step(*, lr: float, requests: StopOrSave, measure: str) -> StepResult:
         if noted is not None:
             noted.append(lr)
         flags = torch.tensor(requests).float()
@@ -64,6 +64,7 @@ def job(*, patch_dropout: float, first_step: int) -> tuple[Any, list[tuple[str, 
         predict=module,
         backward=lambda loss: loss.backward(),
         step=stepping(applied=True),
+        measured=dict,
         pass_over=lambda requests: StepResult.passed_over(torch.tensor(requests).float()),
     )
     ranks: Any = SimpleNamespace(
@@ -84,12 +85,15 @@ def job(*, patch_dropout: float, first_step: int) -> tuple[Any, list[tuple[str, 
     report: Any = SimpleNamespace(
         phases=phases,
         training_seconds=0.0,
+        process_seconds=0.0,
         **quiet("step", "skipped", "curve", "spikes", "evaluation", "faults", "note"),
     )
     task: Any = SimpleNamespace(
         score="top1",
+        train_metric="train/top1",
         example=lambda batch, *, use: Example((batch.images,), torch.zeros(4, dtype=torch.int64)),
         loss=torch.nn.functional.cross_entropy,
+        train_score=lambda outputs, targets: (outputs.argmax(dim=1) == targets).float().mean(),
         tally=lambda outputs, targets: torch.ones(3, dtype=torch.float64),
     )
     batch: Any = SimpleNamespace(images=torch.randn(4, 3, 16, 16), counted=torch.ones(4, dtype=torch.bool))

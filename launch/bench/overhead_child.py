@@ -266,7 +266,7 @@ class _Ours:
             with counts.backward:
                 self.engine.backward(loss)
             with counts.rest:
-                self.losses.add(loss)
+                self.losses.add(loss, self.task.train_score(outputs, example.targets))
         with counts.step:
             result = self.engine.step(lr=_LR, requests=StopOrSave())
         with counts.rest:

@@ -25,6 +25,7 @@ from pipeline.recipe.schema import Recipe
 from pipeline.recipe.stage import TrainStage
 from pipeline.report.progress import RecentSpeed
 from pipeline.run_folder import RunFolder
+from pipeline.time_limit import requeues_needed
 from pipeline.tracking.tracking_state import load_run_state
 from pipeline.vocabulary import METRICS_FILE, MLFLOW_FILE, RECIPE_FILE, StageName
 
@@ -152,7 +153,7 @@ def _stage_status(
     ends = read_ends(folder.path / "slurm", stage)
     requeues = None
     if submission is not None and queued.left_seconds is not None and not math.isnan(eta):
-        requeues = math.ceil(max(0.0, eta - queued.left_seconds) / submission.limit_seconds)
+        requeues = requeues_needed(eta, left_seconds=queued.left_seconds, limit_seconds=submission.limit_seconds)
     return StageStatus(
         stage=stage,
         state=record.state,

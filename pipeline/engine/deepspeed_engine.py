@@ -32,6 +32,7 @@ from pipeline.engine.portable import DEEPSPEED_FOLDER
 from pipeline.engine.protocol import StepResult, exchange_requests
 from pipeline.engine.shared import open_shared
 from pipeline.engine.state_files import StateFile, state_file
+from pipeline.engine.weight_norms import Measure, WeightNorms
 from pipeline.engine.zero_config import deepspeed_config, reduces_at_once, takes_flat_step
 from pipeline.optimizers.flat import flat_optimizer, merged
 from pipeline.optimizers.optim import build_optimizer, set_lr
@@ -68,6 +69,7 @@ class DeepSpeedEngine:
         self._accumulation_steps = plan.accumulation_steps
         self._micro_step = 0
         self.input_dtype = _INPUT_DTYPES[config.precision]
+        self._scales_loss = config.precision == "fp16"
         exact = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
         self._frozen = frozen_weights(model)
         deepspeed.utils.logger.setLevel(logging.ERROR)  # it warns of SGD, which its tests do not cover and ours do
@@ -90,6 +92,7 @@ class DeepSpeedEngine:
         if config.precision != "fp32":
             self._set_masters(exact)
         self._average = WeightAverage(named_masters(self._engine), config=ema) if ema else None
+        self._norms = WeightNorms(self._masters, kept="shard")
         # After masters and averages were exchanged: the forward pass's weights are to be made from the masters again.
         self._rounding_is_due = False
 
@@ -112,23 +115,32 @@ class DeepSpeedEngine:
         if self._micro_step < self._accumulation_steps:
             self._engine.step()  # not a boundary: DeepSpeed only counts
 
-    def step(self, *, lr: float, requests: StopOrSave) -> StepResult:
+    def step(self, *, lr: float, requests: StopOrSave, measure: Measure = "nothing") -> StepResult:
         assert self._micro_step == self._accumulation_steps, "step() before all micro-batches"
         self._micro_step = 0
         self.hold.release()
         set_lr(self._engine.optimizer.param_groups, lr)
         if self._judge:
             self._judge.requests = requests
+        with self._norms.around(measure, device=self.device):
             self._engine.step()
+        if self._judge:
             result = StepResult(self._judge.numbers)
         else:
-            self._engine.step()
             applied, grad_norm = bool(self._engine.was_step_applied()), float(self._engine.get_global_grad_norm())
             sent = exchange_requests(requests, device=self.device)
             result = StepResult.known(grad_norm=grad_norm, applied=applied, requests=sent)
         if self._average:
             self._average.update(applied=result.applied)
         return result
+
+    def measured(self) -> dict[str, float]:
+        scale = {"opt/loss_scale": float(self._engine.optimizer.loss_scaler.cur_scale)} if self._scales_loss else {}
+        return self._norms.take(self._ranks) | scale
+
+    def _masters(self) -> list[torch.Tensor]:
+        places = slots(self._engine, rank=self._ranks.place.rank).values()
+        return [each.master.detach().view(-1).narrow(0, each.start, each.count) for each in places]
 
     def pass_over(self, *, requests: StopOrSave) -> StepResult:
         return StepResult.passed_over(exchange_requests(requests, device=self.device))

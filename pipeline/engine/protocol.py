@@ -18,6 +18,7 @@ from torch import distributed, nn
 
 from pipeline.engine.host_copy import Hold
 from pipeline.engine.state_files import StateFile
+from pipeline.engine.weight_norms import Measure
 from pipeline.ranks.stopping import StopOrSave
 
 
@@ -97,9 +98,14 @@ class Engine(Protocol):
         """Add the gradient of a micro-batch's mean loss, divided by the accumulation steps."""
         ...
 
-    def step(self, *, lr: float, requests: StopOrSave) -> StepResult:
+    def step(self, *, lr: float, requests: StopOrSave, measure: Measure = "nothing") -> StepResult:
         """Average over the ranks, clip, and move the weights, unless the gradient is not finite; exchange what this
-        rank requests; collective."""
+        rank requests; collective. `measure`: what of this step `measured` is asked for, the same on all ranks."""
+        ...
+
+    def measured(self) -> dict[str, float]:
+        """What a point of the curve says of the last step and its weights, by metric (`opt/parameter_norm`,
+        `opt/update_ratio`, `opt/loss_scale`), where it is known; waits for the device; collective."""
         ...
 
     def pass_over(self, *, requests: StopOrSave) -> StepResult:

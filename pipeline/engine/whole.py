@@ -31,6 +31,7 @@ from pipeline.engine.portable import LossScale, PortableState
 from pipeline.engine.protocol import StepResult, exchange_requests
 from pipeline.engine.shared import open_shared
 from pipeline.engine.state_files import StateFile, state_file
+from pipeline.engine.weight_norms import Measure, WeightNorms
 from pipeline.optimizers.optim import build_optimizer, set_lr
 from pipeline.ranks.group import Ranks
 from pipeline.ranks.stopping import StopOrSave
@@ -110,6 +111,15 @@ class WholeState:
                 master.grad = None
         self.round()
         return StepResult(torch.cat([torch.stack([norm, finite.float()]), requests]))
+
+    def masters(self) -> list[Tensor]:
+        """What is trained, in float32; the same tensors as long as this lives."""
+        return list(self._masters.values())
+
+    @property
+    def loss_scale(self) -> float | None:
+        """What losses are multiplied by; None: no such thing. Waits for the device."""
+        return float(self._scaler.get_scale()) if self._scaler is not None and self._scaler.is_enabled() else None
 
     def clear_gradients(self, *, keep_memory: bool) -> None:
         """Before the next forward pass; `keep_memory`: they are zeros then, where they were."""
@@ -245,6 +255,7 @@ class WholeEngine(ABC):
         self.device = device
         self._module = module
         self._whole = whole
+        self._norms = WeightNorms(whole.masters, kept="whole")
         self._ranks = ranks
         self._accumulation_steps = plan.accumulation_steps
         self._micro_step = 0
@@ -257,12 +268,17 @@ class WholeEngine(ABC):
     def hold(self) -> Hold:
         return self._whole.hold
 
-    def step(self, *, lr: float, requests: StopOrSave) -> StepResult:
+    def step(self, *, lr: float, requests: StopOrSave, measure: Measure = "nothing") -> StepResult:
         assert self._micro_step == self._accumulation_steps, "step() before all micro-batches"
         self._micro_step = 0
-        result = self._whole.step(lr=lr, requests=exchange_requests(requests, device=self.device))
+        with self._norms.around(measure, device=self.device):
+            result = self._whole.step(lr=lr, requests=exchange_requests(requests, device=self.device))
         self._clear_gradients()
         return result
+
+    def measured(self) -> dict[str, float]:
+        scale = self._whole.loss_scale
+        return self._norms.take(self._ranks) | ({} if scale is None else {"opt/loss_scale": scale})
 
     @abstractmethod
     def _clear_gradients(self) -> None: ...

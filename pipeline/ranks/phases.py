@@ -25,16 +25,22 @@ _DOING: dict[Phase, str] = {  # as a rank that hangs is described
     "evaluating": "evaluation",
     "saving": "saving a checkpoint",
 }
+_ASIDE: tuple[Phase, ...] = ("evaluating", "saving")
 
 
 class Phases:
-    """The phases of one rank's training, told to the watch (heartbeats), the pace, and `start` until a first step."""
+    """The phases of one rank's training, told to the watch (heartbeats), the pace, and `start` until a first step.
+
+    Attributes:
+        aside_seconds: spent so far on what is no training step: evaluations and checkpoints.
+    """
 
     def __init__(self, *, watch: Watch, pace: Pace, start: StartClock | None = None) -> None:
         self._watch = watch
         self._pace = pace
         self._start = start
         self._seconds: dict[Phase, float] = dict.fromkeys(_DOING, 0.0)
+        self.aside_seconds = 0.0
 
     @contextmanager
     def __call__(self, name: Phase, *, step: int) -> Iterator[None]:
@@ -44,7 +50,10 @@ class Phases:
         begin = time.perf_counter()
         with self._pace.measuring(name):
             yield
-        self._seconds[name] += time.perf_counter() - begin
+        seconds = time.perf_counter() - begin
+        self._seconds[name] += seconds
+        if name in _ASIDE:
+            self.aside_seconds += seconds
         if self._start is not None and name == "step":
             self._start, start = None, self._start
             start.first_step_done()

@@ -1,4 +1,4 @@
-"""The losses of single steps: kept on the device between two points of the curve, and searched for spikes.
+"""Losses and scores of single steps: kept on the device between two points of the curve; losses searched for spikes.
 
 No step waits for a number. Every rank's values are added in rank order in float64, so the curve does not depend on how
 many steps are reduced together: a resumed run gives the same bits.
@@ -27,42 +27,58 @@ _SMALLEST_SIGMA = 1e-4  # of the mean: after losses that have hardly moved not e
 _CUT = 4  # times these: what of a spike enters the history: one of 1e30 would hide all others for 128 steps
 
 
+@dataclass(frozen=True)
+class StepMeans:
+    """Of each step of a window the means over its micro-batches and all ranks; nan: of a step that was not done."""
+
+    losses: list[float]
+    scores: list[float]  # as many
+
+
 class LossWindow:
-    """Losses of the steps since the last point of the curve; `losses`: global means from a checkpoint."""
+    """Losses and scores of the steps since the last point of the curve; `losses`, `scores`: global means from a
+    checkpoint, whose scores may be missing."""
 
-    def __init__(self, losses: list[float]) -> None:
-        self._global = list(losses)
-        self._local: list[torch.Tensor] = []
-        self._micro: list[torch.Tensor] = []
+    def __init__(self, losses: Sequence[float], scores: Sequence[float] = ()) -> None:
+        missing = [math.nan] * (len(losses) - len(scores))
+        self._global = StepMeans(list(losses), [*missing, *scores])
+        self._local: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._micro: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-    def add(self, loss: torch.Tensor) -> None:
-        self._micro.append(loss.detach().double())
+    def add(self, loss: torch.Tensor, score: torch.Tensor) -> None:
+        """Of one micro-batch, 0-dimensional on one device."""
+        self._micro.append((loss.detach().double(), score.detach().double()))
 
     def end_step(self) -> None:
         """The micro-batches added since the last call make up one step."""
-        self._local.append(torch.stack(self._micro).mean())
+        loss, score = (torch.stack(each).mean() for each in zip(*self._micro, strict=True))
+        self._local.append((loss, score))
         self._micro.clear()
 
     def pass_over(self, *, device: torch.device) -> None:
         """A step that is not done has no loss: nan stands for it."""
-        self._local.append(torch.full((), math.nan, dtype=torch.float64, device=device))
+        nothing = torch.full((), math.nan, dtype=torch.float64, device=device)
+        self._local.append((nothing, nothing))
 
-    def reduce(self, ranks: Ranks) -> list[float]:
-        """The global mean loss of every step in the window; collective."""
+    def reduce(self, ranks: Ranks) -> StepMeans:
+        """The global means of every step in the window; collective."""
         if self._local:
-            everyone = ranks.gather(torch.stack(self._local))
+            losses, scores = zip(*self._local, strict=True)
+            everyone = ranks.gather(torch.stack([*losses, *scores]))
             total = everyone[0].clone()
             for row in everyone[1:]:  # not .mean(dim=0): its order of addition depends on the number of steps
                 total += row
-            self._global += (total / len(everyone)).tolist()
+            means = (total / len(everyone)).tolist()
+            self._global.losses.extend(means[: len(losses)])
+            self._global.scores.extend(means[len(losses) :])
             self._local.clear()
-        return list(self._global)
+        return StepMeans(list(self._global.losses), list(self._global.scores))
 
-    def take(self, ranks: Ranks) -> list[float]:
-        """Empty the window and return its global mean losses; collective."""
-        losses = self.reduce(ranks)
-        self._global.clear()
-        return losses
+    def take(self, ranks: Ranks) -> StepMeans:
+        """Empty the window and return its global means; collective."""
+        means = self.reduce(ranks)
+        self._global = StepMeans([], [])
+        return means
 
 
 @dataclass(frozen=True)

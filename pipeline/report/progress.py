@@ -2,7 +2,8 @@
 
 A line: `pretrain step 400/1000 (40.0%) | loss 0.2513 | 512.3 images/s | ETA 1:33 min | lr 3.00e-04 | data wait 2.1% |
 25,600 images | elapsed 1:02 min`. The ETA is over the last minute: evaluations and checkpoints count, start-up and the
-first step do not. Costs about 20 microseconds an update (a terminal at most every 0.1 s, a file every 10 s).
+first step do not. In a job whose time limit comes before that, it is `ETA 5:02 h, 3 requeues left`.
+Costs about 20 microseconds an update (a terminal at most every 0.1 s, a file every 10 s).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import TextIO
 
 from data_shards.progress_line import open_bar
 from data_shards.text import printable, show_duration
+from pipeline.time_limit import TimeLimit, requeues_needed
 
 _SPEED_WINDOW_SECONDS = 60.0
 _LINE_SECONDS = 10.0
@@ -31,6 +33,7 @@ class TrainingProgress:
         total_steps: int,
         start_step: int,
         images_per_step: int,
+        limit: TimeLimit | None = None,
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -40,6 +43,8 @@ class TrainingProgress:
         self._stream = stream or sys.stderr  # as it is now, not as it was when this file was imported
         self._clock = clock
         self._started = clock()
+        self._limit_seconds = None if limit is None else limit.seconds
+        self._ends_at = None if limit is None else self._started + limit.ends_at - time.time()  # by `clock`
         self._speed = RecentSpeed(_SPEED_WINDOW_SECONDS)
         self._printed_at = -math.inf
         self._unprinted = ""
@@ -62,7 +67,7 @@ class TrainingProgress:
                 # The most important first: a narrow terminal cuts the line off at its right end.
                 f"loss {loss:.4f}",
                 f"{images_per_second:.1f} images/s",
-                f"ETA {show_duration(self._speed.seconds_left(self._total_steps))}",
+                f"ETA {self._eta(now)}",
                 f"lr {lr:.2e}",
                 f"data wait {data_wait_share:.1%}",
                 f"{step * self._images_per_step:,} images",
@@ -92,6 +97,14 @@ class TrainingProgress:
             self._bar.close()
         else:
             self._print_waiting_line(self._clock())
+
+    def _eta(self, now: float) -> str:
+        seconds = self._speed.seconds_left(self._total_steps)
+        text = show_duration(seconds)
+        if self._ends_at is None or self._limit_seconds is None or math.isnan(seconds):
+            return text
+        requeues = requeues_needed(seconds, left_seconds=self._ends_at - now, limit_seconds=self._limit_seconds)
+        return f"{text}, {requeues} {'requeue' if requeues == 1 else 'requeues'} left" if requeues else text
 
     def _print_waiting_line(self, now: float) -> None:
         if self._unprinted:

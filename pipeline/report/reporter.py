@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
 
+import torch
+
 from data_shards.errors import UserError
 from data_shards.loading.batch import Fault
 from pipeline.context import StageContext
@@ -22,6 +24,7 @@ from pipeline.recipe.io import flatten
 from pipeline.recipe.stage_plan import StagePlan
 from pipeline.report.best import AVERAGES_SCORES, SCORES
 from pipeline.report.events import EventKind, EventsLog
+from pipeline.report.gauges import Gauges, peak_flops, stage_work
 from pipeline.report.losses import Spike
 from pipeline.report.progress import TrainingProgress
 from pipeline.rollback import GoBack
@@ -49,14 +52,26 @@ def stage_report(
     """The report of one training stage, whose MLflow run has `tags`, too; closed as finished, killed (`Stopped`) or
     failed."""
     if not context.ranks.place.is_main:
-        yield Report(None, None, None, phases=phases, plan=plan, training_seconds=state.training_seconds)
+        yield Report(None, None, None, None, phases=phases, plan=plan, training_seconds=state.training_seconds)
         return
     datasets = tuple(
         DatasetInput(name=shards.name, source=shards.source, digest=shards.digest, context=use)
         for shards, use in ((data.train, "train"), (data.eval, "eval"))
     )
     progress = TrainingProgress(
-        stage, total_steps=plan.total_steps, start_step=state.step, images_per_step=plan.global_batch_images
+        stage,
+        total_steps=plan.total_steps,
+        start_step=state.step,
+        images_per_step=plan.global_batch_images,
+        limit=context.time_limit,
+    )
+    on_gpu = torch.cuda.is_available()
+    gauges = Gauges(
+        stage_work(context.recipe, stage=stage, plan=plan, num_classes=data.train.num_classes),
+        processes=plan.world_size,
+        peak=peak_flops(context.recipe.engine, gpu_name=torch.cuda.get_device_name() if on_gpu else None),
+        on_gpu=on_gpu,
+        process_seconds=state.process_seconds,
     )
     with (
         tracked_log(
@@ -64,7 +79,9 @@ def stage_report(
         ) as log,
         told_events(context, stage=stage, state=state, say=progress.note) as events,
     ):
-        report = Report(log, progress, events, phases=phases, plan=plan, training_seconds=state.training_seconds)
+        report = Report(
+            log, progress, events, gauges, phases=phases, plan=plan, training_seconds=state.training_seconds
+        )
         report.at(state)
         try:
             yield report
@@ -155,6 +172,7 @@ class Report:
         log: takes the values; None on ranks above 0.
         progress: shows them; None: nobody.
         events: take what happens; None on ranks above 0.
+        gauges: measure speed and cost; None on ranks above 0.
         training_seconds: spent before this attempt.
     """
 
@@ -163,6 +181,7 @@ class Report:
         log: MetricsLog | None,
         progress: TrainingProgress | None,
         events: EventsLog | None,
+        gauges: Gauges | None,
         *,
         phases: Phases,
         plan: StagePlan,
@@ -172,6 +191,7 @@ class Report:
         self._log = log
         self._progress = progress
         self._events = events
+        self._gauges = gauges
         self._plan = plan
         self._earlier_seconds = training_seconds
         self._start = self._window_start = time.perf_counter()
@@ -184,6 +204,11 @@ class Report:
         return self._earlier_seconds + self.attempt_seconds
 
     @property
+    def process_seconds(self) -> float:
+        """The same times the processes of each attempt; 0 above rank 0."""
+        return 0.0 if self._gauges is None else self._gauges.process_seconds
+
+    @property
     def attempt_seconds(self) -> float:
         return time.perf_counter() - self._start
 
@@ -194,6 +219,8 @@ class Report:
     def step(self, images: int) -> None:
         """A step over so many images, on all ranks together, is done."""
         self._images += images
+        if self._gauges is not None:
+            self._gauges.step_done(aside_seconds=self.phases.aside_seconds)
 
     def skipped(self, step: int) -> None:
         """The gradients of `step`, from 1, were not finite."""
@@ -204,13 +231,15 @@ class Report:
         state: TrainState,
         *,
         loss: float,
+        more: Mapping[str, float],
         lr: float,
         grad_norm: float,
         slowest_rank_ratio: float | None,
         stall_seconds: float,
     ) -> None:
-        """A point of the training curve, with the mean `loss` since the last one; starts a new window of times.
-        `slowest_rank_ratio` None: nothing to compare; `stall_seconds`: of this attempt, waiting for checkpoints."""
+        """A point of the training curve, with the mean `loss` since the last one; starts a new window of times. `more`:
+        other values, by metric; `slowest_rank_ratio` None: nothing to compare; `stall_seconds`: of this attempt,
+        waiting for checkpoints."""
         self._tell_skipped()
         now = time.perf_counter()
         spent = self.phases.take_seconds()
@@ -219,6 +248,7 @@ class Report:
             "train/loss": loss,
             "opt/lr": lr,
             "opt/grad_norm": grad_norm,
+            **more,
             "opt/skipped_steps": float(state.skipped_steps),
             "opt/passed_over_steps": float(sum(step < state.step for step in state.passed_over)),
             "data/substituted_images": float(state.substituted_images),
@@ -229,6 +259,8 @@ class Report:
         }
         if slowest_rank_ratio is not None:
             values["perf/slowest_rank_ratio"] = slowest_rank_ratio
+        if self._gauges is not None:
+            values |= self._gauges.read(step=state.step, images_per_second=values["perf/images_per_s"])
         self._window_start, self._images = now, 0
         self._record(state, values)
         if self._progress is not None:

@@ -108,7 +108,9 @@ def kind_lr(step: int) -> float:
     return lr_at(step) / 10  # at more, bf16 leads a ResNet elsewhere
 
 
-def run_steps(engine, ranks: Ranks, plan: StagePlan, steps, *, lr=lr_at, poison_rank: int | None = None) -> list[dict]:
+def run_steps(
+    engine, ranks: Ranks, plan: StagePlan, steps, *, lr=lr_at, poison_rank: int | None = None, measure="nothing"
+) -> list[dict]:
     rows, late = [], LateMetrics(device=engine.device)
     for step in steps:
         images, labels = batch(step)
@@ -123,7 +125,7 @@ def run_steps(engine, ranks: Ranks, plan: StagePlan, steps, *, lr=lr_at, poison_
             loss = torch.nn.functional.cross_entropy(engine.forward(inputs).float(), labels[part])
             engine.backward(loss)
             losses.append(loss.detach())
-        late.put(step + 1, engine.step(lr=lr(step), requests=StopOrSave()))
+        late.put(step + 1, engine.step(lr=lr(step), requests=StopOrSave(), measure=measure))
         (outcome,) = late.drain()
         mean = float(ranks.gather(torch.stack(losses)).mean())
         rows.append({"loss": mean, "grad_norm": outcome.grad_norm, "applied": outcome.applied})
@@ -184,7 +186,24 @@ def run_case(case: tuple, ranks: Ranks, folder: Path) -> dict:
         "recovered": recovered,
         "decays": decays,
         "held": held,
+        "measured": measured_steps(resumed, ranks, plan),
     }
+
+
+def measured_steps(engine, ranks: Ranks, plan: StagePlan) -> list[tuple[dict, dict]]:
+    """What the engine measures of a step that is skipped, of one that is not, and of one that is not measured; each
+    with the same from the weights before and after."""
+    found = []
+    for poison_rank, measure in ((0, "norms"), (None, "norms"), (None, "nothing")):
+        before = copy.deepcopy(engine.weights())
+        run_steps(engine, ranks, plan, [STEPS + 3], poison_rank=poison_rank, measure=measure)
+        after = engine.weights()
+        flat = torch.cat([tensor.double().flatten() for tensor in after.values()])
+        change = flat - torch.cat([tensor.double().flatten() for tensor in before.values()])
+        expected = {"opt/parameter_norm": float(flat.norm()), "opt/update_ratio": float(change.norm() / flat.norm())}
+        found.append((engine.measured(), expected))
+    assert all(each == found for each in ranks.gather_objects(found))
+    return found
 
 
 def what_was_held(engine, change) -> dict[str, bool]:

@@ -134,6 +134,14 @@ def test_resuming_equals_never_having_stopped_bit_for_bit(case, results):
 
 
 @pytest.mark.parametrize("case", worker.CASES, ids=str)
+def test_the_norm_of_the_weights_and_of_a_steps_change_are_those_of_the_whole_weights(case, results):
+    (skipped, weights), (measured, expected), (nothing, _) = results[case]["measured"]
+    assert skipped == pytest.approx({"opt/parameter_norm": weights["opt/parameter_norm"], "opt/update_ratio": 0.0})
+    assert measured == pytest.approx(expected, rel=1e-5) and measured["opt/update_ratio"] > 1e-4
+    assert nothing == {}
+
+
+@pytest.mark.parametrize("case", worker.CASES, ids=str)
 def test_a_gradient_that_is_not_finite_on_one_rank_moves_no_weight_and_training_goes_on(case, results):
     ours = results[case]
     assert [row["applied"] for row in ours["rows"]] == [True] * worker.STEPS

@@ -13,10 +13,12 @@ from launch.env import (
     read_place,
     says_mistakes,
     supervisor_pid,
+    time_limit,
     tracking_uri,
     without_place,
 )
 from pipeline.ranks.place import Place
+from pipeline.time_limit import TimeLimit
 
 ADDRESS = {"MASTER_ADDR": "node7", "MASTER_PORT": "29501"}
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", **ADDRESS}
@@ -208,6 +210,22 @@ def test_tracking_and_tags():
     assert tags["shardvit.slurm_job_id"] == "77" and "secret" not in "".join(tags.values())
     assert all(tags.values())
     assert "shardvit.slurm_job_id" not in job_tags({})
+
+
+@pytest.mark.parametrize(
+    ("environ", "limit"),
+    [
+        ({}, None),
+        ({"SLURM_JOB_END_TIME": "5000", "SLURM_JOB_START_TIME": "1000"}, TimeLimit(5000.0, 4000)),
+        ({"SLURM_JOB_END_TIME": "5000"}, TimeLimit(5000.0, 3000)),  # counted from now
+        ({"SLURM_JOB_END_TIME": "5000", "SLURM_JOB_START_TIME": "6000"}, TimeLimit(5000.0, 3000)),
+        ({"SLURM_JOB_END_TIME": "1999", "SLURM_JOB_START_TIME": "1000"}, None),  # it is over
+        ({"SLURM_JOB_END_TIME": "4294967294", "SLURM_JOB_START_TIME": "1000"}, None),  # SLURM's infinity
+        ({"SLURM_JOB_END_TIME": "soon"}, None),
+    ],
+)
+def test_the_time_limit_of_a_job(environ: dict[str, str], limit: TimeLimit | None):
+    assert time_limit(environ, now=2000.0) == limit
 
 
 def test_the_supervisor():

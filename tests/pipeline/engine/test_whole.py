@@ -124,6 +124,7 @@ def test_fp16_finds_its_loss_scale_and_follows_float32():
     applied = train(model, whole, steps=30, scaler=scaler)
     first = applied.index(True)
     assert 0 < first < 25 and all(applied[first:]) and scaler.get_scale() == 2.0 ** (30 - first)
+    assert whole.loss_scale == scaler.get_scale() and exact.loss_scale is None
     for step in range(first, 30):
         loss = exact_model(torch.randn(4, 8, generator=torch.Generator().manual_seed(step))).square().mean()
         loss.backward()

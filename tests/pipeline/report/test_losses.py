@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from pipeline.report.losses import LossWindow, Spike, SpikeFinder
+from pipeline.report.losses import LossWindow, Spike, SpikeFinder, StepMeans
 
 
 def curve(steps: int, *, kind: str = "power", scatter: float = 0.05, seed: int = 0) -> list[float]:
@@ -139,6 +139,9 @@ class Chorus:
         return (values * self.factors).contiguous()
 
 
+NOTHING = StepMeans([], [])
+
+
 def steps(num_steps: int, *, micro: int = 2) -> list[list[torch.Tensor]]:
     generator = torch.Generator().manual_seed(0)
     return [[torch.rand((), generator=generator) for _ in range(micro)] for _ in range(num_steps)]
@@ -147,16 +150,17 @@ def steps(num_steps: int, *, micro: int = 2) -> list[list[torch.Tensor]]:
 def play(
     window: LossWindow, played: list[list[torch.Tensor]], ranks: Chorus, *, reduce_after: set[int]
 ) -> tuple[list[float], float]:
-    """Every step's loss, and the mean of them."""
+    """Every step's loss, and the mean of them; scores are the losses' halves."""
     for number, losses in enumerate(played):
         for loss in losses:
-            window.add(loss)
+            window.add(loss, loss / 2)
         window.end_step()
         if number in reduce_after:
             window.reduce(ranks)
-    losses = window.reduce(ranks)
-    assert window.take(ranks) == losses and window.reduce(ranks) == []
-    return losses, sum(losses) / len(losses)
+    means = window.reduce(ranks)
+    assert window.take(ranks) == means and window.reduce(ranks) == NOTHING
+    assert means.scores == [loss / 2 for loss in means.losses]
+    return means.losses, sum(means.losses) / len(means.losses)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 8, 64])
@@ -172,11 +176,11 @@ def test_reduced_in_pieces_is_reduced_at_once_bit_for_bit(num_ranks: int, num_st
         first = LossWindow([])
         for losses in played[:cut]:
             for loss in losses:
-                first.add(loss)
+                first.add(loss, loss / 2)
             first.end_step()
         carried = first.reduce(ranks)
-        assert len(carried) == cut
-        assert play(LossWindow(carried), played[cut:], ranks, reduce_after=set()) == whole
+        assert len(carried.losses) == len(carried.scores) == cut
+        assert play(LossWindow(carried.losses, carried.scores), played[cut:], ranks, reduce_after=set()) == whole
 
 
 def test_the_mean_is_over_micro_batches_ranks_and_steps():
@@ -190,18 +194,28 @@ def test_taking_the_mean_empties_the_window_and_carried_losses_count():
     ranks = Chorus(1)
     ranks.factors[:] = 1.0
     carried = [4.0, 8.0]
-    window = LossWindow(carried)
+    window = LossWindow(carried, [2.0, 4.0])
     assert play(window, [[torch.tensor(3.0)]], ranks, reduce_after=set()) == ([4.0, 8.0, 3.0], 5.0)
     assert carried == [4.0, 8.0]  # the caller's list is not written to
-    assert window.reduce(ranks) == []
+    assert window.reduce(ranks) == NOTHING
     assert play(window, [[torch.tensor(1.0)], [torch.tensor(2.0)]], ranks, reduce_after={0}) == ([1.0, 2.0], 1.5)
 
 
 def test_the_graph_is_let_go():
     weight = torch.ones((), requires_grad=True)
     window = LossWindow([])
-    window.add(weight * 2)
+    window.add(weight * 2, weight)
     window.end_step()
     ranks = Chorus(1)
     ranks.factors[:] = 1.0
-    assert window.reduce(ranks) == [2.0]
+    assert window.reduce(ranks) == StepMeans([2.0], [1.0])
+
+
+def test_scores_that_an_older_checkpoint_lacks_are_not_known():
+    window = LossWindow([4.0, 8.0])
+    window.pass_over(device=torch.device("cpu"))
+    ranks = Chorus(1)
+    ranks.factors[:] = 1.0
+    means = window.take(ranks)
+    assert means.losses[:2] == [4.0, 8.0] and len(means.losses) == 3
+    assert len(means.scores) == 3 and all(map(math.isnan, means.scores))

@@ -2,11 +2,13 @@ import io
 import math
 import re
 import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from pipeline.report.progress import RecentSpeed, TrainingProgress, format_count
+from pipeline.time_limit import TimeLimit
 from tests.terminal import terminal
 
 
@@ -48,6 +50,27 @@ def test_time_left_follows_the_recent_speed_and_not_the_start() -> None:
     speed.add(60, 1005.0)
     assert speed.seconds_left(100) == pytest.approx(20.0)
     assert speed.seconds_left(60) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("left_seconds", "says"),
+    [
+        (10_000.0, "ETA 15:00 min |"),
+        (600.0, "ETA 15:00 min, 1 requeue left |"),
+        (200.0, "ETA 15:00 min, 2 requeues left |"),
+    ],
+)
+def test_an_eta_beyond_the_jobs_time_limit_says_how_often_it_is_requeued(left_seconds: float, says: str) -> None:
+    stream, clock = io.StringIO(), Clock()
+    limit = TimeLimit(ends_at=time.time() + 20 + left_seconds, seconds=500.0)
+    progress = TrainingProgress(
+        "pretrain", total_steps=100, start_step=0, images_per_step=64, limit=limit, stream=stream, clock=clock
+    )
+    update(progress, 9)
+    clock.now += 10.0  # 10 seconds a step: 900 are left
+    update(progress, 10)
+    progress.close()
+    assert says in stream.getvalue().splitlines()[-1]
 
 
 def test_a_file_gets_plain_lines_with_everything() -> None:

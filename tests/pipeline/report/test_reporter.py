@@ -39,7 +39,7 @@ def report_to(kept: Any, *, training_seconds: float = 0.0) -> Report:
     pace: Any = SimpleNamespace(measuring=lambda phase: contextlib.nullcontext())
     parts = Phases(watch=watch, pace=pace)
     plan: Any = SimpleNamespace(samples_per_epoch=128, global_batch_images=64)
-    return Report(kept, kept, None, phases=parts, plan=plan, training_seconds=training_seconds)
+    return Report(kept, kept, None, None, phases=parts, plan=plan, training_seconds=training_seconds)
 
 
 class Clock:
@@ -58,7 +58,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 def point(one: Report, step: int, *, stall_seconds: float = 0.0, ratio: float | None = None) -> None:
     state = TrainState(step=step, images_seen=64 * step, skipped_steps=2, substituted_images=3)
-    one.curve(state, loss=0.5, lr=0.1, grad_norm=1.0, slowest_rank_ratio=ratio, stall_seconds=stall_seconds)
+    one.curve(state, loss=0.5, more={}, lr=0.1, grad_norm=1.0, slowest_rank_ratio=ratio, stall_seconds=stall_seconds)
 
 
 def test_the_share_of_the_time_lost_to_checkpoints_is_that_of_this_attempt_so_far(clock: Clock) -> None:

@@ -1,0 +1,96 @@
+"""How large the weights are and how far a step moves them, from the float32 masters, for points of the curve.
+
+A step that is measured copies this process's masters before it (4 bytes a parameter, sharded as they are, given back
+after it) and takes the norm of the difference: some ten operations over lists of tensors, whatever their number,
+about four passes over the masters. Nothing comes to the host before `take`. Where memory has no room for the copy, or
+the masters are kept on the host (`engine.offload`), the change is not measured and training goes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from pipeline.ranks.group import Ranks
+
+Measure = Literal["nothing", "norms"]
+
+
+class WeightNorms:
+    """Measures the steps that run within `around`.
+
+    Args:
+        masters: the trained float32 weights that this process holds, without padding; asked for once.
+        kept: "whole" if every process holds all of them, "shard" if each holds its own part.
+    """
+
+    def __init__(self, masters: Callable[[], Sequence[Tensor]], *, kept: Literal["whole", "shard"]) -> None:
+        self._find = masters
+        self._kept = kept
+        self._has_room = True
+        self._squares: Tensor | None = None  # of the weights and of their change, float64 [2]; nan: not measured
+
+    @cached_property
+    def _masters(self) -> list[Tensor]:
+        return [each.detach().view(-1) for each in self._find()]
+
+    @contextlib.contextmanager
+    def around(self, measure: Measure, *, device: torch.device) -> Iterator[None]:
+        """The step within moves the masters; `device`: the engine's."""
+        if measure == "nothing":
+            self._squares = None
+            yield
+            return
+        before = self._copied(device=device)
+        yield
+        with torch.no_grad():
+            weights = _sum_of_squares(self._masters, device=device)
+            if before is None:
+                change = torch.full_like(weights, math.nan)
+            else:
+                if before:
+                    torch._foreach_sub_(before, self._masters)
+                change = _sum_of_squares(before, device=device)
+            self._squares = torch.stack([weights, change])
+
+    def take(self, ranks: Ranks) -> dict[str, float]:
+        """The L2 norm of all weights after the last step, and how far it moved them over that; empty: it was not
+        measured, which all processes must agree on. Collective."""
+        if self._squares is None:
+            return {}
+        mine, self._squares = self._squares, None
+        every = ranks.gather(mine) if self._kept == "shard" else mine.cpu()[None]
+        weights, change = (math.sqrt(each) for each in every.sum(dim=0).tolist())
+        found = {"opt/parameter_norm": weights}
+        if math.isfinite(change) and weights:
+            found["opt/update_ratio"] = change / weights
+        return found
+
+    @torch.no_grad()
+    def _copied(self, *, device: torch.device) -> list[Tensor] | None:
+        """The masters as they are now; None: they are not copied."""
+        if not self._has_room or any(each.device != device for each in self._masters):
+            return None
+        sizes = [each.numel() for each in self._masters]
+        try:
+            flat = torch.empty(sum(sizes), dtype=torch.float32, device=device)
+        except torch.OutOfMemoryError:
+            self._has_room = False  # nor will it have later, and each attempt empties the allocator's cache
+            return None
+        pieces = list(flat.split(sizes)) if sizes else []
+        if pieces:
+            torch._foreach_copy_(pieces, self._masters)
+        return pieces
+
+
+def _sum_of_squares(tensors: Sequence[Tensor], *, device: torch.device) -> Tensor:
+    """Float64, 0-dimensional, on `device`."""
+    if not tensors:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    return torch.stack(torch._foreach_norm(tensors)).double().square().sum().to(device, non_blocking=True)

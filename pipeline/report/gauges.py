@@ -1,0 +1,120 @@
+"""Speed, arithmetic, memory and cost of a stage's training, for points of the curve; as rank 0 sees them.
+
+A step's time is the host's, from the end of one step to the end of the next, without evaluation and saving. A GPU runs
+behind its host, but the loop reads each step's numbers when the next one is queued: so a step that is slow on the GPU
+shows, one step late, and a window's sum is the GPU's. Costs a read of the clock a step; nothing waits for the device.
+"""
+
+from __future__ import annotations
+
+import math
+import resource
+import sys
+import time
+from dataclasses import dataclass
+
+import torch
+
+from pipeline.budget.cost import stage_cost
+from pipeline.budget.gpus import gpu_of_driver
+from pipeline.recipe.schema import EngineConfig, Recipe
+from pipeline.recipe.stage_plan import StagePlan
+from pipeline.vocabulary import StageName
+
+_GIB = 2**30
+_TERA = 10**12
+
+
+@dataclass(frozen=True)
+class Work:
+    """The arithmetic that one image asks for, forward and backward, recomputation not counted."""
+
+    flops: int
+    last_flops: int  # from step `last_from` on, when no patches are left out any more
+    last_from: int  # steps
+
+    def of_image(self, step: int) -> int:
+        """In the step that ends at `step`."""
+        return self.flops if step <= self.last_from else self.last_flops
+
+
+def stage_work(recipe: Recipe, *, stage: StageName, plan: StagePlan, num_classes: int) -> Work:
+    """Of a training stage's model."""
+    config = recipe.train_stage(stage)
+
+    def flops(patch_dropout: float) -> int:
+        left_out = config.model_copy(update={"patch_dropout": patch_dropout})
+        return stage_cost(recipe.model, stage=left_out, engine=recipe.engine, num_classes=num_classes).training_flops
+
+    return Work(flops(config.patch_dropout), last_flops=flops(0.0), last_from=plan.patch_dropout_steps)
+
+
+def peak_flops(engine: EngineConfig, *, gpu_name: str | None) -> float | None:
+    """Of this process's GPU in the recipe's precision, by its data sheet; None: it is not known. TF32's peak is not in
+    the table."""
+    gpu = None if gpu_name is None else gpu_of_driver(gpu_name)
+    if gpu is None or (engine.precision == "fp32" and engine.fp32_matmul == "tf32"):
+        return None
+    return gpu.peak_flops(engine.precision)
+
+
+class Gauges:
+    """Read at each point of the curve.
+
+    Args:
+        peak: FLOP/s of one process's GPU; None: unknown, or a CPU.
+        on_gpu: whether the processes compute on GPUs.
+        process_seconds: of earlier attempts, all processes together.
+    """
+
+    def __init__(
+        self, work: Work, *, processes: int, peak: float | None, on_gpu: bool, process_seconds: float = 0.0
+    ) -> None:
+        self._work, self._processes, self._peak, self._on_gpu = work, processes, peak, on_gpu
+        self._earlier_seconds = process_seconds
+        self._start = self._step_ended = time.perf_counter()
+        self._aside = 0.0
+        self._step_seconds: list[float] = []
+
+    @property
+    def process_seconds(self) -> float:
+        """Seconds of the stage in all attempts, times the processes of each."""
+        return self._earlier_seconds + (time.perf_counter() - self._start) * self._processes
+
+    def step_done(self, *, aside_seconds: float) -> None:
+        """A step has ended; `aside_seconds`: spent on evaluations and checkpoints in this attempt so far."""
+        now = time.perf_counter()
+        self._step_seconds.append(max(0.0, now - self._step_ended - (aside_seconds - self._aside)))
+        self._step_ended, self._aside = now, aside_seconds
+
+    def read(self, *, step: int, images_per_second: float) -> dict[str, float]:
+        """Values of the window that ends now, after `step`, by metric; begins the next window."""
+        rate = images_per_second / self._processes * self._work.of_image(step)
+        values = {
+            "perf/model_tflops_per_s": rate / _TERA,
+            "perf/host_memory_peak_gib": _host_peak_bytes() / _GIB,
+        }
+        if self._peak:
+            values["perf/mfu"] = rate / self._peak
+        if self._on_gpu:
+            values["perf/gpu_memory_peak_gib"] = torch.cuda.max_memory_allocated() / _GIB
+            values["perf/gpu_hours"] = self.process_seconds / 3600
+        else:
+            values["perf/process_hours"] = self.process_seconds / 3600
+        if self._step_seconds:
+            seconds, self._step_seconds = sorted(self._step_seconds), []
+            values["perf/step_seconds_p50"] = _percentile(seconds, 50)
+            values["perf/step_seconds_p95"] = _percentile(seconds, 95)
+            values["perf/step_seconds_max"] = seconds[-1]
+        return values
+
+
+def _percentile(ordered: list[float], percent: int) -> float:
+    """By nearest rank: one of the values, at least so many percent of which are not larger."""
+    return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)]
+
+
+def _host_peak_bytes() -> int:
+    """The most memory that this process has had resident since it began."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
