@@ -20,6 +20,7 @@ from launch.commands.table8 import table8
 from launch.doctor.command import doctor
 from launch.output import OutputLost, guard, say
 from launch.planning.command import plan
+from launch.report.command import compare, report
 from launch.slurm.command_line import cancel, status, submit
 from pipeline.vocabulary import EXIT_FAILED, EXIT_READER_LEFT, EXIT_STOPPED, EXIT_USER_ERROR
 
@@ -70,6 +71,8 @@ app.command(import_model, name="import")
 app.command(export_model, name="export")
 app.command(predict)
 app.command(table8)
+app.command(report)
+app.command(compare)
 
 
 if __name__ == "__main__":

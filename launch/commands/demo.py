@@ -86,7 +86,10 @@ def demo(
             return code
         folders.append(run.folder)
     transferred, scratch = folders
-    print(f"\n{comparison(transferred, scratch=scratch)}\n\n{next_commands(choice, runs_root=runs)}")
+    print(f"\n{comparison(transferred, scratch=scratch)}\n\n{next_commands(choice, runs_root=runs)}\n", flush=True)
+    from launch.report.command import report_beside
+
+    print(f"report  {report_beside(transferred, others=[scratch])}")
     return 0
 
 

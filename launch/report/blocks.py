@@ -6,7 +6,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-PageCell = str | int | float | None
+
+@dataclass(frozen=True)
+class ShownNumber:
+    """A number with its unit in words of its own: "3:07 min", sorted by `value`."""
+
+    text: str
+    value: float
+
+
+PageCell = str | int | float | ShownNumber | None
 
 
 @dataclass(frozen=True)
@@ -68,6 +77,7 @@ class DrawnChart:
     caption: str
     svg: str  # markup; its texts are escaped
     legend: tuple[tuple[str, str], ...]  # (class of the mark, label)
+    rank: Literal["first", "more"] = "first"  # more: folded away
 
 
 @dataclass(frozen=True)
@@ -77,7 +87,7 @@ class ChartBlock:
     title: str
     charts: tuple[DrawnChart, ...]
     data: Mapping[str, Any]
-    caption: str = ""
+    legend: tuple[tuple[str, str], ...] = ()  # of all charts: (class of the mark, label)
 
 
 PageBlock = PageText | PageTable | PagePicture | PageDrawing | ChartBlock

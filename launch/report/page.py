@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from data_shards.text import one_line, printable
-from launch.report.blocks import ChartBlock, PageDrawing, PagePicture, PageSection, PageTable, PageText
+from launch.report.blocks import ChartBlock, PageDrawing, PagePicture, PageSection, PageTable, PageText, ShownNumber
 from launch.report.embedding import embedded
 from pipeline.pictures import style
 
@@ -160,6 +160,7 @@ def _environment() -> Environment:
     environment.filters["line"] = one_line
     environment.filters["identity"] = id
     environment.filters["drawn"] = Markup  # drawn by this room, which has escaped its texts
+    environment.tests["shown"] = lambda value: isinstance(value, ShownNumber)
     environment.tests["text"] = lambda value: isinstance(value, str)
     environment.globals["kind"] = lambda block: type(block).__name__
     return environment

@@ -3,23 +3,27 @@
 Reads a run that is being written, half broken or hostile as far as it goes, and says in `notes` what could not be read;
 raises for nothing but a path that is no run. 100,000 points take about two seconds. What is drawn and evaluated lies in
 the stage's folder: `pictures.picture.kept_pictures(stage.folder)`, `evaluation.result.evaluations(stage.folder)`. They
-are not read here, because the rooms that write them read runs themselves.
+are not read here, because the rooms that make them may read runs themselves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import TypeVar
 
 from data_shards.errors import UserError
 from data_shards.text import one_line
 from pipeline.metrics_log import MetricRow, read_readable
 from pipeline.recipe.io import parse_recipe
 from pipeline.recipe.schema import Recipe
+from pipeline.report.events import Event, read_events
 from pipeline.run_folder import BrokenRecord, RunFolder, StageRecord
-from pipeline.vocabulary import ALL_STAGES, METRICS_FILE, RECIPE_FILE, STAGE_FILE, StageName
+from pipeline.vocabulary import ALL_STAGES, EVENTS_FILE, METRICS_FILE, RECIPE_FILE, STAGE_FILE, StageName
+
+Content = TypeVar("Content")
 
 
 @dataclass(frozen=True)
@@ -30,6 +34,7 @@ class StageHistory:
     folder: Path
     record: StageRecord
     rows: tuple[MetricRow, ...]  # in the order they were written; steps ascend, but for a damaged file
+    events: tuple[Event, ...] = ()  # of all attempts
 
     def points(self, metric: str) -> list[tuple[int, float]]:
         """(step, value) of a metric, nan included."""
@@ -90,18 +95,23 @@ def _read_stage(folder: RunFolder, name: StageName, *, notes: list[str]) -> Stag
     except UserError as error:
         record = StageRecord()
         notes.append(one_line(str(error)))
-    file = folder.stage(name) / METRICS_FILE
-    rows: Sequence[MetricRow] = ()
+    rows, damaged = _read(folder.stage(name) / METRICS_FILE, read_readable, none=([], 0), notes=notes)
+    if damaged:
+        file = folder.stage(name) / METRICS_FILE
+        notes.append(one_line(f"{file}: {damaged:,} damaged line{'s' if damaged > 1 else ''} left out"))
+    events = _read(folder.stage(name) / EVENTS_FILE, read_events, none=[], notes=notes)
+    return StageHistory(name, folder.stage(name), record, tuple(rows), tuple(events))
+
+
+def _read(file: Path, reader: Callable[[Path], Content], *, none: Content, notes: list[str]) -> Content:
     try:
         if file.is_file():  # not a pipe, which would never end
-            rows, damaged = read_readable(file)
-            if damaged:
-                notes.append(f"{file}: {damaged:,} damaged line{'s' if damaged > 1 else ''} left out")
-        elif file.exists():
-            notes.append(f"{file} is no file")
+            return reader(file)
+        if file.exists():
+            notes.append(one_line(f"{file} is no file"))
     except OSError as error:
         notes.append(_unread(file, error))
-    return StageHistory(name, folder.stage(name), record, tuple(rows))
+    return none
 
 
 def _unread(path: Path, error: Exception) -> str:

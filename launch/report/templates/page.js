@@ -191,7 +191,7 @@
       view.domain = [x0, x1];
       svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
       svg.replaceChildren();
-      for (const value of log ? logTicks(low, high) : ticks(low, high, 4)) {
+      for (const value of log ? logTicks(low, high) : ticks(low, high, 5)) {
         const y = scaleY(value);
         make("line", {class: "grid", x1: LEFT, x2: width - RIGHT, y1: y, y2: y}, svg);
         make("text", {x: LEFT - 6, y: y + 4, "text-anchor": "end"}, svg, chart.percent ? `${Number((100 * value).toPrecision(4))} %` : short(value));
@@ -201,7 +201,7 @@
       for (const value of state.x === "t" ? timeTicks(x0, x1, wanted) : ticks(x0, x1, wanted)) {
         const x = scaleX(value);
         make("line", {class: "axis", x1: x, x2: x, y1: height - BOTTOM, y2: height - BOTTOM + 4}, svg);
-        if (x < width - 76) make("text", {x, y: height - BOTTOM + 16, "text-anchor": "middle"}, svg, state.x === "t" ? duration(value) : short(value));
+        if (x < width - 98) make("text", {x, y: height - BOTTOM + 16, "text-anchor": "middle"}, svg, state.x === "t" ? duration(value) : short(value));
       }
       make("text", {class: "label", x: width - RIGHT, y: height - BOTTOM + 16, "text-anchor": "end"}, svg, X_NAMES[state.x]);
       for (const mark of group.marks) {

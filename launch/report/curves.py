@@ -1,0 +1,191 @@
+"""From a stage's rows to what is drawn: which metrics share a chart, over which x, and how few points are enough.
+
+A curve keeps of each column of pixels its lowest and highest point, its first and last ones, and the gaps (values that
+are not finite), so that no spike is lost; 100,000 points take a few milliseconds. Time leaves out the pauses between
+attempts, which may be days.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from pipeline.report.history import StageHistory
+from pipeline.vocabulary import METRICS
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Floats = NDArray[np.float64]
+    Counts = NDArray[np.int64]
+
+Scale = Literal["linear", "log"]
+
+_LOG_RATIO = 30.0  # between the highest and lowest value of a metric that may have a logarithmic axis
+_MOST_CHARTS = 40  # a run folder may hold thousands of names
+_NOT_DRAWN = ("train/epoch", "val/images")  # the x axis once more; a constant
+_NOT_DRAWN_GROUPS = ("model/",)
+
+
+@dataclass(frozen=True)
+class ChartKind:
+    """Metrics that share a chart."""
+
+    title: str
+    metrics: tuple[tuple[str, str], ...]  # (name, what its line is called)
+    unit: str = ""
+    scale: Scale = "linear"  # log: if its values span enough
+    rank: Literal["first", "more"] = "first"  # more: looked at when something is wrong
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One metric of one run's stage; arrays of one length, steps ascending."""
+
+    label: str
+    style: str  # classes of the page's style sheet
+    has_dots: bool  # few points, each of which counts
+    steps: Counts
+    images: Counts
+    seconds: Floats  # of training, pauses between attempts left out
+    values: Floats
+
+    def at(self, indexes: NDArray[np.int64]) -> Curve:
+        """The curve with these points alone."""
+        return Curve(
+            self.label,
+            self.style,
+            self.has_dots,
+            self.steps[indexes],
+            self.images[indexes],
+            self.seconds[indexes],
+            self.values[indexes],
+        )
+
+
+_KINDS = (
+    ChartKind(
+        "Loss",
+        (
+            ("train/loss", "training"),
+            ("val/loss", "held out"),
+            ("val/ema_loss", "held out, moving average"),
+        ),
+        scale="log",
+    ),
+    ChartKind(
+        "Top-1",
+        (
+            ("train/top1", "training"),
+            ("val/top1", "held out"),
+            ("val/ema_top1", "held out, moving average"),
+        ),
+    ),
+    ChartKind("Accuracy", (("val/accuracy", "held out"), ("val/ema_accuracy", "held out, moving average"))),
+    ChartKind("Learning rate", (("opt/lr", ""),)),
+    ChartKind("Gradient norm", (("opt/grad_norm", ""),), scale="log"),
+    ChartKind("Speed", (("perf/images_per_s", ""),)),
+    ChartKind("Waiting for data", (("perf/data_wait_frac", ""),)),
+)
+
+
+def chart_kinds(names: Sequence[str]) -> list[ChartKind]:
+    """The charts for metrics of these names: the well-known ones first, then one for each other that is known, those of
+    several held-out sets together, then unknown ones."""
+    left = dict.fromkeys(name for name in names if name not in _NOT_DRAWN and not name.startswith(_NOT_DRAWN_GROUPS))
+    kinds: list[ChartKind] = []
+    for kind in _KINDS:
+        present = tuple((name, label) for name, label in kind.metrics if name in left)
+        for name, _ in present:
+            del left[name]
+        if present:
+            kinds.append(ChartKind(kind.title, present, _unit(present[0][0]), kind.scale))
+    others: dict[str, list[str]] = {}
+    for name in left:
+        group, _, last = name.partition("/")
+        others.setdefault(f"val_/{last}" if group.startswith("val_") else name, []).append(name)
+    for key, members in sorted(others.items(), key=lambda each: (each[1][0] not in METRICS, each[0])):
+        if key.startswith("val_/"):
+            lines = tuple((name, name.partition("/")[0].removeprefix("val_")) for name in members)
+            kinds.append(ChartKind(f"Other held-out sets: {key[5:]}", lines, _unit(f"val/{key[5:]}")))
+        else:
+            kinds.append(ChartKind(_title(key), ((key, ""),), _unit(key), rank="more"))
+    return kinds[:_MOST_CHARTS]
+
+
+def read_curve(stage: StageHistory, metric: str, *, label: str, style: str, has_dots: bool) -> Curve | None:
+    """A metric of a stage; None: it has no value that can be drawn."""
+    rows = [row for row in stage.rows if metric in row.metrics]
+    values = np.array([row.metrics[metric] for row in rows], dtype=np.float64)
+    if not np.isfinite(values).any():
+        return None
+    values[~np.isfinite(values)] = np.nan
+    steps = np.array([row.step for row in rows], dtype=np.int64)
+    images = np.array([row.images_seen for row in rows], dtype=np.int64)
+    times = np.array([row.time for row in rows], dtype=np.float64)
+    order = np.argsort(steps, kind="stable")  # as written, but for a damaged file
+    curve = Curve(label, style, has_dots, steps, images, training_seconds(stage, times), values)
+    return curve if (np.diff(order) == 1).all() else curve.at(order)
+
+
+def training_seconds(stage: StageHistory, times: Floats) -> Floats:
+    """Seconds of training at these unix times: since the stage began, without the pauses before it was resumed. Steps
+    that were done twice count twice. Never descending."""
+    starts = np.array([event.time for event in stage.events if event.kind == "start"])
+    ends = np.array([*(row.time for row in stage.rows), *(event.time for event in stage.events)])
+    ends = np.sort(ends[np.isfinite(ends)])
+    times = np.nan_to_num(times, nan=0.0, posinf=0.0, neginf=0.0)
+    if not len(ends):
+        return np.zeros_like(times)
+    begun = float(ends[0])
+    paused = np.zeros_like(times)
+    for start in np.sort(starts):
+        before = ends[ends < start]
+        if len(before):
+            paused += np.where(times >= start, start - before[-1], 0.0)
+    return np.maximum.accumulate(np.maximum(0.0, times - begun - paused)) if len(times) else times
+
+
+def thinned(curve: Curve, *, columns: int) -> Curve:
+    """Of each of so many columns of the x axis the lowest and highest point, and where values are missing."""
+    count = len(curve.values)
+    if count <= 2 * columns:
+        return curve
+    x = curve.images.astype(np.float64)
+    if x[-1] <= x[0]:
+        x = np.arange(count, dtype=np.float64)
+    column = np.minimum(((x - x[0]) / (x[-1] - x[0]) * columns).astype(np.int64), columns - 1)
+    column = np.maximum.accumulate(column)
+    first_of = np.flatnonzero(np.diff(column, prepend=-1))
+    missing = np.isnan(curve.values)
+    by_value = np.lexsort((np.where(missing, np.inf, curve.values), column))
+    lowest = by_value[first_of]
+    by_value = np.lexsort((np.where(missing, -np.inf, curve.values), column))
+    highest = by_value[np.append(first_of[1:], count) - 1]
+    gaps = np.flatnonzero(missing & ~np.roll(missing, 1))
+    return curve.at(np.unique(np.concatenate([[0, count - 1], lowest, highest, gaps[:columns]])))
+
+
+def scale_of(kind: ChartKind, curves: Sequence[Curve]) -> Scale:
+    """Logarithmic where the kind allows it and its positive values span enough."""
+    values = np.concatenate([curve.values[np.isfinite(curve.values)] for curve in curves])
+    return "log" if kind.scale == "log" and values.min() > 0 and values.max() / values.min() > _LOG_RATIO else "linear"
+
+
+def is_share(unit: str) -> bool:
+    """Whether values are shown in per cent."""
+    return unit == "share"
+
+
+def _unit(metric: str) -> str:
+    known = METRICS.get(metric)
+    return "" if known is None else known.unit
+
+
+def _title(metric: str) -> str:
+    group, _, name = metric.partition("/")
+    words = (name or group).replace("_", " ").removesuffix(" frac")
+    return f"{words[:1].upper()}{words[1:]}" if metric in METRICS else metric[:60]

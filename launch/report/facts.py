@@ -1,0 +1,202 @@
+"""What a run reached, in numbers and words: for the head of the page, its tables, and `shardvit compare`.
+
+Reads records alone, nothing of torch; what a hostile or damaged record says is shown or left out, never trusted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from data_shards.text import show_duration
+from launch.report.blocks import PageCell, ShownNumber
+from pipeline.recipe.schema import Recipe
+from pipeline.recipe.stage import TrainStage
+from pipeline.report.best import SCORES
+from pipeline.report.history import RunHistory, StageHistory
+from pipeline.vocabulary import METRICS, StageName
+
+_HEADS = ("mlp", "linear")
+_SHOWN_RESULTS = ("val/top1", "val/accuracy", "val/ema_top1", "val/ema_accuracy", "val/top5", "val/loss")
+
+
+@dataclass(frozen=True)
+class StageResult:
+    """A stage as a row of a table; None: not known, or not begun."""
+
+    stage: StageName
+    state: str
+    images_seen: int
+    seconds: float
+    image_size: int | None
+    score: float | None  # top-1 or accuracy of the weights that became the model
+    best: float | None  # the best one while it trained
+    best_step: int | None
+    loss: float | None
+
+
+def stage_result(history: RunHistory, stage: StageHistory) -> StageResult:
+    """What the stage's record says; of a stage that is not done, the curve's last evaluation."""
+    config = train_config(history.recipe, stage.name)
+    by = score_name(history.recipe, stage)
+    results = stage.record.results
+    last = stage.rows[-1] if stage.rows else None
+    is_done = stage.record.state == "done"
+    points = [value for _, value in stage.points(by) if math.isfinite(value)]
+    steps = [step for step, value in stage.points(by) if math.isfinite(value)]
+    best = max(points, default=None)
+    loss_name = f"{by.rpartition('/')[0]}/{'ema_' if '/ema_' in by else ''}loss"
+    return StageResult(
+        stage.name,
+        stage.record.state,
+        stage.record.images_seen if is_done or last is None else last.images_seen,
+        stage.record.seconds,
+        None if config is None else config.image_size,
+        results.get(by, stage.last(by)),
+        best,
+        None if best is None else steps[points.index(best)],
+        results.get(loss_name, stage.last(loss_name)),
+    )
+
+
+def score_name(recipe: Recipe | None, stage: StageHistory) -> str:
+    """The metric by which the stage is judged: val/top1, val/accuracy, or those of the moving average."""
+    config = train_config(recipe, stage.name)
+    present = {*stage.record.results, *stage.metrics}
+    for key in SCORES:
+        score = key.partition("/")[2]
+        name = key if config is None else config.judged_by(score)
+        if name in present or key in present:
+            return name if name in present else key
+    return "val/top1"
+
+
+def train_config(recipe: Recipe | None, stage: StageName) -> TrainStage | None:
+    """The recipe's keys of a stage that trains."""
+    config = None if recipe is None else getattr(recipe.stages, stage)
+    return config if isinstance(config, TrainStage) else None
+
+
+def last_trained(history: RunHistory) -> StageHistory | None:
+    """The last stage that has a result or a curve."""
+    trained = [stage for stage in history.stages if stage.name != "swap_head" and (stage.rows or stage.record.results)]
+    return trained[-1] if trained else None
+
+
+def describe_model(recipe: Recipe) -> str:
+    """A few words: "ViT-B/16", "ViT 64 wide, 6 deep, patches of 4 px"."""
+    model = recipe.model
+    if model.variant is not None:
+        return model.variant if model.variant.startswith("R") else f"ViT-{model.variant}"
+    if model.kind == "resnet":
+        return f"ResNet {'-'.join(map(str, model.resnet.layers))}"
+    sizes = model.sizes
+    stem = "" if model.resnet_layers is None else ", convolutional stem"
+    return f"ViT {sizes.width} wide, {sizes.depth} deep, patches of {sizes.patch_size} px{stem}"
+
+
+def parameters(history: RunHistory, stage: StageHistory) -> int | None:
+    """Of the stage's model, head included; None: the record does not say enough."""
+    from model.counting.flops import account
+
+    saved = stage.record.model
+    head, classes, size = saved.get("head"), saved.get("num_classes"), saved.get("image_size")
+    if history.recipe is None or not isinstance(classes, int) or not isinstance(size, int) or head not in _HEADS:
+        return None
+    try:
+        return account(history.recipe.model, image_size=size, num_classes=classes, head=head).parameters
+    except (ValueError, OverflowError):
+        return None
+
+
+def headline(history: RunHistory) -> tuple[str, list[tuple[str, str]]]:
+    """A sentence, and the facts of the page's head, as (value, what it is)."""
+    stage = last_trained(history)
+    recipe = history.recipe
+    done = sum(each.record.state == "done" for each in history.stages)
+    state = "finished" if done == len(history.stages) and done else f"{done} of {len(history.stages)} stages done"
+    parts = [] if recipe is None else [describe_model(recipe)]
+    if recipe is not None:
+        parts.append(" → ".join(_set_names(recipe)))
+    lead = f"{'; '.join(part for part in parts if part)}. {state.capitalize()}."
+    if stage is None:
+        return lead, []
+    result = stage_result(history, stage)
+    facts: list[tuple[str, str]] = []
+    if result.score is not None:
+        name = SCORES.get(score_name(recipe, stage).replace("/ema_", "/"), "score")
+        images = stage.record.results.get("val/images", stage.last("val/images"))
+        of = f" ({images:,.0f} images)" if images and math.isfinite(images) else ""
+        facts.append((show_share(result.score), f"held-out {name} after {stage.name}{of}"))
+    seen = sum(stage_result(history, each).images_seen for each in history.stages)
+    seconds = sum(each.record.seconds for each in history.stages)
+    facts.append((show_count(seen), "images seen, all stages"))
+    if seconds:
+        facts.append((show_duration(seconds), "training, evaluation and saving"))
+    speeds = sorted(value for _, value in stage.points("perf/images_per_s") if math.isfinite(value))
+    if speeds:
+        facts.append((show_count(speeds[len(speeds) // 2]), f"images/s in {stage.name}, the median"))
+    count = parameters(history, stage)
+    if count is not None:
+        facts.append((show_count(count), "parameters"))
+    return lead, facts
+
+
+def stage_rows(history: RunHistory) -> tuple[tuple[str, ...], list[list[PageCell]]]:
+    """The table of stages: headings and rows."""
+    columns = ("stage", "state", "images seen", "time", "resolution", "held-out score", "best score", "after step")
+    rows: list[list[PageCell]] = []
+    for stage in history.stages:
+        result = stage_result(history, stage)
+        rows.append(
+            [
+                stage.name,
+                result.state,
+                None if result.image_size is None else result.images_seen,
+                ShownNumber(show_duration(result.seconds), result.seconds),
+                None if result.image_size is None else ShownNumber(f"{result.image_size} px", result.image_size),
+                result.score,
+                result.best,
+                result.best_step,
+            ]
+        )
+    return columns, rows
+
+
+def metric_names(stages: Sequence[StageHistory]) -> list[str]:
+    """The results that are worth a line, in the order of METRICS, then others."""
+    names = {name for stage in stages for name in stage.record.results if not name.startswith("best/")}
+    known = [*_SHOWN_RESULTS, *(name for name in METRICS if name not in _SHOWN_RESULTS)]
+    return [name for name in known if name in names] + sorted(names.difference(known))
+
+
+def show_share(value: float) -> str:
+    """A share in per cent with one digit."""
+    return f"{100 * value:.1f} %" if math.isfinite(value) else "not a number"
+
+
+def show_count(value: float) -> str:
+    """Three digits that matter: 512, 51.2 k, 1.28 M."""
+    for size, letter in ((1e12, " T"), (1e9, " G"), (1e6, " M"), (1e4, " k")):
+        if abs(value) >= size:
+            return f"{value / (1e3 if letter == ' k' else size):.3g}{letter}"
+    return f"{value:,.0f}"
+
+
+def _set_names(recipe: Recipe) -> list[str]:
+    """What the stages train on: the names of their shard folders."""
+    names: list[str] = []
+    for stage in recipe.stages.names:
+        config = train_config(recipe, stage)
+        if config is not None:
+            sets = [each.shards for each in config.train or ()]
+            names.append(" + ".join(_short_name(each) for each in sets) or "no shards")
+    return list(dict.fromkeys(names))
+
+
+def _short_name(shards: str) -> str:
+    parts = [part for part in shards.rstrip("/").split("/") if part]
+    if len(parts) > 1 and parts[-1] in ("train", "val", "test"):
+        return parts[-2]
+    return parts[-1] if parts else shards

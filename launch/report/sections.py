@@ -1,0 +1,459 @@
+"""The page of one run or of several: what stands on it and in which order.
+
+Everything is read from the run's folder as far as it can be; what cannot is a line at the head of the page.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from data_shards.errors import UserError
+from data_shards.text import one_line, parse_json, show_duration
+from launch.report.blocks import (
+    PageBlock,
+    PageCell,
+    PageImage,
+    PagePicture,
+    PageSection,
+    PageTable,
+    PageText,
+    ShownNumber,
+)
+from launch.report.charts import DATA_BYTES, stage_charts
+from launch.report.facts import headline, metric_names, stage_result, stage_rows
+from launch.report.page import Page, render_page
+from launch.report.timeline import event_table, time_line
+from pipeline.checkpoint.identity import STATE, checkpoint_folders
+from pipeline.evaluation.result import Evaluation, evaluated_step, evaluations, load_evaluation
+from pipeline.pictures.picture import KeptPicture, PictureGroup, kept_pictures
+from pipeline.recipe.io import differences, dump_recipe, flatten
+from pipeline.recipe.schema import Recipe
+from pipeline.report.history import RunHistory, StageHistory
+from pipeline.transfer.results import TransferRecord, transfer_records
+from pipeline.vocabulary import ALL_STAGES, METRICS, MODEL_FOLDER, StageName
+
+_GROUPS: dict[PictureGroup, str] = {
+    "data": "What the model saw",
+    "evaluation": "What it gets right and wrong",
+    "model": "What it has learned",
+    "paper": "The paper's figures",
+}
+_OVER_ONE_ANOTHER = "Pale lines are training, lines with dots held-out images; a colour and its dashes are one run."
+_MOST_FILE_BYTES = 30_000_000
+_MOST_ROWS = 1200  # of a table on the page
+
+
+def run_page(history: RunHistory, *, beside: Sequence[RunHistory] = (), names: Sequence[str] = ()) -> Page:
+    """The page of one run; `beside`: others that its stages are compared with in a section of it, `names`: what all are
+    called there, this one first."""
+    notes = list(history.notes)
+    lead, facts = headline(history)
+    sections = [
+        _results(history, notes=notes),
+        *_curve_sections([history], notes=notes),
+        *(_beside([history, *beside], names=names, notes=notes) if beside else ()),
+        *_picture_sections(history, notes=notes),
+        _evaluations(history, notes=notes),
+        _transfer([history]),
+        _recipe(history),
+        _environment(history),
+        _commands(history),
+    ]
+    return render_page(
+        history.name,
+        lead=lead,
+        facts=facts,
+        sections=[section for section in sections if section is not None and section.blocks],
+        notes=notes,
+        foot=f"Made by shardvit report from {history.folder.path}.",
+    )
+
+
+def runs_page(histories: Sequence[RunHistory], names: Sequence[str], *, across: Sequence[PagePicture] = ()) -> Page:
+    """The page of several runs over one another; `names`: what each is called, no two alike; `across`: pictures of all
+    of them together."""
+    notes = [f"{name}: {note}" for name, history in zip(names, histories, strict=True) for note in history.notes]
+    sections = [
+        PageSection("Recipes", [_recipe_table(histories, names)]),
+        PageSection("Results", [*_comparison_tables(histories, names)]),
+        *_curve_sections(histories, names=names, notes=notes),
+        PageSection("Across the runs", list(across)),
+        _transfer(histories, names=names),
+        PageSection(
+            "Time lines",
+            [
+                line
+                for name, history in zip(names, histories, strict=True)
+                if (line := time_line(history, title=name)) is not None
+            ],
+        ),
+        *_pictures_beside(histories, names=names, notes=notes),
+    ]
+    return render_page(
+        " · ".join(names) if len(names) <= 3 else f"{len(names)} runs",
+        lead=f"{len(names)} runs over one another.",
+        facts=[
+            fact
+            for name, history in zip(names, histories, strict=True)
+            for fact in [(value, f"{name}: {label}") for value, label in headline(history)[1][:1]]
+        ],
+        legend=names,
+        sections=[section for section in sections if section is not None and section.blocks],
+        notes=notes,
+        foot=f"Made by shardvit report from {', '.join(str(history.folder.path) for history in histories)}.",
+    )
+
+
+# ---- results and curves ----
+
+
+def _results(history: RunHistory, *, notes: list[str]) -> PageSection:
+    columns, rows = stage_rows(history)
+    blocks: list[PageBlock] = [PageTable(columns, rows)]
+    names = metric_names(history.stages)
+    if names:
+        blocks.append(_metrics_table(history, names))
+    try:
+        line, events = time_line(history, title="Time line"), event_table(history)
+    except (ValueError, OverflowError, OSError) as error:  # a hostile file's times
+        notes.append(one_line(f"the time line cannot be drawn ({error})"))
+        line = events = None
+    blocks += [block for block in (line, events) if block is not None]
+    return PageSection("Results", blocks)
+
+
+def _metrics_table(history: RunHistory, names: Sequence[str]) -> PageTable:
+    stages = [stage for stage in history.stages if stage.record.results]
+    rows: list[list[PageCell]] = []
+    for name in names:
+        metric = METRICS.get(name)
+        values: list[PageCell] = [stage.record.results.get(name) for stage in stages]
+        rows.append([name, "" if metric is None else metric.unit, *values, "" if metric is None else metric.meaning])
+    columns = ("metric", "unit", *(stage.name for stage in stages), "meaning")
+    return PageTable(columns, rows, title="Final metrics", folded=True)
+
+
+def _curve_sections(
+    histories: Sequence[RunHistory],
+    *,
+    names: Sequence[str] = ("",),
+    notes: list[str],
+    only: Sequence[StageName] = ALL_STAGES,
+) -> list[PageSection]:
+    present = {stage.name for history in histories for stage in history.stages if stage.rows}
+    stages: list[StageName] = [name for name in only if name in present]
+    blocks: list[PageBlock] = []
+    for name in stages:
+        of_runs = {
+            run: stage
+            for run, history in zip(names, histories, strict=True)
+            if (stage := history.stage(name)) is not None
+        }
+        try:
+            block, zero = stage_charts(
+                of_runs, key=f"{name}-{len(histories)}", title=name, runs=names, data_bytes=DATA_BYTES // len(stages)
+            )
+        except (ValueError, OverflowError) as error:  # numbers of a hostile file
+            notes.append(one_line(f"the curves of {name} cannot be drawn ({error})"))
+            continue
+        if block is not None:
+            blocks.append(block)
+        if zero and len(histories) == 1:
+            blocks.append(PageText(f"Always zero, and not drawn: {', '.join(each.lower() for each in zero)}.", "note"))
+    intro = (
+        "Lines are training, lines with dots held-out images. Dotted rules mark restarts and trouble."
+        if len(histories) == 1
+        else _OVER_ONE_ANOTHER
+    )
+    return [PageSection("Curves", blocks, intro=intro)] if blocks else []
+
+
+def _beside(histories: Sequence[RunHistory], *, names: Sequence[str], notes: list[str]) -> list[PageSection]:
+    """The stages that several of these runs have, over one another."""
+    counts = [stage.name for history in histories for stage in history.stages if stage.rows]
+    shared: list[StageName] = [name for name in ALL_STAGES if counts.count(name) > 1]
+    blocks: list[PageBlock] = [*_comparison_tables(histories, names, only=shared)]
+    for section in _curve_sections(histories, names=names, notes=notes, only=shared):
+        blocks += section.blocks
+    blocks.append(_recipe_table(histories, names))
+    title = f"Beside {', '.join(names[1:])}"
+    return [PageSection(title, blocks, intro=_OVER_ONE_ANOTHER)] if shared else []
+
+
+# ---- pictures ----
+
+
+def _picture_sections(history: RunHistory, *, notes: list[str]) -> list[PageSection]:
+    kept = {stage.name: _kept(stage, notes=notes) for stage in history.stages}
+    several = sum(bool(each) for each in kept.values()) > 1
+    sections: list[PageSection] = []
+    for group, title in _GROUPS.items():
+        blocks: list[PageBlock] = []
+        for stage, pictures in kept.items():
+            of_group: dict[str, list[KeptPicture]] = {}
+            for picture in pictures:
+                if picture.picture.group == group:
+                    of_group.setdefault(picture.picture.name, []).append(picture)
+            for steps in of_group.values():
+                block = _picture_block(steps, prefix=f"{stage}: " if several else "", notes=notes)
+                if block is not None:
+                    blocks.append(block)
+        sections.append(PageSection(title, blocks))
+    return sections
+
+
+def _pictures_beside(histories: Sequence[RunHistory], *, names: Sequence[str], notes: list[str]) -> list[PageSection]:
+    """The evaluation's and the paper's pictures of each run, those of one kind under one another."""
+    by_kind: dict[tuple[str, str], list[PageBlock]] = {}
+    for name, history in zip(names, histories, strict=True):
+        for stage in history.stages:
+            newest: dict[str, KeptPicture] = {
+                each.picture.name: each for each in _kept(stage, notes=notes) if each.table is None
+            }
+            for picture in newest.values():
+                if picture.picture.group in ("evaluation", "paper"):
+                    block = _picture_block([picture], prefix=f"{name}, {stage.name}: ", notes=notes)
+                    if block is not None:
+                        by_kind.setdefault((picture.picture.group, picture.picture.name), []).append(block)
+    groups: list[str] = list(_GROUPS)
+    order = sorted(by_kind, key=lambda key: (groups.index(key[0]), key[1]))
+    return [PageSection("Pictures", [block for key in order for block in by_kind[key]])]
+
+
+def _kept(stage: StageHistory, *, notes: list[str]) -> list[KeptPicture]:
+    try:
+        return kept_pictures(stage.folder)
+    except (OSError, ValueError, RecursionError) as error:
+        notes.append(one_line(f"the pictures of {stage.folder} cannot be read ({error})"))
+        return []
+
+
+def _picture_block(steps: Sequence[KeptPicture], *, prefix: str, notes: list[str]) -> PageBlock | None:
+    newest = steps[-1]
+    words = newest.picture
+    if newest.table is not None:
+        columns = tuple(newest.table)
+        rows = list(zip(*newest.table.values(), strict=True))
+        rows = [[_cell(cell) for cell in row] for row in rows]
+        more = f" The first {_MOST_ROWS:,} of {len(rows):,} rows." if len(rows) > _MOST_ROWS else ""
+        return PageTable(
+            columns, rows[:_MOST_ROWS], f"{prefix}{words.title}", f"{words.caption}{more}", folded=len(rows) > 25
+        )
+    images: list[PageImage] = []
+    for kept in steps:
+        try:
+            png = _content(kept.png)
+            if png is not None:
+                images.append(PageImage(png, _content(kept.svg), kept.step))
+        except OSError as error:
+            notes.append(one_line(f"{kept.png} cannot be read ({error.strerror})"))
+    if not images:
+        return None
+    return PagePicture(f"{prefix}{words.title}", words.caption, words.alt, images)
+
+
+def _content(path: Path | None) -> bytes | None:
+    if path is None or not path.is_file() or path.stat().st_size > _MOST_FILE_BYTES:
+        return None
+    return path.read_bytes()
+
+
+def _cell(value: object) -> PageCell:
+    if value is None or isinstance(value, str | int | float):
+        return str(value) if isinstance(value, bool) else value
+    return str(value)
+
+
+# ---- evaluations and transfer ----
+
+
+def _evaluations(history: RunHistory, *, notes: list[str]) -> PageSection:
+    found: list[tuple[str, str, int, Evaluation]] = []
+    for stage in history.stages:
+        try:
+            of_sets = evaluations(stage.folder)
+        except (OSError, ValueError) as error:
+            notes.append(one_line(f"the evaluations of {stage.folder} cannot be read ({error})"))
+            continue
+        for name, folders in of_sets.items():
+            try:
+                found.append((stage.name, name, evaluated_step(folders[-1]), load_evaluation(folders[-1])))
+            except (OSError, ValueError, RecursionError) as error:
+                notes.append(one_line(str(error)))
+    if not found:
+        return PageSection("Evaluations", [])
+    names = list(dict.fromkeys(_bare(metric) for *_, result in found for metric in result.metrics))[:20]
+    rows: list[list[PageCell]] = []
+    for stage, name, step, result in found:
+        values = {_bare(metric): value for metric, value in result.metrics.items()}
+        own = "its own held-out set" if name == "val" else name
+        rows.append([stage, own, step, result.images, len(result.classes), *(values.get(each) for each in names)])
+    columns = ("stage", "set", "step", "images", "classes", *(each.replace("_", " ") for each in names))
+    return PageSection("Evaluations", [PageTable(columns, rows)])
+
+
+def _bare(metric: str) -> str:
+    return metric.partition("/")[2] or metric
+
+
+def _transfer(histories: Sequence[RunHistory], *, names: Sequence[str] = ("",)) -> PageSection:
+    rows: list[list[PageCell]] = []
+    means: list[list[PageCell]] = []
+    for name, history in zip(names, histories, strict=True):
+        for record in _records(history):
+            what = [name] if len(histories) > 1 else []
+            images = {each.name: each.eval_images for each in record.data_sets}
+            for score in record.results:
+                settings = ", ".join(f"{key} {value}" for key, value in score.settings.items())
+                at = f"{record.stage or ''}{'' if record.step is None else f', step {record.step:,}'}"
+                cells = (score.data_set, score.method, settings, at, images.get(score.data_set))
+                rows.append([*what, *cells, score.metric, score.value])
+            if record.mean is not None:
+                means.append([*what, record.name, len(record.data_sets), record.mean])
+    first = ("run",) if len(histories) > 1 else ()
+    blocks: list[PageBlock] = []
+    if means:
+        blocks.append(PageTable((*first, "table", "data sets", "mean"), means, title="Tables of data sets"))
+    if rows:
+        columns = (*first, "data set", "method", "settings", "stage", "held-out images", "metric", "value")
+        blocks.append(PageTable(columns, rows[:_MOST_ROWS], highlight="last_column"))
+    return PageSection("Transfer to other data", blocks, intro="The model's features on data it was not trained on.")
+
+
+def _records(history: RunHistory) -> list[TransferRecord]:
+    try:
+        return transfer_records(history.folder.path)
+    except (OSError, ValueError, RecursionError):
+        return []
+
+
+# ---- several runs ----
+
+
+def _recipe_table(histories: Sequence[RunHistory], names: Sequence[str]) -> PageBlock:
+    rows = recipe_rows(histories)
+    if rows is None:
+        return PageText("A recipe cannot be read: see above.")
+    if not rows:
+        return PageText("None: the recipes are alike, but for names and keys that do not affect the result.")
+    return PageTable(("key", *names), rows, title="Difference of the recipes")
+
+
+def recipe_rows(histories: Sequence[RunHistory]) -> list[list[str]] | None:
+    """The keys that affect the result and differ, with each run's value; None: a recipe cannot be read."""
+    recipes = [history.recipe for history in histories]
+    if any(recipe is None for recipe in recipes):
+        return None
+    known = [recipe for recipe in recipes if recipe is not None]
+    keys = dict.fromkeys(key for other in known[1:] for key in differences(known[0], other) if key != "name")
+    leaves = [flatten(recipe) for recipe in known]
+    missing = {f"stages.{name}": [getattr(recipe.stages, name) is None for recipe in known] for name in ALL_STAGES}
+    missing = {key: absent for key, absent in missing.items() if any(absent) and not all(absent)}
+    rows = [[key, *("—" if each else "has it" for each in absent)] for key, absent in missing.items()]
+    for key in keys:  # what one has not at all is one line
+        if not any(f"{key}.".startswith(f"{stage}.") for stage in missing):
+            rows.append([key, *(each.get(key, "—") for each in leaves)])
+    return rows
+
+
+def _comparison_tables(
+    histories: Sequence[RunHistory], names: Sequence[str], *, only: Sequence[StageName] = ALL_STAGES
+) -> list[PageBlock]:
+    blocks: list[PageBlock] = []
+    for stage in only:
+        rows: list[list[PageCell]] = []
+        for name, history in zip(names, histories, strict=True):
+            of_run = history.stage(stage)
+            if of_run is None or of_run.record.state == "new" or stage == "swap_head":
+                continue
+            result = stage_result(history, of_run)
+            reached = (result.score, result.best, result.best_step, result.loss)
+            rows.append(
+                [
+                    name,
+                    result.state,
+                    result.images_seen,
+                    ShownNumber(show_duration(result.seconds), result.seconds),
+                    *reached,
+                ]
+            )
+        if rows:
+            columns = ("run", "state", "images seen", "time", "score", "best", "after step", "held-out loss")
+            blocks.append(PageTable(columns, rows, title=stage))
+    return blocks
+
+
+# ---- recipe, environment, commands ----
+
+
+def _recipe(history: RunHistory) -> PageSection:
+    recipe = history.recipe
+    if recipe is None:
+        return PageSection("Recipe", [])
+    blocks: list[PageBlock] = []
+    parent = _shipped(recipe.name)
+    if parent is not None:
+        changed = differences(parent, recipe)
+        rows = [[key, text] for key, text in changed.items() if key != "name"]
+        title = f"Difference to the shipped recipe {recipe.name}"
+        blocks.append(
+            PageTable(("key", "shipped -> this run"), rows, title=title)
+            if rows
+            else PageText(f"As the shipped recipe {recipe.name}, but for keys that do not affect the result.")
+        )
+    blocks.append(PageText(dump_recipe(recipe, keys="changed"), "code", title="Keys that differ from their defaults"))
+    rows = [[key, value] for key, value in flatten(recipe).items()]
+    blocks.append(PageTable(("key", "value"), rows, title="All keys", folded=True))
+    return PageSection("Recipe", blocks)
+
+
+def _shipped(name: str) -> Recipe | None:
+    from pipeline.recipe.io import load_recipe
+    from pipeline.recipe.sources import shipped_recipes
+
+    path = shipped_recipes().get(name) or shipped_recipes().get(name.replace("-", "_"))
+    try:
+        return None if path is None else load_recipe(str(path))
+    except UserError:
+        return None  # it names no shards of its own
+
+
+def _environment(history: RunHistory) -> PageSection:
+    """Versions, code revision and host, as the newest checkpoint of each stage says."""
+    columns: list[str] = []
+    written: list[dict[str, str]] = []
+    for stage in history.stages:
+        try:
+            folders = checkpoint_folders(history.folder.checkpoints(stage.name))
+            state = parse_json((folders[0] / STATE).read_bytes()) if folders else {}
+            by = state.get("written_by", {})
+            if isinstance(by, dict) and by:
+                columns.append(stage.name)
+                identity = state.get("identity", {})
+                more = {key: identity[key] for key in ("processes", "backend", "zero_stage") if key in identity}
+                written.append({str(key): str(value)[:200] for key, value in {**by, **more}.items()})
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, UserError):
+            continue
+    if not written:
+        return PageSection("Environment", [])
+    names = dict.fromkeys(name for each in written for name in each)
+    rows = [[name.replace("_", " "), *(each.get(name, "") for each in written)] for name in names]
+    return PageSection("Environment", [PageTable(("of the newest checkpoint", *columns), rows)])
+
+
+def _commands(history: RunHistory) -> PageSection:
+    folder = history.folder
+    run, recipe = shlex.quote(str(folder.path)), shlex.quote(str(folder.path / "recipe.yaml"))
+    runs = shlex.quote(str(folder.runs_root))
+    done = bool(history.stages) and all(stage.record.state == "done" for stage in history.stages)
+    lines: list[str] = []
+    if not done:
+        lines += ["# go on", f"shardvit run {recipe} --runs {runs}", "# look on", f"shardvit watch {run}"]
+    finished = [stage for stage in history.stages if (stage.folder / MODEL_FOLDER).is_dir()]
+    if finished:
+        lines += ["# use the model", f"shardvit predict {run} IMAGE_OR_FOLDER", f"shardvit eval {run} SHARDS"]
+        lines += [f"shardvit export {run} --format timm"]
+    lines += ["# make this page again", f"shardvit report {run}"]
+    return PageSection("Commands to go on", [PageText("\n".join(lines), "code")])
