@@ -101,6 +101,17 @@ class _Opened:
             self._check(row, *headers)
         return data
 
+    def label(self, row: int) -> bytes | None:
+        """The bytes of a label alone; None: the header before it is not its own in the usual form, or it is cut short.
+        SampleError: it cannot be read."""
+        offset, size = self.label_offset[row], self.label_size[row]
+        if offset < BLOCK_BYTES:
+            return None
+        both = self._pread(BLOCK_BYTES + size, offset - BLOCK_BYTES)
+        key = self._keys[self._key_ends[row - 1] if row else 0 : self._key_ends[row]]
+        is_whole = len(both) == BLOCK_BYTES + size and _is_plainly(both[:BLOCK_BYTES], key + self._label_end, size)
+        return both[BLOCK_BYTES:] if is_whole else None
+
     def _check(self, row: int, image_header: bytes, label_header: bytes) -> None:
         """Check a sample's index entry against the headers before its two members, whatever form they have."""
         key = self.keys[row]
@@ -185,15 +196,27 @@ class ShardReader:
         if row >= opened.num_samples:
             raise CorruptSample(entry.name, key=key, reason="it is not in the shard, which is damaged or missing")
         image, label = opened.members(row)
+        return RawSample(key, image, self._parsed(opened, label, key=key))
+
+    def labels(self, shard: int, *, row: int) -> tuple[int, ...]:
+        """The labels of a sample, without reading its image if the label's header is plainly written. Raises as `read`,
+        but notices no damage of the image."""
+        opened = self._opened(shard)
+        if row < opened.num_samples and (label := opened.label(row)) is not None:
+            return self._parsed(opened, label, key=opened.key(row))
+        return self.read(shard, row=row).labels
+
+    def _parsed(self, opened: _Opened, label: bytes, *, key: str) -> tuple[int, ...]:
         labels = self._known_labels.get(label) if opened.has_classes else None
         if labels is None:
+            spec = opened.entry.labels
             try:
-                labels = parse_label(label, spec=entry.labels, label_map=self._label_map, num_classes=self._num_classes)
+                labels = parse_label(label, spec=spec, label_map=self._label_map, num_classes=self._num_classes)
             except ValueError as error:
-                raise CorruptSample(entry.name, key=key, reason=str(error)) from None
+                raise CorruptSample(opened.entry.name, key=key, reason=str(error)) from None
             if opened.has_classes and len(self._known_labels) < _MOST_KNOWN:
                 self._known_labels[label] = labels
-        return RawSample(key, image, labels)
+        return labels
 
     def key(self, shard: int, *, row: int) -> str:
         """The key of a sample, without reading it."""

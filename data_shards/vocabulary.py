@@ -34,6 +34,9 @@ class RandomStream(IntEnum):
     CROP_ATTEMPTS = 31
     RAND_AUGMENT = 32
     DROPOUT_BY_SAMPLE = 41
+    FEW_SHOT = 51
+    TRANSFER_IMAGES = 52
+    TRANSFER_HOLD_OUT = 53
 
 
 DecoderName = Literal["auto", "nvimgcodec", "gpu", "simplejpeg", "pillow"]

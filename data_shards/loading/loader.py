@@ -138,18 +138,26 @@ class TrainBatches(_Batches):
 
 
 class EvalBatches(_Batches):
-    """Batch number i of this rank's part of an evaluation: a contiguous block of the samples.
+    """Batch number i of this rank's part of an evaluation: a contiguous block of the samples, or of those named.
 
-    Blocks are padded to equal length by repeating the last sample with `counted` False: ZeRO-3 gathers weights in every
-    forward pass, so all ranks must make equally many.
+    `samples`: their numbers, ascending; None: all. Blocks are padded to equal length by repeating the last sample with
+    `counted` False: ZeRO-3 gathers weights in every forward pass, so all ranks must make equally many.
     """
 
     def __init__(
-        self, access: Access, *, transform: EvalTransform, rank: int, world_size: int, batch_size: int
+        self,
+        access: Access,
+        *,
+        transform: EvalTransform,
+        rank: int,
+        world_size: int,
+        batch_size: int,
+        samples: Int64s | None = None,
     ) -> None:
         super().__init__(access)
         self._transform = transform
-        self._num_samples = access.shards.num_samples
+        self._samples = samples
+        self._num_samples = access.shards.num_samples if samples is None else len(samples)
         self._block = -(-self._num_samples // world_size)
         self._first = rank * self._block
         self._batch_size = batch_size
@@ -177,6 +185,8 @@ class EvalBatches(_Batches):
         wanted = self._first + in_block
         counted = (in_block < self._block) & (wanted < self._num_samples)
         sample = np.minimum(wanted, self._num_samples - 1)
+        if self._samples is not None:
+            sample = self._samples[sample]
         shard = np.searchsorted(self._first_of_shard, sample, side="right") - 1
         row, zeros = sample - self._first_of_shard[shard], np.zeros_like(sample)
         return Visits(epoch=zeros, shard=shard, row=row, sample=sample, lane=zeros, position=sample), counted
@@ -288,12 +298,16 @@ def _probe(order: AnyOrder) -> str:
     return hashlib.blake2b(visits.sample.tobytes() + visits.epoch.tobytes(), digest_size=8).hexdigest()
 
 
-def eval_batches(batches: EvalBatches, *, workers: int, kind: WorkerKind = "process") -> Generator[Batch]:
-    """All batches of an evaluation, in order; raises UserError and WorkerDied as `TrainLoader` does."""
-    prefetcher = start_prefetch(batches.access.store, batches.access.shards.shards, upcoming=batches.upcoming())
+def eval_batches(
+    batches: EvalBatches, *, workers: int, kind: WorkerKind = "process", first: int = 0
+) -> Generator[Batch]:
+    """All batches of an evaluation from number `first` on, in order; raises UserError and WorkerDied as `TrainLoader`
+    does."""
+    upcoming = ((number, shards) for number, shards in batches.upcoming() if number >= first)
+    prefetcher = start_prefetch(batches.access.store, batches.access.shards.shards, upcoming=upcoming)
     try:
-        items = iterate(batches, numbers=range(len(batches)), workers=workers, kind=kind)
-        for number, batch in enumerate(items):
+        items = iterate(batches, numbers=range(first, len(batches)), workers=workers, kind=kind)
+        for number, batch in enumerate(items, start=first):
             yield batch
             if prefetcher is not None:
                 prefetcher.reached(number + 1)

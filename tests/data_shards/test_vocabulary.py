@@ -28,6 +28,9 @@ def test_the_numbers_of_the_streams_never_change():
         "CROP_ATTEMPTS": 31,
         "RAND_AUGMENT": 32,
         "DROPOUT_BY_SAMPLE": 41,
+        "FEW_SHOT": 51,
+        "TRANSFER_IMAGES": 52,
+        "TRANSFER_HOLD_OUT": 53,
     }
     assert len(set(map(int, RandomStream))) == len(RandomStream)
 

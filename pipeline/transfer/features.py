@@ -1,0 +1,260 @@
+"""A model's features of a set of shards, each sample once, kept on disk so that nothing is computed a second time.
+
+A folder for each (weights, model, what is shown of an image, shards, layer), named by a digest of them all; in it parts
+of at most 16,384 samples, each written whole when it is done: an interrupted command goes on, and `knn` after `fewshot`
+computes only what is missing. Numbers do not depend on the data workers, and on the size of the batches only by
+rounding. 4 KB a sample of 1,024 features; beyond 20 GB the folders that were longest not used are removed. Images are
+decoded as in evaluation; damaged ones are left out and named.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import zipfile
+from collections.abc import Callable
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+from data_shards.durable import replaced
+from data_shards.errors import UserError
+from data_shards.images.decode import USUAL_LIMIT, PixelLimit
+from data_shards.images.transforms import EvalTransform
+from data_shards.loading.assemble import Access
+from data_shards.loading.batch import Batch, Fault
+from data_shards.loading.device_prefetch import ahead_on_device
+from data_shards.loading.loader import EvalBatches, eval_batches
+from data_shards.shard_set import ShardSet
+from data_shards.store.store import Store
+from data_shards.vocabulary import Normalisation
+from pipeline.predict import Predictor
+from pipeline.task import model_input
+from pipeline.transfer.capture import Captured, captured_features
+from pipeline.transfer.results import Layer
+from pipeline.transfer.shots import Int64s
+
+_FORMAT = 1
+_PART_SAMPLES = 16_384
+_MOST_BYTES = 20 * 10**9
+
+
+@dataclass(frozen=True)
+class Features:
+    """Of the samples that could be read, in the order of their numbers."""
+
+    samples: Int64s  # [n], ascending
+    values: torch.Tensor  # float32 [n, D]
+    labels: torch.Tensor  # int64 [n]
+    damaged: Int64s  # the samples that could not be read
+    faults: tuple[Fault, ...] = ()  # what is wrong with them, of those that were met now
+
+    def rows_of(self, samples: Int64s) -> torch.Tensor:
+        """Where these samples are, in their order: int64; all of them are there."""
+        return torch.from_numpy(np.searchsorted(self.samples, samples))
+
+    def take(self, samples: Int64s) -> Features:
+        """Only these samples."""
+        rows = self.rows_of(np.sort(samples))
+        return Features(self.samples[rows.numpy()], self.values[rows], self.labels[rows], self.damaged, self.faults)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How images are read and shown to a model: what costs time alone."""
+
+    batch_images: int = 64
+    workers: int = 4  # threads that read and decode
+    pixel_limit: PixelLimit = USUAL_LIMIT
+
+
+class FeatureStore:
+    """The features of one model, computed where `folder` does not have them.
+
+    Args:
+        predictor: a model of ours with a head (no ONNX file, whose inside cannot be seen).
+        layer: which of its layers; see `capture`.
+        folder: of all kept features.
+        say: takes lines for people.
+
+    Attributes:
+        digest: of the weights.
+        forward_passes: made so far; each is of a batch.
+    """
+
+    def __init__(
+        self,
+        predictor: Predictor,
+        *,
+        layer: Layer = "pre_logits",
+        folder: Path | None = None,
+        reading: Reading | None = None,
+        say: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        if not isinstance(predictor.logits, nn.Module):
+            raise UserError(
+                f"{predictor.origin} is an ONNX file, whose features before the head cannot be seen: give "
+                "the model that it was exported from"
+            )
+        self.predictor, self._say = predictor, say
+        self.layer: Layer = layer
+        self._model, self._folder, self._reading = (
+            predictor.logits,
+            folder or default_features_folder(),
+            reading or Reading(),
+        )
+        meta = predictor.meta
+        self.transform = EvalTransform(meta.image_size, protocol=meta.eval_protocol, crop_share=meta.eval_crop_share)
+        self.digest = state_digest(self._model)
+        self.forward_passes = 0
+
+    def features(self, shards: ShardSet, *, store: Store | None = None, samples: Int64s | None = None) -> Features:
+        """Of all samples of a set, or of `samples`. UserError: the model's features are not finite, a shard is gone, or
+        no image can be read; OSError: the disk is full or fails."""
+        wanted = np.arange(shards.num_samples) if samples is None else np.unique(samples)
+        folder = self._folder / self._key(shards)
+        known = [part for file in sorted(folder.glob("*.npz")) if (part := _read(file)) is not None]
+        there = np.concatenate([np.zeros(0, dtype=np.int64), *(each.samples for each in known)])
+        missing = np.setdiff1d(wanted, there)  # with those that were damaged, which may have been repaired
+        if len(missing):
+            folder.mkdir(parents=True, exist_ok=True)
+            self._say(f"{shards.source}: features of {len(missing):,} images")
+        else:
+            with suppress(OSError):
+                os.utime(folder)  # the folder's last use
+        for start in range(0, len(missing), _PART_SAMPLES):
+            part = self._compute(shards, store=store, samples=missing[start : start + _PART_SAMPLES])
+            if len(part.samples):
+                _write(folder / f"{_digest(part.samples.tobytes())}.npz", part)
+            known.append(part)
+        if len(missing):
+            _remove_old(self._folder, keep=folder)
+        return _joined(known, wanted, source=shards.source)
+
+    def _key(self, shards: ShardSet) -> str:
+        meta = self.predictor.meta
+        about = meta.model_dump(mode="json", include={"model", "image_size", "head", "mean", "std"})
+        shown = [self.transform.protocol, self.transform.crop_share]
+        return _digest(json.dumps([_FORMAT, self.digest, about, shown, self.layer, shards.digest]).encode())
+
+    def _compute(self, shards: ShardSet, *, store: Store | None, samples: Int64s) -> Features:
+        reading, device = self._reading, self.predictor.device
+        access = Access(shards, store=store, pixel_limit=reading.pixel_limit, on_corrupt="substitute")
+        part = EvalBatches(
+            access, transform=self.transform, rank=0, world_size=1, batch_size=reading.batch_images, samples=samples
+        )
+        parts: list[Features] = []
+        stream = ahead_on_device(eval_batches(part, workers=reading.workers, kind="thread"), device=device)
+        with closing(stream) as batches, captured_features(self._model, layer=self.layer) as captured:
+            for batch in batches:
+                parts.append(self._of_batch(batch, captured))
+        return merged(parts, samples=samples)
+
+    @torch.inference_mode()
+    def _of_batch(self, batch: Batch, captured: Captured) -> Features:
+        meta, device = self.predictor.meta, self.predictor.device
+        of = Normalisation(mean=meta.mean, std=meta.std)
+        self._model(model_input(batch, device=device, dtype=torch.float32, normalisation=of))
+        self.forward_passes += 1
+        found = of_batch(batch, captured.take())
+        if not found.values.isfinite().all():
+            raise UserError(f"{self.predictor.origin}: the model's features are not finite: its weights are damaged")
+        return found
+
+
+def of_batch(batch: Batch, features: torch.Tensor) -> Features:
+    """The rows of a batch that count, on the CPU."""
+    counted = batch.counted
+    return Features(
+        samples=batch.samples[counted].numpy(),
+        values=features.float().cpu()[counted],
+        labels=batch.labels.cpu()[counted],
+        damaged=np.zeros(0, dtype=np.int64),
+        faults=batch.faults,
+    )
+
+
+def merged(parts: list[Features], *, samples: Int64s) -> Features:
+    """All parts together, ordered; of `samples`, those that no part has are damaged."""
+    numbers = np.concatenate([each.samples for each in parts])
+    order = np.argsort(numbers, kind="stable")
+    faults = {(each.shard, each.key): each for part in parts for each in part.faults}
+    return Features(
+        samples=numbers[order],
+        values=torch.cat([each.values for each in parts])[order],
+        labels=torch.cat([each.labels for each in parts])[order],
+        damaged=np.setdiff1d(samples, numbers),
+        faults=tuple(faults.values()),
+    )
+
+
+def state_digest(model: nn.Module) -> str:
+    """Of all weights: names, types and bytes; a second a GB."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def default_features_folder() -> Path:
+    """In the user's cache folder (freedesktop.org's base directories)."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardvit" / "features"
+
+
+def _joined(parts: list[Features], wanted: Int64s, *, source: str) -> Features:
+    every = merged(parts, samples=wanted)
+    here = np.isin(every.samples, wanted)
+    if not here.any():
+        why = f" ({every.faults[0].reason})" if every.faults else ""
+        raise UserError(f"{source}: none of {len(wanted):,} images can be read{why}")
+    rows = torch.from_numpy(here)
+    return Features(every.samples[here], every.values[rows], every.labels[rows], every.damaged, every.faults)
+
+
+def _digest(*contents: bytes) -> str:
+    return hashlib.blake2b(b"".join(contents), digest_size=16).hexdigest()
+
+
+def _write(file: Path, part: Features) -> None:
+    with replaced(file, sync="none", writers="several") as beside, beside.open("wb") as stream:
+        np.savez(
+            stream,
+            samples=part.samples,
+            values=part.values.numpy(),
+            labels=part.labels.numpy(),
+        )
+
+
+def _read(file: Path) -> Features | None:
+    """A part; None: it is damaged, and computed again."""
+    try:
+        with np.load(file, allow_pickle=False) as content:
+            samples, values, labels = (content[name] for name in ("samples", "values", "labels"))
+        if not len(samples) == len(values) == len(labels) or values.ndim != 2 or values.dtype != np.float32:
+            raise ValueError("shapes that do not fit")
+    except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile):
+        with suppress(OSError):
+            file.unlink()
+        return None
+    return Features(samples, torch.from_numpy(values), torch.from_numpy(labels), damaged=np.zeros(0, dtype=np.int64))
+
+
+def _remove_old(root: Path, *, keep: Path) -> None:
+    """The folders that were longest not used, while all together take too much room."""
+    with suppress(OSError):  # of another process that does the same
+        folders = sorted((each for each in root.iterdir() if each.is_dir()), key=lambda each: each.stat().st_mtime)
+        sizes = {each: sum(file.stat().st_size for file in each.iterdir()) for each in folders}
+        total = sum(sizes.values())
+        for folder in folders:
+            if total <= _MOST_BYTES:
+                return
+            if folder != keep:
+                shutil.rmtree(folder, ignore_errors=True)
+                total -= sizes[folder]

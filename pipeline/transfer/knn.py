@@ -1,0 +1,45 @@
+"""k nearest neighbours by cosine, each with a vote of exp(cosine / temperature): DINO's measure of features.
+
+In blocks of images, so that memory does not grow with the set; a classifier without anything to be fitted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+_BLOCK_ELEMENTS = 2**25  # of the matrix of cosines that is held at once
+
+
+def knn_votes(
+    features: Tensor,
+    *,
+    train: Tensor,
+    labels: Tensor,
+    num_classes: int,
+    k: Sequence[int],
+    temperature: float,
+    device: torch.device,
+) -> list[Tensor]:
+    """For each of `k` (all neighbours if there are fewer) the votes of features [n, D]: float64 [n, C] on the CPU.
+    `train` [m, D] and `labels` int64 [m] are who votes. Cosines are computed in float32."""
+    known, classes = _unit(train, device), labels.to(device)
+    most = min(max(k), len(train))
+    votes = [torch.zeros(len(features), num_classes, dtype=torch.float64) for _ in k]
+    block = max(1, _BLOCK_ELEMENTS // max(1, len(train)))
+    for start in range(0, len(features), block):
+        rows = slice(start, start + block)
+        cosines, nearest = (_unit(features[rows], device) @ known.T).topk(most, dim=1)
+        # relative to the nearest, which changes no share and does not overflow at a low temperature
+        weights = ((cosines - cosines[:, :1]).double() / temperature).exp()
+        for number, count in enumerate(k):
+            table = torch.zeros(len(cosines), num_classes, dtype=torch.float64, device=device)
+            table.scatter_add_(1, classes[nearest[:, :count]], weights[:, :count])
+            votes[number][rows] = table.cpu()
+    return votes
+
+
+def _unit(features: Tensor, device: torch.device) -> Tensor:
+    return torch.nn.functional.normalize(features.to(device, torch.float32), dim=1)

@@ -1,0 +1,257 @@
+"""A model's score on one data set: features, then few-shot least squares, a linear probe or kNN.
+
+What is random is drawn by hash, so the numbers depend on the model, the shards and the settings alone.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from data_shards.errors import UserError
+from data_shards.label_column import UNKNOWN, label_column
+from data_shards.loading.batch import Fault
+from data_shards.shard_set import ShardSet
+from data_shards.store.store import Store
+from pipeline.transfer.features import Features, FeatureStore
+from pipeline.transfer.knn import knn_votes
+from pipeline.transfer.least_squares import fit_least_squares
+from pipeline.transfer.probe import fit_probe
+from pipeline.transfer.results import SetGroup, TransferScore, UsedSet
+from pipeline.transfer.settings import FewShotSettings, KnnSettings, ProbeSettings, Settings
+from pipeline.transfer.shots import Int64s, choose_images, choose_shots
+
+_BLOCK = 8192  # images whose scores are held at once
+_TOP5_CLASSES = 6  # from so many classes on
+
+
+@dataclass(frozen=True)
+class TransferSet:
+    """A data set to transfer to: opened shards with one label an image and the same classes."""
+
+    name: str
+    train: ShardSet
+    eval: ShardSet
+    store: Store | None = None
+    group: SetGroup | None = None
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The scores of one data set."""
+
+    used: UsedSet
+    scores: tuple[TransferScore, ...]
+    faults: tuple[Fault, ...] = ()
+    shots: dict[int, Int64s] = field(default_factory=dict)  # seed -> the samples of the greatest number of shots
+    notes: tuple[str, ...] = ()  # what there is to say, a sentence each
+
+
+def check_sets(data: TransferSet) -> None:
+    """UserError if the two sets' classes differ, or an image may have several labels."""
+    if data.train.is_multi_label or data.eval.is_multi_label:
+        which = data.train if data.train.is_multi_label else data.eval
+        raise UserError(f"{which.source} has a list of labels for each image: these measures need one label an image")
+    if data.train.classes != data.eval.classes:
+        raise UserError(
+            f"the classes of {data.train.source} ({data.train.num_classes}) and {data.eval.source} "
+            f"({data.eval.num_classes}) differ: pack both from the same list of classes"
+        )
+
+
+def measure(features: FeatureStore, data: TransferSet, settings: Settings, *, most_images: int | None) -> Measured:
+    """The scores of one set; `most_images`: so many training images at most, None: all.
+
+    Raises:
+        UserError: the sets do not fit one another, or cannot be read.
+    """
+    check_sets(data)
+    chosen = None
+    if most_images is not None and most_images < data.train.num_samples:
+        chosen = choose_images(data.train.num_samples, most=most_images)
+    if isinstance(settings, FewShotSettings):
+        return _few_shot(features, data, settings, chosen=chosen)
+    train = features.features(data.train, store=data.store, samples=chosen)
+    held_out = features.features(data.eval, store=data.store)
+    match settings:
+        case ProbeSettings():
+            scores = _probe(features, data, settings, train=train, held_out=held_out)
+        case KnnSettings():
+            scores = _knn(features, data, settings, train=train, held_out=held_out)
+    return _measured(data, scores, train=train, held_out=held_out)
+
+
+def _few_shot(
+    features: FeatureStore, data: TransferSet, settings: FewShotSettings, *, chosen: Int64s | None
+) -> Measured:
+    labels = label_column(data.train, store=data.store)
+    if chosen is not None:
+        rest = np.ones(len(labels), dtype=np.bool_)
+        rest[chosen] = False
+        labels[rest] = UNKNOWN
+    most, seeds = max(settings.shots), range(settings.seeds)
+    faults: dict[tuple[str, str], Fault] = {}
+    damaged = 0
+    while True:  # until each damaged image has been replaced by the next of its class
+        by_seed = {seed: choose_shots(labels, shots=most, seed=seed) for seed in seeds}
+        train = features.features(data.train, store=data.store, samples=np.unique(np.concatenate([*by_seed.values()])))
+        faults |= {(each.shard, each.key): each for each in train.faults}
+        damaged += len(train.damaged)
+        if not len(train.damaged):
+            break
+        labels[train.damaged] = UNKNOWN
+    held_out = features.features(data.eval, store=data.store)
+    scores: list[TransferScore] = []
+    for shots in settings.shots:
+        accuracies: list[float] = []
+        strengths: list[float] = []
+        for seed in seeds:
+            taken = choose_shots(labels, shots=shots, seed=seed)
+            rows = train.rows_of(taken)
+            fitted = fit_least_squares(
+                train.values[rows],
+                train.labels[rows],
+                num_classes=data.train.num_classes,
+                l2=settings.l2,
+                device=features.predictor.device,
+            )
+            right = sum(
+                int((fitted(held_out.values[start : start + _BLOCK]).argmax(dim=1).cpu() == part).sum())
+                for start, part in _blocks(held_out.labels)
+            )
+            accuracies.append(right / len(held_out.labels))
+            strengths.append(fitted.l2)
+        scores.append(
+            TransferScore(
+                data_set=data.name,
+                group=data.group,
+                method="fewshot",
+                metric="top1",
+                value=statistics.fmean(accuracies),
+                values=tuple(accuracies),
+                settings={
+                    "shots": shots,
+                    "l2": strengths[0] if len(set(strengths)) == 1 else strengths,
+                    "seeds": settings.seeds,
+                },
+            )
+        )
+    counts = np.bincount(labels[labels >= 0], minlength=data.train.num_classes)
+    notes = tuple(
+        f"{few:,} of {len(counts):,} classes have fewer than {shots} images to learn from: all that they have are taken"
+        for shots in settings.shots
+        if (few := int((counts < shots).sum()))
+    )
+    measured = _measured(data, scores, train=train, held_out=held_out, damaged=damaged, notes=notes)
+    every = {(each.shard, each.key): each for each in measured.faults} | faults
+    return Measured(measured.used, measured.scores, tuple(every.values()), shots=by_seed, notes=notes)
+
+
+def _probe(
+    features: FeatureStore, data: TransferSet, settings: ProbeSettings, *, train: Features, held_out: Features
+) -> list[TransferScore]:
+    try:
+        probe = fit_probe(
+            train.values,
+            train.labels,
+            samples=train.samples,
+            num_classes=data.train.num_classes,
+            c=settings.c,
+            hold_out=settings.hold_out,
+            device=features.predictor.device,
+        )
+    except ValueError as error:
+        raise UserError(f"{data.train.source}: {error}") from None
+    first = fifth = 0
+    loss = 0.0
+    for start, labels in _blocks(held_out.labels):
+        logs = probe(held_out.values[start : start + _BLOCK]).cpu()
+        hits = _ranked(logs, labels)
+        first, fifth = first + hits[0], fifth + hits[1]
+        loss -= float(logs.gather(1, labels[:, None]).sum())
+    count = len(held_out.labels)
+    metrics = {"top1": first / count, "top5": fifth / count, "loss": loss / count}
+    if math.isinf(loss):  # a class without a training image
+        del metrics["loss"]
+    return _scores(data, settings, metrics, said={"c": probe.c})
+
+
+def _knn(
+    features: FeatureStore, data: TransferSet, settings: KnnSettings, *, train: Features, held_out: Features
+) -> list[TransferScore]:
+    votes = knn_votes(
+        held_out.values,
+        train=train.values,
+        labels=train.labels,
+        num_classes=data.train.num_classes,
+        k=settings.k,
+        temperature=settings.temperature,
+        device=features.predictor.device,
+    )
+    scores: list[TransferScore] = []
+    for k, table in zip(settings.k, votes, strict=True):
+        first, fifth = _ranked(table, held_out.labels)
+        count = len(held_out.labels)
+        said = {"k": k, "temperature": settings.temperature}
+        scores += _scores(data, settings, {"top1": first / count, "top5": fifth / count}, said=said)
+    return scores
+
+
+def _scores(
+    data: TransferSet, settings: Settings, metrics: dict[str, float], *, said: dict[str, int | float]
+) -> list[TransferScore]:
+    few = data.train.num_classes < _TOP5_CLASSES
+    return [
+        TransferScore(
+            data_set=data.name,
+            group=data.group,
+            method=settings.method,
+            metric=name,
+            value=value,
+            values=(value,),
+            settings=dict(said),
+        )
+        for name, value in metrics.items()
+        if not (few and name == "top5")
+    ]
+
+
+def _ranked(scores: torch.Tensor, labels: torch.Tensor) -> tuple[int, int]:
+    """How many are right at first, and among the first five; of equal scores the first class counts."""
+    order = scores.sort(dim=1, descending=True, stable=True).indices[:, :5]
+    hits = order == labels[:, None]
+    return int(hits[:, 0].sum()), int(hits.any(dim=1).sum())
+
+
+def _blocks(labels: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
+    return [(start, labels[start : start + _BLOCK]) for start in range(0, len(labels), _BLOCK)]
+
+
+def _measured(
+    data: TransferSet,
+    scores: Sequence[TransferScore],
+    *,
+    train: Features,
+    held_out: Features,
+    damaged: int | None = None,
+    notes: tuple[str, ...] = (),
+) -> Measured:
+    faults = {(each.shard, each.key): each for each in (*train.faults, *held_out.faults)}
+    used = UsedSet(
+        name=data.name,
+        train=data.train.source,
+        eval=data.eval.source,
+        train_digest=data.train.digest,
+        eval_digest=data.eval.digest,
+        num_classes=data.train.num_classes,
+        train_images=len(train.samples),
+        eval_images=len(held_out.samples),
+        damaged_images=(len(train.damaged) if damaged is None else damaged) + len(held_out.damaged),
+        group=data.group,
+    )
+    return Measured(used, tuple(scores), tuple(faults.values()), notes=notes)

@@ -1,0 +1,142 @@
+"""What a user may say of the three measures, and of a table of data sets. Imports no torch.
+
+few-shot: as big_vision's evaluator `fewshot_lsr`: shots 1, 5, 10 and 25 of each class, l2 2^10, 3 seeds.
+probe: multinomial logistic regression; C on a logarithmic grid, as for CLIP (arXiv 2103.00020, appendix A.3).
+kNN: as DINO's (arXiv 2104.14294, appendix F): k 20, temperature 0.07, cosine.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+
+from pipeline.recipe.data import OneSet
+from pipeline.recipe.duration import Strict
+from pipeline.transfer.results import SetGroup
+
+_MOST_SHOTS = 10**6
+
+
+def _all(value: Any) -> Any:
+    return value if isinstance(value, list | tuple) else [value]
+
+
+def _distinct(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    if not values:
+        raise ValueError("the list is empty: give at least one number")
+    if len(set(values)) < len(values):
+        raise ValueError("a number is given twice: leave one out")
+    return values
+
+
+Counts = Annotated[
+    tuple[Annotated[int, Field(ge=1, le=_MOST_SHOTS)], ...], BeforeValidator(_all), AfterValidator(_distinct)
+]
+Strengths = Annotated[
+    tuple[Annotated[float, Field(gt=0, le=1e30)], ...], BeforeValidator(_all), AfterValidator(_distinct)
+]
+
+
+class FewShotSettings(Strict):
+    """Least squares on a few images of each class."""
+
+    method: Literal["fewshot"] = "fewshot"
+    shots: Counts = (5, 10, 25)
+    """Images of each class."""
+    l2: Strengths = (1024.0,)
+    """Strength of the regularisation; of several, the one with the least leave-one-out error on the shots."""
+    seeds: int = Field(default=3, ge=1, le=1000)
+    """How often the shots are drawn; the result is the mean."""
+
+
+class ProbeSettings(Strict):
+    """Logistic regression on all training images."""
+
+    method: Literal["probe"] = "probe"
+    c: Strengths = (1e-5, 1e-4, 1e-3, 1e-2, 0.1, 1.0, 10.0)
+    """scikit-learn's C, the inverse strength of the regularisation, on features of mean 0 and deviation 1; of several,
+    the one with the best top-1 on `hold_out` of the training images."""
+    hold_out: float = Field(default=0.2, gt=0, lt=1)
+    """Share of the training images that choose C; then all are learned from."""
+
+    @model_validator(mode="after")
+    def _nothing_ignored(self) -> ProbeSettings:
+        if len(self.c) == 1:
+            self.refuse("hold_out", means_nothing="to a single c, which nothing has to choose")
+        return self
+
+
+class KnnSettings(Strict):
+    """The vote of the nearest training images."""
+
+    method: Literal["knn"] = "knn"
+    k: Counts = (20,)
+    """So many neighbours vote."""
+    temperature: float = Field(default=0.07, gt=0, le=1e6)
+    """A neighbour's vote weighs exp(cosine / temperature)."""
+
+
+Settings = FewShotSettings | ProbeSettings | KnnSettings
+
+
+class TableSet(Strict):
+    """A data set of a table."""
+
+    name: Annotated[str, Field(pattern="^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=60)]
+    group: SetGroup | None = None
+    """VTAB's groups, which get a mean of their own."""
+    train: OneSet
+    eval: OneSet
+
+
+class FewShotSet(TableSet, FewShotSettings):
+    """One that few-shot least squares are measured on; the first of `shots` is its score in the mean."""
+
+    shots: Counts = (5,)
+
+
+class ProbeSet(TableSet, ProbeSettings):
+    """One that a linear probe is measured on."""
+
+
+class KnnSet(TableSet, KnnSettings):
+    """One that kNN is measured on; the first of `k` is its score in the mean."""
+
+
+AnySet = Annotated[FewShotSet | ProbeSet | KnnSet, Field(discriminator="method")]
+
+_METHODS = ("fewshot", "probe", "knn")
+
+
+class TransferTable(Strict):
+    """A table of data sets for `shardvit transfer`."""
+
+    name: Annotated[str, Field(pattern="^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=60)] | None = None
+    """Of the result; default: the file's."""
+    method: Literal["fewshot", "probe", "knn"] = "probe"
+    """Of the data sets that name none."""
+    data_sets: tuple[AnySet, ...] = Field(min_length=1, max_length=1000)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _method_of_each(cls, tree: Any) -> Any:
+        if not isinstance(tree, dict) or not isinstance(tree.get("data_sets"), list):
+            return tree
+        method = tree.get("method", "probe")
+        sets = [{"method": method, **each} if isinstance(each, dict) else each for each in tree["data_sets"]]
+        for each in sets:
+            if isinstance(each, dict) and each["method"] == "finetune":
+                raise ValueError(
+                    "method finetune is not measured here, as it trains: `shardvit run RECIPE finetune=vtab train=... "
+                    "eval=...` does it, `shardvit sweep` with a grid; take fewshot, probe or knn"
+                )
+        return {**tree, "data_sets": sets}
+
+    @model_validator(mode="after")
+    def _names_differ(self) -> TransferTable:
+        names = [each.name for each in self.data_sets]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ValueError(f"data set {twice[0]} is named twice: give each a name of its own")
+        return self
