@@ -22,6 +22,7 @@ from launch.output import OutputLost, guard, say
 from launch.planning.command import plan
 from launch.report.command import compare, report
 from launch.slurm.command_line import cancel, status, submit
+from launch.transfer.commands import fewshot, knn, probe, transfer
 from pipeline.vocabulary import EXIT_FAILED, EXIT_READER_LEFT, EXIT_STOPPED, EXIT_USER_ERROR
 
 app = App(
@@ -69,7 +70,8 @@ for command in (pack, recipes, run, sweep, train, demo, check, plan, submit, sta
     app.command(command)
 app.command(import_model, name="import")
 app.command(export_model, name="export")
-app.command(predict)
+for command in (predict, fewshot, probe, knn, transfer):
+    app.command(command)
 app.command(table8)
 app.command(report)
 app.command(compare)

@@ -48,7 +48,8 @@ class Measured:
     used: UsedSet
     scores: tuple[TransferScore, ...]
     faults: tuple[Fault, ...] = ()
-    shots: dict[int, Int64s] = field(default_factory=dict)  # seed -> the samples of the greatest number of shots
+    # seed -> class -> the samples of the greatest number of shots, in the order drawn
+    shots: dict[int, dict[int, list[int]]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()  # what there is to say, a sentence each
 
 
@@ -136,6 +137,7 @@ def _few_shot(
                 values=tuple(accuracies),
                 settings={
                     "shots": shots,
+                    "images": len(taken),
                     "l2": strengths[0] if len(set(strengths)) == 1 else strengths,
                     "seeds": settings.seeds,
                 },
@@ -149,7 +151,12 @@ def _few_shot(
     )
     measured = _measured(data, scores, train=train, held_out=held_out, damaged=damaged, notes=notes)
     every = {(each.shard, each.key): each for each in measured.faults} | faults
-    return Measured(measured.used, measured.scores, tuple(every.values()), shots=by_seed, notes=notes)
+    drawn = {seed: _by_class(labels, samples) for seed, samples in by_seed.items()}
+    return Measured(measured.used, measured.scores, tuple(every.values()), shots=drawn, notes=notes)
+
+
+def _by_class(labels: Int64s, samples: Int64s) -> dict[int, list[int]]:
+    return {int(label): samples[labels[samples] == label].tolist() for label in np.unique(labels[samples])}
 
 
 def _probe(

@@ -85,7 +85,7 @@ def _fit(x: Tensor, y: Tensor, *, num_classes: int, c: float, start: Tensor | No
         with torch.enable_grad():
             value = torch.nn.functional.cross_entropy(x @ weights, rows) + strength / 2 * weights[:-1].square().sum()
         (gradient,) = torch.autograd.grad(value, weights)
-        return float(value), gradient.flatten().cpu().numpy()
+        return float(value.detach()), gradient.flatten().cpu().numpy()
 
     first = np.zeros(shape[0] * shape[1]) if start is None else start.cpu().numpy().ravel()
     found = minimize(

@@ -14,11 +14,13 @@
      "results": [{"data_set": "pets", "group": "natural" or null, "method": "fewshot" | "probe" | "knn",
                   "metric": "top1", "settings": {"shots": 5, "l2": 1024.0, "seeds": 3}, "value": 0.71,
                   "values": [0.7, 0.71, 0.72]}],
-     "mean": 0.71}
+     "mean": 0.71,
+     "asked": {"pets": "..."}}
 
 `train_images` are those that were learned from, `eval_images` those that could be read; `value` is the mean of
 `values`, one a seed. The first metric of a data set and its settings is top-1; all are shares of 1, but for "loss".
-"mean": of a table, over its groups' means if there are groups, as VTAB's; null: it is not whole yet, or no table.
+"mean": of a table, over the data sets' first top-1, as VTAB's; null: it is not whole yet, or no table. "asked": of a
+table, a digest of how each data set was to be measured.
 Written whole (a rename); a file that is broken or of another format is passed over by `transfer_records`.
 """
 
@@ -96,6 +98,7 @@ class TransferRecord:
     data_sets: tuple[UsedSet, ...] = ()
     results: tuple[TransferScore, ...] = ()
     mean: float | None = None
+    asked: dict[str, str] = field(default_factory=dict)
     format: Literal[1] = 1
 
 
@@ -137,3 +140,19 @@ def transfer_records(run: Path) -> list[TransferRecord]:
 def file_name(name: str) -> str:
     """A name for NAME.json: letters, digits, '.', '_' and '-' stay, the rest becomes '-'."""
     return re.sub("[^A-Za-z0-9._-]+", "-", name).strip("-.")[:100] or "unnamed"
+
+
+def score_name(score: TransferScore) -> str:
+    """Of a metric: "fewshot_pets_5shot", "probe_pets_top1", "knn_pets_20nn_top5"."""
+    match score.method:
+        case "fewshot":
+            return few_shot_name(score.data_set, shots=int(str(score.settings["shots"])))
+        case "knn":
+            return f"knn_{score.data_set}_{score.settings['k']}nn_{score.metric}"
+        case "probe":
+            return f"probe_{score.data_set}_{score.metric}"
+
+
+def few_shot_name(data_set: str, *, shots: int) -> str:
+    """The same of few-shot alone: in a stage's metrics.jsonl it is "val/" and this."""
+    return f"fewshot_{data_set}_{shots}shot"

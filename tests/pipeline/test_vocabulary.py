@@ -26,7 +26,8 @@ def test_every_metric_that_the_code_names_is_in_the_vocabulary_and_no_other() ->
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
                 if isinstance(node, ast.Constant) and isinstance(node.value, str):
                     named.update(re.findall(r"^(?:train|opt|data|perf|val|model)/\w+$", node.value))
-    assert named == METRICS.keys()
+    patterns = {name for name in METRICS if re.search("[A-Z]", name)}  # in capitals what the user names
+    assert named == METRICS.keys() - patterns
 
 
 @pytest.mark.parametrize("first_moment", get_args(MomentType))

@@ -1,0 +1,50 @@
+"""The flags that the four commands share. Imports nothing heavy: --help reads it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from cyclopts import Parameter
+
+from data_shards.vocabulary import USUAL_MOST_PIXELS
+from launch.flags import MaxImagePixels, WhichWeights, demand_counts
+
+
+@dataclass(frozen=True)
+class TransferOptions:
+    """How features are computed, and where the result goes."""
+
+    layer: Annotated[
+        Literal["pre_logits", "pooled"],
+        Parameter(
+            help="pre_logits: what the last linear layer is given, as big_vision; pooled: the trunk's pooled output, "
+            "before the hidden layer of an MLP head, too."
+        ),
+    ] = "pre_logits"
+    weights: WhichWeights = None
+    device: Annotated[Literal["auto", "cpu", "cuda"], Parameter(help="Where to run; auto: a GPU if there is one.")] = (
+        "auto"
+    )
+    batch_size: Annotated[int, Parameter(help="Images that the model sees at a time.")] = 64
+    workers: Annotated[
+        int | None, Parameter(help="Threads that read and decode images; default: one a core, at most 16.")
+    ] = None
+    features: Annotated[
+        Path | None, Parameter(help="Folder for features, which are computed once; default: in ~/.cache/shardvit.")
+    ] = None
+    json_file: Annotated[
+        Path | None, Parameter(name="--json", help="Write the result as JSON, too; -: to standard output, alone.")
+    ] = None
+    tracking: Annotated[
+        bool, Parameter(name="--tracking", negative="--no-tracking", help="Make an MLflow run of the result.")
+    ] = True
+    max_image_pixels: MaxImagePixels = USUAL_MOST_PIXELS
+
+    def check(self) -> None:
+        """Raises UserError for a number that is none."""
+        demand_counts(batch_size=self.batch_size, workers=self.workers)
+
+
+DEFAULTS = TransferOptions()

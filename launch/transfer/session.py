@@ -1,0 +1,177 @@
+"""What the four commands share once their flags are read: model and features opened, result kept, shown and tracked."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from data_shards.durable import replace_text
+from data_shards.errors import UserError
+from data_shards.processes import num_cores
+from data_shards.store.cache import CacheConfig, default_cache_folder
+from data_shards.store.store import Store
+from data_shards.text import one_line, table
+from launch.env import experiment_name, tracking_uri
+from launch.flags import pixel_limit
+from launch.output import say
+from launch.transfer.options import TransferOptions
+from pipeline.predict import open_predictor
+from pipeline.tracking.one_run import log_result
+from pipeline.tracking.runs import DatasetInput
+from pipeline.transfer.features import FeatureStore, Reading, default_features_folder
+from pipeline.transfer.measure import Measured
+from pipeline.transfer.origin import model_origin
+from pipeline.transfer.results import Command, TransferRecord, TransferScore, save_record, score_name
+
+_MOST_WORKERS = 16
+_CACHE_BYTES = 50 * 10**9  # of shards that are not local files
+_FAULTS_SHOWN = 5
+
+
+class Session:
+    """One command on one model.
+
+    Attributes:
+        features: of the model.
+        store: of shards that are not local files.
+    """
+
+    def __init__(self, model: Path, *, command: Command, options: TransferOptions) -> None:
+        options.check()
+        limit = pixel_limit(options.max_image_pixels)
+        if not model.exists():
+            raise UserError(f"{model}: there is no such model")
+        predictor = open_predictor(model, device=options.device, weights=options.weights)
+        self.features = FeatureStore(
+            predictor,
+            layer=options.layer,
+            folder=options.features,
+            reading=Reading(
+                batch_images=options.batch_size,
+                workers=options.workers or min(num_cores(), _MOST_WORKERS),
+                pixel_limit=limit,
+            ),
+            say=say,
+        )
+        if predictor.origin != str(model):
+            say(f"the model is {predictor.origin}")
+        for note in predictor.notes:
+            say(f"note: {note}")
+        self.store = Store(CacheConfig(folder=default_cache_folder(), limit_bytes=_CACHE_BYTES))
+        self._command: Command = command
+        self._options = options
+        self._origin = model_origin(predictor.origin)
+
+    def record(self, name: str) -> TransferRecord:
+        """A result of this command, still without any number."""
+        origin = self._origin
+        return TransferRecord(
+            command=self._command,
+            name=name,
+            model=self.features.predictor.origin,
+            model_digest=self.features.digest,
+            layer=self.features.layer,
+            run=origin.run and origin.run.name,
+            stage=origin.stage,
+            step=origin.step,
+            images_seen=origin.images_seen,
+        )
+
+    def record_file(self, name: str) -> Path:
+        """Where the result is kept: in the run's folder or, for a model from elsewhere, beside the features."""
+        outside = self._options.features or default_features_folder()
+        stem = f"{self._command}-{name}"
+        if self._origin.run is None:
+            stem = f"{stem}-{self.features.digest[:12]}"
+        return self._origin.record_file(stem, outside=outside / "results")
+
+    def keep(self, record: TransferRecord) -> Path:
+        """Write it to its file; OSError: the disk is full or fails."""
+        file = self.record_file(record.name)
+        file.parent.parent.mkdir(parents=True, exist_ok=True)
+        save_record(file, record)
+        return file
+
+    def finish(
+        self,
+        record: TransferRecord,
+        file: Path,
+        *,
+        rows: Sequence[Sequence[str]],
+        footer: Sequence[str],
+        params: Mapping[str, object],
+        more: Mapping[str, object] | None = None,
+    ) -> int:
+        """Print the table or JSON (with `more` keys), and make the MLflow run; returns the exit code."""
+        text = json.dumps({**asdict(record), **(more or {})}, indent=1)
+        if self._options.json_file == Path("-"):
+            print(text)
+        else:
+            print("\n".join([table(rows, align="lr", heading="ruled"), *footer]), flush=True)
+            if self._options.json_file is not None:
+                try:
+                    replace_text(self._options.json_file, text + "\n", sync="none")
+                except OSError as error:
+                    raise UserError(f"--json {self._options.json_file}: {error.strerror}") from None
+        say(f"the result is in {file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file}")
+        if self._options.tracking:
+            self._log(record, file, params=params)
+        return 0
+
+    def _log(self, record: TransferRecord, file: Path, *, params: Mapping[str, object]) -> None:
+        metrics = {f"val/{score_name(each)}": each.value for each in record.results}
+        if record.mean is not None:
+            metrics["val/transfer_mean"] = record.mean
+        columns: dict[str, list[object]] = {
+            "data set": [each.data_set for each in record.results],
+            "group": [each.group or "" for each in record.results],
+            "method": [each.method for each in record.results],
+            "metric": [each.metric for each in record.results],
+            "settings": [json.dumps(each.settings) for each in record.results],
+            "value": [each.value for each in record.results],
+        }
+        about = {"model": record.model, "layer": record.layer, "images_seen": record.images_seen}
+        log_result(
+            f"{record.command}-{record.run or Path(record.model).stem}-{record.name}",
+            kind=record.command,
+            params={**about, **params},
+            metrics=metrics,
+            datasets=[
+                DatasetInput(name=f"{each.name}-{use}", source=source, digest=digest, context=use)
+                for each in record.data_sets
+                for use, source, digest in (
+                    ("train", each.train, each.train_digest),
+                    ("eval", each.eval, each.eval_digest),
+                )
+            ],
+            files=[file],
+            tables={"transfer": columns},
+            of_run=self._origin.run,
+            tracking_uri=tracking_uri(),
+            experiment=experiment_name(),
+            say=say,
+        )
+
+
+def tell(measured: Measured) -> None:
+    """Damaged images and notes, on standard error."""
+    for note in measured.notes:
+        say(note)
+    for fault in measured.faults[:_FAULTS_SHOWN]:
+        say(f"{one_line(fault.key)} of {fault.shard} cannot be read and is left out: {fault.reason}")
+    if (count := measured.used.damaged_images) > _FAULTS_SHOWN:
+        say(f"{count:,} images in all cannot be read and are left out")
+
+
+def share(score: TransferScore) -> str:
+    """A score for people: four digits."""
+    return f"{score.value:.4f}"
+
+
+def spread(score: TransferScore) -> str:
+    """The standard deviation over the seeds; empty: there is one."""
+    from statistics import stdev
+
+    return f"{stdev(score.values):.4f}" if len(score.values) > 1 else ""

@@ -1,0 +1,181 @@
+"""A table of data sets for `shardvit transfer`: read from YAML, measured set by set, its result kept after each.
+
+A set whose settings, shards and model are those of the kept result is not measured again, so that the same command,
+typed again after an interruption, goes on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from data_shards.errors import UserError
+from data_shards.opening import open_shards
+from data_shards.shard_set import ShardSet
+from data_shards.store.store import Store
+from data_shards.text import one_line
+from pipeline.recipe.data import ShardsConfig
+from pipeline.recipe.yaml_text import read_yaml_file
+from pipeline.stage_data import shards_spec
+from pipeline.transfer.features import FeatureStore
+from pipeline.transfer.measure import Measured, TransferSet, check_sets, measure
+from pipeline.transfer.results import TransferRecord, TransferScore, UsedSet, load_record, save_record
+from pipeline.transfer.settings import AnySet, Settings, TransferTable
+
+_METHODS = ("fewshot", "probe", "knn")
+Say = Callable[[str], None]
+
+
+def read_table(path: Path) -> TransferTable:
+    """UserError: it cannot be read, or a key is wrong; the sentence names it."""
+    tree = read_yaml_file(path)
+    if not isinstance(tree, dict):
+        raise UserError(f"{path} is no table: write method: probe, and data_sets: a list of {{name, train, eval}}")
+    try:
+        return TransferTable.model_validate(tree)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(str(part) for part in first["loc"] if part not in _METHODS)
+        message = first["msg"].removeprefix("Value error, ")
+        raise UserError(one_line(f"{path}: {f'{where}: ' if where else ''}{message}")) from None
+
+
+def open_set(shards: ShardsConfig, *, store: Store, say: Say) -> ShardSet:
+    """A set that the user names; what is damaged is told, and left out. UserError: it is not there, or broken."""
+    if shards.weight is not None:
+        raise UserError(f"{shards.shards}: a weight means nothing to a single set of shards: leave it out")
+    opened = open_shards(shards_spec(shards), damaged="report", report=say, store=store)
+    for damage in opened.damage:
+        say(damage)
+    return opened
+
+
+def open_table(table: TransferTable, *, store: Store, say: Say) -> list[TransferSet]:
+    """All of its sets, checked, before anything is computed. UserError names the set."""
+    opened: list[TransferSet] = []
+    for each in table.data_sets:
+        try:
+            train, held_out = (open_set(shards, store=store, say=say) for shards in (each.train, each.eval))
+            data = TransferSet(each.name, train, held_out, store=store, group=each.group)
+            check_sets(data)
+        except UserError as error:
+            raise UserError(f"data set {each.name}: {error}") from None
+        opened.append(data)
+    return opened
+
+
+def settings_of(data: AnySet) -> Settings:
+    """How a table's set is measured."""
+    for kind in type(data).__mro__:
+        if kind in Settings.__args__:
+            return kind.model_validate({name: getattr(data, name) for name in kind.model_fields})
+    raise AssertionError(type(data))
+
+
+@dataclass(frozen=True)
+class TableProgress:
+    """What `measure_table` tells of one set."""
+
+    number: int
+    of: int
+    name: str
+    measured: Measured | None  # None: it was kept from before
+
+
+def measure_table(
+    table: TransferTable,
+    sets: Sequence[TransferSet],
+    *,
+    features: FeatureStore,
+    record: TransferRecord,
+    file: Path,
+    most_images: int | None,
+    told: Callable[[TableProgress], None],
+) -> TransferRecord:
+    """Measure what `file` does not have; `record`: what it will say of the model. UserError as `measure`; OSError: the
+    disk is full or fails."""
+    before = _kept(file, like=record)
+    for number, (config, data) in enumerate(zip(table.data_sets, sets, strict=True), start=1):
+        settings = settings_of(config)
+        asked = _digest({**settings.model_dump(mode="json"), "most_images": most_images, "group": config.group})
+        kept, measured = _same(before, data, asked=asked), None
+        if kept is None:
+            try:
+                measured = measure(features, data, settings, most_images=most_images)
+            except UserError as error:
+                raise UserError(f"data set {data.name}: {error}") from None
+            kept = measured.used, measured.scores
+        record = _added(record, *kept, asked=asked)
+        if number == len(sets):
+            record = replace(record, mean=mean_score(record))
+            save_record(file, record)
+        elif measured is not None:
+            done = {each.name for each in sets[:number]}
+            save_record(file, _added_rest(record, before, names=[each.name for each in sets if each.name not in done]))
+        told(TableProgress(number, len(sets), data.name, measured))
+    return record
+
+
+def _kept(file: Path, *, like: TransferRecord) -> TransferRecord | None:
+    """The result that is there already, if it is of the same model."""
+    try:
+        before = load_record(file)
+    except ValueError:
+        return None
+    same = (before.command, before.model_digest, before.layer) == (like.command, like.model_digest, like.layer)
+    return before if same else None
+
+
+def _same(
+    before: TransferRecord | None, data: TransferSet, *, asked: str
+) -> tuple[UsedSet, tuple[TransferScore, ...]] | None:
+    """What was measured before of the same shards in the same way."""
+    if before is None or before.asked.get(data.name) != asked:
+        return None
+    for used in before.data_sets:
+        if (used.name, used.train_digest, used.eval_digest) == (data.name, data.train.digest, data.eval.digest):
+            return used, tuple(each for each in before.results if each.data_set == data.name)
+    return None
+
+
+def _added(record: TransferRecord, used: UsedSet, scores: tuple[TransferScore, ...], *, asked: str) -> TransferRecord:
+    return replace(
+        record,
+        data_sets=(*record.data_sets, used),
+        results=(*record.results, *scores),
+        asked={**record.asked, used.name: asked},
+    )
+
+
+def _added_rest(record: TransferRecord, before: TransferRecord | None, *, names: Sequence[str]) -> TransferRecord:
+    """With what was kept of the sets still to come, which an interruption must not lose."""
+    for used in before.data_sets if before else ():
+        if before and used.name in names and used.name in before.asked:
+            scores = tuple(each for each in before.results if each.data_set == used.name)
+            record = _added(record, used, scores, asked=before.asked[used.name])
+    return record
+
+
+def _digest(asked: dict[str, object]) -> str:
+    return hashlib.blake2b(json.dumps(asked, sort_keys=True).encode(), digest_size=8).hexdigest()
+
+
+def set_scores(record: TransferRecord) -> dict[str, TransferScore]:
+    """Each set's score in the mean: its first top-1."""
+    found: dict[str, TransferScore] = {}
+    for each in record.results:
+        if each.metric == "top1":
+            found.setdefault(each.data_set, each)
+    return found
+
+
+def mean_score(record: TransferRecord, *, group: str | None = None) -> float | None:
+    """Over the data sets, as VTAB's score is over its 19; of one group, or of all. None: there is none."""
+    values = [each.value for each in set_scores(record).values() if group is None or each.group == group]
+    return statistics.fmean(values) if values else None
