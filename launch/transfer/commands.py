@@ -14,7 +14,7 @@ from launch.output import say
 from launch.transfer.options import DEFAULTS, TransferOptions
 
 if TYPE_CHECKING:
-    from pipeline.transfer.measure import Measured
+    from pipeline.transfer.measure import SetMeasured
     from pipeline.transfer.results import TransferScore
     from pipeline.transfer.settings import FewShotSettings, KnnSettings, ProbeSettings, Settings
 
@@ -303,7 +303,7 @@ def _one_set(
     )
 
 
-def _rows(measured: Measured) -> list[tuple[str, ...]]:
+def _rows(measured: SetMeasured) -> list[tuple[str, ...]]:
     from launch.transfer.session import share, spread
 
     first = measured.scores[0]
@@ -363,7 +363,7 @@ def _how(score: TransferScore) -> str:
             return f"kNN, k {score.settings['k']}"
 
 
-def _shots_as_json(measured: Measured, classes: Sequence[str]) -> Mapping[str, Mapping[str, list[int]]]:
+def _shots_as_json(measured: SetMeasured, classes: Sequence[str]) -> Mapping[str, Mapping[str, list[int]]]:
     """Seed -> class -> the numbers of its samples in TRAIN_SHARDS, in the order drawn: the first 5 are the 5 shots."""
     return {
         str(seed): {classes[label]: samples for label, samples in by_class.items()}

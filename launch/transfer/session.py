@@ -20,10 +20,10 @@ from launch.transfer.options import TransferOptions
 from pipeline.predict import open_predictor
 from pipeline.tracking.one_run import log_result
 from pipeline.tracking.runs import DatasetInput
-from pipeline.transfer.features import FeatureStore, Reading, default_features_folder
-from pipeline.transfer.measure import Measured
+from pipeline.transfer.features import FeatureReading, FeatureStore, default_features_folder
+from pipeline.transfer.measure import SetMeasured
 from pipeline.transfer.origin import model_origin
-from pipeline.transfer.results import Command, TransferRecord, TransferScore, save_record, score_name
+from pipeline.transfer.results import Command, TransferRecord, TransferScore, metrics_of, save_record
 
 _MOST_WORKERS = 16
 _CACHE_BYTES = 50 * 10**9  # of shards that are not local files
@@ -48,7 +48,7 @@ class Session:
             predictor,
             layer=options.layer,
             folder=options.features,
-            reading=Reading(
+            reading=FeatureReading(
                 batch_images=options.batch_size,
                 workers=options.workers or min(num_cores(), _MOST_WORKERS),
                 pixel_limit=limit,
@@ -121,9 +121,6 @@ class Session:
         return 0
 
     def _log(self, record: TransferRecord, file: Path, *, params: Mapping[str, object]) -> None:
-        metrics = {f"val/{score_name(each)}": each.value for each in record.results}
-        if record.mean is not None:
-            metrics["val/transfer_mean"] = record.mean
         columns: dict[str, list[object]] = {
             "data set": [each.data_set for each in record.results],
             "group": [each.group or "" for each in record.results],
@@ -137,7 +134,7 @@ class Session:
             f"{record.command}-{record.run or Path(record.model).stem}-{record.name}",
             kind=record.command,
             params={**about, **params},
-            metrics=metrics,
+            metrics=metrics_of(record),
             datasets=[
                 DatasetInput(name=f"{each.name}-{use}", source=source, digest=digest, context=use)
                 for each in record.data_sets
@@ -155,7 +152,7 @@ class Session:
         )
 
 
-def tell(measured: Measured) -> None:
+def tell(measured: SetMeasured) -> None:
     """Damaged images and notes, on standard error."""
     for note in measured.notes:
         say(note)

@@ -1,5 +1,5 @@
 """The recipe: its keys, reading it, arithmetic on it. No torch.
 
-Imported by: budget, checkpoint, engine, files of pipeline, kernels, launch, optimizers, pictures, report.
+Imported by: budget, checkpoint, engine, files of pipeline, kernels, launch, optimizers, pictures, report, transfer.
 Imports: data_shards, files of pipeline, model.
 """

@@ -66,7 +66,7 @@ class Features:
 
 
 @dataclass(frozen=True)
-class Reading:
+class FeatureReading:
     """How images are read and shown to a model: what costs time alone."""
 
     batch_images: int = 64
@@ -94,7 +94,7 @@ class FeatureStore:
         *,
         layer: Layer = "pre_logits",
         folder: Path | None = None,
-        reading: Reading | None = None,
+        reading: FeatureReading | None = None,
         say: Callable[[str], None] = lambda line: None,
     ) -> None:
         if not isinstance(predictor.logits, nn.Module):
@@ -107,7 +107,7 @@ class FeatureStore:
         self._model, self._folder, self._reading = (
             predictor.logits,
             folder or default_features_folder(),
-            reading or Reading(),
+            reading or FeatureReading(),
         )
         meta = predictor.meta
         self.transform = EvalTransform(meta.image_size, protocol=meta.eval_protocol, crop_share=meta.eval_crop_share)

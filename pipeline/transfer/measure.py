@@ -42,7 +42,7 @@ class TransferSet:
 
 
 @dataclass(frozen=True)
-class Measured:
+class SetMeasured:
     """The scores of one data set."""
 
     used: UsedSet
@@ -65,7 +65,7 @@ def check_sets(data: TransferSet) -> None:
         )
 
 
-def measure(features: FeatureStore, data: TransferSet, settings: Settings, *, most_images: int | None) -> Measured:
+def measure(features: FeatureStore, data: TransferSet, settings: Settings, *, most_images: int | None) -> SetMeasured:
     """The scores of one set; `most_images`: so many training images at most, None: all.
 
     Raises:
@@ -89,7 +89,7 @@ def measure(features: FeatureStore, data: TransferSet, settings: Settings, *, mo
 
 def _few_shot(
     features: FeatureStore, data: TransferSet, settings: FewShotSettings, *, chosen: Int64s | None
-) -> Measured:
+) -> SetMeasured:
     labels = label_column(data.train, store=data.store)
     if chosen is not None:
         rest = np.ones(len(labels), dtype=np.bool_)
@@ -152,7 +152,7 @@ def _few_shot(
     measured = _measured(data, scores, train=train, held_out=held_out, damaged=damaged, notes=notes)
     every = {(each.shard, each.key): each for each in measured.faults} | faults
     drawn = {seed: _by_class(labels, samples) for seed, samples in by_seed.items()}
-    return Measured(measured.used, measured.scores, tuple(every.values()), shots=drawn, notes=notes)
+    return SetMeasured(measured.used, measured.scores, tuple(every.values()), shots=drawn, notes=notes)
 
 
 def _by_class(labels: Int64s, samples: Int64s) -> dict[int, list[int]]:
@@ -247,7 +247,7 @@ def _measured(
     held_out: Features,
     damaged: int | None = None,
     notes: tuple[str, ...] = (),
-) -> Measured:
+) -> SetMeasured:
     faults = {(each.shard, each.key): each for each in (*train.faults, *held_out.faults)}
     used = UsedSet(
         name=data.name,
@@ -261,4 +261,4 @@ def _measured(
         damaged_images=(len(train.damaged) if damaged is None else damaged) + len(held_out.damaged),
         group=data.group,
     )
-    return Measured(used, tuple(scores), tuple(faults.values()), notes=notes)
+    return SetMeasured(used, tuple(scores), tuple(faults.values()), notes=notes)

@@ -142,6 +142,12 @@ def file_name(name: str) -> str:
     return re.sub("[^A-Za-z0-9._-]+", "-", name).strip("-.")[:100] or "unnamed"
 
 
+def metrics_of(record: TransferRecord) -> dict[str, float]:
+    """By their names in MLflow; see METRICS of `pipeline.vocabulary`."""
+    mean = {} if record.mean is None else {"val/transfer_mean": record.mean}
+    return {f"val/{score_name(each)}": each.value for each in record.results} | mean
+
+
 def score_name(score: TransferScore) -> str:
     """Of a metric: "fewshot_pets_5shot", "probe_pets_top1", "knn_pets_20nn_top5"."""
     match score.method:

@@ -24,7 +24,7 @@ from pipeline.recipe.data import ShardsConfig
 from pipeline.recipe.yaml_text import read_yaml_file
 from pipeline.stage_data import shards_spec
 from pipeline.transfer.features import FeatureStore
-from pipeline.transfer.measure import Measured, TransferSet, check_sets, measure
+from pipeline.transfer.measure import SetMeasured, TransferSet, check_sets, measure
 from pipeline.transfer.results import TransferRecord, TransferScore, UsedSet, load_record, save_record
 from pipeline.transfer.settings import AnySet, Settings, TransferTable
 
@@ -85,7 +85,7 @@ class TableProgress:
     number: int
     of: int
     name: str
-    measured: Measured | None  # None: it was kept from before
+    measured: SetMeasured | None  # None: it was kept from before
 
 
 def measure_table(
