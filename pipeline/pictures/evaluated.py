@@ -1,0 +1,57 @@
+"""What the pictures of an evaluation are drawn from: the kept evaluations of a step, and their sets' names and numbers.
+
+Reads evaluation.json and arrays.npz of each set: milliseconds, and tenths of a second with 1,000 classes. No torch.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+from data_shards.text import one_line
+from pipeline.evaluation.result import OWN_SET, Evaluation, evaluated_step, evaluations, load_evaluation
+from pipeline.pictures.picture import DrawRequest
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """One held-out set's evaluation, and how its pictures are told from another set's."""
+
+    evaluation: Evaluation
+    set_name: str
+
+    def name(self, picture: str) -> str:
+        """`picture` for the stage's own set, else with the set's name behind it, in the letters of a picture's name."""
+        if self.set_name == OWN_SET:
+            return picture
+        return f"{picture}__{re.sub('[^a-z0-9_]', '_', self.set_name.lower())}"
+
+    def title(self, text: str) -> str:
+        return text if self.set_name == OWN_SET else f"{text}: {one_line(self.set_name)}"
+
+
+def evaluated(request: DrawRequest) -> list[Evaluated]:
+    """The evaluations of the request's step that are still kept, the stage's own set first. ValueError: one cannot be
+    read."""
+    found = evaluations(request.stage_folder)
+    names = sorted(found, key=lambda name: (name != OWN_SET, name))
+    return [
+        Evaluated(load_evaluation(folder), set_name)
+        for set_name in names
+        for folder in found[set_name]
+        if evaluated_step(folder) == request.step
+    ]
+
+
+def percent(share: float) -> str:
+    """A share of 1 as "61.2 %", "-" for NaN; a small one is not shown as 0."""
+    if not math.isfinite(share):
+        return "-"
+    return "< 0.1 %" if 0 < share < 0.0005 else f"{100 * share:.1f} %"
+
+
+def counted(number: int, noun: str) -> str:
+    """ "1 image", "2,000 images", "3 classes"."""
+    plural = f"{noun}es" if noun.endswith("s") else f"{noun}s"
+    return f"{number:,} {noun if number == 1 else plural}"
