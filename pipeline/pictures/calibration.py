@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.evaluation.result import Calibration
-from pipeline.pictures.evaluated import counted, evaluated, percent
+from pipeline.pictures.evaluated import Evaluated, counted, each_set, percent
 from pipeline.pictures.picture import DrawRequest, Picture, keep_picture
 from pipeline.pictures.style import ACCENT, BAD, GRID, INK, MUTED, PAPER, SERIES, new_figure
 
@@ -44,10 +44,11 @@ def wilson_interval(share: Floats, images: NDArray[np.int64]) -> tuple[Floats, F
 
 def draw_reliability(request: DrawRequest) -> None:
     """The diagram of each held-out set whose evaluation measured calibration."""
-    for one in evaluated(request):
+
+    def draw(one: Evaluated) -> None:
         calibration = one.evaluation.calibration
         if calibration is None or not calibration.images.sum():
-            continue
+            return
         total, error = int(calibration.images.sum()), calibration_error(calibration)
         filled = calibration.images > 0
         confidence = float(calibration.images[filled] @ calibration.confidence[filled] / total)
@@ -65,6 +66,8 @@ def draw_reliability(request: DrawRequest) -> None:
         )
         figure = _diagram(calibration, confidence=confidence, accuracy=accuracy, error=error)
         keep_picture(request.stage_folder, picture, figure=figure, step=request.step)
+
+    each_set(request, draw)
 
 
 def _diagram(calibration: Calibration, *, confidence: float, accuracy: float, error: float) -> Figure:

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from data_shards.text import one_line
-from pipeline.pictures.evaluated import Evaluated, counted, evaluated, percent
+from pipeline.pictures.evaluated import Evaluated, brief, counted, each_set, percent
 from pipeline.pictures.picture import DrawRequest, Picture, keep_picture
 from pipeline.pictures.style import ACCENT, GRID, INK, MUTED, PAPER, new_figure, plain
 
@@ -91,10 +90,11 @@ def in_blocks(confusion: Counts, *, most: int) -> tuple[Counts, int]:
 
 def draw_confused_pairs(request: DrawRequest) -> None:
     """The pairs of each held-out set in which anything was confused."""
-    for one in evaluated(request):
+
+    def draw(one: Evaluated) -> None:
         confusion = one.evaluation.confusion
         if confusion is None or not (pairs := confused_pairs(confusion, most=_MOST_PAIRS)):
-            continue
+            return
         classes = one.evaluation.classes
         wrong = int(confusion.sum() - np.trace(confusion))
         picture = Picture(
@@ -105,7 +105,7 @@ def draw_confused_pairs(request: DrawRequest) -> None:
             f"{counted(wrong, 'mistake')} in {counted(int(confusion.sum()), 'image')}.",
             alt="Most frequent mistakes: "
             + "; ".join(
-                f"{_brief(classes[pair.true])} taken for {_brief(classes[pair.predicted])}, "
+                f"{brief(classes[pair.true])} taken for {brief(classes[pair.predicted])}, "
                 f"{counted(pair.images, 'image')} ({percent(pair.share)})"
                 for pair in pairs[:5]
             )
@@ -114,9 +114,7 @@ def draw_confused_pairs(request: DrawRequest) -> None:
         )
         keep_picture(request.stage_folder, picture, figure=_bars(pairs, classes), step=request.step)
 
-
-def _brief(name: str) -> str:
-    return plain(name, longest=30)
+    each_set(request, draw)
 
 
 def _bars(pairs: list[ConfusedPair], classes: tuple[str, ...]) -> Figure:
@@ -146,10 +144,11 @@ def _bars(pairs: list[ConfusedPair], classes: tuple[str, ...]) -> Figure:
 
 def draw_confusion_matrix(request: DrawRequest) -> None:
     """The matrix of each held-out set with at least two classes and an image."""
-    for one in evaluated(request):
+
+    def draw(one: Evaluated) -> None:
         confusion = one.evaluation.confusion
         if confusion is None or len(confusion) < 2 or not confusion.sum():
-            continue
+            return
         classes = one.evaluation.classes
         is_ordered = len(classes) > _MOST_NAMED
         order = similar_order(confusion) if is_ordered else np.arange(len(classes))
@@ -166,6 +165,8 @@ def draw_confusion_matrix(request: DrawRequest) -> None:
         )
         figure = _matrix(row_shares(cells), names)
         keep_picture(request.stage_folder, picture, figure=figure, step=request.step)
+
+    each_set(request, draw)
 
 
 def _matrix_caption(classes: int, *, size: int, is_ordered: bool, has_empty_rows: bool) -> str:
@@ -193,8 +194,8 @@ def _matrix_alt(confusion: Counts, classes: tuple[str, ...]) -> str:
     if not pairs:
         return f"{text}; nothing was confused."
     shown = ", ".join(
-        f"{_brief(classes[pair.true])} as {_brief(classes[pair.predicted])} ({percent(pair.share)} of "
-        f"{_brief(classes[pair.true])})"
+        f"{brief(classes[pair.true])} as {brief(classes[pair.predicted])} ({percent(pair.share)} of "
+        f"{brief(classes[pair.true])})"
         for pair in pairs
     )
     return f"{text}. Most often confused: {shown}."
@@ -222,7 +223,9 @@ def _matrix(shares: Floats, names: list[str]) -> Figure:
         shown = ax.imshow(shown_shares, cmap=_fading(_RASTER), norm=norm, interpolation="none")
     else:
         edges = np.arange(cells + 1) - 0.5
-        shown = ax.pcolormesh(edges, edges, shown_shares, cmap=_fading(ACCENT), norm=norm, edgecolors=GRID, linewidth=0.4)
+        shown = ax.pcolormesh(
+            edges, edges, shown_shares, cmap=_fading(ACCENT), norm=norm, edgecolors=GRID, linewidth=0.4
+        )
         ax.set(xlim=(-0.5, cells - 0.5), ylim=(cells - 0.5, -0.5), aspect="equal")
     ax.set_yticks(places, labels)
     ax.set_xticks(places, labels, rotation=90 if is_upright else 0)

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from data_shards.text import one_line
 from pipeline.evaluation.result import OWN_SET, Evaluation, evaluated_step, evaluations, load_evaluation
 from pipeline.pictures.picture import DrawRequest
+from pipeline.pictures.style import plain
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,23 @@ def evaluated(request: DrawRequest) -> list[Evaluated]:
     ]
 
 
+def each_set(request: DrawRequest, draw: Callable[[Evaluated], None]) -> None:
+    """Call `draw` for each; one that fails (ValueError, OSError) is told after the others have been drawn."""
+    failed: list[Exception] = []
+    for one in evaluated(request):
+        try:
+            draw(one)
+        except (ValueError, OSError) as error:
+            failed.append(error)
+    if failed:
+        raise failed[0]
+
+
+def brief(name: str) -> str:
+    """A class's name for an alternative text."""
+    return plain(name, longest=30)
+
+
 def percent(share: float) -> str:
     """A share of 1 as "61.2 %", "-" for NaN; a small one is not shown as 0."""
     if not math.isfinite(share):
@@ -52,6 +71,6 @@ def percent(share: float) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """ "1 image", "2,000 images", "3 classes"."""
+    """A number and its noun: "1 image", "2,000 images", "3 classes"."""
     plural = f"{noun}es" if noun.endswith("s") else f"{noun}s"
     return f"{number:,} {noun if number == 1 else plural}"

@@ -34,10 +34,10 @@ def held_out_images(request: DrawRequest, *, set_name: str, samples: Sequence[in
         ValueError: the recipe does not name it, or it has no such sample: it is another than it was.
     """
     recipe, config = request.recipe, request.recipe.train_stage(request.stage)
-    named = config.eval if set_name == OWN_SET else (config.also_eval or {}).get(set_name)
+    named = config.eval if set_name == OWN_SET else (getattr(config, "also_eval", None) or {}).get(set_name)
     if named is None:
         raise ValueError(f"stages.{request.stage} names no held-out shards {set_name!r}")
-    store = store_of(recipe)
+    store = store_of(recipe, commands="refuse")
     shards = open_shards(shards_spec(named), damaged="report", report=lambda line: None, store=store)
     visits = _visits(shards, np.asarray(samples, dtype=np.int64))
     is_here = {number: _is_here(shards, number, store=store) for number in np.unique(visits.shard).tolist()}

@@ -13,7 +13,7 @@ import numpy as np
 from pipeline.evaluation.result import Evaluation
 from pipeline.pictures.calibration import wilson_interval
 from pipeline.pictures.confusion import row_shares
-from pipeline.pictures.evaluated import counted, evaluated, percent
+from pipeline.pictures.evaluated import Evaluated, brief, counted, each_set, percent
 from pipeline.pictures.picture import Cell, DrawRequest, Picture, keep_picture, keep_table
 from pipeline.pictures.style import ACCENT, BAD, GRID, MUTED, new_figure, plain
 
@@ -62,7 +62,8 @@ def class_scores(evaluation: Evaluation) -> list[ClassScore]:
 
 def draw_per_class_table(request: DrawRequest) -> None:
     """All classes of each held-out set."""
-    for one in evaluated(request):
+
+    def draw(one: Evaluated) -> None:
         evaluation = one.evaluation
         scores = class_scores(evaluation)
         columns: dict[str, list[Cell]] = {
@@ -88,13 +89,16 @@ def draw_per_class_table(request: DrawRequest) -> None:
         )
         keep_table(request.stage_folder, picture, columns=columns, step=request.step)
 
+    each_set(request, draw)
+
 
 def draw_per_class(request: DrawRequest) -> None:
     """The spread over the classes of each held-out set that has images of two at least."""
-    for one in evaluated(request):
+
+    def draw(one: Evaluated) -> None:
         scores = [each for each in class_scores(one.evaluation) if each.images]
         if len(scores) < 2:
-            continue
+            return
         is_long = len(scores) > _MOST_DOTS
         caption = _score_says(one.evaluation) + " Worst first; on the right: images of the class."
         if one.evaluation.per_class.average_precision is None:
@@ -110,6 +114,8 @@ def draw_per_class(request: DrawRequest) -> None:
         )
         figure = _ranked(one.evaluation, scores) if is_long else _dots(one.evaluation, scores)
         keep_picture(request.stage_folder, picture, figure=figure, step=request.step)
+
+    each_set(request, draw)
 
 
 def _score_name(evaluation: Evaluation) -> str:
@@ -131,14 +137,12 @@ def _alt(evaluation: Evaluation, scores: list[ClassScore]) -> str:
     if not known:
         return f"{counted(len(scores), 'class')} without a held-out image."
     values = np.array([each.score for each in known])
-    worst = ", ".join(
-        f"{plain(evaluation.classes[each.number], longest=30)} {percent(each.score)}" for each in known[:3]
-    )
+    worst = ", ".join(f"{brief(evaluation.classes[each.number])} {percent(each.score)}" for each in known[:3])
     best = known[-1]
     return (
         f"{_score_name(evaluation).capitalize()} of {counted(len(known), 'class')}: mean {percent(values.mean())}, "
         f"median {percent(float(np.median(values)))}. Worst: {worst}; best: "
-        f"{plain(evaluation.classes[best.number], longest=30)} {percent(best.score)}."
+        f"{brief(evaluation.classes[best.number])} {percent(best.score)}."
     )
 
 

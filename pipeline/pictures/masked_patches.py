@@ -1,0 +1,154 @@
+"""What masked patch prediction sees of held-out images, and the colours that it fills in.
+
+Drawn from the stage's model, on the CPU in float32: one forward pass over eight images, and once the weights in memory.
+The corruption is that of every evaluation (`corruption_held_out`), so the pictures of two runs can be compared.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipeline.evaluation.result import OWN_SET
+from pipeline.pictures.evaluated import counted, percent
+from pipeline.pictures.grid import Cell, image_grid
+from pipeline.pictures.held_out_images import held_out_images
+from pipeline.pictures.picture import DrawRequest, Picture, keep_picture
+from pipeline.recipe.stage import MaskedPatchStage
+
+_IMAGES = 8
+_CELL_INCHES = 1.5
+_PATCH_PIXELS = 16  # at least so many a side, so that a frame and a hatch can be seen on it
+_HATCH, _HATCH_GROUND, _FRAME = 0x6E, 0xB4, 0x14  # greys
+
+Pixels = NDArray[np.uint8]
+Numbers = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class FilledIn:
+    """n images of N patches, of which K were corrupted."""
+
+    images: Pixels  # [n, S, S, 3]
+    source: Numbers  # [n, N], the number of the patch that each was given; N for the mask's
+    corrupted: Numbers  # [n, K], the patches to predict
+    predicted: Numbers  # [n, K], their classes of colours
+    true: Numbers  # [n, K]
+
+    @property
+    def right(self) -> NDArray[np.bool_]:
+        """[n, K]."""
+        return self.predicted == self.true
+
+
+def draw_masked_patches(request: DrawRequest) -> None:
+    """Of a masked_patch stage that is done; nothing of another stage."""
+    if not isinstance(request.recipe.train_stage(request.stage), MaskedPatchStage):
+        return
+    filled = fill_in(request)
+    if filled is None:
+        return
+    count, patches = filled.corrupted.shape
+    share = float(filled.right.mean())
+    picture = Picture(
+        name="masked_patches",
+        title="Masked patches",
+        caption=f"{counted(count, 'held-out image')}, of which {patches} patches each were corrupted. Corrupted: "
+        "hatched patches were replaced by the mask's embedding, framed ones by another patch of the image; a tenth is "
+        "kept as it is. Predicted: the model's mean colour of each corrupted patch, of 512 (3 bits a channel); below, "
+        "how many are right to the bit. True: their mean colours.",
+        alt=f"{counted(count, 'image')} with half of their patches corrupted, the colours that the model fills in, and "
+        f"the true ones: {int(filled.right.sum()):,} of {filled.right.size:,} patches ({percent(share)}) have exactly "
+        "the right one of 512 colours.",
+        group="evaluation",
+    )
+    figure = image_grid(
+        [cell for row in range(count) for cell in _cells(filled, row)],
+        columns=4,
+        cell_inches=_CELL_INCHES,
+        together=4,
+        column_titles=("input", "corrupted", "predicted", "true"),
+    )
+    keep_picture(request.stage_folder, picture, figure=figure, step=request.step)
+
+
+def fill_in(request: DrawRequest) -> FilledIn | None:
+    """The first images of the stage's held-out set and what its model predicts; None: none of them can be read.
+    UserError: the set cannot be opened; ValueError: the stage has no whole model."""
+    import torch
+
+    from model.masked_patch import colour_classes
+    from model.saved import build_from_saved
+    from pipeline.patch_corruption import corruption_held_out
+    from pipeline.task import model_input
+
+    recipe = request.recipe
+    batch = held_out_images(request, set_name=OWN_SET, samples=range(_IMAGES))
+    if not len(batch.keys):
+        return None
+    _, model = build_from_saved(request.folder.model(request.stage))
+    colours = colour_classes(batch.images, patch_size=recipe.model.sizes.patch_size)
+    corruption = corruption_held_out(batch, seed=recipe.seed, num_patches=colours.shape[1])
+    pixels = model_input(batch, device=torch.device("cpu"), dtype=torch.float32)
+    with torch.inference_mode():
+        logits = model.eval()(pixels, corruption.source, corruption.corrupted)
+    return FilledIn(
+        images=batch.images.numpy(),
+        source=corruption.source.numpy(),
+        corrupted=corruption.corrupted.numpy(),
+        predicted=logits.argmax(dim=-1).numpy(),
+        true=colours.gather(1, corruption.corrupted).numpy(),
+    )
+
+
+def colour_of(classes: Numbers) -> Pixels:
+    """The middle of a class of mean colours (64 r + 8 g + b, 3 bits each), [..., 3]."""
+    levels = np.stack([classes // 64, classes // 8 % 8, classes % 8], axis=-1)
+    return ((2 * levels + 1) * 255 // 16).astype(np.uint8)
+
+
+def _cells(filled: FilledIn, row: int) -> list[Cell]:
+    image, source, corrupted = filled.images[row], filled.source[row], filled.corrupted[row]
+    grid = round(len(source) ** 0.5)
+    scale = max(1, -(-_PATCH_PIXELS * grid // len(image)))
+    patches = _to_patches(np.repeat(np.repeat(image, scale, axis=0), scale, axis=1), grid)
+    seen, predicted, true = (patches.copy() for _ in range(3))
+    for patch in corrupted.tolist():
+        if source[patch] == len(source):
+            seen[patch] = _hatched(patches.shape[1])
+        elif source[patch] != patch:
+            seen[patch] = _framed(patches[source[patch]])
+    predicted[corrupted] = colour_of(filled.predicted[row])[:, None, None]
+    true[corrupted] = colour_of(filled.true[row])[:, None, None]
+    right = f"{int(filled.right[row].sum())} of {len(corrupted)} right"
+    shown = (_to_image(each, grid) for each in (patches, seen, predicted, true))
+    return [Cell(each, (right,) if number == 2 else ()) for number, each in enumerate(shown)]
+
+
+def _to_patches(image: Pixels, grid: int) -> Pixels:
+    """[S, S, 3] -> [N, P, P, 3], row by row."""
+    side = len(image) // grid
+    return image.reshape(grid, side, grid, side, 3).swapaxes(1, 2).reshape(grid * grid, side, side, 3)
+
+
+def _to_image(patches: Pixels, grid: int) -> Pixels:
+    side = patches.shape[1]
+    return patches.reshape(grid, grid, side, side, 3).swapaxes(1, 2).reshape(grid * side, grid * side, 3)
+
+
+def _hatched(side: int) -> Pixels:
+    """Diagonal stripes, which no photograph has patch by patch."""
+    across, down = np.meshgrid(np.arange(side), np.arange(side))
+    is_stripe = (across + down) % 8 < 3
+    return np.where(is_stripe[..., None], _HATCH, _HATCH_GROUND).astype(np.uint8).repeat(3, axis=-1)
+
+
+def _framed(patch: Pixels) -> Pixels:
+    framed = patch.copy()
+    for lines, grey in ((0, _FRAME), (1, 0xFF)):
+        end = len(patch) - 1 - lines
+        framed[[lines, end], lines : end + 1] = grey
+        framed[lines : end + 1, [lines, end]] = grey
+    return framed
