@@ -37,9 +37,24 @@ def drawers(moment: Moment) -> Sequence[Drawer]:
 
             return (draw_training_batch,)
         case "evaluated":
-            return ()
+            from pipeline.pictures.calibration import draw_reliability
+            from pipeline.pictures.confusion import draw_confused_pairs, draw_confusion_matrix
+            from pipeline.pictures.evaluation_grid import draw_evaluation_grid, draw_worst_mistakes
+            from pipeline.pictures.per_class import draw_per_class, draw_per_class_table
+
+            return (
+                draw_evaluation_grid,
+                draw_worst_mistakes,
+                draw_confused_pairs,
+                draw_confusion_matrix,
+                draw_reliability,
+                draw_per_class,
+                draw_per_class_table,
+            )
         case "end":
-            return ()
+            from pipeline.pictures.masked_patches import draw_masked_patches
+
+            return (draw_masked_patches,)
 
 
 def draw(request: DrawRequest, *, moment: Moment, say: Say) -> None:
