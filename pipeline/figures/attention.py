@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _SHOWN_PIXELS = 192  # side of an image in the figure, about
+_INPUT_INCHES = 1.3
 _MOST_BLOCKS, _MOST_HEADS = 12, 16  # in the figure of all maps
 
 Drawn = tuple[Picture, "Figure"]
@@ -37,7 +38,7 @@ def draw_rollout(looked: LookedAt, batch: Batch, *, meta: SavedModelMeta, classe
         cells.append(Cell(image, (", ".join(truths) or batch.keys[number],)))
         cells.append(_guessed(in_the_light_of(image, shares), looked, number, meta=meta, truths=truths))
         strongest.append(float(shares.max() / shares.mean()))
-    figure = image_grid(cells, columns=4, cell_inches=1.45, together=2, column_titles=("input", "attention") * 2)
+    figure = image_grid(cells, columns=4, cell_inches=1.2, together=2, column_titles=("input", "attention") * 2)
     whose = {"cls": "the class token", "gap": "the mean of all patches", "map": "attention pooling"}[meta.model.pool]
     if meta.head == "masked_patch":
         whose = "all patches, in the mean,"
@@ -96,17 +97,22 @@ def draw_maps(looked: LookedAt, batch: Batch, *, meta: SavedModelMeta) -> Drawn:
     heads = evenly(looked.maps.shape[1], most=_MOST_HEADS)
     maps = looked.maps.numpy()[np.ix_(blocks, heads)]
     maps = maps / np.maximum(maps.max(axis=(2, 3), keepdims=True), np.finfo(np.float32).tiny)
-    tiles, width = tiled(maps), 7.4
-    side = 5.3 / max(len(heads), 4)
-    height = max(len(blocks) * side, 1.5) + 0.7
-    figure, axes = new_figure(width=width, height=height, columns=2, width_ratios=(1.4, 5.3))
+    tiles = tiled(maps)
+    across = min(5.2, 0.8 * len(heads))  # inches
+    down = across * tiles.raster.shape[0] / tiles.raster.shape[1]
+    width, height = 0.1 + _INPUT_INCHES + 0.6 + across + 0.1, 0.3 + max(down, _INPUT_INCHES) + 0.45
+    figure, axes = new_figure(width=width, height=height, columns=2)
+    figure.set_layout_engine("none")
     image, shown = axes[0, 0], axes[0, 1]
+    for plot, left, side, tall in (
+        (image, 0.1, _INPUT_INCHES, _INPUT_INCHES),
+        (shown, 0.7 + _INPUT_INCHES, across, down),
+    ):
+        plot.set_position((left / width, (height - 0.3 - tall) / height, side / width, tall / height))
     image.imshow(_enlarged(batch.images[0].numpy()), interpolation="none")
     image.set_title("input")
-    image.set_anchor("N")
     image.set_axis_off()
-    show_tiles(shown, tiles, cmap=sequential(), vmin=0.0, vmax=1.0)
-    shown.set_anchor("N")
+    show_tiles(shown, tiles, cmap=sequential(), vmin=-0.06, vmax=1.0)  # so that nothing is not white as the paper
     shown.set_xticks(*tiles.ticks("columns", names=[str(head + 1) for head in heads]))
     shown.set_yticks(*tiles.ticks("rows", names=[str(block + 1) for block in blocks]))
     shown.set(xlabel="head", ylabel="block")

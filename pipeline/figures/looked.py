@@ -23,7 +23,7 @@ from pipeline.task import model_input
 
 PAPERS_IMAGES = 128  # of attention distance: ViT paper, appendix D
 SHOWN_IMAGES = 8
-_MOST_FLOPS = 1.5e12  # of all forward passes: half a minute of a core or two
+_MOST_FLOPS = 1e12  # of all forward passes: half a minute of a core or two
 _MOST_BYTES = 64 << 20  # of probabilities held at once
 
 

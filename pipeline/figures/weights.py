@@ -58,7 +58,8 @@ def draw_positions(model: VisionTransformer, positions: np.ndarray, *, meta: Sav
     tables = evenly(len(positions), most=_MOST_TABLES)
     places = evenly(grid, most=_MOST_PLACES)
     width = {1: 5.2}.get(len(tables), 3.2 * len(tables))
-    figure, axes = new_figure(width=width, height=width / len(tables) * 0.95 + 0.2, columns=len(tables))
+    figure, axes = new_figure(width=width, height=width / len(tables) * 0.9, columns=len(tables))
+    figure.set_layout_engine("compressed")
     lowest = min(0.0, float(positions.min()))
     for column, table in enumerate(tables):
         maps = positions[table].reshape(grid, grid, grid, grid)[np.ix_(places, places)]
