@@ -52,9 +52,10 @@ def drawers(moment: Moment) -> Sequence[Drawer]:
                 draw_per_class_table,
             )
         case "end":
+            from pipeline.figures.of_stage import draw_paper_figures
             from pipeline.pictures.masked_patches import draw_masked_patches
 
-            return (draw_masked_patches,)
+            return (draw_paper_figures, draw_masked_patches)
 
 
 def draw(request: DrawRequest, *, moment: Moment, say: Say) -> None:

@@ -34,7 +34,8 @@ def draw_rollout(looked: LookedAt, batch: Batch, *, meta: SavedModelMeta, classe
     for number in range(min(SHOWN_IMAGES, len(batch.images))):
         shares = looked.rollout[number].double().numpy()
         image = _enlarged(batch.images[number].numpy())
-        truths = [classes[label] for label in np.atleast_1d(batch.labels[number].numpy()) if classes and label >= 0]
+        labels: list[int] = batch.labels[number].reshape(-1).tolist()
+        truths = [classes[label] for label in labels if classes and label >= 0]
         cells.append(Cell(image, (", ".join(truths) or batch.keys[number],)))
         cells.append(_guessed(in_the_light_of(image, shares), looked, number, meta=meta, truths=truths))
         strongest.append(float(shares.max() / shares.mean()))

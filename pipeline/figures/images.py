@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -18,7 +19,8 @@ from data_shards.images.transforms import EvalTransform, Pixels
 from data_shards.loading.assemble import Access, Assembler
 from data_shards.loading.batch import Batch
 from data_shards.order import Visits
-from data_shards.shard_set import ShardSet
+from data_shards.shard_set import ShardEntry, ShardSet
+from data_shards.store.location import is_local
 from data_shards.store.store import Store
 from data_shards.text import one_line
 from model.saved import SavedModelMeta
@@ -30,21 +32,36 @@ def transform_of(meta: SavedModelMeta) -> EvalTransform:
 
 
 def images_of_shards(
-    shards: ShardSet, *, meta: SavedModelMeta, count: int, store: Store | None, limit: PixelLimit = USUAL_LIMIT
+    shards: ShardSet,
+    *,
+    meta: SavedModelMeta,
+    count: int,
+    store: Store | None,
+    limit: PixelLimit = USUAL_LIMIT,
+    fetch: Literal["never", "missing"] = "missing",
 ) -> Batch:
-    """At most `count` whole images, evenly spread over the set; it may be fewer, but not none.
+    """At most `count` whole images, evenly spread over the set, at least one; `fetch`: shards that are not here.
 
     Raises:
-        UserError: none of them can be read.
+        UserError: none of them can be read, or none is here.
     """
     samples = np.unique(np.linspace(0, shards.num_samples - 1, count).round().astype(np.int64))
     ends = np.cumsum([0, *shards.shard_sizes], dtype=np.int64)
     shard = np.searchsorted(ends, samples, side="right") - 1
+    if fetch == "never":
+        here = [number for number in np.unique(shard).tolist() if _is_here(shards.shards[number], store=store)]
+        samples, shard = samples[np.isin(shard, here)], shard[np.isin(shard, here)]
+        if not len(samples):
+            raise UserError(f"{shards.source}: none of its shards is on this machine")
     zeros = np.zeros_like(samples)
     visits = Visits(epoch=zeros, shard=shard, row=samples - ends[shard], sample=samples, lane=zeros, position=samples)
     access = Access(shards, store=store, pixel_limit=limit, on_corrupt="substitute")  # a damaged one is not counted
     everything = np.ones(len(samples), dtype=np.bool_)
     return whole_rows(Assembler(access).evaluate(visits, counted=everything, transform=transform_of(meta)))
+
+
+def _is_here(entry: ShardEntry, *, store: Store | None) -> bool:
+    return is_local(entry.url) or (store is not None and store.keep(entry) is not None)
 
 
 def whole_rows(batch: Batch) -> Batch:

@@ -65,7 +65,7 @@ def draw_positions(model: VisionTransformer, positions: np.ndarray, *, meta: Sav
         maps = positions[table].reshape(grid, grid, grid, grid)[np.ix_(places, places)]
         tiles = tiled(maps)
         plot = axes[0, column]
-        shown = show_tiles(plot, tiles, cmap=sequential(), vmin=lowest, vmax=1.0)
+        show_tiles(plot, tiles, cmap=sequential(), vmin=lowest, vmax=1.0)
         labels = [str(place + 1) for place in places]
         plot.set_xticks(*tiles.ticks("columns", names=labels))
         plot.set_yticks(*tiles.ticks("rows", names=labels))
@@ -74,7 +74,7 @@ def draw_positions(model: VisionTransformer, positions: np.ndarray, *, meta: Sav
             plot.set_ylabel("patch row")
         if len(tables) > 1:
             plot.set_title(f"before block {table + 1}")
-    bar = figure.colorbar(shown, ax=list(axes[0]), shrink=0.8, aspect=28, pad=0.02)
+    bar = figure.colorbar(axes[0, 0].get_images()[0], ax=list(axes[0]), shrink=0.8, aspect=28, pad=0.02)
     bar.outline.set_visible(False)
     bar.set_label("cosine similarity", color=MUTED)
     near, far = _near_and_far(positions[0], grid=grid)

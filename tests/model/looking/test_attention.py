@@ -97,8 +97,13 @@ def test_probabilities_give_what_the_block_gives(kind: str) -> None:
     model = _model(kind)
     inputs: list[torch.Tensor] = []
     outputs: list[torch.Tensor] = []
+
+    def note(_: object, given: tuple[torch.Tensor, ...], out: torch.Tensor) -> None:
+        inputs.append(given[0])
+        outputs.append(out)
+
     for block in model.blocks:
-        block.attn.register_forward_hook(lambda _, given, out: (inputs.append(given[0]), outputs.append(out)) and None)
+        block.attn.register_forward_hook(note)
     found, _ = _seen(model, _images(model))
     for block, given, expected, probabilities in zip(model.blocks, inputs, outputs, found, strict=True):
         values = block.attn.qkv(given).detach().numpy()[..., 2 * 32 :].reshape(3, -1, 4, 8).transpose(0, 2, 1, 3)
