@@ -112,6 +112,16 @@ class _Opened:
         is_whole = len(both) == BLOCK_BYTES + size and _is_plainly(both[:BLOCK_BYTES], key + self._label_end, size)
         return both[BLOCK_BYTES:] if is_whole else None
 
+    def head(self, row: int, *, most_bytes: int) -> bytes:
+        """The image's first bytes; raises as `members`."""
+        offset, size = self.image_offset[row], self.image_size[row]
+        wanted = min(size, most_bytes)
+        found = self._pread(BLOCK_BYTES + wanted, offset - BLOCK_BYTES) if offset >= BLOCK_BYTES else b""
+        key = self._keys[self._key_ends[row - 1] if row else 0 : self._key_ends[row]]
+        name = b"%s.%s\0" % (key, self.image_extension[row].encode("utf-8", "surrogateescape"))
+        is_whole = len(found) == BLOCK_BYTES + wanted and _is_plainly(found[:BLOCK_BYTES], name, size)
+        return found[BLOCK_BYTES:] if is_whole else self.members(row)[0][:wanted]
+
     def _check(self, row: int, image_header: bytes, label_header: bytes) -> None:
         """Check a sample's index entry against the headers before its two members, whatever form they have."""
         key = self.keys[row]
@@ -191,10 +201,8 @@ class ShardReader:
             CorruptSample: this sample is damaged; the others may be whole.
             SampleError: the shard is missing, or does not match its index or manifest; names the file.
         """
-        opened = self._opened(shard)
-        entry, key = opened.entry, opened.key(row)
-        if row >= opened.num_samples:
-            raise CorruptSample(entry.name, key=key, reason="it is not in the shard, which is damaged or missing")
+        opened = self._with_row(shard, row)
+        key = opened.key(row)
         image, label = opened.members(row)
         return RawSample(key, image, self._parsed(opened, label, key=key))
 
@@ -205,6 +213,21 @@ class ShardReader:
         if row < opened.num_samples and (label := opened.label(row)) is not None:
             return self._parsed(opened, label, key=opened.key(row))
         return self.read(shard, row=row).labels
+
+    def head(self, shard: int, *, row: int, most_bytes: int) -> bytes:
+        """The first bytes of a sample's image, or all of it; raises as `read`."""
+        return self._with_row(shard, row).head(row, most_bytes=most_bytes)
+
+    def image_bytes(self, shard: int, *, row: int) -> int:
+        """The size of a sample's encoded image, by the index; raises as `read`."""
+        return self._with_row(shard, row).image_size[row]
+
+    def _with_row(self, shard: int, row: int) -> _Opened:
+        opened = self._opened(shard)
+        if row >= opened.num_samples:
+            reason = "it is not in the shard, which is damaged or missing"
+            raise CorruptSample(opened.entry.name, key=opened.key(row), reason=reason)
+        return opened
 
     def _parsed(self, opened: _Opened, label: bytes, *, key: str) -> tuple[int, ...]:
         labels = self._known_labels.get(label) if opened.has_classes else None

@@ -21,6 +21,7 @@ from launch.doctor.command import doctor
 from launch.output import OutputLost, guard, say
 from launch.planning.command import plan
 from launch.report.command import compare, report
+from launch.show.command import show
 from launch.slurm.command_line import cancel, status, submit
 from launch.transfer.commands import fewshot, knn, probe, transfer
 from pipeline.vocabulary import EXIT_FAILED, EXIT_READER_LEFT, EXIT_STOPPED, EXIT_USER_ERROR
@@ -66,7 +67,7 @@ def _run_command() -> int:
         return EXIT_USER_ERROR
 
 
-for command in (pack, recipes, run, sweep, train, demo, check, plan, submit, status, cancel, doctor):
+for command in (pack, show, recipes, run, sweep, train, demo, check, plan, submit, status, cancel, doctor):
     app.command(command)
 app.command(import_model, name="import")
 app.command(export_model, name="export")

@@ -128,7 +128,7 @@ def _open_splits(
     spec: ShardsSpec, *, store: Store, report: Callable[[str], None]
 ) -> Iterator[tuple[str, ShardSet | str]]:
     """(split, set) for each split, train first; an error message in place of a set too damaged to open."""
-    splits = _splits_below(spec.location, store=store)
+    splits = splits_below(spec.location, store=store)
     if not splits:
         # Without a manifest, or with options that a manifest excludes, an error is the user's mistake.
         is_packed = is_local(spec.location) and _has_manifest(spec.location)
@@ -153,7 +153,7 @@ def _open_splits(
             yield split, replace(opened, split=split) if opened.split == "all" else opened
 
 
-def _splits_below(location: str, *, store: Store) -> dict[str, str]:
+def splits_below(location: str, *, store: Store) -> dict[str, str]:
     """{name: location} of the splits in a folder that is not a set of shards itself."""
     if is_local(location):
         folder = local_path(location)

@@ -135,6 +135,18 @@ def read_reduced_grey(data: bytes, *, least_pixels: int, limit: PixelLimit = USU
         return height, width, np.array(_eight_bit(opened).convert("RGB").convert("L"))
 
 
+def peek_size(start: bytes) -> tuple[int, int] | None:
+    """Height and width of an image by its first bytes; None: they do not tell, or it is none. Decodes nothing."""
+    header = _read_header(start) if start[:3] == _JPEG_MAGIC else None
+    if header is not None:
+        return header.height, header.width
+    try:
+        opened = _open_with_pillow(start)
+    except UnreadableImage:
+        return None
+    return opened.height, opened.width
+
+
 @cache
 def require_decoder(decoder: DecoderName) -> None:
     """Raise UserError unless a decoder is installed and works; the answer is cached for the life of the process."""

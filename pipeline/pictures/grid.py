@@ -256,6 +256,11 @@ def shortened(text: str, *, points: float, size: float = _POINTS) -> str:
     return _without_middle(text, low)
 
 
+def percent(share: float) -> str:
+    """A share in whole percent."""
+    return f"{100 * share:.0f} %" if share >= 0.01 else f"{100 * share:.1g} %"
+
+
 def _without_middle(text: str, kept: int) -> str:
     head = -(-kept * 2 // 3)
     return f"{text[:head].rstrip()}…{text[len(text) - (kept - head) :].lstrip()}"

@@ -84,19 +84,25 @@ class KeptPicture:
 def keep_picture(stage_folder: Path, picture: Picture, *, figure: Figure, step: int) -> Path:
     """Write a figure as PNG and SVG, then its words; returns these. FileNotFoundError: the stage's folder is gone;
     other OSError: the disk is full or fails."""
+    png, svg = rendered(figure)
+    words = _words_file(stage_folder, picture, step=step)
+    for path, content in (
+        (words.with_suffix(".png"), png),
+        (words.with_suffix(".svg"), svg),
+    ):
+        with replaced(path, sync="none", writers="several") as beside:
+            beside.write_bytes(content)
+    return _keep_words(words, picture, step=step, more={})
+
+
+def rendered(figure: Figure) -> tuple[bytes, bytes]:
+    """A figure as PNG and as SVG."""
     png, svg = io.BytesIO(), io.StringIO()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=r"Glyph .* missing from")  # a class may have any name; the SVG has it
         figure.savefig(png, format="png")
         figure.savefig(svg, format="svg", metadata={"Date": None, "Creator": None})
-    words = _words_file(stage_folder, picture, step=step)
-    for path, content in (
-        (words.with_suffix(".png"), png.getvalue()),
-        (words.with_suffix(".svg"), finished_svg(svg.getvalue()).encode()),
-    ):
-        with replaced(path, sync="none", writers="several") as beside:
-            beside.write_bytes(content)
-    return _keep_words(words, picture, step=step, more={})
+    return png.getvalue(), finished_svg(svg.getvalue()).encode()
 
 
 def keep_table(stage_folder: Path, picture: Picture, *, columns: Mapping[str, Sequence[Cell]], step: int) -> Path:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from data_shards.glance import DrawnImage, reduced
 from data_shards.images.box import Pixels
 from data_shards.images.crops import DRAWS_PER_SAMPLE
 from data_shards.images.decode import PixelLimit, read_image
@@ -23,14 +24,14 @@ from data_shards.loading.mixing import Mix
 from data_shards.randomness import uniforms
 from data_shards.shard_reader import ShardReader
 from data_shards.vocabulary import GOOGLES, Normalisation, RandomStream
-from pipeline.pictures.grid import Cell, image_grid
+from pipeline.pictures.grid import Cell, image_grid, percent
 from pipeline.pictures.picture import DrawRequest, Picture, keep_picture
 from pipeline.ranks.place import Place
 from pipeline.recipe.data import AugmentConfig
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.stage import MaskedPatchStage, TrainStage
 from pipeline.recipe.stage_plan import StagePlan, plan_stage
-from pipeline.stage_batches import train_stream, train_transform
+from pipeline.stage_batches import eval_transform, train_stream, train_transform
 from pipeline.stage_data import StageData, open_data
 from pipeline.task import model_input, targets
 from pipeline.vocabulary import StageName
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 SHOWN_IMAGES = 32  # of a step's batch
 SHOWN_EPOCHS = 16  # of one image
 _PAIRS = 4  # in a row
+_EVALUATED = 16  # held-out images that are shown
 _MOST_LABELS = 3  # of an image with several
 _LONGEST_SIDE = 512  # of an original image that is kept in memory
 _CPU = torch.device("cpu")
@@ -149,7 +151,7 @@ def batch_figure(batch: SeenBatch) -> Figure:
     cells: list[Cell] = []
     for image in batch.images:
         cells.append(Cell(image.original, (image.own,)))
-        labels = [f"{_percent(share)} {name}" if share < 1 else name for name, share in image.labels]
+        labels = [f"{percent(share)} {name}" if share < 1 else name for name, share in image.labels]
         cells.append(Cell(image.seen, tuple(labels[:_MOST_LABELS])))
     columns = min(_PAIRS, len(batch.images))
     return image_grid(
@@ -174,7 +176,7 @@ def describe_batch(batch: SeenBatch, config: TrainStage) -> Picture:
     if batch.mix is not None:
         how = {"mixup": "mixup", "cutmix": "CutMix"}[batch.mix.kind]
         mixed = (
-            f" In this step {how} gives an image's own labels {_percent(batch.mix.keep)} of the target, and the next "
+            f" In this step {how} gives an image's own labels {percent(batch.mix.keep)} of the target, and the next "
             f"image's the rest."
         )
     no_labels = " Labels are not used in this stage." if isinstance(config, MaskedPatchStage) else ""
@@ -205,6 +207,39 @@ def describe_epochs(image: SeenImage, config: TrainStage, *, epochs: int) -> Pic
     )
 
 
+def evaluation_crops(
+    recipe: Recipe, *, stage: StageName, data: StageData, images: Sequence[DrawnImage]
+) -> tuple[Picture, Figure] | None:
+    """Held-out images beside what an evaluation's crop leaves of them; None without images."""
+    config, recipe = recipe.train_stage(stage), _without_gpu(recipe)
+    transform = eval_transform(config)
+    classes = data.eval.classes
+    limit = PixelLimit(recipe.data.max_image_pixels)
+    reader = ShardReader(data.eval, store=data.store)
+    cells: list[Cell] = []
+    try:
+        for image in images[:: -(-len(images) // _EVALUATED) or 1]:
+            raw = reader.read(image.shard, row=image.row)
+            crop = transform(read_image(raw.image, decoder=recipe.data.decoder, limit=limit))
+            cells += [Cell(image.pixels, (_names(raw.labels, classes=classes),)), Cell(crop)]
+    finally:
+        reader.close()
+    if not cells:
+        return None
+    share = f", crop share {config.eval_crop_share:g}" if config.eval_crop_share else ""
+    words = Picture(
+        name="evaluation_crops",
+        title="Held-out images, as they are evaluated",
+        caption=f"Left the whole image, right what is left of it at {config.image_size} px (protocol "
+        f"{config.eval_protocol}{share}).",
+        alt=f"{len(cells) // 2} held-out images before and after the resize and crop of evaluation",
+        group="data",
+    )
+    columns = min(_PAIRS, len(cells) // 2)
+    titles = ("original", "as evaluated") * columns
+    return words, image_grid(cells, columns=2 * columns, cell_inches=1.14, together=2, column_titles=titles)
+
+
 def draw_training_batch(request: DrawRequest) -> None:
     """The next step's batch of a run, and its first image in several epochs."""
     recipe, stage = request.recipe, request.stage
@@ -228,10 +263,10 @@ def _words(augment: AugmentConfig) -> str:
             crop = f"Short side resized to {augment.resize_size} px, then a random crop"
         case _:
             low, high = augment.crop_area
-            crop = f"Random crop of {_percent(low)} to {_percent(high)} of the area"
+            crop = f"Random crop of {percent(low)} to {percent(high)} of the area"
     parts = [crop]
     if augment.flip:
-        parts.append(f"{_percent(augment.flip)} mirrored")
+        parts.append(f"{percent(augment.flip)} mirrored")
     if augment.rand_augment:
         parts.append(f"RandAugment({augment.rand_augment.num_ops}, {augment.rand_augment.magnitude})")
     if augment.mixup_alpha:
@@ -239,10 +274,6 @@ def _words(augment: AugmentConfig) -> str:
     if augment.cutmix_alpha:
         parts.append(f"CutMix with alpha {augment.cutmix_alpha:g}")
     return ", ".join(parts)
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.0f} %" if share >= 0.01 else f"{100 * share:.1g} %"
 
 
 def _names(labels: Sequence[int], *, classes: Sequence[str]) -> str:
@@ -282,13 +313,7 @@ def _without_gpu(recipe: Recipe) -> Recipe:
 
 def _original(reader: ShardReader, sample: int, *, recipe: Recipe) -> Pixels:
     """A sample's whole image, which the batch has read before."""
-    from PIL import Image
-
     shard, row = place_of_sample(reader.shards.shard_sizes, sample)
     limit = PixelLimit(recipe.data.max_image_pixels)
     pixels = read_image(reader.read(shard, row=row).image, decoder=recipe.data.decoder, limit=limit).pixels()
-    if max(pixels.shape) <= _LONGEST_SIDE:
-        return pixels
-    picture = Image.fromarray(pixels)
-    picture.thumbnail((_LONGEST_SIDE, _LONGEST_SIDE))
-    return np.asarray(picture)
+    return reduced(pixels, longest_side=_LONGEST_SIDE)
