@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.evaluation.result import Calibration
-from pipeline.pictures.evaluated import Evaluated, counted, each_set, percent
+from pipeline.pictures.evaluated import EvaluatedSet, counted, each_set, percent
 from pipeline.pictures.picture import DrawRequest, Picture, keep_picture
 from pipeline.pictures.style import ACCENT, BAD, GRID, INK, MUTED, PAPER, SERIES, new_figure
 
@@ -45,7 +45,7 @@ def wilson_interval(share: Floats, images: NDArray[np.int64]) -> tuple[Floats, F
 def draw_reliability(request: DrawRequest) -> None:
     """The diagram of each held-out set whose evaluation measured calibration."""
 
-    def draw(one: Evaluated) -> None:
+    def draw(one: EvaluatedSet) -> None:
         calibration = one.evaluation.calibration
         if calibration is None or not calibration.images.sum():
             return

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.pictures.evaluated import Evaluated, brief, counted, each_set, percent
+from pipeline.pictures.evaluated import EvaluatedSet, brief, counted, each_set, percent
 from pipeline.pictures.picture import DrawRequest, Picture, keep_picture
 from pipeline.pictures.style import ACCENT, GRID, INK, MUTED, PAPER, new_figure, plain
 
@@ -91,7 +91,7 @@ def in_blocks(confusion: Counts, *, most: int) -> tuple[Counts, int]:
 def draw_confused_pairs(request: DrawRequest) -> None:
     """The pairs of each held-out set in which anything was confused."""
 
-    def draw(one: Evaluated) -> None:
+    def draw(one: EvaluatedSet) -> None:
         confusion = one.evaluation.confusion
         if confusion is None or not (pairs := confused_pairs(confusion, most=_MOST_PAIRS)):
             return
@@ -145,7 +145,7 @@ def _bars(pairs: list[ConfusedPair], classes: tuple[str, ...]) -> Figure:
 def draw_confusion_matrix(request: DrawRequest) -> None:
     """The matrix of each held-out set with at least two classes and an image."""
 
-    def draw(one: Evaluated) -> None:
+    def draw(one: EvaluatedSet) -> None:
         confusion = one.evaluation.confusion
         if confusion is None or len(confusion) < 2 or not confusion.sum():
             return

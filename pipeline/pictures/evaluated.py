@@ -17,7 +17,7 @@ from pipeline.pictures.style import plain
 
 
 @dataclass(frozen=True)
-class Evaluated:
+class EvaluatedSet:
     """One held-out set's evaluation, and how its pictures are told from another set's."""
 
     evaluation: Evaluation
@@ -33,29 +33,23 @@ class Evaluated:
         return text if self.set_name == OWN_SET else f"{text}: {one_line(self.set_name)}"
 
 
-def evaluated(request: DrawRequest) -> list[Evaluated]:
-    """The evaluations of the request's step that are still kept, the stage's own set first. ValueError: one cannot be
-    read."""
-    found = evaluations(request.stage_folder)
-    names = sorted(found, key=lambda name: (name != OWN_SET, name))
-    return [
-        Evaluated(load_evaluation(folder), set_name)
-        for set_name in names
-        for folder in found[set_name]
-        if evaluated_step(folder) == request.step
-    ]
-
-
-def each_set(request: DrawRequest, draw: Callable[[Evaluated], None]) -> None:
-    """Call `draw` for each; one that fails (ValueError, OSError) is told after the others have been drawn."""
+def each_set(request: DrawRequest, draw: Callable[[EvaluatedSet], None]) -> None:
+    """Call `draw` with each evaluation of the request's step that is still kept, the stage's own set first. One that
+    cannot be read or drawn (ValueError, OSError) is told after the others have been drawn."""
     failed: list[Exception] = []
-    for one in evaluated(request):
-        try:
-            draw(one)
-        except (ValueError, OSError) as error:
-            failed.append(error)
+    for set_name, folders in sorted(evaluations(request.stage_folder).items(), key=_own_first):
+        for folder in folders:
+            if evaluated_step(folder) == request.step:
+                try:
+                    draw(EvaluatedSet(load_evaluation(folder), set_name))
+                except (ValueError, OSError) as error:
+                    failed.append(error)
     if failed:
         raise failed[0]
+
+
+def _own_first(named: tuple[str, object]) -> tuple[bool, str]:
+    return named[0] != OWN_SET, named[0]
 
 
 def brief(name: str) -> str:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from data_shards.text import one_line
 from pipeline.evaluation.result import Evaluation, Judged
-from pipeline.pictures.evaluated import Evaluated, brief, counted, each_set, percent
+from pipeline.pictures.evaluated import EvaluatedSet, brief, counted, each_set, percent
 from pipeline.pictures.grid import Cell, image_grid, shortened
 from pipeline.pictures.held_out_images import held_out_images
 from pipeline.pictures.picture import DrawRequest, Picture, keep_picture
@@ -29,7 +29,7 @@ Images = dict[int, NDArray[np.uint8]]
 def draw_evaluation_grid(request: DrawRequest) -> None:
     """The first images of each held-out set."""
 
-    def draw(one: Evaluated) -> None:
+    def draw(one: EvaluatedSet) -> None:
         examples = one.evaluation.examples[:_MOST_EXAMPLES]
         images = _images(request, one, examples)
         if not images:
@@ -57,7 +57,7 @@ def draw_evaluation_grid(request: DrawRequest) -> None:
 def draw_worst_mistakes(request: DrawRequest) -> None:
     """The most confident mistakes of each held-out set in which there are any."""
 
-    def draw(one: Evaluated) -> None:
+    def draw(one: EvaluatedSet) -> None:
         mistakes = one.evaluation.mistakes
         images = _images(request, one, mistakes)
         shown = [each for each in mistakes if each.sample in images][:_MOST_MISTAKES]
@@ -84,7 +84,7 @@ def draw_worst_mistakes(request: DrawRequest) -> None:
     each_set(request, draw)
 
 
-def _images(request: DrawRequest, one: Evaluated, judged: Sequence[Judged]) -> Images:
+def _images(request: DrawRequest, one: EvaluatedSet, judged: Sequence[Judged]) -> Images:
     """Those that can be had, [S, S, 3], by their samples' numbers."""
     samples = [each.sample for each in judged]
     batch = held_out_images(request, set_name=one.set_name, samples=samples)

@@ -19,7 +19,7 @@ from pipeline.pictures.picture import DrawRequest, Picture, keep_picture
 from pipeline.recipe.stage import MaskedPatchStage
 
 _IMAGES = 8
-_CELL_INCHES = 1.5
+_CELL_INCHES = 1.4
 _PATCH_PIXELS = 16  # at least so many a side, so that a frame and a hatch can be seen on it
 _HATCH, _HATCH_GROUND, _FRAME = 0x6E, 0xB4, 0x14  # greys
 
@@ -58,7 +58,7 @@ def draw_masked_patches(request: DrawRequest) -> None:
         caption=f"{counted(count, 'held-out image')}, of which {patches} patches each were corrupted. Corrupted: "
         "hatched patches were replaced by the mask's embedding, framed ones by another patch of the image; a tenth is "
         "kept as it is. Predicted: the model's mean colour of each corrupted patch, of 512 (3 bits a channel); below, "
-        "how many are right to the bit. True: their mean colours.",
+        "how many are right to the bit. True colours: what they should be.",
         alt=f"{counted(count, 'image')} with half of their patches corrupted, the colours that the model fills in, and "
         f"the true ones: {int(filled.right.sum()):,} of {filled.right.size:,} patches ({percent(share)}) have exactly "
         "the right one of 512 colours.",
@@ -69,7 +69,7 @@ def draw_masked_patches(request: DrawRequest) -> None:
         columns=4,
         cell_inches=_CELL_INCHES,
         together=4,
-        column_titles=("input", "corrupted", "predicted", "true"),
+        column_titles=("input", "corrupted", "predicted", "true colours"),
     )
     keep_picture(request.stage_folder, picture, figure=figure, step=request.step)
 

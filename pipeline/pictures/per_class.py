@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from data_shards.text import one_line
 from pipeline.evaluation.result import Evaluation
 from pipeline.pictures.calibration import wilson_interval
 from pipeline.pictures.confusion import row_shares
-from pipeline.pictures.evaluated import Evaluated, brief, counted, each_set, percent
+from pipeline.pictures.evaluated import EvaluatedSet, brief, counted, each_set, percent
 from pipeline.pictures.picture import Cell, DrawRequest, Picture, keep_picture, keep_table
 from pipeline.pictures.style import ACCENT, BAD, GRID, MUTED, new_figure, plain
 
@@ -63,11 +64,11 @@ def class_scores(evaluation: Evaluation) -> list[ClassScore]:
 def draw_per_class_table(request: DrawRequest) -> None:
     """All classes of each held-out set."""
 
-    def draw(one: Evaluated) -> None:
+    def draw(one: EvaluatedSet) -> None:
         evaluation = one.evaluation
         scores = class_scores(evaluation)
         columns: dict[str, list[Cell]] = {
-            "class": [evaluation.classes[each.number] for each in scores],
+            "class": [one_line(evaluation.classes[each.number]) for each in scores],
             "images": [each.images for each in scores],
             f"{_score_name(evaluation)}, %": [_rounded(each.score) for each in scores],
         }
@@ -76,7 +77,9 @@ def draw_per_class_table(request: DrawRequest) -> None:
             columns["right, %"] = [_rounded(float(accuracy[each.number])) for each in scores]
         if evaluation.confusion is not None:
             others = [each.confused_with for each in scores]
-            columns["most often taken for"] = ["" if other is None else evaluation.classes[other] for other in others]
+            columns["most often taken for"] = [
+                "" if other is None else one_line(evaluation.classes[other]) for other in others
+            ]
             columns["share of its images, %"] = [
                 None if each.confused_with is None else _rounded(each.confused_share) for each in scores
             ]
@@ -95,7 +98,7 @@ def draw_per_class_table(request: DrawRequest) -> None:
 def draw_per_class(request: DrawRequest) -> None:
     """The spread over the classes of each held-out set that has images of two at least."""
 
-    def draw(one: Evaluated) -> None:
+    def draw(one: EvaluatedSet) -> None:
         scores = [each for each in class_scores(one.evaluation) if each.images]
         if len(scores) < 2:
             return
