@@ -38,6 +38,12 @@ class PageTable:
     folded: bool = False  # shown when its title is clicked
     highlight: Literal["none", "last_column"] = "none"
 
+    @property
+    def numeric(self) -> tuple[bool, ...]:
+        """Of each column, whether its cells are numbers."""
+        columns = [[row[number] for row in self.rows if row[number] is not None] for number in range(len(self.columns))]
+        return tuple(bool(cells) and not any(isinstance(cell, str) for cell in cells) for cells in columns)
+
 
 @dataclass(frozen=True)
 class PageImage:
