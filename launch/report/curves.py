@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 Scale = Literal["linear", "log"]
 
 _LOG_RATIO = 30.0  # between the highest and lowest value of a metric that may have a logarithmic axis
+_MOST_VALUE = 1e30  # beyond it a value is no number: axes have to be computed with it
+LATEST = 1e11  # unix seconds: a damaged row may say anything
 _MOST_CHARTS = 40  # a run folder may hold thousands of names
 _NOT_DRAWN = ("train/epoch", "val/images")  # the x axis once more; a constant
 _NOT_DRAWN_GROUPS = ("model/",)
@@ -107,7 +109,7 @@ def chart_kinds(names: Sequence[str]) -> list[ChartKind]:
     for name in left:
         group, _, last = name.partition("/")
         others.setdefault(f"val_/{last}" if group.startswith("val_") else name, []).append(name)
-    for key, members in sorted(others.items(), key=lambda each: (each[1][0] not in METRICS, each[0])):
+    for key, members in sorted(others.items(), key=lambda each: (_order(each[0]), each[0])):
         if key.startswith("val_/"):
             lines = tuple((name, name.partition("/")[0].removeprefix("val_")) for name in members)
             kinds.append(ChartKind(f"Other held-out sets: {key[5:]}", lines, _unit(f"val/{key[5:]}")))
@@ -120,9 +122,9 @@ def read_curve(stage: StageHistory, metric: str, *, label: str, style: str, has_
     """A metric of a stage; None: it has no value that can be drawn."""
     rows = [row for row in stage.rows if metric in row.metrics]
     values = np.array([row.metrics[metric] for row in rows], dtype=np.float64)
-    if not np.isfinite(values).any():
+    values[~(np.abs(values) < _MOST_VALUE)] = np.nan
+    if np.isnan(values).all():
         return None
-    values[~np.isfinite(values)] = np.nan
     steps = np.array([row.step for row in rows], dtype=np.int64)
     images = np.array([row.images_seen for row in rows], dtype=np.int64)
     times = np.array([row.time for row in rows], dtype=np.float64)
@@ -136,13 +138,13 @@ def training_seconds(stage: StageHistory, times: Floats) -> Floats:
     that were done twice count twice. Never descending."""
     starts = np.array([event.time for event in stage.events if event.kind == "start"])
     ends = np.array([*(row.time for row in stage.rows), *(event.time for event in stage.events)])
-    ends = np.sort(ends[np.isfinite(ends)])
-    times = np.nan_to_num(times, nan=0.0, posinf=0.0, neginf=0.0)
+    ends = np.sort(ends[(ends > 0) & (ends < LATEST)])
+    times = np.where((times > 0) & (times < LATEST), times, 0.0)
     if not len(ends):
         return np.zeros_like(times)
     begun = float(ends[0])
     paused = np.zeros_like(times)
-    for start in np.sort(starts):
+    for start in np.sort(starts[(starts > 0) & (starts < LATEST)]):
         before = ends[ends < start]
         if len(before):
             paused += np.where(times >= start, start - before[-1], 0.0)
@@ -178,6 +180,10 @@ def scale_of(kind: ChartKind, curves: Sequence[Curve]) -> Scale:
 def is_share(unit: str) -> bool:
     """Whether values are shown in per cent."""
     return unit == "share"
+
+
+def _order(key: str) -> int:
+    return 0 if key.startswith("val_/") else 1 if key in METRICS else 2
 
 
 def _unit(metric: str) -> str:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from data_shards.text import one_line, show_bytes
 from launch.report.blocks import PageImage, PagePicture
+from pipeline.pictures.style import plain
 
 _SVG_MOST_BYTES, _SVG_MUCH_LARGER = 400_000, 3.0
 _MOST_EARLIER = 7
@@ -68,7 +69,7 @@ def embedded(
             size, why = _size_of(image.png)
             if size is None:
                 step = "" if image.step is None else f" of step {image.step:,}"
-                notes.append(f"the picture “{one_line(picture.title)}”{step} is damaged and left out ({why})")
+                notes.append(f"the picture “{plain(picture.title, longest=80)}”{step} is damaged and left out ({why})")
                 continue
             choice = _Choice(number, image, size, is_newest=not spent, ways=_ways(image))
             if spent:
@@ -86,7 +87,7 @@ def embedded(
         largest.taken += 1
         total += largest.num_bytes - before
         if largest.is_newest and not largest.num_bytes:
-            title = one_line(pictures[largest.picture].title)
+            title = plain(pictures[largest.picture].title, longest=80)
             notes.append(f"the picture “{title}” is left out: the page has room for {show_bytes(budget_bytes)} of them")
     shown: list[list[EmbeddedImage]] = [[] for _ in pictures]
     for choice in reversed(choices):

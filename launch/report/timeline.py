@@ -13,6 +13,7 @@ import numpy as np
 
 from data_shards.text import show_duration
 from launch.report.blocks import PageDrawing, PageTable, ShownNumber
+from launch.report.curves import LATEST
 from launch.report.drawing import text
 from pipeline.report.events import EventKind
 from pipeline.report.history import RunHistory, StageHistory
@@ -132,10 +133,11 @@ def event_table(history: RunHistory) -> PageTable | None:
 def _attempts(stage: StageHistory) -> list[tuple[float, float]]:
     """When each attempt began and ended (unix seconds), from its events, or else from its rows."""
     times = np.array([*(row.time for row in stage.rows), *(event.time for event in stage.events)])
-    times = np.sort(times[np.isfinite(times) & (times > 0)])
+    times = np.sort(times[(times > 0) & (times < LATEST)])
     if not len(times):
         return []
-    starts = sorted(event.time for event in stage.events if event.kind == "start") or [float(times[0])]
+    starts = sorted(event.time for event in stage.events if event.kind == "start" and 0 < event.time < LATEST)
+    starts = starts or [float(times[0])]
     if not any(event.kind == "start" for event in stage.events):
         # The first row comes after the first steps, which the record's time knows of.
         starts = [min(starts[0], float(times[-1]) - stage.record.seconds)]

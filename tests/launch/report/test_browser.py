@@ -1,0 +1,185 @@
+"""Pages in a real Chromium: whole at a desktop's and a phone's width, light and dark, with and without their script;
+hovering, zooming and sorting work, and nothing of a hostile run runs. Skipped where no Chromium is installed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from launch.report.command import write_report
+from pipeline.report.history import read_history
+from tests.launch.report.browser import Browser, open_browser, program
+from tests.launch.report.runs import HOSTILE, make_hostile, make_run
+
+pytestmark = pytest.mark.skipif(program() is None, reason="no Chromium is installed")
+
+WIDTHS = (1280, 390)
+# Pictures that are not whole, plots without a line or axes, what is wider than the page, texts over the edge.
+PROBLEMS = """(() => {
+  const found = [];
+  for (const image of document.images) if (!image.complete || !image.naturalWidth) found.push("broken " + image.alt);
+  for (const image of document.images) if (!image.alt) found.push("no words for a picture");
+  for (const plot of document.querySelectorAll("svg.plot")) {
+    const lines = [...plot.querySelectorAll("path.line")].filter(each => /L|M/.test(each.getAttribute("d")));
+    if (!lines.length) found.push("empty plot " + plot.getAttribute("aria-label"));
+    if (plot.querySelectorAll("text").length < 3) found.push("no axes " + plot.getAttribute("aria-label"));
+    for (const text of plot.querySelectorAll("text")) {
+      const box = text.getBBox(), view = plot.viewBox.baseVal;
+      if (box.width && (box.x < -1 || box.x + box.width > view.width + 1)) found.push("cut off: " + text.textContent);
+    }
+  }
+  if (document.documentElement.scrollWidth > window.innerWidth) found.push("scrolls sideways");
+  for (const element of document.querySelectorAll("h1, h2, h3, p, figcaption, pre, img, li"))
+    if (element.getBoundingClientRect().right > window.innerWidth + 1 && !element.closest(".scroll, pre"))
+      found.push("over the edge: " + element.tagName + " " + element.textContent.slice(0, 60));
+  return found;
+})()"""
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with open_browser(tmp_path_factory.mktemp("browser")) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("runs")
+    one = make_run(root, "one")
+    other = make_run(root, "other", overrides=("seed=1", "stages.pretrain.optimizer.lr=0.001"))
+    hostile = make_run(root, "hostile", words=HOSTILE)
+    make_hostile(hostile)
+    made = {name: [read_history(folder)] for name, folder in (("one", one), ("hostile", hostile))}
+    made["three"] = [read_history(folder) for folder in (one, other, hostile)]
+    return {name: write_report(histories, output=root / f"{name}.html") for name, histories in made.items()}
+
+
+@pytest.mark.parametrize("name", ["one", "hostile", "three"])
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_page_is_whole(browser: Browser, pages: dict[str, Path], name: str, width: int, scheme: str) -> None:
+    browser.open(pages[name], width=width, scheme=scheme)
+    browser.run("document.querySelectorAll('details').forEach(each => { each.open = true; })")
+    assert browser.run("document.querySelectorAll('svg.plot').length") >= 10
+    assert browser.run("document.images.length") >= 4
+    assert browser.run(PROBLEMS) == []
+    assert browser.said == []
+    assert browser.run("window.hit") is None
+    paper = browser.run("getComputedStyle(document.documentElement).backgroundColor")
+    assert (max(map(int, paper[4:-1].split(","))) < 60) == (scheme == "dark")
+
+
+def test_nothing_of_a_hostile_run_runs_or_leaves_the_page(browser: Browser, pages: dict[str, Path]) -> None:
+    browser.open(pages["hostile"], width=1280)
+    text = browser.run("document.body.textContent")
+    assert "window.hit=1" in text and "\\x1b[2J" in text and "{{ 7*7 }}" in text
+    assert browser.run("document.querySelectorAll('script').length") == 2
+    assert (
+        browser.run("[...document.querySelectorAll('*')].some(e => [...e.attributes].some(a => /^on/.test(a.name)))")
+        is False
+    )
+    # What gets in all the same is stopped by the policy.
+    browser.run("document.body.insertAdjacentHTML('beforeend', '<img src=x onerror=\"window.hit=8\">')")
+    browser.run("const s = document.createElement('script'); s.textContent = 'window.hit=9'; document.body.append(s)")
+    browser.run("new Promise(done => setTimeout(done, 100))")
+    assert browser.run("window.hit") is None
+    assert any("Content Security Policy" in each for each in browser.said)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_without_its_script_a_page_shows_the_same_curves(browser: Browser, pages: dict[str, Path], width: int) -> None:
+    browser.open(pages["one"], width=width, script=False)
+    root = browser.call("DOM.getDocument")["root"]["nodeId"]
+    paths = browser.call("DOM.querySelectorAll", nodeId=root, selector="svg.plot path.line")["nodeIds"]
+    assert len(paths) >= 10
+    assert browser.call("DOM.querySelectorAll", nodeId=root, selector=".tools:not([hidden])")["nodeIds"] == []
+    browser.call("Emulation.setScriptExecutionDisabled", value=False)
+
+
+def box(browser: Browser, selector: str) -> tuple[float, float, float, float]:
+    """Left, top, width and height of an element that is scrolled into sight."""
+    found = browser.run(
+        f"(() => {{ const e = document.querySelector('{selector}'); e.scrollIntoView({{block: 'center', behavior: "
+        "'instant'}); const b = e.getBoundingClientRect(); return [b.left, b.top, b.width, b.height]; })()"
+    )
+    return found[0], found[1], found[2], found[3]
+
+
+def test_a_cursor_shows_the_values_where_it_is(browser: Browser, pages: dict[str, Path]) -> None:
+    browser.open(pages["one"], width=1280)
+    plot = '.charts[data-group="pretrain-1"] figure[data-chart="0"] svg.plot'
+    left, top, width, height = box(browser, plot)
+    browser.mouse("mouseMoved", left + width / 2, top + height / 2)
+    said = browser.run(f"document.querySelector('{plot}').parentElement.querySelector('.readout').textContent")
+    assert "training" in said and "held out" in said and "step" in said and "images" in said
+    others = browser.run(
+        "[...document.querySelectorAll('.charts[data-group=\"pretrain-1\"] .readout')].map(e => e.textContent)"
+    )
+    assert all(others), "all charts of a stage follow the cursor"
+    browser.mouse("mouseMoved", 2, 2)
+    assert browser.run(f"document.querySelector('{plot}').parentElement.querySelector('.readout').textContent") == ""
+
+
+def test_dragging_zooms_and_a_double_click_goes_back(browser: Browser, pages: dict[str, Path]) -> None:
+    browser.open(pages["one"], width=1280)
+    plot = '.charts[data-group="pretrain-1"] figure[data-chart="0"] svg.plot'
+    ticks = f"[...document.querySelectorAll('{plot} text')].map(e => e.textContent).join('|')"
+    static = browser.run(ticks)
+    left, top, width, height = box(browser, plot)
+    y = top + height / 2
+    browser.mouse("mouseMoved", left + width * 0.3, y)
+    whole = browser.run(ticks)
+    assert whole == static, "the script draws the chart as the page has it"
+    browser.mouse("mousePressed", left + width * 0.3, y, count=1)
+    browser.mouse("mouseMoved", left + width * 0.5, y, count=1)
+    browser.mouse("mouseReleased", left + width * 0.5, y, count=1)
+    assert browser.run(ticks) != whole
+    assert browser.run("document.querySelector('.charts .reset').disabled") is False
+    for count in (1, 2):
+        browser.mouse("mousePressed", left + width * 0.5, y, count=count)
+        browser.mouse("mouseReleased", left + width * 0.5, y, count=count)
+    assert browser.run(ticks) == whole
+    assert browser.said == []
+
+
+def test_the_x_axis_can_be_time_or_steps(browser: Browser, pages: dict[str, Path]) -> None:
+    browser.open(pages["three"], width=1280)
+    group = '.charts[data-group="pretrain-3"]'
+    labels = f"[...document.querySelectorAll('{group} svg.plot .label')].map(e => e.textContent)"
+    names = set(browser.run(labels))
+    for value in ("t", "s", "i"):
+        browser.run(f"document.querySelector('{group} input[value={value}]').click()")
+        now = set(browser.run(labels))
+        assert len(now) == 1 and (now == names) == (value == "i")
+    assert browser.run(PROBLEMS) == []
+
+
+def test_the_keyboard_moves_the_cursor_and_zooms(browser: Browser, pages: dict[str, Path]) -> None:
+    browser.open(pages["one"], width=1280)
+    plot = '.charts[data-group="finetune-1"] figure[data-chart="0"] svg.plot'
+    said = f"document.querySelector('{plot}').parentElement.querySelector('.readout').textContent"
+    browser.run(f"document.querySelector('{plot}').focus()")
+    places = []
+    for _ in range(2):
+        browser.call("Input.dispatchKeyEvent", type="keyDown", key="ArrowRight", code="ArrowRight")
+        places.append(browser.run(said))
+    assert all(places) and places[0] != places[1]
+    browser.call("Input.dispatchKeyEvent", type="keyDown", key="+", text="+")
+    assert browser.run(f"document.querySelector('{plot}').closest('.charts').querySelector('.reset').disabled") is False
+    browser.call("Input.dispatchKeyEvent", type="keyDown", key="Escape", code="Escape")
+    assert browser.run(f"document.querySelector('{plot}').closest('.charts').querySelector('.reset').disabled") is True
+
+
+def test_tables_are_sorted_by_a_click_and_earlier_pictures_found(browser: Browser, pages: dict[str, Path]) -> None:
+    browser.open(pages["one"], width=1280)
+    column = "[...document.querySelector('table').tBodies[0].rows].map(row => row.cells[2].textContent)"
+    browser.run("document.querySelector('table').tHead.rows[0].cells[2].querySelector('button').click()")
+    assert browser.run(column) == ["51,200", "3,200", ""]
+    browser.run("document.querySelector('table').tHead.rows[0].cells[2].querySelector('button').click()")
+    assert browser.run(column) == ["3,200", "51,200", ""]
+    shown = "[...document.querySelector('.steps').parentElement.querySelectorAll('img')].map(e => !e.hidden)"
+    assert browser.run(shown) == [False, True]
+    browser.run("const r = document.querySelector('.steps input'); r.value = 0; r.dispatchEvent(new Event('input'))")
+    assert browser.run(shown) == [True, False]
