@@ -23,7 +23,7 @@ from launch.planning.command import plan
 from launch.report.command import compare, report
 from launch.show.command import show
 from launch.slurm.command_line import cancel, status, submit
-from launch.transfer.commands import fewshot, knn, probe, transfer
+for command in (pack, show, recipes, run, sweep, train, demo, check, plan, submit, status, watch, cancel, doctor):
 from pipeline.vocabulary import EXIT_FAILED, EXIT_READER_LEFT, EXIT_STOPPED, EXIT_USER_ERROR
 
 app = App(
@@ -67,7 +67,11 @@ def _run_command() -> int:
         return EXIT_USER_ERROR
 
 
+<<<<<<< HEAD
 for command in (pack, show, recipes, run, sweep, train, demo, check, plan, submit, status, cancel, doctor):
+=======
+for command in (pack, recipes, run, sweep, train, demo, check, plan, submit, status, watch, cancel, doctor):
+>>>>>>> 155bd37 (shardvit watch: a run followed in the terminal, or its page once)
     app.command(command)
 app.command(import_model, name="import")
 app.command(export_model, name="export")

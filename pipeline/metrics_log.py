@@ -134,5 +134,5 @@ def _decode(line: bytes) -> MetricRow | None:
             time=float(record["time"]),
             metrics={str(name): float(value) for name, value in record["metrics"].items()},
         )
-    except (ValueError, OverflowError, KeyError, TypeError, AttributeError):
+    except (ValueError, OverflowError, KeyError, TypeError, AttributeError, RecursionError):
         return None

@@ -162,7 +162,7 @@ def _stage_status(
         eta_seconds=None if math.isnan(eta) else eta,
         restarts=max(0, _attempts(folder, stage) - 1),
         saved_step=record.last_saved_step,
-        saved_seconds_ago=_checkpoint_age(folder, stage),
+        saved_seconds_ago=checkpoint_age(folder, stage),
         job=job,
         queue=queued.state,
         reason=queued.reason,
@@ -180,7 +180,8 @@ def _attempts(folder: RunFolder, stage: StageName) -> int:
         return 0
 
 
-def _checkpoint_age(folder: RunFolder, stage: StageName) -> float | None:
+def checkpoint_age(folder: RunFolder, stage: StageName) -> float | None:
+    """Seconds since a stage's newest checkpoint; None: it has none."""
     times: list[float] = []
     for path in checkpoint_folders(folder.checkpoints(stage)):
         with suppress(OSError):  # pruned meanwhile

@@ -75,7 +75,7 @@ class WeightNorms:
     @torch.no_grad()
     def _copied(self, *, device: torch.device) -> list[Tensor] | None:
         """The masters as they are now; None: they are not copied."""
-        if not self._has_room or any(each.device != device for each in self._masters):
+        if not self._has_room or any(each.device.type != device.type for each in self._masters):
             return None
         sizes = [each.numel() for each in self._masters]
         try:

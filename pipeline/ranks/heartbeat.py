@@ -100,7 +100,7 @@ def read_beat(file: Path, *, attempt: str | None = None) -> Heartbeat | None:
     """As `read_heartbeat`, from any file."""
     try:
         beat = Heartbeat(**json.loads(file.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError, TypeError, RecursionError):
         return None
     return beat if attempt in (None, beat.attempt) else None
 
