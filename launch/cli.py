@@ -23,7 +23,8 @@ from launch.planning.command import plan
 from launch.report.command import compare, report
 from launch.show.command import show
 from launch.slurm.command_line import cancel, status, submit
-for command in (pack, show, recipes, run, sweep, train, demo, check, plan, submit, status, watch, cancel, doctor):
+from launch.transfer.commands import fewshot, knn, probe, transfer
+from launch.watch.command import watch
 from pipeline.vocabulary import EXIT_FAILED, EXIT_READER_LEFT, EXIT_STOPPED, EXIT_USER_ERROR
 
 app = App(
@@ -67,11 +68,7 @@ def _run_command() -> int:
         return EXIT_USER_ERROR
 
 
-<<<<<<< HEAD
-for command in (pack, show, recipes, run, sweep, train, demo, check, plan, submit, status, cancel, doctor):
-=======
-for command in (pack, recipes, run, sweep, train, demo, check, plan, submit, status, watch, cancel, doctor):
->>>>>>> 155bd37 (shardvit watch: a run followed in the terminal, or its page once)
+for command in (pack, show, recipes, run, sweep, train, demo, check, plan, submit, status, watch, cancel, doctor):
     app.command(command)
 app.command(import_model, name="import")
 app.command(export_model, name="export")

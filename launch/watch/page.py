@@ -150,25 +150,25 @@ def _rank_lines(ranks: Sequence[RankView]) -> Iterator[Text]:
         )
     else:
         states = Counter(rank.state for rank in ranks)
-        words = {"left": "have ended in good order", "dead": "are dead", "silent": "are silent", "failed": "failed"}
-        told = ", ".join(f"{count} {words[state]}" for state, count in states.items())
-        yield Text(f"all {told}" if len(states) == 1 and len(ranks) > 1 else told)
+        words = {"left": "ended in good order", "dead": "dead", "silent": "silent", "failed": "failed"}
+        yield Text(f"{len(ranks)} processes: {', '.join(f'{count} {words[state]}' for state, count in states.items())}")
     trouble = [rank for rank in ranks if _problem(rank)]
     for rank in trouble[:_MOST_RANKS_NAMED]:
         yield Text(f"  {_shown(rank.name)}: {_problem(rank)}", style="red")
+        if rank.note:
+            yield Text(f"    {_shown(rank.note)}", style="red")
     if len(trouble) > _MOST_RANKS_NAMED:
         yield Text(f"  and {len(trouble) - _MOST_RANKS_NAMED} more", style="red")
 
 
 def _problem(rank: RankView) -> str:
-    note = f": {_shown(rank.note)}" if rank.note else ""
     match rank.state:
         case "dead":
             return f"is dead, after step {rank.step:,}, in {_shown(rank.doing)}"
         case "silent":
             return f"no sign of life for {show_duration(rank.silent_seconds)}, after step {rank.step:,}"
         case "failed":
-            return f"failed after step {rank.step:,}{note}"
+            return f"failed after step {rank.step:,}"
         case "runs" if rank.idle_seconds > _STUCK_SECONDS:
             return f"no progress for {show_duration(rank.idle_seconds)}, in {_shown(rank.doing)}"
         case _:

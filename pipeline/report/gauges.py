@@ -26,7 +26,7 @@ _TERA = 10**12
 
 
 @dataclass(frozen=True)
-class Work:
+class ImageWork:
     """The arithmetic that one image asks for, forward and backward, recomputation not counted."""
 
     flops: int
@@ -38,7 +38,7 @@ class Work:
         return self.flops if step <= self.last_from else self.last_flops
 
 
-def stage_work(recipe: Recipe, *, stage: StageName, plan: StagePlan, num_classes: int) -> Work:
+def stage_work(recipe: Recipe, *, stage: StageName, plan: StagePlan, num_classes: int) -> ImageWork:
     """Of a training stage's model."""
     config = recipe.train_stage(stage)
 
@@ -46,7 +46,7 @@ def stage_work(recipe: Recipe, *, stage: StageName, plan: StagePlan, num_classes
         left_out = config.model_copy(update={"patch_dropout": patch_dropout})
         return stage_cost(recipe.model, stage=left_out, engine=recipe.engine, num_classes=num_classes).training_flops
 
-    return Work(flops(config.patch_dropout), last_flops=flops(0.0), last_from=plan.patch_dropout_steps)
+    return ImageWork(flops(config.patch_dropout), last_flops=flops(0.0), last_from=plan.patch_dropout_steps)
 
 
 def peak_flops(engine: EngineConfig, *, gpu_name: str | None) -> float | None:
@@ -68,7 +68,7 @@ class Gauges:
     """
 
     def __init__(
-        self, work: Work, *, processes: int, peak: float | None, on_gpu: bool, process_seconds: float = 0.0
+        self, work: ImageWork, *, processes: int, peak: float | None, on_gpu: bool, process_seconds: float = 0.0
     ) -> None:
         self._work, self._processes, self._peak, self._on_gpu = work, processes, peak, on_gpu
         self._earlier_seconds = process_seconds

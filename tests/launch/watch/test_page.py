@@ -157,7 +157,7 @@ def test_ranks_in_trouble_are_named(run: Run) -> None:
     lines = {line.split(" (")[0].strip(): line for line in text.splitlines() if line.startswith("  rank ")}
     assert lines.keys() == {"rank 1", "rank 2", "rank 3", "rank 4"}
     assert "is dead, after step 377" in lines["rank 1"] and "no sign of life for 16:" in lines["rank 2"]
-    assert "(host far, process 77)" in lines["rank 2"] and "ValueError: no" in lines["rank 3"]
+    assert "(host far, process 77)" in lines["rank 2"] and "failed" in lines["rank 3"] and "ValueError: no" in text
     assert "no progress for 8:20 min, in reading a batch" in lines["rank 4"]
 
 

@@ -12,9 +12,9 @@ from model.counting.flops import account
 from pipeline.recipe.schema import EngineConfig, Recipe
 from pipeline.recipe.stage_plan import plan_stage
 from pipeline.report import gauges
-from pipeline.report.gauges import Gauges, Work, peak_flops, stage_work
+from pipeline.report.gauges import Gauges, ImageWork, peak_flops, stage_work
 
-WORK = Work(flops=2 * 10**12, last_flops=3 * 10**12, last_from=10)
+WORK = ImageWork(flops=2 * 10**12, last_flops=3 * 10**12, last_from=10)
 
 
 class Clock:
