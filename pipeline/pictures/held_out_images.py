@@ -8,18 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from data_shards.images.decode import PixelLimit
+from data_shards.images.transforms import EvalTransform
 from data_shards.loading.assemble import Access, Assembler
 from data_shards.loading.batch import Batch
 from data_shards.opening import open_shards
 from data_shards.order import Visits
 from data_shards.shard_set import ShardSet
 from data_shards.store.location import is_local
-from data_shards.store.store import Store
 from pipeline.evaluation.result import OWN_SET
 from pipeline.pictures.picture import DrawRequest
 from pipeline.stage_batches import eval_transform
@@ -33,24 +34,38 @@ def held_out_images(request: DrawRequest, *, set_name: str, samples: Sequence[in
         UserError: the set cannot be opened.
         ValueError: the recipe does not name it, or it has no such sample: it is another than it was.
     """
+    access = held_out_access(request, set_name=set_name)
+    transform = eval_transform(request.recipe.train_stage(request.stage))
+    return read_samples(access, samples=samples, transform=transform, fetch="never")
+
+
+def held_out_access(request: DrawRequest, *, set_name: str) -> Access:
+    """A held-out set, opened. UserError: it cannot be; ValueError: the recipe does not name it."""
     recipe, config = request.recipe, request.recipe.train_stage(request.stage)
     named = config.eval if set_name == OWN_SET else (getattr(config, "also_eval", None) or {}).get(set_name)
     if named is None:
         raise ValueError(f"stages.{request.stage} names no held-out shards {set_name!r}")
     store = store_of(recipe, commands="refuse")
-    shards = open_shards(shards_spec(named), damaged="report", report=lambda line: None, store=store)
-    visits = _visits(shards, np.asarray(samples, dtype=np.int64))
-    is_here = {number: _is_here(shards, number, store=store) for number in np.unique(visits.shard).tolist()}
-    visits = _only(visits, np.array([is_here[number] for number in visits.shard.tolist()], dtype=np.bool_))
-    access = Access(
-        shards,
+    return Access(
+        open_shards(shards_spec(named), damaged="report", report=lambda line: None, store=store),
         store=store,
         decoder="auto" if recipe.data.decoder == "gpu" else recipe.data.decoder,  # the GPU is training's
         pixel_limit=PixelLimit(recipe.data.max_image_pixels),
         on_corrupt="substitute",  # a damaged one is not counted
     )
+
+
+def read_samples(
+    access: Access, *, samples: Sequence[int], transform: EvalTransform, fetch: Literal["never", "missing"]
+) -> Batch:
+    """Those of the `samples` that are whole, in this order; it may be none. `fetch`: shards that are not here, or leave
+    their samples out. ValueError: the set has no such sample."""
+    visits = _visits(access.shards, np.asarray(samples, dtype=np.int64))
+    if fetch == "never":
+        is_here = {number: _is_here(access, number) for number in np.unique(visits.shard).tolist()}
+        visits = _only(visits, np.array([is_here[number] for number in visits.shard.tolist()], dtype=np.bool_))
     everything = np.ones(len(visits.sample), dtype=np.bool_)
-    batch = Assembler(access).evaluate(visits, counted=everything, transform=eval_transform(config))
+    batch = Assembler(access).evaluate(visits, counted=everything, transform=transform)
     whole = batch.counted
     rows = {name: getattr(batch, name)[whole] for name in _ROWS}
     keys = tuple(key for key, is_whole in zip(batch.keys, whole.tolist(), strict=True) if is_whole)
@@ -73,6 +88,6 @@ def _only(visits: Visits, which: NDArray[np.bool_]) -> Visits:
     return Visits(**{name: values[which] for name, values in vars(visits).items()})
 
 
-def _is_here(shards: ShardSet, number: int, *, store: Store) -> bool:
-    entry = shards.shards[number]
-    return is_local(entry.url) or store.keep(entry) is not None
+def _is_here(access: Access, number: int) -> bool:
+    entry = access.shards.shards[number]
+    return is_local(entry.url) or (access.store is not None and access.store.keep(entry) is not None)

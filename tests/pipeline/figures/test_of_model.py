@@ -1,6 +1,7 @@
 """The paper's figures of tiny models of every kind: which there are, what they say, and that they are drawn from it."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,7 @@ def _found(kind: str) -> FoundModel:
 def _batch(meta: SavedModelMeta, number: int = 3) -> Batch:
     pixels = np.random.default_rng(1).integers(0, 256, (number, meta.image_size, meta.image_size, 3), np.uint8)
     keys = [f"a/{row}" for row in range(number)]
-    return batch_of(torch.from_numpy(pixels), keys=keys, labels=torch.arange(number) % 3)
+    return replace(batch_of(torch.from_numpy(pixels), keys=keys), labels=torch.arange(number) % 3)
 
 
 @pytest.mark.parametrize("kind", KINDS)
