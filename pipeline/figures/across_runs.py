@@ -1,0 +1,230 @@
+"""The paper's figures of several runs: few-shot accuracy over size (its Figure 4), transfer over cost (its Figure 5).
+
+Each comes with its table, which has all numbers, also those that the figure has no room for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil, floor, log10
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from pipeline.figures.measured import FewShotPoint, cost_points, few_shot_points
+from pipeline.pictures.picture import Cell, Picture
+from pipeline.pictures.style import DASHES, MUTED, SERIES, new_figure
+from pipeline.report.history import RunHistory
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_MOST_PANELS = 4
+_MOST_TICKS = 6
+_MARKERS = "osD^vPX"  # so that grey prints tell lines apart
+_MOST_LABELS = 12  # of points in a panel; the table has all names
+_FLOPS = (("exa", 1.0), ("peta", 1e-3), ("tera", 1e-6), ("giga", 1e-9))  # in exaFLOPs
+_FAMILIES = {"ViT": ("o", SERIES[0]), "hybrid": ("s", SERIES[1]), "ResNet": ("^", SERIES[2])}  # as in the paper
+
+
+@dataclass(frozen=True)
+class FigureOfRuns:
+    """A figure, its words, and its numbers by column."""
+
+    picture: Picture
+    figure: Figure
+    table: dict[str, list[Cell]]
+
+
+def few_shot_over_size(runs: Sequence[RunHistory]) -> FigureOfRuns | None:
+    """Few-shot accuracy over the size of pre-training; None: no run has measured any.
+
+    Where runs of one model were pre-trained on sets of different sizes, a line is a model over these sizes, each run at
+    its end: the paper's Figure 4. Otherwise a line is a run over the images that it had seen.
+    """
+    points = [point for run in runs for point in few_shot_points(run)]
+    if not points:
+        return None
+    by_set = _differ_in_data(points)
+    shown = [point for point in _at_the_end(points) if point.training_images] if by_set else points
+    measures = _most_frequent([point.measure for point in sorted(shown, key=lambda each: each.shots)])
+    figure, panels = _panels(
+        measures, x="images of the pre-training set" if by_set else "images seen in pre-training", sharey=True
+    )
+    lines = list(dict.fromkeys(point.model if by_set else point.run for point in shown))
+    for panel, measure in zip(panels, measures, strict=False):
+        for number, line in enumerate(lines):
+            own = [each for each in shown if each.measure == measure and line == (each.model if by_set else each.run)]
+            places = sorted(((each.training_images or 0) if by_set else each.images_seen, each.top1) for each in own)
+            if places:
+                panel.plot(
+                    *zip(*places, strict=True),
+                    color=SERIES[number % len(SERIES)],
+                    linestyle=DASHES[number % len(DASHES)],
+                    marker=_MARKERS[number % len(_MARKERS)],
+                    markersize=5,
+                    label=line,
+                    clip_on=False,
+                )
+        _ticks(panel, [size for line in panel.get_lines() for size in np.asarray(line.get_xdata()).tolist()], room=0.05)
+    _legend(figure, panels, entries=len(lines))
+    last = _at_the_end(points)
+    what = "the size of the pre-training set; a line is a model" if by_set else "the images seen; a line is a run"
+    best = max(last, key=lambda each: each.top1)
+    picture = Picture(
+        name="few_shot_over_size",
+        title="Few-shot accuracy over pre-training",
+        caption="Top-1 of a linear classifier fitted to a few images of each class on the frozen features (closed-form "
+        f"least squares), over {what} (ViT paper, Figure 4's form). The table has all points.",
+        alt=f"{len(lines)} lines. At its end the best, {best.run}, has {best.top1:.3f} ({best.measure}) after "
+        f"{best.images_seen:,} images.",
+        group="paper",
+    )
+    table: dict[str, list[Cell]] = {
+        "run": [each.run for each in points],
+        "model": [each.model for each in points],
+        "data set": [each.data_set for each in points],
+        "shots": [each.shots for each in points],
+        "pre-training set, images": [each.training_images for each in points],
+        "images seen": [each.images_seen for each in points],
+        "top-1": [each.top1 for each in points],
+    }
+    return FigureOfRuns(picture, figure, table)
+
+
+def transfer_over_cost(runs: Sequence[RunHistory]) -> FigureOfRuns | None:
+    """Accuracy after transfer over the FLOPs of pre-training; None: no run has both.
+
+    A run without pre-training is a dashed line; one that was pre-trained elsewhere is in the table alone.
+    """
+    points = [point for run in runs for point in cost_points(run)]
+    priced = [(point.exaflops, point) for point in points if point.exaflops]
+    if not priced:
+        return None
+    measures = _most_frequent([point.measure for _, point in priced])
+    prefix, unit = next((each for each in _FLOPS if max(cost for cost, _ in priced) >= each[1]), _FLOPS[-1])
+    figure, panels = _panels(measures, x=f"pre-training cost ({prefix}FLOPs)")
+    for panel, measure in zip(panels, measures, strict=False):
+        own = [(cost / unit, point) for cost, point in priced if point.measure == measure]
+        for family, (marker, colour) in _FAMILIES.items():
+            places = [(cost, point.top1) for cost, point in own if point.family == family]
+            if places:
+                panel.scatter(*zip(*places, strict=True), marker=marker, color=colour, s=42, label=family, zorder=3)
+        for cost, point in own if len(own) <= _MOST_LABELS else ():
+            panel.annotate(
+                point.run, (cost, point.top1), xytext=(0, 7), textcoords="offset points", ha="center", fontsize=8
+            )
+        _ticks(panel, [cost for cost, _ in own], room=0.35)
+        panel.margins(y=0.2)
+        for each in points:
+            if each.measure == measure and each.exaflops == 0:
+                panel.axhline(each.top1, color=MUTED, linestyle=(0, (4, 3)), linewidth=1.1)
+                panel.annotate(
+                    f"{each.run}: nothing pre-trained",
+                    (1.0, each.top1),
+                    xycoords=("axes fraction", "data"),
+                    xytext=(0, 3),
+                    textcoords="offset points",
+                    ha="right",
+                    fontsize=8,
+                    color=MUTED,
+                )
+    _legend(figure, panels, entries=len(_FAMILIES))
+    cost, best = max(priced, key=lambda each: each[1].top1)
+    picture = Picture(
+        name="transfer_over_cost",
+        title="Transfer over the cost of pre-training",
+        caption="Top-1 after transfer over what pre-training cost: forward and backward FLOPs of all images seen, by "
+        "formula, on a logarithmic axis (ViT paper, Figure 5's form). Up and to the left is better. The table has all "
+        "measures, and hours where they were counted.",
+        alt=f"{len({each.run for _, each in priced})} pre-trained runs. The best, {best.run}, has {best.top1:.3f} "
+        f"({best.measure}) for {cost / unit:.3g} {prefix}FLOPs.",
+        group="paper",
+    )
+    table: dict[str, list[Cell]] = {
+        "run": [each.run for each in points],
+        "model": [each.model for each in points],
+        "measure": [each.measure for each in points],
+        "images seen": [each.images_seen for each in points],
+        "exaFLOPs": [each.exaflops for each in points],
+        "hours": [each.hours for each in points],
+        "top-1": [each.top1 for each in points],
+    }
+    return FigureOfRuns(picture, figure, table)
+
+
+def _at_the_end(points: Sequence[FewShotPoint]) -> list[FewShotPoint]:
+    """The last of each run and measure."""
+    ordered = sorted(points, key=lambda each: each.images_seen)
+    return list({(each.run, each.measure): each for each in ordered}.values())
+
+
+def _differ_in_data(points: Sequence[FewShotPoint]) -> bool:
+    """Whether one model was pre-trained on sets of different sizes."""
+    sizes: dict[str, set[int]] = {}
+    for point in points:
+        if point.training_images:
+            sizes.setdefault(point.model, set()).add(point.training_images)
+    return any(len(each) > 1 for each in sizes.values())
+
+
+def _most_frequent(measures: Sequence[str]) -> list[str]:
+    """The few with most points, in the order they came in."""
+    kept = sorted(dict.fromkeys(measures), key=lambda each: -measures.count(each))[:_MOST_PANELS]
+    return [measure for measure in dict.fromkeys(measures) if measure in kept]
+
+
+def _panels(measures: Sequence[str], *, x: str, sharey: bool = False) -> tuple[Figure, list[Axes]]:
+    """One for each measure, two or three in a row, with a logarithmic x and shares as y."""
+    columns = {1: 1, 3: 3}.get(len(measures), 2)
+    rows = -(-len(measures) // columns)
+    figure, axes = new_figure(
+        width={1: 5.2, 2: 7.2, 3: 9.0}[columns], height=3.1 * rows + 0.4, rows=rows, columns=columns, sharey=sharey
+    )
+    panels = list(axes.flat)
+    for number, (panel, measure) in enumerate(zip(panels, measures, strict=False)):
+        panel.set_xscale("log")
+        panel.set_title(measure)
+        panel.set(xlabel=x, ylabel="" if sharey and number % columns else "top-1")
+        panel.grid(True)
+    for panel in panels[len(measures) :]:
+        panel.set_axis_off()
+    return figure, panels
+
+
+def _ticks(panel: Axes, values: Sequence[float], *, room: float) -> None:
+    """Of a logarithmic x: 1, 2 and 5 times powers of ten, a handful; `room`: beside the values, of their span."""
+    low, high = log10(min(values)), log10(max(values))
+    margin = max(0.15, room * (high - low))
+    low, high = low - margin, high + margin
+    panel.set_xlim(10**low, 10**high)
+    for factors in ((1, 2, 5), (1, 3), (1,)):
+        ticks = [factor * 10.0**power for power in range(floor(low), ceil(high) + 1) for factor in factors]
+        ticks = [tick for tick in ticks if low <= log10(tick) <= high]
+        if len(ticks) <= _MOST_TICKS:
+            break
+    else:
+        ticks = ticks[:: ceil(len(ticks) / _MOST_TICKS)]
+    panel.set_xticks(ticks, [_short(tick) for tick in ticks])
+    panel.set_xticks([], minor=True)
+
+
+def _short(number: float) -> str:
+    """300000 as 300k."""
+    for prefix, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= size:
+            return f"{number / size:g}{prefix}"
+    return f"{number:.3g}"
+
+
+def _legend(figure: Figure, panels: Sequence[Axes], *, entries: int) -> None:
+    """Below all panels, one for all."""
+    known = {}
+    for panel in panels:
+        handles, labels = panel.get_legend_handles_labels()
+        known |= dict(zip(labels, handles, strict=True))
+    figure.legend(
+        list(known.values()), list(known), loc="outside lower left", ncols=min(3, max(1, entries)), handlelength=3.2
+    )
