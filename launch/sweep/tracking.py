@@ -11,7 +11,7 @@ from launch.env import experiment_name, tracking_uri
 from launch.output import say
 from launch.sweep.points import FINAL, Sweep
 from launch.sweep.record import Outcome, SweepRecord
-from pipeline.tracking.mlflow_store import SweepNews, tell_sweep
+from pipeline.tracking.sweep_run import SweepNews, tell_sweep
 
 _WAIT_SECONDS = 60.0
 _MOST_CHARACTERS = 5000  # of a tag, in any MLflow

@@ -28,6 +28,7 @@ FREE_KEYS = (
     "experiment",
     "processes",
     "pictures",
+    *("tracking.mode", "tracking.system_metrics", "tracking.log_model", "tracking.register_as", "tracking.alias"),
     "data.workers",
     "data.worker_kind",
     "data.max_corrupt_share",

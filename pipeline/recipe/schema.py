@@ -16,6 +16,7 @@ from model.regularisation import Regularisation
 from pipeline.recipe.data import MOST_LANES, DataConfig
 from pipeline.recipe.duration import Strict
 from pipeline.recipe.stage import MOST_SECONDS, MaskedPatchStage, Stages, TrainStage
+from pipeline.recipe.tracking import TrackingConfig
 from pipeline.vocabulary import OPTIMIZERS, AttentionKernel, Fp8Scaling, OptimizerName, StageName
 
 FEW_PROCESSES = 256  # up to here `data.lanes: auto` does not depend on their number
@@ -177,6 +178,7 @@ class Recipe(Strict):
     pictures: Literal["auto", "off"] = "auto"
     """auto: a process beside rank 0, of the lowest priority, draws data, evaluations and the model while training goes
     on; off: `shardvit report` draws them when it is asked for."""
+    tracking: TrackingConfig = TrackingConfig()
     model: ModelConfig
     data: DataConfig = DataConfig()
     engine: EngineConfig = EngineConfig()
@@ -246,6 +248,11 @@ class Recipe(Strict):
                     f"{2 * size}, or smaller patches"
                 )
         sizes = {stage.image_size for stage in stages.values()}
+        if self.tracking.register_as is not None and isinstance(stages[list(stages)[-1]], MaskedPatchStage):
+            raise ValueError(
+                "tracking.register_as: the last stage's model fills in masked patches and knows no classes: add "
+                "stages.finetune, or leave register_as out"
+            )
         if self.model.position == "relative" and self.stages.swap_head and len(sizes) > 1:
             raise ValueError(
                 "model.position relative is not defined at another resolution than it was trained at, and the stages' "

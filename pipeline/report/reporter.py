@@ -20,7 +20,6 @@ from pipeline.context import StageContext
 from pipeline.metrics_log import MetricsLog, open_metrics_log
 from pipeline.ranks.phases import Phases
 from pipeline.ranks.stopping import Stopped
-from pipeline.recipe.io import flatten
 from pipeline.recipe.stage_plan import StagePlan
 from pipeline.report.best import AVERAGES_SCORES, SCORES
 from pipeline.report.events import EventKind, EventsLog
@@ -30,10 +29,11 @@ from pipeline.report.progress import TrainingProgress
 from pipeline.rollback import GoBack
 from pipeline.stage_data import StageData
 from pipeline.state import TrainState
+from pipeline.tracking.describe import plan_params, stage_datasets
+from pipeline.tracking.facts import DatasetInput
 from pipeline.tracking.mlflow_store import Say, TrackerSettings, open_tracker
-from pipeline.tracking.runs import DatasetInput
 from pipeline.tracking.tracking_thread import FinalStatus
-from pipeline.vocabulary import CORRUPT_SAMPLES_FILE, EVENTS_FILE, METRICS_FILE, RECIPE_FILE, StageName
+from pipeline.vocabulary import EVENTS_FILE, METRICS_FILE, StageName
 
 _NAMED_FAULTS = 10
 
@@ -54,10 +54,6 @@ def stage_report(
     if not context.ranks.place.is_main:
         yield Report(None, None, None, None, phases=phases, plan=plan, training_seconds=state.training_seconds)
         return
-    datasets = tuple(
-        DatasetInput(name=shards.name, source=shards.source, digest=shards.digest, context=use)
-        for shards, use in ((data.train, "train"), (data.eval, "eval"))
-    )
     progress = TrainingProgress(
         stage,
         total_steps=plan.total_steps,
@@ -75,7 +71,13 @@ def stage_report(
     )
     with (
         tracked_log(
-            context, stage=stage, datasets=datasets, resume_step=state.step or -1, say=progress.note, tags=tags
+            context,
+            stage=stage,
+            datasets=stage_datasets(data.train, data.eval),
+            resume_step=state.step or -1,
+            say=progress.note,
+            params=plan_params(context.recipe, stage, plan=plan, classes=data.train.num_classes),
+            tags=tags,
         ) as log,
         told_events(context, stage=stage, state=state, say=progress.note) as events,
     ):
@@ -124,6 +126,7 @@ def tracked_log(
     datasets: tuple[DatasetInput, ...] = (),
     resume_step: int = -1,
     say: Say | None = None,
+    params: Mapping[str, str] = MappingProxyType({}),
     tags: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[MetricsLog]:
     """A stage's metrics.jsonl from a step on (-1: anew) and its MLflow run, which is told how the stage ended.
@@ -134,13 +137,10 @@ def tracked_log(
             print(f"{log.path}: {log.dropped_broken_rows} unreadable rows were dropped", file=sys.stderr)
         tracker = open_tracker(
             TrackerSettings(
-                runs_root=folder.runs_root,
-                run_dir=folder.path,
-                sweep=folder.sweep,
-                pipeline=recipe.name,
+                folder=folder,
+                recipe=recipe,
                 stage=stage,
-                params=flatten(recipe),
-                recipe_file=folder.path / RECIPE_FILE,
+                params=params,
                 datasets=datasets,
                 tags={"shardvit.world_size": str(context.ranks.place.world_size), **context.job_tags, **tags},
                 tracking_uri=context.tracking.uri,
@@ -157,12 +157,7 @@ def tracked_log(
             status = "KILLED"
             raise
         finally:
-            faults = folder.stage(stage) / CORRUPT_SAMPLES_FILE
-            tracker.close(
-                status,
-                finish_parent=status != "FINISHED" or folder.is_complete(recipe),
-                files=[faults] if faults.exists() else [],
-            )
+            tracker.close(status, finish_parent=status != "FINISHED" or folder.is_complete(recipe))
 
 
 class Report:

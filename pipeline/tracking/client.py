@@ -15,6 +15,12 @@ from typing import Any
 from data_shards.durable import flush
 
 SQLITE = "sqlite:///"
+MODEL_TRAINING = "workflowType=machine_learning"  # of a page's address: MLflow 3 opens on GenAI's else
+_EXPERIMENT_TAGS = {
+    "mlflow.experimentKind": "custom_model_development",  # read by MLflow up to 3.6; later ones ask the address
+    "mlflow.note.content": "A run for each pipeline of shardvit, with its stages as child runs: sort and compare the "
+    "pipelines in the table of runs, and open a stage for its curves, pictures and tables.",
+}
 _STALE_SECONDS = 3600.0  # after which an unfinished database is a killed process's
 
 
@@ -32,10 +38,13 @@ def open_client(uri: str, *, home: Path, experiment: str) -> tuple[Any, str]:
     client = MlflowClient(tracking_uri=uri)
     found = client.get_experiment_by_name(experiment)
     if found is not None:
+        for name, value in _EXPERIMENT_TAGS.items():
+            if name not in found.tags:
+                client.set_experiment_tag(found.experiment_id, name, value)
         return client, str(found.experiment_id)
     # Without a server MLflow would put artifacts into ./mlruns of the working folder.
     location = (home / "mlartifacts").as_uri() if uri.startswith("sqlite:") else None
-    return client, str(client.create_experiment(experiment, artifact_location=location))
+    return client, str(client.create_experiment(experiment, artifact_location=location, tags=_EXPERIMENT_TAGS))
 
 
 def make_database(uri: str, *, create: Callable[[str], object]) -> None:

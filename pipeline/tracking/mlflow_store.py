@@ -2,12 +2,12 @@
 
 All happens in the thread of `tracking_thread`, also the import (2 to 4 s) and creating an SQLite schema (2 to 6 s), so
 a slow or dead server neither delays nor stops training. The store is SQLite beside the runs, or the server at
-`tracking_uri`. A resumed stage continues its run, found by mlflow.json's id or key (`tracking_state`).
+`tracking_uri`. A resumed stage continues its run, found by mlflow.json's id or key (`tracking_state`). What a run is to
+know is written down first (`facts`), and what of it was sent afterwards: `sync` sends the rest.
 
 MLflow cannot delete points: steps repeated after a rollback have two there (the later timestamp counts; the tag
 shardvit.attempt.N has the step where attempt N began), while metrics.jsonl has each step once. Exact duplicates (step,
-time, value) collapse. MLflow keeps infinity as 1.8e308, and NaN as NaN. images_seen is sent with every row. No models
-and no pictures are logged.
+time, value) collapse. MLflow keeps infinity as 1.8e308, and NaN as NaN. images_seen is sent with every row.
 """
 
 from __future__ import annotations
@@ -16,16 +16,38 @@ import functools
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pipeline.checkpoint.written_by import source_tags
 from pipeline.metrics_log import MetricRow, MetricsLog
+from pipeline.recipe.schema import Recipe
+from pipeline.run_folder import RunFolder
 from pipeline.tracking.client import open_client, store_uri
-from pipeline.tracking.runs import DatasetInput, log_datasets, log_metrics, log_new_params, set_tags
-from pipeline.tracking.tracking_state import RunState, load_run_state
+from pipeline.tracking.describe import (
+    final_results,
+    pipeline_description,
+    pipeline_params,
+    restarts,
+    stage_description,
+    stage_name,
+    stage_params,
+)
+from pipeline.tracking.environment import TRACKED_FILES, write_environment
+from pipeline.tracking.facts import DatasetInput, RunFacts, RunStatus, load_facts
+from pipeline.tracking.runs import send_facts
+from pipeline.tracking.tracking_state import RunState, forget_run, load_run_state
 from pipeline.tracking.tracking_thread import Call, FinalStatus, Timing, Tracker, without_credentials
-from pipeline.vocabulary import MLFLOW_FILE
+from pipeline.vocabulary import (
+    CORRUPT_SAMPLES_FILE,
+    EVENTS_FILE,
+    MLFLOW_FACTS_FILE,
+    MLFLOW_FILE,
+    RECIPE_FILE,
+    TRACKING_FOLDER,
+    StageName,
+)
 
 Say = Callable[[str], None]
 
@@ -36,18 +58,14 @@ _MAX_METRICS_PER_BATCH = 1_000  # from mlflow.utils.validation
 class TrackerSettings:
     """What one attempt at one stage tells MLflow.
 
-    `params` are the recipe's, flat and dotted; `tags` this attempt's facts (job id, world size, host). Without
-    `tracking_uri` it is sqlite:///RUNS_ROOT/mlflow.db with artifacts in RUNS_ROOT/mlartifacts. `sweep`: the folder of
-    the sweep that the pipeline belongs to; the database then lies beside that.
+    `params` are what follows from the recipe; `tags` this attempt's facts (job id, world size, host). Without
+    `tracking_uri` it is mlflow.db with mlartifacts in the folder of all runs, also for a sweep's.
     """
 
-    runs_root: Path
-    run_dir: Path
-    sweep: Path | None = None
-    pipeline: str
-    stage: str
+    folder: RunFolder
+    recipe: Recipe
+    stage: StageName
     params: Mapping[str, str] = field(default_factory=dict)
-    recipe_file: Path | None = None
     datasets: Sequence[DatasetInput] = ()
     tags: Mapping[str, str] = field(default_factory=dict)
     tracking_uri: str | None = None
@@ -56,15 +74,20 @@ class TrackerSettings:
 
     @property
     def home(self) -> Path:
-        """The folder of all runs, absolute."""
-        return (self.runs_root if self.sweep is None else self.sweep.parent).absolute()
+        return home_of(self.folder)
 
     @property
     def uri(self) -> str:
         return store_uri(self.tracking_uri, home=self.home)
 
 
-def open_tracker(settings: TrackerSettings, *, log: MetricsLog, say: Say | None = None) -> Tracker:
+def home_of(folder: RunFolder) -> Path:
+    """The folder of all runs, absolute."""
+    sweep = folder.sweep
+    return (folder.runs_root if sweep is None else sweep.parent).absolute()
+
+
+def open_tracker(settings: TrackerSettings, *, log: MetricsLog, say: Say | None = None) -> Tracker | OfflineTracker:
     """Begin to send one stage's log, cut at the resumed step, on rank 0 only; returns at once.
     `say` prints one line, from the thread too; None: to stderr."""
     say = say or functools.partial(print, file=sys.stderr, flush=True)
@@ -72,25 +95,101 @@ def open_tracker(settings: TrackerSettings, *, log: MetricsLog, say: Say | None 
     if settings.uri.startswith(("sqlite:", "file:", "/")):
         # A local database answers as fast as the disk does, and its connections belong to one thread.
         timing = replace(timing, call_seconds=None)
-    return Tracker(MlflowStore(settings, log=log, say=say), metrics_file=log.path, timing=timing, say=say)
+    store = MlflowStore(settings, say=say)
+    store.begin_attempt(from_step=log.resume_step, kept_rows=log.kept_rows)
+    if settings.recipe.tracking.mode == "offline":
+        return OfflineTracker(store, say=say)
+    return Tracker(store, metrics_file=log.path, timing=timing, say=say)
+
+
+class OfflineTracker:
+    """Sends nothing: what is to be known is written down, and `shardvit sync` sends it."""
+
+    def __init__(self, store: MlflowStore, *, say: Say) -> None:
+        self._store, self._say, self._is_open = store, say, True
+
+    def close(self, status: FinalStatus, *, finish_parent: bool = False) -> None:
+        """Closing twice is harmless: the first status stays."""
+        if self._is_open:
+            self._is_open = False
+            self._store.closing_calls(status, finish_parent=finish_parent)
+            if finish_parent:
+                self._say(f"MLflow: offline; `shardvit sync {self._store.settings.folder.path}` sends the run")
 
 
 class MlflowStore:
     """`tracking_thread.TrackingStore` in MLflow: a stage's run, and the pipeline's as its parent."""
 
-    def __init__(self, settings: TrackerSettings, *, log: MetricsLog, say: Say) -> None:
+    def __init__(self, settings: TrackerSettings, *, say: Say) -> None:
         self.place = without_credentials(settings.uri)
-        self._settings = settings
-        self._from_step = log.resume_step
+        self.settings = settings
+        self.client: Any = None
         self._say = say
-        self._client: Any = None
-        self._sweep = None if settings.sweep is None else self._load(settings.sweep / MLFLOW_FILE)
-        self._parent = self._load(settings.run_dir / MLFLOW_FILE)
-        self.state = self._load(log.path.with_name(MLFLOW_FILE))
+        folder = settings.folder
+        self._sweep = None if folder.sweep is None else self._load(folder.sweep / MLFLOW_FILE)
+        self._parent = self._load(folder.path / MLFLOW_FILE)
+        self.state = self._load(folder.stage(settings.stage) / MLFLOW_FILE)
+        self._facts_file = folder.stage(settings.stage) / MLFLOW_FACTS_FILE
+        self._parent_facts_file = folder.path / MLFLOW_FACTS_FILE
+
+    def begin_attempt(self, *, from_step: int, kept_rows: int) -> None:
+        """Write down what both runs are to know of a new attempt, which has so many rows of the last ones."""
         self.state.attempt += 1
-        self.state.sent_rows = min(self.state.sent_rows, log.kept_rows)  # after a rollback the later ones are new
+        self.state.sent_rows = min(self.state.sent_rows, kept_rows)  # after a rollback the later ones are new
         for state in (self._parent, self.state):
             self._save(state)
+        self._write(self._facts_file, lambda: self._stage_facts(max(0, from_step)))
+        self._write(self._parent_facts_file, lambda: self._pipeline_facts("RUNNING"))
+
+    def _stage_facts(self, from_step: int) -> RunFacts:
+        settings, attempt = self.settings, self.state.attempt
+        recipe, stage, folder = settings.recipe, settings.stage, settings.folder
+        before = load_facts(self._facts_file)
+        restart = restarts(folder, stage)
+        params = {**stage_params(recipe, stage), **settings.params}
+        facts = [f"step {from_step}", *(f"{name}={value}" for name, value in _short(settings.tags).items())]
+        tags = {
+            **(before.tags if before else {}),
+            **source_tags(),
+            **settings.tags,
+            "shardvit.stage": stage,
+            "shardvit.attempt": str(attempt),
+            f"shardvit.attempt.{attempt}": " ".join(facts),
+        }
+        if restart:
+            tags["shardvit.restart"] = str(restart)
+        return RunFacts(
+            name=before.name if before else stage_name(recipe, stage, datasets=settings.datasets, restart=restart),
+            description=stage_description(recipe, folder, stage=stage, params=params),
+            tags=tags,
+            params=params,
+            datasets=tuple(settings.datasets),
+            files=(RECIPE_FILE,),
+        )
+
+    def _pipeline_facts(self, status: RunStatus) -> RunFacts:
+        """As far as the stages have come; also the data sets of those that ended before this version."""
+        folder, recipe = self.settings.folder, self.settings.recipe
+        before = load_facts(self._parent_facts_file)
+        stages = [load_facts(folder.stage(name) / MLFLOW_FACTS_FILE) for name in recipe.stages.names]
+        derived = {
+            f"{stage}.{name}": value
+            for stage, facts in zip(recipe.stages.names, stages, strict=True)
+            for name, value in (facts.params if facts else {}).items()
+            if name.startswith(("plan.", "cost."))
+        }
+        of_run = {name: value for name, value in self.settings.tags.items() if name == "mlflow.user"}
+        facts = RunFacts(
+            name=recipe.name,
+            description=pipeline_description(recipe, folder),
+            tags={**source_tags(), **of_run, "shardvit.kind": "pipeline"},
+            params={**pipeline_params(recipe), **derived},
+            datasets=tuple(dict.fromkeys(one for stage in stages if stage for one in stage.datasets)),
+            metrics=before.metrics if before else {},
+            files=(RECIPE_FILE, *(f"{TRACKING_FOLDER}/{name}" for name in TRACKED_FILES)),
+            status=status,
+        )
+        return facts.with_metrics(final_results(folder, recipe))
 
     def _load(self, file: Path) -> RunState:
         try:
@@ -107,25 +206,36 @@ class MlflowStore:
         except OSError as error:
             self._say(f"MLflow: cannot write {state.file}, a resumed stage may begin a new run: {error}")
 
+    def _write(self, file: Path, facts: Callable[[], RunFacts]) -> None:
+        # In the thread that trains: whatever is wrong with what is told, training goes on.
+        try:
+            facts().save(file)
+        except FileNotFoundError:  # the run folder is gone, which is said elsewhere
+            return
+        except Exception as error:  # noqa: BLE001
+            self._say(f"MLflow: cannot write {file}: {type(error).__name__}: {error}")
+
     def connect(self) -> None:
         """Creates the experiment and the pipeline's run too; each id is saved once known."""
-        settings = self._settings
+        settings = self.settings
         self._connecting = mine = object()  # a call that timed out may still run: only the newest one sets ids
-        if not settings.run_dir.is_dir():
-            raise FileNotFoundError(f"{settings.run_dir} is gone")  # with it, perhaps, the folder of all runs
-        self._client, experiment_id = open_client(settings.uri, home=settings.home, experiment=settings.experiment)
+        folder = settings.folder
+        if not folder.path.is_dir():
+            raise FileNotFoundError(f"{folder.path} is gone")  # with it, perhaps, the folder of all runs
+        self.client, experiment_id = open_client(settings.uri, home=settings.home, experiment=settings.experiment)
         of_sweep = {}
         if self._sweep is not None:
-            assert settings.sweep is not None
-            self._open_run(self._sweep, experiment_id, name=settings.sweep.name, tags={}, mine=mine)
+            assert folder.sweep is not None
+            self._open_run(self._sweep, experiment_id, name=folder.sweep.name, tags={}, mine=mine)
             if self._connecting is not mine:
                 return
             of_sweep = {"mlflow.parentRunId": str(self._sweep.run_id)}
-        self._open_run(self._parent, experiment_id, name=settings.pipeline, tags=of_sweep, mine=mine)
+        self._open_run(self._parent, experiment_id, name=settings.recipe.name, tags=of_sweep, mine=mine)
         if self._connecting is not mine:
             return
         parent = {"mlflow.parentRunId": str(self._parent.run_id)}
-        self._open_run(self.state, experiment_id, name=f"{settings.stage}-{settings.pipeline}", tags=parent, mine=mine)
+        facts = load_facts(self._facts_file)
+        self._open_run(self.state, experiment_id, name=facts.name if facts else settings.stage, tags=parent, mine=mine)
 
     def _open_run(
         self, state: RunState, experiment_id: str, *, name: str, tags: Mapping[str, str], mine: object
@@ -136,7 +246,7 @@ class MlflowStore:
         run = None
         if state.run_id is not None:
             try:
-                run = self._client.get_run(state.run_id)
+                run = self.client.get_run(state.run_id)
             except MlflowException as error:
                 if error.error_code != "RESOURCE_DOES_NOT_EXIST":
                     raise
@@ -146,24 +256,25 @@ class MlflowStore:
                 )
                 run = None
                 if self._connecting is mine:
-                    state.run_id, state.sent_rows = None, 0
+                    forget_run(state)
         if run is None:
-            found = self._client.search_runs([experiment_id], f"tags.`shardvit.key` = '{state.key}'")
+            found = self.client.search_runs([experiment_id], f"tags.`shardvit.key` = '{state.key}'")
             run = found[-1] if found else None
         if run is None:
-            run = self._client.create_run(experiment_id, run_name=name, tags={"shardvit.key": state.key, **tags})
+            run = self.client.create_run(experiment_id, run_name=name, tags={"shardvit.key": state.key, **tags})
         else:
             for tag, value in tags.items():
-                self._client.set_tag(run.info.run_id, tag, value)
+                self.client.set_tag(run.info.run_id, tag, value)
             if state is not self._sweep:  # whose state is told by `tell_sweep`
-                self._client.update_run(run.info.run_id, status="RUNNING")
+                self.client.update_run(run.info.run_id, status="RUNNING")
         if self._connecting is mine:
             state.run_id = str(run.info.run_id)
+            state.sent["status"] = "RUNNING"
             self._save(state)
 
     def answers(self) -> bool:
         try:
-            self._client.get_run(self.state.run_id)
+            self.client.get_run(self.state.run_id)
         except Exception:  # noqa: BLE001  (any failure means no answer)
             return False
         return True
@@ -182,7 +293,7 @@ class MlflowStore:
     def _send_points(self, points: list[Any]) -> list[str]:
         # A batch that a living store refuses is halved until the bad points stand alone.
         try:
-            self._client.log_batch(self.state.run_id, metrics=points, synchronous=True)
+            self.client.log_batch(self.state.run_id, metrics=points, synchronous=True)
         except Exception as error:
             if not self.answers():
                 raise
@@ -193,89 +304,89 @@ class MlflowStore:
         return []
 
     def opening_calls(self) -> list[Call]:
-        settings, attempt, recipe = self._settings, self.state.attempt, self._settings.recipe_file
-        facts = [f"from_step={self._from_step}", *(f"{name}={value}" for name, value in settings.tags.items())]
-        tags = {
-            **source_tags(),
-            **settings.tags,
-            "shardvit.stage": settings.stage,
-            "shardvit.attempt": str(attempt),
-            f"shardvit.attempt.{attempt}": " ".join(facts),
-        }
-        calls = [
-            Call("tags", lambda: self._set_tags(self.state, tags)),
-            Call("tags of the pipeline", lambda: self._set_tags(self._parent, source_tags())),
+        folder = self.settings.folder
+        calls = [Call("the environment", partial(write_environment, folder.path / TRACKING_FOLDER))]
+        return [*calls, *self._calls(self._parent, "of the pipeline"), *self._calls(self.state, "of the stage")]
+
+    def _calls(self, state: RunState, of: str) -> list[Call]:
+        """All but the status; each looks when it is sent whether there is something to send."""
+        return [
+            Call(f"tags, params, data sets and results {of}", partial(self._send_facts, state)),
+            *(
+                Call(f"artifact {Path(name).name} {of}", partial(self._send_file, state, name))
+                for name in self._facts_of(state).files
+            ),
         ]
-        if settings.params:
-            calls.append(Call("params", self._send_params))
-        if settings.datasets:
-            calls.append(Call("data sets", self._send_datasets))
-        if recipe is not None:
-            calls.append(Call(f"artifact {recipe.name}", lambda: self.send_file(recipe)))
-            calls.append(Call(f"artifact {recipe.name} of the pipeline", lambda: self._keep(self._parent, recipe)))
+
+    def closing_calls(self, status: FinalStatus, *, finish_parent: bool) -> list[Call]:
+        """How the stage ended is written down, and is what is left to send; with `finish_parent` the pipeline, too."""
+        folder, stage = self.settings.folder, self.settings.stage
+        more = [
+            f"{stage}/{name}" for name in (CORRUPT_SAMPLES_FILE, EVENTS_FILE) if (folder.stage(stage) / name).exists()
+        ]
+        facts = self._facts_of(self.state)
+        ended = replace(facts, status=status, files=tuple(dict.fromkeys((*facts.files, *more))))
+        self._write(self._facts_file, lambda: ended)
+        self._write(self._parent_facts_file, lambda: self._pipeline_facts(status if finish_parent else "RUNNING"))
+        calls = [*self._calls(self._parent, "of the pipeline"), *self._calls(self.state, "of the stage")]
+        calls.append(Call("status of the stage", partial(self._send_status, self.state)))
+        if finish_parent:
+            calls.append(Call("status of the pipeline", partial(self._send_status, self._parent)))
         return calls
 
-    def _set_tags(self, state: RunState, tags: Mapping[str, str]) -> None:
-        set_tags(self._client, str(state.run_id), tags)
+    def unsent(self) -> list[Call]:
+        """What of both runs' facts, files and status is not in the store."""
+        return [*self._unsent(self._parent, "of the pipeline"), *self._unsent(self.state, f"of {self.settings.stage}")]
 
-    def _send_params(self) -> None:
-        changed = log_new_params(self._client, str(self.state.run_id), self._settings.params)
-        if changed:  # a changed one keeps its first value, and a tag has the change
-            text = "; ".join(f"{name}: {change}" for name, change in changed.items())
-            self._set_tags(self.state, {f"shardvit.params_changed.{self.state.attempt}": text})
+    def _unsent(self, state: RunState, of: str) -> list[Call]:
+        facts, calls = self._facts_of(state), []
+        if state.sent.get("facts") != facts.digest:
+            calls.append(Call(f"tags, params, data sets and results {of}", partial(self._send_facts, state)))
+        for name in facts.files:
+            if state.sent.get(name) != self._mark(name) is not None:
+                calls.append(Call(f"artifact {Path(name).name} {of}", partial(self._send_file, state, name)))
+        if state.sent.get("status") != facts.status:
+            calls.append(Call(f"status {of}", partial(self._send_status, state)))
+        return calls
 
-    def _send_datasets(self) -> None:
-        log_datasets(self._client, str(self.state.run_id), self._settings.datasets)
+    def _facts_of(self, state: RunState) -> RunFacts:
+        file = self._facts_file if state is self.state else self._parent_facts_file
+        return load_facts(file) or RunFacts(name=state.file.parent.name)
 
-    def send_file(self, path: Path) -> None:
-        self._keep(self.state, path)
+    def _send_facts(self, state: RunState) -> None:
+        facts = self._facts_of(state)
+        if state.sent.get("facts") != facts.digest:
+            send_facts(self.client, str(state.run_id), facts, attempt=self.state.attempt)
+            self._note_sent(state, "facts", facts.digest)
 
-    def _keep(self, state: RunState, path: Path) -> None:
-        self._client.log_artifact(state.run_id, str(path))
+    def _send_file(self, state: RunState, name: str) -> None:
+        mark = self._mark(name)
+        if state.sent.get(name) != mark is not None:
+            self.client.log_artifact(state.run_id, str(self.settings.folder.path / name))
+            self._note_sent(state, name, str(mark))
 
-    def finish(self, status: FinalStatus) -> None:
-        self._client.set_terminated(self.state.run_id, status=status)
+    def _mark(self, name: str) -> str | None:
+        """Changes with a file; None: it is not there, and may never be, as where there are no changes to tell of."""
+        try:
+            status = (self.settings.folder.path / name).stat()
+        except OSError:
+            return None
+        return f"{status.st_size} {status.st_mtime_ns}"
 
-    def finish_parent(self, status: FinalStatus) -> None:
-        self._client.set_terminated(self._parent.run_id, status=status)
+    def _send_status(self, state: RunState) -> None:
+        status = self._facts_of(state).status
+        if status == "RUNNING":
+            self.client.update_run(state.run_id, status=status)
+        else:
+            self.client.set_terminated(state.run_id, status=status)
+        self._note_sent(state, "status", status)
 
-
-@dataclass(frozen=True, kw_only=True)
-class SweepNews:
-    """What a sweep's own run is told, all of it each time; `points` are metrics for the pipelines' runs, by folder.
-
-    No params: MLflow never changes one, and a sweep's grid and share may change.
-    """
-
-    folder: Path  # of the sweep, in the folder of all runs
-    tags: Mapping[str, str]
-    metrics: Mapping[str, float]
-    points: Mapping[Path, Mapping[str, float]]
-    status: FinalStatus | Literal["RUNNING"]
-    tracking_uri: str | None = None
-    experiment: str = "shardvit"
+    def _note_sent(self, state: RunState, name: str, mark: str) -> None:
+        state.sent[name] = mark
+        self._save(state)
 
 
-def tell_sweep(news: SweepNews) -> None:
-    """Find or create a sweep's run and bring it up to date. Raises whatever MLflow does, and OSError, ValueError for
-    an mlflow.json that cannot be used."""
-    state = load_run_state(news.folder / MLFLOW_FILE)
-    state.save()  # its key, before there is a run
-    home = news.folder.parent.absolute()
-    uri = store_uri(news.tracking_uri, home=home)
-    client, experiment_id = open_client(uri, home=home, experiment=news.experiment)
-    found = client.search_runs([experiment_id], f"tags.`shardvit.key` = '{state.key}'")
-    run = found[-1] if found else None
-    if run is None:
-        run = client.create_run(experiment_id, run_name=news.folder.name, tags={"shardvit.key": state.key})
-    state.run_id = str(run.info.run_id)
-    state.save()
-    set_tags(client, state.run_id, {**source_tags(), **news.tags})
-    log_metrics(client, state.run_id, news.metrics)
-    for folder, values in news.points.items():
-        point = load_run_state(folder / MLFLOW_FILE).run_id
-        if point is not None:  # else MLflow was not told of it
-            log_metrics(client, point, values)
-    client.update_run(state.run_id, status="RUNNING") if news.status == "RUNNING" else client.set_terminated(
-        state.run_id, status=news.status
-    )
+def _short(tags: Mapping[str, str]) -> dict[str, str]:
+    """The facts that differ from one attempt to the next, by short names."""
+    names = {"shardvit.world_size": "processes", "shardvit.host": "host", "shardvit.slurm_job_id": "job"}
+    return {short: tags[name] for name, short in names.items() if name in tags}

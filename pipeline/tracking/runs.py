@@ -8,9 +8,9 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
+from pipeline.tracking.facts import DatasetInput, RunFacts
 from pipeline.tracking.tracking_thread import without_credentials
 
 # From mlflow.utils.validation, and the column `digest` of MLflow's table `datasets`.
@@ -20,16 +20,6 @@ _MAX_PARAM_CHARACTERS = 6_000
 _MAX_TAG_CHARACTERS = 5_000  # in any MLflow
 _MAX_DIGEST_CHARACTERS = 36
 _MAX_NAME_CHARACTERS = 500
-
-
-@dataclass(frozen=True, kw_only=True)
-class DatasetInput:
-    """A data set as MLflow shows it; `context` is train or eval."""
-
-    name: str
-    source: str
-    digest: str
-    context: str
 
 
 def log_points(client: Any, run_id: str, points: Sequence[Any]) -> None:
@@ -75,6 +65,23 @@ def log_datasets(client: Any, run_id: str, datasets: Sequence[DatasetInput]) -> 
     for one in datasets:
         source = json.dumps({"uri": without_credentials(one.source)})
         name = one.name[:_MAX_NAME_CHARACTERS]
-        dataset = entities.Dataset(name, one.digest[:_MAX_DIGEST_CHARACTERS], "local", source)
+        counts = {"num_rows": one.images, "num_classes": one.classes}
+        profile = json.dumps({key: count for key, count in counts.items() if count is not None})
+        dataset = entities.Dataset(name, one.digest[:_MAX_DIGEST_CHARACTERS], "local", source, profile=profile)
         inputs.append(entities.DatasetInput(dataset, [entities.InputTag("mlflow.data.context", one.context)]))
     client.log_inputs(run_id, datasets=inputs)
+
+
+def send_facts(client: Any, run_id: str, facts: RunFacts, *, attempt: int) -> None:
+    """Bring a run up to date with its facts, but for files and status; what it knows already is not told twice."""
+    from mlflow.entities import Metric
+
+    tags = {"mlflow.runName": facts.name, "mlflow.note.content": facts.description, **facts.tags}
+    set_tags(client, run_id, {name: value for name, value in tags.items() if value})
+    changed = log_new_params(client, run_id, facts.params)
+    if changed:  # a changed one keeps its first value, and a tag has the change
+        text = "; ".join(f"{name}: {change}" for name, change in changed.items())
+        set_tags(client, run_id, {f"shardvit.params_changed.{attempt}": text})
+    if facts.datasets:
+        log_datasets(client, run_id, facts.datasets)
+    log_points(client, run_id, [Metric(name, one.value, one.time_ms, 0) for name, one in facts.metrics.items()])

@@ -1,4 +1,4 @@
-"""mlflow.json: which MLflow run this is (its id), and how much of metrics.jsonl was sent. Knows nothing of mlflow.
+"""mlflow.json: which MLflow run this is (its id), and how much of it was sent. Knows nothing of mlflow.
 
 The key is drawn and saved before the run exists, and is a tag of it: if a kill or a lost answer comes before its id is
 written, the key finds the run, so that none is created twice.
@@ -23,11 +23,23 @@ class RunState:
     run_id: str | None = None
     attempt: int = 0  # how often the stage was opened
     sent_rows: int = 0  # of metrics.jsonl; a count, because bytes shift when a damaged row is dropped
+    sent: dict[str, str] = field(default_factory=dict)  # what else: its name, and what it changes with
 
     def save(self) -> None:
         """Replace the file atomically. Raises OSError; a missing folder is not made again."""
-        record = {"key": self.key, "run_id": self.run_id, "attempt": self.attempt, "sent_rows": self.sent_rows}
+        record = {
+            "key": self.key,
+            "run_id": self.run_id,
+            "attempt": self.attempt,
+            "sent_rows": self.sent_rows,
+            "sent": self.sent,
+        }
         replace_text(self.file, json.dumps(record) + "\n", sync="none")
+
+
+def forget_run(state: RunState) -> None:
+    """Its run is not in the store: everything is to be sent to another one."""
+    state.run_id, state.sent_rows, state.sent = None, 0, {}
 
 
 def load_run_state(file: Path) -> RunState:
@@ -43,6 +55,7 @@ def load_run_state(file: Path) -> RunState:
             run_id=None if record["run_id"] is None else str(record["run_id"]),
             attempt=int(record["attempt"]),
             sent_rows=int(record["sent_rows"]),
+            sent={str(name): str(mark) for name, mark in record.get("sent", {}).items()},
         )
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{file} is not the state of a run") from error

@@ -2,9 +2,9 @@
 
 metrics.jsonl is the outbox: every few seconds the thread sends its new rows and remembers how many were sent
 (`tracking_state`), so an outage costs no point, and the next attempt sends what this one could not. What is not a row
-(tags, params, files, the final status) is a short list of calls at the beginning and the end of an attempt; those not
-sent when the process ends are lost, and `close` says how many. A failing call is reported once, then retried after
-1, 2, 4 ... 60 seconds as long as training lasts. Knows nothing of mlflow: `mlflow_store` is the store.
+(tags, params, files, the final status) is a short list of calls at the beginning and the end of an attempt; the store
+remembers those not sent when the process ends, and `close` says how many. A failing call is reported once, then
+retried after 1, 2, 4 ... 60 seconds as long as training lasts. Knows nothing of mlflow: `mlflow_store` is the store.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent import futures
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Literal, Protocol, TypeVar
 
@@ -79,14 +78,9 @@ class TrackingStore(Protocol):
         """Send rows; returns one message for each value that a living store refuses."""
         ...
 
-    def send_file(self, path: Path) -> None:
-        """Keep a file with the stage's run."""
-
-    def finish(self, status: FinalStatus) -> None:
-        """Close the stage's run."""
-
-    def finish_parent(self, status: FinalStatus) -> None:
-        """Close the pipeline's run."""
+    def closing_calls(self, status: FinalStatus, *, finish_parent: bool) -> list[Call]:
+        """Write down how the stage's run ended, with `finish_parent` the pipeline's too; what that leaves to send."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -127,16 +121,13 @@ class Tracker:
         self._thread = threading.Thread(target=self._run, name="tracking", daemon=True)
         self._thread.start()
 
-    def close(self, status: FinalStatus, *, finish_parent: bool = False, files: Sequence[Path] = ()) -> None:
-        """Send what is left and `files`, within the time-out, and close the run (with `finish_parent` its parent too).
-        Closing twice is harmless: the first status stays."""
+    def close(self, status: FinalStatus, *, finish_parent: bool = False) -> None:
+        """Send what is left, within the time-out, and close the run (with `finish_parent` its parent too). Closing
+        twice is harmless: the first status stays."""
         if self._closing.is_set():
             return
         store, timeout_seconds = self._store, self._timing.close_seconds
-        self._calls += [Call(f"artifact {file.name}", partial(store.send_file, file)) for file in files]
-        self._calls.append(Call("status", partial(store.finish, status)))
-        if finish_parent:
-            self._calls.append(Call("status of the pipeline", partial(store.finish_parent, status)))
+        self._calls += store.closing_calls(status, finish_parent=finish_parent)
         if not self._bounded.is_answered:
             timeout_seconds *= _WITHOUT_ANSWER
         elif status == "FINISHED":
@@ -157,8 +148,8 @@ class Tracker:
         if points or calls:
             self._once(
                 "unsent",
-                f"MLflow: {points} points and {calls} other calls were not sent; the points are in "
-                f"{self._metrics_file} and are sent when the stage is opened again",
+                f"MLflow: {points} points and {calls} other calls were not sent: `shardvit sync "
+                f"{self._metrics_file.parent.parent}` sends them, or the next attempt",
             )
         with self._say_lock:  # a thread that is left behind stays silent
             self._say = lambda _: None

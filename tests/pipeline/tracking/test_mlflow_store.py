@@ -16,10 +16,12 @@ from typing import Any
 import pytest
 
 from pipeline.metrics_log import open_metrics_log
+from pipeline.recipe.io import load_recipe
+from pipeline.run_folder import RunFolder
 from pipeline.tracking import mlflow_store as tracking
 from pipeline.tracking import tracking_thread
+from pipeline.tracking.facts import DatasetInput, load_facts
 from pipeline.tracking.mlflow_store import TrackerSettings, open_tracker
-from pipeline.tracking.runs import DatasetInput
 from pipeline.tracking.tracking_state import load_run_state
 from pipeline.tracking.tracking_thread import Timing
 from tests.pipeline.tracking.trickling import trickling_server
@@ -49,22 +51,20 @@ def client(runs_root: Path) -> Any:
 
 @pytest.fixture
 def settings(runs_root: Path, client: Any, request: pytest.FixtureRequest) -> TrackerSettings:
-    name = request.node.name
-    recipe = runs_root / name / "recipe.yaml"
-    recipe.parent.mkdir()
-    recipe.write_text("seed: 1\n")
+    recipe = load_recipe("digits", overrides=[f"name={request.node.name}", "stages.pretrain.head_bias=-7"])
+    folder = RunFolder(runs_root=runs_root, name=recipe.name)
+    folder.path.mkdir()
+    (folder.path / "recipe.yaml").write_text("seed: 1\n")
     return TrackerSettings(
-        runs_root=runs_root,
-        run_dir=recipe.parent,
-        pipeline=name,
+        folder=folder,
+        recipe=recipe,
         stage="pretrain",
-        params={"seed": "1", "data.url": "https://me:secret@host/x", "long": "x" * 7000, "empty": ""},
-        recipe_file=recipe,
+        params={"plan.lanes": "4", "data.url": "https://me:secret@host/x", "long": "x" * 7000, "empty": ""},
         datasets=(
-            DatasetInput(name="digits", source="shards/train", digest="d" * 36, context="train"),
-            DatasetInput(name="digits", source="shards/test", digest="e" * 40, context="eval"),
+            DatasetInput(name="digits-train", source="shards/train", digest="d" * 36, context="train", images=9),
+            DatasetInput(name="digits-val", source="shards/test", digest="e" * 40, context="eval"),
         ),
-        tags={"shardvit.world_size": "2", "host": "node1"},
+        tags={"shardvit.world_size": "2", "shardvit.host": "node1"},
         timing=Timing(flush_seconds=0.05, close_seconds=240.0),
     )
 
@@ -75,6 +75,7 @@ _opened: list["Attempt"] = []
 @pytest.fixture(autouse=True)
 def close_files(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(tracking_thread, "_BEGIN_SECONDS", 0.0)
+    monkeypatch.setattr(tracking_thread, "_SILENT_SECONDS", 240.0)  # what a slow machine takes is not told
     yield
     while _opened:
         _opened.pop().file.close()
@@ -85,7 +86,7 @@ class Attempt:
 
     def __init__(self, settings: TrackerSettings, *, resume_step: int = 0) -> None:
         self.said: list[str] = []
-        path = settings.run_dir / settings.stage / "metrics.jsonl"
+        path = settings.folder.stage(settings.stage) / "metrics.jsonl"
         self.file = open_metrics_log(path, resume_step=resume_step)
         self.tracker = open_tracker(settings, log=self.file, say=self.said.append)
         _opened.append(self)
@@ -99,7 +100,7 @@ class Attempt:
 
 
 def begun(settings: TrackerSettings) -> str | None:
-    return load_run_state(settings.run_dir / settings.stage / "mlflow.json").run_id
+    return load_run_state(settings.folder.stage(settings.stage) / "mlflow.json").run_id
 
 
 def run_of(client: Any, settings: TrackerSettings) -> Any:
@@ -118,14 +119,17 @@ def until(true: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
-def test_a_pipeline_is_a_parent_run_with_a_child_per_stage(client: Any, settings: TrackerSettings) -> None:
-    finetune = replace(settings, stage="finetune")
-    for stage, last in ((settings, False), (finetune, True)):
-        faults = settings.run_dir / "corrupt_samples.jsonl"
-        faults.write_text("{}\n")
+def test_a_pipeline_is_a_parent_run_with_its_stages_results_and_a_child_per_stage(
+    client: Any, settings: TrackerSettings
+) -> None:
+    finetune = replace(settings, stage="finetune", datasets=settings.datasets[:1], params={"plan.lanes": "5"})
+    for stage, last, top1 in ((settings, False, 0.5), (finetune, True, 0.75)):
         attempt = Attempt(stage)
+        folder = stage.folder.stage(stage.stage)
+        (folder / "corrupt_samples.jsonl").write_text("{}\n")
         attempt.log(1, 2, 3)
-        attempt.tracker.close("FINISHED", finish_parent=last, files=[faults])
+        stage.folder.update(stage.stage, state="done", results={"val/top1": top1})
+        attempt.tracker.close("FINISHED", finish_parent=last)
         assert attempt.said == []
         run_id = run_of(client, stage).info.run_id
         assert {file.path for file in client.list_artifacts(run_id)} == {"recipe.yaml", "corrupt_samples.jsonl"}
@@ -134,36 +138,74 @@ def test_a_pipeline_is_a_parent_run_with_a_child_per_stage(client: Any, settings
     children = client.search_runs(
         [parent.info.experiment_id], f"tags.`mlflow.parentRunId` = '{parent.info.run_id}'", order_by=["start_time"]
     )
-    assert client.get_experiment(parent.info.experiment_id).name == "shardvit"
-    assert parent.info.run_name == settings.pipeline
-    assert [child.info.run_name for child in children] == [
-        f"pretrain-{settings.pipeline}",
-        f"finetune-{settings.pipeline}",
-    ]
+    experiment = client.get_experiment(parent.info.experiment_id)
+    assert (experiment.name, experiment.tags["mlflow.experimentKind"]) == ("shardvit", "custom_model_development")
+    assert parent.info.run_name == settings.folder.name
+    names = [child.info.run_name.rpartition("-") for child in children]
+    assert [name[0] for name in names] == ["pretrain-vit64x6p4-16-digits", "finetune-vit64x6p4-24-digits"]
+    assert all(name[2].isdigit() for name in names)
     assert [child.info.status for child in children] == ["FINISHED"] * 2
+    assert parent.data.metrics == {"pretrain/val/top1": 0.5, "finetune/val/top1": 0.75, "val/top1": 0.75}
+    assert parent.data.params["stages.finetune.global_batch_size"] == "64"
+    assert (parent.data.params["pretrain.plan.lanes"], parent.data.params["finetune.plan.lanes"]) == ("4", "5")
+    assert {one.dataset.name for one in parent.inputs.dataset_inputs} == {"digits-train", "digits-val"}
+    assert "shardvit run" in parent.data.tags["mlflow.note.content"]
+    artifacts = {file.path for file in client.list_artifacts(parent.info.run_id)}
+    assert {"recipe.yaml", "environment.txt"} <= artifacts <= {"recipe.yaml", "environment.txt", "git.diff"}
     assert curve(client, settings) == [(1, 1.0), (2, 0.5), (3, 1 / 3)]
     assert curve(client, settings, "images_seen") == [(1, 64.0), (2, 128.0), (3, 192.0)]
 
 
-def test_a_run_holds_params_data_sets_tags_and_the_recipe(client: Any, settings: TrackerSettings) -> None:
+def test_a_run_holds_its_own_params_data_sets_tags_and_the_recipe(client: Any, settings: TrackerSettings) -> None:
     Attempt(settings).tracker.close("FINISHED", finish_parent=True)
     run = run_of(client, settings)
     parent_id = run.data.tags["mlflow.parentRunId"]
-    assert run.data.params == {"seed": "1", "data.url": "https://***@host/x", "long": "x" * 6000, "empty": ""}
+    params = run.data.params
+    assert (params["seed"], params["optimizer.name"], params["head_bias"]) == ("0", "adamw", "-7.0")
+    assert not [key for key, value in params.items() if value == "None" or "finetune" in key or "stages" in key]
+    assert (params["data.url"], params["long"], params["empty"]) == ("https://***@host/x", "x" * 6000, "")
     assert {
-        (one.dataset.name, one.dataset.digest, one.tags[0].key, one.tags[0].value) for one in run.inputs.dataset_inputs
+        (one.dataset.name, one.dataset.digest, one.dataset.profile, one.tags[0].key, one.tags[0].value)
+        for one in run.inputs.dataset_inputs
     } == {
-        ("digits", "d" * 36, "mlflow.data.context", "train"),
-        ("digits", "e" * 36, "mlflow.data.context", "eval"),
+        ("digits-train", "d" * 36, '{"num_rows": 9}', "mlflow.data.context", "train"),
+        ("digits-val", "e" * 36, "{}", "mlflow.data.context", "eval"),
     }
-    assert run.data.tags["host"] == "node1"
+    assert run.data.tags["shardvit.host"] == "node1"
     assert run.data.tags["shardvit.stage"] == "pretrain"
-    assert run.data.tags["shardvit.attempt.1"] == "from_step=0 shardvit.world_size=2 host=node1"
+    assert run.data.tags["shardvit.attempt.1"] == "step 0 processes=2 host=node1"
     assert run.data.tags["mlflow.source.name"] == client.get_run(parent_id).data.tags["mlflow.source.name"]
     for run_id in (run.info.run_id, parent_id):
-        assert [file.path for file in client.list_artifacts(run_id)] == ["recipe.yaml"]
-        artifact = settings.runs_root / "mlartifacts" / run_id / "artifacts" / "recipe.yaml"
+        artifact = settings.folder.runs_root / "mlartifacts" / run_id / "artifacts" / "recipe.yaml"
         assert artifact.read_text() == "seed: 1\n"
+
+
+def test_a_stage_that_is_begun_again_is_told_from_the_first_by_name_and_tag(
+    client: Any, settings: TrackerSettings
+) -> None:
+    Attempt(settings).tracker.close("FINISHED")
+    first = run_of(client, settings)
+    settings.folder.open(settings.recipe, restart="pretrain")
+    Attempt(settings).tracker.close("FINISHED")
+    second = run_of(client, settings)
+    assert second.info.run_id != first.info.run_id
+    assert second.info.run_name == f"{first.info.run_name}-restart1"
+    assert (second.data.tags["shardvit.restart"], "shardvit.restart" in first.data.tags) == ("1", False)
+    assert second.data.tags["mlflow.parentRunId"] == first.data.tags["mlflow.parentRunId"]
+
+
+def test_offline_nothing_is_sent_and_everything_is_written_down(settings: TrackerSettings) -> None:
+    recipe = load_recipe("digits", overrides=[f"name={settings.folder.name}", "tracking.mode=offline"])
+    attempt = Attempt(replace(settings, recipe=recipe, tracking_uri="http://127.0.0.1:9"))
+    attempt.log(1)
+    attempt.tracker.close("KILLED", finish_parent=True)
+    attempt.tracker.close("FINISHED")
+    assert len(attempt.said) == 1 and "shardvit sync" in attempt.said[0]
+    for folder, name in ((settings.folder.path, recipe.name), (settings.folder.stage("pretrain"), "pretrain-vit")):
+        facts = load_facts(folder / "mlflow_facts.json")
+        assert facts is not None and (facts.status, facts.name.startswith(name)) == ("KILLED", True)
+        assert "secret" not in (folder / "mlflow_facts.json").read_text()
+        assert load_run_state(folder / "mlflow.json").run_id is None
 
 
 def test_a_resumed_stage_goes_on_in_its_run_with_a_whole_curve(client: Any, settings: TrackerSettings) -> None:
@@ -172,7 +214,7 @@ def test_a_resumed_stage_goes_on_in_its_run_with_a_whole_curve(client: Any, sett
     first.tracker.close("KILLED")
     killed = run_of(client, settings)
     assert killed.info.status == "KILLED"
-    again = replace(settings, params={**settings.params, "seed": "2", "new": "x"})
+    again = replace(settings, params={**settings.params, "plan.lanes": "8", "new": "x"})
     second = Attempt(again, resume_step=3)
     until(lambda: run_of(client, settings).info.status == "RUNNING")
     second.log(4, 5)
@@ -180,8 +222,8 @@ def test_a_resumed_stage_goes_on_in_its_run_with_a_whole_curve(client: Any, sett
     run = run_of(client, settings)
     assert second.said == [] and run.info.run_id == killed.info.run_id
     assert curve(client, settings) == [(step, 1 / step) for step in range(1, 6)]
-    assert (run.data.params["seed"], run.data.params["new"]) == ("1", "x")
-    assert run.data.tags["shardvit.params_changed.2"] == "seed: 1 -> 2"
+    assert (run.data.params["plan.lanes"], run.data.params["new"]) == ("4", "x")
+    assert run.data.tags["shardvit.params_changed.2"] == "plan.lanes: 4 -> 8"
     assert (run.data.tags["shardvit.attempt"], run.info.status) == ("2", "FINISHED")
     assert len(run.inputs.dataset_inputs) == 2
 
@@ -224,7 +266,7 @@ def test_a_long_curve_goes_over_mlflows_limits_per_call(client: Any, settings: T
         attempt.metrics(step, {f"m{n}": 1.0 for n in range(9)})
     attempt.tracker.close("FINISHED")
     assert len(curve(client, settings, "m8")) == 300
-    assert len(run_of(client, settings).data.params) == 250
+    assert len([key for key in run_of(client, settings).data.params if key[1:].isdigit()]) == 250
 
 
 def test_points_of_an_outage_in_the_middle_arrive_when_it_is_over(
@@ -306,17 +348,16 @@ def test_a_run_that_the_store_does_not_know_is_begun_anew_and_filled(client: Any
 def test_a_connection_that_was_given_up_changes_no_id_when_it_comes_through(
     client: Any, settings: TrackerSettings
 ) -> None:
-    stage = settings.run_dir / settings.stage
+    stage = settings.folder.stage(settings.stage)
     stage.mkdir()
-    with open_metrics_log(stage / "metrics.jsonl", resume_step=-1) as log:
-        store = tracking.MlflowStore(settings, log=log, say=lambda text: None)
-        store.connect()
-        experiment = client.get_run(store.state.run_id).info.experiment_id
-        late = replace(store.state, key="late", run_id=None, file=stage / "late.json")
-        store._open_run(late, experiment, name="late", tags={}, mine=object())
-        assert late.run_id is None and not late.file.exists()
-        store._open_run(late, experiment, name="late", tags={}, mine=store._connecting)
-        assert late.run_id not in (None, store.state.run_id) and late.file.exists()
+    store = tracking.MlflowStore(settings, say=lambda text: None)
+    store.connect()
+    experiment = client.get_run(store.state.run_id).info.experiment_id
+    late = replace(store.state, key="late", run_id=None, file=stage / "late.json")
+    store._open_run(late, experiment, name="late", tags={}, mine=object())
+    assert late.run_id is None and not late.file.exists()
+    store._open_run(late, experiment, name="late", tags={}, mine=store._connecting)
+    assert late.run_id not in (None, store.state.run_id) and late.file.exists()
 
 
 def test_a_run_whose_id_was_never_written_is_found_by_its_key(client: Any, settings: TrackerSettings) -> None:
@@ -324,7 +365,7 @@ def test_a_run_whose_id_was_never_written_is_found_by_its_key(client: Any, setti
     first.log(1)
     first.tracker.close("KILLED")
     known = run_of(client, settings).info.run_id
-    for file in (settings.run_dir / "mlflow.json", settings.run_dir / "pretrain" / "mlflow.json"):
+    for file in (settings.folder.path / "mlflow.json", settings.folder.path / "pretrain" / "mlflow.json"):
         state = load_run_state(file)
         state.run_id = None
         state.save()
@@ -342,9 +383,13 @@ def test_a_killed_process_is_followed_by_one_that_completes_its_curve(
         from pipeline.metrics_log import open_metrics_log
         from pipeline.tracking.mlflow_store import TrackerSettings, open_tracker
 
-        root, folder, name = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
-        log = open_metrics_log(folder / "pretrain" / "metrics.jsonl", resume_step=0)
-        settings = TrackerSettings(runs_root=root, run_dir=folder, pipeline=name, stage="pretrain")
+        from pipeline.recipe.io import load_recipe
+        from pipeline.run_folder import RunFolder
+
+        folder = RunFolder(runs_root=Path(sys.argv[1]), name=sys.argv[2])
+        log = open_metrics_log(folder.stage("pretrain") / "metrics.jsonl", resume_step=0)
+        recipe = load_recipe("digits", overrides=[f"name={folder.name}"])
+        settings = TrackerSettings(folder=folder, recipe=recipe, stage="pretrain")
         tracker = open_tracker(settings, log=log)
         log.append(step=1, images_seen=64, metrics={"train/loss": 1.0})
         while not tracker._is_connected:
@@ -353,7 +398,7 @@ def test_a_killed_process_is_followed_by_one_that_completes_its_curve(
             log.append(step=step, images_seen=64 * step, metrics={"train/loss": 1 / step})
         os.kill(os.getpid(), signal.SIGKILL)
     """
-    arguments = [str(settings.runs_root), str(settings.run_dir), settings.pipeline]
+    arguments = [str(settings.folder.runs_root), settings.folder.name]
     repository = Path(tracking.__file__).parents[2]
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code), *arguments],
@@ -374,7 +419,7 @@ def test_a_killed_process_is_followed_by_one_that_completes_its_curve(
 
 
 def test_a_state_that_cannot_be_read_begins_a_new_run_and_says_so(client: Any, settings: TrackerSettings) -> None:
-    state = settings.run_dir / "pretrain" / "mlflow.json"
+    state = settings.folder.path / "pretrain" / "mlflow.json"
     state.parent.mkdir()
     state.write_text("{")
     attempt = Attempt(settings)

@@ -3,11 +3,11 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.tracking.tracking_state import RunState, load_run_state
+from pipeline.tracking.tracking_state import RunState, forget_run, load_run_state
 
 
 def test_a_state_reads_back(tmp_path: Path) -> None:
-    state = RunState(tmp_path / "stage" / "mlflow.json", run_id="abc", attempt=3, sent_rows=9)
+    state = RunState(tmp_path / "stage" / "mlflow.json", run_id="abc", attempt=3, sent_rows=9, sent={"facts": "1"})
     with pytest.raises(FileNotFoundError):  # the stage's folder is gone, and is not made again
         state.save()
     assert not state.file.parent.exists()
@@ -29,3 +29,12 @@ def test_a_damaged_state_is_a_value_error(tmp_path: Path, text: str) -> None:
     file.write_text(text)
     with pytest.raises(ValueError):  # noqa: PT011  (json's own message, or ours)
         load_run_state(file)
+
+
+def test_a_state_of_an_earlier_version_has_sent_nothing_but_rows(tmp_path: Path) -> None:
+    file = tmp_path / "mlflow.json"
+    file.write_text(json.dumps({"key": "k", "run_id": "r", "attempt": 1, "sent_rows": 7}))
+    state = load_run_state(file)
+    assert (state.sent_rows, state.sent) == (7, {})
+    forget_run(state)
+    assert (state.key, state.run_id, state.sent_rows) == ("k", None, 0)

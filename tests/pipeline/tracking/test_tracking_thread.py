@@ -49,15 +49,9 @@ class ListStore:
         self._check()
         self.calls.append((name, value))
 
-    def send_file(self, path: Path) -> None:
-        self._check()
-        self._keep("file", path.read_text())
-
-    def finish(self, status: str) -> None:
-        self._keep("finish", status)
-
-    def finish_parent(self, status: str) -> None:
-        self._keep("parent", status)
+    def closing_calls(self, status: str, *, finish_parent: bool) -> list[Call]:
+        names = ["finish", *(["parent"] if finish_parent else [])]
+        return [Call(name, lambda name=name: self._keep(name, status)) for name in names]
 
 
 class Rig:
@@ -143,15 +137,11 @@ def until(true: Callable[[], bool]) -> None:
         time.sleep(0.005)
 
 
-def test_rows_and_calls_arrive_in_order_and_the_run_is_closed_last(
-    make_rig: Callable[..., Rig], tmp_path: Path
-) -> None:
+def test_rows_and_calls_arrive_in_order_and_the_run_is_closed_last(make_rig: Callable[..., Rig]) -> None:
     rig = make_rig()
-    artifact = tmp_path / "a.txt"
-    artifact.write_text("text")
     rig.log(1, 2)
     rig.file.append(step=2, images_seen=4, metrics={"top1": 0.5})
-    rig.tracker.close("FINISHED", finish_parent=True, files=[artifact])
+    rig.tracker.close("FINISHED", finish_parent=True)
     rig.tracker.close("FAILED")
     assert [(row.step, row.images_seen, dict(row.metrics)) for row in rig.store.rows] == [
         (1, 2, {"loss": 1.0}),
@@ -160,7 +150,6 @@ def test_rows_and_calls_arrive_in_order_and_the_run_is_closed_last(
     ]
     assert rig.store.calls == [
         ("hello", "1"),
-        ("file", "text"),
         ("finish", "FINISHED"),
         ("parent", "FINISHED"),
     ]
@@ -234,9 +223,9 @@ def test_each_attempt_sends_what_the_store_lacks_whatever_the_file_went_through(
             confirmed = rows
 
 
-@pytest.mark.parametrize("refused", ["hello", "file"])
+@pytest.mark.parametrize("refused", ["hello", "finish"])
 def test_a_call_that_a_living_store_refuses_does_not_hold_up_the_others(
-    make_rig: Callable[..., Rig], tmp_path: Path, refused: str, monkeypatch: pytest.MonkeyPatch
+    make_rig: Callable[..., Rig], refused: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keep = ListStore._keep
 
@@ -249,14 +238,11 @@ def test_a_call_that_a_living_store_refuses_does_not_hold_up_the_others(
     monkeypatch.setattr(tracking_thread, "_pause", lambda seconds: None)
     rig = make_rig()
     rig.store.refused = "loss"
-    artifact = tmp_path / "a.txt"
-    artifact.write_text("text")
     rig.log(1)
     until(lambda: rig.steps == [1])
-    rig.tracker.close("FINISHED", files=[artifact, tmp_path / "is not there"])
-    assert rig.steps == [1] and rig.store.calls[-1] == ("finish", "FINISHED")
-    name = {"hello": "hello", "file": "artifact a.txt"}[refused]
-    assert [line for line in rig.said if f"{name} given up: bad call" in line]
+    rig.tracker.close("FINISHED", finish_parent=True)
+    assert rig.steps == [1] and rig.store.calls[-1] == ("parent", "FINISHED")
+    assert [line for line in rig.said if f"{refused} given up: bad call" in line]
     assert [line for line in rig.said if "refuses a value: loss" in line]
     assert not any("not sent" in line for line in rig.said)
 

@@ -1,0 +1,192 @@
+"""What a pipeline's and a stage's MLflow run are called, say of themselves and have as parameters. Pure text.
+
+A stage has its own keys and those that all stages share, without the prefix of its stage, so that pre-training and
+fine-tuning can be compared column by column; the pipeline has all keys. Keys without a value are left out.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import time
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from data_shards.text import one_line
+from model.config import ModelConfig
+from model.counting.flops import account
+from pipeline.recipe.io import flatten
+from pipeline.recipe.schema import Recipe
+from pipeline.recipe.stage import MaskedPatchStage, PretrainStage, TrainStage
+from pipeline.run_folder import RunFolder
+from pipeline.tracking.facts import DatasetInput
+from pipeline.vocabulary import RECIPE_FILE, REPLACED_FOLDER, StageName
+
+if TYPE_CHECKING:
+    from data_shards.shard_set import ShardSet
+    from pipeline.recipe.stage_plan import StagePlan
+
+_STAGES = "stages."
+_ABSENT = "None"
+_LONGEST_PART = 60  # of a run's name
+_KINDS = {"masked_patch": "Masked patch prediction", "pretrain": "Pre-training", "finetune": "Fine-tuning"}
+
+
+def model_slug(config: ModelConfig) -> str:
+    """`vitb16` of B/16, `r50b16` of R50+B/16, `vit64x6p4` of sizes: width, depth, patch size."""
+    if config.variant is not None:
+        text = re.sub("[^a-z0-9]", "", config.variant.lower())
+        return text if config.variant.startswith("R") else f"vit{text}"
+    if config.kind == "resnet":
+        layers = "".join(str(count) for count in config.resnet.layers)
+        return f"resnet{layers}x{config.resnet.width_factor}"
+    sizes = config.sizes
+    stem = "r" if sizes.resnet_layers is not None else ""
+    return f"{stem}vit{sizes.width}x{sizes.depth}p{sizes.patch_size}"
+
+
+def stage_name(
+    recipe: Recipe, stage: StageName, *, datasets: Iterable[DatasetInput], restart: int, now: float | None = None
+) -> str:
+    """`pretrain-vitb16-224-imagenet21k-20251122`; a stage that was begun again ends in `-restart1`."""
+    config = getattr(recipe.stages, stage)
+    size = [str(config.image_size)] if isinstance(config, TrainStage) else []
+    data = [_slug(one.name.removesuffix("-train")) for one in datasets if one.context == "train"] or [
+        _slug(recipe.name)
+    ]
+    date = time.strftime("%Y%m%d", time.localtime(now))
+    again = [f"restart{restart}"] if restart else []
+    return "-".join([stage, model_slug(recipe.model), *size, data[0], date, *again])
+
+
+def restarts(folder: RunFolder, stage: StageName) -> int:
+    """How often a stage was begun again: what `--restart` moved aside."""
+    return len([path for path in (folder.path / REPLACED_FOLDER).glob(f"{stage}-*") if path.is_dir()])
+
+
+def pipeline_params(recipe: Recipe) -> dict[str, str]:
+    """All keys that have a value."""
+    return {key: value for key, value in flatten(recipe).items() if value != _ABSENT}
+
+
+def stage_params(recipe: Recipe, stage: StageName) -> dict[str, str]:
+    """Keys of this stage, and those that all share."""
+    own = f"{_STAGES}{stage}."
+    params: dict[str, str] = {}
+    for key, value in pipeline_params(recipe).items():
+        if key.startswith(own):
+            params[key.removeprefix(own)] = value
+        elif not key.startswith(_STAGES):
+            params.setdefault(key, value)
+    return params
+
+
+def stage_datasets(train: ShardSet, held_out: ShardSet) -> tuple[DatasetInput, ...]:
+    """Both sets by names of their own: the set's and its split's."""
+    names = [one.name if one.split in ("", "all") else f"{one.name}-{one.split}" for one in (train, held_out)]
+    if names[0] == names[1]:
+        names[1] += "-held-out"
+    return tuple(
+        DatasetInput(
+            name=name,
+            source=one.source,
+            digest=one.digest,
+            context=use,
+            images=one.num_samples,
+            classes=one.num_classes,
+        )
+        for one, name, use in zip((train, held_out), names, ("train", "eval"), strict=True)
+    )
+
+
+def plan_params(recipe: Recipe, stage: StageName, *, plan: StagePlan, classes: int) -> dict[str, str]:
+    """What follows from the recipe and the data: steps, batches, and what the model costs (but for masked patches,
+    whose head is not accounted for)."""
+    config = recipe.train_stage(stage)
+    images = plan.total_steps * plan.global_batch_images
+    params = {
+        "plan.steps": str(plan.total_steps),
+        "plan.images": str(images),
+        "plan.epochs": f"{images / plan.samples_per_epoch:.4g}",
+        "plan.processes": str(plan.world_size),
+        "plan.micro_batch_size": str(plan.micro_batch_size),
+        "plan.accumulation_steps": str(plan.accumulation_steps),
+        "plan.classes": str(classes),
+    }
+    if isinstance(config, MaskedPatchStage):
+        return params
+    cost = account(
+        recipe.model,
+        image_size=config.image_size,
+        num_classes=classes,
+        head=config.head if isinstance(config, PretrainStage) else "linear",
+        patch_dropout=config.patch_dropout,
+    )
+    return params | {
+        "cost.parameters": str(cost.parameters),
+        "cost.forward_flops_per_image": str(cost.forward_flops),
+        "cost.training_flops_per_image": str(cost.training_flops),
+        "cost.training_flops": str(cost.training_flops * images),
+        "cost.tokens_per_image": str(cost.tokens),
+    }
+
+
+def stage_description(recipe: Recipe, folder: RunFolder, *, stage: StageName, params: dict[str, str]) -> str:
+    """Markdown."""
+    model = recipe.model.variant or model_slug(recipe.model)
+    if stage == "swap_head":
+        first = f"The pre-training head of {model} replaced by one of zeros for the new classes."
+    else:
+        config = recipe.train_stage(stage)
+        train = "" if config.train is None else " + ".join(_code(each.shards) for each in config.train)
+        first = f"{_KINDS[stage]} of **{model}** at {config.image_size} px on {train}."
+    lines = [first]
+    if "plan.steps" in params:
+        steps, images, epochs = (params[f"plan.{key}"] for key in ("steps", "images", "epochs"))
+        lines.append(f"{int(steps):,} steps, {int(images):,} images, {epochs} epochs.")
+    if "cost.parameters" in params:
+        parameters, flops = int(params["cost.parameters"]), int(params["cost.forward_flops_per_image"])
+        tokens = f", {params['cost.tokens_per_image']} tokens" if params["cost.tokens_per_image"] != "0" else ""
+        lines.append(f"{parameters:,} parameters, {flops / 1e9:.4g} GFLOPs an image forward{tokens}.")
+    return "\n\n".join([" ".join(lines), _commands(folder)])
+
+
+def pipeline_description(recipe: Recipe, folder: RunFolder) -> str:
+    """Markdown."""
+    model = recipe.model.variant or model_slug(recipe.model)
+    stages = " → ".join(recipe.stages.names)
+    first = f"**{model}**: {stages}. Results of the stages are metrics of this run; their curves are in its child runs."
+    return f"{first}\n\n{_commands(folder)}"
+
+
+def final_results(folder: RunFolder, recipe: Recipe) -> dict[str, float]:
+    """The results of the stages that are done, as `finetune/val/top1`; the last one's also as `val/top1`."""
+    results: dict[str, float] = {}
+    for stage in recipe.stages.names:
+        record = folder.peek(stage)
+        if record.state == "done":
+            results |= {f"{stage}/{name}": value for name, value in record.results.items()}
+            if stage == recipe.stages.names[-1]:
+                results |= record.results
+    return results
+
+
+def _commands(folder: RunFolder) -> str:
+    run, root = str(folder.path), str(folder.runs_root)
+    return "\n".join(
+        (
+            f"- command: {_code(shlex.join(['shardvit', 'run', f'{run}/{RECIPE_FILE}', '--runs', root]))}",
+            f"- recipe: `{RECIPE_FILE}` among the artifacts",
+            f"- report: {_code(shlex.join(['shardvit', 'report', run]))}",
+            f"- model: {_code(shlex.join(['shardvit', 'predict', run, 'IMAGE...']))}",
+        )
+    )
+
+
+def _code(text: str) -> str:
+    """As code in Markdown, which no backtick of it ends."""
+    return f"`{one_line(text).replace('`', chr(39))}`"
+
+
+def _slug(text: str) -> str:
+    return re.sub("[^a-z0-9]+", "-", text.lower()).strip("-")[:_LONGEST_PART] or "data"

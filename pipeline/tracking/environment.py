@@ -1,0 +1,100 @@
+"""What a run was computed with: packages, GPUs, driver, and this checkout's changes, as files that MLflow keeps.
+
+Written once an attempt, beside training; takes some tenths of a second of one core. No environment variables: they may
+hold what nobody else is to see.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import subprocess
+import sys
+from contextlib import suppress
+from importlib import metadata
+from pathlib import Path
+
+from data_shards.durable import replace_text
+from data_shards.text import show_bytes
+from pipeline.checkpoint import written_by
+from pipeline.checkpoint.written_by import git_tags, source_tags
+from pipeline.tracking.tracking_thread import without_credentials
+
+ENVIRONMENT_FILE = "environment.txt"
+DIFF_FILE = "git.diff"
+CHANGES_FILE = "recipe_changes.txt"  # written by whoever read the recipe
+TRACKED_FILES = (ENVIRONMENT_FILE, DIFF_FILE, CHANGES_FILE)
+_MOST_DIFF_BYTES = 1_000_000
+_GIT_SECONDS = 20.0
+_DRIVER = Path("/proc/driver/nvidia/version")  # asks nobody: nvidia-smi hangs where the driver does
+_SECRET = re.compile(r"(?i)((?:password|passwd|secret|token|api_?key|credential)s?['\"]?\s*[:=]\s*)(\S+)")
+
+
+def write_environment(folder: Path) -> None:
+    """Write environment.txt and, where this checkout has changes, git.diff. Raises OSError."""
+    folder.mkdir(exist_ok=True)
+    write_if_changed(folder / ENVIRONMENT_FILE, environment())
+    if diff := git_diff(Path(written_by.__file__)):
+        write_if_changed(folder / DIFF_FILE, diff)
+
+
+def environment() -> str:
+    """A line for each fact, then one for each installed package."""
+    lines = [
+        f"python {platform.python_version()}",
+        f"platform {platform.platform()}",
+        f"cores {len(os.sched_getaffinity(0))}",
+        *_gpus(),
+        *(f"{name} {value}" for name, value in source_tags().items() if ".git." in name),
+        "",
+    ]
+    packages = {
+        str(each.metadata["Name"]): each.version
+        for each in metadata.distributions()
+        if each.metadata["Name"] is not None
+    }
+    lines += [f"{name}=={packages[name]}" for name in sorted(packages, key=str.casefold)]
+    return "\n".join(lines) + "\n"
+
+
+def git_diff(source_file: Path) -> str:
+    """What the checkout that tracks `source_file` has changed since its commit, without what looks like a secret;
+    empty: nothing, or there is no checkout. Cut after a megabyte."""
+    if git_tags(source_file).get("shardvit.git.dirty") != "true":
+        return ""
+    command = ["git", "-C", str(source_file.parent), "diff", "--no-color", "--no-ext-diff", "HEAD"]
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=_GIT_SECONDS, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    text = done.stdout[:_MOST_DIFF_BYTES].decode(errors="replace")
+    if len(done.stdout) > _MOST_DIFF_BYTES:
+        text += f"\n... cut: the whole is {show_bytes(len(done.stdout))}\n"
+    return without_secrets(text)
+
+
+def without_secrets(text: str) -> str:
+    """The text without passwords of URLs, and without what follows words such as `token =`."""
+    return _SECRET.sub(r"\1***", without_credentials(text))
+
+
+def write_if_changed(path: Path, text: str) -> None:
+    """Replace a file; an equal one keeps its time, and is not sent again."""
+    with suppress(OSError):
+        if path.read_text(encoding="utf-8") == text:
+            return
+    replace_text(path, text, sync="none")
+
+
+def _gpus() -> list[str]:
+    lines: list[str] = []
+    with suppress(OSError):
+        lines.append(f"driver {_DRIVER.read_text(encoding='utf-8').splitlines()[0]}")
+    torch = sys.modules.get("torch")  # a process that has not imported it has no GPU to tell of
+    if torch is not None and torch.cuda.is_available():
+        for number in range(torch.cuda.device_count()):
+            facts = torch.cuda.get_device_properties(number)
+            lines.append(f"gpu {number} {facts.name}, {show_bytes(facts.total_memory)}")
+        lines.append(f"cuda {torch.version.cuda}")
+    return lines
