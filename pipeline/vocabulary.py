@@ -114,18 +114,21 @@ METRICS: dict[str, Metric] = {
     "train/loss": Metric("nats", "mean loss of the steps since the last point, over all ranks"),
     "train/top1": Metric(
         "share",
-        "the same of training images, as the model saw them, whose best class is right; of a mixed image it counts the "
-        "share that the best class has in it, and label smoothing does not count",
+        "share of training images, as the model saw them, whose best class is right, over the steps of train/loss; a "
+        "mixed image counts by the share that this class has in it, and label smoothing does not count",
     ),
-    "train/accuracy": Metric("share", "masked patch prediction: the same of corrupted patches whose colour is right"),
+    "train/accuracy": Metric(
+        "share",
+        "masked patch prediction: share of corrupted patches whose colour is right, over the steps of train/loss",
+    ),
     "train/epoch": Metric("epochs", "images seen over images of the training set"),
     "opt/lr": Metric("", "learning rate of the last step"),
     "opt/grad_norm": Metric("", "L2 norm of the last step's gradients, before clipping"),
     "opt/parameter_norm": Metric("", "L2 norm of all trained weights (float32 masters) after the last step"),
     "opt/update_ratio": Metric(
         "ratio",
-        "L2 norm of what the last step changed in them over that norm; 0: it was skipped; left out with engine.offload "
-        "and where no memory is left for a copy",
+        "L2 norm of what the last step changed in the weights over opt/parameter_norm; 0: it was skipped; left out "
+        "with engine.offload, and where a GPU has no memory left for a copy",
     ),
     "opt/loss_scale": Metric("", "fp16: the factor of the loss after the last step"),
     "opt/skipped_steps": Metric("steps", "steps skipped so far because their gradients were not finite"),
@@ -137,8 +140,8 @@ METRICS: dict[str, Metric] = {
     "perf/step_seconds_p50": Metric(
         "s", "median of the times of the steps since the last point, by rank 0's clock, without evaluation and saving"
     ),
-    "perf/step_seconds_p95": Metric("s", "the time that 95 % of these steps took at most"),
-    "perf/step_seconds_max": Metric("s", "the longest of these steps"),
+    "perf/step_seconds_p95": Metric("s", "the time that 95 % of the steps since the last point took at most"),
+    "perf/step_seconds_max": Metric("s", "the longest step since the last point"),
     "perf/model_tflops_per_s": Metric(
         "TFLOP/s",
         "what one process computes: images/s over the processes, times the FLOPs that the model needs forward and "
@@ -146,8 +149,8 @@ METRICS: dict[str, Metric] = {
     ),
     "perf/mfu": Metric(
         "share",
-        "model FLOPs utilisation: that over the GPU's dense peak in the recipe's precision, from its data sheet; left "
-        "out on CPUs, on GPUs that are not in the table, and with TF32",
+        "model FLOPs utilisation: perf/model_tflops_per_s over the GPU's dense peak in the recipe's precision, from "
+        "its data sheet; left out on CPUs, on GPUs that are not in pipeline/budget/gpus.py, and with TF32",
     ),
     "perf/gpu_memory_peak_gib": Metric("GiB", "the most memory that tensors of rank 0 took on its GPU in this stage"),
     "perf/host_memory_peak_gib": Metric(
@@ -156,8 +159,8 @@ METRICS: dict[str, Metric] = {
     "perf/gpu_hours": Metric(
         "h", "hours of the stage times its GPUs, over all attempts (a killed one up to its last checkpoint)"
     ),
-    "perf/process_hours": Metric("h", "the same of a run on CPUs, times its processes"),
-    "perf/data_wait_frac": Metric("share", "share of that time in which rank 0 waited for a batch"),
+    "perf/process_hours": Metric("h", "on CPUs: hours of the stage times its processes, over all attempts"),
+    "perf/data_wait_frac": Metric("share", "share of the time of perf/images_per_s in which rank 0 waited for a batch"),
     "perf/save_stall_frac": Metric(
         "share", "share of this attempt's time in which training stood still for checkpoints"
     ),
