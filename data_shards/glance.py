@@ -133,7 +133,8 @@ class _Look:
         try:
             labels = self.reader.labels(shard, row=row)
         except CorruptSample as error:
-            self.damaged[shard, row] = DamagedImage(error.shard, error.key, error.reason)
+            if self.shards.shards[shard].state == "whole":  # of others the set's `damage` tells
+                self.damaged[shard, row] = DamagedImage(error.shard, error.key, error.reason)
             return
         self.places.append((shard, row))
         self.labels.append(labels)

@@ -132,8 +132,6 @@ def show_recipe(recipe: Recipe, *, stage: StageName, step: int, looking: Looking
 
 def write_page(made: Shown, folder: Path) -> Path:
     """Write index.html and the pictures into `folder`, which is made; returns the page. UserError: it cannot be."""
-    if (folder / "recipe.yaml").exists() or (folder / "manifest.json").exists():
-        raise UserError(f"--output {folder}: that is the folder of a run or of shards; give another")
     page = render_page(made.title, sections=made.sections, lead=made.lead, facts=made.facts, notes=made.notes)
     files: dict[str, bytes] = {PAGE_FILE: page.html.encode()}
     for name, (png, svg) in made.pictures.items():

@@ -40,11 +40,12 @@ def contact_sheet(seen: Glance) -> tuple[Picture, Figure] | None:
             names = [*names[: _MOST_LABELS - 1], f"{len(names) - _MOST_LABELS + 1} more"]
         cells.append(Cell(image.pixels, (", ".join(names), f"{image.width} × {image.height}")))
     shown = len({label for image in seen.images for label in image.labels})
+    of = f"all {shown:,} classes" if shown == len(classes) else f"{shown:,} of the {len(classes):,} classes"
     where = f"{seen.opened:,} of {len(seen.shards.shards):,} shards" if not seen.is_whole else "all shards"
     words = Picture(
         name="contact_sheet",
         title="A few of the images",
-        caption=f"{len(cells):,} images of {shown:,} of the {len(classes):,} classes, drawn at random from {where} "
+        caption=f"{len(cells):,} images of {of}, drawn at random from {where} "
         f"(seed {seen.seed}): from each class equally many, as far as there are; width × height in pixels.",
         alt=f"{len(cells):,} images with their classes, the first of them "
         + "; ".join(cell.lines[0] for cell in cells[:8]),
