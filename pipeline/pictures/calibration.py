@@ -84,9 +84,10 @@ def _diagram(calibration: Calibration, *, confidence: float, accuracy: float, er
     top.fill_between(sure, sure, right, color=ACCENT, alpha=0.12, linewidth=0)
     top.vlines(sure, low, high, color=ACCENT, linewidth=1.3, alpha=0.7)
     top.plot(sure, right, color=ACCENT)
-    many = images >= _FEW
-    top.plot(sure[many], right[many], "o", color=ACCENT, markersize=6, clip_on=False)
-    top.plot(sure[~many], right[~many], "o", markerfacecolor=PAPER, markeredgecolor=ACCENT, markersize=6, clip_on=False)
+    for which, face in ((images >= _FEW, ACCENT), (images < _FEW, PAPER)):
+        if which.any():
+            line = {"markerfacecolor": face, "markeredgecolor": ACCENT, "markersize": 6, "clip_on": False}
+            top.plot(sure[which], right[which], "o", **line)
     top.set(xlim=(0, 100), ylim=(0, 100), ylabel="right predictions, %")
     top.set_title(f"Calibration error {percent(error)}")
     edges = 100 * calibration.edges
@@ -98,7 +99,7 @@ def _diagram(calibration: Calibration, *, confidence: float, accuracy: float, er
     )
     for value, name, colour, style in ((confidence, "mean confidence", INK, "-"), (accuracy, "accuracy", BAD, "--")):
         bottom.axvline(100 * value, color=colour, linewidth=1.4, linestyle=style, label=f"{name} {percent(value)}")
-    bottom.legend(loc="upper left")
+    bottom.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2, borderaxespad=0.1)
     bottom.grid(visible=True, axis="y", color=GRID)
     bottom.set(xlabel="confidence: probability of the predicted class, %", ylabel="images")
     bottom.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")

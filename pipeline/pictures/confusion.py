@@ -246,7 +246,7 @@ def _write_numbers(ax: Axes, shares: Floats, norm: Normalize) -> None:
         for column, value in enumerate(values):
             if value > 0:
                 text = "< 1" if value < 0.005 else f"{100 * value:.0f}"
-                colour = PAPER if norm(value) > 0.55 else INK
+                colour = PAPER if norm(value) > 0.65 else INK
                 ax.text(column, row, text, ha="center", va="center", color=colour)
 
 

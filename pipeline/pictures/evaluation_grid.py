@@ -21,7 +21,7 @@ _MOST_EXAMPLES = 36
 _MOST_MISTAKES = 24
 _COLUMNS = 6  # which fill their rows
 _CELL_INCHES = 1.15
-_NAME_POINTS = 0.95 * 72 * _CELL_INCHES - 34  # of a cell's width, beside a tick and a probability
+_NAME_POINTS = 72 * _CELL_INCHES - 33  # of a cell's width, beside a tick and a probability
 
 Images = dict[int, NDArray[np.uint8]]
 
@@ -42,7 +42,11 @@ def draw_evaluation_grid(request: DrawRequest) -> None:
             caption=f"The first {counted(len(examples), 'image')} of the set, the same at every step, as the model "
             "sees them. First line: a tick where the prediction is right, a cross and a thicker frame where it is "
             "wrong, the predicted class and its probability. Second line: "
-            + ("all true classes." if one.evaluation.label_kind == "multi" else "the true class and its probability."),
+            + (
+                "all true classes."
+                if one.evaluation.label_kind == "multi"
+                else "where it is wrong, the true class and the probability that it was given."
+            ),
             alt=f"{sum(right)} of the first {counted(len(examples), 'image')} are predicted rightly. Predicted: "
             + "; ".join(_says(one.evaluation, each) for each in examples[:8])
             + ("; and so on." if len(examples) > 8 else "."),
@@ -95,17 +99,16 @@ def _images(request: DrawRequest, one: EvaluatedSet, judged: Sequence[Judged]) -
 
 
 def _cell(evaluation: Evaluation, judged: Judged, images: Images) -> Cell:
-    first = f"{_name(evaluation, judged.predicted)} {judged.probability:.0%}"
+    lines = [f"{_name(evaluation, judged.predicted)} {judged.probability:.0%}"]
     if evaluation.label_kind == "multi":
-        second = ", ".join(one_line(evaluation.classes[each]) for each in judged.true) or "no label"
-    else:
-        names = [_name(evaluation, each) for each in judged.true]
-        second = f"is {names[0]} {judged.probability_of_true:.0%}"
+        lines.append(", ".join(one_line(evaluation.classes[each]) for each in judged.true) or "no label")
+    elif not is_right(judged):
+        lines.append(f"is {_name(evaluation, judged.true[0])} {judged.probability_of_true:.0%}")
     image = images.get(judged.sample)
     if image is None:
         size = next(iter(images.values())).shape
-        return Cell(np.full(size, 0xDF, dtype=np.uint8), ("not readable here", first, second))
-    return Cell(image, (first, second), mark="right" if is_right(judged) else "wrong")
+        return Cell(np.full(size, 0xDF, dtype=np.uint8), ("not readable here", *lines))
+    return Cell(image, tuple(lines), mark="right" if is_right(judged) else "wrong")
 
 
 def _name(evaluation: Evaluation, number: int) -> str:
