@@ -76,13 +76,14 @@ def stage_charts(
     charts: list[DrawnChart] = []
     data: list[dict[str, Any]] = []
     for number, (kind, curves) in enumerate(drawn):
-        scale, share = scale_of(kind, curves), is_share(kind.unit)
+        scale, share, alt = scale_of(kind, curves), is_share(kind.unit), _alt(kind, curves)
+        curves = [thinned(curve, columns=max(columns, _DRAWN_COLUMNS)) for curve in curves]
         svg = draw_curves(
             [thinned(curve, columns=_DRAWN_COLUMNS) for curve in curves],
             scale=scale,
             is_share=share,
             marks=[(mark["i"], mark["text"]) for mark in marks],
-            alt=_alt(kind, curves),
+            alt=alt,
         )
         charts.append(
             DrawnChart(

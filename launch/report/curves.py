@@ -120,14 +120,10 @@ def chart_kinds(names: Sequence[str]) -> list[ChartKind]:
 
 def read_curve(stage: StageHistory, metric: str, *, label: str, style: str, has_dots: bool) -> Curve | None:
     """A metric of a stage; None: it has no value that can be drawn."""
-    rows = [row for row in stage.rows if metric in row.metrics]
-    values = np.array([row.metrics[metric] for row in rows], dtype=np.float64)
+    steps, images, times, values = stage.columns(metric)
     values[~(np.abs(values) < _MOST_VALUE)] = np.nan
     if np.isnan(values).all():
         return None
-    steps = np.array([row.step for row in rows], dtype=np.int64)
-    images = np.array([row.images_seen for row in rows], dtype=np.int64)
-    times = np.array([row.time for row in rows], dtype=np.float64)
     order = np.argsort(steps, kind="stable")  # as written, but for a damaged file
     curve = Curve(label, style, has_dots, steps, images, training_seconds(stage, times), values)
     return curve if (np.diff(order) == 1).all() else curve.at(order)
@@ -137,7 +133,7 @@ def training_seconds(stage: StageHistory, times: Floats) -> Floats:
     """Seconds of training at these unix times: since the stage began, without the pauses before it was resumed. Steps
     that were done twice count twice. Never descending."""
     starts = np.array([event.time for event in stage.events if event.kind == "start"])
-    ends = np.array([*(row.time for row in stage.rows), *(event.time for event in stage.events)])
+    ends = np.concatenate([stage.times, [event.time for event in stage.events]])
     ends = np.sort(ends[(ends > 0) & (ends < LATEST)])
     times = np.where((times > 0) & (times < LATEST), times, 0.0)
     if not len(ends):

@@ -15,18 +15,19 @@ from dataclasses import dataclass, field
 
 from data_shards.text import one_line, show_bytes
 from launch.report.blocks import PageImage, PagePicture
-from pipeline.pictures.style import plain
+from pipeline.pictures.style import PNG_DOTS_PER_INCH, plain
 
 _SVG_MOST_BYTES, _SVG_MUCH_LARGER = 400_000, 3.0
 _MOST_EARLIER = 7
 _EARLIER_BYTES = 250_000  # of one picture's earlier steps together
-_WEBP = ((85, 1600), (75, 1100), (60, 700))  # quality and longest side in pixels, from good to small
+_WEBP = ((82, 1280), (72, 960), (60, 640))  # quality and longest side in pixels, from good to small
 _MOST_PIXELS = 60_000_000
+_SHOWN = 96 / PNG_DOTS_PER_INCH  # CSS pixels of an image's pixel: a figure keeps its inches, as its SVG does
 
 
 @dataclass(frozen=True)
 class EmbeddedImage:
-    """An <img>: its data, its size in pixels, its step, and whether it is light on every screen."""
+    """An <img>: its data, its size in CSS pixels, its step, and whether it is light on every screen."""
 
     uri: str
     width: int
@@ -94,7 +95,7 @@ def embedded(
         if choice.num_bytes:
             kind, content = choice.current()
             uri = f"data:{kind};base64,{base64.b64encode(content).decode('ascii')}"
-            width, height = choice.size
+            width, height = (max(1, round(_SHOWN * side)) for side in choice.size)
             shown[choice.picture].append(
                 EmbeddedImage(uri, width, height, choice.image.step, is_raster=kind != "image/svg+xml")
             )

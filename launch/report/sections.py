@@ -433,7 +433,7 @@ def _environment(history: RunHistory) -> PageSection:
                 columns.append(stage.name)
                 identity = state.get("identity", {})
                 more = {key: identity[key] for key in ("processes", "backend", "zero_stage") if key in identity}
-                written.append({str(key): str(value)[:200] for key, value in {**by, **more}.items()})
+                written.append({str(key): _short(str(key), str(value)) for key, value in {**by, **more}.items()})
         except (OSError, ValueError, KeyError, TypeError, AttributeError, UserError):
             continue
     if not written:
@@ -441,6 +441,10 @@ def _environment(history: RunHistory) -> PageSection:
     names = dict.fromkeys(name for each in written for name in each)
     rows = [[name.replace("_", " "), *(each.get(name, "") for each in written)] for name in names]
     return PageSection("Environment", [PageTable(("of the newest checkpoint", *columns), rows)])
+
+
+def _short(key: str, value: str) -> str:
+    return value[:12] if key == "revision" else value[:200].replace("T", " ") if key == "time" else value[:200]
 
 
 def _commands(history: RunHistory) -> PageSection:

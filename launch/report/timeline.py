@@ -132,7 +132,7 @@ def event_table(history: RunHistory) -> PageTable | None:
 
 def _attempts(stage: StageHistory) -> list[tuple[float, float]]:
     """When each attempt began and ended (unix seconds), from its events, or else from its rows."""
-    times = np.array([*(row.time for row in stage.rows), *(event.time for event in stage.events)])
+    times = np.concatenate([stage.times, [event.time for event in stage.events]])
     times = np.sort(times[(times > 0) & (times < LATEST)])
     if not len(times):
         return []

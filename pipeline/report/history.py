@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from data_shards.errors import UserError
 from data_shards.text import one_line
@@ -22,6 +22,13 @@ from pipeline.recipe.schema import Recipe
 from pipeline.report.events import Event, read_events
 from pipeline.run_folder import BrokenRecord, RunFolder, StageRecord
 from pipeline.vocabulary import ALL_STAGES, EVENTS_FILE, METRICS_FILE, RECIPE_FILE, STAGE_FILE, StageName
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Floats = NDArray[np.float64]
+    Counts = NDArray[np.int64]
 
 Content = TypeVar("Content")
 
@@ -43,6 +50,31 @@ class StageHistory:
     def last(self, metric: str) -> float | None:
         """Its last value on the curve."""
         return next((row.metrics[metric] for row in reversed(self.rows) if metric in row.metrics), None)
+
+    @cached_property
+    def times(self) -> Floats:
+        """[rows], unix seconds."""
+        import numpy as np
+
+        return np.array([row.time for row in self.rows], dtype=np.float64)
+
+    @cached_property
+    def _steps_and_images(self) -> tuple[Counts, Counts]:
+        import numpy as np
+
+        return (
+            np.array([row.step for row in self.rows], dtype=np.int64),
+            np.array([row.images_seen for row in self.rows], dtype=np.int64),
+        )
+
+    def columns(self, metric: str) -> tuple[Counts, Counts, Floats, Floats]:
+        """Steps, images seen, unix times and values of a metric, nan included, in the order of the rows."""
+        import numpy as np
+
+        found = [number for number, row in enumerate(self.rows) if metric in row.metrics]
+        values = np.fromiter((self.rows[number].metrics[metric] for number in found), np.float64, len(found))
+        steps, images = self._steps_and_images
+        return steps[found], images[found], self.times[found], values
 
     @cached_property
     def metrics(self) -> tuple[str, ...]:

@@ -1,0 +1,143 @@
+"""What `shardvit report` costs on a long run: seconds, memory and bytes of the page, for one run and for three.
+
+Run `python -m launch.bench.report_page`; records/report_page.txt has what it printed. Run folders are made up: a stage
+of 100,000 points with every metric that training logs, an evaluation for each 1,000 of them, a spike, gaps, restarts,
+checkpoints, and photographs as noise (which packs worst) as pictures of several steps. Each page is made by the command
+in a fresh process. No browser is started.
+
+Targets that the project sets itself: below 20 s, below 5 MB, and the spike is on the page.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import platform
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from pipeline.metrics_log import MetricRow
+from pipeline.recipe.io import load_recipe
+from pipeline.run_folder import RunFolder
+from pipeline.vocabulary import METRICS
+
+_MOST_SECONDS, _MOST_BYTES = 20.0, 5_000_000
+_BATCH = 64
+_SPIKE = 87.654  # a loss that stands in one row alone
+
+
+@dataclass(frozen=True)
+class PageCost:
+    """One page."""
+
+    what: str
+    seconds: float
+    cpu_seconds: float
+    peak_mb: float
+    page_bytes: int
+    has_spike: bool
+
+
+def main() -> None:
+    """Measure and print the table."""
+    parser = argparse.ArgumentParser(description="Seconds and bytes of the page of long runs.")
+    parser.add_argument("--points", type=int, default=100_000, help="of each run's curve (%(default)s)")
+    parser.add_argument("--pictures", type=int, default=12, help="photographs of each run (%(default)s)")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        runs = [
+            long_run(Path(folder), f"run{number}", points=options.points, pictures=options.pictures, seed=number)
+            for number in range(3)
+        ]
+        pages = [measured("one run", runs[:1]), measured("three runs", runs)]
+    print(f"Python {platform.python_version()}, {os.cpu_count()} cores; {options.points:,} points a run")
+    print(f"\n{'':12}{'seconds':>10}{'CPU s':>10}{'peak MB':>10}{'page MB':>10}  spike")
+    for page in pages:
+        figures = f"{page.seconds:10.1f}{page.cpu_seconds:10.1f}{page.peak_mb:10.0f}{page.page_bytes / 1e6:10.2f}"
+        print(f"{page.what:12}{figures}  {'on the page' if page.has_spike else 'LOST'}")
+    met = all(page.seconds < _MOST_SECONDS and page.page_bytes < _MOST_BYTES and page.has_spike for page in pages)
+    print(f"\ntargets, {_MOST_SECONDS:g} s and {_MOST_BYTES / 1e6:g} MB: {'met' if met else 'MISSED'}")
+
+
+def measured(what: str, runs: list[RunFolder]) -> PageCost:
+    """Make a page by the command in a fresh process."""
+    page = runs[0].runs_root / "page.html"
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    begun = time.monotonic()
+    subprocess.run(
+        [sys.executable, "-m", "launch.cli", "report", "--no-draw", "--output", page, *(run.path for run in runs)],
+        check=True,
+        stdout=subprocess.DEVNULL,
+    )
+    seconds = time.monotonic() - begun
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    html = page.read_text(encoding="utf-8")
+    return PageCost(what, seconds, cpu, after.ru_maxrss / 1e3, len(html.encode()), f"{_SPIKE}" in html)
+
+
+def long_run(root: Path, name: str, *, points: int, pictures: int, seed: int) -> RunFolder:
+    """A made-up run with a long stage."""
+    folder = RunFolder(root, name)
+    folder.open(load_recipe("digits", overrides=[f"name={name}", f"seed={seed}"]))
+    folder.update("pretrain", state="running", images_seen=_BATCH * points, seconds=float(points))
+    random = np.random.default_rng(seed)
+    trained = [key for key in METRICS if not key.startswith(("val/", "model/", "eval/"))]
+    noise = random.normal(size=(points, len(trained)))
+    lines: list[str] = []
+    for number in range(points):
+        step = number + 1
+        values = {key: float(each) for key, each in zip(trained, noise[number], strict=True)}
+        values["train/loss"] = 2 * math.exp(-3 * number / points) + 0.02 * values["train/loss"]
+        if number == points // 3:
+            values["train/loss"] = _SPIKE
+        if number % 9000 == 8999:
+            values["train/loss"] = math.nan
+        lines.append(_line(MetricRow(step, _BATCH * step, 1.76e9 + step, values)))
+        if step % 1000 == 0:
+            held_out = {"val/loss": 1.0 - number / points, "val/top1": number / points}
+            lines.append(_line(MetricRow(step, _BATCH * step, 1.76e9 + step, held_out)))
+    stage = folder.stage("pretrain")
+    (stage / "metrics.jsonl").write_text("".join(lines))
+    events = [
+        {"time": 1.76e9 + step, "step": step, "images_seen": _BATCH * step, "kind": kind, "text": f"{kind} {step}"}
+        for step in range(0, points, max(1, points // 500))
+        for kind in (("start", "checkpoint") if step % (points // 10) == 0 else ("checkpoint",))
+    ]
+    (stage / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    _photographs(stage, count=pictures, random=random)
+    return folder
+
+
+def _line(row: MetricRow) -> str:
+    return (
+        json.dumps({"step": row.step, "images_seen": row.images_seen, "time": row.time, "metrics": row.metrics}) + "\n"
+    )
+
+
+def _photographs(stage: Path, *, count: int, random: np.random.Generator) -> None:
+    """Pictures of two steps each, of pixels that no encoder makes smaller."""
+    from PIL import Image
+
+    for number in range(count):
+        own = stage / "pictures" / f"photographs_{number}"
+        own.mkdir(parents=True)
+        for step in (100, 200):
+            pixels = random.integers(0, 256, (800, 1280, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(own / f"step-{step:08d}.png", compress_level=1)
+            (own / f"step-{step:08d}.svg").write_text("<svg xmlns='http://www.w3.org/2000/svg'/>")
+            words = {"title": f"Photographs {number}", "caption": "noise", "alt": "noise", "group": "data"}
+            (own / f"step-{step:08d}.json").write_text(json.dumps({**words, "step": step}))
+
+
+if __name__ == "__main__":
+    main()
