@@ -1,0 +1,262 @@
+"""What looking at a run costs the run: tracking, metrics, events and pictures, in CPU time of rank 0's process.
+
+Run `python -m launch.bench.tracking`; records/tracking.txt has what it printed. One real run of the product in a child
+process trains with everything on; each call that only looks (training accuracy, norms, curve, events, MLflow's thread,
+asking for pictures) is timed by its thread's CPU clock while the same steps are timed around it, so that both share
+the machine's load and their ratio does not depend on it. What another thread computes is counted as if training had
+waited for it. The process that draws runs at the lowest priority and is counted apart.
+
+Target that the project sets itself: below 1 % of a step, at the default `log_every` of 20 steps. What happens once a
+stage (importing MLflow, opening its store) is told apart. Takes 3 minutes on two idle cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import platform
+import resource
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+_TARGET = 0.01
+_LOG_STEPS = 20  # the recipe's default
+_STEPS, _LOG_EVERY, _EVALUATIONS = 200, 10, 2
+_GPU_STEP_SECONDS = 0.25
+_LIMIT_SECONDS = 3600
+_EACH_STEP = ("training accuracy", "step's clock")
+_EACH_POINT = ("norms", "numbers to the host", "point of the curve", "notes and events")
+_RECIPE = """
+name: tracking
+model: {width: 192, depth: 6, heads: 3, patch_size: 4}
+data: {workers: 0}
+engine: {precision: bf16}
+processes: 1
+stages:
+  pretrain:
+    train: SHARDS/train
+    eval: SHARDS/val
+    image_size: 32
+    global_batch_size: 64
+    duration: STEPS steps
+    log_every: LOG steps
+    eval_every: EVAL steps
+    optimizer: {name: adamw, lr: 0.001, weight_decay: 0.1, clip_grad_norm: 1.0}
+"""
+
+
+@dataclass
+class Costs:
+    """CPU seconds of one run's rank 0."""
+
+    calls: dict[str, int] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)  # of the main thread, by what it did
+    tracking_once: float = 0.0  # MLflow's thread until its store is open and the first points are sent
+    tracking_more: float = 0.0  # MLflow's thread after that
+    pictures_child: float = 0.0  # the process that draws
+    training: float = 0.0  # the whole process, all threads, within the loop
+    training_wall: float = 0.0  # elapsed
+    steps: int = 0
+
+    @property
+    def step(self) -> float:
+        """A step without what only looks."""
+        looking = sum(self.seconds.values()) + self.tracking_once + self.tracking_more
+        return max(1e-9, self.training - looking) / self.steps
+
+    def of_step(self, name: str, *, log_steps: int) -> float:
+        """Seconds a step, where a point comes every `log_steps` steps."""
+        each = self.seconds.get(name, 0.0) / max(1, self.calls.get(name, 0))
+        return each if name in _EACH_STEP else each / log_steps
+
+    @property
+    def points(self) -> int:
+        return max(1, self.calls.get("point of the curve", 0))
+
+    def looking(self, *, log_steps: int) -> float:
+        """Seconds a step of all that only looks, all threads of the process together."""
+        main = sum(self.of_step(name, log_steps=log_steps) for name in (*_EACH_STEP, *_EACH_POINT))
+        return main + self.tracking_more / self.points / log_steps
+
+
+def report(costs: Costs) -> Iterator[str]:
+    """The table."""
+    yield f"\n{costs.steps} steps, a point every {_LOG_EVERY}; CPU time of rank 0's process"
+    yield f"{'':34}{'each':>12}{'a step, log_every ' + str(_LOG_STEPS):>24}"
+    for name in (*_EACH_STEP, *_EACH_POINT):
+        each = costs.seconds.get(name, 0.0) / max(1, costs.calls.get(name, 0))
+        yield f"{name:34}{_ms(each):>12}{_ms(costs.of_step(name, log_steps=_LOG_STEPS)):>24}"
+    each = costs.tracking_more / costs.points
+    yield f"{'MLflow, its own thread':34}{_ms(each):>12}{_ms(each / _LOG_STEPS):>24}"
+    total = costs.looking(log_steps=_LOG_STEPS)
+    yield f"{'together':34}{'':12}{_ms(total):>24}"
+    elapsed = costs.training_wall / costs.steps
+    yield f"a step itself: {_ms(costs.step)} of CPU ({_ms(elapsed)} elapsed a step: the machine's load)"
+    share = total / costs.step
+    yield f"share of a step: {share:.2%}, target below {_TARGET:.0%}{'' if share < _TARGET else ': MISSED'}"
+    yield f"of a step of {_ms(_GPU_STEP_SECONDS)}, as on a GPU, with the same CPU: {total / _GPU_STEP_SECONDS:.2%}"
+    yield f"once a stage, MLflow's thread (import, opening its store, first points): {costs.tracking_once:.1f} s"
+    yield f"the process that draws, at the lowest priority: {costs.pictures_child:.1f} s for the stage"
+
+
+def main() -> None:
+    """Measure, print."""
+    parser = argparse.ArgumentParser(description="What looking at a run costs the run.")
+    parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--steps", type=int, default=_STEPS, help="(%(default)s)")
+    options = parser.parse_args()
+    if options.child:
+        child(options.child)
+        return
+    load = os.getloadavg()[0]
+    libraries = ", ".join(f"{name} {version(name)}" for name in ("torch", "mlflow"))
+    print(f"Python {platform.python_version()}, {libraries}, {os.cpu_count()} cores, no GPU; load average {load:.1f}")
+    print("ViT of width 192 and depth 6 at 32 px (65 tokens), 64 images a step, bf16, ZeRO 1, one process", flush=True)
+    print("\n".join(report(measure(steps=options.steps))))
+
+
+def measure(*, steps: int) -> Costs:
+    """Of one run in a process of its own, on images of digits."""
+    from data_shards.packing.pack import pack
+
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        pack("digits", folder / "shards", holdout=0.1, report=lambda line: None)
+        text = _RECIPE.replace("SHARDS", str(folder / "shards")).replace("STEPS", str(steps))
+        text = text.replace("LOG", str(_LOG_EVERY)).replace("EVAL", str(steps // _EVALUATIONS))
+        (folder / "recipe.yaml").write_text(text, encoding="utf-8")
+        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        environment.pop("SHARDVIT_PICTURES", None)
+        environment.pop("MLFLOW_TRACKING_URI", None)
+        command = [sys.executable, "-m", "launch.bench.tracking", "--child", str(folder)]
+        done = subprocess.run(
+            command,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=_LIMIT_SECONDS,
+        )
+        if done.returncode:
+            raise RuntimeError(done.stdout)
+        return Costs(**json.loads((folder / "costs.json").read_text(encoding="utf-8")))
+
+
+def child(folder: Path) -> None:
+    """Train as a rank does, with clocks around what only looks."""
+    from launch import train as rank
+    from pipeline import stage_training
+    from pipeline.beside import Beside
+    from pipeline.engine.deepspeed_engine import DeepSpeedEngine
+    from pipeline.engine.weight_norms import WeightNorms
+    from pipeline.report.reporter import Report
+    from pipeline.task import Classification
+    from pipeline.tracking.tracking_thread import Tracker
+
+    costs = Costs()
+    training = threading.Event()
+
+    def clocked(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def call(*args: Any, **more: Any) -> Any:
+            begun = time.thread_time()
+            try:
+                return function(*args, **more)
+            finally:
+                if training.is_set():
+                    _add(costs, name, time.thread_time() - begun)
+
+        return call
+
+    around = WeightNorms.around
+
+    @contextmanager
+    def clocked_around(self: WeightNorms, measure: Any, **more: Any) -> Iterator[None]:
+        """Without the step within."""
+        before = time.thread_time()
+        with around(self, measure, **more):
+            inside = time.thread_time()
+            yield
+            left = time.thread_time()
+        if measure != "nothing":
+            _add(costs, "norms", time.thread_time() - left + inside - before)
+
+    work = Tracker._work
+
+    def clocked_work(self: Tracker) -> None:
+        begun, first = time.thread_time(), not self._is_connected
+        try:
+            work(self)
+        finally:
+            spent = time.thread_time() - begun
+            if first:
+                costs.tracking_once += spent
+            else:
+                costs.tracking_more += spent
+
+    loop = stage_training.train
+
+    def clocked_loop(job: Any, state: Any) -> Any:
+        first, begun, wall = state.step, time.process_time(), time.perf_counter()
+        training.set()
+        try:
+            return loop(job, state)
+        finally:
+            training.clear()
+            costs.training, costs.training_wall = time.process_time() - begun, time.perf_counter() - wall
+            costs.steps = state.step - first
+
+    close = Beside.close
+
+    def clocked_close(self: Beside, **more: Any) -> None:
+        before = _children_seconds()
+        close(self, **more)
+        costs.pictures_child += _children_seconds() - before
+
+    patches: list[tuple[Any, str, Any]] = [
+        (Classification, "train_score", clocked(Classification.train_score, "training accuracy")),
+        (Report, "step", clocked(Report.step, "step's clock")),
+        (WeightNorms, "around", clocked_around),
+        (DeepSpeedEngine, "measured", clocked(DeepSpeedEngine.measured, "numbers to the host")),
+        (Report, "curve", clocked(Report.curve, "point of the curve")),
+        (Report, "note", clocked(Report.note, "notes and events")),
+        (Report, "faults", clocked(Report.faults, "notes and events")),
+        (Tracker, "_work", clocked_work),
+        (stage_training, "train", clocked_loop),
+        (Beside, "close", clocked_close),
+    ]
+    for owner, name, replacement in patches:
+        mock.patch.object(owner, name, replacement).start()
+    code = rank.main([str(folder / "recipe.yaml"), "--stage", "pretrain", "--runs", str(folder / "runs")])
+    (folder / "costs.json").write_text(json.dumps(asdict(costs)), encoding="utf-8")
+    sys.exit(code)
+
+
+def _add(costs: Costs, name: str, seconds: float) -> None:
+    costs.seconds[name] = costs.seconds.get(name, 0.0) + seconds
+    costs.calls[name] = costs.calls.get(name, 0) + 1
+
+
+def _children_seconds() -> float:
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
+def _ms(seconds: float) -> str:
+    return f"{1000 * seconds:,.3f} ms" if seconds < 0.01 else f"{1000 * seconds:,.1f} ms"
+
+
+if __name__ == "__main__":
+    main()
