@@ -198,7 +198,7 @@ class _Follower:
         if submission and queued and queued.left_seconds is not None and not math.isnan(eta):
             left, limit = queued.left_seconds, max(1, submission.limit_seconds)
             requeues = requeues_needed(eta, left_seconds=left, limit_seconds=limit)
-        score = next((name for name in _SCORES if self._curves[name]), "")
+        score = next((name for least in (2, 1) for name in _SCORES if len(self._curves[name]) >= least), "")
         return StageView(
             name=self._name,
             state=state,

@@ -18,6 +18,7 @@ from data_shards.errors import UserError
 from data_shards.loading.batch import Fault
 from pipeline.context import StageContext
 from pipeline.metrics_log import MetricsLog, open_metrics_log
+from pipeline.ranks.gone import peer_is_gone
 from pipeline.ranks.phases import Phases
 from pipeline.ranks.stopping import Stopped
 from pipeline.recipe.stage_plan import StagePlan
@@ -113,7 +114,7 @@ def told_events(context: StageContext, *, stage: StageName, state: TrainState, s
             tell("rollback", f"{back.trouble.why}: going back to before it, and past its batches")
             raise
         except BaseException as error:
-            tell("failed", str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}")
+            tell("failed", _why(error))
             raise
         tell("done", f"after {state.step:,} steps" if state.step else "")
 
@@ -326,6 +327,14 @@ class Report:
         self.at(state)
         if self._log is not None:
             self._log.append(step=state.step, images_seen=state.images_seen, metrics=values)
+
+
+def _why(error: BaseException) -> str:
+    if isinstance(error, UserError):
+        return str(error)
+    if peer_is_gone(error):
+        return "another process is gone"
+    return f"{type(error).__name__}: {error}"
 
 
 def _ranges(steps: Sequence[int]) -> str:

@@ -138,8 +138,10 @@ def test_new_points_are_seen_and_what_a_resumed_stage_takes_back_is_forgotten(ru
 def test_a_held_out_score_takes_the_place_of_the_training_batchs(run: Run) -> None:
     assert run.watcher().look().stages[0].score_name == "train/top1"
     run.log(range(450, 451), resume_step=400, **{"val/top1": 0.75})
+    assert run.watcher().look().stages[0].score_name == "train/top1"  # one point is no curve
+    run.log(range(500, 501), resume_step=450, **{"val/top1": 0.5})
     view = run.watcher().look().stages[0]
-    assert (view.score_name, list(view.score)) == ("val/top1", [(450, 0.75)])
+    assert (view.score_name, list(view.score)) == ("val/top1", [(450, 0.75), (500, 0.5)])
 
 
 def test_ranks_in_trouble_are_named(run: Run) -> None:

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from data_shards.errors import UserError
 from pipeline.ranks import phases
 from pipeline.ranks.phases import Phases
+from pipeline.ranks.place import Place
+from pipeline.ranks.stopping import Stopped
 from pipeline.report import reporter
+from pipeline.report.events import EventsLog, read_events
 from pipeline.report.losses import Spike
-from pipeline.report.reporter import Report
+from pipeline.report.reporter import Report, told_events
+from pipeline.rollback import GoBack, Trouble
+from pipeline.run_folder import RunFolder
 from pipeline.state import TrainState
 
 
@@ -33,13 +40,16 @@ class Notebook:
     def note(self, text: str) -> None:
         self.notes.append(text)
 
+    def close(self) -> None:
+        """Nothing waits."""
 
-def report_to(kept: Any, *, training_seconds: float = 0.0) -> Report:
+
+def report_to(kept: Any, *, training_seconds: float = 0.0, events: EventsLog | None = None) -> Report:
     watch: Any = SimpleNamespace(beat=lambda step, *, doing: None)
     pace: Any = SimpleNamespace(measuring=lambda phase: contextlib.nullcontext())
     parts = Phases(watch=watch, pace=pace)
     plan: Any = SimpleNamespace(samples_per_epoch=128, global_batch_images=64)
-    return Report(kept, kept, None, None, phases=parts, plan=plan, training_seconds=training_seconds)
+    return Report(kept, kept, events, None, phases=parts, plan=plan, training_seconds=training_seconds)
 
 
 class Clock:
@@ -122,3 +132,60 @@ def test_of_a_moving_average_the_same_line_says_both(score: str) -> None:
     report_to(kept).evaluation(TrainState(step=7, evaluation={**values, "val/ema_loss": 0.25, f"val/ema_{score}": 0.8}))
     (note,) = kept.notes
     assert "0.5000" in note and "0.7500" in note and note.endswith("0.8000") and "loss 0.2500" in note
+
+
+def test_steps_that_were_skipped_are_told_as_ranges_at_the_next_point_and_at_the_end(
+    clock: Clock, tmp_path: Path
+) -> None:
+    with EventsLog(tmp_path / "events.jsonl") as events:
+        kept = Notebook()
+        one = report_to(kept, events=events)
+        for step in (3, 5, 6, 7):
+            one.skipped(step)
+        assert read_events(events.path) == []
+        point(one, 8)
+        one.skipped(9)
+        one.note("and more")
+        one.close()
+    found = [(each.kind, each.step, each.images_seen, each.text) for each in read_events(tmp_path / "events.jsonl")]
+    assert [each[:3] for each in found] == [("skipped", 7, 7 * 64), ("note", 8, 8 * 64), ("skipped", 9, 9 * 64)]
+    assert found[0][3].startswith("step 3, steps 5 to 7:") and found[2][3].startswith("step 9:")
+
+
+class Ended(Exception):
+    """Something that training does not know."""
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "words"),
+    [
+        (None, "done", "40"),
+        (Stopped(), "stopped", "SIGTERM"),
+        (GoBack(Trouble(3, 4, "the loss jumps")), "rollback", "the loss jumps"),
+        (UserError("a sentence"), "failed", "a sentence"),
+        (Ended("oh"), "failed", "Ended: oh"),
+        (KeyboardInterrupt(), "failed", "KeyboardInterrupt"),
+    ],
+)
+def test_an_attempts_start_and_end_are_events_whatever_ends_it(
+    tmp_path: Path, error: BaseException | None, kind: str, words: str
+) -> None:
+    folder = RunFolder(runs_root=tmp_path, name="r")
+    folder.stage("pretrain").mkdir(parents=True)
+    context: Any = SimpleNamespace(
+        folder=folder,
+        ranks=SimpleNamespace(place=Place(rank=0, world_size=8, local_rank=0, local_world_size=4)),
+        job_tags={"shardvit.slurm_job_id": "77"},
+        stop=SimpleNamespace(reason="SIGTERM"),
+    )
+    state = TrainState(step=20, images_seen=160)
+    with (
+        contextlib.suppress(Exception, KeyboardInterrupt),
+        told_events(context, stage="pretrain", state=state, say=lambda text: None),
+    ):
+        state.step, state.images_seen = 40, 320
+        if error is not None:
+            raise error
+    start, end = read_events(folder.stage("pretrain") / "events.jsonl")
+    assert (start.kind, start.step) == ("start", 20) and "8 processes on 2 hosts, SLURM job 77" in start.text
+    assert (end.kind, end.step, end.images_seen) == (kind, 40, 320) and words in end.text
