@@ -111,9 +111,10 @@ def _few_shot(
     for shots in settings.shots:
         accuracies: list[float] = []
         strengths: list[float] = []
+        images = 0
         for seed in seeds:
             taken = choose_shots(labels, shots=shots, seed=seed)
-            rows = train.rows_of(taken)
+            rows, images = train.rows_of(taken), len(taken)
             fitted = fit_least_squares(
                 train.values[rows],
                 train.labels[rows],
@@ -137,7 +138,7 @@ def _few_shot(
                 values=tuple(accuracies),
                 settings={
                     "shots": shots,
-                    "images": len(taken),
+                    "images": images,
                     "l2": strengths[0] if len(set(strengths)) == 1 else strengths,
                     "seeds": settings.seeds,
                 },

@@ -23,8 +23,8 @@ def rows(n: int, *, width: int, seed: int = 0) -> tuple[NDArray[np.float32], NDA
 
 def prepared(x: NDArray[np.float32], like: NDArray[np.float32]) -> NDArray[np.float64]:
     """Standardised by `like` as the evaluator does it, with the constant feature."""
-    x, like = x.astype(np.float64), like.astype(np.float64)
-    scaled = (x - like.mean(axis=0)) / (like.std(axis=0) + 1e-5)
+    exact = like.astype(np.float64)
+    scaled = (x.astype(np.float64) - exact.mean(axis=0)) / (exact.std(axis=0) + 1e-5)
     return np.concatenate([scaled, np.full((len(x), 1), 100.0)], axis=1)
 
 
