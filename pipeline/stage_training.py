@@ -55,6 +55,7 @@ from pipeline.stage_model import stage_model
 from pipeline.state import TrainState
 from pipeline.task import Task, make_task
 from pipeline.train_loop import TrainJob, train
+from pipeline.transfer.few_shot_data import few_shot_of
 from pipeline.vocabulary import CORRUPT_SAMPLES_FILE, METRICS_FILE, StageName, WeightsKind
 
 
@@ -279,11 +280,28 @@ def make_job(
                 beat=lambda: watch.beat(at_step, doing="evaluation"),
             )
 
+    few_shot = None
+    if few_shot_of(recipe, stage=stage):
+        from pipeline.transfer.during_training import few_shot_measures
+
+        few_shot = few_shot_measures(
+            context,
+            stage=stage,
+            plan=plan,
+            store=data.store,
+            engine=engine,
+            workers=workers,
+            beat=lambda at_step: watch.beat(at_step, doing="few-shot evaluation"),
+            say=report.note,
+        )
+
     def run_evaluation(at_step: int) -> dict[str, float]:
         metrics = evaluate_one(at_step, of="weights")
         if config.ema:
             with engine.averaged():
                 metrics |= evaluate_one(at_step, of="ema")
+        if few_shot:
+            metrics |= few_shot(at_step, of_average=bool(config.ema and config.ema.model == "ema"))
         if ranks.place.is_main:
             context.draw(stage, "evaluated", at_step)
         return metrics

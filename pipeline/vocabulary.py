@@ -99,6 +99,10 @@ Fp8Scaling = Literal["off", "tensorwise", "rowwise"]
 WeightsKind = Literal["weights", "ema"]
 AVERAGE_BYTES = 4  # of the moving average of a parameter: float32, beside the moments
 
+# ---- features before the head, for few-shot measures and their like ----
+
+FeatureLayer = Literal["pre_logits", "pooled"]
+
 # ---- metrics: what stands in metrics.jsonl and MLflow ----
 
 

@@ -43,6 +43,7 @@ from launch.processes import STOP_SIGNALS, handled
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.stage import TrainStage
 from pipeline.stage_data import open_data
+from pipeline.transfer.few_shot_data import open_few_shot
 from pipeline.vocabulary import EXIT_STOPPED, StageName
 
 _HEARTBEAT_SECONDS = 5.0  # to the agents
@@ -98,6 +99,8 @@ def prepare(
         if isinstance(getattr(recipe.stages, stage), TrainStage):
             data = open_data(recipe, stage=stage, report=lambda text: None, commands=commands)
             files += shared_files((data.train, data.eval))
+            few_shot = open_few_shot(recipe, stage=stage, report=lambda text: None, commands=commands)
+            files += shared_files([one for each in few_shot for one in (each.train, each.eval)])
     ready = preflight(
         fleet,
         folder=runs_root,

@@ -21,6 +21,7 @@ from pipeline.recipe.data import ShardsConfig
 from pipeline.recipe.roles import Role, missing_paths, role_of
 from pipeline.recipe.schema import Recipe
 from pipeline.stage_data import shards_spec
+from pipeline.transfer.few_shot_data import few_shot_of
 from pipeline.vocabulary import StageName
 
 GIVE_UP_SECONDS = 30.0  # the user is waiting
@@ -60,6 +61,8 @@ def look(recipe: Recipe, *, stage: StageName, at: Literal["training", "all"] = "
             missing.append(text)
         else:
             held_out = _open(config.eval, store=store)
+    few_shot = few_shot_of(recipe, stage=stage) if at == "all" else ()
+    missing += [text for each in few_shot for one in (each.train, each.eval) if (text := _unopened(one, store=store))]
     if text := missing_paths(recipe, stage=stage):
         missing.append(text)
     return ShardsBefore(tuple(missing), train, held_out, None if train else role_of(config))

@@ -246,6 +246,7 @@ class PipelineRun:
         """Check every stage's data, sizes, model and checkpoints; returns what was not checked."""
         from pipeline.recipe.stage_plan import plan_stage  # numpy and the network only for a recipe that was read
         from pipeline.stage_data import open_data, training_order
+        from pipeline.transfer.few_shot_data import open_few_shot
 
         notes: list[str] = []
         for stage in self.recipe.stages.names:
@@ -263,6 +264,7 @@ class PipelineRun:
             try:
                 if not self._unopened(stage):  # else the summary checks what it can
                     data = open_data(self.recipe, stage=stage, commands=self.commands)
+                    open_few_shot(self.recipe, stage=stage, commands=self.commands)
             except CommandRefused as error:
                 notes.append(f"stages.{stage}: its images and their number were not checked: {error}")
             if data is not None:

@@ -49,7 +49,7 @@ FREE_KEYS = (
     "engine.saving",
 )
 FREE_STAGE_KEYS = (
-    *("data", "log_every", "eval_every"),
+    *("data", "log_every", "eval_every", "few_shot"),
     *("save_every", "save_every_minutes", "keep_checkpoints", "keep_every", "keep_best"),
 )
 

@@ -10,6 +10,7 @@ from data_shards.vocabulary import EvalProtocol
 from model.vocabulary import DropoutMasks, HeadKind, InitStyle, LossKind
 from pipeline.recipe.data import MOST_SIDE, AugmentConfig, OneSet, SomeSets
 from pipeline.recipe.duration import DurationText, Strict
+from pipeline.recipe.few_shot import FewShotConfig
 from pipeline.recipe.optimizer import OptimizerConfig, ScheduleConfig
 from pipeline.vocabulary import ALL_STAGES, StageName, WeightsKind
 
@@ -174,6 +175,15 @@ class PretrainStage(TrainStage):
     """Initial bias of the last layer; Google sets -10 (ImageNet-21k) with the sigmoid loss."""
     init: InitStyle = "google"
     """Initial weights: vision_transformer's (google), big_vision's (other learned positions), or timm's."""
+    few_shot: tuple[FewShotConfig, ...] = Field(default=(), max_length=100)
+    """Small data sets on which few-shot accuracy is measured at evaluations."""
+
+    @model_validator(mode="after")
+    def _few_shot_sets_differ(self) -> PretrainStage:
+        names = [each.name for each in self.few_shot]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"few_shot names {twice[0]} twice: give each set a name of its own")
+        return self
 
 
 class SwapHeadStage(Strict):

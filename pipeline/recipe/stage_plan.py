@@ -13,7 +13,7 @@ from data_shards.order import check_sizes, check_world_size
 from pipeline.recipe.duration import in_steps, parse_duration
 from pipeline.recipe.schedule import Schedule
 from pipeline.recipe.schema import Recipe
-from pipeline.recipe.stage import RollbackConfig
+from pipeline.recipe.stage import PretrainStage, RollbackConfig
 from pipeline.vocabulary import StageName
 
 
@@ -40,6 +40,7 @@ class StagePlan:
     rollback: RollbackConfig | None = None
     slow_rank: Literal["report", "stop"] = "report"
     seed: int = 0
+    few_shot_steps: tuple[int, ...] = ()  # of each few-shot set: at most so often; 0: at the end alone
 
     def first_place(self, *, rank: int, micro_step: int) -> int:
         """The place in the global batch of the first image of a process's micro-batch."""
@@ -55,6 +56,11 @@ class StagePlan:
         if left == 0 or self.eval_steps == 1:
             return True
         return _due(step, every=self.eval_steps) and left > max(1, self.eval_steps // 10)
+
+    def few_shot_after(self, step: int, *, number: int) -> bool:
+        """Whether the evaluation after `step` steps measures few-shot set `number`, too."""
+        every = self.few_shot_steps[number]
+        return step == self.total_steps or (every > 0 and step // every > (step - self.eval_steps) // every)
 
     def saves_after(self, step: int) -> bool:
         """Whether a checkpoint is due after `step` steps, apart from the final one."""
@@ -151,6 +157,15 @@ def plan_stage(recipe: Recipe, *, stage: StageName, samples_per_epoch: int, worl
             f"stages.{stage}.unmasked_finish takes {unmasked} of {total} steps, and nothing is left for "
             "patch_dropout: make it shorter than the duration"
         )
+    evaluation = steps(config.eval_every, of=total)
+    few_shot: list[int] = []
+    for number, each in enumerate(config.few_shot if isinstance(config, PretrainStage) else ()):
+        few_shot.append(1 if each.every is None else steps(each.every, of=total))
+        if each.every is not None and 0 < few_shot[-1] < (evaluation or total):
+            raise UserError(
+                f"stages.{stage}.few_shot.{number}.every takes {few_shot[-1]} steps and eval_every {evaluation}: it is "
+                "measured at evaluations alone; make it longer, or eval_every shorter"
+            )
     return StagePlan(
         world_size=world_size,
         global_batch_images=config.global_batch_size,
@@ -168,7 +183,7 @@ def plan_stage(recipe: Recipe, *, stage: StageName, samples_per_epoch: int, worl
             cooldown_steps=cooldown,
         ),
         log_steps=steps(config.log_every, of=total),
-        eval_steps=steps(config.eval_every, of=total),
+        eval_steps=evaluation,
         save_steps=steps(config.save_every, of=total),
         samples_per_epoch=samples_per_epoch,
         keep_steps=steps(config.keep_every, of=total),
@@ -179,6 +194,7 @@ def plan_stage(recipe: Recipe, *, stage: StageName, samples_per_epoch: int, worl
         rollback=config.rollback,
         slow_rank=recipe.engine.slow_rank,
         seed=recipe.seed,
+        few_shot_steps=tuple(few_shot),
     )
 
 

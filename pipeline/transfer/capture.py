@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from model.head import MlpHead
-from pipeline.transfer.results import Layer
+from pipeline.vocabulary import FeatureLayer
 
 
 class Captured:
@@ -34,7 +34,7 @@ class Captured:
 
 
 @contextmanager
-def captured_features(model: nn.Module, *, layer: Layer) -> Iterator[Captured]:
+def captured_features(model: nn.Module, *, layer: FeatureLayer) -> Iterator[Captured]:
     """Within it, each forward pass of `model` leaves its features; afterwards the model is as before."""
     head = model.get_submodule("head")
     last = head.logits if layer == "pre_logits" and isinstance(head, MlpHead) else head

@@ -37,8 +37,8 @@ from data_shards.vocabulary import Normalisation
 from pipeline.predict import Predictor
 from pipeline.task import model_input
 from pipeline.transfer.capture import Captured, captured_features
-from pipeline.transfer.results import Layer
 from pipeline.transfer.shots import Int64s
+from pipeline.vocabulary import FeatureLayer
 
 _FORMAT = 1
 _PART_SAMPLES = 16_384
@@ -92,7 +92,7 @@ class FeatureStore:
         self,
         predictor: Predictor,
         *,
-        layer: Layer = "pre_logits",
+        layer: FeatureLayer = "pre_logits",
         folder: Path | None = None,
         reading: FeatureReading | None = None,
         say: Callable[[str], None] = lambda line: None,
@@ -103,7 +103,7 @@ class FeatureStore:
                 "the model that it was exported from"
             )
         self.predictor, self._say = predictor, say
-        self.layer: Layer = layer
+        self.layer: FeatureLayer = layer
         self._model, self._folder, self._reading = (
             predictor.logits,
             folder or default_features_folder(),

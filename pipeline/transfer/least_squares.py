@@ -27,6 +27,11 @@ class LinearClassifier:
     weights: Tensor  # float64 [D + 1, C]; the last row is the constant feature's
     l2: float
 
+    def on(self, device: torch.device) -> LinearClassifier:
+        """The same, there."""
+        moved = (each.to(device) for each in (self.mean, self.deviation, self.weights))
+        return LinearClassifier(*moved, l2=self.l2)
+
     def __call__(self, features: Tensor) -> Tensor:
         """In float64; on the weights' device."""
         rows = features.to(self.weights.device, torch.float64)

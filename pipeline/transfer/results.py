@@ -35,12 +35,12 @@ from typing import Annotated, Literal
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from data_shards.durable import replace_text
+from pipeline.vocabulary import FeatureLayer
 
 TRANSFER_FOLDER = "transfer"  # in the run's folder
 
 Command = Literal["fewshot", "probe", "knn", "transfer"]
 Method = Literal["fewshot", "probe", "knn"]
-Layer = Literal["pre_logits", "pooled"]
 SetGroup = Literal["natural", "specialized", "structured"]  # VTAB's (arXiv 1910.04867)
 Setting = int | float | str | list[int] | list[float]
 
@@ -90,7 +90,7 @@ class TransferRecord:
     name: str
     model: str
     model_digest: str
-    layer: Layer
+    layer: FeatureLayer
     run: str | None = None
     stage: str | None = None
     step: _Count | None = None

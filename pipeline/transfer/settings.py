@@ -9,33 +9,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import Field, model_validator
 
 from pipeline.recipe.data import OneSet
 from pipeline.recipe.duration import Strict
+from pipeline.recipe.few_shot import Counts, Strengths
 from pipeline.transfer.results import SetGroup
-
-_MOST_SHOTS = 10**6
-
-
-def _all(value: Any) -> Any:
-    return value if isinstance(value, list | tuple) else [value]
-
-
-def _distinct(values: tuple[Any, ...]) -> tuple[Any, ...]:
-    if not values:
-        raise ValueError("the list is empty: give at least one number")
-    if len(set(values)) < len(values):
-        raise ValueError("a number is given twice: leave one out")
-    return values
-
-
-Counts = Annotated[
-    tuple[Annotated[int, Field(ge=1, le=_MOST_SHOTS)], ...], BeforeValidator(_all), AfterValidator(_distinct)
-]
-Strengths = Annotated[
-    tuple[Annotated[float, Field(gt=0, le=1e30)], ...], BeforeValidator(_all), AfterValidator(_distinct)
-]
 
 
 class FewShotSettings(Strict):

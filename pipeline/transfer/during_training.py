@@ -1,0 +1,341 @@
+"""Few-shot accuracy at a stage's evaluations, on all ranks together, without a trace in the training.
+
+Each rank computes the features of its part of both sets (as in evaluation, by the engine's own forward pass, so under
+ZeRO 3, too); the few training features go to all ranks, the fits are shared out among them, and each counts what is
+right in its part of the held-out set. What is gathered once is all that moves: the features of the shots, the fitted
+weights, the counts. The first time costs what decoding costs; then the decoded images are in memory, and it costs
+forward passes and the fits. Training's random numbers are not touched, and the model is left in training mode.
+
+Nothing here may end a run: images that cannot be read are left out, and a set whose shards are gone, or features that
+are not finite, cost a line and the metric.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing, nullcontext
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from data_shards.errors import UserError
+from data_shards.images.decode import PixelLimit
+from data_shards.images.transforms import EvalTransform
+from data_shards.label_column import UNKNOWN, label_column
+from data_shards.loading.assemble import Access
+from data_shards.loading.batch import Batch
+from data_shards.loading.device_prefetch import ahead_on_device
+from data_shards.loading.loader import EvalBatches, eval_batches
+from data_shards.shard_set import ShardSet
+from data_shards.store.store import Store
+from data_shards.text import parse_bytes
+from pipeline.context import StageContext
+from pipeline.data_workers import DataWorkers
+from pipeline.engine.protocol import Engine
+from pipeline.ranks.group import Ranks
+from pipeline.recipe.few_shot import FewShotConfig
+from pipeline.recipe.stage_plan import StagePlan
+from pipeline.stage_batches import eval_transform
+from pipeline.task import model_input
+from pipeline.transfer.capture import captured_features
+from pipeline.transfer.features import Features, merged, of_batch
+from pipeline.transfer.few_shot_data import FewShotData, few_shot_of, open_few_shot
+from pipeline.transfer.least_squares import LinearClassifier, fit_least_squares
+from pipeline.transfer.results import few_shot_name
+from pipeline.transfer.shots import Int64s, choose_shots
+from pipeline.vocabulary import FeatureLayer, StageName
+
+
+@dataclass(frozen=True)
+class FewShotContext:
+    """What the stage gives to all of its few-shot sets."""
+
+    engine: Engine
+    ranks: Ranks
+    plan: StagePlan
+    workers: DataWorkers
+    access: Callable[[ShardSet], Access]  # how a set's samples are read; damaged ones are left out
+    transform: EvalTransform
+    beat: Callable[[int], None]  # told the step at each batch
+    say: Callable[[str], None]
+
+
+class FewShotMeasures:
+    """All few-shot sets of a stage."""
+
+    def __init__(
+        self, configs: tuple[FewShotConfig, ...], data: tuple[FewShotData, ...], context: FewShotContext
+    ) -> None:
+        self._sets = [_FewShotSet(*pair, context) for pair in zip(configs, data, strict=True)]
+        self._context = context
+
+    def __call__(self, step: int, *, of_average: bool) -> dict[str, float]:
+        """The metrics of the sets that are due, by name, the same on all ranks; collective. `of_average`: of the moving
+        average of the weights. A set that cannot be measured has none."""
+        context, metrics = self._context, dict[str, float]()
+        due = [each for number, each in enumerate(self._sets) if context.plan.few_shot_after(step, number=number)]
+        if not due:
+            return metrics
+        module = context.engine.module
+        module.eval()
+        try:
+            with context.engine.averaged() if of_average else nullcontext():
+                for each in due:
+                    metrics |= each.measure(step)
+        finally:
+            module.train()
+        return metrics
+
+
+class _FewShotSet:
+    def __init__(self, config: FewShotConfig, data: FewShotData, context: FewShotContext) -> None:
+        self._config, self._data, self._context = config, data, context
+        self._labels: Int64s | None = None  # of the training set; unknown where an image is damaged
+        self._train: _DecodedPart | None = None
+        self._held_out: _DecodedPart | None = None
+        self._damaged = 0
+        self._problem = ""  # why the last try failed, the same on all ranks
+        self._has_told = False
+
+    def measure(self, step: int) -> dict[str, float]:
+        config, context = self._config, self._context
+        problems = context.ranks.gather_objects(self._prepare())
+        found = None if any(problems) else self._measured(step)
+        if found is None:
+            problem = next(filter(None, [*problems, self._problem]))
+            context.say(f"step {step}: few-shot {config.name} is not measured: {problem}")
+            return {}
+        shown = ", ".join(f"{shots}-shot {value:.4f}" for shots, value in found.items())
+        context.say(f"step {step}: {config.name}, top-1 of a linear fit: {shown}")
+        return {f"val/{few_shot_name(config.name, shots=shots)}": value for shots, value in found.items()}
+
+    def _prepare(self) -> str:
+        """The labels of this rank's part of the training set, the first time; a sentence if that fails."""
+        if self._labels is not None:
+            return ""
+        place, shards = self._context.ranks.place, self._data.train
+        block = -(-shards.num_samples // place.world_size)
+        store = self._context.access(shards).store
+        try:
+            first = min(place.rank * block, shards.num_samples)
+            self._own_labels = label_column(shards, store=store, first=first, stop=first + block)
+        except UserError as error:
+            return str(error)
+        return ""
+
+    def _measured(self, step: int) -> dict[int, float] | None:
+        config, context, ranks = self._config, self._context, self._context.ranks
+        if self._labels is None:
+            self._labels = np.concatenate(ranks.gather_objects(self._own_labels))
+        train = self._shots(step)
+        if train is None:
+            return None
+        cases = [(shots, seed) for shots in config.shots for seed in range(config.seeds)]
+        mine, problem = dict[tuple[int, int], LinearClassifier](), ""
+        for shots, seed in cases[ranks.place.rank :: ranks.place.world_size]:
+            context.beat(step)
+            rows = train.rows_of(choose_shots(self._labels, shots=shots, seed=seed))
+            try:
+                mine[shots, seed] = self._fit(train.values[rows], train.labels[rows])
+            except torch.linalg.LinAlgError as error:
+                problem = f"its eigenvalues are not found ({error})"
+        if not self._agreed(problem):
+            return None
+        fitted = {key: each for part in ranks.gather_objects(mine) for key, each in part.items()}
+        classifiers = [fitted[case].on(context.engine.device) for case in cases]
+        if self._held_out is None:
+            self._held_out = self._part(self._data.eval, None)
+        counts = torch.zeros(len(cases) + 1, dtype=torch.float64)
+        is_finite = True
+        for part in self._held_out.features(step):
+            is_finite = is_finite and bool(part.values.isfinite().all())
+            counts[-1] += len(part.labels)
+            for number, classifier in enumerate(classifiers):
+                counts[number] += int((classifier(part.values).argmax(dim=1).cpu() == part.labels).sum())
+        if not self._agreed(self._held_out.problem or ("" if is_finite else "features are not finite")):
+            return None
+        *right, images = ranks.gather(counts).sum(dim=0).tolist()
+        if not images:
+            self._problem = f"no image of {self._data.eval.source} can be read"
+            return None
+        accuracy = {case: count / images for case, count in zip(cases, right, strict=True)}
+        self._tell_damage(self._data.eval.num_samples - int(images))
+        return {
+            shots: statistics.fmean(accuracy[shots, seed] for seed in range(config.seeds)) for shots in config.shots
+        }
+
+    def _fit(self, values: torch.Tensor, labels: torch.Tensor) -> LinearClassifier:
+        for device in (self._context.engine.device, torch.device("cpu")):
+            try:
+                fitted = fit_least_squares(
+                    values, labels, num_classes=self._data.train.num_classes, l2=[self._config.l2], device=device
+                )
+                return fitted.on(torch.device("cpu"))
+            except torch.OutOfMemoryError:  # training has all of the GPU's memory
+                continue
+        raise AssertionError("a CPU has another word for it")
+
+    def _shots(self, step: int) -> Features | None:
+        """The features of all shots, on every rank; None: they cannot be had, see `_problem`."""
+        config, ranks = self._config, self._context.ranks
+        assert self._labels is not None
+        while True:  # until each damaged image has been replaced by the next of its class
+            drawn = [choose_shots(self._labels, shots=max(config.shots), seed=seed) for seed in range(config.seeds)]
+            samples = np.unique(np.concatenate(drawn))
+            if not len(samples):
+                self._problem = f"no image of {self._data.train.source} can be read"
+                return None
+            if self._train is None:
+                self._train = self._part(self._data.train, samples)
+            parts = list(self._train.features(step))
+            if not self._agreed(self._train.problem):
+                return None
+            train = merged([each for some in ranks.gather_objects(parts) for each in some], samples=samples)
+            if not train.values.isfinite().all():
+                self._problem = "features are not finite"
+                return None
+            if not len(train.damaged):
+                return train
+            self._labels[train.damaged] = UNKNOWN
+            self._damaged += len(train.damaged)
+            self._train = None
+
+    def _part(self, shards: ShardSet, samples: Int64s | None) -> _DecodedPart:
+        return _DecodedPart(shards, samples, config=self._config, context=self._context)
+
+    def _agreed(self, problem: str) -> bool:
+        """Whether no rank has one; collective."""
+        self._problem = next(filter(None, self._context.ranks.gather_objects(problem)), "")
+        return not self._problem
+
+    def _tell_damage(self, held_out: int) -> None:
+        count = self._damaged + held_out
+        if count and not self._has_told:
+            self._has_told = True
+            self._context.say(f"few-shot {self._config.name}: {count:,} images cannot be read and are left out")
+
+
+class _DecodedPart:
+    """This rank's part of a set, or of some of its samples, decoded once as far as the memory allowed goes.
+
+    Attributes:
+        problem: why its last features are not whole; "": they are.
+    """
+
+    def __init__(
+        self, shards: ShardSet, samples: Int64s | None, *, config: FewShotConfig, context: FewShotContext
+    ) -> None:
+        place = context.ranks.place
+        self._context = context
+        self._layer: FeatureLayer = config.layer
+        self._part = EvalBatches(
+            context.access(shards),
+            transform=context.transform,
+            rank=place.rank,
+            world_size=place.world_size,
+            batch_size=context.plan.micro_batch_size,
+            samples=samples,
+        )
+        self._left_bytes = parse_bytes(config.keep_decoded) // 2  # the other half is for the other set
+        self._kept: list[Batch] = []
+        self.problem = ""
+
+    def features(self, step: int) -> Iterator[Features]:
+        """Of each batch, on the CPU; equally many forward passes on all ranks, whatever happens."""
+        context, engine = self._context, self._context.engine
+        self.problem = ""
+        with (
+            closing(ahead_on_device(self._batches(), device=engine.device)) as batches,
+            captured_features(engine.module, layer=self._layer) as captured,
+        ):
+            for batch in batches:
+                context.beat(step)
+                engine.predict(model_input(batch, device=engine.device, dtype=engine.input_dtype))
+                yield of_batch(batch, captured.take())
+
+    def _batches(self) -> Generator[Batch]:
+        """All of them; where reading fails, empty ones that count for nothing, since other ranks wait."""
+        yield from self._kept
+        number, workers = len(self._kept), self._context.workers
+        try:
+            with closing(eval_batches(self._part, workers=workers.count, kind=workers.kind, first=number)) as stream:
+                for batch in stream:
+                    number += 1
+                    if number == len(self._kept) + 1 and batch.images.nbytes <= self._left_bytes:
+                        self._left_bytes -= batch.images.nbytes
+                        self._kept.append(_own(batch))
+                    yield batch
+        except UserError as error:
+            self.problem = str(error)
+        for _ in range(number, len(self._part)):
+            yield self._blank()
+
+    def _blank(self) -> Batch:
+        count, size = self._context.plan.micro_batch_size, self._context.transform.image_size
+        return Batch(
+            images=torch.zeros(count, size, size, 3, dtype=torch.uint8),
+            mirrored=torch.zeros(count, dtype=torch.bool),
+            labels=torch.zeros(count, dtype=torch.int64),
+            counted=torch.zeros(count, dtype=torch.bool),
+            substituted=torch.zeros(count, dtype=torch.bool),
+            samples=torch.zeros(count, dtype=torch.int64),
+            epochs=torch.zeros(count, dtype=torch.int64),
+            keys=("",) * count,
+        )
+
+
+def _own(batch: Batch) -> Batch:
+    """Not in memory that it shares with a worker process, of which there is little."""
+    return replace(batch, images=batch.images.clone()) if batch.images.is_shared() else batch
+
+
+def few_shot_measures(
+    context: StageContext,
+    *,
+    stage: StageName,
+    plan: StagePlan,
+    store: Store,
+    engine: Engine,
+    workers: DataWorkers,
+    beat: Callable[[int], None],
+    say: Callable[[str], None],
+) -> FewShotMeasures | None:
+    """The few-shot sets of a stage, opened on rank 0; None: it has none. Collective; UserError as `open_few_shot`."""
+    recipe, ranks = context.recipe, context.ranks
+    configs = few_shot_of(recipe, stage=stage)
+    if not configs:
+        return None
+    data = ranks.from_main(
+        context.on_main(
+            lambda: open_few_shot(recipe, stage=stage, report=context.say, commands="run", store=store), takes="long"
+        )
+    )
+    assert data is not None
+    for line in (damage for each in data for one in (each.train, each.eval) for damage in one.damage):
+        say(line)
+
+    def access(shards: ShardSet) -> Access:
+        return Access(
+            shards,
+            store=store,
+            decoder=recipe.data.decoder,
+            pixel_limit=PixelLimit(recipe.data.max_image_pixels),
+            on_corrupt="substitute",
+        )
+
+    return FewShotMeasures(
+        configs,
+        data,
+        FewShotContext(
+            engine=engine,
+            ranks=ranks,
+            plan=plan,
+            workers=workers,
+            access=access,
+            transform=eval_transform(recipe.train_stage(stage)),
+            beat=beat,
+            say=say,
+        ),
+    )
