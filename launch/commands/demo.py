@@ -6,6 +6,7 @@ fine-tuning from scratch, and compares. Typed again after an interruption it res
 
 from __future__ import annotations
 
+import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,7 +81,7 @@ def demo(
     folders: list[RunFolder] = []
     for recipe in (choice.recipe, f"{choice.recipe}_scratch"):
         print(f"\n== {recipe} ==", flush=True)
-        loaded = load_recipe(recipe, overrides=_shard_paths(recipe, data, shards))
+        loaded = load_recipe(recipe, overrides=[*_shard_paths(recipe, data, shards), *_few_shot(recipe, data, shards)])
         run = PipelineRun.open(loaded, runs_root=runs)
         if code := run.execute():
             return code
@@ -104,6 +105,15 @@ def _shard_paths(recipe: str, data: DemoData, shards_root: Path) -> list[str]:
         for stage, use in uses.items()
         for key, split in (("train", "train"), ("eval", "val"))
     ]
+
+
+def _few_shot(recipe: str, data: DemoData, shards_root: Path) -> list[str]:
+    """What pre-training is worth for the other classes is measured while it goes on."""
+    if recipe.endswith("_scratch"):
+        return []
+    transfer = shards_root / f"{data}-transfer"
+    config = {"name": "transfer", "train": f"{transfer}/train", "eval": f"{transfer}/val", "shots": [5, 10]}
+    return [f"stages.pretrain.few_shot={json.dumps([config])}"]
 
 
 def comparison(transferred: RunFolder, *, scratch: RunFolder) -> str:

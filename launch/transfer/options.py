@@ -35,7 +35,12 @@ class TransferOptions:
         Path | None, Parameter(help="Folder for features, which are computed once; default: in ~/.cache/shardvit.")
     ] = None
     json_file: Annotated[
-        Path | None, Parameter(name="--json", help="Write the result as JSON, too; -: to standard output, alone.")
+        Path | None,
+        Parameter(
+            name="--json",
+            allow_leading_hyphen=True,
+            help="Write the result as JSON, too; -: to standard output, alone.",
+        ),
     ] = None
     tracking: Annotated[
         bool, Parameter(name="--tracking", negative="--no-tracking", help="Make an MLflow run of the result.")

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
+import re
 import zipfile
 from collections.abc import Callable
 from contextlib import closing, suppress
@@ -43,6 +43,7 @@ from pipeline.vocabulary import FeatureLayer
 _FORMAT = 1
 _PART_SAMPLES = 16_384
 _MOST_BYTES = 20 * 10**9
+_OURS = re.compile("[0-9a-f]{32}")  # the user's folder may hold others
 
 
 @dataclass(frozen=True)
@@ -235,7 +236,7 @@ def _write(file: Path, part: Features) -> None:
 def _read(file: Path) -> Features | None:
     """A part; None: it is damaged, and computed again."""
     try:
-        with np.load(file, allow_pickle=False) as content:
+        with file.open("rb") as stream, np.load(stream, allow_pickle=False) as content:
             samples, values, labels = (content[name] for name in ("samples", "values", "labels"))
         if not len(samples) == len(values) == len(labels) or values.ndim != 2 or values.dtype != np.float32:
             raise ValueError("shapes that do not fit")
@@ -247,14 +248,17 @@ def _read(file: Path) -> Features | None:
 
 
 def _remove_old(root: Path, *, keep: Path) -> None:
-    """The folders that were longest not used, while all together take too much room."""
+    """The folders that were longest not used, while all together take too much room; only files that are ours."""
     with suppress(OSError):  # of another process that does the same
-        folders = sorted((each for each in root.iterdir() if each.is_dir()), key=lambda each: each.stat().st_mtime)
-        sizes = {each: sum(file.stat().st_size for file in each.iterdir()) for each in folders}
+        ours = [each for each in root.iterdir() if _OURS.fullmatch(each.name) and each.is_dir()]
+        files = {each: list(each.glob("*.npz")) for each in ours}
+        sizes = {each: sum(file.stat().st_size for file in files[each]) for each in ours}
         total = sum(sizes.values())
-        for folder in folders:
+        for folder in sorted(ours, key=lambda each: each.stat().st_mtime):
             if total <= _MOST_BYTES:
                 return
             if folder != keep:
-                shutil.rmtree(folder, ignore_errors=True)
+                for file in files[folder]:
+                    file.unlink(missing_ok=True)
                 total -= sizes[folder]
+                folder.rmdir()

@@ -42,6 +42,8 @@ def read_table(path: Path) -> TransferTable:
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(str(part) for part in first["loc"] if part not in _METHODS)
+        if first["type"] == "extra_forbidden":
+            raise UserError(one_line(f"{path}: unknown key {where}: leave it out")) from None
         message = first["msg"].removeprefix("Value error, ")
         raise UserError(one_line(f"{path}: {f'{where}: ' if where else ''}{message}")) from None
 

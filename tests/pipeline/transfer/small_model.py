@@ -1,0 +1,79 @@
+"""What the tests of transfer share: digits in shards, a small model with either head, and what it computes of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from data_shards.opening import open_shards
+from data_shards.packing.pack import pack
+from data_shards.shard_set import ShardSet
+from data_shards.tars.tar_index import index_path, read_index
+from model.config import ModelConfig
+from model.saved import SavedModelMeta, build_described, save_model
+from model.vocabulary import HeadKind
+from pipeline.predict import Predictor, open_predictor
+from pipeline.transfer.features import FeatureReading, FeatureStore
+
+SIZE, CLASSES = 8, 4
+
+
+def pack_digits(folder: Path) -> Path:
+    """Four digits, 30 % held out, in shards of 60."""
+    classes = tuple(map(str, range(CLASSES)))
+    pack("digits", folder, classes=classes, holdout=0.3, samples_per_shard=60, report=lambda line: None)
+    return folder
+
+
+def save_small(folder: Path, *, head: HeadKind = "linear", seed: int = 0) -> Path:
+    """A model with random weights, of ten classes of its own."""
+    config = ModelConfig(width=16, depth=1, heads=2, patch_size=4)
+    names = tuple(f"class{number}" for number in range(10))
+    meta = SavedModelMeta(model=config, image_size=SIZE, num_classes=10, class_names=names, head=head)
+    model = build_described(meta)
+    torch.manual_seed(seed)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    save_model(folder, model.state_dict(), meta=meta)
+    return folder
+
+
+def open_small(folder: Path) -> Predictor:
+    return open_predictor(folder, device="cpu")
+
+
+def store_for(
+    predictor: Predictor, folder: Path, *, batch_images: int = 16, workers: int = 0, **more: object
+) -> FeatureStore:
+    reading = FeatureReading(batch_images=batch_images, workers=workers)
+    return FeatureStore(predictor, folder=folder, reading=reading, **more)  # pyright: ignore[reportArgumentType]
+
+
+def digits(folder: Path, split: str) -> ShardSet:
+    return open_shards(str(folder / split), damaged="report")
+
+
+def damage(shards: ShardSet, sample: int) -> bytes:
+    """Make an image unreadable; returns the tar as it was."""
+    for entry in shards.shards:
+        if sample < entry.num_samples:
+            break
+        sample -= entry.num_samples
+    tar = Path(entry.url)
+    before = tar.read_bytes()
+    index = read_index(index_path(tar))
+    content = bytearray(before)
+    start, size = int(index.image_offset[sample]), int(index.image_size[sample])
+    content[start : start + size] = bytes(size)
+    tar.write_bytes(content)
+    return before
+
+
+def trunk_output(predictor: Predictor, images: Tensor) -> Tensor:
+    """By timm's own functions."""
+    model = predictor.logits
+    assert isinstance(model, torch.nn.Module)
+    with torch.inference_mode():
+        return model.forward_head(model.forward_features(images), pre_logits=True)  # pyright: ignore[reportCallIssue]

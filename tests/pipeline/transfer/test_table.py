@@ -1,0 +1,155 @@
+"""A table: its mistakes in one sentence, its means, and that it goes on where it was interrupted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+from data_shards.errors import UserError
+from data_shards.store.store import Store
+from pipeline.transfer.results import TransferRecord, load_record
+from pipeline.transfer.settings import FewShotSettings, KnnSettings, TransferTable
+from pipeline.transfer.table import (
+    TableProgress,
+    mean_score,
+    measure_table,
+    open_table,
+    read_table,
+    set_scores,
+    settings_of,
+)
+from tests.pipeline.transfer.small_model import open_small, pack_digits, save_small, store_for
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("table")
+    pack_digits(root / "shards")
+    save_small(root / "model")
+    save_small(root / "other", seed=1)
+    return root
+
+
+def tree_of(work: Path, *changes: dict[str, object]) -> dict[str, list[dict[str, object]]]:
+    shards = {"train": str(work / "shards" / "train"), "eval": str(work / "shards" / "val")}
+    sets: list[dict[str, object]] = [
+        {"name": "a", "group": "natural", **shards},
+        {"name": "b", "group": "natural", "method": "knn", "k": [3, 9], **shards},
+        {"name": "c", "group": "structured", "method": "fewshot", "shots": 2, "seeds": 2, **shards},
+    ]
+    for number, change in enumerate(changes):
+        sets[number] |= change
+    return {"data_sets": sets}
+
+
+def table_of(work: Path, *changes: dict[str, object]) -> TransferTable:
+    return TransferTable.model_validate(tree_of(work, *changes))
+
+
+def carry_out(
+    work: Path,
+    table: TransferTable,
+    file: Path,
+    *,
+    model: str = "model",
+    told: Callable[[TableProgress], None] = lambda progress: None,
+) -> tuple[TransferRecord, list[str]]:
+    """The record, and the sets that were measured."""
+    features = store_for(open_small(work / model), work / "features")
+    measured: list[str] = []
+
+    def heard(progress: TableProgress) -> None:
+        if progress.measured is not None:
+            measured.append(progress.name)
+        told(progress)
+
+    record = measure_table(
+        table,
+        open_table(table, store=Store(), say=lambda line: None),
+        features=features,
+        record=TransferRecord("transfer", "t", "m", features.digest, "pre_logits"),
+        file=file,
+        most_images=50,
+        told=heard,
+    )
+    return record, measured
+
+
+def test_each_set_has_its_method_and_the_means_are_over_sets(work: Path, tmp_path: Path) -> None:
+    record, measured = carry_out(work, table_of(work), tmp_path / "t.json")
+    assert measured == ["a", "b", "c"] and load_record(tmp_path / "t.json") == record
+    scores = set_scores(record)
+    assert [scores[name].method for name in "abc"] == ["probe", "knn", "fewshot"]
+    assert scores["b"].settings["k"] == 3, "the first of several stands for the set"
+    values = {name: each.value for name, each in scores.items()}
+    assert record.mean == pytest.approx(sum(values.values()) / 3)
+    assert mean_score(record, group="natural") == pytest.approx((values["a"] + values["b"]) / 2)
+    assert mean_score(record, group="specialized") is None
+    assert {each.train_images for each in record.data_sets if each.name != "c"} == {50}
+
+
+def test_typed_again_it_goes_on_and_measures_what_changed(work: Path, tmp_path: Path) -> None:
+    file = tmp_path / "t.json"
+
+    def interrupt(progress: TableProgress) -> None:
+        if progress.name == "b":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        carry_out(work, table_of(work), file, told=interrupt)
+    assert load_record(file).mean is None
+    whole, measured = carry_out(work, table_of(work), file)
+    assert measured == ["c"]
+    again, measured = carry_out(work, table_of(work), file)
+    assert measured == [] and again == whole
+
+    # another setting of the first, and an interruption: what comes later is not lost
+    def at_once(progress: TableProgress) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        carry_out(work, table_of(work, {"c": 0.5}), file, told=at_once)
+    assert carry_out(work, table_of(work, {"c": 0.5}), file)[1] == []
+    assert carry_out(work, table_of(work), file, model="other")[1] == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"k": 5}, "data_sets.0.k"),  # of another method
+        ({"method": "finetune"}, "finetune"),
+        ({"group": "artificial"}, "data_sets.0.group"),
+        ({"c": [1.0], "hold_out": 0.1}, "hold_out"),
+        ({"c": [1.0, 1.0]}, "twice"),
+        ({"name": "b"}, "b is named twice"),
+        ({"method": "fewshot", "shots": 0}, "data_sets.0.shots"),
+        ({"name": "../x"}, "data_sets.0.name"),
+    ],
+)
+def test_mistakes_name_the_key(work: Path, tmp_path: Path, change: dict[str, object], words: str) -> None:
+    file = tmp_path / "vtab.yaml"
+    file.write_text(yaml.safe_dump(tree_of(work, change)))
+    with pytest.raises(UserError, match=r"vtab\.yaml") as caught:
+        read_table(file)
+    assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_file_that_is_no_table_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "x.yaml").write_text("- a\n")
+    with pytest.raises(UserError, match=r"x\.yaml"):
+        read_table(tmp_path / "x.yaml")
+
+
+def test_all_sets_are_opened_before_anything_is_computed(work: Path) -> None:
+    table = table_of(work, {}, {}, {"train": str(work / "nowhere")})
+    with pytest.raises(UserError, match=r"data set c: .*nowhere"):
+        open_table(table, store=Store(), say=lambda line: None)
+
+
+def test_the_settings_are_those_of_the_method(work: Path) -> None:
+    table = table_of(work)
+    assert settings_of(table.data_sets[1]) == KnnSettings(k=(3, 9))
+    assert settings_of(table.data_sets[2]) == FewShotSettings(shots=(2,), seeds=2)
