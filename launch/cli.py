@@ -18,6 +18,7 @@ from launch.commands.run import run, train
 from launch.commands.sweep import sweep
 from launch.commands.table8 import table8
 from launch.doctor.command import doctor
+from launch.figures.command import figures
 from launch.output import OutputLost, guard, say
 from launch.planning.command import plan
 from launch.report.command import compare, report
@@ -75,6 +76,7 @@ app.command(export_model, name="export")
 for command in (predict, fewshot, probe, knn, transfer):
     app.command(command)
 app.command(table8)
+app.command(figures)
 app.command(report)
 app.command(compare)
 

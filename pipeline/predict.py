@@ -77,8 +77,7 @@ def open_predictor(path: Path, *, device: DeviceChoice = "auto", weights: Weight
     Raises:
         UserError: there is no model, it is broken or no classifier, or there is no such device.
     """
-    if device == "cuda" and not torch.cuda.is_available():
-        raise UserError("--device cuda: torch sees no CUDA device here; leave it out")
+    chosen = chosen_device(device)
     if path.suffix == onnx_file.ENDING and path.is_file():
         if weights is not None:
             raise UserError(f"--weights {weights}: {path} is an ONNX file, which holds one model only: leave it out")
@@ -88,11 +87,17 @@ def open_predictor(path: Path, *, device: DeviceChoice = "auto", weights: Weight
         raise UserError(
             f"{found.origin} was trained to fill in masked patches and knows no classes: fine-tune it first"
         )
-    chosen = torch.device("cpu" if device == "cpu" or not torch.cuda.is_available() else "cuda")
     model = build_described(found.meta)
     model.load_state_dict(found.state)
     logits = model.requires_grad_(False).eval().to(chosen)
     return Predictor(found.meta, logits, device=chosen, origin=found.origin, notes=found.notes)
+
+
+def chosen_device(device: DeviceChoice) -> torch.device:
+    """Where to run; UserError: there is no such device."""
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device cuda: torch sees no CUDA device here; leave it out")
+    return torch.device("cpu" if device == "cpu" or not torch.cuda.is_available() else "cuda")
 
 
 def image_files(paths: Sequence[Path]) -> list[Path]:

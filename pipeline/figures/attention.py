@@ -50,7 +50,7 @@ def draw_rollout(looked: LookedAt, batch: Batch, *, meta: SavedModelMeta, classe
         "block's attention, half of it replaced by the identity for the residual connection, multiplied from block to "
         "block (ViT paper, Figure 6). Of each image the patch with the largest share is at full brightness and the one "
         "with the smallest is black; between two images brightness does not compare.",
-        alt=f"{len(cells) // 2} held-out images, each beside a copy that is bright where attention goes. The "
+        alt=f"{len(cells) // 2} images, each beside a copy that is bright where attention goes. The "
         f"patch that gets most has {min(strongest):.1f} to {max(strongest):.1f} times the mean share of its image.",
         group="paper",
     )
@@ -123,7 +123,7 @@ def draw_maps(looked: LookedAt, batch: Batch, *, meta: SavedModelMeta) -> Drawn:
     picture = Picture(
         name="attention_maps",
         title="Attention of each block and head",
-        caption=f"What {whose} attends to in one held-out image: a row for each block, the first at the top, a column "
+        caption=f"What {whose} attends to in one image: a row for each block, the first at the top, a column "
         f"for each head. In each map the darkest patch gets most; maps are scaled one by one.{left_out}",
         alt=f"{len(looked.maps)} blocks of {looked.maps.shape[1]} heads. The patch that gets most has, in the mean "
         f"over heads, {peaks[0]:.1f} times an even share in the first block and {peaks[-1]:.1f} times in the last.",
@@ -165,7 +165,7 @@ def draw_distance(looked: LookedAt, *, meta: SavedModelMeta) -> Drawn:
         name="attention_distance",
         title="How far attention reaches",
         caption="Each dot is a head: the mean distance in pixels from a query patch to the patches it attends to, "
-        f"weighted by attention, over all queries of {looked.images} held-out images of {meta.image_size} px (ViT "
+        f"weighted by attention, over all queries of {looked.images} images of {meta.image_size} px (ViT "
         "paper, Figure 7, right). Low: local, as a convolution; dashed: attention spread evenly. The class token is "
         "left out.",
         alt=f"{depth} blocks of {heads} heads. In the first block heads reach {_pixels(distances[0].min())} to "

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
+from numpy.typing import NDArray
 from timm.models.vision_transformer import VisionTransformer
 
 from data_shards.loading.batch import Batch
@@ -12,7 +14,7 @@ from model.looking.learnt import first_filters, patch_positions, position_simila
 from model.resnet.bit import BitResnet
 from model.saved import SavedModelMeta, build_described
 from pipeline.figures.attention import Drawn, draw_distance, draw_maps, draw_rollout
-from pipeline.figures.looked import look
+from pipeline.figures.looked import LookedAt
 from pipeline.figures.weights import draw_filters, draw_positions
 from pipeline.find_model import FoundModel
 
@@ -35,14 +37,26 @@ def figures_of_weights(model: VisionTransformer | BitResnet, *, meta: SavedModel
 
 
 def figures_of_attention(
-    model: VisionTransformer, batch: Batch, *, meta: SavedModelMeta, classes: Sequence[str] = ()
+    looked: LookedAt, batch: Batch, *, meta: SavedModelMeta, classes: Sequence[str] = ()
 ) -> Iterator[Drawn]:
-    """Those that show the model the images of `batch`, at least one; `classes` are those of its labels, if it has
-    any."""
-    looked = look(model, batch, meta=meta)
+    """Those of what was seen in the images of `batch`; `classes` are those of its labels, if it has any."""
     yield draw_rollout(looked, batch, meta=meta, classes=classes)
     yield draw_maps(looked, batch, meta=meta)
     yield draw_distance(looked, meta=meta)
+
+
+def numbers_of(model: VisionTransformer | BitResnet, looked: LookedAt | None) -> dict[str, NDArray[Any]]:
+    """What the figures show, as arrays by the figures' names."""
+    numbers: dict[str, NDArray[Any]] = {"embedding_filters": first_filters(model).filters.numpy()}
+    if isinstance(model, VisionTransformer) and (positions := patch_positions(model)) is not None:
+        numbers["position_similarity"] = position_similarity(positions).numpy()
+    if looked is not None:
+        numbers |= {
+            "attention_rollout": looked.rollout.numpy(),
+            "attention_maps": looked.maps.numpy(),
+            "attention_distance": looked.distances.numpy(),
+        }
+    return numbers
 
 
 def left_out(meta: SavedModelMeta) -> tuple[str, ...]:

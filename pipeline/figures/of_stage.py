@@ -7,7 +7,7 @@ from timm.models.vision_transformer import VisionTransformer
 
 from pipeline.evaluation.result import OWN_SET
 from pipeline.figures.images import images_of_shards
-from pipeline.figures.looked import images_to_look_at
+from pipeline.figures.looked import images_to_look_at, look
 from pipeline.figures.of_model import built, figures_of_attention, figures_of_weights
 from pipeline.find_model import find_model
 from pipeline.pictures.held_out_images import held_out_access
@@ -25,5 +25,7 @@ def draw_paper_figures(request: DrawRequest) -> None:
     if isinstance(model, VisionTransformer):
         held_out = held_out_access(request, set_name=OWN_SET)
         batch = images_of_shards(held_out, meta=meta, count=images_to_look_at(meta), fetch="never")
-        for picture, figure in figures_of_attention(model, batch, meta=meta, classes=held_out.shards.classes):
+        for picture, figure in figures_of_attention(
+            look(model, batch, meta=meta), batch, meta=meta, classes=held_out.shards.classes
+        ):
             keep_picture(request.stage_folder, picture, figure=figure, step=request.step)

@@ -74,7 +74,9 @@ def test_each_kind_of_model_has_its_figures(kind: str, tmp_path: Path) -> None:
     model = built(found, device=torch.device("cpu"))
     drawn = list(figures_of_weights(model, meta=found.meta))
     if isinstance(model, VisionTransformer):
-        drawn += figures_of_attention(model, _batch(found.meta), meta=found.meta, classes=CLASSES)
+        batch = _batch(found.meta)
+        looked = look(model, batch, meta=found.meta)
+        drawn += figures_of_attention(looked, batch, meta=found.meta, classes=CLASSES)
     for picture, figure in drawn:
         keep_picture(tmp_path, picture, figure=figure, step=3)
     kept = kept_pictures(tmp_path)
@@ -174,7 +176,9 @@ def test_words_are_json_whatever_a_class_is_called(tmp_path: Path) -> None:
     model = built(found, device=torch.device("cpu"))
     assert isinstance(model, VisionTransformer)
     classes = ("\x1b[31mred", "\ud800", "</svg><script>alert(1)</script>")
-    for picture, figure in figures_of_attention(model, _batch(found.meta), meta=found.meta, classes=classes):
+    batch = _batch(found.meta)
+    looked = look(model, batch, meta=found.meta)
+    for picture, figure in figures_of_attention(looked, batch, meta=found.meta, classes=classes):
         words = keep_picture(tmp_path, picture, figure=figure, step=0)
         json.loads(words.read_text(encoding="utf-8"))
         svg = words.with_suffix(".svg").read_text(encoding="utf-8")
