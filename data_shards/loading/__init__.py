@@ -1,5 +1,5 @@
 """Samples -> batches: decoding, mixing and the data workers of one rank.
 
-Imported by: pipeline.
+Imported by: launch, pipeline.
 Imports: files of data_shards, images, store.
 """
