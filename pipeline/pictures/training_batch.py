@@ -25,7 +25,7 @@ from data_shards.randomness import uniforms
 from data_shards.shard_reader import ShardReader
 from data_shards.vocabulary import GOOGLES, Normalisation, RandomStream
 from pipeline.pictures.grid import Cell, image_grid, percent
-from pipeline.pictures.picture import DrawRequest, Picture, keep_picture
+from pipeline.pictures.picture import DrawRequest, Picture, keep_picture, kept_pictures
 from pipeline.ranks.place import Place
 from pipeline.recipe.data import AugmentConfig
 from pipeline.recipe.schema import Recipe
@@ -241,7 +241,9 @@ def evaluation_crops(
 
 
 def draw_training_batch(request: DrawRequest) -> None:
-    """The next step's batch of a run, and its first image in several epochs."""
+    """The next step's batch of a run, and its first image in several epochs; once, as a run may go on many times."""
+    if any(each.picture.name == "augmentation" for each in kept_pictures(request.stage_folder)):
+        return
     recipe, stage = request.recipe, request.stage
     config = recipe.train_stage(stage)
     data = open_data(recipe, stage=stage, report=lambda line: None)

@@ -17,9 +17,8 @@ from data_shards.tars.tar_index import index_path, read_index
 from data_shards.vocabulary import GOOGLES, Normalisation
 from pipeline.data_workers import DataWorkers
 from pipeline.drawing import draw
-from pipeline.engine.protocol import StepResult
 from pipeline.pictures.picture import DrawRequest, kept_pictures
-from pipeline.pictures.training_batch import place_of_sample, seen_batch, seen_in_epochs
+from pipeline.pictures.training_batch import draw_training_batch, place_of_sample, seen_batch, seen_in_epochs
 from pipeline.ranks.place import Place
 from pipeline.recipe.io import dump_recipe
 from pipeline.recipe.schema import Recipe
@@ -110,9 +109,6 @@ def fed(recipe: Recipe, data: StageData, *, place: Place, steps: int, normalisat
     task = replace(task, train_loss=lambda outputs, wanted: (targets.append(wanted.clone()), loss(outputs, wanted))[1])
     stream = train_stream(recipe, stage="pretrain", data=data, plan=plan, place=place)
     batches = train_loader(stream, start_step=0, stop_step=steps, workers=DataWorkers(2, "thread"), device=CPU)
-    engine.step = lambda *, lr, requests: StepResult.known(
-        grad_norm=1.0, applied=True, requests=torch.tensor(requests).float()
-    )
     train(replace(job, plan=plan, batches=batches, task=task), TrainState())
     many = plan.accumulation_steps
     return [
@@ -209,11 +205,21 @@ def test_a_run_s_pictures_are_drawn_with_names_as_text(shards: Path, tmp_path: P
     (folder.path / "recipe.yaml").write_text(dump_recipe(recipe))
     folder.write("pretrain", StageRecord(state="running", total_steps=12, lanes=4))
     said: list[str] = []
-    for step in (0, 12):  # 12: after the last step
+    for step in (0, 7):  # it goes on after step 7
         draw(DrawRequest(folder, recipe, "pretrain", step), moment="begin", say=said.append)
     assert not [line for line in said if "failed" in line]
     kept = {(each.picture.name, each.step): each for each in kept_pictures(folder.stage("pretrain"))}
-    assert set(kept) == {(name, step) for name in ("training_batch", "augmentation") for step in (0, 12)}
+    assert set(kept) == {("training_batch", 0), ("augmentation", 0)}
     text = kept["training_batch", 0].svg.read_text()
     assert "<script>alert" not in text and "&lt;script" in text
     assert "\x1b" not in text
+
+
+def test_after_the_last_step_its_batch_is_drawn(shards: Path, tmp_path: Path) -> None:
+    recipe = recipe_of(shards)
+    folder = RunFolder(runs_root=tmp_path, name="r")
+    folder.path.mkdir()
+    folder.write("pretrain", StageRecord(state="done", total_steps=12))
+    draw_training_batch(DrawRequest(folder, recipe, "pretrain", 12))
+    words = [each.picture for each in kept_pictures(folder.stage("pretrain"))]
+    assert "step 12," in next(each.title for each in words if each.name == "training_batch")
