@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -99,12 +100,15 @@ def run(
     opened = PipelineRun.open(
         loaded, runs_root=runs, restart=restart, fleet=fleet, shards="if there" if dry_run else "needed"
     )
-    return opened.execute(
+    code = opened.execute(
         only=stage,
         mode="dry-run" if dry_run else "train",
         max_restarts=max_restarts,
         keys="all" if all_keys else "changed",
     )
+    if not code and not dry_run:
+        print(f"look at it: shardvit report {shlex.quote(str(opened.folder.path))}", flush=True)
+    return code
 
 
 def train(

@@ -8,7 +8,7 @@ attempts, which may be days.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -28,6 +28,7 @@ _LOG_RATIO = 30.0  # between the highest and lowest value of a metric that may h
 _MOST_VALUE = 1e30  # beyond it a value is no number: axes have to be computed with it
 LATEST = 1e11  # unix seconds: a damaged row may say anything
 _MOST_CHARTS = 40  # a run folder may hold thousands of names
+_FEW_SHOT = "val/fewshot_"
 _NOT_DRAWN = ("train/epoch", "val/images")  # the x axis once more; a constant
 _NOT_DRAWN_GROUPS = ("model/",)
 
@@ -86,12 +87,37 @@ _KINDS = (
             ("val/ema_top1", "held out, moving average"),
         ),
     ),
-    ChartKind("Accuracy", (("val/accuracy", "held out"), ("val/ema_accuracy", "held out, moving average"))),
+    ChartKind(
+        "Accuracy",
+        (
+            ("train/accuracy", "training"),
+            ("val/accuracy", "held out"),
+            ("val/ema_accuracy", "held out, moving average"),
+        ),
+    ),
     ChartKind("Learning rate", (("opt/lr", ""),)),
     ChartKind("Gradient norm", (("opt/grad_norm", ""),), scale="log"),
     ChartKind("Speed", (("perf/images_per_s", ""),)),
     ChartKind("Waiting for data", (("perf/data_wait_frac", ""),)),
+    ChartKind(
+        "Time of a step",
+        (("perf/step_seconds_p50", "median"), ("perf/step_seconds_p95", "95 %"), ("perf/step_seconds_max", "longest")),
+        scale="log",
+        rank="more",
+    ),
 )
+_TITLES = {
+    "opt/parameter_norm": "Norm of the weights",
+    "opt/update_ratio": "Update to weights",
+    "perf/model_tflops_per_s": "Computed by a process",
+    "perf/mfu": "FLOPs utilisation",
+    "perf/gpu_memory_peak_gib": "GPU memory, peak",
+    "perf/host_memory_peak_gib": "Host memory, peak",
+    "perf/gpu_hours": "GPU hours",
+    "perf/process_hours": "Process hours",
+    "perf/save_stall_frac": "Waiting for saves",
+    "perf/slowest_rank_ratio": "Slowest rank to median",
+}
 
 
 def chart_kinds(names: Sequence[str]) -> list[ChartKind]:
@@ -104,15 +130,19 @@ def chart_kinds(names: Sequence[str]) -> list[ChartKind]:
         for name, _ in present:
             del left[name]
         if present:
-            kinds.append(ChartKind(kind.title, present, _unit(present[0][0]), kind.scale))
+            kinds.append(replace(kind, metrics=present, unit=_unit(present[0][0])))
     others: dict[str, list[str]] = {}
     for name in left:
         group, _, last = name.partition("/")
-        others.setdefault(f"val_/{last}" if group.startswith("val_") else name, []).append(name)
+        key = f"val_/{last}" if group.startswith("val_") else _FEW_SHOT if name.startswith(_FEW_SHOT) else name
+        others.setdefault(key, []).append(name)
     for key, members in sorted(others.items(), key=lambda each: (_order(each[0]), each[0])):
         if key.startswith("val_/"):
             lines = tuple((name, name.partition("/")[0].removeprefix("val_")) for name in members)
             kinds.append(ChartKind(f"Other held-out sets: {key[5:]}", lines, _unit(f"val/{key[5:]}")))
+        elif key == _FEW_SHOT:
+            lines = tuple((name, name.removeprefix(_FEW_SHOT).replace("_", " ")) for name in members)
+            kinds.append(ChartKind("Few-shot top-1", lines, "share"))
         else:
             kinds.append(ChartKind(_title(key), ((key, ""),), _unit(key), rank="more"))
     return kinds[:_MOST_CHARTS]
@@ -179,7 +209,7 @@ def is_share(unit: str) -> bool:
 
 
 def _order(key: str) -> int:
-    return 0 if key.startswith("val_/") else 1 if key in METRICS else 2
+    return 0 if key.startswith(("val_/", _FEW_SHOT)) else 1 if key in METRICS else 2
 
 
 def _unit(metric: str) -> str:
@@ -188,6 +218,8 @@ def _unit(metric: str) -> str:
 
 
 def _title(metric: str) -> str:
+    if metric in _TITLES:
+        return _TITLES[metric]
     group, _, name = metric.partition("/")
     words = (name or group).replace("_", " ").removesuffix(" frac")
     return f"{words[:1].upper()}{words[1:]}" if metric in METRICS else metric[:60]

@@ -6,7 +6,7 @@ Everything is read from the run's folder as far as it can be; what cannot is a l
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from data_shards.errors import UserError
@@ -27,7 +27,7 @@ from launch.report.page import Page, render_page
 from launch.report.timeline import event_table, time_line
 from pipeline.checkpoint.identity import STATE, checkpoint_folders
 from pipeline.evaluation.result import Evaluation, evaluated_step, evaluations, load_evaluation
-from pipeline.pictures.picture import KeptPicture, PictureGroup, kept_pictures
+from pipeline.pictures.picture import KeptPicture, PictureGroup, kept_pictures, rendered
 from pipeline.recipe.io import differences, dump_recipe, flatten
 from pipeline.recipe.schema import Recipe
 from pipeline.report.history import RunHistory, StageHistory
@@ -42,6 +42,7 @@ _GROUPS: dict[PictureGroup, str] = {
 }
 _OVER_ONE_ANOTHER = "Pale lines are training, lines with dots held-out images; a colour and its dashes are one run."
 _MOST_FILE_BYTES = 30_000_000
+_LONG_TABLE = 25  # rows: folded
 _MOST_ROWS = 1200  # of a table on the page
 
 
@@ -71,15 +72,14 @@ def run_page(history: RunHistory, *, beside: Sequence[RunHistory] = (), names: S
     )
 
 
-def runs_page(histories: Sequence[RunHistory], names: Sequence[str], *, across: Sequence[PagePicture] = ()) -> Page:
-    """The page of several runs over one another; `names`: what each is called, no two alike; `across`: pictures of all
-    of them together."""
+def runs_page(histories: Sequence[RunHistory], names: Sequence[str]) -> Page:
+    """The page of several runs over one another; `names`: what each is called, no two alike."""
     notes = [f"{name}: {note}" for name, history in zip(names, histories, strict=True) for note in history.notes]
     sections = [
         PageSection("Recipes", [_recipe_table(histories, names)]),
         PageSection("Results", [*_comparison_tables(histories, names)]),
         *_curve_sections(histories, names=names, notes=notes),
-        PageSection("Across the runs", list(across)),
+        PageSection("The paper's figures of these runs", _across(histories, notes=notes)),
         _transfer(histories, names=names),
         PageSection(
             "Time lines",
@@ -177,7 +177,7 @@ def _beside(histories: Sequence[RunHistory], *, names: Sequence[str], notes: lis
     blocks: list[PageBlock] = [*_comparison_tables(histories, names, only=shared)]
     for section in _curve_sections(histories, names=names, notes=notes, only=shared):
         blocks += section.blocks
-    blocks.append(_recipe_table(histories, names))
+    blocks += [_recipe_table(histories, names), *_across(histories, notes=notes)]
     title = f"Beside {', '.join(names[1:])}"
     return [PageSection(title, blocks, intro=_OVER_ONE_ANOTHER)] if shared else []
 
@@ -222,6 +222,36 @@ def _pictures_beside(histories: Sequence[RunHistory], *, names: Sequence[str], n
     return [PageSection("Pictures", [block for key in order for block in by_kind[key]])]
 
 
+def _across(histories: Sequence[RunHistory], *, notes: list[str]) -> list[PageBlock]:
+    """Few-shot accuracy over size, transfer over cost, and Table 8, as far as they have been measured."""
+    from pipeline.figures.across_runs import few_shot_over_size, transfer_over_cost
+    from pipeline.figures.measured import table8_rows
+
+    blocks: list[PageBlock] = []
+    for draw in (few_shot_over_size, transfer_over_cost):
+        try:
+            found = draw(histories)
+        except Exception as error:  # noqa: BLE001 - a picture is never worth the page
+            notes.append(one_line(f"{draw.__name__} failed: {type(error).__name__}: {error}")[:300])
+            continue
+        if found is not None:
+            words, (png, svg) = found.picture, rendered(found.figure)
+            blocks.append(PagePicture(words.title, words.caption, words.alt, [PageImage(png, svg)]))
+            blocks.append(_columns(found.table, title=f"{words.title}: the numbers", caption="", folded=True))
+    for root in {history.folder.runs_root: None for history in histories}:
+        table8 = table8_rows(root)
+        if table8 is not None:
+            caption = f"Position embeddings, by shardvit table8 in {root}, beside the paper's Table 8."
+            blocks.append(_columns(table8, title="Position embeddings (Table 8)", caption=caption, folded=False))
+    return blocks
+
+
+def _columns(columns: Mapping[str, Sequence[object]], *, title: str, caption: str, folded: bool) -> PageTable:
+    rows = [[_cell(cell) for cell in row] for row in zip(*columns.values(), strict=True)]
+    more = f" The first {_MOST_ROWS:,} of {len(rows):,} rows." if len(rows) > _MOST_ROWS else ""
+    return PageTable(tuple(columns), rows[:_MOST_ROWS], title, f"{caption}{more}", folded=folded)
+
+
 def _kept(stage: StageHistory, *, notes: list[str]) -> list[KeptPicture]:
     try:
         return kept_pictures(stage.folder)
@@ -234,12 +264,9 @@ def _picture_block(steps: Sequence[KeptPicture], *, prefix: str, notes: list[str
     newest = steps[-1]
     words = newest.picture
     if newest.table is not None:
-        columns = tuple(newest.table)
-        rows = list(zip(*newest.table.values(), strict=True))
-        rows = [[_cell(cell) for cell in row] for row in rows]
-        more = f" The first {_MOST_ROWS:,} of {len(rows):,} rows." if len(rows) > _MOST_ROWS else ""
-        return PageTable(
-            columns, rows[:_MOST_ROWS], f"{prefix}{words.title}", f"{words.caption}{more}", folded=len(rows) > 25
+        length = len(next(iter(newest.table.values()), ()))
+        return _columns(
+            newest.table, title=f"{prefix}{words.title}", caption=words.caption, folded=length > _LONG_TABLE
         )
     images: list[PageImage] = []
     for kept in steps:
