@@ -44,7 +44,7 @@ def few_shot_over_size(runs: Sequence[RunHistory]) -> FigureOfRuns | None:
     Where runs of one model were pre-trained on sets of different sizes, a line is a model over these sizes, each run at
     its end: the paper's Figure 4. Otherwise a line is a run over the images that it had seen.
     """
-    points = [point for run in runs for point in few_shot_points(run)]
+    points = [point for name, run in _named(runs) for point in few_shot_points(run, name=name)]
     if not points:
         return None
     by_set = _differ_in_data(points)
@@ -99,7 +99,7 @@ def transfer_over_cost(runs: Sequence[RunHistory]) -> FigureOfRuns | None:
 
     A run without pre-training is a dashed line; one that was pre-trained elsewhere is in the table alone.
     """
-    points = [point for run in runs for point in cost_points(run)]
+    points = [point for name, run in _named(runs) for point in cost_points(run, name=name)]
     priced = [(point.exaflops, point) for point in points if point.exaflops]
     if not priced:
         return None
@@ -153,6 +153,12 @@ def transfer_over_cost(runs: Sequence[RunHistory]) -> FigureOfRuns | None:
         "top-1": [each.top1 for each in points],
     }
     return FigureOfRuns(picture, figure, table)
+
+
+def _named(runs: Sequence[RunHistory]) -> list[tuple[str, RunHistory]]:
+    """Each run with its name, or with its path where two have one name."""
+    names = [run.name for run in runs]
+    return [(str(run.folder.path) if names.count(run.name) > 1 else run.name, run) for run in runs]
 
 
 def _at_the_end(points: Sequence[FewShotPoint]) -> list[FewShotPoint]:

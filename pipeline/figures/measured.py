@@ -63,13 +63,13 @@ class CostPoint:
     top1: float
 
 
-def few_shot_points(run: RunHistory) -> Iterator[FewShotPoint]:
-    """All of a run, by images seen; a moment that was measured twice has one point."""
+def few_shot_points(run: RunHistory, *, name: str) -> Iterator[FewShotPoint]:
+    """All of a run, called `name`, by images seen; a moment that was measured twice has one point."""
     stage = run.stage("pretrain")
     found: dict[tuple[str, int, int], float] = {}
     for row in () if stage is None else stage.rows:
-        for name, value in row.metrics.items():
-            if (match := _FEW_SHOT.fullmatch(name)) and math.isfinite(value):
+        for metric, value in row.metrics.items():
+            if (match := _FEW_SHOT.fullmatch(metric)) and math.isfinite(value):
                 found[match[1], int(match[2]), row.images_seen] = value
     for record in _records(run, stages=("pretrain",)):
         for score in record.results:
@@ -81,14 +81,14 @@ def few_shot_points(run: RunHistory) -> Iterator[FewShotPoint]:
                 found[score.data_set, shots, record.images_seen] = score.value
     images, model = _training_images(stage), model_name(run)
     for (data_set, shots, seen), value in sorted(found.items(), key=lambda item: (item[0][2], item[0])):
-        yield FewShotPoint(plain(run.name), model, plain(data_set), shots, seen, images, value)
+        yield FewShotPoint(plain(name), model, plain(data_set), shots, seen, images, value)
 
 
-def cost_points(run: RunHistory) -> Iterator[CostPoint]:
-    """All of a run: fine-tuning's, then what was measured of the pre-trained model."""
+def cost_points(run: RunHistory, *, name: str) -> Iterator[CostPoint]:
+    """All of a run, called `name`: fine-tuning's, then what was measured of the pre-trained model."""
     if run.recipe is None:
         return
-    begun = [stage for name in PRETRAINING if (stage := run.stage(name)) and stage.record.images_seen]
+    begun = [stage for each in PRETRAINING if (stage := run.stage(each)) and stage.record.images_seen]
     seen = sum(stage.record.images_seen for stage in begun)
     costs = [_exaflops(run, stage) for stage in begun]
     exaflops = None if None in costs else sum(cost for cost in costs if cost is not None)
@@ -99,7 +99,7 @@ def cost_points(run: RunHistory) -> Iterator[CostPoint]:
 
     def point(measure: str, top1: float) -> CostPoint:
         return CostPoint(
-            run=plain(run.name),
+            run=plain(name),
             model=model_name(run),
             family=_family(run.recipe.model if run.recipe else None),
             images_seen=seen,

@@ -82,7 +82,7 @@ def test_few_shot_points_are_those_of_the_curve_and_of_commands(tmp_path: Path) 
     _record(run, "fewshot-pets", results=(_score("fewshot", 0.625, shots=5), _score("fewshot", 0.9, shots=10)))
     _record(run, "of-finetune", stage="finetune", results=(_score("fewshot", 0.99, shots=5),))
     (run.folder.path / "transfer" / "broken.json").write_text("{")
-    points = list(few_shot_points(run))
+    points = list(few_shot_points(run, name="a"))
     assert [(each.shots, each.images_seen, each.top1) for each in points] == [
         (5, 3200, 0.25),
         (5, 6400, 0.625),  # measured at the end once more, by the command
@@ -95,7 +95,7 @@ def test_cost_is_images_seen_times_the_flops_of_a_training_step(tmp_path: Path) 
     run = _run(tmp_path, "a")
     _record(run, "vtab", command="transfer", mean=0.5, results=(_score("probe", 0.375),))
     _record(run, "earlier", command="probe", step=10, images_seen=64, results=(_score("probe", 0.125),))
-    points = list(cost_points(run))
+    points = list(cost_points(run, name="a"))
     flops = account(ModelConfig(**SIZES), image_size=16, num_classes=7, head="mlp").training_flops
     assert {each.exaflops for each in points} == {6400 * flops / 1e18}
     assert {each.hours for each in points} == {1.0}
@@ -103,7 +103,7 @@ def test_cost_is_images_seen_times_the_flops_of_a_training_step(tmp_path: Path) 
 
 
 def test_a_run_without_pretraining_cost_nothing(tmp_path: Path) -> None:
-    (point,) = cost_points(_run(tmp_path, "scratch", recipe="digits_scratch"))
+    (point,) = cost_points(_run(tmp_path, "scratch", recipe="digits_scratch"), name="scratch")
     assert point.exaflops == 0 and point.top1 == 0.75
 
 
@@ -148,6 +148,14 @@ def test_transfer_over_cost_is_kept_with_all_its_numbers_in_the_table(tmp_path: 
     assert drawn.table["exaFLOPs"][1] == pytest.approx(10 * float(str(drawn.table["exaFLOPs"][0])))
 
 
+def test_runs_of_one_name_are_told_apart_by_their_folders(tmp_path: Path) -> None:
+    (tmp_path / "x").mkdir()
+    (tmp_path / "y").mkdir()
+    drawn = few_shot_over_size([_run(tmp_path / "x", "a"), _run(tmp_path / "y", "a")])
+    assert drawn is not None
+    assert len(drawn.figure.axes[0].get_lines()) == 2
+
+
 def test_nothing_measured_is_no_figure(tmp_path: Path) -> None:
     empty = RunFolder(runs_root=tmp_path, name="empty")
     (tmp_path / "empty").mkdir()
@@ -163,8 +171,8 @@ def test_damaged_records_cost_their_points_alone(tmp_path: Path) -> None:
     record = json.loads((stage / "stage.json").read_text())
     (stage / "stage.json").write_text(json.dumps(record | {"model": {"width": "x"}}))
     again = read_history(run.folder)
-    assert {each.training_images for each in few_shot_points(again)} == {None}
-    assert {each.exaflops for each in cost_points(again)} == {None}
+    assert {each.training_images for each in few_shot_points(again, name="a")} == {None}
+    assert {each.exaflops for each in cost_points(again, name="a")} == {None}
     assert few_shot_over_size([again]) is not None and transfer_over_cost([again]) is None
 
 
