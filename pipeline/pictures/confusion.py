@@ -100,9 +100,8 @@ def draw_confused_pairs(request: DrawRequest) -> None:
         picture = Picture(
             name=one.name("confused_pairs"),
             title=one.title("Most confused pairs"),
-            caption=f"How often a class (left of the arrow) was taken for another: images, and their share of the "
-            f"class. These {len(pairs)} are {percent(sum(pair.images for pair in pairs) / wrong)} of all "
-            f"{counted(wrong, 'mistake')} in {counted(int(confusion.sum()), 'image')}.",
+            caption="How often a class (left of the arrow) was taken for another: images, and their share of the "
+            f"class. {_how_many(sum(pair.images for pair in pairs), wrong=wrong)}",
             alt="Most frequent mistakes: "
             + "; ".join(
                 f"{brief(classes[pair.true])} taken for {brief(classes[pair.predicted])}, "
@@ -115,6 +114,12 @@ def draw_confused_pairs(request: DrawRequest) -> None:
         keep_picture(request.stage_folder, picture, figure=_bars(pairs, classes), step=request.step)
 
     each_set(request, draw)
+
+
+def _how_many(shown: int, *, wrong: int) -> str:
+    if shown == wrong:
+        return f"That is {'the only mistake' if wrong == 1 else f'all {wrong:,} mistakes'}."
+    return f"That is {percent(shown / wrong)} of the {wrong:,} mistakes."
 
 
 def _bars(pairs: list[ConfusedPair], classes: tuple[str, ...]) -> Figure:

@@ -21,7 +21,7 @@ _MOST_EXAMPLES = 36
 _MOST_MISTAKES = 24
 _COLUMNS = 6  # which fill their rows
 _CELL_INCHES = 1.15
-_NAME_POINTS = 72 * _CELL_INCHES - 33  # of a cell's width, beside a tick and a probability
+_NAME_POINTS = 72 * _CELL_INCHES - 38  # of a cell's width, beside a tick and a probability
 
 Images = dict[int, NDArray[np.uint8]]
 
@@ -99,11 +99,11 @@ def _images(request: DrawRequest, one: EvaluatedSet, judged: Sequence[Judged]) -
 
 
 def _cell(evaluation: Evaluation, judged: Judged, images: Images) -> Cell:
-    lines = [f"{_name(evaluation, judged.predicted)} {judged.probability:.0%}"]
+    lines = [f"{_name(evaluation, judged.predicted)} ({judged.probability:.0%})"]
     if evaluation.label_kind == "multi":
         lines.append(", ".join(one_line(evaluation.classes[each]) for each in judged.true) or "no label")
     elif not is_right(judged):
-        lines.append(f"is {_name(evaluation, judged.true[0])} {judged.probability_of_true:.0%}")
+        lines.append(f"is {_name(evaluation, judged.true[0])} ({judged.probability_of_true:.0%})")
     image = images.get(judged.sample)
     if image is None:
         size = next(iter(images.values())).shape

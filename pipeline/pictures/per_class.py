@@ -77,16 +77,15 @@ def draw_per_class_table(request: DrawRequest) -> None:
             columns["right, %"] = [_rounded(float(accuracy[each.number])) for each in scores]
         if evaluation.confusion is not None:
             others = [each.confused_with for each in scores]
-            columns["most often taken for"] = [
-                "" if other is None else one_line(evaluation.classes[other]) for other in others
-            ]
-            columns["share of its images, %"] = [
+            columns["taken for"] = ["" if other is None else one_line(evaluation.classes[other]) for other in others]
+            columns["share, %"] = [
                 None if each.confused_with is None else _rounded(each.confused_share) for each in scores
             ]
+        confused = "" if evaluation.confusion is None else " Taken for: the class that most of its mistakes name."
         picture = Picture(
             name=one.name("per_class"),
             title=one.title("Classes, worst first"),
-            caption=f"{_score_says(evaluation)} Classes without held-out images have no score and stand last.",
+            caption=f"{_score_says(evaluation)}{confused} Classes without held-out images have no score and stand last.",
             alt=_alt(evaluation, scores),
             group="evaluation",
         )
@@ -178,6 +177,8 @@ def _ranked(evaluation: Evaluation, scores: list[ClassScore]) -> Figure:
 
 
 def _draw_dots(ax: Axes, evaluation: Evaluation, scores: list[ClassScore]) -> None:
+    from matplotlib.ticker import MaxNLocator
+
     places = list(range(len(scores)))
     values = np.array([each.score for each in scores])
     least = values.min()
@@ -194,6 +195,7 @@ def _draw_dots(ax: Axes, evaluation: Evaluation, scores: list[ClassScore]) -> No
     start = 10 * (10 * least // 1) if least > 0.3 else 0  # dots need no zero, but one that is near is shown
     margin = 0.02 * (100 - start)
     ax.set(xlim=(start - margin, 100 + margin), ylim=(len(scores) - 0.4, -0.6), xlabel=f"{_score_name(evaluation)}, %")
+    ax.xaxis.set_major_locator(MaxNLocator(steps=[1, 2, 5, 10], integer=True))
     ax.grid(visible=True, color=GRID)
     ax.spines["left"].set_visible(False)
     ax.tick_params(axis="y", length=0)

@@ -168,7 +168,7 @@ def test_predictions_and_mistakes_are_drawn_with_their_images(shards: Path, tmp_
     assert svg.count("<image") == 3 and grid.svg.read_text(encoding="utf-8").count("<image") == 36
     assert "<script" not in svg and "3 images that were predicted wrongly" in worst.picture.alt
     for judged in found.mistakes:
-        assert f" {judged.probability:.0%}" in svg and f" {judged.probability_of_true:.0%}" in svg
+        assert f"({judged.probability:.0%})" in svg and f"({judged.probability_of_true:.0%})" in svg
     first = found.mistakes[0]
     assert first.probability == max(each.probability for each in found.mistakes)
     assert f"{100 * first.probability:.1f} %" in worst.picture.alt
