@@ -85,7 +85,7 @@ def draw_per_class_table(request: DrawRequest) -> None:
         picture = Picture(
             name=one.name("per_class"),
             title=one.title("Classes, worst first"),
-            caption=f"{_score_says(evaluation)}{confused} Classes without held-out images have no score and stand last.",
+            caption=f"{_score_says(evaluation)}{confused} Classes without held-out images stand last.",
             alt=_alt(evaluation, scores),
             group="evaluation",
         )

@@ -300,3 +300,16 @@ def test_a_drawer_that_fails_leaves_no_half_picture(
 
 def test_all_of_these_are_drawn_after_an_evaluation() -> None:
     assert set(DRAWERS) <= set(drawers("evaluated"))
+
+
+def test_the_readme_names_them_all(request_: DrawRequest) -> None:
+    text = (Path(__file__).parents[3] / "pipeline" / "README.md").read_text(encoding="utf-8")
+    first_cells = [
+        line.split("|")[1] for line in text.partition("## Pictures")[2].splitlines() if line.startswith("| `")
+    ]
+    for name in (
+        *drawn(request_, random_evaluation(classes=NAMES[:3], images=30)),
+        "evaluation_grid",
+        "worst_mistakes",
+    ):
+        assert any(f"`{name}`" in cell for cell in first_cells), name
