@@ -39,6 +39,17 @@ def loss_function(kind: LossKind, *, label_smoothing: float = 0.0) -> LossFuncti
             return partial(sigmoid_cross_entropy, label_smoothing=label_smoothing)
 
 
+def image_losses(logits: Tensor, targets: Tensor, *, kind: LossKind) -> Tensor:
+    """The loss of each image by itself, without smoothing: float32 [B], for logits [B, C] and targets as above. Their
+    mean is that of `loss_function`, up to rounding."""
+    logits, targets = logits.float(), _float32_unless_indices(targets)
+    match kind:
+        case "softmax":
+            return F.cross_entropy(logits, targets, reduction="none")
+        case "sigmoid":
+            return _class_losses(logits, targets).sum(dim=-1)
+
+
 def probabilities(logits: Tensor, kind: LossKind) -> Tensor:
     """What logits [B, C] of a model trained with this loss say of each class; sigmoid's do not add up to one."""
     match kind:
@@ -59,11 +70,15 @@ def sigmoid_cross_entropy(logits: Tensor, targets: Tensor, *, label_smoothing: f
     Smoothing is per class: yes becomes 1 - s, no becomes s (big_vision: `onehot(1000, on=0.9999, off=0.0001)`), not
     s / C as for softmax.
     """
-    logits = logits.float()
+    return _class_losses(logits.float(), targets, label_smoothing=label_smoothing).sum(dim=-1).mean()
+
+
+def _class_losses(logits: Tensor, targets: Tensor, *, label_smoothing: float = 0.0) -> Tensor:
+    """Binary cross-entropy of each class, [B, C]."""
     if not targets.is_floating_point():
         targets = F.one_hot(targets, logits.shape[-1])
     targets = targets.float() * (1.0 - 2.0 * label_smoothing) + label_smoothing
-    return F.binary_cross_entropy_with_logits(logits, targets, reduction="none").sum(dim=-1).mean()
+    return F.binary_cross_entropy_with_logits(logits, targets, reduction="none")
 
 
 def _float32_unless_indices(targets: Tensor) -> Tensor:

@@ -28,13 +28,18 @@ _SETS = ("training images", "held-out images")
 class DataRecord:
     """A stage's data when it began, and now: `sets` goes into data.json."""
 
-    sets: Mapping[str, SetIdentity]  # "training images" and "held-out images"
+    sets: Mapping[str, SetIdentity]  # "training images", "held-out images", and "held-out images NAME" of more sets
     notes: tuple[str, ...] = ()  # what there is to say, a sentence each
 
     @property
     def digest(self) -> str:
         """Of all that matters; the same for a copy elsewhere."""
         return "-".join(one.content_digest[:16] for one in self.sets.values())
+
+
+def held_out_name(name: str) -> str:
+    """What a set of the recipe's also_eval is called in records."""
+    return f"held-out images {name}"
 
 
 def has_record(folder: RunFolder, *, stage: StageName) -> bool:
@@ -46,6 +51,7 @@ def check_data(folder: RunFolder, *, stage: StageName, data: StageData) -> DataR
     """Compare a stage's data with those that it began with, writing nothing; UserError names what differs, or a shard
     that cannot be read."""
     sets: dict[str, ShardSet] = dict(zip(_SETS, (data.train, data.eval), strict=True))
+    sets |= {held_out_name(name): one for name, one in data.also_eval.items()}
     now = DataRecord({name: identify(one) for name, one in sets.items()})
     path, digest = folder.stage(stage) / DATA_FILE, folder.peek(stage).data_digest
     before = _read(path, digest=digest)
@@ -54,8 +60,10 @@ def check_data(folder: RunFolder, *, stage: StageName, data: StageData) -> DataR
             raise _changed(folder, stage, f"its data as a whole ({path} is gone or altered, and cannot say which)")
         return now
     notes: list[str] = []
-    kept: dict[str, SetIdentity] = {}
+    kept = dict(now.sets)
     for name, old in before.sets.items():
+        if name not in now.sets:  # no longer evaluated
+            continue
         found = differences(old, now.sets[name])
         if found:
             raise _changed(folder, stage, f"{name}: {'; '.join(found)}")
@@ -103,7 +111,7 @@ def _read(path: Path, *, digest: str) -> DataRecord | None:
     """None if it is absent, broken, or does not match `digest` (unless that is empty)."""
     try:
         content = parse_json(path.read_bytes())
-        if content["version"] != _VERSION or list(content["sets"]) != list(_SETS):
+        if content["version"] != _VERSION or list(content["sets"])[: len(_SETS)] != list(_SETS):
             return None
         record = DataRecord({name: SetIdentity.from_json(one) for name, one in content["sets"].items()})
     except (OSError, ValueError, KeyError, TypeError):

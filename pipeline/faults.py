@@ -11,12 +11,11 @@ import json
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
 
 from data_shards.loading.batch import Batch, Fault
 from pipeline.ranks.group import Ranks
 
-Use = Literal["train", "eval"]
+Use = str  # "train", "eval", or "eval NAME" of a set of also_eval
 
 
 @dataclass(frozen=True)

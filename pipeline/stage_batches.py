@@ -67,10 +67,12 @@ def held_out_loader(part: EvalBatches, *, workers: DataWorkers, device: torch.de
     return ahead_on_device(eval_batches(part, workers=workers.count, kind=workers.kind), device=device)
 
 
-def held_out(recipe: Recipe, *, stage: StageName, data: StageData, plan: StagePlan, place: Place) -> EvalBatches:
-    """This rank's part of the held-out set, padded so that all ranks read equally many batches."""
+def held_out(
+    recipe: Recipe, *, stage: StageName, data: StageData, shards: ShardSet, plan: StagePlan, place: Place
+) -> EvalBatches:
+    """This rank's part of one of the held-out sets, padded so that all ranks read equally many batches."""
     return EvalBatches(
-        _access(data.eval, data=data, recipe=recipe),
+        _access(shards, data=data, recipe=recipe),
         transform=eval_transform(recipe.train_stage(stage)),
         rank=place.rank,
         world_size=place.world_size,

@@ -5,8 +5,8 @@ Needs no torch: `shardvit run` opens the shards before it starts any process, an
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from data_shards.checking.fitness import assess
@@ -20,11 +20,12 @@ from data_shards.store.prefetch import all_local
 from data_shards.store.store import Store
 from data_shards.text import parse_bytes, show_bytes
 from pipeline.recipe.data import ShardsConfig
+from pipeline.recipe.metrics import chosen_metrics
 from pipeline.recipe.roles import missing_paths
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.stage import MaskedPatchStage, TrainStage
 from pipeline.recipe.stage_plan import StagePlan
-from pipeline.vocabulary import StageName
+from pipeline.vocabulary import OWN_SET, EvalMetric, StageName
 
 Report = Callable[[str], None]
 
@@ -38,6 +39,12 @@ class StageData:
     weights: tuple[float, ...] | None  # of the mixed sets
     eval: ShardSet
     store: Store
+    also_eval: Mapping[str, ShardSet] = field(default_factory=dict)  # more held-out sets, by name
+
+    @property
+    def held_out(self) -> dict[str, ShardSet]:
+        """All held-out sets by name, the stage's own first, as "val"."""
+        return {OWN_SET: self.eval, **self.also_eval}
 
 
 def shards_spec(config: ShardsConfig) -> ShardsSpec:
@@ -93,20 +100,24 @@ def open_data(recipe: Recipe, *, stage: StageName, report: Report = print, comma
 
     parts = [opened for each in config.train for opened in open_one(each)]
     weights = [each.weight for each in config.train if each.weight is not None]
-    held_outs = open_one(config.eval)
+    held_outs = {OWN_SET: open_one(config.eval), **{name: open_one(each) for name, each in config.also_eval.items()}}
     if refused:
         raise CommandRefused("; ".join(dict.fromkeys(map(str, refused))))
-    train, held_out = merge_shard_sets(parts), held_outs[0]
-    for shards in (train, held_out):
+    train, held_out = merge_shard_sets(parts), {name: found[0] for name, found in held_outs.items()}
+    for shards in (train, *held_out.values()):
         _demand_few_lost(shards, max_share=recipe.data.max_corrupt_share)
     if not isinstance(config, MaskedPatchStage):  # which does not look at labels
-        _demand_like_labels(train, held_out, config=config, stage=stage)
+        for name, each in held_out.items():
+            key = "eval" if name == OWN_SET else f"also_eval.{name}"
+            _demand_like_labels(train, each, config=config, stage=stage, key=key)
+            asked_metrics(config, shards=each, stage=stage)
     return StageData(
         train=train,
         train_sizes=tuple(part.shard_sizes for part in parts),
         weights=tuple(weights) or None,
-        eval=held_out,
+        eval=held_out.pop(OWN_SET),
         store=store,
+        also_eval=held_out,
     )
 
 
@@ -119,16 +130,31 @@ def store_of(recipe: Recipe, *, commands: Commands) -> Store:
     return Store(cache, commands=commands)
 
 
-def _demand_like_labels(train: ShardSet, held_out: ShardSet, *, config: TrainStage, stage: StageName) -> None:
+def _demand_like_labels(train: ShardSet, held_out: ShardSet, *, config: TrainStage, stage: StageName, key: str) -> None:
     if train.classes != held_out.classes:
         raise UserError(
-            f"stages.{stage}: the classes of train ({train.source}: {_some(train.classes)}) and eval "
+            f"stages.{stage}: the classes of train ({train.source}: {_some(train.classes)}) and {key} "
             f"({held_out.source}: {_some(held_out.classes)}) differ: pack both from the same list of classes"
         )
     if train.is_multi_label != held_out.is_multi_label:
-        raise UserError(f"stages.{stage}: one of train and eval has a list of labels for each image, the other has one")
+        raise UserError(
+            f"stages.{stage}: one of train and {key} has a list of labels for each image, the other has one"
+        )
     if train.is_multi_label and config.loss != "sigmoid":
         raise UserError(f"stages.{stage}.loss is {config.loss}, but the images have several labels each: use sigmoid")
+
+
+def asked_metrics(config: TrainStage, *, shards: ShardSet, stage: StageName) -> tuple[EvalMetric, ...]:
+    """What is computed beside loss and score of a held-out set; UserError: it means nothing for its labels."""
+    if isinstance(config, MaskedPatchStage):
+        return ()
+    return chosen_metrics(
+        config.metrics,
+        label_kind="multi" if shards.is_multi_label else "single",
+        num_classes=shards.num_classes,
+        num_images=shards.num_samples,
+        flag=f"stages.{stage}.metrics",
+    )
 
 
 def cache_advice(recipe: Recipe, *, data: StageData, plan: StagePlan, processes_per_node: int) -> str | None:

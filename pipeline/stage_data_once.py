@@ -36,7 +36,7 @@ class _Sent:
     train: ShardSet | None = None
     train_sizes: tuple[tuple[int, ...], ...] = ()
     weights: tuple[float, ...] | None = None
-    eval: ShardSet | None = None
+    held_out: tuple[tuple[str, ShardSet], ...] = ()  # by name, the stage's own first
     landmarks: tuple[tuple[str, _Identity], ...] = ()
 
 
@@ -47,7 +47,7 @@ class _OwnDisks:
     machine: str
     problem: str = ""
     opens: Literal["once", "each rank"] = "once"
-    damaged: tuple[tuple[int, ...], ...] = ()  # this and the next two: of the training set, of the held-out one
+    damaged: tuple[tuple[int, ...], ...] = ()  # this and the next two: of the training set, of the held-out ones
     damage: tuple[tuple[str, ...], ...] = ()
     lost_samples: tuple[int, ...] = ()
 
@@ -62,9 +62,11 @@ def open_data_once(context: StageContext, *, stage: StageName) -> StageData:
     data = context.on_main(lambda: open_data(recipe, stage=stage, report=context.say, commands="run"), takes="long")
     sent = _Sent()
     if data is not None:
-        sent = _Sent(data.train, data.train_sizes, data.weights, data.eval, _landmarks(data.train, data.eval))
+        held_out = tuple(data.held_out.items())
+        marks = _landmarks(data.train, *data.held_out.values())
+        sent = _Sent(data.train, data.train_sizes, data.weights, held_out, marks)
     sent = ranks.from_main(sent)
-    assert sent.train is not None and sent.eval is not None
+    assert sent.train is not None and sent.held_out
     finding: _OwnDisks | None = None
     if place.local_rank == 0 and not place.is_main and any(_identity(path) != seen for path, seen in sent.landmarks):
         finding = _look_at_own(context, sent, stage=stage)
@@ -77,26 +79,34 @@ def open_data_once(context: StageContext, *, stage: StageName) -> StageData:
     ours = next((each for each in findings if each.machine == this_machine()), None)
     if ours is not None and ours.opens == "each rank":
         return open_data(recipe, stage=stage, report=context.say, commands="run")
-    train, held_out = sent.train, sent.eval
+    sets = _sets(sent)
     if ours is not None:
-        train, held_out = (
+        sets = [
             shards.with_damaged(ours.damaged[at], damage=ours.damage[at], lost_samples=ours.lost_samples[at])
-            for at, shards in enumerate((train, held_out))
-        )
-    return StageData(train, sent.train_sizes, sent.weights, held_out, store_of(recipe, commands="run"))
+            for at, shards in enumerate(sets)
+        ]
+    train, own, *more = sets
+    also_eval = dict(zip([name for name, _ in sent.held_out[1:]], more, strict=True))
+    return StageData(train, sent.train_sizes, sent.weights, own, store_of(recipe, commands="run"), also_eval)
+
+
+def _sets(sent: _Sent) -> list[ShardSet]:
+    """The training set, and the held-out ones."""
+    assert sent.train is not None
+    return [sent.train, *(each for _, each in sent.held_out)]
 
 
 def _look_at_own(context: StageContext, sent: _Sent, *, stage: StageName) -> _OwnDisks:
     machine, host = this_machine(), platform.node()
-    if not all(one is not None and isinstance(one.shards, ShardTable) for one in (sent.train, sent.eval)):
+    if not all(isinstance(one.shards, ShardTable) for one in _sets(sent)):
         return _OwnDisks(machine, opens="each rank")  # they wait for one another's index without a time limit
     try:
         data = open_data(context.recipe, stage=stage, report=lambda line: None, commands="run")
     except UserError as error:
         return _OwnDisks(machine, problem=f"on host {host}: {error}")
-    pairs = ((data.train, sent.train), (data.eval, sent.eval))
+    sets = [data.train, *data.held_out.values()]
+    pairs = list(zip(sets, _sets(sent), strict=True))
     for own, first in pairs:
-        assert first is not None
         if own.digest != first.digest:
             return _OwnDisks(
                 machine,
@@ -105,7 +115,6 @@ def _look_at_own(context: StageContext, sent: _Sent, *, stage: StageName) -> _Ow
             )
     if not all(_is_like(own, first) for own, first in pairs):
         return _OwnDisks(machine, opens="each rank")
-    sets = (data.train, data.eval)
     return _OwnDisks(
         machine,
         damaged=tuple(tuple(one.damaged_numbers) for one in sets),
@@ -114,9 +123,9 @@ def _look_at_own(context: StageContext, sent: _Sent, *, stage: StageName) -> _Ow
     )
 
 
-def _is_like(own: ShardSet, first: ShardSet | None) -> bool:
+def _is_like(own: ShardSet, first: ShardSet) -> bool:
     """Whether rank 0's entries lead to this host's files, too."""
-    if first is None or not isinstance(own.shards, ShardTable) or not isinstance(first.shards, ShardTable):
+    if not isinstance(own.shards, ShardTable) or not isinstance(first.shards, ShardTable):
         return False
     return own.shards.sources == first.shards.sources
 

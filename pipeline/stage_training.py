@@ -29,11 +29,11 @@ from pipeline.checkpoint.saver import CheckpointSaver
 from pipeline.checkpoint.store import Restored, Retention, restore_checkpoint
 from pipeline.checkpoint.written_by import written_by
 from pipeline.context import StageContext
-from pipeline.data_record import check_data, keep_data
+from pipeline.data_record import check_data, held_out_name, keep_data
 from pipeline.data_workers import data_workers, expect_data_workers
 from pipeline.engine.open import open_engine
 from pipeline.engine.protocol import Engine
-from pipeline.evaluation.evaluate import evaluate
+from pipeline.evaluation.evaluate import Evaluated, evaluate, keep_evaluations
 from pipeline.faults import FaultLedger
 from pipeline.kernels.settle import Kernels, settled_kernels
 from pipeline.metrics_log import iter_metrics
@@ -50,7 +50,7 @@ from pipeline.report.reporter import Report, stage_report
 from pipeline.rollback import GoBack, abandoned_checkpoints, note_rollback, remove_abandoned
 from pipeline.run_folder import StageRecord, check_inputs, weights_digest
 from pipeline.stage_batches import held_out, held_out_loader, train_loader, train_stream
-from pipeline.stage_data import StageData, cache_advice, training_order
+from pipeline.stage_data import StageData, asked_metrics, cache_advice, training_order
 from pipeline.stage_model import stage_model
 from pipeline.state import TrainState
 from pipeline.task import Task, make_task
@@ -78,6 +78,7 @@ def train_stage(
     expect_data_workers(recipe)
     plan = plan_stage(recipe, stage=stage, samples_per_epoch=data.train.num_samples, world_size=ranks.place.world_size)
     inputs = {"training images": data.train.digest, "held-out images": data.eval.digest, "weights": start.weights}
+    inputs |= {held_out_name(name): one.digest for name, one in data.also_eval.items()}
     record = folder.record(stage)
     data_record = context.on_main(lambda: check_data(folder, stage=stage, data=data))
     for note in data_record.notes if data_record else ():
@@ -259,26 +260,40 @@ def make_job(
     config = recipe.train_stage(stage)
     faults = FaultLedger(
         folder.stage(stage) / CORRUPT_SAMPLES_FILE,
-        num_samples={"train": data.train.num_samples, "eval": data.eval.num_samples},
+        num_samples={
+            "train": data.train.num_samples,
+            "eval": data.eval.num_samples,
+            **{f"eval {name}": one.num_samples for name, one in data.also_eval.items()},
+        },
         max_share=recipe.data.max_corrupt_share,
     )
     stream = train_stream(recipe, stage=stage, data=data, plan=plan, place=ranks.place)
-    held_out_part = held_out(recipe, stage=stage, data=data, plan=plan, place=ranks.place)
+    held_out_parts = {
+        name: held_out(recipe, stage=stage, data=data, shards=one, plan=plan, place=ranks.place)
+        for name, one in data.held_out.items()
+    }
     workers = data_workers(
         recipe, stage=stage, batches=stream, step=state.step, device=engine.device, ranks=ranks, say=report.note
     )
 
-    def evaluate_one(at_step: int, *, of: WeightsKind) -> dict[str, float]:
-        with closing(held_out_loader(held_out_part, workers=workers, device=engine.device)) as batches:
-            return evaluate(
-                batches,
-                task=task,
-                engine=engine,
-                ranks=ranks,
-                faults=faults,
-                of=of,
-                beat=lambda: watch.beat(at_step, doing="evaluation"),
-            )
+    def evaluate_all(at_step: int, *, of: WeightsKind) -> list[Evaluated]:
+        found: list[Evaluated] = []
+        for name, part in held_out_parts.items():
+            with closing(held_out_loader(part, workers=workers, device=engine.device)) as batches:
+                found.append(
+                    evaluate(
+                        batches,
+                        task=task,
+                        engine=engine,
+                        ranks=ranks,
+                        faults=faults,
+                        of=of,
+                        set_name=name,
+                        metrics=asked_metrics(config, shards=data.held_out[name], stage=stage),
+                        beat=lambda: watch.beat(at_step, doing="evaluation"),
+                    )
+                )
+        return found
 
     few_shot = None
     if few_shot_of(recipe, stage=stage):
@@ -296,13 +311,16 @@ def make_job(
         )
 
     def run_evaluation(at_step: int) -> dict[str, float]:
-        metrics = evaluate_one(at_step, of="weights")
+        found = kept = evaluate_all(at_step, of="weights")
         if config.ema:
             with engine.averaged():
-                metrics |= evaluate_one(at_step, of="ema")
+                of_average = evaluate_all(at_step, of="ema")
+            found, kept = [*found, *of_average], of_average if config.ema.model == "ema" else found
+        metrics = {name: value for each in found for name, value in each.metrics.items()}
         if few_shot:
             metrics |= few_shot(at_step, of_average=bool(config.ema and config.ema.model == "ema"))
         if ranks.place.is_main:
+            keep_evaluations(folder.stage(stage), kept, step=at_step, say=report.note)
             context.draw(stage, "evaluated", at_step)
         return metrics
 
@@ -393,7 +411,7 @@ def _describe_start(
             kept = "checkpointed" if recipe.engine.checkpointed_every else "all"
             yield f"{stage}: {cost.describe(activations=kept)}"
         yield from (f"{stage}: {note}" for note in kernels.notes)
-        yield from (*data.train.damage, *data.eval.damage)
+        yield from (*data.train.damage, *(line for one in data.held_out.values() for line in one.damage))
         yield cache_advice(recipe, data=data, plan=plan, processes_per_node=place.local_world_size)
         if restored:
             yield describe_restored(

@@ -18,9 +18,9 @@ import torch
 from data_shards.loading.batch import Batch
 from data_shards.loading.mixing import Mix
 from data_shards.vocabulary import GOOGLES, LabelKind, Normalisation
-from model.loss import LossFunction, loss_function, softmax_cross_entropy
+from model.loss import LossFunction, image_losses, loss_function, probabilities, softmax_cross_entropy
 from model.masked_patch import colour_classes
-from model.vocabulary import COLOURS
+from model.vocabulary import COLOURS, LossKind
 from pipeline.engine.protocol import Engine
 from pipeline.patch_corruption import corruption_held_out, corruption_in_training
 from pipeline.recipe.schema import Recipe
@@ -29,6 +29,7 @@ from pipeline.stage_data import StageData
 from pipeline.vocabulary import StageName
 
 Use = Literal["train", "eval"]
+TOP = 5  # classes that are kept of an answer
 
 
 @dataclass(frozen=True)
@@ -72,9 +73,30 @@ class Task(Protocol):
         """The accuracy on a training batch, a share, 0-dimensional on its device, without gradient."""
         ...
 
-    def tally(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Sums of held-out losses, right predictions, predictions: float64 [3], to be added up over batches."""
+    def tally(self, outputs: torch.Tensor, targets: torch.Tensor) -> Tally:
+        """What is counted of each held-out image; it does not depend on the other images."""
         ...
+
+
+@dataclass(frozen=True)
+class Answers:
+    """A classifier's answer to each of n images, on the device."""
+
+    rank: torch.Tensor  # int64 [n]: classes above the best-scored true one, 0 if it is right; C without a true class
+    true: torch.Tensor  # int64 [n]: that class
+    probability_of_true: torch.Tensor  # float32 [n]
+    top: torch.Tensor  # int64 [n, 5 or all]: the best-scored classes, best first, of equal ones the first
+    probabilities: torch.Tensor  # float32 [n, 5 or all], of these
+
+
+@dataclass(frozen=True)
+class Tally:
+    """What is counted of n held-out images, on the device; float64 [n] each."""
+
+    loss: torch.Tensor  # summed over the image's predictions
+    right: torch.Tensor  # right predictions
+    predictions: torch.Tensor
+    answers: Answers | None = None  # None: there are no classes
 
 
 @dataclass(frozen=True)
@@ -86,7 +108,7 @@ class Classification:
     label_kind: LabelKind
     normalisation: Normalisation
     train_loss: LossFunction
-    held_out_loss: LossFunction  # without smoothing: held-out losses compare across recipes
+    loss_kind: LossKind  # held-out losses are without smoothing, so that they compare across recipes
 
     kind_of_output = "classes"
     score = "top1"
@@ -114,12 +136,11 @@ class Classification:
         hit = targets.gather(1, best[:, None]) if targets.is_floating_point() else best == targets
         return hit.float().mean()
 
-    def tally(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def tally(self, outputs: torch.Tensor, targets: torch.Tensor) -> Tally:
         """Top-1; with several labels an image, whether its best class is one of them (big_vision's prec@1)."""
-        best = outputs.argmax(dim=1)
-        hit = targets.gather(1, best[:, None])[:, 0] > 0 if targets.is_floating_point() else best == targets
-        loss_sum = self.held_out_loss(outputs, targets).double() * len(targets)
-        return torch.stack([loss_sum, hit.sum().double(), loss_sum.new_full((), len(targets))])
+        found = answers(outputs, targets, kind=self.loss_kind)
+        loss = image_losses(outputs, targets, kind=self.loss_kind).double()
+        return Tally(loss, (found.rank == 0).double(), torch.ones_like(loss), found)
 
 
 @dataclass(frozen=True)
@@ -156,11 +177,37 @@ class MaskedPatches:
         """The share of corrupted patches whose colour is right."""
         return (outputs.detach().argmax(dim=-1) == targets).float().mean()
 
-    def tally(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def tally(self, outputs: torch.Tensor, targets: torch.Tensor) -> Tally:
         """Counts patches, not images."""
-        loss_sum = self.loss(outputs, targets).double() * targets.numel()
-        hits = (outputs.argmax(dim=-1) == targets).sum().double()
-        return torch.stack([loss_sum, hits, loss_sum.new_full((), targets.numel())])
+        losses = image_losses(outputs.flatten(0, 1), targets.flatten(), kind="softmax")
+        loss = losses.double().view(targets.shape).sum(dim=1)
+        right = (outputs.argmax(dim=-1) == targets).sum(dim=1).double()
+        return Tally(loss, right, torch.full_like(loss, targets.shape[1]))
+
+
+def answers(logits: torch.Tensor, targets: torch.Tensor, *, kind: LossKind) -> Answers:
+    """Of logits [n, C] and targets as the loss takes them. Equal scores go to the first class; an image with a score
+    that is NaN is not right."""
+    count, classes = logits.shape
+    if targets.is_floating_point():
+        of_true = logits.masked_fill(targets <= 0, -torch.inf)
+        true, unlabelled = of_true.argmax(dim=1), (targets > 0).sum(dim=1) == 0
+    else:
+        true, unlabelled = targets, torch.zeros(count, dtype=torch.bool, device=logits.device)
+    score = logits.gather(1, true[:, None])
+    numbers = torch.arange(classes, device=logits.device)
+    above = (logits > score) | ((logits == score) & (numbers < true[:, None]))
+    never = unlabelled | logits.isnan().any(dim=1)
+    rank = above.sum(dim=1).masked_fill(never, classes)
+
+    shares = probabilities(logits, kind)
+    top: list[torch.Tensor] = []
+    left = logits.clone()
+    for _ in range(min(TOP, classes)):  # topk gives equal ones in any order
+        top.append(left.argmax(dim=1))
+        left.scatter_(1, top[-1][:, None], -torch.inf)
+    best = torch.stack(top, dim=1)
+    return Answers(rank, true, shares.gather(1, true[:, None])[:, 0], best, shares.gather(1, best))
 
 
 def make_task(
@@ -176,7 +223,7 @@ def make_task(
         label_kind="multi" if data.train.is_multi_label else "single",
         normalisation=normalisation,
         train_loss=loss_function(config.loss, label_smoothing=config.label_smoothing),
-        held_out_loss=loss_function(config.loss),
+        loss_kind=config.loss,
     )
 
 

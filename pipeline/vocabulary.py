@@ -103,6 +103,13 @@ AVERAGE_BYTES = 4  # of the moving average of a parameter: float32, beside the m
 
 FeatureLayer = Literal["pre_logits", "pooled"]
 
+# ---- what an evaluation computes beside the loss and top-1 ----
+
+EvalMetric = Literal["top5", "calibration_error", "mean_class_accuracy", "precision_at_1", "mean_average_precision"]
+OWN_SET = "val"  # the stage's own held-out set, in metrics and folders
+OF_ONE_LABEL: tuple[EvalMetric, ...] = ("top5", "calibration_error", "mean_class_accuracy")
+OF_SEVERAL_LABELS: tuple[EvalMetric, ...] = ("precision_at_1", "mean_average_precision")
+
 # ---- metrics: what stands in metrics.jsonl and MLflow ----
 
 
@@ -175,6 +182,15 @@ METRICS: dict[str, Metric] = {
     "val/ema_loss": Metric("nats", "val/loss of the moving average of the weights"),
     "val/ema_top1": Metric("share", "val/top1 of the moving average of the weights"),
     "val/ema_accuracy": Metric("share", "val/accuracy of the moving average of the weights"),
+    "val/top5": Metric("share", "share of held-out images whose class is among the five best"),
+    "val/calibration_error": Metric(
+        "share", "mean distance of confidence and accuracy in 15 bins of confidence, weighted by images"
+    ),
+    "val/mean_class_accuracy": Metric("share", "val/top1 of each class, and the mean over the classes"),
+    "val/precision_at_1": Metric("share", "images with several labels: share whose best class is one of them"),
+    "val/mean_average_precision": Metric(
+        "share", "images with several labels: average precision of each class, and the mean over the classes"
+    ),
     "val/images": Metric("images", "held-out images that could be read"),
     "val/fewshot_NAME_Kshot": Metric(
         "share", "top-1 on set NAME of least squares on K images of each class, mean over the seeds"

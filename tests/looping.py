@@ -20,7 +20,7 @@ from pipeline.ranks.phases import Phases
 from pipeline.ranks.stopping import Requests, StopFlag, StopOrSave
 from pipeline.recipe.schedule import Schedule
 from pipeline.recipe.stage_plan import StagePlan
-from pipeline.task import Example
+from pipeline.task import Example, Tally
 from pipeline.train_loop import TrainJob
 
 STEPS, MASKED = 6, 4
@@ -94,9 +94,11 @@ def job(*, patch_dropout: float, first_step: int) -> tuple[Any, list[tuple[str, 
         example=lambda batch, *, use: Example((batch.images,), torch.zeros(4, dtype=torch.int64)),
         loss=torch.nn.functional.cross_entropy,
         train_score=lambda outputs, targets: (outputs.argmax(dim=1) == targets).float().mean(),
-        tally=lambda outputs, targets: torch.ones(3, dtype=torch.float64),
+        tally=lambda outputs, targets: Tally(*torch.ones(3, 4, dtype=torch.float64)),
     )
-    batch: Any = SimpleNamespace(images=torch.randn(4, 3, 16, 16), counted=torch.ones(4, dtype=torch.bool))
+    batch: Any = SimpleNamespace(
+        images=torch.randn(4, 3, 16, 16), counted=torch.ones(4, dtype=torch.bool), samples=torch.arange(4)
+    )
     plan = StagePlan(
         world_size=1,
         global_batch_images=8,
@@ -118,7 +120,7 @@ def job(*, patch_dropout: float, first_step: int) -> tuple[Any, list[tuple[str, 
         batches=iter([batch] * (STEPS - first_step) * 2),  # pyright: ignore[reportArgumentType]
         task=task,
         engine=engine,
-        evaluate=lambda step: evaluate([batch], task=task, engine=engine, ranks=ranks, faults=faults),
+        evaluate=lambda step: evaluate([batch], task=task, engine=engine, ranks=ranks, faults=faults).metrics,
         saver=SimpleNamespace(stall_seconds=0.0, **quiet("save", "poll", "finish")),  # pyright: ignore[reportArgumentType]
         faults=faults,
         report=report,

@@ -140,6 +140,9 @@ class TrainBatches(_Batches):
 class EvalBatches(_Batches):
     """Batch number i of this rank's part of an evaluation: a contiguous block of the samples, or of those named.
 
+    Blocks are whole batches, so that each has the same samples, and the same outputs to the last bit, on any number of
+    ranks.
+
     `samples`: their numbers, ascending; None: all. Blocks are padded to equal length by repeating the last sample with
     `counted` False: ZeRO-3 gathers weights in every forward pass, so all ranks must make equally many.
     """
@@ -158,14 +161,14 @@ class EvalBatches(_Batches):
         self._transform = transform
         self._samples = samples
         self._num_samples = access.shards.num_samples if samples is None else len(samples)
-        self._block = -(-self._num_samples // world_size)
+        self._block = -(-self._num_samples // (world_size * batch_size)) * batch_size
         self._first = rank * self._block
         self._batch_size = batch_size
         self._first_of_shard = np.cumsum([0, *access.shards.shard_sizes], dtype=np.int64)[:-1]
 
     def __len__(self) -> int:
         """The same for every rank."""
-        return -(-self._block // self._batch_size)
+        return self._block // self._batch_size
 
     def __getitem__(self, number: int) -> Batch:
         """Always `batch_size` long, so that compiled shapes stay the same."""
@@ -183,7 +186,7 @@ class EvalBatches(_Batches):
     def _visits(self, number: int) -> tuple[Visits, NDArray[np.bool_]]:
         in_block = np.arange(number * self._batch_size, (number + 1) * self._batch_size, dtype=np.int64)
         wanted = self._first + in_block
-        counted = (in_block < self._block) & (wanted < self._num_samples)
+        counted = wanted < self._num_samples
         sample = np.minimum(wanted, self._num_samples - 1)
         if self._samples is not None:
             sample = self._samples[sample]

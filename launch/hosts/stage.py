@@ -98,7 +98,7 @@ def prepare(
     for stage in recipe.stages.names if stages is None else stages:
         if isinstance(getattr(recipe.stages, stage), TrainStage):
             data = open_data(recipe, stage=stage, report=lambda text: None, commands=commands)
-            files += shared_files((data.train, data.eval))
+            files += shared_files((data.train, *data.held_out.values()))
             few_shot = open_few_shot(recipe, stage=stage, report=lambda text: None, commands=commands)
             files += shared_files([one for each in few_shot for one in (each.train, each.eval)])
     ready = preflight(

@@ -101,6 +101,10 @@ def _column(
         "image size": f"{config.image_size} px",
         "training images": UNKNOWN if images is None else f"{images:,}",
         "held-out images": f"{there.held_out.num_samples:,}" if there.held_out else UNKNOWN,
+        "also evaluated": ", ".join(
+            f"{name} ({there.also_eval[name].num_samples:,})" if name in there.also_eval else f"{name} ({UNKNOWN})"
+            for name in config.also_eval
+        ),
         "classes": UNKNOWN if classes is None else f"{classes:,}",
         "epochs": f"{total / images:.3g}" if images and total is not None else epochs,
         "steps": f"{plan.total_steps:,}" if length.known else UNKNOWN,

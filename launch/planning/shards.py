@@ -6,7 +6,8 @@ Tars without a manifest are indexed, as a run would. Gives up on a silent bucket
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -35,6 +36,7 @@ class ShardsBefore:
     unopened: tuple[str, ...]  # a sentence for each set that was not opened
     train: ShardSet | None  # the training sets, concatenated; None: one of them was not opened
     held_out: ShardSet | None = None  # None: it was not opened, or not asked for
+    also_eval: Mapping[str, ShardSet] = field(default_factory=dict)  # those that were opened
     role: Role | None = None  # what is published of the set, where `train` is unknown
 
     @property
@@ -61,11 +63,17 @@ def look(recipe: Recipe, *, stage: StageName, at: Literal["training", "all"] = "
             missing.append(text)
         else:
             held_out = _open(config.eval, store=store)
+    also_eval: dict[str, ShardSet] = {}
+    for name, each in config.also_eval.items() if at == "all" else ():
+        if text := _unopened(each, store=store):
+            missing.append(text)
+        else:
+            also_eval[name] = _open(each, store=store)
     few_shot = few_shot_of(recipe, stage=stage) if at == "all" else ()
     missing += [text for each in few_shot for one in (each.train, each.eval) if (text := _unopened(one, store=store))]
     if text := missing_paths(recipe, stage=stage):
         missing.append(text)
-    return ShardsBefore(tuple(missing), train, held_out, None if train else role_of(config))
+    return ShardsBefore(tuple(missing), train, held_out, also_eval, role=None if train else role_of(config))
 
 
 def _unopened(shards: ShardsConfig, *, store: Store) -> str | None:

@@ -15,7 +15,7 @@ import zipfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
+from typing import Any, cast, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,9 +23,9 @@ from numpy.typing import NDArray
 from data_shards.durable import make_folders
 from data_shards.text import printable
 from data_shards.vocabulary import LabelKind
+from pipeline.vocabulary import WeightsKind
 
 EVALUATIONS_FOLDER = "evaluations"
-OWN_SET = "val"  # the stage's own held-out set
 CALIBRATION_BINS = 15
 KEPT_SAMPLES = 64  # mistakes, and examples
 MOST_CONFUSED_CLASSES = 1000  # above it no confusion matrix is kept
@@ -37,7 +37,6 @@ _FORMAT = 1
 
 Floats = NDArray[np.float64]
 Counts = NDArray[np.int64]
-Weights = Literal["weights", "ema"]
 
 
 @dataclass(frozen=True)
@@ -87,7 +86,7 @@ class Evaluation:
     calibration: Calibration | None  # None: several labels, or not asked for
     mistakes: tuple[Judged, ...]  # at most 64, the most confident first
     examples: tuple[Judged, ...]  # the set's first 64
-    weights: Weights = "weights"  # or of the moving average
+    weights: WeightsKind = "weights"  # or of the moving average
 
 
 def save_evaluation(stage_folder: Path, evaluation: Evaluation, *, step: int) -> Path:
@@ -203,7 +202,7 @@ def _evaluation(record: dict[str, Any], *, classes: tuple[str, ...], arrays: dic
             raise ValueError(f"sample {one.sample} names a class that there is not")
         return one
 
-    if record["label_kind"] not in get_args(LabelKind) or record["weights"] not in get_args(Weights):
+    if record["label_kind"] not in get_args(LabelKind) or record["weights"] not in get_args(WeightsKind):
         raise ValueError("label_kind or weights is not known here")
     calibration = None
     if "calibration.edges" in arrays:
@@ -229,5 +228,5 @@ def _evaluation(record: dict[str, Any], *, classes: tuple[str, ...], arrays: dic
         calibration=calibration,
         mistakes=tuple(judged(row) for row in record["mistakes"]),
         examples=tuple(judged(row) for row in record["examples"]),
-        weights=cast(Weights, record["weights"]),
+        weights=cast(WeightsKind, record["weights"]),
     )

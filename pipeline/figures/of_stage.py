@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from timm.models.vision_transformer import VisionTransformer
 
-from pipeline.evaluation.result import OWN_SET
 from pipeline.figures.images import images_of_shards
 from pipeline.figures.looked import images_to_look_at, look
 from pipeline.figures.of_model import built, figures_of_attention, figures_of_weights
 from pipeline.find_model import find_model
 from pipeline.pictures.held_out_images import held_out_access
 from pipeline.pictures.picture import DrawRequest, keep_picture
+from pipeline.vocabulary import OWN_SET
 
 
 def draw_paper_figures(request: DrawRequest) -> None:

@@ -11,9 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from data_shards.text import one_line
-from pipeline.evaluation.result import OWN_SET, Evaluation, evaluated_step, evaluations, load_evaluation
+from pipeline.evaluation.result import Evaluation, evaluated_step, evaluations, load_evaluation
 from pipeline.pictures.picture import DrawRequest
 from pipeline.pictures.style import plain
+from pipeline.vocabulary import OWN_SET
 
 
 @dataclass(frozen=True)

@@ -21,10 +21,10 @@ from data_shards.opening import open_shards
 from data_shards.order import Visits
 from data_shards.shard_set import ShardSet
 from data_shards.store.location import is_local
-from pipeline.evaluation.result import OWN_SET
 from pipeline.pictures.picture import DrawRequest
 from pipeline.stage_batches import eval_transform
 from pipeline.stage_data import shards_spec, store_of
+from pipeline.vocabulary import OWN_SET
 
 
 def held_out_images(request: DrawRequest, *, set_name: str, samples: Sequence[int]) -> Batch:

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.evaluation.result import OWN_SET
 from pipeline.pictures.evaluated import counted, percent
 from pipeline.pictures.grid import Cell, image_grid
 from pipeline.pictures.held_out_images import held_out_images
 from pipeline.pictures.picture import DrawRequest, Picture, keep_picture
 from pipeline.recipe.stage import MaskedPatchStage
+from pipeline.vocabulary import OWN_SET
 
 _IMAGES = 8
 _CELL_INCHES = 1.4

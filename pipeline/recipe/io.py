@@ -49,7 +49,7 @@ FREE_KEYS = (
     "engine.saving",
 )
 FREE_STAGE_KEYS = (
-    *("data", "log_every", "eval_every", "few_shot"),
+    *("data", "log_every", "eval_every", "metrics", "also_eval", "few_shot"),
     *("save_every", "save_every_minutes", "keep_checkpoints", "keep_every", "keep_best"),
 )
 
@@ -113,7 +113,7 @@ def without_free_keys(leaves: Mapping[str, str]) -> dict[str, str]:
 
 def _is_free(key: str) -> bool:
     parts = key.split(".")
-    return key in FREE_KEYS or (parts[0] == "stages" and parts[-1] in FREE_STAGE_KEYS)
+    return key in FREE_KEYS or (parts[0] == "stages" and parts[2:3] != [] and parts[2] in FREE_STAGE_KEYS)
 
 
 def _leaves(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -12,10 +12,11 @@ from pipeline.recipe.data import MOST_SIDE, AugmentConfig, OneSet, SomeSets
 from pipeline.recipe.duration import DurationText, Strict
 from pipeline.recipe.few_shot import FewShotConfig
 from pipeline.recipe.optimizer import OptimizerConfig, ScheduleConfig
-from pipeline.vocabulary import ALL_STAGES, StageName, WeightsKind
+from pipeline.vocabulary import ALL_STAGES, OF_SEVERAL_LABELS, EvalMetric, StageName, WeightsKind
 
 MOST_SECONDS = 10**7
 _MOST_IMAGES = 2**20  # of a batch
+SetName = Annotated[str, Field(pattern="^[a-z0-9_]+$", max_length=40)]
 
 
 class EmaConfig(Strict):
@@ -55,6 +56,8 @@ class TrainStage(Strict):
     """Shards to train on: a folder or URL, a mapping (see `ShardsConfig`), or a list of them to mix."""
     eval: OneSet | None = None
     """The held-out shards."""
+    also_eval: dict[SetName, OneSet] = Field(default={})
+    """More held-out sets by name, evaluated whenever eval is: {new: SHARDS} gives val_new/top1 and so on."""
     eval_protocol: EvalProtocol = "vit"
     """What is evaluated of an image. vit: all of it, squashed to the square; big_vision: resized, centre crop; timm:
     the same, bicubic. vit_exact and big_vision_exact: with the pixels of Google's own resize."""
@@ -87,6 +90,9 @@ class TrainStage(Strict):
     """Between two points of the curve, which is when spikes and slow processes are looked for; 0: at the end alone."""
     eval_every: DurationText = "25%"
     """Between two evaluations; 0: at the end alone."""
+    metrics: tuple[EvalMetric, ...] | Literal["auto"] = "auto"
+    """Of each evaluation, beside loss and top-1. auto: top5 and calibration_error, or, where images have several
+    labels, precision_at_1. mean_average_precision keeps all scores: images x classes x 4 bytes over all processes."""
     save_every: DurationText = "10%"
     """Between two checkpoints; one is also written by a signal and at the end."""
     save_every_minutes: float = Field(default=0.0, ge=0, le=MOST_SECONDS)
@@ -128,20 +134,35 @@ class TrainStage(Strict):
         given = [each.weight is not None for each in self.train or ()]
         if any(given) and not all(given):
             raise ValueError("train: give every set a weight, or none")
-        alone = [self.eval] if self.eval else []
+        held_out = ([("eval", self.eval)] if self.eval else []) + [
+            (f"also_eval.{name}", each) for name, each in self.also_eval.items()
+        ]
+        alone = [each for _, each in held_out]
         if any(each.weight is not None for each in (*alone, *(self.train or ())[: len(given) == 1])):
             raise ValueError("a weight means nothing to a single set of shards: leave it out")
-        of = self.eval
         for each in self.train or ():
-            if of and each.part and of.part and each.shards == of.shards and each.hold_out != of.hold_out:
+            for key, of in held_out:
+                if each.part and of.part and each.shards == of.shards and each.hold_out != of.hold_out:
+                    raise ValueError(
+                        f"train holds out {each.hold_out} of {each.shards}, and {key} {of.hold_out}, so that images "
+                        "are in both: give them the same hold_out"
+                    )
+                if of.part == "held_out" and not each.part and each.shards == of.shards:
+                    raise ValueError(
+                        f"{key} is held out of {of.shards}, and train has all its images: give train part: rest and "
+                        f"hold_out: {of.hold_out}, too"
+                    )
+        if "val" in self.also_eval:
+            raise ValueError("also_eval.val: val is what the metrics of eval are called: give this set another name")
+        if self.metrics != "auto":
+            double = [each for each in self.metrics if self.metrics.count(each) > 1]
+            if double:
+                raise ValueError(f"metrics names {double[0]} twice: once is enough")
+            several = [each for each in self.metrics if each in OF_SEVERAL_LABELS]
+            if several and self.loss == "softmax":
                 raise ValueError(
-                    f"train holds out {each.hold_out} of {each.shards}, and eval {of.hold_out}, so that images "
-                    "are in both: give them the same hold_out"
-                )
-            if of and of.part == "held_out" and not each.part and each.shards == of.shards:
-                raise ValueError(
-                    f"eval is held out of {of.shards}, and train has all its images: give train part: rest and "
-                    f"hold_out: {of.hold_out}, too"
+                    f"metrics: {several[0]} is for images with several labels, which loss softmax cannot learn: leave "
+                    "it out"
                 )
         return self
 
@@ -161,7 +182,7 @@ class MaskedPatchStage(TrainStage):
     @model_validator(mode="after")
     def _no_labels(self) -> MaskedPatchStage:
         why = "to masked patch prediction"
-        self.refuse("loss", "label_smoothing", "patch_dropout", means_nothing=why)
+        self.refuse("loss", "label_smoothing", "patch_dropout", "metrics", means_nothing=why)
         self.augment.refuse("mixup_alpha", "cutmix_alpha", means_nothing=why, group="augment.")
         return self
 

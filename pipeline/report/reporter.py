@@ -74,7 +74,7 @@ def stage_report(
         tracked_log(
             context,
             stage=stage,
-            datasets=stage_datasets(data.train, data.eval),
+            datasets=stage_datasets(data.train, data.eval, also_eval=data.also_eval),
             resume_step=state.step or -1,
             say=progress.note,
             params=plan_params(context.recipe, stage, plan=plan, classes=data.train.num_classes),
@@ -277,8 +277,13 @@ class Report:
             for key, value in state.evaluation.items()
             if key in AVERAGES_SCORES
         )
+        more = "".join(
+            f"; {key.removeprefix('val_').partition('/')[0]}: {SCORES[of_own]} {value:.4f}"
+            for key, value in state.evaluation.items()
+            if key.startswith("val_") and (of_own := f"val/{key.partition('/')[2]}") in SCORES
+        )
         self.note(
-            f"step {state.step}: held-out loss {loss:.4f}, {name} {score:.4f} of {images:,} images{average}",
+            f"step {state.step}: held-out loss {loss:.4f}, {name} {score:.4f} of {images:,} images{average}{more}",
             kind="evaluation",
         )
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import shlex
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from data_shards.text import one_line
@@ -81,11 +81,16 @@ def stage_params(recipe: Recipe, stage: StageName) -> dict[str, str]:
     return params
 
 
-def stage_datasets(train: ShardSet, held_out: ShardSet) -> tuple[DatasetInput, ...]:
-    """Both sets by names of their own: the set's and its split's."""
-    names = [one.name if one.split in ("", "all") else f"{one.name}-{one.split}" for one in (train, held_out)]
+def stage_datasets(
+    train: ShardSet, held_out: ShardSet, *, also_eval: Mapping[str, ShardSet] | None = None
+) -> tuple[DatasetInput, ...]:
+    """The sets by names of their own: the set's and its split's; those of `also_eval` by the recipe's names, too."""
+    more = also_eval or {}
+    sets = (train, held_out, *more.values())
+    names = [one.name if one.split in ("", "all") else f"{one.name}-{one.split}" for one in sets]
     if names[0] == names[1]:
         names[1] += "-held-out"
+    names[2:] = [f"{name}-{key}" for name, key in zip(names[2:], more, strict=True)]
     return tuple(
         DatasetInput(
             name=name,
@@ -95,7 +100,7 @@ def stage_datasets(train: ShardSet, held_out: ShardSet) -> tuple[DatasetInput, .
             images=one.num_samples,
             classes=one.num_classes,
         )
-        for one, name, use in zip((train, held_out), names, ("train", "eval"), strict=True)
+        for one, name, use in zip(sets, names, ("train", "eval", *(f"eval {key}" for key in more)), strict=True)
     )
 
 

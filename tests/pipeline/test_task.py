@@ -48,7 +48,7 @@ def classification(*, label_kind: LabelKind = "single", normalisation: Normalisa
         label_kind=label_kind,
         normalisation=normalisation,
         train_loss=loss_function("softmax", label_smoothing=0.1),
-        held_out_loss=loss_function("softmax"),
+        loss_kind="softmax",
     )
 
 
@@ -100,15 +100,18 @@ def test_classification_trains_with_smoothing_and_is_judged_without():
     task, logits = classification(), torch.randn(6, 5)
     wanted = torch.tensor([0, 1, 2, 3, 4, 0])
     assert torch.equal(task.loss(logits, wanted), F.cross_entropy(logits, wanted, label_smoothing=0.1))
-    loss_sum, right, predictions = task.tally(logits, wanted).tolist()
-    assert loss_sum == (F.cross_entropy(logits, wanted).double() * 6).item()
-    assert (right, predictions) == ((logits.argmax(1) == wanted).sum().item(), 6)
+    tally = task.tally(logits, wanted)
+    assert torch.equal(tally.loss, F.cross_entropy(logits, wanted, reduction="none").double())
+    assert torch.equal(tally.right, (logits.argmax(1) == wanted).double())
+    assert torch.equal(tally.predictions, torch.ones(6, dtype=torch.float64))
 
 
 def test_with_several_labels_the_best_class_is_to_be_one_of_them():
     logits = torch.eye(5)[[0, 1, 2]]
     wanted = torch.tensor([[1.0, 1, 0, 0, 0], [1, 0, 1, 0, 0], [0, 0, 0, 0, 0]])
-    assert classification(label_kind="multi").tally(logits, wanted)[1:].tolist() == [1, 3]
+    tally = classification(label_kind="multi").tally(logits, wanted)
+    assert tally.right.tolist() == [1, 0, 0] and tally.predictions.tolist() == [1, 1, 1]
+    assert tally.answers is not None and tally.answers.rank.tolist() == [0, 1, 5]
 
 
 def test_the_targets_are_the_colours_of_what_the_model_is_shown():
@@ -150,9 +153,10 @@ def test_the_loss_is_the_mean_over_corrupted_patches_and_so_is_the_score():
     losses = -logits.log_softmax(-1).gather(2, wanted[..., None])
     torch.testing.assert_close(task.loss(logits, wanted), losses.mean(), rtol=1e-6, atol=1e-6)
     logits[0, :3, :] = 50.0 * F.one_hot(wanted[0, :3], 512)
-    loss_sum, right, predictions = task.tally(logits, wanted).tolist()
-    assert predictions == 32 and right == (logits.argmax(-1) == wanted).sum().item() >= 3
-    assert loss_sum == pytest.approx(32 * task.loss(logits, wanted).item(), rel=1e-6)
+    tally = task.tally(logits, wanted)
+    assert tally.predictions.tolist() == [8] * 4 and tally.answers is None
+    assert tally.right.tolist() == (logits.argmax(-1) == wanted).sum(dim=1).tolist() and tally.right[0] >= 3
+    assert tally.loss.sum().item() == pytest.approx(32 * task.loss(logits, wanted).item(), rel=1e-6)
 
 
 def test_an_evaluation_counts_every_image_once_however_they_are_divided():
@@ -168,15 +172,15 @@ def test_an_evaluation_counts_every_image_once_however_they_are_divided():
     halves = [slice(0, 4), slice(4, 7)]
 
     def part(of: slice) -> Batch:
-        tensors = ("images", "mirrored", "labels", "counted", "substituted", "samples", "epochs")
-        return replace(whole, **{name: getattr(whole, name)[of] for name in tensors})
+        fields = ("images", "mirrored", "labels", "counted", "substituted", "samples", "epochs", "keys")
+        return replace(whole, **{name: getattr(whole, name)[of] for name in fields})
 
     padding = replace(whole, counted=torch.zeros(7, dtype=torch.bool))
     padded = replace(whole, counted=torch.arange(7) < 4)
 
     def evaluation(*batches: Batch) -> dict[str, float]:
         task = masked_patches(engine)
-        return evaluate(batches, task=task, engine=engine, ranks=Alone(), faults=ledger)  # pyright: ignore[reportArgumentType]
+        return evaluate(batches, task=task, engine=engine, ranks=Alone(), faults=ledger).metrics  # pyright: ignore[reportArgumentType]
 
     once = evaluation(whole)
     assert set(once) == {"val/loss", "val/accuracy", "val/images"} and once["val/images"] == 7

@@ -17,7 +17,7 @@ from data_shards.vocabulary import GOOGLES, LabelKind
 from launch.bench.operations import Operations
 from model.loss import loss_function
 from model.vocabulary import COLOURS, LossKind
-from pipeline.evaluation.evaluate import evaluate
+from pipeline.evaluation.evaluate import run_model
 from pipeline.task import Classification, MaskedPatches, Task, to_device
 
 META = torch.device("meta")
@@ -58,7 +58,7 @@ def classification(*, kind: LossKind, labels: LabelKind) -> Classification:
         label_kind=labels,
         normalisation=GOOGLES,
         train_loss=loss_function(kind, label_smoothing=0.1),
-        held_out_loss=loss_function(kind),
+        loss_kind=kind,
     )
 
 
@@ -115,22 +115,14 @@ def test_a_step_of_masked_patches_does_not_wait(wrapped: list[torch.Tensor]):
 @pytest.mark.parametrize(
     "task", [masked_patches(), classification(kind="softmax", labels="single")], ids=["patches", "classes"]
 )
-def test_an_evaluation_waits_once_for_all_its_batches(task: Any, counted: int, wrapped: list[torch.Tensor]):
-    gathered: list[torch.Size] = []
-    answer = torch.ones(1, 4, dtype=torch.float64)
-
-    def gather(sums: torch.Tensor) -> torch.Tensor:
-        gathered.append(sums.shape)
-        return answer
-
-    ranks: Any = SimpleNamespace(gather=gather)
+def test_an_evaluation_waits_for_none_of_its_batches(task: Any, counted: int, wrapped: list[torch.Tensor]):
     faults: Any = SimpleNamespace(note=lambda *arguments, **options: None)
     task.example(batch(), use="eval")
     wrapped.clear()
     with Operations() as counter:
-        evaluate([batch(), batch(counted=counted), batch()], task=task, engine=task.engine, ranks=ranks, faults=faults)
+        kept = run_model([batch(), batch(counted=counted), batch()], task=task, engine=task.engine, faults=faults)
     counter.waits.subtract({"a tensor of Python's values": len(wrapped)})
-    assert gathered == [torch.Size([4])] and not +counter.waits
+    assert [len(each) for each in kept.columns] == [COUNT] * 3 and not +counter.waits
 
 
 def test_the_counter_would_see_what_waits():

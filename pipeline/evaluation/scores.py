@@ -1,0 +1,102 @@
+"""Metrics out of what is known of each image, on the host: numpy, exact, the same for any order of the images.
+
+Counts are integers; sums of losses and probabilities are rounded once (`math.fsum`). Costs milliseconds for 50,000
+images; a confusion matrix of C classes takes 8 C^2 bytes, so it ends at 1,000 classes.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipeline.evaluation.result import CALIBRATION_BINS, MOST_CONFUSED_CLASSES, Calibration, Counts, Floats, PerClass
+
+
+@dataclass(frozen=True)
+class Answered:
+    """The images that count, in the order of the set; arrays [n]."""
+
+    sample: Counts  # number in the set
+    loss: Floats
+    right: Floats
+    predictions: Floats
+    rank: Counts  # of the best-scored true class; this and what follows: empty where there are no classes
+    true: Counts
+    predicted: Counts
+    probability: Floats  # of the predicted class
+    probability_of_true: Floats
+
+    @property
+    def images(self) -> int:
+        return len(self.sample)
+
+
+def mean_loss(answered: Answered) -> float:
+    """Over all predictions; NaN without any."""
+    predictions = answered.predictions.sum()
+    return math.fsum(answered.loss) / predictions if predictions else math.nan
+
+
+def share_right(answered: Answered) -> float:
+    """Right predictions over all predictions; NaN without any."""
+    predictions = answered.predictions.sum()
+    return float(answered.right.sum() / predictions) if predictions else math.nan
+
+
+def top_share(answered: Answered, *, k: int) -> float:
+    """Images whose true class is among the k best-scored; NaN without any."""
+    return int((answered.rank < k).sum()) / answered.images if answered.images else math.nan
+
+
+def per_class(answered: Answered, *, num_classes: int) -> PerClass:
+    """Of images with one label each."""
+    images = np.bincount(answered.true, minlength=num_classes)
+    right = np.bincount(answered.true[answered.rank == 0], minlength=num_classes)
+    return PerClass(images, right, shares(right, of=images))
+
+
+def mean_class_accuracy(classes: PerClass) -> float:
+    """Over the classes that have images; NaN without any."""
+    known = classes.accuracy[classes.images > 0]
+    return math.fsum(known) / len(known) if len(known) else math.nan
+
+
+def confusion_matrix(answered: Answered, *, num_classes: int) -> Counts | None:
+    """[C, C], row: true, column: predicted; None for more classes than `MOST_CONFUSED_CLASSES`."""
+    if num_classes > MOST_CONFUSED_CLASSES:
+        return None
+    pairs = answered.true * num_classes + answered.predicted
+    return np.bincount(pairs, minlength=num_classes**2).reshape(num_classes, num_classes)
+
+
+def calibration(answered: Answered) -> Calibration:
+    """Images by the probability of their predicted class, in 15 bins of equal width, (lower, upper], as in Guo et al.
+    (arXiv 1706.04599)."""
+    edges = np.linspace(0.0, 1.0, CALIBRATION_BINS + 1)
+    bins = np.clip(np.searchsorted(edges, answered.probability, side="left") - 1, 0, CALIBRATION_BINS - 1)
+    images = np.bincount(bins, minlength=CALIBRATION_BINS)
+    right = np.bincount(bins[answered.rank == 0], minlength=CALIBRATION_BINS)
+    confidence = np.array([math.fsum(answered.probability[bins == each]) for each in range(CALIBRATION_BINS)])
+    return Calibration(edges, shares(confidence, of=images), shares(right, of=images), images)
+
+
+def calibration_error(found: Calibration) -> float:
+    """Mean distance of confidence and accuracy over the bins, weighted by images; NaN without any."""
+    used = found.images > 0
+    distance = np.abs(found.confidence - found.accuracy)[used] * found.images[used]
+    return math.fsum(distance) / int(found.images.sum()) if used.any() else math.nan
+
+
+def worst(answered: Answered, *, count: int) -> Counts:
+    """The samples of the most confident errors, the most confident first."""
+    wrong = np.flatnonzero(answered.rank > 0)
+    order = np.lexsort((answered.sample[wrong], -answered.probability[wrong]))
+    return answered.sample[wrong[order[:count]]]
+
+
+def shares(part: NDArray[np.int64] | Floats, *, of: Counts) -> Floats:
+    """Element by element; NaN where `of` is 0."""
+    return np.divide(part, of, out=np.full(len(of), math.nan), where=of > 0)
