@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from data_shards.durable import make_folders
 from data_shards.text import printable
 from data_shards.vocabulary import LabelKind
+from pipeline.vocabulary import OWN_SET as OWN_SET  # readers of evaluations find it here
 from pipeline.vocabulary import WeightsKind
 
 EVALUATIONS_FOLDER = "evaluations"
