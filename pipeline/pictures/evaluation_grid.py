@@ -90,6 +90,8 @@ def draw_worst_mistakes(request: DrawRequest) -> None:
 
 def _images(request: DrawRequest, one: EvaluatedSet, judged: Sequence[Judged]) -> Images:
     """Those that can be had, [S, S, 3], by their samples' numbers."""
+    if not judged:
+        return {}
     samples = [each.sample for each in judged]
     batch = held_out_images(request, set_name=one.set_name, samples=samples)
     keys = {each.sample: each.key for each in judged}

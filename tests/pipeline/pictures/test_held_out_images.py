@@ -205,6 +205,15 @@ def test_several_labels_and_none_are_named(shards: Path, tmp_path: Path) -> None
     assert worst.svg is not None and "no label" in worst.svg.read_text(encoding="utf-8")
 
 
+def test_a_set_of_which_no_image_could_be_read_fails_nothing(shards: Path, tmp_path: Path) -> None:
+    request = request_for(tmp_path, shards / "one" / "train")
+    save_evaluation(request.stage_folder, evaluation_of([], np.zeros((0, 4)), classes=CLASSES), step=4)
+    said: list[str] = []
+    draw(request, moment="evaluated", say=said.append)
+    assert not [line for line in said if "failed" in line], said
+    assert [each.picture.name for each in kept_pictures(request.stage_folder)] == ["per_class"]
+
+
 @pytest.fixture
 def masked(shards: Path, tmp_path: Path) -> DrawRequest:
     """A masked_patch stage that has left a model that guesses all kinds of colours."""
