@@ -17,7 +17,7 @@ from data_shards.text import one_line, show_bytes
 from launch.report.blocks import PageImage, PagePicture
 from pipeline.pictures.style import PNG_DOTS_PER_INCH, plain
 
-_SVG_MOST_BYTES, _SVG_MUCH_LARGER = 400_000, 3.0
+_SVG_MOST_BYTES, _SVG_MUCH_LARGER = 1_000_000, 3.0
 _MOST_EARLIER = 7
 _EARLIER_BYTES = 250_000  # of one picture's earlier steps together
 _WEBP = ((82, 1280), (72, 960), (60, 640))  # quality and longest side in pixels, from good to small

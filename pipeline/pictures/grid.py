@@ -187,7 +187,8 @@ def _draw(axes: Axes, cell: Cell, *, x: int, y: int, layout: _Layout) -> None:
     )
     axes.set(xlim=(0, layout.width), ylim=(layout.height, 0))
     colour, points = _FRAME[cell.mark]
-    axes.add_patch(Rectangle((left, top), shown_width, shown_height, fill=False, color=colour, lw=points))
+    place = (left, top), shown_width, shown_height
+    axes.add_patch(Rectangle(*place, fill=False, color=colour, lw=2 * points, zorder=-1))  # its inner half is covered
     line = layout.pixels(_POINTS * _LINE)
     for number, text in enumerate(cell.lines):
         at = y + layout.side + layout.pixels(_GAP) + number * line

@@ -6,6 +6,7 @@ image. All steps stay; the report shows the newest. No torch here, and matplotli
 
 from __future__ import annotations
 
+import base64
 import io
 import json
 import re
@@ -29,6 +30,8 @@ PictureGroup = Literal["data", "evaluation", "model", "paper"]
 Moment = Literal["begin", "evaluated", "end"]
 Cell = str | int | float | None
 
+_EMBEDDED = re.compile(r"data:image/png;base64,([A-Za-z0-9+/=\s]+)")
+_WORTH_JPEG_BYTES, _MOST_COLOURS, _JPEG_QUALITY = 8_000, 4096, 85
 _STEP = "step-{:08d}"
 _FILE = re.compile(r"step-(\d{8,18})\.json")
 
@@ -101,8 +104,25 @@ def rendered(figure: Figure) -> tuple[bytes, bytes]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=r"Glyph .* missing from")  # a class may have any name; the SVG has it
         figure.savefig(png, format="png")
+        figure.suppressComposite = True  # several images as such, not as one with holes
         figure.savefig(svg, format="svg", metadata={"Date": None, "Creator": None})
-    return png.getvalue(), finished_svg(svg.getvalue()).encode()
+    return png.getvalue(), finished_svg(_EMBEDDED.sub(_smaller, svg.getvalue())).encode()
+
+
+def _smaller(found: re.Match[str]) -> str:
+    """An embedded image, as a JPEG if it is a photograph: opaque, and of more colours than any palette has."""
+    from PIL import Image
+
+    content = base64.b64decode(found[1])
+    if len(content) < _WORTH_JPEG_BYTES:
+        return found[0]
+    with Image.open(io.BytesIO(content), formats=["PNG"]) as image:
+        rgba = image.convert("RGBA")
+    if rgba.getchannel("A").getextrema() != (255, 255) or rgba.getcolors(maxcolors=_MOST_COLOURS) is not None:
+        return found[0]
+    jpeg = io.BytesIO()
+    rgba.convert("RGB").save(jpeg, "JPEG", quality=_JPEG_QUALITY)
+    return f"data:image/jpeg;base64,{base64.b64encode(jpeg.getvalue()).decode('ascii')}"
 
 
 def keep_table(stage_folder: Path, picture: Picture, *, columns: Mapping[str, Sequence[Cell]], step: int) -> Path:

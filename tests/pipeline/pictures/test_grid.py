@@ -1,3 +1,4 @@
+import base64
 import io
 import re
 
@@ -6,6 +7,7 @@ import pytest
 from PIL import Image
 
 from pipeline.pictures.grid import Cell, image_grid, shortened
+from pipeline.pictures.picture import rendered
 from pipeline.pictures.style import PNG_DOTS_PER_INCH, finished_svg
 
 
@@ -96,3 +98,17 @@ def test_neighbours_that_belong_together_stand_closer() -> None:
     edges = np.flatnonzero(np.diff(dark.astype(int)))
     gaps = np.diff(edges)[1::2]
     assert len(gaps) == 3 and gaps[0] == gaps[2] < gaps[1]
+
+
+def test_photographs_are_jpegs_in_an_svg_and_pixels_and_palettes_are_not() -> None:
+    across, down = np.meshgrid(np.arange(300), np.arange(200))
+    photograph = np.stack([across % 256, down, (across + down) // 2], axis=2).astype(np.uint8)
+    photograph += noise(200, 300) // 16
+    palette = np.repeat(np.random.default_rng(0).integers(0, 256, (200, 200, 1), dtype=np.uint8), 3, axis=2)
+    _, svg = rendered(image_grid([Cell(each) for each in (photograph, palette, noise(60, 60))], columns=3))
+    found = re.findall(r"data:image/(jpeg|png);base64,([A-Za-z0-9+/=\s]+)", svg.decode())
+    images = {kind: np.asarray(Image.open(io.BytesIO(base64.b64decode(data))).convert("RGB")) for kind, data in found}
+    assert [kind for kind, _ in found] == ["jpeg", "png", "png"]
+    shown = np.asarray(Image.fromarray(photograph).resize((160, 107), Image.Resampling.LANCZOS)).astype(float)
+    assert images["jpeg"].shape == shown.shape and np.abs(images["jpeg"][::-1] - shown).mean() < 6
+    assert np.array_equal(images["png"], noise(60, 60))
