@@ -16,6 +16,7 @@ from launch.commands.predict import predict
 from launch.commands.recipes import recipes
 from launch.commands.run import run, train
 from launch.commands.sweep import sweep
+from launch.commands.sync import sync
 from launch.commands.table8 import table8
 from launch.doctor.command import doctor
 from launch.figures.command import figures
@@ -77,6 +78,7 @@ for command in (predict, fewshot, probe, knn, transfer):
     app.command(command)
 app.command(table8)
 app.command(figures)
+app.command(sync)
 app.command(report)
 app.command(compare)
 

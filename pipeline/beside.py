@@ -118,12 +118,14 @@ def main(runs_root: str, name: str) -> None:
     lines: SimpleQueue[bytes] = SimpleQueue()
     threading.Thread(target=_listen, args=(sys.stdin.buffer, lines), daemon=True).start()
     from pipeline.drawing import draw, request_of
+    from pipeline.tracking.publish import publish_stage
 
     while pending := _pending(lines):
         for asked in pending:
             try:
                 request = request_of(folder, stage=asked.stage, step=asked.step)
                 draw(request, moment=asked.moment, say=_say)
+                publish_stage(folder, request.recipe, request.stage, _say)
             except Exception as error:  # noqa: BLE001 - the next request may fare better
                 _say(f"{asked.stage}, {asked.moment}: {type(error).__name__}: {error}")
 

@@ -1,5 +1,5 @@
 """MLflow: a run per pipeline and stage, sent beside training. The only room that imports mlflow.
 
-Imported by: launch, report.
-Imports: checkpoint, data_shards, files of pipeline, model, recipe.
+Imported by: files of pipeline, launch, report.
+Imports: checkpoint, data_shards, files of pipeline, model, pictures, recipe.
 """

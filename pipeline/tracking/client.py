@@ -29,6 +29,14 @@ def store_uri(uri: str | None, *, home: Path) -> str:
     return uri or f"{SQLITE}{home / 'mlflow.db'}"
 
 
+def client_of(uri: str) -> Any:
+    """A client of a store that is there."""
+    _import_mlflow()
+    from mlflow.tracking import MlflowClient
+
+    return MlflowClient(tracking_uri=uri)
+
+
 def open_client(uri: str, *, home: Path, experiment: str) -> tuple[Any, str]:
     """A client of the store at `uri`, and the experiment's id; store and experiment are made if they are missing."""
     _import_mlflow()

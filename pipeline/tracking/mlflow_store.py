@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pipeline.checkpoint.written_by import source_tags
 from pipeline.metrics_log import MetricRow, MetricsLog
@@ -120,7 +120,8 @@ class OfflineTracker:
 class MlflowStore:
     """`tracking_thread.TrackingStore` in MLflow: a stage's run, and the pipeline's as its parent."""
 
-    def __init__(self, settings: TrackerSettings, *, say: Say) -> None:
+    def __init__(self, settings: TrackerSettings, *, say: Say, runs: Literal["open", "as they are"] = "open") -> None:
+        self._runs = runs
         self.place = without_credentials(settings.uri)
         self.settings = settings
         self.client: Any = None
@@ -215,6 +216,21 @@ class MlflowStore:
         except Exception as error:  # noqa: BLE001
             self._say(f"MLflow: cannot write {file}: {type(error).__name__}: {error}")
 
+    def settle(self) -> None:
+        """What nobody trains is not running, whatever was written down last: it was killed, or is done. What an
+        earlier version has not written down is written now."""
+        folder, recipe = self.settings.folder, self.settings.recipe
+        if load_facts(self._facts_file) is None:
+            self.begin_attempt(from_step=0, kept_rows=self.state.sent_rows)
+        done = folder.peek(self.settings.stage).state == "done"
+        facts = self._facts_of(self.state)
+        if facts.status == "RUNNING":
+            self._write(self._facts_file, lambda: replace(facts, status="FINISHED" if done else "KILLED"))
+        status = self._facts_of(self._parent).status
+        if status == "RUNNING":
+            status = "FINISHED" if folder.is_complete(recipe) else "KILLED"
+        self._write(self._parent_facts_file, lambda: self._pipeline_facts(status))
+
     def connect(self) -> None:
         """Creates the experiment and the pipeline's run too; each id is saved once known."""
         settings = self.settings
@@ -265,11 +281,12 @@ class MlflowStore:
         else:
             for tag, value in tags.items():
                 self.client.set_tag(run.info.run_id, tag, value)
-            if state is not self._sweep:  # whose state is told by `tell_sweep`
+            if state is not self._sweep and self._runs == "open":  # a sweep's is told by `tell_sweep`
                 self.client.update_run(run.info.run_id, status="RUNNING")
         if self._connecting is mine:
+            if self._runs == "open" or state.run_id is None:
+                state.sent["status"] = "RUNNING"
             state.run_id = str(run.info.run_id)
-            state.sent["status"] = "RUNNING"
             self._save(state)
 
     def answers(self) -> bool:

@@ -1,0 +1,140 @@
+"""A stage's result as a model of MLflow: a graph of torch's operators (.pt2), which loads without any code of ours.
+
+    mlflow.pyfunc.load_model("models:/ID").predict(pixels)     numpy, uint8 [N, S, S, 3] -> float32 [N, classes]
+    mlflow.pytorch.load_model("models:/ID")(pixels)            the same with tensors
+
+Costs one copy of the weights in memory, two on disk and one sent, and some seconds of a core; a pause of training no.
+The model's curves stay with its run; its last evaluation is also the model's.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import warnings
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from pipeline.metrics_log import iter_metrics
+from pipeline.recipe.schema import Recipe
+from pipeline.run_folder import RunFolder
+from pipeline.vocabulary import METRICS_FILE, StageName
+
+CLASSES_FILE = "classes.json"  # in the model's folder: the names, in the order of the probabilities
+_MOST_CLASSES = 1000  # whose names are in the metadata, too
+_EXAMPLES = 2  # a batch of one would export a program for one image at a time
+_REGISTER_SECONDS = 60
+
+
+@dataclass(frozen=True)
+class LoggedResult:
+    """What became of a stage's model."""
+
+    model_id: str
+    version: str | None = None  # of the registered model
+
+
+def due_model(recipe: Recipe, folder: RunFolder, *, stage: StageName) -> str | None:
+    """The digest of the weights that are to be a model of MLflow; None: this stage leaves none that is."""
+    wanted = recipe.tracking.log_model and stage == recipe.stages.names[-1]
+    if not wanted or stage in ("masked_patch", "swap_head"):
+        return None
+    record = folder.peek(stage)
+    return (record.model_digest or None) if record.state == "done" else None
+
+
+def log_result_model(
+    client: Any, *, uri: str, run_id: str, parent_id: str | None, folder: RunFolder, recipe: Recipe, stage: StageName
+) -> LoggedResult:
+    """Make a stage's model one of MLflow's, of the stage's run and the pipeline's, and register it if the recipe says
+    so. Raises whatever torch and MLflow do."""
+    import mlflow
+    from mlflow.entities import LoggedModelOutput, Metric
+
+    from model.formats.served import PixelsToProbabilities
+    from model.saved import build_described, load_model
+
+    meta, state = load_model(folder.model(stage))
+    model = build_described(meta)
+    model.load_state_dict(state)
+    served = PixelsToProbabilities(model.float().requires_grad_(False).eval(), meta=meta).eval()
+    run = client.get_run(run_id)
+    step = folder.record(stage).total_steps
+    facts = {
+        "image_size": str(meta.image_size),
+        "classes": str(meta.num_classes),
+        "output": "softmax" if meta.loss == "softmax" else "sigmoid of each class",
+        "eval_protocol": meta.eval_protocol,
+    }
+    with tempfile.TemporaryDirectory(prefix="shardvit-model-") as folder_name:
+        logged = client.create_logged_model(
+            run.info.experiment_id,
+            name=f"{recipe.name}-{stage}",
+            source_run_id=run_id,
+            params=facts,
+            tags={"shardvit.stage": stage},
+            model_type="classifier",
+        )
+        path = Path(folder_name) / "model"
+        _save(served, path, model_id=logged.model_id, run_id=run_id, names=meta.class_names, facts=facts)
+        client.log_model_artifacts(logged.model_id, str(path))
+    client.finalize_logged_model(logged.model_id, "READY")
+    for each in (run_id, parent_id):
+        if each is not None:
+            client.log_outputs(each, [LoggedModelOutput(logged.model_id, step)])
+    last = _last_values(folder, stage=stage)
+    points = [Metric(name, value, at, on, model_id=logged.model_id) for name, (value, at, on) in last.items()]
+    client.log_batch(run_id, metrics=points, synchronous=True)
+    if recipe.tracking.register_as is None:
+        return LoggedResult(logged.model_id)
+    mlflow.set_tracking_uri(uri)
+    registered = mlflow.register_model(
+        f"models:/{logged.model_id}", recipe.tracking.register_as, await_registration_for=_REGISTER_SECONDS
+    )
+    if recipe.tracking.alias is not None:
+        client.set_registered_model_alias(recipe.tracking.register_as, recipe.tracking.alias, registered.version)
+    return LoggedResult(logged.model_id, version=str(registered.version))
+
+
+def _save(
+    served: Any, path: Path, *, model_id: str, run_id: str, names: tuple[str, ...], facts: dict[str, str]
+) -> None:
+    import mlflow.pytorch
+    import numpy as np
+    from mlflow.models import Model, ModelSignature
+    from mlflow.types import Schema, TensorSpec
+
+    size = int(facts["image_size"])
+    example = np.zeros((_EXAMPLES, size, size, 3), dtype=np.uint8)
+    signature = ModelSignature(
+        inputs=Schema([TensorSpec(np.dtype(np.uint8), (-1, size, size, 3), name=None)]),
+        outputs=Schema([TensorSpec(np.dtype(np.float32), (-1, len(names)))]),
+    )
+    with warnings.catch_warnings(action="ignore"):  # of the exporter, about itself
+        mlflow.pytorch.save_model(
+            served,
+            path,
+            mlflow_model=Model(model_id=model_id, run_id=run_id),
+            signature=signature,
+            input_example=example,
+            serialization_format="pt2",
+            pip_requirements=[f"{name}=={version(name)}" for name in ("mlflow", "torch", "numpy")],
+            metadata={
+                **facts,
+                "input": "RGB pixels, 0 to 255, resized to image_size as eval_protocol says",
+                "class_names": list(names[:_MOST_CLASSES]),
+            },
+        )
+    (path / CLASSES_FILE).write_text(json.dumps(list(names)) + "\n", encoding="utf-8")
+
+
+def _last_values(folder: RunFolder, *, stage: StageName) -> dict[str, tuple[float, int, int]]:
+    """The last point of each held-out metric: value, unix milliseconds, step, as its run has it."""
+    last: dict[str, tuple[float, int, int]] = {}
+    for row in iter_metrics(folder.stage(stage) / METRICS_FILE):
+        for name, value in row.metrics.items():
+            if name.startswith("val"):
+                last[name] = (value, int(row.time * 1000), row.step)
+    return last
