@@ -46,17 +46,19 @@ def model_slug(config: ModelConfig) -> str:
 
 
 def stage_name(
-    recipe: Recipe, stage: StageName, *, datasets: Iterable[DatasetInput], restart: int, now: float | None = None
+    recipe: Recipe, stage: StageName, *, folder: RunFolder, datasets: Iterable[DatasetInput], now: float | None = None
 ) -> str:
-    """`pretrain-vitb16-224-imagenet21k-20251122`; a stage that was begun again ends in `-restart1`."""
+    """`pretrain-vitb16-224-imagenet21k-20251122`; a sweep's runs end in their point, as `-lr-0.01`, and a stage that
+    was begun again in `-restart1`."""
     config = getattr(recipe.stages, stage)
     size = [str(config.image_size)] if isinstance(config, TrainStage) else []
     data = [_slug(one.name.removesuffix("-train")) for one in datasets if one.context == "train"] or [
         _slug(recipe.name)
     ]
     date = time.strftime("%Y%m%d", time.localtime(now))
-    again = [f"restart{restart}"] if restart else []
-    return "-".join([stage, model_slug(recipe.model), *size, data[0], date, *again])
+    point = [recipe.name] if folder.sweep is not None else []
+    again = [f"restart{count}"] if (count := restarts(folder, stage)) else []
+    return "-".join([stage, model_slug(recipe.model), *size, data[0], date, *point, *again])
 
 
 def restarts(folder: RunFolder, stage: StageName) -> int:

@@ -160,7 +160,7 @@ class MlflowStore:
         if restart:
             tags["shardvit.restart"] = str(restart)
         return RunFacts(
-            name=before.name if before else stage_name(recipe, stage, datasets=settings.datasets, restart=restart),
+            name=before.name if before else stage_name(recipe, stage, folder=folder, datasets=settings.datasets),
             description=stage_description(recipe, folder, stage=stage, params=params),
             tags=tags,
             params=params,
