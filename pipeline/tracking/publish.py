@@ -173,8 +173,8 @@ def _send_image(client: Any, run_id: str, each: KeptPicture, *, there: set[str])
 
     assert each.png is not None
     key = f"{each.picture.group}/{each.picture.name}"
-    # MLflow's own name for it, up to the time; before 3 its signs were %.
-    begin = rf"images/{re.escape(key.replace('/', '#'))}[+%]step[+%]{each.step}[+%]"
+    # MLflow's own name for it, up to the time; its signs have changed between versions.
+    begin = rf"images/{each.picture.group}[#~]{each.picture.name}[+%]step[+%]{each.step}[+%]"
     if any(re.match(begin, path) and path.endswith(".png") for path in there):
         return
     with Image.open(each.png) as image:

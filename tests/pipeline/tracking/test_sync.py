@@ -168,6 +168,7 @@ def until(true: Any) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_after_an_outage_in_mid_run_a_sync_leaves_every_value_once_and_the_model_loads_without_our_code(
     server: Server, run: RunFolder, tmp_path: Path
 ) -> None:
