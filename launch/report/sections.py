@@ -40,6 +40,11 @@ _GROUPS: dict[PictureGroup, str] = {
     "model": "What it has learned",
     "paper": "The paper's figures",
 }
+_ORDER = (  # of pictures in a group; others come after these
+    *("training_batch", "augmentation", "evaluation_grid", "worst_mistakes", "confusion_matrix", "confused_pairs"),
+    *("class_scores", "per_class", "reliability", "masked_patches", "attention_rollout", "attention_distance"),
+    *("embedding_filters", "position_similarity"),
+)
 _OVER_ONE_ANOTHER = "Pale lines are training, lines with dots held-out images; a colour and its dashes are one run."
 _MOST_FILE_BYTES = 30_000_000
 _LONG_TABLE = 25  # rows: folded
@@ -196,12 +201,16 @@ def _picture_sections(history: RunHistory, *, notes: list[str]) -> list[PageSect
             for picture in pictures:
                 if picture.picture.group == group:
                     of_group.setdefault(picture.picture.name, []).append(picture)
-            for steps in of_group.values():
+            for steps in sorted(of_group.values(), key=lambda each: _place(each[0].picture.name)):
                 block = _picture_block(steps, prefix=f"{stage}: " if several else "", notes=notes)
                 if block is not None:
                     blocks.append(block)
         sections.append(PageSection(title, blocks))
     return sections
+
+
+def _place(name: str) -> int:
+    return next((place for place, known in enumerate(_ORDER) if name.startswith(known)), len(_ORDER))
 
 
 def _pictures_beside(histories: Sequence[RunHistory], *, names: Sequence[str], notes: list[str]) -> list[PageSection]:
@@ -218,7 +227,7 @@ def _pictures_beside(histories: Sequence[RunHistory], *, names: Sequence[str], n
                     if block is not None:
                         by_kind.setdefault((picture.picture.group, picture.picture.name), []).append(block)
     groups: list[str] = list(_GROUPS)
-    order = sorted(by_kind, key=lambda key: (groups.index(key[0]), key[1]))
+    order = sorted(by_kind, key=lambda key: (groups.index(key[0]), _place(key[1]), key[1]))
     return [PageSection("Pictures", [block for key in order for block in by_kind[key]])]
 
 

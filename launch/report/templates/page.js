@@ -45,6 +45,17 @@
 
   // ---- pictures of several steps ----
 
+  for (const image of document.querySelectorAll(".picture img"))
+    image.addEventListener("click", () => {  // on a phone its words are small: at its own size it scrolls
+      image.classList.toggle("full", !image.classList.contains("full") && image.clientWidth < Number(image.getAttribute("width")));
+    });
+  const markSmall = () => {
+    for (const image of document.querySelectorAll(".picture img"))
+      image.classList.toggle("small", image.clientWidth < Number(image.getAttribute("width")));
+  };
+  addEventListener("resize", markSmall);
+  markSmall();
+
   for (const label of document.querySelectorAll(".steps")) {
     const images = [...label.parentElement.querySelectorAll("img")];
     const at = label.parentElement.querySelector(".at");
