@@ -5,7 +5,8 @@ of 100,000 points with every metric that training logs, an evaluation for each 1
 checkpoints, and photographs as noise (which packs worst) as pictures of several steps. Each page is made by the command
 in a fresh process. No browser is started.
 
-Targets that the project sets itself: below 20 s, below 5 MB, and the spike is on the page.
+Targets that the project sets itself: below 20 s, below 5 MB, and the spike is on the page. The seconds are of CPU time,
+which is what the command takes on a core of its own; the clock's, beside it, also have what other processes take.
 """
 
 from __future__ import annotations
@@ -59,13 +60,13 @@ def main() -> None:
             for number in range(3)
         ]
         pages = [measured("one run", runs[:1]), measured("three runs", runs)]
-    print(f"Python {platform.python_version()}, {os.cpu_count()} cores; {options.points:,} points a run")
+    print(f"Python {platform.python_version()}, {os.cpu_count()} cores; {options.points:,} points a run; load {os.getloadavg()[0]:.0f}")
     print(f"\n{'':12}{'seconds':>10}{'CPU s':>10}{'peak MB':>10}{'page MB':>10}  spike")
     for page in pages:
         figures = f"{page.seconds:10.1f}{page.cpu_seconds:10.1f}{page.peak_mb:10.0f}{page.page_bytes / 1e6:10.2f}"
         print(f"{page.what:12}{figures}  {'on the page' if page.has_spike else 'LOST'}")
-    met = all(page.seconds < _MOST_SECONDS and page.page_bytes < _MOST_BYTES and page.has_spike for page in pages)
-    print(f"\ntargets, {_MOST_SECONDS:g} s and {_MOST_BYTES / 1e6:g} MB: {'met' if met else 'MISSED'}")
+    met = all(page.cpu_seconds < _MOST_SECONDS and page.page_bytes < _MOST_BYTES and page.has_spike for page in pages)
+    print(f"\ntargets, {_MOST_SECONDS:g} s of CPU and {_MOST_BYTES / 1e6:g} MB: {'met' if met else 'MISSED'}")
 
 
 def measured(what: str, runs: list[RunFolder]) -> PageCost:
