@@ -60,7 +60,8 @@ def main() -> None:
             for number in range(3)
         ]
         pages = [measured("one run", runs[:1]), measured("three runs", runs)]
-    print(f"Python {platform.python_version()}, {os.cpu_count()} cores; {options.points:,} points a run; load {os.getloadavg()[0]:.0f}")
+    load = f"load {os.getloadavg()[0]:.0f}"
+    print(f"Python {platform.python_version()}, {os.cpu_count()} cores, {load}; {options.points:,} points a run")
     print(f"\n{'':12}{'seconds':>10}{'CPU s':>10}{'peak MB':>10}{'page MB':>10}  spike")
     for page in pages:
         figures = f"{page.seconds:10.1f}{page.cpu_seconds:10.1f}{page.peak_mb:10.0f}{page.page_bytes / 1e6:10.2f}"
