@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pipeline.figures.measured import FewShotPoint, cost_points, few_shot_points
+from pipeline.pictures.evaluated import counted
 from pipeline.pictures.picture import Cell, Picture
 from pipeline.pictures.style import DASHES, MUTED, SERIES, new_figure
 from pipeline.report.history import RunHistory
@@ -78,8 +79,8 @@ def few_shot_over_size(runs: Sequence[RunHistory]) -> FigureOfRuns | None:
         title="Few-shot accuracy over pre-training",
         caption="Top-1 of a linear classifier fitted to a few images of each class on the frozen features (closed-form "
         f"least squares), over {what} (ViT paper, Figure 4's form). The table has all points.",
-        alt=f"{len(lines)} lines. At its end the best, {best.run}, has {best.top1:.3f} ({best.measure}) after "
-        f"{best.images_seen:,} images.",
+        alt=f"{counted(len(lines), 'line')}. At its end the best, {best.run}, has {best.top1:.3f} ({best.measure}) "
+        f"after {best.images_seen:,} images.",
         group="paper",
     )
     table: dict[str, list[Cell]] = {
@@ -139,8 +140,8 @@ def transfer_over_cost(runs: Sequence[RunHistory]) -> FigureOfRuns | None:
         caption="Top-1 after transfer over what pre-training cost: forward and backward FLOPs of all images seen, by "
         "formula, on a logarithmic axis (ViT paper, Figure 5's form). Up and to the left is better. The table has all "
         "measures, and hours where they were counted.",
-        alt=f"{len({each.run for _, each in priced})} pre-trained runs. The best, {best.run}, has {best.top1:.3f} "
-        f"({best.measure}) for {cost / unit:.3g} {prefix}FLOPs.",
+        alt=f"{counted(len({each.run for _, each in priced}), 'pre-trained run')}. The best, {best.run}, has "
+        f"{best.top1:.3f} ({best.measure}) for {cost / unit:.3g} {prefix}FLOPs.",
         group="paper",
     )
     table: dict[str, list[Cell]] = {

@@ -156,18 +156,18 @@ def draw_distance(looked: LookedAt, *, meta: SavedModelMeta) -> Drawn:
     )
     plot.set(xlabel="depth (block)", ylabel="mean attention distance (px)")
     plot.set_xlim(0.5, depth + 0.5)
-    plot.set_ylim(0, max(looked.uniform_distance, distances.max()) * 1.15)
+    plot.set_ylim(0, max(looked.uniform_distance, distances.max(), 1.0) * 1.15)
     plot.xaxis.get_major_locator().set_params(integer=True)
     plot.yaxis.grid(True)
     plot.legend(loc="lower right")
     means = distances.mean(axis=1)
+    class_token = " The class token is left out." if meta.model.pool == "cls" else ""
     picture = Picture(
         name="attention_distance",
         title="How far attention reaches",
         caption="Each dot is a head: the mean distance in pixels from a query patch to the patches it attends to, "
         f"weighted by attention, over all queries of {looked.images} images of {meta.image_size} px (ViT "
-        "paper, Figure 7, right). Low: local, as a convolution; dashed: attention spread evenly. The class token is "
-        "left out.",
+        f"paper, Figure 7, right). Low: local, as a convolution; dashed: attention spread evenly.{class_token}",
         alt=f"{depth} blocks of {heads} heads. In the first block heads reach {_pixels(distances[0].min())} to "
         f"{_pixels(distances[0].max())}, mean {_pixels(means[0])}; in the last {_pixels(distances[-1].min())} to "
         f"{_pixels(distances[-1].max())}, mean {_pixels(means[-1])}. Even attention would reach "

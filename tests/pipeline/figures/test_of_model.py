@@ -44,6 +44,7 @@ KINDS: dict[str, tuple[dict[str, Any], set[str]]] = {
     "hybrid": ({**SIZES, "resnet_layers": (), "patch_size": 8}, WEIGHTS | ATTENTION | {"position_similarity"}),
     "relative": ({**SIZES, "position": "relative"}, WEIGHTS | ATTENTION),
     "none": ({**SIZES, "position": "none"}, WEIGHTS | ATTENTION),
+    "one patch": ({**SIZES, "patch_size": 16}, WEIGHTS | ATTENTION | {"position_similarity"}),
     "resnet": ({"resnet_layers": (1,)}, WEIGHTS),
     "masked patch": (SIZES, WEIGHTS | ATTENTION | {"position_similarity"}),
 }
