@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -57,11 +58,10 @@ def digits(folder: Path, split: str) -> ShardSet:
 
 def damage(shards: ShardSet, sample: int) -> bytes:
     """Make an image unreadable; returns the tar as it was."""
-    for entry in shards.shards:
-        if sample < entry.num_samples:
-            break
-        sample -= entry.num_samples
-    tar = Path(entry.url)
+    ends = np.cumsum(shards.shard_sizes)
+    number = int(np.searchsorted(ends, sample, side="right"))
+    sample -= int(ends[number]) - shards.shard_sizes[number]
+    tar = Path(shards.shards[number].url)
     before = tar.read_bytes()
     index = read_index(index_path(tar))
     content = bytearray(before)
