@@ -6,7 +6,6 @@ The loop is `train_loop`, the arithmetic `recipe.stage_plan`; the stages' differ
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterator
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from typing import Literal
@@ -19,11 +18,9 @@ from data_shards.errors import UserError
 from data_shards.images.decode import require_decoder
 from data_shards.vocabulary import GOOGLES, Normalisation
 from model.checkpointing import checkpoint_blocks
-from model.counting.flops import account
 from model.saved import SavedModelMeta, save_model
 from model.vocabulary import COLOURS, HeadKind
 from pipeline.checkpoint.identity import checkpoint_identity
-from pipeline.checkpoint.note import describe_changes, describe_restored
 from pipeline.checkpoint.room import check_free_space, estimate_bytes
 from pipeline.checkpoint.saver import CheckpointSaver
 from pipeline.checkpoint.store import Restored, Retention, restore_checkpoint
@@ -50,12 +47,13 @@ from pipeline.report.reporter import Report, stage_report
 from pipeline.rollback import GoBack, abandoned_checkpoints, note_rollback, remove_abandoned
 from pipeline.run_folder import StageRecord, check_inputs, weights_digest
 from pipeline.stage_batches import held_out, held_out_loader, train_loader, train_stream
-from pipeline.stage_data import StageData, asked_metrics, cache_advice, training_order
+from pipeline.stage_data import StageData, asked_metrics
+from pipeline.stage_description import describe_start
 from pipeline.stage_model import stage_model
 from pipeline.state import TrainState
 from pipeline.task import Task, make_task
 from pipeline.train_loop import TrainJob, train
-from pipeline.transfer.few_shot_data import few_shot_of
+from pipeline.transfer.few_shot_stage import few_shot_evaluation
 from pipeline.vocabulary import CORRUPT_SAMPLES_FILE, METRICS_FILE, StageName, WeightsKind
 
 
@@ -200,7 +198,18 @@ def _train(
             report=report,
         )
         if ranks.place.is_main:
-            _describe_start(context, stage=stage, data=data, job=job, kernels=kernels, start=start, restored=restored)
+            for line in describe_start(
+                recipe,
+                stage=stage,
+                place=ranks.place,
+                data=data,
+                plan=plan,
+                task=task,
+                head=start.head,
+                notes=kernels.notes,
+                restored=restored,
+            ):
+                report.note(line)
             context.draw(stage, "begin", state.step)
         with closing(job.batches), closing(job.saver):
             if plan.rollback and restored is None:
@@ -295,20 +304,9 @@ def make_job(
                 )
         return found
 
-    few_shot = None
-    if few_shot_of(recipe, stage=stage):
-        from pipeline.transfer.during_training import few_shot_measures
-
-        few_shot = few_shot_measures(
-            context,
-            stage=stage,
-            plan=plan,
-            store=data.store,
-            engine=engine,
-            workers=workers,
-            beat=lambda at_step: watch.beat(at_step, doing="few-shot evaluation"),
-            say=report.note,
-        )
+    few_shot = few_shot_evaluation(
+        context, stage=stage, plan=plan, data=data, engine=engine, workers=workers, watch=watch, say=report.note
+    )
 
     def run_evaluation(at_step: int) -> dict[str, float]:
         found = kept = evaluate_all(at_step, of="weights")
@@ -317,8 +315,7 @@ def make_job(
                 of_average = evaluate_all(at_step, of="ema")
             found, kept = [*found, *of_average], of_average if config.ema.model == "ema" else found
         metrics = {name: value for each in found for name, value in each.metrics.items()}
-        if few_shot:
-            metrics |= few_shot(at_step, of_average=bool(config.ema and config.ema.model == "ema"))
+        metrics |= few_shot(at_step)
         if ranks.place.is_main:
             keep_evaluations(folder.stage(stage), kept, step=at_step, say=report.note)
             context.draw(stage, "evaluated", at_step)
@@ -382,52 +379,3 @@ def _check_disk(context: StageContext, *, stage: StageName, model: nn.Module) ->
         ema=recipe.train_stage(stage).ema,
     )
     check_free_space(context.folder.checkpoints(stage), needed_bytes=needed_bytes)
-
-
-def _describe_start(
-    context: StageContext,
-    *,
-    stage: StageName,
-    data: StageData,
-    job: TrainJob,
-    kernels: Kernels,
-    start: StageStart,
-    restored: Restored | None,
-) -> None:
-    recipe, place, plan, task = context.recipe, context.ranks.place, job.plan, job.task
-    config = recipe.train_stage(stage)
-
-    def lines() -> Iterator[str | None]:
-        yield f"{stage}: {config.image_size} px, {len(task.outputs)} {task.kind_of_output}; {plan.describe()}"
-        if start.head != "masked_patch":
-            cost = account(
-                recipe.model,
-                image_size=config.image_size,
-                num_classes=len(task.outputs),
-                head=start.head,
-                patch_dropout=config.patch_dropout,
-                checkpointed_every=recipe.engine.checkpointed_every or 1,
-            )
-            kept = "checkpointed" if recipe.engine.checkpointed_every else "all"
-            yield f"{stage}: {cost.describe(activations=kept)}"
-        yield from (f"{stage}: {note}" for note in kernels.notes)
-        yield from (*data.train.damage, *(line for one in data.held_out.values() for line in one.damage))
-        yield cache_advice(recipe, data=data, plan=plan, processes_per_node=place.local_world_size)
-        if restored:
-            yield describe_restored(
-                restored,
-                plan=plan,
-                order=training_order(recipe, data=data, plan=plan),
-                shards=data.train,
-                lr=plan.schedule(restored.state.step),
-            )
-            yield describe_changes(
-                restored,
-                recipe=recipe,
-                identity=checkpoint_identity(recipe, stage=stage, processes=place.world_size),
-                written_by=written_by(),
-            )
-
-    for line in lines():
-        if line:
-            job.report.note(line)

@@ -21,7 +21,6 @@ import numpy as np
 import torch
 
 from data_shards.errors import UserError
-from data_shards.images.decode import PixelLimit
 from data_shards.images.transforms import EvalTransform
 from data_shards.label_column import UNKNOWN, label_column
 from data_shards.loading.assemble import Access
@@ -29,23 +28,20 @@ from data_shards.loading.batch import Batch
 from data_shards.loading.device_prefetch import ahead_on_device
 from data_shards.loading.loader import EvalBatches, eval_batches
 from data_shards.shard_set import ShardSet
-from data_shards.store.store import Store
 from data_shards.text import parse_bytes
-from pipeline.context import StageContext
 from pipeline.data_workers import DataWorkers
 from pipeline.engine.protocol import Engine
 from pipeline.ranks.group import Ranks
 from pipeline.recipe.few_shot import FewShotConfig
 from pipeline.recipe.stage_plan import StagePlan
-from pipeline.stage_batches import eval_transform
 from pipeline.task import model_input
 from pipeline.transfer.capture import captured_features
 from pipeline.transfer.features import Features, merged, of_batch
-from pipeline.transfer.few_shot_data import FewShotData, few_shot_of, open_few_shot
+from pipeline.transfer.few_shot_data import FewShotData
 from pipeline.transfer.least_squares import LinearClassifier, fit_least_squares
 from pipeline.transfer.results import few_shot_name
 from pipeline.transfer.shots import Int64s, choose_shots
-from pipeline.vocabulary import FeatureLayer, StageName
+from pipeline.vocabulary import FeatureLayer
 
 
 @dataclass(frozen=True)
@@ -289,53 +285,3 @@ class _DecodedPart:
 def _own(batch: Batch) -> Batch:
     """Not in memory that it shares with a worker process, of which there is little."""
     return replace(batch, images=batch.images.clone()) if batch.images.is_shared() else batch
-
-
-def few_shot_measures(
-    context: StageContext,
-    *,
-    stage: StageName,
-    plan: StagePlan,
-    store: Store,
-    engine: Engine,
-    workers: DataWorkers,
-    beat: Callable[[int], None],
-    say: Callable[[str], None],
-) -> FewShotMeasures | None:
-    """The few-shot sets of a stage, opened on rank 0; None: it has none. Collective; UserError as `open_few_shot`."""
-    recipe, ranks = context.recipe, context.ranks
-    configs = few_shot_of(recipe, stage=stage)
-    if not configs:
-        return None
-    data = ranks.from_main(
-        context.on_main(
-            lambda: open_few_shot(recipe, stage=stage, report=context.say, commands="run", store=store), takes="long"
-        )
-    )
-    assert data is not None
-    for line in (damage for each in data for one in (each.train, each.eval) for damage in one.damage):
-        say(line)
-
-    def access(shards: ShardSet) -> Access:
-        return Access(
-            shards,
-            store=store,
-            decoder=recipe.data.decoder,
-            pixel_limit=PixelLimit(recipe.data.max_image_pixels),
-            on_corrupt="substitute",
-        )
-
-    return FewShotMeasures(
-        configs,
-        data,
-        FewShotContext(
-            engine=engine,
-            ranks=ranks,
-            plan=plan,
-            workers=workers,
-            access=access,
-            transform=eval_transform(recipe.train_stage(stage)),
-            beat=beat,
-            say=say,
-        ),
-    )

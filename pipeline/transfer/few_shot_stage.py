@@ -1,0 +1,88 @@
+"""A stage's few-shot sets, ready to be measured at its evaluations; a stage without any imports nothing for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from data_shards.images.decode import PixelLimit
+from data_shards.loading.assemble import Access
+from data_shards.shard_set import ShardSet
+from pipeline.context import StageContext
+from pipeline.data_workers import DataWorkers
+from pipeline.engine.protocol import Engine
+from pipeline.ranks.watch import Watch
+from pipeline.recipe.stage_plan import StagePlan
+from pipeline.stage_batches import eval_transform
+from pipeline.stage_data import StageData
+from pipeline.transfer.few_shot_data import few_shot_of, open_few_shot
+from pipeline.vocabulary import StageName
+
+if TYPE_CHECKING:
+    from pipeline.transfer.during_training import FewShotMeasures
+
+
+def few_shot_evaluation(
+    context: StageContext,
+    *,
+    stage: StageName,
+    plan: StagePlan,
+    data: StageData,
+    engine: Engine,
+    workers: DataWorkers,
+    watch: Watch,
+    say: Callable[[str], None],
+) -> Callable[[int], dict[str, float]]:
+    """What measures the sets that are due after a step, of the weights that become the stage's model; see
+    `during_training`. Collective, as is what it returns; UserError as `open_few_shot`."""
+    if not few_shot_of(context.recipe, stage=stage):
+        return lambda step: {}
+    measures = _measures(
+        context, stage=stage, plan=plan, data=data, engine=engine, workers=workers, watch=watch, say=say
+    )
+    ema = context.recipe.train_stage(stage).ema
+    return lambda step: measures(step, of_average=ema is not None and ema.model == "ema")
+
+
+def _measures(
+    context: StageContext,
+    *,
+    stage: StageName,
+    plan: StagePlan,
+    data: StageData,
+    engine: Engine,
+    workers: DataWorkers,
+    watch: Watch,
+    say: Callable[[str], None],
+) -> FewShotMeasures:
+    from pipeline.transfer.during_training import FewShotContext, FewShotMeasures
+
+    recipe, ranks = context.recipe, context.ranks
+    opened = context.on_main(
+        lambda: open_few_shot(recipe, stage=stage, report=context.say, commands="run", store=data.store), takes="long"
+    )
+    sets = ranks.from_main(opened)
+    assert sets is not None
+    for line in (damage for each in sets for one in (each.train, each.eval) for damage in one.damage):
+        say(line)
+
+    def access(shards: ShardSet) -> Access:
+        return Access(
+            shards,
+            store=data.store,
+            decoder=recipe.data.decoder,
+            pixel_limit=PixelLimit(recipe.data.max_image_pixels),
+            on_corrupt="substitute",
+        )
+
+    shared = FewShotContext(
+        engine=engine,
+        ranks=ranks,
+        plan=plan,
+        workers=workers,
+        access=access,
+        transform=eval_transform(recipe.train_stage(stage)),
+        beat=lambda step: watch.beat(step, doing="few-shot evaluation"),
+        say=say,
+    )
+    return FewShotMeasures(few_shot_of(recipe, stage=stage), sets, shared)
