@@ -19,6 +19,7 @@ from data_shards.images.decode import PixelLimit
 from data_shards.opening import open_shards
 from data_shards.shard_set import ShardSet, ShardsSpec
 from data_shards.store.location import shown
+from data_shards.store.prefetch import all_local
 from data_shards.store.store import Store
 from data_shards.text import one_line, show_bytes
 from launch.report.blocks import PageBlock, PageImage, PagePicture, PageSection, PageTable, PageText
@@ -190,7 +191,7 @@ def _set_section(
     making: _Making, seen: Glance, *, title: str, prefix: str, image_size: int | None = None
 ) -> PageSection:
     shards = seen.shards
-    damaged = [f"{one_line(shards.source)}: {text}" for text in shards.damage]
+    damaged = list(shards.damage)
     damaged += [f"{each.shard}{': ' + one_line(each.key) if each.key else ''}: {each.reason}" for each in seen.damaged]
     blocks: list[PageBlock] = []
     for made in (contact_sheet(seen), label_histogram(seen), image_sizes(seen, image_size=image_size)):
@@ -209,10 +210,13 @@ def _set_section(
     first = f"The largest {_MOST_CLASSES:,} of {shards.num_classes:,} classes" if len(order) > len(rows) else "Classes"
     blocks.append(PageTable(("Class", "Images"), rows, title=f"{first}, with their images", folded=True))
     size = "" if shards.num_bytes is None else f", {show_bytes(shards.num_bytes)}"
+    of = "" if seen.is_whole else f" of {seen.opened:,} shards"
+    effort = f"{show_bytes(seen.bytes_read)} were read{of}"
+    if not all_local(shards.shards):
+        effort = f"{_many(seen.opened, 'shard')} {'was' if seen.opened == 1 else 'were'} fetched"
     intro = (
         f"{shards.source}: {_many(shards.num_samples, 'image')} of {shards.num_classes:,} classes in "
-        f"{_many(len(shards.shards), 'shard')}{size}. To look at it, {show_bytes(seen.bytes_read)} were read"
-        + ("." if seen.is_whole else f" of {seen.opened:,} shards.")
+        f"{_many(len(shards.shards), 'shard')}{size}. To look at it, {effort}."
     )
     return PageSection(title, blocks, intro=intro)
 
