@@ -31,7 +31,7 @@ class EvaluatedSet:
         return f"{picture}__{re.sub('[^a-z0-9_]', '_', self.set_name.lower())}"
 
     def title(self, text: str) -> str:
-        return text if self.set_name == OWN_SET else f"{text}: {one_line(self.set_name)}"
+        return text if self.set_name == OWN_SET else f"{text}, set {one_line(self.set_name)}"
 
 
 def each_set(request: DrawRequest, draw: Callable[[EvaluatedSet], None]) -> None:

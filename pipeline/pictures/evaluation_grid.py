@@ -20,8 +20,8 @@ from pipeline.pictures.picture import DrawRequest, Picture, keep_picture
 _MOST_EXAMPLES = 36
 _MOST_MISTAKES = 24
 _COLUMNS = 6  # which fill their rows
-_CELL_INCHES = 1.15
-_NAME_POINTS = 72 * _CELL_INCHES - 38  # of a cell's width, beside a tick and a probability
+_CELL_INCHES = 1.2
+_NAME_POINTS = 72 * _CELL_INCHES - 34  # of a cell's width, beside a tick and a probability
 
 Images = dict[int, NDArray[np.uint8]]
 

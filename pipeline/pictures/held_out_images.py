@@ -42,7 +42,7 @@ def held_out_images(request: DrawRequest, *, set_name: str, samples: Sequence[in
 def held_out_access(request: DrawRequest, *, set_name: str) -> Access:
     """A held-out set, opened. UserError: it cannot be; ValueError: the recipe does not name it."""
     recipe, config = request.recipe, request.recipe.train_stage(request.stage)
-    named = config.eval if set_name == OWN_SET else (getattr(config, "also_eval", None) or {}).get(set_name)
+    named = config.eval if set_name == OWN_SET else config.also_eval.get(set_name)
     if named is None:
         raise ValueError(f"stages.{request.stage} names no held-out shards {set_name!r}")
     store = store_of(recipe, commands="refuse")
