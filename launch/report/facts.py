@@ -79,9 +79,22 @@ def train_config(recipe: Recipe | None, stage: StageName) -> TrainStage | None:
 
 
 def last_trained(history: RunHistory) -> StageHistory | None:
-    """The last stage that has a result or a curve."""
+    """The last stage that has a held-out score, or else a curve."""
     trained = [stage for stage in history.stages if stage.name != "swap_head" and (stage.rows or stage.record.results)]
-    return trained[-1] if trained else None
+    judged = [stage for stage in trained if stage_result(history, stage).score is not None]
+    return next(reversed(judged or trained), None)
+
+
+def held_out_fact(history: RunHistory) -> tuple[str, str] | None:
+    """The last held-out score and what it is; None: there is none yet."""
+    stage = last_trained(history)
+    score = None if stage is None else stage_result(history, stage).score
+    if stage is None or score is None:
+        return None
+    name = SCORES.get(score_name(history.recipe, stage).replace("/ema_", "/"), "score")
+    images = stage.record.results.get("val/images", stage.last("val/images"))
+    of = f" ({images:,.0f} images)" if images and math.isfinite(images) else ""
+    return show_share(score), f"held-out {name} after {stage.name}{of}"
 
 
 def describe_model(recipe: Recipe) -> str:
@@ -122,13 +135,8 @@ def headline(history: RunHistory) -> tuple[str, list[tuple[str, str]]]:
     lead = f"{'; '.join(part for part in parts if part)}. {state.capitalize()}."
     if stage is None:
         return lead, []
-    result = stage_result(history, stage)
-    facts: list[tuple[str, str]] = []
-    if result.score is not None:
-        name = SCORES.get(score_name(recipe, stage).replace("/ema_", "/"), "score")
-        images = stage.record.results.get("val/images", stage.last("val/images"))
-        of = f" ({images:,.0f} images)" if images and math.isfinite(images) else ""
-        facts.append((show_share(result.score), f"held-out {name} after {stage.name}{of}"))
+    score = held_out_fact(history)
+    facts = [] if score is None else [score]
     seen = sum(stage_result(history, each).images_seen for each in history.stages)
     seconds = sum(each.record.seconds for each in history.stages)
     facts.append((show_count(seen), "images seen, all stages"))

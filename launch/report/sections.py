@@ -22,7 +22,7 @@ from launch.report.blocks import (
     ShownNumber,
 )
 from launch.report.charts import DATA_BYTES, stage_charts
-from launch.report.facts import headline, metric_names, stage_result, stage_rows
+from launch.report.facts import headline, held_out_fact, metric_names, stage_result, stage_rows
 from launch.report.page import Page, render_page
 from launch.report.timeline import event_table, time_line
 from pipeline.checkpoint.identity import STATE, checkpoint_folders
@@ -100,9 +100,9 @@ def runs_page(histories: Sequence[RunHistory], names: Sequence[str]) -> Page:
         " · ".join(names) if len(names) <= 3 else f"{len(names)} runs",
         lead=f"{len(names)} runs over one another.",
         facts=[
-            fact
+            (found[0], f"{name}: {found[1]}")
             for name, history in zip(names, histories, strict=True)
-            for fact in [(value, f"{name}: {label}") for value, label in headline(history)[1][:1]]
+            if (found := held_out_fact(history)) is not None
         ],
         legend=names,
         sections=[section for section in sections if section is not None and section.blocks],

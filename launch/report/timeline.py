@@ -104,7 +104,7 @@ def time_line(history: RunHistory, *, title: str = "") -> PageDrawing | None:
     cut = "; ".join(f"a pause of {show_duration(to - start)} is shortened" for start, to, _ in clock.cuts[:5])
     begun = np.datetime64(int(clock.begun), "s").astype(str).replace("T", " ")
     caption = f"Begun {begun} UTC; each bar is an attempt{f'; {cut}' if cut else ''}. What happened is named under the "
-    return PageDrawing(title, f"{caption}pointer, and listed below.", svg)
+    return PageDrawing(title, f"{caption}pointer.", svg)
 
 
 def event_table(history: RunHistory) -> PageTable | None:
