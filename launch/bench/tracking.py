@@ -123,7 +123,9 @@ def main() -> None:
     load = os.getloadavg()[0]
     libraries = ", ".join(f"{name} {version(name)}" for name in ("torch", "mlflow"))
     print(f"Python {platform.python_version()}, {libraries}, {os.cpu_count()} cores, no GPU; load average {load:.1f}")
-    print("ViT of width 192 and depth 6 at 32 px (65 tokens), 64 images a step, float32, ZeRO 1, one process", flush=True)
+    print(
+        "ViT of width 192 and depth 6 at 32 px (65 tokens), 64 images a step, float32, ZeRO 1, one process", flush=True
+    )
     print("\n".join(report(measure(steps=options.steps))))
 
 
