@@ -19,6 +19,7 @@ from launch.commands.sweep import sweep
 from launch.commands.sync import sync
 from launch.commands.table8 import table8
 from launch.doctor.command import doctor
+from launch.evaluating.command import evaluate
 from launch.figures.command import figures
 from launch.output import OutputLost, guard, say
 from launch.planning.command import plan
@@ -74,6 +75,7 @@ for command in (pack, show, recipes, run, sweep, train, demo, check, plan, submi
     app.command(command)
 app.command(import_model, name="import")
 app.command(export_model, name="export")
+app.command(evaluate, name="eval")
 for command in (predict, fewshot, probe, knn, transfer):
     app.command(command)
 app.command(table8)

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -24,12 +24,28 @@ from pipeline.evaluation import scores
 from pipeline.evaluation.average_precision import average_precision
 from pipeline.evaluation.result import KEPT_SAMPLES, Evaluation, Floats, Judged, PerClass, save_evaluation
 from pipeline.evaluation.scores import Answered
-from pipeline.faults import FaultLedger
-from pipeline.ranks.group import Ranks
+from pipeline.ranks.place import Place
 from pipeline.task import TOP, Classification, Tally, Task
 from pipeline.vocabulary import OWN_SET, EvalMetric, WeightsKind
 
 _CHUNK_BYTES = 64 * 2**20  # of scores in one exchange, of all images
+
+
+class Exchange(Protocol):
+    """What is needed of the process group."""
+
+    @property
+    def place(self) -> Place: ...
+
+    def gather(self, values: torch.Tensor) -> torch.Tensor: ...
+
+    def gather_objects(self, value: Any) -> list[Any]: ...
+
+
+class Notes(Protocol):
+    """Where damaged images go."""
+
+    def note(self, batch: Batch, *, use: str, rows: int) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -69,8 +85,8 @@ def evaluate(
     *,
     task: Task,
     engine: Engine,
-    ranks: Ranks,
-    faults: FaultLedger,
+    ranks: Exchange,
+    faults: Notes,
     of: WeightsKind = "weights",
     set_name: str = OWN_SET,
     metrics: Sequence[EvalMetric] = (),
@@ -117,7 +133,7 @@ def run_model(
     *,
     task: Task,
     engine: Engine,
-    faults: FaultLedger,
+    faults: Notes,
     use: str = "eval",
     keeps: Literal["scores", "tallies"] = "tallies",
     beat: Callable[[], None] = lambda: None,
@@ -176,7 +192,7 @@ def _classified(
     task: Classification,
     kept: Kept,
     mine: torch.Tensor,
-    ranks: Ranks,
+    ranks: Exchange,
     metrics: Sequence[EvalMetric],
     set_name: str,
     of: WeightsKind,
@@ -220,7 +236,7 @@ def _classified(
 
 
 def _judged(
-    chosen: np.ndarray, *, answered: Answered, kept: Kept, mine: torch.Tensor, ranks: Ranks
+    chosen: np.ndarray, *, answered: Answered, kept: Kept, mine: torch.Tensor, ranks: Exchange
 ) -> dict[int, Judged]:
     """The chosen samples by their numbers; collective."""
     samples = mine[:, 0].long().numpy()
@@ -247,7 +263,7 @@ def _labels(kept: Kept) -> torch.Tensor:
     return torch.cat([torch.nn.functional.pad(each.cpu(), (0, width - each.shape[1]), value=-1) for each in parts])
 
 
-def _of_labels(kept: Kept, mine: torch.Tensor, task: Classification, ranks: Ranks) -> PerClass:
+def _of_labels(kept: Kept, mine: torch.Tensor, task: Classification, ranks: Exchange) -> PerClass:
     """Counts of each class where images have several labels, and average precisions if scores were kept; collective."""
     num_classes = len(task.classes)
     labels, counts = _labels(kept), mine[:, 0] >= 0
@@ -261,7 +277,7 @@ def _of_labels(kept: Kept, mine: torch.Tensor, task: Classification, ranks: Rank
 
 
 def _average_precisions(
-    kept: Kept, mine: torch.Tensor, *, labels: torch.Tensor, images: np.ndarray, ranks: Ranks
+    kept: Kept, mine: torch.Tensor, *, labels: torch.Tensor, images: np.ndarray, ranks: Exchange
 ) -> Floats:
     """[C]; each rank sorts some of the classes."""
     num_classes, place = len(images), ranks.place

@@ -1,0 +1,113 @@
+"""Which of a model's classes is right for a sample of shards that have classes of their own, or by other labels.
+
+Classes are matched by name, in any order; shards may have some of them only. Costs nothing: a table of one number a
+class, and ReaL's labels by the samples' keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from data_shards.errors import UserError
+from data_shards.loading.batch import Batch
+from data_shards.shard_set import ShardSet
+from data_shards.text import one_line
+from data_shards.vocabulary import LabelKind
+from pipeline.evaluation.imagenet import numbered_classes, real_labels, usual_classes
+from pipeline.evaluation.request import Among, LabelSet, Matching
+
+
+@dataclass(frozen=True)
+class Truth:
+    """How answers are judged."""
+
+    classes: tuple[str, ...]  # that the model chooses among
+    columns: tuple[int, ...] | None  # of its outputs, for these; None: all
+    labels: tuple[int, ...]  # the number in `classes` of each of the shards' classes, or of each usual one (ReaL)
+    label_kind: LabelKind
+    label_set: LabelSet
+
+    def relabelled(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """The batches, on the host, with the right labels; what has none does not count with ReaL's."""
+        table = torch.tensor([*self.labels, -1])  # -1, the padding, stays
+        for batch in batches:
+            if self.label_set == "real":
+                yield self._real(batch)
+            else:
+                yield replace(batch, labels=table[batch.labels])
+
+    def _real(self, batch: Batch) -> Batch:
+        rows: list[list[int]] = []
+        for key, counts in zip(batch.keys, batch.counted.tolist(), strict=True):
+            found = real_labels(key)
+            if found is None and counts:
+                raise UserError(
+                    f"--labels real: the sample {one_line(key)!r} is none of ImageNet's validation images, whose names "
+                    "end in ILSVRC2012_val_ and eight digits: pack the shards with these names"
+                )
+            rows.append([self.labels[each] for each in found or ()])
+        width = max(1, *map(len, rows))
+        labels = torch.tensor([[*row, *[-1] * (width - len(row))] for row in rows])
+        return replace(batch, labels=labels, counted=batch.counted & torch.tensor([bool(row) for row in rows]))
+
+
+def find_truth(
+    model_classes: Sequence[str], shards: ShardSet, *, label_set: LabelSet, matching: Matching, among: Among
+) -> Truth:
+    """Match the classes; UserError, one sentence: they do not fit."""
+    model, ours = tuple(model_classes), shards.classes
+    whole: LabelKind = "multi" if shards.is_multi_label else "single"
+    if label_set != "shards":
+        if among == "shards" or matching == "index":
+            flag = "--among shards" if among == "shards" else "--classes index"
+            raise UserError(f"{flag}: with --labels {label_set} classes are ImageNet's own; leave it out")
+        known = usual_classes(model)
+        if known is None or len(set(known)) != 1000:
+            raise UserError(
+                f"--labels {label_set}: the model's classes ({_some(model)}) are not ImageNet's 1,000: evaluate it on "
+                "labels of its own"
+            )
+        column = {number: at for at, number in enumerate(known)}
+        if label_set == "real":
+            return Truth(model, None, tuple(column[each] for each in range(1000)), "multi", label_set)
+        named = numbered_classes(ours) or usual_classes(ours)
+        if named is None:
+            raise UserError(
+                f"--labels imagenet_v2: the classes of {shards.source} ({_some(ours)}) are not its folders, 0 to 999: "
+                "leave it out, and classes are matched by name"
+            )
+        return Truth(model, None, tuple(column[each] for each in named), whole, label_set)
+    columns = _columns(model, ours, matching=matching, source=shards.source)
+    if among == "shards":
+        return Truth(ours, columns, tuple(range(len(ours))), whole, label_set)
+    return Truth(model, None, columns, whole, label_set)
+
+
+def _columns(model: tuple[str, ...], ours: tuple[str, ...], *, matching: Matching, source: str) -> tuple[int, ...]:
+    """The model's output for each of the shards' classes."""
+    if matching == "index":
+        if len(ours) > len(model):
+            raise UserError(f"--classes index: {source} has {len(ours):,} classes and the model {len(model):,}")
+        return tuple(range(len(ours)))
+    if ours == model:
+        return tuple(range(len(ours)))
+    place = {name: number for number, name in enumerate(model)}
+    if len(place) == len(model) and place.keys() >= set(ours):
+        return tuple(place[name] for name in ours)
+    theirs, wanted = usual_classes(model), usual_classes(ours)
+    if theirs is not None and wanted is not None and set(wanted) <= set(theirs):
+        at = {number: column for column, number in enumerate(theirs)}
+        return tuple(at[each] for each in wanted)
+    missing = [name for name in ours if name not in place]
+    which = f"{_some(missing)} are not among the model's" if missing else "the model has two classes of one name"
+    raise UserError(
+        f"the classes of {source} do not fit the model's ({_some(model)}): {which}; give --classes index if class 0, "
+        "1, ... are the same in both"
+    )
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(map(one_line, names[:3])) + (f" and {len(names) - 3:,} more" if len(names) > 3 else "")
