@@ -204,7 +204,7 @@ def _panels(measures: Sequence[str], *, x: str, sharey: bool = False) -> tuple[F
 def _ticks(panel: Axes, values: Sequence[float], *, room: float) -> None:
     """Of a logarithmic x: 1, 2 and 5 times powers of ten, a handful; `room`: beside the values, of their span."""
     low, high = log10(min(values)), log10(max(values))
-    margin = max(0.15, room * (high - low))
+    margin = max(0.15, room * (high - low), 0.4 - (high - low) / 2)  # 0.8 decades at least: two ticks
     low, high = low - margin, high + margin
     panel.set_xlim(10**low, 10**high)
     for factors in ((1, 2, 5), (1, 3), (1,)):
