@@ -32,7 +32,9 @@ from pipeline.stage_data import StageData
 from pipeline.state import TrainState
 from pipeline.tracking.describe import plan_params, stage_datasets
 from pipeline.tracking.facts import DatasetInput
-from pipeline.tracking.mlflow_store import Say, TrackerSettings, open_tracker
+from pipeline.tracking.mlflow_store import Say, open_tracker
+from pipeline.tracking.settings import TrackerSettings
+from pipeline.tracking.system_metrics import node_metrics
 from pipeline.tracking.tracking_thread import FinalStatus
 from pipeline.vocabulary import EVENTS_FILE, METRICS_FILE, StageName
 
@@ -53,7 +55,8 @@ def stage_report(
     """The report of one training stage, whose MLflow run has `tags`, too; closed as finished, killed (`Stopped`) or
     failed."""
     if not context.ranks.place.is_main:
-        yield Report(None, None, None, None, phases=phases, plan=plan, training_seconds=state.training_seconds)
+        with node_metrics(context, stage=stage):
+            yield Report(None, None, None, None, phases=phases, plan=plan, training_seconds=state.training_seconds)
         return
     progress = TrainingProgress(
         stage,
@@ -81,6 +84,7 @@ def stage_report(
             tags=tags,
         ) as log,
         told_events(context, stage=stage, state=state, say=progress.note) as events,
+        node_metrics(context, stage=stage),
     ):
         report = Report(
             log, progress, events, gauges, phases=phases, plan=plan, training_seconds=state.training_seconds

@@ -15,16 +15,14 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from pipeline.checkpoint.written_by import source_tags
 from pipeline.metrics_log import MetricRow, MetricsLog
-from pipeline.recipe.schema import Recipe
-from pipeline.run_folder import RunFolder
-from pipeline.tracking.client import open_client, store_uri
+from pipeline.tracking.client import MODEL_TRAINING, open_client
 from pipeline.tracking.describe import (
     final_results,
     pipeline_description,
@@ -35,10 +33,11 @@ from pipeline.tracking.describe import (
     stage_params,
 )
 from pipeline.tracking.environment import TRACKED_FILES, write_environment
-from pipeline.tracking.facts import DatasetInput, RunFacts, RunStatus, load_facts
+from pipeline.tracking.facts import RunFacts, RunStatus, load_facts
 from pipeline.tracking.runs import send_facts
+from pipeline.tracking.settings import TrackerSettings
 from pipeline.tracking.tracking_state import RunState, forget_run, load_run_state
-from pipeline.tracking.tracking_thread import Call, FinalStatus, Timing, Tracker, without_credentials
+from pipeline.tracking.tracking_thread import Call, FinalStatus, Tracker, without_credentials
 from pipeline.vocabulary import (
     CORRUPT_SAMPLES_FILE,
     EVENTS_FILE,
@@ -46,45 +45,11 @@ from pipeline.vocabulary import (
     MLFLOW_FILE,
     RECIPE_FILE,
     TRACKING_FOLDER,
-    StageName,
 )
 
 Say = Callable[[str], None]
 
 _MAX_METRICS_PER_BATCH = 1_000  # from mlflow.utils.validation
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrackerSettings:
-    """What one attempt at one stage tells MLflow.
-
-    `params` are what follows from the recipe; `tags` this attempt's facts (job id, world size, host). Without
-    `tracking_uri` it is mlflow.db with mlartifacts in the folder of all runs, also for a sweep's.
-    """
-
-    folder: RunFolder
-    recipe: Recipe
-    stage: StageName
-    params: Mapping[str, str] = field(default_factory=dict)
-    datasets: Sequence[DatasetInput] = ()
-    tags: Mapping[str, str] = field(default_factory=dict)
-    tracking_uri: str | None = None
-    experiment: str = "shardvit"
-    timing: Timing = field(default_factory=Timing)
-
-    @property
-    def home(self) -> Path:
-        return home_of(self.folder)
-
-    @property
-    def uri(self) -> str:
-        return store_uri(self.tracking_uri, home=self.home)
-
-
-def home_of(folder: RunFolder) -> Path:
-    """The folder of all runs, absolute."""
-    sweep = folder.sweep
-    return (folder.runs_root if sweep is None else sweep.parent).absolute()
 
 
 def open_tracker(settings: TrackerSettings, *, log: MetricsLog, say: Say | None = None) -> Tracker | OfflineTracker:
@@ -121,7 +86,7 @@ class MlflowStore:
     """`tracking_thread.TrackingStore` in MLflow: a stage's run, and the pipeline's as its parent."""
 
     def __init__(self, settings: TrackerSettings, *, say: Say, runs: Literal["open", "as they are"] = "open") -> None:
-        self._runs = runs
+        self._runs, self._told = runs, False
         self.place = without_credentials(settings.uri)
         self.settings = settings
         self.client: Any = None
@@ -229,7 +194,8 @@ class MlflowStore:
         status = self._facts_of(self._parent).status
         if status == "RUNNING":
             status = "FINISHED" if folder.is_complete(recipe) else "KILLED"
-        self._write(self._parent_facts_file, lambda: self._pipeline_facts(status))
+        tags = {**self._pipeline_facts(status).tags, **self._facts_of(self._parent).tags}  # of who trained it
+        self._write(self._parent_facts_file, lambda: replace(self._pipeline_facts(status), tags=tags))
 
     def connect(self) -> None:
         """Creates the experiment and the pipeline's run too; each id is saved once known."""
@@ -250,6 +216,10 @@ class MlflowStore:
         if self._connecting is not mine:
             return
         parent = {"mlflow.parentRunId": str(self._parent.run_id)}
+        if settings.uri.startswith("http") and self._runs == "open" and not self._told:
+            self._told = True
+            address = f"{self.place.rstrip('/')}/#/experiments/{experiment_id}/runs/{self._parent.run_id}"
+            self._say(f"MLflow: {address}?{MODEL_TRAINING}")
         facts = load_facts(self._facts_file)
         self._open_run(self.state, experiment_id, name=facts.name if facts else settings.stage, tags=parent, mine=mine)
 

@@ -27,7 +27,7 @@ from pipeline.recipe.schema import Recipe
 from pipeline.run_folder import RunFolder
 from pipeline.tracking.client import client_of, store_uri
 from pipeline.tracking.logged_model import due_model, log_result_model
-from pipeline.tracking.mlflow_store import home_of
+from pipeline.tracking.settings import home_of
 from pipeline.tracking.tracking_state import load_run_state
 from pipeline.tracking.tracking_thread import without_credentials
 from pipeline.vocabulary import MLFLOW_FILE, MLFLOW_SENT_FILE, StageName

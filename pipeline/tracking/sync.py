@@ -15,8 +15,9 @@ from data_shards.errors import UserError
 from pipeline.metrics_log import read_metrics
 from pipeline.recipe.schema import Recipe
 from pipeline.run_folder import RunFolder
-from pipeline.tracking.mlflow_store import MlflowStore, TrackerSettings
+from pipeline.tracking.mlflow_store import MlflowStore
 from pipeline.tracking.publish import publish_stage
+from pipeline.tracking.settings import TrackerSettings
 from pipeline.tracking.tracking_thread import without_credentials
 from pipeline.vocabulary import METRICS_FILE, StageName
 

@@ -21,7 +21,8 @@ from pipeline.run_folder import RunFolder
 from pipeline.tracking import mlflow_store as tracking
 from pipeline.tracking import tracking_thread
 from pipeline.tracking.facts import DatasetInput, load_facts
-from pipeline.tracking.mlflow_store import TrackerSettings, open_tracker
+from pipeline.tracking.mlflow_store import open_tracker
+from pipeline.tracking.settings import TrackerSettings
 from pipeline.tracking.tracking_state import load_run_state
 from pipeline.tracking.tracking_thread import Timing
 from tests.pipeline.tracking.trickling import trickling_server
@@ -381,7 +382,8 @@ def test_a_killed_process_is_followed_by_one_that_completes_its_curve(
         import os, signal, sys, time
         from pathlib import Path
         from pipeline.metrics_log import open_metrics_log
-        from pipeline.tracking.mlflow_store import TrackerSettings, open_tracker
+        from pipeline.tracking.mlflow_store import open_tracker
+from pipeline.tracking.settings import TrackerSettings
 
         from pipeline.recipe.io import load_recipe
         from pipeline.run_folder import RunFolder

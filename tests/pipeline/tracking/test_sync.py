@@ -30,8 +30,9 @@ from pipeline.pictures.style import new_figure
 from pipeline.recipe.io import dump_recipe, load_recipe
 from pipeline.run_folder import RunFolder
 from pipeline.tracking import tracking_thread
-from pipeline.tracking.mlflow_store import TrackerSettings, open_tracker
+from pipeline.tracking.mlflow_store import open_tracker
 from pipeline.tracking.publish import publish_stage
+from pipeline.tracking.settings import TrackerSettings
 from pipeline.tracking.sync import sync_run
 from pipeline.tracking.tracking_state import load_run_state
 from pipeline.tracking.tracking_thread import Timing

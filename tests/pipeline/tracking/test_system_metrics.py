@@ -1,0 +1,67 @@
+"""A node's metrics reach its stage's run from a process of their own, which ends with its rank."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pipeline.run_folder import RunFolder
+from pipeline.tracking.system_metrics import node_metrics
+from pipeline.tracking.tracking_state import load_run_state
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+]
+
+
+def context_of(folder: RunFolder, *, rank: int = 0, wanted: bool = True, processes: int = 4) -> Any:
+    return SimpleNamespace(
+        recipe=SimpleNamespace(tracking=SimpleNamespace(system_metrics=wanted)),
+        folder=folder,
+        ranks=SimpleNamespace(
+            place=SimpleNamespace(rank=rank, local_rank=rank % 2, world_size=processes, local_world_size=2)
+        ),
+        tracking=SimpleNamespace(uri=None),
+    )
+
+
+@pytest.mark.parametrize(("rank", "wanted"), [(0, False), (1, True)])
+def test_nothing_is_started_where_it_is_not_wanted_or_by_another_rank_of_the_node(
+    tmp_path: Path, rank: int, wanted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("a process was started"))
+    with node_metrics(context_of(RunFolder(tmp_path, "one"), rank=rank, wanted=wanted), stage="pretrain"):
+        pass
+
+
+def test_a_node_is_watched_under_its_name_and_no_longer_than_its_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mlflow.tracking import MlflowClient
+
+    monkeypatch.setenv("MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL", "0.2")
+    folder = RunFolder(tmp_path, "one")
+    folder.stage("pretrain").mkdir(parents=True)
+    client = MlflowClient(tracking_uri=f"sqlite:///{tmp_path}/mlflow.db?timeout=240")
+    run = client.create_run("0")
+    state = load_run_state(folder.stage("pretrain") / "mlflow.json")
+    state.run_id = run.info.run_id
+    state.save()
+    started: list[subprocess.Popen[bytes]] = []
+    real = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", lambda *args, **kw: started.append(real(*args, **kw)) or started[-1])
+    end = time.monotonic() + 240
+    with node_metrics(context_of(folder, rank=2), stage="pretrain"):
+        while not (metrics := client.get_run(run.info.run_id).data.metrics) and time.monotonic() < end:
+            time.sleep(0.1)
+    (child,) = started
+    assert child.poll() is not None
+    assert any(name.startswith("system/node1-") and "cpu_utilization" in name for name in metrics)
+    assert not client.get_run(run.info.run_id).info.end_time  # it ends no run
