@@ -383,7 +383,7 @@ def test_a_killed_process_is_followed_by_one_that_completes_its_curve(
         from pathlib import Path
         from pipeline.metrics_log import open_metrics_log
         from pipeline.tracking.mlflow_store import open_tracker
-from pipeline.tracking.settings import TrackerSettings
+        from pipeline.tracking.settings import TrackerSettings
 
         from pipeline.recipe.io import load_recipe
         from pipeline.run_folder import RunFolder
