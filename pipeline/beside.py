@@ -82,7 +82,7 @@ class Beside(AbstractContextManager["Beside"]):
         while child.poll() is None and not hurry() and (spent := time.monotonic() - begun) < patience_seconds:
             if spent > _SILENT_SECONDS and not told:
                 told = True
-                self._say(f"waiting for pictures, {patience_seconds:g} s at most")
+                self._say(f"waiting for pictures and MLflow, {patience_seconds:g} s at most")
             time.sleep(_POLL_SECONDS)
         if child.poll() is None:
             child.kill()

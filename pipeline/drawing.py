@@ -24,6 +24,7 @@ Say = Callable[[str], None]
 
 _DRAWN_FILE = "drawn.json"
 _LONGEST_REASON = 300
+_SHOWN: dict[Moment, str] = {"begin": "beginning", "evaluated": "evaluation", "end": "end"}
 
 
 def drawers(moment: Moment) -> Sequence[Drawer]:
@@ -60,18 +61,15 @@ def drawers(moment: Moment) -> Sequence[Drawer]:
 
 def draw(request: DrawRequest, *, moment: Moment, say: Say) -> None:
     """Draw all that is due then; a drawer that fails is named, and the others go on."""
-    failed = 0
+    begun, at, failed = time.monotonic(), f"{request.stage}, step {request.step}", 0
     for drawer in drawers(moment):
-        begun = time.monotonic()
         try:
             drawer(request)
         except Exception as error:  # noqa: BLE001 - a picture is never worth a run
             failed += 1
             reason = one_line(f"{type(error).__name__}: {error}")[:_LONGEST_REASON]
-            say(f"{request.stage}, step {request.step}: {drawer.__name__} failed: {reason}")
-        else:
-            took = show_duration(time.monotonic() - begun)
-            say(f"{request.stage}, step {request.step}: {drawer.__name__} took {took}")
+            say(f"{at}: {drawer.__name__} failed: {reason}")
+    say(f"{at}: what is due at its {_SHOWN[moment]} was drawn in {show_duration(time.monotonic() - begun)}")
     if not failed:
         _note_drawn(request, moment=moment)
 
