@@ -1,7 +1,7 @@
 """What happened when: stages and their attempts as bars, checkpoints, evaluations and trouble as ticks, over the clock.
 
 Drawn in per cent of the width, so that its words keep their size on a phone. A pause between two attempts longer than
-a tenth of the whole is cut to a tenth, and says so.
+a tenth of the work is cut to a tenth, and says so.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ _LANES: tuple[tuple[EventKind, str], ...] = (
 )
 _ROUTINE = ("checkpoint", "evaluation")
 _LANE_HEIGHT, _BAR_HEIGHT, _AXIS_HEIGHT = 34, 18, 22
-_LONGEST_PAUSE = 0.1  # of the whole
+_LONGEST_PAUSE = 0.1  # of the work
+_SHORT_PAUSE_SECONDS = 60.0  # is never cut
 _MOST_TICKS = 400  # of a lane
 _MOST_LISTED = 300
 
@@ -159,7 +160,7 @@ def _clock(attempts: Sequence[tuple[float, float]]) -> Clock:
             pauses.append((until, start))
         until = max(until, end)
     busy = (ended - begun) - sum(to - start for start, to in pauses)
-    longest = max(1e-3, _LONGEST_PAUSE * busy)
+    longest = max(_SHORT_PAUSE_SECONDS, _LONGEST_PAUSE * busy)
     return Clock(begun, ended, tuple((start, to, longest) for start, to in pauses if to - start > longest))
 
 
