@@ -119,7 +119,7 @@ def truth(packed: Path) -> tuple[list[str], torch.Tensor, torch.Tensor]:
     return rows["keys"], torch.stack(rows["labels"]), torch.stack(rows["logits"])
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", [2, *(pytest.param(each, marks=pytest.mark.slow) for each in (3, 4))])
 def test_any_number_of_processes_finds_the_same_to_the_last_bit(folder: Path, world_size: int):
     out = folder / f"of-{world_size}"
     out.mkdir()

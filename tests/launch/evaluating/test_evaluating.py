@@ -1,0 +1,61 @@
+"""`shardvit eval` as a user types it: a table, the same JSON by two processes, and mistakes as one sentence."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from model.build import build_model
+from model.config import ModelConfig
+from model.saved import SavedModelMeta, save_model
+from pipeline.evaluation.result import load_evaluation
+from tests.conftest import RunCli
+from tests.data_shards.streams import pack_noise
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Shards of cats and dogs, and a model that knows them in another order, and a third class."""
+    folder = tmp_path_factory.mktemp("eval")
+    pack_noise(folder, count=21, samples_per_shard=8)
+    config = ModelConfig(width=16, depth=1, heads=2, patch_size=4)
+    torch.manual_seed(2)
+    model = build_model(config, image_size=12, num_classes=3, head="linear")
+    torch.nn.init.normal_(model.get_submodule("head").weight)
+    names = ("dog", "horse", "cat")
+    meta = SavedModelMeta(model=config, image_size=12, num_classes=3, class_names=names, head="linear")
+    save_model(folder / "model", model.state_dict(), meta=meta)
+    return folder
+
+
+def test_two_processes_print_what_one_does(place: Path, run_cli: RunCli, tmp_path: Path):
+    asked = ("eval", str(place / "model"), str(place / "out/train"), "--batch", "4", "--no-tracking", "--json", "-")
+    alone = run_cli(*asked, "--output", str(tmp_path / "kept"), cwd=place)
+    assert alone.returncode == 0, alone.stderr
+    tree = json.loads(alone.stdout)
+    assert tree["images"] == 21 and {each["class"]: each["images"] for each in tree["classes"]} == {"dog": 7, "cat": 14}
+    assert tree["metrics"]["top1"] == sum(each["right"] for each in tree["classes"]) / 21
+    kept = load_evaluation(tmp_path / "kept")
+    assert kept.classes == ("dog", "horse", "cat") and kept.metrics["val/loss"] == tree["metrics"]["loss"]
+    two = run_cli(*asked, "--processes", "2", cwd=place)
+    assert two.returncode == 0 and two.stdout == alone.stdout
+
+
+@pytest.mark.parametrize(
+    ("flags", "names"),
+    [
+        (("--labels", "real"), "--labels real"),
+        (("--protocol", "vit", "--crop-share", "0.9"), "--crop-share"),
+        (("--crop-share", "2"), "--crop-share"),
+        (("--processes", "0"), "--processes"),
+        (("--metrics", "mean_average_precision"), "mean_average_precision"),
+        (("--output", "."), "--output"),
+    ],
+)
+def test_a_mistake_is_one_sentence(place: Path, run_cli: RunCli, flags: tuple[str, ...], names: str):
+    asked = run_cli("eval", place / "model", place / "out/train", "--no-tracking", *flags, cwd=place)
+    assert asked.returncode == 2 and names in asked.stderr and "Traceback" not in asked.stderr
+    assert len(asked.stderr.strip().splitlines()) == 1
