@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
 from pipeline.recipe.data import OneSet
 from pipeline.recipe.duration import BytesText, DurationText, Strict
@@ -39,7 +40,7 @@ class FewShotConfig(Strict):
     """A data set on which few-shot accuracy is measured while a model is pre-trained, as the ViT paper's figure 4 does:
     least squares in closed form on the features of a few images of each class (big_vision's `fewshot_lsr`)."""
 
-    name: Annotated[str, Field(pattern="^[A-Za-z0-9][A-Za-z0-9_-]*$", max_length=60)]
+    name: str
     """In the metrics: val/fewshot_NAME_5shot."""
     train: OneSet
     """Where the few images are taken from; only these are read."""
@@ -58,6 +59,13 @@ class FewShotConfig(Strict):
     each evaluation."""
     keep_decoded: BytesText = "1 GB"
     """Decoded images that a process keeps in memory; what goes beyond is read and decoded each time."""
+
+    @field_validator("name")
+    @classmethod
+    def _name_in_a_metric(cls, name: str) -> str:
+        if not re.fullmatch("[A-Za-z0-9][A-Za-z0-9_-]{0,59}", name):
+            raise ValueError(f"{name[:60]!r} is part of a metric's name: give up to 60 letters, digits, '_' and '-'")
+        return name
 
     @model_validator(mode="after")
     def _sets_alone(self) -> FewShotConfig:
