@@ -125,7 +125,8 @@ def main(runs_root: str, name: str) -> None:
             try:
                 request = request_of(folder, stage=asked.stage, step=asked.step)
                 draw(request, moment=asked.moment, say=_say)
-                publish_stage(folder, request.recipe, request.stage, _say)
+                last = asked.moment == "end"  # earlier ones wait for nothing: a later one sends theirs
+                publish_stage(folder, request.recipe, request.stage, _say, wait_seconds=20.0 if last else 0.0)
             except Exception as error:  # noqa: BLE001 - the next request may fare better
                 _say(f"{asked.stage}, {asked.moment}: {type(error).__name__}: {error}")
 

@@ -32,7 +32,7 @@ from pipeline.tracking.tracking_state import load_run_state
 from pipeline.tracking.tracking_thread import without_credentials
 from pipeline.vocabulary import MLFLOW_FILE, MLFLOW_SENT_FILE, StageName
 
-_WAIT_SECONDS = 60.0  # for the run, which rank 0's thread makes
+_WAIT_SECONDS = 20.0
 _POLL_SECONDS = 0.5
 _LONGEST_REASON = 300
 
@@ -72,11 +72,13 @@ def publish_stage(
     wait_seconds: float = _WAIT_SECONDS,
 ) -> Published:
     """Send what the stage's run lacks of its pictures, tables and model. `tracking_uri` None: the environment's, or the
-    database beside the runs."""
+    database beside the runs. `wait_seconds`: for the stage's run, which rank 0's thread makes."""
     if recipe.tracking.mode == "offline" and tracking_uri is None:
         return Published()
     if not unpublished(folder, recipe, stage):
         return Published()
+    if not wait_seconds and load_run_state(folder.stage(stage) / MLFLOW_FILE).run_id is None:
+        return Published()  # the next call sends it
     sent = _Sending()
     try:
         _publish(folder, recipe, stage, sent, tracking_uri=tracking_uri, wait_seconds=wait_seconds)
