@@ -71,9 +71,9 @@ def render_page(
         legend=legend,
         foot=foot,
         shown={id(picture): images for picture, images in zip(pictures, shown, strict=True)},
-        data=_markup(data),
-        css=_markup(css),
-        script=_markup(script),
+        data=data,
+        css=css,
+        script=script,
         policy=(
             f"default-src 'none'; img-src data:; style-src '{_digest(css)}'; script-src '{_digest(script)}'; "
             "base-uri 'none'; form-action 'none'"
@@ -137,16 +137,9 @@ def _palette() -> dict[str, object]:
     return {"light": light, "dark": {name: style.DARK[colour] for name, colour in light.items()}}
 
 
-def _markup(text: str) -> str:
-    from markupsafe import Markup
-
-    return Markup(text)  # ours: no name from a run is in it, but in `data`, where `script_json` has escaped it
-
-
 @cache
 def _environment() -> Environment:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
-    from markupsafe import Markup
 
     environment = Environment(
         loader=FileSystemLoader(_TEMPLATES),
@@ -154,12 +147,12 @@ def _environment() -> Environment:
         autoescape=True,
         trim_blocks=True,
         lstrip_blocks=True,
-        finalize=lambda value: printable(value) if isinstance(value, str) and not isinstance(value, Markup) else value,
+        # Markup, which `safe` and macros return, is whole already
+        finalize=lambda value: printable(value) if isinstance(value, str) and not hasattr(value, "__html__") else value,
     )
     environment.filters["number"] = lambda value: value if isinstance(value, str) else show_number(value)
     environment.filters["line"] = one_line
     environment.filters["identity"] = id
-    environment.filters["drawn"] = Markup  # drawn by this room, which has escaped its texts
     environment.tests["shown"] = lambda value: isinstance(value, ShownNumber)
     environment.tests["text"] = lambda value: isinstance(value, str)
     environment.globals["kind"] = lambda block: type(block).__name__
