@@ -20,7 +20,6 @@ from launch.env import RENDEZVOUS, SUPERVISOR_PID, experiment_name, num_gpus, tr
 from launch.evaluating.exchanged import read_result, write_request
 from launch.flags import MaxImagePixels, WhichWeights, demand_counts, pixel_limit
 from launch.output import say
-from launch.processes import run_ranks
 from pipeline.evaluation.request import Among, EvalRequest, LabelSet, Matching
 from pipeline.vocabulary import EXIT_USER_ERROR, EvalMetric
 
@@ -160,6 +159,8 @@ def evaluate(
 
 def _by_processes(request: EvalRequest, *, processes: int, on_gpus: bool) -> ModelEvaluated | int:
     """The result, or the exit code if there is none."""
+    from launch.processes import run_ranks
+
     mark = (SUPERVISOR_PID, str(os.getpid()))
     with tempfile.TemporaryDirectory(prefix="shardvit-eval-") as name:
         folder = Path(name)
