@@ -18,8 +18,7 @@ SQLITE = "sqlite:///"
 MODEL_TRAINING = "workflowType=machine_learning"  # of a page's address: MLflow 3 opens on GenAI's else
 _EXPERIMENT_TAGS = {
     "mlflow.experimentKind": "custom_model_development",  # read by MLflow up to 3.6; later ones ask the address
-    "mlflow.note.content": "A run for each pipeline of shardvit, with its stages as child runs: sort and compare the "
-    "pipelines in the table of runs, and open a stage for its curves, pictures and tables.",
+    "mlflow.note.content": "A run for each pipeline of shardvit; its stages, with curves and pictures, are child runs.",
 }
 _STALE_SECONDS = 3600.0  # after which an unfinished database is a killed process's
 

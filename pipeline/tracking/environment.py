@@ -23,8 +23,7 @@ from pipeline.tracking.tracking_thread import without_credentials
 
 ENVIRONMENT_FILE = "environment.txt"
 DIFF_FILE = "git.diff"
-CHANGES_FILE = "recipe_changes.txt"  # written by whoever read the recipe
-TRACKED_FILES = (ENVIRONMENT_FILE, DIFF_FILE, CHANGES_FILE)
+TRACKED_FILES = (ENVIRONMENT_FILE, DIFF_FILE)
 _MOST_DIFF_BYTES = 1_000_000
 _GIT_SECONDS = 20.0
 _DRIVER = Path("/proc/driver/nvidia/version")  # asks nobody: nvidia-smi hangs where the driver does
