@@ -104,7 +104,7 @@ def finished_svg(svg: str) -> str:
 def _use_style() -> None:
     """Of the whole process: matplotlib reads most of it when text and axes are made."""
     import matplotlib
-    from cycler import cycler
+    from matplotlib.rcsetup import cycler
 
     matplotlib.rcParams.update(
         {
