@@ -53,7 +53,7 @@ class SentThings:
 
 
 @dataclass(frozen=True)
-class Published:
+class PublishedStage:
     """What was sent; `problem`: why the rest was not."""
 
     pictures: int = 0
@@ -70,22 +70,22 @@ def publish_stage(
     *,
     tracking_uri: str | None = None,
     wait_seconds: float = _WAIT_SECONDS,
-) -> Published:
+) -> PublishedStage:
     """Send what the stage's run lacks of its pictures, tables and model. `tracking_uri` None: the environment's, or the
     database beside the runs. `wait_seconds`: for the stage's run, which rank 0's thread makes."""
     if recipe.tracking.mode == "offline" and tracking_uri is None:
-        return Published()
+        return PublishedStage()
     if not unpublished(folder, recipe, stage):
-        return Published()
+        return PublishedStage()
     if not wait_seconds and load_run_state(folder.stage(stage) / MLFLOW_FILE).run_id is None:
-        return Published()  # the next call sends it
+        return PublishedStage()  # the next call sends it
     sent = _Sending()
     try:
         _publish(folder, recipe, stage, sent, tracking_uri=tracking_uri, wait_seconds=wait_seconds)
     except Exception as error:  # noqa: BLE001  (whatever it was, it waits for the next time)
         sent.problem = without_credentials(one_line(f"{type(error).__name__}: {error}"))[:_LONGEST_REASON]
         say(f"MLflow: {stage}: pictures and model wait for `shardvit sync {folder.path}` ({sent.problem})")
-    return Published(sent.pictures, sent.tables, sent.model, sent.problem)
+    return PublishedStage(sent.pictures, sent.tables, sent.model, sent.problem)
 
 
 def unpublished(folder: RunFolder, recipe: Recipe, stage: StageName) -> bool:

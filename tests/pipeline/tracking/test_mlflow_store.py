@@ -1,11 +1,9 @@
 """Real MLflow on SQLite. One store for the module, since MLflow makes its schema in some seconds."""
 
 import math
-import signal
 import socket
 import subprocess
 import sys
-import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -373,51 +371,6 @@ def test_a_run_whose_id_was_never_written_is_found_by_its_key(client: Any, setti
     second = Attempt(settings, resume_step=1)
     second.tracker.close("FINISHED")
     assert run_of(client, settings).info.run_id == known
-
-
-def test_a_killed_process_is_followed_by_one_that_completes_its_curve(
-    client: Any, settings: TrackerSettings, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    code = """
-        import os, signal, sys, time
-        from pathlib import Path
-        from pipeline.metrics_log import open_metrics_log
-        from pipeline.tracking.mlflow_store import open_tracker
-        from pipeline.tracking.settings import TrackerSettings
-
-        from pipeline.recipe.io import load_recipe
-        from pipeline.run_folder import RunFolder
-
-        folder = RunFolder(runs_root=Path(sys.argv[1]), name=sys.argv[2])
-        log = open_metrics_log(folder.stage("pretrain") / "metrics.jsonl", resume_step=0)
-        recipe = load_recipe("digits", overrides=[f"name={folder.name}"])
-        settings = TrackerSettings(folder=folder, recipe=recipe, stage="pretrain")
-        tracker = open_tracker(settings, log=log)
-        log.append(step=1, images_seen=64, metrics={"train/loss": 1.0})
-        while not tracker._is_connected:
-            time.sleep(0.01)
-        for step in (2, 3, 4):
-            log.append(step=step, images_seen=64 * step, metrics={"train/loss": 1 / step})
-        os.kill(os.getpid(), signal.SIGKILL)
-    """
-    arguments = [str(settings.folder.runs_root), settings.folder.name]
-    repository = Path(tracking.__file__).parents[2]
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code), *arguments],
-        cwd=repository,
-        timeout=400,
-        check=False,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == -signal.SIGKILL, done.stderr
-    killed_id = run_of(client, settings).info.run_id
-    second = Attempt(settings, resume_step=3)
-    second.log(4, 5)
-    second.tracker.close("FINISHED")
-    assert run_of(client, settings).info.run_id == killed_id
-    # Rows that were on their way when the kill came are sent again, and exact duplicates collapse.
-    assert sorted(curve(client, settings)) == [(step, 1 / step) for step in range(1, 6)]
 
 
 def test_a_state_that_cannot_be_read_begins_a_new_run_and_says_so(client: Any, settings: TrackerSettings) -> None:
