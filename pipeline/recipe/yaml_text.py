@@ -1,6 +1,6 @@
 """PyYAML's safe loader, with one sentence for each error.
 
-Stricter than YAML 1.1: duplicate keys are refused, and a date stays text. Depth, size, aliases and digits are bounded,
+Stricter than YAML 1.1: duplicate keys are refused; a date stays text, and so do on, off, yes and no, as in YAML 1.2. Depth, size, aliases and digits are bounded,
 so that any file is read or refused in a moment.
 """
 
@@ -57,8 +57,12 @@ def read_yaml(text: str, *, source: str) -> Any:
 class _Loader(yaml.SafeLoader):
     """Refuses duplicate keys, aliases that multiply or contain themselves, and values that Python cannot hold."""
 
-    yaml_implicit_resolvers = {  # noqa: RUF012 - as in the base class; a date stays text
-        first: [(tag, pattern) for tag, pattern in resolvers if tag != f"{_TAG}timestamp"]
+    yaml_implicit_resolvers = {  # noqa: RUF012 - as in the base class
+        first: [
+            (tag, pattern)
+            for tag, pattern in resolvers
+            if tag != f"{_TAG}timestamp" and (tag != f"{_TAG}bool" or first in "tTfF")
+        ]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 

@@ -1,5 +1,6 @@
 """Recipes from YAML and overrides: merged first, validated once, and every mistake named in one line."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -235,3 +236,16 @@ def test_flatten_has_one_text_for_each_leaf(file: Path):
     assert leaves["model.variant"] == "Ti/4"
     assert all(isinstance(value, str) for value in leaves.values())
     assert {key.split(".")[0] for key in leaves} == set(Recipe.model_fields)
+
+
+@pytest.mark.parametrize(
+    ("override", "read"),
+    [
+        ("pictures=off", lambda recipe: recipe.pictures == "off"),
+        ("engine.compile=off", lambda recipe: recipe.engine.compile == "off"),
+        ("tracking.system_metrics=off", lambda recipe: recipe.tracking.system_metrics is False),
+        ("engine.activation_checkpointing=on", lambda recipe: recipe.engine.activation_checkpointing is True),
+    ],
+)
+def test_on_and_off_are_words_and_truth_values_where_one_is_wanted(override: str, read: Callable[[Recipe], bool]):
+    assert read(load_recipe("digits", overrides=[override]))

@@ -92,7 +92,7 @@ VALUES = [
     (f"{PRETRAIN}optimizer.lr=0,01", f"{PRETRAIN}optimizer.lr is '0,01': give a number"),
     (f"{PRETRAIN}optimizer.lr=true", f"{PRETRAIN}optimizer.lr is true: give a number"),
     (f"{PRETRAIN}label_smoothing=1", f"{PRETRAIN}label_smoothing is 1: give a number of at least 0 and below 1"),
-    (f"{PRETRAIN}augment.flip=no", f"{PRETRAIN}augment.flip is false: give a number of at least 0 and at most 1"),
+    (f"{PRETRAIN}augment.flip=false", f"{PRETRAIN}augment.flip is false: give a number of at least 0 and at most 1"),
     (f"{PRETRAIN}head_bias=.nan", f"{PRETRAIN}head_bias is nan: give a number"),
     (f"{PRETRAIN}augment.rand_augment.magnitude=99", "rand_augment.magnitude is 99: give a whole number of at least 0"),
     ("engine.collective_timeout_seconds=1e300", "engine.collective_timeout_seconds is '1e300': give a number above 0"),
@@ -132,7 +132,7 @@ VALUES = [
     ("model=B/16", "model is 'B/16': give a group of keys, such as {variant: B/16}"),
     (f"{PRETRAIN}optimizer=adamw", f"{PRETRAIN}optimizer is 'adamw': give a group of keys, such as {{name: adamw"),
     ("stages=", "stages is empty: give a group of keys"),
-    (f"{PRETRAIN}augment=yes", f"{PRETRAIN}augment is true: give a group of keys"),
+    (f"{PRETRAIN}augment=true", f"{PRETRAIN}augment is true: give a group of keys"),
     ("engine=[]", "engine is []: give a group of keys"),
     # Text.
     ("name=2024", "name is 2024: give text, in quotes if it is a number, such as '2024'"),
