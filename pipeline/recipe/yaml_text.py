@@ -1,7 +1,7 @@
 """PyYAML's safe loader, with one sentence for each error.
 
-Stricter than YAML 1.1: duplicate keys are refused; a date stays text, and so do on, off, yes and no, as in YAML 1.2. Depth, size, aliases and digits are bounded,
-so that any file is read or refused in a moment.
+Stricter than YAML 1.1: duplicate keys are refused; a date stays text, and so do on, off, yes and no, as in YAML 1.2.
+Depth, size, aliases and digits are bounded, so that any file is read or refused in a moment.
 """
 
 from __future__ import annotations
