@@ -53,7 +53,7 @@ from pipeline.ranks.open_files import allow_open_files, needed_open_files
 from pipeline.ranks.pid import process_started
 from pipeline.ranks.place import Place
 from pipeline.ranks.start_clock import StartClock, seconds_since_start
-from pipeline.recipe.io import load_recipe
+from pipeline.recipe.io import difference_to_parent, load_recipe
 from pipeline.recipe.schema import Recipe
 from pipeline.run_folder import RunFolder
 from pipeline.vocabulary import ALL_STAGES, EXIT_STOPPED, EXIT_USER_ERROR, StageName
@@ -87,7 +87,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         share = None if options.stages == ["swap_head"] else node_share(processes=recipe.processes)
         if share is not None:  # srun gave this node one task, and there are several GPUs
             return run_node(share, [*RANK_COMMAND, *arguments])
-        return _run(recipe, folder=folder, stages=options.stages, at=at, place=place)
+        difference = difference_to_parent(options.recipe, overrides=options.overrides)
+        return _run(recipe, folder=folder, stages=options.stages, at=at, place=place, difference=difference)
     except UserError as error:
         # Each node has its own disks; what all ranks agreed upon, one says.
         speaks = place.is_main if isinstance(error, AgreedError) else place.local_rank == 0
@@ -170,7 +171,9 @@ def _memory_problem(error: Exception, *, at: _At, place: Place) -> str | None:
     )
 
 
-def _run(recipe: Recipe, *, folder: RunFolder, stages: Sequence[StageName], at: _At, place: Place) -> int:
+def _run(
+    recipe: Recipe, *, folder: RunFolder, stages: Sequence[StageName], at: _At, place: Place, difference: str
+) -> int:
     say_start = partial(print, file=sys.stderr, flush=True) if place.is_main else None
     clock = StartClock(
         stages[0],
@@ -215,6 +218,7 @@ def _run(recipe: Recipe, *, folder: RunFolder, stages: Sequence[StageName], at: 
                 # An orphaned earlier attempt may still be saving.
                 held.enter_context(locked(folder.path / ".train.lock", what=f"run {folder.path}", wait_seconds=60))
                 folder.open(recipe)
+                folder.note_difference(difference)
                 for note in mend_records(folder, recipe.stages.names):
                     say(note)
             clock.doing("meeting the other ranks")

@@ -1,6 +1,7 @@
 """The run folder: which stages are done, what went into them, and whether the recipe is still the same.
 
     RUNS/NAME/recipe.yaml                 the resolved recipe
+    RUNS/NAME/recipe_difference.txt       to its parent, see `recipe.io.difference_to_parent`
     RUNS/NAME/STAGE/stage.json            state, images seen, digests of what went in, results
     RUNS/NAME/STAGE/data.json             the shards that it began with, see `data_record`
     RUNS/NAME/STAGE/checkpoints/step-*/   see `checkpoint`
@@ -33,6 +34,7 @@ from pipeline.recipe.schema import Recipe
 from pipeline.vocabulary import (
     ALL_STAGES,
     CHECKPOINTS_FOLDER,
+    DIFFERENCE_FILE,
     MODEL_FOLDER,
     RANKS_FOLDER,
     RECIPE_FILE,
@@ -139,6 +141,12 @@ class RunFolder:
         """Replace a stage's record. Raises as `update`."""
         self.stage(name).mkdir(exist_ok=True)
         replace_text(self.stage(name) / STAGE_FILE, json.dumps(asdict(record), indent=1) + "\n")
+
+    def note_difference(self, text: str) -> None:
+        """Keep what `difference_to_parent` said; nothing said: what is there stays. OSError: the disk is full or
+        fails."""
+        if text:
+            replace_text(self.path / DIFFERENCE_FILE, text)
 
     def check_recipe(self, recipe: Recipe, *, restart: StageName | None = None) -> None:
         """Refuse (UserError, with the differences) a recipe other than the run's; changes nothing on disk.

@@ -23,6 +23,7 @@ EXIT_READER_LEFT = 141  # 128 + SIGPIPE: the program that read the output ended
 # ---- a run folder: RUNS/NAME/... ----
 
 RECIPE_FILE = "recipe.yaml"  # the resolved recipe; a copy lies in each checkpoint
+DIFFERENCE_FILE = "recipe_difference.txt"  # to what it extends, or to the recipe without the command's changes
 STAGE_FILE = "stage.json"  # STAGE/...: state, images seen, digests of what went in, results
 DATA_FILE = "data.json"  # the shards that the stage began with
 CHECKPOINTS_FOLDER = "checkpoints"

@@ -70,7 +70,7 @@ def demo(
     print(f"== packing {data} ==", flush=True)
     from data_shards.packing.pack import pack  # and scikit-learn, which takes longer than the first line should
     from launch.run.pipeline_run import PipelineRun
-    from pipeline.recipe.io import load_recipe
+    from pipeline.recipe.io import difference_to_parent, load_recipe
 
     packed = (
         ("pretrain", choice.pretrain_classes, choice.pretrain_holdout),
@@ -81,8 +81,12 @@ def demo(
     folders: list[RunFolder] = []
     for recipe in (choice.recipe, f"{choice.recipe}_scratch"):
         print(f"\n== {recipe} ==", flush=True)
-        loaded = load_recipe(recipe, overrides=[*_shard_paths(recipe, data, shards), *_few_shot(recipe, data, shards)])
-        run = PipelineRun.open(loaded, runs_root=runs)
+        changes = [*_shard_paths(recipe, data, shards), *_few_shot(recipe, data, shards)]
+        run = PipelineRun.open(
+            load_recipe(recipe, overrides=changes),
+            runs_root=runs,
+            difference=difference_to_parent(recipe, overrides=changes),
+        )
         if code := run.execute():
             return code
         folders.append(run.folder)

@@ -70,7 +70,7 @@ def run(
 
         shardvit run my.yaml --hostfile hosts --exclude host3
     """
-    from pipeline.recipe.io import load_recipe
+    from pipeline.recipe.io import difference_to_parent, load_recipe
 
     if all_keys and not dry_run:
         raise UserError("--all-keys says what --dry-run prints: give that too")
@@ -98,7 +98,12 @@ def run(
             "--include, --exclude, --launcher, --master-addr and --master-port need --hostfile: give it, too"
         )
     opened = PipelineRun.open(
-        loaded, runs_root=runs, restart=restart, fleet=fleet, shards="if there" if dry_run else "needed"
+        loaded,
+        runs_root=runs,
+        restart=restart,
+        fleet=fleet,
+        shards="if there" if dry_run else "needed",
+        difference=difference_to_parent(recipe, overrides=overrides),
     )
     code = opened.execute(
         only=stage,

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
+from pathlib import Path
 
 from data_shards.errors import UserError
-from data_shards.text import one_line, parse_json, show_duration
+from data_shards.text import one_line, parse_json, printable, show_duration
 from launch.report.blocks import (
     PageBlock,
     PageCell,
@@ -26,11 +27,11 @@ from launch.report.timeline import event_table, time_line
 from pipeline.checkpoint.identity import STATE, checkpoint_folders
 from pipeline.evaluation.result import Evaluation, evaluated_step, evaluations, load_evaluation
 from pipeline.recipe.io import differences, dump_recipe, flatten
-from pipeline.recipe.schema import Recipe
 from pipeline.report.history import RunHistory
 from pipeline.transfer.results import TransferRecord, transfer_records
-from pipeline.vocabulary import ALL_STAGES, METRICS, MODEL_FOLDER, StageName
+from pipeline.vocabulary import ALL_STAGES, DIFFERENCE_FILE, METRICS, MODEL_FOLDER, StageName
 
+_MOST_TEXT_BYTES = 100_000
 _OVER_ONE_ANOTHER = "Pale lines are training, lines with dots held-out images; a colour and its dashes are one run."
 
 
@@ -297,31 +298,23 @@ def _recipe(history: RunHistory) -> PageSection:
     if recipe is None:
         return PageSection("Recipe", [])
     blocks: list[PageBlock] = []
-    parent = _shipped(recipe.name)
-    if parent is not None:
-        changed = differences(parent, recipe)
-        rows = [[key, text] for key, text in changed.items() if key != "name"]
-        title = f"Difference to the shipped recipe {recipe.name}"
-        blocks.append(
-            PageTable(("key", "shipped -> this run"), rows, title=title)
-            if rows
-            else PageText(f"As the shipped recipe {recipe.name}, but for keys that do not affect the result.")
-        )
+    if difference := _text(history.folder.path / DIFFERENCE_FILE):
+        blocks.append(PageText(difference, "code", title="What was changed of its parent"))
     blocks.append(PageText(dump_recipe(recipe, keys="changed"), "code", title="Keys that differ from their defaults"))
     rows = [[key, value] for key, value in flatten(recipe).items()]
     blocks.append(PageTable(("key", "value"), rows, title="All keys", folded=True))
     return PageSection("Recipe", blocks)
 
 
-def _shipped(name: str) -> Recipe | None:
-    from pipeline.recipe.io import load_recipe
-    from pipeline.recipe.sources import shipped_recipes
-
-    path = shipped_recipes().get(name) or shipped_recipes().get(name.replace("-", "_"))
+def _text(file: Path) -> str:
+    """A short text file's content; empty: there is none that can be read."""
     try:
-        return None if path is None else load_recipe(str(path))
-    except UserError:
-        return None  # it names no shards of its own
+        if not file.is_file():  # a pipe would be waited for
+            return ""
+        with file.open("rb") as opened:
+            return printable(opened.read(_MOST_TEXT_BYTES).decode(errors="replace"))
+    except OSError:
+        return ""
 
 
 def _environment(history: RunHistory) -> PageSection:

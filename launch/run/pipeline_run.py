@@ -40,7 +40,8 @@ _GONE_SECONDS = 20.0  # for the ranks, which notice by themselves, to say it and
 
 @dataclass(frozen=True)
 class PipelineRun:
-    """A recipe and its run folder, checked to fit; `commands`: whether a `pipe:` in it is run."""
+    """A recipe and its run folder, checked to fit; `commands`: whether a `pipe:` in it is run; `difference`: to its
+    parent."""
 
     recipe: Recipe
     folder: RunFolder
@@ -49,6 +50,7 @@ class PipelineRun:
     fleet: Fleet | None = None
     commands: Commands = "run"
     shards: Literal["needed", "if there"] = "needed"
+    difference: str = ""
 
     @classmethod
     def open(
@@ -59,6 +61,7 @@ class PipelineRun:
         restart: StageName | None = None,
         fleet: Fleet | None = None,
         shards: Literal["needed", "if there"] = "needed",
+        difference: str = "",
     ) -> PipelineRun:
         """Check everything; changes nothing on disk.
 
@@ -79,6 +82,7 @@ class PipelineRun:
             fleet=fleet,
             shards=shards,
             commands="run" if shards == "needed" else "refuse",
+            difference=difference,
         )
         for note in run.check_stages():
             say(note)
@@ -134,6 +138,7 @@ class PipelineRun:
                 start = self._start_function()
                 for note in self.folder.open(self.recipe, restart=self.restart):
                     print(note)
+                self.folder.note_difference(self.difference)
                 for note in mend_records(self.folder, self.recipe.stages.names):
                     print(note, flush=True)
                 stages = list(self.recipe.stages.names if only is None else (only,))

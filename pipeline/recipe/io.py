@@ -19,7 +19,7 @@ from data_shards.text import one_line
 from pipeline.recipe.mistakes import mistakes, truths
 from pipeline.recipe.roles import fill_paths, lacks_paths, read_paths
 from pipeline.recipe.schema import Recipe
-from pipeline.recipe.sources import SETS, Tree, find_recipe, read_source, with_finetune
+from pipeline.recipe.sources import SETS, Tree, find_recipe, read_parents, read_source, with_finetune
 from pipeline.recipe.yaml_text import read_yaml
 from pipeline.vocabulary import ALL_STAGES
 
@@ -66,11 +66,7 @@ def load_recipe(source: str, *, overrides: Sequence[str] = (), paths: Path | Non
         UserError: naming the file and the key.
     """
     path = find_recipe(source, beside=Path())
-    tree, changes = read_source(path).tree, list(overrides)
-    chosen = [change for change in changes if change.partition("=")[:2] == (SETS, "=")]
-    if chosen:
-        tree = _with_choice(tree, chosen)
-        changes = [change for change in changes if change not in chosen]
+    tree, chosen, changes = _with_choice(read_source(path).tree, overrides)
     model = _overridden(tree, changes)[0].get("model")
     beside, said_by = (Path(), f"override {one_line(chosen[0])}") if chosen else (path.parent, str(path))
     tree, keys = _overridden(with_finetune(tree, beside=beside, model=model, said_by=said_by), changes)
@@ -106,6 +102,28 @@ def differences(old: Recipe, new: Recipe) -> dict[str, str]:
     }
 
 
+def difference_to_parent(source: str, *, overrides: Sequence[str] = ()) -> str:
+    """What `source` with the overrides says otherwise than the recipes that it extends, or, if it extends none, than it
+    says without the overrides: "parent: NAMES", then a line for each key; empty: there is neither. Arguments as
+    `load_recipe`, and raises as that does."""
+    path = find_recipe(source, beside=Path())
+    parents, before = read_parents(path)
+    tree = read_source(path).tree
+    if not parents:
+        parents, before = [source], tree
+    tree, _, changes = _with_choice(tree, overrides)
+    old, new = _leaves(before), _leaves(_overridden(tree, changes)[0])
+    keys = [key for key in dict.fromkeys([*old, *new]) if old.get(key) != new.get(key) or (key in old) != (key in new)]
+    if not keys:
+        return ""
+    lines = [f"{key}: {_said(old, key)} -> {_said(new, key)}" for key in keys]
+    return "\n".join([f"parent: {', '.join(parents)}", *lines]) + "\n"
+
+
+def _said(leaves: Mapping[str, Any], key: str) -> str:
+    return one_line(str(leaves[key])) if key in leaves else "(absent)"
+
+
 def without_free_keys(leaves: Mapping[str, str]) -> dict[str, str]:
     """The flattened recipe without the keys that may differ when a run is resumed."""
     return {key: value for key, value in leaves.items() if not _is_free(key)}
@@ -129,14 +147,19 @@ def _leaves(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 _MOST_SAID = 5
 
 
-def _with_choice(tree: Tree, chosen: Sequence[str]) -> Tree:
-    """The tree with the fine-tuning set of the override `finetune=SET`, in the place of the recipe's."""
+def _with_choice(tree: Tree, overrides: Sequence[str]) -> tuple[Tree, list[str], list[str]]:
+    """The tree with the fine-tuning set of an override `finetune=SET`, in the place of the recipe's; that override, and
+    the others."""
+    chosen = [each for each in overrides if each.partition("=")[:2] == (SETS, "=")]
+    if not chosen:
+        return tree, [], list(overrides)
     if len(chosen) > 1:
         raise UserError(f"override {SETS} is given twice: leave one out")
     stages = tree.get("stages")
     if SETS not in tree and isinstance(stages, dict):  # it has no set, but stages of its own
         tree = tree | {"stages": {key: each for key, each in stages.items() if key not in ("swap_head", SETS)}}
-    return tree | {SETS: read_yaml(chosen[0].partition("=")[2], source=f"override {one_line(chosen[0])}")}
+    tree = tree | {SETS: read_yaml(chosen[0].partition("=")[2], source=f"override {one_line(chosen[0])}")}
+    return tree, chosen, [each for each in overrides if each not in chosen]
 
 
 def _overridden(tree: Tree, overrides: Sequence[str]) -> tuple[Tree, list[str]]:

@@ -94,6 +94,14 @@ def read_source(path: Path) -> RecipeSource:
     return RecipeSource(_read(path, seen=(), files=files), tuple(files))
 
 
+def read_parents(path: Path) -> tuple[list[str], Tree]:
+    """The names of the recipes that a file extends, and their keys in one tree; none, and no keys: it extends none."""
+    names, tree = _own_keys(path)[1], Tree()
+    for name in names:
+        tree = merge(tree, read_source(find_recipe(name, beside=path.parent, said_by=str(path))).tree)
+    return names, tree
+
+
 def with_finetune(tree: Tree, *, beside: Path, model: Any, said_by: str) -> Tree:
     """The tree with its fine-tuning set, if `finetune` names one, below the keys that it has.
 
@@ -171,6 +179,17 @@ def _read(path: Path, *, seen: tuple[Path, ...], files: list[Path]) -> Tree:
         raise UserError(f"{path}: 'extends' leads back to the recipe itself")
     if len(files) == _MOST_FILES:
         raise UserError(f"{path}: with what it extends, the recipe is made from more than {_MOST_FILES} files")
+    tree, parents = _own_keys(path)
+    base: Tree = {}
+    for parent in parents:
+        found = find_recipe(parent, beside=path.parent, said_by=str(path))
+        base = merge(base, _read(found, seen=(*seen, path.resolve()), files=files))
+    files.append(path.resolve())
+    return merge(base, tree)
+
+
+def _own_keys(path: Path) -> tuple[Tree, list[str]]:
+    """A file's keys, and the names that it extends."""
     tree = read_yaml_file(path)
     if not isinstance(tree, dict):
         raise UserError(
@@ -181,9 +200,4 @@ def _read(path: Path, *, seen: tuple[Path, ...], files: list[Path]) -> Tree:
     parents = [] if parents is None else parents if isinstance(parents, list) else [parents]
     if not all(isinstance(parent, str) for parent in parents):
         raise UserError(f"{path}: extends must be the name of another recipe, or a list of names")
-    base: Tree = {}
-    for parent in parents:
-        found = find_recipe(parent, beside=path.parent, said_by=str(path))
-        base = merge(base, _read(found, seen=(*seen, path.resolve()), files=files))
-    files.append(path.resolve())
-    return merge(base, tree)
+    return tree, parents

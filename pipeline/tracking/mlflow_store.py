@@ -40,6 +40,7 @@ from pipeline.tracking.tracking_state import RunState, forget_run, load_run_stat
 from pipeline.tracking.tracking_thread import Call, FinalStatus, Tracker, without_credentials
 from pipeline.vocabulary import (
     CORRUPT_SAMPLES_FILE,
+    DIFFERENCE_FILE,
     EVENTS_FILE,
     MLFLOW_FACTS_FILE,
     MLFLOW_FILE,
@@ -152,7 +153,7 @@ class MlflowStore:
             params={**pipeline_params(recipe), **derived},
             datasets=tuple(dict.fromkeys(one for stage in stages if stage for one in stage.datasets)),
             metrics=before.metrics if before else {},
-            files=(RECIPE_FILE, *(f"{TRACKING_FOLDER}/{name}" for name in TRACKED_FILES)),
+            files=(RECIPE_FILE, DIFFERENCE_FILE, *(f"{TRACKING_FOLDER}/{name}" for name in TRACKED_FILES)),
             status=status,
         )
         return facts.with_metrics(final_results(folder, recipe))

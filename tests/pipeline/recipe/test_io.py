@@ -7,7 +7,7 @@ import pytest
 
 from data_shards.errors import UserError
 from pipeline.recipe.header import read_header
-from pipeline.recipe.io import differences, dump_recipe, flatten, load_recipe, parse_recipe
+from pipeline.recipe.io import difference_to_parent, differences, dump_recipe, flatten, load_recipe, parse_recipe
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.sources import read_source, shipped_recipes
 
@@ -249,3 +249,26 @@ def test_flatten_has_one_text_for_each_leaf(file: Path):
 )
 def test_on_and_off_are_words_and_truth_values_where_one_is_wanted(override: str, read: Callable[[Recipe], bool]):
     assert read(load_recipe("digits", overrides=[override]))
+
+
+def test_the_difference_to_a_parent_has_each_key_that_is_said_otherwise(tmp_path: Path):
+    parent, child = tmp_path / "parent.yaml", tmp_path / "child.yaml"
+    parent.write_text(TEXT)
+    child.write_text("extends: parent\nname: other\nstages: {pretrain: {augment: {flip: 0.5}, ema: {decay: 0.9}}}\n")
+    said = difference_to_parent(str(child), overrides=["pretrain.optimizer.lr=0.5", "seed=3"]).splitlines()
+    assert said[0] == "parent: parent" and dict(line.split(": ", 1) for line in said[1:]) == {
+        "name": "mine -> other",
+        "stages.pretrain.augment.flip": "0 -> 0.5",
+        "stages.pretrain.ema.decay": "(absent) -> 0.9",
+        "stages.pretrain.optimizer.lr": "3e-4 -> 0.5",
+        "seed": "(absent) -> 3",
+    }
+
+
+def test_a_recipe_without_a_parent_differs_by_the_commands_changes(tmp_path: Path):
+    file = tmp_path / "mine.yaml"
+    file.write_text(TEXT)
+    assert difference_to_parent(str(file)) == ""
+    assert difference_to_parent(str(file), overrides=["seed=3"]) == f"parent: {file}\nseed: (absent) -> 3\n"
+    said = difference_to_parent(str(file), overrides=["finetune=cifar10"]).splitlines()
+    assert "finetune: (absent) -> cifar10" in said and "stages.finetune.image_size: 24 -> (absent)" in said
