@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NoReturn, get_args
 
 from data_shards.errors import AgreedError, SampleError, UserError, WorkerDied
 from launch.env import (
@@ -201,6 +201,7 @@ def _run(
     from pipeline.beside import Beside
     from pipeline.checkpoint.saver import SaveFailed
     from pipeline.context import StageContext, Tracking, draw_nothing
+    from pipeline.pictures.picture import Moment
     from pipeline.ranks.group import Ranks
     from pipeline.stages import run_stage  # noqa: F401 - while nobody waits in the process group
     from pipeline.train_loop import TrainingFailed
@@ -225,8 +226,9 @@ def _run(
             ranks = Ranks(place, timeout_seconds=recipe.engine.collective_timeout_seconds)
             there = held.enter_context(contextlib.closing(Presence(folder.path)))
         beside = None
-        if place.is_main and recipe.pictures == "auto" and wants_pictures:
-            beside = held.enter_context(Beside(folder, environ=without_place(), say=say))
+        if place.is_main and wants_pictures:
+            moments = get_args(Moment) if recipe.pictures == "auto" else ("end",) if recipe.tracking.log_model else ()
+            beside = held.enter_context(Beside(folder, environ=without_place(), say=say, moments=moments))
         context = StageContext(
             recipe=recipe,
             folder=folder,

@@ -17,12 +17,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from queue import SimpleQueue
-from typing import IO
+from typing import IO, get_args
 
 from data_shards.text import parse_json, printable
 from pipeline.pictures.picture import Moment
@@ -49,16 +49,26 @@ class Beside(AbstractContextManager["Beside"]):
     Args:
         folder: of the run.
         environ: the process's environment, without a launcher's ranks.
+        moments: what else is asked for is passed over.
         say: prints a line.
     """
 
-    def __init__(self, folder: RunFolder, *, environ: Mapping[str, str], say: Callable[[str], None]) -> None:
-        self._folder, self._environ, self._say = folder, environ, say
+    def __init__(
+        self,
+        folder: RunFolder,
+        *,
+        environ: Mapping[str, str],
+        say: Callable[[str], None],
+        moments: Sequence[Moment] = get_args(Moment),
+    ) -> None:
+        self._folder, self._environ, self._say, self._moments = folder, environ, say, moments
         self._child: subprocess.Popen[bytes] | None = None
         self._failed = False
 
     def ask(self, stage: StageName, moment: Moment, step: int) -> None:
         """Have that moment of a stage drawn; returns at once, whatever becomes of it."""
+        if moment not in self._moments:
+            return
         try:
             child = self._child = self._child or self._start()
             assert child.stdin is not None
@@ -124,7 +134,8 @@ def main(runs_root: str, name: str) -> None:
         for asked in pending:
             try:
                 request = request_of(folder, stage=asked.stage, step=asked.step)
-                draw(request, moment=asked.moment, say=_say)
+                if request.recipe.pictures == "auto":
+                    draw(request, moment=asked.moment, say=_say)
                 last = asked.moment == "end"  # earlier ones wait for nothing: a later one sends theirs
                 publish_stage(folder, request.recipe, request.stage, _say, wait_seconds=20.0 if last else 0.0)
             except Exception as error:  # noqa: BLE001 - the next request may fare better

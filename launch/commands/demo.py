@@ -145,7 +145,8 @@ def next_commands(choice: DemoChoice, *, runs_root: Path) -> str:
     shardvit, mlflow = _command("shardvit", module="launch.cli"), _command("mlflow", module="mlflow")
     return (
         "Next:\n"
-        f"  look at the curves      {mlflow} ui --backend-store-uri sqlite:///{runs_root}/mlflow.db\n"
+        f"  look at it in MLflow    {mlflow} ui --backend-store-uri sqlite:///{runs_root}/mlflow.db\n"
+        f"                          and open http://127.0.0.1:5000/#/experiments/1?workflowType=machine_learning\n"
         f"  resume                  interrupt a run (Ctrl-C or kill -9) and type the same command again\n"
         f"  fine-tune once more     {shardvit} run {choice.recipe} --restart finetune "
         "stages.finetune.optimizer.lr=0.01\n"

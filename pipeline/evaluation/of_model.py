@@ -115,6 +115,11 @@ def evaluate_model(request: EvalRequest, *, ranks: Exchange, say: Callable[[str]
     protocol, crop_share = meta.eval_protocol, meta.eval_crop_share
     if request.protocol is not None and request.protocol != protocol:
         protocol, crop_share = request.protocol, None
+    if request.crop_share is not None and protocol in ("vit", "vit_exact"):
+        raise UserError(
+            f"--crop-share: the model is evaluated by protocol {protocol}, which shows all of an image; give "
+            "--protocol big_vision or timm, too"
+        )
     crop_share = request.crop_share if request.crop_share is not None else crop_share
     task = Classification(
         engine=_as_engine(predictor, columns=truth.columns),  # pyright: ignore[reportArgumentType]

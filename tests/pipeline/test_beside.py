@@ -79,3 +79,10 @@ def test_a_pipe_that_is_full_stops_nobody(folder: RunFolder) -> None:
         for step in range(5_000):
             beside.ask("finetune", "evaluated", step)
     assert len([line for line in said if "no pictures for now" in line]) == 1
+
+
+def test_moments_that_are_not_wanted_start_nothing(folder: RunFolder) -> None:
+    with Beside(folder, environ=dict(os.environ), say=print, moments=("end",)) as beside:
+        beside.ask("finetune", "begin", 0)
+        beside.ask("finetune", "evaluated", 10)
+        assert beside._child is None

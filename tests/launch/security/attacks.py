@@ -26,6 +26,7 @@ from tests.launch.security.on_records import (
     command_as_state,
     commands_in_the_records,
     engine_shards,
+    evaluation_of_objects,
     model_of_a_command,
     pipe,
     pipe_behind_a_tar,
@@ -117,6 +118,12 @@ ROWS = (
         ("status", *FOLDERS, "run --dry-run", "submit --render"),
         "read as data",
         (commands_in_the_records,),
+    ),
+    Row(
+        "a run's folder: recipe, records, events, evaluations, pictures",
+        ("report", "watch"),
+        "read as data",
+        (tagged_recipe, pipe, commands_in_the_records, evaluation_of_objects),
     ),
     Row("state.json of a checkpoint", FOLDERS, "refused", (command_as_state,)),
     Row(

@@ -7,10 +7,11 @@ import pickle
 import shutil
 from pathlib import Path
 
+import numpy as np
 import yaml
 
 from tests.launch.security.on_shards import tar_of_others
-from tests.launch.security.somebody import Attack, World
+from tests.launch.security.somebody import STEP, Attack, World
 
 
 def tagged_recipe(world: World) -> None:
@@ -82,6 +83,22 @@ def commands_in_the_records(world: World) -> None:
     (world.run / "slurm/jobs.json").write_text(
         json.dumps({"time": 0, "processes": 1, "limit_seconds": 1, "max_restarts": 0, "jobs": {}, "total_steps": {}})
     )
+
+
+def evaluation_of_objects(world: World) -> None:
+    """Beside it a picture that is no picture, and events that name commands."""
+    kept = world.stage / "evaluations/val" / STEP
+    kept.mkdir(parents=True)
+    (kept / "evaluation.json").write_text(json.dumps({"format": 1, "classes": [world.pipe], "set_name": world.pipe}))
+    np.savez(kept / "arrays.npz", confusion=np.array([[world.ran]], dtype=object))
+    picture = world.stage / "pictures/batch"
+    picture.mkdir(parents=True)
+    for ending in ("png", "svg"):
+        (picture / f"{STEP}.{ending}").write_bytes(pickle.dumps(world.ran))
+    words = {"title": world.pipe, "caption": "$(touch x)\x1b]0;", "alt": "", "group": "data", "step": 2}
+    (picture / f"{STEP}.json").write_text(json.dumps(words))
+    event = {"time": 0, "step": 2, "images_seen": 2, "kind": "note", "text": f"\x1b]0;{world.pipe}"}
+    (world.stage / "events.jsonl").write_text(json.dumps(event) + "\n")
 
 
 def command_as_state(world: World) -> None:

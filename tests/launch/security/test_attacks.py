@@ -27,6 +27,8 @@ ARGUMENTS: dict[str, Callable[[World], list[object]]] = {
     "export": lambda world: ["export", world.model, "--format", "npz", "--out", world.top / "out.npz"],
     "import": lambda world: ["import", world.model, world.top / "imported"],
     "status": lambda world: ["status", world.run],
+    "report": lambda world: ["report", world.run],
+    "watch": lambda world: ["watch", world.run, "--once"],
     "run": lambda world: ["run", world.recipe, "--runs", world.run.parent],
     "run --dry-run": lambda world: ["run", world.recipe, "--runs", world.run.parent, "--dry-run"],
     "submit --render": lambda world: [
