@@ -14,7 +14,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +47,6 @@ def cases() -> dict[str, Recipe]:
     }
 
 
-@cache
 def signature(recipe: Recipe) -> tuple[str, ...]:
     """What a recipe's keys make the code do: numbers and the sizes of the model do not count."""
     found = set()
