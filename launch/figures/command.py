@@ -9,7 +9,7 @@ from cyclopts import Parameter
 
 from data_shards.errors import UserError
 from data_shards.vocabulary import USUAL_MOST_PIXELS
-from launch.flags import MaxImagePixels, WhichWeights, demand_counts, pixel_limit
+from launch.flags import MaxImagePixels, WhichWeights, demand_counts, demand_folder_of_its_own, pixel_limit
 
 
 def figures(
@@ -56,6 +56,7 @@ def figures(
         shardvit figures vit_b16.npz shards/imagenet/val --count 128
     """
     demand_counts(count=count)
+    demand_folder_of_its_own(output)
     limit = pixel_limit(max_image_pixels)
     if model.suffix == ".onnx":
         raise UserError(

@@ -10,12 +10,18 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from data_shards.errors import UserError
-from data_shards.manifest import MANIFEST_FILE
 from data_shards.text import printable
 from data_shards.vocabulary import USUAL_MOST_PIXELS
 from launch.env import paths_file
-from launch.flags import CacheFolder, DataFile, MaxImagePixels, demand_counts, pixel_limit, size_bytes
-from pipeline.vocabulary import RECIPE_FILE
+from launch.flags import (
+    CacheFolder,
+    DataFile,
+    MaxImagePixels,
+    demand_counts,
+    demand_folder_of_its_own,
+    pixel_limit,
+    size_bytes,
+)
 
 if TYPE_CHECKING:
     from launch.show.page import Shown
@@ -85,8 +91,7 @@ def show(
         raise UserError(f"--images: it is {images:,}; give {_MOST_IMAGES} at the most, or the page cannot be read")
     if not 0 <= seed < 2**63:
         raise UserError(f"--seed: it is {seed}; give 0 or more")
-    if output and any((output / name).exists() for name in (RECIPE_FILE, MANIFEST_FILE)):
-        raise UserError(f"--output {output}: that is the folder of a run or of shards; give another")
+    demand_folder_of_its_own(output)
     recipe = _recipe(what, overrides, data=data)
     if recipe is None:
         given = {"OVERRIDES": bool(overrides), "--stage": stage is not None, "--step": step is not None}
