@@ -53,6 +53,9 @@ def page(run: RunView, *, width: int, height: int | None, glyphs: Glyphs, now: f
     lines: list[Text] = []
     for part in parts:
         lines += [*([Text("")] if lines else []), *part]
+    if glyphs == "ascii":
+        for line in lines:
+            line.plain = line.plain.replace("…", "~")  # of the same length, so that its colours stay
     return Group(*lines)
 
 
