@@ -93,4 +93,4 @@ def _sum_of_squares(tensors: Sequence[Tensor], *, device: torch.device) -> Tenso
     """Float64, 0-dimensional, on `device`."""
     if not tensors:
         return torch.zeros((), dtype=torch.float64, device=device)
-    return torch.stack(torch._foreach_norm(tensors)).double().square().sum().to(device, non_blocking=True)
+    return torch.stack(torch._foreach_norm(list(tensors))).double().square().sum().to(device, non_blocking=True)
