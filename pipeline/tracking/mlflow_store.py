@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -51,6 +52,7 @@ from pipeline.vocabulary import (
 Say = Callable[[str], None]
 
 _MAX_METRICS_PER_BATCH = 1_000  # from mlflow.utils.validation
+_ENVIRONMENT_SECONDS = 10.0  # at the most is it waited for: some tenths of a second of work
 
 
 def open_tracker(settings: TrackerSettings, *, log: MetricsLog, say: Say | None = None) -> Tracker | OfflineTracker:
@@ -73,11 +75,14 @@ class OfflineTracker:
 
     def __init__(self, store: MlflowStore, *, say: Say) -> None:
         self._store, self._say, self._is_open = store, say, True
+        self._environment = threading.Thread(target=store.note_environment, name="environment", daemon=True)
+        self._environment.start()
 
     def close(self, status: FinalStatus, *, finish_parent: bool = False) -> None:
         """Closing twice is harmless: the first status stays."""
         if self._is_open:
             self._is_open = False
+            self._environment.join(_ENVIRONMENT_SECONDS)
             self._store.closing_calls(status, finish_parent=finish_parent)
             if finish_parent:
                 self._say(f"MLflow: offline; `shardvit sync {self._store.settings.folder.path}` sends the run")
@@ -87,7 +92,7 @@ class MlflowStore:
     """`tracking_thread.TrackingStore` in MLflow: a stage's run, and the pipeline's as its parent."""
 
     def __init__(self, settings: TrackerSettings, *, say: Say, runs: Literal["open", "as they are"] = "open") -> None:
-        self._runs, self._told = runs, False
+        self._runs, self._told, self._has_environment = runs, False, False
         self.place = without_credentials(settings.uri)
         self.settings = settings
         self.client: Any = None
@@ -198,6 +203,15 @@ class MlflowStore:
         tags = {**self._pipeline_facts(status).tags, **self._facts_of(self._parent).tags}  # of who trained it
         self._write(self._parent_facts_file, lambda: replace(self._pipeline_facts(status), tags=tags))
 
+    def note_environment(self) -> None:
+        """Write down what this attempt is computed with, once, whether or not a server can be told."""
+        if not self._has_environment:
+            self._has_environment = True
+            try:
+                write_environment(self.settings.folder.path / TRACKING_FOLDER)
+            except OSError as error:
+                self._say(f"MLflow: the environment is not written down: {error}")
+
     def connect(self) -> None:
         """Creates the experiment and the pipeline's run too; each id is saved once known."""
         settings = self.settings
@@ -205,6 +219,8 @@ class MlflowStore:
         folder = settings.folder
         if not folder.path.is_dir():
             raise FileNotFoundError(f"{folder.path} is gone")  # with it, perhaps, the folder of all runs
+        if self._runs == "open":
+            self.note_environment()
         self.client, experiment_id = open_client(settings.uri, home=settings.home, experiment=settings.experiment)
         of_sweep = {}
         if self._sweep is not None:
@@ -292,9 +308,7 @@ class MlflowStore:
         return []
 
     def opening_calls(self) -> list[Call]:
-        folder = self.settings.folder
-        calls = [Call("the environment", partial(write_environment, folder.path / TRACKING_FOLDER))]
-        return [*calls, *self._calls(self._parent, "of the pipeline"), *self._calls(self.state, "of the stage")]
+        return [*self._calls(self._parent, "of the pipeline"), *self._calls(self.state, "of the stage")]
 
     def _calls(self, state: RunState, of: str) -> list[Call]:
         """All but the status; each looks when it is sent whether there is something to send."""

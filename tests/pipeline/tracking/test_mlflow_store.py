@@ -205,6 +205,7 @@ def test_offline_nothing_is_sent_and_everything_is_written_down(settings: Tracke
         assert facts is not None and (facts.status, facts.name.startswith(name)) == ("KILLED", True)
         assert "secret" not in (folder / "mlflow_facts.json").read_text()
         assert load_run_state(folder / "mlflow.json").run_id is None
+    assert (settings.folder.path / "tracking/environment.txt").is_file()
 
 
 def test_a_resumed_stage_goes_on_in_its_run_with_a_whole_curve(client: Any, settings: TrackerSettings) -> None:
