@@ -92,6 +92,7 @@ class Row:
         left = {name for name in files if _looks_temporary(name)} - (undisturbed.files() if undisturbed else set())
         if undisturbed is not None:
             left |= files - undisturbed.files()
+        besides = (*besides, "recipe_difference.txt")  # what this case's command changes of the recipe
         left = {name for name in left if not _LOCK.search(name) and not any(part in name for part in besides)}
         assert not left, f"files are left in the run folder: {sorted(left)}"
         temporary = [path.name for path in case.temporary.iterdir() if not path.name.startswith("torchinductor_")]
