@@ -11,7 +11,7 @@ from cyclopts import Parameter
 from data_shards.errors import UserError
 from launch.flags import demand_counts
 from launch.output import say
-from launch.transfer.options import DEFAULTS, TransferOptions
+from launch.transfer.options import MostImages, SetOptions, TransferOptions
 
 if TYPE_CHECKING:
     from pipeline.transfer.measure import SetMeasured
@@ -19,15 +19,8 @@ if TYPE_CHECKING:
     from pipeline.transfer.settings import FewShotSettings, KnnSettings, ProbeSettings, Settings
 
 Kind = TypeVar("Kind", "FewShotSettings", "ProbeSettings", "KnnSettings")
-Options = Annotated[TransferOptions, Parameter(name="*")]
-SetName = Annotated[str | None, Parameter(name="--name", help="Of the data set, in the result; default: its shards'.")]
-Label = Annotated[
-    str | None, Parameter(help="For tars without a manifest: cls, txt or json:KEY, where their label is.")
-]
-Classes = Annotated[Path | None, Parameter(help="For tars without a manifest: a file with the classes' names.")]
-Images = Annotated[
-    int | None, Parameter(help="So many training images at most, always the same ones; VTAB-1k has 1000.")
-]
+OfOneSet = Annotated[SetOptions, Parameter(name="*")]
+OfATable = Annotated[TransferOptions, Parameter(name="*")]
 
 
 def fewshot(
@@ -50,11 +43,7 @@ def fewshot(
             help="Strength of the regularisation; of several the one with the least leave-one-out error on the shots.",
         ),
     ] = (1024.0,),
-    name: SetName = None,
-    label: Label = None,
-    classes: Classes = None,
-    images: Images = None,
-    options: Options = DEFAULTS,
+    options: OfOneSet = SetOptions(),  # noqa: B008 - frozen
 ) -> int:
     """Measure a model by few-shot least squares on its features, in closed form, as the ViT paper and big_vision do.
 
@@ -72,17 +61,7 @@ def fewshot(
     from pipeline.transfer.settings import FewShotSettings
 
     settings = _settings(FewShotSettings, shots=shots, seeds=seeds, l2=l2)
-    return _one_set(
-        model,
-        train_shards,
-        eval_shards,
-        settings,
-        name=name,
-        label=label,
-        classes=classes,
-        images=images,
-        options=options,
-    )
+    return _one_set(model, train_shards, eval_shards, settings, options=options)
 
 
 def probe(
@@ -103,11 +82,7 @@ def probe(
         float | None,
         Parameter(help="Share of TRAIN_SHARDS that chooses C, and is then learned from, too; default: 0.2."),
     ] = None,
-    name: SetName = None,
-    label: Label = None,
-    classes: Classes = None,
-    images: Images = None,
-    options: Options = DEFAULTS,
+    options: OfOneSet = SetOptions(),  # noqa: B008 - frozen
 ) -> int:
     """Measure a model by a linear probe: logistic regression on its features.
 
@@ -123,17 +98,7 @@ def probe(
     from pipeline.transfer.settings import ProbeSettings
 
     settings = _settings(ProbeSettings, c=c, **({} if hold_out is None else {"hold_out": hold_out}))
-    return _one_set(
-        model,
-        train_shards,
-        eval_shards,
-        settings,
-        name=name,
-        label=label,
-        classes=classes,
-        images=images,
-        options=options,
-    )
+    return _one_set(model, train_shards, eval_shards, settings, options=options)
 
 
 def knn(
@@ -146,11 +111,7 @@ def knn(
         20,
     ),
     temperature: Annotated[float, Parameter(help="A neighbour's vote weighs exp(cosine / temperature).")] = 0.07,
-    name: SetName = None,
-    label: Label = None,
-    classes: Classes = None,
-    images: Images = None,
-    options: Options = DEFAULTS,
+    options: OfOneSet = SetOptions(),  # noqa: B008 - frozen
 ) -> int:
     """Measure a model by k nearest neighbours of its features, as DINO: nothing is fitted.
 
@@ -164,20 +125,17 @@ def knn(
     from pipeline.transfer.settings import KnnSettings
 
     settings = _settings(KnnSettings, k=k, temperature=temperature)
-    return _one_set(
-        model,
-        train_shards,
-        eval_shards,
-        settings,
-        name=name,
-        label=label,
-        classes=classes,
-        images=images,
-        options=options,
-    )
+    return _one_set(model, train_shards, eval_shards, settings, options=options)
 
 
-def transfer(model: Path, table: Path, /, *, images: Images = None, options: Options = DEFAULTS) -> int:
+def transfer(
+    model: Path,
+    table: Path,
+    /,
+    *,
+    images: MostImages = None,
+    options: OfATable = TransferOptions(),  # noqa: B008 - frozen
+) -> int:
     """Measure a model on a table of small data sets, as VTAB does: one command, one table of results.
 
     TABLE is a YAML file:
@@ -257,13 +215,8 @@ def _one_set(
     eval_shards: str,
     settings: Settings,
     *,
-    name: str | None,
-    label: str | None,
-    classes: Path | None,
-    images: int | None,
-    options: TransferOptions,
+    options: SetOptions,
 ) -> int:
-    demand_counts(images=images)
     from dataclasses import replace
 
     from launch.transfer.session import Session, tell
@@ -274,15 +227,17 @@ def _one_set(
     session = Session(model, command=settings.method, options=options)
     opened = [
         open_set(
-            ShardsConfig.model_construct(shards=each, label=label, classes=str(classes) if classes else None),
+            ShardsConfig.model_construct(
+                shards=each, label=options.label, classes=str(options.classes) if options.classes else None
+            ),
             store=session.store,
             say=say,
         )
         for each in (train_shards, eval_shards)
     ]
-    data = TransferSet(name or opened[1].name, *opened, store=session.store)
+    data = TransferSet(options.name or opened[1].name, *opened, store=session.store)
     check_sets(data)
-    measured = measure(session.features, data, settings, most_images=images)
+    measured = measure(session.features, data, settings, most_images=options.images)
     tell(measured)
     record = replace(session.record(data.name), data_sets=(measured.used,), results=measured.scores)
     file = session.keep(record)
@@ -298,7 +253,7 @@ def _one_set(
         file,
         rows=_rows(measured),
         footer=footer,
-        params={**settings.model_dump(mode="json"), "images": images},
+        params={**settings.model_dump(mode="json"), "images": options.images},
         more={"shots": _shots_as_json(measured, data.train.classes)} if measured.shots else None,
     )
 

@@ -11,6 +11,10 @@ from cyclopts import Parameter
 from data_shards.vocabulary import USUAL_MOST_PIXELS
 from launch.flags import MaxImagePixels, WhichWeights, demand_counts
 
+MostImages = Annotated[
+    int | None, Parameter(help="So many training images at most, always the same ones; VTAB-1k has 1000.")
+]
+
 
 @dataclass(frozen=True)
 class TransferOptions:
@@ -52,4 +56,19 @@ class TransferOptions:
         demand_counts(batch_size=self.batch_size, workers=self.workers)
 
 
-DEFAULTS = TransferOptions()
+@dataclass(frozen=True)
+class SetOptions(TransferOptions):
+    """And of one data set, how it is read and called."""
+
+    name: Annotated[str | None, Parameter(help="Of the data set, in the result; default: its shards'.")] = None
+    label: Annotated[
+        str | None, Parameter(help="For tars without a manifest: cls, txt or json:KEY, where their label is.")
+    ] = None
+    classes: Annotated[Path | None, Parameter(help="For tars without a manifest: a file with the classes' names.")] = (
+        None
+    )
+    images: MostImages = None
+
+    def check(self) -> None:
+        super().check()
+        demand_counts(images=self.images)

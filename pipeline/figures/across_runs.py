@@ -5,14 +5,14 @@ Each comes with its table, which has all numbers, also those that the figure has
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, floor, log10
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pipeline.figures.measured import FewShotPoint, cost_points, few_shot_points
+from pipeline.figures.measured import CostPoint, FewShotPoint, cost_points, few_shot_points
 from pipeline.pictures.evaluated import counted
 from pipeline.pictures.picture import Cell, Picture
 from pipeline.pictures.style import DASHES, MUTED, SERIES, new_figure
@@ -83,16 +83,16 @@ def few_shot_over_size(runs: Sequence[RunHistory]) -> FigureOfRuns | None:
         f"after {best.images_seen:,} images.",
         group="paper",
     )
-    table: dict[str, list[Cell]] = {
-        "run": [each.run for each in points],
-        "model": [each.model for each in points],
-        "data set": [each.data_set for each in points],
-        "shots": [each.shots for each in points],
-        "pre-training set, images": [each.training_images for each in points],
-        "images seen": [each.images_seen for each in points],
-        "top-1": [each.top1 for each in points],
+    heads = {
+        "run": "run",
+        "model": "model",
+        "data_set": "data set",
+        "shots": "shots",
+        "training_images": "pre-training set, images",
+        "images_seen": "images seen",
+        "top1": "top-1",
     }
-    return FigureOfRuns(picture, figure, table)
+    return FigureOfRuns(picture, figure, _table(points, heads))
 
 
 def transfer_over_cost(runs: Sequence[RunHistory]) -> FigureOfRuns | None:
@@ -144,16 +144,21 @@ def transfer_over_cost(runs: Sequence[RunHistory]) -> FigureOfRuns | None:
         f"{best.top1:.3f} ({best.measure}) for {cost / unit:.3g} {prefix}FLOPs.",
         group="paper",
     )
-    table: dict[str, list[Cell]] = {
-        "run": [each.run for each in points],
-        "model": [each.model for each in points],
-        "measure": [each.measure for each in points],
-        "images seen": [each.images_seen for each in points],
-        "exaFLOPs": [each.exaflops for each in points],
-        "hours": [each.hours for each in points],
-        "top-1": [each.top1 for each in points],
+    heads = {
+        "run": "run",
+        "model": "model",
+        "measure": "measure",
+        "images_seen": "images seen",
+        "exaflops": "exaFLOPs",
+        "hours": "hours",
+        "top1": "top-1",
     }
-    return FigureOfRuns(picture, figure, table)
+    return FigureOfRuns(picture, figure, _table(points, heads))
+
+
+def _table(points: Sequence[FewShotPoint | CostPoint], heads: Mapping[str, str]) -> dict[str, list[Cell]]:
+    """A column for each attribute, under its heading."""
+    return {head: [getattr(each, name) for each in points] for name, head in heads.items()}
 
 
 def _named(runs: Sequence[RunHistory]) -> list[tuple[str, RunHistory]]:

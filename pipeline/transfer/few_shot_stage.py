@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from data_shards.images.decode import PixelLimit
 from data_shards.loading.assemble import Access
@@ -17,9 +16,6 @@ from pipeline.stage_batches import eval_transform
 from pipeline.stage_data import StageData
 from pipeline.transfer.few_shot_data import few_shot_of, open_few_shot
 from pipeline.vocabulary import StageName
-
-if TYPE_CHECKING:
-    from pipeline.transfer.during_training import FewShotMeasures
 
 
 def few_shot_evaluation(
@@ -37,24 +33,6 @@ def few_shot_evaluation(
     `during_training`. Collective, as is what it returns; UserError as `open_few_shot`."""
     if not few_shot_of(context.recipe, stage=stage):
         return lambda step: {}
-    measures = _measures(
-        context, stage=stage, plan=plan, data=data, engine=engine, workers=workers, watch=watch, say=say
-    )
-    ema = context.recipe.train_stage(stage).ema
-    return lambda step: measures(step, of_average=ema is not None and ema.model == "ema")
-
-
-def _measures(
-    context: StageContext,
-    *,
-    stage: StageName,
-    plan: StagePlan,
-    data: StageData,
-    engine: Engine,
-    workers: DataWorkers,
-    watch: Watch,
-    say: Callable[[str], None],
-) -> FewShotMeasures:
     from pipeline.transfer.during_training import FewShotContext, FewShotMeasures
 
     recipe, ranks = context.recipe, context.ranks
@@ -85,4 +63,6 @@ def _measures(
         beat=lambda step: watch.beat(step, doing="few-shot evaluation"),
         say=say,
     )
-    return FewShotMeasures(few_shot_of(recipe, stage=stage), sets, shared)
+    measures = FewShotMeasures(few_shot_of(recipe, stage=stage), sets, shared)
+    ema = recipe.train_stage(stage).ema
+    return lambda step: measures(step, of_average=ema is not None and ema.model == "ema")
