@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
@@ -32,6 +32,14 @@ DataFile = Annotated[
     ),
 ]
 JsonFlag = Annotated[bool, Parameter(name="--json", negative="", help="Print the result as JSON.")]
+TarLabel = Annotated[
+    str | None, Parameter(help="Where tars without a manifest have their labels: cls, txt or json:KEY.")
+]
+TarClasses = Annotated[Path | None, Parameter(help="File with the classes' names, for tars without a manifest.")]
+TarsAreMultiLabel = Annotated[
+    bool, Parameter(negative="", help="Tars without a manifest have a list of labels for each image.")
+]
+Device = Annotated[Literal["auto", "cpu", "cuda"], Parameter(help="Where to run; auto: a GPU if there is one.")]
 MaxImagePixels = Annotated[
     int, Parameter(help="Larger images are not decoded, which takes up to 17 bytes a pixel and core.")
 ]

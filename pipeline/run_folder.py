@@ -7,8 +7,13 @@
     RUNS/NAME/STAGE/checkpoints/step-*/   see `checkpoint`
     RUNS/NAME/STAGE/ranks/                see `watch`
     RUNS/NAME/STAGE/metrics.jsonl         see `metrics_log`
-    RUNS/NAME/STAGE/events.jsonl          see `events`
+    RUNS/NAME/STAGE/events.jsonl          see `report.events`
+    RUNS/NAME/STAGE/evaluations/          see `evaluation.result`
+    RUNS/NAME/STAGE/pictures/             see `pictures.picture`; what drew them says so in RUNS/NAME/pictures.log
     RUNS/NAME/STAGE/model/                the result: safetensors and config.json
+    RUNS/NAME/transfer/                   few-shot, probe and kNN of its models, see `transfer.results`
+    RUNS/NAME/mlflow*.json, tracking/     what MLflow is to know and was told, also in each stage, see `tracking`
+    RUNS/NAME/report.html                 what `shardvit report` made of all this
     RUNS/NAME/compiled/                   what torch has compiled, see `kernels.cache`; may be deleted at any time
 
 A finished stage is not run again; an interrupted one goes on; a changed recipe is refused with the difference shown.

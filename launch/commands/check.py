@@ -11,7 +11,17 @@ from cyclopts import Parameter
 from data_shards.errors import UserError
 from data_shards.text import printable
 from data_shards.vocabulary import USUAL_MOST_PIXELS
-from launch.flags import CacheFolder, JsonFlag, MaxImagePixels, demand_counts, pixel_limit, size_bytes
+from launch.flags import (
+    CacheFolder,
+    JsonFlag,
+    MaxImagePixels,
+    TarClasses,
+    TarLabel,
+    TarsAreMultiLabel,
+    demand_counts,
+    pixel_limit,
+    size_bytes,
+)
 
 
 def check(
@@ -30,15 +40,9 @@ def check(
     gpus_per_node: Annotated[
         int | None, Parameter(help="Processes on one machine, for --world-size; default: 8.")
     ] = None,
-    label: Annotated[
-        str | None, Parameter(help="Where tars without a manifest have their labels: cls, txt or json:KEY.")
-    ] = None,
-    classes: Annotated[
-        Path | None, Parameter(help="File with the classes' names, for tars without a manifest.")
-    ] = None,
-    multi_label: Annotated[
-        bool, Parameter(negative="", help="Tars without a manifest have a list of labels for each image.")
-    ] = False,
+    label: TarLabel = None,
+    classes: TarClasses = None,
+    multi_label: TarsAreMultiLabel = False,
     cache: CacheFolder = None,
     cache_limit: Annotated[
         str | None, Parameter(help="Size of that folder, beyond which the oldest shards are removed; default: 50GB.")

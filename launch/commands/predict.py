@@ -11,14 +11,14 @@ import shutil
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
 from data_shards.errors import UserError
 from data_shards.text import one_line
 from data_shards.vocabulary import USUAL_MOST_PIXELS
-from launch.flags import MaxImagePixels, WhichWeights, demand_counts, pixel_limit
+from launch.flags import Device, MaxImagePixels, WhichWeights, demand_counts, pixel_limit
 from launch.output import say
 
 if TYPE_CHECKING:
@@ -36,9 +36,7 @@ def predict(
     batch_size: Annotated[int, Parameter(help="Images that the model sees at a time.")] = 32,
     weights: WhichWeights = None,
     max_image_pixels: MaxImagePixels = USUAL_MOST_PIXELS,
-    device: Annotated[
-        Literal["auto", "cpu", "cuda"], Parameter(help="Where to run; auto: a GPU if there is one.")
-    ] = "auto",
+    device: Device = "auto",
 ) -> int:
     """Say what is on images: the most probable classes of each.
 

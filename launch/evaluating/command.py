@@ -7,7 +7,7 @@ import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
@@ -18,7 +18,16 @@ from data_shards.vocabulary import USUAL_MOST_PIXELS, EvalProtocol
 from launch.endings import reason
 from launch.env import RENDEZVOUS, SUPERVISOR_PID, experiment_name, num_gpus, tracking_uri, without_place
 from launch.evaluating.exchanged import read_result, write_request
-from launch.flags import MaxImagePixels, WhichWeights, demand_counts, pixel_limit
+from launch.flags import (
+    Device,
+    MaxImagePixels,
+    TarClasses,
+    TarLabel,
+    TarsAreMultiLabel,
+    WhichWeights,
+    demand_counts,
+    pixel_limit,
+)
 from launch.output import say
 from pipeline.evaluation.request import Among, EvalRequest, LabelSet, Matching
 from pipeline.vocabulary import EXIT_USER_ERROR, EvalMetric
@@ -72,15 +81,9 @@ def evaluate(
     weights: WhichWeights = None,
     processes: Annotated[int, Parameter(help="Processes on this machine, each with a GPU of its own, or CPUs.")] = 1,
     batch_size: Annotated[int, Parameter(name=["--batch-size", "--batch"], help="Images of a forward pass.")] = 64,
-    label: Annotated[
-        str | None, Parameter(help="Where tars without a manifest have their labels: cls, txt or json:KEY.")
-    ] = None,
-    class_names: Annotated[
-        Path | None, Parameter(help="File with the classes' names, for tars without a manifest.")
-    ] = None,
-    multi_label: Annotated[
-        bool, Parameter(negative="", help="Tars without a manifest have a list of labels for each image.")
-    ] = False,
+    label: TarLabel = None,
+    class_names: TarClasses = None,
+    multi_label: TarsAreMultiLabel = False,
     json_file: Annotated[
         Path | None,
         Parameter(
@@ -92,9 +95,7 @@ def evaluate(
     ] = None,
     tracking: Annotated[bool, Parameter(negative="--no-tracking", help="Make an MLflow run of the result.")] = True,
     max_image_pixels: MaxImagePixels = USUAL_MOST_PIXELS,
-    device: Annotated[
-        Literal["auto", "cpu", "cuda"], Parameter(help="Where to run; auto: a GPU if there is one.")
-    ] = "auto",
+    device: Device = "auto",
 ) -> int:
     """Evaluate a model on shards: top-1, top-5, loss, each class, calibration; each image once.
 

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 from cyclopts import Parameter
 
 from data_shards.errors import UserError
 from data_shards.vocabulary import USUAL_MOST_PIXELS
-from launch.flags import MaxImagePixels, WhichWeights, demand_counts, demand_folder_of_its_own, pixel_limit
+from launch.flags import (
+    Device,
+    MaxImagePixels,
+    TarClasses,
+    TarLabel,
+    WhichWeights,
+    demand_counts,
+    demand_folder_of_its_own,
+    pixel_limit,
+)
 
 
 def figures(
@@ -24,15 +33,9 @@ def figures(
         Parameter(help="Images that attention is measured on; default: what takes half a minute, 8 to 128."),
     ] = None,
     weights: WhichWeights = None,
-    device: Annotated[
-        Literal["auto", "cpu", "cuda"], Parameter(help="Where to run; auto: a GPU if there is one.")
-    ] = "auto",
-    label: Annotated[
-        str | None, Parameter(help="Where tars without a manifest have their labels: cls, txt or json:KEY.")
-    ] = None,
-    classes: Annotated[
-        Path | None, Parameter(help="File with the classes' names, for tars without a manifest.")
-    ] = None,
+    device: Device = "auto",
+    label: TarLabel = None,
+    classes: TarClasses = None,
     max_image_pixels: MaxImagePixels = USUAL_MOST_PIXELS,
 ) -> int:
     """Draw the ViT paper's figures of a model: where it looks, how far attention reaches, filters, positions.

@@ -17,6 +17,9 @@ from launch.flags import (
     CacheFolder,
     DataFile,
     MaxImagePixels,
+    TarClasses,
+    TarLabel,
+    TarsAreMultiLabel,
     demand_counts,
     demand_folder_of_its_own,
     pixel_limit,
@@ -48,15 +51,9 @@ def show(
     ] = 200_000,
     seed: Annotated[int, Parameter(help="Draws which images and shards are shown.")] = 0,
     data: DataFile = None,
-    label: Annotated[
-        str | None, Parameter(help="Where tars without a manifest have their labels: cls, txt or json:KEY.")
-    ] = None,
-    classes: Annotated[
-        Path | None, Parameter(help="File with the classes' names, for tars without a manifest.")
-    ] = None,
-    multi_label: Annotated[
-        bool, Parameter(negative="", help="Tars without a manifest have a list of labels for each image.")
-    ] = False,
+    label: TarLabel = None,
+    classes: TarClasses = None,
+    multi_label: TarsAreMultiLabel = False,
     max_image_pixels: MaxImagePixels = USUAL_MOST_PIXELS,
     cache: CacheFolder = None,
     cache_limit: Annotated[

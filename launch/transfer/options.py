@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from data_shards.vocabulary import USUAL_MOST_PIXELS
-from launch.flags import MaxImagePixels, WhichWeights, demand_counts
+from launch.flags import Device, MaxImagePixels, TarClasses, TarLabel, WhichWeights, demand_counts
 
 MostImages = Annotated[
     int | None, Parameter(help="So many training images at most, always the same ones; VTAB-1k has 1000.")
@@ -28,9 +28,7 @@ class TransferOptions:
         ),
     ] = "pre_logits"
     weights: WhichWeights = None
-    device: Annotated[Literal["auto", "cpu", "cuda"], Parameter(help="Where to run; auto: a GPU if there is one.")] = (
-        "auto"
-    )
+    device: Device = "auto"
     batch_size: Annotated[int, Parameter(help="Images that the model sees at a time.")] = 64
     workers: Annotated[
         int | None, Parameter(help="Threads that read and decode images; default: one a core, at most 16.")
@@ -61,12 +59,8 @@ class SetOptions(TransferOptions):
     """And of one data set, how it is read and called."""
 
     name: Annotated[str | None, Parameter(help="Of the data set, in the result; default: its shards'.")] = None
-    label: Annotated[
-        str | None, Parameter(help="For tars without a manifest: cls, txt or json:KEY, where their label is.")
-    ] = None
-    classes: Annotated[Path | None, Parameter(help="For tars without a manifest: a file with the classes' names.")] = (
-        None
-    )
+    label: TarLabel = None
+    classes: TarClasses = None
     images: MostImages = None
 
     def check(self) -> None:
