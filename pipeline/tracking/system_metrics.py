@@ -21,6 +21,7 @@ from pipeline.run_folder import RunFolder
 from pipeline.tracking.client import client_of, store_uri
 from pipeline.tracking.settings import home_of
 from pipeline.tracking.tracking_state import load_run_state
+from pipeline.tracking.tracking_thread import without_credentials
 from pipeline.vocabulary import ALL_STAGES, MLFLOW_FILE, StageName
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ _POLL_SECONDS = 1.0
 _AGAIN_SECONDS = 30.0  # after an outage, which ends MLflow's monitor
 _END_SECONDS = 5.0
 _LOWEST_PRIORITY = 19
+_LONGEST_REASON = 300
 
 
 @contextmanager
@@ -42,13 +44,12 @@ def node_metrics(context: StageContext, *, stage: StageName) -> Iterator[None]:
     nodes = -(-place.world_size // place.local_world_size)
     node = f"node{place.rank // place.local_world_size}-{platform.node()}" if nodes > 1 else ""
     folder = context.folder
-    command = [sys.executable, "-m", __name__, str(folder.runs_root), folder.name, stage, node]
+    command = [sys.executable, "-W", "ignore", "-m", __name__, str(folder.runs_root), folder.name, stage, node]
     try:
         child = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,  # MLflow's lines; what goes wrong is said once, on standard error
             env=_environment(context),
         )
     except OSError as error:
@@ -97,8 +98,9 @@ def watch(run_id: str, *, uri: str, node: str, over: threading.Event) -> None:
     from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 
     logging.disable(logging.WARNING)
+    told = False
     while not over.is_set():
-        with suppress(Exception):
+        try:
             monitor: Any = SystemMetricsMonitor(run_id, node_id=node or None, resume_logging=True, tracking_uri=uri)
             monitor.start()
             thread = monitor._process
@@ -106,6 +108,11 @@ def watch(run_id: str, *, uri: str, node: str, over: threading.Event) -> None:
                 pass
             if over.is_set():
                 monitor.finish()
+        except Exception as error:  # noqa: BLE001 - it is tried again, and training knows nothing of it
+            if not told:
+                told = True
+                why = without_credentials(f"{type(error).__name__}: {str(error)[:_LONGEST_REASON]}")
+                print(f"MLflow: no system metrics of {platform.node()} for now: {why}", file=sys.stderr, flush=True)
         over.wait(_AGAIN_SECONDS)
 
 

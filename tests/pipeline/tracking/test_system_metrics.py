@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import subprocess
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +13,7 @@ from typing import Any
 import pytest
 
 from pipeline.run_folder import RunFolder
+from pipeline.tracking import system_metrics
 from pipeline.tracking.system_metrics import node_metrics
 from pipeline.tracking.tracking_state import load_run_state
 
@@ -65,3 +68,24 @@ def test_a_node_is_watched_under_its_name_and_no_longer_than_its_rank(
     assert child.poll() is not None
     assert any(name.startswith("system/node1-") and "cpu_utilization" in name for name in metrics)
     assert not client.get_run(run.info.run_id).info.end_time  # it ends no run
+
+
+def test_what_keeps_a_node_from_being_watched_is_said_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from mlflow.system_metrics import system_metrics_monitor
+
+    over, tries = threading.Event(), []
+
+    def fails(*args: object, **kw: object) -> None:
+        tries.append(args)
+        if len(tries) == 3:
+            over.set()
+        raise RuntimeError("no sensors at https://me:secret@host")
+
+    monkeypatch.setattr(system_metrics_monitor, "SystemMetricsMonitor", fails)
+    monkeypatch.setattr(system_metrics, "_AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr(logging, "disable", lambda level: None)
+    system_metrics.watch("run", uri=f"sqlite:///{tmp_path}/mlflow.db", node="", over=over)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert len(tries) == 3 and "RuntimeError: no sensors" in line and "secret" not in line
