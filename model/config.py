@@ -127,6 +127,11 @@ class ModelConfig(BaseModel):
         return "resnet" if self.width is None else "vit"
 
     @property
+    def has_convolutions(self) -> bool:
+        """Beside the patch embedding, which is a matrix product."""
+        return self.kind == "resnet" or self.sizes.resnet_layers is not None
+
+    @property
     def sizes(self) -> VitSizes:
         if self.variant is not None:
             sizes = parse_variant(self.variant)

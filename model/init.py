@@ -26,7 +26,7 @@ MLP_BIAS_STD = 1e-6  # models_vit.py: nn.initializers.normal(stddev=1e-6)
 # Of a unit normal truncated to [-2, 2]: flax divides by it (jax.nn.initializers.variance_scaling).
 TRUNCATED_STD = 0.87962566103423978
 # timm 1.0, models/vision_transformer.py and models/resnetv2.py
-TIMM_LINEAR_STD = 0.02  # of position embeddings too
+TIMM_LINEAR_STD = 0.02  # of position embeddings too; timm cuts them off at 100 deviations
 TIMM_CLS_TOKEN_STD = 1e-6
 TIMM_RESNET_HEAD_STD = 0.01
 STEM_PREFIX = "patch_embed.backbone."  # a hybrid's ResNet
@@ -136,12 +136,11 @@ def timm_value(name: str, value: Tensor, *, model: nn.Module, generator: torch.G
     """
     match name.split("."):
         case ["pos_embed"]:
-            return nn.init.trunc_normal_(value, std=TIMM_LINEAR_STD, generator=generator)
+            return value.normal_(std=TIMM_LINEAR_STD, generator=generator)
         case ["cls_token"]:
             return value.normal_(std=TIMM_CLS_TOKEN_STD, generator=generator)
         case ["attn_pool", "latent"]:
-            std = value.shape[-1] ** -0.5
-            return nn.init.trunc_normal_(value, std=std, a=-2.0 * std, b=2.0 * std, generator=generator)
+            return _truncated_normal(value, std=value.shape[-1] ** -0.5, generator=generator)
         case ["patch_embed", "proj", "weight" | "bias"]:  # torch's default
             bound = math.sqrt(1.0 / model.get_parameter("patch_embed.proj.weight")[0].numel())
             return value.uniform_(-bound, bound, generator=generator)
@@ -155,7 +154,7 @@ def timm_value(name: str, value: Tensor, *, model: nn.Module, generator: torch.G
             | ["blocks", _, "mlp", "fc1" | "fc2", "weight"]
             | ["attn_pool", "mlp", "fc1" | "fc2", "weight"]
         ):
-            return nn.init.trunc_normal_(value, std=TIMM_LINEAR_STD, generator=generator)
+            return value.normal_(std=TIMM_LINEAR_STD, generator=generator)
         case ["blocks", _, "mlp", "fc1" | "fc2", "bias"] | ["attn_pool", "mlp", "fc1" | "fc2", "bias"]:
             return value
         case _ if is_resnet_kernel(name):
@@ -187,8 +186,15 @@ def _xavier_parts(value: Tensor, *, parts: int, generator: torch.Generator) -> T
 def _lecun_normal(value: Tensor, *, generator: torch.Generator) -> Tensor:
     """flax's lecun_normal: variance 1 / fan_in, cut off at two (uncorrected) deviations."""
     fan_in = value[0].numel()
-    std = math.sqrt(1.0 / fan_in) / TRUNCATED_STD
-    return nn.init.trunc_normal_(value, std=std, a=-2.0 * std, b=2.0 * std, generator=generator)
+    return _truncated_normal(value, std=math.sqrt(1.0 / fan_in) / TRUNCATED_STD, generator=generator)
+
+
+def _truncated_normal(value: Tensor, *, std: float, generator: torch.Generator) -> Tensor:
+    """A normal of deviation `std`, cut off at two of them, by the inverse of its distribution function: torch's own
+    (`trunc_normal_`) draws other numbers in 2.15 than in 2.11."""
+    edge = math.erf(math.sqrt(2.0))
+    value.uniform_(-edge, edge, generator=generator)
+    return value.erfinv_().mul_(std * math.sqrt(2.0)).clamp_(-2.0 * std, 2.0 * std)
 
 
 def _stream_seed(seed: int, name: str) -> int:

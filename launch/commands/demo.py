@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from cyclopts import Parameter
 
 from data_shards.text import table
+from launch.env import num_gpus
 from launch.flags import RunsFolder
 from launch.output import go_on
 
@@ -81,7 +82,7 @@ def demo(
     folders: list[RunFolder] = []
     for recipe in (choice.recipe, f"{choice.recipe}_scratch"):
         print(f"\n== {recipe} ==", flush=True)
-        changes = [*_shard_paths(recipe, data, shards), *_few_shot(recipe, data, shards)]
+        changes = [*_shard_paths(recipe, data, shards), *_few_shot(recipe, data, shards), *_processes()]
         run = PipelineRun.open(
             load_recipe(recipe, overrides=changes),
             runs_root=runs,
@@ -120,6 +121,11 @@ def _few_shot(recipe: str, data: DemoData, shards_root: Path) -> list[str]:
     return [f"stages.pretrain.few_shot={json.dumps([config])}"]
 
 
+def _processes() -> list[str]:
+    """The recipes have two processes, of which each needs a GPU of its own where there is one."""
+    return [f"processes={min(2, gpus)}"] if (gpus := num_gpus()) else []
+
+
 def comparison(transferred: RunFolder, *, scratch: RunFolder) -> str:
     """The table: what each stage saw, took and reached, beside fine-tuning from scratch."""
     from pipeline.recipe.io import parse_recipe
@@ -149,7 +155,7 @@ def next_commands(choice: DemoChoice, *, runs_root: Path) -> str:
         f"                          and open http://127.0.0.1:5000/#/experiments/1?workflowType=machine_learning\n"
         f"  resume                  interrupt a run (Ctrl-C or kill -9) and type the same command again\n"
         f"  fine-tune once more     {shardvit} run {choice.recipe} --restart finetune "
-        "stages.finetune.optimizer.lr=0.01\n"
+        f"{' '.join(['stages.finetune.optimizer.lr=0.01', *_processes()])}\n"
         f"  use your own images     {shardvit} pack FOLDER_OF_CLASS_FOLDERS shards/mine --holdout 0.1\n"
         f"                          then copy pipeline/recipes/cifar10.yaml, set its train and eval, {shardvit} run it"
     )

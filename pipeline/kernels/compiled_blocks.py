@@ -13,8 +13,10 @@ compiled.
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -127,12 +129,22 @@ def transformer_blocks(model: nn.Module) -> list[nn.Module]:
 def _inductor(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
     import torch._inductor
 
-    return torch._inductor.compile(graph, list(inputs), options={"deterministic": True})
+    with _without_advice_on_tf32():
+        return torch._inductor.compile(graph, list(inputs), options={"deterministic": True})
 
 
 def _inductor_works(device: torch.device) -> None:
     number = torch.ones(8, device=device)
-    torch.compile(lambda x: x * 2 + 1, fullgraph=True, dynamic=False)(number)
+    with _without_advice_on_tf32():
+        torch.compile(lambda x: x * 2 + 1, fullgraph=True, dynamic=False)(number)
+
+
+@contextlib.contextmanager
+def _without_advice_on_tf32() -> Iterator[None]:
+    """`settle` gives it in the recipe's words (`engine.fp32_matmul`)."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
+        yield
 
 
 def _reason() -> str:

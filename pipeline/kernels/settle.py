@@ -20,6 +20,7 @@ from model.positions.relative_attention import RelativeAttention
 from pipeline.kernels.attention import AttentionCase, attention_kernels
 from pipeline.kernels.cache import keep_compiled_code
 from pipeline.kernels.compiled_blocks import CompiledBlocks, compile_blocks, transformer_blocks, why_not_compiled
+from pipeline.kernels.determinism import deterministic_algorithms, repeats_bits
 from pipeline.kernels.fp8 import use_fp8
 from pipeline.kernels.precision import fp32_products
 from pipeline.recipe.schema import EngineConfig, Recipe
@@ -49,9 +50,16 @@ def settled_kernels(
         settings.enter_context(fp32_products(engine.fp32_matmul))
         if engine.precision == "fp32" and (device.type == "cuda" or engine.fp32_matmul == "tf32"):
             notes.append(_describe_fp32(engine.fp32_matmul, device=device))
+        cases: list[AttentionCase] = []
         if isinstance(model, VisionTransformer):
-            config = recipe.train_stage(stage)
-            cases = _attention_cases(model, engine, patch_dropout=config.patch_dropout, device=device)
+            patch_dropout = recipe.train_stage(stage).patch_dropout
+            cases = _attention_cases(model, engine, patch_dropout=patch_dropout, device=device)
+        if device.type == "cuda":
+            tags["shardvit.deterministic"] = engine.deterministic
+            convolves = recipe.model.has_convolutions
+            if engine.deterministic == "on" and not repeats_bits(cases, asked=engine.attention, convolves=convolves):
+                settings.enter_context(deterministic_algorithms())
+        if cases:
             chosen = settings.enter_context(attention_kernels(cases, asked=engine.attention))
             notes += [each.describe() for each in chosen]
             tags["shardvit.attention"] = "/".join(dict.fromkeys(each.kernel for each in chosen))
