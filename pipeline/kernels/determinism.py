@@ -1,12 +1,12 @@
 """The same bits each time on the same GPU: which runs need torch's deterministic algorithms, and turning them on.
 
-What a step computes with is deterministic by itself, with these exceptions, seen on an H100 with torch 2.11:
-- Attention's backward pass adds up the queries' gradient over tiles of keys in any order. cuDNN's tiles are of 128
-  tokens, and two addends have one order: up to 256 tokens it repeats its bits. With more it does not, nor do flash and
-  efficient, unless torch is told to: then it refuses cuDNN, and the others take turns.
+What a step computes with is deterministic by itself, with two exceptions:
+- Attention's backward pass adds up the queries' gradient over tiles of keys in any order. On an H100 cuDNN repeats its
+  bits for 197 tokens and not for 257 (`launch/bench/records/gpu_first_runs.txt`), as tiles of 128 would: two addends
+  have one order. Other kernels, and cuDNN beyond 256 tokens, need torch's deterministic algorithms, without cuDNN.
 - cuDNN may choose convolutions that add in any order (hybrids and ResNets).
 
-Costs nothing up to 256 tokens in half precision on compute capability 9 and 10; 7 % of a step of L/16 at 384 pixels.
+Costs nothing up to 256 tokens in half precision on compute capability 9 and 10; else a slower attention.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -27,9 +27,7 @@ _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"  # cuBLAS's; torch demands one of two val
 _REPEATING_WORKSPACES = (":4096:8", ":16:8")  # the first is torch's own size on compute capability 9
 
 
-def repeats_bits(
-    cases: Sequence[AttentionCase], *, asked: AttentionKernel | Literal["auto"], convolves: bool
-) -> bool:
+def repeats_bits(cases: Sequence[AttentionCase], *, asked: AttentionKernel | Literal["auto"], convolves: bool) -> bool:
     """Whether a model with these cases of attention computes the same bits each time without torch being told to."""
     if convolves:
         return False
@@ -46,12 +44,12 @@ def deterministic_algorithms() -> Iterator[None]:
             f"{_WORKSPACE} is {os.environ[_WORKSPACE]}, with which matrix products need not repeat their bits: unset "
             f"it, set it to {_REPEATING_WORKSPACES[0]}, or set engine.deterministic: off"
         )
-    filling = torch.utils.deterministic  # pyright: ignore[reportAttributeAccessIssue]
-    before = torch.are_deterministic_algorithms_enabled(), filling.fill_uninitialized_memory
+    memory: Any = torch.utils.deterministic
+    before = torch.are_deterministic_algorithms_enabled(), memory.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
-    filling.fill_uninitialized_memory = False  # else each new tensor is written once more
+    memory.fill_uninitialized_memory = False  # else each new tensor is written once more
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(before[0])
-        filling.fill_uninitialized_memory = before[1]
+        memory.fill_uninitialized_memory = before[1]

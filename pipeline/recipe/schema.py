@@ -52,8 +52,8 @@ class EngineConfig(Strict):
     attention: AttentionKernel | Literal["auto"] = "auto"
     """The kernel that computes attention; auto: the fastest known for the GPU, the precision and the shape."""
     deterministic: Literal["on", "off"] = "on"
-    """on: the same step has the same bits each time on the same kind of GPU, so that resuming is exact; off: the fastest
-    kernels, which above 256 tokens save some 7 % of a step. CPUs: always on."""
+    """on: a step has the same bits each time on the same kind of GPU, so that resuming is exact; off: the fastest
+    kernels, which with more than 256 tokens are others. On CPUs it is always on."""
     experimental: ExperimentalConfig = ExperimentalConfig()
     max_micro_batch_size: int = Field(default=256, ge=1, le=_MOST_IMAGES)
     """The most images of one process in one forward pass; more are accumulated."""
