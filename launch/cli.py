@@ -8,6 +8,7 @@ import sys
 from cyclopts import App, CycloptsError
 
 from data_shards.errors import UserError
+from data_shards.working_folder import leave_out
 from launch.commands.check import check
 from launch.commands.demo import demo
 from launch.commands.models import export_model, import_model
@@ -43,6 +44,7 @@ app = App(
 
 def main() -> None:
     """Entry point of the console script."""
+    leave_out()
     guard()
     try:
         code = _run_command()

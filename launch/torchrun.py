@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import sys
 
+from data_shards.working_folder import leave_out
 from launch.output import go_on
 
 
 def main() -> int:
     """Run with torchrun's own arguments."""
+    leave_out()
     go_on()
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

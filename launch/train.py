@@ -1,8 +1,8 @@
 """What every launcher starts on every rank: stages of a recipe, one after another in the same processes.
 
-    deepspeed --num_gpus 8 --no_local_rank --module launch.train RECIPE --stage pretrain
-    python -m launch.torchrun --nproc-per-node 8 -m launch.train RECIPE --stage pretrain --stage swap_head
-    python -m launch.train RECIPE --stage pretrain
+    PYTHONSAFEPATH=1 deepspeed --num_gpus 8 --no_local_rank --module launch.train RECIPE --stage pretrain
+    python -P -m launch.torchrun --nproc-per-node 8 -m launch.train RECIPE --stage pretrain --stage swap_head
+    python -P -m launch.train RECIPE --stage pretrain
 
 `shardvit run` does that by itself (`local`). Each stage has its own record, MLflow run and watch, and its result is to
 the last bit as in processes of its own (`pipeline.fresh`); imports and the meeting of the ranks are paid once. Several
@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, get_args
 
 from data_shards.errors import AgreedError, SampleError, UserError, WorkerDied
+from data_shards.working_folder import leave_out
 from launch.env import (
     experiment_name,
     job_tags,
@@ -71,6 +72,7 @@ _MOST_READERS = 16  # threads that data.workers: auto may come to
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run this rank; returns the exit code."""
+    leave_out()
     go_on()
     arguments = sys.argv[1:] if arguments is None else arguments
     options = _parse(arguments)

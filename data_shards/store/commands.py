@@ -19,6 +19,7 @@ from typing import IO, Any
 
 from data_shards.store.location import PIPE, protocol, scrubbed
 from data_shards.store.remote_errors import DownloadStopped, Refused, Stop, Transient, Wrong, translated
+from data_shards.working_folder import users_environment
 
 _PIECE_BYTES = 2**20
 _POLL_SECONDS = 0.1
@@ -38,6 +39,7 @@ def pipe_pieces(url: str, *, stall_seconds: float, stop: Stop) -> Generator[byte
         process = subprocess.Popen(
             url.removeprefix(PIPE),
             shell=True,
+            env=users_environment(),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=errors,

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from data_shards.working_folder import SAFE_PATH
 from launch.processes import join_thread
 
 _DRAIN_SECONDS = 1.0
@@ -32,10 +33,11 @@ _OPTIONS = {
 def ssh_command(host: str, python_arguments: Sequence[str], *, python_path: str, folder: Path) -> list[str]:
     """The command for this Python in `folder` on a host, with that PYTHONPATH unless it is empty."""
     python = shlex.quote(sys.executable)
-    path = f"PYTHONPATH={shlex.quote(python_path)} " if python_path else ""
+    environment = {**SAFE_PATH, **({"PYTHONPATH": python_path} if python_path else {})}
+    names = " ".join(f"{name}={shlex.quote(value)}" for name, value in environment.items())
     script = (
         f"cd {shlex.quote(str(folder))} || exit {_NO_FOLDER}; test -x {python} || exit {_NO_PYTHON}; "
-        f"exec env {path}{python} {shlex.join(python_arguments)}"
+        f"exec env {names} {python} {shlex.join(python_arguments)}"
     )
     options = [part for name, value in _OPTIONS.items() for part in ("-o", f"{name}={value}")]
     return ["ssh", "-T", *options, host, f"exec sh -c {shlex.quote(script)}"]

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from data_shards.errors import UserError
+from data_shards.working_folder import SAFE_PATH
 from launch.slurm.options import limit_seconds
 from launch.slurm.site import ContainerSite, SlurmJob
 from pipeline.vocabulary import EXIT_STOPPED, RECIPE_FILE, StageName
@@ -132,6 +133,7 @@ def _render(template: Path, *, job: SlurmJob, paths: Paths, options: Sequence[st
         setup=job.site.setup,
         environment={
             "PYTHONUNBUFFERED": "1",
+            **SAFE_PATH,
             **({} if job.options.gpus_per_node else {"DS_ACCELERATOR": "cpu"}),
             **job.site.environment,
         },

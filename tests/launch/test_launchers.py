@@ -15,6 +15,7 @@ from data_shards.packing.pack import pack
 from launch.env import without_place
 from tests.faults.harness import MARK, ROOT, Case
 from tests.faults.rows import Row
+from tests.traps import lay_traps
 
 WAIT_SECONDS = 240.0
 
@@ -28,7 +29,7 @@ def free_port() -> int:
 
 
 def python(module: str, *arguments: object) -> list[str]:
-    return [sys.executable, "-m", module, *map(str, arguments)]
+    return [sys.executable, "-P", "-m", module, *map(str, arguments)]
 
 
 def deepspeed(processes: int, *arguments: str) -> list[str]:
@@ -85,13 +86,15 @@ def reference(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> Callabl
 
 
 def train(case: Case, command: list[str]) -> None:
-    """Run `command` on the case's stage, to its end."""
+    """Run `command` on the case's stage, to its end, where modules have our names, torch's and others."""
+    sprung = lay_traps(case.folder)
     done = subprocess.run(
         [*command, "recipe.yaml", "--stage", "pretrain"],
         cwd=case.folder,
         env={
             **without_place(),
             **{"PYTHONPATH": str(ROOT), "TMPDIR": str(case.temporary), MARK: case.mark, "DS_ACCELERATOR": "cpu"},
+            "PYTHONSAFEPATH": "1",
             "MLFLOW_TRACKING_URI": "http://127.0.0.1:9",  # nobody there
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         },
@@ -103,6 +106,7 @@ def train(case: Case, command: list[str]) -> None:
     )
     assert done.returncode == 0, done.stdout
     assert case.record()["state"] == "done", done.stdout
+    assert sprung() == []
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
