@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sqlite3
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +17,7 @@ from pipeline.vocabulary import StageName
 from tests.cluster.conftest import ROOT, SubmittedRun
 from tests.cluster.slurm_cluster import SlurmCluster
 from tests.faults.harness import recipe
+from tests.left_behind import mlflow_states
 
 STAGES: tuple[StageName, ...] = ("pretrain", "swap_head", "finetune")
 STEPS = 120  # 10 seconds: time enough to interrupt it
@@ -83,18 +83,7 @@ def is_the_same(run: SubmittedRun, other: SubmittedRun) -> None:
         assert ours.state == "done", run.log(stage)
         assert curve(run, stage) == curve(other, stage)
         assert (ours.results, ours.model_digest) == (theirs.results, theirs.model_digest)
-    assert mlflow_runs(run) == [
-        ("FINISHED", name) for name in sorted((run.name, *(f"{stage}-{run.name}" for stage in STAGES)))
-    ]
-
-
-def mlflow_runs(run: SubmittedRun) -> list[tuple[str, str]]:
-    """State and name of all of MLflow's runs."""
-    database = sqlite3.connect(run.run.parent / "mlflow.db")
-    try:
-        return sorted(database.execute("SELECT status, name FROM runs"), key=lambda row: row[1])
-    finally:
-        database.close()
+    assert mlflow_states(run.run.parent / "mlflow.db") == {stage: ["FINISHED"] for stage in ("", *STAGES)}
 
 
 def wait_for_checkpoint(run: SubmittedRun, step: int = 20) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.faults.harness import SAVE_STEPS, Case, Ended, signal_name, went_on_from
+from tests.left_behind import BY_THE_START, matches
 
 LEAVING_SECONDS = 60.0  # for processes that notice that all is over, on a machine that lets them wait
 _LOCK = re.compile(r"^\.(run|train)\.lock(\.\d+)?$")  # these stay, and are let go of
@@ -92,8 +93,8 @@ class Row:
         left = {name for name in files if _looks_temporary(name)} - (undisturbed.files() if undisturbed else set())
         if undisturbed is not None:
             left |= files - undisturbed.files()
-        besides = (*besides, "recipe_difference.txt")  # what this case's command changes of the recipe
         left = {name for name in left if not _LOCK.search(name) and not any(part in name for part in besides)}
+        left = {name for name in left if not matches(name, BY_THE_START)}
         assert not left, f"files are left in the run folder: {sorted(left)}"
         temporary = [path.name for path in case.temporary.iterdir() if not path.name.startswith("torchinductor_")]
         assert not temporary, f"temporary files are left: {temporary}"

@@ -13,6 +13,7 @@ import yaml
 
 from data_shards.packing.pack import pack
 from pipeline.pictures.picture import kept_pictures
+from tests.left_behind import surprises
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -53,6 +54,10 @@ def store(folder: Path) -> Iterator[sqlite3.Connection]:
 
 def run_id(folder: Path, run: str) -> str:
     return json.loads((folder / f"runs/{run}/pretrain/mlflow.json").read_text())["run_id"]
+
+
+def test_nothing_is_left_that_is_not_known(folder: Path) -> None:
+    assert surprises(folder / "runs/drawn") == surprises(folder / "runs/plain") == []
 
 
 def test_each_moment_of_a_stage_is_drawn(folder: Path) -> None:

@@ -12,6 +12,7 @@ import yaml
 from data_shards.packing.pack import pack
 from model.saved import load_model
 from pipeline.metrics_log import read_metrics
+from tests.left_behind import mlflow_states, surprises
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 STAGES = ("pretrain", "swap_head", "finetune")
@@ -127,6 +128,11 @@ def test_timm_loads_the_result_as_it_is(finished):
     model = timm.create_model(f"local-dir:{folder}", pretrained=True)
     _, ours = load_model(folder)
     assert all(torch.equal(tensor, ours[name]) for name, tensor in model.state_dict().items())
+
+
+def test_nothing_is_left_that_is_not_known(finished):
+    assert surprises(finished / "runs/three") == []
+    assert mlflow_states(finished / "runs/mlflow.db") == {stage: ["FINISHED"] for stage in ("", *STAGES)}
 
 
 @pytest.mark.filterwarnings("ignore")
