@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from data_shards.errors import UserError
 from data_shards.randomness import hash_words, permute
-from data_shards.shard_set import ColumnShards, Portion, ShardRows, ShardSet
+from data_shards.shard_set import ColumnShards, Portion, ShardEntry, ShardRows, ShardSet
 from data_shards.vocabulary import RandomStream
 
 if TYPE_CHECKING:
@@ -82,6 +82,28 @@ def index_of(subset: ShardRows | None, index: ShardIndex) -> ShardIndex:
         return index
     rows = rows_of(subset)
     return index.take(rows[rows < len(index)].tolist())
+
+
+def shared_images(one: ShardSet, other: ShardSet) -> int:
+    """How many images of `one` are also in `other`, by the tars that both have: in one place, or of the same bytes.
+
+    The same images in other tars are not seen (`shardvit check` finds them). Takes some 10 µs a shard.
+    """
+    known = {mark: entry for entry in one.shards for mark in (entry.url, entry.sha256) if mark}
+    shared: dict[str, int] = {}
+    for entry in other.shards:
+        if own := known.get(entry.url) or known.get(entry.sha256):
+            (start, end), (other_start, other_end) = _span(own), _span(entry)
+            rows = max(0, min(end, other_end) - max(start, other_start))
+            shared[own.url] = max(shared.get(own.url, 0), rows)
+    return sum(shared.values())
+
+
+def _span(entry: ShardEntry) -> tuple[int, int]:
+    """Its part's places in the order of a shard's rows in which the held-out ones come first (see `rows_of`)."""
+    if (part := entry.subset) is None:
+        return 0, entry.num_samples
+    return (0, part.held_out) if part.which == "held_out" else (part.held_out, part.stored)
 
 
 def _held_out_of_shards(sizes: tuple[int, ...], *, total: int) -> list[int]:

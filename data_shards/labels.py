@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast, get_args
 
@@ -49,6 +49,14 @@ class LabelSpec:
     def text(self) -> str:
         """The inverse of `parse`."""
         return self.part if self.key is None else f"{self.part}:{self.key}"
+
+
+def alike_names(classes: Sequence[str]) -> list[list[str]]:
+    """Groups of names that differ only by case or blanks."""
+    groups: dict[str, list[str]] = {}
+    for name in classes:
+        groups.setdefault("".join(name.split()).casefold(), []).append(name)
+    return [names for names in groups.values() if len(names) > 1]
 
 
 def parse_label(content: bytes, *, spec: LabelSpec, label_map: Mapping[str, int], num_classes: int) -> tuple[int, ...]:

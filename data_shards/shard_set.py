@@ -207,9 +207,10 @@ def merge_shard_sets(sets: Sequence[ShardSet]) -> ShardSet:
         return first
     for other in sets[1:]:
         if other.classes != first.classes:
+            difference = class_difference(first, other, called=(first.source, other.source))
             raise UserError(
-                f"{first.source} and {other.source} cannot be mixed, their classes differ "
-                f"({_difference(first, other)}): pack both from the same list of classes"
+                f"{first.source} and {other.source} cannot be mixed, their classes differ ({difference}): pack both "
+                "from the same list of classes"
             )
         if other.is_multi_label != first.is_multi_label:
             raise UserError(
@@ -233,8 +234,11 @@ def _end_to_end(parts: Sequence[Sequence[ShardEntry]]) -> Sequence[ShardEntry]:
     return tuple(shard for part in parts for shard in part)
 
 
-def _difference(first: ShardSet, other: ShardSet) -> str:
-    for number, (one, two) in enumerate(zip(first.classes, other.classes, strict=False)):
-        if one != two:
-            return f"number {number} is {one!r} and {two!r}"
-    return f"there are {first.num_classes} and {other.num_classes}"
+def class_difference(one: ShardSet, other: ShardSet, *, called: tuple[str, str]) -> str:
+    """Where their classes first differ, or how many they have; "" if they do not differ."""
+    for number, (name, other_name) in enumerate(zip(one.classes, other.classes, strict=False)):
+        if name != other_name:
+            return f"class {number} is {name!r} in {called[0]} and {other_name!r} in {called[1]}"
+    if one.num_classes == other.num_classes:
+        return ""
+    return f"{one.num_classes} classes in {called[0]}, {other.num_classes} in {called[1]}"

@@ -69,6 +69,17 @@ def show_duration(seconds: float) -> str:
     return (f"{days:,} d " if days else "") + f"{hours}:{minutes % 60:02d} h"
 
 
+def counted(number: int, noun: str) -> str:
+    """`1 shard`, `1,000 shards`, `2 classes`."""
+    return f"{number:,} {noun}" + ("" if number == 1 else "es" if noun.endswith("s") else "s")
+
+
+def named(names: Sequence[str], *, most: int = 5) -> str:
+    """The first few of them, and how many more there are."""
+    more = f" and {len(names) - most:,} more" if len(names) > most else ""
+    return ", ".join(map(one_line, names[:most])) + more
+
+
 def table(
     rows: Sequence[Sequence[str]],
     *,

@@ -15,7 +15,7 @@ from data_shards.checking.identity import SetIdentity, compare_suspects, differe
 from data_shards.durable import replace_text
 from data_shards.errors import UserError
 from data_shards.shard_set import ShardSet
-from data_shards.text import parse_json
+from data_shards.text import named, parse_json
 from pipeline.run_folder import RunFolder
 from pipeline.stage_data import StageData
 from pipeline.vocabulary import DATA_FILE, StageName
@@ -87,9 +87,8 @@ def _compare_suspects(
     alike = compare_suspects(shards, old, touched)
     unseen = [shard for shard in touched if shard not in alike]
     if unlike := [shard for shard, same in alike.items() if not same]:
-        names = ", ".join(new.names[shard] for shard in unlike[:3])
-        more = f" and {len(unlike) - 3:,} more" if len(unlike) > 3 else ""
-        raise _changed(folder, stage, f"{name}: {names}{more} has the size it had but other bytes")
+        names = named([new.names[shard] for shard in unlike], most=3)
+        raise _changed(folder, stage, f"{name}: {names} has the size it had but other bytes")
     note: list[str] = []
     if unseen:
         note = [

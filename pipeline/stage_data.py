@@ -11,6 +11,7 @@ from pathlib import Path
 
 from data_shards.checking.fitness import assess
 from data_shards.errors import UserError
+from data_shards.hold_out import shared_images
 from data_shards.mixture import AnyOrder, make_order
 from data_shards.opening import open_shards
 from data_shards.shard_set import Portion, ShardSet, ShardsSpec, merge_shard_sets
@@ -18,7 +19,7 @@ from data_shards.store.cache import CacheConfig, default_cache_folder
 from data_shards.store.location import CommandRefused, Commands
 from data_shards.store.prefetch import all_local
 from data_shards.store.store import Store
-from data_shards.text import parse_bytes, show_bytes
+from data_shards.text import counted, named, parse_bytes, show_bytes
 from pipeline.recipe.data import ShardsConfig
 from pipeline.recipe.metrics import chosen_metrics
 from pipeline.recipe.roles import missing_paths
@@ -81,7 +82,7 @@ def open_data(recipe: Recipe, *, stage: StageName, report: Report = print, comma
     Raises:
         CommandRefused: one is a command; the other sets were opened and are good.
         UserError: shards are missing or were not named, or are damaged beyond the recipe's limit; an evaluation set
-            has other classes; the loss cannot use the labels.
+            has other classes, or images that are trained on; the loss cannot use the labels.
     """
     config = recipe.train_stage(stage)
     if config.train is None or config.eval is None:
@@ -106,6 +107,7 @@ def open_data(recipe: Recipe, *, stage: StageName, report: Report = print, comma
     train, held_out = merge_shard_sets(parts), {name: found[0] for name, found in held_outs.items()}
     for shards in (train, *held_out.values()):
         _demand_few_lost(shards, max_share=recipe.data.max_corrupt_share)
+    _demand_apart(train, held_out[OWN_SET], config=config, stage=stage)
     if not isinstance(config, MaskedPatchStage):  # which does not look at labels
         for name, each in held_out.items():
             key = "eval" if name == OWN_SET else f"also_eval.{name}"
@@ -130,11 +132,21 @@ def store_of(recipe: Recipe, *, commands: Commands) -> Store:
     return Store(cache, commands=commands)
 
 
+def _demand_apart(train: ShardSet, held_out: ShardSet, *, config: TrainStage, stage: StageName) -> None:
+    """UserError if images of eval are trained on, by the shards that both name, unless the recipe allows it."""
+    if config.eval_overlap == "refuse" and (shared := shared_images(held_out, train)):
+        raise UserError(
+            f"stages.{stage}: {shared:,} of the {counted(held_out.num_samples, 'image')} of eval, {held_out.source}, "
+            f"are trained on, too (train is {train.source}): name other shards, hold out a part (part, hold_out), or, "
+            f"if it is meant, set stages.{stage}.eval_overlap=allow"
+        )
+
+
 def _demand_like_labels(train: ShardSet, held_out: ShardSet, *, config: TrainStage, stage: StageName, key: str) -> None:
     if train.classes != held_out.classes:
         raise UserError(
-            f"stages.{stage}: the classes of train ({train.source}: {_some(train.classes)}) and {key} "
-            f"({held_out.source}: {_some(held_out.classes)}) differ: pack both from the same list of classes"
+            f"stages.{stage}: the classes of train ({train.source}: {named(train.classes)}) and {key} "
+            f"({held_out.source}: {named(held_out.classes)}) differ: pack both from the same list of classes"
         )
     if train.is_multi_label != held_out.is_multi_label:
         raise UserError(
@@ -188,7 +200,3 @@ def _demand_few_lost(shards: ShardSet, *, max_share: float) -> None:
             f"{shards.damage[0]}; {shards.lost_samples:,} of {shards.num_samples:,} images count as lost, more than "
             f"data.max_corrupt_share {max_share:g} allows: bring the shards back, or raise it"
         )
-
-
-def _some(classes: tuple[str, ...]) -> str:
-    return ", ".join(classes[:5]) + (f" and {len(classes) - 5} more" if len(classes) > 5 else "")

@@ -156,6 +156,14 @@ _KINDS = {
         "{n} class{es} without samples",
         "check that nothing was forgotten; if they are not wanted, pack again without them",
     ),
+    "alike-classes": _Kind(
+        "warning",
+        "classes whose names differ only by case or blanks",
+        "if they are one class, give them one name at the source and pack again",
+    ),
+    "one-class": _Kind(
+        "warning", "all images are of one class", "if folders inside its folder were meant as classes, pack from there"
+    ),
     "uneven-shards": _Kind(
         "warning",
         "",

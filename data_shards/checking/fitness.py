@@ -14,7 +14,7 @@ import numpy as np
 from data_shards.checking.findings import Finding, finding
 from data_shards.errors import UserError
 from data_shards.order import Int64s, Order, check_sizes
-from data_shards.text import show_bytes
+from data_shards.text import counted, show_bytes
 
 DEFAULT_LANES = 256  # what `data.lanes: auto` comes to for batches that are multiples of 256
 WINDOW_IMAGES = 16384  # the recipe's default, data.shuffle_window_images
@@ -85,7 +85,7 @@ def assess(
     )
     if fitness.nodes > 1 and fitness.node_share > _LARGE_SHARE / fitness.nodes:
         message = (
-            f"{len(shard_sizes):,} shards are few for {fitness.nodes} nodes: the busiest one reads "
+            f"{fitness.nodes} nodes have only {counted(len(shard_sizes), 'shard')}: the busiest one reads "
             f"{100 * fitness.node_share:.0f} % of the data in an epoch, where {100 / fitness.nodes:.0f} % would be fair"
         )
         samples = sum(shard_sizes) // (_GOOD_SHARDS_PER_NODE * fitness.nodes)
@@ -136,16 +136,16 @@ def _fitness(
 
 def describe(fitness: Fitness) -> list[tuple[str, str]]:
     """(label, text) lines for people."""
-    shards, images = _range(fitness.shards_per_process), _range(fitness.images_per_process)
+    shards, images = _range(fitness.shards_per_process, "shard"), _range(fitness.images_per_process, "image")
     rows = [
         ("lanes", f"{fitness.lanes}: fit for {_listed(fitness.fitting_world_sizes)} processes"),
-        ("a process", f"{images} images and {shards} shards an epoch"),
+        ("a process", f"{images} and {shards} an epoch"),
     ]
     if fitness.nodes > 1:
         share = f"at most {100 * fitness.node_share:.1f} % of the data, {show_bytes(fitness.node_bytes)}"
         fair = f"fair would be {100 / fitness.nodes:.1f} %"
-        rows.append(("a node", f"{_range(fitness.shards_per_node)} shards an epoch, {share}; {fair}"))
-    window = f"{fitness.window_shards:,} shards, {show_bytes(fitness.window_bytes)}"
+        rows.append(("a node", f"{_range(fitness.shards_per_node, 'shard')} an epoch, {share}; {fair}"))
+    window = f"{counted(fitness.window_shards, 'shard')}, {show_bytes(fitness.window_bytes)}"
     rows.append(("at a time", f"{window}: what a node's cache must hold at least"))
     return rows
 
@@ -163,8 +163,8 @@ def _listed(numbers: Sequence[int]) -> str:
     return ", ".join(map(str, numbers[:-1])) + (" or " if len(numbers) > 1 else "") + str(numbers[-1])
 
 
-def _range(ends: tuple[int, int]) -> str:
-    return f"{ends[0]:,}" if ends[0] == ends[1] else f"{ends[0]:,} to {ends[1]:,}"
+def _range(ends: tuple[int, int], noun: str) -> str:
+    return ("" if ends[0] == ends[1] else f"{ends[0]:,} to ") + counted(ends[1], noun)
 
 
 def _ends(counts: Int64s) -> tuple[int, int]:

@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 
 from data_shards.checking.findings import MOST_PLACES, Finding, FoundAt, finding
 from data_shards.checking.split import SplitScan, spread
+from data_shards.labels import alike_names
 from data_shards.manifest import MANIFEST_FILE
-from data_shards.shard_set import ShardSet
+from data_shards.shard_set import ShardSet, class_difference
 from data_shards.store.location import is_local, local_path
 
 Int64s = NDArray[np.int64]
@@ -52,6 +53,10 @@ def split_findings(scan: SplitScan, *, digests: bool) -> list[Finding]:
     if len(scan.samples) >= shards.num_samples:  # or else the classes may be those of lost samples
         counted = zip(shards.classes, scan.class_counts, strict=True)
         add("empty-class", [FoundAt("", "", name) for name, count in counted if not count])
+    add("alike-classes", [FoundAt("", "", ", ".join(map(repr, names))) for names in alike_names(shards.classes)])
+    add(
+        "one-class", [FoundAt("", "", *shards.classes)] if shards.num_classes == 1 and not shards.is_multi_label else []
+    )
     sizes = spread([size for size in scan.sizes if size])
     if sizes is not None and len(scan.sizes) >= 3 and sizes.max > _UNEVEN * sizes.median:
         message = f"the shards are of very different sizes: {sizes.min:,} to {sizes.max:,} samples"
@@ -67,7 +72,7 @@ def findings_across(scans: Sequence[SplitScan]) -> list[Finding]:
     findings: list[Finding] = []
     for one, other in combinations(scans, 2):
         splits = f"{one.shards.split} and {other.shards.split}"
-        if difference := _difference(one.shards, other.shards):
+        if difference := class_difference(one.shards, other.shards, called=(one.shards.split, other.shards.split)):
             findings.append(finding("class-list", split=splits, places=[FoundAt("", "", difference)]))
         count, places = _leaks(one, other)
         if count:
@@ -150,15 +155,6 @@ def _copy(scan: SplitScan, kind: str, sample: int, *, first: int, labels: Int64s
 
 def _label(shards: ShardSet, code: int) -> str:
     return shards.classes[code] if 0 <= code < shards.num_classes else "another list of labels"
-
-
-def _difference(one: ShardSet, other: ShardSet) -> str:
-    for number, (name, other_name) in enumerate(zip(one.classes, other.classes, strict=False)):
-        if name != other_name:
-            return f"class {number} is {name!r} in {one.split} and {other_name!r} in {other.split}"
-    if one.num_classes == other.num_classes:
-        return ""
-    return f"{one.num_classes} classes in {one.split}, {other.num_classes} in {other.split}"
 
 
 def _leaks(one: SplitScan, other: SplitScan) -> tuple[int, list[FoundAt]]:

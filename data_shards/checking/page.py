@@ -42,7 +42,7 @@ from data_shards.checking.check import CheckResult
 from data_shards.checking.findings import Finding, FoundAt
 from data_shards.checking.fitness import describe
 from data_shards.checking.split import SplitSummary, Spread
-from data_shards.text import one_line, printable, show_bytes, show_duration, table
+from data_shards.text import counted, one_line, printable, show_bytes, show_duration, table
 
 _VERSION = 1
 _WIDTH = 100
@@ -91,7 +91,7 @@ def _split_text(split: SplitSummary) -> str:
     if len(split.formats) == 1:
         (formats,) = split.formats
     rows = [
-        ("images", f"{split.samples:,}{stated} in {split.shards:,} shards, {show_bytes(split.bytes)}"),
+        ("images", f"{split.samples:,}{stated} in {counted(split.shards, 'shard')}, {show_bytes(split.bytes)}"),
         ("a shard", f"{_range(split.samples_per_shard, unit=' images')}, {_bytes_range(split.bytes_per_shard)}"),
         ("an image", f"{_bytes_range(split.bytes_per_image)}; {formats}"),
     ]

@@ -167,6 +167,7 @@ def _digest(tars: Sequence[Tar], classes: tuple[str, ...], labels: LabelSpec) ->
 
 
 def _name(source: str) -> str:
-    """The set's folder, or the common beginning of its tars' names."""
-    last = re.split(r"[/\\]", source.partition("::")[0].rstrip("/"))[-1]
-    return re.sub(r"[-_.]?(\{.*|\d*)\.tar$", "", last) or last
+    """The set's folder, of a split with the folder above, or the common beginning of its tars' names."""
+    *above, last = re.split(r"[/\\]", source.partition("::")[0].rstrip("/"))
+    parts = [*filter(None, (*above, re.sub(r"[-_.]?(\{.*|\d*)\.tar$", "", last)))] or [last]
+    return "-".join(parts[-2:] if parts[-1] in ("train", "val", "validation", "test") else parts[-1:])

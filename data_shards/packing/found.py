@@ -23,7 +23,7 @@ from data_shards.packing.shard_plan import PackPlan
 from data_shards.packing.work import DIGEST_BYTES, ShardRecord
 from data_shards.sources import Source
 from data_shards.sources.base import SplitName
-from data_shards.text import show_bytes, show_duration
+from data_shards.text import counted, show_bytes, show_duration
 
 DUPLICATES_FILE = "duplicates.jsonl"
 UNREADABLE_FILE = "unreadable.jsonl"
@@ -47,12 +47,12 @@ class Counts:
 
 @dataclass(frozen=True)
 class PackReport:
-    """What OUT holds. `reused`: it existed already, from the same request, and nothing was written."""
+    """What OUT holds. `compared`: what was, if it existed already, from the same request, and nothing was written."""
 
     out: Path
     manifests: tuple[Manifest, ...]
     counts: Counts
-    reused: bool
+    compared: str
     seconds: float
 
     @property
@@ -69,21 +69,24 @@ class PackReport:
 
     def lines(self, *, dropped: bool) -> list[str]:
         """The report's lines; `dropped`: whether duplicates were."""
-        verb = "was packed before, with" if self.reused else f"packed in {show_duration(self.seconds)}:"
-        lines = [f"{self.out}: {verb} {self.num_images:,} images of {self.train.num_classes:,} classes"]
+        verb = "was packed before, with" if self.compared else f"packed in {show_duration(self.seconds)}:"
+        classes = counted(self.train.num_classes, "class")
+        lines = [f"{self.out}: {verb} {counted(self.num_images, 'image')} of {classes}"]
         for manifest in self.manifests:
             lines.append(
-                f"  {manifest.split:<6} {manifest.num_samples:>11,} images {len(manifest.shards):>7,} shards"
-                f" {show_bytes(manifest.num_bytes):>9}"
+                f"  {manifest.split:<6} {counted(manifest.num_samples, 'image'):>18}"
+                f" {counted(len(manifest.shards), 'shard'):>14} {show_bytes(manifest.num_bytes):>9}"
             )
         lines += self._duplicate_lines(dropped=dropped)
         if self.counts.excluded:
-            excluded = f"{_several(self.counts.excluded, 'image')} left out of train that are also in other sets"
+            excluded = f"{counted(self.counts.excluded, 'image')} left out of train that are also in other sets"
             lines.append(f"  excluded: {excluded}: see {self.out / EXCLUDED_FILE}")
         unreadable = "none"
         if self.counts.unreadable:
-            unreadable = f"{_several(self.counts.unreadable, 'image')} left out: see {self.out / UNREADABLE_FILE}"
+            unreadable = f"{counted(self.counts.unreadable, 'image')} left out: see {self.out / UNREADABLE_FILE}"
         lines.append(f"  unreadable: {unreadable}")
+        if self.compared:
+            lines.append(f"  compared: {self.compared}")
         lines.append(f"Next: shardvit check {self.out}")
         return lines
 
@@ -91,9 +94,9 @@ class PackReport:
         counts = self.counts
         if not counts.duplicates:
             return ["  duplicates: none"]
-        where = f"({_several(counts.groups, 'group')}): see {self.out / DUPLICATES_FILE}"
+        where = f"({counted(counts.groups, 'group')}): see {self.out / DUPLICATES_FILE}"
         found = (
-            f"{_several(counts.duplicates, 'image')}{' left out' if dropped else ''} with the bytes of an earlier one"
+            f"{counted(counts.duplicates, 'image')}{' left out' if dropped else ''} with the bytes of an earlier one"
         )
         lines = [f"  duplicates: {found} {where}"]
         if counts.straddling_groups:
@@ -103,10 +106,10 @@ class PackReport:
             several = (
                 f"both in {splits[0]} and in {splits[-1]}" if len(splits) == 2 else f"in several of {', '.join(splits)}"
             )
-            lines.append(f"  ! {_several(counts.straddling_groups, 'group')} {several}: {remedy}")
+            lines.append(f"  ! {counted(counts.straddling_groups, 'group')} {several}: {remedy}")
         if counts.contradicting_groups:
             remedy = "the first one's label counts" if dropped else "look at them, one of the labels is wrong"
-            lines.append(f"  ! {_several(counts.contradicting_groups, 'group')} with labels that differ: {remedy}")
+            lines.append(f"  ! {counted(counts.contradicting_groups, 'group')} with labels that differ: {remedy}")
         return lines
 
 
@@ -213,7 +216,3 @@ def unreadable_error(files: Sequence[Line], source: Source, plan: PackPlan, out:
 def list_beside(out: Path) -> Path:
     """`a/OUT` -> `a/OUT.unreadable.jsonl`."""
     return out.with_name(f"{out.name}.{UNREADABLE_FILE}")
-
-
-def _several(number: int, noun: str) -> str:
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"

@@ -1,6 +1,7 @@
 """Images -> tar shards, indexes and manifests: `shard_plan` plans, `shard_writer` writes, `pack` puts it together.
 
     OUT/pack.json                       the request, so that the same request again is recognised; what was found
+    OUT/images.bin                      what was seen of each image, see `seen`
     OUT/_info.json                      for timm
     OUT/train/NAME-train-000000.tar     KEY.jpg (png, ...; the source's own bytes, unless `resize` reduces them) and
                                         KEY.cls (ASCII label), or KEY.json ({"label": [3, 7]}) for several labels
@@ -49,6 +50,7 @@ from data_shards.packing.found import (
 )
 from data_shards.packing.image import Resize
 from data_shards.packing.request import PackRequest
+from data_shards.packing.seen import compare_seen, write_seen
 from data_shards.packing.shard_plan import LABEL_SPECS, PackPlan, ShardPlan, class_numbers, make_plan, needed_bytes
 from data_shards.packing.shard_writer import plan_mark, read_digests, write_shards
 from data_shards.packing.split import read_holdout_list
@@ -59,7 +61,7 @@ from data_shards.shard_set import Report
 from data_shards.sources import Source, Unpacking, open_source
 from data_shards.sources.base import SplitName
 from data_shards.tars.tar_index import index_path
-from data_shards.text import parse_json, show_bytes
+from data_shards.text import counted, parse_json, printable, show_bytes
 
 PACK_FILE = "pack.json"
 PACK_VERSION = 1
@@ -104,18 +106,24 @@ def _packed(source_spec: str, out: Path, request: PackRequest, report: Report) -
         unpacking=Unpacking(unpacked_path(out), report),
         unfit=request.unreadable,
     )
+    num_images, classes = sum(map(len, source.splits.values())), counted(len(source.classes), "class")
+    report(f"{source.spec}: {counted(num_images, 'image')} of {classes} found")
+    if Path(source.spec).is_dir() and out.resolve().is_relative_to(source.spec):  # a name like "digits" is no parent
+        raise UserError(f"{out}: it lies inside {source.spec}, whose images are packed; choose an OUT outside of it")
     content = {"version": PACK_VERSION, "request": request.as_json(source), "fingerprint": source.fingerprint()}
-    reused = _is_taken(out)
-    if reused:
+    compared = ""
+    if _is_taken(out):
         counts = _demand_same(out, **content)
+        compared = compare_seen(out, source, request, report=report)
         if work_path(out).is_dir():  # it was killed between the rename and the end
             with open_work(out) as work:
                 shutil.rmtree(work.path)
     else:
+        request = replace(request, name=request.name or printable(out.resolve().name))
         counts = _pack(source, out, request, content, report)
     splits: tuple[SplitName, ...] = ("train", "val", "test")
     manifests = tuple(read_manifest(out / split) for split in splits if split == "train" or (out / split).is_dir())
-    return PackReport(out, manifests, counts, reused, seconds=0.0)
+    return PackReport(out, manifests, counts, compared, seconds=0.0)
 
 
 def _pack(source: Source, out: Path, request: PackRequest, content: dict[str, object], report: Report) -> Counts:
@@ -126,7 +134,8 @@ def _pack(source: Source, out: Path, request: PackRequest, content: dict[str, ob
     digests = None
     if request.duplicates == "drop":
         with Progress(plan.num_images, report, doing="looking for duplicates") as progress:
-            digests = read_digests(plan.shards, num_threads=num_cores(), progress=progress)
+            parts = [(shard.images, shard.indices) for shard in plan.shards]
+            digests = read_digests(parts, num_threads=num_cores(), progress=progress)
         marks = repeated(plan, source, digests)
         plan = make_plan(
             source, request, without={split: mark | left_out.get(split, False) for split, mark in marks.items()}
@@ -155,6 +164,7 @@ def _pack(source: Source, out: Path, request: PackRequest, content: dict[str, ob
                 _write_manifest(split, plan, source, request, records, work.result, report) for split in plan.splits
             ]
             write_timm_info(work.result, manifests)
+            write_seen(work.result, source, whole_plan, digests)
             write_json(work.result / PACK_FILE, {**content, "found": vars(counts)})
             for folder in (*(work.result / split for split in plan.splits), work.result):
                 flush(folder)
@@ -178,10 +188,10 @@ def _write(plan: PackPlan, request: PackRequest, work: WorkFolder, out: Path, re
     marks = {shard.file: (shard.split, plan_mark(shard, request) if work.has_records else "") for shard in plan.shards}
     finished, num_others = work.recover(marks)
     if finished:
-        report(f"{out}: resuming: {len(finished):,} of {len(marks):,} shards are finished from an earlier attempt")
+        report(f"{out}: resuming: {len(finished):,} of {counted(len(marks), 'shard')} finished in an earlier attempt")
     if num_others:
         report(
-            f"{out}: {num_others:,} shards of an earlier attempt were discarded: "
+            f"{out}: {counted(num_others, 'shard')} of an earlier attempt discarded: "
             f"the request or the source has changed since, or an image could not be read"
         )
     left = [shard for shard in plan.shards if shard.file not in finished]
@@ -220,7 +230,7 @@ def _write_manifest(
     sets = request.exclusion.sets if request.exclusion is not None and split == "train" else ()
     manifest = Manifest(
         result / split,
-        source.name,
+        request.name or "",
         split,
         plan.classes,
         tuple(kept),

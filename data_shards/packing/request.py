@@ -31,9 +31,11 @@ class PackRequest:
     """Everything but the source and OUT. Raises UserError for contradictions.
 
     Args:
+        name: what the set is called; the name of OUT unless given.
         labels: where the labels of a folder's images are, if not in the names of their folders.
         published: where the other parts of a published set are.
         classes: pack these classes only, labelled 0, 1, ... in the order given.
+        doubtful_classes: names alike but for case or blanks, and one class of several folders, end it, or are kept.
         holdout: the fraction of each class (of all images, if they have several labels) that becomes val,
             a number of images, or a list.
         samples_per_shard: most images in a tar; 1000 unless `shard_size_bytes` is given.
@@ -42,12 +44,15 @@ class PackRequest:
         unreadable: such images end the packing, after all were read, or are left out and listed.
         duplicates: of images with the same bytes keep all, or the first in shard order, train before val.
         exclusion: leave images out of train that are also in other sets (see `exclusion`).
+        reread: if it was packed before, images that are read again to compare them: those with other times, or all.
         seed: of the shuffle and of the held-out choice.
     """
 
+    name: str | None = None
     labels: LabelList | None = None
     published: Published = field(default_factory=Published)
     classes: Sequence[str] | None = None
+    doubtful_classes: Literal["refuse", "keep"] = "refuse"
     holdout: Holdout | None = None
     samples_per_shard: int | None = None
     shard_size_bytes: int | None = None
@@ -56,9 +61,12 @@ class PackRequest:
     unreadable: Literal["refuse", "skip"] = "refuse"
     duplicates: Literal["keep", "drop"] = "keep"
     exclusion: Exclusion | None = None
+    reread: Literal["changed", "all"] = "changed"
     seed: int = 0
 
     def __post_init__(self) -> None:
+        if self.name is not None and not (self.name.strip() and self.name.isprintable()):
+            raise UserError(f"name: {self.name!a} cannot be written; give letters or digits")
         if self.samples_per_shard is not None and self.shard_size_bytes is not None:
             raise UserError("samples_per_shard, shard_size: give one of them, not both")
         if self.samples_per_shard is None and self.shard_size_bytes is None:
@@ -74,6 +82,7 @@ class PackRequest:
         """For pack.json. Defaults are left out, so that a new option changes no existing request."""
         listed = isinstance(self.holdout, HoldoutList)
         given: dict[str, object] = {
+            "name": self.name,
             "holdout_list": str(self.holdout) if listed else None,
             "labels": self.labels.as_json() if self.labels else None,
             "val": _resolved(self.published.val),

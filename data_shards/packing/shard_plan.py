@@ -8,6 +8,7 @@ has the same images. Costs about 2 us per image.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,11 +19,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_shards.errors import UserError
-from data_shards.labels import LabelSpec
+from data_shards.labels import LabelSpec, alike_names
 from data_shards.packing.request import PackRequest
 from data_shards.packing.split import HoldoutCount, hash_order, hold_out
 from data_shards.sources import ImageSet, Source
 from data_shards.sources.base import SplitName
+from data_shards.text import named
 from data_shards.vocabulary import LabelKind
 
 LABEL_SPECS: Mapping[LabelKind, LabelSpec] = {
@@ -102,8 +104,9 @@ def make_plan(
     """Choose classes, hold out, shuffle, cut into shards.
 
     Shards of a split differ by at most one sample (cut by bytes: two images), so no worker gets a tiny one. `without`
-    marks duplicates, left out after the held-out images are chosen. Raises UserError for unknown or repeated classes,
-    an unfit holdout, a split without images, and, for sources that refuse it, a class without images in a split.
+    marks duplicates, left out after the held-out images are chosen. Raises UserError for unknown, repeated or doubtful
+    classes, an unfit holdout, a split without images, and, for sources that refuse it, a class without images in a
+    split.
     """
     chosen = _choose_classes(source, request.classes)
     # A number of images, or a set without a held-out part of its own, need not have all classes in val.
@@ -121,7 +124,7 @@ def make_plan(
     if request.holdout is not None:
         parts = hold_out(source, parts["train"], request.holdout, request.seed)
     plans: dict[SplitName, list[ShardPlan]] = {}
-    notes: list[str] = []
+    notes = _doubts(source, request)
     for split, indices in parts.items():
         of_split: SplitName = "train" if request.holdout is not None else split
         images = source.splits[of_split]
@@ -133,7 +136,7 @@ def make_plan(
         order = hash_order(images, indices, f"shuffle-{split}", request.seed)
         plans[split] = [
             ShardPlan(
-                file=f"{file_name(source.name)}-{split}-{number:06d}.tar",
+                file=f"{file_name(request.name or '')}-{split}-{number:06d}.tar",
                 images=images,
                 indices=indices[piece],
                 labels=labels[piece],
@@ -204,6 +207,35 @@ def _choose_classes(source: Source, classes: Sequence[str] | None) -> tuple[str,
         twice = next(name for i, name in enumerate(classes) if name in classes[:i])
         raise UserError(f"classes: {twice!r} is named twice; name each class once")
     return tuple(classes)
+
+
+def _doubts(source: Source, request: PackRequest) -> list[str]:
+    """Notes on classes whose images lie in several folders each. Raises UserError if such a class is the only one, and
+    for names that differ only by case or blanks, unless the request names its classes or keeps those that there are."""
+    if request.classes is not None or request.doubtful_classes == "keep":
+        return []
+    for names in alike_names(source.classes):
+        raise UserError(
+            f"{source.spec}: the classes {', '.join(map(repr, names))} differ only by case or blanks: give them one "
+            "name, or add --keep-classes if they are meant"
+        )
+    images, folders = source.splits["train"], dict[str, dict[str, None]]()
+    by_folder = request.labels is None and source.kind == "single"
+    for row, label in enumerate(images.labels.tolist() if by_folder else ()):
+        folder, name = images.trace(row).rpartition("/")[0], source.classes[label]
+        if name in folder.split("/"):  # else the classes are not the folders'
+            folders.setdefault(name, {})[folder] = None
+    spread = {name: list(its) for name, its in folders.items() if len(its) > 1}
+    for name, its in spread.items():
+        which = f"{named(its)} are all {name}"
+        if (count := len(source.classes)) > 1:
+            return [f"{source.spec}: {len(spread):,} of {count:,} classes have several folders each: {which}"]
+        above = os.path.join(source.spec, os.path.commonpath(its))
+        raise UserError(
+            f"{source.spec}: it has one class alone, as {which}: give {above} if these are classes, or add "
+            "--keep-classes if one is meant"
+        )
+    return []
 
 
 def _check_counts(

@@ -16,6 +16,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from data_shards.durable import flush
 from data_shards.errors import UnreadableImage
 from data_shards.manifest import Shard
@@ -24,6 +27,7 @@ from data_shards.packing.request import PackRequest
 from data_shards.packing.shard_plan import LABEL_SPECS, ShardPlan
 from data_shards.packing.work import DIGEST_BYTES, RefusedImage, ShardRecord
 from data_shards.progress_line import Progress
+from data_shards.sources import ImageSet
 from data_shards.tars.tar_index import build_index, index_path, write_index
 from data_shards.webdataset_parts import tar_writer
 
@@ -84,22 +88,22 @@ def image_digest(data: bytes | None) -> bytes:
     return bytes(DIGEST_BYTES) if data is None else hashlib.blake2b(data, digest_size=DIGEST_BYTES).digest()
 
 
-def read_digests(plans: Sequence[ShardPlan], *, num_threads: int, progress: Progress) -> bytes:
-    """Digests of all planned images, in plan order."""
+def read_digests(parts: Sequence[tuple[ImageSet, NDArray[np.int64]]], *, num_threads: int, progress: Progress) -> bytes:
+    """Digests of the images with these indices, in this order; zeros for one that cannot be read."""
     stop = threading.Event()
 
-    def of_image(plan: ShardPlan, index: int) -> bytes:
+    def of_image(images: ImageSet, index: int) -> bytes:
         try:
-            return image_digest(plan.images.read(index))
+            return image_digest(images.read(index))
         except OSError:
             return image_digest(None)
 
-    def of_shard(plan: ShardPlan) -> bytes:
-        digests = b"".join(of_image(plan, index) for index in plan.indices.tolist() if not stop.is_set())
-        progress.add(len(plan))
+    def of_part(images: ImageSet, indices: NDArray[np.int64]) -> bytes:
+        digests = b"".join(of_image(images, index) for index in indices.tolist() if not stop.is_set())
+        progress.add(len(indices))
         return digests
 
-    return b"".join(_on_threads(of_shard, ((plan,) for plan in plans), num_threads=num_threads, stop=stop))
+    return b"".join(_on_threads(of_part, parts, num_threads=num_threads, stop=stop))
 
 
 def _on_threads(

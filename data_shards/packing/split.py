@@ -90,7 +90,9 @@ def hash_order(images: ImageSet, indices: NDArray[np.int64], purpose: str, seed:
 def _fraction(source: Source, indices: NDArray[np.int64], fraction: float, seed: int) -> NDArray[np.int64]:
     """Of each class the nearest whole number of images to `fraction`, but at least one and not all."""
     if not 0 < fraction < 1:
-        raise UserError(f"holdout: must lie between 0 and 1 (a fraction of each class), not {fraction}")
+        percent = f": {fraction:g} % is --holdout {fraction / 100:g}" if 1 <= fraction < 100 else ""
+        number = ", and --holdout-images takes a number of images" if fraction >= 1 else ""
+        raise UserError(f"holdout: must lie between 0 and 1 (a share of each class), not {fraction:g}{percent}{number}")
     images = source.splits["train"]
     if source.kind == "multi":
         groups = [indices]

@@ -19,6 +19,7 @@ import shutil
 import threading
 import time
 import zlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -33,14 +34,12 @@ from data_shards.durable import replaced
 from data_shards.errors import UserError
 from data_shards.progress_line import LINE_SECONDS
 from data_shards.shard_set import Report
+from data_shards.sources.base import GZIPPED, SUFFIXES, is_image
 from data_shards.tars.shard_index import MOST_TAR_BYTES, Texts, default_index_folder
-from data_shards.tars.tar_index import IMAGE_EXTENSIONS
 from data_shards.tars.tar_walk import BLOCK_BYTES, Member, TarDamage, stated_member, walk_tar
-from data_shards.text import show_bytes
+from data_shards.text import named, show_bytes
 
-GZIPPED = (".tar.gz", ".tgz")
-SUFFIXES = (".tar", *GZIPPED)
-_VERSION = 1  # of what is kept of a listing
+_VERSION = 2  # of what is kept of a listing
 _COPY_BYTES = 1 << 20
 _SAID_BYTES = 50_000_000  # below, nobody needs to know that it takes space
 _LISTED_AT_ONCE_BYTES = 5_000_000_000
@@ -193,9 +192,24 @@ def _list_archive(archive: Archive, *, inside: Literal["names", "stems"]) -> lis
 
         with ThreadPoolExecutor(_THREADS) as pool:
             plain = _piece([member for member in outer if not member.name.lower().endswith(".tar")])
-            return [plain, *pool.map(nested, tars)]
+            pieces = [plain, *pool.map(nested, tars)]
     finally:
         os.close(descriptor)
+    _refuse_shared(pieces, archive.path)
+    return pieces
+
+
+def _refuse_shared(pieces: Sequence[_Piece], path: Path) -> None:
+    """Raise UserError for two images that would have one name, such as a/1.png beside a.tar with 1.png in it."""
+    folders = Counter(each for piece in pieces for each in {name.rpartition("/")[0] for name in piece.names})
+    found = Counter(
+        name for piece in pieces for name in set(piece.names) if folders[name.rpartition("/")[0]] > 1 and is_image(name)
+    )
+    if twice := sorted(name for name, count in found.items() if count > 1):
+        raise UserError(
+            f"{path}: it holds {named(twice, most=3)} twice, in a tar inside it and elsewhere; remove one of the two, "
+            "or rename that tar"
+        )
 
 
 def _walk(descriptor: int, path: Path, *, above: str, part: tuple[int, int | None] = (0, None)) -> list[Member]:
@@ -211,7 +225,7 @@ def _walk(descriptor: int, path: Path, *, above: str, part: tuple[int, int | Non
     except TarDamage as error:
         within = f" ({above}.tar in it)" if part[1] is not None else ""
         raise UserError(f"{path}{within}: {error}; fetch it again") from None
-    images = [name for name in links if name.rpartition(".")[2].lower() in IMAGE_EXTENSIONS]
+    images = [name for name in links if is_image(name)]
     if images:
         raise UserError(
             f"{path}: {images[0]!a} in it is a link to an image ({len(images):,} of them); give the folder, or "

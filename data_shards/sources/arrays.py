@@ -52,7 +52,7 @@ def digits_source() -> Source:
     data = np.loadtxt(file, delimiter=",", dtype=np.int64)
     pixels = np.rint(data[:, :-1].reshape(-1, 8, 8) * (255 / _DIGITS_MOST)).astype(np.uint8)
     images = ArrayImages(origin="digits", pixels=pixels, labels=data[:, -1])
-    return Source(spec="digits", name="digits", classes=DIGIT_CLASSES, splits={"train": images})
+    return Source(spec="digits", classes=DIGIT_CLASSES, splits={"train": images})
 
 
 def fashion_mnist_source() -> Source:
@@ -71,7 +71,7 @@ def idx_source(root: Path) -> Source:
     name = folder.parent.name if folder.name == "raw" else folder.name  # torchvision unpacks into FashionMNIST/raw
     classes = FASHION_CLASSES if "fashion" in name.lower() else DIGIT_CLASSES
     splits: dict[SplitName, ImageSet] = {split: _read_split(root, stem, len(classes)) for split, stem in _STEMS.items()}
-    return Source(spec=str(folder), name=name, classes=classes, splits=splits)
+    return Source(spec=str(folder), classes=classes, splits=splits)
 
 
 def _read_split(root: Path, stem: str, num_classes: int) -> ArrayImages:

@@ -19,8 +19,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_shards.errors import UserError
+from data_shards.tars.tar_index import IMAGE_EXTENSIONS
+from data_shards.text import counted
 from data_shards.vocabulary import LabelKind
 
+GZIPPED = (".tar.gz", ".tgz")
+SUFFIXES = (".tar", *GZIPPED)  # of archives
 ABSENT = -1  # in place of a file's size
 _MOST_PROBLEMS = 20
 
@@ -54,10 +58,6 @@ class ImageSet(Protocol):
         """Changes with the image, as far as that shows without reading it; includes its trace."""
         ...
 
-    def update_digest(self, digest: hashlib._Hash) -> None:
-        """Feed what identifies the content, without reading image files."""
-        ...
-
 
 @dataclass(frozen=True)
 class Source:
@@ -68,7 +68,6 @@ class Source:
     """
 
     spec: str  # finds the source again
-    name: str  # becomes part of file names
     classes: tuple[str, ...]  # names of the labels
     splits: Mapping[SplitName, ImageSet]  # train, then val and test if the source has them
     notes: tuple[str, ...] = ()  # what was left out and why
@@ -84,7 +83,12 @@ class Source:
             if self.kind == "multi":
                 digest.update(repr(images.labels.shape).encode())
             digest.update(np.ascontiguousarray(images.labels).tobytes())
-            images.update_digest(digest)
+            if isinstance(images, ArrayImages):
+                digest.update(repr((images.origin, images.pixels.shape)).encode())
+                digest.update(np.ascontiguousarray(images.pixels).tobytes())
+                continue
+            for row, size in enumerate(images.num_bytes.tolist()):
+                digest.update(f"{images.trace(row)}\0{size}\0".encode(errors="surrogateescape"))
         return digest.hexdigest()
 
 
@@ -115,10 +119,6 @@ class ArrayImages:
 
     def stamp(self, index: int) -> bytes:
         return self.trace(index).encode() + b"\0" + self.pixels[index].tobytes()
-
-    def update_digest(self, digest: hashlib._Hash) -> None:
-        digest.update(repr((self.origin, self.pixels.shape)).encode())
-        digest.update(np.ascontiguousarray(self.pixels).tobytes())
 
 
 @dataclass(frozen=True)
@@ -151,10 +151,6 @@ class FileImages:
         size, modified_ns = self._stats[index].tolist()
         return f"{self.files[index]}\0{size}\0{modified_ns}".encode(errors="surrogateescape")
 
-    def update_digest(self, digest: hashlib._Hash) -> None:
-        for file, size in zip(self.files, self.num_bytes.tolist(), strict=True):
-            digest.update(f"{file}\0{size}\0".encode(errors="surrogateescape"))
-
     @cached_property
     def _stats(self) -> NDArray[np.int64]:
         """[num_images, 2]: size in bytes, mtime in ns."""
@@ -179,7 +175,16 @@ def refuse_all(problems: Sequence[str]) -> None:
         raise UserError(f"{len(problems):,} problems: {shown}{more}")
 
 
-def named(names: Sequence[str], *, most: int = 5) -> str:
-    """The first few of them, and how many more there are."""
-    more = f" and {len(names) - most:,} more" if len(names) > most else ""
-    return ", ".join(name if name.isprintable() else ascii(name) for name in names[:most]) + more
+def is_image(name: str) -> bool:
+    """By its extension, and not hidden."""
+    last = name.rpartition("/")[2]
+    return last.rpartition(".")[2].lower() in IMAGE_EXTENSIONS and not last.startswith(".")
+
+
+def left_out_notes(place: Path, others: Sequence[str]) -> list[str]:
+    """What is to be said of files that are not images."""
+    if not others:
+        return []
+    tars = [name for name in others if name.lower().endswith(SUFFIXES)]
+    inside = f"; {counted(len(tars), 'tar')} among them not looked into (the first: {tars[0]})" if tars else ""
+    return [f"{place}: {counted(len(others), 'file')} left out, not being images (the first: {others[0]}){inside}"]

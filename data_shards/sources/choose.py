@@ -4,9 +4,9 @@ from pathlib import Path
 from typing import Literal
 
 from data_shards.errors import UserError
-from data_shards.sources.archive import SUFFIXES, Unpacking
+from data_shards.sources.archive import Unpacking
 from data_shards.sources.arrays import IDX_NAMES, digits_source, fashion_mnist_source, idx_source
-from data_shards.sources.base import Source
+from data_shards.sources.base import SUFFIXES, Source
 from data_shards.sources.folder import folder_source
 from data_shards.sources.label_list import LabelList, label_list_source
 from data_shards.sources.published.recognise import Published, published_source

@@ -13,8 +13,8 @@ from typing import Literal
 import numpy as np
 
 from data_shards.errors import UserError
-from data_shards.sources.base import FileImages, ImageSet, Source, SplitName, named, refuse_all
-from data_shards.tars.tar_index import IMAGE_EXTENSIONS
+from data_shards.sources.base import FileImages, ImageSet, Source, SplitName, is_image, left_out_notes, refuse_all
+from data_shards.text import named
 
 # In this order: val is preferred to test, whose labels are often not public.
 VAL_NAMES = ("val", "validation", "test")
@@ -89,10 +89,8 @@ def folder_source(root: Path, *, unfit: Literal["refuse", "skip"] = "refuse") ->
         found.problems += _differences(root, folder, classes, here)
     refuse_all(found.problems)
     splits: dict[SplitName, ImageSet] = {split: _images(root, its, classes) for split, its in by_class.items()}
-    resolved = root.resolve()
     return Source(
-        spec=str(resolved),
-        name=resolved.name,
+        spec=str(root.resolve()),
         classes=classes,
         splits=splits,
         notes=tuple(found.notes),
@@ -145,8 +143,7 @@ def _read_split(root: Path, folder: str, *, split: SplitName, found: _Found) -> 
         if not by_class[name]:
             found.empty(base / name)
         skipped += others
-    if skipped:
-        found.notes.append(f"{base}: {len(skipped)} files are not images and were left out (the first: {skipped[0]})")
+    found.notes += left_out_notes(base, skipped)
     return by_class
 
 
@@ -196,7 +193,7 @@ def _scan(folder: Path) -> tuple[list[str], list[str], list[str]]:
     except OSError as error:
         raise UserError(f"{folder}: the folder cannot be listed ({error.strerror})") from None
     files = sorted(name for name in is_folder if not is_folder[name])
-    images = [name for name in files if name.rpartition(".")[2].lower() in IMAGE_EXTENSIONS]
+    images = [name for name in files if is_image(name)]
     return sorted(name for name in is_folder if is_folder[name]), images, sorted({*files} - {*images})
 
 

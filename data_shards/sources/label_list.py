@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from data_shards.errors import UserError
 from data_shards.sources.base import ABSENT, FileImages, Source, refuse_all
 from data_shards.sources.folder import walk_images
-from data_shards.text import brief, parse_json
+from data_shards.text import brief, one_line, parse_json
 
 LABEL_SEPARATOR = "|"
 MOST_CLASS_NUMBERS = 1_000_000  # a higher number is an id: ImageNet-21k has 21,843 classes
@@ -75,13 +75,11 @@ def label_list_source(root: Path, labels: LabelList) -> Source:
         row = rows[int(absent[0])]
         more = f" ({len(absent) - 1:,} more are missing)" if len(absent) > 1 else ""
         raise UserError(
-            f"{labels.file}, line {row.line}: {_shown(row.path)} is not a file below {root}{more}; paths are "
+            f"{labels.file}, line {row.line}: {one_line(row.path)} is not a file below {root}{more}; paths are "
             "relative to SOURCE: correct SOURCE or these lines"
         )
-    resolved = root.resolve()
     return Source(
-        spec=str(resolved),
-        name=resolved.name,
+        spec=str(root.resolve()),
         classes=classes,
         splits={"train": images},
         notes=tuple(_unnamed(root, rows, labels.file)),
@@ -104,7 +102,7 @@ def clean_path(text: str, *, root: Path) -> str:
                 path = candidate.relative_to(base)
                 break
     if not path.parts or path.is_absolute() or ".." in path.parts or "\0" in text:
-        raise ValueError(f"the path {_shown(text)} does not lead to a file inside SOURCE")
+        raise ValueError(f"the path {one_line(text)} does not lead to a file inside SOURCE")
     return str(path)
 
 
@@ -274,7 +272,7 @@ def _named_twice(file: Path, rows: list[_Row]) -> Iterator[str]:
     for row in rows:
         before = lines.setdefault(row.path, row.line)
         if before != row.line:
-            yield f"{file}, line {row.line}: {_shown(row.path)} is on line {before} already; name each image once"
+            yield f"{file}, line {row.line}: {one_line(row.path)} is on line {before} already; name each image once"
 
 
 def _unnamed(root: Path, rows: Iterable[_Row], file: Path) -> Iterator[str]:
@@ -282,7 +280,3 @@ def _unnamed(root: Path, rows: Iterable[_Row], file: Path) -> Iterator[str]:
     left = [path for path in walk_images(root) if path not in named]
     if left:
         yield f"{file} does not name {len(left):,} images below {root}, which were left out (the first: {left[0]!a})"
-
-
-def _shown(path: str) -> str:
-    return path if path.isprintable() else ascii(path)

@@ -6,7 +6,6 @@ labels) are read whole.
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -17,11 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_shards.errors import UserError
-from data_shards.sources.archive import SUFFIXES, Archive, Listing, Unpacking, list_archives
-from data_shards.sources.base import FileImages, ImageSet
+from data_shards.sources.archive import Archive, Listing, Unpacking, list_archives
+from data_shards.sources.base import SUFFIXES, FileImages, ImageSet
 from data_shards.sources.folder import walk_files
 from data_shards.tars.shard_index import Texts
-from data_shards.tars.tar_index import IMAGE_EXTENSIONS
 
 _MOST_SMALL_BYTES = 1 << 28  # of a file that is read whole: CIFAR-100's training part has 155 MB
 
@@ -124,10 +122,6 @@ class ArchiveImages:
         place = (int(self.listing.offset[row]), int(self.listing.size[row]), archive.num_bytes, archive.modified_ns)
         return f"{self.trace(index)}\0{place}".encode(errors="surrogateescape")
 
-    def update_digest(self, digest: hashlib._Hash) -> None:
-        for row, size in zip(self.rows.tolist(), self.num_bytes.tolist(), strict=True):
-            digest.update(f"{self.listing.names[row]}\0{size}\0".encode(errors="surrogateescape"))
-
 
 def open_tree(path: Path, *, unpacking: Unpacking) -> Tree:
     """The files in a folder, or in an archive. Raises UserError if it is neither, or cannot be read."""
@@ -152,9 +146,3 @@ def rows_by_name(tree: Tree, wanted: Iterable[str] | None = None) -> dict[str, i
         if not name.startswith(".") and (names is None or name in names):
             found[name] = row
     return found
-
-
-def is_image(name: str) -> bool:
-    """By its extension, and not hidden."""
-    last = name.rpartition("/")[2]
-    return last.rpartition(".")[2].lower() in IMAGE_EXTENSIONS and not last.startswith(".")

@@ -18,7 +18,7 @@ import os
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from typing import Literal
@@ -50,14 +50,6 @@ _FULL_POLL_SECONDS = 0.5
 _FULL_POLLS = {"evicted": 10**9, "busy": 300, "nothing": 30}
 
 
-@dataclass(frozen=True)
-class CacheConfig:
-    """Where shards are kept, and how many bytes of them."""
-
-    folder: Path
-    limit_bytes: int
-
-
 def default_cache_folder() -> Path:
     """In the folder for temporary files ($TMPDIR or /tmp), one for each user."""
     try:
@@ -65,6 +57,14 @@ def default_cache_folder() -> Path:
     except (KeyError, OSError):  # a container's user without a name
         user = str(os.getuid())
     return Path(tempfile.gettempdir()) / f"shardvit-cache-{user}"
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    """Where shards are kept, and how many bytes of them."""
+
+    folder: Path = field(default_factory=default_cache_folder)
+    limit_bytes: int = 50 * 10**9
 
 
 class NoRoom(Exception):

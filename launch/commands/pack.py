@@ -23,6 +23,7 @@ def pack(
     out: Path,
     /,
     *,
+    name: Annotated[str | None, Parameter(help="Of the data set, in file names and results; default: OUT's.")] = None,
     labels: Annotated[
         Path | None, Parameter(help="CSV or JSONL file with path and label of each image, instead of class folders.")
     ] = None,
@@ -52,6 +53,9 @@ def pack(
     classes: Annotated[
         str | None, Parameter(help="Only these classes, comma separated; they get labels 0, 1, ...")
     ] = None,
+    keep_classes: Annotated[
+        bool, Parameter(negative="", help="Classes that differ only by case or blanks, or one alone, are meant.")
+    ] = False,
     holdout: Annotated[float | None, Parameter(help="Share of each class kept apart as the split 'val'.")] = None,
     holdout_images: Annotated[
         int | None, Parameter(help="Number of images kept apart as 'val' instead, whatever their classes.")
@@ -81,6 +85,9 @@ def pack(
             "for byte, pixel for pixel, or resized, encoded again, cropped by up to 5 % or mirrored; and list them.",
         ),
     ] = None,
+    verify: Annotated[
+        bool, Parameter(negative="", help="If packed before: compare all bytes, not times alone.")
+    ] = False,
     skip_unreadable: Annotated[
         bool,
         Parameter(
@@ -154,13 +161,16 @@ def pack(
     pack_images(
         source,
         out,
+        name=name,
         labels=None
         if labels is None
         else LabelList(labels, path_column or "path", label_column or "label", class_names),
         classes=[name.strip() for name in classes.split(",")] if classes else None,
+        doubtful_classes="keep" if keep_classes else "refuse",
         published=Published(val, val_labels, "coarse" if superclasses else "fine"),
         holdout=holdout if holdout_images is None else HoldoutCount(holdout_images),
         holdout_list=holdout_list,
+        reread="all" if verify else "changed",
         samples_per_shard=samples_per_shard,
         shard_size_bytes=size_bytes("--shard-size", shard_size),
         resize=None if resize_short is None else Resize(resize_short, DEFAULT_QUALITY if quality is None else quality),
@@ -178,11 +188,9 @@ def open_exclusion(locations: list[str], *, report: Report) -> Exclusion:
     """Open the sets of --exclude-matches-of. Raises UserError if one is missing or damaged."""
     from data_shards.opening import open_shards
     from data_shards.packing.request import Exclusion
-    from data_shards.store.cache import CacheConfig, default_cache_folder
+    from data_shards.store.cache import CacheConfig
     from data_shards.store.location import is_local
     from data_shards.store.store import Store
 
-    all_local = all(map(is_local, locations))
-    cache = None if all_local else CacheConfig(folder=default_cache_folder(), limit_bytes=50 * 10**9)
-    store = Store(cache, commands="run")  # as the user typed them
+    store = Store(None if all(map(is_local, locations)) else CacheConfig(), commands="run")  # as the user typed them
     return Exclusion(tuple(open_shards(each, store=store, report=report) for each in locations), store)

@@ -16,7 +16,7 @@ from data_shards.loading.assemble import Access
 from data_shards.loading.batch import Batch
 from data_shards.opening import open_shards
 from data_shards.shard_set import ShardsSpec
-from data_shards.store.cache import CacheConfig, default_cache_folder
+from data_shards.store.cache import CacheConfig
 from data_shards.store.location import is_local
 from data_shards.store.store import Store
 from data_shards.text import one_line
@@ -38,7 +38,6 @@ from pipeline.transfer.origin import model_origin
 from pipeline.vocabulary import RECIPE_FILE, WeightsKind
 
 NUMBERS_FILE = "numbers.npz"
-_CACHE_BYTES = 50 * 10**9  # of shards that are not local files
 _FAULTS_SHOWN = 5
 
 
@@ -147,7 +146,7 @@ def _images(
     if len(wanted.images) != 1:
         raise UserError("figures: name image files and folders of images, or one set of shards, after the model")
     place = wanted.images[0]
-    store = Store(None if is_local(place) else CacheConfig(default_cache_folder(), limit_bytes=_CACHE_BYTES))
+    store = Store(None if is_local(place) else CacheConfig())
     spec = ShardsSpec(place, label=wanted.label, classes=wanted.classes)
     shards = open_shards(spec, damaged="report", report=say, store=store)
     notes += shards.damage[:_FAULTS_SHOWN]

@@ -21,7 +21,7 @@ from data_shards.shard_set import ShardSet, ShardsSpec
 from data_shards.store.location import shown
 from data_shards.store.prefetch import all_local
 from data_shards.store.store import Store
-from data_shards.text import one_line, show_bytes
+from data_shards.text import counted, one_line, show_bytes
 from launch.report.blocks import PageBlock, PageImage, PagePicture, PageSection, PageTable, PageText
 from launch.report.page import render_page
 from pipeline.pictures.picture import Picture, rendered
@@ -213,10 +213,10 @@ def _set_section(
     of = "" if seen.is_whole else f" of {seen.opened:,} shards"
     effort = f"{show_bytes(seen.bytes_read)} were read{of}"
     if not all_local(shards.shards):
-        effort = f"{_many(seen.opened, 'shard')} {'was' if seen.opened == 1 else 'were'} fetched"
+        effort = f"{counted(seen.opened, 'shard')} {'was' if seen.opened == 1 else 'were'} fetched"
     intro = (
-        f"{shards.source}: {_many(shards.num_samples, 'image')} of {shards.num_classes:,} classes in "
-        f"{_many(len(shards.shards), 'shard')}{size}. To look at it, {effort}."
+        f"{shards.source}: {counted(shards.num_samples, 'image')} of {shards.num_classes:,} classes in "
+        f"{counted(len(shards.shards), 'shard')}{size}. To look at it, {effort}."
     )
     return PageSection(title, blocks, intro=intro)
 
@@ -241,10 +241,6 @@ def _facts(sets: Sequence[tuple[str, ShardSet]]) -> tuple[tuple[str, str], ...]:
             yield show_bytes(sum(size or 0 for size in sizes)), "in all"
 
     return tuple(facts())
-
-
-def _many(count: int, thing: str) -> str:
-    return f"{count:,} {thing}{'s' * (count != 1)}"
 
 
 def _file(split: str) -> str:

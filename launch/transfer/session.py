@@ -10,7 +10,7 @@ from pathlib import Path
 from data_shards.durable import replace_text
 from data_shards.errors import UserError
 from data_shards.processes import num_cores
-from data_shards.store.cache import CacheConfig, default_cache_folder
+from data_shards.store.cache import CacheConfig
 from data_shards.store.store import Store
 from data_shards.text import one_line, table
 from launch.env import experiment_name, tracking_uri
@@ -26,7 +26,6 @@ from pipeline.transfer.origin import model_origin
 from pipeline.transfer.results import Command, TransferRecord, TransferScore, metrics_of, save_record
 
 _MOST_WORKERS = 16
-_CACHE_BYTES = 50 * 10**9  # of shards that are not local files
 _FAULTS_SHOWN = 5
 
 
@@ -59,7 +58,7 @@ class Session:
             say(f"the model is {predictor.origin}")
         for note in predictor.notes:
             say(f"note: {note}")
-        self.store = Store(CacheConfig(folder=default_cache_folder(), limit_bytes=_CACHE_BYTES))
+        self.store = Store(CacheConfig())
         self._command: Command = command
         self._options = options
         self._origin = model_origin(predictor.origin)
@@ -88,8 +87,8 @@ class Session:
         return self._origin.record_file(stem, outside=outside / "results")
 
     def keep(self, record: TransferRecord) -> Path:
-        """Write it to its file; OSError: the disk is full or fails."""
-        file = self.record_file(record.name)
+        """Write one of a single set to its file; OSError: the disk is full or fails."""
+        file = self.record_file(f"{record.name}-{record.data_sets[0].digest}")
         file.parent.parent.mkdir(parents=True, exist_ok=True)
         save_record(file, record)
         return file

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from data_shards.text import show_bytes
+from data_shards.text import counted, show_bytes
 from pipeline.budget.communication import GOOD_KEPT_SHARE
 from pipeline.budget.forecast import Hardware, StageForecast
 from pipeline.budget.gpus import RESERVE_SHARE
@@ -96,7 +96,7 @@ def _waste(forecast: StageForecast, *, recipe: Recipe, machine: Hardware) -> Ite
         elif time.useful_gpus == 1:
             advice = "more than one GPU gains nothing; a larger batch would help"
         else:
-            advice = f"take {_counted(time.useful_gpus)} at most, or a larger batch"
+            advice = f"take {counted(time.useful_gpus, 'GPU')} at most, or a larger batch"
         if better := _keeps_more(forecast, machine=machine):
             stage, share = better
             advice = f"engine.zero_stage={stage} keeps {share:.0%}; or {advice}"
@@ -123,7 +123,7 @@ def _data(forecast: StageForecast, *, recipe: Recipe, machine: Hardware) -> Iter
         few = "not one" if shards.num_shards < machine.gpus else f"{shards.num_shards / machine.gpus:.1f}"
         yield _of_stage(
             forecast,
-            f"{_counted(shards.num_shards, 'shard')} for {machine.gpus:,} processes ({few} each), so that several read "
+            f"{counted(shards.num_shards, 'shard')} for {machine.gpus:,} processes ({few} each), so that several read "
             f"the same: harmless on local disks; else pack smaller ones (`shardvit check --world-size {machine.gpus}`)",
         )
     if needed:
@@ -143,7 +143,3 @@ def _data(forecast: StageForecast, *, recipe: Recipe, machine: Hardware) -> Iter
 
 def _of_stage(forecast: StageForecast, text: str) -> str:
     return text if text.startswith(f"stages.{forecast.name}") else f"{forecast.name}: {text}"
-
-
-def _counted(number: int, what: str = "GPU") -> str:
-    return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"

@@ -23,7 +23,7 @@ from data_shards.loading.device_prefetch import ahead_on_device
 from data_shards.loading.loader import EvalBatches, eval_batches
 from data_shards.opening import open_shards
 from data_shards.shard_set import ShardSet, ShardsSpec
-from data_shards.store.cache import CacheConfig, default_cache_folder
+from data_shards.store.cache import CacheConfig
 from data_shards.store.store import Store
 from data_shards.vocabulary import EvalProtocol, Normalisation
 from model.loss import loss_function
@@ -35,8 +35,6 @@ from pipeline.predict import Predictor, open_predictor
 from pipeline.ranks.place import Place
 from pipeline.recipe.metrics import chosen_metrics
 from pipeline.task import Classification
-
-_CACHE_BYTES = 50 * 10**9
 
 
 @dataclass(frozen=True)
@@ -184,7 +182,7 @@ def evaluate_model(request: EvalRequest, *, ranks: Exchange, say: Callable[[str]
 
 def open_set(request: EvalRequest, *, report: Callable[[str], None]) -> tuple[ShardSet, Store]:
     """The shards, and what reads them; damage is reported."""
-    store = Store(CacheConfig(default_cache_folder(), limit_bytes=_CACHE_BYTES), commands="run")
+    store = Store(CacheConfig(), commands="run")
     spec = ShardsSpec(
         request.shards,
         label=request.label,

@@ -14,7 +14,7 @@ import torch
 from data_shards.errors import UserError
 from data_shards.loading.batch import Batch
 from data_shards.shard_set import ShardSet
-from data_shards.text import one_line
+from data_shards.text import named, one_line
 from data_shards.vocabulary import LabelKind
 from pipeline.evaluation.imagenet import numbered_classes, real_labels, usual_classes
 from pipeline.evaluation.request import Among, LabelSet, Matching
@@ -67,19 +67,19 @@ def find_truth(
         known = usual_classes(model)
         if known is None or len(set(known)) != 1000:
             raise UserError(
-                f"--labels {label_set}: the model's classes ({_some(model)}) are not ImageNet's 1,000: evaluate it on "
+                f"--labels {label_set}: the model's classes ({named(model)}) are not ImageNet's 1,000: evaluate it on "
                 "labels of its own"
             )
         column = {number: at for at, number in enumerate(known)}
         if label_set == "real":
             return Truth(model, None, tuple(column[each] for each in range(1000)), "multi", label_set)
-        named = numbered_classes(ours) or usual_classes(ours)
-        if named is None:
+        folders = numbered_classes(ours) or usual_classes(ours)
+        if folders is None:
             raise UserError(
-                f"--labels imagenet_v2: the classes of {shards.source} ({_some(ours)}) are not its folders, 0 to 999: "
+                f"--labels imagenet_v2: the classes of {shards.source} ({named(ours)}) are not its folders, 0 to 999: "
                 "leave it out, and classes are matched by name"
             )
-        return Truth(model, None, tuple(column[each] for each in named), whole, label_set)
+        return Truth(model, None, tuple(column[each] for each in folders), whole, label_set)
     columns = _columns(model, ours, matching=matching, source=shards.source)
     if among == "shards":
         return Truth(ours, columns, tuple(range(len(ours))), whole, label_set)
@@ -102,12 +102,8 @@ def _columns(model: tuple[str, ...], ours: tuple[str, ...], *, matching: Matchin
         at = {number: column for column, number in enumerate(theirs)}
         return tuple(at[each] for each in wanted)
     missing = [name for name in ours if name not in place]
-    which = f"{_some(missing)} are not among the model's" if missing else "the model has two classes of one name"
+    which = f"{named(missing)} are not among the model's" if missing else "the model has two classes of one name"
     raise UserError(
-        f"the classes of {source} do not fit the model's ({_some(model)}): {which}; give --classes index if class 0, "
+        f"the classes of {source} do not fit the model's ({named(model)}): {which}; give --classes index if class 0, "
         "1, ... are the same in both"
     )
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(map(one_line, names[:3])) + (f" and {len(names) - 3:,} more" if len(names) > 3 else "")

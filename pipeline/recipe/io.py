@@ -49,7 +49,7 @@ FREE_KEYS = (
     "engine.saving",
 )
 FREE_STAGE_KEYS = (
-    *("data", "log_every", "eval_every", "metrics", "also_eval", "few_shot"),
+    *("data", "log_every", "eval_every", "eval_overlap", "metrics", "also_eval", "few_shot"),
     *("save_every", "save_every_minutes", "keep_checkpoints", "keep_every", "keep_best"),
 )
 

@@ -56,6 +56,8 @@ class TrainStage(Strict):
     """Shards to train on: a folder or URL, a mapping (see `ShardsConfig`), or a list of them to mix."""
     eval: OneSet | None = None
     """The held-out shards."""
+    eval_overlap: Literal["refuse", "allow"] = "refuse"
+    """Whether images of eval may be trained on, too, as its scores then say how well they were memorised."""
     also_eval: dict[SetName, OneSet] = Field(default={})
     """More held-out sets by name, evaluated whenever eval is: {new: SHARDS} gives val_new/top1 and so on."""
     eval_protocol: EvalProtocol = "vit"

@@ -16,6 +16,7 @@ import torch
 
 from data_shards.errors import UserError
 from data_shards.loading.batch import Fault
+from data_shards.text import counted
 from pipeline.context import StageContext
 from pipeline.metrics_log import MetricsLog, open_metrics_log
 from pipeline.ranks.gone import peer_is_gone
@@ -106,7 +107,7 @@ def told_events(context: StageContext, *, stage: StageName, state: TrainState, s
         def tell(kind: EventKind, text: str) -> None:
             events.append(kind, text, step=state.step, images_seen=state.images_seen)
 
-        where = f"{_counted(place.world_size, 'process', 'processes')} on {_counted(hosts, 'host', 'hosts')}"
+        where = f"{counted(place.world_size, 'process')} on {counted(hosts, 'host')}"
         job = context.job_tags.get("shardvit.slurm_job_id")
         tell("start", f"from step {state.step:,}, {where}" + (f", SLURM job {job}" if job else ""))
         try:
@@ -355,7 +356,3 @@ def _ranges(steps: Sequence[int]) -> str:
         else:
             runs.append((step, step))
     return ", ".join(f"step {first}" if first == last else f"steps {first} to {last}" for first, last in runs)
-
-
-def _counted(number: int, one: str, several: str) -> str:
-    return f"{number} {one if number == 1 else several}"

@@ -58,13 +58,15 @@ def set_tags(client: Any, run_id: str, tags: Mapping[str, str]) -> None:
 
 
 def log_datasets(client: Any, run_id: str, datasets: Sequence[DatasetInput]) -> None:
-    """Name a run's data sets; the same ones twice count once."""
+    """Name a run's data sets; the same one twice counts once, and another one of its name has its digest after it."""
     from mlflow import entities
 
     inputs = []
+    first: dict[str, str] = {}
     for one in datasets:
         source = json.dumps({"uri": without_credentials(one.source)})
-        name = one.name[:_MAX_NAME_CHARACTERS]
+        is_first = first.setdefault(one.name, one.digest) == one.digest
+        name = (one.name if is_first else f"{one.name}-{one.digest[:8]}")[:_MAX_NAME_CHARACTERS]
         counts = {"num_rows": one.images, "num_classes": one.classes}
         profile = json.dumps({key: count for key, count in counts.items() if count is not None})
         dataset = entities.Dataset(name, one.digest[:_MAX_DIGEST_CHARACTERS], "local", source, profile=profile)

@@ -1,4 +1,6 @@
-"""A transfer result as it is kept: RUN/transfer/NAME.json, for pictures and for whoever compares runs.
+"""A transfer result as it is kept, for pictures and for whoever compares runs.
+
+It is RUN/transfer/COMMAND-NAME-DIGEST-STAGE.json, where DIGEST is that of both its sets; a table's has none:
 
     {"format": 1,
      "command": "fewshot" | "probe" | "knn" | "transfer",
@@ -26,9 +28,11 @@ Written whole (a rename); a file that is broken or of another format is passed o
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
-from dataclasses import asdict, dataclass, field
+from collections import defaultdict
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -63,6 +67,11 @@ class UsedSet:
     eval_images: _Count
     damaged_images: _Count = 0
     group: SetGroup | None = None
+
+    @property
+    def digest(self) -> str:
+        """8 hex digits of both its parts, which tell sets of one name apart."""
+        return hashlib.blake2b(f"{self.train_digest} {self.eval_digest}".encode(), digest_size=4).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -125,7 +134,8 @@ def load_record(file: Path) -> TransferRecord:
 
 
 def transfer_records(run: Path) -> list[TransferRecord]:
-    """All that lie in a run's folder, by name; without those that cannot be read."""
+    """All that lie in a run's folder, by name; without those that cannot be read. Several sets of one name have their
+    digests after it."""
     found: list[TransferRecord] = []
     for file in sorted((run / TRANSFER_FOLDER).glob("*.json")):
         if file.name.startswith("."):
@@ -134,7 +144,17 @@ def transfer_records(run: Path) -> list[TransferRecord]:
             found.append(load_record(file))
         except ValueError:
             continue
-    return found
+    digests: dict[str, set[str]] = defaultdict(set)
+    for used in (used for record in found for used in record.data_sets):
+        digests[used.name].add(used.digest)
+    return [_told_apart(record, {name for name in digests if len(digests[name]) > 1}) for record in found]
+
+
+def _told_apart(record: TransferRecord, names: set[str]) -> TransferRecord:
+    new = {used.name: f"{used.name}_{used.digest}" if used.name in names else used.name for used in record.data_sets}
+    sets = tuple(replace(used, name=new[used.name]) for used in record.data_sets)
+    scores = tuple(replace(score, data_set=new.get(score.data_set, score.data_set)) for score in record.results)
+    return replace(record, data_sets=sets, results=scores)
 
 
 def file_name(name: str) -> str:

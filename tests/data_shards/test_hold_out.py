@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from PIL import Image
 from scipy import stats
 
 from data_shards.errors import UserError
-from data_shards.hold_out import held_out_images, rows_of, take_portion
+from data_shards.hold_out import held_out_images, rows_of, shared_images, take_portion
 from data_shards.images.transforms import EvalTransform, TrainTransform
 from data_shards.labels import LabelSpec
 from data_shards.loading.assemble import Access
@@ -75,6 +76,31 @@ def test_the_share_is_exact_over_the_set_and_rounded_in_each_shard(sizes: list[i
 @pytest.mark.parametrize(("sizes", "share", "count"), [([1] * 500, 0.01, 5), ([7] * 100, 0.1, 70), ([2], 0.01, 1)])
 def test_the_papers_shares_of_small_sets(sizes: list[int], share: float, count: int):
     assert parts(shard_set(sizes), share)[0].num_samples == count
+
+
+@law
+@given(SIZES, SHARES, SHARES, st.sampled_from([("held_out", "held_out"), ("held_out", "rest"), ("rest", "rest")]))
+def test_images_that_two_parts_share_are_counted(sizes: list[int], share: float, other_share: float, which: Any):
+    whole = shard_set(sizes)
+    one, other = (
+        take_portion(whole, Portion(part, each)) for part, each in zip(which, (share, other_share), strict=True)
+    )
+    expected = len({*stored_rows(one)} & {*stored_rows(other)})
+    assert shared_images(one, other) == shared_images(other, one) == expected
+    assert shared_images(one, whole) == one.num_samples and shared_images(whole, whole) == sum(sizes)
+
+
+def test_shards_are_known_by_their_place_or_their_bytes():
+    def entry(name: str, *, sha256: str = "") -> ShardEntry:
+        return ShardEntry(name, name, 5, 1, sha256, None, LabelSpec())
+
+    def shards(*entries: ShardEntry) -> ShardSet:
+        return replace(shard_set([1]), shards=entries)
+
+    a, b = entry("/a.tar", sha256="1"), entry("/b.tar")
+    assert shared_images(shards(entry("/x/copy.tar", sha256="1")), shards(b, a)) == 5
+    assert shared_images(shards(entry("/b.tar", sha256="2")), shards(a, b, b)) == 5
+    assert shared_images(shards(entry("/c.tar"), entry("/d.tar", sha256="9")), shards(a, b)) == 0
 
 
 def test_ten_to_the_nine_samples_are_counted_exactly():

@@ -52,7 +52,8 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def recipe_of(train: str, held_out: str, *, share: float = 0.0) -> Recipe:
-    stage = {"train": train, "eval": held_out, "image_size": 8, "global_batch_size": 8, "duration": "4 steps"}
+    stage = {"train": train, "eval": held_out, "eval_overlap": "allow", "image_size": 8, "global_batch_size": 8}
+    stage["duration"] = "4 steps"
     model = {"width": 8, "depth": 1, "heads": 2, "patch_size": 4}
     return Recipe.model_validate(
         {

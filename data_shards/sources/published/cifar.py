@@ -86,7 +86,6 @@ def cifar_source(tree: Tree, *, labels: CifarLabels = "fine") -> Source:
         splits[split] = ArrayImages(origin=origin, pixels=np.ascontiguousarray(pixels), labels=numbers)
     return Source(
         spec=str(tree.path.resolve()),
-        name=layout.name,
         classes=classes,
         splits=splits,
         notes=(f"{tree.path}: recognised as CIFAR-{layout.name[5:]}; its test part becomes val",),

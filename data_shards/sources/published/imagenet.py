@@ -23,10 +23,11 @@ from typing import Literal
 import numpy as np
 
 from data_shards.errors import UserError
-from data_shards.sources.archive import Archive, Unpacking, list_archives, stem
-from data_shards.sources.base import ImageSet, Source, SplitName, named
+from data_shards.sources.archive import Archive, Unpacking, list_archives
+from data_shards.sources.base import ImageSet, Source, SplitName, is_image, left_out_notes
 from data_shards.sources.published import val_labels
-from data_shards.sources.tree import ArchiveTree, Tree, is_archive, is_image, open_tree
+from data_shards.sources.tree import ArchiveTree, Tree, is_archive, open_tree
+from data_shards.text import counted, named
 
 TRAIN_ARCHIVES = (
     "ILSVRC2012_img_train.tar",
@@ -44,15 +45,14 @@ _WORDNET_TAR = re.compile(r"n\d{8}\.tar")
 @dataclass(frozen=True)
 class _Release:
     title: str
-    name: str
     num_classes: int
     num_images: int
 
 
 _RELEASES = (  # image-net.org's own figures; the first two are the paper's
-    _Release("ImageNet-1k (ILSVRC 2012)", "imagenet", 1_000, 1_281_167),
-    _Release("ImageNet-21k (fall 2011)", "imagenet21k", 21_841, 14_197_122),
-    _Release("ImageNet-21k (winter 2021)", "imagenet21k", 19_167, 13_153_500),
+    _Release("ImageNet-1k (ILSVRC 2012)", 1_000, 1_281_167),
+    _Release("ImageNet-21k (fall 2011)", 21_841, 14_197_122),
+    _Release("ImageNet-21k (winter 2021)", 19_167, 13_153_500),
 )
 
 
@@ -110,9 +110,7 @@ def class_source(
     elif list(splits) == ["train", "test"]:
         splits = {"train": splits["train"], "val": splits["test"]}
     release = _release(classes)
-    name = stem(parts.train.name) if is_archive(spec) else spec.resolve().name
     if release is not None:
-        name = release.name
         count = len(splits["train"])
         published = (
             "" if count == release.num_images else f" ({release.num_images:,} are published: images are missing)"
@@ -122,7 +120,6 @@ def class_source(
         notes.append(f"{spec}: recognised as images of {len(classes):,} classes, in {parts.train.name}")
     return Source(
         spec=str(spec.resolve()),
-        name=name,
         classes=classes,
         splits=splits,
         notes=tuple(notes),
@@ -183,21 +180,22 @@ class _Found:
 def _by_class(tree: Tree, *, unfit: Literal["refuse", "skip"]) -> _Found:
     """Images of [SPLIT/]CLASS/**, below the folders that all of them share."""
     by_folder: dict[str, list[int]] = defaultdict(list)
-    num_others = 0
+    others: list[str] = []
     for row, path in enumerate(tree.names):
         if is_image(path):
             by_folder[path.rpartition("/")[0]].append(row)
         else:
-            num_others += 1
+            others.append(path)
+    notes = left_out_notes(tree.path, others)
     if not by_folder:
         raise UserError(
             f"{tree.path}: there is no image in it; give an archive or folder of class folders or class tars"
+            + "".join(f" ({note})" for note in notes)
         )
     loose = by_folder.pop("", [])
     shared = _shared([folder.split("/") for folder in by_folder])
-    notes: list[str] = [f"{tree.path}: {num_others:,} files are not images and were left out"] if num_others else []
     if not by_folder:
-        what = "as shards have it, which need no packing" if num_others >= len(loose) else "without class folders"
+        what = "as shards have it, which need no packing" if len(others) >= len(loose) else "without class folders"
         raise UserError(
             f"{tree.path}: its images lie side by side, {what}; the training part should hold class folders or class "
             f"tars{_val_hint(tree.path)}"
@@ -223,6 +221,7 @@ def _by_class(tree: Tree, *, unfit: Literal["refuse", "skip"]) -> _Found:
             f"{f' (and {len(loose) - 1:,} more images)' if len(loose) > 1 else ''}; leave them out with "
             "--skip-unreadable, or give another archive"
         )
+    replaced: list[str] = []
     for by_class in splits.values():
         unfit_names = [name for name in by_class if not name.isprintable()]
         if unfit_names:
@@ -230,7 +229,12 @@ def _by_class(tree: Tree, *, unfit: Literal["refuse", "skip"]) -> _Found:
         for rows in by_class.values():
             rows.sort(key=tree.names.__getitem__)
             # A tar may hold a file twice: when it is unpacked, the later one stays.
-            rows[:] = {tree.names[row]: row for row in rows}.values()
+            latest = {tree.names[row]: row for row in rows}
+            replaced += [tree.names[row] for row in rows if latest[tree.names[row]] != row]
+            rows[:] = latest.values()
+    if replaced:
+        which = f"{counted(len(replaced), 'file')} replaced by a later one of the same name (the first: {replaced[0]})"
+        notes.append(f"{tree.path}: {which}, as when it is unpacked")
     order: tuple[SplitName, ...] = ("train", "val", "test")
     splits = {split: splits[split] for split in order if split in splits}
     return _Found(tree, splits, tuple(notes), tuple(("train", tree.names[row]) for row in loose))

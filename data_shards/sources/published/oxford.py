@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 
 from data_shards.errors import UserError
 from data_shards.sources.archive import Unpacking
-from data_shards.sources.base import ImageSet, Source, SplitName
+from data_shards.sources.base import ImageSet, Source, SplitName, is_image
 from data_shards.sources.published.val_labels import read_mat
-from data_shards.sources.tree import Tree, is_archive, is_image, open_tree, rows_by_name
+from data_shards.sources.tree import Tree, is_archive, open_tree, rows_by_name
 
 PETS_IMAGES, PETS_LISTS = ("images.tar.gz", "images"), ("annotations.tar.gz", "annotations")
 FLOWERS_IMAGES, FLOWERS_LABELS, FLOWERS_SPLITS = ("102flowers.tgz", "jpg"), "imagelabels.mat", "setid.mat"
@@ -73,7 +73,6 @@ def pets_source(root: Path, *, unpacking: Unpacking) -> Source:
     }
     return Source(
         spec=str(root.resolve()),
-        name="pets",
         classes=classes,
         splits=splits,
         notes=(f"{root}: recognised as Oxford-IIIT Pets: trainval.txt becomes train, test.txt val",),
@@ -104,7 +103,6 @@ def flowers_source(root: Path, *, unpacking: Unpacking) -> Source:
         splits[split] = _listed(images, rows, names, labels[ids - 1] - 1, by=FLOWERS_SPLITS)
     return Source(
         spec=str(root.resolve()),
-        name="flowers",
         classes=classes,
         splits=splits,
         notes=(f"{root}: recognised as Oxford Flowers-102, with its own train, val and test",),

@@ -61,7 +61,6 @@ def path_lists_source(train: Path, val: Path | None, *, spec: Path) -> Source:
         num_classes = max(num_classes, max(labels) + 1)
     return Source(
         spec=str(spec.resolve()),
-        name=root.resolve().name,
         classes=tuple(map(str, range(num_classes))),
         splits=splits,
         notes=(

@@ -16,6 +16,7 @@ from PIL import Image
 from data_shards.checking.findings import MOST_PLACES
 from data_shards.checking.page import as_json, as_text
 from data_shards.errors import UserError
+from data_shards.packing.pack import pack
 from data_shards.shard_set import ShardsSpec
 from data_shards.tars.tar_index import open_index
 from tests.data_shards.checking.doctored import (
@@ -161,6 +162,22 @@ def test_classes_in_another_order(shards: Path):
     path.write_text(json.dumps(manifest))
     found = only(looked_at(shards), "class-list")
     assert found.places[0].detail == "class 1 is 'bee' in train and 'cow' in val"
+
+
+def test_classes_that_differ_only_by_case_or_blanks(shards: Path):
+    for split in ("train", "val"):
+        path = shards / split / "manifest.json"
+        path.write_text(path.read_text().replace('"bee"', '"Ant "'))
+    result = looked_at(shards)
+    found = [finding for finding in result.findings if finding.kind == "alike-classes"]
+    assert [finding.split for finding in found] == ["train", "val"] and result.findings == tuple(found)
+    assert found[0].places[0].detail == "'ant', 'Ant '" and result.exit_code == 0
+
+
+def test_all_images_of_one_class(tmp_path: Path):
+    pack("digits", tmp_path / "one", classes=["3"], report=lambda line: None)
+    found = only(looked_at(tmp_path / "one"), "one-class")
+    assert (found.severity, found.places[0].detail) == ("warning", "3")
 
 
 def test_a_class_without_samples(shards: Path):

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from data_shards.errors import CorruptSample, UserError
+from data_shards.foreign.opening import _name
 from data_shards.shard_reader import ShardReader
 from data_shards.shard_set import ShardsSpec
 from tests.data_shards.foreign_tars import by_shard_writer, opened, read_all
@@ -14,6 +15,22 @@ from tests.data_shards.foreign_tars import by_shard_writer, opened, read_all
 @pytest.fixture(autouse=True)
 def _caches(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("caches")))
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ("shards/a/train", "a-train"),
+        ("/data/laion/", "laion"),
+        ("s3://b/x-{000..127}.tar", "x"),
+        ("s3://b/train-{000..127}.tar::s3://c/y.tar", "b-train"),
+        ("s3://b/x/val/{000..127}.tar", "x-val"),
+        ("train", "train"),
+        ("{0..9}.tar", "{0..9}.tar"),
+    ],
+)
+def test_a_set_is_called_as_its_folder_or_as_its_tars(source: str, name: str):
+    assert _name(source) == name
 
 
 def test_classes_from_a_file(tmp_path: Path):

@@ -1,6 +1,7 @@
 """`shardvit pack` as it is typed: every option reaches the packer, and unfit ones are one sentence."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -71,6 +72,46 @@ def test_all_options_of_a_folder(call):
     }
     assert read_manifest("out/val").num_samples == 2 and read_manifest("out/train").num_samples == 10
     assert "1 image left out: see out/unreadable.jsonl" in text
+
+
+def test_a_set_has_the_name_of_its_folder_or_the_one_that_is_given(call):
+    assert call("photos", "shards/one")[0] == call("photos", "shards/two", "--name", "mine")[0] == 0
+    assert read_manifest("shards/one/train").name == "one" and read_manifest("shards/two/train").name == "mine"
+    assert {path.name for path in Path("shards").rglob("*.tar")} == {"one-train-000000.tar", "mine-train-000000.tar"}
+    assert "name" not in request("shards/one") and request("shards/two")["name"] == "mine"
+    code, text = call("photos", "shards/two")
+    assert code == 2 and "name: 'mine' then, None now" in text
+    Path("shards/one").rename("shards/moved")
+    assert "was packed before" in call("photos", "shards/moved")[1]
+
+
+def test_one_is_counted_as_one(call):
+    code, text = call("photos", "out", "--classes", "dog")
+    assert code == 0 and re.search(r"train +7 images +1 shard ", text) and "7 images of 1 class\n" in text
+
+
+def test_an_out_inside_of_the_source_is_refused(call):
+    for out in ("photos/out", "photos", "photos/dog/x/y"):
+        code, text = call("photos", out)
+        assert code == 2 and "lies inside" in text
+    assert {path.name for path in Path("photos").iterdir()} == {"cat", "dog"}
+    Path("digits").mkdir()
+    assert call("digits", "digits/out", "--classes", "0")[0] == 0  # a name, and no folder
+    assert call("photos", "photos-packed")[0] == 0
+
+
+def test_all_images_are_read_again_if_it_is_asked_for(call):
+    assert call("photos", "out", "--verify")[0] == 0
+    assert "bytes of none (--verify reads all)" in call("photos", "out")[1]
+    assert "bytes of 13" in call("photos", "out", "--verify")[1]
+
+
+def test_classes_may_be_kept_as_they_are(call):
+    Path("photos/Cat").mkdir()
+    Path("photos/cat/1.png").rename("photos/Cat/1.png")
+    code, text = call("photos", "out")
+    assert code == 2 and "'Cat', 'cat'" in text
+    assert call("photos", "out", "--keep-classes")[0] == 0 and read_manifest("out/train").num_classes == 3
 
 
 def test_a_number_of_images_is_held_out(call):
@@ -152,6 +193,11 @@ def test_labels_from_a_list_and_shards_by_size(call):
         (["--holdout-list", "none.txt", "--holdout-images", "3"], "not both"),
         (["--holdout", "0.1", "--holdout-images", "3"], "--holdout-images: give one of them, not both"),
         (["--holdout-images", "0"], "holdout_images"),
+        (["--holdout", "10"], "not 10: 10 % is --holdout 0.1, and --holdout-images takes a number"),
+        (["--holdout", "2.5"], "not 2.5: 2.5 % is --holdout 0.025"),
+        (["--holdout", "300"], "not 300, and --holdout-images takes a number"),
+        (["--holdout", "-1"], "between 0 and 1"),
+        (["--name", " "], "name"),
         (["--holdout-images", "13"], "13 images"),
         (["--superclasses"], "--superclasses"),
         (["--val-labels", "none.csv"], "--val-labels"),
@@ -161,14 +207,14 @@ def test_labels_from_a_list_and_shards_by_size(call):
 def test_options_that_are_refused(call, options: list[str], named: str):
     code, text = call("photos", "out", *options)
     assert code == 2 and named in text
-    assert text.startswith("shardvit: ") and text.count("\n") == 1
+    assert text.splitlines()[-1].startswith("shardvit: ") and text.count("\n") <= 2
     assert {path.name for path in Path().iterdir()} == {"photos"}
 
 
 def test_an_unreadable_image_ends_it_and_is_listed(call):
     Path("photos/cat/bad.png").write_bytes(b"x")
     code, text = call("photos", "out")
-    assert code == 2 and text.count("\n") == 1
+    assert code == 2 and text.count("\n") == 2
     assert "1 of 14 images cannot be read: cat/bad.png" in text and "--skip-unreadable" in text
     assert json.loads(Path("out.unreadable.jsonl").read_text())["path"] == "cat/bad.png"
     Path("photos/cat/bad.png").unlink()

@@ -60,7 +60,7 @@ def test_another_exclusion_is_another_request(sets: tuple[Path, Path], tmp_path:
     source, test = sets
     out = tmp_path / "out"
     quiet(str(source), out, exclusion=exclusion(test))
-    assert quiet(str(source), out, exclusion=exclusion(test)).reused
+    assert quiet(str(source), out, exclusion=exclusion(test)).compared
     more = quiet(str(write(tmp_path / "more", [jpeg(image) for image in photographs(4, seed=9)])), tmp_path / "m")
     for other in (None, exclusion(more.train.root), exclusion(test, more.train.root)):
         with pytest.raises(UserError, match="without_matches_of"):

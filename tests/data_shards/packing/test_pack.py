@@ -21,7 +21,7 @@ def test_round_trip_through_index_and_webdataset(tmp_path: Path):
     owner = write_folder(tmp_path / "in", {"cat": 7, "hot dog": 5})
     lines: list[str] = []
     result = pack(str(tmp_path / "in"), tmp_path / "out", samples_per_shard=5, report=lines.append)
-    assert result.val is None and not result.reused and not (tmp_path / "out/val").exists()
+    assert result.val is None and not result.compared and not (tmp_path / "out/val").exists()
     manifest = read_manifest(tmp_path / "out/train")
     assert manifest == result.train and manifest.classes == ("cat", "hot dog")
     samples = by_index(manifest)

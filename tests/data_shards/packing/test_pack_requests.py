@@ -18,6 +18,7 @@ from data_shards.packing import pack as pack_module
 from data_shards.packing.image import Resize
 from data_shards.packing.pack import pack
 from data_shards.sources import LabelList
+from data_shards.sources.base import FileImages
 from data_shards.tars.tar_index import open_index
 from tests.data_shards.packing.folders import by_index, encoded, quiet, tree, write_folder
 
@@ -48,10 +49,19 @@ def test_the_same_request_again_is_recognised_and_changes_nothing(tmp_path: Path
     first = quiet(spec, tmp_path / "out", holdout=0.25, classes=["dog", "cat"])
     stamps = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")}
     lines: list[str] = []
-    again = pack(spec, tmp_path / "out", holdout=0.25, classes=["dog", "cat"], report=lines.append)
-    assert again.reused and (again.train, again.val) == (first.train, first.val)
+    again = pack(spec, tmp_path / "out", name="in", holdout=0.25, classes=["dog", "cat"], report=lines.append)
+    assert again.compared and (again.train, again.val) == (first.train, first.val)
     assert stamps == {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")}
-    assert "was packed before" in lines[0] and "8 images of 2 classes" in lines[0]
+    assert "was packed before" in lines[1] and "8 images of 2 classes" in lines[1]
+
+
+def test_it_speaks_before_it_looks_at_any_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    write_folder(tmp_path / "in", {"cat": 4, "dog": 1})
+    lines: list[str] = []
+    monkeypatch.setattr(FileImages, "_stats", property(lambda self: pytest.fail("it looks")))
+    with pytest.raises(pytest.fail.Exception):
+        pack(str(tmp_path / "in"), tmp_path / "out", report=lines.append)
+    assert lines == [f"{tmp_path / 'in'}: 5 images of 2 classes found"]
 
 
 def test_another_request_or_a_changed_source_or_a_strange_folder_is_refused(tmp_path: Path):
@@ -104,13 +114,14 @@ def test_two_at_once_do_not_mix(tmp_path: Path):
 
 
 def test_file_names_and_pack_json(tmp_path: Path):
-    quiet("digits", tmp_path / "out", classes=["0", "1"], holdout=0.5, samples_per_shard=100)
+    pack("digits", tmp_path / "out", classes=["0", "1"], holdout=0.5, samples_per_shard=100, report=lambda line: None)
     assert set(tree(tmp_path / "out")) == {
         "pack.json",
+        "images.bin",
         "_info.json",
         *(f"{split}/{file}" for split in ("train", "val") for file in ("manifest.json", "sizes.json")),
         *(
-            f"{split}/digits-{split}-00000{i}.{kind}"
+            f"{split}/out-{split}-00000{i}.{kind}"
             for split in ("train", "val")
             for i in (0, 1)
             for kind in ("tar", "idx")

@@ -58,7 +58,7 @@ def test_the_tars_give_the_shards_of_the_unpacked_folder(tmp_path: Path):
     assert (asked["val"], asked["val_labels"]) == (str(val), str(labels))
     extensions = {name.rpartition(".")[2] for name in members(tmp_path / "a/train")}
     assert extensions == {"jpg", "png", "cls"}  # by the bytes: one of the .JPEG is a PNG
-    assert quiet(str(train), tmp_path / "a", published=Published(val, labels)).reused
+    assert quiet(str(train), tmp_path / "a", published=Published(val, labels)).compared
     with pytest.raises(UserError, match="val_labels"):
         quiet(str(train), tmp_path / "a", published=Published(val))
 
@@ -83,7 +83,7 @@ def test_a_gzipped_archive_leaves_nothing_and_is_not_decompressed_to_see_that_it
     assert [manifest.num_samples for manifest in first.manifests] == [len(TRAIN) - 2, 2]
     assert leftovers(tmp_path) == []
     monkeypatch.setattr(archive, "_decompress", lambda *_: pytest.fail("decompressed again"))
-    assert quiet(str(source), tmp_path / "out", holdout=HoldoutCount(2)).reused
+    assert quiet(str(source), tmp_path / "out", holdout=HoldoutCount(2)).compared
     with pytest.raises(UserError, match="holdout_images"):
         quiet(str(source), tmp_path / "out", holdout=HoldoutCount(3))
 

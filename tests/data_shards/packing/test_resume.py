@@ -4,6 +4,7 @@ import hashlib
 import io
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -38,12 +39,12 @@ def tree(root: Path) -> dict[str, str]:
 
 
 def quiet(*args, **kwargs) -> PackReport:
-    return pack(*args, report=lambda line: None, **kwargs)
+    return pack(*args, report=lambda line: None, **{"name": "in", **kwargs})
 
 
 def spoken(*args, **kwargs) -> str:
     lines: list[str] = []
-    pack(*args, report=lines.append, **kwargs)
+    pack(*args, report=lines.append, **{"name": "in", **kwargs})
     return "\n".join(lines)
 
 
@@ -95,7 +96,7 @@ def start(tmp_path: Path, *arguments: object, held_at: int = 1000) -> subprocess
 
 def test_the_real_command_killed_and_interrupted(tmp_path: Path):
     write_images(tmp_path / "in", count=160, side=256)
-    options = ("--holdout", "0.2", "--samples-per-shard", "5", "--resize-short", "100")
+    options = ("--holdout", "0.2", "--samples-per-shard", "5", "--resize-short", "100", "--name", "in")
     plain = start(tmp_path, tmp_path / "in", tmp_path / "plain", *options)
     output, _ = plain.communicate(timeout=240)
     assert plain.returncode == 0, output
@@ -117,9 +118,20 @@ def test_the_real_command_killed_and_interrupted(tmp_path: Path):
     process = start(tmp_path, tmp_path / "in", tmp_path / "out", *options)
     output, _ = process.communicate(timeout=240)
     assert process.returncode == 0, output
-    assert f"resuming: {finished} of 33 shards are finished" in output
+    assert f"resuming: {finished} of 33 shards finished" in output
     assert tree(tmp_path / "out") == tree(tmp_path / "plain")
     assert {path.name for path in tmp_path.iterdir()} == {"in", "out", "plain"}
+
+
+def test_the_real_command_speaks_while_it_decodes(tmp_path: Path):
+    write_images(tmp_path / "in", count=12)
+    process = start(tmp_path, tmp_path / "in", tmp_path / "out", held_at=0)
+    assert process.stdout is not None
+    while process.poll() is None and not (tmp_path / "HELD").exists():
+        time.sleep(0.01)
+    told, _, _ = select.select([process.stdout], [], [], 10)
+    process.kill()
+    assert told and "12 images of 2 classes found" in process.communicate()[0]
 
 
 EVERY_MOMENT = """
@@ -141,7 +153,7 @@ def packed(out, dies_at):
             if seen[0] == dies_at:
                 os._exit(9)
     sys.addaudithook(watch)
-    pack(str(top / "in"), out, samples_per_shard=3, holdout=0.4, unreadable="skip", report=lambda line: None)
+    pack(str(top / "in"), out, samples_per_shard=3, holdout=0.4, unreadable="skip", name="in", report=lambda line: None)
     return seen[0]
 
 def in_child(*arguments):
@@ -270,7 +282,7 @@ def test_another_request_starts_afresh_and_says_so(half: Path):
         subprocess.check_call(["cp", "-a", half / ".out.packing", half / ".copy.packing"])
         options = {"samples_per_shard": 5, **arguments}
         text = spoken(str(half / "in"), out, **options)
-        assert "2 shards of an earlier attempt were discarded" in text and "resuming" not in text
+        assert "2 shards of an earlier attempt discarded" in text and "resuming" not in text
         quiet(str(half / "in"), half / "plain", **options)
         assert tree(out) == tree(half / "plain")
         assert (out / "val").exists() == ("holdout" in arguments)
@@ -295,7 +307,7 @@ def test_a_changed_image_of_the_same_size_is_packed_anew(half: Path):
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns + 10**9))  # also where times are coarse
     assert picture.size == (16, 16)
     text = spoken(str(half / "in"), half / "out", samples_per_shard=5)
-    assert "resuming: 1 of 4" in text and "1 shards of an earlier attempt were discarded" in text
+    assert "resuming: 1 of 4" in text and "1 shard of an earlier attempt discarded" in text
 
 
 def test_a_new_image_changes_the_plan_and_nothing_stale_stays(half: Path):
@@ -331,7 +343,7 @@ def test_what_a_killed_pack_left_behind_a_whole_out_is_cleared(tmp_path: Path):
     quiet("digits", tmp_path / "out", classes=["0"])
     (tmp_path / ".out.packing/records").mkdir(parents=True)
     (tmp_path / ".out.packing/records/x.json").write_text("{}")
-    assert quiet("digits", tmp_path / "out", classes=["0"]).reused
+    assert quiet("digits", tmp_path / "out", classes=["0"]).compared
     assert {path.name for path in tmp_path.iterdir()} == {"out"}
 
 

@@ -23,7 +23,7 @@ from data_shards.sources.base import ArrayImages
 
 def array_source(labels: list[int]) -> Source:
     images = ArrayImages("train", np.zeros((len(labels), 1, 1), np.uint8), np.array(labels, np.int64))
-    return Source("x", "x", tuple("abc"[: max(labels) + 1]), {"train": images})
+    return Source("x", tuple("abc"[: max(labels) + 1]), {"train": images})
 
 
 def planned(plan: PackPlan, split: str) -> list[tuple[int, int]]:
@@ -89,7 +89,7 @@ def test_shards_by_bytes_hold_each_image_once_and_no_more_than_an_image_too_much
     source = array_source([0] * len(image_bytes))
     sizes = np.array(image_bytes)
     images = SizedImages("train", source.splits["train"].pixels, source.splits["train"].labels, sizes)  # type: ignore
-    source = Source("x", "x", ("a",), {"train": images})
+    source = Source("x", ("a",), {"train": images})
     plan = make_plan(source, PackRequest(shard_size_bytes=size, seed=seed))
     assert sorted(index for index, _ in planned(plan, "train")) == list(range(len(sizes)))
     largest = int(tar_bytes(sizes).max())
@@ -120,7 +120,7 @@ def test_several_labels_are_numbered_anew_and_images_without_a_chosen_class_left
     width = max(map(len, rows))
     labels = np.array([[*sorted(row), *[-1] * (width - len(row))] for row in rows], dtype=np.int64)
     images = ArrayImages("train", np.zeros((len(rows), 1, 1), np.uint8), labels)
-    source = Source("x", "x", tuple("abcd"), {"train": images}, kind="multi", empty_classes="report")
+    source = Source("x", tuple("abcd"), {"train": images}, kind="multi", empty_classes="report")
     names = chosen or list("abcd")
     expected = {
         i: {names.index("abcd"[label]) for label in row if "abcd"[label] in names} for i, row in enumerate(rows)
@@ -150,7 +150,7 @@ def test_the_space_that_is_needed_is_what_is_taken(tmp_path: Path):
     for count in (1, 30, 700):
         pixels = np.random.default_rng(count).integers(0, 256, (count, 40, 50), dtype=np.uint8)
         images = ArrayImages("x", pixels, np.zeros(count, dtype=np.int64))
-        plan = make_plan(Source("x", "x", ("a",), {"train": images}), PackRequest())
+        plan = make_plan(Source("x", ("a",), {"train": images}), PackRequest())
         shards = {tmp_path / f"{count}.tar": plan.shards[0]}
         with Progress(count, lambda line: None) as progress:
             write_shards(shards, PackRequest(), num_threads=1, progress=progress, save=lambda record: None)

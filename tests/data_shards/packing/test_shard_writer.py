@@ -118,7 +118,9 @@ def test_records_hold_the_digest_of_each_image(tmp_path: Path):
     expected = b"".join(image_digest(shard.images.read(int(i))) for shard in shards for i in shard.indices)
     assert b"".join(records[shard.file].image_digests for shard in shards) == expected
     with Progress(8, lambda line: None) as progress:
-        assert read_digests(shards, num_threads=2, progress=progress) == expected
+        assert (
+            read_digests([(each.images, each.indices) for each in shards], num_threads=2, progress=progress) == expected
+        )
 
 
 def test_the_mark_changes_with_all_that_makes_a_shard():

@@ -18,7 +18,6 @@ def source(count: int, *, multi: bool = False, lists: bool = False) -> Source:
     images = ArrayImages("x", np.zeros((count, 1, 1), np.uint8), np.stack([labels, labels - 1], 1) if multi else labels)
     return Source(
         "x",
-        "x",
         ("a", "b"),
         {"train": images},
         kind="multi" if multi else "single",

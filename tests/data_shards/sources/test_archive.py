@@ -73,6 +73,29 @@ def test_tars_within_a_tar(tmp_path: Path):
     assert found == {**INNER, "loose.txt": b"text"}
 
 
+@pytest.mark.parametrize(
+    "beside",
+    [
+        {"a/1.png": b"outside"},
+        {"a.TAR": tar_bytes({"1.png": b"another tar"})},
+        {"x": b"", "a/b.tar": tar_bytes({"1.png": b"deeper"}), "a.tar": tar_bytes({"b/1.png": b"inside"})},
+        {"./a//1.png": b"spelt otherwise"},
+    ],
+)
+def test_two_images_of_one_name_are_refused(tmp_path: Path, beside: dict[str, bytes]):
+    (tmp_path / "all.tar").write_bytes(tar_bytes({"a.tar": tar_bytes({"1.png": b"inside", "2.png": b""}), **beside}))
+    for _ in range(2):  # it is not remembered as good
+        with pytest.raises(UserError, match=r"all\.tar: it holds a/(b/)?1\.png twice"):
+            listed(tmp_path / "all.tar")
+
+
+def test_files_of_different_names_from_a_tar_and_beside_it_are_all_there(tmp_path: Path):
+    inner = tar_bytes({"1.png": b"inside", "notes.txt": b"inside"})
+    (tmp_path / "all.tar").write_bytes(tar_bytes({"a.tar": inner, "a/2.png": b"outside", "a/notes.txt": b"outside"}))
+    found = list(listed(tmp_path / "all.tar").names)
+    assert sorted(found) == ["a/1.png", "a/2.png", "a/notes.txt", "a/notes.txt"]
+
+
 def test_tars_in_a_folder_are_named_by_themselves(tmp_path: Path):
     (tmp_path / "n1.tar").write_bytes(tar_bytes({"a.JPEG": b"one", "b.JPEG": b"x" * 700}))
     (tmp_path / "n2.tar").write_bytes(tar_bytes({"n2/c.JPEG": b""}))

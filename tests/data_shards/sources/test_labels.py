@@ -41,7 +41,7 @@ def test_one_name_each(root: Path):
     assert source.kind == "single" and source.classes == ("cat", "dog")
     assert images_of(source) == {"a/2.jpg": ["dog"], "a/1.jpg": ["cat"], "3.png": ["dog"]}
     assert source.splits["train"].read(0) == b"a/2.jpg"
-    assert source.name == "in" and not source.notes
+    assert not source.notes
 
 
 def test_absolute_paths_inside_the_folder_are_the_relative_ones(root: Path):

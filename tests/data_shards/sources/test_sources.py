@@ -65,7 +65,7 @@ def test_class_folders(tmp_path: Path):
     ]
     assert "val" not in source.splits
     assert source.splits["train"].read(1) == b"a/x/deep/3.jpeg"
-    assert len(source.notes) == 1 and "1 files are not images" in source.notes[0] and "a/notes.txt" in source.notes[0]
+    assert len(source.notes) == 1 and "1 file left out" in source.notes[0] and "a/notes.txt" in source.notes[0]
 
 
 @pytest.mark.parametrize("val", ["val", "validation", "test"])
@@ -236,7 +236,7 @@ def write_mnist(root: Path, *, num_train: int = 12, num_val: int = 5, mark: str 
 @pytest.mark.parametrize("mark", ["-", "."])
 def test_idx_files(tmp_path: Path, mark: str, zipped: bool):
     source = open_source(str(write_mnist(tmp_path / "mnist", mark=mark, zipped=zipped)))
-    assert source.classes == tuple("0123456789") and source.name == "mnist"
+    assert source.classes == tuple("0123456789")
     assert source.splits["train"].labels.tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 1]
     assert len(source.splits["val"]) == 5
     expected = np.random.default_rng(12).integers(0, 256, (12, 6, 7))
@@ -298,7 +298,7 @@ def test_fashion_mnist_absent_says_how_to_install(tmp_path: Path, monkeypatch: p
 @pytest.mark.skipif(not DEBIAN_FOLDER.is_dir(), reason="Debian's package dataset-fashion-mnist is not installed")
 def test_the_real_fashion_mnist():
     source = open_source("fashion-mnist")
-    assert source.classes == FASHION_CLASSES and source.name == "fashion-mnist"
+    assert source.classes == FASHION_CLASSES
     for split, count in (("train", 60_000), ("val", 10_000)):
         assert np.bincount(source.splits[split].labels).tolist() == [count // 10] * 10  # type: ignore[index]
     assert decode(source.splits["val"].read(9999)).shape == (28, 28)

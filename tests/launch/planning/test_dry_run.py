@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from pipeline.recipe.sources import shipped_recipes
 from pipeline.recipe.stage_plan import plan_stage
 from pipeline.run_folder import RunFolder
 from pipeline.vocabulary import StageName
-from tests.launch.machine import make_shards
+from tests.launch.machine import each_once, make_shards
 
 # `main` reads sys.argv, which is what these tests set.
 pytestmark = pytest.mark.filterwarnings("ignore:Cyclopts application invoked without tokens")
@@ -115,6 +116,23 @@ def test_the_time_is_that_of_an_earlier_attempt(call: Call, work: Path):
     table = rows(call("run", "digits", "--dry-run", *PACKED)[1])
     assert table["time"][0] == "53:20 min (16 images/s)"  # 800 steps of 64 images
     assert table["state"] == ["at step 400", "new", "new"]
+
+
+@pytest.mark.parametrize("held_out", ["shards/train", "shards/copy"])
+@pytest.mark.parametrize("train", ["shards/train", "[shards/more,shards/train]"])
+def test_held_out_images_that_are_trained_on_are_refused_unless_they_are_meant(
+    call: Call, work: Path, train: str, held_out: str
+):
+    make_shards(work / "shards" / "more")
+    shutil.copytree(work / "shards" / "train", work / "shards" / "copy")
+    keys = each_once(*PACKED, f"stages.pretrain.train={train}", f"stages.pretrain.eval={held_out}")
+    for flags in (["--dry-run"], []):
+        code, output, error = call("run", "digits", *flags, *keys)
+        assert (code, output) == (2, "") and f"100 of the 100 images of eval, {held_out}" in error
+        assert error.count("\n") == 1 and "stages.pretrain.eval_overlap=allow" in error
+    code, output, error = call("run", "digits", "--dry-run", *keys, "stages.pretrain.eval_overlap=allow")
+    assert (code, error) == (0, "") and "eval_overlap: allow" in output
+    assert call("run", "digits", "--dry-run", *PACKED)[0] == 0
 
 
 def test_the_shards_need_not_be_there(call: Call, work: Path):

@@ -77,6 +77,20 @@ def test_probe_and_knn_of_a_model_from_elsewhere(call: Call, folder: Path) -> No
     assert {each.command for each in kept} == {"probe", "knn"} and all(each.run is None for each in kept)
 
 
+def test_results_of_several_sets_of_one_name_stay(call: Call, folder: Path) -> None:
+    pack_digits(folder / "other" / "shards", seed=1)
+    before = transfer_records(folder / "runs" / "small")
+    for sets in (SETS, ("other/shards/train", "other/shards/val"), ("other/shards/train", SETS[1]), SETS):
+        assert call("knn", "runs/small", *sets, "--no-tracking")[0] == 0
+    files = list((folder / "runs" / "small" / "transfer").glob("knn-shards-*-pretrain.json"))
+    assert len(files) == 3
+    digests = {(used.train_digest, used.eval_digest) for file in files for used in load_record(file).data_sets}
+    assert len(digests) == 3 and {used.name for file in files for used in load_record(file).data_sets} == {"shards"}
+    for file in files:  # other tests count what is there
+        file.unlink()
+    assert transfer_records(folder / "runs" / "small") == before
+
+
 def test_a_table_goes_on_where_it_was_and_ends_in_mlflow(call: Call, folder: Path) -> None:
     shards = dict(zip(("train", "eval"), SETS, strict=True))
     sets = [

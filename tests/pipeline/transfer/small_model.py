@@ -21,10 +21,10 @@ from pipeline.transfer.features import FeatureReading, FeatureStore
 SIZE, CLASSES = 8, 4
 
 
-def pack_digits(folder: Path) -> Path:
+def pack_digits(folder: Path, *, seed: int = 0) -> Path:
     """Four digits, 30 % held out, in shards of 60."""
     classes = tuple(map(str, range(CLASSES)))
-    pack("digits", folder, classes=classes, holdout=0.3, samples_per_shard=60, report=lambda line: None)
+    pack("digits", folder, classes=classes, holdout=0.3, samples_per_shard=60, seed=seed, report=lambda line: None)
     return folder
 
 

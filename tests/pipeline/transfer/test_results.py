@@ -15,6 +15,7 @@ from pipeline.transfer.results import (
     UsedSet,
     file_name,
     load_record,
+    metrics_of,
     save_record,
     transfer_records,
 )
@@ -51,6 +52,18 @@ def test_what_is_broken_or_of_another_format_is_passed_over(tmp_path: Path) -> N
         with pytest.raises(ValueError, match=name):
             load_record(folder / name)
     assert transfer_records(tmp_path / "nowhere") == []
+
+
+def test_several_sets_of_one_name_are_told_apart_by_their_digests(tmp_path: Path) -> None:
+    (used,) = RECORD.data_sets
+    other = replace(RECORD, data_sets=(replace(used, eval_digest="other"),))
+    assert other.data_sets[0].digest != used.digest == replace(used, train="elsewhere").digest
+    for name, record in (("a", RECORD), ("b", other), ("c", replace(RECORD, layer="pooled"))):
+        save_record(tmp_path / TRANSFER_FOLDER / f"{name}.json", record)
+    found = transfer_records(tmp_path)
+    names = [f"{used.name}_{each.data_sets[0].digest}" for each in (RECORD, other, RECORD)]
+    assert [each.data_sets[0].name for each in found] == [each.results[0].data_set for each in found] == names
+    assert len({metric for each in found for metric in metrics_of(each)}) == 2
 
 
 def test_names_become_names_of_files() -> None:

@@ -142,16 +142,14 @@ def test_a_winter_archive_without_a_held_out_part(tmp_path: Path):
     source = opened(write_tar(tmp_path / "winter21_whole.tar.gz", files))
     assert content(source) == {"train": EXPECTED["train"]} and source.empty_classes == "report"
     assert content(opened(tmp_path)) == {"train": EXPECTED["train"]}
-    source = opened(write_files(tmp_path / "tars", class_tars(TRAIN)))
-    assert content(source) == {"train": EXPECTED["train"]} and source.name == "tars"
+    assert content(opened(write_files(tmp_path / "tars", class_tars(TRAIN)))) == {"train": EXPECTED["train"]}
 
 
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_release_is_recognised_and_lost_images_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: int):
-    release = imagenet._Release("ImageNet-3", "imagenet", len(SYNSETS), len(TRAIN) + lost)
+    release = imagenet._Release("ImageNet-3", len(SYNSETS), len(TRAIN) + lost)
     monkeypatch.setattr(imagenet, "_RELEASES", (release,))
     source = opened(official(tmp_path / "x"))
-    assert source.name == "imagenet"
     assert "ImageNet-3" in source.notes[-1] and ("missing" in source.notes[-1]) == bool(lost)
 
 
@@ -165,7 +163,20 @@ def test_a_file_that_a_tar_holds_twice_is_the_later_one(tmp_path: Path):
             entry = tarfile.TarInfo(name)
             entry.size = len(jpeg(seed))
             tar.addfile(entry, io.BytesIO(jpeg(seed)))
-    assert content(opened(path)) == {"train": sorted([(jpeg(3), 0), (jpeg(2), 1)])}
+    source = opened(path)
+    assert content(source) == {"train": sorted([(jpeg(3), 0), (jpeg(2), 1)])}
+    assert any("1 file replaced by a later one" in note and "a/1.jpg" in note for note in source.notes)
+
+
+def test_a_tar_at_the_third_level_is_named(tmp_path: Path):
+    third = tar_bytes({"3.jpg": jpeg(3)})
+    inner = {"a.tar": tar_bytes({"1.jpg": jpeg(1), "more.tar": third, "notes.txt": b"x"}), "b/2.jpg": jpeg(2)}
+    path = write_tar(tmp_path / "set.tar", inner)
+    (note,) = [note for note in opened(path).notes if "left out" in note]
+    assert "2 files" in note and "1 tar among them not looked into (the first: a/more.tar)" in note
+    only = write_tar(tmp_path / "only.tar", {"a.tar": tar_bytes({"more.tgz": third}), "b.tar": tar_bytes({"x": b""})})
+    with pytest.raises(UserError, match=r"no image in it.*a/more\.tgz"):
+        opened(only)
 
 
 def test_images_beside_the_class_folders(tmp_path: Path):

@@ -39,7 +39,7 @@ def stated(path: Path) -> list[tuple[str, int]]:
 def test_a_task(tmp_path: Path):
     root = task(tmp_path / "caltech101")
     source = opened(root)
-    assert source.classes == ("0", "1", "2", "3") and source.name == "caltech101"
+    assert source.classes == ("0", "1", "2", "3")
     assert list(source.splits) == ["train", "val"]
     assert found(source, "train") == stated(root / "train800val200.txt")
     assert found(source, "val") == stated(root / "test.txt")

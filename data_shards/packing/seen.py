@@ -1,0 +1,75 @@
+"""OUT/images.bin: what was seen of each image of the source, so that the same command notices one replaced since.
+
+24 bytes an image, in the source's order: 8 are a hash of its name, size and time of modification (in an archive: the
+archive's), 16 the digest of its bytes, zeros if it is not packed. Names and sizes are compared by
+`Source.fingerprint`; here the times are, and the bytes of images with other times, or of all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from data_shards.durable import flush
+from data_shards.errors import UserError
+from data_shards.packing.request import PackRequest
+from data_shards.packing.shard_plan import PackPlan
+from data_shards.packing.shard_writer import read_digests
+from data_shards.packing.work import DIGEST_BYTES
+from data_shards.processes import num_cores
+from data_shards.progress_line import Progress
+from data_shards.shard_set import Report
+from data_shards.sources import Source
+from data_shards.text import counted
+
+SEEN_FILE = "images.bin"
+_SEEN = np.dtype([("stamp", "V8"), ("digest", f"V{DIGEST_BYTES}")])
+_PIECE = 1000  # images that a thread reads in turn
+
+
+def write_seen(folder: Path, source: Source, plan: PackPlan, digests: bytes) -> None:
+    """Write the file; `digests` are those of the plan's images, in its order."""
+    seen = _seen_now(source)
+    rows = np.concatenate([shard.first_number + shard.indices for shard in plan.shards])
+    seen["digest"][rows] = np.frombuffer(digests, _SEEN["digest"])
+    seen.tofile(folder / SEEN_FILE)
+    flush(folder / SEEN_FILE)
+
+
+def compare_seen(out: Path, source: Source, request: PackRequest, *, report: Report) -> str:
+    """What was compared, in how many images. Raises UserError if one has other bytes than it had."""
+    now, file = _seen_now(source), out / SEEN_FILE
+    before = np.fromfile(file, _SEEN) if file.is_file() else now[:0]
+    if len(before) != len(now):
+        if request.reread == "all":
+            raise UserError(f"{out}: no {SEEN_FILE} says what its images were; delete it and pack them again")
+        return f"names and sizes of {counted(len(now), 'image')}; it was packed before their times were kept"
+    differs = before["stamp"] != now["stamp"]
+    is_read = (differs | (request.reread == "all")) & (before["digest"] != now["digest"])  # zeros: it is not packed
+    with Progress(int(is_read.sum()), report, doing="comparing") as progress:
+        first = 0
+        for images in source.splits.values():
+            rows = np.flatnonzero(is_read[first : first + len(images)])
+            pieces = [(images, rows[at : at + _PIECE]) for at in range(0, len(rows), _PIECE)]
+            digests = read_digests(pieces, num_threads=num_cores(), progress=progress)
+            changed = rows[before["digest"][first + rows] != np.frombuffer(digests, _SEEN["digest"])].tolist()
+            if changed:
+                raise UserError(
+                    f"{out}: it was packed from {source.spec}, where {counted(len(changed), 'image')} of the same size "
+                    f"changed since (the first: {images.trace(changed[0])}); choose another folder or delete it"
+                )
+            first += len(images)
+    times = f" ({differs.sum():,} with other times)" if differs.any() else ""
+    read = f"{is_read.sum():,}" if is_read.any() else "none (--verify reads all)"
+    return f"names, sizes and times of {counted(len(now), 'image')}{times}; bytes of {read}"
+
+
+def _seen_now(source: Source) -> NDArray[np.void]:
+    stamps = (images.stamp(row) for images in source.splits.values() for row in range(len(images)))
+    hashes = b"".join(hashlib.blake2b(stamp, digest_size=8).digest() for stamp in stamps)
+    seen = np.zeros(len(hashes) // 8, _SEEN)
+    seen["stamp"] = np.frombuffer(hashes, "V8")
+    return seen
