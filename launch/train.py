@@ -240,6 +240,7 @@ def _run(
             job_tags=job_tags(),
             start=clock,
             draw=beside.ask if beside else draw_nothing,
+            drawing_seconds=beside.cpu_seconds if beside else lambda: 0.0,
         )
         try:
             with there.demanded():

@@ -24,6 +24,8 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import IO, get_args
 
+import psutil
+
 from data_shards.text import parse_json, printable
 from pipeline.pictures.picture import Moment
 from pipeline.run_folder import RunFolder
@@ -79,6 +81,13 @@ class Beside(AbstractContextManager["Beside"]):
             if not self._failed:
                 self._failed = True
                 self._say(f"no pictures for now ({error}): shardvit report draws them")
+
+    def cpu_seconds(self) -> float:
+        """That the process has taken so far."""
+        try:
+            return 0.0 if self._child is None else sum(psutil.Process(self._child.pid).cpu_times()[:2])
+        except psutil.Error:  # it has ended
+            return 0.0
 
     def close(self, *, patience_seconds: float, hurry: Callable[[], bool] = lambda: False) -> None:
         """Wait so long, or until `hurry`, for what was asked for, then end the process. Closing twice is harmless."""

@@ -50,6 +50,7 @@ class StageContext:
     start: StartClock = field(default_factory=StartClock)  # until the stage's first step
     time_limit: TimeLimit | None = None  # of the job; None: none is known
     draw: Callable[[StageName, Moment, int], None] = draw_nothing  # has a moment's pictures drawn; on rank 0
+    drawing_seconds: Callable[[], float] = lambda: 0.0  # of CPU that this has taken so far
 
     def on_main(self, task: Callable[[], T], *, takes: Literal["a moment", "long"] = "a moment") -> T | None:
         """`task`'s result on rank 0, None elsewhere; collective. Its `UserError` is raised on all ranks. What takes

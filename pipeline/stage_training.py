@@ -5,7 +5,9 @@ The loop is `train_loop`, the arithmetic `recipe.stage_plan`; the stages' differ
 
 from __future__ import annotations
 
+import math
 import platform
+from collections.abc import Callable
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from typing import Literal
@@ -31,6 +33,7 @@ from pipeline.data_workers import data_workers, expect_data_workers
 from pipeline.engine.open import open_engine
 from pipeline.engine.protocol import Engine
 from pipeline.evaluation.evaluate import Evaluated, evaluate, keep_evaluations
+from pipeline.evaluation.one_answer import one_answer
 from pipeline.faults import FaultLedger
 from pipeline.kernels.settle import Kernels, settled_kernels
 from pipeline.metrics_log import iter_metrics
@@ -52,7 +55,7 @@ from pipeline.stage_description import describe_start
 from pipeline.stage_model import stage_model
 from pipeline.state import TrainState
 from pipeline.task import Task, make_task
-from pipeline.train_loop import TrainJob, train
+from pipeline.train_loop import TrainingFailed, TrainJob, train
 from pipeline.transfer.few_shot_stage import few_shot_evaluation
 from pipeline.vocabulary import CORRUPT_SAMPLES_FILE, METRICS_FILE, StageName, WeightsKind
 
@@ -176,7 +179,8 @@ def _train(
 ) -> None:
     """From a checkpoint, or the beginning, to the end of the stage; collective. GoBack: to an earlier checkpoint."""
     recipe, folder, ranks = context.recipe, context.folder, context.ranks
-    phases = Phases(watch=watch, pace=make_pace(recipe.engine, device=engine.device), start=context.start)
+    pace = make_pace(recipe.engine, device=engine.device, drawing_seconds=context.drawing_seconds)
+    phases = Phases(watch=watch, pace=pace, start=context.start)
     context.start.doing("preparing data and records")
     with stage_report(
         context, stage=stage, data=data, plan=plan, state=state, phases=phases, tags=kernels.tags
@@ -215,19 +219,24 @@ def _train(
             if plan.rollback and restored is None:
                 job.saver.save(state)  # nothing else lies before the first trouble
             state = train(job, state)
+        config = recipe.train_stage(stage)
+        if not math.isfinite(loss := state.evaluation[config.judged_by("loss")]):
+            raise TrainingFailed(
+                f"the held-out loss after the last step, {state.step:,}, is {loss}; only the checkpoint is kept: lower "
+                f"stages.{stage}.optimizer.lr or lengthen its schedule.warmup, then use --restart {stage}"
+            )
         report.note(
             f"{stage}: training stood still for its checkpoints for {job.saver.stall_seconds:.1f} s, "
             f"{job.saver.stall_seconds / report.attempt_seconds:.1%} of the time"
         )
         watch.beat(state.step, doing="writing the model")
-        ema = recipe.train_stage(stage).ema
-        with engine.averaged() if ema and ema.model == "ema" else nullcontext():
+        with engine.averaged() if config.ema and config.ema.model == "ema" else nullcontext():
             weights = engine.weights()
         if ranks.place.is_main:
             best = best_results(
                 iter_metrics(folder.stage(stage) / METRICS_FILE),
                 last=state.evaluation,
-                by=_judged_by(recipe.train_stage(stage), task=task),
+                by=_judged_by(config, task=task),
             )
             if best:
                 report.note(f"{stage}: {describe_best(best, stage=stage, checkpoints=folder.checkpoints(stage))}")
@@ -242,13 +251,15 @@ def _train(
             context.draw(stage, "end", state.step)
 
 
-def make_pace(config: EngineConfig, *, device: torch.device) -> Pace:
+def make_pace(config: EngineConfig, *, device: torch.device, drawing_seconds: Callable[[], float]) -> Pace:
     """Measures and compares the ranks' speed."""
     return Pace(
         host=platform.node(),
         device=device,
         factor=config.slow_rank_factor,
+        least_seconds=config.slow_rank_seconds,
         forward="shared" if config.backend == "deepspeed" and config.zero_stage == 3 else "own",
+        drawing_seconds=drawing_seconds,
     )
 
 
@@ -319,6 +330,10 @@ def make_job(
         if ranks.place.is_main:
             keep_evaluations(folder.stage(stage), kept, step=at_step, say=report.note)
             context.draw(stage, "evaluated", at_step)
+            if at_step == plan.total_steps:
+                for each in kept:
+                    if each.record and (warning := one_answer(each.record)):
+                        report.note(f"{stage}: {warning}")
         return metrics
 
     def committed(at: TrainState) -> None:

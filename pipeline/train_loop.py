@@ -31,7 +31,7 @@ from pipeline.task import Task
 
 
 class TrainingFailed(Exception):
-    """Training cannot go on; the message says why and what was saved."""
+    """Training cannot go on, or was in vain; the message says why and what was saved."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,8 @@ def train(job: TrainJob, state: TrainState) -> TrainState:
             job.report.step(plan.global_batch_images)
         state.advance(images=plan.global_batch_images)
         late.put(state.step, result)
-        job.saver.poll()
+        if job.saver.poll():
+            job.report.phases.pace.disturbed()
 
         _settle(job, state, late.ready())  # of the steps before: no step waits for its own numbers
         agreed, is_last = job.requests.agreed(state.step), state.step == plan.total_steps
@@ -174,10 +175,11 @@ def _log(
     spiked = spikes.look(by_step)
     job.report.spikes(spiked)
     state.recent_losses = spikes.recent_losses
-    if slowest is None or not slowest.is_news:
+    if slowest is None:
         return "", spiked
-    job.report.note(f"step {state.step}: {slowest.describe()}", kind="slow_rank", step=state.step)
-    return slowest.describe() if job.plan.slow_rank == "stop" else "", spiked
+    if slowest.is_news:
+        job.report.note(f"step {state.step}: {slowest.describe()}", kind="slow_rank", step=state.step)
+    return slowest.describe() if slowest.may_stop and job.plan.slow_rank == "stop" else "", spiked
 
 
 def _spike_finder(plan: StagePlan, state: TrainState) -> SpikeFinder:

@@ -104,11 +104,11 @@ AVERAGE_BYTES = 4  # of the moving average of a parameter: float32, beside the m
 
 FeatureLayer = Literal["pre_logits", "pooled"]
 
-# ---- what an evaluation computes beside the loss and top-1 ----
+# ---- what an evaluation computes beside loss, top-1, balanced accuracy and the share of the commonest class ----
 
-EvalMetric = Literal["top5", "calibration_error", "mean_class_accuracy", "precision_at_1", "mean_average_precision"]
+EvalMetric = Literal["top5", "calibration_error", "precision_at_1", "mean_average_precision"]
 OWN_SET = "val"  # the stage's own held-out set, in metrics and folders
-OF_ONE_LABEL: tuple[EvalMetric, ...] = ("top5", "calibration_error", "mean_class_accuracy")
+OF_ONE_LABEL: tuple[EvalMetric, ...] = ("top5", "calibration_error")
 OF_SEVERAL_LABELS: tuple[EvalMetric, ...] = ("precision_at_1", "mean_average_precision")
 
 # ---- metrics: what stands in metrics.jsonl and MLflow ----
@@ -179,6 +179,13 @@ METRICS: dict[str, Metric] = {
     "perf/slowest_rank_ratio": Metric("ratio", "the slowest rank's own time per step over the median rank's"),
     "val/loss": Metric("nats", "mean loss of the held-out set, without label smoothing"),
     "val/top1": Metric("share", "share of held-out images whose best class is right"),
+    "val/balanced_accuracy": Metric(
+        "share", "images with one label: val/top1 of each class, and the mean over the classes"
+    ),
+    "val/commonest_class_share": Metric(
+        "share",
+        "share of held-out images that have the commonest class: val/top1 of a model that gives all of them this one",
+    ),
     "val/accuracy": Metric("share", "masked patch prediction: share of held-out patches whose colour is right"),
     "val/ema_loss": Metric("nats", "val/loss of the moving average of the weights"),
     "val/ema_top1": Metric("share", "val/top1 of the moving average of the weights"),
@@ -187,7 +194,6 @@ METRICS: dict[str, Metric] = {
     "val/calibration_error": Metric(
         "share", "mean distance of confidence and accuracy in 15 bins of confidence, weighted by images"
     ),
-    "val/mean_class_accuracy": Metric("share", "val/top1 of each class, and the mean over the classes"),
     "val/precision_at_1": Metric("share", "images with several labels: share whose best class is one of them"),
     "val/mean_average_precision": Metric(
         "share", "images with several labels: average precision of each class, and the mean over the classes"

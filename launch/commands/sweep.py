@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -30,6 +31,9 @@ def sweep(
     ] = None,
     data: DataFile = None,
     runs: RunsFolder = Path("runs"),
+    widen: Annotated[
+        bool, Parameter(negative="", help="While the best point lies at the grid's edge, add a value, up to 3 times.")
+    ] = False,
     max_restarts: Annotated[int, Parameter(help="How often failed stages of a run are restarted automatically.")] = 0,
     dry_run: Annotated[
         bool, Parameter(negative="", help="Check everything, print the points and what they cost, start nothing.")
@@ -50,6 +54,9 @@ def sweep(
     stage trains on the same images, that has seen the held-out ones: choose its
     own keys by --stage.
 
+    The table says which points tie, being within the standard error of the best
+    score, and whether the best lies at the edge of the grid.
+
     Everything lies in RUNS/NAME-sweep: a run folder for each point, `final`, and
     sweep.json with the table. Typed again, the command goes on; points that are
     done are kept when the grid changes.
@@ -64,17 +71,19 @@ def sweep(
     from launch.sweep.points import plan_sweep, read_share
 
     # Mistakes are reported before anything slow is imported.
-    planned = plan_sweep(
-        recipe, overrides, runs_root=runs, paths=paths_file(data), stage=stage, hold_out=read_share(hold_out)
-    )
+    plan = partial(plan_sweep, recipe, overrides, runs_root=runs, paths=paths_file(data), stage=stage)
+    plan = partial(plan, hold_out=read_share(hold_out))
+    planned = plan()
     if max_restarts < 0:
         raise UserError(f"--max-restarts: it is {max_restarts}; give 0 or more")
     if dry_run:
         from launch.sweep.outline import outline
 
         print(outline(planned))
+        if widen:
+            print("--widen: more points where the best one lies at the edge of this grid.")
         return 0
     from launch.sweep.local import run_sweep
 
     go_on()
-    return run_sweep(planned, max_restarts=max_restarts)
+    return run_sweep(planned, max_restarts=max_restarts, widen=plan if widen else None)

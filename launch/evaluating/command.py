@@ -41,10 +41,11 @@ _SHOWN_CLASSES = 20  # of a longer table the worst
 _SHOWN_PAIRS = 20
 _WORDS = {
     "val/top1": "top-1",
+    "val/balanced_accuracy": "balanced accuracy",
+    "val/commonest_class_share": "commonest class's share",
     "val/top5": "top-5",
     "val/loss": "loss",
     "val/calibration_error": "calibration error, 15 bins",
-    "val/mean_class_accuracy": "mean class accuracy",
     "val/precision_at_1": "precision@1",
     "val/mean_average_precision": "mean average precision",
 }
@@ -104,6 +105,7 @@ def evaluate(
     a folder or pattern of tars made by other tools, or a URL. Classes are matched
     by name, in any order. The totals are the same to the last digit on any number
     of processes. Exit code 1 if an image could not be read: it does not count.
+    Outputs that are not finite are no result.
 
     Some examples:
         shardvit eval runs/digits shards/digits-transfer/val
@@ -196,6 +198,7 @@ def _finish(
     processes: int,
 ) -> int:
     """Show, keep and track the result; returns the exit code."""
+    from pipeline.evaluation.one_answer import one_answer
     from pipeline.evaluation.result import write_evaluation
 
     if result.origin != request.model:
@@ -208,6 +211,8 @@ def _finish(
         say(f"{len(result.damaged):,} images are damaged in all")
     if result.unlabelled:
         say(f"{result.unlabelled:,} images have no ReaL label and do not count")
+    if warning := one_answer(result.evaluation):
+        say(warning)
     text = json.dumps(_as_json(result), indent=1)
     if json_file == Path("-"):
         print(text)

@@ -85,6 +85,7 @@ _KINDS = (
             ("train/top1", "training"),
             ("val/top1", "held out"),
             ("val/ema_top1", "held out, moving average"),
+            ("val/commonest_class_share", "commonest class"),
         ),
     ),
     ChartKind(
@@ -134,6 +135,8 @@ def chart_kinds(names: Sequence[str]) -> list[ChartKind]:
     others: dict[str, list[str]] = {}
     for name in left:
         group, _, last = name.partition("/")
+        if last == "commonest_class_share":  # of other sets: a constant
+            continue
         key = f"val_/{last}" if group.startswith("val_") else _FEW_SHOT if name.startswith(_FEW_SHOT) else name
         others.setdefault(key, []).append(name)
     for key, members in sorted(others.items(), key=lambda each: (_order(each[0]), each[0])):

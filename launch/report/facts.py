@@ -18,6 +18,8 @@ from pipeline.report.history import RunHistory, StageHistory
 from pipeline.vocabulary import METRICS, StageName
 
 _HEADS = ("mlp", "linear")
+_BALANCED, _COMMONEST = "balanced_accuracy", "val/commonest_class_share"
+BESIDE_SCORE = ("balanced accuracy", "commonest class")  # columns of tables
 _SHOWN_RESULTS = ("val/top1", "val/accuracy", "val/ema_top1", "val/ema_accuracy", "val/top5", "val/loss")
 
 
@@ -34,6 +36,7 @@ class StageResult:
     best: float | None  # the best one while it trained
     best_step: int | None
     loss: float | None
+    beside: tuple[float | None, ...]  # what a top-1 is to be compared with, see `BESIDE_SCORE`
 
 
 def stage_result(history: RunHistory, stage: StageHistory) -> StageResult:
@@ -57,6 +60,7 @@ def stage_result(history: RunHistory, stage: StageHistory) -> StageResult:
         best,
         None if best is None else steps[points.index(best)],
         results.get(loss_name, stage.last(loss_name)),
+        tuple(results.get(name, stage.last(name)) for name in (f"{by.removesuffix('top1')}{_BALANCED}", _COMMONEST)),
     )
 
 
@@ -88,13 +92,15 @@ def last_trained(history: RunHistory) -> StageHistory | None:
 def held_out_fact(history: RunHistory) -> tuple[str, str] | None:
     """The last held-out score and what it is; None: there is none yet."""
     stage = last_trained(history)
-    score = None if stage is None else stage_result(history, stage).score
-    if stage is None or score is None:
+    result = None if stage is None else stage_result(history, stage)
+    if stage is None or result is None or result.score is None:
         return None
     name = SCORES.get(score_name(history.recipe, stage).replace("/ema_", "/"), "score")
     images = stage.record.results.get("val/images", stage.last("val/images"))
     of = f" ({images:,.0f} images)" if images and math.isfinite(images) else ""
-    return show_share(score), f"held-out {name} after {stage.name}{of}"
+    beside = zip(BESIDE_SCORE, result.beside, strict=True)
+    known = "".join(f"; {what} {show_share(value)}" for what, value in beside if value is not None)
+    return show_share(result.score), f"held-out {name} after {stage.name}{of}{known}"
 
 
 def describe_model(recipe: Recipe) -> str:
@@ -153,7 +159,8 @@ def headline(history: RunHistory) -> tuple[str, list[tuple[str, str]]]:
 
 def stage_rows(history: RunHistory) -> tuple[tuple[str, ...], list[list[PageCell]]]:
     """The table of stages: headings and rows."""
-    columns = ("stage", "state", "images seen", "time", "resolution", "held-out score", "best score", "after step")
+    judged = ("held-out score", *BESIDE_SCORE, "best score", "after step")
+    columns = ("stage", "state", "images seen", "time", "resolution", *judged)
     rows: list[list[PageCell]] = []
     for stage in history.stages:
         result = stage_result(history, stage)
@@ -165,6 +172,7 @@ def stage_rows(history: RunHistory) -> tuple[tuple[str, ...], list[list[PageCell
                 ShownNumber(show_duration(result.seconds), result.seconds),
                 None if result.image_size is None else ShownNumber(f"{result.image_size} px", result.image_size),
                 result.score,
+                *result.beside,
                 result.best,
                 result.best_step,
             ]

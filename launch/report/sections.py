@@ -20,7 +20,7 @@ from launch.report.blocks import (
     ShownNumber,
 )
 from launch.report.charts import DATA_BYTES, stage_charts
-from launch.report.facts import headline, held_out_fact, metric_names, stage_result, stage_rows
+from launch.report.facts import BESIDE_SCORE, headline, held_out_fact, metric_names, stage_result, stage_rows
 from launch.report.kept import MOST_ROWS, figures_across, picture_sections, pictures_beside
 from launch.report.page import Page, render_page
 from launch.report.timeline import event_table, time_line
@@ -274,7 +274,7 @@ def _comparison_tables(
             if of_run is None or of_run.record.state == "new" or stage == "swap_head":
                 continue
             result = stage_result(history, of_run)
-            reached = (result.score, result.best, result.best_step, result.loss)
+            reached = (result.score, *result.beside, result.best, result.best_step, result.loss)
             rows.append(
                 [
                     name,
@@ -285,7 +285,8 @@ def _comparison_tables(
                 ]
             )
         if rows:
-            columns = ("run", "state", "images seen", "time", "score", "best", "after step", "held-out loss")
+            more = (*BESIDE_SCORE, "best", "after step", "held-out loss")
+            columns = ("run", "state", "images seen", "time", "score", *more)
             blocks.append(PageTable(columns, rows, title=stage))
     return blocks
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipeline.report.best import AVERAGES_SCORES, SCORES, describe_best
+from pipeline.report.best import AVERAGES_SCORES, SCORES, describe_best, show_score
 from pipeline.run_folder import RunFolder
 from pipeline.vocabulary import StageName
 
@@ -10,14 +10,14 @@ from pipeline.vocabulary import StageName
 def describe_results(folder: RunFolder, *, stage: StageName) -> str:
     """Its score, and where it was better before; "" for swap_head."""
     record = folder.peek(stage)
-    for key, name in SCORES.items():
+    for key in SCORES:
         if key in record.results:
             best = describe_best(record.results, stage=stage, checkpoints=folder.checkpoints(stage))
             average = "".join(
-                f", {record.results[other]:.4f} with the moving average of the weights"
+                f", {show_score(record.results, other)} with the moving average of the weights"
                 for other in AVERAGES_SCORES
                 if other in record.results
             )
-            last = f", held-out {name} {record.results[key]:.4f}{average} after {record.images_seen:,} images"
+            last = f", held-out {show_score(record.results, key)}{average} after {record.images_seen:,} images"
             return f"{last}; {best}" if best else last
     return ""

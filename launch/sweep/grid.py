@@ -7,6 +7,7 @@ are two. A key with one value is an override of all points. The points are the p
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,8 +30,8 @@ class Axis:
 
 
 def read_grid(arguments: Sequence[str]) -> tuple[list[str], tuple[Axis, ...]]:
-    """The overrides of all points, and the grid's axes, if any; UserError for an empty value, a key that is given
-    twice, or too many points."""
+    """The overrides of all points, and the grid's axes, if any; UserError for an empty value, or a key that is given
+    twice."""
     overrides: list[str] = []
     axes: list[Axis] = []
     for argument in arguments:
@@ -44,16 +45,14 @@ def read_grid(arguments: Sequence[str]) -> tuple[list[str], tuple[Axis, ...]]:
         if any(axis.key == key for axis in axes):
             raise UserError(f"{one_line(key)} is given twice: write all its values behind one another, {key}=a,b,c")
         axes.append(Axis(key, tuple(values)))
-    count = 1
-    for axis in axes:
-        count *= len(axis.values)
-    if count > MOST_POINTS:
-        raise UserError(f"the grid has {count:,} points, and a sweep takes {MOST_POINTS:,} at most: give fewer values")
     return overrides, tuple(axes)
 
 
 def grid_points(axes: Sequence[Axis]) -> list[dict[str, str]]:
-    """Every point of the grid: key -> value."""
+    """Every point of the grid: key -> value. UserError: there are too many."""
+    count = math.prod(len(axis.values) for axis in axes)
+    if count > MOST_POINTS:
+        raise UserError(f"the grid has {count:,} points, and a sweep takes {MOST_POINTS:,} at most: give fewer values")
     keys = [axis.key for axis in axes]
     return [dict(zip(keys, values, strict=True)) for values in product(*(axis.values for axis in axes))]
 

@@ -7,7 +7,9 @@ the others from running; a mistake or a full disk (exit code 2) and a stop (75) 
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable
 
+from data_shards.errors import UserError
 from launch.output import say
 from launch.processes import handled
 from launch.run.lock import locked
@@ -15,9 +17,12 @@ from launch.run.pipeline_run import PipelineRun
 from launch.sweep.points import FINAL, Earlier, Point, Sweep, link_earlier
 from launch.sweep.record import SweepRecord, as_table, choose, failures, make_record
 from launch.sweep.tracking import tell
+from launch.sweep.worth import widened
 from pipeline.recipe.io import differences, parse_recipe
 from pipeline.recipe.schema import Recipe
 from pipeline.vocabulary import EXIT_FAILED, EXIT_STOPPED, EXIT_USER_ERROR, RECIPE_FILE
+
+_MOST_WIDENINGS = 3
 
 
 def check_sweep(sweep: Sweep) -> None:
@@ -30,8 +35,9 @@ def check_sweep(sweep: Sweep) -> None:
         PipelineRun.open(point.final, runs_root=sweep.root, restart=point.final.stages.names[0])
 
 
-def run_sweep(sweep: Sweep, *, max_restarts: int = 0) -> int:
-    """Run what is not done; returns the exit code.
+def run_sweep(sweep: Sweep, *, max_restarts: int = 0, widen: Callable[..., Sweep] | None = None) -> int:
+    """Run what is not done; returns the exit code. `widen`: plans it with another `grid=`, if that is to be widened
+    while the best point lies at its edge, at most three times.
 
     Raises:
         UserError: a run would not start, or the sweep is in use by another process.
@@ -40,12 +46,13 @@ def run_sweep(sweep: Sweep, *, max_restarts: int = 0) -> int:
     check_sweep(sweep)
     interrupting = handled((signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1), signal.default_int_handler)
     with interrupting, locked(sweep.root / ".sweep.lock", what=f"sweep {sweep.root}"):
-        return _Running(sweep, max_restarts=max_restarts).run()
+        return _Running(sweep, max_restarts=max_restarts, widen=widen).run()
 
 
 class _Running:
-    def __init__(self, sweep: Sweep, *, max_restarts: int) -> None:
-        self._sweep, self._max_restarts = sweep, max_restarts
+    def __init__(self, sweep: Sweep, *, max_restarts: int, widen: Callable[..., Sweep] | None) -> None:
+        self._sweep, self._max_restarts, self._widen = sweep, max_restarts, widen
+        self._ended, self._widenings = set[str](), 0  # points that this command has run
         self._failed = failures(sweep.root)
         self._chosen: Point | None = None
 
@@ -67,22 +74,49 @@ class _Running:
         return code
 
     def _run_all(self) -> int:
-        sweep = self._sweep
-        for earlier in sweep.earlier:
-            if code := self._run_earlier(earlier):
-                return code
-        for number, point in enumerate(sweep.points, start=1):
-            self._say(f"point {number} of {len(sweep.points)}: {point.name}")
-            code = self._run_one(point.name, point.recipe, earlier=point.earlier)
-            if code in (EXIT_STOPPED, EXIT_USER_ERROR):
-                return code
-        best = choose(self._record().points)
+        if code := self._run_points():
+            return code
+        sweep, best = self._sweep, choose(self._record().points)
         if best is None:
             say(f"none of the {len(sweep.points)} points can be chosen, see the table; their runs are in {sweep.root}")
             return EXIT_FAILED
         self._chosen = next(point for point in sweep.points if point.name == best.name)
         self._say(f"final run, as {best.name}, on all training images")
         return self._run_final(self._chosen)
+
+    def _run_points(self) -> int:
+        """The points, those of a wider grid too, and what comes before them; not 0: the sweep ends with this code."""
+        sweep = self._sweep
+        for earlier in sweep.earlier:
+            if code := self._run_earlier(earlier):
+                return code
+        for number, point in enumerate(sweep.points, start=1):
+            if point.name not in self._ended:
+                self._say(f"point {number} of {len(sweep.points)}: {point.name}")
+                code = self._run_one(point.name, point.recipe, earlier=point.earlier)
+                if code in (EXIT_STOPPED, EXIT_USER_ERROR):
+                    return code
+        self._ended = {point.name for point in sweep.points}
+        return self._run_points() if self._is_widened() else 0
+
+    def _is_widened(self) -> bool:
+        """Widen the grid, if that is wished, the best point lies at its edge, and the recipe takes what lies beyond."""
+        sweep, best = self._sweep, choose(self._record().points)
+        if self._widen is None or best is None or self._widenings == _MOST_WIDENINGS:
+            return False
+        axes = widened(sweep.axes, [point.values for point in sweep.points], best=best.values)
+        if axes == sweep.axes:
+            return False
+        try:
+            self._sweep = self._widen(grid=axes)
+            check_sweep(self._sweep)
+        except UserError as error:
+            say(f"the grid is not widened: {error}")
+            self._sweep = sweep
+            return False
+        self._widenings += 1
+        self._say(f"{best.name} lies at the edge: the grid is widened to {len(self._sweep.points)} points")
+        return True
 
     def _run_earlier(self, earlier: Earlier) -> int:
         stage, folder = earlier.stage, earlier.folder

@@ -91,15 +91,17 @@ def plan_sweep(
     paths: Path | None = None,
     stage: StageName | None = None,
     hold_out: float | None = None,
+    grid: tuple[Axis, ...] = (),
 ) -> Sweep:
     """Read the recipe once for each point. `paths`: as for `load_recipe`; `stage` None: the last one that trains;
-    `hold_out` None: the paper's share.
+    `hold_out` None: the paper's share; `grid`: in the place of the arguments'.
 
     Raises:
         UserError: a mistake in a recipe or the grid; points that are the same run, or train on different data; a stage
             that cannot be swept.
     """
     overrides, axes = read_grid(arguments)
+    axes = grid or axes
     if not axes:
         alone = load_recipe(recipe, overrides=overrides, paths=paths)
         axes = (papers_grid(alone, stage=_swept_stage(alone, stage)),)

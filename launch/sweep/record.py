@@ -17,12 +17,14 @@ from typing import Any, Literal
 from data_shards.durable import replace_text
 from data_shards.text import parse_json, table
 from launch.sweep.points import FINAL, Point, Sweep
+from launch.sweep.worth import beyond, standard_error
 from pipeline.recipe.schema import Recipe
 from pipeline.run_folder import RunFolder
 from pipeline.vocabulary import SWEEP_FILE, StageName
 
 RULE = "the best held-out score; at equal scores the lower loss, then the first"
 _SCORES = ("top1", "accuracy")
+_MOST_NAMED = 4
 
 PointState = Literal["new", "begun", "done", "failed"]
 
@@ -39,10 +41,8 @@ class Outcome:
     loss: float | None = None
     images: int = 0  # on which they were measured
     seconds: float = 0.0  # of training, over all attempts
-
-    @property
-    def is_eligible(self) -> bool:
-        return self.state == "done"
+    balanced_accuracy: float | None = None
+    commonest: float | None = None  # the share of the commonest class among the images
 
 
 def outcome(
@@ -60,6 +60,8 @@ def outcome(
         state: PointState = "failed" if failed else "begun" if folder.path.exists() and record.state != "new" else "new"
         return Outcome(folder.name, values, state, why=failed, seconds=seconds)
     measured = {"score": score, "loss": loss, "images": int(results.get("val/images", 0)), "seconds": seconds}
+    measured["balanced_accuracy"] = results.get(config.judged_by("balanced_accuracy"))
+    measured["commonest"] = results.get("val/commonest_class_share")
     if score is None or loss is None or not (math.isfinite(score) and math.isfinite(loss)):
         return Outcome(folder.name, values, "failed", "its held-out score or loss is not finite", **measured)
     return Outcome(folder.name, values, "done", **measured)
@@ -67,16 +69,8 @@ def outcome(
 
 def choose(outcomes: Sequence[Outcome]) -> Outcome | None:
     """The best of those that are done; None: none is."""
-    best: Outcome | None = None
-    for one in outcomes:
-        if one.is_eligible and (best is None or _rank(one) > _rank(best)):
-            best = one
-    return best
-
-
-def _rank(one: Outcome) -> tuple[float, float]:
-    assert one.score is not None and one.loss is not None  # of those that are done
-    return one.score, -one.loss
+    done = [one for one in outcomes if one.state == "done"]  # those have both
+    return max(done, key=lambda one: (one.score or 0.0, -(one.loss or 0.0)), default=None)
 
 
 @dataclass(frozen=True)
@@ -134,31 +128,56 @@ def make_record(sweep: Sweep, *, failed: Mapping[str, str], chosen: Point | None
 
 
 def as_table(record: SweepRecord) -> str:
-    """The points with their results, the chosen one marked, the rule, and the final run."""
+    """The points with their results, the chosen one marked, the rule, what the choice is worth, and the final run."""
     keys = list(record.grid)
-    rows = [(*keys, "held-out score", "loss", "seconds", "")]
+    rows = [(*keys, "held-out score", "balanced accuracy", "loss", "seconds", "")]
     for one in record.points:
         mark = (
             "chosen"
             if one.name == record.chosen
             else {"failed": f"failed: {one.why}", "begun": "begun"}.get(one.state, "")
         )
-        rows.append(
-            (*(one.values[key] for key in keys), _number(one.score), _number(one.loss), f"{one.seconds:.1f}", mark)
-        )
+        measured = (_number(one.score), _number(one.balanced_accuracy), _number(one.loss), f"{one.seconds:.1f}")
+        rows.append((*(one.values[key] for key in keys), *measured, mark))
     images = max((one.images for one in record.points), default=0)
+    commonest = next((one.commonest for one in record.points if one.commonest is not None), None)
+    of_one_class = "" if commonest is None else f", {100 * commonest:.1f} % of them of the commonest class"
     lines = [
         table(rows, align="lr", heading="ruled"),
-        f"Held out: {images:,} images, {100 * record.hold_out:g} % of {record.stage}'s training set. Chosen: {RULE}.",
+        f"Held out: {images:,} images, {100 * record.hold_out:g} % of {record.stage}'s training set{of_one_class}. "
+        f"Chosen: {RULE}.",
+        *_worth(record),
     ]
     if record.final is not None and record.final.state == "done":
         final = record.final
         values = ", ".join(f"{key}={value}" for key, value in final.values.items())
+        beside = zip(("balanced accuracy", "commonest class"), (final.balanced_accuracy, final.commonest), strict=True)
+        known = "".join(f", {name} {value:.4f}" for name, value in beside if value is not None)
         lines.append(
-            f"Final run with {values}, on all training images: score {_number(final.score)}, loss "
+            f"Final run with {values}, on all training images: score {_number(final.score)}{known}, loss "
             f"{_number(final.loss)} on the {final.images:,} images of its evaluation set."
         )
     return "\n".join(lines)
+
+
+def _worth(record: SweepRecord) -> list[str]:
+    """Whether chance could have chosen otherwise, and whether the best may lie outside the grid."""
+    best = choose(record.points)
+    if best is None or best.score is None or not best.images:
+        return []
+    lines, error = list[str](), standard_error(best.score, images=best.images)
+    alike = [one.name for one in record.points if one.state == "done" and best.score - (one.score or 0.0) <= error]
+    if len(alike) > 1:
+        names = ", ".join(alike[:_MOST_NAMED]) + (" and others" if len(alike) > _MOST_NAMED else "")
+        lines.append(
+            f"{len(alike)} of {len(record.points)} points tie ({names}): they are within the standard error of the "
+            f"best score, {error:.4f} on {best.images:,} images; a larger --hold-out may tell them apart."
+        )
+    for key in record.grid:
+        if (further := beyond({one.values[key] for one in record.points}, best.values[key])) is not None:
+            edge = f"The best {key}, {best.values[key]}, lies at the edge of the grid"
+            lines.append(f"{edge}: a better one may lie beyond it; add {further}, or give --widen.")
+    return lines
 
 
 def _number(value: float | None) -> str:

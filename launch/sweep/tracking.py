@@ -58,5 +58,5 @@ def tell(sweep: Sweep, record: SweepRecord, *, status: Literal["RUNNING", "FINIS
 
 
 def _metrics(one: Outcome, *, prefix: str) -> dict[str, float]:
-    values = {"score": one.score, "loss": one.loss}
+    values = {"score": one.score, "loss": one.loss, "balanced_accuracy": one.balanced_accuracy}
     return {f"{prefix}_{name}": value for name, value in values.items() if value is not None and math.isfinite(value)}

@@ -100,6 +100,8 @@ def _facts(stage: StageView) -> Iterator[Text]:
     said = (
         ("train/loss", "loss {:.4f}"),
         (stage.score_name, stage.score_name.partition("/")[2] + " {:.4f}"),
+        ("val/balanced_accuracy", "balanced {:.4f}"),
+        ("val/commonest_class_share", "commonest class {:.4f}"),
         ("perf/images_per_s", "{:,.1f} images/s"),
         ("perf/mfu", "MFU {:.1%}"),
         ("opt/lr", "lr {:.2e}"),

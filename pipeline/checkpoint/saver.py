@@ -165,11 +165,11 @@ class CheckpointSaver:
             else:
                 self._finish()
 
-    def poll(self) -> None:
-        """Take the save in flight further if all ranks are done with its present part; once a step. Raises as
-        `save`."""
+    def poll(self) -> bool:
+        """Take the save in flight further if all ranks are done with its present part; once a step. Returns whether
+        one is in flight still, the same on all ranks. Raises as `save`."""
         if self._writing is None:
-            return
+            return False
         with self._standing_still():
             if self._pending is not None:  # asked a step ago, so that nobody waits for the answer
                 (busy,) = self._pending.result()
@@ -178,6 +178,7 @@ class CheckpointSaver:
                     self._go_on()
             if self._writing is not None:
                 self._pending = self._ranks.start_any((self._committing or self._writing).is_alive())
+        return self._writing is not None
 
     def finish(self) -> None:
         """Wait for the save in flight, if any, and commit it. Raises as `save`."""

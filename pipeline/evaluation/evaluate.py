@@ -95,9 +95,10 @@ def evaluate(
     """Evaluate `batches`, padded so that all ranks have equally many; collective.
 
     Damaged images go to `faults` and are not counted; `beat` is called at each batch. The metrics are "val/loss" and
-    "val/SCORE" (`task.score`), means over all predictions, `metrics` in the same way, and "val/images", the readable
-    samples; of another set than the stage's own, "val_NAME/loss". `of` names them: of the moving average ("ema") they
-    are "val/ema_loss" and "val/ema_SCORE"; exchanging the weights is the caller's.
+    "val/SCORE" (`task.score`), means over all predictions, for a classifier what a score is to be compared with,
+    `metrics` in the same way, and "val/images", the readable samples; of another set than the stage's own,
+    "val_NAME/loss". `of` names them: of the moving average ("ema") they are "val/ema_loss" and "val/ema_SCORE";
+    exchanging the weights is the caller's.
     """
     keeps: Literal["scores", "tallies"] = "scores" if "mean_average_precision" in metrics else "tallies"
     use = "eval" if set_name == OWN_SET else f"eval {set_name}"
@@ -200,6 +201,11 @@ def _classified(
     """The metrics of a classifier, and all that is kept of its evaluation; collective."""
     num_classes, single = len(task.classes), task.label_kind == "single"
     classes = scores.per_class(answered, num_classes=num_classes) if single else _of_labels(kept, mine, task, ranks)
+    classes = replace(classes, answers=np.bincount(answered.predicted, minlength=num_classes))
+    if single:
+        values["val/balanced_accuracy"] = scores.balanced_accuracy(classes)
+    if of == "weights" and answered.images:
+        values["val/commonest_class_share"] = int(classes.images.max()) / answered.images
     calibrated = scores.calibration(answered) if single and "calibration_error" in metrics else None
     for name in metrics:
         match name:
@@ -207,8 +213,6 @@ def _classified(
                 values["val/top5"] = scores.top_share(answered, k=TOP)
             case "precision_at_1":
                 values["val/precision_at_1"] = values[f"val/{task.score}"]
-            case "mean_class_accuracy":
-                values["val/mean_class_accuracy"] = scores.mean_class_accuracy(classes)
             case "calibration_error":
                 assert calibrated is not None
                 values["val/calibration_error"] = scores.calibration_error(calibrated)

@@ -6,6 +6,7 @@ samples on any number of processes. A process reads ahead with threads; it holds
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -160,6 +161,8 @@ def evaluate_model(request: EvalRequest, *, ranks: Exchange, say: Callable[[str]
         )
     evaluation = found.record
     assert evaluation is not None
+    if evaluation.images and not math.isfinite(evaluation.metrics["val/loss"]):
+        raise UserError(f"{predictor.origin}: the model gives outputs that are not finite: its weights are damaged")
     if request.label_set == "real" or (truth.label_kind == "multi" and meta.loss == "softmax"):
         values = {name: value for name, value in evaluation.metrics.items() if name != "val/loss"}
         evaluation = Evaluation(**{**vars(evaluation), "metrics": values})  # softmax has no loss for several labels

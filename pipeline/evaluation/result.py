@@ -48,6 +48,7 @@ class PerClass:
     right: Counts  # of these, those whose best class is theirs (with several labels: is one of theirs)
     accuracy: Floats  # right / images; NaN without images
     average_precision: Floats | None = None  # with several labels; NaN without images
+    answers: Counts | None = None  # images to which the model gives the class; None: of an older evaluation
 
 
 @dataclass(frozen=True)
@@ -169,7 +170,7 @@ def _arrays(evaluation: Evaluation) -> dict[str, NDArray[Any]]:
 
 def _read_arrays(file: Path, *, num_classes: int) -> dict[str, NDArray[Any]]:
     shapes: dict[str, tuple[int, ...]] = {
-        **{f"per_class.{name}": (num_classes,) for name in ("images", "right", "accuracy", "average_precision")},
+        **{f"per_class.{name}": (num_classes,) for name in PerClass.__dataclass_fields__},
         "confusion": (num_classes, num_classes),
         "calibration.edges": (CALIBRATION_BINS + 1,),
         **{f"calibration.{name}": (CALIBRATION_BINS,) for name in ("confidence", "accuracy", "images")},
@@ -182,7 +183,7 @@ def _read_arrays(file: Path, *, num_classes: int) -> dict[str, NDArray[Any]]:
     with np.load(file, allow_pickle=False) as content:
         arrays = {name: content[name] for name in content.files}
     for name, array in arrays.items():
-        counts = name.endswith(("images", "right")) or name == "confusion"
+        counts = name.endswith(("images", "right", "answers")) or name == "confusion"
         if array.shape != shapes[name] or array.dtype != (np.int64 if counts else np.float64):
             raise ValueError(f"{name} is {array.dtype} {array.shape}")
     return arrays
@@ -224,6 +225,7 @@ def _evaluation(record: dict[str, Any], *, classes: tuple[str, ...], arrays: dic
             right=arrays["per_class.right"],
             accuracy=arrays["per_class.accuracy"],
             average_precision=arrays.get("per_class.average_precision"),
+            answers=arrays.get("per_class.answers"),
         ),
         confusion=arrays.get("confusion"),
         calibration=calibration,

@@ -58,8 +58,8 @@ def per_class(answered: Answered, *, num_classes: int) -> PerClass:
     return PerClass(images, right, shares(right, of=images))
 
 
-def mean_class_accuracy(classes: PerClass) -> float:
-    """Over the classes that have images; NaN without any."""
+def balanced_accuracy(classes: PerClass) -> float:
+    """The mean accuracy of the classes that have images; NaN without any."""
     known = classes.accuracy[classes.images > 0]
     return math.fsum(known) / len(known) if len(known) else math.nan
 

@@ -1,44 +1,26 @@
-"""Slow ranks: each rank's time for its own part of a step (get a batch, forward pass), compared over all ranks.
+"""Each rank's time for its own part of a step (get a batch, forward pass), compared over all ranks by `slow_rank`.
 
 Whole steps tell nothing, as everyone waits for the slowest. On a GPU the forward pass is timed by events, read only
-when the ranks compare. Cost: two events a micro-batch and one exchanged number a comparison. Under ZeRO-3 the forward
-pass waits for the others' weights, so only the batches are timed.
+when the ranks compare. Cost: two events a micro-batch and four exchanged numbers a comparison. Under ZeRO-3 the forward
+pass waits for the others' weights, so only the batches are timed. The first step, the step after an evaluation or a
+save, and those beside which a checkpoint is written do not count; the rank that has pictures drawn beside it is excused
+meanwhile.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
 from pipeline.ranks.group import Ranks
+from pipeline.ranks.slow_rank import Slowest, SlowRanks
 
-_NOISE_SECONDS = 0.005  # a rank that is slower by less does no harm, whatever the factor
-_WINDOWS_IN_A_ROW = 2  # one slow window may be anything
+ASIDE = ("evaluating", "saving")  # phases that are no training step
 _MOST_EVENTS = 1000  # pairs kept between two comparisons; the first ones stand for the rest
-
-
-@dataclass(frozen=True)
-class Slowest:
-    """The slowest rank between two comparisons."""
-
-    rank: int
-    host: str
-    seconds: float  # its own, per micro-batch
-    usual_seconds: float  # the median rank's
-    ratio: float  # of the two
-    windows: int  # in a row in which this rank was slow; 0: it is not
-    is_news: bool  # slow for long enough to be told, and not told yet
-
-    def describe(self) -> str:
-        return (
-            f"rank {self.rank} (host {self.host}) is slow: it takes {self.seconds:.3f} s for its own part of a "
-            f"micro-batch (reading, forward pass), {self.ratio:.1f} times the median rank's {self.usual_seconds:.3f} s"
-        )
 
 
 class Pace:
@@ -46,26 +28,34 @@ class Pace:
 
     Args:
         device: where the forward pass runs.
-        factor: a rank is slow at this many times the median rank's time, if by more than 5 ms.
-        forward: False if the forward pass waits for other ranks.
+        factor, least_seconds: see `slow_rank`.
+        forward: "shared" if the forward pass waits for other ranks.
+        drawing_seconds: of CPU, that drawing beside this rank has taken so far.
     """
 
     def __init__(
-        self, *, host: str, device: torch.device, factor: float, forward: Literal["own", "shared"] = "own"
+        self,
+        *,
+        host: str,
+        device: torch.device,
+        factor: float,
+        least_seconds: float,
+        forward: Literal["own", "shared"] = "own",
+        drawing_seconds: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self._forward = forward
         self._host = host
         self._on_gpu = device.type == "cuda"
-        self._factor = factor
-        self._hosts: list[str] = []
-        self._windows: list[int] = []
-        self._told: set[int] = set()
+        self._factor, self._least_seconds = factor, least_seconds
+        self._drawing_seconds, self._drawn = drawing_seconds, 0.0
+        self._law: SlowRanks | None = None
+        self._counts, self._began = False, 0.0  # the present step, and when it began
         self._begin_window()
 
     @contextmanager
     def measuring(self, phase: str) -> Iterator[None]:
-        """Counts the time in here, if this rank waits for no other in this phase."""
-        own = phase == "reading" or (phase == "forward" and self._forward == "own")
+        """Counts the time in here, if this rank waits for no other in this phase and the step counts."""
+        own = self._counts and (phase == "reading" or (phase == "forward" and self._forward == "own"))
         if not own or ((on_gpu := phase == "forward" and self._on_gpu) and len(self._events) >= _MOST_EVENTS):
             yield
         elif on_gpu:
@@ -78,44 +68,35 @@ class Pace:
             start = time.perf_counter()
             yield
             self._spans[phase].append(time.perf_counter() - start)
+        if phase == "step" or phase in ASIDE:
+            now = time.perf_counter()
+            if phase == "step" and self._counts:
+                self._seconds += now - self._began
+            self._counts, self._began = phase == "step", now
+
+    def disturbed(self) -> None:
+        """The step that comes next does not count; to be told to all ranks alike."""
+        self._counts = False
 
     def compare(self, ranks: Ranks) -> Slowest | None:
         """The slowest rank since the last call, the same on all ranks; collective. None for a single process, or if
         some rank has measured nothing."""
-        mine = self._own_seconds()
+        drawn_before, self._drawn = self._drawn, self._drawing_seconds()
+        mine = [self._own_seconds(), len(self._spans["reading"]), self._seconds, self._drawn > drawn_before]
         self._begin_window()
         if ranks.place.world_size == 1:
             return None
-        if not self._hosts:
-            self._hosts = [str(host) for host in ranks.gather_objects(self._host)]
-            self._windows = [0] * len(self._hosts)
-        seconds = ranks.gather(torch.tensor([mine], dtype=torch.float64)).flatten().tolist()
-        return self._judge(seconds) if min(seconds) > 0 else None
-
-    def _judge(self, seconds: list[float]) -> Slowest:
-        usual = sorted(seconds)[(len(seconds) - 1) // 2]  # of two ranks the faster: the slow one must not hide itself
-        for rank, own in enumerate(seconds):
-            slow = own > self._factor * usual and own - usual > _NOISE_SECONDS
-            self._windows[rank] = self._windows[rank] + 1 if slow else 0
-            if not slow:
-                self._told.discard(rank)
-        # The slowest of the slow ranks that have not been reported yet.
-        due = [r for r, n in enumerate(self._windows) if n >= _WINDOWS_IN_A_ROW and r not in self._told]
-        slowest = max(due or range(len(seconds)), key=lambda rank: seconds[rank])
-        self._told.update(due and [slowest])
-        return Slowest(
-            rank=slowest,
-            host=self._hosts[slowest],
-            seconds=seconds[slowest],
-            usual_seconds=usual,
-            ratio=seconds[slowest] / usual,
-            windows=self._windows[slowest],
-            is_news=bool(due),
-        )
+        if self._law is None:
+            hosts = [str(host) for host in ranks.gather_objects(self._host)]
+            self._law = SlowRanks(hosts, factor=self._factor, least_seconds=self._least_seconds)
+        own, micro_batches, seconds, draws = ranks.gather(torch.tensor(mine, dtype=torch.float64)).T.tolist()
+        excused = [rank for rank, one in enumerate(draws) if one]
+        return self._law.look(own, micro_batches=int(min(micro_batches)), seconds=max(seconds), excused=excused)
 
     def _begin_window(self) -> None:
         self._spans: dict[str, list[float]] = {"reading": [], "forward": []}
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._seconds = 0.0
 
     def _own_seconds(self) -> float:
         """The mean of a micro-batch; 0 if nothing was measured."""

@@ -12,7 +12,8 @@ from contextlib import contextmanager
 from typing import Literal
 
 from pipeline.ranks.group import Ranks
-from pipeline.ranks.pace import Pace, Slowest
+from pipeline.ranks.pace import ASIDE, Pace
+from pipeline.ranks.slow_rank import Slowest
 from pipeline.ranks.start_clock import StartClock
 from pipeline.ranks.watch import Watch
 
@@ -25,19 +26,19 @@ _DOING: dict[Phase, str] = {  # as a rank that hangs is described
     "evaluating": "evaluation",
     "saving": "saving a checkpoint",
 }
-_ASIDE: tuple[Phase, ...] = ("evaluating", "saving")
 
 
 class Phases:
     """The phases of one rank's training, told to the watch (heartbeats), the pace, and `start` until a first step.
 
     Attributes:
+        pace: compares the ranks.
         aside_seconds: spent so far on what is no training step: evaluations and checkpoints.
     """
 
     def __init__(self, *, watch: Watch, pace: Pace, start: StartClock | None = None) -> None:
         self._watch = watch
-        self._pace = pace
+        self.pace = pace
         self._start = start
         self._seconds: dict[Phase, float] = dict.fromkeys(_DOING, 0.0)
         self.aside_seconds = 0.0
@@ -48,11 +49,11 @@ class Phases:
         if self._start is not None:
             self._start.doing(_DOING[name])
         begin = time.perf_counter()
-        with self._pace.measuring(name):
+        with self.pace.measuring(name):
             yield
         seconds = time.perf_counter() - begin
         self._seconds[name] += seconds
-        if name in _ASIDE:
+        if name in ASIDE:
             self.aside_seconds += seconds
         if self._start is not None and name == "step":
             self._start, start = None, self._start
@@ -64,4 +65,4 @@ class Phases:
 
     def slowest(self, ranks: Ranks) -> Slowest | None:
         """The slowest rank since the last call, see `Pace.compare`; collective."""
-        return self._pace.compare(ranks)
+        return self.pace.compare(ranks)

@@ -46,6 +46,7 @@ FREE_KEYS = (
     "engine.hang_seconds",
     "engine.slow_rank",
     "engine.slow_rank_factor",
+    "engine.slow_rank_seconds",
     "engine.saving",
 )
 FREE_STAGE_KEYS = (

@@ -74,7 +74,9 @@ class EngineConfig(Strict):
     hang_seconds: float = Field(default=900, ge=0, le=MOST_SECONDS)
     """A process without progress for so long is named, and the run ends so that it can be restarted; 0: never."""
     slow_rank_factor: float = Field(default=2.0, gt=1)
-    """A process whose own part of a step takes so many times as long as the others' is named."""
+    """A process whose own part of a step takes so many times as long as the others', and goes on to, is named."""
+    slow_rank_seconds: float = Field(default=2.0, gt=0, le=MOST_SECONDS)
+    """For how long the others must have waited for it meanwhile; ten times as long before it stops the run."""
     slow_rank: Literal["report", "stop"] = "report"
     """What then: report it and go on; or stop: save, and end so that the run can be restarted elsewhere."""
     saving: Literal["background", "blocking"] = "background"

@@ -18,6 +18,19 @@ _NAMES = {
 _STEP = "best/step"
 
 
+def show_score(results: Mapping[str, float], key: str) -> str:
+    """A score, such as "val/ema_top1", and what tells whether it is worth anything: "top-1 0.6141 (balanced accuracy
+    0.5000, commonest class 0.6140)", as far as that is known."""
+    group, _, metric = key.partition("/")
+    beside = {
+        "balanced accuracy": f"{key.removesuffix('top1')}balanced_accuracy",
+        "commonest class": f"{group}/commonest_class_share",
+    }
+    known = ", ".join(f"{name} {results[each]:.4f}" for name, each in beside.items() if each in results)
+    name = SCORES[f"val/{metric.removeprefix('ema_')}"]
+    return f"{name} {results[key]:.4f}" + (f" ({known})" if known else "")
+
+
 def best_results(rows: Iterable[MetricRow], *, last: Mapping[str, float], by: str) -> dict[str, float]:
     """The step and value of the best evaluation in metrics.jsonl's rows; empty: none was better than the last.
     It is judged by the metric `by`; of a loss less is better."""

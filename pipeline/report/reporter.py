@@ -23,7 +23,7 @@ from pipeline.ranks.gone import peer_is_gone
 from pipeline.ranks.phases import Phases
 from pipeline.ranks.stopping import Stopped
 from pipeline.recipe.stage_plan import StagePlan
-from pipeline.report.best import AVERAGES_SCORES, SCORES
+from pipeline.report.best import AVERAGES_SCORES, SCORES, show_score
 from pipeline.report.events import EventKind, EventsLog
 from pipeline.report.gauges import Gauges, peak_flops, stage_work
 from pipeline.report.losses import Spike
@@ -274,23 +274,23 @@ class Report:
             )
 
     def evaluation(self, state: TrainState) -> None:
-        self._record(state, state.evaluation)
-        loss, images = state.evaluation["val/loss"], int(state.evaluation["val/images"])
-        name, score = next((SCORES[key], value) for key, value in state.evaluation.items() if key in SCORES)
+        found = state.evaluation
+        self._record(state, found)
+        own = next(key for key in found if key in SCORES)
         average = "".join(
-            f"; moving average: loss {state.evaluation['val/ema_loss']:.4f}, {AVERAGES_SCORES[key]} {value:.4f}"
-            for key, value in state.evaluation.items()
+            f"; moving average: loss {found['val/ema_loss']:.4f}, {show_score(found, key)}"
+            for key in found
             if key in AVERAGES_SCORES
         )
         more = "".join(
-            f"; {key.removeprefix('val_').partition('/')[0]}: {SCORES[of_own]} {value:.4f}"
-            for key, value in state.evaluation.items()
-            if key.startswith("val_") and (of_own := f"val/{key.partition('/')[2]}") in SCORES
+            f"; {key.removeprefix('val_').partition('/')[0]}: {show_score(found, key)}"
+            for key in found
+            if key.startswith("val_") and f"val/{key.partition('/')[2]}" in SCORES
         )
-        self.note(
-            f"step {state.step}: held-out loss {loss:.4f}, {name} {score:.4f} of {images:,} images{average}{more}",
-            kind="evaluation",
+        held_out = (
+            f"held-out loss {found['val/loss']:.4f}, {show_score(found, own)} of {found['val/images']:,.0f} images"
         )
+        self.note(f"step {state.step}: {held_out}{average}{more}", kind="evaluation")
 
     def spikes(self, found: Sequence[Spike]) -> None:
         for spike in found:

@@ -4,22 +4,30 @@ from __future__ import annotations
 
 import pytest
 
+from pipeline.report.events import read_events
 from tests.faults.conftest import NewCase, Undisturbed
-from tests.faults.harness import SAVE_STEPS
+from tests.faults.harness import STEPS
 from tests.faults.rows import Row
 
 HANGS = (
     "A rank that hangs is named after engine.hang_seconds, with its host, process, last step and stack; the run ends "
     "with an error, and --max-restarts goes on by itself."
 )
-SLOW = "A rank that is slower than the others by engine.slow_rank_factor is named while training goes on."
-SLOW_STOPS = "With engine.slow_rank: stop, a slow rank ends the run after everything is saved."
+SLOW = (
+    "A rank that takes engine.slow_rank_factor times as long as the others over four points of the curve in a row, and "
+    "makes them wait for engine.slow_rank_seconds, is named while training goes on."
+)
+SLOW_STOPS = (
+    "With engine.slow_rank: stop, a rank that stays slow for twice as many points, and has made the others wait ten "
+    "times as long, ends the run after everything is saved."
+)
 WORKER = "A reading process that is killed ends the run with its name; the same command goes on from the last save."
 CLOCK = "A clock that jumps by a day changes nothing: not the training, not the time-outs, not the checkpoints."
 TWO_RUNS = "A second run on the same folder is refused and told who is at work there; the first does not notice."
 CRASH_LOOP = "A run that fails at the same place again and again is not restarted for ever, and what is saved stands."
 
 STEP = 26
+LOG_STEPS = 7  # of the suite's recipe
 HANG = {"engine.hang_seconds": 15}  # starting up is progress too, and slow on a busy machine
 STACKS = ("ranks/stack-rank-",)  # stay for whoever looks into it
 
@@ -60,14 +68,18 @@ def test_a_rank_hangs_with_max_restarts(new_case: NewCase, undisturbed: Undistur
 
 
 def slow_forward(case) -> dict:
-    """Every forward pass of rank 1 takes a twentieth of a second longer."""
-    return {**case.fault("sleep", "forward", rank=1, seconds=0.05), "once": None}
+    """Every forward pass of rank 1 takes a tenth of a second longer."""
+    return {**case.fault("sleep", "forward", rank=1, seconds=0.1), "once": None}
 
 
 def test_a_slow_rank_is_named(new_case: NewCase, undisturbed: Undisturbed, row: Row) -> None:
     row.is_about("a rank is slow", SLOW)
     baseline, case = undisturbed(), new_case()
     row.ends(case.start(faults=[slow_forward(case)]).wait(), code=0, says="rank 1 .*is slow")
+    named = [event.step for event in read_events(case.stage / "events.jsonl") if event.kind == "slow_rank"]
+    assert (
+        named and 4 * LOG_STEPS <= named[0] <= 8 * LOG_STEPS
+    )  # the fourth point, or later if the other one was held up
     row.has_no("lost")
     row.equals(case, baseline)
     row.leaves_nothing(case, baseline)
@@ -75,10 +87,13 @@ def test_a_slow_rank_is_named(new_case: NewCase, undisturbed: Undisturbed, row: 
 
 def test_a_slow_rank_stops_the_run(new_case: NewCase, undisturbed: Undisturbed, row: Row) -> None:
     row.is_about("a rank is slow, engine.slow_rank stop", SLOW_STOPS)
-    baseline, case = undisturbed(), new_case(changes={"engine.slow_rank": "stop"})
-    row.ends(case.start(faults=[slow_forward(case)]).wait(), code=1, says="is saved")
+    often = {"stages.pretrain.log_every": "2 steps"}
+    baseline = undisturbed(changes=often)
+    case = new_case(changes={**often, "engine.slow_rank": "stop", "engine.slow_rank_seconds": 0.2})
+    ended = case.start(faults=[slow_forward(case)]).wait()
+    row.ends(ended, code=1, says="is saved")
     stopped = case.saved()[-1]
-    assert stopped % SAVE_STEPS, "it has not saved because of the slow rank"
+    assert 16 <= stopped < STEPS and f"everything up to step {stopped} is saved" in ended.output
     row.loses(case.start().wait(), reached=stopped, at_most=0)
     row.equals(case, baseline)
     row.leaves_nothing(case, baseline)

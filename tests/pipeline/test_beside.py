@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,19 @@ def test_what_is_asked_for_is_done_before_it_ends(folder: RunFolder) -> None:
         beside.close(patience_seconds=300)
     assert noted(folder)["evaluated"] == 10 and "masked_patch" in (folder.path / "pictures.log").read_text()
     assert not any("not drawn" in line for line in said)
+
+
+def test_what_drawing_takes_is_known_while_it_goes_on(folder: RunFolder) -> None:
+    with open_beside(folder, []) as beside:
+        assert beside.cpu_seconds() == 0
+        beside.ask("finetune", "begin", 7)
+        while beside.cpu_seconds() < 0.1:
+            time.sleep(0.02)
+        child = beside._child
+        assert child is not None
+        child.kill()
+        child.wait()
+        assert beside.cpu_seconds() == 0
 
 
 def test_without_a_request_there_is_no_process(folder: RunFolder) -> None:

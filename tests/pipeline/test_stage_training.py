@@ -6,8 +6,8 @@ The parts have tests of their own, and whole stages run in tests/integration; he
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
+import math
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
@@ -30,13 +30,13 @@ from pipeline.metrics_log import open_metrics_log
 from pipeline.ranks.place import Place
 from pipeline.ranks.stopping import StopFlag
 from pipeline.recipe.io import dump_recipe
-from pipeline.recipe.schema import EngineConfig, Recipe
+from pipeline.recipe.schema import Recipe
 from pipeline.recipe.stage_plan import plan_stage
 from pipeline.run_folder import RunFolder
 from pipeline.stage_data import open_data
-from pipeline.stage_training import StageStart, make_job, make_pace, train_stage
+from pipeline.stage_training import StageStart, make_job, train_stage
 from pipeline.state import TrainState
-from pipeline.train_loop import TrainJob
+from pipeline.train_loop import TrainingFailed, TrainJob
 from tests.data_shards.small_set import touch_up
 from tests.saving import Gate, TinyEngine, one_rank, state_at, steps
 
@@ -233,42 +233,8 @@ def test_a_save_that_takes_long_is_no_hang_to_the_watch(stage: Stage, monkeypatc
     assert beats == {(4, "saving a checkpoint")}
 
 
-class Two:
-    """Stands in for two ranks: the other one takes `ratio` times as long as this one."""
-
-    place = Place(world_size=2)
-
-    def __init__(self, ratio: float) -> None:
-        self.ratio, self.mine = ratio, 0.0
-
-    def gather_objects(self, value: object) -> list[object]:
-        return [value, "far"]
-
-    def gather(self, values: torch.Tensor) -> torch.Tensor:
-        self.mine = float(values)
-        return torch.tensor([[1.0], [self.ratio]], dtype=torch.float64)
-
-
-@pytest.mark.parametrize(("factor", "slow"), [(2.0, True), (4.0, False)])
-def test_a_rank_is_slow_by_the_recipes_factor(stage: Stage, factor: float, slow: bool) -> None:
-    config, ranks = {"slow_rank_factor": factor, "slow_rank": "stop"}, Two(3.0)
-    pace = make_pace(EngineConfig.model_validate(config), device=torch.device("cpu"))
-    seen: Any = [pace.compare(ranks) for _ in range(2)]  # pyright: ignore[reportArgumentType]
-    assert [each.is_news for each in seen] == [False, slow] and stage.job(engine=config).plan.slow_rank == "stop"
-
-
-@pytest.mark.parametrize(("zero_stage", "own"), [(1, True), (3, False)])
-def test_the_forward_pass_is_a_ranks_own_unless_it_waits_for_the_others_weights(
-    zero_stage: int, own: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ticks = itertools.count()
-    monkeypatch.setattr("pipeline.ranks.pace.time", SimpleNamespace(perf_counter=lambda: float(next(ticks))))
-    ranks = Two(1.0)
-    pace = make_pace(EngineConfig(zero_stage=zero_stage), device=torch.device("cpu"))  # pyright: ignore[reportArgumentType]
-    with pace.measuring("forward"):
-        pass
-    pace.compare(ranks)  # pyright: ignore[reportArgumentType]
-    assert ranks.mine == float(own)
+def test_what_happens_to_a_slow_rank_is_the_recipes_wish(stage: Stage) -> None:
+    assert [stage.job(engine={"slow_rank": wish}).plan.slow_rank for wish in ("report", "stop")] == ["report", "stop"]
 
 
 @pytest.fixture
@@ -281,7 +247,7 @@ def ends(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> Stage:
 
     def trained(job: TrainJob, state: TrainState) -> TrainState:
         job.saver.stall_seconds = 5.0
-        return replace(state, step=TOTAL_STEPS)
+        return replace(state, step=TOTAL_STEPS, evaluation={"val/loss": 1.0, "val/ema_loss": 1.0})
 
     monkeypatch.setattr(stage_training, "open_engine", lambda *arguments, **more: stage.engine)
     monkeypatch.setattr(stage_training, "stage_report", silent_report)
@@ -332,6 +298,40 @@ def test_an_evaluation_that_was_better_than_the_last_is_named_and_recorded(
     assert "0.6270 after step 20" in ends.notes[-1]
     results = ends.folder.record("pretrain").results
     assert results == {"val/top1": 0.529, "val/loss": 1.0, "best/step": 20.0, "best/val/top1": 0.627}
+
+
+@pytest.mark.parametrize(
+    ("evaluation", "ema", "fails"),
+    [
+        ({"val/loss": math.nan, "val/top1": 0.0}, None, True),
+        ({"val/loss": math.inf, "val/top1": 0.5}, None, True),
+        ({"val/loss": math.inf, "val/ema_loss": 1.0}, {"model": "ema"}, False),  # the average is the model
+        ({"val/loss": 1.0, "val/ema_loss": math.nan}, {"model": "ema"}, True),
+        ({"val/loss": 1.0, "val/ema_loss": math.nan}, {"model": "weights"}, False),
+    ],
+)
+def test_a_stage_whose_held_out_loss_is_not_finite_has_failed_and_leaves_no_model(
+    ends: Stage,
+    monkeypatch: pytest.MonkeyPatch,
+    evaluation: dict[str, float],
+    ema: dict[str, object] | None,
+    fails: bool,
+) -> None:
+    written: list[object] = []
+    ends.engine.averaged = contextlib.nullcontext  # pyright: ignore[reportAttributeAccessIssue]
+    monkeypatch.setattr(stage_training, "save_model", lambda *where, **more: written.append(where))
+    monkeypatch.setattr(
+        stage_training, "train", lambda job, state: replace(state, step=TOTAL_STEPS, evaluation=evaluation)
+    )
+    if not fails:
+        ends.train(ema=ema)
+        assert written and ends.folder.record("pretrain").state == "done"
+        return
+    with pytest.raises(
+        TrainingFailed, match=r"40, is (nan|inf).* checkpoint .*stages\.pretrain\.optimizer\.lr .*--restart pretrain"
+    ):
+        ends.train(ema=ema)
+    assert not written and ends.folder.record("pretrain").state == "running"
 
 
 def test_a_checkpoint_knows_what_went_into_its_stage(stage: Stage) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from data_shards.errors import UserError
-from pipeline.ranks.pace import Slowest
+from pipeline.ranks.slow_rank import Slowest
 from pipeline.ranks.stopping import Requests, StopOrSave
 from pipeline.recipe.schedule import Schedule
 from pipeline.recipe.stage import RollbackConfig
@@ -111,13 +111,13 @@ def test_a_checkpoint_after_an_evaluation_has_its_values() -> None:
     assert saved == [(3, 3, True), (6, 6, True)]
 
 
-SLOW = Slowest(rank=1, host="far", seconds=0.6, usual_seconds=0.2, ratio=3.0, windows=2, is_news=True)
+SLOW = Slowest(*(1, "far", 0.75, 0.25), waited_seconds=30.0, waited_share=0.5, is_news=True, may_stop=True)
 
 
 @pytest.mark.parametrize("on_slow_rank", ["report", "stop"])
-def test_a_slow_rank_is_told_once_and_ends_the_run_if_that_is_wished_when_all_is_saved(on_slow_rank: Any) -> None:
+def test_a_slow_rank_is_told_once_and_ends_the_run_later_if_that_is_wished_when_all_is_saved(on_slow_rank: Any) -> None:
     whole, calls = saving(kind=Requests, save_steps=0)
-    verdicts = iter([None, SLOW, replace(SLOW, is_news=False)])
+    verdicts = iter([replace(SLOW, may_stop=False), replace(SLOW, is_news=False), replace(SLOW, is_news=False)])
     notes: list[str] = []
     ratios: list[float | None] = []
     whole.report.phases.slowest = lambda ranks: next(verdicts)
@@ -127,11 +127,20 @@ def test_a_slow_rank_is_told_once_and_ends_the_run_if_that_is_wished_when_all_is
     if on_slow_rank == "stop":
         with pytest.raises(TrainingFailed, match=r"rank 1 \(host far\) is slow.*everything up to step 4 is saved"):
             train(whole, TrainState())
-        assert calls == ["save 4", "finish"] and ratios == [None, 3.0]
+        assert calls == ["save 4", "finish"] and ratios == [3.0, 3.0]
     else:
         train(whole, TrainState())
-        assert calls == ["save 6", "finish"] and ratios == [None, 3.0, 3.0]
-    assert notes == [f"step 4: {SLOW.describe()}"]
+        assert calls == ["save 6", "finish"] and ratios == [3.0, 3.0, 3.0]
+    assert notes == [f"step 2: {SLOW.describe()}"]
+
+
+def test_steps_beside_which_a_checkpoint_is_written_tell_nothing_of_the_pace() -> None:
+    whole, _ = saving(kind=Requests, save_steps=2)
+    writing, told = iter([False, True, True, False, True, False]), list[str]()
+    whole.saver.poll = lambda: next(writing)
+    whole.report.phases.pace.disturbed = lambda: told.append("disturbed")
+    train(whole, TrainState())
+    assert told == ["disturbed"] * 3
 
 
 def test_losses_are_held_against_those_before_the_checkpoint_and_go_into_the_next_one() -> None:

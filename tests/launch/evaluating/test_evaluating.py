@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 
 from model.build import build_model
 from model.config import ModelConfig
-from model.saved import SavedModelMeta, save_model
+from model.saved import SavedModelMeta, load_model, save_model
 from pipeline.evaluation.result import load_evaluation
 from tests.conftest import RunCli
 from tests.data_shards.streams import pack_noise
@@ -42,6 +43,40 @@ def test_two_processes_print_what_one_does(place: Path, run_cli: RunCli, tmp_pat
     assert kept.classes == ("dog", "horse", "cat") and kept.metrics["val/loss"] == tree["metrics"]["loss"]
     two = run_cli(*asked, "--processes", "2", cwd=place)
     assert two.returncode == 0 and two.stdout == alone.stdout
+
+
+def model_with(place: Path, folder: Path, *, bias: tuple[float, float, float]) -> Path:
+    """The model of `place` with a head that looks at nothing."""
+    meta, state = load_model(place / "model")
+    state["head.weight"] = torch.zeros_like(state["head.weight"])
+    state["head.bias"] = torch.tensor(bias)
+    save_model(folder / "constant", state, meta=meta)
+    return folder / "constant"
+
+
+def test_a_model_that_gives_one_answer_is_named_beside_the_figures_that_tell(
+    place: Path, run_preloaded: RunCli, tmp_path: Path
+):
+    constant = model_with(place, tmp_path, bias=(0.0, 0.0, 1.0))
+    asked = run_preloaded("eval", constant, place / "out/train", "--no-tracking", cwd=place)
+    assert asked.returncode == 0, asked.stderr
+    rows = {name: words for name, *words in (line.rsplit("  ", 1) for line in asked.stdout.splitlines())}
+    figures = {name.strip(): words[0].strip() for name, words in rows.items() if words}
+    assert figures["top-1"] == figures["commonest class's share"] == "66.67 %"
+    assert figures["balanced accuracy"] == "50.00 %"
+    assert asked.stderr.count("warning") == 1 and "21 of 21 answers" in asked.stderr and "'cat'" in asked.stderr
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_outputs_that_are_not_finite_are_no_result(processes: int, place: Path, run_preloaded: RunCli, tmp_path: Path):
+    broken = model_with(place, tmp_path, bias=(math.nan, 0.0, 0.0))
+    asked = run_preloaded(
+        *("eval", broken, place / "out/train", "--no-tracking", "--processes", str(processes), "--json", "result.json"),
+        cwd=tmp_path,
+    )
+    assert asked.returncode == 2 and "not finite" in asked.stderr and str(broken) in asked.stderr
+    assert "top-1" not in asked.stdout and not (tmp_path / "result.json").exists()
+    assert "Traceback" not in asked.stderr
 
 
 @pytest.mark.parametrize(

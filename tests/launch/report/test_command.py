@@ -12,6 +12,8 @@ from data_shards.errors import UserError
 from launch.report.command import compare, report, report_beside, run_names
 from launch.report.compare import WIDTH, plot
 from launch.report.curves import Curve
+from launch.report.facts import held_out_fact, stage_rows
+from launch.report.sections import runs_page
 from pipeline.report.history import read_history
 from pipeline.run_folder import RunFolder
 from tests.launch.report.runs import HOSTILE, make_hostile, make_run
@@ -39,6 +41,23 @@ def test_a_run_has_its_page_within_its_folder(runs: list[RunFolder], capsys: pyt
     html = (runs[0].path / "report.html").read_text()
     assert "51,200" in html and "0.9800" in html and "pets" in html
     assert {path.name for path in runs[0].path.iterdir()} >= {"report.html", "recipe.yaml"}
+
+
+def test_beside_the_score_stands_what_it_is_to_be_compared_with(runs: list[RunFolder]) -> None:
+    known = {"val/top1": 0.6141, "val/balanced_accuracy": 0.5002, "val/commonest_class_share": 0.614, "val/loss": 1.0}
+    runs[0].update("finetune", results=known)
+    history = read_history(runs[0])
+    assert held_out_fact(history) == (
+        "61.4 %",
+        "held-out top-1 after finetune; balanced accuracy 50.0 %; commonest class 61.4 %",
+    )
+    columns, rows = stage_rows(history)
+    last = dict(zip(columns, rows[-1], strict=True))
+    assert (last["held-out score"], last["balanced accuracy"], last["commonest class"]) == (0.6141, 0.5002, 0.614)
+    pretrain = dict(zip(columns, rows[0], strict=True))
+    assert pretrain["balanced accuracy"] is None  # of an older run
+    html = runs_page([history, read_history(runs[1])], ["one", "two"]).html
+    assert "0.5002" in html and "commonest class" in html
 
 
 def test_several_runs_have_one_beside_them_or_where_it_is_asked_for(

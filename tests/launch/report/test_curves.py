@@ -83,7 +83,7 @@ def test_rows_of_a_damaged_file_are_ordered_and_what_is_no_number_is_a_gap() -> 
 
 
 def test_every_metric_has_one_chart_and_well_known_ones_come_first() -> None:
-    names = [*METRICS, "val_real/top1", "val_v2/top1", "mine"]
+    names = [*METRICS, "val_real/top1", "val_v2/top1", "val_real/commonest_class_share", "mine"]
     kinds = chart_kinds(names)
     drawn = [name for kind in kinds for name, _ in kind.metrics]
     assert len(drawn) == len(set(drawn)) and {"mine", "train/loss", "opt/lr"} <= set(drawn)
@@ -92,6 +92,8 @@ def test_every_metric_has_one_chart_and_well_known_ones_come_first() -> None:
         "val_real/top1",
         "val_v2/top1",
     ]
+    assert any({"val/top1", "val/commonest_class_share"} <= dict(kind.metrics).keys() for kind in kinds)
+    assert "val_real/commonest_class_share" not in drawn  # a constant
     assert len(chart_kinds([f"x{number}" for number in range(10_000)])) <= 40
 
 

@@ -41,14 +41,16 @@ def test_all_stages_in_order_then_nothing(machine: Machine, capsys: pytest.Captu
 
 def test_with_a_moving_average_both_scores_are_told(machine: Machine, capsys: pytest.CaptureFixture[str]):
     def outcome(launch: Launch) -> int:
-        results = {"val/top1": 0.5, "val/ema_top1": 0.625}
+        results = {"val/top1": 0.5, "val/ema_top1": 0.625, "val/balanced_accuracy": 0.25}
+        results |= {"val/ema_balanced_accuracy": 0.375, "val/commonest_class_share": 0.4375}
         machine.folder.update(launch.stage, state="done", images_seen=64, results=results)
         return 0
 
     machine.outcome = outcome
     assert machine.open().execute(only="pretrain") == 0
     last = capsys.readouterr().out.splitlines()[-1]
-    assert "0.5000" in last and "0.6250" in last and last.endswith("after 64 images")
+    assert "0.5000 (balanced accuracy 0.2500, commonest class 0.4375)" in last
+    assert "0.6250 (balanced accuracy 0.3750, commonest class 0.4375)" in last and last.endswith("after 64 images")
 
 
 def test_a_run_that_was_better_before_its_end_says_so(machine: Machine, capsys: pytest.CaptureFixture[str]):

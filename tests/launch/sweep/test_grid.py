@@ -41,7 +41,7 @@ def test_what_is_no_grid_is_refused(arguments: list[str]):
 
 def test_a_grid_that_nobody_wants_is_refused():
     with pytest.raises(UserError, match="10,000"):
-        read_grid([f"k{n}={','.join(map(str, range(10)))}" for n in range(4)])
+        grid_points(read_grid([f"k{n}={','.join(map(str, range(10)))}" for n in range(4)])[1])
 
 
 def test_the_points_are_the_product_in_the_order_of_typing():

@@ -80,6 +80,48 @@ def test_the_file_is_json_and_tells_what_failed(tmp_path: Path):
     assert "exit code 1" in text and text.count("chosen") == 1 and "0.5000" in text and "40" in text
 
 
+def grid(scores: dict[str, float], *, images: int = 100) -> str:
+    """The table of a grid over lr with these scores."""
+    points = [
+        Outcome(
+            *(f"lr-{lr}", {"lr": lr}, "done"),
+            score=score,
+            loss=1.0,
+            images=images,
+            balanced_accuracy=score / 2,
+            commonest=0.614,
+        )
+        for lr, score in scores.items()
+    ]
+    return as_table(SweepRecord("r", "finetune", 0.1, {"lr": list(scores)}, points))
+
+
+def test_the_table_has_what_a_score_is_to_be_compared_with() -> None:
+    text = grid({"0.1": 0.5, "0.2": 0.7, "0.4": 0.6})
+    assert "0.3500" in text and "61.4 %" in text
+    assert "tie" not in text and "edge" not in text
+
+
+def test_the_final_score_too_has_what_it_is_to_be_compared_with() -> None:
+    final = Outcome("final", {"lr": "0.1"}, "done", score=0.61, loss=1.0, balanced_accuracy=0.51, commonest=0.6)
+    text = as_table(SweepRecord("r", "finetune", 0.1, {"lr": ["0.1"]}, [], final=final))
+    assert "score 0.6100, balanced accuracy 0.5100, commonest class 0.6000, loss" in text
+
+
+def test_points_within_the_standard_error_of_the_best_tie() -> None:
+    same = grid({"0.1": 0.614, "0.2": 0.614, "0.4": 0.614})
+    assert "3 of 3 points tie" in same and "100 images" in same
+    near = grid({"0.1": 0.50, "0.2": 0.66, "0.4": 0.70})  # an error of 0.046
+    assert "2 of 3 points tie (lr-0.2, lr-0.4)" in near and "0.0460" in near
+    assert "tie" not in grid({"0.1": 0.50, "0.2": 0.66, "0.4": 0.70}, images=1000)
+
+
+def test_a_best_point_at_the_edge_is_told_with_the_value_to_add() -> None:
+    assert "edge" not in grid({"0.1": 0.1, "0.2": 0.9, "0.4": 0.1})
+    text = grid({"0.1": 0.1, "0.2": 0.2, "0.4": 0.9})
+    assert "The best lr, 0.4, lies at the edge" in text and "add 0.8" in text and "--widen" in text
+
+
 @pytest.mark.parametrize("content", ["", "{}", "[1]", '{"points": [{}]}'])
 def test_a_damaged_file_tells_nothing(tmp_path: Path, content: str):
     (tmp_path / "sweep.json").write_text(content)
@@ -88,10 +130,11 @@ def test_a_damaged_file_tells_nothing(tmp_path: Path, content: str):
 
 def test_the_moving_average_is_judged_where_it_becomes_the_model(tmp_path: Path):
     results = {"val/top1": 0.5, "val/loss": 1.0, "val/ema_top1": 0.75, "val/ema_loss": 0.5}
+    results |= {"val/balanced_accuracy": 0.25, "val/ema_balanced_accuracy": 0.375, "val/commonest_class_share": 0.4}
     folder = RunFolder(runs_root=tmp_path, name="run")
     folder.path.mkdir()
     folder.update("finetune", state="done", results=results)
-    for model, expected in (("ema", (0.75, 0.5)), ("weights", (0.5, 1.0))):
+    for model, expected in (("ema", (0.75, 0.5, 0.375)), ("weights", (0.5, 1.0, 0.25))):
         recipe = load_recipe("digits", overrides=[f"stages.finetune.ema={{decay: 0.9, model: {model}}}"])
         found = outcome(folder, recipe, stage="finetune", values={})
-        assert (found.score, found.loss) == expected
+        assert (found.score, found.loss, found.balanced_accuracy) == expected and found.commonest == 0.4

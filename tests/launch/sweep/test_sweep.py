@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -155,6 +156,67 @@ def test_a_changed_grid_keeps_what_is_unchanged_and_moves_another_final_run_asid
     assert parse_recipe(again.root / "final" / "recipe.yaml").train_stage("finetune").optimizer.lr == 0.4
     assert list((again.root / "final" / "replaced").glob("finetune-*/stage.json"))
     assert first.folder("lr-0.3").record("finetune").state == "done"
+
+
+def test_a_grid_is_widened_while_the_best_point_lies_at_its_edge(work: Machine, capsys: pytest.CaptureFixture[str]):
+    def best_at_27(launch: Launch) -> int:
+        code = end_by_rate(launch)
+        folder = RunFolder(runs_root=launch.runs_root, name=launch.recipe.name)
+        if launch.stage == "finetune":
+            lr = launch.recipe.train_stage("finetune").optimizer.lr
+            results = {"val/top1": 1 - abs(lr - 0.27), "val/loss": 1.0, "val/images": 10.0}
+            folder.update("finetune", state="done", results=results)
+        return code
+
+    work.outcome = best_at_27
+    grid = ("0.01", "0.03")
+    first = plan(work, f"{LR}={','.join(grid)}")
+    widen = partial(plan, work, f"{LR}={','.join(grid)}")
+    assert run_sweep(first, widen=widen) == 0
+    names = [name for name, stage in started(work) if stage == "finetune"]
+    assert names == ["lr-0.01", "lr-0.03", "lr-0.09", "lr-0.27", "lr-0.81", "final"]  # each once
+    tree = json.loads((first.root / "sweep.json").read_text())
+    assert tree["chosen"] == "lr-0.27" and len(tree["points"]) == 5
+    assert "edge" not in capsys.readouterr().out.rpartition("Chosen")[2]
+    assert run_sweep(plan(work, f"{LR}={','.join(grid)}"), widen=widen) == 0 and started(work) == []
+    assert parse_recipe(first.root / "final" / "recipe.yaml").train_stage("finetune").optimizer.lr == 0.27
+
+
+def test_a_grid_is_widened_three_times_at_the_most_and_not_into_what_the_recipe_refuses(
+    work: Machine, capsys: pytest.CaptureFixture[str]
+):
+    assert run_sweep(plan(work, f"{LR}=0.001,0.002"), widen=partial(plan, work)) == 0
+    tuned = [name for name, stage in started(work) if stage == "finetune"]
+    assert tuned == ["lr-0.001", "lr-0.002", "lr-0.004", "lr-0.008", "lr-0.016", "final"]
+    assert "lies at the edge" in capsys.readouterr().out
+
+    def best_is_most_dropout(launch: Launch) -> int:
+        code, folder = end_by_rate(launch), RunFolder(runs_root=launch.runs_root, name=launch.recipe.name)
+        if launch.stage == "finetune":
+            rate = launch.recipe.train_stage("finetune").dropout
+            folder.update("finetune", results={"val/top1": rate, "val/loss": 1.0, "val/images": 10.0})
+        return code
+
+    work.outcome = best_is_most_dropout
+    key = "stages.finetune.dropout"
+    named = ("name=other", f"{key}=0.4,0.8")
+    assert run_sweep(plan(work, *named), widen=partial(plan, work, "name=other")) == 0
+    tuned = [name for name, stage in started(work) if stage == "finetune"]
+    assert tuned == ["dropout-0.4", "dropout-0.8", "final"]
+    said = capsys.readouterr().err
+    assert "not widened" in said and "dropout" in said
+
+
+def test_the_command_widens_what_it_has_read(
+    work: Machine, call: Callable[..., tuple[int, str, str]], told: Told
+) -> None:
+    shards = [f"stages.{s}.{k}={work.root / 'shards' / v}" for s in ("pretrain", "finetune") for k, v in USES]
+    asked = ("sweep", "digits", *shards, f"{LR}=0.01,0.02", "--hold-out", "10%", "--runs", str(work.root / "runs"))
+    code, out, _ = call(*asked, "--widen", "--dry-run")
+    assert code == 0 and "--widen" in out and started(work) == []
+    code, out, _ = call(*asked, "--widen")
+    tuned = [name for name, stage in started(work) if stage == "finetune"]
+    assert code == 0 and tuned == ["lr-0.01", "lr-0.02", "lr-0.04", "lr-0.08", "lr-0.16", "final"]
 
 
 def test_a_failed_point_is_shown_not_chosen_and_tried_again(work: Machine, capsys: pytest.CaptureFixture[str]):

@@ -96,8 +96,7 @@ def test_only_a_change_of_the_state_waits_for_the_copy(tmp_path: Path, monkeypat
     one = saver_of(tmp_path / "moving", ranks=one_rank(), engine=engine, mode="background")
     one.save(state_at(3))
     assert begun.wait(240)
-    for _ in range(3):
-        one.poll()
+    assert all(one.poll() for _ in range(3))
     events.append("trained on")
     stood_before = one.stall_seconds
     threading.Timer(0.2, let_on.set).start()
@@ -105,6 +104,7 @@ def test_only_a_change_of_the_state_waits_for_the_copy(tmp_path: Path, monkeypat
     events.append("changed")
     assert one.stall_seconds >= stood_before + 0.1
     one.finish()
+    assert not one.poll()
     assert events == ["trained on", "copied", "changed"]
     monkeypatch.setattr(HostCopy, "run", run)
     saver_of(tmp_path / "still", ranks=one_rank(), engine=TensorEngine(1.5)).save(state_at(3))

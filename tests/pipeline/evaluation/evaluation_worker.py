@@ -64,7 +64,7 @@ def evaluated(folder: Path, *, ranks: Any, kind: Any) -> Evaluated:
         engine=engine,
         ranks=ranks,
         faults=SimpleNamespace(note=lambda batch, *, use, rows: None),  # pyright: ignore[reportArgumentType]
-        metrics=("top5", "calibration_error", "mean_class_accuracy") if kind == "single" else several,
+        metrics=("top5", "calibration_error") if kind == "single" else several,
     )
 
 

@@ -143,8 +143,12 @@ def test_every_readable_image_counts_once_and_the_numbers_are_scikit_learns(alon
     assert metrics["val/top1"] == hit.double().mean().item()
     assert record.per_class.images.tolist() == labels.sum(0).tolist()
     assert record.per_class.right.tolist() == labels[hit].sum(0).tolist()
+    assert record.per_class.answers is not None
+    assert record.per_class.answers.tolist() == best.bincount(minlength=8).tolist()
+    assert metrics["val/commonest_class_share"] == labels.mean(0).max()
     if record.label_kind == "multi":
         assert metrics["val/precision_at_1"] == metrics["val/top1"] and record.confusion is None
+        assert "val/balanced_accuracy" not in metrics
         expected = [
             oracle.average_precision_score(labels[:, each], logits[:, each])
             for each in range(8)
@@ -156,6 +160,7 @@ def test_every_readable_image_counts_once_and_the_numbers_are_scikit_learns(alon
     else:
         wanted = labels.argmax(dim=1)
         assert np.array_equal(record.confusion, oracle.confusion_matrix(wanted, best, labels=range(8)))
+        assert metrics["val/balanced_accuracy"] == pytest.approx(oracle.balanced_accuracy_score(wanted, best))
         assert metrics["val/top5"] == oracle.top_k_accuracy_score(wanted, logits, k=5, labels=range(8))
         loss = torch.nn.functional.cross_entropy(logits.double(), wanted)
         assert metrics["val/loss"] == pytest.approx(loss.item(), rel=1e-5)

@@ -37,7 +37,7 @@ def evaluation(*, name: str = "val") -> Evaluation:
         label_kind="single",
         images=4,
         metrics={"val/top1": 0.5, "val/loss": math.pi},
-        per_class=PerClass(images, right, accuracy),
+        per_class=PerClass(images, right, accuracy, answers=np.array([2, 1, 1])),
         confusion=np.array([[2, 0, 1], [1, 0, 0], [0, 0, 0]]),
         calibration=Calibration(np.linspace(0, 1, 16), np.full(15, np.nan), np.full(15, 1 / 7), np.arange(15)),
         mistakes=(judged,),

@@ -72,7 +72,7 @@ def test_counts_of_classes_and_the_confusion_matrix_are_scikit_learns():
     assert np.array_equal(scores.confusion_matrix(ours, num_classes=CLASSES), expected)
     classes = scores.per_class(ours, num_classes=CLASSES)
     assert np.array_equal(classes.images, expected.sum(1)) and np.array_equal(classes.right, expected.diagonal())
-    assert math.isnan(classes.accuracy[-1]) and scores.mean_class_accuracy(classes) == pytest.approx(
+    assert math.isnan(classes.accuracy[-1]) and scores.balanced_accuracy(classes) == pytest.approx(
         oracle.recall_score(wanted, best, labels=range(CLASSES - 1), average="macro")
     )
     assert np.array_equal(expected, library.multiclass_confusion_matrix(given, wanted, CLASSES).numpy())
@@ -107,7 +107,7 @@ def test_a_certain_prediction_is_in_the_last_bin_and_an_empty_set_has_no_metrics
     nothing = answered(torch.zeros(0, 3), torch.zeros(0, dtype=torch.int64))
     assert math.isnan(scores.mean_loss(nothing)) and math.isnan(scores.top_share(nothing, k=1))
     assert math.isnan(scores.calibration_error(scores.calibration(nothing)))
-    assert math.isnan(scores.mean_class_accuracy(scores.per_class(nothing, num_classes=3)))
+    assert math.isnan(scores.balanced_accuracy(scores.per_class(nothing, num_classes=3)))
 
 
 @pytest.mark.parametrize("kind", ["softmax", "sigmoid"])

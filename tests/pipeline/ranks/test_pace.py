@@ -1,7 +1,9 @@
-"""Slow ranks: named when they are slow for long enough, and nobody is named for noise."""
+"""What each rank measures of its own part of a step, and what of that counts; the verdicts are in test_slow_rank."""
 
-import time
+from __future__ import annotations
+
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -9,117 +11,129 @@ import torch
 from pipeline.ranks.pace import Pace
 from pipeline.ranks.place import Place
 
+SENT = ("own_seconds", "micro_batches", "seconds", "draws")
+
 
 class Chorus:
-    """Stands in for `Ranks`: the other ranks report what the test says."""
+    """Stands in for `Ranks`: `others` is what each other rank reports, this one's reports are kept in `sent`."""
 
-    def __init__(self, num_ranks: int) -> None:
-        self.place = Place(rank=0, world_size=num_ranks)
-        self.seconds = [0.1] * num_ranks
+    def __init__(self, *others: tuple[float, float, float, float]) -> None:
+        self.place = Place(rank=0, world_size=1 + len(others))
+        self.others = others
+        self.sent: list[dict[str, float]] = []
 
     def gather(self, values: torch.Tensor) -> torch.Tensor:
-        assert values.shape == (1,)
-        return torch.tensor(self.seconds, dtype=torch.float64)[:, None]
+        self.sent.append(dict(zip(SENT, values.tolist(), strict=True)))
+        return torch.stack([values, *(torch.tensor(each, dtype=torch.float64) for each in self.others)])
 
     def gather_objects(self, value: object) -> list[object]:
         return [f"host-{rank}" for rank in range(self.place.world_size)]
 
 
-def make_pace(factor: float = 2.0) -> Pace:
-    return Pace(host="host-0", device=torch.device("cpu"), factor=factor)
+class Clock:
+    """A clock that goes on when it is told to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        monkeypatch.setattr("pipeline.ranks.pace.time", SimpleNamespace(perf_counter=lambda: self.now))
 
 
-def verdicts(windows: list[list[float]], *, factor: float = 2.0):
-    """What is said after each window, in which the ranks took so many seconds."""
-    pace, ranks = make_pace(factor), Chorus(len(windows[0]))
-    found = []
-    for seconds in windows:
-        ranks.seconds = seconds
-        found.append(pace.compare(ranks))
-    return found
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)
 
 
-def news(windows: list[list[float]], *, factor: float = 2.0) -> list[int | None]:
-    return [verdict.rank if verdict.is_news else None for verdict in verdicts(windows, factor=factor)]
+def make_pace(**more: Any) -> Pace:
+    return Pace(host="host-0", device=torch.device("cpu"), factor=2.0, least_seconds=2.0, **more)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, 8])
-@pytest.mark.parametrize("slow", [0, 1])
-def test_a_rank_that_is_slow_in_two_windows_is_named_once(num_ranks, slow):
-    seconds = [0.3 if rank == slow else 0.1 for rank in range(num_ranks)]
-    assert news([seconds] * 4) == [None, slow, None, None]
-    verdict = verdicts([seconds] * 2)[1]
-    assert (verdict.host, verdict.seconds, verdict.usual_seconds, verdict.windows) == (f"host-{slow}", 0.3, 0.1, 2)
-    assert verdict.ratio == pytest.approx(3)
-    assert f"rank {slow} (host host-{slow}) is slow" in verdict.describe() and "3.0 times" in verdict.describe()
+def phase(pace: Pace, clock: Clock, name: str, seconds: float) -> None:
+    with pace.measuring(name):
+        clock.now += seconds
 
 
-def test_one_slow_window_is_not_told():
-    quiet, slow = [0.1, 0.1, 0.1], [0.1, 0.1, 0.5]
-    assert news([quiet, slow, quiet, slow, quiet]) == [None] * 5
+def step(pace: Pace, clock: Clock, *, own_seconds: float, micro_batches: int = 1) -> None:
+    """An optimizer step of a second for each micro-batch beside this rank's own part."""
+    for _ in range(micro_batches):
+        phase(pace, clock, "reading", own_seconds / 4)
+        phase(pace, clock, "forward", own_seconds * 3 / 4)
+        phase(pace, clock, "backward", 0.75)
+        clock.now += 0.25  # the loop itself
+    phase(pace, clock, "step", 0.0)
 
 
-def test_a_rank_that_has_recovered_is_told_of_again():
-    quiet, slow = [0.1, 0.1], [0.1, 0.5]
-    assert news([slow, slow, quiet, slow, slow, slow]) == [None, 1, None, None, 1, None]
-
-
-def test_each_of_two_slow_ranks_is_told():
-    assert news([[0.1, 0.1, 0.1, 0.4, 0.1, 0.3]] * 4) == [None, 3, 5, None]
-    assert news([[0.1] * 4 + [0.4, 0.3], [0.1] * 4 + [0.3, 0.4], [0.1] * 4 + [0.4, 0.3]]) == [None, 5, 4]
-
-
-def test_the_factor_decides():
-    assert news([[0.1, 0.19]] * 3) == [None] * 3
-    assert news([[0.1, 0.19]] * 3, factor=1.8) == [None, 1, None]
-
-
-def test_a_difference_of_a_few_milliseconds_is_noise():
-    assert news([[0.001, 0.004]] * 3) == [None] * 3
-    assert verdicts([[0.001, 0.004]])[0].ratio == pytest.approx(4)  # the metric still shows it
-
-
-def test_a_single_process_and_a_window_without_measurements_give_no_verdict():
-    assert verdicts([[0.1]]) == [None]
-    assert verdicts([[0.0, 0.1]]) == [None]
-
-
-def test_own_seconds_are_the_means_of_reading_and_computing_in_this_window(monkeypatch):
-    clock = iter([0.0, 1.0, 10.0, 12.0, 20.0, 23.0, 30.0, 34.0, 50.0, 50.5])
-    monkeypatch.setattr("pipeline.ranks.pace.time", SimpleNamespace(perf_counter=lambda: next(clock)))
-    sent = []
-
-    class Listening(Chorus):
-        def gather(self, values: torch.Tensor) -> torch.Tensor:
-            sent.append(values.item())
-            return super().gather(values)
-
-    pace, ranks = make_pace(), Listening(2)
-    for _ in range(2):
-        with pace.measuring("reading"):
-            pass
-        with pace.measuring("forward"):
-            pass
-    pace.compare(ranks)
-    with pace.measuring("forward"):
-        pass
-    pace.compare(ranks)
-    assert sent == [2 + 3, 0.5]
-
-
-def test_a_forward_pass_that_waits_for_others_does_not_count():
-    pace, ranks = Pace(host="h", device=torch.device("cpu"), factor=2.0, forward="shared"), Chorus(2)
-    sent: list[float] = []
-    ranks.gather = lambda values: sent.append(values.item()) or torch.tensor([[1.0], [1.0]])  # pyright: ignore[reportAttributeAccessIssue]
-    with pace.measuring("forward"):
-        time.sleep(0.01)
+def test_own_seconds_are_the_means_of_reading_and_computing_in_this_window(clock: Clock) -> None:
+    pace, ranks = make_pace(), Chorus((1, 1, 1, 0))
+    step(pace, clock, own_seconds=100)  # the first one: kernels are chosen, memory is taken
+    for own_seconds in (1, 3):
+        step(pace, clock, own_seconds=own_seconds, micro_batches=2)
     pace.compare(ranks)  # pyright: ignore[reportArgumentType]
-    assert sent == [0.0]
+    step(pace, clock, own_seconds=0.5)
+    pace.compare(ranks)  # pyright: ignore[reportArgumentType]
+    assert ranks.sent == [
+        {"own_seconds": 2, "micro_batches": 4, "seconds": 4 + 2 * 4, "draws": 0},
+        {"own_seconds": 0.5, "micro_batches": 1, "seconds": 1.5, "draws": 0},
+    ]
+
+
+@pytest.mark.parametrize("aside", ["evaluating", "saving", "told"])
+def test_the_step_after_an_evaluation_or_a_save_does_not_count(aside: str, clock: Clock) -> None:
+    pace, ranks = make_pace(), Chorus((1, 1, 1, 0))
+    for _ in range(3):
+        step(pace, clock, own_seconds=1)
+    if aside == "told":  # a checkpoint is written beside the next step
+        pace.disturbed()
+    else:
+        phase(pace, clock, aside, 1000)
+    step(pace, clock, own_seconds=500)
+    step(pace, clock, own_seconds=1)
+    pace.compare(ranks)  # pyright: ignore[reportArgumentType]
+    assert ranks.sent == [{"own_seconds": 1, "micro_batches": 3, "seconds": 6, "draws": 0}]
+
+
+def test_a_window_in_which_no_step_counts_says_nothing(clock: Clock) -> None:
+    pace, ranks = make_pace(), Chorus((1, 1, 1, 0))
+    step(pace, clock, own_seconds=1)
+    assert pace.compare(ranks) is None  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("drawing", [True, False])
+def test_a_rank_is_excused_while_pictures_are_drawn_beside_it(drawing: bool, clock: Clock) -> None:
+    drawn = [0.0]
+    pace, ranks = make_pace(drawing_seconds=lambda: drawn[0]), Chorus((0.1, 2, 4, 0), (0.1, 2, 4, 0))
+    told: list[bool] = []
+    for _ in range(6):
+        for _ in range(2):
+            step(pace, clock, own_seconds=1)
+        drawn[0] += 0.01 * drawing
+        found = pace.compare(ranks)  # pyright: ignore[reportArgumentType]
+        told.append(found is not None and found.is_news)
+    assert [each["draws"] for each in ranks.sent] == [float(drawing)] * 6
+    assert any(told) != drawing
+
+
+def test_a_single_process_gives_no_verdict(clock: Clock) -> None:
+    pace = make_pace()
+    for _ in range(2):
+        step(pace, clock, own_seconds=1)
+    assert pace.compare(Chorus()) is None  # pyright: ignore[reportArgumentType]
+
+
+def test_a_forward_pass_that_waits_for_others_does_not_count(clock: Clock) -> None:
+    pace, ranks = make_pace(forward="shared"), Chorus((1, 1, 1, 0))
+    for _ in range(2):
+        step(pace, clock, own_seconds=1)
+    pace.compare(ranks)  # pyright: ignore[reportArgumentType]
+    assert ranks.sent[0]["own_seconds"] == 0.25  # reading alone
 
 
 @pytest.mark.gpu
-def test_the_forward_pass_on_a_gpu_is_measured_on_the_gpu():
-    pace, matrix = Pace(host="h", device=torch.device("cuda"), factor=2.0), torch.randn(4096, 4096, device="cuda")
+def test_the_forward_pass_on_a_gpu_is_measured_on_the_gpu() -> None:
+    device = torch.device("cuda")
+    pace = Pace(host="h", device=device, factor=2.0, least_seconds=2.0)
+    matrix = torch.randn(4096, 4096, device=device)
+    with pace.measuring("step"):  # the first one does not count
+        pass
     for _ in range(3):
         with pace.measuring("forward"):
             for _ in range(50):

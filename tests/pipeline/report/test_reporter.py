@@ -125,6 +125,18 @@ def test_an_evaluation_is_on_record_and_on_the_screen(score: str, words: str) ->
     assert kept.notes == [f"step 7: held-out loss 0.5000, {words} of 1,234 images"]
 
 
+def test_beside_each_top1_stand_balanced_accuracy_and_the_share_of_the_commonest_class() -> None:
+    kept = Notebook()
+    values: dict[str, Any] = {"val/loss": 0.5, "val/images": 9.0, "val/commonest_class_share": 0.614}
+    values |= {"val/top1": 0.6141, "val/balanced_accuracy": 0.5, "val_new/top1": 0.7, "val_new/balanced_accuracy": 0.51}
+    values |= {"val/ema_loss": 0.25, "val/ema_top1": 0.8, "val/ema_balanced_accuracy": 0.52}
+    report_to(kept).evaluation(TrainState(step=7, evaluation=values))
+    (note,) = kept.notes
+    assert "top-1 0.6141 (balanced accuracy 0.5000, commonest class 0.6140) of 9 images" in note
+    assert "top-1 0.8000 (balanced accuracy 0.5200, commonest class 0.6140)" in note
+    assert note.endswith("new: top-1 0.7000 (balanced accuracy 0.5100)")
+
+
 @pytest.mark.parametrize("score", ["top1", "accuracy"])
 def test_of_a_moving_average_the_same_line_says_both(score: str) -> None:
     kept = Notebook()

@@ -1,0 +1,53 @@
+"""How a stage measures its ranks' pace: by the recipe's keys, and only what is a rank's own."""
+
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from pipeline.ranks.place import Place
+from pipeline.recipe.schema import EngineConfig
+from pipeline.stage_training import make_pace
+
+
+class Two:
+    """Stands in for two ranks: the other one takes `ratio` times as long as this one."""
+
+    place = Place(world_size=2)
+
+    def __init__(self, ratio: float) -> None:
+        self.ratio, self.mine = ratio, 0.0
+
+    def gather_objects(self, value: object) -> list[object]:
+        return [value, "far"]
+
+    def gather(self, values: torch.Tensor) -> torch.Tensor:
+        self.mine = float(values[0])
+        return torch.tensor([[1.0, 7, 14, 0], [self.ratio, 7, 14, 0]], dtype=torch.float64)
+
+
+@pytest.mark.parametrize(("factor", "slow"), [(2.0, True), (4.0, False)])
+def test_a_rank_is_slow_by_the_recipes_factor(factor: float, slow: bool) -> None:
+    config, ranks = {"slow_rank_factor": factor, "slow_rank_seconds": 50}, Two(3.0)
+    pace = make_pace(EngineConfig.model_validate(config), device=torch.device("cpu"), drawing_seconds=float)
+    seen: Any = [pace.compare(ranks) for _ in range(4)]  # pyright: ignore[reportArgumentType]
+    assert [each.is_news for each in seen] == [False, False, False, slow]  # 14 s a window
+
+
+@pytest.mark.parametrize(("zero_stage", "own"), [(1, True), (3, False)])
+def test_the_forward_pass_is_a_ranks_own_unless_it_waits_for_the_others_weights(
+    zero_stage: int, own: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ticks = itertools.count()
+    monkeypatch.setattr("pipeline.ranks.pace.time", SimpleNamespace(perf_counter=lambda: float(next(ticks))))
+    ranks = Two(1.0)
+    pace = make_pace(EngineConfig(zero_stage=zero_stage), device=torch.device("cpu"), drawing_seconds=float)  # pyright: ignore[reportArgumentType]
+    for phase in ("step", "forward"):  # the first step does not count
+        with pace.measuring(phase):
+            pass
+    pace.compare(ranks)  # pyright: ignore[reportArgumentType]
+    assert ranks.mine == float(own)
