@@ -158,6 +158,12 @@ class ModelConfig(BaseModel):
         return ResnetSizes(self.resnet_layers, self.resnet_width_factor or 1)
 
     @property
+    def with_learned_positions(self) -> Self:
+        """The model whose learned positions can be this one's fixed ones, sincos_2d or none; else this one itself."""
+        fixed = self.kind == "vit" and self.position in ("sincos_2d", "none")
+        return self.model_copy(update={"position": "learned_1d"}) if fixed else self
+
+    @property
     def class_token_rows(self) -> int:
         """Vectors of a learned position embedding that are the class token's, before those of the patches: 0 or 1."""
         return int(self.pool == "cls" and self.class_token_position == "learned")

@@ -1,9 +1,9 @@
 """A model's folder, a stage's result or an import's: `model.safetensors` and `config.json`.
 
 `config.json` has our record under the key "shardvit". If timm knows the model, the rest is what
-`timm.create_model("local-dir:FOLDER", pretrained=True)` and transformers' AutoModelForImageClassification read; if not,
-that part is left out and both refuse the folder (transformers would attach a random head with only a warning).
-Costs one copy of the weights on disk; no pickle is written or read.
+`timm.create_model("local-dir:FOLDER", pretrained=True)` and transformers' AutoModelForImageClassification read, and
+fixed positions are among the weights; if not, that part is left out and both refuse the folder (transformers would
+attach a random head with only a warning). Costs one copy of the weights on disk; no pickle is written or read.
 """
 
 from __future__ import annotations
@@ -79,14 +79,18 @@ def save_model(folder: Path, state_dict: Mapping[str, Tensor], *, meta: SavedMod
             overwritten then.
         OSError: the disk is full or cannot be written; an earlier model stays.
     """
+    from model.positions.embedding import fixed_numbers
+
     folder = Path(folder)
     says = "the state dict to be saved does not fit the model that its record describes"
     check_state(state_dict, meta=meta, says=says)
     if folder.exists() and not _may_be_replaced(folder):
         raise ValueError(f"{folder} exists and is not a saved model of shardvit: remove it or choose another folder")
     with replaced_folder(folder) as beside:
-        write_safetensors(beside / WEIGHTS_FILE, state_dict)
-        write_json(beside / CONFIG_FILE, _config_json(meta))
+        for_timm = timm_objection(meta) is None
+        numbers = fixed_numbers(meta.model, image_size=meta.image_size) if for_timm else {}
+        write_safetensors(beside / WEIGHTS_FILE, {**state_dict, **numbers})
+        write_json(beside / CONFIG_FILE, (_timm_json(meta) if for_timm else {}) | record_json(meta))
 
 
 def read_meta(folder: Path) -> SavedModelMeta:
@@ -124,11 +128,13 @@ def first_mistake(error: ValidationError) -> str:
 def load_model(folder: Path) -> tuple[SavedModelMeta, dict[str, Tensor]]:
     """The record and the weights (on the CPU, in the dtypes they were saved in) of a saved model. Raises ValueError if
     a file is missing or broken, or the weights do not fit the record."""
+    from model.positions.embedding import without_numbers
+
     meta = read_meta(folder)
     path = Path(folder) / WEIGHTS_FILE
     if not path.is_file():
         raise ValueError(f"{path} is missing: the saved model has no weights")
-    state_dict = read_safetensors(path)
+    state_dict = without_numbers(read_safetensors(path), config=meta.model, image_size=meta.image_size)
     check_state(state_dict, meta=meta, says=f"{path} does not fit the model that its record describes")
     return meta, state_dict
 
@@ -163,7 +169,7 @@ def expected_shapes(meta: SavedModelMeta) -> dict[str, tuple[int, ...]]:
 
 def timm_objection(meta: SavedModelMeta) -> str | None:
     """Why timm cannot build this model with the same logits; None: it can."""
-    config = meta.model
+    config = meta.model.with_learned_positions
     if meta.head != "linear":
         return f"its head is {meta.head}, and timm knows linear heads only"
     if config.kind == "resnet":
@@ -172,18 +178,21 @@ def timm_objection(meta: SavedModelMeta) -> str | None:
         return "it has a ResNet stem, whose weight standardisation and GroupNorm have other epsilons in timm"
     if config.position != "learned_1d" or config.position_at != "stem":
         return f"timm has no position embedding {config.position} at {config.position_at}"
-    if config.layer_norm_eps != 1e-6:
-        return f"its LayerNorm epsilon is {config.layer_norm_eps:g}, and timm's is 1e-6"
     return None
 
 
-def _config_json(meta: SavedModelMeta) -> dict[str, Any]:
-    if timm_objection(meta) is not None:
-        return record_json(meta)
+def timm_norm_layer(config: ModelConfig) -> str | None:
+    """What `timm.create_model` must be given where the epsilon is not timm's, 1e-6, as JSON has no place for it."""
+    eps = config.layer_norm_eps
+    return None if eps == 1e-6 else f"norm_layer=functools.partial(torch.nn.LayerNorm, eps={eps:g})"
 
+
+def _timm_json(meta: SavedModelMeta) -> dict[str, Any]:
     from model.vit import timm_arguments
 
-    arguments = timm_arguments(meta.model, image_size=meta.image_size)
+    arguments = timm_arguments(meta.model.with_learned_positions, image_size=meta.image_size)
+    if norm_layer := timm_norm_layer(meta.model):
+        arguments["norm_layer"] = f"give {norm_layer}"  # timm knows no such layer, and its KeyError says this
     kernel, share, mode = _TIMM_EVALUATION[meta.eval_protocol]
     return {
         "architecture": _TIMM_ENTRY_POINT,
@@ -208,7 +217,6 @@ def _config_json(meta: SavedModelMeta) -> dict[str, Any]:
             "first_conv": "patch_embed.proj",
             "classifier": "head",
         },
-        **record_json(meta),
     }
 
 

@@ -9,14 +9,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from data_shards.errors import UserError
-from data_shards.vocabulary import Normalisation
+from data_shards.vocabulary import GOOGLES, Normalisation
 from model.config import ModelConfig
-from model.saved import CONFIG_FILE, WEIGHTS_FILE, SavedModelMeta, read_meta
+from model.saved import WEIGHTS_FILE, SavedModelMeta
 from model.vocabulary import HeadKind
 from pipeline.recipe.schema import Recipe
+from pipeline.recipe.sources import record_elsewhere
+from pipeline.recipe.stage import MaskedPatchStage
 from pipeline.vocabulary import StageName
 
 
@@ -45,6 +47,13 @@ def stage_model(
     )
 
 
+def model_to_come(recipe: Recipe, *, stage: StageName) -> SavedModelMeta:
+    """The record that a training stage's model will have, but for its classes and the scale of pixels."""
+    config = recipe.train_stage(stage)
+    head: Any = "masked_patch" if isinstance(config, MaskedPatchStage) else getattr(config, "head", "linear")
+    return stage_model(recipe, stage=stage, classes=["?"], head=head, normalisation=GOOGLES)
+
+
 def model_from_elsewhere(recipe: Recipe) -> Path | None:
     """The folder named by stages.swap_head.model, relative to the working folder, if any; UserError: it holds no model,
     or one that does not fit the recipe's."""
@@ -52,19 +61,14 @@ def model_from_elsewhere(recipe: Recipe) -> Path | None:
     if config is None or config.model is None:
         return None
     folder = Path(config.model)
-    if folder.is_file():
-        raise UserError(f"stages.swap_head.model: {folder} is a file: {_advice(folder)}")
-    try:
-        meta = read_meta(folder)
-    except ValueError as error:
-        advice = f"; if it is another program's: {_advice(folder)}" if (folder / CONFIG_FILE).is_file() else ""
-        raise UserError(f"stages.swap_head.model: {error}{advice}") from None
+    meta = record_elsewhere(folder)
     theirs, ours = _resolved(meta.model), _resolved(recipe.model)
     different = [key for key in theirs | ours if theirs.get(key) != ours.get(key)]
     if different:
         shown = ", ".join(f"{key} {theirs.get(key)} (not {ours.get(key)})" for key in different)
         raise UserError(
-            f"stages.swap_head.model: {folder} is another model than the recipe's; under model, set {shown}"
+            f"stages.swap_head.model: {folder} is another model than the recipe's; under model, set {shown}, or leave "
+            "model out (model=null) to take the folder's"
         )
     if not (folder / WEIGHTS_FILE).is_file():
         raise UserError(f"stages.swap_head.model: {folder / WEIGHTS_FILE} is missing: the model has no weights")
@@ -76,10 +80,6 @@ def model_from_elsewhere(recipe: Recipe) -> Path | None:
             f"learnt at, and {folder} is of {meta.image_size} px: take {meta.image_size}, not {finetune.image_size}"
         )
     return folder
-
-
-def _advice(theirs: Path) -> str:
-    return f"make a model of it with `shardvit import {theirs} FOLDER` and name that folder"
 
 
 def _resolved(config: ModelConfig) -> dict[str, object]:

@@ -20,7 +20,8 @@ from data_shards.errors import UserError
 from data_shards.images.decode import require_decoder
 from data_shards.vocabulary import GOOGLES, Normalisation
 from model.checkpointing import checkpoint_blocks
-from model.saved import SavedModelMeta, save_model
+from model.formats.export import save_for_others
+from model.saved import SavedModelMeta
 from model.vocabulary import COLOURS, HeadKind
 from pipeline.checkpoint.identity import checkpoint_identity
 from pipeline.checkpoint.room import check_free_space, estimate_bytes
@@ -241,7 +242,7 @@ def _train(
             if best:
                 report.note(f"{stage}: {describe_best(best, stage=stage, checkpoints=folder.checkpoints(stage))}")
             make_folders(folder.stage(stage), below=folder.path)  # fails where the run folder is gone
-            save_model(folder.model(stage), weights, meta=meta)
+            save_for_others(folder.model(stage), weights, meta=meta)
             folder.update(
                 stage,
                 state="done",

@@ -148,7 +148,9 @@ def _compare_pixels(held: Any, number: int) -> None:
         plain = resize(precise, height=side, width=side, antialias="none")
         _line(f"{name} to {side}, none, their floats", floats, plain)
         _line(f"{name} to {side}, none, rounded", np.round(floats), plain)
+        cast = resize(precise, height=side, width=side, antialias="cast")
         _line(f"{name} to {side}, none, cut off", np.floor(floats), plain)
+        _line(f"{name} to {side}, cast", np.floor(floats), cast)
         _line(f"{name} to {side}, antialiased", floats, resize(precise, height=side, width=side))
     for way in ("down", "up"):
         floats = held[f"area_{way}_{number}"]

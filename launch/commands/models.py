@@ -123,9 +123,9 @@ def import_model(
         shardvit import ViT-B_16-imagenet.npz models/b16 --class-names imagenet-1k
     """
     from model.formats.detect import read_foreign
+    from model.formats.export import save_for_others
     from model.formats.foreign import Said
     from model.formats.surgery import adapt
-    from model.saved import save_model
 
     config = trunk.config()
     names = None if class_names is None else _class_names(class_names)
@@ -140,7 +140,7 @@ def import_model(
                 f"or --num-classes {len(names)} to replace its head by zeros"
             )
         meta, state = adapt(foreign, image_size=image_size, num_classes=num_classes, class_names=names, loss=loss)
-        save_model(out, state, meta=meta)
+        save_for_others(out, state, meta=meta)
     new_head = f"the head is new, for {meta.num_classes:,} classes and all zeros: fine-tune it"
     for note in (*foreign.notes, *([new_head] if meta.num_classes != foreign.num_classes else [])):
         print(f"note: {printable(note)}")
@@ -169,9 +169,10 @@ def export_model(
 
     timm and transformers are folders that `timm.create_model("local-dir:OUT",
     pretrained=True)` and `AutoModelForImageClassification.from_pretrained` load;
-    both load a stage's folder STAGE/model as it is, too. ONNX and torch.export
-    take any batch size, and pixels that are normalised already. Beside npz and
-    torchvision files a small FILE.json keeps what they have no place for.
+    both load a stage's folder STAGE/model as it is, too. Which formats hold the
+    model, `shardvit run --dry-run` says. ONNX and torch.export take any batch
+    size, and pixels that are normalised already. Beside npz and torchvision
+    files a small FILE.json keeps what they have no place for.
 
     Some examples:
         shardvit export runs/digits --format onnx

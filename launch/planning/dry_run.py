@@ -14,6 +14,7 @@ from data_shards.errors import UserError
 from data_shards.text import show_duration
 from launch.planning.page import UNKNOWN, columns, engine_words, short
 from launch.planning.shards import ShardsBefore, look
+from model.formats.export import formats_of
 from pipeline.budget.cost import stage_cost
 from pipeline.budget.length import stage_length
 from pipeline.metrics_log import read_metrics
@@ -22,6 +23,7 @@ from pipeline.recipe.io import dump_recipe
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.stage import MaskedPatchStage, TrainStage
 from pipeline.run_folder import RunFolder
+from pipeline.stage_model import model_to_come
 from pipeline.vocabulary import StageName
 
 Keys = Literal["changed", "all"]
@@ -59,6 +61,9 @@ def summary(
     labels = dict.fromkeys(label for each in values for label in each)
     rows = [[label, *(each.get(label, "") for each in values), _WORDS.get(label, "")] for label in labels]
     shown = columns([["", *stages, ""], *(row for row in rows if any(row[1:-1]))])
+    held, refused = formats_of(model_to_come(recipe, stage=recipe.stages.names[-1]))
+    notes += ["", f"formats of {recipe.stages.names[-1]}/model: {', '.join(held) or 'none but its own'}"]
+    notes += [f"  not {to}: {why}" for to, why in refused.items()]
     return "\n".join(
         [f"{recipe.name}: {what}; {count}, {engine_words(recipe.engine)}; in {folder.path}", "", shown, *notes]
     )

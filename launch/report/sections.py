@@ -24,12 +24,14 @@ from launch.report.facts import BESIDE_SCORE, headline, held_out_fact, metric_na
 from launch.report.kept import MOST_ROWS, figures_across, picture_sections, pictures_beside
 from launch.report.page import Page, render_page
 from launch.report.timeline import event_table, time_line
+from model.formats.export import formats_of
 from pipeline.checkpoint.identity import STATE, checkpoint_folders
 from pipeline.evaluation.result import Evaluation, evaluated_step, evaluations, load_evaluation
 from pipeline.recipe.io import differences, dump_recipe, flatten
 from pipeline.report.history import RunHistory
+from pipeline.stage_model import model_to_come
 from pipeline.transfer.results import TransferRecord, transfer_records
-from pipeline.vocabulary import ALL_STAGES, DIFFERENCE_FILE, METRICS, MODEL_FOLDER, StageName
+from pipeline.vocabulary import ALL_STAGES, DIFFERENCE_FILE, METRICS, StageName
 
 _MOST_TEXT_BYTES = 100_000
 _OVER_ONE_ANOTHER = "Pale lines are training, lines with dots held-out images; a colour and its dashes are one run."
@@ -353,9 +355,16 @@ def _commands(history: RunHistory) -> PageSection:
     lines: list[str] = []
     if not done:
         lines += ["# go on", f"shardvit run {recipe} --runs {runs}", "# look on", f"shardvit watch {run}"]
-    finished = [stage for stage in history.stages if (stage.folder / MODEL_FOLDER).is_dir()]
-    if finished:
+    names = history.recipe.stages.names if history.recipe else ()
+    trained: list[StageName] = [
+        each.name
+        for each in history.stages
+        if each.record.state == "done" and each.name in names and each.name != "swap_head"
+    ]
+    formats = formats_of(model_to_come(history.recipe, stage=trained[-1]))[0] if history.recipe and trained else []
+    if formats:  # else it knows no classes
         lines += ["# use the model", f"shardvit predict {run} IMAGE_OR_FOLDER", f"shardvit eval {run} SHARDS"]
-        lines += [f"shardvit export {run} --format timm"]
+        first, *others = sorted(formats, key=lambda each: each != "timm")
+        lines += [f"shardvit export {run} --format {first}  # or {', '.join(others)}"]
     lines += ["# make this page again", f"shardvit report {run}"]
     return PageSection("Commands to go on", [PageText("\n".join(lines), "code")])

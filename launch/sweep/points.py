@@ -213,10 +213,10 @@ def _point(whole: Recipe, *, name: str, values: dict[str, str], stage: StageName
             f"stages.{stage}.train mixes {len(train)} sets, and a sweep holds out a part of one: pack them together"
         )
     one = {"shards": train} if isinstance(train, str) else train
-    if "part" in one:
+    if "part" in one and (one["part"], one["hold_out"]) != ("rest", share):
         raise UserError(
-            f"stages.{stage}.train names a part already, and the sweep names it: leave out part, and give eval a set "
-            "of its own for the final run"
+            f"stages.{stage}.train names a part already, and the sweep holds out {100 * share:g} %: leave out part, or "
+            "hold out as much, and give eval a set of its own for the final run"
         )
     parts = {use: {**one, "part": part, "hold_out": share} for use, part in (("train", "rest"), ("eval", "held_out"))}
     recipe = changed_recipe(whole, name=name, stages={**up_to, stage: {**up_to[stage], **parts}})

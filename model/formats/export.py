@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 from model.formats.record import read_side_record, side_path, write_side_record
 from model.formats.torchvision_state import (
@@ -28,6 +28,7 @@ from model.saved import (
     build_described,
     check_state,
     save_model,
+    timm_norm_layer,
     timm_objection,
 )
 from model.vocabulary import ExportFormat, check_ending
@@ -64,7 +65,8 @@ def export_model(meta: SavedModelMeta, state: Mapping[str, Tensor], *, to: Expor
             return [f"class names and preprocessing are in {side_path(out).name}: keep the two together"]
         case "timm":
             save_model(out, state, meta=meta)
-            return [f'load it with timm.create_model("local-dir:{out}", pretrained=True)']
+            more = f", {norm_layer}" if (norm_layer := timm_norm_layer(meta.model)) else ""
+            return [f'load it with timm.create_model("local-dir:{out}", pretrained=True{more})']
         case "transformers":
             with replaced_folder(out) as beside:
                 write_transformers_folder(beside, state, meta=meta)
@@ -94,15 +96,29 @@ def export_model(meta: SavedModelMeta, state: Mapping[str, Tensor], *, to: Expor
     return [_pixels(meta)]
 
 
+def save_for_others(folder: Path, state: Mapping[str, Tensor], *, meta: SavedModelMeta) -> None:
+    """`saved.save_model`, whose errors it has, of what others are to load as it is. Where timm, and so transformers
+    through it, would have another epsilon, transformers' own files are added: twice the size."""
+    save_model(folder, state, meta=meta)
+    if timm_norm_layer(meta.model) and not transformers_objection(meta):
+        own = "transformers.safetensors"
+        more = {"transformers_weights": own, **read_json(folder / CONFIG_FILE)}
+        write_transformers_folder(folder, state, meta=meta, weights=own, more=more)
+
+
+def formats_of(meta: SavedModelMeta) -> tuple[list[ExportFormat], dict[ExportFormat, str]]:
+    """The formats that hold this model, and why each of the others does not."""
+    found = {to: export_objection(meta, to=to) for to in get_args(ExportFormat)}
+    return [to for to, objection in found.items() if not objection], {to: why for to, why in found.items() if why}
+
+
 def export_objection(meta: SavedModelMeta, *, to: ExportFormat) -> str | None:
     """Why a format cannot hold this model with the same logits; None: it can."""
     if meta.head == "masked_patch":
         return "it is of the masked-patch stage and has no classes yet: fine-tune it first"
     match to:
         case "npz" | "big_vision":
-            from model.formats.google.npz import npz_objection
-
-            return npz_objection(meta, names="vision_transformer" if to == "npz" else "big_vision")
+            return _npz_objection(meta, to=to)
         case "timm":
             return timm_objection(meta)
         case "transformers":
@@ -111,6 +127,26 @@ def export_objection(meta: SavedModelMeta, *, to: ExportFormat) -> str | None:
             return torchvision_objection(meta)
         case "onnx" | "torch_export":
             return None
+
+
+def _npz_objection(meta: SavedModelMeta, *, to: Literal["npz", "big_vision"]) -> str | None:
+    """Why a code base of Google's would not compute the same logits from such a file."""
+    config = meta.model
+    if config.kind == "resnet":
+        return "it is a pure ResNet, and these are names of Vision Transformers"
+    if config.gelu != "tanh":
+        return f"its GELU is the {config.gelu} form, and Google's is tanh"
+    if config.layer_norm_eps != 1e-6:
+        return f"its LayerNorm epsilon is {config.layer_norm_eps:g}, and Google's is 1e-06"
+    if config.layer_scale is not None:
+        return "it has layer scale, and Google's models have none"
+    if config.with_learned_positions.position != "learned_1d" or config.position_at != "stem":
+        return f"its position embedding is {config.position} at {config.position_at}, and theirs is learned_1d at stem"
+    if to == "npz" and config.pool == "map":
+        return "it pools by attention (map), for which only big_vision has names"
+    if to == "big_vision" and config.sizes.resnet_layers is not None:
+        return "it has a ResNet stem, for which only vision_transformer has names"
+    return None
 
 
 def _may_be_replaced(out: Path, *, to: ExportFormat) -> bool:

@@ -76,7 +76,10 @@ class Foreign:
 
 def of_record(meta: SavedModelMeta, state: dict[str, Tensor], *, format: str) -> Foreign:
     """A model that has a record of ours; from the masked-patch stage the trunk alone."""
+    from model.positions.embedding import without_numbers
+
     names = ("image_size", "num_classes", "class_names", "mean", "std", "loss", "eval_protocol", "eval_crop_share")
+    state = without_numbers(state, config=meta.model, image_size=meta.image_size)
     described = Foreign(
         format=format,
         state=state,

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from model.config import ModelConfig
+    from model.saved import SavedModelMeta
 
 
 @dataclass(frozen=True)
@@ -72,13 +73,18 @@ def move_class_row(state: Mapping[str, Tensor], *, config: ModelConfig) -> dict[
     return state
 
 
-def with_class_row(state: Mapping[str, Tensor], *, config: ModelConfig) -> dict[str, Tensor]:
-    """The same where every class token has a position: zeros for one that has none."""
-    return move_class_row(state, config=config.model_copy(update={"class_token_position": "learned"}))
+def with_all_positions(state: Mapping[str, Tensor], *, meta: SavedModelMeta) -> dict[str, Tensor]:
+    """The weights with a position in `pos_embed` for every token: fixed ones, and zeros for a class token without."""
+    from model.positions.embedding import fixed_numbers
+
+    state = {**state, **fixed_numbers(meta.model, image_size=meta.image_size)}
+    config = meta.model.with_learned_positions.model_copy(update={"class_token_position": "learned"})
+    return move_class_row(state, config=config)
 
 
 def plain_vit_objection(config: ModelConfig, *, whose: str) -> str | None:
     """Why a ViT with only a class token and learned 1-D positions cannot be this trunk; None: it can."""
+    config = config.with_learned_positions
     if config.kind == "resnet" or config.sizes.resnet_layers is not None:
         return f"{whose} is neither a hybrid nor a ResNet of Google's kind"
     if config.pool != "cls":

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from model.config import ModelConfig
 from model.formats.foreign import IMAGENET_MEAN, IMAGENET_STD, Foreign, Semantics, of_shapes
-from model.formats.library import Names, plain_vit_objection, with_class_row
+from model.formats.library import Names, plain_vit_objection, with_all_positions
 from model.saved import SavedModelMeta
 
 if TYPE_CHECKING:
@@ -81,8 +81,6 @@ def read_torchvision_state(state: Mapping[str, Tensor], *, config: ModelConfig |
 
 def torchvision_objection(meta: SavedModelMeta) -> str | None:
     """Why torchvision's VisionTransformer cannot hold this model; None: it can."""
-    if meta.head == "masked_patch":
-        return "a masked-patch head is no classifier"
     return plain_vit_objection(meta.model, whose="torchvision's VisionTransformer")
 
 
@@ -90,7 +88,7 @@ def write_torchvision_state(path: Path, state: Mapping[str, Tensor], *, meta: Sa
     """Write the state dict, renamed, with `torch.save`; `torchvision_objection(meta)` is None."""
     import torch
 
-    state = with_class_row(state, config=meta.model)
+    state = with_all_positions(state, meta=meta)
     renamed = {_NAMES.theirs(name).replace("heads.logits.", "heads.head."): value for name, value in state.items()}
     torch.save({name: value.detach().cpu().contiguous() for name, value in renamed.items()}, path)
 

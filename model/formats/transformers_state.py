@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 from model.config import ModelConfig
 from model.formats.foreign import GOOGLE_MEAN, GOOGLE_STD, Foreign, Semantics, of_shapes
-from model.formats.library import Names, add_qkv_biases, plain_vit_objection, with_class_row
+from model.formats.library import Names, add_qkv_biases, plain_vit_objection, with_all_positions
 from model.formats.record import read_side_record
 from model.formats.weights_file import load_folder_weights, read_json
+from model.replacing import replaced_file
 from model.saved import CONFIG_FILE, WEIGHTS_FILE, SavedModelMeta, write_json, write_safetensors
 from model.vocabulary import Gelu
 
@@ -89,6 +90,8 @@ def read_transformers_state(state: Mapping[str, Tensor], *, config: ModelConfig 
 def read_transformers_folder(folder: Path, *, content: dict[str, Any], config: ModelConfig | None) -> Foreign:
     """A folder of transformers' ViT; `content` is its `config.json`. Raises ValueError if its activation or images are
     of a kind that our models do not have, or files are missing or broken."""
+    from model.positions.embedding import without_numbers
+
     origin = str(folder)
     content = _DEFAULTS | content
     activation = content["hidden_act"]
@@ -106,10 +109,14 @@ def read_transformers_folder(folder: Path, *, content: dict[str, Any], config: M
         layer_norm_eps=float(content["layer_norm_eps"]),
         interpolation=record.model.interpolation if record else "timm",  # config.json has no place for it
         heads=int(content["num_attention_heads"]),
-        class_token_position=record.model.class_token_position if record else None,  # nor for this
+        position=record.model.position if record else None,  # nor for these
+        class_token_position=record.model.class_token_position if record else None,
     )
     foreign = _read(load_folder_weights(folder), semantics=semantics, config=config, origin=origin)
-    changes: dict[str, Any] = {"format": "transformers folder"}
+    changes: dict[str, Any] = {
+        "format": "transformers folder",
+        "state": without_numbers(foreign.state, config=foreign.config, image_size=foreign.image_size),
+    }
     names = content.get("id2label") or {}
     if len(names) == foreign.num_classes and all(str(index) in names for index in range(len(names))):
         changes["class_names"] = tuple(str(names[str(index)]) for index in range(len(names)))
@@ -125,11 +132,19 @@ def transformers_objection(meta: SavedModelMeta) -> str | None:
     return plain_vit_objection(meta.model, whose="transformers' ViT")
 
 
-def write_transformers_folder(folder: Path, state: Mapping[str, Tensor], *, meta: SavedModelMeta) -> None:
-    """Write the three files into an empty `folder`; `transformers_objection(meta)` is None."""
-    write_safetensors(folder / WEIGHTS_FILE, _to_transformers(with_class_row(state, config=meta.model)))
-    write_json(folder / CONFIG_FILE, _config_json(meta))
+def write_transformers_folder(
+    folder: Path,
+    state: Mapping[str, Tensor],
+    *,
+    meta: SavedModelMeta,
+    weights: str = WEIGHTS_FILE,
+    more: Mapping[str, Any] = {},
+) -> None:
+    """Write the three files into `folder`, with more keys for `config.json`; `transformers_objection(meta)` is None."""
+    write_safetensors(folder / weights, _to_transformers(with_all_positions(state, meta=meta)))
     write_json(folder / PREPROCESSOR_FILE, _preprocessor_json(meta))
+    with replaced_file(folder / CONFIG_FILE) as beside:
+        write_json(beside, {**_config_json(meta), **more})
 
 
 def _read(state: Mapping[str, Tensor], *, semantics: Semantics, config: ModelConfig | None, origin: str) -> Foreign:

@@ -13,7 +13,7 @@ when it is called. Draws no random numbers; learned tables are zero until filled
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -138,3 +138,23 @@ def sincos_2d(grid_size: int, width: int) -> Tensor:
     columns = waves.expand(grid_size, -1, -1)
     rows = waves[:, None].expand(-1, grid_size, -1)
     return torch.cat([columns, rows], dim=-1).flatten(0, 1).to(torch.get_default_dtype())
+
+
+def fixed_numbers(config: ModelConfig, *, image_size: int) -> dict[str, Tensor]:
+    """`pos_embed` [1, T, D] in float32 of fixed positions, as programs that know learned ones alone have them; empty:
+    they are not fixed."""
+    learned = config.with_learned_positions
+    if learned is config:
+        return {}
+    grid, width = config.grid_size(image_size), config.sizes.width
+    patches = sincos_2d(grid, width).float() if config.position == "sincos_2d" else torch.zeros(grid**2, width)
+    return {"pos_embed": functional.pad(patches, (0, 0, learned.class_token_rows, 0))[None]}
+
+
+def without_numbers(state: Mapping[str, Tensor], *, config: ModelConfig, image_size: int) -> dict[str, Tensor]:
+    """A state dict without `fixed_numbers`; others, which somebody has trained, stay, and fit no model of `config`."""
+    fixed, state = fixed_numbers(config, image_size=image_size), dict(state)
+    for name in fixed.keys() & state.keys():
+        if state[name].shape == fixed[name].shape and torch.allclose(state[name].float(), fixed[name], atol=1e-3):
+            del state[name]  # libraries of mathematics differ by 1e-7
+    return state

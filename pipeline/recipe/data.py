@@ -72,7 +72,8 @@ def _one(value: Any) -> Any:
     return {"shards": value} if isinstance(value, str) else value
 
 
-def _some(value: Any) -> Any:
+def several(value: Any) -> list[Any]:
+    """The mappings of one set or of a list of them, each of which may be its text alone."""
     if value == []:
         raise ValueError("the list is empty: name at least one set of shards")
     return [_one(each) for each in (value if isinstance(value, list | tuple) else [value])]
@@ -87,7 +88,7 @@ def _all_short(value: tuple[ShardsConfig, ...]) -> Any:
 
 
 OneSet = Annotated[ShardsConfig, BeforeValidator(_one), PlainSerializer(_short)]
-SomeSets = Annotated[tuple[ShardsConfig, ...], BeforeValidator(_some), PlainSerializer(_all_short)]
+SomeSets = Annotated[tuple[ShardsConfig, ...], BeforeValidator(several), PlainSerializer(_all_short)]
 
 
 class CacheRecipe(Strict):
@@ -142,8 +143,8 @@ class RandAugmentConfig(Strict):
 class AugmentConfig(Strict):
     """The random crop and flip, and stronger augmentation, off by default.
 
-    Google's pre-training: `crop: google` and `antialias: none`; big_vision's fine-tuning: `crop: resize_and_crop`,
-    `resize_size: 448` and `interpolation: area`.
+    Google's pre-training: `crop: google` and `antialias: none`, in big_vision `cast`; its fine-tuning on small sets:
+    `crop: resize_and_crop`, `resize_size: 448` and `interpolation: area`.
     """
 
     crop: CropLaw = "torchvision"
@@ -158,7 +159,8 @@ class AugmentConfig(Strict):
     interpolation: CropInterpolation = "bilinear"
     """Of the resize. area: big_vision's average over the area that a pixel covers."""
     antialias: Antialias = "antialiased"
-    """Of a bilinear resize; none: as Google's code."""
+    """Of a bilinear resize; none: as Google's code; cast: the same, and the fraction of a level cut off, as big_vision
+    does."""
     flip: float = Field(default=0.5, ge=0, le=1)
     """Share of the images mirrored; 0 where left and right have a meaning."""
     rand_augment: RandAugmentConfig | None = None

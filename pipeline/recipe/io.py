@@ -19,7 +19,7 @@ from data_shards.text import one_line
 from pipeline.recipe.mistakes import mistakes, truths
 from pipeline.recipe.roles import fill_paths, lacks_paths, read_paths
 from pipeline.recipe.schema import Recipe
-from pipeline.recipe.sources import SETS, Tree, find_recipe, read_parents, read_source, with_finetune
+from pipeline.recipe.sources import SETS, Tree, find_recipe, model_of, read_parents, read_source, with_finetune
 from pipeline.recipe.yaml_text import read_yaml
 from pipeline.vocabulary import ALL_STAGES
 
@@ -60,17 +60,19 @@ def load_recipe(source: str, *, overrides: Sequence[str] = (), paths: Path | Non
 
     Of `overrides`, such as "stages.finetune.optimizer.lr=0.01", values are YAML; the same key twice is refused. A key
     that begins with a stage's name is that stage's ("finetune.optimizer.lr"), `train` and `eval` are the first training
-    stage's, and `finetune=SET` chooses the fine-tuning set. `paths`: a file with the shards of each role,
-    which is read if a stage with a role lacks some.
+    stage's, and `finetune=SET` chooses the fine-tuning set. Without `model`, it is that of the folder
+    swap_head.model. `paths`: a file with the shards of each role, which is read if a stage with a role lacks some.
 
     Raises:
         UserError: naming the file and the key.
     """
     path = find_recipe(source, beside=Path())
     tree, chosen, changes = _with_choice(read_source(path).tree, overrides)
-    model = _overridden(tree, changes)[0].get("model")
+    model = model_of(_overridden(tree, changes)[0])
     beside, said_by = (Path(), f"override {one_line(chosen[0])}") if chosen else (path.parent, str(path))
     tree, keys = _overridden(with_finetune(tree, beside=beside, model=model, said_by=said_by), changes)
+    if model is not None:
+        tree["model"] = model
     if paths is not None and lacks_paths(tree):  # a resolved recipe has its own, on hosts that have no such file, too
         tree = fill_paths(tree, read_paths(paths))
     return _validate(tree, origin=str(path), overridden=keys)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -113,8 +113,10 @@ def fill_paths(tree: dict[str, Any], paths: Paths) -> dict[str, Any]:
 
 
 def role_of(config: TrainStage) -> Role | None:
-    """What is known of the stage's data; None: it names no role, or one of the user's own."""
-    return ROLES.get(config.data or "")
+    """What is known of the stage's data, without the images that it holds out; None: it names no role, or one of the
+    user's own."""
+    role = ROLES.get(config.data or "")
+    return role and replace(role, images=role.images - round((config.hold_out or 0) * role.images))
 
 
 def missing_paths(recipe: Recipe, *, stage: StageName) -> str | None:

@@ -25,6 +25,7 @@ from pydantic import ValidationError
 from data_shards.errors import UserError
 from data_shards.text import one_line
 from model.config import ModelConfig
+from model.saved import CONFIG_FILE, SavedModelMeta, read_meta
 from pipeline.recipe.yaml_text import read_yaml_file
 
 SHIPPED = Path(__file__).parents[1] / "recipes"
@@ -122,6 +123,29 @@ def with_finetune(tree: Tree, *, beside: Path, model: Any, said_by: str) -> Tree
     if isinstance(finetune, dict) and isinstance(size := finetune.get("image_size"), int):
         finetune["image_size"] = max(size - size % _patch_size(model), 1)
     return merge(below, tree)
+
+
+def record_elsewhere(folder: Path) -> SavedModelMeta:
+    """The record of the model in swap_head.model's folder; UserError: it holds none of ours."""
+    advice = f"make a model of it with `shardvit import {folder} FOLDER` and name that folder"
+    if folder.is_file():
+        raise UserError(f"stages.swap_head.model: {folder} is a file: {advice}")
+    try:
+        return read_meta(folder)
+    except ValueError as error:
+        more = f"; if it is another program's: {advice}" if (folder / CONFIG_FILE).is_file() else ""
+        raise UserError(f"stages.swap_head.model: {error}{more}") from None
+
+
+def model_of(tree: Tree) -> Any:
+    """A recipe's `model`; where it has none, that of the folder that swap_head.model names, if it names one, with
+    `record_elsewhere`'s error."""
+    stages = tree.get("stages")
+    swap_head = stages.get("swap_head") if isinstance(stages, dict) else None
+    folder = swap_head.get("model") if isinstance(swap_head, dict) else None
+    if tree.get("model") is not None or not isinstance(folder, str):
+        return tree.get("model")
+    return record_elsewhere(Path(folder)).model.model_dump(mode="json", exclude_defaults=True)
 
 
 def merge(base: Tree, changes: Tree) -> Tree:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
 from data_shards.vocabulary import EvalProtocol
 from model.vocabulary import DropoutMasks, HeadKind, InitStyle, LossKind
-from pipeline.recipe.data import MOST_SIDE, AugmentConfig, OneSet, SomeSets
+from pipeline.recipe.data import MOST_SIDE, AugmentConfig, OneSet, SomeSets, several
 from pipeline.recipe.duration import DurationText, Strict
 from pipeline.recipe.few_shot import FewShotConfig
 from pipeline.recipe.optimizer import OptimizerConfig, ScheduleConfig
@@ -58,6 +58,9 @@ class TrainStage(Strict):
     """The held-out shards."""
     eval_overlap: Literal["refuse", "allow"] = "refuse"
     """Whether images of eval may be trained on, too, as its scores then say how well they were memorised."""
+    hold_out: float | None = Field(default=None, gt=0, lt=1, strict=True)
+    """Share of the training images that is evaluated beside eval, as also_eval.minival, and not trained on: 0.01 for
+    big_vision's train[:99%]. Once train is known it becomes parts of that set."""
     also_eval: dict[SetName, OneSet] = Field(default={})
     """More held-out sets by name, evaluated whenever eval is: {new: SHARDS} gives val_new/top1 and so on."""
     eval_protocol: EvalProtocol = "vit"
@@ -105,6 +108,19 @@ class TrainStage(Strict):
     """Checkpoints are also written at multiples of this, and these stay for good."""
     keep_best: Literal["loss", "score"] | None = None
     """Checkpoints are also written after each evaluation, and the best by held-out loss or score (top-1) stays."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _parts_of_train(cls, given: Any) -> Any:
+        share = given.get("hold_out") if isinstance(given, dict) else None
+        if not isinstance(share, float) or not 0 < share < 1 or given.get("train") is None:
+            return given
+        sets = several(given["train"])
+        if len(sets) != 1 or not isinstance(sets[0], dict) or "part" in sets[0]:
+            raise ValueError("hold_out is of one set that names no part: set hold_out: null, and give train's parts")
+        rest, held_out = ({**sets[0], "part": part, "hold_out": share} for part in ("rest", "held_out"))
+        also_eval = {"minival": held_out, **(given.get("also_eval") or {})}
+        return {**given, "train": rest, "also_eval": also_eval, "hold_out": None}
 
     @property
     def draws_in_blocks(self) -> bool:
@@ -213,7 +229,8 @@ class SwapHeadStage(Strict):
     """Drop the pre-training head, attach a zero-initialised linear layer for the classes of fine-tuning."""
 
     model: str | None = None
-    """A model's folder (`shardvit import` makes them), in place of what an earlier stage left."""
+    """A model's folder (`shardvit import` makes them), in place of what an earlier stage left. The recipe's `model` is
+    the folder's where it has none."""
 
 
 class FinetuneStage(TrainStage):

@@ -3,15 +3,19 @@
 import json
 import subprocess
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
+import timm
 import torch
 import yaml
 from PIL import Image
 from sklearn.datasets import load_digits
+from torch import nn
 from torchvision.models.vision_transformer import VisionTransformer
+from transformers import AutoModelForImageClassification, ViTForImageClassification
 
 from data_shards.errors import UserError
 from data_shards.packing.pack import pack
@@ -22,6 +26,8 @@ from model.saved import build_from_saved, load_model, read_meta
 RunCli = Callable[..., subprocess.CompletedProcess[str]]
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 SIZES = ("--width", "32", "--depth", "2", "--heads", "4", "--patch-size", "4", "--mlp-dim", "64")
+MODEL = "{width: 32, depth: 2, heads: 4, patch_size: 4, mlp_dim: 64, layer_norm_eps: 1.0e-12}"
+EPSILON = 1e-12
 
 
 def command(*arguments: object) -> int:
@@ -30,15 +36,24 @@ def command(*arguments: object) -> int:
 
 
 def their_model() -> VisionTransformer:
-    """torchvision's class, erf GELU and all, with random weights, the same at each call."""
+    """torchvision's class, erf GELU and all, with transformers' epsilon and random weights, the same at each call."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
         model = VisionTransformer(
-            image_size=8, patch_size=4, num_layers=2, num_heads=4, hidden_dim=32, mlp_dim=64, num_classes=7
+            image_size=8,
+            patch_size=4,
+            num_layers=2,
+            num_heads=4,
+            hidden_dim=32,
+            mlp_dim=64,
+            num_classes=7,
+            norm_layer=partial(nn.LayerNorm, eps=EPSILON),
         )
-        with torch.no_grad():  # its head and positions begin at zero, or nearly
+        with torch.no_grad():  # its head and positions begin at zero, or nearly; tokens small, so that epsilon matters
             for parameter in model.parameters():
                 parameter.add_(0.05 * torch.randn_like(parameter))
+            for parameter in (model.conv_proj.weight, model.encoder.pos_embedding, model.class_token):
+                parameter.mul_(0.01)
     return model.eval()
 
 
@@ -51,7 +66,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory, run_cli: RunCli) -> Path:
     recipe = {
         "name": "tuned",
         "processes": 2,
-        "model": {"width": 32, "depth": 2, "heads": 4, "patch_size": 4, "mlp_dim": 64, "gelu": "erf"},
         "engine": {"zero_stage": 2, "precision": "bf16"},
         "stages": {
             "swap_head": {"model": "imported"},
@@ -71,7 +85,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory, run_cli: RunCli) -> Path:
         },
     }
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    assert command("import", folder / "theirs.pth", folder / "imported", *SIZES) == 0
+    said = (*SIZES, "--layer-norm-eps", str(EPSILON))
+    assert command("import", folder / "theirs.pth", folder / "imported", *said) == 0
     done = run_cli("run", "recipe.yaml", cwd=folder, timeout_seconds=500)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder
@@ -93,6 +108,23 @@ def test_fine_tuning_keeps_their_normalisation_and_trains_from_their_weights(fol
     change = (tuned["blocks.0.mlp.fc1.weight"] - imported["blocks.0.mlp.fc1.weight"]).abs()
     assert 0 < change.max() < 0.05
     assert tuned["head.weight"].shape == (2, 32) and tuned["head.weight"].any()
+
+
+def test_the_result_loads_in_timm_and_transformers_as_it_is(folder: Path):
+    """timm needs one argument, the epsilon, and says so."""
+    result = folder / "runs/tuned/finetune/model"
+    meta, model = build_from_saved(result)
+    assert meta.model.layer_norm_eps == EPSILON and meta.model.gelu == "erf"
+    images = torch.randn(3, 3, 16, 16, generator=torch.Generator().manual_seed(2))
+    by_timm = timm.create_model(f"local-dir:{result}", pretrained=True, norm_layer=partial(nn.LayerNorm, eps=EPSILON))
+    by_transformers = AutoModelForImageClassification.from_pretrained(result)
+    assert isinstance(by_transformers, ViTForImageClassification)
+    with torch.no_grad():
+        expected = model.eval()(images)
+        for found in (by_timm.eval()(images), by_transformers.eval()(images).logits):
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    with pytest.raises(KeyError, match="eps=1e-12"):
+        timm.create_model(f"local-dir:{result}", pretrained=True)
 
 
 def test_a_sharded_checkpoint_is_exported_as_the_stage_left_it(folder: Path):
@@ -135,8 +167,8 @@ def test_predict_reads_run_and_export_alike(folder: Path, capsys: pytest.Capture
 
 def test_a_recipe_of_another_model_is_refused_before_anything_starts(folder: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(folder)
-    with pytest.raises(UserError, match=r"set gelu erf \(not tanh\)"):
-        command("run", "recipe.yaml", "name=other", "model.gelu=tanh")
+    with pytest.raises(UserError, match=r"set gelu erf \(not tanh\), or leave model out"):
+        command("run", "recipe.yaml", "name=other", f"model={MODEL}")
     with pytest.raises(UserError, match=r"swap_head\.model: nowhere/config\.json is missing"):
         command("run", "recipe.yaml", "name=other", "stages.swap_head.model=nowhere", "--dry-run")
     assert not (folder / "runs/other").exists()

@@ -23,6 +23,7 @@ from PIL import Image
 
 from data_shards.packing.pack import pack
 from data_shards.sources.label_list import LabelList
+from pipeline.metrics_log import read_metrics
 from pipeline.recipe.io import dump_recipe, flatten, load_recipe
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.sources import finetune_sets, shipped_recipes
@@ -143,7 +144,10 @@ def check(recipes: dict[str, Recipe], found: dict[str, dict[str, Any]], *, out: 
         for stage in stages:
             losses = result["losses"][stage]
             assert len(losses) == (0 if stage == "swap_head" else STEPS) and all(map(math.isfinite, losses)), name
-            assert (out / "runs" / name.replace("+", "-") / stage / "model" / "model.safetensors").is_file()
+            folder = out / "runs" / name.replace("+", "-") / stage
+            assert (folder / "model" / "model.safetensors").is_file()
+            if getattr(getattr(recipes[name].stages, stage), "hold_out", None):
+                assert any("val_minival/loss" in row.metrics for row in read_metrics(folder / "metrics.jsonl")), name
 
 
 def test_one_recipe_of_each_combination_of_keys_takes_three_steps(shards: Path, tmp_path: Path):

@@ -55,12 +55,13 @@ def schedule(
 
 
 def big_vision_adam(
-    *, lr: float, weight_decay: float, factor: Callable[[Any], Any], clip: float
+    *, lr: float, weight_decay: float, factor: Callable[[Any], Any], clip: float, moment: Any = None
 ) -> optax.GradientTransformation:
-    """`factor` is the schedule, 1 at its peak: of the learning rate and of the weight decay."""
+    """`factor` is the schedule, 1 at its peak: of the learning rate and of the weight decay; `moment`: the type of the
+    first."""
     return optax.chain(
         optax.clip_by_global_norm(clip),
-        optax.scale_by_adam(b1=0.9, b2=0.999, eps=1e-8),
+        optax.scale_by_adam(b1=0.9, b2=0.999, eps=1e-8, mu_dtype=moment),
         optax.scale(lr),
         optax.add_decayed_weights(weight_decay, mask=_kernels),
         optax.scale_by_schedule(factor),

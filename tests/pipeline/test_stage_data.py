@@ -88,6 +88,15 @@ def test_one_packed_set(digits: Path):
     assert cache_advice(ours, data=data, plan=plan, processes_per_node=2) is None  # nothing is fetched
 
 
+def test_what_is_held_out_of_the_training_set_is_evaluated_beside_the_other(digits: Path):
+    whole = opened(recipe(str(digits / "one/train"), str(digits / "one/val")))
+    data = opened(recipe(str(digits / "one/train"), str(digits / "one/val"), hold_out=0.1))
+    minival = data.also_eval["minival"]
+    assert minival.num_samples == round(0.1 * whole.train.num_samples) > 0
+    assert data.train.num_samples == whole.train.num_samples - minival.num_samples
+    assert data.eval == whole.eval and len({data.train.digest, minival.digest, whole.train.digest}) == 3
+
+
 def test_a_mixture_counts_through_its_sets_and_keeps_the_weights(digits: Path):
     train = [{"shards": str(digits / name / "train"), "weight": weight} for name, weight in (("one", 3), ("two", 1))]
     ours = recipe(train, str(digits / "one/val"))

@@ -5,11 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from data_shards.errors import UserError
 from model.build import build_model
 from model.config import ModelConfig
 from model.saved import CONFIG_FILE, RECORD_KEY, WEIGHTS_FILE, SavedModelMeta, save_model
+from pipeline.recipe.io import load_recipe
 from pipeline.recipe.schema import Recipe
 from pipeline.stage_model import model_from_elsewhere
 
@@ -65,15 +67,45 @@ def test_a_folder_without_weights_is_refused(folder: Path):
         model_from_elsewhere(recipe({**SMALL, "gelu": "erf"}, str(folder)))
 
 
+def written(folder: Path, **keys: Any) -> str:
+    stage = recipe({**SMALL, "gelu": "erf"}, str(folder)).model_dump(mode="json", exclude_defaults=True)
+    (folder.parent / "recipe.yaml").write_text(
+        yaml.safe_dump({key: value for key, value in (stage | keys).items() if value})
+    )
+    return str(folder.parent / "recipe.yaml")
+
+
+def test_a_recipe_without_a_model_has_the_folders(folder: Path):
+    assert load_recipe(written(folder, model=None)) == load_recipe(written(folder))
+    other = written(folder, model={**SMALL, "depth": 3})
+    assert load_recipe(other, overrides=["model=null"]).model == ModelConfig(**SMALL, gelu="erf")
+    with pytest.raises(UserError, match=r"set depth 2 \(not 3\), gelu erf .*, or leave model out"):
+        model_from_elsewhere(load_recipe(other))
+
+
+def test_a_fine_tuning_set_is_cut_to_patches_of_the_folders_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    save(tmp_path / "model", {**SMALL, "patch_size": 14}, image_size=28)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "recipe.yaml").write_text("{name: r, finetune: cifar10, stages: {swap_head: {model: model}}}")
+    assert load_recipe("recipe.yaml").train_stage("finetune").image_size == 378
+
+
+@pytest.mark.parametrize("change", ["model=nowhere", "model=recipe.yaml", "model=", "model=3"])
+def test_a_model_that_neither_says_is_one_sentence(folder: Path, change: str):
+    path = written(folder, model=None)
+    with pytest.raises(UserError, match=r"swap_head\.model|model"):
+        load_recipe(path, overrides=[f"swap_head.{change}"])
+
+
 def test_a_folder_is_relative_to_the_working_folder(folder: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(folder.parent)
     assert model_from_elsewhere(recipe({**SMALL, "gelu": "erf"}, "model")) == Path("model")
 
 
-def save(folder: Path, config: dict[str, Any]) -> None:
+def save(folder: Path, config: dict[str, Any], *, image_size: int = 32) -> None:
     """The record of a model; its weights, which nobody reads before a stage is started, are empty."""
     meta = SavedModelMeta(
-        model=ModelConfig(**config), image_size=32, num_classes=2, class_names=("a", "b"), head="linear"
+        model=ModelConfig(**config), image_size=image_size, num_classes=2, class_names=("a", "b"), head="linear"
     )
     folder.mkdir()
     (folder / CONFIG_FILE).write_text(json.dumps({RECORD_KEY: meta.model_dump(mode="json")}))

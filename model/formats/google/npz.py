@@ -32,15 +32,15 @@ from model.formats.google.names import (
     slots_of,
     to_google,
 )
-from model.formats.library import move_class_row, with_class_row
+from model.formats.library import move_class_row, with_all_positions
 from model.formats.record import read_side_record, write_side_record
+from model.positions.embedding import fixed_numbers, without_numbers
 from model.replacing import replaced_file
 from model.saved import SavedModelMeta, check_state
 
 GoogleNames = Literal["vision_transformer", "big_vision"]
 
 _LAYOUTS: dict[GoogleNames, NpzLayout] = {"vision_transformer": VISION_TRANSFORMER, "big_vision": BIG_VISION}
-_POSITIONS = {"vision_transformer": ("learned_1d",), "big_vision": ("learned_1d", "sincos_2d")}
 
 
 def is_google_npz(names: Collection[str]) -> bool:
@@ -65,44 +65,22 @@ def read_google_npz(path: Path, *, said: Said = NOTHING_SAID) -> Foreign:
 
 
 def write_google_npz(path: Path, state: Mapping[str, Tensor], *, meta: SavedModelMeta, names: GoogleNames) -> None:
-    """Write weights under the names that a code base itself loads, in float32, and our record beside them, atomically.
-    Raises ValueError if these names cannot hold the model (`npz_objection`), or `state` does not fit `meta`; nothing is
-    written then."""
+    """Write weights under the names that a code base itself loads and that have a place for them, in float32, and our
+    record beside them, atomically. Raises ValueError if `state` does not fit `meta`; nothing is written then."""
     path = Path(path)
-    if objection := npz_objection(meta, names=names):
-        raise ValueError(f"{path} cannot be written with {names}'s names: {objection}")
     check_state(state, meta=meta, says=f"{path} is not written: the weights are not those of the model")
-    layout = _LAYOUTS[names] if meta.model.position == "learned_1d" else replace(_LAYOUTS[names], position=None)
+    layout = _LAYOUTS[names]
     if names == "vision_transformer":
-        state = with_class_row(state, config=meta.model)
-    elif meta.model.pool == "cls":
-        state = move_class_row(state, config=meta.model.model_copy(update={"class_token_position": "none"}))
+        state = with_all_positions(state, meta=meta)
+    elif meta.model.position == "sincos_2d":  # which big_vision computes itself
+        layout = replace(layout, position=None)
+    else:
+        state = {**state, **fixed_numbers(meta.model, image_size=meta.image_size)}
+        if meta.model.pool == "cls":
+            state = move_class_row(state, config=meta.model.model_copy(update={"class_token_position": "none"}))
     with replaced_file(path) as beside:
         write_npz(beside, _arrays(state, layout=layout, heads=meta.model.sizes.heads))
         write_side_record(beside, meta=meta)
-
-
-def npz_objection(meta: SavedModelMeta, *, names: GoogleNames) -> str | None:
-    """Why this code base would not compute the same logits from such a file; None: it would."""
-    config = meta.model
-    if meta.head == "masked_patch":
-        return "its head predicts masked patches, which neither code base does"
-    if config.kind == "resnet":
-        return "it is a pure ResNet, and these are names of Vision Transformers"
-    if config.gelu != "tanh":
-        return f"its GELU is the {config.gelu} form, and Google's is tanh"
-    if config.layer_norm_eps != 1e-6:
-        return f"its LayerNorm epsilon is {config.layer_norm_eps:g}, and Google's is 1e-06"
-    if config.layer_scale is not None:
-        return "it has layer scale, and Google's models have none"
-    if config.position not in _POSITIONS[names] or config.position_at != "stem":
-        known = " or ".join(_POSITIONS[names])
-        return f"its position embedding is {config.position} at {config.position_at}, and theirs is {known} at stem"
-    if names == "vision_transformer" and config.pool == "map":
-        return "it pools by attention (map), for which only big_vision has names"
-    if names == "big_vision" and config.sizes.resnet_layers is not None:
-        return "it has a ResNet stem, for which only vision_transformer has names"
-    return None
 
 
 def _read(npz: NpzReader, *, meta: SavedModelMeta | None, said: Said) -> Foreign:
@@ -126,6 +104,9 @@ def _read(npz: NpzReader, *, meta: SavedModelMeta | None, said: Said) -> Foreign
         raise ValueError("its record has the head masked_patch, which no file of Google's can have")
     else:
         model = of_record(meta, {}, format=f"Google's npz ({layout.code_base})")
+    config = model.config
+    if layout.position:
+        model = replace(model, config=config.with_learned_positions)
 
     ours = _our_shapes(model)
     # Of a model with a record, that may have been written with the other code base's class token.
@@ -141,6 +122,7 @@ def _read(npz: NpzReader, *, meta: SavedModelMeta | None, said: Said) -> Foreign
         raise ValueError(f"its arrays are not those of the model: {first_difference(shapes, expected)}\n{table}")
 
     state = move_class_row(_read_state(npz, slots, ours), config=model.config)
+    state = without_numbers(state, config=config, image_size=model.image_size)
     notes = list(model.notes)
     if model.num_classes == 0:
         notes += [] if model.notes and model.headless in model.notes[-1] else ["The file has no head."]
@@ -150,7 +132,7 @@ def _read(npz: NpzReader, *, meta: SavedModelMeta | None, said: Said) -> Foreign
         notes.append(f"Its numbers are {' and '.join(others)}, and are float32 here.")
     if left_out := len(npz.names) - len(headers):
         notes.append(f"{left_out} arrays outside {layout.prefix} (the optimiser's) are left out.")
-    return replace(model, state=state, notes=tuple(notes))
+    return replace(model, config=config, state=state, notes=tuple(notes))
 
 
 def _refuse_lost_blocks(names: Collection[str], *, depth: int) -> None:

@@ -92,6 +92,48 @@ def test_without_antialiasing_stripes_stay_black_or_white():
     assert decibels_between(resize(photograph, height=224, width=224), floats.numpy()) < 35
 
 
+# Pixels, and what TensorFlow 2.21 makes of them: tf.cast(tf.image.resize(PIXELS, (3, 7)), tf.uint8)
+PIXELS = [
+    [[173, 252, 186], [85, 202, 190], [91, 224, 92], [28, 222, 21], [236, 96, 172]],
+    [[247, 169, 70], [191, 89, 93], [6, 207, 165], [155, 247, 41], [102, 153, 196]],
+    [[235, 19, 94], [142, 120, 105], [93, 244, 184], [76, 196, 41], [71, 133, 209]],
+    [[228, 182, 97], [246, 179, 139], [77, 226, 156], [86, 48, 5], [192, 178, 169]],
+]
+CAST = [
+    [[185, 238, 166], [138, 206, 170], [95, 194, 153], [76, 221, 104], [57, 224, 47], [119, 174, 89], [213, 105, 176]],
+    [[241, 94, 82], [198, 100, 91], [133, 139, 120], [49, 225, 174], [96, 222, 79], [103, 187, 110], [86, 143, 202]],
+    [[229, 154, 96], [228, 163, 117], [186, 186, 141], [79, 229, 160], [83, 117, 53], [121, 114, 81], [171, 170, 175]],
+]
+
+
+def test_cast_it_is_tensorflows():
+    found = resize(np.array(PIXELS, dtype=np.uint8), height=3, width=7, antialias="cast")
+    np.testing.assert_array_equal(found, CAST)
+
+
+@law
+@given(st.integers(1, 90), st.integers(1, 90), st.integers(1, 64), st.integers(1, 64), st.integers(0, 255))
+def test_cast_the_fraction_is_cut_off(height: int, width: int, tall: int, wide: int, seed: int):
+    """Of the kernel in float64, but where float32 may fall on the other side of a whole number; even areas stay."""
+    image = noise(height, width, seed)
+    found = resize(image, height=tall, width=wide, antialias="cast")
+    floats = torch.nn.functional.interpolate(
+        torch.from_numpy(image).permute(2, 0, 1)[None].double(), (tall, wide), mode="bilinear", align_corners=False
+    )
+    exact = floats[0].permute(1, 2, 0).numpy()
+    clear = np.abs(exact - np.round(exact)) > 1e-3
+    assert found.flags.c_contiguous
+    np.testing.assert_array_equal(found[clear], np.floor(exact)[clear])
+    even = resize(np.full_like(image, seed), height=tall, width=wide, antialias="cast")
+    assert (even == seed).all()
+
+
+def test_a_cast_darkens_a_photograph_by_half_a_level():
+    photograph = np.array(whole_photograph("china"))
+    plain, cast = (resize(photograph, height=224, width=224, antialias=each).astype(float) for each in ("none", "cast"))
+    assert 0.4 < (plain - cast).mean() < 0.55
+
+
 def average(values: np.ndarray, size: int) -> np.ndarray:
     """Of exact fractions: span after span, pixel after pixel, along the first axis."""
     share = Fraction(len(values), size)

@@ -5,6 +5,7 @@ big_vision's two functions written down again in numpy's words.
 """
 
 import io
+from typing import Any
 
 import numpy as np
 import pytest
@@ -106,7 +107,8 @@ def test_rand_augment_comes_after_the_resize_with_number_23():
 
 
 @pytest.mark.parametrize(
-    ("crop", "antialias"), [("google", "none"), ("google", "antialiased"), ("torchvision", "none")]
+    ("crop", "antialias"),
+    [("google", "none"), ("google", "cast"), ("google", "antialiased"), ("torchvision", "none")],
 )
 def test_googles_crop_and_resize_are_used(crop: CropLaw, antialias: Antialias):
     """Of the pixels of the crop alone: what lies beside it does not reach in."""
@@ -121,11 +123,12 @@ def test_googles_crop_and_resize_are_used(crop: CropLaw, antialias: Antialias):
         assert mirror is bool(draws_for(seed)[22] < 0.5)
 
 
-def test_resize_and_crop_takes_any_square_of_the_resized_image():
-    """big_vision's `resize_small(24)|random_crop(16)`."""
+@pytest.mark.parametrize("kernel", [{"interpolation": "area"}, {"antialias": "cast"}])
+def test_resize_and_crop_takes_any_square_of_the_resized_image(kernel: dict[str, Any]):
+    """big_vision's `resize_small(24)|random_crop(16)`, with its kernel or another."""
     image = noise(60, 90)
-    transform = TrainTransform(16, crop="resize_and_crop", resize_size=24, interpolation="area")
-    scaled = resize(image, height=24, width=36, interpolation="area")
+    transform = TrainTransform(16, crop="resize_and_crop", resize_size=24, **kernel)
+    scaled = resize(image, height=24, width=36, **kernel)
     places = set()
     for seed in range(300):
         box = place_of(16, height=24, width=36, draws=draws_for(seed))

@@ -1,16 +1,23 @@
 """The demo's choices and its table; the demo itself is run by `make demo` and, as a pipeline, in tests/integration."""
 
+import re
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from data_shards.sources import open_source
+from data_shards.vocabulary import GOOGLES
 from launch.commands.demo import CHOICES, comparison, next_commands
 from launch.commands.demo import _shard_paths as shard_paths
+from model.formats.export import formats_of
+from model.vocabulary import ExportFormat
 from pipeline.recipe.io import load_recipe
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.stage import FinetuneStage
 from pipeline.run_folder import RunFolder
+from pipeline.stage_model import stage_model
+from tests.conftest import ROOT
 
 
 @pytest.mark.parametrize("data", CHOICES)
@@ -35,6 +42,15 @@ def test_the_comparison_differs_from_the_fine_tuning_in_its_start_alone(data):
     assert theirs.model_copy(update={"start": ours.start}) == ours
     assert recipe.model == scratch.model and recipe.seed == scratch.seed and recipe.engine == scratch.engine
     assert ours.image_size == 1.5 * recipe.train_stage("pretrain").image_size
+
+
+def test_the_recipe_that_one_is_told_to_copy_makes_models_that_every_program_loads():
+    page = (ROOT / "README.md").read_text(encoding="utf-8")
+    for text in (page, next_commands(CHOICES["digits"], runs_root=Path("runs"))):
+        (file,) = set(re.findall(r"(?:cp|copy) (pipeline/recipes/\w+\.yaml)", text))
+        recipe = load_recipe(str(ROOT / file))
+        meta = stage_model(recipe, stage="finetune", classes=["a"], head="linear", normalisation=GOOGLES)
+        assert formats_of(meta) == (list(get_args(ExportFormat)), {})
 
 
 @pytest.mark.parametrize("recipe", ["digits", "digits_scratch"])

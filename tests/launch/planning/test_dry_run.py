@@ -7,6 +7,7 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
@@ -14,6 +15,7 @@ from data_shards.errors import UserError
 from launch.run import pipeline_run
 from launch.run.pipeline_run import PipelineRun
 from model.build import build_model
+from model.vocabulary import ExportFormat
 from pipeline.recipe.io import dump_recipe, load_recipe, parse_recipe
 from pipeline.recipe.sources import shipped_recipes
 from pipeline.recipe.stage_plan import plan_stage
@@ -30,6 +32,12 @@ PACKED = [
     for stage in ("pretrain", "finetune")
     for key, split in (("train", "train"), ("eval", "val"))
 ]
+
+
+MASKED = (
+    "masked_patch={train: shards/train, eval: shards/val, image_size: 16, global_batch_size: 8, duration: 8 steps, "
+    "optimizer: {name: adamw, lr: 0.1}}"
+)
 
 
 @pytest.fixture
@@ -68,6 +76,36 @@ def test_all_that_is_printed_is_a_recipe(call: Call, work: Path, flags: list[str
     assert parse_recipe(work / "again.yaml") == load_recipe("digits", overrides=[*PACKED, "seed=5"])
     assert ("collective_timeout_seconds" in output) == bool(flags)
     assert sorted(path.name for path in work.iterdir()) == ["again.yaml", "shards"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "refused"),
+    [
+        ([], {}),
+        (["model.pool=gap", "model.position=sincos_2d"], {"transformers": "gap", "torchvision": "gap"}),
+        (["model.layer_norm_eps=1.0e-12"], dict.fromkeys(("npz", "big_vision"), "1e-12")),
+        (
+            ["model.resnet_layers=[]"],
+            dict.fromkeys(("big_vision", "timm", "transformers", "torchvision"), "ResNet|hybrid"),
+        ),
+        (["finetune=null", "swap_head=null"], dict.fromkeys(("timm", "transformers"), "head is mlp")),
+        (
+            ["pretrain=null", "finetune=null", "swap_head=null", MASKED],
+            dict.fromkeys(get_args(ExportFormat), "fine-tune"),
+        ),
+    ],
+)
+def test_which_formats_will_hold_the_result_is_said_before_it_is_trained(
+    call: Call, work: Path, overrides: list[str], refused: dict[str, str]
+):
+    packed = PACKED[: 4 - 2 * ("finetune=null" in overrides) - 2 * ("pretrain=null" in overrides)]
+    code, output, error = call("run", "digits", "--dry-run", *packed, *overrides)
+    assert (code, error) == (0, "")
+    stage, held = re.findall(r"^# formats of (\w+)/model: (.+)$", output, re.MULTILINE)[0]
+    assert stage == ("finetune" if len(packed) == 4 else "pretrain" if packed else "masked_patch")
+    found = dict(re.findall(r"^#   not (\w+): (.+)$", output, re.MULTILINE))
+    assert set(held.split(", ")) & set(get_args(ExportFormat)) == set(get_args(ExportFormat)) - found.keys()
+    assert found.keys() == refused.keys() and all(re.search(why, found[to]) for to, why in refused.items())
 
 
 def test_the_summary_has_the_numbers_of_the_run(call: Call, work: Path):

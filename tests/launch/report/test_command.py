@@ -14,6 +14,7 @@ from launch.report.compare import WIDTH, plot
 from launch.report.curves import Curve
 from launch.report.facts import held_out_fact, stage_rows
 from launch.report.sections import runs_page
+from pipeline.recipe.io import dump_recipe, load_recipe
 from pipeline.report.history import read_history
 from pipeline.run_folder import RunFolder
 from tests.launch.report.runs import HOSTILE, make_hostile, make_run
@@ -95,6 +96,36 @@ def test_a_hostile_run_is_compared_without_a_control_character(
     captured = capsys.readouterr()
     for text in (captured.out, captured.err):
         assert all(each.isprintable() or each == "\n" for each in text)
+
+
+MASKED = (
+    "masked_patch={train: a, eval: b, image_size: 16, global_batch_size: 8, duration: 8 steps, "
+    "optimizer: {name: adamw, lr: 0.1}}"
+)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "exports"),
+    [
+        ([], "--format timm # or npz, big_vision, transformers, torchvision, onnx, torch_export"),
+        (["model.resnet_layers=[]"], "--format npz # or onnx, torch_export"),
+        (["pretrain=null", "swap_head=null", "finetune=null", MASKED], None),
+        (None, None),
+    ],
+)
+def test_the_commands_to_go_on_name_only_what_the_model_can_do(
+    runs: list[RunFolder], overrides: list[str] | None, exports: str | None
+) -> None:
+    recipe = load_recipe("digits", overrides=["name=one", *(overrides or ())])
+    (runs[0].path / "recipe.yaml").write_text("?" if overrides is None else dump_recipe(recipe))
+    if "masked_patch" in recipe.stages.names:
+        runs[0].update("masked_patch", state="done")
+    assert report(runs[0].path, no_draw=True) == 0
+    said = " ".join((runs[0].path / "report.html").read_text().split())
+    run = runs[0].path.resolve()
+    for command in ("predict", "eval", "export"):
+        assert (f"shardvit {command} {run}" in said) == (exports is not None)
+    assert exports is None or f"shardvit export {run} {exports}" in said
 
 
 def test_a_run_that_has_not_begun_has_a_page_with_the_command(runs: list[RunFolder]) -> None:

@@ -311,7 +311,7 @@ def no(*overrides: str, **options: object) -> tuple[tuple[str, ...], dict[str, o
         (no(f"{LR}=0.01,0.02", stage="swap_head"), "--stage swap_head"),
         (no(f"{LR}=0.01,0.02", hold_out=None), "--hold-out"),
         (no(f"{LR}=0.01,0.02", "stages.finetune.train=[a, b]"), "stages.finetune.train"),
-        (no(f"{LR}=0.01,0.02", "stages.finetune.train={shards: a, part: rest, hold_out: 0.1}"), "part"),
+        (no(f"{LR}=0.01,0.02", "stages.finetune.train={shards: a, part: rest, hold_out: 0.2}"), "part"),
         (no(f"{LR}=0.01,-1"), "lr"),
         (no("stages.finetune.train=a,b"), "different data"),
         (no(), "finetune.optimizer.lr"),
@@ -361,6 +361,17 @@ def test_without_a_grid_the_papers_rates_are_chosen_from(work: Machine):
     assert sweep.hold_out == 0.02
     rates = plan(work, "stages.finetune.data=imagenet", hold_out=None).axes[0].values
     assert rates == ("0.003", "0.01", "0.03", "0.06")
+
+
+def test_a_recipe_that_holds_out_as_much_is_swept_by_that_part(work: Machine):
+    sweep = plan(work, f"{LR}=0.01,0.02", "stages.finetune.hold_out=0.1")
+    for point in sweep.points:
+        chosen, final = (each.train_stage("finetune") for each in (point.recipe, point.final))
+        assert chosen.train == final.train and chosen.train and chosen.train[0].part == "rest"
+        assert chosen.eval == final.also_eval["minival"]
+        assert final.eval and final.eval.part is None
+    with pytest.raises(UserError, match="10 %"):
+        plan(work, f"{LR}=0.01,0.02", "stages.finetune.hold_out=0.1", hold_out=0.2)
 
 
 def test_the_papers_shares():

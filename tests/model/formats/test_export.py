@@ -1,6 +1,7 @@
 """`model.formats.export`: what is written where, what is refused, and what is never overwritten."""
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -9,12 +10,15 @@ import onnxruntime
 import pytest
 import timm
 import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
 from transformers import AutoModelForImageClassification
 
 from model.config import ModelConfig
 from model.formats.detect import import_file
-from model.formats.export import ExportFormat, export_model, export_objection
+from model.formats.export import ExportFormat, export_model, export_objection, formats_of, save_for_others
 from model.formats.record import read_side_record
+from model.saved import SavedModelMeta, load_model
 from tests.model.comparing import relative_difference
 from tests.model.formats.small_model import (
     CONFIG,
@@ -48,6 +52,81 @@ def test_a_timm_export_is_read_by_both(tmp_path: Path) -> None:
     wrapped = AutoModelForImageClassification.from_pretrained(tmp_path / "m").eval()
     assert relative_difference(logits(wrapped, images()), expected) < 1e-5
     assert wrapped.config.id2label == dict(enumerate(NAMES))
+
+
+def loaded_by_others(folder: Path, meta: SavedModelMeta) -> dict[str, nn.Module]:
+    """By the two lines that README has for a model's folder."""
+    epsilon = {} if meta.model.layer_norm_eps == 1e-6 else {"norm_layer": partial(nn.LayerNorm, eps=1e-12)}
+    return {
+        "timm": timm.create_model(f"local-dir:{folder}", pretrained=True, **epsilon).eval(),
+        "transformers": AutoModelForImageClassification.from_pretrained(folder).eval(),
+    }
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"position": "sincos_2d"},
+        {"position": "sincos_2d", "pool": "gap"},
+        {"position": "none", "pool": "map"},
+        {"layer_norm_eps": 1e-12, "gelu": "erf"},
+        {"layer_norm_eps": 1e-12, "position": "sincos_2d"},
+    ],
+    ids=lambda keys: " ".join(map(str, keys.values())),
+)
+def test_a_models_folder_loads_in_timm_and_transformers_as_it_is(tmp_path: Path, keys: dict[str, Any]) -> None:
+    """Tokens are small, so that the epsilon matters."""
+    meta = described(ModelConfig(**SIZES, **keys))
+    model = random_model(meta)
+    save_for_others(tmp_path / "m", model.state_dict(), meta=meta)
+    expected = logits(model, images())
+    for theirs in loaded_by_others(tmp_path / "m", meta).values():
+        assert relative_difference(logits(theirs, images()), expected) < 1e-5
+    found, state = load_model(tmp_path / "m")
+    assert found == meta and state.keys() == model.state_dict().keys()
+    assert all(torch.equal(state[name], value) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("pool", ["cls", "gap"])
+def test_another_epsilon_is_never_taken_for_timms(tmp_path: Path, pool: Any) -> None:
+    """Its error names the argument; transformers loads such a model through timm if its own ViT has no such pooling."""
+    meta = described(ModelConfig(**SIZES, layer_norm_eps=1e-12, pool=pool))
+    model = random_model(meta)
+    save_for_others(tmp_path / "m", model.state_dict(), meta=meta)
+    wrong = timm.create_model(f"local-dir:{tmp_path / 'm'}", pretrained=True, norm_layer="layernorm").eval()
+    assert relative_difference(logits(wrong, images()), logits(model, images())) > 5e-5
+    with pytest.raises(KeyError, match="eps=1e-12"):
+        timm.create_model(f"local-dir:{tmp_path / 'm'}", pretrained=True)
+    if pool == "gap":
+        with pytest.raises(KeyError, match="eps=1e-12"):
+            AutoModelForImageClassification.from_pretrained(tmp_path / "m")
+    notes = export_model(meta, model.state_dict(), to="timm", out=tmp_path / "timm")
+    assert "norm_layer=functools.partial(torch.nn.LayerNorm, eps=1e-12)" in notes[0]
+
+
+@pytest.mark.parametrize("to", ["npz", "timm", "transformers", "torchvision"])
+def test_fixed_positions_travel_along(tmp_path: Path, to: ExportFormat) -> None:
+    meta = described(ModelConfig(**SIZES, position="sincos_2d"))
+    state = random_model(meta).state_dict()
+    export_model(meta, state, to=to, out=tmp_path / OUT[to])
+    found, back = import_file(tmp_path / OUT[to])
+    assert found == meta and back.keys() == state.keys()
+
+
+def test_positions_that_somebody_trained_are_not_taken_for_the_fixed_ones(tmp_path: Path) -> None:
+    meta = described(ModelConfig(**SIZES, position="sincos_2d"))
+    save_for_others(tmp_path / "m", random_model(meta).state_dict(), meta=meta)
+    tensors = load_file(tmp_path / "m/model.safetensors")
+    save_file(tensors | {"pos_embed": tensors["pos_embed"] + 0.01}, tmp_path / "m/model.safetensors")
+    with pytest.raises(ValueError, match=r"model\.safetensors does not fit .*pos_embed"):
+        load_model(tmp_path / "m")
+
+
+def test_the_formats_of_a_model(tmp_path: Path) -> None:
+    assert formats_of(described()) == (list(FORMATS), {})
+    held, refused = formats_of(described(ModelConfig(**SIZES, pool="gap", resnet_layers=())))
+    assert held == ["npz", "onnx", "torch_export"] and set(refused) == set(FORMATS) - set(held)
+    assert "ResNet stem" in refused["timm"] and not formats_of(described(head="masked_patch"))[0]
 
 
 def test_programs_give_the_logits_of_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -127,7 +127,7 @@ def test_a_named_variant_is_loaded_into_its_builder() -> None:
     [
         (ModelConfig(**SIZES, pool="map"), "no pooling map"),
         (ModelConfig(**SIZES, layer_scale=0.1), "no layer scale"),
-        (ModelConfig(**SIZES, position="none"), "no position embedding none"),
+        (ModelConfig(**SIZES, position="learned_2d"), "no position embedding learned_2d"),
         (ModelConfig(variant="R50+B/16"), "neither a hybrid"),
     ],
 )

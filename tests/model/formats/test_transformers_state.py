@@ -217,7 +217,7 @@ def test_weights_in_several_files_are_read(tmp_path: Path) -> None:
         (CONFIG, {"head": "mlp"}, "its head is mlp"),
         (ModelConfig(**_sizes(), pool="gap"), {}, "no pooling gap"),
         (ModelConfig(**_sizes(), layer_scale=0.1), {}, "no layer scale"),
-        (ModelConfig(**_sizes(), position="sincos_2d"), {}, "no position embedding sincos_2d"),
+        (ModelConfig(**_sizes(), position="learned_2d"), {}, "no position embedding learned_2d"),
     ],
 )
 def test_what_it_cannot_hold_is_refused(

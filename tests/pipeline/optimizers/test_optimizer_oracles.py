@@ -156,6 +156,37 @@ def test_lamb_is_optaxs_with_norms_and_biases_as_adam_moves_them():
     assert_equal(result, theirs(chain, steps, start, exact=True), start)
 
 
+def test_lamb_has_one_trust_ratio_for_q_k_and_v():
+    """As timm; of flax's three parameters, each has its own."""
+    model = vit()
+    with torch.no_grad():
+        model.get_parameter("blocks.0.attn.qkv.weight")[:WIDTH].mul_(10)  # q's
+    start = start_of(model)
+    steps = gradients(start)[:1]
+    rate = optax.scale_by_learning_rate(lambda _: schedule()(1))
+    chain = optax.chain(optax.scale_by_adam(eps=1e-6), optax.masked(optax.scale_by_trust_ratio(), mask), rate)
+
+    optimizer = build_optimizer(model, OptimizerConfig(name="lamb", lr=PEAK))
+    for name, parameter in model.named_parameters():
+        parameter.grad = torch.from_numpy(steps[0][name].copy())
+    set_lr(optimizer.param_groups, schedule()(1))
+    optimizer.step()
+    step = model.get_parameter("blocks.0.attn.qkv.weight").detach().numpy() - start["blocks.0.attn.qkv.weight"]
+
+    fused = theirs(chain, steps, start, exact=True)["blocks.0.attn.qkv.weight"] - start["blocks.0.attn.qkv.weight"]
+    np.testing.assert_allclose(step, fused, rtol=1e-4)
+    parts, apart = (
+        dict(zip("qkv", np.split(of["blocks.0.attn.qkv.weight"], 3), strict=True)) for of in (start, steps[0])
+    )
+    each = optax.chain(optax.scale_by_adam(eps=1e-6), optax.scale_by_trust_ratio(), rate)
+    moved = theirs(each, [apart], parts, exact=True)
+    ratios = [
+        np.linalg.norm(moved[name] - parts[name]) / np.linalg.norm(own)
+        for name, own in zip("qkv", np.split(step, 3), strict=True)
+    ]
+    assert ratios[0] > 1.4 and ratios[1] < 0.3 and ratios[2] < 0.3
+
+
 def test_lamb_scales_without_decay_too():
     """timm's alone would turn into Adam."""
     model = vit()

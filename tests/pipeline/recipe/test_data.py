@@ -165,6 +165,7 @@ def test_googles_data_path_reaches_it_too(tmp_path: Path):
     assert eval_transform(config).protocol == "big_vision_exact"
     plain = train_transform(recipe(tmp_path).train_stage("pretrain"))
     assert (plain.crop, plain.crop_ratio, plain.antialias) == ("torchvision", (3 / 4, 4 / 3), "antialiased")
+    assert train_transform(recipe(tmp_path, augment={"antialias": "cast"}).train_stage("pretrain")).antialias == "cast"
 
 
 @pytest.mark.parametrize(
@@ -177,6 +178,7 @@ def test_googles_data_path_reaches_it_too(tmp_path: Path):
         ({"crop": "google", "resize_size": 9}, "resize_size means nothing"),
         ({"interpolation": "bicubic", "antialias": "none"}, "antialias means nothing"),
         ({"interpolation": "area", "antialias": "none"}, "antialias means nothing"),
+        ({"interpolation": "area", "antialias": "cast"}, "antialias means nothing"),
         ({"crop_ratio": 0.5}, "two numbers"),
         ({"crop": "googel"}, "google"),
     ],

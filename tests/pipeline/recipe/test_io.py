@@ -144,8 +144,8 @@ def test_a_binary_file_is_no_recipe(file: Path):
 
 def test_a_recipe_that_is_not_there_names_the_command_that_lists_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match=r"there is no recipe photos: .*`shardvit recipes`"):
-        load_recipe("photos")
+    with pytest.raises(UserError, match=r"there is no recipe pictures: .*`shardvit recipes`"):
+        load_recipe("pictures")
 
 
 def test_a_file_beside_us_comes_before_a_shipped_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pipeline.recipe.io import load_recipe
-from pipeline.recipe.roles import ROLES
+from pipeline.recipe.roles import ROLES, role_of
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.sources import finetune_sets, shipped_recipes
 from pipeline.recipe.stage import TrainStage
@@ -98,9 +98,43 @@ def test_all_runs_of_table_3_are_shipped_and_fine_tuned_on_imagenet():
 @pytest.mark.parametrize("name", GOOGLES)
 def test_googles_runs_have_googles_crop_and_a_known_set(name: str):
     for stage in training(load_recipe(name)):
-        assert stage.augment.crop == "google" and stage.augment.antialias == "none"
+        assert stage.augment.crop == "google" and stage.augment.antialias in ("none", "cast")
         assert stage.augment.crop_area == (0.05, 1.0) and stage.augment.flip == 0.5
         assert stage.data in ROLES and stage.train is stage.eval is None
+
+
+def test_big_vision_alone_casts_its_training_crops():
+    """As areas are averaged by its evaluation, and by its crop for small sets, which both cut off the fraction."""
+    for name in GOOGLES:
+        pretrain = training(load_recipe(name))[0]
+        assert (pretrain.augment.antialias == "cast") == (shipped_recipes()[name].parent.name != "paper"), name
+    for name in finetune_sets():
+        augment = training(load_recipe("vit_b16_in21k", overrides=[f"finetune={name}"]))[1].augment
+        cut_off = augment.antialias == "cast" or augment.interpolation == "area"
+        assert cut_off == name.startswith("big_vision/"), name
+
+
+# big_vision's train[:99%] and so on: vit_i1k.py, vit_s16_i1k.py; transfer.py by data set. Of ImageNet-21k it packs the
+# held-out images apart (full[51200:]).
+HELD_OUT = {"imagenet": 0.01, "cifar10": 0.02, "cifar100": 0.02, "pets": 0.1, "flowers": 0.1}
+
+
+def test_big_vision_holds_out_a_part_of_what_it_trains_on():
+    for name in GOOGLES:
+        folder, stages = shipped_recipes()[name].parent.name, training(load_recipe(name))
+        on_imagenet = stages[0].data == "imagenet"
+        assert stages[0].hold_out == (0.01 if folder in ("plain", "augreg") and on_imagenet else None)
+        for stage in stages[1:]:
+            assert stage.hold_out == (0.01 if folder == "augreg" else None)
+    for name in finetune_sets():
+        finetune = training(load_recipe("vit_b16_in21k", overrides=[f"finetune={name}"]))[1]
+        assert finetune.hold_out == HELD_OUT.get(name.removeprefix("big_vision/") if "/" in name else ""), name
+
+
+def test_the_images_held_out_count_neither_in_epochs_nor_in_a_plan():
+    stage = load_recipe("augreg_b16_in1k").train_stage("pretrain")
+    role = role_of(stage)
+    assert role and (role.images, role.classes) == (1_281_167 - 12_812, 1000)
 
 
 def test_a_set_needs_no_more_than_its_role_for_any_recipe():

@@ -26,6 +26,11 @@ def recipe(*, stage: str = "pretrain", **keys: Any) -> Recipe:
     ("keys", "names"),
     [
         ({"also_eval": {"val": "x"}}, "also_eval.val"),
+        ({"hold_out": 1.0}, "less than 1"),
+        ({"hold_out": "0.1"}, "hold_out"),  # text would wait for ever
+        ({"hold_out": "1 %"}, "hold_out"),
+        ({"hold_out": 0.1, "train": ["a", "b"]}, "hold_out is of one set"),
+        ({"hold_out": 0.1, "train": {"shards": "a", "part": "rest", "hold_out": 0.1}}, "hold_out is of one set"),
         ({"also_eval": {"New Set": "x"}}, "New Set"),
         ({"also_eval": {"x": {"shards": "x", "weight": 2}}}, "weight"),
         ({"also_eval": {"x": {"shards": "a/train", "part": "held_out", "hold_out": 0.1}}}, "also_eval.x is held out"),
@@ -38,6 +43,20 @@ def recipe(*, stage: str = "pretrain", **keys: Any) -> Recipe:
 def test_what_means_nothing_is_refused(keys: dict[str, Any], names: str):
     with pytest.raises(ValidationError, match=names):
         recipe(**keys)
+
+
+@pytest.mark.parametrize("as_list", [False, True])
+def test_what_is_held_out_is_written_as_parts_of_the_training_set(as_list: bool):
+    plain, train = recipe(train={"shards": "a", "label": "cls"}), {"shards": "a", "label": "cls", "hold_out": 0.1}
+    parts = {"train": train | {"part": "rest"}, "also_eval": {"minival": train | {"part": "held_out"}}}
+    one = {"shards": "a", "label": "cls"}
+    short = recipe(train=[one] if as_list else one, hold_out=0.1)
+    assert short == recipe(**parts) and differences(plain, short)
+    assert Recipe.model_validate(short.model_dump(mode="json")) == short
+    mine = recipe(hold_out=0.1, also_eval={"minival": "x", "y": "z"}).train_stage("pretrain").also_eval
+    assert {name: each.shards for name, each in mine.items()} == {"minival": "x", "y": "z"}
+    waiting = recipe(train=None, data="imagenet", hold_out=0.1)  # until its shards are named
+    assert waiting.train_stage("pretrain").hold_out == 0.1 and not waiting.train_stage("pretrain").also_eval
 
 
 def test_a_running_recipe_may_be_evaluated_in_other_ways():

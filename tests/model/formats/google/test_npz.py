@@ -14,18 +14,13 @@ import torch
 
 from model.build import build_model
 from model.config import ModelConfig
+from model.formats.export import export_model
 from model.formats.foreign import Said
 from model.formats.google.infer import infer_model
 from model.formats.google.names import BIG_VISION, VISION_TRANSFORMER, slots_of
-from model.formats.google.npz import (
-    GoogleNames,
-    expected_arrays,
-    is_google_npz,
-    npz_objection,
-    read_google_npz,
-    write_google_npz,
-)
+from model.formats.google.npz import GoogleNames, expected_arrays, is_google_npz, read_google_npz, write_google_npz
 from model.formats.record import side_path
+from model.positions.embedding import sincos_2d
 from model.variants import HYBRIDS, VARIANTS
 from tests.model.formats.google.small_npz import Arrays, arrays_of, meta_of, same, save, state_of
 
@@ -124,6 +119,33 @@ def test_a_class_token_without_position_comes_back(tmp_path: Path, names: Google
         assert bare.config.class_token_position == "learned"
         assert not bare.state["pos_embed"][:, 0].any()
         assert torch.equal(bare.state["pos_embed"][:, 1:], state["pos_embed"])
+
+
+@pytest.mark.parametrize("pool", ["cls", "gap"])
+@pytest.mark.parametrize(
+    ("names", "position", "array"),
+    [
+        ("vision_transformer", "sincos_2d", "Transformer/posembed_input/pos_embedding"),
+        ("vision_transformer", "none", "Transformer/posembed_input/pos_embedding"),
+        ("big_vision", "none", "params/pos_embedding"),
+    ],
+)
+def test_fixed_positions_are_numbers_for_who_does_not_know_them(
+    tmp_path: Path, names: GoogleNames, position: str, array: str, pool: str
+) -> None:
+    """Nothing for the class token; a reader with the record has the fixed ones again."""
+    meta, path = meta_of(position=position, pool=pool), tmp_path / "model.npz"
+    state, grid = state_of(meta), meta.model.grid_size(meta.image_size)
+    write_google_npz(path, state, meta=meta, names=names)
+    expected = sincos_2d(grid, meta.model.sizes.width) * (position == "sincos_2d")
+    with np.load(path) as held:
+        written = torch.from_numpy(held[array])[0]
+    assert torch.equal(written[-(grid**2) :], expected) and not written[: -(grid**2)].any()
+    found = read_google_npz(path)
+    assert found.config == meta.model
+    same(found.state, state)
+    side_path(path).unlink()
+    assert read_google_npz(path).config.position == "learned_1d"
 
 
 def test_group_norms_of_older_flax_have_more_axes(tmp_path: Path) -> None:
@@ -301,10 +323,10 @@ def test_an_array_shorter_than_it_says_is_refused(tmp_path: Path) -> None:
         ("vision_transformer", {"gelu": "erf"}, "GELU"),
         ("vision_transformer", {"layer_norm_eps": 1e-12}, "1e-12"),
         ("vision_transformer", {"layer_scale": 0.1}, "layer scale"),
-        ("vision_transformer", {"position": "sincos_2d"}, "sincos_2d at stem, and theirs is learned_1d"),
+        ("vision_transformer", {"position": "learned_2d"}, "learned_2d at stem, and theirs is learned_1d"),
         ("vision_transformer", {"pool": "map"}, "only big_vision"),
-        ("vision_transformer", {"head": "masked_patch"}, "masked patches"),
-        ("big_vision", {"position": "none"}, "none at stem"),
+        ("vision_transformer", {"head": "masked_patch"}, "masked-patch"),
+        ("big_vision", {"position": "relative"}, "relative at stem"),
         ("big_vision", {"position": "learned_2d"}, "learned_2d at stem"),
         ("big_vision", {"position_at": "every_layer"}, "learned_1d at every_layer"),
         ("big_vision", {"variant": "R26+S/32", "image_size": 32}, "ResNet stem"),
@@ -314,10 +336,9 @@ def test_an_array_shorter_than_it_says_is_refused(tmp_path: Path) -> None:
 def test_what_the_names_cannot_hold_is_not_written(
     tmp_path: Path, names: GoogleNames, trunk: dict[str, Any], message: str
 ) -> None:
-    meta = meta_of(**trunk)
-    assert message in str(npz_objection(meta, names=names))
+    meta, to = meta_of(**trunk), "npz" if names == "vision_transformer" else "big_vision"
     with pytest.raises(ValueError, match=message):
-        write_google_npz(tmp_path / "model.npz", {}, meta=meta, names=names)
+        export_model(meta, {}, to=to, out=tmp_path / "model.npz")
     assert not list(tmp_path.iterdir())
 
 
