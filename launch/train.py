@@ -229,8 +229,10 @@ def _run(
             there = held.enter_context(contextlib.closing(Presence(folder.path)))
         beside = None
         if place.is_main and wants_pictures:
-            moments = get_args(Moment) if recipe.pictures == "auto" else ("end",) if recipe.tracking.log_model else ()
-            beside = held.enter_context(Beside(folder, environ=without_place(), say=say, moments=moments))
+            moments = get_args(Moment) if recipe.pictures == "auto" else ("end",)
+            module = "launch.report.beside"
+            beside = Beside(folder, environ=without_place(), say=say, module=module, moments=moments)
+            held.enter_context(beside)
         context = StageContext(
             recipe=recipe,
             folder=folder,

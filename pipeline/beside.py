@@ -2,6 +2,8 @@
 
     Beside.ask("pretrain", "begin", step=0)   ->   one line of JSON to its standard input   ->   `drawing.draw`
 
+After each stage it also writes the run's page, and sends MLflow what that lacks of all this.
+
 It is started at the first request and ends when rank 0 does; a request that it cannot take at once is dropped, since
 `shardvit report` draws what is missing. Of several evaluations that wait only the last is drawn. What it has to say
 goes to RUN/pictures.log.
@@ -51,6 +53,7 @@ class Beside(AbstractContextManager["Beside"]):
     Args:
         folder: of the run.
         environ: the process's environment, without a launcher's ranks.
+        module: run as the process; it calls `main`.
         moments: what else is asked for is passed over.
         say: prints a line.
     """
@@ -61,9 +64,11 @@ class Beside(AbstractContextManager["Beside"]):
         *,
         environ: Mapping[str, str],
         say: Callable[[str], None],
+        module: str,
         moments: Sequence[Moment] = get_args(Moment),
     ) -> None:
         self._folder, self._environ, self._say, self._moments = folder, environ, say, moments
+        self._module = module
         self._child: subprocess.Popen[bytes] | None = None
         self._failed = False
 
@@ -114,7 +119,7 @@ class Beside(AbstractContextManager["Beside"]):
     def _start(self) -> subprocess.Popen[bytes]:
         with open(self._folder.path / PICTURES_LOG, "ab") as log:
             child = subprocess.Popen(
-                [sys.executable, "-m", "pipeline.beside", str(self._folder.runs_root), self._folder.name],
+                [sys.executable, "-m", self._module, str(self._folder.runs_root), self._folder.name],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
@@ -129,15 +134,15 @@ class Beside(AbstractContextManager["Beside"]):
 # From here on: the process itself.
 
 
-def main(runs_root: str, name: str) -> None:
-    """Draw what is asked for on standard input until it ends."""
+def main(runs_root: str, name: str, *, write_page: Callable[[RunFolder], object]) -> None:
+    """Draw what is asked for on standard input until it ends, and write the run's page at the end of each stage."""
     os.nice(_LOWEST_PRIORITY)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is rank 0's to answer, whose end ends this
     folder = RunFolder(runs_root=Path(runs_root), name=name)
     lines: SimpleQueue[bytes] = SimpleQueue()
     threading.Thread(target=_listen, args=(sys.stdin.buffer, lines), daemon=True).start()
     from pipeline.drawing import draw, request_of
-    from pipeline.tracking.publish import publish_stage
+    from pipeline.tracking.publish import publish_page, publish_stage
 
     while pending := _pending(lines):
         for asked in pending:
@@ -147,6 +152,9 @@ def main(runs_root: str, name: str) -> None:
                     draw(request, moment=asked.moment, say=_say)
                 last = asked.moment == "end"  # earlier ones wait for nothing: a later one sends theirs
                 publish_stage(folder, request.recipe, request.stage, _say, wait_seconds=20.0 if last else 0.0)
+                if last:
+                    write_page(folder)
+                    publish_page(folder, request.recipe)
             except Exception as error:  # noqa: BLE001 - the next request may fare better
                 _say(f"{asked.stage}, {asked.moment}: {type(error).__name__}: {error}")
 
@@ -172,7 +180,3 @@ def _pending(lines: SimpleQueue[bytes]) -> list[_Asked]:
 
 def _say(text: str) -> None:
     print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {printable(text)}", flush=True)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -13,7 +13,7 @@
     RUNS/NAME/STAGE/model/                the result: safetensors and config.json
     RUNS/NAME/transfer/                   few-shot, probe and kNN of its models, see `transfer.results`
     RUNS/NAME/mlflow*.json, tracking/     what MLflow is to know and was told, also in each stage, see `tracking`
-    RUNS/NAME/report.html                 what `shardvit report` made of all this
+    RUNS/NAME/report.html                 all of this as a page, after each stage and by `shardvit report`
     RUNS/NAME/compiled/                   what torch has compiled, see `kernels.cache`; may be deleted at any time
 
 A finished stage is not run again; an interrupted one goes on; a changed recipe is refused with the difference shown.

@@ -37,6 +37,7 @@ class PageTable:
     caption: str = ""
     folded: bool = False  # shown when its title is clicked
     highlight: Literal["none", "last_column"] = "none"
+    of: str = ""  # whose it is, beside the title
 
     @property
     def numeric(self) -> tuple[bool, ...]:
@@ -62,6 +63,7 @@ class PagePicture:
     caption: str
     alt: str
     images: Sequence[PageImage]
+    of: str = ""  # whose it is, beside the title
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,7 @@ class PageDrawing:
     title: str
     caption: str
     svg: str  # markup; its texts are escaped
+    legend: tuple[tuple[str, str], ...] = ()  # (class of the mark, label)
 
 
 @dataclass(frozen=True)
@@ -96,13 +99,15 @@ class ChartBlock:
     legend: tuple[tuple[str, str], ...] = ()  # of all charts: (class of the mark, label)
 
 
-PageBlock = PageText | PageTable | PagePicture | PageDrawing | ChartBlock
-
-
 @dataclass(frozen=True)
 class PageSection:
-    """A heading, and what stands under it."""
+    """A fold: a heading, and what stands under it, other folds too."""
 
     title: str
     blocks: Sequence[PageBlock]
     intro: str = ""
+    brief: str = ""  # a few words beside the heading, which are seen while it is closed
+    state: Literal["open", "closed"] = "open"
+
+
+PageBlock = PageText | PageTable | PagePicture | PageDrawing | ChartBlock | PageSection

@@ -11,13 +11,12 @@ from cyclopts import Parameter
 
 from data_shards.errors import UserError
 from launch.output import say
+from pipeline.vocabulary import PAGE_FILE
 
 if TYPE_CHECKING:
     from launch.report.page import Page
     from pipeline.report.history import RunHistory
     from pipeline.run_folder import RunFolder
-
-PAGE_FILE = "report.html"
 
 PageFile = Annotated[
     Path | None,

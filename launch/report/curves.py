@@ -7,8 +7,10 @@ attempts, which may be days.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from textwrap import shorten
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -28,9 +30,10 @@ _LOG_RATIO = 30.0  # between the highest and lowest value of a metric that may h
 _MOST_VALUE = 1e30  # beyond it a value is no number: axes have to be computed with it
 LATEST = 1e11  # unix seconds: a damaged row may say anything
 _MOST_CHARTS = 40  # a run folder may hold thousands of names
+_OF_EACH_SET = ("top1", "accuracy", "loss")
+_LONGEST_TITLE = 60
 _FEW_SHOT = "val/fewshot_"
-_NOT_DRAWN = ("train/epoch", "val/images")  # the x axis once more; a constant
-_NOT_DRAWN_GROUPS = ("model/",)
+_NOT_DRAWN = re.compile(r"train/epoch$|val[^/]*/images$|model/")  # the x axis once more; constants
 
 
 @dataclass(frozen=True)
@@ -124,14 +127,14 @@ _TITLES = {
 def chart_kinds(names: Sequence[str]) -> list[ChartKind]:
     """The charts for metrics of these names: the well-known ones first, then one for each other that is known, those of
     several held-out sets together, then unknown ones."""
-    left = dict.fromkeys(name for name in names if name not in _NOT_DRAWN and not name.startswith(_NOT_DRAWN_GROUPS))
+    left = dict.fromkeys(name for name in names if not _NOT_DRAWN.match(name))
     kinds: list[ChartKind] = []
     for kind in _KINDS:
         present = tuple((name, label) for name, label in kind.metrics if name in left)
         for name, _ in present:
             del left[name]
         if present:
-            kinds.append(replace(kind, metrics=present, unit=_unit(present[0][0])))
+            kinds.append(replace(kind, metrics=present, unit=unit_of(present[0][0])))
     others: dict[str, list[str]] = {}
     for name in left:
         group, _, last = name.partition("/")
@@ -141,13 +144,15 @@ def chart_kinds(names: Sequence[str]) -> list[ChartKind]:
         others.setdefault(key, []).append(name)
     for key, members in sorted(others.items(), key=lambda each: (_order(each[0]), each[0])):
         if key.startswith("val_/"):
-            lines = tuple((name, name.partition("/")[0].removeprefix("val_")) for name in members)
-            kinds.append(ChartKind(f"Other held-out sets: {key[5:]}", lines, _unit(f"val/{key[5:]}")))
+            sets = [name.partition("/")[0].removeprefix("val_") for name in members]
+            title = f"{metric_words(key[5:]).capitalize()} on {', '.join(sets)}"
+            title, rank = shorten(title, _LONGEST_TITLE), "first" if key[5:] in _OF_EACH_SET else "more"
+            kinds.append(ChartKind(title, tuple(zip(members, sets, strict=True)), unit_of(members[0]), rank=rank))
         elif key == _FEW_SHOT:
             lines = tuple((name, name.removeprefix(_FEW_SHOT).replace("_", " ")) for name in members)
             kinds.append(ChartKind("Few-shot top-1", lines, "share"))
         else:
-            kinds.append(ChartKind(_title(key), ((key, ""),), _unit(key), rank="more"))
+            kinds.append(ChartKind(_title(key), ((key, ""),), unit_of(key), rank="more"))
     return kinds[:_MOST_CHARTS]
 
 
@@ -215,14 +220,21 @@ def _order(key: str) -> int:
     return 0 if key.startswith(("val_/", _FEW_SHOT)) else 1 if key in METRICS else 2
 
 
-def _unit(metric: str) -> str:
-    known = METRICS.get(metric)
-    return "" if known is None else known.unit
+def unit_of(metric: str) -> str:
+    """A metric's unit, of another held-out set or a moving average too; "share": shown in per cent."""
+    known = METRICS.get(metric) or METRICS.get(f"val/{metric.rpartition('/')[2].removeprefix('ema_')}")
+    return known.unit if known is not None else "share" if re.search(r"_(top\d+|\d+shot)$", metric) else ""
+
+
+def metric_words(name: str) -> str:
+    """A metric's name without its group, in words: "top-1" of "top1"."""
+    words = re.sub(r"\btop(\d)", r"top-\1", name.removeprefix("ema_").replace("_", " "))
+    return f"{words} of the moving average" if name.startswith("ema_") else words
 
 
 def _title(metric: str) -> str:
     if metric in _TITLES:
         return _TITLES[metric]
     group, _, name = metric.partition("/")
-    words = (name or group).replace("_", " ").removesuffix(" frac")
-    return f"{words[:1].upper()}{words[1:]}" if metric in METRICS else metric[:60]
+    words = metric_words(name or group).removesuffix(" frac")
+    return words.capitalize() if metric in METRICS or group == "val" else metric[:_LONGEST_TITLE]

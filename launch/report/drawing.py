@@ -19,7 +19,8 @@ from launch.report.curves import Curve, Scale
 WIDTH, HEIGHT = 400, 216
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46, 12, 8, 32
 _MOST_DOTS = 60
-_NAME_WIDTH = 98  # of the x axis, where its last number would stand
+_LETTER = 7.3  # wide at the most, of a number at 11 px, in the widest fonts that browsers have: DejaVu Sans and Verdana
+_X_NAME = "images seen"
 
 
 def text(value: str) -> str:
@@ -39,28 +40,32 @@ def draw_curves(
     forward: Callable[[Any], Any] = np.log if scale == "log" else lambda value: value
     span = float(forward(high)) - float(forward(low))
 
+    rows = [(value, show_y(value, is_share)) for value in (log_ticks if scale == "log" else ticks)(low, high)]
+    left = max(_LEFT, round(_LETTER * max((len(label) for _, label in rows), default=0)) + 12)
+
     def at_x(value: Any) -> Any:
-        return _LEFT + (value - x0) / (x1 - x0) * (WIDTH - _LEFT - _RIGHT)
+        return left + (value - x0) / (x1 - x0) * (WIDTH - left - _RIGHT)
 
     def at_y(value: Any) -> Any:
         return HEIGHT - _BOTTOM - (forward(value) - float(forward(low))) / span * (HEIGHT - _TOP - _BOTTOM)
 
     base, right = HEIGHT - _BOTTOM, WIDTH - _RIGHT
     parts = [f'<svg class="plot" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{text(alt)}">']
-    for value in log_ticks(low, high) if scale == "log" else ticks(low, high, wanted=5):
+    for value, label in rows:
         y = float(at_y(value))
-        parts.append(f'<line class="grid" x1="{_LEFT}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{show_y(value, is_share)}</text>')
-    parts.append(f'<line class="axis" x1="{_LEFT}" x2="{right}" y1="{base}" y2="{base}"/>')
+        parts.append(f'<line class="grid" x1="{left}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(f'<text x="{left - 6}" y="{y + 4:.1f}" text-anchor="end">{label}</text>')
+    parts.append(f'<line class="axis" x1="{left}" x2="{right}" y1="{base}" y2="{base}"/>')
     for value in ticks(x0, x1, wanted=4):
         x = float(at_x(value))
         parts.append(f'<line class="axis" x1="{x:.1f}" x2="{x:.1f}" y1="{base}" y2="{base + 4}"/>')
-        if x < WIDTH - _NAME_WIDTH:
-            parts.append(f'<text x="{x:.1f}" y="{base + 16}" text-anchor="middle">{short(value)}</text>')
-    parts.append(f'<text class="label" x="{right}" y="{base + 16}" text-anchor="end">images seen</text>')
+        label = short(value)
+        if x + _LETTER * (len(label) / 2 + 1) < right - _LETTER * len(_X_NAME):
+            parts.append(f'<text x="{x:.1f}" y="{base + 16}" text-anchor="middle">{label}</text>')
+    parts.append(f'<text class="label" x="{right}" y="{base + 16}" text-anchor="end">{_X_NAME}</text>')
     for images, said in marks:
         x = float(at_x(images))
-        if _LEFT <= x <= right:
+        if left <= x <= right:
             line = f'<line class="mark" x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP}" y2="{base}">'
             parts.append(f"{line}<title>{text(said)}</title></line>")
     for curve in curves:
@@ -89,7 +94,7 @@ def y_range(curves: Sequence[Curve], *, scale: Scale, is_share: bool) -> tuple[f
     return low, min(1.0, high + room) if is_share and high <= 1 else high + room
 
 
-def ticks(low: float, high: float, *, wanted: int) -> list[float]:
+def ticks(low: float, high: float, *, wanted: int = 5) -> list[float]:
     """Round values between two, about `wanted`."""
     span = high - low
     if not (span > 0 and math.isfinite(span)):
@@ -114,11 +119,14 @@ def log_ticks(low: float, high: float) -> list[float]:
 
 
 def short(value: float) -> str:
-    """For an axis: 25 k, 1.2 M, 0.05, 1e-5."""
+    """For an axis: 25 k, 1.2 M, 0.05, 1.5e-5."""
     for size, letter in ((1e9, " G"), (1e6, " M"), (1e3, " k")):
         if abs(value) >= size:
             return f"{value / size:.4g}{letter}"
-    return f"{value:.0e}".replace("e-0", "e-") if value and abs(value) < 1e-3 else f"{value:.4g}"
+    if not value or abs(value) >= 1e-3:
+        return f"{value:.4g}"
+    digits, _, power = f"{value:.2e}".partition("e")
+    return f"{float(digits):g}e{int(power)}"
 
 
 def show_y(value: float, is_share: bool) -> str:

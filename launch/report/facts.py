@@ -6,21 +6,26 @@ Reads records alone, nothing of torch; what a hostile or damaged record says is 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import re
 from dataclasses import dataclass
 
 from data_shards.text import show_duration
 from launch.report.blocks import PageCell, ShownNumber
+from launch.report.curves import metric_words, unit_of
+from pipeline.figures.measured import held_out_name
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.stage import TrainStage
 from pipeline.report.best import SCORES
 from pipeline.report.history import RunHistory, StageHistory
-from pipeline.vocabulary import METRICS, StageName
+from pipeline.vocabulary import METRICS, OWN_SET, StageName
 
 _HEADS = ("mlp", "linear")
-_BALANCED, _COMMONEST = "balanced_accuracy", "val/commonest_class_share"
 BESIDE_SCORE = ("balanced accuracy", "commonest class")  # columns of tables
-_SHOWN_RESULTS = ("val/top1", "val/accuracy", "val/ema_top1", "val/ema_accuracy", "val/top5", "val/loss")
+_BALANCED, _COMMONEST = "balanced_accuracy", "commonest_class_share"
+_FIRST_METRICS = ("images", "top1", "ema_top1", "accuracy", "ema_accuracy", _BALANCED, _COMMONEST, "top5", "loss")
+_FEW_SHOT = re.compile(r"fewshot_(.+)_(\d+)shot")
+_MOST_OTHER_SETS = 2  # in the headline
+_SAID_SHARE = re.compile(r"(\btop-1|\baccuracy|\d-shot)((?: was)? )([01]\.\d{2,})")
 
 
 @dataclass(frozen=True)
@@ -60,7 +65,10 @@ def stage_result(history: RunHistory, stage: StageHistory) -> StageResult:
         best,
         None if best is None else steps[points.index(best)],
         results.get(loss_name, stage.last(loss_name)),
-        tuple(results.get(name, stage.last(name)) for name in (f"{by.removesuffix('top1')}{_BALANCED}", _COMMONEST)),
+        tuple(
+            results.get(name, stage.last(name))
+            for name in (f"{by.removesuffix('top1')}{_BALANCED}", f"{OWN_SET}/{_COMMONEST}")
+        ),
     )
 
 
@@ -95,12 +103,34 @@ def held_out_fact(history: RunHistory) -> tuple[str, str] | None:
     result = None if stage is None else stage_result(history, stage)
     if stage is None or result is None or result.score is None:
         return None
-    name = SCORES.get(score_name(history.recipe, stage).replace("/ema_", "/"), "score")
     images = stage.record.results.get("val/images", stage.last("val/images"))
     of = f" ({images:,.0f} images)" if images and math.isfinite(images) else ""
     beside = zip(BESIDE_SCORE, result.beside, strict=True)
     known = "".join(f"; {what} {show_share(value)}" for what, value in beside if value is not None)
-    return show_share(result.score), f"held-out {name} after {stage.name}{of}{known}"
+    return show_share(result.score), f"held-out {_score_word(history, stage)} after {stage.name}{of}{known}"
+
+
+def _score_word(history: RunHistory, stage: StageHistory) -> str:
+    return SCORES.get(score_name(history.recipe, stage).replace("/ema_", "/"), "score")
+
+
+def held_out(stage: StageHistory) -> dict[str, dict[str, float]]:
+    """What was found last of each held-out set, by the set's name ("val", its own one, first) and the metric's."""
+    names = [name for name in stage.metrics if name.startswith(OWN_SET)]
+    values = {name: value for name in names if (value := stage.last(name)) is not None}
+    found: dict[str, dict[str, float]] = {OWN_SET: {}}
+    for name, value in {**values, **stage.record.results}.items():
+        group, _, metric = name.partition("/")
+        if few := _FEW_SHOT.fullmatch(metric):
+            group, metric = f"{OWN_SET}_{few[1]}, {few[2]}-shot", "top1"
+        if group.partition("_")[0] == OWN_SET:
+            found.setdefault(group.removeprefix(f"{OWN_SET}_"), {})[metric] = value
+    return {name: metrics for name, metrics in found.items() if metrics}
+
+
+def set_label(history: RunHistory, stage: StageName, name: str = OWN_SET) -> str:
+    """What the page calls a held-out set: its name, or, of the stage's own, the last two folders of its place."""
+    return held_out_name(history, stage=stage) if name == OWN_SET else name
 
 
 def describe_model(recipe: Recipe) -> str:
@@ -143,6 +173,10 @@ def headline(history: RunHistory) -> tuple[str, list[tuple[str, str]]]:
         return lead, []
     score = held_out_fact(history)
     facts = [] if score is None else [score]
+    by = score_name(history.recipe, stage).partition("/")[2]
+    others = {name: metrics[by] for name, metrics in held_out(stage).items() if name != OWN_SET and by in metrics}
+    for name in sorted(others, key=lambda each: "test" not in each)[:_MOST_OTHER_SETS]:
+        facts.append((show_share(others[name]), f"{_score_word(history, stage)} on {name}"))
     seen = sum(stage_result(history, each).images_seen for each in history.stages)
     seconds = sum(each.record.seconds for each in history.stages)
     facts.append((show_count(seen), "images seen, all stages"))
@@ -157,12 +191,32 @@ def headline(history: RunHistory) -> tuple[str, list[tuple[str, str]]]:
     return lead, facts
 
 
-def stage_rows(history: RunHistory) -> tuple[tuple[str, ...], list[list[PageCell]]]:
-    """The table of stages: headings and rows."""
-    judged = ("held-out score", *BESIDE_SCORE, "best score", "after step")
-    columns = ("stage", "state", "images seen", "time", "resolution", *judged)
+def stage_brief(history: RunHistory, stage: StageHistory) -> str:
+    """A stage in a few words: what it reached, saw and took."""
+    result = stage_result(history, stage)
+    parts = [f"{show_share(result.score)} {_score_word(history, stage)}"] if result.score is not None else []
+    state = [] if result.state == "done" else [result.state]
+    return ", ".join([*parts, *state, f"{result.images_seen:,} images seen", show_duration(result.seconds)])
+
+
+def result_rows(history: RunHistory) -> tuple[tuple[str, ...], list[list[PageCell]]]:
+    """The table of held-out results, whichever metrics there are: headings and rows, the last stage first."""
+    found = [(stage, *each) for stage in reversed(history.stages) for each in held_out(stage).items()]
+    names = {metric for *_, metrics in found for metric in metrics}
+    shown = list(dict.fromkeys([*_FIRST_METRICS, *(name.removeprefix(f"{OWN_SET}/") for name in METRICS)]))
+    columns = [name for name in shown if name in names] + sorted(names.difference(shown))
     rows: list[list[PageCell]] = []
-    for stage in history.stages:
+    for stage, name, metrics in found:
+        cells = [metric_cell(metrics.get(each), name=f"{OWN_SET}/{each}") for each in columns]
+        rows.append([stage.name, set_label(history, stage.name, name), *cells])
+    return ("stage", "held-out set", *map(metric_words, columns)), rows
+
+
+def stage_rows(history: RunHistory) -> tuple[tuple[str, ...], list[list[PageCell]]]:
+    """The table of stages: headings and rows, the last stage first."""
+    columns = ("stage", "state", "images seen", "time", "resolution", "best score", "after step")
+    rows: list[list[PageCell]] = []
+    for stage in reversed(history.stages):
         result = stage_result(history, stage)
         rows.append(
             [
@@ -171,25 +225,26 @@ def stage_rows(history: RunHistory) -> tuple[tuple[str, ...], list[list[PageCell
                 None if result.image_size is None else result.images_seen,
                 ShownNumber(show_duration(result.seconds), result.seconds),
                 None if result.image_size is None else ShownNumber(f"{result.image_size} px", result.image_size),
-                result.score,
-                *result.beside,
-                result.best,
+                metric_cell(result.best),
                 result.best_step,
             ]
         )
     return columns, rows
 
 
-def metric_names(stages: Sequence[StageHistory]) -> list[str]:
-    """The results that are worth a line, in the order of METRICS, then others."""
-    names = {name for stage in stages for name in stage.record.results if not name.startswith("best/")}
-    known = [*_SHOWN_RESULTS, *(name for name in METRICS if name not in _SHOWN_RESULTS)]
-    return [name for name in known if name in names] + sorted(names.difference(known))
+def metric_cell(value: float | None, *, name: str = "val/top1") -> PageCell:
+    """A metric for a table; by default it is a score. Shares are in per cent."""
+    return value if value is None or unit_of(name) != "share" else ShownNumber(show_share(value), value)
 
 
 def show_share(value: float) -> str:
-    """A share in per cent with one digit."""
-    return f"{100 * value:.1f} %" if math.isfinite(value) else "not a number"
+    """A share in per cent, as the whole page has them."""
+    return f"{100 * value:.2f} %" if math.isfinite(value) else "not a number"
+
+
+def in_per_cent(said: str) -> str:
+    """A line of a run, with its scores as the page has them."""
+    return _SAID_SHARE.sub(lambda found: f"{found[1]}{found[2]}{show_share(float(found[3]))}", said)
 
 
 def show_count(value: float) -> str:

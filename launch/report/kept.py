@@ -10,52 +10,53 @@ from pathlib import Path
 
 from data_shards.text import one_line
 from launch.report.blocks import PageBlock, PageCell, PageImage, PagePicture, PageSection, PageTable
-from pipeline.pictures.picture import KeptPicture, PictureGroup, kept_pictures, rendered
+from launch.report.facts import set_label
+from pipeline.pictures.picture import KeptPicture, Picture, PictureGroup, kept_pictures, rendered
 from pipeline.report.history import RunHistory, StageHistory
 
 MOST_ROWS = 1200  # of a table on the page
-_GROUPS: dict[PictureGroup, str] = {
-    "data": "What the model saw",
-    "evaluation": "What it gets right and wrong",
-    "model": "What it has learned",
-    "paper": "The paper's figures",
-}
+_GROUPS: tuple[PictureGroup, ...] = ("evaluation", "data", "model", "paper")
 _ORDER = (  # of pictures in a group; others come after these
     *("training_batch", "augmentation", "evaluation_grid", "worst_mistakes", "confusion_matrix", "confused_pairs"),
     *("class_scores", "per_class", "reliability", "masked_patches", "attention_rollout", "attention_distance"),
     *("embedding_filters", "position_similarity"),
 )
 _MOST_FILE_BYTES = 30_000_000
-_LONG_TABLE = 25  # rows: folded
+LONG_TABLE = 25  # rows: folded
 
 
-def picture_sections(history: RunHistory, *, notes: list[str]) -> list[PageSection]:
-    """A section for each group of pictures; what cannot be read is added to `notes`."""
-    kept = {stage.name: _kept(stage, notes=notes) for stage in history.stages}
-    several = sum(bool(each) for each in kept.values()) > 1
+def stage_pictures(history: RunHistory, stage: StageHistory, *, notes: list[str]) -> list[PageSection]:
+    """A fold for each held-out set of a stage, its own one first, then one for all else that was drawn; what cannot be
+    read is added to `notes`."""
+    pictures = _kept(stage, notes=notes)
+    names = {each.picture.name for each in pictures}
+    label, rest = set_label(history, stage.name), f"What the model saw and learned, {stage.name}"
+    own = f"Held-out set {label}, {stage.name}"
+    folds: dict[str, dict[str, list[KeptPicture]]] = {own: {}}
+    for each in sorted(pictures, key=lambda each: (each.picture.group != "evaluation", _place(each.picture))):
+        kind, _, of_set = each.picture.name.partition("__")
+        if kind == "class_scores" and f"per_class{each.picture.name.removeprefix(kind)}" in names:
+            continue  # the table of classes says the same
+        other = f"Held-out set {each.picture.title.rpartition(', set ')[2]}, {stage.name}"
+        fold = rest if each.picture.group != "evaluation" else other if of_set else own
+        folds.setdefault(fold, {}).setdefault(each.picture.name, []).append(each)
     sections: list[PageSection] = []
-    for group, title in _GROUPS.items():
-        blocks: list[PageBlock] = []
-        for stage, pictures in kept.items():
-            of_group: dict[str, list[KeptPicture]] = {}
-            for picture in pictures:
-                if picture.picture.group == group:
-                    of_group.setdefault(picture.picture.name, []).append(picture)
-            for steps in sorted(of_group.values(), key=lambda each: _place(each[0].picture.name)):
-                block = _picture_block(steps, prefix=f"{stage}: " if several else "", notes=notes)
-                if block is not None:
-                    blocks.append(block)
-        sections.append(PageSection(title, blocks))
-    return sections
+    for title, fold in folds.items():
+        of = f"{label}, {stage.name}" if title == own else stage.name
+        blocks = [_picture_block(steps, of=of, notes=notes) for steps in fold.values()]
+        state = "open" if title in (own, rest) else "closed"
+        sections.append(PageSection(title, [block for block in blocks if block is not None], state=state))
+    return [section for section in sections if section.blocks]
 
 
-def _place(name: str) -> int:
-    return next((place for place, known in enumerate(_ORDER) if name.startswith(known)), len(_ORDER))
+def _place(picture: Picture) -> tuple[int, int]:
+    known = next((place for place, known in enumerate(_ORDER) if picture.name.startswith(known)), len(_ORDER))
+    return _GROUPS.index(picture.group), known
 
 
-def pictures_beside(histories: Sequence[RunHistory], *, names: Sequence[str], notes: list[str]) -> list[PageSection]:
+def pictures_beside(histories: Sequence[RunHistory], *, names: Sequence[str], notes: list[str]) -> PageSection:
     """The evaluation's and the paper's pictures of each run, those of one kind under one another."""
-    by_kind: dict[tuple[str, str], list[PageBlock]] = {}
+    by_kind: dict[tuple[tuple[int, int], str], list[PageBlock]] = {}
     for name, history in zip(names, histories, strict=True):
         for stage in history.stages:
             newest: dict[str, KeptPicture] = {
@@ -63,12 +64,10 @@ def pictures_beside(histories: Sequence[RunHistory], *, names: Sequence[str], no
             }
             for picture in newest.values():
                 if picture.picture.group in ("evaluation", "paper"):
-                    block = _picture_block([picture], prefix=f"{name}, {stage.name}: ", notes=notes)
+                    block = _picture_block([picture], of=f"{name}, {stage.name}", notes=notes)
                     if block is not None:
-                        by_kind.setdefault((picture.picture.group, picture.picture.name), []).append(block)
-    groups: list[str] = list(_GROUPS)
-    order = sorted(by_kind, key=lambda key: (groups.index(key[0]), _place(key[1]), key[1]))
-    return [PageSection("Pictures", [block for key in order for block in by_kind[key]])]
+                        by_kind.setdefault((_place(picture.picture), picture.picture.name), []).append(block)
+    return PageSection("Pictures", [block for key in sorted(by_kind) for block in by_kind[key]], state="closed")
 
 
 def figures_across(histories: Sequence[RunHistory], *, notes: list[str]) -> list[PageBlock]:
@@ -95,10 +94,12 @@ def figures_across(histories: Sequence[RunHistory], *, notes: list[str]) -> list
     return blocks
 
 
-def _columns(columns: Mapping[str, Sequence[object]], *, title: str, caption: str, folded: bool) -> PageTable:
+def _columns(
+    columns: Mapping[str, Sequence[object]], *, title: str, caption: str, folded: bool, of: str = ""
+) -> PageTable:
     rows = [[_cell(cell) for cell in row] for row in zip(*columns.values(), strict=True)]
     more = f" The first {MOST_ROWS:,} of {len(rows):,} rows." if len(rows) > MOST_ROWS else ""
-    return PageTable(tuple(columns), rows[:MOST_ROWS], title, f"{caption}{more}", folded=folded)
+    return PageTable(tuple(columns), rows[:MOST_ROWS], title, f"{caption}{more}", folded=folded, of=of)
 
 
 def _kept(stage: StageHistory, *, notes: list[str]) -> list[KeptPicture]:
@@ -109,14 +110,12 @@ def _kept(stage: StageHistory, *, notes: list[str]) -> list[KeptPicture]:
         return []
 
 
-def _picture_block(steps: Sequence[KeptPicture], *, prefix: str, notes: list[str]) -> PageBlock | None:
+def _picture_block(steps: Sequence[KeptPicture], *, of: str, notes: list[str]) -> PageBlock | None:
     newest = steps[-1]
     words = newest.picture
     if newest.table is not None:
         length = len(next(iter(newest.table.values()), ()))
-        return _columns(
-            newest.table, title=f"{prefix}{words.title}", caption=words.caption, folded=length > _LONG_TABLE
-        )
+        return _columns(newest.table, title=words.title, caption=words.caption, folded=length > LONG_TABLE, of=of)
     images: list[PageImage] = []
     for kept in steps:
         try:
@@ -127,7 +126,7 @@ def _picture_block(steps: Sequence[KeptPicture], *, prefix: str, notes: list[str
             notes.append(one_line(f"{kept.png} cannot be read ({error.strerror})"))
     if not images:
         return None
-    return PagePicture(f"{prefix}{words.title}", words.caption, words.alt, images)
+    return PagePicture(words.title, words.caption, words.alt, images, of)
 
 
 def _content(path: Path | None) -> bytes | None:

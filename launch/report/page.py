@@ -12,7 +12,7 @@ import base64
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -54,7 +54,8 @@ def render_page(
     `lead`: a sentence below the title. `facts`: (value, label) of the headline. `notes`: what could not be read, a line
     each. `legend`: names of the runs, in the order of their colours. `foot`: the last line.
     """
-    blocks = [block for section in sections for block in section.blocks]
+    sections = [section for section in sections if section.blocks]
+    blocks = list(_within(sections))
     data = script_json({"groups": [block.data for block in blocks if isinstance(block, ChartBlock)]})
     budget = MOST_BYTES - _FOR_THE_REST - len(data) - sum(_estimated_bytes(block) for block in blocks)
     pictures = [block for block in blocks if isinstance(block, PagePicture)]
@@ -68,7 +69,7 @@ def render_page(
         facts=facts,
         sections=[(f"s{number}", section) for number, section in enumerate(sections, start=1)],
         notes=[*notes, *left_out],
-        legend=legend,
+        runs=legend,
         foot=foot,
         shown={id(picture): images for picture, images in zip(pictures, shown, strict=True)},
         data=data,
@@ -115,6 +116,11 @@ def _finite(value: Any) -> Any:
     return value
 
 
+def _within(folds: Sequence[PageSection]) -> Iterator[Any]:
+    for block in (block for fold in folds for block in fold.blocks):
+        yield from _within([block]) if isinstance(block, PageSection) else [block]
+
+
 def _estimated_bytes(block: Any) -> int:
     """Of HTML, above rather than below."""
     if isinstance(block, PageTable):
@@ -155,5 +161,5 @@ def _environment() -> Environment:
     environment.filters["identity"] = id
     environment.tests["shown"] = lambda value: isinstance(value, ShownNumber)
     environment.tests["text"] = lambda value: isinstance(value, str)
-    environment.globals["kind"] = lambda block: type(block).__name__
+    environment.filters["kind"] = lambda block: type(block).__name__
     return environment

@@ -1,4 +1,4 @@
-"""The page of one run or of several: what stands on it and in which order.
+"""The page of one run or of several: results, then the last stage, then the earlier ones, then what they were made of.
 
 Everything is read from the run's folder as far as it can be; what cannot is a line at the head of the page.
 """
@@ -11,29 +11,32 @@ from pathlib import Path
 
 from data_shards.errors import UserError
 from data_shards.text import one_line, parse_json, printable, show_duration
-from launch.report.blocks import (
-    PageBlock,
-    PageCell,
-    PageSection,
-    PageTable,
-    PageText,
-    ShownNumber,
-)
+from launch.report.blocks import PageBlock, PageCell, PageSection, PageTable, PageText, ShownNumber
 from launch.report.charts import DATA_BYTES, stage_charts
-from launch.report.facts import BESIDE_SCORE, headline, held_out_fact, metric_names, stage_result, stage_rows
-from launch.report.kept import MOST_ROWS, figures_across, picture_sections, pictures_beside
+from launch.report.curves import metric_words
+from launch.report.facts import (
+    BESIDE_SCORE,
+    headline,
+    held_out_fact,
+    metric_cell,
+    result_rows,
+    stage_brief,
+    stage_result,
+    stage_rows,
+)
+from launch.report.kept import LONG_TABLE, MOST_ROWS, figures_across, pictures_beside, stage_pictures
 from launch.report.page import Page, render_page
 from launch.report.timeline import event_table, time_line
 from model.formats.export import formats_of
 from pipeline.checkpoint.identity import STATE, checkpoint_folders
-from pipeline.evaluation.result import Evaluation, evaluated_step, evaluations, load_evaluation
 from pipeline.recipe.io import differences, dump_recipe, flatten
 from pipeline.report.history import RunHistory
 from pipeline.stage_model import model_to_come
 from pipeline.transfer.results import TransferRecord, transfer_records
-from pipeline.vocabulary import ALL_STAGES, DIFFERENCE_FILE, METRICS, StageName
+from pipeline.vocabulary import ALL_STAGES, DIFFERENCE_FILE, StageName
 
 _MOST_TEXT_BYTES = 100_000
+_ONE_RUN = "Lines are training, lines with dots held-out images. Dotted rules mark restarts and trouble."
 _OVER_ONE_ANOTHER = "Pale lines are training, lines with dots held-out images; a colour and its dashes are one run."
 
 
@@ -43,44 +46,31 @@ def run_page(history: RunHistory, *, beside: Sequence[RunHistory] = (), names: S
     notes = list(history.notes)
     lead, facts = headline(history)
     sections = [
-        _results(history, notes=notes),
-        *_curve_sections([history], notes=notes),
+        _results(history, beside=beside, names=names, notes=notes),
+        *_stages(history, notes=notes),
         *(_beside([history, *beside], names=names, notes=notes) if beside else ()),
-        *picture_sections(history, notes=notes),
-        _evaluations(history, notes=notes),
-        _transfer([history]),
         _recipe(history),
         _environment(history),
         _commands(history),
     ]
-    return render_page(
-        history.name,
-        lead=lead,
-        facts=facts,
-        sections=[section for section in sections if section is not None and section.blocks],
-        notes=notes,
-        foot=f"Made by shardvit report from {history.folder.path}.",
-    )
+    foot = f"Made by shardvit report from {history.folder.path}."
+    return render_page(history.name, lead=lead, facts=facts, sections=sections, notes=notes, foot=foot)
 
 
 def runs_page(histories: Sequence[RunHistory], names: Sequence[str]) -> Page:
     """The page of several runs over one another; `names`: what each is called, no two alike."""
     notes = [f"{name}: {note}" for name, history in zip(names, histories, strict=True) for note in history.notes]
+    lines = [time_line(history, title=f"Time line of {name}") for name, history in zip(names, histories, strict=True)]
+    tables = [*_comparison_tables(histories, names), *_transfer(histories, names=names)]
     sections = [
+        PageSection("Results", [*tables, *(line for line in lines if line is not None)]),
         PageSection("Recipes", [_recipe_table(histories, names)]),
-        PageSection("Results", [*_comparison_tables(histories, names)]),
-        *_curve_sections(histories, names=names, notes=notes),
-        PageSection("The paper's figures of these runs", figures_across(histories, notes=notes)),
-        _transfer(histories, names=names),
-        PageSection(
-            "Time lines",
-            [
-                line
-                for name, history in zip(names, histories, strict=True)
-                if (line := time_line(history, title=name)) is not None
-            ],
+        *(
+            PageSection(stage, curves, intro=_OVER_ONE_ANOTHER, state="open" if number == 0 else "closed")
+            for number, (stage, curves) in enumerate(_curves(histories, names=names, notes=notes))
         ),
-        *pictures_beside(histories, names=names, notes=notes),
+        PageSection("The paper's figures of these runs", figures_across(histories, notes=notes), state="closed"),
+        pictures_beside(histories, names=names, notes=notes),
     ]
     return render_page(
         " · ".join(names) if len(names) <= 3 else f"{len(names)} runs",
@@ -91,7 +81,7 @@ def runs_page(histories: Sequence[RunHistory], names: Sequence[str]) -> Page:
             if (found := held_out_fact(history)) is not None
         ],
         legend=names,
-        sections=[section for section in sections if section is not None and section.blocks],
+        sections=sections,
         notes=notes,
         foot=f"Made by shardvit report from {', '.join(str(history.folder.path) for history in histories)}.",
     )
@@ -100,12 +90,16 @@ def runs_page(histories: Sequence[RunHistory], names: Sequence[str]) -> Page:
 # ---- results and curves ----
 
 
-def _results(history: RunHistory, *, notes: list[str]) -> PageSection:
+def _results(
+    history: RunHistory, *, beside: Sequence[RunHistory], names: Sequence[str], notes: list[str]
+) -> PageSection:
+    columns, rows = result_rows(history)
+    blocks: list[PageBlock] = [PageTable(columns, rows, title="Held-out sets")] if rows else []
+    if beside:
+        histories = [history, *beside]
+        blocks += _comparison_tables(histories, names, only=_shared(histories))
     columns, rows = stage_rows(history)
-    blocks: list[PageBlock] = [PageTable(columns, rows)]
-    names = metric_names(history.stages)
-    if names:
-        blocks.append(_metrics_table(history, names))
+    blocks += [*_transfer([history]), PageTable(columns, rows, title="Stages")]
     try:
         line, events = time_line(history, title="Time line"), event_table(history)
     except (ValueError, OverflowError, OSError) as error:  # a hostile file's times
@@ -115,97 +109,67 @@ def _results(history: RunHistory, *, notes: list[str]) -> PageSection:
     return PageSection("Results", blocks)
 
 
-def _metrics_table(history: RunHistory, names: Sequence[str]) -> PageTable:
-    stages = [stage for stage in history.stages if stage.record.results]
-    rows: list[list[PageCell]] = []
-    for name in names:
-        metric = METRICS.get(name)
-        values: list[PageCell] = [stage.record.results.get(name) for stage in stages]
-        rows.append([name, "" if metric is None else metric.unit, *values, "" if metric is None else metric.meaning])
-    columns = ("metric", "unit", *(stage.name for stage in stages), "meaning")
-    return PageTable(columns, rows, title="Final metrics", folded=True)
+def _stages(history: RunHistory, *, notes: list[str]) -> list[PageSection]:
+    """A fold for each stage that there is something to show of, the last one first and open."""
+    curves, sections = dict(_curves([history], notes=notes)), list[PageSection]()
+    for stage in reversed(history.stages):
+        blocks = [*curves.get(stage.name, ()), *stage_pictures(history, stage, notes=notes)]
+        if blocks:
+            intro, state = _ONE_RUN if stage.name in curves else "", "closed" if sections else "open"
+            sections.append(PageSection(stage.name, blocks, intro, stage_brief(history, stage), state))
+    return sections
 
 
-def _curve_sections(
+def _curves(
     histories: Sequence[RunHistory],
     *,
     names: Sequence[str] = ("",),
     notes: list[str],
     only: Sequence[StageName] = ALL_STAGES,
-) -> list[PageSection]:
+) -> list[tuple[StageName, list[PageBlock]]]:
+    """The curves of each stage that has any, the last one first."""
     present = {stage.name for history in histories for stage in history.stages if stage.rows}
-    stages: list[StageName] = [name for name in only if name in present]
-    blocks: list[PageBlock] = []
+    stages: list[StageName] = [name for name in reversed(only) if name in present]
+    found: list[tuple[StageName, list[PageBlock]]] = []
     for name in stages:
         of_runs = {
             run: stage
             for run, history in zip(names, histories, strict=True)
             if (stage := history.stage(name)) is not None
         }
+        key, title = f"{name}-{len(histories)}", f"Curves of {name}"
         try:
-            block, zero = stage_charts(
-                of_runs, key=f"{name}-{len(histories)}", title=name, runs=names, data_bytes=DATA_BYTES // len(stages)
-            )
+            block, zero = stage_charts(of_runs, key=key, title=title, runs=names, data_bytes=DATA_BYTES // len(stages))
         except (ValueError, OverflowError) as error:  # numbers of a hostile file
             notes.append(one_line(f"the curves of {name} cannot be drawn ({error})"))
             continue
-        if block is not None:
-            blocks.append(block)
+        blocks: list[PageBlock] = [] if block is None else [block]
         if zero and len(histories) == 1:
             blocks.append(PageText(f"Always zero, and not drawn: {', '.join(each.lower() for each in zero)}.", "note"))
-    intro = (
-        "Lines are training, lines with dots held-out images. Dotted rules mark restarts and trouble."
-        if len(histories) == 1
-        else _OVER_ONE_ANOTHER
-    )
-    return [PageSection("Curves", blocks, intro=intro)] if blocks else []
+        found.append((name, blocks))
+    return found
+
+
+def _shared(histories: Sequence[RunHistory]) -> list[StageName]:
+    """The stages that several of these runs have."""
+    counts = [stage.name for history in histories for stage in history.stages if stage.rows]
+    return [name for name in ALL_STAGES if counts.count(name) > 1]
 
 
 def _beside(histories: Sequence[RunHistory], *, names: Sequence[str], notes: list[str]) -> list[PageSection]:
     """The stages that several of these runs have, over one another."""
-    counts = [stage.name for history in histories for stage in history.stages if stage.rows]
-    shared: list[StageName] = [name for name in ALL_STAGES if counts.count(name) > 1]
-    blocks: list[PageBlock] = [*_comparison_tables(histories, names, only=shared)]
-    for section in _curve_sections(histories, names=names, notes=notes, only=shared):
-        blocks += section.blocks
+    shared = _shared(histories)
+    blocks = [block for _, of_stage in _curves(histories, names=names, notes=notes, only=shared) for block in of_stage]
     blocks += [_recipe_table(histories, names), *figures_across(histories, notes=notes)]
     title = f"Beside {', '.join(names[1:])}"
-    return [PageSection(title, blocks, intro=_OVER_ONE_ANOTHER)] if shared else []
+    return [PageSection(title, blocks, intro=_OVER_ONE_ANOTHER, state="closed")] if shared else []
 
 
-# ---- evaluations and transfer ----
+# ---- transfer ----
 
 
-def _evaluations(history: RunHistory, *, notes: list[str]) -> PageSection:
-    found: list[tuple[str, str, int, Evaluation]] = []
-    for stage in history.stages:
-        try:
-            of_sets = evaluations(stage.folder)
-        except (OSError, ValueError) as error:
-            notes.append(one_line(f"the evaluations of {stage.folder} cannot be read ({error})"))
-            continue
-        for name, folders in of_sets.items():
-            try:
-                found.append((stage.name, name, evaluated_step(folders[-1]), load_evaluation(folders[-1])))
-            except (OSError, ValueError, RecursionError) as error:
-                notes.append(one_line(str(error)))
-    if not found:
-        return PageSection("Evaluations", [])
-    names = list(dict.fromkeys(_bare(metric) for *_, result in found for metric in result.metrics))[:20]
-    rows: list[list[PageCell]] = []
-    for stage, name, step, result in found:
-        values = {_bare(metric): value for metric, value in result.metrics.items()}
-        own = "its own held-out set" if name == "val" else name
-        rows.append([stage, own, step, result.images, len(result.classes), *(values.get(each) for each in names)])
-    columns = ("stage", "set", "step", "images", "classes", *(each.replace("_", " ") for each in names))
-    return PageSection("Evaluations", [PageTable(columns, rows)])
-
-
-def _bare(metric: str) -> str:
-    return metric.partition("/")[2] or metric
-
-
-def _transfer(histories: Sequence[RunHistory], *, names: Sequence[str] = ("",)) -> PageSection:
+def _transfer(histories: Sequence[RunHistory], *, names: Sequence[str] = ("",)) -> list[PageBlock]:
+    """The model's features on data that it was not trained on."""
     rows: list[list[PageCell]] = []
     means: list[list[PageCell]] = []
     for name, history in zip(names, histories, strict=True):
@@ -216,17 +180,19 @@ def _transfer(histories: Sequence[RunHistory], *, names: Sequence[str] = ("",)) 
                 settings = ", ".join(f"{key} {value}" for key, value in score.settings.items())
                 at = f"{record.stage or ''}{'' if record.step is None else f', step {record.step:,}'}"
                 cells = (score.data_set, score.method, settings, at, images.get(score.data_set))
-                rows.append([*what, *cells, score.metric, score.value])
+                value = metric_cell(score.value, name=f"val/{score.metric}")
+                rows.append([*what, *cells, metric_words(score.metric), value])
             if record.mean is not None:
-                means.append([*what, record.name, len(record.data_sets), record.mean])
+                means.append([*what, record.name, len(record.data_sets), metric_cell(record.mean)])
     first = ("run",) if len(histories) > 1 else ()
-    blocks: list[PageBlock] = []
+    title, blocks = "Transfer to other data", list[PageBlock]()
     if means:
-        blocks.append(PageTable((*first, "table", "data sets", "mean"), means, title="Tables of data sets"))
+        blocks.append(PageTable((*first, "table", "data sets", "mean"), means, title=f"{title}: tables"))
     if rows:
         columns = (*first, "data set", "method", "settings", "stage", "held-out images", "metric", "value")
-        blocks.append(PageTable(columns, rows[:MOST_ROWS], highlight="last_column"))
-    return PageSection("Transfer to other data", blocks, intro="The model's features on data it was not trained on.")
+        folded = len(rows) > LONG_TABLE
+        blocks.append(PageTable(columns, rows[:MOST_ROWS], title=title, folded=folded, highlight="last_column"))
+    return blocks
 
 
 def _records(history: RunHistory) -> list[TransferRecord]:
@@ -269,14 +235,14 @@ def _comparison_tables(
     histories: Sequence[RunHistory], names: Sequence[str], *, only: Sequence[StageName] = ALL_STAGES
 ) -> list[PageBlock]:
     blocks: list[PageBlock] = []
-    for stage in only:
+    for stage in reversed(only):
         rows: list[list[PageCell]] = []
         for name, history in zip(names, histories, strict=True):
             of_run = history.stage(stage)
             if of_run is None or of_run.record.state == "new" or stage == "swap_head":
                 continue
             result = stage_result(history, of_run)
-            reached = (result.score, *result.beside, result.best, result.best_step, result.loss)
+            reached = (*map(metric_cell, (result.score, *result.beside, result.best)), result.best_step, result.loss)
             rows.append(
                 [
                     name,
@@ -289,7 +255,7 @@ def _comparison_tables(
         if rows:
             more = (*BESIDE_SCORE, "best", "after step", "held-out loss")
             columns = ("run", "state", "images seen", "time", "score", *more)
-            blocks.append(PageTable(columns, rows, title=stage))
+            blocks.append(PageTable(columns, rows, title=f"{stage}, run by run"))
     return blocks
 
 
@@ -306,7 +272,7 @@ def _recipe(history: RunHistory) -> PageSection:
     blocks.append(PageText(dump_recipe(recipe, keys="changed"), "code", title="Keys that differ from their defaults"))
     rows = [[key, value] for key, value in flatten(recipe).items()]
     blocks.append(PageTable(("key", "value"), rows, title="All keys", folded=True))
-    return PageSection("Recipe", blocks)
+    return PageSection("Recipe", blocks, state="closed")
 
 
 def _text(file: Path) -> str:
@@ -340,7 +306,7 @@ def _environment(history: RunHistory) -> PageSection:
         return PageSection("Environment", [])
     names = dict.fromkeys(name for each in written for name in each)
     rows = [[name.replace("_", " "), *(each.get(name, "") for each in written)] for name in names]
-    return PageSection("Environment", [PageTable(("of the newest checkpoint", *columns), rows)])
+    return PageSection("Environment", [PageTable(("of the newest checkpoint", *columns), rows)], state="closed")
 
 
 def _short(key: str, value: str) -> str:
@@ -367,4 +333,4 @@ def _commands(history: RunHistory) -> PageSection:
         first, *others = sorted(formats, key=lambda each: each != "timm")
         lines += [f"shardvit export {run} --format {first}  # or {', '.join(others)}"]
     lines += ["# make this page again", f"shardvit report {run}"]
-    return PageSection("Commands to go on", [PageText("\n".join(lines), "code")])
+    return PageSection("Commands to go on", [PageText("\n".join(lines), "code")], state="closed")

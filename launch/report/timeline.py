@@ -15,6 +15,7 @@ from data_shards.text import show_duration
 from launch.report.blocks import PageDrawing, PageTable, ShownNumber
 from launch.report.curves import LATEST
 from launch.report.drawing import text
+from launch.report.facts import in_per_cent
 from pipeline.report.events import EventKind
 from pipeline.report.history import RunHistory, StageHistory
 
@@ -30,6 +31,13 @@ _LANES: tuple[tuple[EventKind, str], ...] = (
     ("slow_rank", "slow ranks"),
 )
 _ROUTINE = ("checkpoint", "evaluation")
+_LEGEND = (  # (class of the mark, label)
+    ("bar", "an attempt at a stage"),
+    ("bar soft", "the attempt after it"),
+    ("tick", "a checkpoint or evaluation"),
+    ("tick bad", "an interruption or trouble"),
+    ("mark", "a pause that is cut short"),
+)
 _LANE_HEIGHT, _BAR_HEIGHT, _AXIS_HEIGHT = 34, 18, 22
 _LONGEST_PAUSE = 0.1  # of the work
 _SHORT_PAUSE_SECONDS = 60.0  # is never cut
@@ -71,7 +79,7 @@ def time_line(history: RunHistory, *, title: str = "") -> PageDrawing | None:
     for stage in history.stages:
         for number, (start, end) in enumerate(spans[stage.name], start=1):
             x, width = clock.percent(start), max(0.3, clock.percent(end) - clock.percent(start))
-            soft = "" if stage.name != "swap_head" and number % 2 else " soft"
+            soft = "" if number % 2 else " soft"
             said = text(f"{stage.name}, attempt {number}: {show_duration(end - start)}")
             parts.append(
                 f'<rect class="bar{soft}" x="{x:.2f}%" y="{top + 16}" width="{width:.2f}%" height="{_BAR_HEIGHT}">'
@@ -93,7 +101,7 @@ def time_line(history: RunHistory, *, title: str = "") -> PageDrawing | None:
         for event in events[:: max(1, -(-len(events) // _MOST_TICKS))]:
             x = clock.percent(event.time)
             line = f'<line class="tick{bad}" x1="{x:.2f}%" x2="{x:.2f}%" y1="{top + 17}" y2="{top + 28}">'
-            parts.append(f"{line}<title>{text(f'step {event.step:,}: {event.text}'[:300])}</title></line>")
+            parts.append(f"{line}<title>{text(f'step {event.step:,}: {in_per_cent(event.text)}'[:300])}</title></line>")
         top += _LANE_HEIGHT
     for start, _, kept in clock.cuts:
         x = clock.percent(start + 1e-6) + 50 * kept / clock.shown_seconds
@@ -104,8 +112,8 @@ def time_line(history: RunHistory, *, title: str = "") -> PageDrawing | None:
     svg = f'<svg class="time" width="100%" height="{height}" role="img" aria-label="{text(alt)}">{"".join(parts)}</svg>'
     cut = "; ".join(f"a pause of {show_duration(to - start)} is shortened" for start, to, _ in clock.cuts[:5])
     begun = np.datetime64(int(clock.begun), "s").astype(str).replace("T", " ")
-    caption = f"Begun {begun} UTC; each bar is an attempt{f'; {cut}' if cut else ''}. What happened is named under the "
-    return PageDrawing(title, f"{caption}pointer.", svg)
+    caption = f"Begun {begun} UTC{f'; {cut}' if cut else ''}. What happened is named under the pointer."
+    return PageDrawing(title, caption, svg, tuple(each for each in _LEGEND if f'class="{each[0]}"' in svg))
 
 
 def event_table(history: RunHistory) -> PageTable | None:
@@ -122,7 +130,7 @@ def event_table(history: RunHistory) -> PageTable | None:
             stage,
             event.step,
             event.kind.replace("_", " "),
-            event.text,
+            in_per_cent(event.text),
         )
         for stage, event in kept
     ]

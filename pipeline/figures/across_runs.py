@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pipeline.figures.measured import CostPoint, FewShotPoint, cost_points, few_shot_points
-from pipeline.pictures.evaluated import counted
+from pipeline.pictures.evaluated import counted, percent
 from pipeline.pictures.picture import Cell, Picture
 from pipeline.pictures.style import DASHES, MUTED, SERIES, new_figure
 from pipeline.report.history import RunHistory
@@ -79,8 +79,8 @@ def few_shot_over_size(runs: Sequence[RunHistory]) -> FigureOfRuns | None:
         title="Few-shot accuracy over pre-training",
         caption="Top-1 of a linear classifier fitted to a few images of each class on the frozen features (closed-form "
         f"least squares), over {what} (ViT paper, Figure 4's form). The table has all points.",
-        alt=f"{counted(len(lines), 'line')}. At its end the best, {best.run}, has {best.top1:.3f} ({best.measure}) "
-        f"after {best.images_seen:,} images.",
+        alt=f"{counted(len(lines), 'line')}. At its end the best, {best.run}, has {percent(best.top1)} "
+        f"({best.measure}) after {best.images_seen:,} images.",
         group="paper",
     )
     heads = {
@@ -90,7 +90,7 @@ def few_shot_over_size(runs: Sequence[RunHistory]) -> FigureOfRuns | None:
         "shots": "shots",
         "training_images": "pre-training set, images",
         "images_seen": "images seen",
-        "top1": "top-1",
+        "top1": "top-1, %",
     }
     return FigureOfRuns(picture, figure, _table(points, heads))
 
@@ -141,7 +141,7 @@ def transfer_over_cost(runs: Sequence[RunHistory]) -> FigureOfRuns | None:
         "formula, on a logarithmic axis (ViT paper, Figure 5's form). Up and to the left is better. The table has all "
         "measures, and hours where they were counted.",
         alt=f"{counted(len({each.run for _, each in priced}), 'pre-trained run')}. The best, {best.run}, has "
-        f"{best.top1:.3f} ({best.measure}) for {cost / unit:.3g} {prefix}FLOPs.",
+        f"{percent(best.top1)} ({best.measure}) for {cost / unit:.3g} {prefix}FLOPs.",
         group="paper",
     )
     heads = {
@@ -151,14 +151,15 @@ def transfer_over_cost(runs: Sequence[RunHistory]) -> FigureOfRuns | None:
         "images_seen": "images seen",
         "exaflops": "exaFLOPs",
         "hours": "hours",
-        "top1": "top-1",
+        "top1": "top-1, %",
     }
     return FigureOfRuns(picture, figure, _table(points, heads))
 
 
 def _table(points: Sequence[FewShotPoint | CostPoint], heads: Mapping[str, str]) -> dict[str, list[Cell]]:
     """A column for each attribute, under its heading."""
-    return {head: [getattr(each, name) for each in points] for name, head in heads.items()}
+    columns = {head: [getattr(each, name) for each in points] for name, head in heads.items()}
+    return {**columns, heads["top1"]: [round(100 * each.top1, 2) for each in points]}
 
 
 def _named(runs: Sequence[RunHistory]) -> list[tuple[str, RunHistory]]:
@@ -200,6 +201,7 @@ def _panels(measures: Sequence[str], *, x: str, sharey: bool = False) -> tuple[F
         panel.set_xscale("log")
         panel.set_title(measure)
         panel.set(xlabel=x, ylabel="" if sharey and number % columns else "top-1")
+        panel.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.4g} %")
         panel.grid(True)
     for panel in panels[len(measures) :]:
         panel.set_axis_off()

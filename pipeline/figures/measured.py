@@ -113,7 +113,7 @@ def cost_points(run: RunHistory, *, name: str) -> Iterator[CostPoint]:
     if finetune is not None and run.recipe.stages.finetune is not None:
         top1 = finetune.record.results.get(run.recipe.train_stage("finetune").judged_by("top1"))
         if top1 is not None and _is_share(top1):
-            yield point(f"fine-tuned, {_held_out_name(run)}", top1)
+            yield point(f"fine-tuned, {held_out_name(run, stage='finetune')}", top1)
     for record in _records(run, stages=PRETRAINING):
         if record.images_seen not in (None, seen) and record.step is not None:
             continue  # of a checkpoint before the end
@@ -133,7 +133,7 @@ def table8_rows(runs_root: Path) -> dict[str, list[str | float | None]] | None:
             (str(cell["position"]), str(cell["position_at"]), float(cell["top1"]), cell["paper_5_shot"])
             for cell in cells
         ]
-        paper = [None if value is None else float(value) for *_, value in rows]
+        paper = [None if value is None else round(100 * float(value), 2) for *_, value in rows]
     except (OSError, ValueError, KeyError, TypeError):
         return None
     if not rows:
@@ -141,8 +141,8 @@ def table8_rows(runs_root: Path) -> dict[str, list[str | float | None]] | None:
     return {
         "position": [plain(position) for position, *_ in rows],
         "position_at": [plain(at) for _, at, *_ in rows],
-        "top-1": [top1 for _, _, top1, _ in rows],
-        "paper, 5-shot": [*paper],
+        "top-1, %": [round(100 * top1, 2) for _, _, top1, _ in rows],
+        "paper, 5-shot, %": [*paper],
     }
 
 
@@ -204,9 +204,10 @@ def _exaflops(run: RunHistory, stage: StageHistory) -> float | None:
     return stage.record.images_seen * cost.training_flops / _EXA
 
 
-def _held_out_name(run: RunHistory) -> str:
-    """What the recipe calls fine-tuning's held-out set: the last two folders of its place."""
-    named = run.recipe.train_stage("finetune").eval if run.recipe else None
+def held_out_name(run: RunHistory, *, stage: StageName) -> str:
+    """What the recipe calls a stage's held-out set: the last two folders of its place."""
+    config = getattr(run.recipe.stages, stage) if run.recipe else None
+    named = getattr(config, "eval", None)
     if named is None:
         return "held-out images"
     return plain("/".join(named.shards.rstrip("/").split("/")[-2:]))

@@ -1,12 +1,13 @@
-"""A stage's pictures, tables and model to its MLflow run, once each; called beside training, and by `shardvit sync`.
+"""A stage's pictures, tables and model to its MLflow run, once each, and the run's page to the parent; called beside
+training, and by `shardvit sync`.
 
     images/...              PNG by key and step: the grid of images with its slider
     figures/NAME.svg        the newest of each
     tables/NAME/step-....json
     the model               after the last stage, see `logged_model`
 
-What was sent is in STAGE/mlflow_sent.json; what a kill left unnoted is found among the run's artifacts. Nothing is
-raised: what could not be sent waits for the next call, or for `shardvit sync`.
+What was sent is in STAGE/mlflow_sent.json, of the page in RUN/mlflow_sent.json; what a kill left unnoted is found among
+the run's artifacts. What could not be sent waits for the next call, or for `shardvit sync`.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from pipeline.tracking.logged_model import due_model, log_result_model
 from pipeline.tracking.settings import home_of
 from pipeline.tracking.tracking_state import load_run_state
 from pipeline.tracking.tracking_thread import without_credentials
-from pipeline.vocabulary import MLFLOW_FILE, MLFLOW_SENT_FILE, StageName
+from pipeline.vocabulary import MLFLOW_FILE, MLFLOW_SENT_FILE, PAGE_FILE, StageName
 
 _WAIT_SECONDS = 20.0
 _POLL_SECONDS = 0.5
@@ -91,7 +92,7 @@ def publish_stage(
 def unpublished(folder: RunFolder, recipe: Recipe, stage: StageName) -> bool:
     """Whether there is something that was not sent to the run that the stage has."""
     run_id = load_run_state(folder.stage(stage) / MLFLOW_FILE).run_id
-    marks = {} if run_id is None else _load(folder, stage, run_id=run_id).marks
+    marks = {} if run_id is None else _load(folder.stage(stage), run_id=run_id).marks
     due = due_model(recipe, folder, stage=stage)
     pictures = kept_pictures(folder.stage(stage))
     return any(_name(each) not in marks for each in pictures) or (due is not None and marks.get("model") != due)
@@ -115,9 +116,9 @@ def _publish(
     wait_seconds: float,
 ) -> None:
     run_id = _wait_for_run(folder.stage(stage) / MLFLOW_FILE, wait_seconds=wait_seconds)
-    uri = store_uri(tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or None, home=home_of(folder))
+    uri = _uri_of(folder, tracking_uri)
     client = client_of(uri)
-    things = _load(folder, stage, run_id=run_id)
+    things = _load(folder.stage(stage), run_id=run_id)
     kept = [each for each in kept_pictures(folder.stage(stage)) if _name(each) not in things.marks]
     there = {file.path for name in ("images", "tables") for file in _artifacts(client, run_id, name)} if kept else set()
     newest = {_name(each) for each in newest_pictures(kept)}
@@ -141,6 +142,25 @@ def _publish(
         sent.model = f"{logged.model_id}" + (f", version {logged.version}" if logged.version else "")
 
 
+def publish_page(folder: RunFolder, recipe: Recipe, *, tracking_uri: str | None = None) -> bool:
+    """Send the run's page to the pipeline's MLflow run if that lacks it as it is; whether it was sent. Raises whatever
+    MLflow does. `tracking_uri` as for `publish_stage`."""
+    page, run_id = folder.path / PAGE_FILE, load_run_state(folder.path / MLFLOW_FILE).run_id
+    is_offline = recipe.tracking.mode == "offline" and tracking_uri is None
+    if run_id is None or is_offline or page.is_symlink() or not page.is_file():
+        return False
+    things, mark = _load(folder.path, run_id=run_id), str(page.stat().st_mtime_ns)
+    if things.marks.get(PAGE_FILE) == mark:
+        return False
+    client_of(_uri_of(folder, tracking_uri)).log_artifact(run_id, str(page))
+    things.note(PAGE_FILE, mark)
+    return True
+
+
+def _uri_of(folder: RunFolder, tracking_uri: str | None) -> str:
+    return store_uri(tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or None, home=home_of(folder))
+
+
 def _wait_for_run(file: Path, *, wait_seconds: float) -> str:
     end = time.monotonic() + wait_seconds
     while (run_id := load_run_state(file).run_id) is None:
@@ -150,8 +170,8 @@ def _wait_for_run(file: Path, *, wait_seconds: float) -> str:
     return run_id
 
 
-def _load(folder: RunFolder, stage: StageName, *, run_id: str) -> SentThings:
-    file = folder.stage(stage) / MLFLOW_SENT_FILE
+def _load(place: Path, *, run_id: str) -> SentThings:
+    file = place / MLFLOW_SENT_FILE
     try:
         record = parse_json(file.read_bytes())
         if record["run_id"] == run_id:

@@ -16,7 +16,7 @@ from pipeline.metrics_log import read_metrics
 from pipeline.recipe.schema import Recipe
 from pipeline.run_folder import RunFolder
 from pipeline.tracking.mlflow_store import MlflowStore
-from pipeline.tracking.publish import publish_stage
+from pipeline.tracking.publish import publish_page, publish_stage
 from pipeline.tracking.settings import TrackerSettings
 from pipeline.tracking.tracking_thread import without_credentials
 from pipeline.vocabulary import METRICS_FILE, StageName
@@ -71,6 +71,8 @@ def sync_run(
             for call in store.unsent():
                 call.send()
                 synced.others.append(call.name)
+            if publish_page(folder, recipe, tracking_uri=settings.uri):
+                synced.others.append("the page")
         except Exception as error:
             reason = without_credentials(f"{type(error).__name__}: {error}")[:_LONGEST_REASON]
             raise UserError(f"{store.place} does not take {folder.path}: {' '.join(reason.split())}") from error

@@ -53,7 +53,7 @@ def store(folder: Path) -> Iterator[sqlite3.Connection]:
 
 
 def run_id(folder: Path, run: str) -> str:
-    return json.loads((folder / f"runs/{run}/pretrain/mlflow.json").read_text())["run_id"]
+    return json.loads((folder / f"runs/{run}/mlflow.json").read_text())["run_id"]
 
 
 def test_nothing_is_left_that_is_not_known(folder: Path) -> None:
@@ -70,13 +70,20 @@ def test_each_moment_of_a_stage_is_drawn(folder: Path) -> None:
 
 
 def test_mlflow_has_the_pictures_and_the_model_of_both(folder: Path, store: sqlite3.Connection) -> None:
-    artifacts = folder / "runs/mlartifacts" / run_id(folder, "drawn") / "artifacts"
+    artifacts = folder / "runs/mlartifacts" / run_id(folder, "drawn/pretrain") / "artifacts"
     assert {"confusion_matrix.svg", "attention_rollout.svg"} <= {
         path.name for path in (artifacts / "figures").iterdir()
     }
     assert list((artifacts / "images").glob("*.png"))
     models = {source for (source,) in store.execute("SELECT source_run_id FROM logged_models")}
-    assert models == {run_id(folder, "drawn"), run_id(folder, "plain")}
+    assert models == {run_id(folder, f"{run}/pretrain") for run in ("drawn", "plain")}
+
+
+def test_mlflow_has_the_page_of_both(folder: Path) -> None:
+    for run in ("drawn", "plain"):
+        page = folder / "runs/mlartifacts" / run_id(folder, run) / "artifacts/report.html"
+        assert ("data:image/" in page.read_text(encoding="utf-8")) == (run == "drawn")
+        assert f"<h1>{run}</h1>" in page.read_text(encoding="utf-8")
 
 
 def test_training_is_the_same_to_the_last_bit(folder: Path) -> None:

@@ -23,7 +23,7 @@ def folder(tmp_path: Path) -> RunFolder:
 
 
 def open_beside(folder: RunFolder, said: list[str]) -> Beside:
-    return Beside(folder, environ=dict(os.environ), say=said.append)
+    return Beside(folder, environ=dict(os.environ), say=said.append, module="launch.report.beside")
 
 
 def noted(folder: RunFolder) -> dict[str, int]:
@@ -96,7 +96,7 @@ def test_a_pipe_that_is_full_stops_nobody(folder: RunFolder) -> None:
 
 
 def test_moments_that_are_not_wanted_start_nothing(folder: RunFolder) -> None:
-    with Beside(folder, environ=dict(os.environ), say=print, moments=("end",)) as beside:
+    with Beside(folder, environ=dict(os.environ), say=print, module="launch.report.beside", moments=("end",)) as beside:
         beside.ask("finetune", "begin", 0)
         beside.ask("finetune", "evaluated", 10)
         assert beside._child is None

@@ -3,7 +3,7 @@
 // page as markup: text is text, and drawings are made element by element.
 (() => {
   const SVG = "http://www.w3.org/2000/svg";
-  const WIDTH = 400, HEIGHT = 216, LEFT = 46, RIGHT = 12, TOP = 8, BOTTOM = 32;
+  const WIDTH = 400, HEIGHT = 216, LEFT = 46, RIGHT = 12, TOP = 8, BOTTOM = 32, LETTER = 7.3;
   const X_NAMES = {i: "images seen", t: "training time", s: "steps"};
 
   function make(name, attributes, parent, text) {
@@ -43,6 +43,17 @@
     });
   }
 
+  // ---- folds: a link opens its own, printing opens all ----
+
+  for (const link of document.querySelectorAll(".contents a"))
+    link.addEventListener("click", () => { document.querySelector(link.hash).closest("details").open = true; });
+  let closed = [];
+  addEventListener("beforeprint", () => {
+    closed = [...document.querySelectorAll("details:not([open])")];
+    for (const each of closed) each.open = true;
+  });
+  addEventListener("afterprint", () => { for (const each of closed) each.open = false; });
+
   // ---- pictures of several steps ----
 
   for (const image of document.querySelectorAll(".picture img"))
@@ -54,6 +65,7 @@
       image.classList.toggle("small", image.clientWidth < Number(image.getAttribute("width")));
   };
   addEventListener("resize", markSmall);
+  document.addEventListener("toggle", markSmall, true);
   markSmall();
 
   for (const label of document.querySelectorAll(".steps")) {
@@ -92,6 +104,7 @@
   function short(value) {
     for (const [size, letter] of [[1e9, " G"], [1e6, " M"], [1e3, " k"]])
       if (Math.abs(value) >= size) return `${Number((value / size).toPrecision(4))}${letter}`;
+    if (value && Math.abs(value) < 1e-3) return Number(value.toPrecision(3)).toExponential();
     return plain(value);
   }
 
@@ -194,36 +207,40 @@
         low = floor;
         high = chart.percent && high <= 1 ? Math.min(1, high + room) : high + room;
       }
-      const scaleX = x => LEFT + (x - x0) / (x1 - x0) * (width - LEFT - RIGHT);
       const f = log ? Math.log : value => value;
       const scaleY = y => height - BOTTOM - (f(y) - f(low)) / (f(high) - f(low)) * (height - TOP - BOTTOM);
+      svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
+      svg.replaceChildren();
+      const labels = (log ? logTicks(low, high) : ticks(low, high, 5)).map(value => make("text", {y: scaleY(value) + 4, "text-anchor": "end"}, svg, chart.percent ? `${Number((100 * value).toPrecision(4))} %` : short(value)));
+      const longest = Math.max(0, ...labels.map(each => each.textContent.length));
+      // As wide as the browser's font has them; where it cannot tell, being closed, as wide as any has.
+      const left = view.left = Math.max(LEFT, Math.round(LETTER * longest) + 12, ...labels.map(each => Math.ceil(each.getComputedTextLength()) + 8));
+      const scaleX = x => left + (x - x0) / (x1 - x0) * (width - left - RIGHT);
       view.scaleX = scaleX;
       view.scaleY = scaleY;
       view.domain = [x0, x1];
-      svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
-      svg.replaceChildren();
-      for (const value of log ? logTicks(low, high) : ticks(low, high, 5)) {
-        const y = scaleY(value);
-        make("line", {class: "grid", x1: LEFT, x2: width - RIGHT, y1: y, y2: y}, svg);
-        make("text", {x: LEFT - 6, y: y + 4, "text-anchor": "end"}, svg, chart.percent ? `${Number((100 * value).toPrecision(4))} %` : short(value));
+      for (const label of labels) {
+        label.setAttribute("x", left - 6);
+        const y = Number(label.getAttribute("y")) - 4;
+        make("line", {class: "grid", x1: left, x2: width - RIGHT, y1: y, y2: y}, svg);
       }
-      make("line", {class: "axis", x1: LEFT, x2: width - RIGHT, y1: height - BOTTOM, y2: height - BOTTOM}, svg);
+      make("line", {class: "axis", x1: left, x2: width - RIGHT, y1: height - BOTTOM, y2: height - BOTTOM}, svg);
       const wanted = width > 600 ? 8 : 4;
       for (const value of state.x === "t" ? timeTicks(x0, x1, wanted) : ticks(x0, x1, wanted)) {
-        const x = scaleX(value);
+        const x = scaleX(value), label = state.x === "t" ? duration(value) : short(value);
         make("line", {class: "axis", x1: x, x2: x, y1: height - BOTTOM, y2: height - BOTTOM + 4}, svg);
-        if (x < width - 98) make("text", {x, y: height - BOTTOM + 16, "text-anchor": "middle"}, svg, state.x === "t" ? duration(value) : short(value));
+        if (x + LETTER * (label.length / 2 + 1) < width - RIGHT - LETTER * X_NAMES[state.x].length) make("text", {x, y: height - BOTTOM + 16, "text-anchor": "middle"}, svg, label);
       }
       make("text", {class: "label", x: width - RIGHT, y: height - BOTTOM + 16, "text-anchor": "end"}, svg, X_NAMES[state.x]);
       for (const mark of group.marks) {
         const x = scaleX(mark[state.x]);
-        if (x < LEFT || x > width - RIGHT) continue;
+        if (x < left || x > width - RIGHT) continue;
         const line = make("line", {class: "mark", x1: x, x2: x, y1: TOP, y2: height - BOTTOM}, svg);
         make("title", {}, line, mark.text);
       }
       const clip = `clip-${group.key}-${chart.key}`;
       const path = make("clipPath", {id: clip}, make("defs", {}, svg));
-      make("rect", {x: LEFT - 3, y: 0, width: width - LEFT - RIGHT + 6, height: height - BOTTOM + 3}, path);
+      make("rect", {x: left - 3, y: 0, width: width - left - RIGHT + 6, height: height - BOTTOM + 3}, path);
       const inside = make("g", {"clip-path": `url(#${clip})`}, svg);
       chart.series.forEach((series, number) => {
         const xs = series[state.x];
@@ -306,7 +323,7 @@
         const box = svg.getBoundingClientRect();
         const x = (event.clientX - box.left) / box.width * view.width;
         const [x0, x1] = view.domain;
-        return Math.min(x1, Math.max(x0, x0 + (x - LEFT) / (view.width - LEFT - RIGHT) * (x1 - x0)));
+        return Math.min(x1, Math.max(x0, x0 + (x - view.left) / (view.width - view.left - RIGHT) * (x1 - x0)));
       };
       const ready = () => { if (!state.drawn) drawAll(); };
       svg.addEventListener("pointermove", event => {

@@ -21,6 +21,10 @@ from pathlib import Path
 
 NAMES = ("alpha", "beta")
 _SSHD = "/usr/sbin/sshd"
+_NEEDED = (  # with Debian's package
+    *(("ip", "iproute2"), ("unshare", "util-linux"), ("nsenter", "util-linux")),
+    *(("ssh", "openssh-client"), ("ssh-keygen", "openssh-client")),
+)
 _BEGIN_SECONDS = 240.0
 
 
@@ -28,7 +32,7 @@ def why_not() -> str:
     """Why there can be no such hosts here; empty: there can."""
     if sys.platform != "linux" or os.geteuid() != 0:
         return "two hosts need Linux and root"
-    for program, package in (("ip", "iproute2"), ("unshare", "util-linux"), ("nsenter", "util-linux")):
+    for program, package in _NEEDED:
         if shutil.which(program) is None:
             return f"two hosts need {program} (package {package})"
     if not Path(_SSHD).exists():

@@ -1,6 +1,7 @@
 """A headless Chromium for the tests, by its DevTools protocol over aiohttp, which fsspec's S3 brings anyway.
 
-One browser serves all tests of a file. Everything it says on its console, and every breach of a page's policy, is kept.
+One browser serves all tests of a file with one set of fonts, whichever else the machine has. Everything it says on its
+console, and every breach of a page's policy, is kept.
 """
 
 from __future__ import annotations
@@ -25,11 +26,43 @@ FLAGS = (
     *("--disable-dev-shm-usage", "--remote-debugging-port=0", "--remote-allow-origins=*"),
 )
 _START_SECONDS = 90.0
+FONT_SETS = {"no fonts": "", "DejaVu": "DejaVuSans.ttf", "Liberation": "LiberationSans-Regular.ttf"}  # a file of each
+_FONT_FOLDERS = ("/usr/share/fonts", "/usr/local/share/fonts", "~/.local/share/fonts", "~/.fonts", "/Library/Fonts")
+_FONT_CONFIG = """<?xml version="1.0"?><!DOCTYPE fontconfig SYSTEM "fonts.dtd"><fontconfig>{fonts}
+<cachedir>{folder}/font-cache</cachedir></fontconfig>"""
+# As in fontconfig's own rules: letters are not moved to whole pixels, and a name that is not known is sans-serif.
+_FONT_FAMILY = """<dir>{folder}</dir>
+<match target="pattern"><edit name="hintstyle" mode="append"><const>hintslight</const></edit></match>
+<match target="pattern">
+<test qual="all" name="family" compare="not_eq"><string>sans-serif</string></test>
+<test qual="all" name="family" compare="not_eq"><string>serif</string></test>
+<test qual="all" name="family" compare="not_eq"><string>monospace</string></test>
+<edit name="family" mode="append_last"><string>sans-serif</string></edit></match>
+<alias><family>sans-serif</family><prefer><family>{name} Sans</family></prefer></alias>
+<alias><family>serif</family><prefer><family>{name} Serif</family></prefer></alias>
+<alias><family>monospace</family><prefer><family>{name} Mono</family><family>{name} Sans Mono</family></prefer></alias>
+"""
+
+
+def font_config(font_set: str, folder: Path) -> Path | None:
+    """A file for FONTCONFIG_FILE, by which a browser finds the fonts of that set alone; None: they are not here."""
+    file, fonts = FONT_SETS[font_set], ""
+    if file:
+        roots = [Path(each).expanduser() for each in _FONT_FOLDERS]
+        found = next((path for root in roots if root.is_dir() for path in root.rglob(file)), None)
+        if found is None:
+            return None
+        fonts = _FONT_FAMILY.format(folder=found.parent, name=font_set)
+    config = folder / "fonts.conf"
+    config.write_text(_FONT_CONFIG.format(fonts=fonts, folder=folder))
+    return config
 
 
 def program() -> str | None:
-    """The browser that is installed."""
-    return next((found for each in PROGRAMS if (found := shutil.which(each))), None)
+    """The browser that is installed; a stand-in that would fetch one, as some distributions have, is none."""
+    found = [path for each in PROGRAMS if (path := shutil.which(each))]
+    quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    return next((path for path in found if subprocess.run([path, "--version"], **quiet).returncode == 0), None)
 
 
 class Browser:
@@ -117,18 +150,17 @@ class Browser:
 
 
 @contextlib.contextmanager
-def open_browser(folder: Path) -> Iterator[Browser]:
-    """A browser with an empty profile in `folder`, ended with all that it started."""
+def open_browser(chromium: str, folder: Path, *, fonts: Path) -> Iterator[Browser]:
+    """A browser with an empty profile in `folder` and the fonts of `font_config`, ended with all that it started."""
     import aiohttp
 
-    chromium = program()
-    assert chromium is not None
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(
             [chromium, *FLAGS, f"--user-data-dir={folder / 'profile'}", "about:blank"],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
+            env={**os.environ, "FONTCONFIG_FILE": str(fonts)},
             start_new_session=True,
         )
     loop = asyncio.new_event_loop()

@@ -84,6 +84,11 @@ def _make_stage(
             figure.subplots().plot([0, step])
             picture = Picture(f"{group}_picture", f"Title {words}", f"Caption {words}", f"Alt {words}", group)
             keep_picture(own, picture, figure=figure, step=step)
+    for name in ("class_scores", "confusion_matrix__other"):  # of which the page leaves out the first
+        figure = Figure(figsize=(2, 2))
+        figure.subplots().plot([0, 1])
+        title = f"Title of {name} {words}, set other"
+        keep_picture(own, Picture(name, title, "", f"Alt {words}", "evaluation"), figure=figure, step=steps)
     columns = {f"class {words}": classes, "accuracy": [0.9] * len(classes)}
     keep_table(own, Picture("per_class", f"By class {words}", "", "", "evaluation"), columns=columns, step=steps)
     counts = np.full(len(classes), 36, dtype=np.int64)

@@ -1,8 +1,11 @@
-"""Pages in a real Chromium: whole at a desktop's and a phone's width, light and dark, with and without their script;
-hovering, zooming and sorting work, and nothing of a hostile run runs. Skipped where no Chromium is installed."""
+"""Pages in a real Chromium, with no fonts, DejaVu's and Liberation's: whole at a desktop's and a phone's width, light
+and dark, on paper, with and without their script; hovering, zooming and sorting work, nothing of a hostile run runs.
+Skipped where there is no Chromium, or where the fonts of a set are not here."""
 
 from __future__ import annotations
 
+import base64
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,10 +13,8 @@ import pytest
 
 from launch.report.command import write_report
 from pipeline.report.history import read_history
-from tests.launch.report.browser import Browser, open_browser, program
+from tests.launch.report.browser import FONT_SETS, Browser, font_config, open_browser, program
 from tests.launch.report.runs import HOSTILE, make_hostile, make_run
-
-pytestmark = pytest.mark.skipif(program() is None, reason="no Chromium is installed")
 
 WIDTHS = (1280, 390)
 # Pictures that are not whole, plots without a line or axes, what is wider than the page, texts over the edge.
@@ -28,6 +29,12 @@ PROBLEMS = """(() => {
     for (const text of plot.querySelectorAll("text")) {
       const box = text.getBBox(), view = plot.viewBox.baseVal;
       if (box.width && (box.x < -1 || box.x + box.width > view.width + 1)) found.push("cut off: " + text.textContent);
+      for (const other of plot.querySelectorAll("text")) {
+        const at = other.getBBox();
+        if (other !== text && box.width && at.width && box.x < at.x + at.width && at.x < box.x + box.width &&
+            box.y + 3 < at.y + at.height && at.y + 3 < box.y + box.height)
+          found.push("one over the other: " + text.textContent + ", " + other.textContent);
+      }
     }
   }
   if (document.documentElement.scrollWidth > window.innerWidth) found.push("scrolls sideways");
@@ -38,9 +45,18 @@ PROBLEMS = """(() => {
 })()"""
 
 
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    with open_browser(tmp_path_factory.mktemp("browser")) as opened:
+OPEN_ALL = "document.querySelectorAll('details').forEach(each => { each.open = true; })"
+
+
+@pytest.fixture(scope="module", params=FONT_SETS)
+def browser(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    folder = tmp_path_factory.mktemp("browser")
+    chromium, fonts = program(), font_config(request.param, folder)
+    if chromium is None:
+        pytest.skip("no Chromium is installed")
+    if fonts is None:
+        pytest.skip(f"the fonts {request.param} are not installed")
+    with open_browser(chromium, folder, fonts=fonts) as opened:
         yield opened
 
 
@@ -61,7 +77,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_a_page_is_whole(browser: Browser, pages: dict[str, Path], name: str, width: int, scheme: str) -> None:
     browser.open(pages[name], width=width, scheme=scheme)
-    browser.run("document.querySelectorAll('details').forEach(each => { each.open = true; })")
+    browser.run(OPEN_ALL)
     assert browser.run("document.querySelectorAll('svg.plot').length") >= 10
     assert browser.run("document.images.length") >= 4
     assert browser.run(PROBLEMS) == []
@@ -109,6 +125,7 @@ def box(browser: Browser, selector: str) -> tuple[float, float, float, float]:
 
 def test_a_cursor_shows_the_values_where_it_is(browser: Browser, pages: dict[str, Path]) -> None:
     browser.open(pages["one"], width=1280)
+    browser.run(OPEN_ALL)
     plot = '.charts[data-group="pretrain-1"] figure[data-chart="0"] svg.plot'
     left, top, width, height = box(browser, plot)
     browser.mouse("mouseMoved", left + width / 2, top + height / 2)
@@ -124,6 +141,7 @@ def test_a_cursor_shows_the_values_where_it_is(browser: Browser, pages: dict[str
 
 def test_dragging_zooms_and_a_double_click_goes_back(browser: Browser, pages: dict[str, Path]) -> None:
     browser.open(pages["one"], width=1280)
+    browser.run(OPEN_ALL)
     plot = '.charts[data-group="pretrain-1"] figure[data-chart="0"] svg.plot'
     ticks = f"[...document.querySelectorAll('{plot} text')].map(e => e.textContent).join('|')"
     static = browser.run(ticks)
@@ -136,7 +154,7 @@ def test_dragging_zooms_and_a_double_click_goes_back(browser: Browser, pages: di
     browser.mouse("mouseMoved", left + width * 0.5, y, count=1)
     browser.mouse("mouseReleased", left + width * 0.5, y, count=1)
     assert browser.run(ticks) != whole
-    assert browser.run("document.querySelector('.charts .reset').disabled") is False
+    assert browser.run(f"document.querySelector('{plot}').closest('.charts').querySelector('.reset').disabled") is False
     for count in (1, 2):
         browser.mouse("mousePressed", left + width * 0.5, y, count=count)
         browser.mouse("mouseReleased", left + width * 0.5, y, count=count)
@@ -146,6 +164,7 @@ def test_dragging_zooms_and_a_double_click_goes_back(browser: Browser, pages: di
 
 def test_the_x_axis_can_be_time_or_steps(browser: Browser, pages: dict[str, Path]) -> None:
     browser.open(pages["three"], width=1280)
+    browser.run(OPEN_ALL)
     group = '.charts[data-group="pretrain-3"]'
     labels = f"[...document.querySelectorAll('{group} svg.plot .label')].map(e => e.textContent)"
     names = set(browser.run(labels))
@@ -174,12 +193,65 @@ def test_the_keyboard_moves_the_cursor_and_zooms(browser: Browser, pages: dict[s
 
 def test_tables_are_sorted_by_a_click_and_earlier_pictures_found(browser: Browser, pages: dict[str, Path]) -> None:
     browser.open(pages["one"], width=1280)
-    column = "[...document.querySelector('table').tBodies[0].rows].map(row => row.cells[2].textContent)"
-    browser.run("document.querySelector('table').tHead.rows[0].cells[2].querySelector('button').click()")
+    table = "[...document.querySelectorAll('table')].find(each => each.tHead.textContent.includes('images seen'))"
+    column = f"[...{table}.tBodies[0].rows].map(row => row.cells[2].textContent)"
+    browser.run(f"{table}.tHead.rows[0].cells[2].querySelector('button').click()")
     assert browser.run(column) == ["51,200", "3,200", ""]
-    browser.run("document.querySelector('table').tHead.rows[0].cells[2].querySelector('button').click()")
+    browser.run(f"{table}.tHead.rows[0].cells[2].querySelector('button').click()")
     assert browser.run(column) == ["3,200", "51,200", ""]
     shown = "[...document.querySelector('.steps').parentElement.querySelectorAll('img')].map(e => !e.hidden)"
     assert browser.run(shown) == [False, True]
     browser.run("const r = document.querySelector('.steps input'); r.value = 0; r.dispatchEvent(new Event('input'))")
     assert browser.run(shown) == [True, False]
+
+
+def test_results_and_the_last_stage_are_open_and_every_fold_has_a_name_of_its_own(
+    browser: Browser, pages: dict[str, Path]
+) -> None:
+    browser.open(pages["one"], width=1280)
+    folds = browser.run(
+        "[...document.querySelectorAll('main > details')].map(e => [e.querySelector('h2').textContent, e.open])"
+    )
+    assert folds[:3] == [["Results", True], ["finetune", True], ["pretrain", False]]
+    assert not any(is_open for _, is_open in folds[3:])
+    titles = browser.run(
+        "[...document.querySelectorAll('.part > summary, .picture h4, .table h4')].map(e => e.textContent)"
+    )
+    assert len(set(titles)) == len(titles) > 10
+    sets = {
+        "Held-out set digits-transfer/val, finetune",
+        "Held-out set other, finetune",
+        "Held-out set other, pretrain",
+    }
+    assert sets <= set(titles)
+    assert not any("class_scores" in title for title in titles), "the table of classes says the same"
+    as_it_opens = browser.run("document.documentElement.scrollHeight")
+    browser.run("document.querySelector('.contents a[href=\"#s3\"]').click()")
+    assert browser.run("document.querySelector('#s3').closest('details').open")
+    assert browser.run("document.documentElement.scrollHeight") > 1.2 * as_it_opens
+
+
+@pytest.mark.parametrize("width", [1280, 1920])
+def test_a_wide_window_is_used_to_its_right_edge(browser: Browser, pages: dict[str, Path], width: int) -> None:
+    browser.open(pages["one"], width=width)
+    browser.run(OPEN_ALL)
+    right = "Math.max(...[...e.querySelectorAll(':scope > div figure')].map(f => f.getBoundingClientRect().right))"
+    folds = f"[...document.querySelectorAll('main > details')].filter(e => e.querySelector('figure')).map(e => {right})"
+    edges = browser.run(folds)
+    assert len(edges) >= 3 and min(edges) > 0.9 * width
+    pictures = "[...document.querySelectorAll('.gallery')].map(e => new Set([...e.querySelectorAll(':scope > *')]"
+    columns = browser.run(f"{pictures}.map(f => f.getBoundingClientRect().left)).size)")
+    assert max(columns) >= 2
+
+
+@pytest.mark.parametrize("script", [True, False])
+def test_on_paper_all_folds_are_open(browser: Browser, pages: dict[str, Path], script: bool) -> None:
+    def sheets() -> int:
+        return len(re.findall(rb"/Type\s*/Page\b", base64.b64decode(browser.call("Page.printToPDF")["data"])))
+
+    browser.open(pages["one"], width=1280)
+    browser.run(OPEN_ALL)
+    whole = sheets()
+    browser.open(pages["one"], width=1280, script=script)
+    assert sheets() == whole > 3
+    browser.call("Emulation.setScriptExecutionDisabled", value=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 
@@ -9,12 +10,14 @@ import numpy as np
 import pytest
 
 from data_shards.errors import UserError
+from launch.report.blocks import ShownNumber
 from launch.report.command import compare, report, report_beside, run_names
 from launch.report.compare import WIDTH, plot
 from launch.report.curves import Curve
-from launch.report.facts import held_out_fact, stage_rows
+from launch.report.facts import held_out_fact, result_rows
 from launch.report.sections import runs_page
 from pipeline.recipe.io import dump_recipe, load_recipe
+from pipeline.report.events import EventsLog
 from pipeline.report.history import read_history
 from pipeline.run_folder import RunFolder
 from tests.launch.report.runs import HOSTILE, make_hostile, make_run
@@ -40,7 +43,7 @@ def test_a_run_has_its_page_within_its_folder(runs: list[RunFolder], capsys: pyt
     assert report(runs[0].path, no_draw=True) == 0
     assert capsys.readouterr().out == "report  runs/one/report.html\n"
     html = (runs[0].path / "report.html").read_text()
-    assert "51,200" in html and "0.9800" in html and "pets" in html
+    assert "51,200" in html and "98.00 %" in html and "pets" in html
     assert {path.name for path in runs[0].path.iterdir()} >= {"report.html", "recipe.yaml"}
 
 
@@ -49,16 +52,41 @@ def test_beside_the_score_stands_what_it_is_to_be_compared_with(runs: list[RunFo
     runs[0].update("finetune", results=known)
     history = read_history(runs[0])
     assert held_out_fact(history) == (
-        "61.4 %",
-        "held-out top-1 after finetune; balanced accuracy 50.0 %; commonest class 61.4 %",
+        "61.41 %",
+        "held-out top-1 after finetune; balanced accuracy 50.02 %; commonest class 61.40 %",
     )
-    columns, rows = stage_rows(history)
-    last = dict(zip(columns, rows[-1], strict=True))
-    assert (last["held-out score"], last["balanced accuracy"], last["commonest class"]) == (0.6141, 0.5002, 0.614)
-    pretrain = dict(zip(columns, rows[0], strict=True))
+    columns, rows = result_rows(history)
+    last, pretrain = (dict(zip(columns, row, strict=True)) for row in (rows[0], rows[-1]))
+    beside = ("top-1", "balanced accuracy", "commonest class share")
+    assert [last[each] for each in beside] == [
+        ShownNumber("61.41 %", 0.6141),
+        ShownNumber("50.02 %", 0.5002),
+        ShownNumber("61.40 %", 0.614),
+    ]
     assert pretrain["balanced accuracy"] is None  # of an older run
     html = runs_page([history, read_history(runs[1])], ["one", "two"]).html
-    assert "0.5002" in html and "commonest class" in html
+    assert "50.02 %" in html and "commonest class" in html
+
+
+def test_results_come_first_with_every_held_out_set_and_all_scores_are_in_per_cent(runs: list[RunFolder]) -> None:
+    record = runs[0].record("finetune")
+    results = {**record.results, "val_test/top1": 0.8125, "val_test/ema_calibration_error": 0.0375, "val_test/new": 3.5}
+    runs[0].update("finetune", results=results)
+    with EventsLog(runs[0].stage("finetune") / "events.jsonl") as events:
+        events.append("note", "the best held-out top-1 was 0.8437, and accuracy 0.7500 before", step=5, images_seen=9)
+    assert report(runs[0].path, no_draw=True) == 0
+    html = re.sub("<(style|script).*?</\\1>", "", (runs[0].path / "report.html").read_text(), flags=re.DOTALL)
+    places = [html.index(f"<h2>{title}</h2>") for title in ("Results", "finetune", "pretrain", "Recipe")]
+    assert places == sorted(places)
+    tables = re.findall("<table.*?</table>", html, re.DOTALL)
+    rows = [re.findall("<t[dh][^>]*>(.*?)</t[dh]>", row) for row in re.findall("<tr>.*?</tr>", tables[0], re.DOTALL)]
+    assert rows[0][:4] == ["stage", "held-out set", "images", "top-1"]
+    assert rows[1][:4] == ["finetune", "digits-transfer/val", "252", "98.00 %"]
+    of_test = dict(zip(rows[0], next(row for row in rows if row[1] == "test"), strict=True))
+    assert (of_test["top-1"], of_test["new"]) == ("81.25 %", "3.5") and "3.75 %" in of_test.values()
+    assert {"84.37 %", "75.00 %", "71.00 %"} <= set(re.findall(r"\d+\.\d\d %", html))
+    text = re.sub("<[^>]+>", " ", html)
+    assert not re.search(r"\b0\.(8125|0375|8437|75|71|98|99)0*\b", text)
 
 
 def test_several_runs_have_one_beside_them_or_where_it_is_asked_for(

@@ -115,7 +115,9 @@ def test_lines_are_runs_over_images_seen(tmp_path: Path, number: int) -> None:
     assert panel.get_xscale() == "log" and "seen" in panel.get_xlabel()
     assert [line.get_label() for line in panel.get_lines()] == [f"run{each}" for each in range(number)]
     assert panel.get_lines()[0].get_xydata().tolist() == [[3200, 0.25], [6400, 0.5]]
-    assert len(drawn.table["top-1"]) == 2 * number
+    assert drawn.table["top-1, %"][:2] == [25, 50] and len(drawn.table["top-1, %"]) == 2 * number
+    drawn.figure.canvas.draw()
+    assert all(label.get_text().endswith(" %") for label in panel.get_yticklabels())
 
 
 def test_lines_are_models_over_sets_where_the_sets_differ(tmp_path: Path) -> None:
@@ -142,8 +144,8 @@ def test_transfer_over_cost_is_kept_with_all_its_numbers_in_the_table(tmp_path: 
     assert drawn is not None
     keep_picture(tmp_path, drawn.picture, figure=drawn.figure, step=0)
     assert [each.picture.name for each in kept_pictures(tmp_path)] == ["transfer_over_cost"]
-    assert "b" in drawn.picture.alt and "0.938" in drawn.picture.alt
-    assert drawn.table["top-1"] == [0.75, 0.9375, 0.75, 0.5]
+    assert "b" in drawn.picture.alt and "93.8 %" in drawn.picture.alt
+    assert drawn.table["top-1, %"] == [75, 93.75, 75, 50]
     assert drawn.table["exaFLOPs"][3] == 0
     assert drawn.table["exaFLOPs"][1] == pytest.approx(10 * float(str(drawn.table["exaFLOPs"][0])))
 
@@ -186,8 +188,8 @@ def test_table8_is_read_by_columns(tmp_path: Path) -> None:
     assert table8_rows(tmp_path) == {
         "position": ["none", "sincos_2d"],
         "position_at": ["stem", "stem"],
-        "top-1": [0.9, 0.97],
-        "paper, 5-shot": [0.61, None],
+        "top-1, %": [90, 97],
+        "paper, 5-shot, %": [61, None],
     }
     for damaged in ("[", "[1]", '[{"position": 1}]', "[]", '{"a": 1}'):
         (tmp_path / "table8.json").write_text(damaged)

@@ -187,11 +187,13 @@ def test_after_an_outage_in_mid_run_a_sync_leaves_every_value_once_and_the_model
         until(lambda: said)
         log.append(step=3, images_seen=192, metrics={"train/loss": 0.25})
         leave_a_result(run, settings)
+        (run.path / "report.html").write_text("<p>first")
         assert publish_stage(run, settings.recipe, "pretrain", said.append, tracking_uri=server.uri).problem
         tracker.close("FINISHED", finish_parent=True)
     assert any("shardvit sync" in line for line in said)
     with pytest.raises(UserError, match="does not take"):
         sync_run(run, settings.recipe, tracking_uri=server.uri, experiment="shardvit", say=said.append)
+    assert not (run.path / "mlflow_sent.json").exists()
     server.start()
     (first,) = sync_run(run, settings.recipe, tracking_uri=server.uri, experiment="shardvit", say=said.append)
     (second,) = sync_run(run, settings.recipe, tracking_uri=server.uri, experiment="shardvit", say=said.append)
@@ -207,6 +209,8 @@ def test_after_an_outage_in_mid_run_a_sync_leaves_every_value_once_and_the_model
         images = [file.path for file in client.list_artifacts(child, "images") if file.path.endswith(".png")]
         assert sorted(path.partition("+step+")[2].partition("+")[0] for path in images) == ["1", "2"]
         assert [file.path for file in client.list_artifacts(child, "figures")] == ["figures/loss.svg"]
+        page = [file.path for file in client.list_artifacts(parent) if file.path == "report.html"]
+        assert page and "the page" in first.others
         # The note of what was sent is lost: what is there is found, and stays once.
         (run.stage("pretrain") / "mlflow_sent.json").write_text(json.dumps({"run_id": child, "marks": {"model": "d1"}}))
         sync_run(run, settings.recipe, tracking_uri=server.uri, experiment="shardvit", say=said.append)
