@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import signal
@@ -10,6 +11,8 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from typing import Any, TypeVar
+
+from data_shards.control_groups import core_quota
 
 _Request = TypeVar("_Request")
 _Part = TypeVar("_Part", bound=Hashable)
@@ -21,7 +24,8 @@ _own: tuple[Callable[[Any, Any], Any], Any] | None = None  # work and request of
 
 def num_cores() -> int:
     """Cores that this process may use: a container or a batch system may grant fewer than the machine has."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(cores, math.ceil(core_quota() or cores))
 
 
 @contextmanager

@@ -70,8 +70,9 @@ def show_duration(seconds: float) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """`1 shard`, `1,000 shards`, `2 classes`."""
-    return f"{number:,} {noun}" + ("" if number == 1 else "es" if noun.endswith("s") else "s")
+    """A number and its noun: "1 image", "2,000 images", "3 classes", "2 micro-batches"."""
+    plural = f"{noun}es" if noun.endswith(("s", "tch")) else f"{noun}s"
+    return f"{number:,} {noun if number == 1 else plural}"
 
 
 def named(names: Sequence[str], *, most: int = 5) -> str:

@@ -11,3 +11,8 @@ if sys.argv[:1] == ["-m"] and not sys.flags.safe_path:
         del sys.path[0]
     else:  # a clone that need not be installed: so what is started from it gets told
         os.environ["PYTHONPATH"] = os.pathsep.join([_ROOT, *filter(None, [os.environ.get("PYTHONPATH")])])
+
+if "OMP_WAIT_POLICY" not in os.environ:
+    # How long torch's threads (libgomp's) spin while they wait for one another: its own number for more threads than
+    # cores, which nobody tells it. With the usual 300,000, whatever else runs on a core costs a factor of 10 to 50.
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Literal
 
 from data_shards.errors import UserError
+from data_shards.text import one_line
 from pipeline.ranks.place import Place
 from pipeline.time_limit import TimeLimit
 
@@ -184,9 +185,22 @@ def num_gpus(environ: Mapping[str, str] = os.environ, *, devices: Path = Path("/
     return there
 
 
-def tracking_uri(environ: Mapping[str, str] = os.environ) -> str | None:
-    """MLflow's server, if the user named one."""
-    return environ.get("MLFLOW_TRACKING_URI") or None
+def tracking_uri(
+    environ: Mapping[str, str] = os.environ, *, form: Literal["an address", "any"] = "an address"
+) -> str | None:
+    """MLflow's server or database, if the user named one. UserError: it is no address, and MLflow would take it for a
+    folder."""
+    uri = environ.get("MLFLOW_TRACKING_URI") or None
+    if form != "any" and uri is not None and "://" not in uri and not uri.startswith(("databricks", "uc", "file:")):
+        told = one_line(uri.rpartition("@")[2])
+        raise UserError(f"MLFLOW_TRACKING_URI is {told!r}: give an address, http://HOST:PORT or sqlite:///FILE")
+    return uri
+
+
+def omp_num_threads(environ: Mapping[str, str] = os.environ) -> int | None:
+    """Threads that the user, or a launcher, asks of each process; None: nobody does."""
+    text = environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    return int(text) if text.isdecimal() and int(text) else None
 
 
 def experiment_name(environ: Mapping[str, str] = os.environ) -> str | None:

@@ -34,6 +34,7 @@ from launch.env import (
     experiment_name,
     job_tags,
     node_share,
+    omp_num_threads,
     paths_file,
     pictures_wanted,
     read_place,
@@ -184,7 +185,7 @@ def _run(
         earlier_cpu_seconds=time.process_time(),
     )
     clock.doing("importing libraries")
-    wants_pictures = pictures_wanted()
+    wants_pictures, mlflow_uri = pictures_wanted(), tracking_uri()
     from pipeline.ranks.stopping import StopFlag, Stopped
 
     stop = StopFlag()
@@ -203,13 +204,13 @@ def _run(
     from pipeline.beside import Beside
     from pipeline.checkpoint.saver import SaveFailed
     from pipeline.context import StageContext, Tracking, draw_nothing
+    from pipeline.data_workers import cores_of
     from pipeline.pictures.picture import Moment
     from pipeline.ranks.group import Ranks
     from pipeline.stages import run_stage  # noqa: F401 - while nobody waits in the process group
+    from pipeline.threads import settle_threads
     from pipeline.train_loop import TrainingFailed
 
-    if not torch.cuda.is_available() and place.local_world_size > 1:  # more threads than cores slow each other down
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // place.local_world_size))
     with contextlib.ExitStack() as held:
         held.callback(clock.close)
         # While this rank waits for others there is nothing to save, and nobody polls the stop flag.
@@ -226,6 +227,10 @@ def _run(
                     say(note)
             clock.doing("meeting the other ranks")
             ranks = Ranks(place, timeout_seconds=recipe.engine.collective_timeout_seconds)
+            if not torch.cuda.is_available():
+                too_many = settle_threads(cores=cores_of(ranks), asked=omp_num_threads())
+                if too_many and place.is_main:
+                    say(too_many)
             there = held.enter_context(contextlib.closing(Presence(folder.path)))
         beside = None
         if place.is_main and wants_pictures:
@@ -237,7 +242,7 @@ def _run(
             recipe=recipe,
             folder=folder,
             ranks=ranks,
-            tracking=Tracking(uri=tracking_uri(), experiment=experiment_name() or recipe.experiment),
+            tracking=Tracking(uri=mlflow_uri, experiment=experiment_name() or recipe.experiment),
             stop=stop,
             job_tags=job_tags(),
             start=clock,

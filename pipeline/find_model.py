@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 from data_shards.errors import UserError
 from model.saved import CONFIG_FILE, SavedModelMeta, build_described, load_model, read_meta
 from pipeline.checkpoint.identity import FOLDER_PREFIX, checkpoint_folders
-from pipeline.checkpoint.store import damage_of
 from pipeline.recipe.io import parse_recipe
 from pipeline.run_folder import RunFolder
 from pipeline.vocabulary import ALL_STAGES, CHECKPOINTS_FOLDER, RECIPE_FILE, STAGE_FILE, StageName, WeightsKind
@@ -56,14 +55,34 @@ def _kind(meta: SavedModelMeta) -> WeightsKind:
     return "weights" if meta.ema_decay is None else "ema"
 
 
-def _find(path: Path, *, weights: WeightsKind | None) -> FoundModel:
+def find_record(path: Path) -> SavedModelMeta | None:
+    """The record of the model at `path`, at once and without torch; None: only its weights tell. UserError as above,
+    where there is none."""
+    place = _there(path).absolute()
+    if (path / RECIPE_FILE).is_file():
+        place = _model_of_run(path)
+    stage = place.parent.parent if place.parent.name == CHECKPOINTS_FOLDER else place
+    try:
+        if stage.name in ALL_STAGES and (stage.parent / RECIPE_FILE).is_file():
+            folder = RunFolder(runs_root=stage.parent.parent, name=stage.parent.name)
+            return SavedModelMeta.model_validate(folder.record(stage.name).model)
+        return read_meta(place)
+    except ValueError:
+        return None
+
+
+def _there(path: Path) -> Path:
     if not path.exists():
         raise UserError(f"{path} is not there: give a run's folder, a checkpoint, or a file of weights")
-    place = path.absolute()  # also for "." and for a folder's bare name within its run
+    return path
+
+
+def _find(path: Path, *, weights: WeightsKind | None) -> FoundModel:
+    place = _there(path).absolute()  # also for "." and for a folder's bare name within its run
     if place.name.startswith(FOLDER_PREFIX) and place.parent.name == CHECKPOINTS_FOLDER:  # has a recipe too
         return _of_checkpoint(path, weights=weights)
     if (path / RECIPE_FILE).is_file():
-        return _of_run(path)
+        return _of_folder(_model_of_run(path))
     if place.name in ALL_STAGES and (place.parent / RECIPE_FILE).is_file():
         return _of_stage(path.parent if path.name else place.parent, stage=place.name, weights=weights)
     if (path / CONFIG_FILE).is_file():
@@ -76,17 +95,19 @@ def _find(path: Path, *, weights: WeightsKind | None) -> FoundModel:
     return _of_others(path)
 
 
-def _of_run(run: Path) -> FoundModel:
+def _model_of_run(run: Path) -> Path:
     folder = RunFolder(runs_root=run.parent, name=run.name)
     done: list[StageName] = [name for name in ALL_STAGES if name != "swap_head" and folder.record(name).state == "done"]
     if done:
-        return _of_folder(folder.model(done[-1]))
+        return folder.model(done[-1])
     begun = [name for name in ALL_STAGES if checkpoint_folders(folder.checkpoints(name))]
     advice = f"give {run / begun[-1]} for its newest checkpoint" if begun else "run it first"
     raise UserError(f"{run}: none of its stages is done: {advice}")
 
 
 def _of_stage(run: Path, *, stage: StageName, weights: WeightsKind | None) -> FoundModel:
+    from pipeline.checkpoint.store import damage_of
+
     folder = RunFolder(runs_root=run.parent, name=run.name)
     if folder.record(stage).state == "done":
         return _of_folder(folder.model(stage))
@@ -111,6 +132,8 @@ def _of_folder(folder: Path) -> FoundModel:
 
 
 def _of_checkpoint(checkpoint: Path, *, weights: WeightsKind | None) -> FoundModel:
+    from pipeline.checkpoint.store import damage_of
+
     damage = damage_of(checkpoint)
     if damage:
         raise UserError(f"checkpoint {checkpoint} is damaged ({damage}): take another one")

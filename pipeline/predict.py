@@ -24,7 +24,6 @@ from data_shards.images.decode import USUAL_LIMIT, PixelLimit, read_image
 from data_shards.images.transforms import EvalTransform
 from data_shards.loading.batch import Batch
 from data_shards.processes import num_cores
-from data_shards.sources.folder import walk_images
 from data_shards.vocabulary import Normalisation
 from model.formats import onnx_file
 from model.loss import probabilities
@@ -78,6 +77,7 @@ def open_predictor(path: Path, *, device: DeviceChoice = "auto", weights: Weight
         UserError: there is no model, it is broken or no classifier, or there is no such device.
     """
     chosen = chosen_device(device)
+    torch.set_num_threads(min(torch.get_num_threads(), num_cores()))
     if path.suffix == onnx_file.ENDING and path.is_file():
         if weights is not None:
             raise UserError(f"--weights {weights}: {path} is an ONNX file, which holds one model only: leave it out")
@@ -98,23 +98,6 @@ def chosen_device(device: DeviceChoice) -> torch.device:
     if device == "cuda" and not torch.cuda.is_available():
         raise UserError("--device cuda: torch sees no CUDA device here; leave it out")
     return torch.device("cpu" if device == "cpu" or not torch.cuda.is_available() else "cuda")
-
-
-def image_files(paths: Sequence[Path]) -> list[Path]:
-    """The files, and all images below the folders, sorted, without hidden ones; UserError: a file does not exist, or a
-    folder has no image in it."""
-    files: list[Path] = []
-    for path in paths:
-        if path.is_dir():
-            found = walk_images(path)
-            if not found:
-                raise UserError(f"{path}: there is no image in this folder (jpg, png, webp, bmp, gif, tif or ppm)")
-            files += [path / name for name in found]
-        elif path.exists():
-            files.append(path)
-        else:
-            raise UserError(f"{path}: there is no such image or folder")
-    return files
 
 
 def predict_images(

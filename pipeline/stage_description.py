@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Literal
 
 from model.counting.flops import account
 from model.vocabulary import HeadKind
+from pipeline.budget.cost import stage_cost
 from pipeline.checkpoint.identity import checkpoint_identity
 from pipeline.checkpoint.note import describe_changes, describe_restored
 from pipeline.checkpoint.store import Restored
@@ -44,7 +46,10 @@ def describe_start(
             checkpointed_every=recipe.engine.checkpointed_every or 1,
         )
         kept = "checkpointed" if recipe.engine.checkpointed_every else "all"
-        yield f"{stage}: {cost.describe(activations=kept)}"
+        own = stage_cost(recipe.model, stage=config, engine=recipe.engine, num_classes=len(task.outputs))
+        held = (own.activation_bytes, own.checkpointed_activation_bytes)
+        cost = replace(cost, activation_bytes=held[0], checkpointed_activation_bytes=held[1])
+        yield f"{stage}: {cost.describe(activations=kept, precision=recipe.engine.precision)}"
     yield from (f"{stage}: {note}" for note in notes)
     yield from (*data.train.damage, *(line for one in data.held_out.values() for line in one.damage))
     if advice := cache_advice(recipe, data=data, plan=plan, processes_per_node=place.local_world_size):

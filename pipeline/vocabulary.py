@@ -173,6 +173,10 @@ METRICS: dict[str, Metric] = {
         "h", "hours of the stage times its GPUs, over all attempts (a killed one up to its last checkpoint)"
     ),
     "perf/process_hours": Metric("h", "on CPUs: hours of the stage times its processes, over all attempts"),
+    "perf/core_wait_frac": Metric(
+        "share",
+        "on CPUs: of the time in which threads of rank 0's process could have run, what they waited for a core",
+    ),
     "perf/data_wait_frac": Metric("share", "share of the time of perf/images_per_s in which rank 0 waited for a batch"),
     "perf/save_stall_frac": Metric(
         "share", "share of this attempt's time in which training stood still for checkpoints"

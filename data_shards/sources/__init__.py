@@ -1,6 +1,6 @@
 """Where raw images come from: class folders, lists of labels, IDX files, scikit-learn's digits; see `open_source`.
 
-Imported by: launch, packing, pipeline.
+Imported by: launch, packing.
 Imports: files of data_shards, tars.
 """
 

@@ -6,6 +6,7 @@ folder; no image is opened. Symbolic links are followed, once per folder.
 """
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -157,6 +158,23 @@ def _images(root: Path, by_class: dict[str, list[str]], classes: tuple[str, ...]
 def walk_images(root: Path) -> list[str]:
     """Paths of all image files below `root`, relative to it, without hidden ones."""
     return _walk(root, "")[0]
+
+
+def image_files(paths: Sequence[Path]) -> list[Path]:
+    """The files, and all images below the folders, sorted, without hidden ones; UserError: a file does not exist, or a
+    folder has no image in it."""
+    files: list[Path] = []
+    for path in paths:
+        if path.is_dir():
+            found = walk_images(path)
+            if not found:
+                raise UserError(f"{path}: there is no image in this folder (jpg, png, webp, bmp, gif, tif or ppm)")
+            files += [path / name for name in found]
+        elif path.exists():
+            files.append(path)
+        else:
+            raise UserError(f"{path}: there is no such image or folder")
+    return files
 
 
 def walk_files(root: Path, *, start: str) -> list[str]:

@@ -62,13 +62,13 @@ def predict(
     demand_counts(top=top, batch_size=batch_size)
     if not images:
         raise UserError("predict: name at least one image or folder of images after the model")
-    if not model.exists():
-        raise UserError(f"{model}: there is no such model")
+    from data_shards.sources.folder import image_files
+    from pipeline.find_model import find_record
 
-    limit = pixel_limit(max_image_pixels)
-    from pipeline.predict import image_files, open_predictor, predict_images
+    find_record(model)
+    files, limit = image_files(images), pixel_limit(max_image_pixels)
+    from pipeline.predict import open_predictor, predict_images
 
-    files = image_files(images)
     predictor = open_predictor(model, device=device, weights=weights)
     if predictor.origin != str(model):
         say(f"the model is {predictor.origin}")

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,9 +59,14 @@ def ask(command: Sequence[str], *, limit_seconds: float = _ASK_SECONDS) -> Answe
 
 
 def run_children(
-    commands: Sequence[Sequence[str]], *, environments: Sequence[Mapping[str, str]], limit_seconds: float
+    commands: Sequence[Sequence[str]],
+    *,
+    environments: Sequence[Mapping[str, str]],
+    limit_seconds: float,
+    told: Callable[[str], None] = lambda output: None,
 ) -> list[Answer]:
-    """Run commands in parallel until all have ended; once one fails, the others have a few seconds left."""
+    """Run commands in parallel until all have ended; once one fails, the others have a few seconds left. `told` gets
+    what the first has printed so far, again and again."""
     with tempfile.TemporaryDirectory(prefix="shardvit-doctor-") as folder:
         files = [
             (Path(folder, f"{number}.output"), Path(folder, f"{number}.errors")) for number in range(len(commands))
@@ -70,14 +75,14 @@ def run_children(
         try:
             for command, environment, paths in zip(commands, environments, files, strict=True):
                 children.append(_start(command, environment=environment, paths=paths))
-            _wait(children, limit_seconds=limit_seconds)
+            _wait(children, limit_seconds=limit_seconds, meanwhile=lambda: told(_read(files[0][0])))
             codes = [127 if child is None else child.poll() for child in children]
         finally:
             for child in filter(None, children):
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(child.pid, signal.SIGKILL)  # and what it has started itself
                 child.wait()
-        texts = [path.read_text(encoding="utf-8", errors="replace") for paths in files for path in paths]
+        texts = [_read(path) for paths in files for path in paths]
         return [
             Answer(code, output, errors, limit_seconds)
             for code, output, errors in zip(codes, texts[::2], texts[1::2], strict=True)
@@ -97,7 +102,13 @@ def _start(
             return None
 
 
-def _wait(children: Sequence[subprocess.Popen[bytes] | None], *, limit_seconds: float) -> None:
+def _read(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace")
+
+
+def _wait(
+    children: Sequence[subprocess.Popen[bytes] | None], *, limit_seconds: float, meanwhile: Callable[[], None]
+) -> None:
     deadline = time.monotonic() + limit_seconds
     has_failed = False
     while time.monotonic() < deadline:
@@ -106,4 +117,5 @@ def _wait(children: Sequence[subprocess.Popen[bytes] | None], *, limit_seconds: 
             return
         if any(codes) and not has_failed:
             has_failed, deadline = True, min(deadline, time.monotonic() + _FOLLOW_SECONDS)
+        meanwhile()
         time.sleep(_POLL_SECONDS)

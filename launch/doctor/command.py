@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -13,6 +13,8 @@ from cyclopts import Parameter
 from launch.doctor.findings import Check, Diagnosis
 from launch.env import num_gpus, tracking_uri, without_place
 from launch.flags import CacheFolder, JsonFlag
+from launch.output import say
+from pipeline.ranks.start_clock import StartClock
 
 _LEFT_OUT = ("imports", "arithmetic", "decoding", "all-reduce")
 
@@ -49,18 +51,15 @@ def doctor(
 
     from data_shards.store.cache import default_cache_folder
 
-    diagnosis = examine(
-        runs=runs,
-        cache=cache or default_cache_folder(),
-        depth="quick" if quick else "all",
-        say=lambda line: print(f"doctor: {line}", file=sys.stderr, flush=True),
-    )
+    with closing(StartClock("doctor", say=say, part="looking around")) as clock:
+        folder = cache or default_cache_folder()
+        diagnosis = examine(runs=runs, cache=folder, depth="quick" if quick else "all", clock=clock)
     print(json.dumps(diagnosis.as_json(), indent=1) if as_json_text else diagnosis.as_text())
     return diagnosis.exit_code
 
 
-def examine(*, runs: Path, cache: Path, depth: Literal["all", "quick"], say: Callable[[str], None]) -> Diagnosis:
-    """All checks; "quick" leaves out those in child processes. `say` takes a line before each slow one."""
+def examine(*, runs: Path, cache: Path, depth: Literal["all", "quick"], clock: StartClock) -> Diagnosis:
+    """All checks; "quick" leaves out those in child processes. `clock` is told each that may last."""
     from launch.doctor import gpus, libraries, machine, network, probe
 
     begin = time.monotonic()
@@ -69,9 +68,7 @@ def examine(*, runs: Path, cache: Path, depth: Literal["all", "quick"], say: Cal
     tried: Mapping[str, Sequence[Check]] = {}
     backends: tuple[probe.Backend, ...] = ()
     if depth == "all":
-        say("trying the libraries and the device ...")
-        tried = probe.try_parts(tuple(probe.PARTS), environment=environment)
-        say("trying two processes ...")
+        tried = probe.try_parts(tuple(probe.PARTS), environment=environment, clock=clock)
         backends = ("gloo", "nccl") if visible > 1 else ("gloo",)
 
     def look_at_libraries() -> Sequence[Check]:
@@ -94,11 +91,14 @@ def examine(*, runs: Path, cache: Path, depth: Literal["all", "quick"], say: Cal
         ],
         "network": lambda: [
             *(check for each in backends for check in probe.try_all_reduce(each, environment=environment)),
-            network.check_tracking(tracking_uri()),
+            network.check_tracking(tracking_uri(form="any")),
         ],
         "cluster": network.cluster_checks,
     }
-    checks = {subject: _guarded(subject, look) for subject, look in looks.items()}
+    checks: dict[str, Sequence[Check]] = {}
+    for subject, look in looks.items():
+        clock.doing(f"looking at the {subject}")
+        checks[subject] = _guarded(subject, look)
     return Diagnosis(checks, left_out=_LEFT_OUT if depth == "quick" else (), seconds=time.monotonic() - begin)
 
 

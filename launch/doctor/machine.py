@@ -21,6 +21,7 @@ from data_shards.control_groups import core_quota, memory_limit_bytes
 from data_shards.processes import num_cores
 from data_shards.text import parse_bytes, show_bytes
 from launch.doctor.findings import Check, judge
+from launch.env import omp_num_threads
 from pipeline.checkpoint.room import free_bytes
 from pipeline.recipe.data import CacheRecipe
 
@@ -30,6 +31,7 @@ _ONE_CHECKPOINT_BYTES = 5 * 10**9
 _SHM_BYTES = 2**30  # docker's 64 MB is what goes wrong; a batch of 256 images at 224 pixels in uint8 is 39 MB
 _CORES_PER_GPU = 4  # 1,500 images/s, a GPU's pace with ViT-L/16, at 400 to 520 images/s a core
 _OPEN_FILES = 4096  # a process may hold a shard of each of 256 lanes open, several workers' connections beside them
+_LOOK_SECONDS = 0.3
 _PROCESSES = 4096  # threads count: a rank has some 50 of its own and of its libraries
 _NETWORK_FILE_SYSTEMS = {"nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "beegfs", "ceph", "glusterfs", "9p"}  # slow
 
@@ -51,10 +53,12 @@ class DiskOf:
 def machine_checks(*, runs: Path, cache: Path, gpus: int, pythons: str) -> list[Check]:
     """All verdicts; `pythons` is pyproject.toml's range."""
     cores, memory = psutil.cpu_count() or 1, psutil.virtual_memory()
+    usable, busy = min(num_cores(), core_quota() or cores), psutil.cpu_percent(_LOOK_SECONDS) / 100
     shm = shutil.disk_usage("/dev/shm") if Path("/dev/shm").is_dir() else None
     return [
         check_python(platform.python_version(), pythons=pythons),
-        check_cores(cores, usable=min(num_cores(), core_quota() or cores), gpus=gpus),
+        check_cores(cores, usable=usable, gpus=gpus),
+        check_threads(omp_num_threads(), usable=usable, free=(1 - busy) * cores),
         check_memory(memory.total, available=memory.available, limit=memory_limit_bytes()),
         check_runs_disk(read_disk(runs)),
         check_cache_disk(read_disk(cache)),
@@ -111,6 +115,19 @@ def check_cores(cores: int, *, usable: float, gpus: int) -> Check:
     )
     return judge(
         "cores", f"{found} for {gpus} GPUs" if gpus else found, (usable < gpus * _CORES_PER_GPU, "note", remedy)
+    )
+
+
+def check_threads(asked: int | None, *, usable: float, free: float) -> Check:
+    """Torch's threads on a CPU, `asked` by OMP_NUM_THREADS, against cores that they may use, and that are free now."""
+    found = f"OMP_NUM_THREADS is {'not set' if asked is None else asked}; {free:.1f} cores are free now"
+    fewer = f"they would wait for one another: set it to {max(1, int(usable))} for one process on a CPU, or unset it"
+    others = "other programs use the rest: on a CPU, fewer threads (OMP_NUM_THREADS) may be faster"
+    return judge(
+        "threads",
+        found,
+        (asked is not None and asked > max(1, usable), "note", fewer),
+        (asked != 1 and free < usable / 2, "note", others),
     )
 
 

@@ -20,6 +20,7 @@ from launch.doctor.findings import Check, judge
 from launch.doctor.gpus import try_arithmetic, try_torch
 from launch.doctor.network import ALL_REDUCE_SECONDS, all_reduce
 from launch.env import RENDEZVOUS, num_gpus
+from pipeline.ranks.start_clock import StartClock
 
 Backend = Literal["gloo", "nccl"]
 _LIMIT_SECONDS = 120.0  # of a child; imports from a busy network disk have taken a minute
@@ -127,11 +128,19 @@ def try_parts(
     environment: Mapping[str, str],
     command: Sequence[str] = _COMMAND,
     limit_seconds: float = _LIMIT_SECONDS,
+    clock: StartClock | None = None,
 ) -> dict[str, list[Check]]:
-    """The parent: each part's checks. After a part that crashes or hangs, a new child tries the others."""
+    """The parent: each part's checks. After a part that crashes or hangs, a new child tries the others. `clock` is told
+    which part is tried."""
     found: dict[str, list[Check]] = {}
+
+    def told(output: str) -> None:
+        if clock and (messages := Answer(None, output, "", 0.0).messages):
+            part = messages[-1]["part"]
+            clock.doing(f"trying {PARTS[part].name}", f"{parts.index(part) + 1} of {len(parts)}")
+
     while left := [name for name in parts if name not in found]:
-        [answer] = run_children([[*command, *left]], environments=[environment], limit_seconds=limit_seconds)
+        [answer] = run_children([[*command, *left]], environments=[environment], limit_seconds=limit_seconds, told=told)
         # If not one part began, none of the others would.
         found |= _results(answer) or {name: PARTS[name].failed(answer.ending) for name in left}
     return found

@@ -117,13 +117,13 @@ def evaluate(
         shardvit eval model.onnx shards/pets/val --protocol big_vision --json -
     """
     demand_counts(processes=processes, batch_size=batch_size)
-    if not model.exists():
-        raise UserError(f"{model}: there is no such model")
     if crop_share is not None and not 0 < crop_share <= 1:
         raise UserError(f"--crop-share: it is {crop_share:g}; give more than 0 and at most 1")
     if crop_share is not None and protocol in ("vit", "vit_exact"):
         raise UserError(f"--crop-share: protocol {protocol} shows all of an image; leave it out")
     pixel_limit(max_image_pixels)
+    if tracking:
+        tracking_uri()
     if output is not None and output.exists():
         raise UserError(f"--output {output}: it is there already; give a new folder")
     if processes > 1 and device == "cuda" and num_gpus() < processes:
@@ -148,10 +148,16 @@ def evaluate(
         workers=max(1, min(_MOST_WORKERS, cores // processes)) if on_gpus else 1,
         device=device,
     )
+    from pipeline.evaluation.opening import open_set, what_is_asked
+    from pipeline.find_model import find_record
+
+    record, opened = find_record(model), open_set(request, report=say)
+    if record is not None:  # else the weights tell, seconds later
+        what_is_asked(request, class_names=record.class_names, shards=opened[0])
     if processes == 1:
         from pipeline.evaluation.of_model import NoPeers, evaluate_model
 
-        result = evaluate_model(request, ranks=NoPeers(), say=say)
+        result = evaluate_model(request, opened, ranks=NoPeers())
     else:
         found = _by_processes(request, processes=processes, on_gpus=on_gpus)
         if isinstance(found, int):

@@ -7,12 +7,12 @@ FOLDER/request.json is what was asked. Exit codes: 0 done, 2 a user's mistake, w
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
 from data_shards.errors import SampleError, UserError
-from launch.env import read_place
+from data_shards.processes import num_cores
+from launch.env import omp_num_threads, read_place
 from launch.evaluating.exchanged import read_request, write_result
 from launch.output import go_on, say
 from pipeline.vocabulary import EXIT_USER_ERROR
@@ -29,12 +29,14 @@ def main(folder: Path) -> int:
         import torch
 
         from pipeline.evaluation.of_model import evaluate_model
+        from pipeline.evaluation.opening import open_set
         from pipeline.ranks.group import Ranks
 
-        if not torch.cuda.is_available() and "OMP_NUM_THREADS" not in os.environ:
-            torch.set_num_threads(max(1, (os.cpu_count() or 1) // place.world_size))
+        if not torch.cuda.is_available() and omp_num_threads() is None:
+            torch.set_num_threads(max(1, num_cores() // place.world_size))
         ranks = Ranks(place, timeout_seconds=_TIMEOUT_SECONDS)
-        result = evaluate_model(request, ranks=ranks, say=say if place.is_main else lambda text: None)
+        opened = open_set(request, report=lambda line: None)  # the command, which began this, has said it
+        result = evaluate_model(request, opened, ranks=ranks)
         if place.is_main:
             write_result(folder, result)
         ranks.leave()

@@ -16,6 +16,7 @@ from data_shards.loading.assemble import Access
 from data_shards.loading.batch import Batch
 from data_shards.opening import open_shards
 from data_shards.shard_set import ShardsSpec
+from data_shards.sources.folder import image_files
 from data_shards.store.cache import CacheConfig
 from data_shards.store.location import is_local
 from data_shards.store.store import Store
@@ -32,7 +33,7 @@ from pipeline.figures.of_model import built, figures_of_attention, figures_of_we
 from pipeline.find_model import FoundModel, find_model
 from pipeline.pictures.held_out_images import held_out_access
 from pipeline.pictures.picture import DrawRequest, rendered
-from pipeline.predict import DeviceChoice, chosen_device, image_files
+from pipeline.predict import DeviceChoice, chosen_device
 from pipeline.recipe.io import parse_recipe
 from pipeline.transfer.origin import model_origin
 from pipeline.vocabulary import RECIPE_FILE, WeightsKind

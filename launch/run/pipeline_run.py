@@ -17,7 +17,7 @@ from typing import Literal
 from data_shards.errors import UserError
 from data_shards.store.location import CommandRefused, Commands
 from launch.endings import memory_kills, reason
-from launch.env import SUPERVISOR_PID, num_gpus
+from launch.env import SUPERVISOR_PID, num_gpus, tracking_uri
 from launch.hosts.hostfile import Fleet
 from launch.local import Launch, run_stage_locally
 from launch.output import say
@@ -71,6 +71,7 @@ class PipelineRun:
         """
         if restart is not None and restart not in recipe.stages.names:
             raise UserError(f"--restart {restart}: the recipe has only the stages {', '.join(recipe.stages.names)}")
+        tracking_uri()  # an address, where one is named
         processes = _processes_here(recipe) if fleet is None else _processes_of(fleet, recipe)
         folder = RunFolder(runs_root=runs_root, name=recipe.name)
         folder.check_recipe(recipe, restart=restart)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args
 
@@ -12,6 +13,7 @@ from data_shards.errors import UserError
 from launch.flags import demand_counts
 from launch.output import say
 from launch.transfer.options import MostImages, SetOptions, TransferOptions
+from pipeline.ranks.start_clock import StartClock
 
 if TYPE_CHECKING:
     from pipeline.transfer.measure import SetMeasured
@@ -154,59 +156,63 @@ def transfer(
         shardvit transfer runs/vit_b16/pretrain vtab.yaml --images 1000
     """
     demand_counts(images=images)
-    from pipeline.transfer.table import mean_score, measure_table, open_table, read_table, set_scores
-
-    content = read_table(table)
-
-    from launch.transfer.session import Session, spread, tell
+    from data_shards.store.cache import CacheConfig
+    from data_shards.store.store import Store
     from pipeline.transfer.results import SetGroup
-    from pipeline.transfer.table import TableProgress
+    from pipeline.transfer.table import TableProgress, mean_score, measure_table, open_table, read_table, set_scores
 
-    session = Session(model, command="transfer", options=options)
-    sets = open_table(content, store=session.store, say=say)
-    name = (content.name or table.stem) + (f"-{images}" if images else "")
+    options.check(model)
+    content = read_table(table)
+    sets = open_table(content, store=Store(CacheConfig()), say=say)
+    with closing(StartClock("transfer", say=say, part="importing libraries")) as clock:
+        from launch.transfer.session import Session, spread, tell
 
-    def told(progress: TableProgress) -> None:
-        if progress.measured is not None:
-            tell(progress.measured)
-        done = "done" if progress.measured is not None else "done before"
-        say(f"{progress.number} of {progress.of}: {progress.name} {done}")
+        session = Session(model, command="transfer", options=options, clock=clock)
+        name = (content.name or table.stem) + (f"-{images}" if images else "")
 
-    file = session.record_file(name)
-    file.parent.parent.mkdir(parents=True, exist_ok=True)
-    record = measure_table(
-        content,
-        sets,
-        features=session.features,
-        record=session.record(name),
-        file=file,
-        most_images=images,
-        told=told,
-    )
-    scores = set_scores(record)
-    groups = [group for group in (*get_args(SetGroup), None) if any(each.group == group for each in record.data_sets)]
-    rows = [("data set", "classes", "train", "eval", "method", "top-1", "±")]
-    for group in groups:
-        for used in record.data_sets:
-            if used.group == group:
-                score = scores[used.name]
-                rows.append(
-                    (
-                        used.name,
-                        f"{used.num_classes:,}",
-                        f"{used.train_images:,}",
-                        f"{used.eval_images:,}",
-                        _how(score),
-                        f"{score.value:.4f}",
-                        spread(score),
+        def told(progress: TableProgress) -> None:
+            if progress.measured is not None:
+                tell(progress.measured)
+            done = "done" if progress.measured is not None else "done before"
+            say(f"{progress.number} of {progress.of}: {progress.name} {done}")
+
+        file = session.record_file(name)
+        file.parent.parent.mkdir(parents=True, exist_ok=True)
+        record = measure_table(
+            content,
+            sets,
+            features=session.features,
+            record=session.record(name),
+            file=file,
+            most_images=images,
+            told=told,
+        )
+        scores = set_scores(record)
+        groups = [
+            group for group in (*get_args(SetGroup), None) if any(each.group == group for each in record.data_sets)
+        ]
+        rows = [("data set", "classes", "train", "eval", "method", "top-1", "±")]
+        for group in groups:
+            for used in record.data_sets:
+                if used.group == group:
+                    score = scores[used.name]
+                    rows.append(
+                        (
+                            used.name,
+                            f"{used.num_classes:,}",
+                            f"{used.train_images:,}",
+                            f"{used.eval_images:,}",
+                            _how(score),
+                            f"{score.value:.4f}",
+                            spread(score),
+                        )
                     )
-                )
-        if group is not None:
-            rows.append((f"mean of {group}", "", "", "", "", f"{mean_score(record, group=group):.4f}", ""))
-    rows.append(("mean of all", "", "", "", "", f"{record.mean:.4f}", ""))
-    return session.finish(
-        record, file, rows=rows, footer=(), params={"table": str(table), "images": images, "method": content.method}
-    )
+            if group is not None:
+                rows.append((f"mean of {group}", "", "", "", "", f"{mean_score(record, group=group):.4f}", ""))
+        rows.append(("mean of all", "", "", "", "", f"{record.mean:.4f}", ""))
+        return session.finish(
+            record, file, rows=rows, footer=(), params={"table": str(table), "images": images, "method": content.method}
+        )
 
 
 def _one_set(
@@ -219,43 +225,51 @@ def _one_set(
 ) -> int:
     from dataclasses import replace
 
-    from launch.transfer.session import Session, tell
+    from data_shards.store.cache import CacheConfig
+    from data_shards.store.store import Store
     from pipeline.recipe.data import ShardsConfig
-    from pipeline.transfer.measure import TransferSet, check_sets, measure
-    from pipeline.transfer.table import open_set
+    from pipeline.transfer.few_shot_data import TransferSet, check_sets, open_set
 
-    session = Session(model, command=settings.method, options=options)
+    options.check(model)
+    store = Store(CacheConfig())
     opened = [
         open_set(
             ShardsConfig.model_construct(
                 shards=each, label=options.label, classes=str(options.classes) if options.classes else None
             ),
-            store=session.store,
+            store=store,
             say=say,
         )
         for each in (train_shards, eval_shards)
     ]
-    data = TransferSet(options.name or opened[1].name, *opened, store=session.store)
+    data = TransferSet(options.name or opened[1].name, *opened, store=store)
     check_sets(data)
-    measured = measure(session.features, data, settings, most_images=options.images)
-    tell(measured)
-    record = replace(session.record(data.name), data_sets=(measured.used,), results=measured.scores)
-    file = session.keep(record)
-    used = measured.used
-    footer = (
-        f"{used.eval_images:,} images of {used.num_classes:,} classes"
-        + (f", {used.damaged_images:,} more could not be read" if used.damaged_images else "")
-        + f"; features: {record.layer}"
-        + ("; ±: standard deviation over the seeds" if any(len(each.values) > 1 for each in record.results) else ""),
-    )
-    return session.finish(
-        record,
-        file,
-        rows=_rows(measured),
-        footer=footer,
-        params={**settings.model_dump(mode="json"), "images": options.images},
-        more={"shots": _shots_as_json(measured, data.train.classes)} if measured.shots else None,
-    )
+    with closing(StartClock(settings.method, say=say, part="importing libraries")) as clock:
+        from launch.transfer.session import Session, tell
+        from pipeline.transfer.measure import measure
+
+        session = Session(model, command=settings.method, options=options, clock=clock)
+        measured = measure(session.features, data, settings, most_images=options.images)
+        tell(measured)
+        record = replace(session.record(data.name), data_sets=(measured.used,), results=measured.scores)
+        file = session.keep(record)
+        used = measured.used
+        footer = (
+            f"{used.eval_images:,} images of {used.num_classes:,} classes"
+            + (f", {used.damaged_images:,} more could not be read" if used.damaged_images else "")
+            + f"; features: {record.layer}"
+            + (
+                "; ±: standard deviation over the seeds" if any(len(each.values) > 1 for each in record.results) else ""
+            ),
+        )
+        return session.finish(
+            record,
+            file,
+            rows=_rows(measured),
+            footer=footer,
+            params={**settings.model_dump(mode="json"), "images": options.images},
+            more={"shots": _shots_as_json(measured, data.train.classes)} if measured.shots else None,
+        )
 
 
 def _rows(measured: SetMeasured) -> list[tuple[str, ...]]:

@@ -9,7 +9,8 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from data_shards.vocabulary import USUAL_MOST_PIXELS
-from launch.flags import Device, MaxImagePixels, TarClasses, TarLabel, WhichWeights, demand_counts
+from launch.env import tracking_uri
+from launch.flags import Device, MaxImagePixels, TarClasses, TarLabel, WhichWeights, demand_counts, pixel_limit
 
 MostImages = Annotated[
     int | None, Parameter(help="So many training images at most, always the same ones; VTAB-1k has 1000.")
@@ -49,9 +50,15 @@ class TransferOptions:
     ] = True
     max_image_pixels: MaxImagePixels = USUAL_MOST_PIXELS
 
-    def check(self) -> None:
-        """Raises UserError for a number that is none."""
+    def check(self, model: Path) -> None:
+        """UserError: a number is none, MLflow's address is none, or there is no such model."""
+        from pipeline.find_model import find_record
+
         demand_counts(batch_size=self.batch_size, workers=self.workers)
+        pixel_limit(self.max_image_pixels)
+        if self.tracking:
+            tracking_uri()
+        find_record(model)
 
 
 @dataclass(frozen=True)
@@ -63,6 +70,6 @@ class SetOptions(TransferOptions):
     classes: TarClasses = None
     images: MostImages = None
 
-    def check(self) -> None:
-        super().check()
+    def check(self, model: Path) -> None:
+        super().check(model)
         demand_counts(images=self.images)

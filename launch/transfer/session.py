@@ -10,14 +10,13 @@ from pathlib import Path
 from data_shards.durable import replace_text
 from data_shards.errors import UserError
 from data_shards.processes import num_cores
-from data_shards.store.cache import CacheConfig
-from data_shards.store.store import Store
 from data_shards.text import one_line, table
 from launch.env import experiment_name, tracking_uri
 from launch.flags import pixel_limit
 from launch.output import say
 from launch.transfer.options import TransferOptions
 from pipeline.predict import open_predictor
+from pipeline.ranks.start_clock import StartClock
 from pipeline.tracking.one_run import log_result
 from pipeline.tracking.runs import DatasetInput
 from pipeline.transfer.features import FeatureReading, FeatureStore, default_features_folder
@@ -30,18 +29,10 @@ _FAULTS_SHOWN = 5
 
 
 class Session:
-    """One command on one model.
+    """One command on one model, whose features are in `features`."""
 
-    Attributes:
-        features: of the model.
-        store: of shards that are not local files.
-    """
-
-    def __init__(self, model: Path, *, command: Command, options: TransferOptions) -> None:
-        options.check()
-        limit = pixel_limit(options.max_image_pixels)
-        if not model.exists():
-            raise UserError(f"{model}: there is no such model")
+    def __init__(self, model: Path, *, command: Command, options: TransferOptions, clock: StartClock) -> None:
+        clock.doing("loading the model")
         predictor = open_predictor(model, device=options.device, weights=options.weights)
         self.features = FeatureStore(
             predictor,
@@ -50,15 +41,15 @@ class Session:
             reading=FeatureReading(
                 batch_images=options.batch_size,
                 workers=options.workers or min(num_cores(), _MOST_WORKERS),
-                pixel_limit=limit,
+                pixel_limit=pixel_limit(options.max_image_pixels),
             ),
             say=say,
+            clock=clock,
         )
         if predictor.origin != str(model):
             say(f"the model is {predictor.origin}")
         for note in predictor.notes:
             say(f"note: {note}")
-        self.store = Store(CacheConfig())
         self._command: Command = command
         self._options = options
         self._origin = model_origin(predictor.origin)
@@ -116,6 +107,7 @@ class Session:
                     raise UserError(f"--json {self._options.json_file}: {error.strerror}") from None
         say(f"the result is in {file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file}")
         if self._options.tracking:
+            self.features.clock.doing("telling MLflow")
             self._log(record, file, params=params)
         return 0
 

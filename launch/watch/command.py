@@ -31,7 +31,7 @@ def watch(
 
     RUN is its folder, RUNS/NAME; it may run here, on other hosts or in SLURM.
     Only files of the folder are read, and SLURM's queue. Ends when the run is
-    done, or by Ctrl-C, which does not touch the run.
+    done, or by q (or Ctrl-C), which does not touch the run.
 
     Some examples:
         shardvit watch runs/digits
@@ -81,20 +81,23 @@ def show_once(watcher: Watcher, *, console: Console) -> None:
 
 def follow(watcher: Watcher, *, console: Console, interval_seconds: float) -> None:
     """Draw the page over and over until the run is done; the last one stays on the screen."""
+    from rich.console import Group
     from rich.live import Live
+    from rich.text import Text
 
+    from launch.watch.keys import leaving_by_q
     from launch.watch.page import page
 
     try:
-        with Live(console=console, auto_refresh=False, screen=True, vertical_overflow="crop") as live:
+        with leaving_by_q() as typed, Live(console=console, auto_refresh=False, screen=True) as live:
+            footer = Text(f"{'q' if typed else 'Ctrl-C'} leaves, the run goes on", style="dim", no_wrap=True)
             while True:
                 view = watcher.look()
                 size = console.size
-                shown = page(view, width=size.width, height=size.height - 1, glyphs=_glyphs(console))
-                live.update(shown, refresh=True)
-                if view.is_done:
+                shown = page(view, width=size.width, height=size.height - 3, glyphs=_glyphs(console))
+                live.update(Group(shown, "", footer), refresh=True)
+                if view.is_done or (typed or time.sleep)(interval_seconds):
                     break
-                time.sleep(interval_seconds)
     finally:
         show_once(watcher, console=console)
 

@@ -38,8 +38,8 @@ class Accounting:
         int  # with checkpointing: the recomputed blocks' inputs, all of the others and of one
     )
 
-    def describe(self, activations: Literal["all", "checkpointed"] = "all") -> str:
-        """One line for people, four significant digits; `activations`: those that are kept."""
+    def describe(self, activations: Literal["all", "checkpointed"] = "all", *, precision: str = "bf16") -> str:
+        """One line for people, four significant digits; `activations`: those that are kept, in that `precision`."""
         tokens = f", {self.tokens:,} tokens" if self.tokens else ""
         kept_bytes, which = self.activation_bytes, "activations"
         if activations == "checkpointed":
@@ -47,7 +47,7 @@ class Accounting:
         return (
             f"{_short(self.parameters)} parameters, {_short(self.forward_flops)}FLOP forward and "
             f"{_short(self.training_flops)}FLOP training per image{tokens}, {_short(kept_bytes)}B {which} per image "
-            "in bf16"
+            f"in {precision}"
         )
 
 

@@ -14,6 +14,7 @@ from functools import cache
 
 _CLASSES = 1000
 _REAL_FILE = "_info/imagenet_real_labels.json"
+_NUMBER = re.compile(r"n\d{8}")  # a WordNet number
 _KEY = re.compile(r"ILSVRC2012_val_(\d{8})")
 _MOST_RENAMED = 0.1  # share of the classes whose name other projects have changed
 
@@ -28,9 +29,10 @@ def wordnet_numbers() -> tuple[str, ...]:
 
 def usual_classes(names: Sequence[str]) -> list[int] | None:
     """The usual class number of each name; None: they are not classes of ImageNet, or cannot be told."""
-    numbers = {name: number for number, name in enumerate(wordnet_numbers())}
-    if all(name in numbers for name in names):
-        return [numbers[name] for name in names]
+    if all(map(_NUMBER.fullmatch, names)):  # else timm, which takes seconds, is not asked
+        numbers = {name: number for number, name in enumerate(wordnet_numbers())}
+        if all(name in numbers for name in names):
+            return [numbers[name] for name in names]
     return list(range(_CLASSES)) if _are_in_usual_order(names) else None
 
 

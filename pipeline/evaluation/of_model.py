@@ -22,19 +22,16 @@ from data_shards.loading.assemble import Access
 from data_shards.loading.batch import Batch, Fault
 from data_shards.loading.device_prefetch import ahead_on_device
 from data_shards.loading.loader import EvalBatches, eval_batches
-from data_shards.opening import open_shards
-from data_shards.shard_set import ShardSet, ShardsSpec
-from data_shards.store.cache import CacheConfig
+from data_shards.shard_set import ShardSet
 from data_shards.store.store import Store
 from data_shards.vocabulary import EvalProtocol, Normalisation
 from model.loss import loss_function
 from pipeline.evaluation.evaluate import Exchange, evaluate
+from pipeline.evaluation.opening import what_is_asked
 from pipeline.evaluation.request import EvalRequest
 from pipeline.evaluation.result import Evaluation
-from pipeline.evaluation.truth import find_truth
 from pipeline.predict import Predictor, open_predictor
 from pipeline.ranks.place import Place
-from pipeline.recipe.metrics import chosen_metrics
 from pipeline.task import Classification
 
 
@@ -88,29 +85,16 @@ class _AsEngine:
     predict: Callable[[torch.Tensor], torch.Tensor]
 
 
-def evaluate_model(request: EvalRequest, *, ranks: Exchange, say: Callable[[str], None]) -> ModelEvaluated:
-    """This process's part, and the result of all; collective.
+def evaluate_model(request: EvalRequest, opened: tuple[ShardSet, Store], *, ranks: Exchange) -> ModelEvaluated:
+    """This process's part of `opened` (see `open_set`), and the result of all; collective.
 
     Raises:
         UserError: model, shards, or their classes do not fit or are broken.
     """
-    shards, store = open_set(request, report=say)
+    shards, store = opened
     predictor = open_predictor(Path(request.model), device=request.device, weights=request.weights)
     meta = predictor.meta
-    truth = find_truth(
-        meta.class_names, shards, label_set=request.label_set, matching=request.matching, among=request.among
-    )
-    metrics = (
-        ("top5",)
-        if request.label_set == "real" and request.metrics == "auto"
-        else chosen_metrics(
-            request.metrics,
-            label_kind=truth.label_kind,
-            num_classes=len(truth.classes),
-            num_images=shards.num_samples,
-            flag="--metrics",
-        )
-    )
+    truth, metrics = what_is_asked(request, class_names=meta.class_names, shards=shards)
     protocol, crop_share = meta.eval_protocol, meta.eval_crop_share
     if request.protocol is not None and request.protocol != protocol:
         protocol, crop_share = request.protocol, None
@@ -181,23 +165,6 @@ def evaluate_model(request: EvalRequest, *, ranks: Exchange, say: Callable[[str]
         damaged=tuple(every[key] for key in sorted(every)),
         unlabelled=sum(count for _, count in parts),
     )
-
-
-def open_set(request: EvalRequest, *, report: Callable[[str], None]) -> tuple[ShardSet, Store]:
-    """The shards, and what reads them; damage is reported."""
-    store = Store(CacheConfig(), commands="run")
-    spec = ShardsSpec(
-        request.shards,
-        label=request.label,
-        kind=request.label_kind,
-        classes=Path(request.class_file) if request.class_file else None,
-    )
-    shards = open_shards(spec, damaged="report", report=report, store=store)
-    if not shards.num_samples:
-        raise UserError(f"{shards.source} has no images")
-    for line in shards.damage:
-        report(line)
-    return shards, store
 
 
 def _as_engine(predictor: Predictor, *, columns: tuple[int, ...] | None) -> _AsEngine:

@@ -1,23 +1,24 @@
 """Which of a model's classes is right for a sample of shards that have classes of their own, or by other labels.
 
 Classes are matched by name, in any order; shards may have some of them only. Costs nothing: a table of one number a
-class, and ReaL's labels by the samples' keys.
+class, and ReaL's labels by the samples' keys. No torch, until there are batches.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-
-import torch
+from typing import TYPE_CHECKING
 
 from data_shards.errors import UserError
-from data_shards.loading.batch import Batch
 from data_shards.shard_set import ShardSet
 from data_shards.text import named, one_line
 from data_shards.vocabulary import LabelKind
 from pipeline.evaluation.imagenet import numbered_classes, real_labels, usual_classes
 from pipeline.evaluation.request import Among, LabelSet, Matching
+
+if TYPE_CHECKING:
+    from data_shards.loading.batch import Batch
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,8 @@ class Truth:
 
     def relabelled(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """The batches, on the host, with the right labels; what has none does not count with ReaL's."""
+        import torch
+
         table = torch.tensor([*self.labels, -1])  # -1, the padding, stays
         for batch in batches:
             if self.label_set == "real":
@@ -40,6 +43,8 @@ class Truth:
                 yield replace(batch, labels=table[batch.labels])
 
     def _real(self, batch: Batch) -> Batch:
+        import torch
+
         rows: list[list[int]] = []
         for key, counts in zip(batch.keys, batch.counted.tolist(), strict=True):
             found = real_labels(key)
@@ -97,7 +102,8 @@ def _columns(model: tuple[str, ...], ours: tuple[str, ...], *, matching: Matchin
     place = {name: number for number, name in enumerate(model)}
     if len(place) == len(model) and place.keys() >= set(ours):
         return tuple(place[name] for name in ours)
-    theirs, wanted = usual_classes(model), usual_classes(ours)
+    wanted = usual_classes(ours)
+    theirs = None if wanted is None else usual_classes(model)
     if theirs is not None and wanted is not None and set(wanted) <= set(theirs):
         at = {number: column for column, number in enumerate(theirs)}
         return tuple(at[each] for each in wanted)

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from data_shards.text import counted
 from pipeline.figures.measured import CostPoint, FewShotPoint, cost_points, few_shot_points
-from pipeline.pictures.evaluated import counted, percent
+from pipeline.pictures.evaluated import percent
 from pipeline.pictures.picture import Cell, Picture
 from pipeline.pictures.style import DASHES, MUTED, SERIES, new_figure
 from pipeline.report.history import RunHistory

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from data_shards.text import counted
 from pipeline.evaluation.result import Calibration
-from pipeline.pictures.evaluated import EvaluatedSet, counted, each_set, percent
+from pipeline.pictures.evaluated import EvaluatedSet, each_set, percent
 from pipeline.pictures.picture import DrawRequest, Picture, keep_picture
 from pipeline.pictures.style import ACCENT, BAD, GRID, INK, MUTED, PAPER, SERIES, new_figure
 

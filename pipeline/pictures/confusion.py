@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.pictures.evaluated import EvaluatedSet, brief, counted, each_set, percent
+from data_shards.text import counted
+from pipeline.pictures.evaluated import EvaluatedSet, brief, each_set, percent
 from pipeline.pictures.picture import DrawRequest, Picture, keep_picture
 from pipeline.pictures.style import ACCENT, GRID, INK, MUTED, PAPER, new_figure, plain
 

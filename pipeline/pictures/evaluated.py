@@ -63,9 +63,3 @@ def percent(share: float) -> str:
     if not math.isfinite(share):
         return "-"
     return "< 0.1 %" if 0 < share < 0.0005 else f"{100 * share:.1f} %"
-
-
-def counted(number: int, noun: str) -> str:
-    """A number and its noun: "1 image", "2,000 images", "3 classes"."""
-    plural = f"{noun}es" if noun.endswith("s") else f"{noun}s"
-    return f"{number:,} {noun if number == 1 else plural}"

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from data_shards.text import one_line
+from data_shards.text import counted, one_line
 from pipeline.evaluation.result import Evaluation, Judged
-from pipeline.pictures.evaluated import EvaluatedSet, brief, counted, each_set, percent
+from pipeline.pictures.evaluated import EvaluatedSet, brief, each_set, percent
 from pipeline.pictures.grid import Cell, image_grid, shortened
 from pipeline.pictures.held_out_images import held_out_images
 from pipeline.pictures.picture import DrawRequest, Picture, keep_picture

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.pictures.evaluated import counted, percent
+from data_shards.text import counted
+from pipeline.pictures.evaluated import percent
 from pipeline.pictures.grid import Cell, image_grid
 from pipeline.pictures.held_out_images import held_out_images
 from pipeline.pictures.picture import DrawRequest, Picture, keep_picture

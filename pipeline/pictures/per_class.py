@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from data_shards.text import one_line
+from data_shards.text import counted, one_line
 from pipeline.evaluation.result import Evaluation
 from pipeline.pictures.calibration import wilson_interval
 from pipeline.pictures.confusion import row_shares
-from pipeline.pictures.evaluated import EvaluatedSet, brief, counted, each_set, percent
+from pipeline.pictures.evaluated import EvaluatedSet, brief, each_set, percent
 from pipeline.pictures.picture import Cell, DrawRequest, Picture, keep_picture, keep_table
 from pipeline.pictures.style import ACCENT, BAD, GRID, MUTED, new_figure, plain
 

@@ -8,6 +8,7 @@ decodings for each image that is shown. Commands among the shards are not starte
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -23,6 +24,7 @@ from data_shards.loading.batch import Batch
 from data_shards.loading.mixing import Mix
 from data_shards.randomness import uniforms
 from data_shards.shard_reader import ShardReader
+from data_shards.text import counted
 from data_shards.vocabulary import GOOGLES, Normalisation, RandomStream
 from pipeline.pictures.grid import Cell, image_grid, percent
 from pipeline.pictures.picture import DrawRequest, Picture, keep_picture, kept_pictures
@@ -109,9 +111,10 @@ def seen_batch(
 
 
 def seen_in_epochs(
-    recipe: Recipe, *, stage: StageName, data: StageData, sample: int, epochs: int = SHOWN_EPOCHS
+    recipe: Recipe, *, stage: StageName, data: StageData, sample: int, most_epochs: int = SHOWN_EPOCHS
 ) -> list[Pixels]:
-    """One sample as the model sees it in each epoch from the first on, without mixing: uint8 [size, size, 3] each.
+    """One sample as the model sees it in each epoch of the stage, without mixing: uint8 [size, size, 3] each, of the
+    first `most_epochs` at most.
 
     Raises CorruptSample or UnreadableImage if it is damaged.
     """
@@ -124,10 +127,12 @@ def seen_in_epochs(
     finally:
         reader.close()
     image = read_image(raw.image, decoder=recipe.data.decoder, limit=PixelLimit(recipe.data.max_image_pixels))
-    numbers = np.arange(epochs, dtype=np.int64)
+    plan = stage_steps(recipe, stage=stage, data=data)
+    epochs = math.ceil(plan.total_steps * plan.global_batch_images / plan.samples_per_epoch)
+    numbers = np.arange(min(epochs, most_epochs), dtype=np.int64)
     draws = uniforms(RandomStream.AUGMENT, recipe.seed, numbers, np.full_like(numbers, sample), draws=DRAWS_PER_SAMPLE)
     seen: list[Pixels] = []
-    for number in range(epochs):
+    for number in range(len(numbers)):
         pixels, mirrored = transform(image, draws=draws[number])
         seen.append(np.ascontiguousarray(pixels[:, ::-1] if mirrored else pixels))
     return seen
@@ -165,7 +170,7 @@ def batch_figure(batch: SeenBatch) -> Figure:
 
 def epochs_figure(seen: Sequence[Pixels]) -> Figure:
     """One image as it is seen in several epochs."""
-    cells = [Cell(pixels, (f"epoch {number}",)) for number, pixels in enumerate(seen)]
+    cells = [Cell(pixels, (f"epoch {number}",)) for number, pixels in enumerate(seen, start=1)]
     return image_grid(cells, columns=8, cell_inches=1.14)
 
 
@@ -183,11 +188,11 @@ def describe_batch(batch: SeenBatch, config: TrainStage) -> Picture:
     count = f"The first {len(batch.images)} of {config.global_batch_size:,} images"
     return Picture(
         name="training_batch",
-        title=f"Training batch of step {batch.step + 1:,}, as the model sees it",
+        title=f"Training batch after {counted(batch.step, 'step')}, as the model sees it",
         caption=f"{count} of the step's batch: left the whole image, right what the model sees at {config.image_size} "
         f"px, with normalisation undone, and its labels. {_words(augment)}.{mixed}{no_labels}",
-        alt=f"{count} of the batch of step {batch.step + 1:,}, each before and after augmentation; the first are "
-        + ", ".join(image.own for image in batch.images[:8]),
+        alt=f"{count} of the batch after {counted(batch.step, 'step')}, each before and after augmentation; the first "
+        "are " + ", ".join(image.own for image in batch.images[:8]),
         group="data",
     )
 
@@ -199,8 +204,8 @@ def describe_epochs(image: SeenImage, config: TrainStage, *, epochs: int) -> Pic
     )
     return Picture(
         name="augmentation",
-        title=f"One image in {epochs} epochs",
-        caption=f"The same image ({image.own}) as the model sees it in its first {epochs} epochs. "
+        title=f"One image in {counted(epochs, 'epoch')}",
+        caption=f"The same image ({image.own}) as the model sees it in {counted(epochs, 'epoch')}. "
         f"{_words(config.augment)}.{mixing}",
         alt=f"{epochs} random crops and augmentations of one image of class {image.own}",
         group="data",
@@ -251,11 +256,11 @@ def draw_training_batch(request: DrawRequest) -> None:
     total_steps = stage_steps(recipe, stage=stage, data=data).total_steps
     step = min(request.step, total_steps - 1)  # all are done: the last one
     batch = seen_batch(recipe, stage=stage, data=data, step=step, lanes=lanes)
-    keep_picture(request.stage_folder, describe_batch(batch, config), figure=batch_figure(batch), step=request.step)
+    keep_picture(request.stage_folder, describe_batch(batch, config), figure=batch_figure(batch), step=step)
     image = batch.images[0]
     seen = seen_in_epochs(recipe, stage=stage, data=data, sample=image.sample)
     words = describe_epochs(image, config, epochs=len(seen))
-    keep_picture(request.stage_folder, words, figure=epochs_figure(seen), step=request.step)
+    keep_picture(request.stage_folder, words, figure=epochs_figure(seen), step=step)
 
 
 def _words(augment: AugmentConfig) -> str:

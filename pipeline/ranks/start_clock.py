@@ -1,6 +1,7 @@
-"""Where the seconds before a stage's first step go, and what is being waited for while they pass.
+"""Where the seconds before a stage's first step go, and what is being waited for while they pass, here and in commands.
 
     pretrain: opening the engine ...                                          (only what takes longer than a second)
+    probe: fitting, C 0.1, 5 of 8: 300 iterations ...                         (again while it lasts, with how far it is)
     pretrain: first step after 3.4 s (2.9 s of CPU): libraries 1.9, shards 0.2, the engine 0.6, ...
 
 Cost: a few reads of clocks, and a thread that ends with the first step. On a GPU the first step is told when it is
@@ -14,14 +15,15 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-import psutil
-
 _TOLD_SECONDS = 1.0  # what is over sooner is not said while it lasts
+_AGAIN_SECONDS = 5.0
 _LEAST_SECONDS = 0.05  # what took less is not in the sentence at the end
 
 
 def seconds_since_start() -> float:
     """Of this process; the system knows it to a hundredth of a second. 0 where the clock was set back since."""
+    import psutil
+
     return max(0.0, time.time() - psutil.Process().create_time())
 
 
@@ -48,19 +50,21 @@ class StartClock:
         self._what = what
         self._earlier_seconds, self._earlier_cpu_seconds = earlier_seconds, earlier_cpu_seconds
         self._began, self._cpu_began = time.monotonic(), time.process_time()
-        self._part, self._part_began, self._told = part, self._began - earlier_seconds, say is None
+        self._part, self._part_began, self._far = part, self._began - earlier_seconds, ""
+        self._tell_after = _TOLD_SECONDS
         self._seconds: dict[str, float] = {}
         self._over = threading.Event()
         if say is not None:
             threading.Thread(target=self._tell_what_lasts, daemon=True, name="start-clock").start()
 
-    def doing(self, part: str) -> None:
-        """From now on it is this; free once the first step is done."""
+    def doing(self, part: str, far: str = "") -> None:
+        """From now on it is this, and so far; free once the first step is done."""
+        self._far = far
         if self._over.is_set() or part == self._part:
             return
         now = time.monotonic()
         self._seconds[self._part] = self._seconds.get(self._part, 0.0) + now - self._part_began
-        self._part, self._part_began, self._told = part, now, self.say is None
+        self._part, self._part_began, self._tell_after = part, now, _TOLD_SECONDS
 
     def first_step_done(self) -> None:
         """Says how long it took, and where; only once."""
@@ -88,7 +92,8 @@ class StartClock:
 
     def _tell_what_lasts(self) -> None:
         while not self._over.wait(_TOLD_SECONDS / 4):
-            if not self._told and time.monotonic() - self._part_began >= _TOLD_SECONDS and self.say is not None:
-                self._told = True
+            lasts = time.monotonic() - self._part_began
+            if lasts >= self._tell_after and self.say is not None:
+                self._tell_after = lasts + max(_AGAIN_SECONDS, 0 if self._far else lasts)
                 with suppress(OSError, ValueError):  # nobody reads it any more
-                    self.say(f"{self._what}: {self._part} ...")
+                    self.say(f"{self._what}: {self._part}{self._far and ', '}{self._far} ...")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -36,7 +37,9 @@ class Mistake:
 def mistakes(error: ValidationError, *, tree: Any, root: type[BaseModel]) -> list[Mistake]:
     """All validation errors of `tree`, each once."""
     schema, details = _schema_of(root), error.errors(include_url=False, include_context=True)
-    return list(dict.fromkeys(_mistake(each, place=_find(each["loc"], tree=tree, root=schema)) for each in details))
+    return list(
+        dict.fromkeys(_mistake(each, place=_find(each["loc"], tree=tree, root=schema), root=schema) for each in details)
+    )
 
 
 def truths(tree: Any, *, root: type[BaseModel]) -> list[Mistake]:
@@ -90,14 +93,30 @@ def _find(location: Sequence[int | str], *, tree: Any, root: Schema) -> _Place:
     return _Place(one_line(".".join(names)), last, holder, field)
 
 
-def _mistake(detail: Any, *, place: _Place) -> Mistake:
+def _ending_in(name: str, *, given: str, root: Schema) -> list[str]:
+    """The whole keys that end in `name`: those of the stage that `given` names, or with * for any stage."""
+    keys = [key for key in _keys(root) if key.endswith(f".{name}")]
+    stage = re.match(r"stages\.\w+\.", given)
+    of_stage = [key for key in keys if stage and key.startswith(stage[0])]
+    return of_stage or list(dict.fromkeys(re.sub(r"^stages\.\w+\.", "stages.*.", key) for key in keys))
+
+
+def _keys(group: Schema, before: str = "") -> Iterator[str]:
+    for name, field in group["properties"].items():
+        yield before + name
+        for kind in _kinds(field):
+            yield from _keys(kind, f"{before}{name}.") if "properties" in kind else ()
+
+
+def _mistake(detail: Any, *, place: _Place, root: Schema) -> Mistake:
     key, value = place.key, detail["input"]
     match detail["type"]:
         case "missing" if value is None or isinstance(value, Mapping | BaseModel):
             text = f"key {key} is missing"
         case "extra_forbidden" | "invalid_key":
-            close = difflib.get_close_matches(place.name, place.group["properties"] if place.group else (), n=1)
-            text = f"unknown key {key}" + (f", did you mean {close[0]}?" if close else "")
+            known = place.group["properties"] if place.group else ()
+            meant = _ending_in(place.name, given=key, root=root) or difflib.get_close_matches(place.name, known, n=1)
+            text = f"unknown key {key}" + (f", did you mean {' or '.join(meant)}?" if meant else "")
         case "value_error":
             message = one_line(str(detail["ctx"]["error"]))
             text = f"{key}: {message}" if key and not message.startswith(key) else message

@@ -10,6 +10,7 @@ from typing import Literal
 
 from data_shards.errors import UserError
 from data_shards.order import check_sizes, check_world_size
+from data_shards.text import counted
 from pipeline.recipe.duration import in_steps, parse_duration
 from pipeline.recipe.schedule import Schedule
 from pipeline.recipe.schema import Recipe
@@ -89,8 +90,9 @@ class StagePlan:
     def describe(self) -> str:
         images = self.total_steps * self.global_batch_images
         return (
-            f"global batch {self.global_batch_images} = {self.world_size} processes x {self.accumulation_steps} "
-            f"accumulation x {self.micro_batch_size} images; {self.total_steps:,} steps = {images:,} images "
+            f"global batch {self.global_batch_images} = {counted(self.world_size, 'process')} x "
+            f"{counted(self.accumulation_steps, 'micro-batch')} x "
+            f"{counted(self.micro_batch_size, 'image')}; {counted(self.total_steps, 'step')} = {images:,} images "
             f"= {images / self.samples_per_epoch:.1f} epochs of {self.samples_per_epoch:,}; {self.lanes} lanes"
         )
 

@@ -19,6 +19,7 @@ from pipeline.budget.cost import stage_cost
 from pipeline.budget.gpus import gpu_of_driver
 from pipeline.recipe.schema import EngineConfig, Recipe
 from pipeline.recipe.stage_plan import StagePlan
+from pipeline.threads import CoreWaits
 from pipeline.vocabulary import StageName
 
 _GIB = 2**30
@@ -75,6 +76,7 @@ class Gauges:
         self._start = self._step_ended = time.perf_counter()
         self._aside = 0.0
         self._step_seconds: list[float] = []
+        self._waits = CoreWaits()
 
     @property
     def process_seconds(self) -> float:
@@ -101,6 +103,7 @@ class Gauges:
             values["perf/gpu_hours"] = self.process_seconds / 3600
         else:
             values["perf/process_hours"] = self.process_seconds / 3600
+            values["perf/core_wait_frac"] = self._waits.share()
         if self._step_seconds:
             seconds, self._step_seconds = sorted(self._step_seconds), []
             values["perf/step_seconds_p50"] = _percentile(seconds, 50)

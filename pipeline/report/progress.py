@@ -59,7 +59,7 @@ class TrainingProgress:
                 bar_format="{desc} {percentage:3.0f}%|{bar:5}| {n_fmt}/{total_fmt}{postfix}",
             )
 
-    def update(self, step: int, *, loss: float, lr: float, images_per_second: float, data_wait_share: float) -> None:
+    def update(self, step: int, *, loss: float, lr: float, images_per_second: float, waits: str) -> None:
         now = self._clock()
         self._speed.add(step, now)
         values = " | ".join(
@@ -69,7 +69,7 @@ class TrainingProgress:
                 f"{images_per_second:.1f} images/s",
                 f"ETA {self._eta(now)}",
                 f"lr {lr:.2e}",
-                f"data wait {data_wait_share:.1%}",
+                waits,
                 f"{step * self._images_per_step:,} images",
                 f"elapsed {show_duration(now - self._started)}",
             )

@@ -31,6 +31,7 @@ from pipeline.report.progress import TrainingProgress
 from pipeline.rollback import GoBack
 from pipeline.stage_data import StageData
 from pipeline.state import TrainState
+from pipeline.threads import WORTH_A_WORD
 from pipeline.tracking.describe import plan_params, stage_datasets
 from pipeline.tracking.facts import DatasetInput
 from pipeline.tracking.mlflow_store import Say, open_tracker
@@ -198,6 +199,7 @@ class Report:
         self._start = self._window_start = time.perf_counter()
         self._images = self._named_faults = self._step = 0
         self._skipped: list[int] = []
+        self._is_crowded = False
 
     @property
     def training_seconds(self) -> float:
@@ -264,14 +266,19 @@ class Report:
             values |= self._gauges.read(step=state.step, images_per_second=values["perf/images_per_s"])
         self._window_start, self._images = now, 0
         self._record(state, values)
+        waits = f"data wait {values['perf/data_wait_frac']:.1%}"
+        share, threads = values.get("perf/core_wait_frac", 0.0), torch.get_num_threads()
+        if threads > 1 and share > WORTH_A_WORD:  # one could not be fewer
+            waits += f" | core wait {share:.0%}"
+            if not self._is_crowded:
+                self.note(
+                    f"{threads} threads of torch wait {share:.0%} of their time for a core: fewer (OMP_NUM_THREADS), "
+                    "or fewer other programs beside them, may be faster"
+                )
+            self._is_crowded = True
         if self._progress is not None:
-            self._progress.update(
-                state.step,
-                loss=loss,
-                lr=lr,
-                images_per_second=values["perf/images_per_s"],
-                data_wait_share=values["perf/data_wait_frac"],
-            )
+            speed = values["perf/images_per_s"]
+            self._progress.update(state.step, loss=loss, lr=lr, images_per_second=speed, waits=waits)
 
     def evaluation(self, state: TrainState) -> None:
         found = state.evaluation

@@ -37,7 +37,7 @@ from pipeline.recipe.stage_plan import StagePlan
 from pipeline.task import model_input
 from pipeline.transfer.capture import captured_features
 from pipeline.transfer.features import Features, merged, of_batch
-from pipeline.transfer.few_shot_data import FewShotData
+from pipeline.transfer.few_shot_data import TransferSet
 from pipeline.transfer.least_squares import LinearClassifier, fit_least_squares
 from pipeline.transfer.results import few_shot_name
 from pipeline.transfer.shots import Int64s, choose_shots
@@ -62,7 +62,7 @@ class FewShotMeasures:
     """All few-shot sets of a stage."""
 
     def __init__(
-        self, configs: tuple[FewShotConfig, ...], data: tuple[FewShotData, ...], context: FewShotContext
+        self, configs: tuple[FewShotConfig, ...], data: tuple[TransferSet, ...], context: FewShotContext
     ) -> None:
         self._sets = [_FewShotSet(*pair, context) for pair in zip(configs, data, strict=True)]
         self._context = context
@@ -86,7 +86,7 @@ class FewShotMeasures:
 
 
 class _FewShotSet:
-    def __init__(self, config: FewShotConfig, data: FewShotData, context: FewShotContext) -> None:
+    def __init__(self, config: FewShotConfig, data: TransferSet, context: FewShotContext) -> None:
         self._config, self._data, self._context = config, data, context
         self._labels: Int64s | None = None  # of the training set; unknown where an image is damaged
         self._train: _DecodedPart | None = None

@@ -35,6 +35,7 @@ from data_shards.shard_set import ShardSet
 from data_shards.store.store import Store
 from data_shards.vocabulary import Normalisation
 from pipeline.predict import Predictor
+from pipeline.ranks.start_clock import StartClock
 from pipeline.task import model_input
 from pipeline.transfer.capture import Captured, captured_features
 from pipeline.transfer.shots import Int64s
@@ -83,6 +84,7 @@ class FeatureStore:
         layer: which of its layers; see `capture`.
         folder: of all kept features.
         say: takes lines for people.
+        clock: is told what is done with them, and how far it is.
 
     Attributes:
         digest: of the weights.
@@ -97,13 +99,14 @@ class FeatureStore:
         folder: Path | None = None,
         reading: FeatureReading | None = None,
         say: Callable[[str], None] = lambda line: None,
+        clock: StartClock | None = None,
     ) -> None:
         if not isinstance(predictor.logits, nn.Module):
             raise UserError(
                 f"{predictor.origin} is an ONNX file, whose features before the head cannot be seen: give "
                 "the model that it was exported from"
             )
-        self.predictor, self._say = predictor, say
+        self.predictor, self._say, self.clock = predictor, say, clock or StartClock()
         self.layer: FeatureLayer = layer
         self._model, self._folder, self._reading = (
             predictor.logits,
@@ -154,6 +157,8 @@ class FeatureStore:
         stream = ahead_on_device(eval_batches(part, workers=reading.workers, kind="thread"), device=device)
         with closing(stream) as batches, captured_features(self._model, layer=self.layer) as captured:
             for batch in batches:
+                done = sum(len(each.samples) for each in parts)
+                self.clock.doing(f"computing features of {shards.source}", f"{done:,} of {len(samples):,} images")
                 parts.append(self._of_batch(batch, captured))
         return merged(parts, samples=samples)
 

@@ -5,7 +5,7 @@ In blocks of images, so that memory does not grow with the set; a classifier wit
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -22,14 +22,16 @@ def knn_votes(
     k: Sequence[int],
     temperature: float,
     device: torch.device,
+    told: Callable[[str], None] = lambda far: None,
 ) -> list[Tensor]:
     """For each of `k` (all neighbours if there are fewer) the votes of features [n, D]: float64 [n, C] on the CPU.
-    `train` [m, D] and `labels` int64 [m] are who votes. Cosines are computed in float32."""
+    `train` [m, D] and `labels` int64 [m] are who votes; `told` hears how far it is. Cosines are computed in float32."""
     known, classes = _unit(train, device), labels.to(device)
     most = min(max(k), len(train))
     votes = [torch.zeros(len(features), num_classes, dtype=torch.float64) for _ in k]
     block = max(1, _BLOCK_ELEMENTS // max(1, len(train)))
     for start in range(0, len(features), block):
+        told(f"{start:,} of {len(features):,} images")
         rows = slice(start, start + block)
         cosines, nearest = (_unit(features[rows], device) @ known.T).topk(most, dim=1)
         # relative to the nearest, which changes no share and does not overflow at a low temperature

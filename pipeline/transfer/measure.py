@@ -16,29 +16,17 @@ import torch
 from data_shards.errors import UserError
 from data_shards.label_column import UNKNOWN, label_column
 from data_shards.loading.batch import Fault
-from data_shards.shard_set import ShardSet
-from data_shards.store.store import Store
 from pipeline.transfer.features import Features, FeatureStore
+from pipeline.transfer.few_shot_data import TransferSet, check_sets
 from pipeline.transfer.knn import knn_votes
 from pipeline.transfer.least_squares import fit_least_squares
 from pipeline.transfer.probe import fit_probe
-from pipeline.transfer.results import SetGroup, TransferScore, UsedSet
+from pipeline.transfer.results import TransferScore, UsedSet
 from pipeline.transfer.settings import FewShotSettings, KnnSettings, ProbeSettings, Settings
 from pipeline.transfer.shots import Int64s, choose_images, choose_shots
 
 _BLOCK = 8192  # images whose scores are held at once
 _TOP5_CLASSES = 6  # from so many classes on
-
-
-@dataclass(frozen=True)
-class TransferSet:
-    """A data set to transfer to: opened shards with one label an image and the same classes."""
-
-    name: str
-    train: ShardSet
-    eval: ShardSet
-    store: Store | None = None
-    group: SetGroup | None = None
 
 
 @dataclass(frozen=True)
@@ -51,18 +39,6 @@ class SetMeasured:
     # seed -> class -> the samples of the greatest number of shots, in the order drawn
     shots: dict[int, dict[int, list[int]]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()  # what there is to say, a sentence each
-
-
-def check_sets(data: TransferSet) -> None:
-    """UserError if the two sets' classes differ, or an image may have several labels."""
-    if data.train.is_multi_label or data.eval.is_multi_label:
-        which = data.train if data.train.is_multi_label else data.eval
-        raise UserError(f"{which.source} has a list of labels for each image: these measures need one label an image")
-    if data.train.classes != data.eval.classes:
-        raise UserError(
-            f"the classes of {data.train.source} ({data.train.num_classes}) and {data.eval.source} "
-            f"({data.eval.num_classes}) differ: pack both from the same list of classes"
-        )
 
 
 def measure(features: FeatureStore, data: TransferSet, settings: Settings, *, most_images: int | None) -> SetMeasured:
@@ -172,6 +148,7 @@ def _probe(
             c=settings.c,
             hold_out=settings.hold_out,
             device=features.predictor.device,
+            told=lambda far: features.clock.doing("fitting", far),
         )
     except ValueError as error:
         raise UserError(f"{data.train.source}: {error}") from None
@@ -200,6 +177,7 @@ def _knn(
         k=settings.k,
         temperature=settings.temperature,
         device=features.predictor.device,
+        told=lambda far: features.clock.doing("finding neighbours", far),
     )
     scores: list[TransferScore] = []
     for k, table in zip(settings.k, votes, strict=True):

@@ -85,8 +85,6 @@ class KnnSet(TableSet, KnnSettings):
 
 AnySet = Annotated[FewShotSet | ProbeSet | KnnSet, Field(discriminator="method")]
 
-_METHODS = ("fewshot", "probe", "knn")
-
 
 class TransferTable(Strict):
     """A table of data sets for `shardvit transfer`."""

@@ -1,7 +1,7 @@
 """A table of data sets for `shardvit transfer`: read from YAML, measured set by set, its result kept after each.
 
 A set whose settings, shards and model are those of the kept result is not measured again, so that the same command,
-typed again after an interruption, goes on.
+typed again after an interruption, goes on. No torch, until something is measured.
 """
 
 from __future__ import annotations
@@ -12,24 +12,23 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
 from data_shards.errors import UserError
-from data_shards.opening import open_shards
-from data_shards.shard_set import ShardSet
 from data_shards.store.store import Store
 from data_shards.text import one_line
-from pipeline.recipe.data import ShardsConfig
 from pipeline.recipe.yaml_text import read_yaml_file
-from pipeline.stage_data import shards_spec
-from pipeline.transfer.features import FeatureStore
-from pipeline.transfer.measure import SetMeasured, TransferSet, check_sets, measure
+from pipeline.transfer.few_shot_data import Say, TransferSet, check_sets, open_set
 from pipeline.transfer.results import TransferRecord, TransferScore, UsedSet, load_record, save_record
 from pipeline.transfer.settings import AnySet, Settings, TransferTable
 
+if TYPE_CHECKING:
+    from pipeline.transfer.features import FeatureStore
+    from pipeline.transfer.measure import SetMeasured
+
 _METHODS = ("fewshot", "probe", "knn")
-Say = Callable[[str], None]
 
 
 def read_table(path: Path) -> TransferTable:
@@ -46,16 +45,6 @@ def read_table(path: Path) -> TransferTable:
             raise UserError(one_line(f"{path}: unknown key {where}: leave it out")) from None
         message = first["msg"].removeprefix("Value error, ")
         raise UserError(one_line(f"{path}: {f'{where}: ' if where else ''}{message}")) from None
-
-
-def open_set(shards: ShardsConfig, *, store: Store, say: Say) -> ShardSet:
-    """A set that the user names; what is damaged is told, and left out. UserError: it is not there, or broken."""
-    if shards.weight is not None:
-        raise UserError(f"{shards.shards}: a weight means nothing to a single set of shards: leave it out")
-    opened = open_shards(shards_spec(shards), damaged="report", report=say, store=store)
-    for damage in opened.damage:
-        say(damage)
-    return opened
 
 
 def open_table(table: TransferTable, *, store: Store, say: Say) -> list[TransferSet]:
@@ -102,6 +91,8 @@ def measure_table(
 ) -> TransferRecord:
     """Measure what `file` does not have; `record`: what it will say of the model. UserError as `measure`; OSError: the
     disk is full or fails."""
+    from pipeline.transfer.measure import measure
+
     before = _kept(file, like=record)
     for number, (config, data) in enumerate(zip(table.data_sets, sets, strict=True), start=1):
         settings = settings_of(config)

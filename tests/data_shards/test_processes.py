@@ -5,6 +5,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from data_shards import processes
 from data_shards.processes import deaf_to_interrupts, num_cores
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -17,6 +20,15 @@ def child(code: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=240, cwd=ROOT).stdout
 
 
+@pytest.mark.parametrize(("quota", "cores"), [(0.5, 1), (1.5, 2), (3.0, 3), (64.0, 4), (None, 4)])
+def test_cores_are_those_that_affinity_and_control_group_leave(
+    quota: float | None, cores: int, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(processes, "core_quota", lambda: quota)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 4, 5}, raising=False)
+    assert num_cores() == cores
+
+
 def test_what_is_started_meanwhile_is_deaf():
     with deaf_to_interrupts():
         assert child(INTERRUPTS_ITSELF) == "still here\n"
@@ -26,6 +38,9 @@ def test_what_is_started_meanwhile_is_deaf():
 # In a process of its own: here there may be other threads, and a signal goes to any thread that is not deaf to it.
 COMES_LATE = """
 import os, signal, time
+import pytest
+
+from data_shards import processes
 from data_shards.processes import deaf_to_interrupts
 try:
     with deaf_to_interrupts():

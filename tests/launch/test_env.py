@@ -205,11 +205,21 @@ def test_a_machine_without_a_gpu_has_none_whatever_the_environment_says(tmp_path
 def test_tracking_and_tags():
     assert tracking_uri({}) is None and tracking_uri({"MLFLOW_TRACKING_URI": ""}) is None
     assert tracking_uri({"MLFLOW_TRACKING_URI": "http://a:5000"}) == "http://a:5000"
+    for uri in ("sqlite:///a.db", "databricks", "databricks://a", "uc:http://a", "postgresql+psycopg2://me:secret@a/b"):
+        assert tracking_uri({"MLFLOW_TRACKING_URI": uri}) == uri
     assert experiment_name({}) is None and experiment_name({"MLFLOW_EXPERIMENT_NAME": "x"}) == "x"
     tags = job_tags({"SLURM_JOB_ID": "77", "MLFLOW_TRACKING_PASSWORD": "secret"})
     assert tags["shardvit.slurm_job_id"] == "77" and "secret" not in "".join(tags.values())
     assert all(tags.values())
     assert "shardvit.slurm_job_id" not in job_tags({})
+
+
+@pytest.mark.parametrize("uri", ["http//a", "http:/a", "localhost:5000", "runs", "/data/mlruns", "http//me:secret@a"])
+def test_what_mlflow_would_take_for_a_folder_is_refused(uri: str):
+    with pytest.raises(UserError, match="MLFLOW_TRACKING_URI") as refused:
+        tracking_uri({"MLFLOW_TRACKING_URI": uri})
+    assert "secret" not in str(refused.value)
+    assert tracking_uri({"MLFLOW_TRACKING_URI": uri}, form="any") == uri  # the doctor says what is wrong with it
 
 
 @pytest.mark.parametrize(

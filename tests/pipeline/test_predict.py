@@ -19,13 +19,14 @@ from data_shards.loading.loader import EvalBatches, eval_batches
 from data_shards.opening import open_shards
 from data_shards.packing.pack import pack
 from data_shards.shard_set import ShardsSpec
+from data_shards.sources.folder import image_files
 from data_shards.vocabulary import Normalisation
 from model.config import ModelConfig
 from model.formats.export import ExportFormat, export_model
 from model.masked_patch import build_masked_patch
 from model.saved import SavedModelMeta, build_described, build_from_saved, save_model
 from pipeline import predict as predict_module
-from pipeline.predict import Predictor, image_files, open_predictor, predict_images
+from pipeline.predict import Predictor, open_predictor, predict_images
 from pipeline.run_folder import RunFolder
 from pipeline.task import model_input
 

@@ -11,6 +11,7 @@ from cyclopts import App
 from launch.doctor import command
 from launch.doctor.command import doctor, examine
 from launch.doctor.findings import Check, Diagnosis
+from pipeline.ranks.start_clock import StartClock
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -124,7 +125,7 @@ def test_a_look_that_fails_is_a_finding_and_the_others_are_made(monkeypatch: pyt
         raise OSError("a file of /proc is odd")
 
     monkeypatch.setattr("launch.doctor.machine.machine_checks", broken)
-    made = examine(runs=tmp_path, cache=tmp_path, depth="quick", say=lambda line: None)
+    made = examine(runs=tmp_path, cache=tmp_path, depth="quick", clock=StartClock())
     assert list(made.checks) == ["machine", "libraries", "GPUs and arithmetic", "network", "cluster"]
     [check] = made.checks["machine"]
     assert check.verdict == "problem" and check.found.endswith("OSError: a file of /proc is odd")
@@ -137,7 +138,8 @@ def stand_in_for_children(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     tried: list[str] = []
     monkeypatch.setattr(
-        "launch.doctor.probe.try_parts", lambda parts, environment: {name: PARTS[name].failed("gone") for name in parts}
+        "launch.doctor.probe.try_parts",
+        lambda parts, environment, clock: {name: PARTS[name].failed("gone") for name in parts},
     )
     monkeypatch.setattr(
         "launch.doctor.probe.try_all_reduce", lambda backend, environment: tried.append(backend) or [PROBLEM]
@@ -155,14 +157,14 @@ def test_gpus_are_counted_with_and_without_what_hides_them(
     monkeypatch.setattr(
         "launch.doctor.gpus.check_gpus", lambda devices, visible: asked.append((devices, visible)) or FINE
     )
-    examine(runs=tmp_path, cache=tmp_path, depth="all", say=lambda line: None)
+    examine(runs=tmp_path, cache=tmp_path, depth="all", clock=StartClock())
     assert asked == [(8, visible)] and tried == backends
 
 
 def test_all_parts_are_tried_and_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """Without the children: whatever part is missing is told as a problem, never left out."""
     stand_in_for_children(monkeypatch)
-    made = examine(runs=tmp_path, cache=tmp_path, depth="all", say=lambda line: None)
+    made = examine(runs=tmp_path, cache=tmp_path, depth="all", clock=StartClock())
     problems = {check.name for checks in made.checks.values() for check in checks if check.found == "gone"}
     assert {"torch and CUDA", "arithmetic", "decoding", "import deepspeed", "import torchvision"} <= problems
     assert PROBLEM in made.checks["network"] and made.left_out == ()
@@ -171,7 +173,7 @@ def test_all_parts_are_tried_and_told(monkeypatch: pytest.MonkeyPatch, tmp_path:
 def test_what_can_be_imported_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     stand_in_for_children(monkeypatch)
     results = {"import:timm": [], "import:mlflow": [], "import:deepspeed": [PROBLEM]}
-    monkeypatch.setattr("launch.doctor.probe.try_parts", lambda parts, environment: results)
-    made = examine(runs=tmp_path, cache=tmp_path, depth="all", say=lambda line: None)
+    monkeypatch.setattr("launch.doctor.probe.try_parts", lambda parts, environment, clock: results)
+    made = examine(runs=tmp_path, cache=tmp_path, depth="all", clock=StartClock())
     assert Check("imports", "fine", "timm, mlflow") in made.checks["libraries"]
     assert PROBLEM in made.checks["libraries"]

@@ -15,6 +15,7 @@ from launch.doctor.machine import (
     check_python,
     check_runs_disk,
     check_shm,
+    check_threads,
     file_system,
     machine_checks,
     read_disk,
@@ -43,6 +44,22 @@ def test_pythons_range(version: str, verdict: str):
 def test_cores_that_may_be_used_against_gpus(usable: float, gpus: int, verdict: str, found: str):
     check = check_cores(64, usable=usable, gpus=gpus)
     assert (check.verdict, check.found) == (verdict, found)
+
+
+@pytest.mark.parametrize(
+    ("asked", "free", "verdict", "remedy"),
+    [
+        (None, 8, "fine", ""),
+        (8, 5, "fine", ""),
+        (9, 8, "note", "set it to 8"),
+        (None, 3.9, "note", "OMP_NUM_THREADS"),
+        (4, 0, "note", "OMP_NUM_THREADS"),
+        (1, 0, "fine", ""),
+    ],
+)
+def test_threads_against_the_cores_that_are_there_and_free(asked: int | None, free: float, verdict: str, remedy: str):
+    check = check_threads(asked, usable=8, free=free)
+    assert check.verdict == verdict and remedy in check.remedy and "OMP_NUM_THREADS" in check.found
 
 
 @pytest.mark.parametrize(
@@ -123,7 +140,7 @@ def test_limits_that_are_low(change: dict[str, Any], advice: str):
 
 def test_this_machine_can_be_read(tmp_path: Path):
     checks = machine_checks(runs=tmp_path / "not" / "there", cache=tmp_path, gpus=0, pythons=PYTHONS)
-    assert len(checks) == 7 and {check.name: check.verdict for check in checks}["Python"] == "fine"
+    assert len(checks) == 8 and {check.name: check.verdict for check in checks}["Python"] == "fine"
     disk = read_disk(tmp_path / "not" / "there")
     assert disk.access == "writable" and disk.free_bytes > 0 and disk.file_system
 

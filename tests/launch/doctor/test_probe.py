@@ -10,6 +10,7 @@ from launch.doctor import child, probe
 from launch.doctor.findings import Check
 from launch.doctor.probe import Part, judge_decoders, try_all_reduce, try_decoders, try_import, try_parts
 from launch.env import without_place
+from pipeline.ranks.start_clock import StartClock
 from tests.launch.clock import Clock
 
 STAND_IN = """
@@ -22,10 +23,13 @@ def warn(): print("noise", file=sys.stderr); return []
 def abort(): print("assertion failed", file=sys.stderr, flush=True); os.abort()
 def hang(): open("hangs", "w").close(); time.sleep(600)
 def leave(): os._exit(5)
+def wait():
+    while not os.path.exists("told"): time.sleep(0.01)
+    return []
 def refuse(): raise RuntimeError("no such device\\nand more")
 def good(): return [Check("it", "fine", "works")]
 
-for each in (good, crash, hang, leave, refuse, warn, abort):
+for each in (good, crash, hang, leave, wait, refuse, warn, abort):
     PARTS[each.__name__] = Part(each.__name__, each, "what to do")
 sys.exit(main(sys.argv[1:]))
 """
@@ -40,7 +44,18 @@ def tried(*parts: str, limit_seconds: float = 240) -> dict[str, list[Check]]:
 
 @pytest.fixture(autouse=True)
 def parts_of_the_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("good", "crash", "hang", "leave", "refuse", "warn", "abort", "import:json", "import:no_such_module"):
+    for name in (
+        "good",
+        "crash",
+        "hang",
+        "leave",
+        "wait",
+        "refuse",
+        "warn",
+        "abort",
+        "import:json",
+        "import:no_such_module",
+    ):
         monkeypatch.setitem(probe.PARTS, name, Part(name, list, "what to do"))
 
 
@@ -49,6 +64,21 @@ def failed(name: str, found: str) -> list[Check]:
 
 
 GOOD = [Check("it", "fine", "works")]
+
+
+def test_what_is_tried_is_told_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    told: list[tuple[str, str]] = []
+
+    class Clock(StartClock):
+        def doing(self, part: str, far: str = "") -> None:
+            told.append((part, far))
+            Path("told").touch()
+
+    command = [sys.executable, "-c", STAND_IN]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    found = try_parts(("wait", "good"), environment=environment, command=command, limit_seconds=240, clock=Clock())
+    assert told[0] == ("trying wait", "1 of 2") and found["wait"] == []
 
 
 def test_the_parts_after_one_that_crashes_get_a_child_of_their_own():

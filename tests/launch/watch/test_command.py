@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import select
 import signal
 import subprocess
 import sys
+import termios
 import time
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -52,6 +56,66 @@ def test_on_a_terminal_it_is_drawn_anew_until_ctrl_c_which_is_no_failure(run: Ru
     after = whole.rpartition(b"\x1b[?1049l")[2]
     assert b"500 of 800" in after  # the last page stays
     assert b"\x1b[?25h" in whole  # the cursor is back
+
+
+class Typed:
+    """The command on a terminal of its own, which someone types at."""
+
+    def __init__(self, run: Run, stdin: Literal["the terminal", "a pipe"] = "the terminal") -> None:
+        self.leader, self.follower = os.openpty()
+        termios.tcsetwinsize(self.follower, (24, 80))
+        self.before = termios.tcgetattr(self.follower)
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "launch.cli", "watch", str(run.folder.path), "--interval", "3600"],
+            stdin=self.follower if stdin == "the terminal" else subprocess.PIPE,
+            stdout=self.follower,
+            stderr=self.follower,
+            env={**os.environ, "TERM": "xterm-256color", "LANG": "C.UTF-8"},
+            start_new_session=True,
+            preexec_fn=lambda: fcntl.ioctl(1, termios.TIOCSCTTY, 0),
+        )
+        self.shown = bytearray()
+
+    def sees(self, text: bytes) -> None:
+        deadline = time.monotonic() + 120
+        while text not in self.shown:
+            assert time.monotonic() < deadline, bytes(self.shown)[-2000:]
+            if select.select([self.leader], [], [], 0.2)[0]:
+                self.shown += os.read(self.leader, 4096)
+
+    def is_left(self) -> None:
+        """With exit code 0, its own screen left, and the terminal as it was found."""
+        while self.process.poll() is None:
+            if select.select([self.leader], [], [], 0.2)[0]:
+                self.shown += os.read(self.leader, 4096)
+        assert self.process.returncode == 0
+        self.sees(b"\x1b[?1049l")
+        assert termios.tcgetattr(self.follower) == self.before
+        for descriptor in (self.leader, self.follower):
+            os.close(descriptor)
+        if self.process.stdin is not None:
+            self.process.stdin.close()
+
+
+@pytest.mark.parametrize("how", ["q", "SIGTERM", "SIGHUP", "Ctrl-C"])
+def test_q_or_a_signal_leaves_and_the_terminal_is_as_before(run: Run, how: str) -> None:
+    typed = Typed(run)
+    typed.sees(b"q leaves")
+    assert not termios.tcgetattr(typed.follower)[3] & termios.ICANON
+    os.write(typed.leader, b"xy")  # no such keys
+    if how.startswith("SIG"):
+        typed.process.send_signal(signal.Signals[how])
+    else:
+        os.write(typed.leader, b"q" if how == "q" else b"\x03")
+    typed.is_left()
+
+
+def test_where_standard_input_is_no_terminal_ctrl_c_leaves(run: Run) -> None:
+    typed = Typed(run, stdin="a pipe")
+    typed.sees(b"Ctrl-C leaves")
+    assert termios.tcgetattr(typed.follower) == typed.before
+    os.write(typed.leader, b"\x03")
+    typed.is_left()
 
 
 def test_a_run_that_is_done_ends_it(run: Run) -> None:

@@ -18,7 +18,13 @@ from data_shards.vocabulary import GOOGLES, Normalisation
 from pipeline.data_workers import DataWorkers
 from pipeline.drawing import draw
 from pipeline.pictures.picture import DrawRequest, kept_pictures
-from pipeline.pictures.training_batch import draw_training_batch, place_of_sample, seen_batch, seen_in_epochs
+from pipeline.pictures.training_batch import (
+    SHOWN_EPOCHS,
+    draw_training_batch,
+    place_of_sample,
+    seen_batch,
+    seen_in_epochs,
+)
 from pipeline.ranks.place import Place
 from pipeline.recipe.io import dump_recipe
 from pipeline.recipe.schema import Recipe
@@ -176,7 +182,7 @@ def test_an_epoch_of_an_image_is_what_the_stream_shows_in_that_epoch(shards: Pat
             for image in seen_batch(recipe, stage="pretrain", data=data, step=step).images
             if image.sample == first.sample
         ]
-    in_epochs = seen_in_epochs(recipe, stage="pretrain", data=data, sample=first.sample, epochs=4)
+    in_epochs = seen_in_epochs(recipe, stage="pretrain", data=data, sample=first.sample, most_epochs=4)
     assert len(found) >= 2
     for number, pixels in enumerate(found):
         assert np.array_equal(pixels, in_epochs[number])
@@ -221,5 +227,18 @@ def test_after_the_last_step_its_batch_is_drawn(shards: Path, tmp_path: Path) ->
     folder.path.mkdir()
     folder.write("pretrain", StageRecord(state="done", total_steps=12))
     draw_training_batch(DrawRequest(folder, recipe, "pretrain", 12))
-    words = [each.picture for each in kept_pictures(folder.stage("pretrain"))]
-    assert "step 12," in next(each.title for each in words if each.name == "training_batch")
+    (kept,) = (each for each in kept_pictures(folder.stage("pretrain")) if each.picture.name == "training_batch")
+    assert kept.step == 11 and "after 11 steps," in kept.picture.title  # the page shows both
+
+
+def test_an_image_is_shown_in_the_epochs_that_the_stage_has(shards: Path, tmp_path: Path) -> None:
+    recipe = recipe_of(shards)  # 12 steps
+    data = open_data(recipe, stage="pretrain", report=lambda line: None)
+    epochs = -(-12 * recipe.train_stage("pretrain").global_batch_size // data.train.num_samples)
+    assert 1 < epochs < SHOWN_EPOCHS
+    folder = RunFolder(runs_root=tmp_path, name="r")
+    folder.path.mkdir()
+    folder.write("pretrain", StageRecord(state="running", total_steps=12))
+    draw_training_batch(DrawRequest(folder, recipe, "pretrain", 0))
+    (kept,) = (each for each in kept_pictures(folder.stage("pretrain")) if each.picture.name == "augmentation")
+    assert kept.picture.title == f"One image in {epochs} epochs"

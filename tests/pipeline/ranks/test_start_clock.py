@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import queue
 import re
 import threading
+from contextlib import closing
 
+import pytest
+
+from pipeline.ranks import start_clock
 from pipeline.ranks.start_clock import StartClock, seconds_since_start
 
 PATIENCE_SECONDS = 240.0
@@ -38,6 +43,17 @@ def test_what_lasts_is_said_while_it_lasts():
     clock.doing("opening shards")
     assert aloud.wait(PATIENCE_SECONDS) and said == ["finetune: opening shards ..."]
     clock.close()
+
+
+def test_what_goes_on_is_said_again_with_how_far_it_is(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(start_clock, "_TOLD_SECONDS", 0.01)
+    monkeypatch.setattr(start_clock, "_AGAIN_SECONDS", 0.02)
+    said: queue.Queue[str] = queue.Queue()
+    with closing(StartClock("probe", say=said.put, part="fitting")) as clock:
+        for number in range(3):
+            clock.doing("fitting", f"{number} of 9")
+            while said.get(timeout=PATIENCE_SECONDS) != f"probe: fitting, {number} of 9 ...":
+                pass  # of before
 
 
 def test_a_rank_above_0_counts_in_silence():

@@ -97,7 +97,7 @@ def test_the_plan_of_a_known_recipe():
         max_skipped_steps=20,
     )
     text = got.describe()
-    assert "64 = 2 processes x 4 accumulation x 8 images" in text
+    assert "64 = 2 processes x 4 micro-batches x 8 images" in text
     assert "78 steps = 4,992 images = 5.0 epochs" in text
 
 

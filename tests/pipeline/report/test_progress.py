@@ -27,7 +27,7 @@ def lines_progress(stream: io.StringIO, clock: Clock, *, total: int = 100, start
 
 
 def update(progress: TrainingProgress, step: int, *, loss: float = 0.5) -> None:
-    progress.update(step, loss=loss, lr=3e-4, images_per_second=512.34, data_wait_share=0.021)
+    progress.update(step, loss=loss, lr=3e-4, images_per_second=512.34, waits="data wait 2.1%")
 
 
 def test_the_last_step_alone_is_a_hundred_percent() -> None:

@@ -34,8 +34,9 @@ class Notebook:
     def append(self, *, step: int, images_seen: int, metrics: dict[str, float]) -> None:
         self.rows.append((step, metrics))
 
-    def update(self, step: int, *, images_per_second: float, **more: float) -> None:
+    def update(self, step: int, *, images_per_second: float, waits: str, **more: float) -> None:
         self.shown.append(images_per_second)
+        self.waits = waits
 
     def note(self, text: str) -> None:
         self.notes.append(text)
@@ -44,12 +45,14 @@ class Notebook:
         """Nothing waits."""
 
 
-def report_to(kept: Any, *, training_seconds: float = 0.0, events: EventsLog | None = None) -> Report:
+def report_to(
+    kept: Any, *, training_seconds: float = 0.0, events: EventsLog | None = None, gauges: Any = None
+) -> Report:
     watch: Any = SimpleNamespace(beat=lambda step, *, doing: None)
     pace: Any = SimpleNamespace(measuring=lambda phase: contextlib.nullcontext())
     parts = Phases(watch=watch, pace=pace)
     plan: Any = SimpleNamespace(samples_per_epoch=128, global_batch_images=64)
-    return Report(kept, kept, events, None, phases=parts, plan=plan, training_seconds=training_seconds)
+    return Report(kept, kept, events, gauges, phases=parts, plan=plan, training_seconds=training_seconds)
 
 
 class Clock:
@@ -96,6 +99,29 @@ def test_a_window_counts_its_own_images_and_waiting_and_leaves_out_what_is_aside
     assert [values["perf/data_wait_frac"] for _, values in kept.rows] == [0.25, 0.25]
     assert [values["train/epoch"] for _, values in kept.rows] == [0.5, 1.0]
     assert kept.shown == [8.0, 8.0]
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+def test_threads_that_wait_for_a_core_are_named_once_and_in_each_line(
+    clock: Clock, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reporter.torch, "get_num_threads", lambda: threads)
+    kept, waiting = Notebook(), iter((0.1, 0.6, 0.4, 0.2))
+    gauges: Any = SimpleNamespace(
+        read=lambda *, step, images_per_second: {"perf/core_wait_frac": next(waiting)},
+        step_done=lambda *, aside_seconds: None,
+    )
+    one, lines = report_to(kept, gauges=gauges), list[str]()
+    for step in range(1, 5):
+        point(one, step)
+        lines.append(kept.waits)
+    assert [row["perf/core_wait_frac"] for _, row in kept.rows] == [0.1, 0.6, 0.4, 0.2]
+    if threads == 1:  # could not be fewer
+        assert kept.notes == [] and not any("core wait" in line for line in lines)
+    else:
+        (note,) = kept.notes
+        assert "OMP_NUM_THREADS" in note and "60%" in note
+        assert ["core wait" in line for line in lines] == [False, True, True, False]
 
 
 def test_counters_of_the_state_and_the_slowest_rank_are_on_record(clock: Clock) -> None:

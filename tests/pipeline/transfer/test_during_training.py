@@ -19,8 +19,8 @@ from data_shards.shard_set import ShardSet
 from pipeline.data_workers import DataWorkers
 from pipeline.recipe.few_shot import FewShotConfig
 from pipeline.transfer.during_training import FewShotContext, FewShotMeasures
-from pipeline.transfer.few_shot_data import FewShotData
-from pipeline.transfer.measure import TransferSet, measure
+from pipeline.transfer.few_shot_data import TransferSet
+from pipeline.transfer.measure import measure
 from pipeline.transfer.settings import FewShotSettings
 from tests.pipeline.transfer.small_model import SIZE, damage, digits, open_small, pack_digits, save_small, store_for
 from tests.saving import ThreadRanks, on_ranks
@@ -81,14 +81,14 @@ def config(**more: Any) -> FewShotConfig:
     )
 
 
-def sets(folder: Path) -> FewShotData:
-    return FewShotData(digits(folder, "train"), digits(folder, "val"))
+def sets(folder: Path) -> TransferSet:
+    return TransferSet("four", digits(folder, "train"), digits(folder, "val"))
 
 
 class Rank:
     """One rank's measures, of a model of its own with equal weights."""
 
-    def __init__(self, work: Path, data: FewShotData, ranks: Any, *, every: int = 1, **more: Any) -> None:
+    def __init__(self, work: Path, data: TransferSet, ranks: Any, *, every: int = 1, **more: Any) -> None:
         model = open_small(work / "model").logits
         assert isinstance(model, nn.Module)
         self.engine: Any = EvaluatingEngine(model.train())
@@ -116,7 +116,7 @@ class Rank:
         return self.measures(step, of_average=False)
 
 
-def everywhere(count: int, work: Path, data: FewShotData, do: Callable[[Rank], Any], **more: Any) -> list[Any]:
+def everywhere(count: int, work: Path, data: TransferSet, do: Callable[[Rank], Any], **more: Any) -> list[Any]:
     found = on_ranks(count, lambda ranks: do(Rank(work, data, ranks, **more)))
     for each in found:
         if isinstance(each, Exception):
@@ -152,7 +152,7 @@ def test_a_repeat_reads_and_decodes_nothing(work: Path, monkeypatch: pytest.Monk
     assert passes == -(-data.eval.num_samples // BATCH) + -(-_shots(data) // BATCH)
 
 
-def _shots(data: FewShotData) -> int:
+def _shots(data: TransferSet) -> int:
     from data_shards.label_column import label_column
     from pipeline.transfer.shots import choose_shots
 

@@ -12,8 +12,10 @@ from sklearn.neighbors import KNeighborsClassifier
 
 from data_shards.errors import UserError
 from data_shards.packing.pack import pack
+from pipeline.ranks.start_clock import StartClock
 from pipeline.transfer.features import FeatureStore
-from pipeline.transfer.measure import TransferSet, measure
+from pipeline.transfer.few_shot_data import TransferSet
+from pipeline.transfer.measure import measure
 from pipeline.transfer.settings import FewShotSettings, KnnSettings, ProbeSettings
 from pipeline.transfer.shots import choose_images
 from tests.pipeline.transfer.small_model import CLASSES, damage, digits, open_small, pack_digits, save_small, store_for
@@ -59,6 +61,29 @@ def test_few_shot_is_ridge_on_the_shots_that_it_names(features: FeatureStore, wo
         assert score.values == pytest.approx(expected, abs=0) and score.value == pytest.approx(np.mean(expected))
         assert (score.group, score.metric, score.settings["images"]) == ("natural", "top1", shots * CLASSES)
     assert measured.used.eval_images == data.eval.num_samples and measured.used.damaged_images == 0
+
+
+class Heard(StartClock):
+    """What it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts: dict[str, list[str]] = {}
+
+    def doing(self, part: str, far: str = "") -> None:
+        self.parts.setdefault(part.split(" of ")[0], []).append(far)
+
+
+def test_what_lasts_is_told_with_how_far_it_is(work: Path, tmp_path: Path) -> None:
+    heard, data = Heard(), sets(work / "shards")
+    fresh = store_for(open_small(work / "model"), tmp_path, clock=heard)
+    measure(fresh, data, ProbeSettings(c=(0.1, 1.0)), most_images=None)
+    images = [int(far.split()[0]) for far in heard.parts["computing features"]]
+    assert images[0] == 0 and max(images) > data.train.num_samples / 2
+    fits = heard.parts["fitting"]
+    assert {far.split(" on ")[0] for far in fits} == {"C 0.1", "C 1"} and any(", 5 iterations" in far for far in fits)
+    measure(fresh, data, KnnSettings(k=(5,)), most_images=None)
+    assert heard.parts["finding neighbours"] == [f"0 of {data.eval.num_samples:,} images"]
 
 
 def test_only_the_shots_are_read_of_the_training_set(work: Path, tmp_path: Path) -> None:

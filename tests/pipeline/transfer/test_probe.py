@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
+import scipy.optimize
 import torch
 from sklearn.linear_model import LogisticRegression
 from sklearn.preprocessing import StandardScaler
+from threadpoolctl import ThreadpoolController, threadpool_info
 
 from pipeline.transfer.probe import fit_probe
 from pipeline.transfer.shots import held_out_rows
@@ -55,3 +59,20 @@ def test_c_is_the_best_on_what_is_held_out() -> None:
 def test_a_single_image_chooses_nothing() -> None:
     with pytest.raises(ValueError, match="single"):
         fit_probe(X[:1], LABELS[:1], samples=SAMPLES[:1], num_classes=8, c=(1.0, 2.0), hold_out=0.2, device=CPU)
+
+
+def test_the_solver_keeps_to_one_thread_beside_torch_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    minimize = scipy.optimize.minimize
+
+    def looking(*args: Any, **more: Any) -> Any:
+        seen.extend(library["num_threads"] for library in threadpool_info() if library["internal_api"] == "openblas")
+        return minimize(*args, **more)
+
+    monkeypatch.setattr(scipy.optimize, "minimize", looking)
+    libraries = ThreadpoolController().select(internal_api="openblas")
+    if not libraries.lib_controllers:
+        pytest.skip("scipy has another library here")
+    with libraries.limit(limits=2):
+        fit((0.1,))
+    assert seen and set(seen) == {1}
