@@ -1,11 +1,13 @@
-"""Helper processes of a command: how many are useful, how to leave Ctrl-C to the command, and work in parts on them."""
+"""Helper processes of a command: how many are useful, Ctrl-C is left to it, they end with it; work in parts on them."""
 
 from __future__ import annotations
 
+import logging
 import math
 import multiprocessing
 import os
 import signal
+import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -39,6 +41,14 @@ def deaf_to_interrupts() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def end_with_parent() -> None:
+    """In a process that multiprocessing has started: end as soon as the one that asked for it is gone, however that
+    ended. Its work may still wait for a server."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
 
 
 def run_parts(
@@ -104,7 +114,9 @@ def _pool(work: Callable[[Any, Any], Any], request: Any, *, processes: int) -> P
 def _begin_worker(work: Callable[[Any, Any], Any], request: Any) -> None:
     global _own
     _own = work, request
-    # libjpeg writes about damage here without naming the image; the findings do.
+    end_with_parent()
+    # libjpeg writes about damage here without naming the image; the findings do. What we say ourselves is seen.
+    logging.getLogger("data_shards").addHandler(logging.StreamHandler(os.fdopen(os.dup(2), "w")))
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 

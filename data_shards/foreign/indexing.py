@@ -25,7 +25,7 @@ from data_shards.errors import UserError
 from data_shards.foreign.tar import FoundLabels, TarFacts, facts_from, index_tar, labels_from, peek
 from data_shards.labels import LabelSpec
 from data_shards.manifest import stamp_of, write_json
-from data_shards.processes import deaf_to_interrupts, num_cores
+from data_shards.processes import deaf_to_interrupts, end_with_parent, num_cores
 from data_shards.shard_set import Report, ShardEntry, ShardsSpec
 from data_shards.store.location import PIPE, is_local, local_path, shown
 from data_shards.text import parse_json, show_duration
@@ -207,7 +207,8 @@ class Indexing:
             else:
                 return
             # Spawned: a fork copies locks of other threads, and the fork server is kept for the loader's workers.
-            pool = ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn"))
+            spawned = multiprocessing.get_context("spawn")
+            pool = ProcessPoolExecutor(processes, mp_context=spawned, initializer=end_with_parent)
         else:
             pool = ThreadPoolExecutor(_REMOTE_THREADS)
         try:

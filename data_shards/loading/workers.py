@@ -13,7 +13,6 @@ import atexit
 import math
 import multiprocessing
 import multiprocessing.connection
-import os
 import signal
 import threading
 import time
@@ -32,6 +31,7 @@ from torch.utils.data import DataLoader, Dataset
 from data_shards.errors import UserError, WorkerDied
 from data_shards.loading.memory import PREFETCH
 from data_shards.loading.sharing import share_large_arrays
+from data_shards.processes import end_with_parent
 from data_shards.vocabulary import WorkerKind
 
 Item = TypeVar("Item")
@@ -236,14 +236,7 @@ def _prepare_worker(notes: Any, worker: int) -> None:
         signal.signal(stop, signal.SIG_IGN)
     torch.set_num_threads(1)  # the workers share the cores among themselves
     # torch's workers watch their parent, but here that is the fork server, which lives as long as any of them.
-    threading.Thread(target=_end_with_the_rank, daemon=True).start()
-
-
-def _end_with_the_rank() -> None:
-    rank = multiprocessing.parent_process()
-    assert rank is not None
-    rank.join()  # returns when the rank is gone, however it ended
-    os._exit(1)
+    end_with_parent()
 
 
 atexit.register(_end_threads)

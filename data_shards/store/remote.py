@@ -28,6 +28,7 @@ from typing import Any, Literal, TypeVar
 from data_shards.errors import UserError
 from data_shards.store.commands import gopen_pieces, knows_scheme, pipe_pieces
 from data_shards.store.location import Commands, demand_no_command, protocol, scrubbed, shown
+from data_shards.store.redirects import redirect_rule
 from data_shards.store.remote_errors import (
     DownloadStopped,
     Missing,
@@ -120,7 +121,7 @@ class Remotes:
             from aiohttp import ClientTimeout
 
             timeout = ClientTimeout(total=None, sock_connect=self._connect_seconds, sock_read=self._stall_seconds)
-            client = {"timeout": timeout, "trust_env": True}  # proxies and ~/.netrc
+            client = {"timeout": timeout, "trust_env": True, "trace_configs": [redirect_rule()]}  # proxies and ~/.netrc
             return {"client_kwargs": {**client, **configured.get("client_kwargs", {})}}
         if kind in ("s3", "s3a"):
             config = {
@@ -284,7 +285,7 @@ class _Page(Stored):
         headers = {**self._fs.kwargs.get("headers", {}), "Accept-Encoding": "identity"}
         headers |= {"Range": span} if span else {}
         response = await session.get(self._fs.encode_url(self._path), **{**self._fs.kwargs, "headers": headers})
-        if response.status >= 400 and response.status != 416:  # an empty file has no byte 0
+        if response.status >= 300 and response.status != 416:  # an empty file has no byte 0
             response.close()
             raise of_status(response.status)
         return response

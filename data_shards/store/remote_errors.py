@@ -14,8 +14,9 @@ from data_shards.store.location import scrubbed
 
 Stop = Callable[[], bool]
 
-# botocore's errors have no common base that tells settings from the network.
+# Neither botocore's errors nor aiohttp's have a common base that tells settings from the network.
 _SETTINGS = {"NoCredentialsError", "PartialCredentialsError", "ProfileNotFound", "ParamValidationError", "InvalidURL"}
+_SETTINGS |= {"RedirectClientError", "ClientConnectorCertificateError"}
 # What s3fs makes of answers like "malformed" and "method not allowed".
 _REFUSALS = {errno.EINVAL, errno.EPERM, errno.EACCES, errno.ENOSYS, errno.ENAMETOOLONG}
 
@@ -57,6 +58,9 @@ def translated() -> Iterator[None]:
 
 def failure_of(error: Exception) -> Failure:
     """What an exception of a library means."""
+    names = {each.__name__ for each in type(error).__mro__}
+    if "TooManyRedirects" in names:
+        return Refused("it redirects again and again")
     status = getattr(error, "status", None) or getattr(error, "code", None)
     if isinstance(status, int) and 400 <= status < 600:
         return of_status(status)
@@ -64,7 +68,6 @@ def failure_of(error: Exception) -> Failure:
     reason = f"{type(error).__name__}: {text}" if text else type(error).__name__
     if isinstance(error, FileNotFoundError | IsADirectoryError | NotADirectoryError):
         return Missing(reason)
-    names = {each.__name__ for each in type(error).__mro__}
     if "ClientPayloadError" in names:
         return Transient("the connection was cut")
     if names & _SETTINGS or (isinstance(error, OSError) and error.errno in _REFUSALS):
@@ -76,9 +79,9 @@ def failure_of(error: Exception) -> Failure:
 
 
 def of_status(status: int) -> Failure:
-    """What an HTTP status of 400 or more means."""
+    """What an HTTP status of 300 or more means, a redirect that leads nowhere included."""
     if status in (404, 410):
         return Missing(f"HTTP status {status}")
-    if status in (408, 425, 429) or status >= 500:
+    if status in (408, 425, 429) or (status >= 500 and status not in (501, 505)):
         return Transient(f"HTTP status {status}")
     return Refused(f"HTTP status {status}")

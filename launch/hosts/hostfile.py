@@ -20,8 +20,9 @@ from typing import Literal
 
 from data_shards.errors import UserError
 
-_LINE = re.compile(r"(?P<name>\S+)\s+slots=(?P<slots>\d+)")
+_LINE = re.compile(r"(?P<name>\S+)\s+slots=(?P<slots>[0-9]{1,20})")
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:%-]*")  # no option of ssh's, nothing that a shell or pdsh would expand
+_MOST_SLOTS = 1024  # of a machine; the largest have some tens of GPUs
 
 
 Launcher = Literal["ssh", "pdsh"]
@@ -97,6 +98,8 @@ def parse_hostfile(text: str, *, source: str) -> tuple[Host, ...]:
             raise UserError(f"{source}, line {number}: {name} is listed twice: give it one line with all its slots")
         if count == 0:
             raise UserError(f"{source}, line {number}: {name} has slots=0: give 1 or more, or leave the host out")
+        if count > _MOST_SLOTS:
+            raise UserError(f"{source}, line {number}: {name} has slots={count}: give {_MOST_SLOTS:,} at most")
         hosts[name] = Host(name, tuple(range(count)))
     if not hosts:
         raise UserError(f"{source} names no host: write a line such as: worker-0 slots=8")
@@ -141,7 +144,7 @@ def _parse_filter(text: str, *, option: str, hosts: Sequence[Host], source: str)
         if not has_slots:
             found[name] = frozenset(host.slots)
             continue
-        if not re.fullmatch(r"\d+(,\d+)*", numbers):
+        if not re.fullmatch(r"[0-9]{1,20}(,[0-9]{1,20})*", numbers):
             raise UserError(f"{option} {text}: {numbers!r} are not slots: write {name}:0,2")
         slots = frozenset(map(int, numbers.split(",")))
         absent = sorted(slots - set(host.slots))

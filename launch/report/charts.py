@@ -29,7 +29,7 @@ from pipeline.vocabulary import METRICS
 DATA_BYTES = 1_000_000  # of all curves of a page, once
 _BYTES_PER_POINT = 26
 _DRAWN_COLUMNS = 240
-_MOST_COLUMNS = 900
+_LEAST_COLUMNS, _MOST_COLUMNS = 30, 900
 _SCRIPT_DIGITS = 5
 _MARKED: tuple[EventKind, ...] = ("start", "rollback", "spike", "skipped", "failed", "stopped")
 _MOST_MARKS = 40
@@ -72,14 +72,14 @@ def stage_charts(
         return None, zero
     marks = _marks(stages, runs=runs)
     count = sum(len(curves) for _, curves in drawn)
-    columns = max(60, min(_MOST_COLUMNS, data_bytes // (2 * _BYTES_PER_POINT * count)))
+    columns = max(_LEAST_COLUMNS, min(_MOST_COLUMNS, data_bytes // (2 * _BYTES_PER_POINT * count)))
     charts: list[DrawnChart] = []
     data: list[dict[str, Any]] = []
     for number, (kind, curves) in enumerate(drawn):
         scale, share, alt = scale_of(kind, curves), is_share(kind.unit), _alt(kind, curves)
         curves = [thinned(curve, columns=max(columns, _DRAWN_COLUMNS)) for curve in curves]
         svg = draw_curves(
-            [thinned(curve, columns=_DRAWN_COLUMNS) for curve in curves],
+            [thinned(curve, columns=min(columns, _DRAWN_COLUMNS)) for curve in curves],
             scale=scale,
             is_share=share,
             marks=[(mark["i"], mark["text"]) for mark in marks],

@@ -35,7 +35,8 @@ def draw_curves(
     x0 = min(float(curve.images[0]) for curve in curves)
     x1 = max(float(curve.images[-1]) for curve in curves)
     if x1 <= x0:
-        x0, x1 = x0 - 0.5, x1 + 0.5
+        room = max(0.5, 1e-9 * x0)  # above 2^53 a half is nothing
+        x0, x1 = x0 - room, x1 + room
     low, high = y_range(curves, scale=scale, is_share=is_share)
     forward: Callable[[Any], Any] = np.log if scale == "log" else lambda value: value
     span = float(forward(high)) - float(forward(low))

@@ -19,15 +19,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from data_shards.text import one_line, printable
-from launch.report.blocks import ChartBlock, PageDrawing, PagePicture, PageSection, PageTable, PageText, ShownNumber
+from launch.report.blocks import ChartBlock, PagePicture, PageSection, ShownNumber
 from launch.report.embedding import embedded
+from launch.report.fitting import Fitting
 from pipeline.pictures import style
 
 if TYPE_CHECKING:
     from jinja2 import Environment
 
 MOST_BYTES = 5_000_000  # of a page
-_FOR_THE_REST = 250_000  # of them: style, script and what else the sizes below leave out
+_FOR_THE_REST = 250_000  # of them: style, script, notes
+_MOST_NOTES, _LONGEST_NOTE = 100, 500
 _TEMPLATES = Path(__file__).with_name("templates")
 
 
@@ -54,12 +56,13 @@ def render_page(
     `lead`: a sentence below the title. `facts`: (value, label) of the headline. `notes`: what could not be read, a line
     each. `legend`: names of the runs, in the order of their colours. `foot`: the last line.
     """
-    sections = [section for section in sections if section.blocks]
+    fitting = Fitting(MOST_BYTES - _FOR_THE_REST)
+    sections = [fitting.section(section) for section in sections if section.blocks]
     blocks = list(_within(sections))
     data = script_json({"groups": [block.data for block in blocks if isinstance(block, ChartBlock)]})
-    budget = MOST_BYTES - _FOR_THE_REST - len(data) - sum(_estimated_bytes(block) for block in blocks)
     pictures = [block for block in blocks if isinstance(block, PagePicture)]
-    shown, left_out = embedded(pictures, budget_bytes=max(0, budget))
+    shown, left_out = embedded(pictures, budget_bytes=max(0, fitting.left_bytes))
+    left_out = [*fitting.notes, *left_out]
     environment = _environment()
     css = environment.get_template("page.css.jinja").render(_palette())
     script = (_TEMPLATES / "page.js").read_text(encoding="utf-8")
@@ -68,7 +71,7 @@ def render_page(
         lead=lead,
         facts=facts,
         sections=[(f"s{number}", section) for number, section in enumerate(sections, start=1)],
-        notes=[*notes, *left_out],
+        notes=[note[:_LONGEST_NOTE] for note in [*left_out, *notes][:_MOST_NOTES]],
         runs=legend,
         foot=foot,
         shown={id(picture): images for picture, images in zip(pictures, shown, strict=True)},
@@ -119,17 +122,6 @@ def _finite(value: Any) -> Any:
 def _within(folds: Sequence[PageSection]) -> Iterator[Any]:
     for block in (block for fold in folds for block in fold.blocks):
         yield from _within([block]) if isinstance(block, PageSection) else [block]
-
-
-def _estimated_bytes(block: Any) -> int:
-    """Of HTML, above rather than below."""
-    if isinstance(block, PageTable):
-        return sum(30 + 2 * len(str(cell)) for row in block.rows for cell in row)
-    if isinstance(block, PageText):
-        return 2 * len(block.text)
-    if isinstance(block, PageDrawing):
-        return len(block.svg)
-    return sum(len(chart.svg) for chart in block.charts) if isinstance(block, ChartBlock) else 1000
 
 
 def _digest(text: str) -> str:

@@ -31,7 +31,7 @@ def watch(
 
     RUN is its folder, RUNS/NAME; it may run here, on other hosts or in SLURM.
     Only files of the folder are read, and SLURM's queue. Ends when the run is
-    done, or by q (or Ctrl-C), which does not touch the run.
+    done or deleted, or by q (or Ctrl-C), which does not touch the run.
 
     Some examples:
         shardvit watch runs/digits

@@ -105,8 +105,7 @@ class Watcher:
     def __init__(self, run: Path, *, slurm: Slurm, monotonic: Callable[[], float] = time.monotonic) -> None:
         if (run / SWEEP_FILE).is_file():
             raise UserError(f"{run} is a sweep: watch one of its runs, such as {run}/final, or see shardvit status")
-        begun = any((run / name).exists() for name in (RECIPE_FILE, *(f"{each}/{STAGE_FILE}" for each in ALL_STAGES)))
-        if not begun and not (run / "slurm" / RECIPE_FILE).exists():  # submitted, and no job has begun
+        if not _is_run(run):
             raise UserError(f"{run} is no run: give the folder RUNS/NAME of one, for instance runs/digits")
         self._folder = RunFolder(runs_root=run.parent, name=run.name)
         self._queue = _Queue(slurm, monotonic=monotonic)
@@ -114,7 +113,9 @@ class Watcher:
         self._monotonic = monotonic
 
     def look(self, *, queue: Literal["wait for it", "as known"] = "as known") -> RunView:
-        """The run as it is now."""
+        """The run as it is now; UserError: it is gone."""
+        if not _is_run(self._folder.path):
+            raise UserError(f"{self._folder.path} is gone: the run was deleted, moved or renamed")
         notes: list[str] = []
         submission = self._submission(notes)
         jobs = {} if submission is None else submission.jobs
@@ -163,6 +164,12 @@ class Watcher:
                 except (UserError, OSError, ValueError, RecursionError) as error:
                     notes.append(str(error))
         return None
+
+
+def _is_run(path: Path) -> bool:
+    """Begun, or submitted."""
+    names = (RECIPE_FILE, f"slurm/{RECIPE_FILE}", *(f"{each}/{STAGE_FILE}" for each in ALL_STAGES))
+    return any((path / name).exists() for name in names)
 
 
 class _Follower:

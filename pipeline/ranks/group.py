@@ -5,18 +5,19 @@ is collective, called by all ranks in the same order, and takes about log2(ranks
 `_MOST_MESHED` ranks gloo connects two of them when they first talk: a rank then holds some 20 connections, where all at
 once would be one to each other rank, and as many addresses read from rank 0.
 
-A single process needs no network. On one machine `shardvit run` gives the ranks a fresh private folder, where rank 0
-writes the free port that it listens on, so no other program can take it first. MASTER_ADDR and MASTER_PORT of other
-launchers (several nodes, torchrun) are used as given.
+On one machine the network is its loopback interface, and a single process needs that only because gloo does. There
+`shardvit run` gives the ranks a fresh private folder, where rank 0 writes the free port that it listens on, so no other
+program can take it first. MASTER_ADDR and MASTER_PORT of other launchers (several nodes, torchrun) are used as given.
 """
 
 from __future__ import annotations
 
 import os
 import pickle
+import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -25,6 +26,7 @@ import torch
 from torch import distributed
 
 from data_shards.durable import replace_text
+from data_shards.errors import UserError
 from pipeline.ranks.exchange import gather_bytes, gather_rows
 from pipeline.ranks.place import Place
 
@@ -37,6 +39,7 @@ _POLL_SECONDS = 0.02
 _MOST_MESHED = 64
 _LAZY = "TORCH_GLOO_LAZY_INIT"  # torch's; read when a group is made
 _TAGS = 2**30
+_LOOPBACKS = (("127.0.0.1", socket.AF_INET), ("::1", socket.AF_INET6))
 
 
 class PeerGone(RuntimeError):
@@ -144,6 +147,7 @@ def join_group(place: Place, *, backend: str, timeout_seconds: float, gpu: torch
     timeout = timedelta(seconds=timeout_seconds)
     store, address = None, None
     if place.world_size == 1:
+        _loopback()
         store = distributed.HashStore()
     elif place.rendezvous is not None:
         store = _store_in(place.rendezvous, place=place, timeout=timeout)
@@ -169,12 +173,25 @@ def join_group(place: Place, *, backend: str, timeout_seconds: float, gpu: torch
         ) from error
 
 
+def _loopback() -> str:
+    """This machine's address for itself. UserError: it has none; torch would try for minutes, or know no interface."""
+    for address, family in _LOOPBACKS:
+        with suppress(OSError), socket.create_server((address, 0), family=family) as server:
+            socket.create_connection(server.getsockname()[:2], timeout=5.0).close()  # a firewall may swallow it
+            if address == "::1":
+                os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # by itself gloo tries 127.0.0.1 alone
+            return address
+    raise UserError(
+        "this machine cannot connect to itself, neither at 127.0.0.1 nor at ::1, as processes that train must: set its "
+        "loopback interface up, as root by `ip link set lo up`"
+    )
+
+
 def _store_in(folder: Path, *, place: Place, timeout: timedelta) -> distributed.TCPStore:
+    here = _loopback() if place.world_size == place.local_world_size else place.master_addr
     if place.is_main:
-        store = distributed.TCPStore(
-            place.master_addr, 0, place.world_size, is_master=True, timeout=timeout, wait_for_workers=False
-        )
-        replace_text(folder / ADDRESS_FILE, f"{place.master_addr} {store.port}", sync="none")
+        store = distributed.TCPStore(here, 0, place.world_size, is_master=True, timeout=timeout, wait_for_workers=False)
+        replace_text(folder / ADDRESS_FILE, f"{here} {store.port}", sync="none")
         return store
     deadline = time.monotonic() + timeout.total_seconds()
     while not (folder / ADDRESS_FILE).exists():

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
 from pydantic import ValidationError
 
 from data_shards.errors import UserError
@@ -20,7 +19,7 @@ from pipeline.recipe.mistakes import mistakes, truths
 from pipeline.recipe.roles import fill_paths, lacks_paths, read_paths
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.sources import SETS, Tree, find_recipe, model_of, read_parents, read_source, with_finetune
-from pipeline.recipe.yaml_text import read_yaml
+from pipeline.recipe.yaml_text import read_yaml, write_yaml
 from pipeline.vocabulary import ALL_STAGES
 
 # Keys that may differ when a run is resumed: they decide how it is carried out and reported, not what is learnt.
@@ -86,7 +85,7 @@ def parse_recipe(path: Path) -> Recipe:
 def dump_recipe(recipe: Recipe, *, keys: Literal["all", "changed"] = "all") -> str:
     """The resolved recipe as YAML, with every default ("all") or none ("changed")."""
     tree = recipe.model_dump(mode="json", exclude_defaults=keys == "changed")
-    return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
+    return write_yaml(tree)
 
 
 def flatten(recipe: Recipe, *, keys: Literal["all", "changed"] = "all") -> dict[str, str]:

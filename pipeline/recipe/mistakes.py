@@ -43,7 +43,7 @@ def mistakes(error: ValidationError, *, tree: Any, root: type[BaseModel]) -> lis
 
 
 def truths(tree: Any, *, root: type[BaseModel]) -> list[Mistake]:
-    """Booleans (in YAML also yes, no, on, off) given for a number; pydantic would take them as 1 or 0."""
+    """Booleans given for a number; pydantic would take them as 1 or 0."""
     return list(_truths(tree, group=_schema_of(root), key=""))
 
 

@@ -1,12 +1,14 @@
-"""PyYAML's safe loader, with one sentence for each error.
+"""PyYAML's safe loader with the values of YAML 1.2's core schema, and one sentence for each error.
 
-Stricter than YAML 1.1: duplicate keys are refused; a date stays text, and so do on, off, yes and no, as in YAML 1.2.
-Depth, size, aliases and digits are bounded, so that any file is read or refused in a moment.
+So a date is text, and so are on, off, yes and no. A number that YAML 1.1 reads differently (017, 1:30, 1_000) is
+refused, and so are duplicate keys. Depth, size, aliases and digits are bounded, so that any file is read or refused in
+a moment.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,18 @@ _DEEPEST = 50
 _MOST_VALUES = 20_000  # aliases written out
 _MOST_DIGITS = 100
 _MOST_BYTES = 1 << 20
+# YAML 1.2.2, section 10.3.2, and YAML 1.1's merge key.
+_CORE = {
+    f"{_TAG}{kind}": re.compile(rf"(?:{pattern})\Z")
+    for kind, pattern in {
+        "null": r"~|null|Null|NULL|",
+        "bool": r"true|True|TRUE|false|False|FALSE",
+        "int": r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+",
+        "float": r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
+        "merge": r"<<",
+    }.items()
+}
+_LIKE_A_NUMBER = re.compile(r"[-+]?\.?[0-9][\w.:+-]*\Z")
 
 
 class _Refused(Exception):
@@ -47,6 +61,9 @@ def read_yaml_file(path: Path) -> Any:
 def read_yaml(text: str, *, source: str) -> Any:
     """The content of a text, called `source` in messages; UserError if it is not a recipe's YAML."""
     try:
+        if end := re.search("[\x85\u2028\u2029]", text):
+            line = text.count("\n", 0, end.start()) + 1
+            raise _Refused(f"line {line} has U+{ord(end[0]):04X}, which ends a line in YAML 1.1 alone: delete it")
         return yaml.load(text, Loader=_Loader)
     except _Refused as error:
         raise UserError(f"{source}: {error}") from None
@@ -54,17 +71,21 @@ def read_yaml(text: str, *, source: str) -> Any:
         raise UserError(f"{source} is not valid YAML: {_reason(error)}") from None
 
 
+def write_yaml(tree: Any) -> str:
+    """YAML whose values read the same by 1.1 and by 1.2."""
+    return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Puts text into quotes that either version would take for another kind of value."""
+
+    yaml_implicit_resolvers = {**yaml.SafeDumper.yaml_implicit_resolvers, None: list(_CORE.items())}  # noqa: RUF012
+
+
 class _Loader(yaml.SafeLoader):
     """Refuses duplicate keys, aliases that multiply or contain themselves, and values that Python cannot hold."""
 
-    yaml_implicit_resolvers = {  # noqa: RUF012 - as in the base class
-        first: [
-            (tag, pattern)
-            for tag, pattern in resolvers
-            if tag != f"{_TAG}timestamp" and (tag != f"{_TAG}bool" or first in "tTfF")
-        ]
-        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
+    yaml_implicit_resolvers = {None: list(_CORE.items())}  # noqa: RUF012 - as in the base class
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -73,8 +94,10 @@ class _Loader(yaml.SafeLoader):
         self._path: list[str] = []
 
     def compose_node(self, parent: Node | None, index: Any) -> Node | None:
-        line = self.peek_event().start_mark.line + 1
-        is_alias = self.check_event(yaml.AliasEvent)
+        event = self.peek_event()
+        line, is_alias = event.start_mark.line + 1, isinstance(event, yaml.AliasEvent)
+        if isinstance(event, yaml.ScalarEvent) and (event.implicit[0] or event.tag in _NUMBERS):
+            _demand_clear(event.value, line=line)
         self._path.append(index.value if isinstance(index, ScalarNode) else "")
         if len(self._path) > _DEEPEST:
             raise _Refused(f"line {line} opens the {_DEEPEST}th group or list within another: none may be so deep")
@@ -107,7 +130,7 @@ class _Loader(yaml.SafeLoader):
         return node
 
     def construct_object(self, node: Node, deep: bool = False) -> Any:
-        if isinstance(node, ScalarNode) and node.tag in (f"{_TAG}int", f"{_TAG}float"):
+        if isinstance(node, ScalarNode) and node.tag in _NUMBERS:
             digits = len(node.value)
             if digits > _MOST_DIGITS:
                 line = node.start_mark.line + 1
@@ -117,9 +140,39 @@ class _Loader(yaml.SafeLoader):
         except (ValueError, TypeError, KeyError, AttributeError, OverflowError):  # such as !!int many
             kind = node.tag.removeprefix(_TAG)
             raise ConstructorError(None, None, f"this cannot be read as {kind}", node.start_mark) from None
-        if isinstance(made, str) and "\0" in made:
-            raise _Refused(f"line {node.start_mark.line + 1} has a NUL character, which no name or path can hold")
+        if isinstance(made, str) and (found := re.search("[\0\x85\u2028\u2029]", made)):
+            raise _Refused(f"line {node.start_mark.line + 1} has U+{ord(found[0]):04X}, which no name or path can hold")
         return made
+
+
+def _construct_whole(loader: _Loader, node: Any) -> int:
+    return _whole(loader.construct_scalar(node))
+
+
+_Loader.add_constructor(f"{_TAG}int", _construct_whole)
+
+
+def _whole(text: str) -> int:
+    return int(text, 0 if text[1:2] in ("o", "x") else 10)
+
+
+def _demand_clear(text: str, *, line: int) -> None:
+    """Refuse what is a number in YAML 1.1, and another one or text in YAML 1.2."""
+    if len(text) > _MOST_DIGITS or not _LIKE_A_NUMBER.match(text):
+        return
+    try:
+        old = yaml.safe_load(text)
+    except (ValueError, yaml.YAMLError):  # such as 2024-13-45
+        return
+    new = next((number(text) for tag, number in _NUMBERS.items() if _CORE[tag].match(text)), "text")
+    if isinstance(old, int | float) and old != new:
+        numbers = f"{old}," if new == "text" else f"{old}, {new},"
+        raise _Refused(
+            f"line {line}: {text} is {old} in YAML 1.1 and {new} in YAML 1.2: write {numbers} or '{text}' for text"
+        )
+
+
+_NUMBERS: dict[str, Callable[[str], float]] = {f"{_TAG}int": _whole, f"{_TAG}float": float}
 
 
 _REASONS = (

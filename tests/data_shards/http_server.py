@@ -31,6 +31,7 @@ class FaultServer:
     files: dict[str, bytes] = field(default_factory=dict)
     faults: dict[str, deque[str]] = field(default_factory=dict)
     always: dict[str, str] = field(default_factory=dict)
+    redirects: dict[str, str] = field(default_factory=dict)  # path to place, whatever is asked of it
     requests: list[tuple[str, str, str]] = field(default_factory=list)  # method, path, Range header
     has_ranges: bool = True
     tag: Literal["strong", "weak"] = "strong"  # kind of ETag
@@ -81,6 +82,8 @@ class _Handler(BaseHTTPRequestHandler):
         elif number:
             content = content[: int(number)]
             told_bytes = len(content) if kind == "short" else told_bytes
+        if (place := told.redirects.get(path)) is not None:
+            status, headers, content, told_bytes = 302, [("Location", place)], b"", 0
         self.send_response_only(status)
         for name, value in headers:
             self.send_header(name, value)

@@ -1,14 +1,18 @@
 """Helping processes: deaf to Ctrl-C from their first instruction on, while the one that started them is not."""
 
+import logging
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from data_shards import processes
 from data_shards.processes import deaf_to_interrupts, num_cores
+from tests.data_shards.opened import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -58,3 +62,30 @@ def test_an_interrupt_comes_late_but_comes():
 
 def test_there_is_a_core():
     assert 1 <= num_cores() <= (os.cpu_count() or 1)
+
+
+def wait_long(_: object, part: int) -> None:
+    logging.getLogger("data_shards.it").warning("%d", os.getpid())
+    time.sleep(600)
+
+
+WAITS = """
+from data_shards.processes import run_parts
+from tests.data_shards.test_processes import wait_long
+run_parts(wait_long, None, [1, 2], processes=2, done=print)
+"""
+
+
+def test_what_helps_a_command_tells_its_warnings_and_ends_with_it_even_by_a_kill():
+    with subprocess.Popen([sys.executable, "-c", WAITS], stderr=subprocess.PIPE, text=True, cwd=ROOT) as command:
+        assert command.stderr is not None
+        helpers = [int(command.stderr.readline()) for _ in range(2)]
+        command.send_signal(signal.SIGKILL)
+        wait_until(lambda: not any(map(is_running, helpers)))
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False

@@ -181,7 +181,8 @@
         low = Math.min(low, xs[0]);
         high = Math.max(high, xs[xs.length - 1]);
       }
-      return high > low ? [low, high] : [low - 0.5, low + 0.5];
+      const room = Math.max(0.5, 1e-9 * low);
+      return high > low ? [low, high] : [low - room, low + room];
     }
 
     function draw(view) {

@@ -31,6 +31,8 @@ def test_hosts_in_their_order_with_their_slots():
     [
         ("a slots=2\na slots=1", "hosts, line 2: a is listed twice"),
         ("a slots=0", "hosts, line 1: a has slots=0"),
+        ("b slots=1\na slots=99999999999", "hosts, line 2: a has slots=99999999999: give 1,024 at most"),
+        (f"a slots={'9' * 5000}", "is not a host with its GPUs"),
         ("\na 8", "hosts, line 2: 'a 8' is not a host with its GPUs: write HOST slots=8"),
         ("a slots=8 max_slots=9", "write HOST slots=8"),
         ("-oProxyCommand=x slots=1", "write HOST slots=8"),  # would be an option of ssh's
@@ -63,6 +65,7 @@ def test_filters():
         ({"include": "worker-1:2"}, "worker-1 has no slot 2: hosts gives it 2, from 0"),
         ({"exclude": "worker-1:x"}, "'x' are not slots: write worker-1:0,2"),
         ({"exclude": "worker-1:"}, "'' are not slots"),
+        ({"include": f"worker-1:{'9' * 5000}"}, "are not slots"),
         ({"exclude": "worker-0@worker-1@10.0.0.7"}, "no slot of hosts is left"),
     ],
 )

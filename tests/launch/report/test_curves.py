@@ -123,6 +123,13 @@ def test_a_curve_that_does_not_move_is_drawn() -> None:
         assert "nan" not in svg and "<path" in svg
 
 
+@pytest.mark.parametrize("count", [2**52, 2**53 + 2, 2**63 - 1])
+def test_a_single_point_far_out_is_drawn_in_the_middle(count: int) -> None:
+    stage = stage_of([MetricRow(count, count, 5.0, {"train/loss": 1.0})])
+    block, _ = stage_charts({"x": stage}, key="k", title="t", runs=["x"], data_bytes=10_000)
+    assert block is not None and f'cx="{(46 + 400 - 12) / 2:.1f}"' in block.charts[0].svg
+
+
 def test_the_time_line_has_a_bar_for_each_attempt_and_cuts_long_pauses(tmp_path: Path) -> None:
     history = read_history(make_run(tmp_path, "one"))
     line, table = time_line(history), event_table(history)

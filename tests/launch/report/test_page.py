@@ -10,9 +10,19 @@ import re
 from html.parser import HTMLParser
 
 import numpy as np
+import pytest
 from PIL import Image
 
-from launch.report.blocks import PageImage, PagePicture, PageSection, PageTable, PageText
+from launch.report.blocks import (
+    ChartBlock,
+    DrawnChart,
+    PageBlock,
+    PageImage,
+    PagePicture,
+    PageSection,
+    PageTable,
+    PageText,
+)
 from launch.report.page import MOST_BYTES, render_page, script_json, show_number
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)> \"' & {{ 7*7 }} \x1b[2J \u202e \u2028 \0"
@@ -95,6 +105,34 @@ def test_too_many_pictures_become_smaller_until_the_page_is_below_its_limit() ->
     page = render_page("x", sections=[PageSection("x", pictures)])
     assert len(page.html.encode()) < MOST_BYTES and page.notes == ()
     assert page.html.count("<img ") == 4 and "data:image/webp" in page.html
+
+
+LONG = "\u202e&" * 30_000
+CHART = DrawnChart("0", "c", "", "", "<svg></svg>" * 9000, ())
+
+
+@pytest.mark.parametrize(
+    ("block", "count", "said"),
+    [
+        (PageTable(("a", "b"), [("x" * 16_000, 1.5)] * 1200, title="t"), 1, "of its 1,200 rows"),
+        (PageTable(("a", "b"), [("&" * 300, 1.5)] * 50_000, title="t"), 1, "of its 50,000 rows"),
+        (PageTable(("a",) * 100_000, [(1,) * 100_000], title="t"), 1, "no room"),
+        (PageTable(("a", LONG), [(LONG, 1)], title=LONG, caption=LONG), 9, "no room"),
+        (PageText(20 * LONG, title="t"), 2, "no room"),
+        (PagePicture(LONG, LONG, LONG, [PageImage(png())] * 60), 40, "no room"),
+        (ChartBlock("t", (CHART,) * 20, {"key": "k", "charts": [{"label": "<" * 300}] * 20}), 4, "no room"),
+    ],
+)
+def test_a_page_is_below_its_limit_whatever_a_run_holds_and_says_what_was_left_out(
+    block: PageBlock, count: int, said: str
+) -> None:
+    page = render_page("x", sections=[PageSection("y", [block] * count), PageSection("x", [PageText("the end")])])
+    assert len(page.html.encode()) < MOST_BYTES and "the end" in page.html
+    assert any(said in note for note in page.notes) and said in page.html
+
+
+def test_a_page_has_not_too_many_notes() -> None:
+    assert len(render_page("x", sections=[], notes=[LONG] * 1000).html.encode()) < MOST_BYTES
 
 
 def test_a_damaged_picture_is_named_and_the_others_are_shown() -> None:

@@ -91,6 +91,7 @@ LOOKS = ("run --dry-run", "submit --render", "plan")
 RECIPES = ("run", *LOOKS)
 RESUME = "tests/distributed/test_elastic.py: test_a_command_in_any_file_of_any_stage_is_refused_by_name_and_not_run"
 RESUME_ACCELERATE = "tests/pipeline/engine/test_reading.py: test_what_keeps_everything_whole_goes_on_from_no_pickle"
+REDIRECT = "tests/data_shards/store/test_redirects.py: test_a_redirect_that_is_not_followed_ends_at_once"
 
 ROWS = (
     Row("a recipe with YAML tags", ("status", *RECIPES), "refused", (tagged_recipe, tagged_parent)),
@@ -162,6 +163,13 @@ ROWS = (
         (manifest_pipe, manifest_url, manifest_above),
     ),
     Row("the same manifest.json", ("plan",), "not run, and said", (manifest_pipe, manifest_url, manifest_above)),
+    Row(
+        "a web server's redirect to `file:`, to a private network, or in a circle",
+        ("check",),
+        "refused",
+        (),
+        {"check": REDIRECT},
+    ),
     Row("sizes.json, _info.json", ("check", *LOOKS), "read as data", (side_files_of_pipes,)),
     Row("an index (.idx, .npz)", ("check",), "read as data", (index_of_pickle, cached_index_of_objects)),
     Row(

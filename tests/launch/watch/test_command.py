@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -129,6 +130,21 @@ def test_a_run_that_is_done_ends_it(run: Run) -> None:
         )
         assert process.wait(timeout=120) == 0
     assert bytes(shown).count(b"done") >= 3
+
+
+def test_a_run_that_is_deleted_ends_it_with_a_sentence(run: Run) -> None:
+    with terminal(lines=24, columns=80) as (stream, shown):
+        process = subprocess.Popen(
+            [sys.executable, "-m", "launch.cli", "watch", str(run.folder.path), "--interval", "0.2"],
+            stdout=stream,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "TERM": "xterm-256color"},
+        )
+        wait_for(shown, b"400 of 800", process)
+        shutil.rmtree(run.folder.path)
+        said = process.communicate(timeout=120)[1]
+    assert process.returncode == 2 and "is gone" in said and len(said.splitlines()) == 1
 
 
 @pytest.mark.parametrize("interval", ["0", "-1", "nan"])

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from data_shards.errors import UserError
 from pipeline.ranks import group
 from pipeline.ranks.group import ADDRESS_FILE, PeerGone, Ranks, join_group
 from pipeline.ranks.place import Place
@@ -55,6 +56,38 @@ def test_two_runs_that_begin_at_the_same_moment_do_not_meet(tmp_path: Path, firs
         for process in (process for run in runs for process in run):
             process.kill()
     assert outputs == [["[0.5, 1.5]\n"] * 2, ["[0.5, 1.5, 2.5]\n"] * 3]
+
+
+def meets(network: str, folder: Path, *, ranks: int) -> str:
+    """What the ranks say in a network of their own, set up by `network`, a shell command."""
+    command = ["unshare", "--map-root-user", "--net", "sh", "-c", f'{network} && exec "$@"', "sh"]
+    try:
+        subprocess.run([*command, "true"], check=True, capture_output=True, timeout=60)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("no network namespaces here, or no ip")
+    both = " & ".join(f'"$0" -c "$1" {rank} {ranks} "$2" 0' for rank in range(ranks))
+    command += ["sh", "-c", f"{both}; wait", sys.executable, RANK, str(folder)]
+    return subprocess.run(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=240, check=False
+    ).stdout
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_machine_that_has_ipv6_alone_trains(tmp_path: Path, ranks: int):
+    said = meets("ip link set lo up && ip address del 127.0.0.1/8 dev lo", tmp_path, ranks=ranks)
+    assert said.count(str([0.5, 1.5][:ranks])) == ranks, said
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_machine_without_a_loopback_interface_is_told_so_at_once(tmp_path: Path, ranks: int):
+    said = meets("true", tmp_path, ranks=ranks)
+    assert said.count("UserError: this machine cannot connect to itself") == ranks and "frame #" not in said, said
+
+
+def test_without_any_address_of_its_own_a_machine_is_told_what_to_set_up(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(group, "_LOOPBACKS", (("192.0.2.1", socket.AF_INET),))
+    with pytest.raises(UserError, match="ip link set lo up"):
+        Ranks(Place(), timeout_seconds=240)
 
 
 def test_one_process_alone_needs_no_port_at_all(tmp_path: Path):
@@ -150,6 +183,7 @@ GREETING = """
 import os, sys
 from pathlib import Path
 import torch
+from data_shards.errors import UserError
 from pipeline.ranks import group
 from pipeline.ranks.place import Place
 rank, world_size, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])

@@ -264,7 +264,7 @@ def test_the_difference_to_a_parent_has_each_key_that_is_said_otherwise(tmp_path
         "name": "mine -> other",
         "stages.pretrain.augment.flip": "0 -> 0.5",
         "stages.pretrain.ema.decay": "(absent) -> 0.9",
-        "stages.pretrain.optimizer.lr": "3e-4 -> 0.5",
+        "stages.pretrain.optimizer.lr": "0.0003 -> 0.5",
         "seed": "(absent) -> 3",
     }
 
