@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -45,6 +46,17 @@ def replace_text(path: Path, text: str, *, sync: Sync = "disk", writers: Writers
     """`replaced` for a small text file."""
     with replaced(path, sync=sync, writers=writers) as beside:
         beside.write_text(text, encoding="utf-8")
+
+
+def break_links(path: Path) -> None:
+    """Before `path` is written in place: give it a file of its own if it shares one with other names, as after
+    `cp -rl`. Nothing if it is not there; ELOOP for a symbolic link, through which nothing is written."""
+    if path.is_symlink():
+        raise OSError(errno.ELOOP, "it is a symbolic link", str(path))
+    with suppress(FileNotFoundError):
+        if path.stat().st_nlink > 1:
+            with replaced(path, sync="none", writers="several") as beside:
+                shutil.copy2(path, beside)
 
 
 @contextmanager

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from cyclopts import Parameter
 
 from data_shards.errors import UserError
-from data_shards.manifest import MANIFEST_FILE
-from pipeline.vocabulary import RECIPE_FILE, WeightsKind
+from pipeline.vocabulary import WeightsKind
 
 if TYPE_CHECKING:
     from data_shards.images.decode import PixelLimit
@@ -67,9 +66,3 @@ def size_bytes(flag: str, text: str | None) -> int | None:
         return None if text is None else parse_bytes(text)
     except ValueError as error:
         raise UserError(f"{flag}: {error}") from None
-
-
-def demand_folder_of_its_own(output: Path | None) -> None:
-    """UserError if --output names a run's folder, or one of shards."""
-    if output and any((output / name).exists() for name in (RECIPE_FILE, MANIFEST_FILE)):
-        raise UserError(f"--output {output}: that is the folder of a run or of shards; give another")

@@ -28,6 +28,7 @@ from typing import IO, get_args
 
 import psutil
 
+from data_shards.durable import break_links
 from data_shards.text import parse_json, printable
 from pipeline.pictures.picture import Moment
 from pipeline.run_folder import RunFolder
@@ -117,6 +118,7 @@ class Beside(AbstractContextManager["Beside"]):
         self.close(patience_seconds=0.0)
 
     def _start(self) -> subprocess.Popen[bytes]:
+        break_links(self._folder.path / PICTURES_LOG)
         with open(self._folder.path / PICTURES_LOG, "ab") as log:
             child = subprocess.Popen(
                 [sys.executable, "-m", self._module, str(self._folder.runs_root), self._folder.name],

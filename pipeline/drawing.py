@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 from data_shards.durable import make_folders, replace_text
 from data_shards.errors import UserError
+from data_shards.inside import demand_inside, read_inside
 from data_shards.text import one_line, parse_json, show_duration
 from pipeline.evaluation.result import evaluated_step, evaluations
 from pipeline.pictures.picture import DrawRequest, Moment
@@ -76,12 +77,13 @@ def draw(request: DrawRequest, *, moment: Moment, say: Say) -> None:
 
 def draw_missing(folder: RunFolder, *, say: Say) -> None:
     """Draw what was not drawn while the run trained: it ended too early, or was told to draw nothing. UserError: its
-    recipe cannot be read."""
+    recipe cannot be read, or a model is a link out of the run."""
     recipe = parse_recipe(folder.path / RECIPE_FILE)
     for stage in recipe.stages.names:
         record = folder.peek(stage)
-        if stage == "swap_head" or record.state == "new":
+        if stage == "swap_head" or folder.leads_out(stage) or record.state == "new":
             continue
+        demand_inside(folder.model(stage), folder=folder.boundary)
         drawn = _drawn(folder, stage=stage)
         due: list[tuple[Moment, int]] = [("begin", 0)]
         if newest := _newest_evaluation(folder, stage=stage):
@@ -101,7 +103,9 @@ def _newest_evaluation(folder: RunFolder, *, stage: StageName) -> int:
 def _drawn(folder: RunFolder, *, stage: StageName) -> dict[str, int]:
     """The last step drawn of each moment; empty if it cannot be read, as to draw once more does no harm."""
     try:
-        record = parse_json((folder.stage(stage) / PICTURES_FOLDER / _DRAWN_FILE).read_bytes())
+        record = parse_json(
+            read_inside(folder.stage(stage) / PICTURES_FOLDER / _DRAWN_FILE, folder=folder.stage(stage))
+        )
         return {str(moment): int(step) for moment, step in record.items()}
     except (OSError, ValueError, TypeError, AttributeError):
         return {}

@@ -12,6 +12,7 @@ import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from data_shards.durable import break_links
 from data_shards.loading.batch import Batch, Fault
 from pipeline.ranks.group import Ranks
 
@@ -101,6 +102,7 @@ def _read(file: Path) -> dict[tuple[Use, str, str], Fault]:
 def _append(file: Path, new: dict[tuple[Use, str, str], Fault]) -> None:
     # ASCII: names in tars that are not UTF-8 become strings that cannot be encoded.
     lines = [json.dumps({"set": use, **asdict(fault)}) for (use, _, _), fault in new.items()]
+    break_links(file)
     with file.open("ab") as stream:
         torn = stream.tell() > 0 and not file.read_bytes().endswith(b"\n")
         stream.write((b"\n" if torn else b"") + "\n".join([*lines, ""]).encode())

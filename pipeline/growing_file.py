@@ -11,11 +11,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+from data_shards.durable import break_links
+from data_shards.inside import open_inside
+
 
 class GrowingFile:
     """A file to which lines are appended; made if it is missing. Its folder is not."""
 
     def __init__(self, path: Path) -> None:
+        break_links(path)
         self._file: BinaryIO = open(path, "ab", buffering=0)  # noqa: SIM115  (closed by close())
         self._torn = _lacks_its_end(path)
 
@@ -35,9 +39,9 @@ class GrowingFile:
 
 def lines_from(path: Path, *, offset: int = 0) -> Iterator[bytes]:
     """The lines from a byte on, with their ends, even while the file is written: the last may lack its end. None if
-    the file does not exist."""
+    the file does not exist. OSError: it is no regular file, or a link to another folder's."""
     try:
-        file = path.open("rb")
+        file = open_inside(path, folder=path.parent)
     except FileNotFoundError:
         return
     with file:

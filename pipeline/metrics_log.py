@@ -19,6 +19,7 @@ from data_shards.durable import replaced
 from pipeline.growing_file import GrowingFile, lines_from
 
 _MOST = 2**63  # a damaged row's count may have thousands of digits
+_LATEST = 2**40  # seconds: in the year 36,812
 
 
 @dataclass(frozen=True)
@@ -126,12 +127,13 @@ def _decode(line: bytes) -> MetricRow | None:
     try:
         record = json.loads(line)
         step, images_seen = int(record["step"]), int(record["images_seen"])
-        if not (0 <= step < _MOST and 0 <= images_seen < _MOST):
+        seconds = float(record["time"])
+        if not (0 <= step < _MOST and 0 <= images_seen < _MOST and 0 <= seconds < _LATEST):
             return None
         return MetricRow(
             step=step,
             images_seen=images_seen,
-            time=float(record["time"]),
+            time=seconds,
             metrics={str(name): float(value) for name, value in record["metrics"].items()},
         )
     except (ValueError, OverflowError, KeyError, TypeError, AttributeError, RecursionError):

@@ -34,6 +34,8 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from data_shards.durable import replace_text
 from data_shards.errors import UserError
+from data_shards.inside import is_inside, read_inside
+from data_shards.text import one_line
 from pipeline.recipe.io import differences, dump_recipe, flatten, parse_recipe, without_free_keys
 from pipeline.recipe.schema import Recipe
 from pipeline.vocabulary import (
@@ -102,6 +104,23 @@ class RunFolder:
         """The folder of the sweep that this run belongs to, if it does."""
         return self.runs_root if (self.runs_root / SWEEP_FILE).is_file() else None
 
+    @property
+    def boundary(self) -> Path:
+        """The folder that readers do not leave: the run's; of a sweep's run the sweep's, since points share stages."""
+        return self.sweep or self.path
+
+    def leads_out(self, name: StageName) -> bool:
+        """Whether a stage's folder is a link beyond the boundary."""
+        return not is_inside(self.stage(name), folder=self.boundary)
+
+    def shown_stages(self, recipe: Recipe | None, *, notes: list[str]) -> list[StageName]:
+        """The recipe's stages and those that have a folder, for a reader; a link out is left out, and noted."""
+        wanted = () if recipe is None else recipe.stages.names
+        names: list[StageName] = [name for name in ALL_STAGES if name in wanted or self.stage(name).is_dir()]
+        for name in filter(self.leads_out, names):
+            notes.append(one_line(f"{self.stage(name)} is a link out of the run, and is not followed"))
+        return [name for name in names if not self.leads_out(name)]
+
     def stage(self, name: StageName) -> Path:
         return self.path / name
 
@@ -118,7 +137,7 @@ class RunFolder:
         """A stage's record, or a new one; BrokenRecord: it is broken, UserError: it cannot be read."""
         path = self.stage(name) / STAGE_FILE
         try:
-            return _RECORD.validate_json(path.read_bytes(), strict=True)
+            return _RECORD.validate_json(read_inside(path, folder=path.parent), strict=True)
         except (FileNotFoundError, NotADirectoryError):
             return StageRecord()
         except OSError as error:
@@ -134,6 +153,15 @@ class RunFolder:
             return self.record(name)
         except BrokenRecord:
             return StageRecord(state="running")
+
+    def shown_record(self, name: StageName, *, notes: list[str]) -> StageRecord:
+        """Like `record`, for a reader: what is wrong with it is noted, and a broken one counts as begun."""
+        try:
+            return self.record(name)
+        except UserError as error:
+            is_broken = isinstance(error, BrokenRecord)
+            notes.append(one_line(f"{error.path} is broken ({error.why})" if is_broken else str(error)))
+            return StageRecord(state="running" if is_broken else "new")
 
     def update(self, name: StageName, **changes: object) -> StageRecord:
         """Change fields of a stage's record, on disk and at once; OSError: the disk is full or fails, or the run

@@ -22,6 +22,7 @@ from launch.flags import (
     pixel_limit,
     size_bytes,
 )
+from launch.target import Force, demand_target
 
 
 def check(
@@ -58,9 +59,13 @@ def check(
     ] = None,
     report: Annotated[
         Path | None,
-        Parameter(help="Folder for what --against finds: matches.jsonl, and the pairs as pictures in matches.html."),
+        Parameter(
+            name=["--output", "--report"],
+            help="Folder for what --against finds: matches.jsonl, and the pairs as pictures in matches.html.",
+        ),
     ] = None,
     as_json_text: JsonFlag = False,
+    force: Force = False,
 ) -> int:
     """Look through shards for damage, duplicates, wrong labels, and how they suit a number of GPUs.
 
@@ -74,7 +79,7 @@ def check(
 
         shardvit check shards/photos --decode --world-size 64
 
-        shardvit check shards/in21k --against shards/cifar10/val --report seen
+        shardvit check shards/in21k --against shards/cifar10/val --output seen
 
         shardvit check "laion/{00000..00099}.tar" --label json:label --json
     """
@@ -82,7 +87,7 @@ def check(
 
     from data_shards.checking.check import check as check_shards
     from data_shards.checking.page import as_json, as_text
-    from data_shards.duplicates.page import write_report
+    from data_shards.duplicates.page import PAGE_FILE, write_report
     from data_shards.shard_set import ShardsSpec
     from data_shards.store.cache import CacheConfig, default_cache_folder
     from data_shards.store.location import is_local
@@ -97,13 +102,14 @@ def check(
     if against is not None and not against:
         raise UserError("--against: it is followed by no shards; name the sets to compare with")
     if report is not None and not against:
-        raise UserError("--report: it is for what --against finds; give that too")
+        raise UserError("--output: it is for what --against finds; give that too")
     limit_bytes = size_bytes("--cache-limit", cache_limit) or 50 * 10**9
     if report is not None:  # before hours of reading
+        demand_target(report, flag="--output", force=force, mark="<title>Duplicates</title>", file=PAGE_FILE)
         try:
             report.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise UserError(f"--report: {report} cannot be made a folder ({error.strerror}); give another") from None
+            raise UserError(f"--output: {report} cannot be made a folder ({error.strerror}); give another") from None
     result = check_shards(
         ShardsSpec(shards, label=label, kind="multi" if multi_label else "single", classes=classes),
         decode=decode,

@@ -13,6 +13,7 @@ from cyclopts import Parameter
 from data_shards.errors import UserError
 from data_shards.text import printable
 from launch.flags import WhichWeights
+from launch.target import Force, demand_target
 from model.vocabulary import ExportFormat, Gelu, Interpolation, LossKind, check_ending
 
 if TYPE_CHECKING:
@@ -104,6 +105,7 @@ def import_model(
             " 29,593 classes (Google's on ImageNet-21k and JFT), else softmax."
         ),
     ] = None,
+    force: Force = False,
 ) -> int:
     """Import weights from another project's format as a model of shardvit.
 
@@ -127,6 +129,7 @@ def import_model(
     from model.formats.foreign import Said
     from model.formats.surgery import adapt
 
+    demand_target(out, flag="OUT", force=force)
     config = trunk.config()
     names = None if class_names is None else _class_names(class_names)
     with _mistakes(out):
@@ -157,9 +160,14 @@ def export_model(
         Parameter(name="--format", help="npz: vision_transformer's names; big_vision: big_vision's."),
     ],
     out: Annotated[
-        Path | None, Parameter(help="File or folder to write; default: the model's name and the format's ending, here.")
+        Path | None,
+        Parameter(
+            name=["--output", "--out"],
+            help="File or folder to write; default: the model's name and the format's ending, here.",
+        ),
     ] = None,
     weights: WhichWeights = None,
+    force: Force = False,
 ) -> int:
     """Write a model in another project's format.
 
@@ -177,13 +185,14 @@ def export_model(
     Some examples:
         shardvit export runs/digits --format onnx
 
-        shardvit export runs/imagenet21k/pretrain/checkpoints/step-00010000 --format npz --out vit-b16.npz
+        shardvit export runs/imagenet21k/pretrain/checkpoints/step-00010000 --format npz --output vit-b16.npz
     """
     target = out or Path(f"{_name_of(model)}{_ENDINGS[to]}")
     try:
         check_ending(target, to=to)
     except ValueError as error:
-        raise UserError(f"--out {error}") from None
+        raise UserError(f"--output {error}") from None
+    demand_target(target, flag="--output", force=force)
 
     from model.formats.export import export_model as write
     from pipeline.find_model import find_model

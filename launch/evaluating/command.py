@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from data_shards.durable import replace_text
 from data_shards.errors import UserError
 from data_shards.text import one_line, table
 from data_shards.vocabulary import USUAL_MOST_PIXELS, EvalProtocol
@@ -29,6 +28,7 @@ from launch.flags import (
     pixel_limit,
 )
 from launch.output import say
+from launch.target import Force, JsonFile, demand_target, tell_result
 from pipeline.evaluation.request import Among, EvalRequest, LabelSet, Matching
 from pipeline.vocabulary import EXIT_USER_ERROR, EvalMetric
 
@@ -85,18 +85,14 @@ def evaluate(
     label: TarLabel = None,
     class_names: TarClasses = None,
     multi_label: TarsAreMultiLabel = False,
-    json_file: Annotated[
-        Path | None,
-        Parameter(
-            name="--json", allow_leading_hyphen=True, help="Write the result as JSON, too; -: to standard output."
-        ),
-    ] = None,
+    json_file: JsonFile = None,
     output: Annotated[
-        Path | None, Parameter(help="New folder for all that is known: evaluation.json and arrays.npz.")
+        Path | None, Parameter(help="Folder for all that is known: evaluation.json and arrays.npz.")
     ] = None,
     tracking: Annotated[bool, Parameter(negative="--no-tracking", help="Make an MLflow run of the result.")] = True,
     max_image_pixels: MaxImagePixels = USUAL_MOST_PIXELS,
     device: Device = "auto",
+    force: Force = False,
 ) -> int:
     """Evaluate a model on shards: top-1, top-5, loss, each class, calibration; each image once.
 
@@ -124,8 +120,8 @@ def evaluate(
     pixel_limit(max_image_pixels)
     if tracking:
         tracking_uri()
-    if output is not None and output.exists():
-        raise UserError(f"--output {output}: it is there already; give a new folder")
+    demand_target(json_file, flag="--json", force=force, mark='"command": "eval"')
+    demand_target(output, flag="--output", force=force, mark='"format": 1', file="evaluation.json")
     if processes > 1 and device == "cuda" and num_gpus() < processes:
         raise UserError(f"--processes {processes}: there are {num_gpus()} GPUs here; give as many, or --device cpu")
     on_gpus = device != "cpu" and num_gpus() >= processes
@@ -220,18 +216,12 @@ def _finish(
     if warning := one_answer(result.evaluation):
         say(warning)
     text = json.dumps(_as_json(result), indent=1)
-    if json_file == Path("-"):
-        print(text)
-    else:
-        print(_as_text(result), flush=True)
+    tell_result(_as_text(result), as_json=text, json_file=json_file)
     try:
-        if json_file not in (None, Path("-")):
-            assert json_file is not None
-            replace_text(json_file, text + "\n", sync="none")
         if output is not None:
             write_evaluation(output, result.evaluation)
     except OSError as error:
-        raise UserError(f"{error.filename or output or json_file} cannot be written: {error.strerror}") from None
+        raise UserError(f"{error.filename or output} cannot be written: {error.strerror}") from None
     if tracking:
         _track(result, request, processes=processes)
     return 1 if result.damaged else 0
@@ -274,6 +264,7 @@ def _as_text(result: ModelEvaluated) -> str:
 def _as_json(result: ModelEvaluated) -> dict[str, object]:
     evaluation, counts = result.evaluation, result.evaluation.per_class
     return {
+        "command": "eval",
         "model": result.origin,
         "shards": result.source,
         "digest": result.digest,

@@ -16,9 +16,9 @@ from launch.flags import (
     TarLabel,
     WhichWeights,
     demand_counts,
-    demand_folder_of_its_own,
     pixel_limit,
 )
+from launch.target import INDEX_FILE, Force, demand_target, page_mark
 
 
 def figures(
@@ -37,6 +37,7 @@ def figures(
     label: TarLabel = None,
     classes: TarClasses = None,
     max_image_pixels: MaxImagePixels = USUAL_MOST_PIXELS,
+    force: Force = False,
 ) -> int:
     """Draw the ViT paper's figures of a model: where it looks, how far attention reaches, filters, positions.
 
@@ -59,7 +60,8 @@ def figures(
         shardvit figures vit_b16.npz shards/imagenet/val --count 128
     """
     demand_counts(count=count)
-    demand_folder_of_its_own(output)
+    output = output or Path("figures") / _name(model)
+    demand_target(output, flag="--output", force=force, mark=page_mark("figures"), file=INDEX_FILE)
     limit = pixel_limit(max_image_pixels)
     if model.suffix == ".onnx":
         raise UserError(
@@ -68,5 +70,12 @@ def figures(
     from launch.figures.page import Wanted, make_page
 
     wanted = Wanted(model, images, weights=weights, device=device, count=count, label=label, classes=classes)
-    print(make_page(wanted, limit=limit, output=output))
+    print(make_page(wanted, limit=limit, folder=output))
     return 0
+
+
+def _name(model: Path) -> str:
+    """Of the folder, from the model's path: RUN, RUN-STAGE, or a file's name."""
+    parts = [part for part in model.absolute().parts if part not in ("model", "checkpoints")]
+    name = "-".join(parts[-2:]) if parts[-1] in ("pretrain", "finetune", "masked_patch") else parts[-1]
+    return name.removesuffix(".npz").removesuffix(".pth") or "model"

@@ -12,6 +12,7 @@ from timm.models.vision_transformer import VisionTransformer
 from data_shards.durable import replaced
 from data_shards.errors import UserError
 from data_shards.images.decode import PixelLimit
+from data_shards.inside import demand_inside
 from data_shards.loading.assemble import Access
 from data_shards.loading.batch import Batch
 from data_shards.opening import open_shards
@@ -55,11 +56,13 @@ class Wanted:
     classes: Path | None
 
 
-def make_page(wanted: Wanted, *, limit: PixelLimit, output: Path | None) -> Path:
+def make_page(wanted: Wanted, *, limit: PixelLimit, folder: Path) -> Path:
     """Draw and write everything; returns the page. UserError: model, images or folder will not do."""
     device = chosen_device(wanted.device)
     found = find_model(wanted.model, weights=wanted.weights)
     meta = found.meta
+    if (run := model_origin(found.origin).run) is not None:
+        demand_inside(Path(found.origin), folder=run.boundary)
     if found.origin != str(wanted.model):
         say(f"the model is {found.origin}")
     notes = [*found.notes, *left_out(meta)]
@@ -79,7 +82,6 @@ def make_page(wanted: Wanted, *, limit: PixelLimit, output: Path | None) -> Path
     numbers = numbers_of(model, looked)
     shapes = "\n".join(f"{name:20} {'x'.join(map(str, array.shape))}" for name, array in numbers.items())
     sections.append(PageSection("Numbers", [PageText(shapes, kind="code", title=f"The arrays in {NUMBERS_FILE}")]))
-    folder = output or Path("figures") / _name(wanted.model)
     page = write_page(
         Shown(
             title=f"Figures of {one_line(str(wanted.model))}",
@@ -90,6 +92,7 @@ def make_page(wanted: Wanted, *, limit: PixelLimit, output: Path | None) -> Path
             notes=tuple(notes),
         ),
         folder,
+        command="figures",
     )
     content = io.BytesIO()
     np.savez(content, **numbers)  # pyright: ignore[reportArgumentType] -- its stub takes the names for flags
@@ -170,10 +173,3 @@ def _is_image(place: str) -> bool:
     if path.is_dir():
         return not (path / "manifest.json").exists() and not any(path.glob("*.tar"))
     return path.suffix != ".tar" and path.exists()
-
-
-def _name(model: Path) -> str:
-    """Of the folder, from the model's path: RUN, RUN-STAGE, or a file's name."""
-    parts = [part for part in model.absolute().parts if part not in ("model", "checkpoints")]
-    name = "-".join(parts[-2:]) if parts[-1] in ("pretrain", "finetune", "masked_patch") else parts[-1]
-    return name.removesuffix(".npz").removesuffix(".pth") or "model"

@@ -11,6 +11,7 @@ from cyclopts import Parameter
 
 from data_shards.errors import UserError
 from launch.output import say
+from launch.target import Force, demand_target, page_mark
 from pipeline.vocabulary import PAGE_FILE
 
 if TYPE_CHECKING:
@@ -21,7 +22,9 @@ if TYPE_CHECKING:
 PageFile = Annotated[
     Path | None,
     Parameter(
-        name="--output", help="File to write; default: RUN/report.html, of several runs report.html beside them."
+        name="--output",
+        help="File to write; default of report: RUN/report.html, of several runs report.html beside them; of compare: "
+        "no page.",
     ),
 ]
 NoDraw = Annotated[
@@ -32,7 +35,7 @@ NoDraw = Annotated[
 ]
 
 
-def report(*runs: Path, output: PageFile = None, no_draw: NoDraw = False) -> int:
+def report(*runs: Path, output: PageFile = None, no_draw: NoDraw = False, force: Force = False) -> int:
     """Write all that is known of a run as one HTML page, which needs no network: results, curves, pictures, tables.
 
     RUN is a run's folder, RUNS/NAME, of a run that trains or has trained.
@@ -44,14 +47,17 @@ def report(*runs: Path, output: PageFile = None, no_draw: NoDraw = False) -> int
         shardvit report runs/digits runs/digits-scratch --output compared.html
     """
     histories = _histories(runs, least=1)
+    place = _place(output or _default_place(histories))
+    own = histories[0].folder.path / PAGE_FILE
+    demand_target(place, flag="--output", force=force, mark=page_mark("report"), own_place=own)
     if not no_draw:
         histories = _drawn(histories)
-    print(f"report  {write_report(histories, output=output)}")
+    print(f"report  {write_report(histories, output=place)}")
     return 0
 
 
-def compare(*runs: Path, output: PageFile = None, no_draw: NoDraw = False) -> int:
-    """Compare runs: the difference of their recipes, their metrics and curves, here and as a page.
+def compare(*runs: Path, output: PageFile = None, no_draw: NoDraw = False, force: Force = False) -> int:
+    """Compare runs: the difference of their recipes, their metrics and curves, here and, if asked for, as a page.
 
     The first run is the one that the others are compared with.
 
@@ -60,13 +66,17 @@ def compare(*runs: Path, output: PageFile = None, no_draw: NoDraw = False) -> in
 
         shardvit compare runs/a runs/b runs/c --output abc.html
     """
+    if output is None and (no_draw or force):
+        raise UserError("--no-draw, --force: they are about the page that --output names; give that too")
     histories = _histories(runs, least=2)
+    output = output and _place(output)
+    demand_target(output, flag="--output", force=force, mark=page_mark("report"))
     from launch.report.compare import comparison
 
     print(comparison(histories, run_names(histories)))
-    if not no_draw:
-        histories = _drawn(histories)
-    print(f"\nreport  {write_report(histories, output=output)}")
+    if output is not None:
+        histories = histories if no_draw else _drawn(histories)
+        print(f"\nreport  {write_report(histories, output=output)}")
     return 0
 
 
@@ -90,18 +100,19 @@ def report_beside(folder: RunFolder, *, others: Sequence[RunFolder]) -> Path:
 
 
 def _write(page: Page, path: Path) -> Path:
-    from data_shards.durable import replaced
+    from data_shards.durable import replace_text
 
-    if path.is_dir():
-        path = path / PAGE_FILE
     try:
-        with replaced(path, sync="none", writers="several") as beside:
-            beside.write_text(page.html, encoding="utf-8")
+        replace_text(path, page.html + page_mark("report"), sync="none", writers="several")
     except OSError as error:
         raise UserError(f"{path} cannot be written ({error.strerror}): give another place with --output") from None
     for note in page.notes:
         say(note)
     return path
+
+
+def _place(path: Path) -> Path:
+    return path / PAGE_FILE if path.is_dir() else path
 
 
 def run_names(histories: Sequence[RunHistory]) -> list[str]:

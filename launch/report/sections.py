@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from data_shards.errors import UserError
+from data_shards.inside import open_inside, read_inside
 from data_shards.text import one_line, parse_json, printable, show_duration
 from launch.report.blocks import PageBlock, PageCell, PageSection, PageTable, PageText, ShownNumber
 from launch.report.charts import DATA_BYTES, stage_charts
@@ -278,9 +279,7 @@ def _recipe(history: RunHistory) -> PageSection:
 def _text(file: Path) -> str:
     """A short text file's content; empty: there is none that can be read."""
     try:
-        if not file.is_file():  # a pipe would be waited for
-            return ""
-        with file.open("rb") as opened:
+        with open_inside(file, folder=file.parent) as opened:
             return printable(opened.read(_MOST_TEXT_BYTES).decode(errors="replace"))
     except OSError:
         return ""
@@ -293,7 +292,7 @@ def _environment(history: RunHistory) -> PageSection:
     for stage in history.stages:
         try:
             folders = checkpoint_folders(history.folder.checkpoints(stage.name))
-            state = parse_json((folders[0] / STATE).read_bytes()) if folders else {}
+            state = parse_json(read_inside(folders[0] / STATE, folder=stage.folder)) if folders else {}
             by = state.get("written_by", {})
             if isinstance(by, dict) and by:
                 columns.append(stage.name)

@@ -31,6 +31,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from data_shards.durable import break_links
 from data_shards.errors import UserError
 from launch.output import say as to_stderr
 from launch.run.disk import Presence, gone
@@ -98,7 +99,10 @@ def locked(
         deadline = time.monotonic() + wait_seconds
         while True:
             try:
-                claim = _acquire(path, has_flock=_flock(descriptor), what=what, say=say)
+                has_flock = _flock(descriptor)
+                if has_flock and not _is_own(path, descriptor):
+                    continue
+                claim = _acquire(path, has_flock=has_flock, what=what, say=say)
                 break
             except _InUse as error:
                 if time.monotonic() >= deadline:
@@ -114,6 +118,18 @@ def locked(
             there.close()
     finally:
         os.close(descriptor)
+
+
+def _is_own(path: Path, descriptor: int) -> bool:
+    """Whether `path` is what is locked, which a hard-linked copy shares with its original; else `descriptor` becomes
+    `path`, made a file of its own by whoever holds the shared one."""
+    break_links(path)
+    own = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    is_own = os.path.samestat(os.fstat(descriptor), os.fstat(own))
+    if not is_own:
+        os.dup2(own, descriptor, inheritable=False)
+    os.close(own)
+    return is_own
 
 
 def _flock(descriptor: int) -> bool | None:

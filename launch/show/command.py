@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from data_shards.errors import UserError
+from data_shards.store.location import shown
 from data_shards.text import printable
 from data_shards.vocabulary import USUAL_MOST_PIXELS
 from launch.env import paths_file
@@ -21,10 +22,10 @@ from launch.flags import (
     TarLabel,
     TarsAreMultiLabel,
     demand_counts,
-    demand_folder_of_its_own,
     pixel_limit,
     size_bytes,
 )
+from launch.target import INDEX_FILE, Force, demand_target, page_mark
 
 if TYPE_CHECKING:
     from launch.show.page import Shown
@@ -59,6 +60,7 @@ def show(
     cache_limit: Annotated[
         str | None, Parameter(help="Size of that folder, beyond which the oldest shards are removed; default: 50GB.")
     ] = None,
+    force: Force = False,
 ) -> int:
     """Look at shards, or at what a recipe will show the model, before training.
 
@@ -88,8 +90,9 @@ def show(
         raise UserError(f"--images: it is {images:,}; give {_MOST_IMAGES} at the most, or the page cannot be read")
     if not 0 <= seed < 2**63:
         raise UserError(f"--seed: it is {seed}; give 0 or more")
-    demand_folder_of_its_own(output)
     recipe = _recipe(what, overrides, data=data)
+    output = output or Path("show") / (_folder_name(shown(what)) if recipe is None else recipe.name)
+    demand_target(output, flag="--output", force=force, mark=page_mark("show"), file=INDEX_FILE)
     if recipe is None:
         given = {"OVERRIDES": bool(overrides), "--stage": stage is not None, "--step": step is not None}
         _refuse(given | {"--data": data is not None}, to=f"{what}, which are shards")
@@ -106,7 +109,7 @@ def show(
         from data_shards.shard_set import ShardsSpec
         from data_shards.store.cache import CacheConfig, default_cache_folder
         from data_shards.store.download import RetryPolicy
-        from data_shards.store.location import is_local, shown
+        from data_shards.store.location import is_local
         from data_shards.store.store import Store
 
         if is_local(what) and (cache, cache_limit) != (None, None):
@@ -119,11 +122,9 @@ def show(
             limit=pixel_limit(max_image_pixels),
             looking=looking,
         )
-        name = _folder_name(shown(what))
     else:
         made = show_recipe(recipe, stage=_stage(recipe, stage), step=step or 0, looking=looking)
-        name = recipe.name
-    page = write_page(made, output or Path("show") / name)
+    page = write_page(made, output, command="show")
     for line in made.notes:
         _report(f"note: {line}")
     print(page)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from data_shards.checking.check import splits_below
 from data_shards.durable import replaced
@@ -24,6 +24,7 @@ from data_shards.store.store import Store
 from data_shards.text import counted, one_line, show_bytes
 from launch.report.blocks import PageBlock, PageImage, PagePicture, PageSection, PageTable, PageText
 from launch.report.page import render_page
+from launch.target import INDEX_FILE, page_mark
 from pipeline.pictures.picture import Picture, rendered
 from pipeline.pictures.set_figures import contact_sheet, image_sizes, label_histogram
 from pipeline.recipe.schema import Recipe
@@ -34,7 +35,6 @@ from pipeline.vocabulary import StageName
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-PAGE_FILE = "index.html"
 _MOST_DAMAGED = 50  # that are named on the page
 _MOST_CLASSES = 2_000  # rows of the table of classes
 
@@ -131,10 +131,10 @@ def show_recipe(recipe: Recipe, *, stage: StageName, step: int, looking: Looking
     )
 
 
-def write_page(made: Shown, folder: Path) -> Path:
+def write_page(made: Shown, folder: Path, *, command: Literal["show", "figures"]) -> Path:
     """Write index.html and the pictures into `folder`, which is made; returns the page. UserError: it cannot be."""
     page = render_page(made.title, sections=made.sections, lead=made.lead, facts=made.facts, notes=made.notes)
-    files: dict[str, bytes] = {PAGE_FILE: page.html.encode()}
+    files: dict[str, bytes] = {INDEX_FILE: (page.html + page_mark(command)).encode()}
     for name, (png, svg) in made.pictures.items():
         files |= {f"{name}.png": png, f"{name}.svg": svg}
     try:
@@ -146,7 +146,7 @@ def write_page(made: Shown, folder: Path) -> Path:
         raise UserError(
             f"{folder}: the page cannot be written there ({error.strerror}); give another --output"
         ) from error
-    return folder / PAGE_FILE
+    return folder / INDEX_FILE
 
 
 def _glance(shards: ShardSet, *, store: Store, limit: PixelLimit, looking: Looking) -> Glance:

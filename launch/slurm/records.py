@@ -14,8 +14,9 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from data_shards.durable import replace_text
+from data_shards.durable import break_links, replace_text
 from data_shards.errors import UserError
+from data_shards.inside import read_inside
 from pipeline.vocabulary import StageName
 
 Kind = Literal["stopped", "failed", "taken away"]
@@ -79,12 +80,21 @@ def write_cancelled(slurm: Path, jobs: set[str]) -> None:
     _write(slurm / "cancelled.json", sorted(jobs))
 
 
+def begin_jobs(slurm: Path) -> None:
+    """Before jobs are submitted: none is cancelled, and the logs, to which SLURM appends, are this folder's alone."""
+    write_cancelled(slurm, set())
+    for log in slurm.glob("*.log"):
+        break_links(log)
+
+
 def _read(path: Path, kind: TypeAdapter[_Value], *, missing: Any) -> _Value:
-    """Raises UserError if the file is damaged."""
+    """Raises UserError if the file is damaged or cannot be read."""
     try:
-        return kind.validate_json(path.read_bytes())
+        return kind.validate_json(read_inside(path, folder=path.parent.parent))
     except FileNotFoundError:
         return missing
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror})") from None
     except ValidationError as error:
         raise UserError(f"{path} is damaged ({error.errors()[0]['msg']}): remove it") from None
 

@@ -144,9 +144,12 @@ def _stage_status(
 ) -> StageStatus:
     record = folder.record(stage)
     speed, step = RecentSpeed(_SPEED_WINDOW_SECONDS), record.last_saved_step
-    for row in iter_metrics(folder.stage(stage) / METRICS_FILE):
-        speed.add(row.step, row.time)
-        step = max(step, row.step)
+    try:
+        for row in iter_metrics(folder.stage(stage) / METRICS_FILE):
+            speed.add(row.step, row.time)
+            step = max(step, row.step)
+    except OSError as error:
+        raise UserError(f"{error.filename} cannot be read ({error.strerror})") from None
     eta = math.nan if total is None or record.state != "running" else speed.seconds_left(total)
     job = "" if submission is None else submission.jobs.get(stage, "")
     queued = queue.get(job, Queued(""))

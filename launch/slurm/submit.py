@@ -18,7 +18,7 @@ from data_shards.errors import UserError
 from data_shards.store.location import Commands
 from launch.run.pipeline_run import PipelineRun
 from launch.slurm.commands import Slurm, submit_command
-from launch.slurm.records import Submission, read_submission, write_cancelled, write_ends, write_submission
+from launch.slurm.records import Submission, begin_jobs, read_submission, write_ends, write_submission
 from launch.slurm.script import Paths, stage_script
 from launch.slurm.site import SlurmJob
 from pipeline.recipe.io import dump_recipe
@@ -87,9 +87,8 @@ def submit_plan(plan: SubmissionPlan, *, slurm: Slurm) -> Submission:
             raise UserError(
                 f"{plan.paths.run} has jobs in the queue ({', '.join(alive)}): wait for them, or run shardvit cancel"
             )
-    records.mkdir(parents=True, exist_ok=True)
+    begin_jobs(records)
     replace_text(plan.paths.recipe, dump_recipe(plan.recipe))
-    write_cancelled(records, set())
     submission = Submission(
         time=time.time(),
         processes=plan.job.processes,

@@ -22,7 +22,7 @@ from data_shards.durable import replace_text
 from data_shards.errors import UserError
 from launch.run.pipeline_run import PipelineRun
 from launch.slurm.commands import After, Slurm, submit_command
-from launch.slurm.records import Submission, read_submission, write_cancelled, write_ends, write_submission
+from launch.slurm.records import Submission, begin_jobs, read_submission, write_ends, write_submission
 from launch.slurm.script import Paths, Tasks, stage_script, step_script
 from launch.slurm.site import SlurmJob
 from launch.slurm.submit import package_folder, total_steps
@@ -97,10 +97,9 @@ def submit_sweep(plan: SweepSubmission, *, slurm: Slurm) -> Submission:
         raise UserError(
             f"{sweep.root} has jobs in the queue ({', '.join(alive)}): wait for them, or run shardvit cancel"
         )
-    records.mkdir(parents=True, exist_ok=True)
+    begin_jobs(records)
     make_record(sweep, failed={}).write(sweep.root)
     store_finals(sweep)
-    write_cancelled(records, set())
     _prepare(plan)
     submission = Submission(
         time=time.time(),
@@ -176,8 +175,7 @@ def _write_recipe(folder: RunFolder, recipe: Recipe) -> None:
 
 def _forget_ends(folder: RunFolder, recipe: Recipe) -> None:
     slurm = folder.path / "slurm"
-    slurm.mkdir(parents=True, exist_ok=True)
-    write_cancelled(slurm, set())
+    begin_jobs(slurm)
     for stage in recipe.stages.names:
         write_ends(slurm, stage, [])
 

@@ -161,7 +161,7 @@ def transfer(
     from pipeline.transfer.results import SetGroup
     from pipeline.transfer.table import TableProgress, mean_score, measure_table, open_table, read_table, set_scores
 
-    options.check(model)
+    options.check(model, command="transfer")
     content = read_table(table)
     sets = open_table(content, store=Store(CacheConfig()), say=say)
     with closing(StartClock("transfer", say=say, part="importing libraries")) as clock:
@@ -230,7 +230,7 @@ def _one_set(
     from pipeline.recipe.data import ShardsConfig
     from pipeline.transfer.few_shot_data import TransferSet, check_sets, open_set
 
-    options.check(model)
+    options.check(model, command=settings.method)
     store = Store(CacheConfig())
     opened = [
         open_set(

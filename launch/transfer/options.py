@@ -11,6 +11,7 @@ from cyclopts import Parameter
 from data_shards.vocabulary import USUAL_MOST_PIXELS
 from launch.env import tracking_uri
 from launch.flags import Device, MaxImagePixels, TarClasses, TarLabel, WhichWeights, demand_counts, pixel_limit
+from launch.target import Force, JsonFile, demand_target
 
 MostImages = Annotated[
     int | None, Parameter(help="So many training images at most, always the same ones; VTAB-1k has 1000.")
@@ -37,25 +38,20 @@ class TransferOptions:
     features: Annotated[
         Path | None, Parameter(help="Folder for features, which are computed once; default: in ~/.cache/shardvit.")
     ] = None
-    json_file: Annotated[
-        Path | None,
-        Parameter(
-            name="--json",
-            allow_leading_hyphen=True,
-            help="Write the result as JSON, too; -: to standard output, alone.",
-        ),
-    ] = None
+    json_file: JsonFile = None
+    force: Force = False
     tracking: Annotated[
         bool, Parameter(name="--tracking", negative="--no-tracking", help="Make an MLflow run of the result.")
     ] = True
     max_image_pixels: MaxImagePixels = USUAL_MOST_PIXELS
 
-    def check(self, model: Path) -> None:
-        """UserError: a number is none, MLflow's address is none, or there is no such model."""
+    def check(self, model: Path, *, command: str) -> None:
+        """UserError: a number or MLflow's address is none, `command` may not replace a file, or there is no model."""
         from pipeline.find_model import find_record
 
         demand_counts(batch_size=self.batch_size, workers=self.workers)
         pixel_limit(self.max_image_pixels)
+        demand_target(self.json_file, flag="--json", force=self.force, mark=f'"command": "{command}"')
         if self.tracking:
             tracking_uri()
         find_record(model)
@@ -70,6 +66,6 @@ class SetOptions(TransferOptions):
     classes: TarClasses = None
     images: MostImages = None
 
-    def check(self, model: Path) -> None:
-        super().check(model)
+    def check(self, model: Path, *, command: str) -> None:
+        super().check(model, command=command)
         demand_counts(images=self.images)

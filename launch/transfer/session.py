@@ -7,13 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from data_shards.durable import replace_text
-from data_shards.errors import UserError
 from data_shards.processes import num_cores
 from data_shards.text import one_line, table
 from launch.env import experiment_name, tracking_uri
 from launch.flags import pixel_limit
 from launch.output import say
+from launch.target import tell_result
 from launch.transfer.options import TransferOptions
 from pipeline.predict import open_predictor
 from pipeline.ranks.start_clock import StartClock
@@ -96,15 +95,8 @@ class Session:
     ) -> int:
         """Print the table or JSON (with `more` keys), and make the MLflow run; returns the exit code."""
         text = json.dumps({**asdict(record), **(more or {})}, indent=1)
-        if self._options.json_file == Path("-"):
-            print(text)
-        else:
-            print("\n".join([table(rows, align="lr", heading="ruled"), *footer]), flush=True)
-            if self._options.json_file is not None:
-                try:
-                    replace_text(self._options.json_file, text + "\n", sync="none")
-                except OSError as error:
-                    raise UserError(f"--json {self._options.json_file}: {error.strerror}") from None
+        shown = "\n".join([table(rows, align="lr", heading="ruled"), *footer])
+        tell_result(shown, as_json=text, json_file=self._options.json_file)
         say(f"the result is in {file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file}")
         if self._options.tracking:
             self.features.clock.doing("telling MLflow")

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from data_shards.errors import UserError
+from data_shards.inside import open_inside
 from launch.slurm.commands import Queued, Slurm
 from launch.slurm.records import Submission, read_ends, read_submission
 from launch.slurm.status import checkpoint_age
@@ -26,7 +27,7 @@ from pipeline.recipe.io import parse_recipe
 from pipeline.recipe.schema import Recipe
 from pipeline.report.events import Event, read_events
 from pipeline.report.progress import RecentSpeed
-from pipeline.run_folder import BrokenRecord, RunFolder, StageRecord
+from pipeline.run_folder import RunFolder, StageRecord
 from pipeline.time_limit import requeues_needed
 from pipeline.vocabulary import ALL_STAGES, EVENTS_FILE, METRICS_FILE, RECIPE_FILE, STAGE_FILE, SWEEP_FILE, StageName
 
@@ -123,11 +124,6 @@ class Watcher:
         if self._queue.problem:
             notes.append(f"the queue is unknown: {self._queue.problem}")
         recipe = self._recipe(notes)
-        names: list[StageName] = [
-            name
-            for name in ALL_STAGES
-            if (recipe is not None and name in recipe.stages.names) or self._folder.stage(name).is_dir()
-        ]
         stages = tuple(
             self._follower(name).look(
                 notes,
@@ -135,7 +131,7 @@ class Watcher:
                 queued=queued.get(jobs.get(name, "")),
                 submission=submission,
             )
-            for name in names
+            for name in self._folder.shown_stages(recipe, notes=notes)
         )
         begun = [stage for stage in stages if stage.state != "waits"]
         open_ones = [stage for stage in begun if stage.state != "done"]
@@ -192,7 +188,7 @@ class _Follower:
         self._curves: dict[str, list[tuple[int, float]]] = {name: [] for name in ("train/loss", *_SCORES)}
 
     def look(self, notes: list[str], *, job: str, queued: Queued | None, submission: Submission | None) -> StageView:
-        record = self._record(notes)
+        record = self._folder.shown_record(self._name, notes=notes)
         self._read_curve(notes)
         self._read_events()
         ranks = self._ranks()
@@ -227,22 +223,10 @@ class _Follower:
             last_end=self._last_end(notes),
         )
 
-    def _record(self, notes: list[str]) -> StageRecord:
-        try:
-            return self._folder.record(self._name)
-        except BrokenRecord as error:
-            notes.append(str(error))
-            return StageRecord(state="running")
-        except UserError as error:
-            notes.append(str(error))
-            return StageRecord()
-
     def _read_curve(self, notes: list[str]) -> None:
         path = self._folder.stage(self._name) / METRICS_FILE
         try:
             stat = path.stat()
-            if not path.is_file():
-                return notes.append(f"{path} is no file")
             # A resumed stage replaces the file by one without what it will do again.
             if (stat.st_dev, stat.st_ino) != self._file or stat.st_size < self._offset:
                 self._forget_curve()
@@ -265,7 +249,7 @@ class _Follower:
         try:
             stat = path.stat()
             stamp = (stat.st_size, stat.st_mtime_ns)
-            if stamp != self._events_stamp and path.is_file():
+            if stamp != self._events_stamp:
                 self._events, self._events_stamp = tuple(read_events(path)), stamp
         except OSError:
             pass
@@ -368,11 +352,9 @@ class _Queue:
 
 
 def last_lines(path: Path, *, most: int = 50) -> tuple[str, ...]:
-    """The last lines of a log, of one that is drawn over and over its last state; none if it cannot be read."""
+    """The last lines of RUN/slurm/NAME, of a line drawn over and over its last state; none if it cannot be read."""
     try:
-        if not path.is_file():
-            return ()
-        with path.open("rb") as file:
+        with open_inside(path, folder=path.parent.parent) as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _LOG_BYTES))
             text = file.read(_LOG_BYTES).decode("utf-8", errors="replace")
     except OSError:

@@ -14,12 +14,11 @@ from typing import TYPE_CHECKING, Literal, get_args
 from model.formats.record import read_side_record, side_path, write_side_record
 from model.formats.torchvision_state import (
     how_to_load,
-    is_torchvision_state,
     torchvision_objection,
     write_torchvision_state,
 )
-from model.formats.transformers_state import MODEL_TYPE, transformers_objection, write_transformers_folder
-from model.formats.weights_file import load_weights, read_json
+from model.formats.transformers_state import transformers_objection, write_transformers_folder
+from model.formats.weights_file import read_json
 from model.replacing import replaced_file, replaced_folder
 from model.saved import (
     CONFIG_FILE,
@@ -42,7 +41,7 @@ def export_model(meta: SavedModelMeta, state: Mapping[str, Tensor], *, to: Expor
 
     `to`: npz (names of vision_transformer) or big_vision, both Google's npz; timm: a folder that timm and, by its
     TimmWrapper, transformers load; transformers: a folder of its own ViT; torchvision: a state dict; onnx and
-    torch_export: programs for any batch size. An earlier export of the same kind at `out` is replaced.
+    torch_export: programs for any batch size. A file at `out` is replaced, and a folder that is an earlier export.
 
     Raises:
         ValueError: the format cannot hold the model, the weights do not fit `meta`, or `out` has another ending or is
@@ -55,7 +54,7 @@ def export_model(meta: SavedModelMeta, state: Mapping[str, Tensor], *, to: Expor
         raise ValueError(f"{to} cannot hold this model: {objection}")
     check_state(state, meta=meta, says="the weights do not fit the model that its record describes")
     check_ending(out, to=to)
-    if out.exists() and to != "timm" and not _may_be_replaced(out, to=to):  # save_model looks for itself
+    if to == "transformers" and out.is_dir() and any(out.iterdir()) and read_side_record(out / WEIGHTS_FILE) is None:
         raise ValueError(f"{out} exists and is no earlier {to} export: remove it or choose another name")
     match to:
         case "npz" | "big_vision":
@@ -147,37 +146,6 @@ def _npz_objection(meta: SavedModelMeta, *, to: Literal["npz", "big_vision"]) ->
     if to == "big_vision" and config.sizes.resnet_layers is not None:
         return "it has a ResNet stem, for which only vision_transformer has names"
     return None
-
-
-def _may_be_replaced(out: Path, *, to: ExportFormat) -> bool:
-    """Whether `out` is an earlier export to the same format."""
-    try:
-        match to:
-            case "npz" | "big_vision":
-                from model.formats.google.archive import NpzReader
-                from model.formats.google.npz import is_google_npz
-
-                with NpzReader.open(out) as npz:
-                    return read_side_record(out) is not None and is_google_npz(npz.names)
-            case "torchvision":
-                return out.is_file() and read_side_record(out) is not None and is_torchvision_state(load_weights(out))
-            case "transformers":
-                if not out.is_dir() or not any(out.iterdir()):
-                    return out.is_dir()
-                recorded = read_side_record(out / WEIGHTS_FILE) is not None
-                return recorded and read_json(out / CONFIG_FILE).get("model_type") == MODEL_TYPE
-            case "onnx":
-                from model.formats.onnx_file import read_onnx_meta
-
-                return out.is_file() and bool(read_onnx_meta(out))
-            case "torch_export":
-                from model.formats.torch_export import read_torch_export_meta
-
-                return out.is_file() and bool(read_torch_export_meta(out))
-            case "timm":
-                raise AssertionError("save_model looks for itself")
-    except ValueError:
-        return False
 
 
 def _in_evaluation(meta: SavedModelMeta, state: Mapping[str, Tensor]) -> nn.Module:

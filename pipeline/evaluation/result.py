@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_shards.durable import make_folders
+from data_shards.inside import is_inside, open_inside, read_inside
 from data_shards.text import printable
 from data_shards.vocabulary import LabelKind
 from pipeline.vocabulary import OWN_SET as OWN_SET  # readers of evaluations find it here
@@ -126,7 +127,7 @@ def load_evaluation(folder: Path) -> Evaluation:
     """What `save_evaluation` returned, or `write_evaluation` wrote. ValueError, one sentence: it is not there, damaged,
     or no evaluation."""
     try:
-        record = json.loads((folder / _RECORD).read_text(encoding="ascii"))
+        record = json.loads(read_inside(folder / _RECORD, folder=folder))
         if record["format"] != _FORMAT:
             raise ValueError(f"format {record['format']!r} is not known here")
         classes = tuple(map(str, record["classes"]))
@@ -142,8 +143,9 @@ def evaluations(stage_folder: Path) -> dict[str, list[Path]]:
     found: dict[str, list[Path]] = {}
     root = stage_folder / EVALUATIONS_FOLDER
     for of_set in sorted(root.iterdir()) if root.is_dir() else ():
-        if not of_set.name.startswith(".") and of_set.is_dir():
-            whole = [each for each in of_set.iterdir() if _STEP.fullmatch(each.name) and (each / _RECORD).is_file()]
+        if not of_set.name.startswith(".") and of_set.is_dir() and is_inside(of_set, folder=stage_folder):
+            steps = [each for each in of_set.iterdir() if _STEP.fullmatch(each.name) and not each.is_symlink()]
+            whole = [each for each in steps if (each / _RECORD).is_file()]
             if whole:
                 found[of_set.name] = sorted(whole, key=evaluated_step)
     return found
@@ -175,8 +177,8 @@ def _read_arrays(file: Path, *, num_classes: int) -> dict[str, NDArray[Any]]:
         "calibration.edges": (CALIBRATION_BINS + 1,),
         **{f"calibration.{name}": (CALIBRATION_BINS,) for name in ("confidence", "accuracy", "images")},
     }
-    with zipfile.ZipFile(file) as archive:  # before numpy unpacks any of it
-        for member in archive.infolist():
+    with open_inside(file, folder=file.parent) as opened, zipfile.ZipFile(opened) as archive:
+        for member in archive.infolist():  # before numpy unpacks any of it
             shape = shapes.get(member.filename.removesuffix(".npy"))
             if shape is None or member.file_size > 8 * int(np.prod(shape)) + 4096:
                 raise ValueError(f"{member.filename} is not expected, or too large")

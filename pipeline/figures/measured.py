@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from data_shards.inside import read_inside
 from data_shards.text import parse_json
 from model.config import ModelConfig
 from model.counting.flops import account
@@ -128,7 +129,7 @@ def table8_rows(runs_root: Path) -> dict[str, list[str | float | None]] | None:
     """The table that `shardvit table8` left beside its runs, by its columns: ours, and the paper's 5-shot accuracy on
     ImageNet of a B/16 from JFT-300M. None: there is none, or it is damaged."""
     try:
-        cells = parse_json((runs_root / "table8.json").read_bytes())
+        cells = parse_json(read_inside(runs_root / "table8.json", folder=runs_root))
         rows = [
             (str(cell["position"]), str(cell["position_at"]), float(cell["top1"]), cell["paper_5_shot"])
             for cell in cells
@@ -181,7 +182,8 @@ def _training_images(stage: StageHistory | None) -> int | None:
     """Of the set that a stage began with."""
     try:
         assert stage is not None
-        sizes = parse_json((stage.folder / DATA_FILE).read_bytes())["sets"]["training images"]["num_samples"]
+        record = parse_json(read_inside(stage.folder / DATA_FILE, folder=stage.folder))
+        sizes = record["sets"]["training images"]["num_samples"]
         return sum(int(size) for size in sizes)
     except (AssertionError, OSError, ValueError, KeyError, TypeError):
         return None

@@ -7,6 +7,7 @@ image. All steps stay; the report shows the newest. No torch here, and matplotli
 from __future__ import annotations
 
 import base64
+import errno
 import io
 import json
 import re
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
 from data_shards.durable import make_folders, replaced
+from data_shards.inside import is_inside, read_inside
 from data_shards.text import parse_json
 from pipeline.pictures.style import finished_svg
 from pipeline.recipe.schema import Recipe
@@ -149,6 +151,8 @@ def newest_pictures(kept: Sequence[KeptPicture]) -> list[KeptPicture]:
 
 def _words_file(stage_folder: Path, picture: Picture, *, step: int) -> Path:
     words = stage_folder / PICTURES_FOLDER / picture.name / f"{_STEP.format(step)}.json"
+    if not is_inside(words, folder=stage_folder):
+        raise OSError(errno.ELOOP, f"a link leads out of {stage_folder}", str(words.parent))
     make_folders(words.parent, below=stage_folder)
     return words
 
@@ -170,7 +174,7 @@ def _keep_words(words: Path, picture: Picture, *, step: int, more: Mapping[str, 
 def _read(words: Path) -> KeptPicture | None:
     png, svg = words.with_suffix(".png"), words.with_suffix(".svg")
     try:
-        record = parse_json(words.read_bytes())
+        record = parse_json(read_inside(words, folder=words.parents[2]))
         texts = {name: str(record[name]) for name in ("title", "caption", "alt")}
         picture = Picture(words.parent.name, **texts, group=record["group"])
         table = record.get("table")
@@ -178,7 +182,7 @@ def _read(words: Path) -> KeptPicture | None:
             table = {str(name): list(values) for name, values in table.items()}
             if len({len(each) for each in table.values()}) != 1:
                 return None
-        elif not (png.is_file() and svg.is_file()):
+        elif not all(each.is_file() and is_inside(each, folder=words.parents[2]) for each in (png, svg)):
             return None
         step = int(record["step"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError):

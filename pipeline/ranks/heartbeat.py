@@ -16,6 +16,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
+from data_shards.durable import break_links
+from data_shards.inside import read_inside
 from pipeline.ranks.pid import process_started, this_machine
 
 State = Literal["running", "left", "failed", "ended"]
@@ -84,6 +86,7 @@ def write_beat(file: Path, beat: Heartbeat) -> None:
     """As `write_heartbeat`, into any file."""
     content = asdict(beat) | {"doing": beat.doing[:_LONGEST_DOING], "note": beat.note[:_LONGEST_NOTE]}
     line = json.dumps(content).encode().ljust(_FILE_BYTES - 1) + b"\n"
+    break_links(file)
     descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         os.pwrite(descriptor, line, 0)
@@ -97,9 +100,9 @@ def read_heartbeat(folder: Path, rank: int, *, attempt: str | None = None) -> He
 
 
 def read_beat(file: Path, *, attempt: str | None = None) -> Heartbeat | None:
-    """As `read_heartbeat`, from any file."""
+    """As `read_heartbeat`, from any file STAGE/ranks/NAME."""
     try:
-        beat = Heartbeat(**json.loads(file.read_text(encoding="utf-8")))
+        beat = Heartbeat(**json.loads(read_inside(file, folder=file.parent.parent)))
     except (OSError, ValueError, TypeError, RecursionError):
         return None
     return beat if attempt in (None, beat.attempt) else None

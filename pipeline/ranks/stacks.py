@@ -14,6 +14,8 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 
+from data_shards.durable import break_links
+
 DUMP_SIGNAL = signal.SIGUSR2
 _INNERMOST_FRAMES, _OWN_FRAMES = 4, 6  # shown in a message
 _OUTERMOST = (" in <module>", " in _run_module_as_main", "  ...")  # the last: faulthandler shows 100 frames at most
@@ -37,6 +39,7 @@ class StackDumps:
     def open(self) -> None:
         """Install the handler, in the main thread; if the file cannot be made, dumps go to stderr."""
         try:
+            break_links(self._path)
             self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         except OSError:
             self._descriptor = os.dup(2)

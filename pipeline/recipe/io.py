@@ -18,7 +18,16 @@ from data_shards.text import one_line
 from pipeline.recipe.mistakes import mistakes, truths
 from pipeline.recipe.roles import fill_paths, lacks_paths, read_paths
 from pipeline.recipe.schema import Recipe
-from pipeline.recipe.sources import SETS, Tree, find_recipe, model_of, read_parents, read_source, with_finetune
+from pipeline.recipe.sources import (
+    SETS,
+    Tree,
+    find_recipe,
+    model_of,
+    read_parents,
+    read_resolved,
+    read_source,
+    with_finetune,
+)
 from pipeline.recipe.yaml_text import read_yaml, write_yaml
 from pipeline.vocabulary import ALL_STAGES
 
@@ -78,8 +87,8 @@ def load_recipe(source: str, *, overrides: Sequence[str] = (), paths: Path | Non
 
 
 def parse_recipe(path: Path) -> Recipe:
-    """Read the resolved recipe that `dump_recipe` wrote into a run folder."""
-    return _validate(read_source(path).tree, origin=str(path))
+    """Read the resolved recipe that `dump_recipe` wrote into a run folder. UserError: there is none, or a link."""
+    return _validate(read_resolved(path), origin=str(path))
 
 
 def dump_recipe(recipe: Recipe, *, keys: Literal["all", "changed"] = "all") -> str:

@@ -23,6 +23,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from data_shards.errors import UserError
+from data_shards.inside import is_inside
 from data_shards.text import one_line
 from model.config import ModelConfig
 from model.saved import CONFIG_FILE, SavedModelMeta, read_meta
@@ -93,6 +94,16 @@ def read_source(path: Path) -> RecipeSource:
     """A file with everything that it extends; `finetune` is still a key of it."""
     files: list[Path] = []
     return RecipeSource(_read(path, seen=(), files=files), tuple(files))
+
+
+def read_resolved(path: Path) -> Tree:
+    """The keys of a recipe that stands for itself in a run's folder; nothing else is read. UserError: it is no such."""
+    if path.exists() and not (path.is_file() and is_inside(path, folder=path.parent)):
+        raise UserError(f"{path} is no file, or a link out of its folder: a run has its recipe beside its stages")
+    tree, parents = _own_keys(path)
+    if parents:
+        raise UserError(f"{path} extends {one_line(parents[0])}, and the recipe of a run is whole and extends none")
+    return tree
 
 
 def read_parents(path: Path) -> tuple[list[str], Tree]:

@@ -12,7 +12,7 @@ import json
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -95,15 +95,7 @@ class EventsLog(AbstractContextManager["EventsLog"]):
 def read_events(path: Path) -> list[Event]:
     """All readable events, in the order in which they happened, even while the file is being written; none if it does
     not exist. Lines that are not events (torn by a kill, damaged) are left out."""
-    return list(iter_events(path))
-
-
-def iter_events(path: Path) -> Iterator[Event]:
-    """The same one by one."""
-    for line in lines_from(path):
-        event = _decode(line)
-        if event is not None:
-            yield event
+    return [event for line in lines_from(path) if (event := _decode(line)) is not None]
 
 
 def _decode(line: bytes) -> Event | None:

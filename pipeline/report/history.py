@@ -20,7 +20,7 @@ from pipeline.metrics_log import MetricRow, read_readable
 from pipeline.recipe.io import parse_recipe
 from pipeline.recipe.schema import Recipe
 from pipeline.report.events import Event, read_events
-from pipeline.run_folder import BrokenRecord, RunFolder, StageRecord
+from pipeline.run_folder import RunFolder, StageRecord
 from pipeline.vocabulary import ALL_STAGES, EVENTS_FILE, METRICS_FILE, RECIPE_FILE, STAGE_FILE, StageName
 
 if TYPE_CHECKING:
@@ -112,21 +112,12 @@ def read_history(folder: RunFolder) -> RunHistory:
         recipe = parse_recipe(folder.path / RECIPE_FILE)
     except (UserError, OSError, ValueError, RecursionError) as error:
         notes.append(_unread(folder.path / RECIPE_FILE, error))
-    wanted = () if recipe is None else recipe.stages.names
-    names: list[StageName] = [name for name in ALL_STAGES if name in wanted or folder.stage(name).is_dir()]
-    stages = tuple(_read_stage(folder, name, notes=notes) for name in names)
+    stages = tuple(_read_stage(folder, name, notes=notes) for name in folder.shown_stages(recipe, notes=notes))
     return RunHistory(folder.name, folder, recipe, stages, tuple(notes))
 
 
 def _read_stage(folder: RunFolder, name: StageName, *, notes: list[str]) -> StageHistory:
-    try:
-        record = folder.record(name)
-    except BrokenRecord as error:
-        record = StageRecord(state="running")
-        notes.append(one_line(f"{error.path} is broken ({error.why})"))
-    except UserError as error:
-        record = StageRecord()
-        notes.append(one_line(str(error)))
+    record = folder.shown_record(name, notes=notes)
     rows, damaged = _read(folder.stage(name) / METRICS_FILE, read_readable, none=([], 0), notes=notes)
     if damaged:
         file = folder.stage(name) / METRICS_FILE
@@ -137,10 +128,7 @@ def _read_stage(folder: RunFolder, name: StageName, *, notes: list[str]) -> Stag
 
 def _read(file: Path, reader: Callable[[Path], Content], *, none: Content, notes: list[str]) -> Content:
     try:
-        if file.is_file():  # not a pipe, which would never end
-            return reader(file)
-        if file.exists():
-            notes.append(one_line(f"{file} is no file"))
+        return reader(file)
     except OSError as error:
         notes.append(_unread(file, error))
     return none

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from data_shards.durable import flush
+from data_shards.errors import UserError
+from pipeline.tracking.moved import ARTIFACTS_FOLDER, follow_move
 
 SQLITE = "sqlite:///"
 MODEL_TRAINING = "workflowType=machine_learning"  # of a page's address: MLflow 3 opens on GenAI's else
@@ -28,11 +30,14 @@ def store_uri(uri: str | None, *, home: Path) -> str:
     return uri or f"{SQLITE}{home / 'mlflow.db'}"
 
 
-def client_of(uri: str) -> Any:
-    """A client of a store that is there."""
+def client_of(uri: str, *, home: Path) -> Any:
+    """A client of a store that is there; `home` is the folder of all runs, and may have been moved or copied."""
     _import_mlflow()
     from mlflow.tracking import MlflowClient
 
+    database = Path(uri.removeprefix(SQLITE))
+    if uri.startswith(SQLITE) and database.exists() and database.parent.samefile(home):
+        follow_move(database, home=home)
     return MlflowClient(tracking_uri=uri)
 
 
@@ -42,15 +47,18 @@ def open_client(uri: str, *, home: Path, experiment: str) -> tuple[Any, str]:
     from mlflow.tracking import MlflowClient
 
     make_database(uri, create=lambda uri: MlflowClient(tracking_uri=uri).search_experiments(max_results=1))
-    client = MlflowClient(tracking_uri=uri)
+    client = client_of(uri, home=home)
     found = client.get_experiment_by_name(experiment)
+    if found is not None and found.lifecycle_stage == "deleted":
+        again = f"bring it back with `mlflow experiments restore -x {found.experiment_id}`"
+        raise UserError(f"experiment {experiment} was deleted: {again}, or name another (--experiment of sync)")
     if found is not None:
         for name, value in _EXPERIMENT_TAGS.items():
             if name not in found.tags:
                 client.set_experiment_tag(found.experiment_id, name, value)
         return client, str(found.experiment_id)
     # Without a server MLflow would put artifacts into ./mlruns of the working folder.
-    location = (home / "mlartifacts").as_uri() if uri.startswith("sqlite:") else None
+    location = (home / ARTIFACTS_FOLDER).as_uri() if uri.startswith("sqlite:") else None
     return client, str(client.create_experiment(experiment, artifact_location=location, tags=_EXPERIMENT_TAGS))
 
 

@@ -17,8 +17,10 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from data_shards.durable import replace_text
+from data_shards.inside import read_inside
 from pipeline.tracking.tracking_thread import FinalStatus, without_credentials
 
+Milliseconds = Annotated[int, Field(ge=0, lt=2**53)]  # of unix time
 RunStatus = Literal[FinalStatus, "RUNNING"]
 
 
@@ -56,16 +58,20 @@ class RunFacts:
     metrics: dict[str, FinalValue] = field(default_factory=dict)
     files: tuple[str, ...] = ()
     status: RunStatus = "RUNNING"
+    begun_ms: Milliseconds | None = None  # of the first attempt
+    ended_ms: Milliseconds | None = None  # of the last one
 
     @property
     def digest(self) -> str:
-        """Changes with what is to be known, without status and files."""
-        text = json.dumps(asdict(replace(self, status="RUNNING", files=())), sort_keys=True)
+        """Changes with what is to be known, without status, times and files."""
+        text = json.dumps(
+            asdict(replace(self, status="RUNNING", files=(), begun_ms=None, ended_ms=None)), sort_keys=True
+        )
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
     def with_metrics(self, values: Mapping[str, float]) -> RunFacts:
         """With these values; an unchanged one keeps the time at which it was first known."""
-        now = int(time.time() * 1000)
+        now = now_ms()
         metrics = {
             name: known
             if (known := self.metrics.get(name)) is not None and known.value == value
@@ -82,10 +88,15 @@ class RunFacts:
 _FACTS = TypeAdapter(RunFacts)
 
 
+def now_ms() -> Milliseconds:
+    """What MLflow tells time by."""
+    return int(time.time() * 1000)
+
+
 def load_facts(file: Path) -> RunFacts | None:
     """None: there are none, or they are damaged and will be written again."""
     try:
-        return _FACTS.validate_json(file.read_bytes())
+        return _FACTS.validate_json(read_inside(file, folder=file.parent))
     except (OSError, ValidationError):
         return None
 

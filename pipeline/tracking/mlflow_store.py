@@ -21,8 +21,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+from data_shards.inside import is_inside
 from pipeline.checkpoint.written_by import source_tags
-from pipeline.metrics_log import MetricRow, MetricsLog
+from pipeline.metrics_log import MetricRow, MetricsLog, iter_metrics
 from pipeline.tracking.client import MODEL_TRAINING, open_client
 from pipeline.tracking.describe import (
     final_results,
@@ -34,7 +35,7 @@ from pipeline.tracking.describe import (
     stage_params,
 )
 from pipeline.tracking.environment import TRACKED_FILES, write_environment
-from pipeline.tracking.facts import RunFacts, RunStatus, load_facts
+from pipeline.tracking.facts import RunFacts, RunStatus, load_facts, now_ms
 from pipeline.tracking.runs import send_facts
 from pipeline.tracking.settings import TrackerSettings
 from pipeline.tracking.tracking_state import RunState, forget_run, load_run_state
@@ -43,6 +44,7 @@ from pipeline.vocabulary import (
     CORRUPT_SAMPLES_FILE,
     DIFFERENCE_FILE,
     EVENTS_FILE,
+    METRICS_FILE,
     MLFLOW_FACTS_FILE,
     MLFLOW_FILE,
     RECIPE_FILE,
@@ -137,6 +139,7 @@ class MlflowStore:
             params=params,
             datasets=tuple(settings.datasets),
             files=(RECIPE_FILE,),
+            begun_ms=before.begun_ms if before else now_ms(),
         )
 
     def _pipeline_facts(self, status: RunStatus) -> RunFacts:
@@ -160,6 +163,8 @@ class MlflowStore:
             metrics=before.metrics if before else {},
             files=(RECIPE_FILE, DIFFERENCE_FILE, *(f"{TRACKING_FOLDER}/{name}" for name in TRACKED_FILES)),
             status=status,
+            begun_ms=min((each.begun_ms for each in stages if each and each.begun_ms), default=None),
+            ended_ms=max((each.ended_ms for each in stages if each and each.ended_ms), default=None),
         )
         return facts.with_metrics(final_results(folder, recipe))
 
@@ -196,7 +201,10 @@ class MlflowStore:
         done = folder.peek(self.settings.stage).state == "done"
         facts = self._facts_of(self.state)
         if facts.status == "RUNNING":
-            self._write(self._facts_file, lambda: replace(facts, status="FINISHED" if done else "KILLED"))
+            facts = replace(facts, status="FINISHED" if done else "KILLED")
+        times = [int(row.time * 1000) for row in iter_metrics(folder.stage(self.settings.stage) / METRICS_FILE)]
+        begun, ended = min([facts.begun_ms or now_ms(), *times[:1]]), facts.ended_ms or max(times, default=None)
+        self._write(self._facts_file, lambda: replace(facts, begun_ms=begun, ended_ms=ended))
         status = self._facts_of(self._parent).status
         if status == "RUNNING":
             status = "FINISHED" if folder.is_complete(recipe) else "KILLED"
@@ -251,11 +259,11 @@ class MlflowStore:
             try:
                 run = self.client.get_run(state.run_id)
             except MlflowException as error:
-                if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+                if error.error_code not in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):  # the latter: no id
                     raise
-            if run is None or run.info.lifecycle_stage == "deleted":
+            if run is None or run.info.lifecycle_stage == "deleted" or run.data.tags.get("shardvit.key") != state.key:
                 self._say(
-                    f"MLflow: run {state.run_id} ({name}) is not in this store: a new one is filled from the start"
+                    f"MLflow: run {state.run_id[:40]} ({name}) is not in this store: a new one is filled from the start"
                 )
                 run = None
                 if self._connecting is mine:
@@ -264,7 +272,9 @@ class MlflowStore:
             found = self.client.search_runs([experiment_id], f"tags.`shardvit.key` = '{state.key}'")
             run = found[-1] if found else None
         if run is None:
-            run = self.client.create_run(experiment_id, run_name=name, tags={"shardvit.key": state.key, **tags})
+            begun = None if state is self._sweep else self._facts_of(state).begun_ms
+            tags = {"shardvit.key": state.key, **tags}
+            run = self.client.create_run(experiment_id, start_time=begun, run_name=name, tags=tags)
         else:
             for tag, value in tags.items():
                 self.client.set_tag(run.info.run_id, tag, value)
@@ -312,12 +322,10 @@ class MlflowStore:
 
     def _calls(self, state: RunState, of: str) -> list[Call]:
         """All but the status; each looks when it is sent whether there is something to send."""
+        files = self._facts_of(state).files
         return [
             Call(f"tags, params, data sets and results {of}", partial(self._send_facts, state)),
-            *(
-                Call(f"artifact {Path(name).name} {of}", partial(self._send_file, state, name))
-                for name in self._facts_of(state).files
-            ),
+            *(Call(f"artifact {Path(name).name} {of}", partial(self._send_file, state, name)) for name in files),
         ]
 
     def closing_calls(self, status: FinalStatus, *, finish_parent: bool) -> list[Call]:
@@ -327,11 +335,10 @@ class MlflowStore:
             f"{stage}/{name}" for name in (CORRUPT_SAMPLES_FILE, EVENTS_FILE) if (folder.stage(stage) / name).exists()
         ]
         facts = self._facts_of(self.state)
-        ended = replace(facts, status=status, files=tuple(dict.fromkeys((*facts.files, *more))))
+        ended = replace(facts, status=status, ended_ms=now_ms(), files=tuple(dict.fromkeys((*facts.files, *more))))
         self._write(self._facts_file, lambda: ended)
         self._write(self._parent_facts_file, lambda: self._pipeline_facts(status if finish_parent else "RUNNING"))
-        calls = [*self._calls(self._parent, "of the pipeline"), *self._calls(self.state, "of the stage")]
-        calls.append(Call("status of the stage", partial(self._send_status, self.state)))
+        calls = [*self.opening_calls(), Call("status of the stage", partial(self._send_status, self.state))]
         if finish_parent:
             calls.append(Call("status of the pipeline", partial(self._send_status, self._parent)))
         return calls
@@ -341,12 +348,10 @@ class MlflowStore:
         return [*self._unsent(self._parent, "of the pipeline"), *self._unsent(self.state, f"of {self.settings.stage}")]
 
     def _unsent(self, state: RunState, of: str) -> list[Call]:
-        facts, calls = self._facts_of(state), []
-        if state.sent.get("facts") != facts.digest:
-            calls.append(Call(f"tags, params, data sets and results {of}", partial(self._send_facts, state)))
-        for name in facts.files:
-            if state.sent.get(name) != self._mark(name) is not None:
-                calls.append(Call(f"artifact {Path(name).name} {of}", partial(self._send_file, state, name)))
+        facts = self._facts_of(state)
+        marks = [("facts", facts.digest), *((name, self._mark(name)) for name in facts.files)]
+        due = zip(self._calls(state, of), marks, strict=True)
+        calls = [call for call, (name, mark) in due if state.sent.get(name) != mark is not None]
         if state.sent.get("status") != facts.status:
             calls.append(Call(f"status {of}", partial(self._send_status, state)))
         return calls
@@ -369,19 +374,19 @@ class MlflowStore:
 
     def _mark(self, name: str) -> str | None:
         """Changes with a file; None: it is not there, and may never be, as where there are no changes to tell of."""
-        try:
-            status = (self.settings.folder.path / name).stat()
-        except OSError:
+        folder = self.settings.folder.path
+        if not ((folder / name).is_file() and is_inside(folder / name, folder=folder)):  # the name may be a stranger's
             return None
+        status = (folder / name).stat()
         return f"{status.st_size} {status.st_mtime_ns}"
 
     def _send_status(self, state: RunState) -> None:
-        status = self._facts_of(state).status
-        if status == "RUNNING":
-            self.client.update_run(state.run_id, status=status)
+        facts = self._facts_of(state)
+        if facts.status == "RUNNING":
+            self.client.update_run(state.run_id, status=facts.status)
         else:
-            self.client.set_terminated(state.run_id, status=status)
-        self._note_sent(state, "status", status)
+            self.client.set_terminated(state.run_id, status=facts.status, end_time=facts.ended_ms)
+        self._note_sent(state, "status", facts.status)
 
     def _note_sent(self, state: RunState, name: str, mark: str) -> None:
         state.sent[name] = mark

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,17 +23,6 @@ from pipeline.vocabulary import MLFLOW_FILE
 ResultKind = Literal["eval", "fewshot", "probe", "knn", "transfer"]
 RUNS_FOLDER = Path("runs")  # of a result that belongs to no run; the default of `shardvit run --runs`
 _WAIT_SECONDS = 60.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Result:
-    name: str
-    kind: ResultKind
-    params: Mapping[str, object]
-    metrics: Mapping[str, float]
-    datasets: Sequence[DatasetInput] = ()
-    files: Sequence[Path] = ()
-    tables: Mapping[str, Mapping[str, Sequence[object]]] = field(default_factory=dict)
 
 
 def log_result(
@@ -66,14 +54,21 @@ def log_result(
         experiment: None: the run's, or "shardvit".
         say: prints one line.
     """
-    result = _Result(
-        name=name, kind=kind, params=params, metrics=metrics, datasets=datasets, files=files, tables=tables or {}
-    )
     problem: list[str] = []
+
+    def fill(client: Any, run_id: str) -> None:
+        known = {key: str(value) for key, value in params.items() if value is not None}
+        log_new_params(client, run_id, known)
+        log_metrics(client, run_id, {key: each for key, each in metrics.items() if math.isfinite(each)})
+        log_datasets(client, run_id, datasets)
+        for file in files:
+            client.log_artifact(run_id, str(file))
+        for table, columns in (tables or {}).items():
+            client.log_table(run_id, {key: list(values) for key, values in columns.items()}, f"tables/{table}.json")
 
     def send() -> None:
         try:
-            _send(result, of_run=of_run, tracking_uri=tracking_uri, experiment=experiment)
+            _send(name, kind, fill, of_run=of_run, tracking_uri=tracking_uri, experiment=experiment)
         except Exception as error:  # noqa: BLE001  (the command has done its work)
             problem.append(f"{type(error).__name__}: {str(error)[:300]}")
 
@@ -86,30 +81,31 @@ def log_result(
         say(without_credentials(" ".join(f"MLflow did not take the result: {problem[0]}".split())))
 
 
-def _send(result: _Result, *, of_run: RunFolder | None, tracking_uri: str | None, experiment: str | None) -> None:
+def _send(
+    name: str,
+    kind: ResultKind,
+    fill: Callable[[Any, str], None],
+    *,
+    of_run: RunFolder | None,
+    tracking_uri: str | None,
+    experiment: str | None,
+) -> None:
     sweep = None if of_run is None else of_run.sweep
     home = (RUNS_FOLDER if of_run is None else of_run.runs_root if sweep is None else sweep.parent).absolute()
     parent = None if of_run is None else load_run_state(of_run.path / MLFLOW_FILE).run_id
     client, experiment_id = open_client(
         store_uri(tracking_uri, home=home), home=home, experiment=experiment or "shardvit"
     )
-    tags = {**source_tags(), "shardvit.kind": result.kind}
+    tags = {**source_tags(), "shardvit.kind": kind}
     if parent is not None:
         known = _run_or_none(client, parent)
         if known is not None:
             tags["mlflow.parentRunId"] = parent
             if experiment is None:
                 experiment_id = known.info.experiment_id
-    run_id = str(client.create_run(experiment_id, run_name=result.name, tags=tags).info.run_id)
+    run_id = str(client.create_run(experiment_id, run_name=name, tags=tags).info.run_id)
     try:
-        params = {key: str(value) for key, value in result.params.items() if value is not None}
-        log_new_params(client, run_id, params)
-        log_metrics(client, run_id, {key: each for key, each in result.metrics.items() if math.isfinite(each)})
-        log_datasets(client, run_id, result.datasets)
-        for file in result.files:
-            client.log_artifact(run_id, str(file))
-        for table, columns in result.tables.items():
-            client.log_table(run_id, {key: list(values) for key, values in columns.items()}, f"tables/{table}.json")
+        fill(client, run_id)
     except BaseException:
         client.set_terminated(run_id, status="FAILED")
         raise

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from data_shards.durable import replace_text
+from data_shards.inside import is_inside, read_inside
 from data_shards.text import one_line, parse_json
 from pipeline.pictures.picture import KeptPicture, kept_pictures, newest_pictures
 from pipeline.recipe.schema import Recipe
@@ -53,7 +54,7 @@ class SentThings:
         replace_text(self.file, text + "\n", sync="none", writers="several")
 
 
-@dataclass(frozen=True)
+@dataclass
 class PublishedStage:
     """What was sent; `problem`: why the rest was not."""
 
@@ -80,13 +81,13 @@ def publish_stage(
         return PublishedStage()
     if not wait_seconds and load_run_state(folder.stage(stage) / MLFLOW_FILE).run_id is None:
         return PublishedStage()  # the next call sends it
-    sent = _Sending()
+    sent = PublishedStage()
     try:
         _publish(folder, recipe, stage, sent, tracking_uri=tracking_uri, wait_seconds=wait_seconds)
     except Exception as error:  # noqa: BLE001  (whatever it was, it waits for the next time)
         sent.problem = without_credentials(one_line(f"{type(error).__name__}: {error}"))[:_LONGEST_REASON]
         say(f"MLflow: {stage}: pictures and model wait for `shardvit sync {folder.path}` ({sent.problem})")
-    return PublishedStage(sent.pictures, sent.tables, sent.model, sent.problem)
+    return sent
 
 
 def unpublished(folder: RunFolder, recipe: Recipe, stage: StageName) -> bool:
@@ -98,26 +99,18 @@ def unpublished(folder: RunFolder, recipe: Recipe, stage: StageName) -> bool:
     return any(_name(each) not in marks for each in pictures) or (due is not None and marks.get("model") != due)
 
 
-@dataclass
-class _Sending:
-    pictures: int = 0
-    tables: int = 0
-    model: str = ""
-    problem: str = ""
-
-
 def _publish(
     folder: RunFolder,
     recipe: Recipe,
     stage: StageName,
-    sent: _Sending,
+    sent: PublishedStage,
     *,
     tracking_uri: str | None,
     wait_seconds: float,
 ) -> None:
     run_id = _wait_for_run(folder.stage(stage) / MLFLOW_FILE, wait_seconds=wait_seconds)
-    uri = _uri_of(folder, tracking_uri)
-    client = client_of(uri)
+    home, uri = home_of(folder), _uri_of(folder, tracking_uri)
+    client = client_of(uri, home=home)
     things = _load(folder.stage(stage), run_id=run_id)
     kept = [each for each in kept_pictures(folder.stage(stage)) if _name(each) not in things.marks]
     there = {file.path for name in ("images", "tables") for file in _artifacts(client, run_id, name)} if kept else set()
@@ -147,12 +140,12 @@ def publish_page(folder: RunFolder, recipe: Recipe, *, tracking_uri: str | None 
     MLflow does. `tracking_uri` as for `publish_stage`."""
     page, run_id = folder.path / PAGE_FILE, load_run_state(folder.path / MLFLOW_FILE).run_id
     is_offline = recipe.tracking.mode == "offline" and tracking_uri is None
-    if run_id is None or is_offline or page.is_symlink() or not page.is_file():
+    if run_id is None or is_offline or not is_inside(page, folder=folder.path) or not page.is_file():
         return False
     things, mark = _load(folder.path, run_id=run_id), str(page.stat().st_mtime_ns)
     if things.marks.get(PAGE_FILE) == mark:
         return False
-    client_of(_uri_of(folder, tracking_uri)).log_artifact(run_id, str(page))
+    client_of(_uri_of(folder, tracking_uri), home=home_of(folder)).log_artifact(run_id, str(page))
     things.note(PAGE_FILE, mark)
     return True
 
@@ -173,7 +166,7 @@ def _wait_for_run(file: Path, *, wait_seconds: float) -> str:
 def _load(place: Path, *, run_id: str) -> SentThings:
     file = place / MLFLOW_SENT_FILE
     try:
-        record = parse_json(file.read_bytes())
+        record = parse_json(read_inside(file, folder=file.parent))
         if record["run_id"] == run_id:
             return SentThings(file, run_id, {str(name): str(mark) for name, mark in record["marks"].items()})
     except (OSError, ValueError, KeyError, TypeError, AttributeError):

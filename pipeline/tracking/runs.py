@@ -6,11 +6,10 @@ Each function makes one or a few synchronous calls, and raises whatever MLflow d
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pipeline.tracking.facts import DatasetInput, RunFacts
+from pipeline.tracking.facts import DatasetInput, RunFacts, now_ms
 from pipeline.tracking.tracking_thread import without_credentials
 
 # From mlflow.utils.validation, and the column `digest` of MLflow's table `datasets`.
@@ -32,8 +31,7 @@ def log_metrics(client: Any, run_id: str, metrics: Mapping[str, float], *, step:
     """Send values of this moment."""
     from mlflow.entities import Metric
 
-    now = int(time.time() * 1000)
-    log_points(client, run_id, [Metric(name, value, now, step) for name, value in metrics.items()])
+    log_points(client, run_id, [Metric(name, value, now_ms(), step) for name, value in metrics.items()])
 
 
 def log_new_params(client: Any, run_id: str, params: Mapping[str, str]) -> dict[str, str]:

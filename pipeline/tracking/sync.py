@@ -10,13 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import islice
+from pathlib import Path
 
 from data_shards.errors import UserError
+from data_shards.inside import is_inside
 from pipeline.metrics_log import read_metrics
 from pipeline.recipe.schema import Recipe
 from pipeline.run_folder import RunFolder
 from pipeline.tracking.mlflow_store import MlflowStore
-from pipeline.tracking.publish import publish_page, publish_stage
+from pipeline.tracking.publish import PublishedStage, publish_page, publish_stage
 from pipeline.tracking.settings import TrackerSettings
 from pipeline.tracking.tracking_thread import without_credentials
 from pipeline.vocabulary import METRICS_FILE, StageName
@@ -32,17 +34,16 @@ class Synced:
     stage: StageName
     points: int = 0
     others: list[str] = field(default_factory=list)  # tags, artifacts, ...: what each call was for
-    pictures: int = 0
-    tables: int = 0
-    model: str = ""
+    published: PublishedStage = field(default_factory=PublishedStage)
     refused: list[str] = field(default_factory=list)
 
     def describe(self) -> str:
         """One line for people."""
         parts = [f"{self.points:,} points"] if self.points else []
         parts += self.others
-        parts += [f"{count} {what}" for count, what in ((self.pictures, "pictures"), (self.tables, "tables")) if count]
-        parts += [f"model {self.model}"] if self.model else []
+        sent = self.published
+        parts += [f"{count} {what}" for count, what in ((sent.pictures, "pictures"), (sent.tables, "tables")) if count]
+        parts += [f"model {sent.model}"] if sent.model else []
         return f"{self.stage}: " + (", ".join(parts) if parts else "nothing was missing")
 
 
@@ -54,16 +55,22 @@ def sync_run(
     Raises:
         UserError: the store cannot be reached or refuses, or nothing was trained.
     """
-    stages: list[StageName] = [name for name in recipe.stages.names if (folder.stage(name) / METRICS_FILE).exists()]
+    files: dict[StageName, Path] = {name: folder.stage(name) / METRICS_FILE for name in recipe.stages.names}
+    # What is a link is another run's, and is sent with that one.
+    stages: list[StageName] = [
+        name for name, file in files.items() if file.is_file() and is_inside(file, folder=folder.path)
+    ]
     if not stages:
         raise UserError(f"{folder.path}: no stage has begun, so there is nothing to send")
+    settings = [
+        TrackerSettings(folder=folder, recipe=recipe, stage=stage, tracking_uri=tracking_uri, experiment=experiment)
+        for stage in stages
+    ]
+    for each in settings:  # all before the pipeline's run is told its end
+        MlflowStore(each, say=say, runs="as they are").settle()
     done: list[Synced] = []
-    for stage in stages:
-        settings = TrackerSettings(
-            folder=folder, recipe=recipe, stage=stage, tracking_uri=tracking_uri, experiment=experiment
-        )
-        store = MlflowStore(settings, say=say, runs="as they are")
-        store.settle()
+    for each in settings:
+        store, stage = MlflowStore(each, say=say, runs="as they are"), each.stage
         synced = Synced(stage)
         try:
             store.connect()
@@ -71,16 +78,15 @@ def sync_run(
             for call in store.unsent():
                 call.send()
                 synced.others.append(call.name)
-            if publish_page(folder, recipe, tracking_uri=settings.uri):
+            if publish_page(folder, recipe, tracking_uri=each.uri):
                 synced.others.append("the page")
         except Exception as error:
-            reason = without_credentials(f"{type(error).__name__}: {error}")[:_LONGEST_REASON]
+            reason = without_credentials(str(error) or type(error).__name__)[:_LONGEST_REASON]
             raise UserError(f"{store.place} does not take {folder.path}: {' '.join(reason.split())}") from error
-        sent = publish_stage(folder, recipe, stage, say, tracking_uri=settings.uri, wait_seconds=0.0)
-        synced.pictures, synced.tables, synced.model = sent.pictures, sent.tables, sent.model
+        synced.published = publish_stage(folder, recipe, stage, say, tracking_uri=each.uri, wait_seconds=0.0)
         done.append(synced)
-        if sent.problem:
-            raise UserError(f"{store.place} does not take all of {folder.path}: {sent.problem}")
+        if synced.published.problem:
+            raise UserError(f"{store.place} does not take all of {folder.path}: {synced.published.problem}")
     return done
 
 

@@ -84,17 +84,18 @@ def main(runs_root: str, name: str, stage_name: str, node: str) -> None:
     threading.Thread(target=lambda: (sys.stdin.buffer.read(), over.set()), daemon=True).start()
     folder = RunFolder(runs_root=Path(runs_root), name=name)
     stage: StageName = next(each for each in ALL_STAGES if each == stage_name)
-    uri = store_uri(os.environ.get("MLFLOW_TRACKING_URI") or None, home=home_of(folder))
+    home = home_of(folder)
+    uri = store_uri(os.environ.get("MLFLOW_TRACKING_URI") or None, home=home)
     while not over.wait(_POLL_SECONDS):
         with suppress(OSError, ValueError):
             run_id = load_run_state(folder.stage(stage) / MLFLOW_FILE).run_id
             if run_id is not None:
-                watch(run_id, uri=uri, node=node, over=over)
+                watch(run_id, uri=uri, home=home, node=node, over=over)
 
 
-def watch(run_id: str, *, uri: str, node: str, over: threading.Event) -> None:
+def watch(run_id: str, *, uri: str, home: Path, node: str, over: threading.Event) -> None:
     """Watch this node for a run until `over`; a monitor that an outage has ended is started again."""
-    client_of(uri)  # quietly, and with short time-outs
+    client_of(uri, home=home)  # quietly, and with short time-outs
     from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 
     logging.disable(logging.WARNING)

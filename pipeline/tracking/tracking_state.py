@@ -7,11 +7,14 @@ written, the key finds the run, so that none is created twice.
 from __future__ import annotations
 
 import json
+import re
 import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from data_shards.durable import replace_text
+from data_shards.inside import read_inside
+from data_shards.text import parse_json
 
 
 @dataclass
@@ -45,10 +48,12 @@ def forget_run(state: RunState) -> None:
 def load_run_state(file: Path) -> RunState:
     """The state in `file`, or a fresh one if there is none. Raises ValueError (it is damaged), OSError."""
     try:
-        record = json.loads(file.read_text())
+        record = parse_json(read_inside(file, folder=file.parent))
     except FileNotFoundError:
         return RunState(file)
     try:
+        if not re.fullmatch("[0-9A-Za-z-]+", str(record["key"])):  # it stands in a query
+            raise ValueError(f"{file} has no key of a run")
         return RunState(
             file,
             key=str(record["key"]),

@@ -39,6 +39,7 @@ from typing import Annotated, Literal
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from data_shards.durable import replace_text
+from data_shards.inside import is_inside, read_inside
 from pipeline.vocabulary import FeatureLayer
 
 TRANSFER_FOLDER = "transfer"  # in the run's folder
@@ -124,7 +125,7 @@ def save_record(file: Path, record: TransferRecord) -> None:
 def load_record(file: Path) -> TransferRecord:
     """What `save_record` wrote. ValueError, one sentence: it is not there, or is none."""
     try:
-        return _RECORD.validate_json(file.read_bytes())
+        return _RECORD.validate_json(read_inside(file, folder=file.parent))
     except OSError as error:
         raise ValueError(f"{file} cannot be read ({error.strerror})") from None
     except ValidationError as error:
@@ -138,7 +139,7 @@ def transfer_records(run: Path) -> list[TransferRecord]:
     digests after it."""
     found: list[TransferRecord] = []
     for file in sorted((run / TRANSFER_FOLDER).glob("*.json")):
-        if file.name.startswith("."):
+        if file.name.startswith(".") or not is_inside(file, folder=run):
             continue
         try:
             found.append(load_record(file))

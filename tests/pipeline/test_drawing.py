@@ -75,6 +75,26 @@ def test_a_drawer_that_fails_is_named_and_tried_again(folder: RunFolder, monkeyp
     assert not (folder.stage("pretrain") / "pictures" / "drawn.json").exists()
 
 
+@pytest.mark.parametrize("name", ["model", "model/model.safetensors", "pretrain"])
+def test_nothing_is_drawn_of_what_is_a_link_out_of_the_run(
+    folder: RunFolder, drawn: list[tuple[str, str, int]], tmp_path: Path, name: str
+) -> None:
+    mine = tmp_path / "mine"
+    (mine / "model").mkdir(parents=True)
+    (mine / "model/model.safetensors").touch()
+    path = folder.stage("pretrain") if name == "pretrain" else folder.stage("pretrain") / name
+    if name == "pretrain":
+        path.rename(mine / "pretrain")
+    path.parent.mkdir(exist_ok=True)
+    path.symlink_to(mine / name)
+    if name == "pretrain":
+        draw_missing(folder, say=print)
+    else:
+        with pytest.raises(UserError, match="is a link out of"):
+            draw_missing(folder, say=print)
+    assert "pretrain" not in {stage for _, stage, _ in drawn}
+
+
 def test_a_stage_that_there_is_not(folder: RunFolder) -> None:
     with pytest.raises(UserError, match="masked_patch"):
         request_of(folder, stage="masked_patch", step=0)

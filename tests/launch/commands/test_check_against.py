@@ -85,7 +85,7 @@ def test_a_split_is_not_compared_with_itself_beside_others(call: Call, tmp_path:
 def test_mistakes_are_one_sentence(call: Call, sets: tuple[Path, Path, Path], tmp_path: Path):
     train, test, _ = sets
     code, _, error = call("check", train, "--report", tmp_path / "r")
-    assert code == 2 and "--report" in error and "--against" in error
+    assert code == 2 and "--output" in error and "--against" in error
     code, _, error = call("check", train, "--against", tmp_path / "nowhere")
     assert code == 2 and "nowhere" in error and "Traceback" not in error
     tar = min(test.glob("*.tar"))
@@ -114,7 +114,7 @@ def test_mistakes_are_told_before_anything_is_read(
     taken = tmp_path / "taken"
     taken.write_text("")
     code, _, errors = call("check", sets[0], "--against", sets[1], "--report", taken)
-    assert code == 2 and "--report" in errors and "taken" in errors
+    assert code == 2 and "--output" in errors and "taken" in errors
 
 
 def test_a_copy_elsewhere_is_another_set(call: Call, sets: tuple[Path, Path, Path], tmp_path: Path):

@@ -77,16 +77,17 @@ def test_weights_that_are_not_finite_are_refused(work: Path, call: Call, value: 
     state["blocks.0.mlp.fc1.bias"][3] = 0
     torch.save(state, work / "broken.pth")
     assert call("import", "broken.pth", "out", *SIZES, "--num-classes", "5")[0] == 0  # the broken head is dropped
-    code, _, error = call("import", "broken.pth", "out", *SIZES)
+    code, _, error = call("import", "broken.pth", "out", *SIZES, "--force")
     assert code == 2 and "head.bias" in error
 
 
 def test_the_loss_is_asked_for_or_assumed_with_a_note(work: Path, call: Call) -> None:
     for arguments, loss in (((), "softmax"), (("--loss", "sigmoid"), "sigmoid")):
-        code, output, _ = call("import", "weights.pth", "out", *SIZES, *arguments)
+        code, output, _ = call("import", "weights.pth", "out", *SIZES, *arguments, "--force")
         assert code == 0 and ("taken as softmax" in output) == (not arguments)
         assert read_meta(work / "out").loss == loss
-    call("import", "ours", "out")
+    assert call("import", "ours", "out")[0] == 2  # it may be another model that is there
+    assert call("import", "ours", "out", "--force")[0] == 0
     assert read_meta(work / "out").loss == "sigmoid"  # as its record says
 
 
@@ -107,7 +108,7 @@ def test_a_wrong_ending_is_told_before_anything_is_loaded(call: Call, monkeypatc
     for module in ("model.formats.export", "pipeline.find_model", "torch"):
         monkeypatch.setitem(sys.modules, module, None)  # importing it is an error
     code, _, error = call("export", "missing", "--format", "onnx", "--out", "x.pt")
-    assert code == 2 and "--out x.pt: the name of such a file must end in .onnx" in error
+    assert code == 2 and "--output x.pt: the name of such a file must end in .onnx" in error
 
 
 def test_a_runs_folder_is_told_from_a_models(work: Path, call: Call) -> None:
@@ -159,7 +160,8 @@ def test_class_names_of_imagenet(work: Path, call: Call, known: str, count: int,
         (("weights.pth", "out", "--width", "32"), "depth, heads, patch_size must be given too"),
         (("weights.pth", "out", *SIZES, "--gelu", "relu"), "relu"),
         (("ours", "out", "--layer-norm-eps", "-1"), "--layer-norm-eps: Input should be greater than 0"),
-        (("ours", "taken"), "taken exists and is not a saved model of shardvit"),
+        (("ours", "taken"), "OUT taken: it is there"),
+        (("ours", "taken", "--force"), "taken exists and is not a saved model of shardvit"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, tuple) else "",
 )
@@ -210,7 +212,7 @@ def test_the_name_of_a_models_export_says_whose_it_is(work: Path, call: Call, fo
         (("ours",), "--format"),
         (("ours", "--format", "keras"), "keras"),
         (("ours", "--format", "npz", "--out", "model.bin"), "model.bin: the name of such a file must end in .npz"),
-        (("ours", "--format", "npz", "--out", "mine.npz"), "mine.npz exists and is no earlier npz export"),
+        (("ours", "--format", "npz", "--out", "mine.npz"), "mine.npz: it is there"),
     ],
 )
 def test_mistakes_in_an_export(work: Path, call: Call, arguments: tuple[str, ...], message: str) -> None:

@@ -33,16 +33,18 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_two_processes_print_what_one_does(place: Path, run_cli: RunCli, tmp_path: Path):
-    asked = ("eval", str(place / "model"), str(place / "out/train"), "--batch", "4", "--no-tracking", "--json", "-")
-    alone = run_cli(*asked, "--output", str(tmp_path / "kept"), cwd=place)
+    asked = ("eval", str(place / "model"), str(place / "out/train"), "--batch", "4", "--no-tracking")
+    asked = (*asked, "--output", str(tmp_path / "kept"), "--json")
+    alone = run_cli(*asked, "-", cwd=place)
     assert alone.returncode == 0, alone.stderr
     tree = json.loads(alone.stdout)
     assert tree["images"] == 21 and {each["class"]: each["images"] for each in tree["classes"]} == {"dog": 7, "cat": 14}
     assert tree["metrics"]["top1"] == sum(each["right"] for each in tree["classes"]) / 21
     kept = load_evaluation(tmp_path / "kept")
     assert kept.classes == ("dog", "horse", "cat") and kept.metrics["val/loss"] == tree["metrics"]["loss"]
-    two = run_cli(*asked, "--processes", "2", cwd=place)
-    assert two.returncode == 0 and two.stdout == alone.stdout
+    (tmp_path / "earlier.json").write_text(alone.stdout)  # both places have what the command wrote before
+    two = run_cli(*asked, str(tmp_path / "earlier.json"), "--processes", "2", cwd=place)
+    assert two.returncode == 0 and (tmp_path / "earlier.json").read_text() == alone.stdout, two.stderr
 
 
 def model_with(place: Path, folder: Path, *, bias: tuple[float, float, float]) -> Path:

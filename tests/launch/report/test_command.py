@@ -93,10 +93,11 @@ def test_several_runs_have_one_beside_them_or_where_it_is_asked_for(
     runs: list[RunFolder], capsys: pytest.CaptureFixture[str]
 ) -> None:
     paths = [folder.path for folder in runs[:2]]
-    assert compare(*paths, no_draw=True) == 0
-    out = capsys.readouterr().out
-    assert out.endswith("report  runs/report.html\n")
+    assert report(*paths, no_draw=True) == 0
+    assert capsys.readouterr().out == "report  runs/report.html\n"
     assert compare(*paths, output=Path("x.html"), no_draw=True) == 0
+    out = capsys.readouterr().out
+    assert out.endswith("report  x.html\n")
     assert Path("x.html").read_text() == Path("runs/report.html").read_text()
     rows = [line.split() for line in out.splitlines()]
     assert ["seed", "0", "1"] in rows and ["stages.finetune.optimizer.lr", "0.02", "0.5"] in rows
@@ -120,7 +121,7 @@ def test_a_run_beside_others_shows_what_they_share(runs: list[RunFolder]) -> Non
 def test_a_hostile_run_is_compared_without_a_control_character(
     runs: list[RunFolder], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert compare(runs[0].path, runs[2].path, no_draw=True) == 0
+    assert compare(runs[0].path, runs[2].path) == 0
     captured = capsys.readouterr()
     for text in (captured.out, captured.err):
         assert all(each.isprintable() or each == "\n" for each in text)

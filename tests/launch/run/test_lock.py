@@ -92,6 +92,24 @@ def _patient(locks: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lock, "_WATCH_SECONDS", PATIENCE_SECONDS)
 
 
+def test_a_hard_linked_copy_and_its_original_do_not_lock_one_another(path: Path):
+    """Whoever waited for the file that they shared finds the new one."""
+    with locked(path, what="the original"):
+        pass
+    copy = path.parents[1] / "copy" / path.name
+    subprocess.run(["cp", "-rl", path.parent, copy.parent], check=True)
+    with held(copy), locked(path, what="the original"):
+        assert not copy.samefile(path)
+        with pytest.raises(UserError, match="in use"), locked(copy, what="the copy"):
+            pass
+    waiting = os.open(path, os.O_RDWR)
+    os.link(path, path.with_name("shared"))
+    with locked(path, what="the original"):
+        assert not os.path.samestat(os.fstat(waiting), path.stat())
+        assert not lock._is_own(path, waiting)
+    os.close(waiting)
+
+
 every_file_system = pytest.mark.parametrize("locks", ["everywhere", "machine", "none"], indirect=True)
 weak_file_system = pytest.mark.parametrize("locks", ["machine", "none"], indirect=True)
 

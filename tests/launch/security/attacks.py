@@ -92,6 +92,10 @@ RECIPES = ("run", *LOOKS)
 RESUME = "tests/distributed/test_elastic.py: test_a_command_in_any_file_of_any_stage_is_refused_by_name_and_not_run"
 RESUME_ACCELERATE = "tests/pipeline/engine/test_reading.py: test_what_keeps_everything_whole_goes_on_from_no_pickle"
 REDIRECT = "tests/data_shards/store/test_redirects.py: test_a_redirect_that_is_not_followed_ends_at_once"
+SHOWN = "tests/launch/security/test_links.py: test_a_file_that_is_a_link_out_is_not_followed"
+SENT = "tests/pipeline/tracking/test_sent_later.py: test_only_files_of_the_run_are_sent_whatever_its_records_name"
+DRAWN = "tests/launch/figures/test_figures_command.py: test_weights_that_are_a_link_out_of_the_run_are_not_looked_at"
+LINKS = {**dict.fromkeys(("report", "compare", "watch", "status"), SHOWN), "sync": SENT, "figures": DRAWN}
 
 ROWS = (
     Row("a recipe with YAML tags", ("status", *RECIPES), "refused", (tagged_recipe, tagged_parent)),
@@ -126,6 +130,7 @@ ROWS = (
         "read as data",
         (tagged_recipe, pipe, commands_in_the_records, evaluation_of_objects),
     ),
+    Row("links out of a run's folder, FIFOs in it", tuple(LINKS), "not read", (), LINKS),
     Row("state.json of a checkpoint", FOLDERS, "refused", (command_as_state,)),
     Row(
         "DeepSpeed's checkpoint, ZeRO 0 to 3",

@@ -131,8 +131,9 @@ def test_a_recipe_gives_what_the_model_will_see(call: Call, packed: Path, tmp_pa
 
 def test_a_shipped_recipe_by_its_name_with_shards(call: Call, packed: Path, tmp_path: Path) -> None:
     sets = [f"train={packed}/train", f"eval={packed}/val", "pretrain.global_batch_size=8", "data.lanes=8"]
-    code, out, error = call("show", "digits", *sets, "--images", 3)
-    assert (code, out) == (0, "show/digits/index.html\n"), error
+    for _ in range(2):  # the second time in place of the first
+        code, out, error = call("show", "digits", *sets, "--images", 3)
+        assert (code, out) == (0, "show/digits/index.html\n"), error
 
 
 @pytest.mark.parametrize(

@@ -60,6 +60,17 @@ def test_what_is_rendered_is_what_is_submitted(work: Path):
     assert f"#SBATCH --chdir={os.getcwd()}" in text
 
 
+def test_jobs_of_a_hard_linked_copy_append_to_logs_of_its_own(work: Path):
+    log = work / "runs/digits/slurm/pretrain.log"
+    log.parent.mkdir(parents=True)
+    log.write_text("before\n")
+    os.link(log, work / "original.log")
+    submit_plan(plan(), slurm=FakeSlurm())
+    with log.open("a") as file:
+        file.write("after\n")
+    assert ((work / "original.log").read_text(), log.read_text()) == ("before\n", "before\nafter\n")
+
+
 def test_finished_stages_are_left_out(work: Path):
     folder = RunFolder(runs_root=work / "runs", name="digits")
     folder.open(plan().recipe)

@@ -62,9 +62,13 @@ def test_fewshot_prints_a_table_and_keeps_the_result_with_the_run(call: Call, fo
     written = json.loads(Path("few.json").read_text())
     assert written["results"][0]["value"] == record.results[0].value
     assert {name: len(taken) for name, taken in written["shots"]["1"].items()} == dict.fromkeys("0123", 5)
-    # the same again, as JSON alone, from what is kept
-    code, out, err = call("fewshot", "runs/small", *SETS, "--shots", 2, 5, "--seeds", 2, "--no-tracking", "--json", "-")
-    assert code == 0 and json.loads(out) == written and "features of" not in err
+    # the same again, as JSON alone, from what is kept; and into the file that it wrote
+    for place in ("-", "few.json"):
+        code, out, err = call("fewshot", "runs/small", *SETS, *options[:-1], place)
+        assert code == 0 and "features of" not in err
+        assert json.loads(out if place == "-" else Path(place).read_text()) == written
+    code, _, err = call("knn", "runs/small", *SETS, "--no-tracking", "--json", "few.json")
+    assert code == 2 and "few.json" in err and "--force" in err
 
 
 def test_probe_and_knn_of_a_model_from_elsewhere(call: Call, folder: Path) -> None:

@@ -55,6 +55,28 @@ def test_what_is_damaged_is_named_and_the_rest_is_read(folder: RunFolder) -> Non
     assert "2 damaged lines" in history.notes[2]
 
 
+def test_a_stage_that_is_a_link_is_read_if_it_leads_to_a_run_of_the_same_sweep(
+    tmp_path: Path, folder: RunFolder
+) -> None:
+    sweep = tmp_path / "digits-sweep"
+    for name, to in (("inside", "../pretrain-1a2b/pretrain"), ("outside", "../../digits/pretrain")):
+        point = RunFolder(sweep, name)
+        point.open(load_recipe("digits"))
+        point.stage("pretrain").symlink_to(to)
+    (sweep / "sweep.json").write_text("{}")
+    (sweep / "pretrain-1a2b").mkdir()
+    folder.stage("pretrain").rename(sweep / "pretrain-1a2b/pretrain")
+    folder.stage("pretrain").symlink_to(sweep / "pretrain-1a2b/pretrain")
+    inside, outside, alone = (read_history(each) for each in (RunFolder(sweep, "inside"), point, folder))
+    assert inside.stages[0].name == "pretrain" and inside.notes == ()
+    assert inside.stages[0].last("val/top1") == 0.75
+    (sweep / "sweep.json").unlink()
+    for history in (read_history(RunFolder(sweep, "inside")), alone):
+        assert [stage.name for stage in history.stages] == ["swap_head", "finetune"]
+        assert "pretrain is a link out of the run" in history.notes[0]
+    assert outside.stages[0].name == "pretrain"  # it leads back into the sweep
+
+
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path, folder: RunFolder) -> None:
     assert run_folder_at(folder.path) == RunFolder(tmp_path.resolve(), "digits")
     with pytest.raises(UserError, match="no run"):

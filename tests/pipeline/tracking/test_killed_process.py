@@ -11,26 +11,19 @@ import pytest
 
 from pipeline.tracking import mlflow_store as tracking
 from pipeline.tracking.settings import TrackerSettings
-from tests.pipeline.tracking.test_mlflow_store import (  # noqa: F401  (fixtures)
-    Attempt,
-    client,
-    close_files,
-    curve,
-    run_of,
-    runs_root,
-    settings,
-)
+from tests.pipeline.tracking.attempts import Attempt, curve, run_of
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
+    pytest.mark.usefixtures("close_files"),
 ]
 
 
 def test_a_killed_process_is_followed_by_one_that_completes_its_curve(
-    client: Any,  # noqa: F811
-    settings: TrackerSettings,  # noqa: F811
+    client: Any,
+    settings: TrackerSettings,
 ) -> None:
     code = """
         import os, signal, sys, time

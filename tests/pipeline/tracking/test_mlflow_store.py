@@ -6,23 +6,20 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pipeline.metrics_log import open_metrics_log
 from pipeline.recipe.io import load_recipe
-from pipeline.run_folder import RunFolder
 from pipeline.tracking import mlflow_store as tracking
 from pipeline.tracking import tracking_thread
-from pipeline.tracking.facts import DatasetInput, load_facts
-from pipeline.tracking.mlflow_store import open_tracker
+from pipeline.tracking.facts import load_facts
 from pipeline.tracking.settings import TrackerSettings
 from pipeline.tracking.tracking_state import load_run_state
 from pipeline.tracking.tracking_thread import Timing
+from tests.pipeline.tracking.attempts import Attempt, begun, curve, run_of
 from tests.pipeline.tracking.trickling import trickling_server
 
 # MLflow's and SQLAlchemy's own: they are not for us to mend.
@@ -30,85 +27,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
+    pytest.mark.usefixtures("close_files"),
 ]
-
-
-@pytest.fixture(scope="module")
-def runs_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("runs")
-
-
-@pytest.fixture(scope="module")
-def client(runs_root: Path) -> Any:
-    from mlflow.tracking import MlflowClient
-
-    # With patience: where a commit's fsync takes longer than SQLite's 5 seconds, what reads meanwhile is refused.
-    opened = MlflowClient(tracking_uri=f"sqlite:///{runs_root}/mlflow.db?timeout=240")
-    opened.search_experiments()
-    return opened
-
-
-@pytest.fixture
-def settings(runs_root: Path, client: Any, request: pytest.FixtureRequest) -> TrackerSettings:
-    recipe = load_recipe("digits", overrides=[f"name={request.node.name}", "stages.pretrain.head_bias=-7"])
-    folder = RunFolder(runs_root=runs_root, name=recipe.name)
-    folder.path.mkdir()
-    (folder.path / "recipe.yaml").write_text("seed: 1\n")
-    return TrackerSettings(
-        folder=folder,
-        recipe=recipe,
-        stage="pretrain",
-        params={"plan.lanes": "4", "data.url": "https://me:secret@host/x", "long": "x" * 7000, "empty": ""},
-        datasets=(
-            DatasetInput(name="digits-train", source="shards/train", digest="d" * 36, context="train", images=9),
-            DatasetInput(name="digits-val", source="shards/test", digest="e" * 40, context="eval"),
-        ),
-        tags={"shardvit.world_size": "2", "shardvit.host": "node1"},
-        timing=Timing(flush_seconds=0.05, close_seconds=240.0),
-    )
-
-
-_opened: list["Attempt"] = []
-
-
-@pytest.fixture(autouse=True)
-def close_files(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(tracking_thread, "_BEGIN_SECONDS", 0.0)
-    monkeypatch.setattr(tracking_thread, "_SILENT_SECONDS", 240.0)  # what a slow machine takes is not told
-    yield
-    while _opened:
-        _opened.pop().file.close()
-
-
-class Attempt:
-    """One attempt at a stage, with its metrics.jsonl."""
-
-    def __init__(self, settings: TrackerSettings, *, resume_step: int = 0) -> None:
-        self.said: list[str] = []
-        path = settings.folder.stage(settings.stage) / "metrics.jsonl"
-        self.file = open_metrics_log(path, resume_step=resume_step)
-        self.tracker = open_tracker(settings, log=self.file, say=self.said.append)
-        _opened.append(self)
-
-    def log(self, *steps: int) -> None:
-        for step in steps:
-            self.metrics(step, {"train/loss": 1 / step})
-
-    def metrics(self, step: int, metrics: dict[str, float]) -> None:
-        self.file.append(step=step, images_seen=64 * step, metrics=metrics)
-
-
-def begun(settings: TrackerSettings) -> str | None:
-    return load_run_state(settings.folder.stage(settings.stage) / "mlflow.json").run_id
-
-
-def run_of(client: Any, settings: TrackerSettings) -> Any:
-    return client.get_run(begun(settings))
-
-
-def curve(client: Any, settings: TrackerSettings, name: str = "train/loss") -> list[tuple[int, float]]:
-    run_id = run_of(client, settings).info.run_id
-    return [(point.step, point.value) for point in client.get_metric_history(run_id, name)]
 
 
 def until(true: Callable[[], bool]) -> None:

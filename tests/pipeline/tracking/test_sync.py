@@ -31,7 +31,7 @@ from pipeline.recipe.io import dump_recipe, load_recipe
 from pipeline.run_folder import RunFolder
 from pipeline.tracking import tracking_thread
 from pipeline.tracking.mlflow_store import open_tracker
-from pipeline.tracking.publish import publish_stage
+from pipeline.tracking.publish import PublishedStage, publish_stage
 from pipeline.tracking.settings import TrackerSettings
 from pipeline.tracking.sync import sync_run
 from pipeline.tracking.tracking_state import load_run_state
@@ -197,8 +197,9 @@ def test_after_an_outage_in_mid_run_a_sync_leaves_every_value_once_and_the_model
     server.start()
     (first,) = sync_run(run, settings.recipe, tracking_uri=server.uri, experiment="shardvit", say=said.append)
     (second,) = sync_run(run, settings.recipe, tracking_uri=server.uri, experiment="shardvit", say=said.append)
-    assert first.points == 5 and (first.pictures, first.tables, bool(first.model)) == (2, 1, True)
-    assert (second.points, second.others, second.pictures, second.tables, second.model) == (0, [], 0, 0, "")
+    sent = first.published
+    assert first.points == 5 and (sent.pictures, sent.tables, bool(sent.model)) == (2, 1, True)
+    assert (second.points, second.others, second.published) == (0, [], PublishedStage())
 
     child, parent = (load_run_state(file).run_id for file in (state_file, run.path / "mlflow.json"))
     assert child and parent and server.rows(child) == expected(run)

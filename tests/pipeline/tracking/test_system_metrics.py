@@ -86,6 +86,6 @@ def test_what_keeps_a_node_from_being_watched_is_said_once(
     monkeypatch.setattr(system_metrics_monitor, "SystemMetricsMonitor", fails)
     monkeypatch.setattr(system_metrics, "_AGAIN_SECONDS", 0.0)
     monkeypatch.setattr(logging, "disable", lambda level: None)
-    system_metrics.watch("run", uri=f"sqlite:///{tmp_path}/mlflow.db", node="", over=over)
+    system_metrics.watch("run", uri=f"sqlite:///{tmp_path}/mlflow.db", home=tmp_path, node="", over=over)
     (line,) = capsys.readouterr().err.splitlines()
     assert len(tries) == 3 and "RuntimeError: no sensors" in line and "secret" not in line

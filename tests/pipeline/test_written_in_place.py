@@ -1,0 +1,74 @@
+"""What a stage writes in place: in a hard-linked copy (`cp -rl`) it is the copy's own, and the original stays."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from data_shards.loading.batch import Fault
+from pipeline.beside import Beside
+from pipeline.metrics_log import open_metrics_log
+from pipeline.ranks.gone import NEWS_FILE, tell_all_hosts
+from pipeline.ranks.heartbeat import Heartbeat, write_heartbeat
+from pipeline.ranks.stacks import StackDumps, stack_file
+from pipeline.report.events import EventsLog
+from pipeline.run_folder import RunFolder
+from tests.pipeline.test_faults import batch_with, ledger, settle_alone
+
+BEAT = Heartbeat(0, "1", "here", "x", 1, 0.0, 1, 1, 400, 1, "", 0.0, waiting=False, state="failed")
+
+
+def metrics(stage: Path) -> None:
+    with open_metrics_log(stage / "metrics.jsonl", resume_step=0) as log:
+        log.append(step=1, images_seen=1, metrics={})
+
+
+def events(stage: Path) -> None:
+    with EventsLog(stage / "events.jsonl", say=pytest.fail) as log:
+        log.append("note", "new", step=1, images_seen=1)
+
+
+def stacks(stage: Path) -> None:
+    dumps = StackDumps(stack_file(stage / "ranks", 0))
+    dumps.open()
+    dumps.dump()
+    dumps.close()
+
+
+def faults(stage: Path) -> None:
+    account = ledger(stage)
+    account.note(batch_with(Fault("s.tar", "new", "broken")), use="train", rows=4)
+    settle_alone(account)
+
+
+def pictures(stage: Path) -> None:
+    with Beside(RunFolder(stage.parents[1], stage.parent.name), environ=dict(os.environ), say=pytest.fail) as beside:
+        beside.ask("masked_patch", "begin", 0)
+        beside.close(patience_seconds=300)
+
+
+WRITERS: dict[str, Callable[[Path], None]] = {
+    "metrics.jsonl": metrics,
+    "events.jsonl": events,
+    "ranks/rank-0.json": lambda stage: write_heartbeat(stage / "ranks", BEAT),
+    f"ranks/{NEWS_FILE}": lambda stage: tell_all_hosts(stage / "ranks", BEAT),
+    "ranks/stack-rank-0.txt": stacks,
+    "corrupt_samples.jsonl": faults,
+    "../pictures.log": pictures,
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_hard_linked_copy_is_written_to_and_the_original_is_not(tmp_path: Path, name: str) -> None:
+    stage = tmp_path / "runs/law/pretrain"
+    (stage / "ranks").mkdir(parents=True)
+    original, file = tmp_path / "original", stage / name
+    original.write_text('{"step": 0, "images_seen": 0, "time": 0.0, "metrics": {}}\n')
+    before = original.read_bytes(), original.stat().st_mtime_ns
+    os.link(original, file)
+    WRITERS[name](stage)
+    assert (original.read_bytes(), original.stat().st_mtime_ns) == before
+    assert file.read_bytes() != before[0] and file.stat().st_nlink == 1

@@ -1,0 +1,60 @@
+"""One MLflow store on SQLite for a module, since MLflow makes its schema in some seconds, and a run's settings."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.recipe.io import load_recipe
+from pipeline.run_folder import RunFolder
+from pipeline.tracking import tracking_thread
+from pipeline.tracking.facts import DatasetInput
+from pipeline.tracking.settings import TrackerSettings
+from pipeline.tracking.tracking_thread import Timing
+from tests.pipeline.tracking.attempts import OPENED
+
+
+@pytest.fixture(scope="module")
+def runs_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def client(runs_root: Path) -> Any:
+    from mlflow.tracking import MlflowClient
+
+    # With patience: where a commit's fsync takes longer than SQLite's 5 seconds, what reads meanwhile is refused.
+    opened = MlflowClient(tracking_uri=f"sqlite:///{runs_root}/mlflow.db?timeout=240")
+    opened.search_experiments()
+    return opened
+
+
+@pytest.fixture
+def settings(runs_root: Path, client: Any, request: pytest.FixtureRequest) -> TrackerSettings:
+    name = "".join(letter if letter.isalnum() else "_" for letter in request.node.name)
+    recipe = load_recipe("digits", overrides=[f"name={name}", "stages.pretrain.head_bias=-7"])
+    folder = RunFolder(runs_root=runs_root, name=recipe.name)
+    folder.path.mkdir()
+    (folder.path / "recipe.yaml").write_text("seed: 1\n")
+    return TrackerSettings(
+        folder=folder,
+        recipe=recipe,
+        stage="pretrain",
+        params={"plan.lanes": "4", "data.url": "https://me:secret@host/x", "long": "x" * 7000, "empty": ""},
+        datasets=(
+            DatasetInput(name="digits-train", source="shards/train", digest="d" * 36, context="train", images=9),
+            DatasetInput(name="digits-val", source="shards/test", digest="e" * 40, context="eval"),
+        ),
+        tags={"shardvit.world_size": "2", "shardvit.host": "node1"},
+        timing=Timing(flush_seconds=0.05, close_seconds=240.0),
+    )
+
+
+@pytest.fixture
+def close_files(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(tracking_thread, "_BEGIN_SECONDS", 0.0)
+    monkeypatch.setattr(tracking_thread, "_SILENT_SECONDS", 240.0)  # what a slow machine takes is not told
+    yield
+    while OPENED:
+        OPENED.pop().file.close()
