@@ -143,6 +143,11 @@ def drive(hosts: TwoHosts, launcher: str, follow_seconds: float) -> list[str]:
     return [sys.executable, "-c", DRIVER, launcher, hosts.address("alpha"), str(follow_seconds)]
 
 
+def python_path(folder: Path) -> str:
+    """The stand-ins before ours: no process of ours looks into the working folder by itself."""
+    return os.pathsep.join([str(folder), str(ROOT)])
+
+
 def command_of(process: psutil.Process) -> list[str]:
     """Its command line; empty: it has ended."""
     try:
@@ -177,7 +182,7 @@ def standing(
             env={
                 **os.environ,
                 **hosts.environment(),
-                "PYTHONPATH": str(ROOT),
+                "PYTHONPATH": python_path(folder),
                 STAND_IN: str(folder),
                 KIND: kind,
                 "LEFT": "here",
@@ -296,7 +301,13 @@ def test_what_an_attempt_that_was_cut_off_has_left_is_ended_by_the_next_one(host
         assert len(ranks) == 2 and all(rank.is_running() for rank in ranks)  # stand-ins do not watch their parents
         again = subprocess.Popen(
             hosts.on("alpha", *drive(hosts, "ssh", 600.0), folder=run.folder),
-            env={**os.environ, **hosts.environment(), "PYTHONPATH": str(ROOT), STAND_IN: "second", KIND: "graceful"},
+            env={
+                **os.environ,
+                **hosts.environment(),
+                "PYTHONPATH": python_path(run.folder),
+                STAND_IN: "second",
+                KIND: "graceful",
+            },
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
