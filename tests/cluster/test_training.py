@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,8 +17,8 @@ from pipeline.metrics_log import read_metrics
 from pipeline.vocabulary import StageName
 from tests.cluster.conftest import ROOT, SubmittedRun
 from tests.cluster.slurm_cluster import SlurmCluster
-from tests.faults.harness import recipe
-from tests.left_behind import mlflow_states
+from tests.faults.harness import INJECT, Case, Fault, recipe
+from tests.left_behind import mlflow_states, surprises
 
 STAGES: tuple[StageName, ...] = ("pretrain", "swap_head", "finetune")
 STEPS = 120  # 10 seconds: time enough to interrupt it
@@ -40,10 +41,23 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def make_run(slurm: SlurmCluster, folder: Path, recipe_content: dict[str, Any]) -> SubmittedRun:
+def make_run(
+    slurm: SlurmCluster, folder: Path, recipe_content: dict[str, Any], *, python: Path = Path(sys.executable)
+) -> SubmittedRun:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe_content))
-    return SubmittedRun(slurm, folder, Path(sys.executable), "recipe.yaml", [], str(recipe_content["name"]))
+    return SubmittedRun(slurm, folder, python, "recipe.yaml", [], str(recipe_content["name"]))
+
+
+def python_with(fault: Fault, path: Path) -> Path:
+    """A Python into whose processes a fault is put."""
+    path.write_text(
+        f"#!/bin/bash\nexport PYTHONPATH={INJECT}:{ROOT}\n"
+        f"export SHARDVIT_FAULT={shlex.quote(json.dumps([fault]))}\n"
+        f'exec {sys.executable} "$@"\n'
+    )
+    path.chmod(0o755)
+    return path
 
 
 def finish(run: SubmittedRun, jobs: dict[str, str], *, patience_seconds: float = 300.0) -> None:
@@ -88,6 +102,33 @@ def is_the_same(run: SubmittedRun, other: SubmittedRun) -> None:
 
 def wait_for_checkpoint(run: SubmittedRun, step: int = 20) -> None:
     run.wait_for(lambda: run.record("pretrain").last_saved_step >= step, what="checkpoint", patience_seconds=300)
+
+
+def test_a_requeue_in_the_middle_of_training_changes_no_bit(slurm: SlurmCluster, shards: Path, tmp_path: Path):
+    """The short form of the next two: two stages of few steps, and a job that is held until it is requeued."""
+    expected = Case(tmp_path / "undisturbed", shards, changes={"stages.pretrain.duration": "24 steps"})
+    ended = expected.start().wait()
+    assert ended.code == 0, ended.output
+    hold = expected.fault("hold", "between_steps", step=12)
+    python = python_with(hold, tmp_path / "python")
+    whole = content(shards, steps=24)
+    del whole["stages"]["swap_head"]
+    whole["stages"]["finetune"]["start"] = "scratch"
+    run = make_run(slurm, tmp_path / "run", whole, python=python)
+    jobs = run.submit()
+    run.wait_for(Path(hold["once"]).exists, what="step 12")
+    slurm.run("scontrol", "requeue", jobs["pretrain"])
+    Path(hold["release"]).touch()
+    finish(run, jobs)
+    assert "requeued 1 times" in run.log("pretrain") and "going on from" in run.log("pretrain")
+    record = expected.record()
+    assert curve(run, "pretrain") == expected.curve()
+    assert run.record("pretrain").model_digest == record["model_digest"]
+    assert run.record("pretrain").results == record["results"]
+    assert run.record("finetune").state == "done" and surprises(run.run) == []
+    assert mlflow_states(run.run.parent / "mlflow.db") == {
+        stage: ["FINISHED"] for stage in ("", "pretrain", "finetune")
+    }
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import psutil
@@ -17,12 +18,13 @@ import yaml
 
 from data_shards.packing.pack import pack
 from pipeline.metrics_log import read_metrics
+from tests.faults.harness import INJECT
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 400
 
 
-def recipe(name: str, shards: Path) -> dict:
+def recipe(name: str, shards: Path, *, steps: int) -> dict:
     return {
         "name": name,
         "seed": 7,
@@ -35,7 +37,7 @@ def recipe(name: str, shards: Path) -> dict:
                 "eval": str(shards / "val"),
                 "image_size": 8,
                 "global_batch_size": 32,
-                "duration": f"{STEPS} steps",
+                "duration": f"{steps} steps",
                 "optimizer": {"name": "adamw", "lr": 0.003, "weight_decay": 0.05},
                 "schedule": {"warmup": "10%"},
                 "dropout": 0.1,
@@ -54,22 +56,26 @@ def recipe(name: str, shards: Path) -> dict:
 class Run:
     """`shardvit run` on one recipe, in a folder of its own."""
 
-    def __init__(self, folder: Path, shards: Path) -> None:
+    def __init__(self, folder: Path, shards: Path, *, steps: int = STEPS) -> None:
         self.folder = folder
         self.output = folder / "output.txt"
         folder.mkdir()
-        (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe("law", shards)))
+        (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe("law", shards, steps=steps)))
 
     @property
     def stage(self) -> Path:
         return self.folder / "runs" / "law" / "pretrain"
 
-    def start(self) -> subprocess.Popen:
+    def start(self, environment: Mapping[str, str] | None = None) -> subprocess.Popen:
         with self.output.open("w") as output:
             return subprocess.Popen(
                 [sys.executable, "-m", "launch.cli", "run", "recipe.yaml"],
                 cwd=self.folder,
-                env={**os.environ, "PYTHONPATH": str(ROOT), "MLFLOW_TRACKING_URI": "http://127.0.0.1:9"},
+                env={
+                    **os.environ,
+                    **{"PYTHONPATH": str(ROOT), "MLFLOW_TRACKING_URI": "http://127.0.0.1:9"},
+                    **(environment or {}),
+                },
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -132,6 +138,24 @@ def undisturbed(tmp_path_factory, shards) -> Run:
     assert process.returncode == 0, output
     assert run.record()["state"] == "done"
     return run
+
+
+def test_a_run_goes_on_after_a_power_failure_as_if_nothing_had_happened(
+    tmp_path: Path, shards: Path, preloaded_environment: Mapping[str, str]
+):
+    """The short form of the next one; what nobody kills is forked."""
+    undisturbed, run = (Run(tmp_path / name, shards, steps=50) for name in ("undisturbed", "run"))
+    assert undisturbed.finish(process := undisturbed.start(preloaded_environment)) and process.returncode == 0
+    fault = {"action": "kill_all", "point": "between_steps", "rank": 1, "step": 25, "once": str(tmp_path / "struck")}
+    process = run.start({"PYTHONPATH": f"{INJECT}{os.pathsep}{ROOT}", "SHARDVIT_FAULT": json.dumps([fault])})
+    output = run.finish(process)
+    assert process.returncode == -signal.SIGKILL and run.last_saved() == 20, output
+    process = run.start(preloaded_environment)
+    output = run.finish(process)
+    assert process.returncode == 0 and "going on from" in output, output
+    assert run.curve() == undisturbed.curve()
+    assert run.record()["model_digest"] == undisturbed.record()["model_digest"]
+    assert run.record()["results"] == undisturbed.record()["results"]
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_SECONDS = 900.0
 SWEEP = ("sweep", "recipe.yaml", "finetune.optimizer.lr=0.01,0.3", "--hold-out", "10%")
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
+pytestmark = pytest.mark.timeout(1500)
 
 
 @pytest.fixture
@@ -69,6 +69,7 @@ def wait_for(condition: object, *, process: subprocess.Popen[str]) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # MLflow's, of its own libraries
 def test_killed_in_the_middle_it_goes_on_and_equals_ordinary_runs(work: Path):
     root = work / "runs" / "law-sweep"

@@ -19,8 +19,6 @@ from tests.traps import lay_traps
 
 WAIT_SECONDS = 240.0
 
-pytestmark = [pytest.mark.slow]
-
 
 def free_port() -> int:
     """A port that nobody has at the moment."""
@@ -52,6 +50,7 @@ def accelerate(processes: int) -> list[str]:
 
 
 SCRIPT = str(ROOT / "launch" / "train.py")
+QUICK = "launch.torchrun"
 LAUNCHERS: dict[str, Callable[[int], list[str]]] = {
     "deepspeed, module": lambda n: deepspeed(n, "--module", "launch.train"),  # --local_rank comes first
     "deepspeed, script": lambda n: deepspeed(n, SCRIPT),
@@ -109,13 +108,16 @@ def train(case: Case, command: list[str]) -> None:
     assert sprung() == []
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize(
+    "launcher", [each if each == QUICK else pytest.param(each, marks=pytest.mark.slow) for each in LAUNCHERS]
+)
 def test_two_processes(launcher: str, tmp_path: Path, shards: Path, reference: Callable[[int], Case]):
     case = Case(tmp_path / "case", shards)
     train(case, LAUNCHERS[launcher](2))
     Row(name=launcher).equals(case, reference(2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["python", *LAUNCHERS])
 def test_one_process(launcher: str, tmp_path: Path, shards: Path, reference: Callable[[int], Case]):
     case = Case(tmp_path / "case", shards, changes={"processes": 1})

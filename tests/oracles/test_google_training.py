@@ -43,12 +43,13 @@ STEPS, WARMUP = 200, 20
 DEPTH, HEADS, WIDTH, PATCH = 2, 2, 32, 4
 SIZES: dict[str, Any] = {"width": WIDTH, "depth": DEPTH, "heads": HEADS, "patch_size": PATCH}
 HEAD_BIAS = -2.0
-PEAK, FINE_TUNING_PEAK = 0.001, 0.01
+PEAK, FINE_TUNING_PEAK = 0.001, 0.003
 LOSS_BELOW, WEIGHTS_BELOW = 1e-4, 1e-3
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
-# Mild crops and learning rates: at a peak of 0.003, initial weights changed by 1e-7 change the loss of step 200 by 3e-2
-# (in flax alone), which nobody could tell from a mistake; at 0.001 by less than 1e-6.
+# Mild crops and learning rates, so that a mistake can be told from rounding. What initial weights changed by 1e-7 do to
+# the losses, in flax alone: in pre-training 3e-2 at a peak of 0.003 and 1e-6 at 0.001; in fine-tuning with momentum
+# 4e-4 to 3e-3 at 0.01, more than is allowed here, and 6e-6 to 8e-5 at 0.003 (two seeds, two changes each).
 _CALM = {"crop_area": [0.6, 1.0], "flip": 0.5}
 _COMMON = {
     "global_batch_size": 32,
@@ -74,10 +75,12 @@ def _shards(digits: Path, name: str) -> dict[str, str]:
     return {"train": str(digits / name / "train"), "eval": str(digits / name / "val")}
 
 
-def _run(digits: Path, run: Run, name: str, *, model: Mapping[str, Any], stages: Mapping[str, Any]) -> Recipe:
+def _run(
+    digits: Path, run: Run, name: str, *, model: Mapping[str, Any], stages: Mapping[str, Any], seed: int = 11
+) -> Recipe:
     recipe = {
         "name": name,
-        "seed": 11,
+        "seed": seed,
         "processes": 2,
         "model": {**SIZES, **model},
         "engine": {"zero_stage": 1, "precision": "fp32", "max_micro_batch_size": 4},  # two micro-batches a step
@@ -116,7 +119,7 @@ def both_stages(digits: Path, run_preloaded: Run) -> Recipe:
         "schedule": {"warmup": f"{WARMUP} steps", "decay": "cosine"},
     }
     stages = {"pretrain": pretrain, "swap_head": {}, "finetune": finetune}
-    return _run(digits, run_preloaded, "stages", model={}, stages=stages)
+    return _run(digits, run_preloaded, "stages", model={}, stages=stages, seed=12)
 
 
 def _losses(digits: Path, recipe: Recipe, stage: StageName) -> np.ndarray:

@@ -24,7 +24,7 @@ CUT_SECONDS = 120.0
 ACCELERATE = {"engine": {"backend": "accelerate", "precision": "fp32", "max_micro_batch_size": 8}}
 NEEDS_PDSH = pytest.mark.skipif(shutil.which("pdsh") is None, reason="needs pdsh (package pdsh)")
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.fixture(scope="module")
@@ -68,9 +68,9 @@ def is_like(case: Case, baseline: Case, *, besides: tuple[str, ...] = ()) -> Non
     ("launcher", "changes"),
     [
         pytest.param("ssh", {"engine.zero_stage": 1}, id="ssh-ZeRO 1"),
-        pytest.param("ssh", {"engine.zero_stage": 3}, id="ssh-ZeRO 3"),
-        pytest.param("ssh", ACCELERATE, id="ssh-accelerate"),
-        pytest.param("pdsh", {"engine.zero_stage": 1}, id="pdsh-ZeRO 1", marks=NEEDS_PDSH),
+        pytest.param("ssh", {"engine.zero_stage": 3}, id="ssh-ZeRO 3", marks=pytest.mark.slow),
+        pytest.param("ssh", ACCELERATE, id="ssh-accelerate", marks=pytest.mark.slow),
+        pytest.param("pdsh", {"engine.zero_stage": 1}, id="pdsh-ZeRO 1", marks=[NEEDS_PDSH, pytest.mark.slow]),
     ],
 )
 def test_two_hosts_end_with_the_losses_of_two_processes_on_one(
@@ -88,6 +88,7 @@ def test_two_hosts_end_with_the_losses_of_two_processes_on_one(
     is_like(case, one_host(changes))
 
 
+@pytest.mark.slow
 @NEEDS_PDSH
 def test_deepspeed_by_hand_does_the_same(hosts: TwoHosts, case: Case, one_host: Callable[..., Case]):
     """`deepspeed --hostfile`, without `shardvit run`: its `.deepspeed_env`, its `--local_rank`, its port."""
@@ -100,6 +101,7 @@ def test_deepspeed_by_hand_does_the_same(hosts: TwoHosts, case: Case, one_host: 
     is_like(case, one_host())
 
 
+@pytest.mark.slow
 def test_sigterm_saves_on_both_and_the_same_command_goes_on(hosts: TwoHosts, case: Case, one_host: Callable[..., Case]):
     attempt = in_the_middle(hosts, case)
     assert {process.environ()["OMP_NUM_THREADS"] for process in attempt.ranks()} == {"1"}  # of .deepspeed_env
@@ -114,6 +116,7 @@ def test_sigterm_saves_on_both_and_the_same_command_goes_on(hosts: TwoHosts, cas
     is_like(case, one_host())
 
 
+@pytest.mark.slow
 def test_a_cut_cable_ends_the_run_with_a_clear_error_and_it_goes_on_afterwards(
     hosts: TwoHosts, new_case: NewCase, one_host: Callable[..., Case]
 ):
@@ -129,6 +132,7 @@ def test_a_cut_cable_ends_the_run_with_a_clear_error_and_it_goes_on_afterwards(
     is_like(case, one_host(), besides=("ranks/stack-rank-",))
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_on_the_other_host_is_started_again_with_max_restarts(
     hosts: TwoHosts, case: Case, one_host: Callable[..., Case]
 ):
@@ -138,6 +142,7 @@ def test_a_rank_that_is_killed_on_the_other_host_is_started_again_with_max_resta
     is_like(case, one_host())
 
 
+@pytest.mark.slow
 def test_a_host_that_dies_ends_the_run_and_it_goes_on_when_the_host_is_back(
     hosts: TwoHosts, case: Case, one_host: Callable[..., Case]
 ):
@@ -151,6 +156,7 @@ def test_a_host_that_dies_ends_the_run_and_it_goes_on_when_the_host_is_back(
     is_like(case, one_host(), besides=("ranks/stack-rank-",))
 
 
+@pytest.mark.slow
 def test_when_shardvit_run_is_killed_the_ranks_of_both_hosts_save(
     hosts: TwoHosts, case: Case, one_host: Callable[..., Case]
 ):

@@ -1,7 +1,7 @@
 """One of two processes that trains tiny steps on real engines and records the bytes that are alive and sent.
 
-Started by test_engine_memory.py as `python engine_memory_worker.py OUT RANK WORLD`; rank 0 writes OUT/results.json. As
-on a GPU, AdamW is the fused one, which needs no copies of its own. Buckets, and what ZeRO 3 leaves whole, are as small
+Started by test_engine_memory.py as `python engine_memory_worker.py OUT RANK WORLD`; OUT/cases.json names the cases, and
+rank 0 writes OUT/results.json. As on a GPU, AdamW is the fused one, which needs no copies of its own. Buckets, and what ZeRO 3 leaves whole, are as small
 against this model as they are against a real one.
 """
 
@@ -53,6 +53,10 @@ CASES = [
     ("deepspeed", 1, "bf16", 2, "off"),
     ("deepspeed", 1, "fp32", 1, "off"),
 ]
+
+
+def name_of(case: tuple[Any, ...]) -> str:
+    return "-".join(map(str, case))
 
 
 def recipe_of(case: tuple[Any, ...]) -> Recipe:
@@ -169,8 +173,10 @@ def main() -> None:
     results: dict[str, dict[str, Any]] = {}
     with Tracker() as tracker:
         torch.distributed.reduce_scatter_tensor = tracker.without_gloos_copy(torch.distributed.reduce_scatter_tensor)
+        wanted = json.loads((out / "cases.json").read_text(encoding="utf-8"))
         for case in CASES:
-            results["-".join(map(str, case))] = measure(case, tracker=tracker, ranks=ranks)
+            if name_of(case) in wanted:
+                results[name_of(case)] = measure(case, tracker=tracker, ranks=ranks)
     if rank == 0:
         (out / "results.json").write_text(json.dumps(results), encoding="utf-8")
     ranks.leave()

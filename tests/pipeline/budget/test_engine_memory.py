@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +18,39 @@ from tests.pipeline.budget.planning import forecast, stage_plan
 from tests.workers import run_ranks
 
 WORLD_SIZE = 2
-pytestmark = pytest.mark.slow
-CASES = pytest.mark.parametrize("case", worker.CASES, ids=lambda case: "-".join(map(str, case)))
+QUICK = "deepspeed-2-bf16-1"
+
+
+def slow_unless_quick(name: str) -> list[pytest.MarkDecorator]:
+    return [] if name == QUICK else [pytest.mark.slow]
+
+
+CASES = pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=name, marks=slow_unless_quick(name))
+        for case in worker.CASES
+        for name in [worker.name_of(case)]
+    ],
+)
+Found = Callable[[str], dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """What rank 0 found, for all cases: one start of the processes serves the whole module."""
-    out = tmp_path_factory.mktemp("memory")
-    run_ranks(Path(worker.__file__), out, world_size=WORLD_SIZE)
-    return json.loads((out / "results.json").read_text(encoding="utf-8"))
+def found_in(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """`found_in(case)`: what rank 0 found. The quick case has a start of the processes for itself, all others one."""
+    results: dict[str, dict[str, Any]] = {}
+
+    def found(name: str) -> dict[str, Any]:
+        if name not in results:
+            names = [each for each in map(worker.name_of, worker.CASES) if (each == QUICK) == (name == QUICK)]
+            out = tmp_path_factory.mktemp("memory")
+            (out / "cases.json").write_text(json.dumps(names), encoding="utf-8")
+            run_ranks(Path(worker.__file__), out, world_size=WORLD_SIZE)
+            results.update(json.loads((out / "results.json").read_text(encoding="utf-8")))
+        return results[name]
+
+    return found
 
 
 def planned(case: Any, *, number: int) -> memory.State:
@@ -42,8 +66,8 @@ def planned(case: Any, *, number: int) -> memory.State:
 
 
 @CASES
-def test_what_rests_and_the_peak(case: Any, results: dict[str, dict[str, Any]]):
-    found = results["-".join(map(str, case))]
+def test_what_rests_and_the_peak(case: Any, found_in: Found):
+    found = found_in(worker.name_of(case))
     held = planned(case, number=found["parameters"])
     resting = held.resting_bytes
     if case[1] == 3:  # whose gradients and bucket are never given back
@@ -60,8 +84,8 @@ def test_what_rests_and_the_peak(case: Any, results: dict[str, dict[str, Any]]):
 
 
 @CASES
-def test_what_a_save_copies(case: Any, results: dict[str, dict[str, Any]]):
-    found, made = results["-".join(map(str, case))], worker.recipe_of(case)
+def test_what_a_save_copies(case: Any, found_in: Found):
+    found, made = found_in(worker.name_of(case)), worker.recipe_of(case)
     stage = made.train_stage("pretrain")
     first, other = copied_bytes(
         found["parameters"],
@@ -77,16 +101,19 @@ def test_what_a_save_copies(case: Any, results: dict[str, dict[str, Any]]):
 @pytest.mark.parametrize(
     ("name", "zero_stage", "way"),
     [
-        ("0-bf16-1", "ddp", "overlapped"),
-        ("1-bf16-1", 1, "overlapped"),
-        ("1-bf16-1-off", 1, "at once"),
-        ("2-bf16-1", 2, "overlapped"),
-        ("3-bf16-1", 3, "overlapped"),
+        pytest.param(name, zero_stage, way, marks=slow_unless_quick(name))
+        for name, zero_stage, way in (
+            ("deepspeed-0-bf16-1", "ddp", "overlapped"),
+            ("deepspeed-1-bf16-1", 1, "overlapped"),
+            ("deepspeed-1-bf16-1-off", 1, "at once"),
+            ("deepspeed-2-bf16-1", 2, "overlapped"),
+            ("deepspeed-3-bf16-1", 3, "overlapped"),
+        )
     ],
 )
-def test_what_is_sent(name: str, zero_stage: Any, way: Any, results: dict[str, dict[str, Any]]):
+def test_what_is_sent(name: str, zero_stage: Any, way: Any, found_in: Found):
     """An all-reduce sends its tensor twice (less a share), an all-gather and a reduce-scatter once."""
-    found = results[f"deepspeed-{name}"]
+    found = found_in(name)
     job = Workload(found["parameters"], 2, 6, zero_stage, worker.BUCKET_ELEMENTS, way=way)
     links = links_of(find_gpu("h200"), gpus_per_node=8, node_gbps=None)
     got = traffic(job, gpus=WORLD_SIZE, links=links, compute_seconds=1.0)

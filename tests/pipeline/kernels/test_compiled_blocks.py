@@ -96,20 +96,21 @@ def _aot_eager(graph: torch.fx.GraphModule, inputs: Any) -> Any:
 def test_three_steps_and_an_evaluation_are_those_of_uncompiled_blocks(
     backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With dropout, stochastic depth and every second block recomputed."""
+    """With dropout, stochastic depth and every second block recomputed. SGD: Adam blows up the rounding of gradients
+    that are almost zero."""
     if backend == "aot_eager":
         monkeypatch.setattr(compiled_blocks, "_inductor", _aot_eager)
         monkeypatch.setattr(compiled_blocks, "_inductor_works", lambda device: None)
     recipe = _recipe(**RATES)
     plain, ours = _model(recipe), _model(recipe)
-    names = list(ours.state_dict())
+    names, initial = list(ours.state_dict()), {name: weights.clone() for name, weights in ours.state_dict().items()}
     counters.clear()
     with settled_kernels(recipe, stage="pretrain", model=ours, device=CPU) as kernels:
         checkpoint_blocks(ours, every=2)
         losses = [
             [_step(model, step, optimizer=optimizer) for step in range(3)]
             for model in (plain, ours)
-            for optimizer in [torch.optim.AdamW(model.parameters(), lr=0.01)]
+            for optimizer in [torch.optim.SGD(model.parameters(), lr=0.03)]
         ]
         torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=0)
         with torch.no_grad():
@@ -119,8 +120,8 @@ def test_three_steps_and_an_evaluation_are_those_of_uncompiled_blocks(
     assert _graphs(kernels.compiled) == [("training", (IMAGES, 17, 32)), ("evaluation", (IMAGES, 17, 32))]
     assert not counters["graph_break"] and kernels.tags == {"shardvit.compile": "blocks", "shardvit.attention": "flash"}
     for name, weights in plain.state_dict().items():
-        if not name.endswith("qkv.bias"):  # the keys' have no gradient but rounding, which Adam blows up
-            torch.testing.assert_close(ours.state_dict()[name], weights, rtol=1e-3, atol=2e-5, msg=name)
+        torch.testing.assert_close(ours.state_dict()[name], weights, rtol=1e-3, atol=2e-5, msg=name)
+        assert (weights - initial[name]).abs().max() > 1e-3, f"{name} has not learnt"
 
 
 @pytest.mark.usefixtures("traced")
