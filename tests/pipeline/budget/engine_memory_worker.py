@@ -1,8 +1,8 @@
 """One of two processes that trains tiny steps on real engines and records the bytes that are alive and sent.
 
 Started by test_engine_memory.py as `python engine_memory_worker.py OUT RANK WORLD`; OUT/cases.json names the cases, and
-rank 0 writes OUT/results.json. As on a GPU, AdamW is the fused one, which needs no copies of its own. Buckets, and what ZeRO 3 leaves whole, are as small
-against this model as they are against a real one.
+rank 0 writes OUT/results.json. As on a GPU, AdamW is the fused one, which needs no copies of its own. Buckets, and what
+ZeRO 3 leaves whole, are as small against this model as they are against a real one.
 """
 
 from __future__ import annotations
