@@ -310,8 +310,8 @@ def test_the_skypilot_tasks_script_runs_the_stages_and_ends_with_their_code(tmp_
     assert done.returncode == code and len(lines) == (1 if code else 3), done.stderr
     for stage, line in zip(STAGES, lines, strict=False):
         assert line == (
-            f"{tmp_path}/data: -m launch.torchrun --nnodes 2 --node-rank 1 --nproc-per-node 8 --master-addr 10.0.0.1 "
-            f"--master-port 29500 -m launch.train my.yaml --stage {stage}"
+            f"{tmp_path}/data: -P -m launch.torchrun --nnodes 2 --node-rank 1 --nproc-per-node 8 "
+            f"--master-addr 10.0.0.1 --master-port 29500 -m launch.train my.yaml --stage {stage}"
         )
 
 
