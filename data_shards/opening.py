@@ -7,6 +7,7 @@ manifest are indexed once (see `foreign`), and then open as fast. Needs no torch
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from data_shards.shard_table import ShardTable
     from data_shards.store.store import Store
 
+_SPLIT_NAMES = ("train", "val", "validation", "test")
 _MOST_MANIFEST_BYTES = 1 << 30  # 150 bytes a shard, and the classes
 
 
@@ -69,6 +71,39 @@ def open_shards(
     return open_foreign(
         spec, urls=tar_urls(location), damaged=damaged, index_folder=index_folder, report=report, store=store
     )
+
+
+def open_all_splits(locations: Sequence[str], *, store: Store, report: Report = print) -> list[ShardSet]:
+    """Open each set of shards, or of a folder with splits all of them. Raises what `open_shards` does."""
+    places = [place for each in locations for place in splits_below(each, store=store).values() or (each,)]
+    return [open_shards(place, store=store, report=report) for place in places]
+
+
+def splits_below(location: str, *, store: Store) -> dict[str, str]:
+    """{name: location} of the splits in a folder that is not a set of shards itself."""
+    if is_local(location):
+        folder = local_path(location)
+        if not folder.is_dir() or (folder / MANIFEST_FILE).is_file() or any(folder.glob("*.tar")):
+            return {}
+        names = [*_SPLIT_NAMES, *sorted(path.name for path in folder.iterdir() if path.name not in _SPLIT_NAMES)]
+        with_tars = [name for name in _SPLIT_NAMES if any((folder / name).glob("*.tar"))]
+        return {
+            name: str(folder / name) for name in names if name in with_tars or (folder / name / MANIFEST_FILE).is_file()
+        }
+    if not is_packed(location) or _is_there(join(location, MANIFEST_FILE), store=store):
+        return {}
+    places = {name: join(location, name) for name in _SPLIT_NAMES}
+    return {name: place for name, place in places.items() if _is_there(join(place, MANIFEST_FILE), store=store)}
+
+
+def _is_there(url: str, *, store: Store) -> bool:
+    from data_shards.store.download import MissingObject
+
+    try:
+        store.size(url)
+    except MissingObject:
+        return False
+    return True
 
 
 def is_packed(location: str) -> bool:

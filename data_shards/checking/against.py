@@ -8,12 +8,17 @@ from itertools import islice
 
 from data_shards.checking.findings import MOST_PLACES, Finding, FoundAt, finding
 from data_shards.duplicates.collection import Collection, ShardImages
-from data_shards.duplicates.matches import Match, Matches, MatchKind, find_matches
+from data_shards.duplicates.matches import MATCH_KINDS, Match, Matches, MatchKind, find_matches
 from data_shards.images.decode import PixelLimit
 from data_shards.shard_set import ShardSet
 from data_shards.store.store import Store
 
-_KINDS: tuple[MatchKind, ...] = ("equal-bytes", "equal-pixels", "near-duplicate")
+_MEANING: dict[MatchKind, str] = {
+    "equal-bytes": "equal bytes of",
+    "equal-pixels": "equal pixels of",
+    "near-duplicate": "near-duplicates of",
+    "unsure": "perhaps near-duplicates of",
+}
 
 
 @dataclass(frozen=True)
@@ -26,6 +31,7 @@ class Against:
     equal_bytes: int
     equal_pixels: int
     near_duplicates: int
+    unsure: int
 
 
 def compare_splits(
@@ -49,33 +55,29 @@ def compare_splits(
 
 
 def match_findings(found: Matches) -> list[Finding]:
-    """What the matches of one split mean: a problem, but only a warning within one set."""
+    """What the matches of one split mean: a problem, but a warning within one set, and only a note if unsure."""
     split = _split(found)
     findings: list[Finding] = []
     for number, other in enumerate(found.others):
         within = other.digest == found.images.digest
-        for kind in _KINDS:
+        for kind in MATCH_KINDS:
             matches = [match for match in found.matches if (match.kind, match.collection) == (kind, number)]
             if not matches:
                 continue
-            of_kind = {
-                "equal-bytes": "equal bytes",
-                "equal-pixels": "equal pixels",
-                "near-duplicate": "near-duplicates",
-            }
             images = f"{len(matches):,} image{'' if len(matches) == 1 else 's'}"
             where = "earlier images of the set" if within else f"images of {other.name}"
+            is_copied = within and kind != "unsure"
             findings.append(
                 finding(
                     kind,
                     split=split,
                     count=len(matches),
-                    message=f"{images}: {of_kind[kind]} of {where}",
+                    message=f"{images}: {_MEANING[kind]} {where}",
                     places=[_found_at(found, match) for match in islice(matches, MOST_PLACES)],
-                    severity="warning" if within else None,
+                    severity="warning" if is_copied else None,
                     remedy="they are trained on more often than others: drop the copies at the source if that is not "
                     "meant"
-                    if within
+                    if is_copied
                     else "",
                 )
             )
@@ -88,7 +90,7 @@ def match_findings(found: Matches) -> list[Finding]:
 def summaries(found: Matches) -> list[Against]:
     """In numbers, for each of the others."""
     counts = [
-        [sum((match.kind, match.collection) == (kind, number) for match in found.matches) for kind in _KINDS]
+        [sum((match.kind, match.collection) == (kind, number) for match in found.matches) for kind in MATCH_KINDS]
         for number in range(len(found.others))
     ]
     pairs = zip(found.others, counts, strict=True)
@@ -106,6 +108,6 @@ def _shards(collection: Collection) -> ShardSet:
 
 def _found_at(found: Matches, match: Match) -> FoundAt:
     image, other = found.place(match), found.other_place(match)
-    how = "" if match.kind != "near-duplicate" else f"{match.likeness:.3f}{', mirrored' if match.mirrored else ''}: "
+    how = "" if match.kind.startswith("equal") else f"{match.likeness:.3f}{', mirrored' if match.mirrored else ''}: "
     tar, other_tar = (part.rpartition("/")[2] for part in (image.part, other.part))
     return FoundAt(tar, image.key, f"{how}{other.key} in {other_tar}")

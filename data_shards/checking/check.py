@@ -29,12 +29,10 @@ from data_shards.duplicates.matches import Matches
 from data_shards.errors import UserError
 from data_shards.images.decode import USUAL_LIMIT, PixelLimit
 from data_shards.manifest import MANIFEST_FILE
-from data_shards.opening import is_packed, open_shards
+from data_shards.opening import open_all_splits, open_shards, splits_below
 from data_shards.shard_set import ShardSet, ShardsSpec
-from data_shards.store.location import is_local, join, local_path, shown
-from data_shards.store.store import MissingObject, Store, StoreError
-
-_SPLIT_NAMES = ("train", "val", "validation", "test")
+from data_shards.store.location import is_local, local_path, shown
+from data_shards.store.store import Store, StoreError
 
 
 @dataclass(frozen=True)
@@ -74,11 +72,12 @@ def check(
 
     `decode` decodes every image in full, unless it has more pixels than `pixel_limit`. `digests` compares every shard's
     SHA-256 with the manifest. Fitness is assessed only with a `world_size`. With 1 for `processes`, none is started.
-    `against`: locations of other sets, whose images are looked for in this one; UserError if one of them is damaged.
+    `against`: locations of other sets, or of folders with splits, whose images are looked for in this one; UserError if
+    one of them is damaged.
     """
     start = time.monotonic()
     store = store or Store()
-    others = [open_shards(other, store=store, report=report) for other in against]  # before hours of reading
+    others = open_all_splits(against, store=store, report=report)  # before hours of reading
     scans: list[SplitScan] = []
     findings: list[Finding] = []
     first: SplitScan | None = None  # the one that is trained on
@@ -153,30 +152,5 @@ def _open_splits(
             yield split, replace(opened, split=split) if opened.split == "all" else opened
 
 
-def splits_below(location: str, *, store: Store) -> dict[str, str]:
-    """{name: location} of the splits in a folder that is not a set of shards itself."""
-    if is_local(location):
-        folder = local_path(location)
-        if not folder.is_dir() or (folder / MANIFEST_FILE).is_file() or any(folder.glob("*.tar")):
-            return {}
-        names = [*_SPLIT_NAMES, *sorted(path.name for path in folder.iterdir() if path.name not in _SPLIT_NAMES)]
-        with_tars = [name for name in _SPLIT_NAMES if any((folder / name).glob("*.tar"))]
-        return {
-            name: str(folder / name) for name in names if name in with_tars or (folder / name / MANIFEST_FILE).is_file()
-        }
-    if not is_packed(location) or _is_there(join(location, MANIFEST_FILE), store=store):
-        return {}
-    places = {name: join(location, name) for name in _SPLIT_NAMES}
-    return {name: place for name, place in places.items() if _is_there(join(place, MANIFEST_FILE), store=store)}
-
-
 def _has_manifest(location: str) -> bool:
     return (local_path(location) / MANIFEST_FILE).is_file()
-
-
-def _is_there(url: str, *, store: Store) -> bool:
-    try:
-        store.size(url)
-    except MissingObject:
-        return False
-    return True

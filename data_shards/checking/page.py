@@ -21,6 +21,7 @@ The keys of the JSON are stable; new ones may be added (`version` changes if any
     against             a list of, for each split and each other set that was given
         split, source, digest                           of the other set: source, digest
         equal_bytes, equal_pixels, near_duplicates      images of the split that are also there
+        unsure                                          that may be
     findings            a list of
         severity            "problem", "warning" or "info"
         kind                see `findings`

@@ -1,7 +1,11 @@
 """Pairs that may be duplicates, from fingerprints alone: equal digests, and hashes near each other.
 
-The smaller side is indexed, in blocks of 131,072 images (140 MB each), and the larger one streamed past every block,
-part by part and on all cores. So memory is constant but for what is found, at most 8 candidates an image.
+Each image is looked for as a crop of the others, and they as crops of it (see `perceptual_hash`). Of an image's nearest
+64 by the hash the thumbnails are laid over each other (see `alignment`), and the 8 that fit best are its candidates:
+thousands that share a background are near each other by the hash.
+
+The smaller side is indexed, in blocks of 32,768 images (160 MB each), and the larger one streamed past every block,
+part by part and on all cores. So memory is constant but for what is found.
 """
 
 from __future__ import annotations
@@ -14,16 +18,33 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from data_shards.duplicates.alignment import align
 from data_shards.duplicates.fingerprint import FingerprintRequest, Fingerprints, Kind
 from data_shards.duplicates.hash_index import HashIndex, Int64s, expand
-from data_shards.duplicates.perceptual_hash import NUM_VARIANTS, Words, mirrored
+from data_shards.duplicates.perceptual_hash import NUM_WORDS, PARTS, WHOLE, Windows, Words, hash_windows, mirrored
 
-BLOCK_IMAGES = 1 << 17
+BLOCK_IMAGES = 1 << 15
 MOST_CANDIDATES = 8  # of one image, in one other collection
 EQUAL_BYTES, EQUAL_PIXELS = -2, -1  # in place of a distance
+_MOST_NEAR = 64  # of one image, whose thumbnails are laid over each other
+_MOST_DISTANCE = 0.3  # 1 less the correlation of the thumbnails
+_MOST_OF_ONE_HASH = 4  # images of the others with the very same hash: they stand for all
+_AT_ONCE = 128  # images looked up, and
+_PAIRS_AT_ONCE = 1024  # pairs laid over each other: 30 MB
 
-PAIR = np.dtype([("image", np.int64), ("other", np.int64), ("distance", np.int16)])
-Pairs = NDArray[Any]  # of PAIR; images are numbered through all parts of their collection
+# Images are numbered through all parts. The window `here` of the image, or of its mirror image, shows what the window
+# `there` of the other one does (see `perceptual_hash`).
+PAIR = np.dtype(
+    [
+        ("image", np.int64),
+        ("other", np.int64),
+        ("distance", np.float32),  # bits, then 1 less the correlation
+        ("here", np.float32, 4),
+        ("there", np.float32, 4),
+        ("mirrored", np.bool_),
+    ]
+)
+Pairs = NDArray[Any]  # of PAIR
 
 
 def find_candidates(
@@ -36,19 +57,17 @@ def find_candidates(
 ) -> Pairs:
     """Candidates, the nearest of each image first; of a collection with itself, each pair once, the later image first.
 
-    One of the two requests must have variants. `done` is told how many images were looked up in a block.
+    `done` is told how many images were looked up in a block.
     """
     within = images.collection.digest == others.collection.digest
-    is_swapped = not others.variants
+    is_swapped = sum(images.collection.sizes) < sum(others.collection.sizes)
     indexed, streamed = (images, others) if is_swapped else (others, images)
     starts = np.cumsum([0, *streamed.collection.sizes])
     found = np.empty(0, PAIR)
     for block in _blocks(indexed, block_images, is_swapped=is_swapped):
 
         def look_up(part: int, block: _Block = block) -> Pairs:
-            pairs = block.look_up(streamed.load(part), first=int(starts[part]), is_swapped=is_swapped, within=within)
-            pairs = pairs[pairs["other"] < pairs["image"]] if within else pairs
-            return _nearest(pairs)
+            return block.look_up(streamed.load(part), first=int(starts[part]), is_swapped=is_swapped, within=within)
 
         with ThreadPoolExecutor(threads) as pool:
             waiting: list[Pairs] = [found]
@@ -56,8 +75,8 @@ def find_candidates(
                 waiting.append(pairs)
                 done(streamed.collection.sizes[part])
                 if sum(map(len, waiting[1:])) > max(1 << 20, len(waiting[0])):
-                    waiting = [_nearest(np.concatenate(waiting))]
-            found = _nearest(np.concatenate(waiting))
+                    waiting = [_nearest(np.concatenate(waiting), MOST_CANDIDATES)]
+            found = _nearest(np.concatenate(waiting), MOST_CANDIDATES)
     return found
 
 
@@ -66,21 +85,16 @@ class _Block:
     """Some images of the indexed side; `first` is the number of the first."""
 
     first: int
-    index: HashIndex
+    parts: HashIndex
+    wholes: HashIndex
     hashed: Int64s  # rows that have a hash
+    thumbnails: NDArray[np.uint8]  # of all rows
     by_bytes: _Digests
     by_pixels: _Digests
 
     def look_up(self, part: Fingerprints, *, first: int, is_swapped: bool, within: bool) -> Pairs:
-        rows = part.rows
-        read, plain, hashed = (
-            np.flatnonzero(chosen)
-            for chosen in (
-                rows["kind"] != Kind.UNREAD,
-                rows["kind"] == Kind.PIXELS,
-                rows["kind"] == Kind.HASH,
-            )
-        )
+        rows, kinds = part.rows, part.rows["kind"]
+        read, plain, hashed = map(np.flatnonzero, (kinds != Kind.UNREAD, kinds == Kind.PIXELS, kinds == Kind.HASH))
         equal = [
             (read, self.by_bytes, rows["bytes_digest"], EQUAL_BYTES),
             (plain, self.by_pixels, rows["words"], EQUAL_PIXELS),
@@ -95,12 +109,55 @@ class _Block:
         hashed = hashed[~is_done[hashed]]
         if is_swapped:
             hashed = _different(rows["words"], hashed)
-        hashes = rows["words"][hashed]
-        for queries in (hashes, mirrored(hashes)):
-            near = self.index.near(queries)
-            there = self.hashed[near.hashes // NUM_VARIANTS] + self.first
-            pairs.append(_pairs(hashed[near.queries] + first, there, near.distances, is_swapped=is_swapped))
-        return np.concatenate(pairs)
+        for at in range(0, len(hashed), _AT_ONCE):
+            chosen = hashed[at : at + _AT_ONCE]
+            found = (_earlier(each) if within else each for each in self._near(part, chosen, first, is_swapped))
+            near = _nearest(np.concatenate([_nearest(each, _MOST_NEAR) for each in found]), _MOST_NEAR)
+            for start in range(0, len(near), _PAIRS_AT_ONCE):
+                pairs.append(self._laid(near[start : start + _PAIRS_AT_ONCE], part, first, is_swapped))
+        found = np.concatenate(pairs)
+        return _nearest(_earlier(found) if within else found, MOST_CANDIDATES)
+
+    def _near(self, part: Fingerprints, rows: Int64s, first: int, is_swapped: bool) -> Iterator[Pairs]:
+        """Pairs whose hashes are near each other."""
+        for own, index, theirs in ((WHOLE, self.parts, PARTS), (PARTS, self.wholes, WHOLE)):
+            hashes = hash_windows(part.thumbnails[rows], own).reshape(-1, NUM_WORDS)
+            for is_mirrored in (False, True):
+                near = index.near(mirrored(hashes) if is_mirrored else hashes)
+                row, window = np.divmod(near.queries, len(own))
+                there, their_window = np.divmod(near.hashes, len(theirs))
+                streamed, indexed = rows[row] + first, self.hashed[there] + self.first
+                pairs = _pairs(streamed, indexed, near.distances, is_swapped=is_swapped)
+                pairs["mirrored"] = is_mirrored
+                if is_swapped:  # it is the other that was mirrored
+                    pairs["here"], pairs["there"] = theirs[their_window], own[window]
+                    if is_mirrored:
+                        for name in ("here", "there"):
+                            pairs[name][:, 1::2] = 1 - pairs[name][:, 3::-2]
+                else:
+                    pairs["here"], pairs["there"] = own[window], theirs[their_window]
+                yield pairs
+
+    def _laid(self, pairs: Pairs, part: Fingerprints, first: int, is_swapped: bool) -> Pairs:
+        """Those that fit, laid over each other."""
+        streamed, indexed = ("other", "image") if is_swapped else ("image", "other")
+        thumbnails = {
+            streamed: part.thumbnails[pairs[streamed] - first],
+            indexed: self.thumbnails[pairs[indexed] - self.first],
+        }
+        is_mirrored = pairs["mirrored"][:, None, None]
+        images = np.where(is_mirrored, thumbnails["image"][..., ::-1], thumbnails["image"])
+        # What the larger window shows is wholly in both images; the smaller one, a part of its image, is moved.
+        sides = [np.ptp(pairs[name].reshape(-1, 2, 2), axis=1).sum(axis=1) for name in ("here", "there")]
+        is_part = (sides[0] < sides[1])[:, None]
+        windows = np.where(is_part, pairs["there"], pairs["here"]), np.where(is_part, pairs["here"], pairs["there"])
+        both = images, thumbnails["other"]
+        ones, others = (np.where(is_part[..., None], *order) for order in (both[::-1], both))
+        aligned = align(ones, others, *windows)
+        pairs["here"] = np.where(is_part, aligned.windows, pairs["here"])
+        pairs["there"] = np.where(is_part, pairs["there"], aligned.windows)
+        pairs["distance"] = np.maximum(0, 1 - aligned.correlations)
+        return pairs[pairs["distance"] <= _MOST_DISTANCE]
 
 
 @dataclass(frozen=True)
@@ -143,41 +200,57 @@ def _blocks(request: FingerprintRequest, most_images: int, *, is_swapped: bool) 
 
 
 def _block(parts: list[Fingerprints], first: int, *, is_swapped: bool) -> _Block:
-    rows = np.concatenate([part.rows for part in parts])
-    variants = np.concatenate([part.variants for part in parts if part.variants is not None])
+    rows, thumbnails = (np.concatenate(each) for each in zip(*parts, strict=True))
     hashed = np.flatnonzero(rows["kind"] == Kind.HASH)
     hashed = hashed if is_swapped else _different(rows["words"], hashed)
+
+    def index(windows: Windows) -> HashIndex:
+        chunks = (hashed[at : at + _AT_ONCE] for at in range(0, max(1, len(hashed)), _AT_ONCE))
+        hashes = [hash_windows(thumbnails[chunk], windows).reshape(-1, NUM_WORDS) for chunk in chunks]
+        return HashIndex(np.concatenate(hashes))
+
     return _Block(
         first=first,
-        index=HashIndex(variants[hashed].reshape(-1, variants.shape[-1])),
+        parts=index(PARTS),
+        wholes=index(WHOLE),
         hashed=hashed,
+        thumbnails=thumbnails,
         by_bytes=_Digests.of(rows["bytes_digest"], np.flatnonzero(rows["kind"] != Kind.UNREAD)),
         by_pixels=_Digests.of(rows["words"], np.flatnonzero(rows["kind"] == Kind.PIXELS)),
     )
 
 
 def _different(hashes: Words, rows: Int64s) -> Int64s:
-    """Of the others' images with the same hash the first: it stands for all, in ascending order."""
+    """Of the others' images with the same hash the first few: they stand for all, in ascending order."""
     ordered = rows[np.lexsort((rows, hashes[rows, 1], hashes[rows, 0]))]
-    again = (hashes[ordered[1:]] == hashes[ordered[:-1]]).all(axis=1)
-    return np.sort(ordered[np.append(True, ~again)[: len(ordered)]])
+    is_first = np.append(True, (hashes[ordered[1:]] != hashes[ordered[:-1]]).any(axis=1))[: len(ordered)]
+    return np.sort(ordered[_ranks(is_first) < _MOST_OF_ONE_HASH])
 
 
 def _pairs(streamed: Int64s, indexed: Int64s, found: NDArray[Any], *, is_swapped: bool) -> Pairs:
-    pairs = np.empty(len(streamed), PAIR)
+    pairs = np.zeros(len(streamed), PAIR)
     pairs["image"], pairs["other"] = (indexed, streamed) if is_swapped else (streamed, indexed)
     pairs["distance"] = found
     return pairs
 
 
-def _nearest(pairs: Pairs) -> Pairs:
-    """Each pair once, with its least distance, and at most `MOST_CANDIDATES` of an image, the nearest first."""
+def _earlier(pairs: Pairs) -> Pairs:
+    """Of a collection with itself."""
+    return pairs[pairs["other"] < pairs["image"]]
+
+
+def _nearest(pairs: Pairs, most: int) -> Pairs:
+    """Each pair once, with its least distance, and at most so many of an image, the nearest first."""
     pairs = pairs[np.lexsort((pairs["distance"], pairs["other"], pairs["image"]))]
     if len(pairs):
         again = (pairs["image"][1:] == pairs["image"][:-1]) & (pairs["other"][1:] == pairs["other"][:-1])
         pairs = pairs[np.append(True, ~again)]
     pairs = pairs[np.lexsort((pairs["other"], pairs["distance"], pairs["image"]))]
     is_first = np.append(True, pairs["image"][1:] != pairs["image"][:-1])[: len(pairs)]
+    return pairs[_ranks(is_first) < most]
+
+
+def _ranks(is_first: NDArray[np.bool_]) -> Int64s:
+    """How far each is from the first of its group."""
     starts = np.flatnonzero(is_first)
-    rank = np.arange(len(pairs)) - np.repeat(starts, np.diff(np.append(starts, len(pairs))))
-    return pairs[rank < MOST_CANDIDATES]
+    return np.arange(len(is_first)) - np.repeat(starts, np.diff(np.append(starts, len(is_first))))

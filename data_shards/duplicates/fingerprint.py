@@ -1,12 +1,13 @@
 """Fingerprints: what is kept of each image to find its duplicates; computed once, in parallel, and kept on the disk.
 
-A row has 40 bytes: 16 of SHA-256 of the image as stored; two words, which are the perceptual hash (see
+A row has 40 bytes: 16 of SHA-256 of the image as stored; two words, which are the perceptual hash of the whole (see
 `perceptual_hash`) or, of an image that has none, 16 bytes of SHA-256 of its pixels; and which of them it is. Without a
 hash are images with hardly any contrast (the hash of a plain colour is noise) and those below 16 pixels a side: they
-are compared by equal pixels alone. The side that is indexed has its 19 variants beside it, 304 bytes an image.
+are compared by equal pixels alone. Beside it lies the thumbnail that the hashes of all windows are taken from, 1,024
+bytes of grey.
 
 Files lie in `shardvit/fingerprints` of the user's cache folder, one per part, named by the part's digest: a second
-check of the same shards decodes nothing. 10^8 images take 4 GB. The folder can be deleted at any time. A photograph
+check of the same shards decodes nothing. 10^6 images take 1.1 GB. The folder can be deleted at any time. A photograph
 takes 1.2 ms on one core, most of it libjpeg-turbo, an image of 32 x 32 pixels 0.05. Memory is one part's rows per
 process.
 """
@@ -29,20 +30,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_shards.duplicates.collection import Collection, UnreadablePart, UnreadNow
-from data_shards.duplicates.perceptual_hash import (
-    NUM_VARIANTS,
-    NUM_WORDS,
-    Words,
-    hash_thumbnails,
-    hash_variants,
-)
+from data_shards.duplicates.perceptual_hash import NUM_WORDS, WHOLE, hash_windows
 from data_shards.duplicates.thumbnail import THUMBNAIL_PIXELS, thumbnail
 from data_shards.durable import replaced
 from data_shards.errors import UnreadableImage
-from data_shards.images.decode import PixelLimit, read_image, read_reduced_grey
+from data_shards.images.decode import PixelLimit, read_image, read_reduced
 from data_shards.processes import run_parts
 
-_VERSION = 1  # raised when a file means something else
+_VERSION = 2  # raised when a file means something else
 _LEAST_PIXELS = 2 * THUMBNAIL_PIXELS  # of each side, that decoding leaves
 LEAST_SIDE = 16  # pixels; a smaller image has no hash
 LEAST_CONTRAST = 3.0  # standard deviation of the thumbnail's greys, 0 to 255
@@ -60,38 +55,33 @@ class Kind(IntEnum):
 
 
 class Fingerprints(NamedTuple):
-    """Of one part: `rows` of `ROW`, [images], and `variants`, uint64 [images, 19, 2] where they were asked for."""
+    """Of one part: `rows` of `ROW`, [images], and `thumbnails`, uint8 [images, 32, 32]."""
 
     rows: NDArray[Any]
-    variants: Words | None
+    thumbnails: NDArray[np.uint8]
 
 
 @dataclass(frozen=True)
 class FingerprintRequest:
-    """What all parts have in common; `variants`: whether the collection is to be indexed."""
+    """What all parts have in common."""
 
     collection: Collection
     kept: Path  # folder of the files of parts that are known by a digest
     scratch: Path  # of the others
-    variants: bool
     pixel_limit: PixelLimit
 
     def kept_path(self, part: int) -> Path | None:
         """None for a part that is not known by a digest."""
         digest = self.collection.part_digest(part)
         key = repr((_VERSION, digest, self.pixel_limit.pixels))
-        return self.kept / f"{hashlib.sha256(key.encode()).hexdigest()[:40]}{self._suffix}" if digest else None
+        return self.kept / f"{hashlib.sha256(key.encode()).hexdigest()[:40]}.npz" if digest else None
 
     def scratch_path(self, part: int) -> Path:
-        return self.scratch / f"{self.collection.digest}-{part}{self._suffix}"
-
-    @property
-    def _suffix(self) -> str:
-        return ".indexed.npz" if self.variants else ".npz"
+        return self.scratch / f"{self.collection.digest}-{part}.npz"
 
     def load(self, part: int) -> Fingerprints:
         """A part's fingerprints; those of a part whose process crashed are of kind `UNREAD`."""
-        return _read(self, part) or _nothing(self.collection.sizes[part], variants=self.variants)
+        return _read(self, part) or _nothing(self.collection.sizes[part])
 
 
 def default_fingerprint_folder() -> Path:
@@ -129,8 +119,7 @@ def make_fingerprints(request: FingerprintRequest, *, processes: int, done: Call
 def _make_part(request: FingerprintRequest, part: int, stop: threading.Event | None = None) -> int:
     size = request.collection.sizes[part]
     path = request.kept_path(part)
-    found = _nothing(size, variants=request.variants)
-    thumbnails = np.zeros((size, THUMBNAIL_PIXELS, THUMBNAIL_PIXELS), np.float32)
+    found = _nothing(size)
     with warnings.catch_warnings(action="ignore"):
         for row in range(size):
             if stop is not None and stop.is_set():
@@ -145,25 +134,21 @@ def _make_part(request: FingerprintRequest, part: int, stop: threading.Event | N
                 continue
             except UnreadableImage:
                 continue
-            _fill(found.rows[row], thumbnails[row], data, limit=request.pixel_limit)
+            _fill(found.rows[row], found.thumbnails[row], data, limit=request.pixel_limit)
     hashed = np.flatnonzero(found.rows["kind"] == Kind.HASH)
-    if len(hashed):
-        found.rows["words"][hashed] = hash_thumbnails(thumbnails[hashed])
-        if found.variants is not None:
-            found.variants[hashed] = hash_variants(thumbnails[hashed])
+    found.rows["words"][hashed] = hash_windows(found.thumbnails[hashed], WHOLE[:1])[:, 0]
     path = path or request.scratch_path(part)
     path.parent.mkdir(parents=True, exist_ok=True)
     with replaced(path, sync="none", writers="several") as beside, open(beside, "wb") as stream:
-        arrays = {"rows": found.rows} | ({} if found.variants is None else {"variants": found.variants})
-        np.savez(stream, allow_pickle=False, **arrays)
+        np.savez(stream, allow_pickle=False, **found._asdict())
     return size
 
 
-def _fill(row: Any, small: NDArray[np.float32], data: bytes, *, limit: PixelLimit) -> None:
+def _fill(row: Any, small: NDArray[np.uint8], data: bytes, *, limit: PixelLimit) -> None:
     row["bytes_digest"] = np.frombuffer(hashlib.sha256(data).digest()[:16], np.uint64)
     row["kind"] = Kind.NOTHING
     try:
-        height, width, greys = read_reduced_grey(data, least_pixels=_LEAST_PIXELS, limit=limit)
+        height, width, greys = read_reduced(data, least_pixels=_LEAST_PIXELS, colours="GRAY", limit=limit)
         small[:] = thumbnail(greys)
         if min(height, width) >= LEAST_SIDE and small.std() >= LEAST_CONTRAST:
             row["kind"] = Kind.HASH
@@ -175,10 +160,10 @@ def _fill(row: Any, small: NDArray[np.float32], data: bytes, *, limit: PixelLimi
     row["words"], row["kind"] = np.frombuffer(digest[:16], np.uint64), Kind.PIXELS
 
 
-def _nothing(size: int, *, variants: bool) -> Fingerprints:
+def _nothing(size: int) -> Fingerprints:
     rows = np.zeros(size, ROW)
     rows["kind"] = Kind.UNREAD
-    return Fingerprints(rows, np.zeros((size, NUM_VARIANTS, NUM_WORDS), np.uint64) if variants else None)
+    return Fingerprints(rows, np.zeros((size, THUMBNAIL_PIXELS, THUMBNAIL_PIXELS), np.uint8))
 
 
 def _read(request: FingerprintRequest, part: int) -> Fingerprints | None:
@@ -189,14 +174,11 @@ def _read(request: FingerprintRequest, part: int) -> Fingerprints | None:
         try:
             # opened here, since numpy leaves a file open that is not whole
             with open(path, "rb") as stream, np.load(stream, allow_pickle=False) as content:
-                found = Fingerprints(content["rows"], content["variants"] if request.variants else None)
+                found = Fingerprints(content["rows"], content["thumbnails"])
         except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
             continue
-        size = request.collection.sizes[part]
-        fits = found.rows.dtype == ROW and found.rows.shape == (size,)
-        if found.variants is not None:
-            fits = fits and found.variants.dtype == np.uint64
-            fits = fits and found.variants.shape == (size, NUM_VARIANTS, NUM_WORDS)
+        empty = _nothing(request.collection.sizes[part])
+        fits = all(a.dtype == b.dtype and a.shape == b.shape for a, b in zip(found, empty, strict=True))
         if fits:
             return found
     return None

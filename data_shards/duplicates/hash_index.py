@@ -25,7 +25,7 @@ _VALUES = 1 << 16  # of a band
 # A band's value and all values at one bit from it.
 _PROBES = np.array([0, *(1 << bit for bit in range(16))], np.uint16)
 MOST_FIRST = 10  # bits of the first word; up to 7 are found for certain
-MOST_BITS = 30  # of both words: those of a smooth image are noise in the second
+MOST_BITS = 36  # of both words: those of a smooth image are noise in the second
 _MOST_AT_ONCE = 1 << 22  # comparisons
 
 

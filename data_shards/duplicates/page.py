@@ -1,7 +1,9 @@
 """The matches as files: every pair as a line of JSON, and the pairs as pictures on one HTML page.
 
     matches.jsonl   image {part, key}, other {part, key}, against (the other set), kind, likeness, mirrored
-    matches.html    the pairs side by side, the least alike first, up to 500; it needs no other file
+    matches.html    the pairs side by side, up to 250 of each kind; it needs no other file
+
+Both have the most alike first: equal bytes, equal pixels, near-duplicates, and those that are unsure.
 
 What the images' names hold is escaped. Takes 2 ms a pair of pictures.
 """
@@ -17,15 +19,21 @@ from pathlib import Path
 from typing import Any
 
 from data_shards.duplicates.collection import Collection
-from data_shards.duplicates.matches import Match, Matches, read
+from data_shards.duplicates.matches import MATCH_KINDS, Match, Matches, MatchKind, read
 from data_shards.durable import replace_text
 from data_shards.errors import UnreadableImage
 from data_shards.images.decode import PixelLimit, read_image
 
 LINES_FILE, PAGE_FILE = "matches.jsonl", "matches.html"
-MOST_PICTURES = 500  # pairs; some 8 kB each
+MOST_PICTURES = 250  # pairs of each kind; some 8 kB each
 _PIXELS = 160  # of a picture's longer side
 _SMALL_PIXELS = 80  # shorter than this, it is enlarged without smoothing
+_TITLES: dict[MatchKind, str] = {
+    "equal-bytes": "Equal bytes",
+    "equal-pixels": "Equal pixels",
+    "near-duplicate": "Near-duplicates",
+    "unsure": "Unsure: these may be the same, and do not count",
+}
 _STYLE = """
 body { font: 14px/1.4 system-ui, sans-serif; margin: 2em; color: #222; background: #fff }
 table { border-collapse: collapse; margin: 1em 0 } th, td { padding: .2em 1em .2em 0; text-align: left }
@@ -65,27 +73,31 @@ def write_page(path: Path, found: Sequence[Matches], *, limit: PixelLimit) -> No
 def _page(found: Sequence[Matches], limit: PixelLimit) -> Iterable[str]:
     yield f'<!doctype html><html lang="en"><meta charset="utf-8"><title>Duplicates</title><style>{_STYLE}</style>'
     yield "<h1>Images that are also in other sets</h1><table><tr><th>images of<th>also in"
-    yield "<th>equal bytes<th>equal pixels<th>near-duplicates</tr>"
+    yield "<th>equal bytes<th>equal pixels<th>near-duplicates<th>unsure</tr>"
     for one in found:
         for number, other in enumerate(one.others):
             kinds = [match.kind for match in one.matches if match.collection == number]
-            counts = [f"{kinds.count(kind):,}" for kind in ("equal-bytes", "equal-pixels", "near-duplicate")]
+            counts = [f"{kinds.count(kind):,}" for kind in MATCH_KINDS]
             cells = "".join(f"<td>{_text(cell)}" for cell in (one.images.name, other.name, *counts))
             yield f"<tr>{cells}</tr>"
     yield "</table>"
-    pairs = [(one, match) for one in found for match in one.matches]
-    pairs.sort(key=lambda pair: pair[1].likeness)
-    if len(pairs) > MOST_PICTURES:
-        yield f"<p>The {MOST_PICTURES:,} that are least alike of {len(pairs):,}; the list beside this page has all.</p>"
-    yield '<div class="pairs">'
-    for one, match in pairs[:MOST_PICTURES]:
-        image, other = one.place(match), one.other_place(match)
-        kind = match.kind.replace("-", " ") + (f", likeness {match.likeness:.3f}" if match.likeness < 1 else "")
-        caption = f"{kind}{', mirrored' if match.mirrored else ''}<br>{_text(image.key)} in {_text(image.part)}"
-        yield f"<figure><div>{_picture(one.images, match.image, limit)}"
-        yield f"{_picture(one.others[match.collection], match.other, limit)}</div>"
-        yield f"<figcaption>{caption}<br>{_text(other.key)} in {_text(other.part)}</figcaption></figure>"
-    yield "</div></html>\n"
+    for kind in MATCH_KINDS:
+        pairs = [(one, match) for one in found for match in one.matches if match.kind == kind]
+        pairs.sort(key=lambda pair: -pair[1].likeness)
+        if pairs:
+            yield f"<h2>{_TITLES[kind]}</h2>"
+        if len(pairs) > MOST_PICTURES:
+            yield f"<p>The {MOST_PICTURES:,} most alike of {len(pairs):,}; the list beside this page has all.</p>"
+        yield '<div class="pairs">'
+        for one, match in pairs[:MOST_PICTURES]:
+            image, other = one.place(match), one.other_place(match)
+            how = "" if kind.startswith("equal") else f"likeness {match.likeness:.3f}"
+            yield f"<figure><div>{_picture(one.images, match.image, limit)}"
+            yield f"{_picture(one.others[match.collection], match.other, limit)}</div>"
+            yield f"<figcaption>{how}{', mirrored' if match.mirrored else ''}<br>{_text(image.key)} in "
+            yield f"{_text(image.part)}<br>{_text(other.key)} in {_text(other.part)}</figcaption></figure>"
+        yield "</div>"
+    yield "</html>\n"
 
 
 def _text(text: str) -> str:

@@ -1,6 +1,8 @@
-"""Thumbnails, and windows of them: what the hash and the comparison look at."""
+"""Thumbnails, and windows of them: what the hash and the alignment look at."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,7 +11,7 @@ THUMBNAIL_PIXELS = 32  # of each side, whatever the image's shape
 
 
 def thumbnail(pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Greys or colours, uint8 [height, width] or [height, width, 3], squeezed to 32 x 32 pixels."""
+    """Greys, uint8 [height, width], squeezed to 32 x 32 pixels."""
     from PIL import Image
 
     # Pillow's bilinear filter averages where it reduces; to enlarge, bicubic comes nearer to what was reduced.
@@ -18,12 +20,13 @@ def thumbnail(pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
     return np.asarray(Image.fromarray(pixels).resize((THUMBNAIL_PIXELS, THUMBNAIL_PIXELS), resampling))
 
 
-def sampling(low: float, high: float, samples: int) -> NDArray[np.float64]:
-    """The matrix [samples, 32] that reads a window of one axis, in shares of it, by linear interpolation."""
-    place = (low + (high - low) * (np.arange(samples) + 0.5) / samples) * THUMBNAIL_PIXELS - 0.5
-    left = np.clip(np.floor(place).astype(int), 0, THUMBNAIL_PIXELS - 2)
-    weight = np.clip(place - left, 0, 1)
-    matrix = np.zeros((samples, THUMBNAIL_PIXELS))
-    matrix[np.arange(samples), left] = 1 - weight
-    matrix[np.arange(samples), left + 1] = weight
-    return matrix
+def sampling(low: Any, high: Any, samples: int) -> NDArray[np.float32]:
+    """The matrices [..., samples, 32] that read windows of one axis, in shares of it, by linear interpolation.
+
+    `low` and `high`, [...], broadcast; beyond the edge the last pixel is repeated.
+    """
+    low, high = np.asarray(low, np.float32)[..., None], np.asarray(high, np.float32)[..., None]
+    shares = (np.arange(samples, dtype=np.float32) + 0.5) / samples
+    places = np.clip((low + (high - low) * shares) * THUMBNAIL_PIXELS - 0.5, 0, THUMBNAIL_PIXELS - 1)
+    distances = np.abs(places[..., None] - np.arange(THUMBNAIL_PIXELS, dtype=np.float32))
+    return np.maximum(0, 1 - distances)

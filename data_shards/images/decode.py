@@ -34,7 +34,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,8 +46,6 @@ from data_shards.vocabulary import MOST_PIXELS, USUAL_MOST_PIXELS, DecoderName
 
 if TYPE_CHECKING:
     from PIL import Image
-
-Grey = NDArray[np.uint8]
 
 _JPEG_MAGIC = b"\xff\xd8\xff"
 _END_OF_IMAGE = b"\xff\xd9"
@@ -111,11 +109,13 @@ def read_image(data: bytes, *, decoder: DecoderName = "auto", limit: PixelLimit 
     return EncodedImage(header.height, header.width, decode=partial(_decode, data, header, decoder))
 
 
-def read_reduced_grey(data: bytes, *, least_pixels: int, limit: PixelLimit = USUAL_LIMIT) -> tuple[int, int, Grey]:
-    """Height and width of an image, and its greys, perhaps reduced: uint8 [height', width'].
+def read_reduced(
+    data: bytes, *, least_pixels: int, colours: Literal["RGB", "GRAY"], limit: PixelLimit = USUAL_LIMIT
+) -> tuple[int, int, NDArray[np.uint8]]:
+    """Height and width of an image, and its pixels, perhaps reduced: uint8 [height', width', 3], greys without the 3.
 
-    A JPEG is decoded at 1/2 to 1/8 of its size where both sides keep `least_pixels`, without its colours: a photograph
-    takes 0.9 ms. Raises UnreadableImage as `read_image` and `EncodedImage.pixels` do.
+    A JPEG is decoded at 1/2 to 1/8 of its size where both sides keep `least_pixels`, its greys without its colours: a
+    photograph takes 0.9 ms. Raises UnreadableImage as `read_image` and `EncodedImage.pixels` do.
     """
     header = _read_header(data) if data[:3] == _JPEG_MAGIC else None
     if header is not None and header.is_plain and header.is_complete:
@@ -123,16 +123,17 @@ def read_reduced_grey(data: bytes, *, least_pixels: int, limit: PixelLimit = USU
         import simplejpeg
 
         try:
-            reduced = simplejpeg.decode_jpeg(data, colorspace="GRAY", min_height=least_pixels, min_width=least_pixels)
-            return header.height, header.width, reduced[..., 0]
+            reduced = simplejpeg.decode_jpeg(data, colorspace=colours, min_height=least_pixels, min_width=least_pixels)
+            return header.height, header.width, reduced if colours == "RGB" else reduced[..., 0]
         except ValueError:
             pass
     opened = _open_with_pillow(data)
     height, width = opened.height, opened.width
     _check_size(height, width, limit)
     with _refusals():
-        opened.draft("L", (least_pixels, least_pixels))
-        return height, width, np.array(_eight_bit(opened).convert("RGB").convert("L"))
+        opened.draft("L" if colours == "GRAY" else "RGB", (least_pixels, least_pixels))
+        pixels = _eight_bit(opened).convert("RGB")
+        return height, width, np.array(pixels if colours == "RGB" else pixels.convert("L"))
 
 
 def peek_size(start: bytes) -> tuple[int, int] | None:

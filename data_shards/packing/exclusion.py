@@ -1,7 +1,8 @@
 """Training images that are also in other sets, such as test sets: left out of the packing, and listed.
 
 OUT/excluded.jsonl has one image a line: path, split, label; kind, likeness and mirrored (see `duplicates.matches`); the
-set that it is in, and its shard and key there. OUT/excluded.html shows the pairs. Only the split train loses images.
+set that it is in, and its shard and key there. OUT/unsure.jsonl has those that may be in another set and were packed.
+OUT/excluded.html shows both as pairs. Only the split train loses images.
 Decodes every training image once more; what is known of them is kept in the user's cache, so a packing that was killed
 does not decode them again.
 """
@@ -20,7 +21,7 @@ from numpy.typing import NDArray
 from data_shards.duplicates.collection import ImagePlace, ShardImages, UnreadNow
 from data_shards.duplicates.matches import Match, Matches, find_matches
 from data_shards.duplicates.page import write_page
-from data_shards.packing.found import EXCLUDED_FILE, write_lines
+from data_shards.packing.found import EXCLUDED_FILE, UNSURE_FILE, write_lines
 from data_shards.packing.request import PackRequest
 from data_shards.packing.shard_plan import PackPlan, ShardPlan
 from data_shards.shard_set import Report
@@ -80,14 +81,24 @@ class Excluded:
     found: Matches
     marks: dict[SplitName, NDArray[np.bool_]]
 
-    def __len__(self) -> int:
-        return len({match.image for match in self.found.matches})
+    def counts(self) -> tuple[int, int]:
+        """Images left out, and images packed that may be in another set."""
+        out, unsure = ({match.image for match in each} for each in self._sorted_out())
+        return len(out), len(unsure)
 
     def write(self, folder: Path, request: PackRequest) -> None:
-        """Write the list and the page into `folder`, if there is anything to list."""
+        """Write the lists and the page into `folder`, if there is anything to list."""
+        for name, matches in zip((EXCLUDED_FILE, UNSURE_FILE), self._sorted_out(), strict=True):
+            if matches:
+                write_lines(map(self._line, matches), folder / name)
         if self.found.matches:
-            write_lines((self._line(match) for match in self.found.matches), folder / EXCLUDED_FILE)
             write_page(folder / EXCLUDED_PAGE, [self.found], limit=request.pixel_limit)
+
+    def _sorted_out(self) -> tuple[list[Match], list[Match]]:
+        """The matches of images that are left out, and the others."""
+        out = [match for match in self.found.matches if match.kind != "unsure"]
+        left_out = {match.image for match in out}
+        return out, [match for match in self.found.matches if match.image not in left_out]
 
     def _line(self, match: Match) -> dict[str, Any]:
         shard, position = self.images.locate(match.image)
@@ -117,7 +128,7 @@ def find_excluded(plan: PackPlan, source: Source, request: PackRequest, *, repor
     marks: dict[SplitName, NDArray[np.bool_]] = {
         split: np.zeros(len(each), dtype=np.bool_) for split, each in source.splits.items()
     }
-    for match in found.matches:
+    for match in [match for match in found.matches if match.kind != "unsure"]:
         shard, position = images.locate(match.image)
         marks[shard.source_split][shard.indices[position]] = True
     return Excluded(plan, images, found, marks)

@@ -28,6 +28,7 @@ from data_shards.text import counted, show_bytes, show_duration
 DUPLICATES_FILE = "duplicates.jsonl"
 UNREADABLE_FILE = "unreadable.jsonl"
 EXCLUDED_FILE = "excluded.jsonl"
+UNSURE_FILE = "unsure.jsonl"
 _MOST_NAMED = 5  # unreadable images, in a message
 
 Line = dict[str, Any]  # of a list
@@ -43,6 +44,7 @@ class Counts:
     straddling_groups: int = 0  # whose images are in several splits
     contradicting_groups: int = 0  # whose images are labelled differently
     excluded: int = 0  # for being in another set too
+    unsure: int = 0  # that may be, and were packed
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,9 @@ class PackReport:
         if self.counts.excluded:
             excluded = f"{counted(self.counts.excluded, 'image')} left out of train that are also in other sets"
             lines.append(f"  excluded: {excluded}: see {self.out / EXCLUDED_FILE}")
+        if self.counts.unsure:
+            unsure = f"{counted(self.counts.unsure, 'image')} packed in train that may be in other sets"
+            lines.append(f"  unsure: {unsure}: see {self.out / UNSURE_FILE}")
         unreadable = "none"
         if self.counts.unreadable:
             unreadable = f"{counted(self.counts.unreadable, 'image')} left out: see {self.out / UNREADABLE_FILE}"
@@ -113,11 +118,12 @@ class PackReport:
         return lines
 
 
-def count(groups: Sequence[Line], *, num_unreadable: int, num_excluded: int = 0) -> Counts:
-    """Count what the two lists hold."""
+def count(groups: Sequence[Line], *, num_unreadable: int, num_excluded: int = 0, num_unsure: int = 0) -> Counts:
+    """Count what the lists hold."""
     return Counts(
         unreadable=num_unreadable,
         excluded=num_excluded,
+        unsure=num_unsure,
         duplicates=sum(len(group["images"]) - 1 for group in groups),
         groups=len(groups),
         straddling_groups=sum(len({image["split"] for image in group["images"]}) > 1 for group in groups),

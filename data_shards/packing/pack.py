@@ -9,7 +9,7 @@
     OUT/train/manifest.json             and sizes.json for open_clip
     OUT/val/..., OUT/test/...           the same, if the source has such splits; val also if `holdout` is given
     OUT/duplicates.jsonl, OUT/unreadable.jsonl      see `found`
-    OUT/excluded.jsonl, OUT/excluded.html           see `exclusion`
+    OUT/excluded.jsonl, OUT/unsure.jsonl, OUT/excluded.html     see `exclusion`
 
 Everything is written into a hidden folder beside OUT and renamed when complete; an existing OUT is never changed. After
 a kill, a full disk or an unreadable image the same command resumes after the finished shards, and the result is
@@ -152,8 +152,8 @@ def _pack(source: Source, out: Path, request: PackRequest, content: dict[str, ob
                 digests = b"".join(records[shard.file].image_digests for shard in plan.shards)
             groups = duplicate_groups(whole_plan, digests, duplicates=request.duplicates, unreadable=refused)
             refused = [*unlabelled_files(source), *refused]
-            num_excluded = 0 if excluded is None else len(excluded)
-            counts = count(groups, num_unreadable=len(refused), num_excluded=num_excluded)
+            num_excluded, num_unsure = (0, 0) if excluded is None else excluded.counts()
+            counts = count(groups, num_unreadable=len(refused), num_excluded=num_excluded, num_unsure=num_unsure)
             if excluded is not None:
                 excluded.write(work.result, request)
             if groups:

@@ -1,7 +1,8 @@
 """Near-duplicates planted into a data set: how many `check --against` finds, how many of those are true, and the cost.
 
-Run `python -m launch.bench.near_duplicates FOLDER`, FOLDER with train/CLASS/*.jpg and test/CLASS/*.jpg (CIFAR-10 as
-images); records/near_duplicates.txt has what it printed.
+Run `python -m launch.bench.near_duplicates DATA`; records/near_duplicates.txt has what it printed.
+
+DATA with train/CLASS/*.jpg and test/CLASS/*.jpg, such as CIFAR-10 as images:
 
 - Planted: test images, edited in one way each, among all training images: encoded again at quality 50, resized by 0.7
   or 1.4, mirrored, cropped by 5 % of each side. Beyond what is asked for: all of these together, and crops by 3 and
@@ -11,17 +12,26 @@ images); records/near_duplicates.txt has what it printed.
 - Precision: of what is found, the share that is planted or natural. Natural pairs are those that the same training set
   shows without anything planted; WORK/natural has them as pictures to look at, and --wrong takes how many of them
   are different pictures.
-- Time: of each part, on one core and on all; the index with as many random hashes as --hashes says.
+
+DATA a folder or a tar of photographs, a few hundred of any kind but none twice:
+
+- Others: the photographs, and as many scenes (see `pictures`) on ten floors, which are plain areas of theirs.
+- Images: copies of both, edited in one way each; and --scenes more scenes on the same floors, a third of them twins of
+  the others: hard negatives, every two of a floor.
+- Recall: the share of the copies of each edit that are found to be the same as the image that they were made from.
+- Precision: of what is found to be the same, the share that is right. WORK/report has all as pictures.
+
+Time: of each part, on one core and on all; the index with as many random hashes as --hashes says.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
-import io
 import os
 import platform
 import shutil
+import tarfile
 import time
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -35,32 +45,23 @@ from data_shards.duplicates.collection import ImagePlace
 from data_shards.duplicates.hash_index import HashIndex
 from data_shards.duplicates.matches import Matches, find_matches
 from data_shards.duplicates.page import write_report
-from data_shards.duplicates.perceptual_hash import NUM_VARIANTS
+from data_shards.duplicates.perceptual_hash import PARTS, WHOLE
 from data_shards.images.decode import USUAL_LIMIT
+from launch.bench.pictures import edited, plain_floors, scenes
 
 _EDITS = ("quality 50", "x 0.7", "x 1.4", "mirrored", "cropped 5 %", "all together", "cropped 3 %", "cropped 10 %")
 _ASKED = 5
+_OF_PHOTOGRAPHS = (
+    *("quality 50", "quality 30", "x 0.5", "x 1.5", "mirrored", "grey", "square", "border"),
+    *("cropped 5 %", "cropped 10 %", "cropped 20 %", "cropped 30 %"),
+)
+_BEYOND = (
+    *("mirrored, cropped 20 %, grey, quality 50", "square, inner 88 %, 224 x 224", "64 x 64, quality 75"),
+    *("cropped 40 %", "tinted", "lettered", "turned 3"),
+)
+_FLOORS = 10
+_SIZE = (360, 480)  # of a scene
 _PART = 1000  # files
-
-
-def edited(data: bytes, edit: str, *, draw: np.random.Generator) -> bytes:
-    """A test image, edited."""
-    image = Image.open(io.BytesIO(data)).convert("RGB")
-    everything = edit == "all together"
-    if edit.startswith("cropped") or everything:
-        share = 0.05 if everything else int(edit.split()[1]) / 100
-        width, height = (round(side * (1 - share)) for side in image.size)
-        left, top = int(draw.integers(image.width - width + 1)), int(draw.integers(image.height - height + 1))
-        image = image.crop((left, top, left + width, top + height))
-    if edit == "mirrored" or everything:
-        image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
-    if edit.startswith("x ") or everything:
-        factor = 0.7 if everything else float(edit[2:])
-        width, height = (round(side * factor) for side in image.size)
-        image = image.resize((width, height), Image.Resampling.BICUBIC)
-    stream = io.BytesIO()
-    image.save(stream, "JPEG", quality=50 if edit == "quality 50" or everything else 90)
-    return stream.getvalue()
 
 
 def plant(folder: Path, out: Path, *, each: int, seed: int) -> dict[str, tuple[str, Path]]:
@@ -74,7 +75,8 @@ def plant(folder: Path, out: Path, *, each: int, seed: int) -> dict[str, tuple[s
             original = originals[number]
             file = out / "planted" / f"{number:06d}.jpg"
             file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_bytes(edited(original.read_bytes(), edit, draw=draw))
+            with Image.open(original) as image:
+                file.write_bytes(edited(image, edit, draw))
             planted[_name(file)] = edit, original
     return planted
 
@@ -99,6 +101,77 @@ class _Files:
         return ImagePlace(self.name, _name(self._files[part * _PART + row]))
 
 
+def plant_photographs(data: Path, out: Path, *, num_scenes: int, seed: int) -> dict[str, tuple[str, str]]:
+    """Write both sides into OUT/images and OUT/others; {name of a copy: (edit, name of its original)}."""
+    if data.is_dir():
+        photographs = data
+    else:
+        photographs = out / "photographs"
+        with tarfile.open(data) as archive:
+            archive.extractall(photographs, filter="data")
+    files = sorted(path for path in photographs.rglob("*") if path.suffix.lower() in (".jpg", ".jpeg", ".png"))
+    floors = plain_floors(files, _FLOORS, size=_SIZE)
+    for side in ("images", "others"):
+        (out / side).mkdir(parents=True, exist_ok=True)
+    for number, file in enumerate(files):
+        shutil.copy(file, out / "others" / f"photograph-{number:05d}.jpg")
+    for number, image in enumerate(scenes(floors, len(files), seed=seed)):
+        image.save(out / "others" / f"scene-{number:05d}.jpg", quality=90)
+    hard = scenes(floors, num_scenes // 3, seed=seed, twins=True) + scenes(
+        floors, num_scenes - num_scenes // 3, seed=seed + 1
+    )
+    for number, image in enumerate(hard):
+        image.save(out / "images" / f"hard-{number:05d}.jpg", quality=90)
+    draw = np.random.default_rng(seed)
+    planted: dict[str, tuple[str, str]] = {}
+    for number, edit in enumerate((*_OF_PHOTOGRAPHS, *_BEYOND)):
+        for original in sorted((out / "others").iterdir()):
+            copy = f"{number:02d}-{original.stem}"
+            with Image.open(original) as image:
+                (out / "images" / f"{copy}.jpg").write_bytes(edited(image, edit, draw))
+            planted[copy] = edit, original.stem
+    return planted
+
+
+def measure_photographs(data: Path, work: Path, *, num_scenes: int, seed: int) -> None:
+    """Plant, compare and print."""
+    planted = plant_photographs(data, work, num_scenes=num_scenes, seed=seed)
+    images, others = (_Files(side, sorted((work / side).iterdir())) for side in ("images", "others"))
+    found, seconds = compare(images, others, work / "fingerprints")
+    write_report(work / "report", [found], limit=USUAL_LIMIT)
+    answers = {
+        found.place(match).key.partition("_")[2]: (match.kind, found.other_place(match).key.partition("_")[2])
+        for match in found.matches
+    }
+    num_others, num_images = sum(others.sizes), sum(images.sizes)
+    print(f"{num_others:,} others, half of them scenes; {num_images:,} images, {num_scenes:,} hard negatives")
+    print(f"\n{'':40}{'':11}photographs{'':9}scenes")
+    print(f"{'edit':40}{'recall':>11}{'unsure':>9}{'recall':>11}{'unsure':>9}{'wrong':>7}")
+    right = wrong = unsure_wrong = 0
+    for edit in (*_OF_PHOTOGRAPHS, *_BEYOND):
+        cells = ""
+        wrong_of_edit = 0
+        for kind in ("photograph", "scene"):
+            copies = {copy: name for copy, (its, name) in planted.items() if its == edit and name.startswith(kind)}
+            both = [(*answers[copy], name) for copy, name in copies.items() if copy in answers]
+            told = [answer for answer, other, name in both if other == name]
+            of_others = [answer for answer, other, name in both if other != name]
+            same = len(told) - told.count("unsure")
+            right += same
+            wrong_of_edit += len(of_others) - of_others.count("unsure")
+            unsure_wrong += of_others.count("unsure")
+            cells += f"{same / len(copies):11.4f}{told.count('unsure') / len(copies):9.4f}"
+        wrong += wrong_of_edit
+        print(f"{edit:40}{cells}{wrong_of_edit:7,}")
+    hard = [answers[name][0] for name in answers.keys() - planted.keys()]
+    wrong_hard = sum(kind != "unsure" for kind in hard)
+    print(f"\nhard negatives: {wrong_hard:,} found to be the same, {hard.count('unsure'):,} unsure")
+    print(f"copies with another image than their own: {wrong:,} found to be the same, {unsure_wrong:,} unsure")
+    told = right + wrong + wrong_hard
+    print(f"precision: {right / told:.4f} ({wrong + wrong_hard:,} of {told:,} wrong)")
+    print(f"{num_images + num_others:,} images hashed and compared in {seconds:.0f} s on {os.cpu_count()} cores")
+
+
 def _digest(files: Sequence[Path]) -> str:
     return hashlib.sha256(repr(list(map(str, files))).encode()).hexdigest()
 
@@ -110,8 +183,9 @@ def compare(images: _Files, other: _Files, folder: Path) -> tuple[Matches, float
 
 
 def by_name(found: Matches) -> dict[str, str]:
-    """The name of each image, and of its match."""
-    return {found.place(match).key: found.other_place(match).key for match in found.matches}
+    """The name of each image that is the same as one of the others, and of that one."""
+    same = (match for match in found.matches if match.kind != "unsure")
+    return {found.place(match).key: found.other_place(match).key for match in same}
 
 
 def _name(file: Path) -> str:
@@ -119,36 +193,45 @@ def _name(file: Path) -> str:
 
 
 def measure_index(hashes: int, *, indexed: int) -> None:
-    """Look up random hashes among the variants of `indexed` random images."""
+    """Look up random hashes among those of `indexed` random images."""
     draw = np.random.default_rng(0)
-    begin = time.process_time()
-    index = HashIndex(draw.integers(0, 1 << 63, (indexed * NUM_VARIANTS, 2), dtype=np.uint64))
-    built = time.process_time() - begin
-    begin = time.process_time()
-    for _ in range(0, hashes, 1000):
-        index.near(draw.integers(0, 1 << 63, (1000, 2), dtype=np.uint64))
-    used = time.process_time() - begin
+    of_image = 0.0
+    for own, theirs in ((WHOLE, PARTS), (PARTS, WHOLE)):
+        begin = time.process_time()
+        index = HashIndex(draw.integers(0, 1 << 63, (indexed * len(theirs), 2), dtype=np.uint64))
+        built = time.process_time() - begin
+        begin = time.process_time()
+        for _ in range(0, hashes, 1000):
+            index.near(draw.integers(0, 1 << 63, (1000, 2), dtype=np.uint64))
+        each = (time.process_time() - begin) / hashes
+        of_image += each * 2 * len(own)  # and of the mirror image
+        print(
+            f"index of {indexed:,} random images, {len(theirs)} hashes each: built in {built:.2f} s; "
+            f"{1e6 * each:.1f} us of one core a look-up"
+        )
     print(
-        f"index of {indexed:,} random images: built in {built:.2f} s, {hashes:,} random hashes looked up "
-        f"in {used:.1f} s of one core, {1e6 * used / hashes:.1f} us each; "
-        f"10^8 images, each with its mirror image: {2e8 * used / hashes / 3600:.1f} h"
+        f"all look-ups of an image and its mirror image: {1e3 * of_image:.2f} ms; 10^6: {1e6 * of_image / 3600:.1f} h"
     )
 
 
 def main() -> None:
     """Print recall, precision and cost."""
     parser = argparse.ArgumentParser(description="Recall and precision of near-duplicates that are planted.")
-    parser.add_argument("folder", type=Path, help="with train/CLASS/*.jpg and test/CLASS/*.jpg")
+    parser.add_argument("data", type=Path, help="with train/CLASS/*.jpg and test/CLASS/*.jpg, or photographs")
     parser.add_argument("--work", type=Path, default=Path("near-duplicates"), help="folder to work in (%(default)s)")
     parser.add_argument("--each", type=int, default=1000, help="images planted with each edit (%(default)s)")
+    parser.add_argument("--scenes", type=int, default=3000, help="hard negatives, with photographs (%(default)s)")
     parser.add_argument("--hashes", type=int, default=10**6, help="random ones to look up (%(default)s)")
     parser.add_argument("--wrong", type=int, default=0, help="natural pairs that are different pictures (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the choice and of the crops (%(default)s)")
     args = parser.parse_args()
     print(f"Python {platform.python_version()}, NumPy {version('numpy')}, {os.cpu_count()} cores")
     shutil.rmtree(args.work, ignore_errors=True)
-    planted = plant(args.folder, args.work / "images", each=args.each, seed=args.seed)
-    train, test = (sorted((args.folder / split).glob("*/*")) for split in ("train", "test"))
+    if not (args.data / "train").is_dir():
+        measure_photographs(args.data, args.work, num_scenes=args.scenes, seed=args.seed)
+        return
+    planted = plant(args.data, args.work / "images", each=args.each, seed=args.seed)
+    train, test = (sorted((args.data / split).glob("*/*")) for split in ("train", "test"))
     more = sorted((args.work / "images").glob("*/*"))
     hashes = args.work / "fingerprints"
     test_images, with_planted = _Files("test", test), _Files("train and planted", [*train, *more])
@@ -168,9 +251,12 @@ def _print(
     found: Matches, natural: Matches, within: Matches, planted: dict[str, tuple[str, Path]], *, wrong: int
 ) -> None:
     matched, naturally, alike = by_name(found), by_name(natural), by_name(within)
+    unsure = sum(match.kind == "unsure" for match in found.matches)
     print(
-        f"found: {len(matched):,}, of them planted {len(matched.keys() & planted.keys()):,}; without planting ", end=""
+        f"found: {len(matched):,} ({unsure:,} more unsure), of them planted {len(matched.keys() & planted.keys()):,}; ",
+        end="",
     )
+    print("without planting ", end="")
     print(f"{len(naturally):,} natural pairs, {wrong:,} of them different pictures when looked at")
     print(f"\n{'edit':14}{'planted':>9}{'found':>9}{'right':>9}{'recall':>9}")
     right_of_all = 0

@@ -53,8 +53,8 @@ def check(
         Parameter(
             negative="",
             consume_multiple=True,
-            help="Other shards, such as test sets: find images of SHARDS that are also there, byte for byte, pixel for "
-            "pixel, or resized, encoded again, cropped by up to 5 % or mirrored.",
+            help="Other shards, such as test sets, named as SHARDS is: find images of SHARDS that are also there, byte "
+            "for byte, pixel for pixel, or the same picture otherwise (see below).",
         ),
     ] = None,
     report: Annotated[
@@ -73,6 +73,15 @@ def check(
     and val/ (each is checked, and whether images are in both), a folder of tars
     made by other tools, a pattern such as "data/x-{000..127}.tar", or a URL.
     All bytes are read and nothing is changed. Exit code 1 if there is a problem.
+
+    --against finds the same picture encoded again, resized, squeezed, mirrored,
+    in grey, with a border, cropped to the centre square or to 70 % of each side
+    anywhere, or several of these. Pairs that only may be the same are listed as
+    unsure: they are not counted as problems, nor left out by `shardvit pack`.
+    Missed: copies that are rotated, upside down, cropped to less, tinted or of
+    much changed brightness, with text or logos on more than a 64th of the area
+    (some are unsure), and parts of a collage. Of images below 16 pixels a side or
+    without contrast only equal pixels are found.
 
     Some examples:
         shardvit check shards/photos

@@ -81,8 +81,9 @@ def pack(
         Parameter(
             negative="",
             consume_multiple=True,
-            help="Other shards, such as test sets: leave images out of the training split that are also there, byte "
-            "for byte, pixel for pixel, or resized, encoded again, cropped by up to 5 % or mirrored; and list them.",
+            help="Other shards, such as test sets: leave images out of the training split that are also there, and "
+            "list them. `shardvit check --help` says what counts as the same image and what is missed; images that "
+            "only may be the same stay, and are listed in unsure.jsonl.",
         ),
     ] = None,
     verify: Annotated[
@@ -186,11 +187,11 @@ def pack(
 
 def open_exclusion(locations: list[str], *, report: Report) -> Exclusion:
     """Open the sets of --exclude-matches-of. Raises UserError if one is missing or damaged."""
-    from data_shards.opening import open_shards
+    from data_shards.opening import open_all_splits
     from data_shards.packing.request import Exclusion
     from data_shards.store.cache import CacheConfig
     from data_shards.store.location import is_local
     from data_shards.store.store import Store
 
     store = Store(None if all(map(is_local, locations)) else CacheConfig(), commands="run")  # as the user typed them
-    return Exclusion(tuple(open_shards(each, store=store, report=report) for each in locations), store)
+    return Exclusion(tuple(open_all_splits(locations, store=store, report=report)), store)

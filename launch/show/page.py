@@ -11,12 +11,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from data_shards.checking.check import splits_below
 from data_shards.durable import replaced
 from data_shards.errors import UserError
 from data_shards.glance import Glance, glance
 from data_shards.images.decode import PixelLimit
-from data_shards.opening import open_shards
+from data_shards.opening import open_shards, splits_below
 from data_shards.shard_set import ShardSet, ShardsSpec
 from data_shards.store.location import shown
 from data_shards.store.prefetch import all_local

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
-from PIL import Image
+from PIL import Image, ImageOps
 
 from data_shards.duplicates.collection import ImagePlace
 from data_shards.duplicates.matches import Matches, find_matches
@@ -19,6 +19,7 @@ from data_shards.errors import UnreadableImage
 _PART = 96  # pixels of a side
 
 EDITS = ("quality 50", "x 0.7", "x 1.4", "mirrored", "cropped")
+MORE_EDITS = ("grey", "square", "border", "cropped 80 %", "cropped 70 %")
 
 
 @cache
@@ -53,9 +54,21 @@ def edited(image: Image.Image, edit: str, *, seed: int = 0) -> Image.Image:
         return image.resize((round(width * float(edit[2:])), round(height * float(edit[2:]))), Image.Resampling.BICUBIC)
     if edit == "mirrored":
         return image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
-    if edit == "cropped":
+    if edit == "grey":
+        return image.convert("L").convert("RGB")
+    if edit == "square":
+        return ImageOps.fit(image, (min(width, height),) * 2)
+    if edit == "changed":  # a hundredth of it is darker or brighter
+        pixels = np.asarray(image).astype(int)
+        piece = pixels[int(0.45 * height) : int(0.55 * height), int(0.45 * width) : int(0.55 * width)]
+        piece += 50 if piece.mean() < 128 else -50
+        return Image.fromarray(pixels.clip(0, 255).astype(np.uint8))
+    if edit == "border":
+        return ImageOps.expand(image, 20 * max(width, height) // 500, (255, 255, 255))
+    if edit.startswith("cropped"):
         draw = np.random.default_rng(seed)
-        new_width, new_height = round(width * 0.95), round(height * 0.95)
+        share = int(edit.split()[1]) / 100 if " " in edit else 0.95
+        new_width, new_height = round(width * share), round(height * share)
         left, top = draw.integers(0, width - new_width + 1), draw.integers(0, height - new_height + 1)
         return image.crop((left, top, left + new_width, top + new_height))
     return image

@@ -15,7 +15,18 @@ from data_shards.duplicates.matches import find_matches
 from data_shards.opening import open_shards
 from data_shards.packing.pack import pack
 from data_shards.store.store import Store
-from tests.data_shards.duplicates.planted import EDITS, InMemory, edited, jpeg, matches, pairs, photographs, png
+from launch.bench.pictures import drawn_floors, scenes
+from tests.data_shards.duplicates.planted import (
+    EDITS,
+    MORE_EDITS,
+    InMemory,
+    edited,
+    jpeg,
+    matches,
+    pairs,
+    photographs,
+    png,
+)
 
 
 def planted(edit: str, *, side: int) -> tuple[list[bytes], list[bytes]]:
@@ -47,11 +58,48 @@ def test_planted_copies_are_found_and_nothing_else(side: int, direction: str, tm
             result = pairs(matches(InMemory(with_copies), InMemory(originals), folder=tmp_path / edit))
             true = {40 + number: 30 + number for number in range(30)}
         expected += len(true)
-        found += len(result)
-        right += sum(true.get(image) == other for image, (other, _) in result.items())
-        assert {kind for _, kind in result.values()} == {"near-duplicate"}
+        same = {image: other for image, (other, kind) in result.items() if kind == "near-duplicate"}
+        found += len(same)
+        right += sum(true.get(image) == other for image, other in same.items())
     assert right / expected >= 0.98
     assert right / found >= 0.99
+
+
+@pytest.mark.parametrize("edit", MORE_EDITS)
+def test_what_shows_a_part_or_has_no_colours_is_found_from_either_side(edit: str, tmp_path: Path):
+    images = [image.resize((160, 120)) for image in photographs(40, side=160)]
+    copies = InMemory((jpeg(edited(image, edit, seed=seed)) for seed, image in enumerate(images[:30])), name="copies")
+    originals = InMemory(map(jpeg, images), name="originals")
+    least = 0.7 if edit == "cropped 70 %" else 0.95
+    for here, there in ((copies, originals), (originals, copies)):
+        same = [match for match in matches(here, there, folder=tmp_path).matches if match.kind == "near-duplicate"]
+        right = [match for match in same if match.image == match.other]
+        assert len(right) >= 30 * least and len(same) - len(right) <= 0.02 * len(same)
+
+
+@pytest.mark.parametrize("twins", [False, True])
+def test_other_garments_on_the_same_floor_are_other_pictures(twins: bool, tmp_path: Path):
+    """A twin is the same garment in another colour."""
+    floors = drawn_floors(np.random.default_rng(0), 2, size=(180, 240))
+    garments = scenes(floors, 24, seed=0)
+    others = scenes(floors, 24, seed=0 if twins else 1, twins=twins)
+    here, there = (InMemory(map(jpeg, each), name=name) for each, name in ((garments, "here"), (others, "there")))
+    assert [match for match in matches(here, there, folder=tmp_path).matches if match.kind != "unsure"] == []
+    again = InMemory((jpeg(image, quality=50) for image in garments), name="again")
+    same = [match for match in matches(again, there, here, folder=tmp_path).matches if match.kind == "near-duplicate"]
+    assert [match.image for match in same] == [match.other for match in same]
+    assert len(same) >= 22 and {match.collection for match in same} == {1}
+
+
+def test_what_was_changed_in_one_place_is_unsure_and_comes_after_what_is_the_same(tmp_path: Path):
+    images = photographs(12)
+    copies = [jpeg(edited(image, "changed")) for image in images[3:8]] + [jpeg(images[9], quality=50), jpeg(images[10])]
+    found = matches(InMemory(copies), InMemory(map(jpeg, images), name="there"), folder=tmp_path).matches
+    kinds = [match.kind for match in found]
+    assert kinds[:2] == ["equal-bytes", "near-duplicate"] and set(kinds[2:]) == {"unsure"} and len(kinds) == 7
+    assert [match.other for match in found[:2]] == [10, 9]
+    likeness = [match.likeness for match in found[2:]]
+    assert likeness == sorted(likeness, reverse=True)
 
 
 def test_several_edits_at_once(tmp_path: Path):
@@ -162,7 +210,7 @@ class Crashing(InMemory):
 
 def test_a_crash_while_comparing_is_counted_and_costs_no_other_match(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(matches_module, "_WORTH_PROCESSES", 1)
-    monkeypatch.setattr(matches_module, "_PAIRS_AT_ONCE", 5)
+    monkeypatch.setattr(matches_module, "_IMAGES_AT_ONCE", 5)
     images = photographs(12)
     originals, copies = [*map(jpeg, images)], [jpeg(image, quality=50) for image in images]
     copies[1] = originals[1]

@@ -56,6 +56,17 @@ def test_matches_are_left_out_listed_and_recorded(sets: tuple[Path, Path], tmp_p
     assert json.loads((tmp_path / "out" / "pack.json").read_text())["request"]["without_matches_of"] == [digest]
 
 
+def test_what_is_unsure_is_packed_and_listed(sets: tuple[Path, Path], tmp_path: Path):
+    source, test = sets
+    (source / "cat" / "200.jpg").write_bytes(jpeg(edited(photographs(30)[6], "changed")))
+    report = quiet(str(source), tmp_path / "out", exclusion=exclusion(test))
+    assert report.num_images == 21 and (report.counts.excluded, report.counts.unsure) == (2, 1)
+    assert any("unsure.jsonl" in line for line in report.lines(dropped=False))
+    (line,) = map(json.loads, (tmp_path / "out" / "unsure.jsonl").read_text().splitlines())
+    assert (line["path"], line["kind"]) == ("cat/200.jpg", "unsure")
+    assert (tmp_path / "out" / "excluded.html").read_text().count("<img") == 6
+
+
 def test_another_exclusion_is_another_request(sets: tuple[Path, Path], tmp_path: Path):
     source, test = sets
     out = tmp_path / "out"

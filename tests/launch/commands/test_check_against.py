@@ -7,10 +7,12 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from data_shards.manifest import load_manifest
 from data_shards.packing.pack import pack
+from launch.bench.pictures import drawn_floors, scenes
 from tests.data_shards.duplicates.planted import edited, jpeg, photographs
 
 pytestmark = pytest.mark.filterwarnings("ignore:Cyclopts application invoked without tokens")
@@ -69,6 +71,61 @@ def test_no_match_is_exit_code_0_and_the_set_itself_only_a_warning(
     again = packed(tmp_path, "again", [*map(jpeg, images), jpeg(edited(images[0], "x 0.7"))])
     code, output, _ = call("check", again, "--against", again)
     assert code == 0 and "near-duplicates of earlier images" in output
+
+
+def test_what_is_unsure_is_listed_and_no_problem(call: Call, sets: tuple[Path, Path, Path], tmp_path: Path):
+    images = photographs(40)
+    changed = packed(tmp_path, "changed", [jpeg(edited(image, "changed")) for image in images[5:8]])
+    code, output, _ = call("check", changed, "--against", sets[1], "--report", tmp_path / "report", "--json")
+    result = json.loads(output)
+    (against,) = result["against"]
+    assert (code, against["unsure"], against["near_duplicates"], against["equal_pixels"]) == (0, 3, 0, 0)
+    assert [(each["kind"], each["severity"], each["count"]) for each in result["findings"]] == [("unsure", "info", 3)]
+    lines = [json.loads(line) for line in (tmp_path / "report" / "matches.jsonl").read_text().splitlines()]
+    assert [line["kind"] for line in lines] == ["unsure"] * 3
+    assert (tmp_path / "report" / "matches.html").read_text().count("<img") == 6
+
+
+def test_other_garments_on_the_same_floor_are_no_problem(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    floors = drawn_floors(np.random.default_rng(1), 1, size=(180, 240))
+    train, test = (packed(tmp_path, str(seed), list(map(jpeg, scenes(floors, 20, seed=seed)))) for seed in (0, 1))
+    code, output, _ = call("check", train, "--against", test)
+    assert code == 0 and "all is well" in output
+
+
+def test_the_pairs_come_most_alike_first(call: Call, tmp_path: Path, sets: tuple[Path, Path, Path]):
+    images = photographs(8)
+    copies = [
+        *(jpeg(edited(images[0], "changed")), jpeg(images[1], quality=20), jpeg(images[1], quality=60)),
+        jpeg(images[3]),
+    ]
+    call("check", packed(tmp_path, "copies", copies), "--against", sets[1], "--report", tmp_path / "report")
+    lines = (tmp_path / "report" / "matches.jsonl").read_text().splitlines()
+    keys = [json.loads(line)["image"]["key"] for line in lines]
+    assert [next(number for number in range(4) if f"_00{number}_" in key) for key in keys] == [3, 2, 1, 0]
+    page = (tmp_path / "report" / "matches.html").read_text()
+    assert sorted(keys, key=page.index) == keys
+
+
+def test_against_a_folder_with_splits_is_against_each(call: Call, sets: tuple[Path, Path, Path], tmp_path: Path):
+    train, test, more = sets
+    both = tmp_path / "both"
+    both.mkdir()
+    (both / "train").symlink_to(more)
+    (both / "val").symlink_to(test)
+    code, output, _ = call("check", train, "--against", both, "--json")
+    against = json.loads(output)["against"]
+    assert code == 1 and [each["source"] for each in against] == [str(both / "train"), str(both / "val")]
+    assert [each["equal_bytes"] for each in against] == [0, 1]
+    # packed from train's images, without those that are also in a split of the folder
+    assert call("pack", tmp_path / "train", tmp_path / "out", "--exclude-matches-of", both)[0] == 0
+    assert load_manifest(tmp_path / "out" / "train").num_samples == 20
+
+
+def test_help_says_what_is_missed(call: Call):
+    text = call("check", "--help")[1]
+    assert all(word in text for word in ("Missed", "rotated", "upside down", "collage", "unsure"))
 
 
 def test_a_split_is_not_compared_with_itself_beside_others(call: Call, tmp_path: Path, sets: tuple[Path, Path, Path]):
