@@ -16,6 +16,10 @@ TOGETHER = ("faults", "integration")  # the runs that nothing happened to; the p
 FIRST = (
     "integration",
     "faults",
+    "launch/report/test_browser.py",
+    "launch/test_launchers.py",
+    "cluster/test_training.py",
+    "cluster/hosts/test_train_hosts.py",
     "oracles/test_flop_counter.py",
     "cluster/test_queue.py",
     "oracles/test_flax_vit.py",
