@@ -11,7 +11,7 @@ from statistics import median
 from typing import Literal
 
 from data_shards.errors import UserError
-from data_shards.text import show_duration
+from data_shards.text import counted, show_duration
 from launch.planning.page import UNKNOWN, columns, engine_words, short
 from launch.planning.shards import ShardsBefore, look
 from model.formats.export import formats_of
@@ -97,8 +97,8 @@ def _column(
     def steps(text: str, number: int) -> str:
         """A length in steps, or as the recipe has it if the training set's size is unknown."""
         unit = parse_duration(text).unit
-        counted = images is not None or unit in ("steps", "images") or (unit == "%" and length.known)
-        return "" if parse_duration(text).amount == 0 else f"{number:,} steps" if counted else text
+        is_known = images is not None or unit in ("steps", "images") or (unit == "%" and length.known)
+        return "" if parse_duration(text).amount == 0 else counted(number, "step") if is_known else text
 
     epochs = f"{duration.amount:g}" if duration.unit == "epochs" else UNKNOWN
     return {
