@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
@@ -14,6 +14,9 @@ from launch.flags import DataFile
 from launch.output import say
 from launch.slurm.options import JobOptions
 from pipeline.vocabulary import StageName
+
+if TYPE_CHECKING:
+    from launch.sweep.points import Sweep
 
 
 def submit(
@@ -53,17 +56,11 @@ def submit(
         shardvit submit vit_b16_in21k finetune=pets --data paths.yaml --sweep --nodes 4 --gpus-per-node 8 --time 4:00:00
     """
     if sweep:
-        return _submit_sweep(
-            recipe,
-            overrides,
-            options=options,
-            site=site,
-            data=data,
-            runs=runs,
-            render=render,
-            at_once=at_once,
-            choice=(stage, hold_out),
-        )
+        from launch.sweep.points import plan_sweep, read_share
+
+        share = read_share(hold_out)
+        planned = plan_sweep(recipe, overrides, runs_root=runs, paths=paths_file(data), stage=stage, hold_out=share)
+        return _submit_sweep(planned, options=options, site=site, render=render, at_once=at_once)
     if hold_out is not None or stage is not None or at_once is not None:
         raise UserError("--hold-out, --stage and --at-once mean nothing without --sweep: give it, too")
     from pipeline.recipe.io import load_recipe
@@ -84,7 +81,7 @@ def submit(
         print(f"{plan.paths.run}: all stages are done", file=sys.stderr)
         return 0
     if render:
-        print(rendered(plan), end="")
+        print(rendered(plan.jobs), end="")
         return 0
     submission = submit_plan(plan, slurm=Slurm())
     for name in plan.scripts:
@@ -93,31 +90,15 @@ def submit(
     return 0
 
 
-def _submit_sweep(
-    recipe: str,
-    overrides: tuple[str, ...],
-    *,
-    options: JobOptions,
-    site: Path | None,
-    data: Path | None,
-    runs: Path,
-    render: bool,
-    at_once: int | None,
-    choice: tuple[StageName | None, str | None],
-) -> int:
-    from launch.sweep.points import plan_sweep, read_share
-
-    stage, hold_out = choice
-    share = read_share(hold_out)
-    planned = plan_sweep(recipe, overrides, runs_root=runs, paths=paths_file(data), stage=stage, hold_out=share)
-
+def _submit_sweep(planned: Sweep, *, options: JobOptions, site: Path | None, render: bool, at_once: int | None) -> int:
     from launch.slurm.commands import Slurm
     from launch.slurm.site import job_of, read_site
-    from launch.slurm.sweep_jobs import plan_sweep_jobs, render_sweep, submit_sweep
+    from launch.slurm.submit import render as rendered
+    from launch.slurm.sweep_jobs import plan_sweep_jobs, submit_sweep
 
     plan = plan_sweep_jobs(planned, job=job_of(options, site=read_site(site)), at_once=at_once)
     if render:
-        print(render_sweep(plan), end="")
+        print(rendered(plan.jobs), end="")
         return 0
     submission = submit_sweep(plan, slurm=Slurm())
     for name, number in submission.jobs.items():

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from data_shards.durable import replace_text
 from data_shards.errors import UserError
 from data_shards.store.location import Commands
 from launch.run.pipeline_run import PipelineRun
-from launch.slurm.commands import Slurm, submit_command
+from launch.slurm.commands import After, Slurm, submit_command
 from launch.slurm.records import Submission, begin_jobs, read_submission, write_ends, write_submission
 from launch.slurm.script import Paths, stage_script
 from launch.slurm.site import SlurmJob
@@ -31,6 +32,16 @@ from pipeline.vocabulary import StageName
 
 
 @dataclass(frozen=True)
+class Job:
+    """One job, or array, to be submitted."""
+
+    name: str  # in jobs.json
+    script: Path
+    text: str
+    how: After = "afterok"  # it waits for the one before it
+
+
+@dataclass(frozen=True)
 class SubmissionPlan:
     """What would be submitted."""
 
@@ -39,6 +50,10 @@ class SubmissionPlan:
     job: SlurmJob
     scripts: dict[StageName, str]  # of the stages that are not done, in order
     notes: tuple[str, ...] = ()  # what was not checked
+
+    @property
+    def jobs(self) -> list[Job]:
+        return [Job(stage, self.paths.script(stage), text) for stage, text in self.scripts.items()]
 
 
 def plan_submission(recipe: Recipe, *, runs_root: Path, job: SlurmJob, commands: Commands = "run") -> SubmissionPlan:
@@ -66,45 +81,57 @@ def plan_submission(recipe: Recipe, *, runs_root: Path, job: SlurmJob, commands:
     )
 
 
-def render(plan: SubmissionPlan) -> str:
-    """The commands and scripts exactly as they would be submitted."""
-    parts, before = [], None
-    for stage, text in plan.scripts.items():
-        command = submit_command(plan.paths.script(stage), after=before and f"JOB_OF_{before}")
-        parts.append(f"# ---- {' '.join(command)}\n{text}")
-        before = stage
-    return "\n".join(parts)
-
-
 def submit_plan(plan: SubmissionPlan, *, slurm: Slurm) -> Submission:
     """Write the scripts and submit them, chained. Raises UserError if jobs of this run are still queued, or SLURM
     refuses one (then none is left)."""
-    records = plan.paths.slurm
-    previous = read_submission(records)
-    if previous is not None:
-        alive = slurm.alive(previous.jobs.values())
-        if alive:
-            raise UserError(
-                f"{plan.paths.run} has jobs in the queue ({', '.join(alive)}): wait for them, or run shardvit cancel"
-            )
-    begin_jobs(records)
+    demand_no_jobs(plan.paths, slurm=slurm)
+    begin_jobs(plan.paths.slurm)
     replace_text(plan.paths.recipe, dump_recipe(plan.recipe))
+    steps = total_steps(plan.recipe, processes=plan.job.processes, commands="run")
+    for stage in plan.scripts:
+        write_ends(plan.paths.slurm, stage, [])
+    return submit_jobs(plan.jobs, paths=plan.paths, job=plan.job, slurm=slurm, total_steps=steps)
+
+
+def render(jobs: Sequence[Job]) -> str:
+    """The commands and scripts exactly as they would be submitted."""
+    parts, before = [], None
+    for each in jobs:
+        command = submit_command(each.script, after=before and f"JOB_OF_{before}", how=each.how)
+        parts.append(f"# ---- {' '.join(command)}\n{each.text}")
+        before = each.name
+    return "\n".join(parts)
+
+
+def demand_no_jobs(paths: Paths, *, slurm: Slurm) -> None:
+    """UserError if jobs of the last submission are still queued."""
+    previous = read_submission(paths.slurm)
+    if previous is not None and (alive := slurm.alive(previous.jobs.values())):
+        raise UserError(
+            f"{paths.run} has jobs in the queue ({', '.join(alive)}): wait for them, or run shardvit cancel"
+        )
+
+
+def submit_jobs(
+    jobs: Sequence[Job], *, paths: Paths, job: SlurmJob, slurm: Slurm, total_steps: dict[StageName, int] | None = None
+) -> Submission:
+    """Write the scripts, submit them, and record each; UserError: SLURM refuses one (then none is left)."""
+    for each in jobs:
+        each.script.parent.mkdir(parents=True, exist_ok=True)
+        replace_text(each.script, each.text)
     submission = Submission(
         time=time.time(),
-        processes=plan.job.processes,
-        limit_seconds=plan.job.limit_seconds,
-        max_restarts=plan.job.options.max_restarts,
-        total_steps=total_steps(plan.recipe, processes=plan.job.processes, commands="run"),
+        processes=job.processes,
+        limit_seconds=job.limit_seconds,
+        max_restarts=job.options.max_restarts,
+        total_steps=total_steps or {},
     )
-    for stage, text in plan.scripts.items():
-        replace_text(plan.paths.script(stage), text)
-        write_ends(records, stage, [])
     before = None
     try:
-        for stage in plan.scripts:
-            before = slurm.submit(plan.paths.script(stage), after=before)
-            submission = replace(submission, jobs={**submission.jobs, stage: before})
-            write_submission(records, submission)  # at once: a job that nobody knows of could not be cancelled
+        for each in jobs:
+            before = slurm.submit(each.script, after=before, how=each.how)
+            submission = replace(submission, jobs={**submission.jobs, each.name: before})
+            write_submission(paths.slurm, submission)  # at once: a job that nobody knows of could not be cancelled
     except UserError:
         if submission.jobs:
             slurm.cancel(list(submission.jobs.values()))

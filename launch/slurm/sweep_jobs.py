@@ -13,7 +13,6 @@ RUNS/NAME-sweep/slurm. Typed again, what is not done is submitted.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,11 +20,11 @@ from pathlib import Path
 from data_shards.durable import replace_text
 from data_shards.errors import UserError
 from launch.run.pipeline_run import PipelineRun
-from launch.slurm.commands import After, Slurm, submit_command
-from launch.slurm.records import Submission, begin_jobs, read_submission, write_ends, write_submission
+from launch.slurm.commands import After, Slurm
+from launch.slurm.records import Submission, begin_jobs, write_ends, write_submission
 from launch.slurm.script import Paths, Tasks, stage_script, step_script
 from launch.slurm.site import SlurmJob
-from launch.slurm.submit import package_folder, total_steps
+from launch.slurm.submit import Job, demand_no_jobs, package_folder, submit_jobs, total_steps
 from launch.sweep.points import FINAL, Point, Sweep, link_earlier
 from launch.sweep.record import make_record
 from launch.sweep.stored import store_finals
@@ -36,16 +35,6 @@ from pipeline.vocabulary import RECIPE_FILE, StageName
 
 
 @dataclass(frozen=True)
-class SweepJob:
-    """One job, or array, to be submitted."""
-
-    name: str  # in jobs.json
-    script: Path
-    text: str
-    how: After = "afterok"  # it waits for the one before it
-
-
-@dataclass(frozen=True)
 class SweepSubmission:
     """What would be submitted."""
 
@@ -53,7 +42,7 @@ class SweepSubmission:
     paths: Paths  # whose run is the sweep's folder
     job: SlurmJob
     open_points: tuple[Point, ...]  # that are not done
-    jobs: tuple[SweepJob, ...]
+    jobs: tuple[Job, ...]
 
 
 def plan_sweep_jobs(sweep: Sweep, *, job: SlurmJob, at_once: int | None) -> SweepSubmission:
@@ -78,47 +67,16 @@ def plan_sweep_jobs(sweep: Sweep, *, job: SlurmJob, at_once: int | None) -> Swee
     return SweepSubmission(sweep, paths, job, open_points, jobs)
 
 
-def render_sweep(plan: SweepSubmission) -> str:
-    """The commands and scripts exactly as they would be submitted."""
-    parts, before = [], None
-    for each in plan.jobs:
-        command = submit_command(each.script, after=before and f"JOB_OF_{before}", how=each.how)
-        parts.append(f"# ---- {' '.join(command)}\n{each.text}")
-        before = each.name
-    return "\n".join(parts)
-
-
 def submit_sweep(plan: SweepSubmission, *, slurm: Slurm) -> Submission:
     """Write folders and scripts, and submit them. Raises UserError if jobs of this sweep are still queued, or SLURM
     refuses one (then none is left)."""
-    sweep, records = plan.sweep, plan.paths.slurm
-    previous = read_submission(records)
-    if previous is not None and (alive := slurm.alive(previous.jobs.values())):
-        raise UserError(
-            f"{sweep.root} has jobs in the queue ({', '.join(alive)}): wait for them, or run shardvit cancel"
-        )
-    begin_jobs(records)
+    sweep = plan.sweep
+    demand_no_jobs(plan.paths, slurm=slurm)
+    begin_jobs(plan.paths.slurm)
     make_record(sweep, failed={}).write(sweep.root)
     store_finals(sweep)
     _prepare(plan)
-    submission = Submission(
-        time=time.time(),
-        processes=plan.job.processes,
-        limit_seconds=plan.job.limit_seconds,
-        max_restarts=plan.job.options.max_restarts,
-    )
-    before = None
-    try:
-        for each in plan.jobs:
-            each.script.parent.mkdir(parents=True, exist_ok=True)
-            replace_text(each.script, each.text)
-            before = slurm.submit(each.script, after=before, how=each.how)
-            submission = replace(submission, jobs={**submission.jobs, each.name: before})
-            write_submission(records, submission)  # at once: a job that nobody knows of could not be cancelled
-    except UserError:
-        if submission.jobs:
-            slurm.cancel(list(submission.jobs.values()))
-        raise
+    submission = submit_jobs(plan.jobs, paths=plan.paths, job=plan.job, slurm=slurm)
     for number, point in enumerate(plan.open_points):
         folder = sweep.folder(point.name)
         own = {stage: f"{submission.jobs[stage]}_{number}" for stage in _own_stages(point)}
@@ -129,21 +87,21 @@ def submit_sweep(plan: SweepSubmission, *, slurm: Slurm) -> Submission:
 
 def _jobs(
     sweep: Sweep, open_points: tuple[Point, ...], *, job: SlurmJob, paths: Paths, at_once: int | None
-) -> Iterator[SweepJob]:
+) -> Iterator[Job]:
     how: After = "afterok"
     for earlier in sweep.earlier:
         if earlier.folder.peek(earlier.stage).state != "done":
             own = replace(paths, run=earlier.folder.path)
             text = stage_script(earlier.stage, job=job, paths=own)
-            yield SweepJob(f"{earlier.folder.name}-{earlier.stage}", own.script(earlier.stage), text)
+            yield Job(f"{earlier.folder.name}-{earlier.stage}", own.script(earlier.stage), text)
     if open_points:
         tasks = Tasks([point.name for point in open_points], at_once=at_once)
         for stage in _own_stages(open_points[0]):
-            yield SweepJob(stage, paths.script(stage), stage_script(stage, job=job, paths=paths, tasks=tasks), how)
+            yield Job(stage, paths.script(stage), stage_script(stage, job=job, paths=paths, tasks=tasks), how)
             how = "aftercorr"
         how = "afterany"
     step = ("-m", "launch.sweep.step", str(sweep.root), "--do")
-    yield SweepJob(
+    yield Job(
         "choose", paths.slurm / "choose.sbatch", step_script("choose", [*step, "choose"], job=job, paths=paths), how
     )
     final = replace(paths, run=sweep.folder(FINAL).path)
@@ -151,9 +109,9 @@ def _jobs(
     earlier = () if point.earlier is None else (point.earlier.stage,)
     for stage in point.final.stages.names:
         if stage not in earlier:
-            yield SweepJob(f"final-{stage}", final.script(stage), stage_script(stage, job=job, paths=final))
+            yield Job(f"final-{stage}", final.script(stage), stage_script(stage, job=job, paths=final))
     text = step_script("sum-up", [*step, "sum-up"], job=job, paths=paths)
-    yield SweepJob("sum-up", paths.slurm / "sum-up.sbatch", text, "afterany")
+    yield Job("sum-up", paths.slurm / "sum-up.sbatch", text, "afterany")
 
 
 def _prepare(plan: SweepSubmission) -> None:

@@ -51,7 +51,7 @@ def test_one_job_for_each_stage_each_after_the_one_before(work: Path):
 
 def test_what_is_rendered_is_what_is_submitted(work: Path):
     planned = plan()
-    text = render(planned)
+    text = render(planned.jobs)
     assert not (work / "runs").exists()
     submit_plan(planned, slurm=FakeSlurm())
     for stage in ("pretrain", "swap_head", "finetune"):

@@ -17,7 +17,8 @@ from launch.slurm.options import JobOptions
 from launch.slurm.records import End, read_ends, read_submission, write_ends
 from launch.slurm.script import Paths, Tasks, stage_script, step_script
 from launch.slurm.site import Site, job_of
-from launch.slurm.sweep_jobs import SweepSubmission, plan_sweep_jobs, render_sweep, submit_sweep
+from launch.slurm.submit import render
+from launch.slurm.sweep_jobs import SweepSubmission, plan_sweep_jobs, submit_sweep
 from launch.sweep import step
 from launch.sweep.points import Sweep, plan_sweep
 from launch.sweep.show import show_sweep
@@ -86,7 +87,7 @@ def test_the_jobs_and_what_each_waits_for(work: Path):
 
 def test_what_is_rendered_is_what_is_submitted_and_nothing_is_written_before(work: Path):
     planned = plan(f"{LR}=0.01,0.3")
-    text = render_sweep(planned)
+    text = render(planned.jobs)
     assert not (work / "runs").exists() and "aftercorr:JOB_OF_swap_head" in text
     submit_sweep(planned, slurm=FakeSlurm())
     for each in planned.jobs:
