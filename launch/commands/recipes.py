@@ -18,7 +18,6 @@ from launch.flags import DataFile
 
 if TYPE_CHECKING:
     from pipeline.recipe.schema import Recipe
-    from pipeline.recipe.stage import TrainStage
 
 _PAGE_WIDTH = 150
 _FAMILIES = {  # the folders, in the order of the page
@@ -100,11 +99,6 @@ def _model(recipe: Recipe) -> str:
 
 
 def _data(recipe: Recipe) -> str:
-    from pipeline.recipe.stage import TrainStage
-
-    stages = [stage for each in recipe.stages.names if isinstance(stage := getattr(recipe.stages, each), TrainStage)]
-    return " -> ".join(dict.fromkeys(map(_set, stages)))
-
-
-def _set(stage: TrainStage) -> str:
-    return stage.data or ", ".join(Path(each.shards).parent.name for each in stage.train or ())
+    stages = map(recipe.train_stage, recipe.stages.trained)
+    sets = (each.data or ", ".join(Path(one.shards).parent.name for one in each.train or ()) for each in stages)
+    return " -> ".join(dict.fromkeys(sets))

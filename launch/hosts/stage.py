@@ -41,7 +41,6 @@ from launch.local import STOPPING, Launch, rank_arguments, run_stage_locally
 from launch.output import say
 from launch.processes import STOP_SIGNALS, handled
 from pipeline.recipe.schema import Recipe
-from pipeline.recipe.stage import TrainStage
 from pipeline.stage_data import open_data
 from pipeline.transfer.few_shot_data import open_few_shot
 from pipeline.vocabulary import EXIT_STOPPED, StageName
@@ -95,8 +94,8 @@ def prepare(
     variables = travelling(without_place(), folders=(Path.home(), Path()))
     say(variables.describe())
     files: list[Path] = []
-    for stage in recipe.stages.names if stages is None else stages:
-        if isinstance(getattr(recipe.stages, stage), TrainStage):
+    for stage in recipe.stages.trained:
+        if stages is None or stage in stages:
             data = open_data(recipe, stage=stage, report=lambda text: None, commands=commands)
             files += shared_files((data.train, *data.held_out.values()))
             few_shot = open_few_shot(recipe, stage=stage, report=lambda text: None, commands=commands)

@@ -30,9 +30,7 @@ _MOST_IMAGES = 10**12
 def make_plan(recipe: Recipe, options: PlanOptions, *, driver: Path = DRIVER) -> RecipeForecast:
     """All stages' forecasts; raises UserError if an option is out of range or contradicts another."""
     options.check()
-    names: tuple[StageName, ...] = tuple(
-        name for name in recipe.stages.names if isinstance(getattr(recipe.stages, name), TrainStage)
-    )
+    names = recipe.stages.trained
     num_images = _by_stage(options.images, flag="images", names=names)
     num_classes = _by_stage(options.classes, flag="classes", names=names)
 

@@ -258,11 +258,9 @@ def show_count(value: float) -> str:
 def _set_names(recipe: Recipe) -> list[str]:
     """What the stages train on: the names of their shard folders."""
     names: list[str] = []
-    for stage in recipe.stages.names:
-        config = train_config(recipe, stage)
-        if config is not None:
-            sets = [each.shards for each in config.train or ()]
-            names.append(" + ".join(_short_name(each) for each in sets) or "no shards")
+    for stage in recipe.stages.trained:
+        sets = recipe.train_stage(stage).train or ()
+        names.append(" + ".join(_short_name(each.shards) for each in sets) or "no shards")
     return list(dict.fromkeys(names))
 
 

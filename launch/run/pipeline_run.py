@@ -286,7 +286,7 @@ class PipelineRun:
 
     def _unopened(self, stage: StageName) -> tuple[str, ...]:
         """The stage's shards that a dry run does not open, a sentence each."""
-        if self.shards == "needed" or not isinstance(getattr(self.recipe.stages, stage), TrainStage):
+        if self.shards == "needed" or stage not in self.recipe.stages.trained:
             return ()
         from launch.planning.shards import look
 

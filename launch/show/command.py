@@ -156,11 +156,7 @@ def _has_shards(name: str) -> bool:
 
 def _stage(recipe: Recipe, name: str | None) -> StageName:
     """A stage that trains; UserError if the recipe has none of that name."""
-    from pipeline.recipe.stage import TrainStage
-
-    training: list[StageName] = [
-        each for each in recipe.stages.names if isinstance(getattr(recipe.stages, each), TrainStage)
-    ]
+    training = recipe.stages.trained
     for each in training:
         if name in (None, each):
             return each

@@ -22,7 +22,6 @@ from pipeline.checkpoint.identity import checkpoint_folders
 from pipeline.metrics_log import iter_metrics
 from pipeline.recipe.io import parse_recipe
 from pipeline.recipe.schema import Recipe
-from pipeline.recipe.stage import TrainStage
 from pipeline.report.progress import RecentSpeed
 from pipeline.run_folder import RunFolder
 from pipeline.time_limit import requeues_needed
@@ -79,9 +78,7 @@ def run_status(run: Path, *, slurm: Slurm) -> RunStatus:
             notes.append(f"the queue is unknown: {error}")
     steps = dict(submission.total_steps) if submission is not None else {}
     steps |= {stage: begun for stage in recipe.stages.names if (begun := folder.record(stage).total_steps)}
-    if any(
-        isinstance(getattr(recipe.stages, stage), TrainStage) and stage not in steps for stage in recipe.stages.names
-    ):
+    if not steps.keys() >= set(recipe.stages.trained):
         try:
             steps = total_steps(recipe, processes=1) | steps
         except UserError as error:

@@ -24,7 +24,6 @@ from launch.slurm.script import Paths, stage_script
 from launch.slurm.site import SlurmJob
 from pipeline.recipe.io import dump_recipe
 from pipeline.recipe.schema import Recipe
-from pipeline.recipe.stage import TrainStage
 from pipeline.recipe.stage_plan import plan_stage
 from pipeline.run_folder import RunFolder
 from pipeline.stage_data import open_data
@@ -142,10 +141,9 @@ def submit_jobs(
 def total_steps(recipe: Recipe, *, processes: int, commands: Commands = "refuse") -> dict[StageName, int]:
     """Steps of each training stage, from the manifests; raises UserError if shards are missing or sizes do not fit."""
     steps: dict[StageName, int] = {}
-    for stage in recipe.stages.names:
-        if isinstance(getattr(recipe.stages, stage), TrainStage):
-            images = open_data(recipe, stage=stage, commands=commands).train.num_samples
-            steps[stage] = plan_stage(recipe, stage=stage, samples_per_epoch=images, world_size=processes).total_steps
+    for stage in recipe.stages.trained:
+        images = open_data(recipe, stage=stage, commands=commands).train.num_samples
+        steps[stage] = plan_stage(recipe, stage=stage, samples_per_epoch=images, world_size=processes).total_steps
     return steps
 
 

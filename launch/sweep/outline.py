@@ -12,7 +12,7 @@ from launch.planning.options import PlanOptions
 from launch.planning.page import UNKNOWN, RecipeForecast
 from launch.planning.shards import look
 from launch.run.pipeline_run import PipelineRun
-from launch.sweep.points import FINAL, Sweep, trained_stages
+from launch.sweep.points import FINAL, Sweep
 from pipeline.recipe.schema import Recipe
 from pipeline.run_folder import RunFolder
 from pipeline.vocabulary import StageName
@@ -43,7 +43,7 @@ def outline(sweep: Sweep) -> str:
     ]
     first = sweep.points[0]
     shared = None if first.earlier is None else first.earlier.stage
-    last: tuple[StageName, ...] = tuple(name for name in trained_stages(first.final) if name != shared)
+    last: tuple[StageName, ...] = tuple(name for name in first.final.stages.trained if name != shared)
     rows.append(_Row(FINAL, first.final, last, sweep.folder(FINAL), sweep.stage, ("chosen",) * len(keys)))
     shown, steps_left, seconds_left, notes, processes = [], 0, 0.0, dict[str, None](), 1
     for row in rows:

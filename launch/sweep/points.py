@@ -25,7 +25,6 @@ from pipeline.recipe.io import differences, flatten, load_recipe, parse_recipe
 from pipeline.recipe.mistakes import mistakes
 from pipeline.recipe.roles import missing_paths
 from pipeline.recipe.schema import Recipe
-from pipeline.recipe.stage import TrainStage
 from pipeline.run_folder import RunFolder, recipe_digest
 from pipeline.vocabulary import RECIPE_FILE, StageName
 
@@ -197,11 +196,6 @@ def read_share(text: str | None) -> float | None:
     return round(share, 12)  # 0.07 of "7%"
 
 
-def trained_stages(recipe: Recipe) -> list[StageName]:
-    """All stages but swap_head, in order."""
-    return [name for name in recipe.stages.names if isinstance(getattr(recipe.stages, name), TrainStage)]
-
-
 def _point(whole: Recipe, *, name: str, values: dict[str, str], stage: StageName, share: float, root: Path) -> Point:
     tree = whole.model_dump(mode="json", exclude_defaults=True)["stages"]
     up_to = {each: tree[each] for each in whole.stages.names[: whole.stages.names.index(stage) + 1]}
@@ -225,7 +219,7 @@ def _point(whole: Recipe, *, name: str, values: dict[str, str], stage: StageName
 
 
 def _earlier(whole: Recipe, *, stage: StageName, root: Path) -> Earlier | None:
-    trained = trained_stages(whole)
+    trained = whole.stages.trained
     before = trained[: trained.index(stage)]
     if not before:
         return None
@@ -242,7 +236,7 @@ def _earlier(whole: Recipe, *, stage: StageName, root: Path) -> Earlier | None:
 
 
 def _swept_stage(recipe: Recipe, stage: StageName | None) -> StageName:
-    trained = trained_stages(recipe)
+    trained = recipe.stages.trained
     if stage is None:
         return trained[-1]
     if stage not in trained:

@@ -14,7 +14,7 @@ from data_shards.durable import replace_text
 from data_shards.errors import UserError
 from data_shards.text import parse_json
 from launch.sweep.grid import Axis
-from launch.sweep.points import Earlier, Point, Sweep, trained_stages
+from launch.sweep.points import Earlier, Point, Sweep
 from pipeline.recipe.io import dump_recipe, parse_recipe
 from pipeline.run_folder import RunFolder
 from pipeline.vocabulary import RECIPE_FILE, SWEEP_FILE, StageName
@@ -46,7 +46,7 @@ def read_sweep(root: Path) -> Sweep:
 def _point(root: Path, one: Any, *, stage: StageName) -> Point:
     name = str(one["name"])
     recipe = parse_recipe(root / name / RECIPE_FILE)
-    trained = trained_stages(recipe)
+    trained = recipe.stages.trained
     earlier = None
     for before in trained[: trained.index(stage)]:
         link = root / name / before

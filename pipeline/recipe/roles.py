@@ -125,8 +125,7 @@ def missing_paths(recipe: Recipe, *, stage: StageName) -> str | None:
     missing = [key for key in _KEYS if getattr(config, key) is None]
     if not missing:
         return None
-    first = next(name for name in recipe.stages.names if isinstance(getattr(recipe.stages, name), TrainStage))
-    keys = " and ".join(f"{'' if stage == first else f'{stage}.'}{key}=SHARDS" for key in missing)
+    keys = " and ".join(f"{'' if stage == recipe.stages.trained[0] else f'{stage}.'}{key}=SHARDS" for key in missing)
     role = config.data or ""
     images, held_out = (ROLES[role].packed_from, ROLES[role].held_out) if role in ROLES else ("IMAGES", "")
     close = [] if role in ROLES else difflib.get_close_matches(role, ROLES, n=1, cutoff=0.6)

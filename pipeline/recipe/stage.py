@@ -298,3 +298,8 @@ class Stages(Strict):
     @property
     def names(self) -> tuple[StageName, ...]:
         return tuple(name for name in ALL_STAGES if getattr(self, name) is not None)
+
+    @property
+    def trained(self) -> tuple[StageName, ...]:
+        """All but swap_head."""
+        return tuple(name for name in self.names if isinstance(getattr(self, name), TrainStage))
