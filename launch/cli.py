@@ -78,13 +78,8 @@ for command in (pack, show, recipes, run, sweep, train, demo, check, plan, submi
 app.command(import_model, name="import")
 app.command(export_model, name="export")
 app.command(evaluate, name="eval")
-for command in (predict, fewshot, probe, knn, transfer):
+for command in (predict, fewshot, probe, knn, transfer, table8, figures, sync, report, compare):
     app.command(command)
-app.command(table8)
-app.command(figures)
-app.command(sync)
-app.command(report)
-app.command(compare)
 
 
 if __name__ == "__main__":

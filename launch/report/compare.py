@@ -15,7 +15,7 @@ from launch.report.drawing import short
 from launch.report.facts import stage_result
 from launch.report.sections import recipe_rows
 from pipeline.report.history import RunHistory
-from pipeline.vocabulary import ALL_STAGES, METRICS
+from pipeline.vocabulary import ALL_STAGES, METRICS, StageName
 
 WIDTH = 80
 _HEIGHT = 10  # of a curve, in lines
@@ -58,11 +58,11 @@ def _cut(value: str) -> str:
     return value if len(value) <= _LONGEST_VALUE else f"{value[: _LONGEST_VALUE - 1]}…"
 
 
-def _stage(histories: Sequence[RunHistory], names: Sequence[str], *, stage: str) -> list[str]:
+def _stage(histories: Sequence[RunHistory], names: Sequence[str], *, stage: StageName) -> list[str]:
     rows = [("stage " + stage, "state", "images seen", "time", "score", "best", "difference")]
     first: float | None = None
     for name, history in zip(names, histories, strict=True):
-        of_run = next((each for each in history.stages if each.name == stage), None)
+        of_run = history.stage(stage)
         if of_run is None or (not of_run.rows and of_run.record.state == "new"):
             continue
         result = stage_result(history, of_run)
@@ -78,13 +78,12 @@ def _stage(histories: Sequence[RunHistory], names: Sequence[str], *, stage: str)
     return parts
 
 
-def _metrics(histories: Sequence[RunHistory], names: Sequence[str], *, stage: str) -> str:
+def _metrics(histories: Sequence[RunHistory], names: Sequence[str], *, stage: StageName) -> str:
     """The last value of each metric that two runs have, with the difference to the first."""
     begun = [
         (name, of_run)
         for name, history in zip(names, histories, strict=True)
-        for of_run in history.stages
-        if of_run.name == stage and of_run.rows
+        if (of_run := history.stage(stage)) and of_run.rows
     ]
     rows = []
     for metric in METRICS:
@@ -111,7 +110,7 @@ def _show(value: float | None) -> str:
 
 
 def _curves(
-    histories: Sequence[RunHistory], names: Sequence[str], *, stage: str
+    histories: Sequence[RunHistory], names: Sequence[str], *, stage: StageName
 ) -> list[tuple[str, list[tuple[str, Curve]]]]:
     """Of loss and score the held-out ones, or else those of training, and the learning rate."""
     found: list[tuple[str, list[tuple[str, Curve]]]] = []
@@ -120,8 +119,7 @@ def _curves(
             curves = [
                 (_MARKS[number % len(_MARKS)], curve)
                 for number, (name, history) in enumerate(zip(names, histories, strict=True))
-                for of_run in history.stages
-                if of_run.name == stage
+                if (of_run := history.stage(stage))
                 and (curve := read_curve(of_run, metric, label=name, style="", has_dots=False)) is not None
             ]
             if curves:

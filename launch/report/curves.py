@@ -61,15 +61,8 @@ class Curve:
 
     def at(self, indexes: NDArray[np.int64]) -> Curve:
         """The curve with these points alone."""
-        return Curve(
-            self.label,
-            self.style,
-            self.has_dots,
-            self.steps[indexes],
-            self.images[indexes],
-            self.seconds[indexes],
-            self.values[indexes],
-        )
+        arrays = ("steps", "images", "seconds", "values")
+        return replace(self, **{name: getattr(self, name)[indexes] for name in arrays})
 
 
 _KINDS = (

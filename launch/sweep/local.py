@@ -82,7 +82,8 @@ class _Running:
             return EXIT_FAILED
         self._chosen = next(point for point in sweep.points if point.name == best.name)
         self._say(f"final run, as {best.name}, on all training images")
-        return self._run_final(self._chosen)
+        begin_final(sweep, self._chosen)
+        return self._run_one(FINAL, self._chosen.final, earlier=self._chosen.earlier)
 
     def _run_points(self) -> int:
         """The points, those of a wider grid too, and what comes before them; not 0: the sweep ends with this code."""
@@ -138,10 +139,6 @@ class _Running:
             self._failed[name] = f"exit code {code} after step {record.last_saved_step:,}"
         self._write()
         return code
-
-    def _run_final(self, chosen: Point) -> int:
-        begin_final(self._sweep, chosen)
-        return self._run_one(FINAL, chosen.final, earlier=chosen.earlier)
 
     def _record(self) -> SweepRecord:
         return make_record(self._sweep, failed=self._failed, chosen=self._chosen)

@@ -125,7 +125,7 @@ class Watcher:
             notes.append(f"the queue is unknown: {self._queue.problem}")
         recipe = self._recipe(notes)
         stages = tuple(
-            self._follower(name).look(
+            self._stages.setdefault(name, _Follower(self._folder, name, monotonic=self._monotonic)).look(
                 notes,
                 job=jobs.get(name, ""),
                 queued=queued.get(jobs.get(name, "")),
@@ -139,11 +139,6 @@ class Watcher:
         log_file = None if current is None else self._folder.path / "slurm" / f"{current.name}.log"
         log = () if log_file is None else last_lines(log_file)
         return RunView(self._folder.path, stages, current, log, log_file if log else None, tuple(dict.fromkeys(notes)))
-
-    def _follower(self, name: StageName) -> _Follower:
-        if name not in self._stages:
-            self._stages[name] = _Follower(self._folder, name, monotonic=self._monotonic)
-        return self._stages[name]
 
     def _submission(self, notes: list[str]) -> Submission | None:
         try:

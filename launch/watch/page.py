@@ -35,13 +35,13 @@ def page(run: RunView, *, width: int, height: int | None, glyphs: Glyphs, now: f
     """`height` None: as long as it takes; `now`: unix seconds, by default the clock's."""
     now = time.time() if now is None else now
     stamp = time.strftime("%H:%M:%S", time.localtime(now))
-    parts: list[list[Text]] = [[_between(Text(str(_shown(str(run.path))), style="bold"), Text(stamp), width=width)]]
+    parts: list[list[Text]] = [[_between(Text(one_line(str(run.path)), style="bold"), Text(stamp), width=width)]]
     parts.append(_stages(run.stages, width=width, glyphs=glyphs))
     stage = run.current
     if stage is not None:
         parts.append([_cut(line, width) for line in _facts(stage)])
         parts.append([_cut(line, width) for line in _rank_lines(() if stage.state == "done" else stage.ranks)])
-    parts.append([_cut(Text(_shown(note), style="yellow"), width) for note in run.notes[:4]])
+    parts.append([_cut(Text(one_line(note), style="yellow"), width) for note in run.notes[:4]])
     parts = [part for part in parts if part]
     left = 10_000 if height is None else height - sum(map(len, parts)) - len(parts)
     curves = _curves(stage, width=width, lines=min(_CHART_LINES, left), glyphs=glyphs) if stage is not None else []
@@ -63,14 +63,8 @@ def _stages(stages: Sequence[StageView], *, width: int, glyphs: Glyphs) -> list[
     from rich.console import Console
 
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, show_header=True, header_style="")
-    for heading, side in (
-        ("stage", "left"),
-        ("state", "left"),
-        ("progress", "left"),
-        ("step", "right"),
-        ("ETA", "right"),
-    ):
-        table.add_column(heading, justify=side, no_wrap=True)  # pyright: ignore[reportArgumentType]
+    for heading in ("stage", "state", "progress", "step", "ETA"):
+        table.add_column(heading, justify="right" if heading in ("step", "ETA") else "left", no_wrap=True)
     for stage in stages:
         share = stage.step / stage.total_steps if stage.total_steps else float(stage.state == "done")
         percent = min(100.0 * share, 99.9) if share < 1 else 100.0
@@ -84,15 +78,11 @@ def _stages(stages: Sequence[StageView], *, width: int, glyphs: Glyphs) -> list[
             Text("" if math.isnan(stage.eta_seconds) else show_duration(stage.eta_seconds)),
         )
     console = Console(width=max(width, 20), color_system=None)
-    return [_joined(line) for line in console.render_lines(table, pad=False)]
-
-
-def _joined(segments: Sequence[object]) -> Text:
-    text = Text()
-    for each in segments:
-        text.append(each.text, style=each.style)  # pyright: ignore[reportAttributeAccessIssue]
-    text.rstrip()
-    return text
+    drawn = console.render_lines(table, pad=False)
+    lines = [Text.assemble(*((each.text, each.style or "") for each in line)) for line in drawn]
+    for line in lines:
+        line.rstrip()
+    return lines
 
 
 def _facts(stage: StageView) -> Iterator[Text]:
@@ -130,16 +120,16 @@ _HOURS = ("perf/gpu_hours", "perf/process_hours")
 def _job(stage: StageView) -> Iterator[Text]:
     queued = stage.queued or Queued("")
     if stage.job:
-        where = f" on {_shown(queued.nodes)}" if queued.nodes and queued.state == "RUNNING" else ""
-        why = f" ({_shown(queued.reason)})" if queued.reason else ""
+        where = f" on {one_line(queued.nodes)}" if queued.nodes and queued.state == "RUNNING" else ""
+        why = f" ({one_line(queued.reason)})" if queued.reason else ""
         left = ""
         if queued.left_seconds is not None:
             left = f", {show_duration(queued.left_seconds)} until its time limit"
             if stage.requeues:
                 left += f": {stage.requeues} requeue{'s' * (stage.requeues > 1)} left until the ETA"
-        yield Text(f"SLURM job {_shown(stage.job)}: {_shown(queued.state) or 'not in the queue'}{why}{where}{left}")
+        yield Text(f"SLURM job {one_line(stage.job)}: {one_line(queued.state) or 'not in the queue'}{why}{where}{left}")
     if stage.last_end and stage.state not in ("done", "running"):
-        yield Text(f"its last end: {_shown(stage.last_end)}", style="yellow")
+        yield Text(f"its last end: {one_line(stage.last_end)}", style="yellow")
 
 
 def _rank_lines(ranks: Sequence[RankView]) -> Iterator[Text]:
@@ -149,7 +139,7 @@ def _rank_lines(ranks: Sequence[RankView]) -> Iterator[Text]:
     if running:
         steps = sorted({rank.step for rank in running})
         where = f"step {steps[0]:,}" if len(steps) == 1 else f"steps {steps[0]:,} to {steps[-1]:,}"
-        doing = Counter(_shown(rank.doing).removeprefix("the ") for rank in running).most_common(3)
+        doing = Counter(one_line(rank.doing).removeprefix("the ") for rank in running).most_common(3)
         yield Text(
             f"{len(running)} of {len(ranks)} processes run, after {where}: {', '.join(what for what, _ in doing)}"
         )
@@ -159,9 +149,9 @@ def _rank_lines(ranks: Sequence[RankView]) -> Iterator[Text]:
         yield Text(f"{len(ranks)} processes: {', '.join(f'{count} {words[state]}' for state, count in states.items())}")
     trouble = [rank for rank in ranks if _problem(rank)]
     for rank in trouble[:_MOST_RANKS_NAMED]:
-        yield Text(f"  {_shown(rank.name)}: {_problem(rank)}", style="red")
+        yield Text(f"  {one_line(rank.name)}: {_problem(rank)}", style="red")
         if rank.note:
-            yield Text(f"    {_shown(rank.note)}", style="red")
+            yield Text(f"    {one_line(rank.note)}", style="red")
     if len(trouble) > _MOST_RANKS_NAMED:
         yield Text(f"  and {len(trouble) - _MOST_RANKS_NAMED} more", style="red")
 
@@ -169,13 +159,13 @@ def _rank_lines(ranks: Sequence[RankView]) -> Iterator[Text]:
 def _problem(rank: RankView) -> str:
     match rank.state:
         case "dead":
-            return f"is dead, after step {rank.step:,}, in {_shown(rank.doing)}"
+            return f"is dead, after step {rank.step:,}, in {one_line(rank.doing)}"
         case "silent":
             return f"no sign of life for {show_duration(rank.silent_seconds)}, after step {rank.step:,}"
         case "failed":
             return f"failed after step {rank.step:,}"
         case "runs" if rank.idle_seconds > _STUCK_SECONDS:
-            return f"no progress for {show_duration(rank.idle_seconds)}, in {_shown(rank.doing)}"
+            return f"no progress for {show_duration(rank.idle_seconds)}, in {one_line(rank.doing)}"
         case _:
             return ""
 
@@ -201,7 +191,7 @@ def _events(events: Sequence[Event], *, width: int, lines: int, now: float) -> l
     found = [Text("what happened", style="bold")]
     told = [event for event in events[:-1] if event.kind != "checkpoint"]  # of checkpoints the last one is enough
     for event in [*told, events[-1]][-(lines - 1) :]:
-        text = _shown(event.text)
+        text = one_line(event.text)
         line = Text(f"{_clock(event.time, now=now)}  {event.kind:<13} ", style=_KINDS.get(event.kind, ""))
         found.append(_cut(line.append(text), width))
     return found
@@ -210,8 +200,8 @@ def _events(events: Sequence[Event], *, width: int, lines: int, now: float) -> l
 def _log(run: RunView, *, width: int, lines: int) -> list[Text]:
     if run.log_file is None or lines < 2:
         return []
-    heading = Text(_shown(str(run.log_file)), style="bold")
-    return [_cut(heading, width), *(_cut(Text(_shown(line)), width) for line in run.log[-(lines - 1) :])]
+    heading = Text(one_line(str(run.log_file)), style="bold")
+    return [_cut(heading, width), *(_cut(Text(one_line(line)), width) for line in run.log[-(lines - 1) :])]
 
 
 def _clock(at: float, *, now: float) -> str:
@@ -226,11 +216,6 @@ def _short(seconds: float | None) -> str:
     if seconds is None:
         return "?"
     return f"{1000 * seconds:,.0f} ms" if seconds < 1 else show_duration(seconds)
-
-
-def _shown(text: str) -> str:
-    """From a file: in one line, control characters as escapes."""
-    return one_line(text)
 
 
 def _cut(text: Text, width: int) -> Text:
