@@ -1,7 +1,10 @@
-"""What a batch system or a container lets the processes here use, from Linux's control groups, versions 1 and 2."""
+"""What a batch system or a container lets the processes here use, from Linux's control groups, versions 1 and 2, and
+whose they are."""
 
 from __future__ import annotations
 
+import getpass
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,6 +24,14 @@ def memory_limit_bytes(root: Path = Path("/")) -> int | None:
     limits = [_read(group / "memory.max") for group in _groups(root, "")]
     limits += [_read(group / "memory.limit_in_bytes") for group in _groups(root, "memory")]
     return min((int(text) for text in limits if text.isdigit() and int(text) < _NO_LIMIT_BYTES), default=None)
+
+
+def user_name() -> str:
+    """Of this process, or the number of a container's user without a name."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return str(os.getuid())
 
 
 def _groups(root: Path, controller: str) -> Iterator[Path]:

@@ -7,7 +7,6 @@ Linux's ephemeral ports).
 
 from __future__ import annotations
 
-import getpass
 import os
 import platform
 import re
@@ -17,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from data_shards.control_groups import user_name
 from data_shards.errors import UserError
 from data_shards.text import one_line
 from pipeline.ranks.place import Place
@@ -218,7 +218,7 @@ def pictures_wanted(environ: Mapping[str, str] = os.environ) -> bool:
 
 def job_tags(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Facts of this attempt, as MLflow tags."""
-    tags = {"shardvit.host": platform.node(), "mlflow.user": _user()}
+    tags = {"shardvit.host": platform.node(), "mlflow.user": user_name()}
     if "SLURM_JOB_ID" in environ:
         tags["shardvit.slurm_job_id"] = environ["SLURM_JOB_ID"]
     return tags
@@ -244,13 +244,6 @@ def supervisor_pid(environ: Mapping[str, str] = os.environ) -> int | None:
 def rendezvous_folder(environ: Mapping[str, str] = os.environ) -> Path | None:
     """Where the ranks meet, if their launcher made a folder for that."""
     return Path(environ[RENDEZVOUS]) if environ.get(RENDEZVOUS) else None
-
-
-def _user() -> str:
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):  # a container's user without a name
-        return str(os.getuid())
 
 
 def read_step(environ: Mapping[str, str]) -> Step | None:

@@ -11,6 +11,8 @@ from data_shards.errors import UserError
 from pipeline.vocabulary import WeightsKind
 
 if TYPE_CHECKING:
+    from pydantic import ValidationError
+
     from data_shards.images.decode import PixelLimit
 
 RunsFolder = Annotated[Path, Parameter(help="Folder of all runs and of mlflow.db.")]
@@ -56,6 +58,13 @@ def demand_counts(**flags: int | None) -> None:
     for name, number in flags.items():
         if number is not None and number < 1:
             raise UserError(f"--{name.replace('_', '-')}: it is {number}; give 1 or more")
+
+
+def flag_mistake(error: ValidationError) -> UserError:
+    """The first mistake that pydantic has found in flags' values."""
+    first = error.errors(include_url=False, include_context=False)[0]
+    flag = f"--{str(first['loc'][0]).replace('_', '-')}: " if first["loc"] else ""
+    return UserError(f"{flag}{first['msg'].removeprefix('Value error, ')}")
 
 
 def size_bytes(flag: str, text: str | None) -> int | None:

@@ -10,7 +10,6 @@ long as they do (`pipeline.ranks.group`), so two runs never compete for a port.
 
 from __future__ import annotations
 
-import os
 import shutil
 import signal
 import sys
@@ -21,8 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launch.endings import signal_of
-from launch.env import RENDEZVOUS, SUPERVISOR_PID, NodeShare, num_gpus, without_place
-from launch.processes import RANK_COMMAND, STOP_SIGNALS, run_ranks
+from launch.env import NodeShare, num_gpus, without_place
+from launch.processes import RANK_COMMAND, STOP_SIGNALS, rank_environment, run_ranks
 from pipeline.recipe.schema import Recipe
 from pipeline.vocabulary import EXIT_STOPPED, StageName
 
@@ -57,18 +56,6 @@ def rank_arguments(launch: Launch) -> list[str]:
     return [str(launch.recipe_file), *stages, "--runs", str(launch.runs_root)]
 
 
-def rank_environment(launch: Launch, rank: int, *, rendezvous: Path) -> dict[str, str]:
-    """One rank's environment, without the numbers of a launcher or batch script around us."""
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": launch.ranks, "LOCAL_WORLD_SIZE": launch.ranks}
-    return {
-        **without_place(),
-        **{name: str(number) for name, number in place.items()},
-        SUPERVISOR_PID: str(os.getpid()),
-        RENDEZVOUS: str(rendezvous),
-        **({} if num_gpus() else {"DS_ACCELERATOR": "cpu"}),  # else DeepSpeed warns in every process
-    }
-
-
 def run_stage_locally(launch: Launch) -> int:
     """Run the stages to their end; returns the exit code of the rank that tells most (negative: killed by a signal).
 
@@ -79,11 +66,11 @@ def run_stage_locally(launch: Launch) -> int:
             a second Ctrl-C, or the stage ended instead.
         OSError: nothing can be written to the run folder.
     """
-    with _rendezvous(launch.runs_root / launch.recipe.name) as rendezvous:
+    more = {} if num_gpus() else {"DS_ACCELERATOR": "cpu"}  # else DeepSpeed warns in every process
+    with _rendezvous(launch.runs_root / launch.recipe.name) as folder:
         code, stop_was_asked = run_ranks(
             [*RANK_COMMAND, *rank_arguments(launch)],
-            [rank_environment(launch, rank, rendezvous=rendezvous) for rank in range(launch.ranks)],
-            mark=(SUPERVISOR_PID, str(os.getpid())),
+            [rank_environment(rank, ranks=launch.ranks, rendezvous=folder) | more for rank in range(launch.ranks)],
             on_stop=lambda: print(f"\n{STOPPING}", file=sys.stderr, flush=True),
         )
     # A rank that is still importing dies of the SIGTERM.
@@ -94,10 +81,9 @@ def run_stage_locally(launch: Launch) -> int:
 
 def run_node(share: NodeShare, arguments: Sequence[str]) -> int:
     """Run Python processes on one node of a step; returns the exit code (of a signal: 128 + n)."""
-    own = {SUPERVISOR_PID: str(os.getpid())}
-    environments = [{**without_place(), **share.names_of(rank), **own} for rank in range(share.processes)]
+    environments = [without_place() | share.names_of(rank) for rank in range(share.processes)]
     try:
-        code, stop_was_asked = run_ranks(arguments, environments, mark=(SUPERVISOR_PID, str(os.getpid())))
+        code, stop_was_asked = run_ranks(arguments, environments)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     if stop_was_asked and signal_of(code) in STOP_SIGNALS:  # it was not listening yet

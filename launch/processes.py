@@ -15,12 +15,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import psutil
 
 from launch.endings import overall_code
+from launch.env import RENDEZVOUS, SUPERVISOR_PID, without_place
 from pipeline.vocabulary import EXIT_STOPPED
 
 RANK_COMMAND = ["-u", "-m", "launch.train"]
@@ -49,14 +51,24 @@ def handled(numbers: Sequence[signal.Signals], handler: Handler) -> Iterator[Non
             signal.signal(number, earlier)
 
 
+def rank_environment(rank: int, *, ranks: int, rendezvous: Path) -> dict[str, str]:
+    """One rank's environment on this machine, without the numbers of a launcher or batch script around us."""
+    return without_place() | place_here(rank, ranks=ranks, rendezvous=rendezvous)
+
+
+def place_here(rank: int, *, ranks: int, rendezvous: Path) -> dict[str, str]:
+    """What tells a rank its place, where all are on this machine."""
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, RENDEZVOUS: rendezvous}
+    return {name: str(value) for name, value in place.items()}
+
+
 def run_ranks(
     arguments: Sequence[str],
     environments: Sequence[Mapping[str, str]],
     *,
-    mark: tuple[str, str],
     on_stop: Callable[[], None] = lambda: None,
 ) -> tuple[int, bool]:
-    """Run Python processes to their end, each in its own session and with its own environment, all marked with `mark`.
+    """Run Python processes to their end, each in its own session and with its own environment, and this one's mark.
 
     SIGINT, SIGTERM, SIGHUP and SIGUSR1 make them save and leave (SIGTERM); so does the failure of one. Those that
     outlive the first one by too long are killed, with everything they started. `on_stop` is called at the first signal.
@@ -67,6 +79,7 @@ def run_ranks(
     Raises:
         KeyboardInterrupt: a second Ctrl-C; they were killed.
     """
+    mark = (SUPERVISOR_PID, str(os.getpid()))
     received: list[int] = []  # handled by the loop, once all ranks that are to hear of it are started
     ranks: list[subprocess.Popen[bytes]] = []
     with handled(STOP_SIGNALS, lambda number, frame: received.append(number)):
@@ -75,7 +88,7 @@ def run_ranks(
                 ranks.append(
                     subprocess.Popen(
                         [sys.executable, *arguments],
-                        env=environment,
+                        env={**environment, mark[0]: mark[1]},
                         stdin=subprocess.DEVNULL,
                         start_new_session=True,
                     )

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import getpass
 import os
 import tempfile
 import time
@@ -23,6 +22,7 @@ from itertools import count
 from pathlib import Path
 from typing import Literal
 
+from data_shards.control_groups import user_name
 from data_shards.errors import UserError
 from data_shards.store.cache_folder import (
     PART,
@@ -52,11 +52,7 @@ _FULL_POLLS = {"evicted": 10**9, "busy": 300, "nothing": 30}
 
 def default_cache_folder() -> Path:
     """In the folder for temporary files ($TMPDIR or /tmp), one for each user."""
-    try:
-        user = getpass.getuser()
-    except (KeyError, OSError):  # a container's user without a name
-        user = str(os.getuid())
-    return Path(tempfile.gettempdir()) / f"shardvit-cache-{user}"
+    return Path(tempfile.gettempdir()) / f"shardvit-cache-{user_name()}"
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from cyclopts import Parameter
 
 from data_shards.errors import UserError
 from data_shards.text import printable
-from launch.flags import WhichWeights
+from launch.flags import WhichWeights, flag_mistake
 from launch.target import Force, demand_target
 from model.vocabulary import ExportFormat, Gelu, Interpolation, LossKind, check_ending
 
@@ -77,9 +77,7 @@ class TrunkOptions:
         try:
             return make()
         except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            flag = f"--{'-'.join(map(str, first['loc'])).replace('_', '-')}: " if first["loc"] else ""
-            raise UserError(f"{flag}{first['msg'].removeprefix('Value error, ')}") from None
+            raise flag_mistake(error) from None
 
 
 def import_model(

@@ -13,13 +13,15 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 from typing import Literal
 
 from launch.doctor.child import MARK, Answer, run_children
 from launch.doctor.findings import Check, judge
 from launch.doctor.gpus import try_arithmetic, try_torch
 from launch.doctor.network import ALL_REDUCE_SECONDS, all_reduce
-from launch.env import RENDEZVOUS, num_gpus
+from launch.env import num_gpus
+from launch.processes import place_here
 from pipeline.ranks.start_clock import StartClock
 
 Backend = Literal["gloo", "nccl"]
@@ -155,14 +157,7 @@ def try_all_reduce(
 ) -> list[Check]:
     """The parent: two processes, started as `shardvit run` does; see `launch.env.without_place`."""
     with tempfile.TemporaryDirectory(prefix="shardvit-doctor-") as folder:
-        places = [
-            {
-                **environment,
-                **{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(_WORLD)},
-                **{"LOCAL_WORLD_SIZE": str(_WORLD), RENDEZVOUS: folder},
-            }
-            for rank in range(_WORLD)
-        ]
+        places = [{**environment, **place_here(rank, ranks=_WORLD, rendezvous=Path(folder))} for rank in range(_WORLD)]
         answers = run_children([[*command, backend]] * _WORLD, environments=places, limit_seconds=limit_seconds)
     failed = [(rank, answer) for rank, answer in enumerate(answers) if answer.code != 0]
     if not failed:

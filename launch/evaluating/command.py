@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,7 +14,7 @@ from data_shards.errors import UserError
 from data_shards.text import one_line, table
 from data_shards.vocabulary import USUAL_MOST_PIXELS, EvalProtocol
 from launch.endings import reason
-from launch.env import RENDEZVOUS, SUPERVISOR_PID, experiment_name, num_gpus, tracking_uri, without_place
+from launch.env import experiment_name, num_gpus, tracking_uri
 from launch.evaluating.exchanged import read_result, write_request
 from launch.flags import (
     Device,
@@ -164,21 +163,15 @@ def evaluate(
 
 def _by_processes(request: EvalRequest, *, processes: int, on_gpus: bool) -> ModelEvaluated | int:
     """The result, or the exit code if there is none."""
-    from launch.processes import run_ranks
+    from launch.processes import rank_environment, run_ranks
 
-    mark = (SUPERVISOR_PID, str(os.getpid()))
     with tempfile.TemporaryDirectory(prefix="shardvit-eval-") as name:
         folder = Path(name)
         write_request(folder, request)
-
-        def environment(rank: int) -> dict[str, str]:
-            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
-            hidden = {} if on_gpus else {"CUDA_VISIBLE_DEVICES": ""}
-            words = {each: str(number) for each, number in place.items()}
-            return {**without_place(), **words, mark[0]: mark[1], RENDEZVOUS: name, **hidden}
-
+        hidden = {} if on_gpus else {"CUDA_VISIBLE_DEVICES": ""}
         code, stopped = run_ranks(
-            ["-u", "-m", "launch.evaluating.rank", name], [environment(rank) for rank in range(processes)], mark=mark
+            ["-u", "-m", "launch.evaluating.rank", name],
+            [rank_environment(rank, ranks=processes, rendezvous=folder) | hidden for rank in range(processes)],
         )
         if stopped:
             raise KeyboardInterrupt
@@ -242,9 +235,8 @@ def _as_text(result: ModelEvaluated) -> str:
     ]
     counts = evaluation.per_class
     known = [number for number, images in enumerate(counts.images.tolist()) if images]
-    shown = sorted(known, key=lambda number: (counts.accuracy[number], number))[:_SHOWN_CLASSES]
-    if len(known) <= _SHOWN_CLASSES:
-        shown = known
+    worst = sorted(known, key=lambda number: (counts.accuracy[number], number))[:_SHOWN_CLASSES]
+    shown = known if len(known) <= _SHOWN_CLASSES else worst
     per_class = [
         ["class", "images", "right", "accuracy"],
         *(
@@ -296,17 +288,12 @@ def _confused(result: ModelEvaluated) -> list[dict[str, object]]:
     confusion, names = result.evaluation.confusion, result.evaluation.classes
     if confusion is None:
         return []
-    pairs = [
-        (int(confusion[true, best]), int(true), int(best)) for true, best in zip(*confusion.nonzero(), strict=True)
-    ]
-    wrong: Sequence[tuple[int, int, int]] = sorted((each for each in pairs if each[1] != each[2]), key=_most_first)
+    pairs = [(int(true), int(best)) for true, best in zip(*confusion.nonzero(), strict=True) if true != best]
+    pairs.sort(key=lambda pair: (-int(confusion[pair]), *pair))
     return [
-        {"true": names[true], "predicted": names[best], "images": images} for images, true, best in wrong[:_SHOWN_PAIRS]
+        {"true": names[true], "predicted": names[best], "images": int(confusion[true, best])}
+        for true, best in pairs[:_SHOWN_PAIRS]
     ]
-
-
-def _most_first(pair: tuple[int, int, int]) -> tuple[int, int, int]:
-    return -pair[0], pair[1], pair[2]
 
 
 def _track(result: ModelEvaluated, request: EvalRequest, *, processes: int) -> None:

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args
 
 from cyclopts import Parameter
 
-from data_shards.errors import UserError
-from launch.flags import demand_counts
+from launch.flags import demand_counts, flag_mistake
 from launch.output import say
 from launch.transfer.options import MostImages, SetOptions, TransferOptions
 from pipeline.ranks.start_clock import StartClock
@@ -273,7 +272,7 @@ def _one_set(
 
 
 def _rows(measured: SetMeasured) -> list[tuple[str, ...]]:
-    from launch.transfer.session import share, spread
+    from launch.transfer.session import spread
 
     first = measured.scores[0]
     if first.method == "fewshot":
@@ -285,7 +284,7 @@ def _rows(measured: SetMeasured) -> list[tuple[str, ...]]:
                     str(each.settings["shots"]),
                     _numbers(each.settings["images"]),
                     _numbers(each.settings["l2"]),
-                    share(each),
+                    f"{each.value:.4f}",
                     spread(each),
                     str(each.settings["seeds"]),
                 )
@@ -300,7 +299,7 @@ def _rows(measured: SetMeasured) -> list[tuple[str, ...]]:
     shown = {"top1": "top-1", "top5": "top-5"}
     rows = [(*keys, "images", *(shown.get(each, each) for each in names))]
     for values, scores in by_settings.items():
-        rows.append((*values, f"{measured.used.train_images:,}", *(share(scores[each]) for each in names)))
+        rows.append((*values, f"{measured.used.train_images:,}", *(f"{scores[each].value:.4f}" for each in names)))
     return rows
 
 
@@ -311,9 +310,7 @@ def _settings(kind: type[Kind], **given: Any) -> Kind:
     try:
         return kind.model_validate(given)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False)[0]
-        flag = f"--{str(first['loc'][0]).replace('_', '-')}: " if first["loc"] else ""
-        raise UserError(f"{flag}{first['msg'].removeprefix('Value error, ')}") from None
+        raise flag_mistake(error) from None
 
 
 def _numbers(value: object) -> str:

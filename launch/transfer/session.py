@@ -145,11 +145,6 @@ def tell(measured: SetMeasured) -> None:
         say(f"{count:,} images in all cannot be read and are left out")
 
 
-def share(score: TransferScore) -> str:
-    """A score for people: four digits."""
-    return f"{score.value:.4f}"
-
-
 def spread(score: TransferScore) -> str:
     """The standard deviation over the seeds; empty: there is one."""
     from statistics import stdev

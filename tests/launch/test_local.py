@@ -17,7 +17,8 @@ import psutil
 import pytest
 
 from launch.env import read_place
-from launch.local import Launch, rank_arguments, rank_environment
+from launch.local import Launch, rank_arguments
+from launch.processes import rank_environment
 from launch.train import _parse
 from pipeline.recipe.io import load_recipe
 from pipeline.vocabulary import StageName
@@ -53,7 +54,7 @@ def test_several_stages_are_told_in_order_and_the_head_is_swapped_by_the_ranks_t
 def test_every_rank_has_a_place_of_its_own_and_nobody_a_port(stage: StageName, ranks: int):
     stage_launch = launch(stage)
     assert stage_launch.ranks == ranks
-    environments = [rank_environment(stage_launch, rank, rendezvous=Path("/meet")) for rank in range(ranks)]
+    environments = [rank_environment(rank, ranks=stage_launch.ranks, rendezvous=Path("/meet")) for rank in range(ranks)]
     places = [read_place(environment, gpus=0) for environment in environments]
     assert [place.rank for place in places] == [place.local_rank for place in places] == list(range(ranks))
     assert {(place.world_size, place.local_world_size) for place in places} == {(ranks, ranks)}
