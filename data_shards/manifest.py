@@ -221,11 +221,6 @@ def _damage(path: str, num_bytes: int, *, wanted: int) -> str:
     return f"{path}: the shard has {num_bytes} bytes where the manifest says {wanted}; copy it again or {REMEDY}"
 
 
-def stamp_of(status: os.stat_result) -> str:
-    """mtime, which can be set at will, and ctime, which cannot."""
-    return f"{status.st_mtime_ns} {status.st_ctime_ns}"
-
-
 def _parse(root: Path, content: dict[str, Any]) -> Manifest:
     """Raises KeyError, TypeError or ValueError; the caller adds the file's name."""
     shards = _shards(_typed(content, "shards", list))

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from data_shards.errors import UserError
 from data_shards.foreign.tar import FoundLabels, TarFacts, facts_from, index_tar, labels_from, peek
 from data_shards.labels import LabelSpec
-from data_shards.manifest import stamp_of, write_json
+from data_shards.manifest import write_json
 from data_shards.processes import deaf_to_interrupts, end_with_parent, num_cores
 from data_shards.shard_set import Report, ShardEntry, ShardsSpec
 from data_shards.store.location import PIPE, is_local, local_path, shown
@@ -157,7 +157,8 @@ class Indexing:
         try:
             if is_local(url):
                 status = os.stat(local_path(url))
-                return f"{status.st_size} {status.st_mtime_ns}", stamp_of(status)
+                # mtime, which can be set at will, and ctime, which cannot.
+                return f"{status.st_size} {status.st_mtime_ns}", f"{status.st_mtime_ns} {status.st_ctime_ns}"
             assert self.store is not None
             if url.startswith(PIPE):
                 return "pipe", ""
@@ -237,11 +238,8 @@ class Indexing:
             yield str(local_path(url))
             return
         assert self.store is not None
-        descriptor = self.store.open_file(self._entry(number, labels, _ABSENT))
-        try:
-            yield f"/dev/fd/{descriptor}"  # it may be evicted from the cache meanwhile
-        finally:
-            os.close(descriptor)
+        with open(self.store.open_file(self._entry(number, labels, _ABSENT)), "rb") as tar:
+            yield f"/dev/fd/{tar.fileno()}"  # it may be evicted from the cache meanwhile
 
     def _cls_if_there(self) -> LabelSpec:
         labels = LabelSpec(kind=self.spec.kind)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -93,13 +94,10 @@ def index_tar(path: str, *, target: Path, labels: LabelSpec, name: str) -> tuple
 def pixels_digest(path: str, index: ShardIndex) -> str:
     """Of the first bytes of 16 images, spread evenly over the tar. Raises OSError if it cannot be read."""
     digest = hashlib.sha256()
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
+    with open(path, "rb", buffering=0) as tar:
         for row in spread(len(index), most=_PIXELS_ROWS):
             size = min(int(index.image_size[row]), _PIXELS_BYTES)
-            digest.update(os.pread(descriptor, size, int(index.image_offset[row])))
-    finally:
-        os.close(descriptor)
+            digest.update(os.pread(tar.fileno(), size, int(index.image_offset[row])))
     return digest.hexdigest()[:32]
 
 
@@ -147,12 +145,11 @@ def _read_labels(
     names: set[str] = set()
     below = num_values = 0
     digest = hashlib.sha256()
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
+    with open(path, "rb", buffering=0) as tar:
         places = zip(index.label_offset.tolist(), index.label_size.tolist(), index.image_size.tolist(), strict=True)
         for row, (key, (offset, size, image_size)) in enumerate(zip(index.keys, places, strict=True)):
             try:
-                values = read_values(os.pread(descriptor, size, offset), spec=labels)
+                values = read_values(os.pread(tar.fileno(), size, offset), spec=labels)
                 numbers = [value for value in values if isinstance(value, int)]
                 if numbers and min(numbers) < 0:
                     raise ValueError(f"the label is {min(numbers)}, which is no class number")
@@ -164,8 +161,6 @@ def _read_labels(
             names.update(value for value in values if isinstance(value, str))
             num_values += len(values)
             digest.update(f"{key!r} {image_size} {values!r}\n".encode("utf-8", "surrogateescape"))
-    finally:
-        os.close(descriptor)
     return good, FoundLabels(below, frozenset(names), num_values), digest.hexdigest()
 
 
@@ -173,19 +168,14 @@ def peek(path: str) -> tuple[set[str], list[str]]:
     """The readable parts of a tar's first samples, and which could be labels, in `LabelSpec.parse`'s notation."""
     parts: set[str] = set()
     keys: dict[str, None] = {}
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        for member in islice(walk_tar(descriptor), _PEEKED_MEMBERS):
+    with open(path, "rb", buffering=0) as tar, suppress(TarDamage):  # told when it is indexed
+        for member in islice(walk_tar(tar.fileno()), _PEEKED_MEMBERS):
             split = split_name(member.name)
             if split is None:
                 continue
             parts.add(split[1])
             if split[1] == "json" and member.size <= _MOST_PEEKED_BYTES:
-                keys |= dict.fromkeys(_label_keys(os.pread(descriptor, member.size, member.offset)))
-    except TarDamage:  # told when it is indexed
-        pass
-    finally:
-        os.close(descriptor)
+                keys |= dict.fromkeys(_label_keys(os.pread(tar.fileno(), member.size, member.offset)))
     suggestions = [part for part in ("cls", "txt") if part in parts] + [f"json:{key}" for key in keys]
     return {"image" if part in IMAGE_EXTENSIONS else part for part in parts}, suggestions
 

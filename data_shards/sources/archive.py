@@ -35,7 +35,7 @@ from data_shards.errors import UserError
 from data_shards.progress_line import LINE_SECONDS
 from data_shards.shard_set import Report
 from data_shards.sources.base import GZIPPED, SUFFIXES, is_image
-from data_shards.tars.shard_index import MOST_TAR_BYTES, Texts, default_index_folder
+from data_shards.tars.shard_index import MOST_TAR_BYTES, Texts, default_index_folder, read_arrays
 from data_shards.tars.tar_walk import BLOCK_BYTES, Member, TarDamage, stated_member, walk_tar
 from data_shards.text import named, show_bytes
 
@@ -113,11 +113,8 @@ class Listing:
     def read(self, row: int) -> bytes:
         """One file. Raises OSError if it cannot be read, or the archive is another one than when it was listed."""
         offset, size = int(self.offset[row]), int(self.size[row])
-        descriptor = self.archives[int(self.archive[row])].open()
-        try:
-            data = os.pread(descriptor, BLOCK_BYTES + size, offset - BLOCK_BYTES)
-        finally:
-            os.close(descriptor)
+        with open(self.archives[int(self.archive[row])].open(), "rb", buffering=0) as tar:
+            data = os.pread(tar.fileno(), BLOCK_BYTES + size, offset - BLOCK_BYTES)
         try:
             stated = stated_member(data[:BLOCK_BYTES])[1]
         except ValueError:
@@ -180,21 +177,18 @@ class _Piece(NamedTuple):
 
 def _list_archive(archive: Archive, *, inside: Literal["names", "stems"]) -> list[_Piece]:
     """Its plain files, then those of the tars in it, in order."""
-    descriptor = archive.open()
     above = stem(archive.path.name) if inside == "stems" else ""
-    try:
-        outer = _walk(descriptor, archive.path, above=above)
+    with open(archive.open(), "rb", buffering=0) as opened:
+        outer = _walk(opened.fileno(), archive.path, above=above)
         tars = [member for member in outer if member.name.lower().endswith(".tar")]
 
         def nested(tar: Member) -> _Piece:
             part = (tar.offset, tar.offset + tar.size)
-            return _piece(_walk(descriptor, archive.path, above=stem(tar.name), part=part))
+            return _piece(_walk(opened.fileno(), archive.path, above=stem(tar.name), part=part))
 
         with ThreadPoolExecutor(_THREADS) as pool:
             plain = _piece([member for member in outer if not member.name.lower().endswith(".tar")])
             pieces = [plain, *pool.map(nested, tars)]
-    finally:
-        os.close(descriptor)
     _refuse_shared(pieces, archive.path)
     return pieces
 
@@ -315,12 +309,7 @@ def _save(listing: Listing, path: Path) -> None:
 
 def _load(path: Path, archives: tuple[Archive, ...]) -> Listing:
     """Raises ValueError for anything that no listing of these archives can be."""
-    with open(path, "rb") as stream:
-        try:
-            content = np.load(stream, allow_pickle=False)
-            names, ends, *arrays = (content[name] for name in ("names", "ends", *_ARRAYS))
-        except Exception as error:  # noqa: BLE001 - zipfile and numpy raise a dozen kinds at what is broken
-            raise ValueError(f"not a readable listing ({error})") from None
+    names, ends, *arrays = read_arrays(path, ["names", "ends", *_ARRAYS]).values()
     if any(each.dtype != np.int64 or each.shape != ends.shape or each.ndim != 1 for each in (ends, *arrays)):
         raise ValueError("its arrays do not fit together")
     if any(((each < 0) | (each >= MOST_TAR_BYTES)).any() for each in arrays) or (arrays[0] >= len(archives)).any():

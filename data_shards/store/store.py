@@ -129,10 +129,8 @@ class Store:
         descriptor = self._cache.open(self._name(entry, evict="idle"), num_bytes=entry.num_bytes)
         if descriptor is None:
             return None
-        try:
+        with open(descriptor, "rb"):
             return os.fstat(descriptor).st_size
-        finally:
-            os.close(descriptor)
 
     def _about(self, url: str) -> tuple[int | None, str]:
         if not is_local(url):

@@ -106,7 +106,7 @@ def save_index(index: ShardIndex, path: Path, *, note: str = "") -> None:
 
 def load_index(path: Path) -> ShardIndex:
     """Read the binary form; raises FileNotFoundError, or ValueError if it is broken."""
-    content = _read(path, ["keys", "key_ends", "extensions", "extension_ends", *_ARRAYS])
+    content = read_arrays(path, ["keys", "key_ends", "extensions", "extension_ends", *_ARRAYS])
     sizes = {content[name].shape for name in ("key_ends", "extension_ends", *_ARRAYS)}
     if len(sizes) != 1 or any(content[name].dtype != np.int64 for name in ("key_ends", "extension_ends", *_ARRAYS)):
         raise ValueError("its arrays do not fit together")
@@ -125,13 +125,14 @@ def load_index(path: Path) -> ShardIndex:
 
 def load_note(path: Path) -> str:
     """The note of an index; raises as `load_index` does."""
-    return _read(path, ["note"])["note"].tobytes().decode()
+    return read_arrays(path, ["note"])["note"].tobytes().decode()
 
 
-def _read(path: Path, names: list[str]) -> dict[str, NDArray[np.int64]]:
+def read_arrays(path: Path, names: list[str]) -> dict[str, NDArray[np.int64]]:
+    """These arrays of a .npz file; ValueError: it is broken, or lacks one."""
     with open(path, "rb") as stream:  # np.load() would leave a broken file open
         try:
             arrays = np.load(stream, allow_pickle=False)
             return {name: arrays[name] for name in names}
         except Exception as error:  # noqa: BLE001 - zipfile and numpy raise a dozen kinds at what is broken
-            raise ValueError(f"not a readable index ({error})") from None
+            raise ValueError(f"not readable arrays ({error})") from None
