@@ -44,20 +44,8 @@ class Slurm:
 
     def queue(self, jobs: Iterable[str]) -> dict[str, Queued]:
         """The jobs that SLURM still knows; those that ended are forgotten after some minutes."""
-        numbers = sorted(set(jobs))
-        if not numbers:
-            return {}
         try:
-            text = self._call(
-                [
-                    "squeue",
-                    "--noheader",
-                    "--array",
-                    "--states=all",
-                    f"--format={_FORMAT}",
-                    f"--jobs={','.join(numbers)}",
-                ]
-            )
+            text = self._ask(["squeue", "--noheader", "--array", "--states=all", f"--format={_FORMAT}"], jobs)
         except UserError as error:
             if "Invalid job id" in str(error):  # it knows none of them
                 return {}
@@ -83,16 +71,17 @@ class Slurm:
 
     def history(self, jobs: Iterable[str]) -> dict[str, str]:
         """Final states of jobs that the queue has forgotten, if the cluster keeps accounts; else none."""
-        numbers = sorted(set(jobs))
-        if not numbers:
-            return {}
-        command = ["sacct", "--noheader", "--parsable2", "--allocations", "--format=JobIDRaw,State"]
         try:
-            text = self._call([*command, f"--jobs={','.join(numbers)}"])
+            text = self._ask(["sacct", "--noheader", "--parsable2", "--allocations", "--format=JobIDRaw,State"], jobs)
         except UserError:  # no accounting here
             return {}
         rows = [line.split("|") for line in text.splitlines() if line.count("|") == 1]
         return {number: state.split()[0] for number, state in rows if state}
+
+    def _ask(self, command: Sequence[str], jobs: Iterable[str]) -> str:
+        """What a command says of these jobs; nothing of none."""
+        numbers = sorted(set(jobs))
+        return self._call([*command, f"--jobs={','.join(numbers)}"]) if numbers else ""
 
     def _call(self, command: Sequence[str]) -> str:
         try:

@@ -28,7 +28,7 @@ from pipeline.time_limit import requeues_needed
 from pipeline.tracking.tracking_state import load_run_state
 from pipeline.vocabulary import METRICS_FILE, MLFLOW_FILE, RECIPE_FILE, StageName
 
-_SPEED_WINDOW_SECONDS = 1800.0
+SPEED_WINDOW_SECONDS = 1800.0
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ def _stage_status(
     queue: dict[str, Queued],
 ) -> StageStatus:
     record = folder.record(stage)
-    speed, step = RecentSpeed(_SPEED_WINDOW_SECONDS), record.last_saved_step
+    speed, step = RecentSpeed(SPEED_WINDOW_SECONDS), record.last_saved_step
     try:
         for row in iter_metrics(folder.stage(stage) / METRICS_FILE):
             speed.add(row.step, row.time)

@@ -55,10 +55,9 @@ def plan_sweep_jobs(sweep: Sweep, *, job: SlurmJob, at_once: int | None) -> Swee
         root=sweep.root.absolute(),
         points=tuple(_with_processes(point, processes=job.processes) for point in sweep.points),
     )
-    for folder, recipe in _runs(sweep):
+    for folder, recipe, restart in sweep.runs():
         if recipe.processes != job.processes or (recipe.engine.precision == "fp16" and not job.options.gpus_per_node):
             raise UserError(f"{recipe.name}: fp16 needs GPUs, and processes must be {job.processes} or auto")
-        restart = recipe.stages.names[0] if folder.name == FINAL else None
         folder.check_recipe(recipe, restart=restart)
         PipelineRun(recipe, folder, processes=job.processes, restart=restart).check_stages()
     paths = Paths(run=sweep.root, work=Path.cwd(), package=package_folder())
@@ -141,15 +140,6 @@ def _forget_ends(folder: RunFolder, recipe: Recipe) -> None:
 def _own_stages(point: Point) -> list[StageName]:
     """The stages of a point's run that are trained for it alone."""
     return [name for name in point.recipe.stages.names if point.earlier is None or name != point.earlier.stage]
-
-
-def _runs(sweep: Sweep) -> Iterator[tuple[RunFolder, Recipe]]:
-    for earlier in sweep.earlier:
-        if earlier.folder.runs_root == sweep.root:
-            yield earlier.folder, earlier.recipe
-    for point in sweep.points:
-        yield sweep.folder(point.name), point.recipe
-        yield sweep.folder(FINAL), point.final
 
 
 def _with_processes(point: Point, *, processes: int) -> Point:

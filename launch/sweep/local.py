@@ -27,12 +27,8 @@ _MOST_WIDENINGS = 3
 
 def check_sweep(sweep: Sweep) -> None:
     """Check every run that is not done, as `shardvit run` does; UserError for what would keep one from running."""
-    for earlier in sweep.earlier:
-        if earlier.folder.runs_root == sweep.root:
-            PipelineRun.open(earlier.recipe, runs_root=sweep.root)
-    for point in sweep.points:
-        PipelineRun.open(point.recipe, runs_root=sweep.root)
-        PipelineRun.open(point.final, runs_root=sweep.root, restart=point.final.stages.names[0])
+    for _, recipe, restart in sweep.runs():
+        PipelineRun.open(recipe, runs_root=sweep.root, restart=restart)
 
 
 def run_sweep(sweep: Sweep, *, max_restarts: int = 0, widen: Callable[..., Sweep] | None = None) -> int:

@@ -12,7 +12,7 @@ link, so that each of them is a complete run folder.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,6 +80,15 @@ class Sweep:
 
     def folder(self, name: str) -> RunFolder:
         return RunFolder(runs_root=self.root, name=name)
+
+    def runs(self) -> Iterator[tuple[RunFolder, Recipe, StageName | None]]:
+        """What lies in its folder; the final run as each point would have it, and the stage from which that begins."""
+        for earlier in self.earlier:
+            if earlier.folder.runs_root == self.root:
+                yield earlier.folder, earlier.recipe, None
+        for point in self.points:
+            yield self.folder(point.name), point.recipe, None
+            yield self.folder(FINAL), point.final, point.final.stages.names[0]
 
 
 def plan_sweep(

@@ -25,11 +25,8 @@ from pipeline.recipe.io import dump_recipe
 from pipeline.vocabulary import EXIT_FAILED, EXIT_USER_ERROR, RECIPE_FILE
 
 
-def choose_point(sweep: Sweep) -> int:
+def choose_point(sweep: Sweep, record: SweepRecord) -> int:
     """Choose among the points, and make the final run's folder."""
-    record = record_of(sweep)
-    record.write(sweep.root)
-    print(as_table(record), flush=True)
     chosen = next((point for point in sweep.points if point.name == record.chosen), None)
     if chosen is None:
         tell(sweep, record, status="FAILED")
@@ -44,11 +41,8 @@ def choose_point(sweep: Sweep) -> int:
     return 0
 
 
-def sum_up(sweep: Sweep) -> int:
-    """Write the final run's result, and print the table."""
-    record = record_of(sweep)
-    record.write(sweep.root)
-    print(as_table(record), flush=True)
+def sum_up(sweep: Sweep, record: SweepRecord) -> int:
+    """Whether the final run is done."""
     done = record.final is not None and record.final.state == "done"
     tell(sweep, record, status="FINISHED" if done else "FAILED")
     return 0 if done else EXIT_FAILED
@@ -70,7 +64,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         sweep = read_sweep(options.root)
-        return choose_point(sweep) if options.do == "choose" else sum_up(sweep)
+        record = record_of(sweep)
+        record.write(sweep.root)
+        print(as_table(record), flush=True)
+        return (choose_point if options.do == "choose" else sum_up)(sweep, record)
     except (UserError, OSError) as error:
         say(str(error))
         return EXIT_USER_ERROR

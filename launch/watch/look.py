@@ -20,7 +20,7 @@ from data_shards.errors import UserError
 from data_shards.inside import open_inside
 from launch.slurm.commands import Queued, Slurm
 from launch.slurm.records import Submission, read_ends, read_submission
-from launch.slurm.status import checkpoint_age
+from launch.slurm.status import SPEED_WINDOW_SECONDS, checkpoint_age
 from pipeline.metrics_log import follow_metrics
 from pipeline.ranks.heartbeat import Heartbeat, Sightings, heartbeat_file, read_heartbeat
 from pipeline.recipe.io import parse_recipe
@@ -31,7 +31,6 @@ from pipeline.run_folder import RunFolder, StageRecord
 from pipeline.time_limit import requeues_needed
 from pipeline.vocabulary import ALL_STAGES, EVENTS_FILE, METRICS_FILE, RECIPE_FILE, STAGE_FILE, SWEEP_FILE, StageName
 
-_SPEED_WINDOW_SECONDS = 1800.0
 _QUEUE_SECONDS = 30.0
 _SILENT_SECONDS = 60.0  # a heartbeat comes every 2 seconds, or of many ranks less often
 _BEATS_PER_SECOND = 32  # of all ranks together, see `pipeline.ranks.watch`
@@ -178,7 +177,7 @@ class _Follower:
         self._file: tuple[int, int] | None = None  # device and inode
         self._offset = 0  # in bytes
         self._step = 0
-        self._speed = RecentSpeed(_SPEED_WINDOW_SECONDS)
+        self._speed = RecentSpeed(SPEED_WINDOW_SECONDS)
         self._values: dict[str, float] = {}
         self._curves: dict[str, list[tuple[int, float]]] = {name: [] for name in ("train/loss", *_SCORES)}
 
