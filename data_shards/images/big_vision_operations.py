@@ -22,6 +22,7 @@ and Sharpness (a level or two: Pillow rounds) and pixels of a shear or rotation 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING, Literal
@@ -52,42 +53,26 @@ def apply(name: str, image: Image.Image, *, magnitude: int, draw: Draw, timm: Mo
     factor = 0.1 + 1.8 * share
     directed = -share if draw.sign < 0.5 else share
     moved = {"fillcolor": _GREY, "resample": 0}  # Pillow's nearest
-    match name:
-        case "AutoContrast":
-            return timm.auto_contrast(image)
-        case "Equalize":
-            return timm.equalize(image)
-        case "Invert":
-            return timm.invert(image)
-        case "Rotate":
-            return timm.rotate(image, 30 * directed, **moved)
-        case "Posterize":
-            bits = int(4 * share)
-            return timm.posterize(image, bits if 1 <= bits <= 8 else 1)
-        case "Solarize":
-            return timm.solarize(image, int(256 * share) % 256)
-        case "SolarizeAdd":
-            return timm.solarize_add(image, int(110 * share))
-        case "Color":
-            return timm.color(image, factor)
-        case "Contrast":
-            return _contrast(image, factor)
-        case "Brightness":
-            return timm.brightness(image, factor)
-        case "Sharpness":
-            return timm.sharpness(image, factor)
-        case "ShearX":
-            return _sheared(image, 0.3 * directed, along="x")
-        case "ShearY":
-            return _sheared(image, 0.3 * directed, along="y")
-        case "TranslateX":
-            return timm.translate_x_abs(image, 100 * directed, **moved)
-        case "TranslateY":
-            return timm.translate_y_abs(image, 100 * directed, **moved)
-        case "Cutout":
-            return _cutout(image, int(40 * share), draw=draw)
-        case _:
-            raise ValueError(f"{name} is none of the operations")
+    bits = int(4 * share)
+    operations: dict[str, Callable[[], Image.Image]] = {
+        "AutoContrast": lambda: timm.auto_contrast(image),
+        "Equalize": lambda: timm.equalize(image),
+        "Invert": lambda: timm.invert(image),
+        "Rotate": lambda: timm.rotate(image, 30 * directed, **moved),
+        "Posterize": lambda: timm.posterize(image, bits if 1 <= bits <= 8 else 1),
+        "Solarize": lambda: timm.solarize(image, int(256 * share) % 256),
+        "SolarizeAdd": lambda: timm.solarize_add(image, int(110 * share)),
+        "Color": lambda: timm.color(image, factor),
+        "Contrast": lambda: _contrast(image, factor),
+        "Brightness": lambda: timm.brightness(image, factor),
+        "Sharpness": lambda: timm.sharpness(image, factor),
+        "ShearX": lambda: _sheared(image, 0.3 * directed, along="x"),
+        "ShearY": lambda: _sheared(image, 0.3 * directed, along="y"),
+        "TranslateX": lambda: timm.translate_x_abs(image, 100 * directed, **moved),
+        "TranslateY": lambda: timm.translate_y_abs(image, 100 * directed, **moved),
+        "Cutout": lambda: _cutout(image, int(40 * share), draw=draw),
+    }
+    return operations[name]()
 
 
 def _contrast(image: Image.Image, factor: float) -> Image.Image:

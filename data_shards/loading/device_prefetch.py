@@ -115,7 +115,7 @@ class CudaCopies:
 
     def start(self, batch: Batch) -> Callable[[], Batch]:
         buffer, self._turn = self._buffers[self._turn], (self._turn + 1) % STAGES
-        staged, places = buffer.pack(batch, empty=_page_locked)
+        staged, places = buffer.pack(batch, empty=lambda size: torch.empty(size, dtype=torch.uint8, pin_memory=True))
         copied = torch.cuda.Event(blocking=True)  # to wait for it takes no core
         with torch.cuda.stream(self._stream):
             on_device = torch.empty(len(staged), dtype=torch.uint8, device=self._device)
@@ -154,7 +154,7 @@ class _Buffer:
             self._memory = empty(total)
         staged = self._memory[:total]
         for name, (first, end) in places.items():
-            staged[first:end].copy_(_bytes(getattr(batch, name)))
+            staged[first:end].copy_(getattr(batch, name).contiguous().flatten().view(torch.uint8))
         return staged, places
 
 
@@ -173,17 +173,5 @@ def _places(batch: Batch) -> tuple[Places, int]:
     for name in _ON_DEVICE:
         num_bytes = getattr(batch, name).nbytes
         places[name] = first, first + num_bytes
-        first = _aligned(first + num_bytes)
+        first += -(-num_bytes // ALIGNMENT) * ALIGNMENT
     return places, first
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
-
-
-def _bytes(values: torch.Tensor) -> torch.Tensor:
-    return values.contiguous().flatten().view(torch.uint8)
-
-
-def _page_locked(num_bytes: int) -> torch.Tensor:
-    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)

@@ -64,9 +64,9 @@ def machine_checks(*, runs: Path, cache: Path, gpus: int, pythons: str) -> list[
         check_cache_disk(read_disk(cache)),
         check_shm(shm.free if shm else None, total=shm.total if shm else 0, gpus=gpus),
         check_limits(
-            open_files=_hard_limit(resource.RLIMIT_NOFILE),  # a rank raises the soft one by itself
-            processes=_soft_limit(resource.RLIMIT_NPROC),
-            locked_bytes=_soft_limit(resource.RLIMIT_MEMLOCK),
+            open_files=_limit(resource.RLIMIT_NOFILE, "hard"),  # a rank raises the soft one by itself
+            processes=_limit(resource.RLIMIT_NPROC, "soft"),
+            locked_bytes=_limit(resource.RLIMIT_MEMLOCK, "soft"),
             has_infiniband=any(Path("/sys/class/infiniband").glob("*")),
         ),
     ]
@@ -90,14 +90,9 @@ def file_system(folder: Path) -> str:
     return max(kinds)[-1] if kinds else ""  # the innermost; of the same folder the latest, which hides the others
 
 
-def _hard_limit(resource_number: int) -> int | None:
-    limit = resource.getrlimit(resource_number)[1]
+def _limit(number: int, which: Literal["soft", "hard"]) -> int | None:
+    limit = resource.getrlimit(number)[which == "hard"]
     return None if limit == resource.RLIM_INFINITY else limit
-
-
-def _soft_limit(number: int) -> int | None:
-    soft = resource.getrlimit(number)[0]
-    return None if soft == resource.RLIM_INFINITY else soft
 
 
 def check_python(version: str, *, pythons: str) -> Check:

@@ -115,10 +115,9 @@ def cluster_checks(
 ) -> list[Check]:
     """Whether jobs can be submitted from here, and which remote shells there are."""
     shells = [name for name in ("pdsh", "ssh") if which(name)]
-    if shells:
-        return [check_slurm(which, run), Check("ssh, pdsh", "fine", " and ".join(shells))]
     remedy = "several hosts with a hostfile need ssh; torchrun and srun do not"
-    return [check_slurm(which, run), Check("ssh, pdsh", "absent", "neither is on PATH", remedy)]
+    absent = Check("ssh, pdsh", "absent", "neither is on PATH", remedy)
+    return [check_slurm(which, run), Check("ssh, pdsh", "fine", " and ".join(shells)) if shells else absent]
 
 
 def check_slurm(which: Callable[[str], str | None], run: Callable[..., Answer]) -> Check:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Literal
 
 from data_shards.manifest import MANIFEST_FILE
@@ -82,7 +81,8 @@ def _unopened(shards: ShardsConfig, *, store: Store) -> str | None:
     if why := why_command(location):
         return f"{shown(location)} {why}, and none is started"
     if is_local(location):
-        there = any(_has_something(local_path(each)) for each in expand_braces(location))
+        paths = map(local_path, expand_braces(location))
+        there = any(any(path.iterdir()) if path.is_dir() else path.exists() for path in paths)
     elif location.partition("?")[0].endswith(".tar") or expand_braces(location) != [location]:
         return None
     else:
@@ -91,10 +91,6 @@ def _unopened(shards: ShardsConfig, *, store: Store) -> str | None:
         except MissingObject:
             there = False
     return None if there else f"{shown(location)} is not there yet"
-
-
-def _has_something(path: Path) -> bool:
-    return any(path.iterdir()) if path.is_dir() else path.exists()
 
 
 def _open(shards: ShardsConfig, *, store: Store) -> ShardSet:

@@ -86,8 +86,7 @@ def score_name(recipe: Recipe | None, stage: StageHistory) -> str:
 
 def train_config(recipe: Recipe | None, stage: StageName) -> TrainStage | None:
     """The recipe's keys of a stage that trains."""
-    config = None if recipe is None else getattr(recipe.stages, stage)
-    return config if isinstance(config, TrainStage) else None
+    return recipe.train_stage(stage) if recipe is not None and stage in recipe.stages.trained else None
 
 
 def last_trained(history: RunHistory) -> StageHistory | None:

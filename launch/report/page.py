@@ -94,9 +94,7 @@ def script_json(value: object) -> str:
 
 def show_number(value: float) -> str:
     """A number for a table: thousands apart, four digits of a fraction, powers of ten where they are shorter."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return str(value)
-    if not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return str(value)
     if isinstance(value, int) or (value == int(value) and abs(value) >= 1000):
         return f"{int(value):,}" if abs(value) < 1e15 else f"{float(value):.4g}"

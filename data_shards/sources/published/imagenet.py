@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
@@ -81,8 +81,8 @@ def find_parts(root: Path, *, labelled: bool = False) -> Parts | None:
     labels = next(
         (place / name for place in (base, root) for name in val_labels.NAMES if (place / name).exists()), None
     )
-    if train is None and val is not None and (base / "train").is_dir() and (val.is_file() or _is_flat(val)):
-        is_imagenet = labelled or labels is not None or _has_synset(base / "train")
+    if train is None and val is not None and (base / "train").is_dir() and (val.is_file() or _holds(val, is_image)):
+        is_imagenet = labelled or labels is not None or _holds(base / "train", _WORDNET_ID.fullmatch)
         train = base / "train" if is_imagenet else None
     if train is None:
         if (base / VAL_ARCHIVE).is_file():
@@ -131,20 +131,14 @@ def class_source(
 def holds_class_tars(folder: Path) -> bool:
     """Whether tars named as WordNet's synsets lie in it: others may be shards."""
     try:
-        with os.scandir(folder) as entries:
-            return any(_WORDNET_TAR.fullmatch(entry.name) for entry in entries)
+        return _holds(folder, _WORDNET_TAR.fullmatch)
     except OSError:
         return False
 
 
-def _has_synset(folder: Path) -> bool:
+def _holds(folder: Path, is_one: Callable[[str], object]) -> bool:
     with os.scandir(folder) as entries:
-        return any(_WORDNET_ID.fullmatch(entry.name) for entry in entries)
-
-
-def _is_flat(folder: Path) -> bool:
-    with os.scandir(folder) as entries:
-        return any(is_image(entry.name) for entry in entries)
+        return any(is_one(entry.name) for entry in entries)
 
 
 def _open(path: Path, unpacking: Unpacking) -> Tree:

@@ -94,7 +94,9 @@ def flowers_source(root: Path, *, unpacking: Unpacking) -> Source:
         if not len(ids) or ids.min() < 1 or ids.max() > len(labels):
             raise UserError(f"{root / FLOWERS_SPLITS}: {name} has images that {FLOWERS_LABELS} does not label")
     rows = rows_by_name(images)
-    classes = _flower_names()
+    from torchvision.datasets import Flowers102  # the set's page numbers the flowers; this has their names
+
+    classes = tuple(Flowers102.classes)
     if labels.min() < 1 or labels.max() > len(classes):
         raise UserError(f"{root / FLOWERS_LABELS}: a label is not one of 1 to {len(classes)}; fetch it again")
     splits: dict[SplitName, ImageSet] = {}
@@ -149,10 +151,3 @@ def _whole_numbers(path: Path, variable: str) -> NDArray[np.int64]:
     if values.dtype.kind not in "uif" or not np.array_equal(values, values.astype(np.int64)):
         raise UserError(f"{path}: {variable} holds other things than whole numbers; fetch it again")
     return values.astype(np.int64)
-
-
-def _flower_names() -> tuple[str, ...]:
-    """The set's page numbers them; torchvision has the list."""
-    from torchvision.datasets import Flowers102
-
-    return tuple(Flowers102.classes)
