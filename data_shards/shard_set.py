@@ -174,9 +174,8 @@ class ShardSet:
         if isinstance(self.shards, ColumnShards):
             shards = self.shards.with_damaged(numbers)
         else:
-            states = ("damaged" if number in set(numbers) else "whole" for number in range(len(self.shards)))
-            pairs = zip(self.shards, states, strict=True)
-            shards = tuple(replace(entry, state=state) for entry, state in pairs)
+            entries = enumerate(self.shards)
+            shards = tuple(replace(each, state="damaged" if at in set(numbers) else "whole") for at, each in entries)
         return replace(self, shards=shards, damage=damage, lost_samples=lost_samples)
 
 

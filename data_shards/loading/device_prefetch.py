@@ -115,7 +115,7 @@ class CudaCopies:
 
     def start(self, batch: Batch) -> Callable[[], Batch]:
         buffer, self._turn = self._buffers[self._turn], (self._turn + 1) % STAGES
-        staged, places = buffer.pack(batch, empty=lambda size: torch.empty(size, dtype=torch.uint8, pin_memory=True))
+        staged, places = buffer.pack(batch, empty=_page_locked)
         copied = torch.cuda.Event(blocking=True)  # to wait for it takes no core
         with torch.cuda.stream(self._stream):
             on_device = torch.empty(len(staged), dtype=torch.uint8, device=self._device)
@@ -175,3 +175,7 @@ def _places(batch: Batch) -> tuple[Places, int]:
         places[name] = first, first + num_bytes
         first += -(-num_bytes // ALIGNMENT) * ALIGNMENT
     return places, first
+
+
+def _page_locked(num_bytes: int) -> torch.Tensor:
+    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)

@@ -82,10 +82,9 @@ def run_children(
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(child.pid, signal.SIGKILL)  # and what it has started itself
                 child.wait()
-        texts = [_read(path) for paths in files for path in paths]
         return [
-            Answer(code, output, errors, limit_seconds)
-            for code, output, errors in zip(codes, texts[::2], texts[1::2], strict=True)
+            Answer(code, _read(output), _read(errors), limit_seconds)
+            for code, (output, errors) in zip(codes, files, strict=True)
         ]
 
 

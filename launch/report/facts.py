@@ -222,13 +222,18 @@ def stage_rows(history: RunHistory) -> tuple[tuple[str, ...], list[list[PageCell
                 stage.name,
                 result.state,
                 None if result.image_size is None else result.images_seen,
-                ShownNumber(show_duration(result.seconds), result.seconds),
+                duration_cell(result.seconds),
                 None if result.image_size is None else ShownNumber(f"{result.image_size} px", result.image_size),
                 metric_cell(result.best),
                 result.best_step,
             ]
         )
     return columns, rows
+
+
+def duration_cell(seconds: float) -> PageCell:
+    """A duration for a table."""
+    return ShownNumber(show_duration(seconds), seconds)
 
 
 def metric_cell(value: float | None, *, name: str = "val/top1") -> PageCell:

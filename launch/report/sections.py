@@ -11,12 +11,13 @@ from pathlib import Path
 
 from data_shards.errors import UserError
 from data_shards.inside import open_inside, read_inside
-from data_shards.text import one_line, parse_json, printable, show_duration
-from launch.report.blocks import PageBlock, PageCell, PageSection, PageTable, PageText, ShownNumber
+from data_shards.text import one_line, parse_json, printable
+from launch.report.blocks import PageBlock, PageCell, PageSection, PageTable, PageText
 from launch.report.charts import DATA_BYTES, stage_charts
 from launch.report.curves import metric_words
 from launch.report.facts import (
     BESIDE_SCORE,
+    duration_cell,
     headline,
     held_out_fact,
     metric_cell,
@@ -217,10 +218,9 @@ def _recipe_table(histories: Sequence[RunHistory], names: Sequence[str]) -> Page
 
 def recipe_rows(histories: Sequence[RunHistory]) -> list[list[str]] | None:
     """The keys that affect the result and differ, with each run's value; None: a recipe cannot be read."""
-    recipes = [history.recipe for history in histories]
-    if any(recipe is None for recipe in recipes):
+    known = [history.recipe for history in histories if history.recipe is not None]
+    if len(known) < len(histories):
         return None
-    known = [recipe for recipe in recipes if recipe is not None]
     keys = dict.fromkeys(key for other in known[1:] for key in differences(known[0], other) if key != "name")
     leaves = [flatten(recipe) for recipe in known]
     missing = {f"stages.{name}": [getattr(recipe.stages, name) is None for recipe in known] for name in ALL_STAGES}
@@ -244,15 +244,7 @@ def _comparison_tables(
                 continue
             result = stage_result(history, of_run)
             reached = (*map(metric_cell, (result.score, *result.beside, result.best)), result.best_step, result.loss)
-            rows.append(
-                [
-                    name,
-                    result.state,
-                    result.images_seen,
-                    ShownNumber(show_duration(result.seconds), result.seconds),
-                    *reached,
-                ]
-            )
+            rows.append([name, result.state, result.images_seen, duration_cell(result.seconds), *reached])
         if rows:
             more = (*BESIDE_SCORE, "best", "after step", "held-out loss")
             columns = ("run", "state", "images seen", "time", "score", *more)

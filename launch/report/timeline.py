@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from data_shards.text import show_duration
-from launch.report.blocks import PageDrawing, PageTable, ShownNumber
+from launch.report.blocks import PageDrawing, PageTable
 from launch.report.curves import LATEST
 from launch.report.drawing import text
-from launch.report.facts import in_per_cent
+from launch.report.facts import duration_cell, in_per_cent
 from pipeline.report.events import EventKind
 from pipeline.report.history import RunHistory, StageHistory
 
@@ -125,13 +125,7 @@ def event_table(history: RunHistory) -> PageTable | None:
     kept = found[-_MOST_LISTED:]
     begun = found[0][1].time
     rows = [
-        (
-            ShownNumber(show_duration(event.time - begun), event.time - begun),
-            stage,
-            event.step,
-            event.kind.replace("_", " "),
-            in_per_cent(event.text),
-        )
+        (duration_cell(event.time - begun), stage, event.step, event.kind.replace("_", " "), in_per_cent(event.text))
         for stage, event in kept
     ]
     more = f"The {len(found) - len(kept):,} before these are in events.jsonl." if len(found) > len(kept) else ""

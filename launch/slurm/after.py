@@ -106,11 +106,8 @@ def judge(run: Path, *, stage: StageName, ending: Ending, max_restarts: int) -> 
     """Decide from what the run folder holds, and record the end there; raises UserError if a record is damaged."""
     slurm, record = run / "slurm", RunFolder(runs_root=run.parent, name=run.name).record(stage)
     # A task of a sweep's array, such as 12_3, is cancelled with the array, in the sweep's folder.
-    names, listed = (
-        {ending.job, ending.job.partition("_")[0]},
-        read_cancelled(slurm) | read_cancelled(run.parent / "slurm"),
-    )
-    earlier, cancelled = read_ends(slurm, stage), not names.isdisjoint(listed)
+    listed = read_cancelled(slurm) | read_cancelled(run.parent / "slurm")
+    earlier, cancelled = read_ends(slurm, stage), not listed.isdisjoint({ending.job, ending.job.partition("_")[0]})
     verdict = decide(ending, record=record, earlier=earlier, max_restarts=max_restarts, cancelled=cancelled)
     if verdict.code:
         end = End(ending.job, time.time(), ending.kind, ending.code, record.last_saved_step, verdict.sentence)
