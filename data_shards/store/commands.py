@@ -19,6 +19,7 @@ from typing import IO, Any
 
 from data_shards.store.location import PIPE, protocol, scrubbed
 from data_shards.store.remote_errors import DownloadStopped, Refused, Stop, Transient, Wrong, translated
+from data_shards.webdataset_parts import part
 from data_shards.working_folder import users_environment
 
 _PIECE_BYTES = 2**20
@@ -57,17 +58,8 @@ def pipe_pieces(url: str, *, stall_seconds: float, stop: Stop) -> Generator[byte
             raise Refused(reason) if process.returncode in _SHELL_CANNOT_RUN else Wrong(reason)
 
 
-def knows_scheme(url: str) -> bool:
-    """Whether webdataset's `gopen` has a handler for the URL's scheme."""
-    from data_shards.webdataset_parts import part
-
-    return protocol(url) in part("gopen").gopen_schemes
-
-
 def gopen_pieces(url: str, *, stall_seconds: float, stop: Stop) -> Generator[bytes, None, None]:
     """What `gopen` reads from `url`; raises as `pipe_pieces`. A handler that runs no program has its own timeouts."""
-    from data_shards.webdataset_parts import part
-
     with translated():
         try:
             stream: Any = part("gopen").gopen(url, bufsize=0)

@@ -26,7 +26,7 @@ from itertools import islice
 from typing import Any, Literal, TypeVar
 
 from data_shards.errors import UserError
-from data_shards.store.commands import gopen_pieces, knows_scheme, pipe_pieces
+from data_shards.store.commands import gopen_pieces, pipe_pieces
 from data_shards.store.location import Commands, demand_no_command, protocol, scrubbed, shown
 from data_shards.store.redirects import redirect_rule
 from data_shards.store.remote_errors import (
@@ -39,6 +39,7 @@ from data_shards.store.remote_errors import (
     of_status,
     translated,
 )
+from data_shards.webdataset_parts import part
 
 Result = TypeVar("Result")
 Pieces = Generator[bytes, None, None]
@@ -139,7 +140,7 @@ def _is_gopens(url: str) -> bool:
     from fsspec.registry import registry
 
     kind = protocol(url)
-    return kind not in fsspec.available_protocols() and kind not in registry and knows_scheme(url)
+    return kind not in fsspec.available_protocols() and kind not in registry and kind in part("gopen").gopen_schemes
 
 
 class Output:
