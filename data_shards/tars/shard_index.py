@@ -135,4 +135,4 @@ def read_arrays(path: Path, names: list[str]) -> dict[str, NDArray[np.int64]]:
             arrays = np.load(stream, allow_pickle=False)
             return {name: arrays[name] for name in names}
         except Exception as error:  # noqa: BLE001 - zipfile and numpy raise a dozen kinds at what is broken
-            raise ValueError(f"not readable arrays ({error})") from None
+            raise ValueError(f"not a readable index ({error})") from None
