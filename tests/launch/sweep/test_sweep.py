@@ -370,7 +370,7 @@ def test_a_recipe_that_holds_out_as_much_is_swept_by_that_part(work: Machine):
         assert chosen.train == final.train and chosen.train and chosen.train[0].part == "rest"
         assert chosen.eval == final.also_eval["minival"]
         assert final.eval and final.eval.part is None
-    with pytest.raises(UserError, match="10 %"):
+    with pytest.raises(UserError, match="20 %"):
         plan(work, f"{LR}=0.01,0.02", "stages.finetune.hold_out=0.1", hold_out=0.2)
 
 
