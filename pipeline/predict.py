@@ -22,7 +22,7 @@ from data_shards.errors import UnreadableImage, UserError
 from data_shards.images.box import Pixels
 from data_shards.images.decode import USUAL_LIMIT, PixelLimit, read_image
 from data_shards.images.transforms import EvalTransform
-from data_shards.loading.batch import Batch
+from data_shards.loading.batch import batch_of
 from data_shards.processes import num_cores
 from data_shards.vocabulary import Normalisation
 from model.formats import onnx_file
@@ -164,7 +164,7 @@ def _most_probable(predictor: Predictor, rows: Sequence[Pixels], *, top: int) ->
     """The `top` classes of each image; ties go to the first class."""
     meta = predictor.meta
     images = model_input(
-        _as_batch(rows),
+        batch_of(torch.from_numpy(np.stack(rows)), keys=("",) * len(rows)),
         device=predictor.device,
         dtype=torch.float32,
         normalisation=Normalisation(mean=meta.mean, std=meta.std),
@@ -178,17 +178,3 @@ def _most_probable(predictor: Predictor, rows: Sequence[Pixels], *, top: int) ->
             ClassShare(name=meta.class_names[index], index=index, probability=share)
             for share, index in zip(share_row, order_row, strict=True)
         )
-
-
-def _as_batch(rows: Sequence[Pixels]) -> Batch:
-    count = len(rows)
-    return Batch(
-        images=torch.from_numpy(np.stack(rows)),
-        mirrored=torch.zeros(count, dtype=torch.bool),
-        labels=torch.zeros(count, dtype=torch.int64),
-        counted=torch.ones(count, dtype=torch.bool),
-        substituted=torch.zeros(count, dtype=torch.bool),
-        samples=torch.arange(count),
-        epochs=torch.zeros(count, dtype=torch.int64),
-        keys=("",) * count,
-    )

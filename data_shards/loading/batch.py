@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -36,3 +37,18 @@ class Batch:
     keys: tuple[str, ...]  # WebDataset keys
     faults: tuple[Fault, ...] = ()
     mix: Mix | None = None
+
+
+def batch_of(images: torch.Tensor, *, keys: Sequence[str]) -> Batch:
+    """Pixels uint8 [n, S, S, 3] as a batch, without labels: -1."""
+    count = len(images)
+    return Batch(
+        images=images,
+        mirrored=torch.zeros(count, dtype=torch.bool),
+        labels=torch.full((count,), -1),
+        counted=torch.ones(count, dtype=torch.bool),
+        substituted=torch.zeros(count, dtype=torch.bool),
+        samples=torch.arange(count),
+        epochs=torch.zeros(count, dtype=torch.int64),
+        keys=tuple(keys),
+    )

@@ -17,7 +17,7 @@ from data_shards.errors import UnreadableImage, UserError
 from data_shards.images.decode import USUAL_LIMIT, PixelLimit, read_image
 from data_shards.images.transforms import EvalTransform, Pixels
 from data_shards.loading.assemble import Access
-from data_shards.loading.batch import Batch
+from data_shards.loading.batch import Batch, batch_of
 from data_shards.text import one_line
 from model.saved import SavedModelMeta
 from pipeline.pictures.held_out_images import read_samples
@@ -54,18 +54,3 @@ def images_of_files(
     if not squares:
         raise UserError(faults[0])
     return batch_of(torch.from_numpy(np.stack(squares)), keys=names), faults
-
-
-def batch_of(images: torch.Tensor, *, keys: Sequence[str]) -> Batch:
-    """Pixels uint8 [n, S, S, 3] as a batch, without labels: -1."""
-    count = len(images)
-    return Batch(
-        images=images,
-        mirrored=torch.zeros(count, dtype=torch.bool),
-        labels=torch.full((count,), -1),
-        counted=torch.ones(count, dtype=torch.bool),
-        substituted=torch.zeros(count, dtype=torch.bool),
-        samples=torch.arange(count),
-        epochs=torch.zeros(count, dtype=torch.int64),
-        keys=tuple(keys),
-    )

@@ -24,7 +24,7 @@ from data_shards.errors import UserError
 from data_shards.images.transforms import EvalTransform
 from data_shards.label_column import UNKNOWN, label_column
 from data_shards.loading.assemble import Access
-from data_shards.loading.batch import Batch
+from data_shards.loading.batch import Batch, batch_of
 from data_shards.loading.device_prefetch import ahead_on_device
 from data_shards.loading.loader import EvalBatches, eval_batches
 from data_shards.shard_set import ShardSet
@@ -270,16 +270,8 @@ class _DecodedPart:
 
     def _blank(self) -> Batch:
         count, size = self._context.plan.micro_batch_size, self._context.transform.image_size
-        return Batch(
-            images=torch.zeros(count, size, size, 3, dtype=torch.uint8),
-            mirrored=torch.zeros(count, dtype=torch.bool),
-            labels=torch.zeros(count, dtype=torch.int64),
-            counted=torch.zeros(count, dtype=torch.bool),
-            substituted=torch.zeros(count, dtype=torch.bool),
-            samples=torch.zeros(count, dtype=torch.int64),
-            epochs=torch.zeros(count, dtype=torch.int64),
-            keys=("",) * count,
-        )
+        blank = batch_of(torch.zeros(count, size, size, 3, dtype=torch.uint8), keys=("",) * count)
+        return replace(blank, counted=torch.zeros_like(blank.counted))
 
 
 def _own(batch: Batch) -> Batch:

@@ -12,12 +12,12 @@ from PIL import Image
 from timm.models.vision_transformer import VisionTransformer
 
 from data_shards.errors import UserError
-from data_shards.loading.batch import Batch
+from data_shards.loading.batch import Batch, batch_of
 from model.config import ModelConfig
 from model.looking.attention import Rollout, look_at_attention
 from model.saved import SavedModelMeta, build_described
 from pipeline.figures.attention import in_the_light_of
-from pipeline.figures.images import batch_of, images_of_files
+from pipeline.figures.images import images_of_files
 from pipeline.figures.looked import images_to_look_at, look
 from pipeline.figures.of_model import built, figures_of_attention, figures_of_weights, left_out
 from pipeline.figures.tiles import evenly, tiled
