@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from data_shards.text import counted
 from pipeline.evaluation.result import Calibration
-from pipeline.pictures.evaluated import EvaluatedSet, each_set, percent
+from pipeline.pictures.evaluated import EvaluatedSet, of_each_set, percent
 from pipeline.pictures.picture import DrawRequest, Picture, keep_picture
 from pipeline.pictures.style import ACCENT, BAD, GRID, INK, MUTED, PAPER, SERIES, new_figure
 
@@ -43,32 +43,29 @@ def wilson_interval(share: Floats, images: NDArray[np.int64]) -> tuple[Floats, F
     return np.clip(centre - half, 0, 1), np.clip(centre + half, 0, 1)
 
 
-def draw_reliability(request: DrawRequest) -> None:
+@of_each_set
+def draw_reliability(request: DrawRequest, one: EvaluatedSet) -> None:
     """The diagram of each held-out set whose evaluation measured calibration."""
-
-    def draw(one: EvaluatedSet) -> None:
-        calibration = one.evaluation.calibration
-        if calibration is None or not calibration.images.sum():
-            return
-        total, error = int(calibration.images.sum()), calibration_error(calibration)
-        filled = calibration.images > 0
-        confidence = float(calibration.images[filled] @ calibration.confidence[filled] / total)
-        accuracy = float(calibration.images[filled] @ calibration.accuracy[filled] / total)
-        tendency = "more sure than it is right" if confidence > accuracy else "less sure than it is right"
-        picture = Picture(
-            name=one.name("reliability"),
-            title=one.title(f"Reliability: calibration error {percent(error)}"),
-            caption="Share of right predictions over the probability that the model gave them, in bins of equal width; "
-            "bars: 95 % intervals. On the dashed line the model is as sure as it is right; below it, too sure. Open "
-            f"circles: bins of fewer than {_FEW} images. Below: images in each bin.",
-            alt=f"Reliability diagram of {counted(total, 'image')}: calibration error {percent(error)}; mean "
-            f"confidence {percent(confidence)}, accuracy {percent(accuracy)}, so the model is {tendency}.",
-            group="evaluation",
-        )
-        figure = _diagram(calibration, confidence=confidence, accuracy=accuracy, error=error)
-        keep_picture(request.stage_folder, picture, figure=figure, step=request.step)
-
-    each_set(request, draw)
+    calibration = one.evaluation.calibration
+    if calibration is None or not calibration.images.sum():
+        return
+    total, error = int(calibration.images.sum()), calibration_error(calibration)
+    filled = calibration.images > 0
+    confidence = float(calibration.images[filled] @ calibration.confidence[filled] / total)
+    accuracy = float(calibration.images[filled] @ calibration.accuracy[filled] / total)
+    tendency = "more sure than it is right" if confidence > accuracy else "less sure than it is right"
+    picture = Picture(
+        name=one.name("reliability"),
+        title=one.title(f"Reliability: calibration error {percent(error)}"),
+        caption="Share of right predictions over the probability that the model gave them, in bins of equal width; "
+        "bars: 95 % intervals. On the dashed line the model is as sure as it is right; below it, too sure. Open "
+        f"circles: bins of fewer than {_FEW} images. Below: images in each bin.",
+        alt=f"Reliability diagram of {counted(total, 'image')}: calibration error {percent(error)}; mean "
+        f"confidence {percent(confidence)}, accuracy {percent(accuracy)}, so the model is {tendency}.",
+        group="evaluation",
+    )
+    figure = _diagram(calibration, confidence=confidence, accuracy=accuracy, error=error)
+    keep_picture(request.stage_folder, picture, figure=figure, step=request.step)
 
 
 def _diagram(calibration: Calibration, *, confidence: float, accuracy: float, error: float) -> Figure:

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_shards.text import counted
-from pipeline.pictures.evaluated import EvaluatedSet, brief, each_set, percent
+from pipeline.pictures.evaluated import EvaluatedSet, brief, of_each_set, percent
 from pipeline.pictures.picture import DrawRequest, Picture, keep_picture
 from pipeline.pictures.style import ACCENT, GRID, INK, MUTED, PAPER, new_figure, plain
 
@@ -89,32 +89,29 @@ def in_blocks(confusion: Counts, *, most: int) -> tuple[Counts, int]:
     return np.add.reduceat(np.add.reduceat(confusion, starts, axis=0), starts, axis=1), size
 
 
-def draw_confused_pairs(request: DrawRequest) -> None:
+@of_each_set
+def draw_confused_pairs(request: DrawRequest, one: EvaluatedSet) -> None:
     """The pairs of each held-out set in which anything was confused."""
-
-    def draw(one: EvaluatedSet) -> None:
-        confusion = one.evaluation.confusion
-        if confusion is None or not (pairs := confused_pairs(confusion, most=_MOST_PAIRS)):
-            return
-        classes = one.evaluation.classes
-        wrong = int(confusion.sum() - np.trace(confusion))
-        picture = Picture(
-            name=one.name("confused_pairs"),
-            title=one.title("Most confused pairs"),
-            caption="How often a class (left of the arrow) was taken for another: images, and their share of the "
-            f"class. {_how_many(sum(pair.images for pair in pairs), wrong=wrong)}",
-            alt="Most frequent mistakes: "
-            + "; ".join(
-                f"{brief(classes[pair.true])} taken for {brief(classes[pair.predicted])}, "
-                f"{counted(pair.images, 'image')} ({percent(pair.share)})"
-                for pair in pairs[:5]
-            )
-            + ".",
-            group="evaluation",
+    confusion = one.evaluation.confusion
+    if confusion is None or not (pairs := confused_pairs(confusion, most=_MOST_PAIRS)):
+        return
+    classes = one.evaluation.classes
+    wrong = int(confusion.sum() - np.trace(confusion))
+    picture = Picture(
+        name=one.name("confused_pairs"),
+        title=one.title("Most confused pairs"),
+        caption="How often a class (left of the arrow) was taken for another: images, and their share of the "
+        f"class. {_how_many(sum(pair.images for pair in pairs), wrong=wrong)}",
+        alt="Most frequent mistakes: "
+        + "; ".join(
+            f"{brief(classes[pair.true])} taken for {brief(classes[pair.predicted])}, "
+            f"{counted(pair.images, 'image')} ({percent(pair.share)})"
+            for pair in pairs[:5]
         )
-        keep_picture(request.stage_folder, picture, figure=_bars(pairs, classes), step=request.step)
-
-    each_set(request, draw)
+        + ".",
+        group="evaluation",
+    )
+    keep_picture(request.stage_folder, picture, figure=_bars(pairs, classes), step=request.step)
 
 
 def _how_many(shown: int, *, wrong: int) -> str:
@@ -148,31 +145,28 @@ def _bars(pairs: list[ConfusedPair], classes: tuple[str, ...]) -> Figure:
     return figure
 
 
-def draw_confusion_matrix(request: DrawRequest) -> None:
+@of_each_set
+def draw_confusion_matrix(request: DrawRequest, one: EvaluatedSet) -> None:
     """The matrix of each held-out set with at least two classes and an image."""
-
-    def draw(one: EvaluatedSet) -> None:
-        confusion = one.evaluation.confusion
-        if confusion is None or len(confusion) < 2 or not confusion.sum():
-            return
-        classes = one.evaluation.classes
-        is_ordered = len(classes) > _MOST_NAMED
-        order = similar_order(confusion) if is_ordered else np.arange(len(classes))
-        cells, size = in_blocks(confusion[np.ix_(order, order)], most=_MOST_CELLS)
-        names = [classes[number] for number in order[::size]]
-        picture = Picture(
-            name=one.name("confusion_matrix"),
-            title=one.title("Confusion matrix"),
-            caption=_matrix_caption(
-                len(classes), size=size, is_ordered=is_ordered, has_empty_rows=not cells.sum(axis=1).all()
-            ),
-            alt=_matrix_alt(confusion, classes),
-            group="evaluation",
-        )
-        figure = _matrix(row_shares(cells), names)
-        keep_picture(request.stage_folder, picture, figure=figure, step=request.step)
-
-    each_set(request, draw)
+    confusion = one.evaluation.confusion
+    if confusion is None or len(confusion) < 2 or not confusion.sum():
+        return
+    classes = one.evaluation.classes
+    is_ordered = len(classes) > _MOST_NAMED
+    order = similar_order(confusion) if is_ordered else np.arange(len(classes))
+    cells, size = in_blocks(confusion[np.ix_(order, order)], most=_MOST_CELLS)
+    names = [classes[number] for number in order[::size]]
+    picture = Picture(
+        name=one.name("confusion_matrix"),
+        title=one.title("Confusion matrix"),
+        caption=_matrix_caption(
+            len(classes), size=size, is_ordered=is_ordered, has_empty_rows=not cells.sum(axis=1).all()
+        ),
+        alt=_matrix_alt(confusion, classes),
+        group="evaluation",
+    )
+    figure = _matrix(row_shares(cells), names)
+    keep_picture(request.stage_folder, picture, figure=figure, step=request.step)
 
 
 def _matrix_caption(classes: int, *, size: int, is_ordered: bool, has_empty_rows: bool) -> str:

@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import wraps
 
 from data_shards.text import one_line
 from pipeline.evaluation.result import Evaluation, evaluated_step, evaluations, load_evaluation
@@ -34,23 +35,25 @@ class EvaluatedSet:
         return text if self.set_name == OWN_SET else f"{text}, set {one_line(self.set_name)}"
 
 
-def each_set(request: DrawRequest, draw: Callable[[EvaluatedSet], None]) -> None:
-    """Call `draw` with each evaluation of the request's step that is still kept, the stage's own set first. One that
-    cannot be read or drawn (ValueError, OSError) is told after the others have been drawn."""
-    failed: list[Exception] = []
-    for set_name, folders in sorted(evaluations(request.stage_folder).items(), key=_own_first):
-        for folder in folders:
-            if evaluated_step(folder) == request.step:
-                try:
-                    draw(EvaluatedSet(load_evaluation(folder), set_name))
-                except (ValueError, OSError) as error:
-                    failed.append(error)
-    if failed:
-        raise failed[0]
+def of_each_set(draw: Callable[[DrawRequest, EvaluatedSet], None]) -> Callable[[DrawRequest], None]:
+    """A drawer that calls `draw` with each evaluation of the request's step that is still kept, the stage's own set
+    first. One that cannot be read or drawn (ValueError, OSError) is told after the others have been drawn."""
 
+    @wraps(draw)
+    def drawer(request: DrawRequest) -> None:
+        failed: list[Exception] = []
+        kept = evaluations(request.stage_folder)
+        for set_name in sorted(kept, key=lambda name: (name != OWN_SET, name)):
+            for folder in kept[set_name]:
+                if evaluated_step(folder) == request.step:
+                    try:
+                        draw(request, EvaluatedSet(load_evaluation(folder), set_name))
+                    except (ValueError, OSError) as error:
+                        failed.append(error)
+        if failed:
+            raise failed[0]
 
-def _own_first(named: tuple[str, object]) -> tuple[bool, str]:
-    return named[0] != OWN_SET, named[0]
+    return drawer
 
 
 def brief(name: str) -> str:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from data_shards.text import counted, one_line
 from pipeline.evaluation.result import Evaluation, Judged
-from pipeline.pictures.evaluated import EvaluatedSet, brief, each_set, percent
+from pipeline.pictures.evaluated import EvaluatedSet, brief, of_each_set, percent
 from pipeline.pictures.grid import Cell, image_grid, shortened
 from pipeline.pictures.held_out_images import held_out_images
 from pipeline.pictures.picture import DrawRequest, Picture, keep_picture
@@ -26,66 +26,60 @@ _NAME_POINTS = 72 * _CELL_INCHES - 34  # of a cell's width, beside a tick and a 
 Images = dict[int, NDArray[np.uint8]]
 
 
-def draw_evaluation_grid(request: DrawRequest) -> None:
+@of_each_set
+def draw_evaluation_grid(request: DrawRequest, one: EvaluatedSet) -> None:
     """The first images of each held-out set."""
-
-    def draw(one: EvaluatedSet) -> None:
-        examples = one.evaluation.examples[:_MOST_EXAMPLES]
-        images = _images(request, one, examples)
-        if not images:
-            return
-        cells = [_cell(one.evaluation, each, images) for each in examples]
-        right = [is_right(each) for each in examples]
-        picture = Picture(
-            name=one.name("evaluation_grid"),
-            title=one.title("Predictions"),
-            caption=f"The first {counted(len(examples), 'image')} of the set, the same at every step, as the model "
-            "sees them. First line: a tick where the prediction is right, a cross and a thicker frame where it is "
-            "wrong, the predicted class and its probability. Second line: "
-            + (
-                "all true classes."
-                if one.evaluation.label_kind == "multi"
-                else "where it is wrong, the true class and the probability that it was given."
-            ),
-            alt=f"{sum(right)} of the first {counted(len(examples), 'image')} are predicted rightly. Predicted: "
-            + "; ".join(_says(one.evaluation, each) for each in examples[:8])
-            + ("; and so on." if len(examples) > 8 else "."),
-            group="evaluation",
-        )
-        figure = image_grid(cells, columns=_COLUMNS, cell_inches=_CELL_INCHES)
-        keep_picture(request.stage_folder, picture, figure=figure, step=request.step)
-
-    each_set(request, draw)
+    examples = one.evaluation.examples[:_MOST_EXAMPLES]
+    images = _images(request, one, examples)
+    if not images:
+        return
+    cells = [_cell(one.evaluation, each, images) for each in examples]
+    right = [is_right(each) for each in examples]
+    picture = Picture(
+        name=one.name("evaluation_grid"),
+        title=one.title("Predictions"),
+        caption=f"The first {counted(len(examples), 'image')} of the set, the same at every step, as the model "
+        "sees them. First line: a tick where the prediction is right, a cross and a thicker frame where it is "
+        "wrong, the predicted class and its probability. Second line: "
+        + (
+            "all true classes."
+            if one.evaluation.label_kind == "multi"
+            else "where it is wrong, the true class and the probability that it was given."
+        ),
+        alt=f"{sum(right)} of the first {counted(len(examples), 'image')} are predicted rightly. Predicted: "
+        + "; ".join(_says(one.evaluation, each) for each in examples[:8])
+        + ("; and so on." if len(examples) > 8 else "."),
+        group="evaluation",
+    )
+    figure = image_grid(cells, columns=_COLUMNS, cell_inches=_CELL_INCHES)
+    keep_picture(request.stage_folder, picture, figure=figure, step=request.step)
 
 
-def draw_worst_mistakes(request: DrawRequest) -> None:
+@of_each_set
+def draw_worst_mistakes(request: DrawRequest, one: EvaluatedSet) -> None:
     """The most confident mistakes of each held-out set in which there are any."""
-
-    def draw(one: EvaluatedSet) -> None:
-        mistakes = one.evaluation.mistakes
-        images = _images(request, one, mistakes)
-        shown = [each for each in mistakes if each.sample in images][:_MOST_MISTAKES]
-        if not shown:
-            return
-        worst = shown[0]
-        passed_over = len([each for each in mistakes[: mistakes.index(shown[-1])] if each.sample not in images])
-        picture = Picture(
-            name=one.name("worst_mistakes"),
-            title=one.title("Worst mistakes"),
-            caption=f"The {counted(len(shown), 'mistake')} that the model was surest of, first the worst. First line: "
-            "the predicted class and its probability; second line: the true one and the probability that it was given."
-            + (f" {counted(passed_over, 'image')} among them could not be read here." if passed_over else ""),
-            alt=f"{counted(len(shown), 'image')} that were predicted wrongly with the highest confidence, "
-            f"{percent(worst.probability)} to {percent(shown[-1].probability)}. "
-            + "; ".join(_says(one.evaluation, each) for each in shown[:8])
-            + ("; and so on." if len(shown) > 8 else "."),
-            group="evaluation",
-        )
-        cells = [_cell(one.evaluation, each, images) for each in shown]
-        figure = image_grid(cells, columns=_COLUMNS, cell_inches=_CELL_INCHES)
-        keep_picture(request.stage_folder, picture, figure=figure, step=request.step)
-
-    each_set(request, draw)
+    mistakes = one.evaluation.mistakes
+    images = _images(request, one, mistakes)
+    shown = [each for each in mistakes if each.sample in images][:_MOST_MISTAKES]
+    if not shown:
+        return
+    worst = shown[0]
+    passed_over = len([each for each in mistakes[: mistakes.index(shown[-1])] if each.sample not in images])
+    picture = Picture(
+        name=one.name("worst_mistakes"),
+        title=one.title("Worst mistakes"),
+        caption=f"The {counted(len(shown), 'mistake')} that the model was surest of, first the worst. First line: "
+        "the predicted class and its probability; second line: the true one and the probability that it was given."
+        + (f" {counted(passed_over, 'image')} among them could not be read here." if passed_over else ""),
+        alt=f"{counted(len(shown), 'image')} that were predicted wrongly with the highest confidence, "
+        f"{percent(worst.probability)} to {percent(shown[-1].probability)}. "
+        + "; ".join(_says(one.evaluation, each) for each in shown[:8])
+        + ("; and so on." if len(shown) > 8 else "."),
+        group="evaluation",
+    )
+    cells = [_cell(one.evaluation, each, images) for each in shown]
+    figure = image_grid(cells, columns=_COLUMNS, cell_inches=_CELL_INCHES)
+    keep_picture(request.stage_folder, picture, figure=figure, step=request.step)
 
 
 def _images(request: DrawRequest, one: EvaluatedSet, judged: Sequence[Judged]) -> Images:

@@ -14,7 +14,7 @@ from data_shards.text import counted, one_line
 from pipeline.evaluation.result import Evaluation
 from pipeline.pictures.calibration import wilson_interval
 from pipeline.pictures.confusion import row_shares
-from pipeline.pictures.evaluated import EvaluatedSet, brief, each_set, percent
+from pipeline.pictures.evaluated import EvaluatedSet, brief, of_each_set, percent
 from pipeline.pictures.picture import Cell, DrawRequest, Picture, keep_picture, keep_table
 from pipeline.pictures.style import ACCENT, BAD, GRID, MUTED, new_figure, plain
 
@@ -61,63 +61,55 @@ def class_scores(evaluation: Evaluation) -> list[ClassScore]:
     ]
 
 
-def draw_per_class_table(request: DrawRequest) -> None:
+@of_each_set
+def draw_per_class_table(request: DrawRequest, one: EvaluatedSet) -> None:
     """All classes of each held-out set."""
-
-    def draw(one: EvaluatedSet) -> None:
-        evaluation = one.evaluation
-        scores = class_scores(evaluation)
-        columns: dict[str, list[Cell]] = {
-            "class": [one_line(evaluation.classes[each.number]) for each in scores],
-            "images": [each.images for each in scores],
-            f"{_score_name(evaluation)}, %": [_rounded(each.score) for each in scores],
-        }
-        if evaluation.per_class.average_precision is not None:
-            accuracy = evaluation.per_class.accuracy
-            columns["right, %"] = [_rounded(float(accuracy[each.number])) for each in scores]
-        if evaluation.confusion is not None:
-            others = [each.confused_with for each in scores]
-            columns["taken for"] = ["" if other is None else one_line(evaluation.classes[other]) for other in others]
-            columns["share, %"] = [
-                None if each.confused_with is None else _rounded(each.confused_share) for each in scores
-            ]
-        confused = "" if evaluation.confusion is None else " Taken for: the class that most of its mistakes name."
-        picture = Picture(
-            name=one.name("per_class"),
-            title=one.title("Classes, worst first"),
-            caption=f"{_score_says(evaluation)}{confused} Classes without held-out images stand last.",
-            alt=_alt(evaluation, scores),
-            group="evaluation",
-        )
-        keep_table(request.stage_folder, picture, columns=columns, step=request.step)
-
-    each_set(request, draw)
+    evaluation = one.evaluation
+    scores = class_scores(evaluation)
+    columns: dict[str, list[Cell]] = {
+        "class": [one_line(evaluation.classes[each.number]) for each in scores],
+        "images": [each.images for each in scores],
+        f"{_score_name(evaluation)}, %": [_rounded(each.score) for each in scores],
+    }
+    if evaluation.per_class.average_precision is not None:
+        accuracy = evaluation.per_class.accuracy
+        columns["right, %"] = [_rounded(float(accuracy[each.number])) for each in scores]
+    if evaluation.confusion is not None:
+        others = [each.confused_with for each in scores]
+        columns["taken for"] = ["" if other is None else one_line(evaluation.classes[other]) for other in others]
+        columns["share, %"] = [None if each.confused_with is None else _rounded(each.confused_share) for each in scores]
+    confused = "" if evaluation.confusion is None else " Taken for: the class that most of its mistakes name."
+    picture = Picture(
+        name=one.name("per_class"),
+        title=one.title("Classes, worst first"),
+        caption=f"{_score_says(evaluation)}{confused} Classes without held-out images stand last.",
+        alt=_alt(evaluation, scores),
+        group="evaluation",
+    )
+    keep_table(request.stage_folder, picture, columns=columns, step=request.step)
 
 
-def draw_per_class(request: DrawRequest) -> None:
+@of_each_set
+def draw_per_class(request: DrawRequest, one: EvaluatedSet) -> None:
     """The spread over the classes of each held-out set that has images of two at least."""
-
-    def draw(one: EvaluatedSet) -> None:
-        scores = [each for each in class_scores(one.evaluation) if each.images]
-        if len(scores) < 2:
-            return
-        is_long = len(scores) > _MOST_DOTS
-        caption = _score_says(one.evaluation) + " Worst first; on the right: images of the class."
-        if one.evaluation.per_class.average_precision is None:
-            caption += " Bars: 95 % intervals."
-        if is_long:
-            caption += f" Above: all {len(scores):,} classes by rank; below: the {_ENDS} worst."
-        picture = Picture(
-            name=one.name("class_scores"),
-            title=one.title(f"{_score_name(one.evaluation).capitalize()} by class"),
-            caption=caption,
-            alt=_alt(one.evaluation, scores),
-            group="evaluation",
-        )
-        figure = _ranked(one.evaluation, scores) if is_long else _dots(one.evaluation, scores)
-        keep_picture(request.stage_folder, picture, figure=figure, step=request.step)
-
-    each_set(request, draw)
+    scores = [each for each in class_scores(one.evaluation) if each.images]
+    if len(scores) < 2:
+        return
+    is_long = len(scores) > _MOST_DOTS
+    caption = _score_says(one.evaluation) + " Worst first; on the right: images of the class."
+    if one.evaluation.per_class.average_precision is None:
+        caption += " Bars: 95 % intervals."
+    if is_long:
+        caption += f" Above: all {len(scores):,} classes by rank; below: the {_ENDS} worst."
+    picture = Picture(
+        name=one.name("class_scores"),
+        title=one.title(f"{_score_name(one.evaluation).capitalize()} by class"),
+        caption=caption,
+        alt=_alt(one.evaluation, scores),
+        group="evaluation",
+    )
+    figure = _ranked(one.evaluation, scores) if is_long else _dots(one.evaluation, scores)
+    keep_picture(request.stage_folder, picture, figure=figure, step=request.step)
 
 
 def _score_name(evaluation: Evaluation) -> str:
