@@ -6,7 +6,6 @@ the mean over the images of their bin's distance from the diagonal (expected cal
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,6 +13,7 @@ from numpy.typing import NDArray
 
 from data_shards.text import counted
 from pipeline.evaluation.result import Calibration
+from pipeline.evaluation.scores import calibration_error
 from pipeline.pictures.evaluated import EvaluatedSet, of_each_set, percent
 from pipeline.pictures.picture import DrawRequest, Picture, keep_picture
 from pipeline.pictures.style import ACCENT, BAD, GRID, INK, MUTED, PAPER, SERIES, new_figure
@@ -25,15 +25,6 @@ _FEW = 20  # images of a bin: the interval is then some 40 points wide
 _Z = 1.96  # of a two-sided 95 % interval
 
 Floats = NDArray[np.float64]
-
-
-def calibration_error(calibration: Calibration) -> float:
-    """The mean distance of accuracy from confidence, over the images; NaN without any."""
-    filled = calibration.images > 0
-    images = calibration.images[filled]
-    if not images.sum():
-        return math.nan
-    return float(images @ np.abs(calibration.accuracy[filled] - calibration.confidence[filled]) / images.sum())
 
 
 def wilson_interval(share: Floats, images: NDArray[np.int64]) -> tuple[Floats, Floats]:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Mark = Literal["none", "right", "wrong"]
+MOST_LABELS = 3  # of an image that are written below it
 
 _POINTS = 8.0  # size of the captions' letters
 _LINE = 1.32  # from one line to the next, in letter sizes
@@ -126,7 +127,7 @@ class _Layout:
         lines = max(len(cell.lines) for cell in cells)
         line, gap = cls.pixels(_POINTS * _LINE), cls.pixels(_GAP)
         text = lines * line + gap if lines else 0
-        margin = max((_width(_safe(title)) for title in row_titles), default=0.0)
+        margin = max((_width(one_line(title)) for title in row_titles), default=0.0)
         return cls(
             columns=columns,
             rows=-(-len(cells) // columns),
@@ -247,7 +248,7 @@ def _write(
 
 def shortened(text: str, *, points: float, size: float = _POINTS) -> str:
     """A name made safe for a figure, without its middle if it is wider than so many points."""
-    text = _safe(text)
+    text = one_line(text)
     if _width(text, size=size) <= points:
         return text
     low, high = 0, len(text)
@@ -255,6 +256,14 @@ def shortened(text: str, *, points: float, size: float = _POINTS) -> str:
         kept = (low + high + 1) // 2
         low, high = (kept, high) if _width(_without_middle(text, kept), size=size) <= points else (low, kept - 1)
     return _without_middle(text, low)
+
+
+def label_names(labels: Sequence[int], *, classes: Sequence[str]) -> str:
+    """An image's labels in a line, the first of many; -1 is none."""
+    names = [classes[label] for label in labels if label >= 0]
+    if len(names) > MOST_LABELS:
+        names = [*names[: MOST_LABELS - 1], f"{len(names) - MOST_LABELS + 1} more"]
+    return ", ".join(names) or "no label"
 
 
 def percent(share: float) -> str:
@@ -265,10 +274,6 @@ def percent(share: float) -> str:
 def _without_middle(text: str, kept: int) -> str:
     head = -(-kept * 2 // 3)
     return f"{text[:head].rstrip()}…{text[len(text) - (kept - head) :].lstrip()}"
-
-
-def _safe(text: str) -> str:
-    return one_line(text)
 
 
 def _width(text: str, *, size: float = _POINTS) -> float:

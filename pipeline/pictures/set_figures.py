@@ -11,7 +11,7 @@ import numpy as np
 
 from data_shards.glance import Glance
 from data_shards.text import show_bytes
-from pipeline.pictures.grid import Cell, image_grid, percent, shortened
+from pipeline.pictures.grid import Cell, image_grid, label_names, percent, shortened
 from pipeline.pictures.picture import Picture
 from pipeline.pictures.style import ACCENT, BAD, GRID, INK, MUTED, SERIES, new_figure
 
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 _COLUMNS = 8
 _MOST_BARS = 40  # classes that have a bar each
 _NAMED = 6  # at each end of the curve of more classes
-_MOST_LABELS = 3  # of an image that are written below it
 _NAME_POINTS = 150.0
 _SPREAD = 20  # of values: beyond it their axis is logarithmic
 
@@ -33,12 +32,10 @@ def contact_sheet(seen: Glance) -> tuple[Picture, Figure] | None:
     if not seen.images:
         return None
     classes = seen.shards.classes
-    cells: list[Cell] = []
-    for image in seen.images:
-        names = [classes[label] for label in image.labels] or ["no label"]
-        if len(names) > _MOST_LABELS:
-            names = [*names[: _MOST_LABELS - 1], f"{len(names) - _MOST_LABELS + 1} more"]
-        cells.append(Cell(image.pixels, (", ".join(names), f"{image.width} × {image.height}")))
+    cells = [
+        Cell(image.pixels, (label_names(image.labels, classes=classes), f"{image.width} × {image.height}"))
+        for image in seen.images
+    ]
     shown = len({label for image in seen.images for label in image.labels})
     of = f"all {shown:,} classes" if shown == len(classes) else f"{shown:,} of the {len(classes):,} classes"
     where = f"{seen.opened:,} of {len(seen.shards.shards):,} shards" if not seen.is_whole else "all shards"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -26,7 +27,7 @@ from data_shards.randomness import uniforms
 from data_shards.shard_reader import ShardReader
 from data_shards.text import counted
 from data_shards.vocabulary import GOOGLES, Normalisation, RandomStream
-from pipeline.pictures.grid import Cell, image_grid, percent
+from pipeline.pictures.grid import MOST_LABELS, Cell, image_grid, label_names, percent
 from pipeline.pictures.picture import DrawRequest, Picture, keep_picture, kept_pictures
 from pipeline.ranks.place import Place
 from pipeline.recipe.data import AugmentConfig
@@ -45,7 +46,6 @@ SHOWN_IMAGES = 32  # of a step's batch
 SHOWN_EPOCHS = 16  # of one image
 _PAIRS = 4  # in a row
 _EVALUATED = 16  # held-out images that are shown
-_MOST_LABELS = 3  # of an image with several
 _LONGEST_SIDE = 512  # of an original image that is kept in memory
 _CPU = torch.device("cpu")
 
@@ -95,12 +95,9 @@ def seen_batch(
     batch = train_stream(recipe, stage=stage, data=data, plan=first, place=Place())[step]
     inputs = model_input(batch, device=_CPU, dtype=torch.float32, normalisation=normalisation)
     classes = data.train.classes
-    reader = ShardReader(data.train, store=data.store)
-    try:
+    with closing(ShardReader(data.train, store=data.store)) as reader:
         originals = [_original(reader, sample, recipe=recipe) for sample in batch.samples[:count].tolist()]
-    finally:
-        reader.close()
-    own = [_names(row, classes=classes) for row in batch.labels.reshape(len(batch.keys), -1).tolist()]
+    own = [label_names(row, classes=classes) for row in batch.labels.reshape(len(batch.keys), -1).tolist()]
     shares = _shares(batch, data=data)
     seen = _as_pixels(inputs, normalisation)
     samples = batch.samples.tolist()
@@ -121,11 +118,8 @@ def seen_in_epochs(
     recipe = _without_gpu(recipe)
     transform = train_transform(recipe.train_stage(stage))
     shard, row = place_of_sample(data.train.shard_sizes, sample)
-    reader = ShardReader(data.train, store=data.store)
-    try:
+    with closing(ShardReader(data.train, store=data.store)) as reader:
         raw = reader.read(shard, row=row)
-    finally:
-        reader.close()
     image = read_image(raw.image, decoder=recipe.data.decoder, limit=PixelLimit(recipe.data.max_image_pixels))
     plan = stage_steps(recipe, stage=stage, data=data)
     epochs = math.ceil(plan.total_steps * plan.global_batch_images / plan.samples_per_epoch)
@@ -157,7 +151,7 @@ def batch_figure(batch: SeenBatch) -> Figure:
     for image in batch.images:
         cells.append(Cell(image.original, (image.own,)))
         labels = [f"{percent(share)} {name}" if share < 1 else name for name, share in image.labels]
-        cells.append(Cell(image.seen, tuple(labels[:_MOST_LABELS])))
+        cells.append(Cell(image.seen, tuple(labels[:MOST_LABELS])))
     columns = min(_PAIRS, len(batch.images))
     return image_grid(
         cells,
@@ -220,15 +214,12 @@ def evaluation_crops(
     transform = eval_transform(config)
     classes = data.eval.classes
     limit = PixelLimit(recipe.data.max_image_pixels)
-    reader = ShardReader(data.eval, store=data.store)
     cells: list[Cell] = []
-    try:
+    with closing(ShardReader(data.eval, store=data.store)) as reader:
         for image in images[:: -(-len(images) // _EVALUATED) or 1]:
             raw = reader.read(image.shard, row=image.row)
             crop = transform(read_image(raw.image, decoder=recipe.data.decoder, limit=limit))
-            cells += [Cell(image.pixels, (_names(raw.labels, classes=classes),)), Cell(crop)]
-    finally:
-        reader.close()
+            cells += [Cell(image.pixels, (label_names(raw.labels, classes=classes),)), Cell(crop)]
     if not cells:
         return None
     share = f", crop share {config.eval_crop_share:g}" if config.eval_crop_share else ""
@@ -281,13 +272,6 @@ def _words(augment: AugmentConfig) -> str:
     if augment.cutmix_alpha:
         parts.append(f"CutMix with alpha {augment.cutmix_alpha:g}")
     return ", ".join(parts)
-
-
-def _names(labels: Sequence[int], *, classes: Sequence[str]) -> str:
-    names = [classes[label] for label in labels if label >= 0]
-    if len(names) > _MOST_LABELS:
-        names = [*names[: _MOST_LABELS - 1], f"{len(names) - _MOST_LABELS + 1} more"]
-    return ", ".join(names) or "no label"
 
 
 def _shares(batch: Batch, *, data: StageData) -> list[tuple[tuple[str, float], ...]]:

@@ -17,8 +17,9 @@ from torchmetrics.functional.classification import multiclass_calibration_error
 
 from pipeline.drawing import draw, drawers
 from pipeline.evaluation.result import Evaluation, PerClass, save_evaluation
+from pipeline.evaluation.scores import calibration_error
 from pipeline.pictures import picture as picture_module
-from pipeline.pictures.calibration import calibration_error, draw_reliability, wilson_interval
+from pipeline.pictures.calibration import draw_reliability, wilson_interval
 from pipeline.pictures.confusion import (
     confused_pairs,
     draw_confused_pairs,
