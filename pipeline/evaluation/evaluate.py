@@ -103,7 +103,8 @@ def evaluate(
     keeps: Literal["scores", "tallies"] = "scores" if "mean_average_precision" in metrics else "tallies"
     use = "eval" if set_name == OWN_SET else f"eval {set_name}"
     kept = run_model(batches, task=task, engine=engine, faults=faults, use=use, keeps=keeps, beat=beat)
-    mine = _table(kept)
+    # Of this rank, on the host: float64 [rows, 1 + columns], the first the sample's number. Here the host waits.
+    mine = torch.cat([torch.cat(kept.samples)[:, None].double(), torch.cat(kept.columns).cpu()], dim=1)
     answered = _answered(ranks.gather(mine.flatten()).view(-1, mine.shape[1]))
     values = {"val/loss": scores.mean_loss(answered), f"val/{task.score}": scores.share_right(answered)}
     record = None
@@ -161,29 +162,14 @@ def _columns(tally: Tally) -> torch.Tensor:
     return torch.stack([each.double() for each in columns], dim=1)
 
 
-def _table(kept: Kept) -> torch.Tensor:
-    """Of this rank, on the host: float64 [rows, 1 + columns], the first the sample's number. Here the host waits."""
-    return torch.cat([torch.cat(kept.samples)[:, None].double(), torch.cat(kept.columns).cpu()], dim=1)
-
-
 def _answered(rows: torch.Tensor) -> Answered:
     """The rows of all ranks that count, in the set's order."""
     table = rows[rows[:, 0] >= 0].numpy()
     table = table[np.argsort(table[:, 0])]
     assert len(np.unique(table[:, 0])) == len(table), "a sample was evaluated twice"
     columns = [*table.T, *[np.zeros(0)] * (9 - table.shape[1])]
-    whole = [each.astype(np.int64) for each in (columns[0], *columns[4:7])]
-    return Answered(
-        sample=whole[0],
-        loss=columns[1],
-        right=columns[2],
-        predictions=columns[3],
-        rank=whole[1],
-        true=whole[2],
-        predicted=whole[3],
-        probability=columns[7],
-        probability_of_true=columns[8],
-    )
+    sample, rank, true, predicted = (each.astype(np.int64) for each in (columns[0], *columns[4:7]))
+    return Answered(sample, *columns[1:4], rank, true, predicted, *columns[7:])
 
 
 def _classified(

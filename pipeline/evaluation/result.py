@@ -208,29 +208,20 @@ def _evaluation(record: dict[str, Any], *, classes: tuple[str, ...], arrays: dic
 
     if record["label_kind"] not in get_args(LabelKind) or record["weights"] not in get_args(WeightsKind):
         raise ValueError("label_kind or weights is not known here")
-    calibration = None
-    if "calibration.edges" in arrays:
-        calibration = Calibration(
-            edges=arrays["calibration.edges"],
-            confidence=arrays["calibration.confidence"],
-            accuracy=arrays["calibration.accuracy"],
-            images=arrays["calibration.images"],
-        )
+    parts: dict[str, dict[str, Any]] = {"per_class": {}, "calibration": {}}
+    for name, array in arrays.items():
+        part, _, of_part = name.partition(".")
+        if of_part:
+            parts[part][of_part] = array
     return Evaluation(
         set_name=str(record["set_name"]),
         classes=classes,
         label_kind=cast(LabelKind, record["label_kind"]),
         images=int(record["images"]),
         metrics={str(name): float(value) for name, value in record["metrics"].items()},
-        per_class=PerClass(
-            images=arrays["per_class.images"],
-            right=arrays["per_class.right"],
-            accuracy=arrays["per_class.accuracy"],
-            average_precision=arrays.get("per_class.average_precision"),
-            answers=arrays.get("per_class.answers"),
-        ),
+        per_class=PerClass(**parts["per_class"]),
         confusion=arrays.get("confusion"),
-        calibration=calibration,
+        calibration=Calibration(**parts["calibration"]) if parts["calibration"] else None,
         mistakes=tuple(judged(row) for row in record["mistakes"]),
         examples=tuple(judged(row) for row in record["examples"]),
         weights=cast(WeightsKind, record["weights"]),
