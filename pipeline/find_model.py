@@ -10,6 +10,8 @@ A checkpoint of a stage with a moving average (EMA) has two models: its stage sa
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -86,13 +88,12 @@ def _find(path: Path, *, weights: WeightsKind | None) -> FoundModel:
     if place.name in ALL_STAGES and (place.parent / RECIPE_FILE).is_file():
         return _of_stage(path.parent if path.name else place.parent, stage=place.name, weights=weights)
     if (path / CONFIG_FILE).is_file():
-        try:
+        with suppress(ValueError):  # timm's or transformers': below
             read_meta(path)
-        except ValueError:
-            pass  # timm's or transformers': below
-        else:
             return _of_folder(path)
-    return _of_others(path)
+    from model.formats.detect import import_file
+
+    return _read(path, import_file)
 
 
 def _model_of_run(run: Path) -> Path:
@@ -124,11 +125,15 @@ def _of_stage(run: Path, *, stage: StageName, weights: WeightsKind | None) -> Fo
 
 
 def _of_folder(folder: Path) -> FoundModel:
+    return _read(folder, load_model)
+
+
+def _read(path: Path, reader: Callable[[Path], tuple[SavedModelMeta, dict[str, Tensor]]]) -> FoundModel:
     try:
-        meta, state = load_model(folder)
+        meta, state = reader(path)
     except ValueError as error:
         raise UserError(str(error)) from None
-    return FoundModel(meta, state, origin=str(folder))
+    return FoundModel(meta, state, origin=str(path))
 
 
 def _of_checkpoint(checkpoint: Path, *, weights: WeightsKind | None) -> FoundModel:
@@ -174,13 +179,3 @@ def _describe_stage(run: Path, *, stage: StageName) -> SavedModelMeta:
         return SavedModelMeta.model_validate(described)
     except ValueError as error:
         raise UserError(f"{file}: its model cannot be understood: {'; '.join(str(error).splitlines())}") from None
-
-
-def _of_others(path: Path) -> FoundModel:
-    from model.formats.detect import import_file
-
-    try:
-        meta, state = import_file(path)
-    except ValueError as error:
-        raise UserError(str(error)) from None
-    return FoundModel(meta, state, origin=str(path))

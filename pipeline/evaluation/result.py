@@ -221,7 +221,7 @@ def _evaluation(record: dict[str, Any], *, classes: tuple[str, ...], arrays: dic
         metrics={str(name): float(value) for name, value in record["metrics"].items()},
         per_class=PerClass(**parts["per_class"]),
         confusion=arrays.get("confusion"),
-        calibration=Calibration(**parts["calibration"]) if parts["calibration"] else None,
+        calibration=Calibration(**parts["calibration"]) if "edges" in parts["calibration"] else None,
         mistakes=tuple(judged(row) for row in record["mistakes"]),
         examples=tuple(judged(row) for row in record["examples"]),
         weights=cast(WeightsKind, record["weights"]),

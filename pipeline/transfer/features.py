@@ -108,11 +108,8 @@ class FeatureStore:
             )
         self.predictor, self._say, self.clock = predictor, say, clock or StartClock()
         self.layer: FeatureLayer = layer
-        self._model, self._folder, self._reading = (
-            predictor.logits,
-            folder or default_features_folder(),
-            reading or FeatureReading(),
-        )
+        self._model = predictor.logits
+        self._folder, self._reading = folder or default_features_folder(), reading or FeatureReading()
         meta = predictor.meta
         self.transform = EvalTransform(meta.image_size, protocol=meta.eval_protocol, crop_share=meta.eval_crop_share)
         self.digest = state_digest(self._model)
@@ -224,18 +221,13 @@ def _joined(parts: list[Features], wanted: Int64s, *, source: str) -> Features:
     return Features(every.samples[here], every.values[rows], every.labels[rows], every.damaged, every.faults)
 
 
-def _digest(*contents: bytes) -> str:
-    return hashlib.blake2b(b"".join(contents), digest_size=16).hexdigest()
+def _digest(content: bytes) -> str:
+    return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
 def _write(file: Path, part: Features) -> None:
     with replaced(file, sync="none", writers="several") as beside, beside.open("wb") as stream:
-        np.savez(
-            stream,
-            samples=part.samples,
-            values=part.values.numpy(),
-            labels=part.labels.numpy(),
-        )
+        np.savez(stream, samples=part.samples, values=part.values.numpy(), labels=part.labels.numpy())
 
 
 def _read(file: Path) -> Features | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from pipeline.transfer.few_shot_data import TransferSet, check_sets
 from pipeline.transfer.knn import knn_votes
 from pipeline.transfer.least_squares import fit_least_squares
 from pipeline.transfer.probe import fit_probe
-from pipeline.transfer.results import TransferScore, UsedSet
+from pipeline.transfer.results import Setting, TransferScore, UsedSet
 from pipeline.transfer.settings import FewShotSettings, KnnSettings, ProbeSettings, Settings
 from pipeline.transfer.shots import Int64s, choose_images, choose_shots
 
@@ -104,22 +104,9 @@ def _few_shot(
             )
             accuracies.append(right / len(held_out.labels))
             strengths.append(fitted.l2)
-        scores.append(
-            TransferScore(
-                data_set=data.name,
-                group=data.group,
-                method="fewshot",
-                metric="top1",
-                value=statistics.fmean(accuracies),
-                values=tuple(accuracies),
-                settings={
-                    "shots": shots,
-                    "images": images,
-                    "l2": strengths[0] if len(set(strengths)) == 1 else strengths,
-                    "seeds": settings.seeds,
-                },
-            )
-        )
+        l2 = strengths[0] if len(set(strengths)) == 1 else strengths
+        said: dict[str, Setting] = {"shots": shots, "images": images, "l2": l2, "seeds": settings.seeds}
+        scores += _scores(data, settings, {"top1": accuracies}, said=said)
     counts = np.bincount(labels[labels >= 0], minlength=data.train.num_classes)
     notes = tuple(
         f"{few:,} of {len(counts):,} classes have fewer than {shots} images to learn from: all that they have are taken"
@@ -129,7 +116,7 @@ def _few_shot(
     measured = _measured(data, scores, train=train, held_out=held_out, damaged=damaged, notes=notes)
     every = {(each.shard, each.key): each for each in measured.faults} | faults
     drawn = {seed: _by_class(labels, samples) for seed, samples in by_seed.items()}
-    return SetMeasured(measured.used, measured.scores, tuple(every.values()), shots=drawn, notes=notes)
+    return replace(measured, faults=tuple(every.values()), shots=drawn)
 
 
 def _by_class(labels: Int64s, samples: Int64s) -> dict[int, list[int]]:
@@ -160,7 +147,7 @@ def _probe(
         first, fifth = first + hits[0], fifth + hits[1]
         loss -= float(logs.gather(1, labels[:, None]).sum())
     count = len(held_out.labels)
-    metrics = {"top1": first / count, "top5": fifth / count, "loss": loss / count}
+    metrics = {"top1": [first / count], "top5": [fifth / count], "loss": [loss / count]}
     if math.isinf(loss):  # a class without a training image
         del metrics["loss"]
     return _scores(data, settings, metrics, said={"c": probe.c})
@@ -183,14 +170,15 @@ def _knn(
     for k, table in zip(settings.k, votes, strict=True):
         first, fifth = _ranked(table, held_out.labels)
         count = len(held_out.labels)
-        said = {"k": k, "temperature": settings.temperature}
-        scores += _scores(data, settings, {"top1": first / count, "top5": fifth / count}, said=said)
+        said: dict[str, Setting] = {"k": k, "temperature": settings.temperature}
+        scores += _scores(data, settings, {"top1": [first / count], "top5": [fifth / count]}, said=said)
     return scores
 
 
 def _scores(
-    data: TransferSet, settings: Settings, metrics: dict[str, float], *, said: dict[str, int | float]
+    data: TransferSet, settings: Settings, metrics: dict[str, list[float]], *, said: dict[str, Setting]
 ) -> list[TransferScore]:
+    """`metrics`: a value for each seed."""
     few = data.train.num_classes < _TOP5_CLASSES
     return [
         TransferScore(
@@ -198,11 +186,11 @@ def _scores(
             group=data.group,
             method=settings.method,
             metric=name,
-            value=value,
-            values=(value,),
+            value=statistics.fmean(values),
+            values=tuple(values),
             settings=dict(said),
         )
-        for name, value in metrics.items()
+        for name, values in metrics.items()
         if not (few and name == "top5")
     ]
 
