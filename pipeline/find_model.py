@@ -11,7 +11,6 @@ A checkpoint of a stage with a moving average (EMA) has two models: its stage sa
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -88,8 +87,11 @@ def _find(path: Path, *, weights: WeightsKind | None) -> FoundModel:
     if place.name in ALL_STAGES and (place.parent / RECIPE_FILE).is_file():
         return _of_stage(path.parent if path.name else place.parent, stage=place.name, weights=weights)
     if (path / CONFIG_FILE).is_file():
-        with suppress(ValueError):  # timm's or transformers': below
+        try:
             read_meta(path)
+        except ValueError:
+            pass  # timm's or transformers': below
+        else:
             return _of_folder(path)
     from model.formats.detect import import_file
 
