@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from itertools import chain
 
 from data_shards.text import counted, show_bytes
 from pipeline.budget.communication import GOOD_KEPT_SHARE
@@ -21,11 +22,14 @@ _FEW_SHARDS = 4  # of a process
 
 def stage_warnings(forecast: StageForecast, *, recipe: Recipe, machine: Hardware) -> Iterator[str]:
     """The warnings of one stage."""
-    if forecast.problem:
-        yield _of_stage(forecast, forecast.problem)
-    yield from _memory(forecast, recipe=recipe, machine=machine)
-    yield from _waste(forecast, recipe=recipe, machine=machine)
-    yield from _data(forecast, recipe=recipe, machine=machine)
+    texts = chain(
+        [forecast.problem] if forecast.problem else [],
+        _memory(forecast, machine=machine),
+        _waste(forecast, recipe=recipe, machine=machine),
+        _data(forecast, recipe=recipe, machine=machine),
+    )
+    for text in texts:
+        yield text if text.startswith(f"stages.{forecast.name}") else f"{forecast.name}: {text}"
 
 
 def engine_warnings(recipe: Recipe, *, machine: Hardware) -> Iterator[str]:
@@ -39,7 +43,7 @@ def engine_warnings(recipe: Recipe, *, machine: Hardware) -> Iterator[str]:
             yield f"engine.precision fp32: the peak of bf16 is {times:.0f} times as high on {gpu.name}"
 
 
-def _memory(forecast: StageForecast, *, recipe: Recipe, machine: Hardware) -> Iterator[str]:
+def _memory(forecast: StageForecast, *, machine: Hardware) -> Iterator[str]:
     if machine.gpu is None or forecast.own.largest_micro_batch is None:
         return
     usable = machine.gpu.usable_bytes
@@ -57,29 +61,25 @@ def _memory(forecast: StageForecast, *, recipe: Recipe, machine: Hardware) -> It
             if stage > forecast.zero_stage and row.peak_bytes[forecast.activations] <= usable
         ][:1]
         reserve = f"{show_bytes(machine.gpu.memory_bytes)} less {RESERVE_SHARE:.0%} in reserve"
-        yield _of_stage(
-            forecast,
+        take = (
+            ", or ".join(advice) or "a GPU with more memory, more GPUs and ZeRO 3, or engine.offload=optimizer (slow)"
+        )
+        yield (
             f"a micro-batch of {micro_batch} does not fit: {show_bytes(peak)} of {show_bytes(usable)} ({reserve}); "
-            + (
-                "take " + ", or ".join(advice)
-                if advice
-                else "take a GPU with more memory, more GPUs and ZeRO 3, or engine.offload=optimizer (slow)"
-            ),
+            f"take {take}"
         )
     elif forecast.plan.accumulation_steps > 1 and micro_batch < _FULL_IMAGES and most >= _ROOMY * micro_batch:
-        yield _of_stage(
-            forecast,
+        yield (
             f"{forecast.plan.accumulation_steps} micro-batches of {micro_batch} are accumulated, but {most:,} would "
-            "fit at once: raise engine.max_micro_batch_size",
+            "fit at once: raise engine.max_micro_batch_size"
         )
 
 
 def _waste(forecast: StageForecast, *, recipe: Recipe, machine: Hardware) -> Iterator[str]:
     if recipe.engine.zero_stage == 2 and forecast.plan.accumulation_steps > 1 and machine.gpus > 1:
-        yield _of_stage(
-            forecast,
+        yield (
             f"ZeRO 2 averages gradients after each of {forecast.plan.accumulation_steps} micro-batches: "
-            "engine.zero_stage=1 does it once",
+            "engine.zero_stage=1 does it once"
         )
     time = forecast.time
     if time is None:
@@ -100,9 +100,7 @@ def _waste(forecast: StageForecast, *, recipe: Recipe, machine: Hardware) -> Ite
         if better := _keeps_more(forecast, machine=machine):
             stage, share = better
             advice = f"engine.zero_stage={stage} keeps {share:.0%}; or {advice}"
-        yield _of_stage(
-            forecast, f"{kept} {time.kept_share:.0%} of the speed at a global batch of {batch:,}, {why}: {advice}"
-        )
+        yield f"{kept} {time.kept_share:.0%} of the speed at a global batch of {batch:,}, {why}: {advice}"
 
 
 def _keeps_more(forecast: StageForecast, *, machine: Hardware) -> tuple[ZeroStage, float] | None:
@@ -121,10 +119,9 @@ def _data(forecast: StageForecast, *, recipe: Recipe, machine: Hardware) -> Iter
     shards, needed = forecast.shards, forecast.reading
     if shards.num_shards is not None and shards.num_shards < _FEW_SHARDS * machine.gpus and machine.gpus > 1:
         few = "not one" if shards.num_shards < machine.gpus else f"{shards.num_shards / machine.gpus:.1f}"
-        yield _of_stage(
-            forecast,
+        yield (
             f"{counted(shards.num_shards, 'shard')} for {machine.gpus:,} processes ({few} each), so that several read "
-            f"the same: harmless on local disks; else pack smaller ones (`shardvit check --world-size {machine.gpus}`)",
+            f"the same: harmless on local disks; else pack smaller ones (`shardvit check --world-size {machine.gpus}`)"
         )
     if needed:
         assumed = needed.assumed_image_bytes
@@ -134,12 +131,7 @@ def _data(forecast: StageForecast, *, recipe: Recipe, machine: Hardware) -> Iter
             speed = needed.images_per_second / machine.gpus
             enough = workers_needed(decode_seconds=needed.decode_ms / 1000, images_per_second=speed)
             most = f", which is {MOST_WORKERS} at most" if workers == "auto" else ""
-            yield _of_stage(
-                forecast,
+            yield (
                 f"decoding{size} keeps about {each:.1f} cores busy for each process, and data.workers is {workers}"
-                f"{most}: set data.workers={enough}, or pack with --resize-short",
+                f"{most}: set data.workers={enough}, or pack with --resize-short"
             )
-
-
-def _of_stage(forecast: StageForecast, text: str) -> str:
-    return text if text.startswith(f"stages.{forecast.name}") else f"{forecast.name}: {text}"

@@ -16,6 +16,7 @@ from pipeline.checkpoint.written_by import source_tags
 from pipeline.run_folder import RunFolder
 from pipeline.tracking.client import open_client, store_uri
 from pipeline.tracking.runs import DatasetInput, log_datasets, log_metrics, log_new_params
+from pipeline.tracking.settings import home_of
 from pipeline.tracking.tracking_state import load_run_state
 from pipeline.tracking.tracking_thread import without_credentials
 from pipeline.vocabulary import MLFLOW_FILE
@@ -90,8 +91,7 @@ def _send(
     tracking_uri: str | None,
     experiment: str | None,
 ) -> None:
-    sweep = None if of_run is None else of_run.sweep
-    home = (RUNS_FOLDER if of_run is None else of_run.runs_root if sweep is None else sweep.parent).absolute()
+    home = RUNS_FOLDER.absolute() if of_run is None else home_of(of_run)
     parent = None if of_run is None else load_run_state(of_run.path / MLFLOW_FILE).run_id
     client, experiment_id = open_client(
         store_uri(tracking_uri, home=home), home=home, experiment=experiment or "shardvit"

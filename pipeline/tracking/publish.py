@@ -75,9 +75,7 @@ def publish_stage(
 ) -> PublishedStage:
     """Send what the stage's run lacks of its pictures, tables and model. `tracking_uri` None: the environment's, or the
     database beside the runs. `wait_seconds`: for the stage's run, which rank 0's thread makes."""
-    if recipe.tracking.mode == "offline" and tracking_uri is None:
-        return PublishedStage()
-    if not unpublished(folder, recipe, stage):
+    if (recipe.tracking.mode == "offline" and tracking_uri is None) or not unpublished(folder, recipe, stage):
         return PublishedStage()
     if not wait_seconds and load_run_state(folder.stage(stage) / MLFLOW_FILE).run_id is None:
         return PublishedStage()  # the next call sends it
@@ -122,7 +120,7 @@ def _publish(
         else:
             _send_image(client, run_id, each, there=there)
             if each.svg is not None and _name(each) in newest:
-                _send_svg(client, run_id, each)
+                client.log_text(run_id, each.svg.read_text(encoding="utf-8"), f"figures/{each.picture.name}.svg")
             sent.pictures += 1
         things.note(_name(each), "sent")
     due = due_model(recipe, folder, stage=stage)
@@ -132,7 +130,7 @@ def _publish(
             client, uri=uri, run_id=run_id, parent_id=parent, folder=folder, recipe=recipe, stage=stage
         )
         things.note("model", due)
-        sent.model = f"{logged.model_id}" + (f", version {logged.version}" if logged.version else "")
+        sent.model = logged.model_id + (f", version {logged.version}" if logged.version else "")
 
 
 def publish_page(folder: RunFolder, recipe: Recipe, *, tracking_uri: str | None = None) -> bool:
@@ -196,11 +194,6 @@ def _send_image(client: Any, run_id: str, each: KeptPicture, *, there: set[str])
         image.load()
         milliseconds = int(each.words.stat().st_mtime * 1000)
         client.log_image(run_id, image, key=key, step=each.step, timestamp=milliseconds, synchronous=True)
-
-
-def _send_svg(client: Any, run_id: str, each: KeptPicture) -> None:
-    assert each.svg is not None
-    client.log_text(run_id, each.svg.read_text(encoding="utf-8"), f"figures/{each.picture.name}.svg")
 
 
 def _send_table(client: Any, run_id: str, each: KeptPicture, *, there: set[str]) -> None:

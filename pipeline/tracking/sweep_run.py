@@ -51,6 +51,5 @@ def tell_sweep(news: SweepNews) -> None:
         point = load_run_state(folder / MLFLOW_FILE).run_id
         if point is not None:  # else MLflow was not told of it
             log_metrics(client, point, values)
-    client.update_run(state.run_id, status="RUNNING") if news.status == "RUNNING" else client.set_terminated(
-        state.run_id, status=news.status
-    )
+    tell = client.update_run if news.status == "RUNNING" else client.set_terminated
+    tell(state.run_id, status=news.status)

@@ -43,14 +43,14 @@ def node_metrics(context: StageContext, *, stage: StageName) -> Iterator[None]:
         return
     nodes = -(-place.world_size // place.local_world_size)
     node = f"node{place.rank // place.local_world_size}-{platform.node()}" if nodes > 1 else ""
-    folder = context.folder
+    folder, uri = context.folder, context.tracking.uri
     command = [sys.executable, "-W", "ignore", "-m", __name__, str(folder.runs_root), folder.name, stage, node]
     try:
         child = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,  # MLflow's lines; what goes wrong is said once, on standard error
-            env=_environment(context),
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": "", **({} if uri is None else {"MLFLOW_TRACKING_URI": uri})},
         )
     except OSError as error:
         print(f"MLflow: no system metrics of {platform.node()}: {error}", file=sys.stderr, flush=True)
@@ -67,11 +67,6 @@ def node_metrics(context: StageContext, *, stage: StageName) -> Iterator[None]:
         except subprocess.TimeoutExpired:
             child.kill()
             child.wait()
-
-
-def _environment(context: StageContext) -> dict[str, str]:
-    uri = context.tracking.uri
-    return {**os.environ, "CUDA_VISIBLE_DEVICES": "", **({} if uri is None else {"MLFLOW_TRACKING_URI": uri})}
 
 
 # From here on: the process itself.

@@ -30,13 +30,7 @@ class RunState:
 
     def save(self) -> None:
         """Replace the file atomically. Raises OSError; a missing folder is not made again."""
-        record = {
-            "key": self.key,
-            "run_id": self.run_id,
-            "attempt": self.attempt,
-            "sent_rows": self.sent_rows,
-            "sent": self.sent,
-        }
+        record = {name: value for name, value in vars(self).items() if name != "file"}
         replace_text(self.file, json.dumps(record) + "\n", sync="none")
 
 
