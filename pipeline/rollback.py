@@ -8,12 +8,11 @@ batches had never been there, whichever checkpoint it was and whatever was kille
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.checkpoint.identity import STATE, checkpoint_folders
+from pipeline.checkpoint.identity import checkpoint_folders, read_state_file
 from pipeline.checkpoint.store import remove_checkpoint
 from pipeline.context import StageContext
 from pipeline.state import TrainState
@@ -63,7 +62,7 @@ def abandoned_checkpoints(context: StageContext, *, stage: StageName) -> list[Pa
         passed_over, found = set(context.folder.record(stage).passed_over), list[Path]()
         for folder in checkpoint_folders(context.folder.checkpoints(stage)):
             try:
-                state = json.loads((folder / STATE).read_text(encoding="utf-8"))["state"]
+                state = read_state_file(folder)["state"]
                 step, had_passed_over = int(state["step"]), set(state["passed_over"])
             except (OSError, ValueError, KeyError, TypeError):
                 continue

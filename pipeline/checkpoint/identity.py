@@ -72,11 +72,16 @@ def checkpoint_folders(root: Path) -> list[Path]:
     return sorted(found, reverse=True)
 
 
+def read_state_file(folder: Path) -> dict[str, Any]:
+    """A checkpoint's state.json. OSError, ValueError: it cannot be read."""
+    return json.loads((folder / STATE).read_text(encoding="utf-8"))
+
+
 def check_newest(root: Path, *, expected: dict[str, Any]) -> None:
     """Refuse, before launch, if the newest readable checkpoint is another run's; UserError as `check_identity`."""
     for folder in checkpoint_folders(root):
         try:
-            found = dict(json.loads((folder / STATE).read_text(encoding="utf-8"))["identity"])
+            found = dict(read_state_file(folder)["identity"])
         except (OSError, ValueError, KeyError, TypeError):
             continue  # damaged: restoring says so and takes the next
         return check_identity(found, expected, folder=folder)

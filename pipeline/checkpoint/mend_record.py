@@ -7,13 +7,12 @@ runs a stage and holds the run folder's lock. Reads the checkpoint once, for its
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
 from data_shards.errors import UserError
-from pipeline.checkpoint.identity import STATE, checkpoint_folders
+from pipeline.checkpoint.identity import checkpoint_folders, read_state_file
 from pipeline.run_folder import BrokenRecord, RunFolder, StageRecord
 from pipeline.vocabulary import StageName
 
@@ -42,7 +41,7 @@ def _from_checkpoints(folder: RunFolder, stage: StageName, broken: BrokenRecord)
         if damage_of(checkpoint):
             continue  # restoring says so
         try:
-            content = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
+            content = read_state_file(checkpoint)
             state = content["state"]
             record = StageRecord(
                 state="running",

@@ -27,7 +27,7 @@ from typing import Any
 
 from data_shards.durable import flush, write_text
 from data_shards.errors import UserError
-from pipeline.checkpoint.identity import FOLDER_PREFIX, STATE, check_identity, checkpoint_folders
+from pipeline.checkpoint.identity import FOLDER_PREFIX, check_identity, checkpoint_folders, read_state_file
 from pipeline.engine.protocol import Engine
 from pipeline.engine.state_files import Seal, piece_digests, piece_sizes, whole_digest
 from pipeline.ranks.group import Ranks
@@ -178,7 +178,7 @@ def restore_checkpoint(
         if damage:
             notes.append(f"{folder} is damaged ({damage[0]}): it is skipped")
             continue
-        content = ranks.from_main(_content(folder) if ranks.place.is_main else {})
+        content = ranks.from_main(read_state_file(folder) if ranks.place.is_main else {})
         check_identity(content["identity"], identity, folder=folder)
         engine.load(folder, written=content["identity"])
         return Restored(
@@ -212,10 +212,6 @@ def _listed(folder: Path) -> dict[str, Seal] | None:
         }
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
-
-
-def _content(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / STATE).read_text(encoding="utf-8"))
 
 
 def _damage(folder: Path, seals: Mapping[str, Seal], *, share: tuple[int, int]) -> str:
@@ -274,7 +270,7 @@ def _metric(folder: Path, *, name: str | None) -> float | None:
     if name is None:
         return None
     try:
-        state = json.loads((folder / STATE).read_text(encoding="utf-8"))["state"]
+        state = read_state_file(folder)["state"]
         return float(state["evaluation"][name]) if state["evaluation_step"] == state["step"] else None
     except (OSError, ValueError, KeyError, TypeError):  # damaged, or without an evaluation
         return None

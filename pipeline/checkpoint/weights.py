@@ -6,14 +6,13 @@ run code from a file (`engine.reading`), look for damage (`store.damage_of` does
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from data_shards.errors import UserError
-from pipeline.checkpoint.identity import STATE
+from pipeline.checkpoint.identity import read_state_file
 from pipeline.engine.average import AVERAGE
 from pipeline.engine.portable import WEIGHT, open_state
 from pipeline.vocabulary import WeightsKind
@@ -27,7 +26,7 @@ def checkpoint_weights(folder: Path, *, model: nn.Module, of: WeightsKind = "wei
         UserError: the checkpoint is of another model, or no engine wrote it.
     """
     try:
-        identity = json.loads((folder / STATE).read_text(encoding="utf-8"))["identity"]
+        identity = read_state_file(folder)["identity"]
         layout = {key: identity[key] for key in ("backend", "zero_stage", "processes")}
         return assemble(folder, **layout, model=model, of=of)
     except UserError:

@@ -16,7 +16,7 @@ from data_shards.text import counted
 from pipeline.figures.measured import CostPoint, FewShotPoint, cost_points, few_shot_points
 from pipeline.pictures.evaluated import percent
 from pipeline.pictures.picture import Cell, Picture
-from pipeline.pictures.style import DASHES, MUTED, SERIES, new_figure
+from pipeline.pictures.style import DASHES, SERIES, draw_level, new_figure
 from pipeline.report.history import RunHistory
 
 if TYPE_CHECKING:
@@ -122,17 +122,7 @@ def transfer_over_cost(runs: Sequence[RunHistory]) -> FigureOfRuns | None:
         panel.margins(y=0.2)
         for each in points:
             if each.measure == measure and each.exaflops == 0:
-                panel.axhline(each.top1, color=MUTED, linestyle=(0, (4, 3)), linewidth=1.1)
-                panel.annotate(
-                    f"{each.run}: nothing pre-trained",
-                    (1.0, each.top1),
-                    xycoords=("axes fraction", "data"),
-                    xytext=(0, 3),
-                    textcoords="offset points",
-                    ha="right",
-                    fontsize=8,
-                    color=MUTED,
-                )
+                draw_level(panel, each.top1, f"{each.run}: nothing pre-trained", fontsize=8)
     _legend(figure, panels, entries=len(_FAMILIES))
     cost, best = max(priced, key=lambda each: each[1].top1)
     picture = Picture(

@@ -14,7 +14,7 @@ from pipeline.figures.looked import SHOWN_IMAGES, LookedAt
 from pipeline.figures.tiles import evenly, show_tiles, tiled
 from pipeline.pictures.grid import Cell, Mark, image_grid
 from pipeline.pictures.picture import Picture
-from pipeline.pictures.style import ACCENT, INK, MUTED, new_figure, sequential
+from pipeline.pictures.style import ACCENT, INK, draw_level, new_figure, sequential
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -139,17 +139,8 @@ def draw_distance(looked: LookedAt, *, meta: SavedModelMeta) -> Drawn:
     numbers = np.arange(1, depth + 1)
     figure, axes = new_figure(width=6.4, height=3.8)
     plot = axes[0, 0]
-    plot.axhline(looked.uniform_distance, color=MUTED, linestyle=(0, (4, 3)), linewidth=1.1)
-    plot.annotate(
-        f"evenly on all patches: {_pixels(looked.uniform_distance)}",
-        (1.0, looked.uniform_distance),
-        xycoords=("axes fraction", "data"),
-        xytext=(0, 3),
-        textcoords="offset points",
-        ha="right",
-        va="bottom",
-        color=MUTED,
-    )
+    even = looked.uniform_distance
+    draw_level(plot, even, f"evenly on all patches: {_pixels(even)}", va="bottom")
     plot.plot(numbers, distances.mean(axis=1), color=INK, linewidth=1.4, label="mean of heads", zorder=2)
     plot.scatter(
         numbers.repeat(heads), distances.ravel(), s=26, color=ACCENT, alpha=0.65, linewidths=0, label="a head", zorder=3

@@ -14,6 +14,7 @@ from data_shards.text import one_line
 
 if TYPE_CHECKING:
     import numpy as np
+    from matplotlib.axes import Axes
     from matplotlib.colors import LinearSegmentedColormap
     from matplotlib.figure import Figure
 
@@ -68,6 +69,13 @@ def new_figure(
 
     figure = Figure(figsize=(width, height), layout="constrained")
     return figure, figure.subplots(rows, columns, squeeze=False, **grid)
+
+
+def draw_level(axes: Axes, y: float, text: str, **style: Any) -> None:
+    """A dashed line across the axes, with a text above its right end; `style`: of the text."""
+    axes.axhline(y, color=MUTED, linestyle=(0, (4, 3)), linewidth=1.1)
+    at = {"xycoords": ("axes fraction", "data"), "xytext": (0, 3), "textcoords": "offset points", "ha": "right"}
+    axes.annotate(text, (1.0, y), color=MUTED, **at, **style)
 
 
 @cache

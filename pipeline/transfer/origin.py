@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
 from data_shards.errors import UserError
-from pipeline.checkpoint.identity import FOLDER_PREFIX, STATE
+from pipeline.checkpoint.identity import FOLDER_PREFIX, read_state_file
 from pipeline.run_folder import RunFolder
 from pipeline.transfer.results import TRANSFER_FOLDER, file_name
 from pipeline.vocabulary import ALL_STAGES, CHECKPOINTS_FOLDER, MODEL_FOLDER, RECIPE_FILE, StageName
@@ -51,6 +50,6 @@ def _images_seen(run: RunFolder, stage: StageName, *, checkpoint: Path | None) -
     try:
         if checkpoint is None:
             return run.record(stage).images_seen or None
-        return int(json.loads((checkpoint / STATE).read_text(encoding="utf-8"))["state"]["images_seen"])
+        return int(read_state_file(checkpoint)["state"]["images_seen"])
     except (OSError, UserError, ValueError, KeyError, TypeError):
         return None
