@@ -27,7 +27,7 @@ def train_stream(recipe: Recipe, *, stage: StageName, data: StageData, plan: Sta
     """All micro-batches of this rank, by their number."""
     config = recipe.train_stage(stage)
     return TrainBatches(
-        _access(data.train, data=data, recipe=recipe),
+        access_of(data.train, data=data, recipe=recipe),
         order=training_order(recipe, data=data, plan=plan),
         transform=train_transform(config),
         layout=Layout(
@@ -72,7 +72,7 @@ def held_out(
 ) -> EvalBatches:
     """This rank's part of one of the held-out sets, padded so that all ranks read equally many batches."""
     return EvalBatches(
-        _access(shards, data=data, recipe=recipe),
+        access_of(shards, data=data, recipe=recipe),
         transform=eval_transform(recipe.train_stage(stage)),
         rank=place.rank,
         world_size=place.world_size,
@@ -111,7 +111,8 @@ def mixup(config: TrainStage) -> MixupConfig | None:
     )
 
 
-def _access(shards: ShardSet, *, data: StageData, recipe: Recipe) -> Access:
+def access_of(shards: ShardSet, *, data: StageData, recipe: Recipe) -> Access:
+    """How the samples of one of a stage's sets are read."""
     return Access(
         shards,
         store=data.store,

@@ -99,6 +99,8 @@ Fp8Scaling = Literal["off", "tensorwise", "rowwise"]
 # ---- the weights that are trained, and their moving average (EMA) ----
 
 WeightsKind = Literal["weights", "ema"]
+WEIGHT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}  # of a parameter in the forward pass, by precision
+MASTER_BYTES = 4  # of its float32 master copy
 AVERAGE_BYTES = 4  # of the moving average of a parameter: float32, beside the moments
 
 # ---- features before the head, for few-shot measures and their like ----

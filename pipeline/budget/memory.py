@@ -35,14 +35,12 @@ from pipeline.recipe.optimizer import OptimizerConfig
 from pipeline.recipe.schema import EngineConfig
 from pipeline.recipe.stage import EmaConfig
 from pipeline.recipe.stage_plan import StagePlan
-from pipeline.vocabulary import AVERAGE_BYTES
+from pipeline.vocabulary import AVERAGE_BYTES, MASTER_BYTES, WEIGHT_BYTES
 
 ZeroStage = Literal[0, 1, 2, 3]
 ZERO_STAGES: tuple[ZeroStage, ...] = (0, 1, 2, 3)
 Activations = Literal["all", "checkpointed"]
 
-_WEIGHT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
-_MASTER_BYTES = 4
 # Defaults of DeepSpeed 0.19 that `zero_config` leaves.
 MAX_LIVE_ELEMENTS = 1_000_000_000  # stage3_max_live_parameters
 _PREFETCH_ELEMENTS = 50_000_000  # stage3_prefetch_bucket_size
@@ -100,20 +98,20 @@ def state_of(
     """The state under one ZeRO stage, whatever the recipe's own is."""
     number, share = num_parameters, -(-num_parameters // plan.world_size)
     each = optimizer.bytes_per_parameter + (AVERAGE_BYTES if ema else 0)
-    weight = _WEIGHT_BYTES[engine.precision]
+    weight = WEIGHT_BYTES[engine.precision]
     whole_is_early = weight * number if plan.accumulation_steps > 1 else 0
     if engine.backend == "accelerate":
         cast = 0 if engine.precision == "fp32" else 2 * number
-        gradients = _MASTER_BYTES * number
+        gradients = MASTER_BYTES * number
         return State(gradients, round(each * number), gradients, gradients, buckets=0, gathered=cast, step=gradients)
     settings = deepspeed_config(engine.model_copy(update={"zero_stage": zero_stage}), optimizer=optimizer, plan=plan)[
         "zero_optimization"
     ]
     bucket = weight * settings["reduce_bucket_size"]
-    step = (2 * weight + (0 if engine.precision == "fp32" else _MASTER_BYTES)) * share
+    step = (2 * weight + (0 if engine.precision == "fp32" else MASTER_BYTES)) * share
     match zero_stage:
         case 0:
-            masters = 0 if engine.precision == "fp32" else _MASTER_BYTES
+            masters = 0 if engine.precision == "fp32" else MASTER_BYTES
             gradients = weight * number
             return State(
                 weights=weight * number,
@@ -127,7 +125,7 @@ def state_of(
         case 1 if reduces_at_once(engine.model_copy(update={"zero_stage": 1}), world_size=plan.world_size):
             return State(
                 weights=weight * number,
-                optimizer=round((_MASTER_BYTES + each) * share),
+                optimizer=round((MASTER_BYTES + each) * share),
                 gradients=weight * number,
                 early_gradients=whole_is_early,
                 buckets=0,
@@ -138,7 +136,7 @@ def state_of(
             sharded = weight * share
             held = State(
                 weights=weight * number,
-                optimizer=round((_MASTER_BYTES + each) * share),
+                optimizer=round((MASTER_BYTES + each) * share),
                 gradients=sharded if not whole_is_early else whole_is_early if zero_stage == 1 else 2 * sharded,
                 early_gradients=whole_is_early if zero_stage == 1 else sharded if whole_is_early else 0,
                 buckets=bucket * (3 if settings["overlap_comm"] else 2),
@@ -149,7 +147,7 @@ def state_of(
             gathered = min(number, MAX_LIVE_ELEMENTS) + min(number, _PREFETCH_ELEMENTS)
             held = State(
                 weights=weight * share,
-                optimizer=round((_MASTER_BYTES + each) * share),
+                optimizer=round((MASTER_BYTES + each) * share),
                 gradients=weight * share,
                 early_gradients=weight * share,
                 buckets=bucket,
@@ -164,8 +162,8 @@ def _offloaded(held: State, *, engine: EngineConfig, share: int, zero_stage: Zer
     it steps."""
     if engine.offload == "none":
         return held
-    weight = _WEIGHT_BYTES[engine.precision]
-    left = replace(held, optimizer=0, step=held.gradients, host=held.optimizer + (weight + _MASTER_BYTES) * share)
+    weight = WEIGHT_BYTES[engine.precision]
+    left = replace(held, optimizer=0, step=held.gradients, host=held.optimizer + (weight + MASTER_BYTES) * share)
     if zero_stage == 3:
         left = replace(left, gradients=0, early_gradients=0, step=held.buckets)
         if engine.offload == "optimizer_and_parameters":

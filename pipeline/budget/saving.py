@@ -16,14 +16,12 @@ from pipeline.budget.memory import ZeroStage
 from pipeline.recipe.optimizer import OptimizerConfig
 from pipeline.recipe.schema import EngineConfig
 from pipeline.recipe.stage import EmaConfig
-from pipeline.vocabulary import AVERAGE_BYTES
+from pipeline.vocabulary import AVERAGE_BYTES, MASTER_BYTES, WEIGHT_BYTES
 
 # Of the data sheet's bytes a second in one direction, into page-locked memory: CUDA's bandwidthTest is often seen with
 # 11.1 to 11.4 GB/s on PCIe 3 (T4, V100; of 16); newer ones reach more.
 _PCIE_SHARE = 0.7
 _MEMORY_BYTES_PER_SECOND = 5e9  # one thread that copies within host memory (`engine.host_copy`), for what is offloaded
-_WEIGHT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
-_MASTER_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -47,11 +45,11 @@ def copied_bytes(
     processes: int,
 ) -> tuple[int, int]:
     """Of rank 0, and of each other process."""
-    each = _MASTER_BYTES + optimizer.bytes_per_parameter + (AVERAGE_BYTES if ema else 0)
+    each = MASTER_BYTES + optimizer.bytes_per_parameter + (AVERAGE_BYTES if ema else 0)
     if engine.backend == "accelerate" or zero_stage == 0:
         return round(num_parameters * each), 0
     share = round(-(-num_parameters // processes) * each)
-    whole = _WEIGHT_BYTES[engine.precision] * num_parameters if zero_stage < 3 else 0
+    whole = WEIGHT_BYTES[engine.precision] * num_parameters if zero_stage < 3 else 0
     return whole + share, share
 
 

@@ -17,10 +17,8 @@ from data_shards.text import show_bytes
 from pipeline.recipe.optimizer import OptimizerConfig
 from pipeline.recipe.schema import EngineConfig
 from pipeline.recipe.stage import EmaConfig
-from pipeline.vocabulary import AVERAGE_BYTES
+from pipeline.vocabulary import AVERAGE_BYTES, MASTER_BYTES, WEIGHT_BYTES
 
-_WEIGHT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}  # those of the forward pass; the master copy comes on top
-_MASTER_BYTES = 4
 _RESERVE_BYTES = 1 << 30
 _RESERVE_SHARE = 0.05  # of the memory; left for what training itself may still take
 
@@ -33,8 +31,8 @@ def estimate_bytes(
     `accelerate` and ZeRO 0 write float32 weights alone."""
     optimizer_bytes = optimizer.bytes_per_parameter + (AVERAGE_BYTES if ema else 0)
     if engine.backend == "accelerate" or engine.zero_stage == 0:
-        return round(num_parameters * (_MASTER_BYTES + optimizer_bytes))
-    return round(num_parameters * (_WEIGHT_BYTES[engine.precision] + _MASTER_BYTES + optimizer_bytes))
+        return round(num_parameters * (MASTER_BYTES + optimizer_bytes))
+    return round(num_parameters * (WEIGHT_BYTES[engine.precision] + MASTER_BYTES + optimizer_bytes))
 
 
 def free_bytes(root: Path) -> int:

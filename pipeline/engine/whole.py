@@ -52,6 +52,7 @@ class WholeState:
 
     Attributes:
         hold: see `Engine.hold`.
+        takes: what the optimizer takes, see `vocabulary.OptimizerState`.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class WholeState:
         self._module = model
         self._scaler = scaler
         self._clip_grad_norm = optimizer.clip_grad_norm
-        self._takes: Literal["pieces", "parameters"] = OPTIMIZERS[optimizer.name].takes
+        self.takes: Literal["pieces", "parameters"] = OPTIMIZERS[optimizer.name].takes
         self.optimizer: Any = build_optimizer(model, optimizer)
         trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
         self._frozen: dict[str, Tensor] = {}
@@ -182,32 +183,17 @@ class WholeState:
         average = (state_file(average_file(0), self._average.state()),) if self._average else ()
         return (state_file(path, state), *average)
 
-    def load(self, folder: Path, *, backend: str, zero_stage: int, processes: int, ranks: Ranks) -> None:
-        """See `Engine.load`."""
-        self.put(
-            open_shared(
-                folder,
-                backend=backend,
-                zero_stage=zero_stage,
-                processes=processes,
-                model=self._module,
-                ranks=ranks,
-                asks="alike",
-                takes=self._takes,
-            )
-        )
-
     @torch.no_grad()
     def put(self, saved: PortableState) -> None:
         """Restore a state of any engine, to the last bit."""
         self.hold.release()
         self.optimizer.state.clear()
-        if self._takes == "parameters":
+        if self.takes == "parameters":
             assert saved.optimizer, "the recipe allows such an optimizer where parameters are whole"
             self.optimizer.load_state_dict({**saved.optimizer, "state": _copied(saved.optimizer["state"])})
         for name, master in self._masters.items():
             master.copy_(saved.whole(name))
-            if self._takes == "pieces" and saved.moments:
+            if self.takes == "pieces" and saved.moments:
                 self.optimizer.state[master] = self._moments(saved, name=name, master=master)
         self._frozen = {name: saved.whole(name).clone() for name in self._frozen}
         for name, parameter in self._module.named_parameters():
@@ -291,7 +277,8 @@ class WholeEngine(ABC):
 
     def load(self, folder: Path, *, written: dict[str, Any]) -> None:
         layout = {key: written[key] for key in ("zero_stage", "processes")}
-        self._whole.load(folder, backend=self.backend, **layout, ranks=self._ranks)
+        of_all: dict[str, Any] = {"backend": self.backend, "asks": "alike", "takes": self._whole.takes}
+        self._whole.put(open_shared(folder, **of_all, **layout, model=self._module, ranks=self._ranks))
 
     def averaged(self) -> contextlib.AbstractContextManager[None]:
         return self._whole.averaged()

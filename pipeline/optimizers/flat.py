@@ -76,9 +76,11 @@ class FlatOptimizer(torch.optim.Optimizer, ABC):
 
     Attributes:
         rules: of each parameter, by the names in `groups`.
+        moments: names and types of what is kept beside the flat tensor.
     """
 
     counts_steps: bool
+    moments: tuple[tuple[str, torch.dtype], ...]
 
     def __init__(
         self, groups: Iterable[dict[str, Any]], config: OptimizerConfig, *, judge: Callable[[Tensor], GradientVerdict]
@@ -93,11 +95,6 @@ class FlatOptimizer(torch.optim.Optimizer, ABC):
         self._judge = judge
         self._segments: tuple[Segment, ...] = ()
         self._steps: list[Tensor] = []
-
-    @property
-    @abstractmethod
-    def moments(self) -> tuple[tuple[str, torch.dtype], ...]:
-        """Names and types of what is kept beside the flat tensor."""
 
     def place(self, segments: Iterable[Segment]) -> None:
         """Say where in the flat tensor which rule holds; what is in no segment does not move."""
@@ -158,10 +155,7 @@ class FlatAdamW(FlatOptimizer):
     """torch's AdamW."""
 
     counts_steps = True
-
-    @property
-    def moments(self) -> tuple[tuple[str, torch.dtype], ...]:
-        return (("exp_avg", torch.float32), ("exp_avg_sq", torch.float32))
+    moments = (("exp_avg", torch.float32), ("exp_avg_sq", torch.float32))
 
     def move(self, weight: Tensor, gradient: Tensor, *moments: Tensor, by: Move) -> None:
         first, second = moments
@@ -192,7 +186,7 @@ class FlatSgd(FlatOptimizer):
     counts_steps = False
 
     @property
-    def moments(self) -> tuple[tuple[str, torch.dtype], ...]:
+    def moments(self) -> tuple[tuple[str, torch.dtype], ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
         return (("momentum_buffer", torch.float32),) if self._config.momentum else ()
 
     def move(self, weight: Tensor, gradient: Tensor, *moments: Tensor, by: Move) -> None:
@@ -218,10 +212,7 @@ class FlatAdamWBf16(FlatOptimizer):
     """As `bf16_moment.AdamWBf16`."""
 
     counts_steps = True
-
-    @property
-    def moments(self) -> tuple[tuple[str, torch.dtype], ...]:
-        return (("exp_avg", torch.bfloat16), ("exp_avg_sq", torch.float32))
+    moments = (("exp_avg", torch.bfloat16), ("exp_avg_sq", torch.float32))
 
     def move(self, weight: Tensor, gradient: Tensor, *moments: Tensor, by: Move) -> None:
         beta1, beta2 = self._config.betas
@@ -245,10 +236,7 @@ class FlatSgdBf16(FlatOptimizer):
     """As `bf16_moment.SgdBf16`."""
 
     counts_steps = False
-
-    @property
-    def moments(self) -> tuple[tuple[str, torch.dtype], ...]:
-        return (("momentum_buffer", torch.bfloat16),)
+    moments = (("momentum_buffer", torch.bfloat16),)
 
     def move(self, weight: Tensor, gradient: Tensor, *moments: Tensor, by: Move) -> None:
         applied = 1 - by.verdict.skip

@@ -91,11 +91,8 @@ def keep_picture(stage_folder: Path, picture: Picture, *, figure: Figure, step: 
     other OSError: the disk is full or fails."""
     png, svg = rendered(figure)
     words = _words_file(stage_folder, picture, step=step)
-    for path, content in (
-        (words.with_suffix(".png"), png),
-        (words.with_suffix(".svg"), svg),
-    ):
-        with replaced(path, sync="none", writers="several") as beside:
+    for ending, content in ((".png", png), (".svg", svg)):
+        with replaced(words.with_suffix(ending), sync="none", writers="several") as beside:
             beside.write_bytes(content)
     return _keep_words(words, picture, step=step, more={})
 
@@ -158,16 +155,9 @@ def _words_file(stage_folder: Path, picture: Picture, *, step: int) -> Path:
 
 
 def _keep_words(words: Path, picture: Picture, *, step: int, more: Mapping[str, object]) -> Path:
-    record = {
-        "title": picture.title,
-        "caption": picture.caption,
-        "alt": picture.alt,
-        "group": picture.group,
-        "step": step,
-        **more,
-    }
+    said = {name: value for name, value in vars(picture).items() if name != "name"}  # its folder has that
     with replaced(words, sync="none", writers="several") as beside:
-        beside.write_text(json.dumps(record) + "\n", encoding="utf-8")
+        beside.write_text(json.dumps({**said, "step": step, **more}) + "\n", encoding="utf-8")
     return words
 
 

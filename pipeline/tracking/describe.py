@@ -45,9 +45,7 @@ def model_slug(config: ModelConfig) -> str:
     return f"{stem}vit{sizes.width}x{sizes.depth}p{sizes.patch_size}"
 
 
-def stage_name(
-    recipe: Recipe, stage: StageName, *, folder: RunFolder, datasets: Iterable[DatasetInput], now: float | None = None
-) -> str:
+def stage_name(recipe: Recipe, stage: StageName, *, folder: RunFolder, datasets: Iterable[DatasetInput]) -> str:
     """`pretrain-vitb16-224-imagenet21k-20251122`; a sweep's runs end in their point, as `-lr-0.01`, and a stage that
     was begun again in `-restart1`."""
     config = getattr(recipe.stages, stage)
@@ -55,7 +53,7 @@ def stage_name(
     data = [_slug(one.name.removesuffix("-train")) for one in datasets if one.context == "train"] or [
         _slug(recipe.name)
     ]
-    date = time.strftime("%Y%m%d", time.localtime(now))
+    date = time.strftime("%Y%m%d")
     point = [recipe.name] if folder.sweep is not None else []
     again = [f"restart{count}"] if (count := restarts(folder, stage)) else []
     return "-".join([stage, model_slug(recipe.model), *size, data[0], date, *point, *again])

@@ -27,11 +27,11 @@ def log_points(client: Any, run_id: str, points: Sequence[Any]) -> None:
         client.log_batch(run_id, metrics=list(points[start : start + _MAX_METRICS_PER_BATCH]), synchronous=True)
 
 
-def log_metrics(client: Any, run_id: str, metrics: Mapping[str, float], *, step: int = 0) -> None:
+def log_metrics(client: Any, run_id: str, metrics: Mapping[str, float]) -> None:
     """Send values of this moment."""
     from mlflow.entities import Metric
 
-    log_points(client, run_id, [Metric(name, value, now_ms(), step) for name, value in metrics.items()])
+    log_points(client, run_id, [Metric(name, value, now_ms(), 0) for name, value in metrics.items()])
 
 
 def log_new_params(client: Any, run_id: str, params: Mapping[str, str]) -> dict[str, str]:

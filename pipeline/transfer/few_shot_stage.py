@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
-from data_shards.images.decode import PixelLimit
-from data_shards.loading.assemble import Access
-from data_shards.shard_set import ShardSet
 from pipeline.context import StageContext
 from pipeline.data_workers import DataWorkers
 from pipeline.engine.protocol import Engine
 from pipeline.ranks.watch import Watch
 from pipeline.recipe.stage_plan import StagePlan
-from pipeline.stage_batches import eval_transform
+from pipeline.stage_batches import access_of, eval_transform
 from pipeline.stage_data import StageData
 from pipeline.transfer.few_shot_data import few_shot_of, open_few_shot
 from pipeline.vocabulary import StageName
@@ -44,21 +42,12 @@ def few_shot_evaluation(
     for line in (damage for each in sets for one in (each.train, each.eval) for damage in one.damage):
         say(line)
 
-    def access(shards: ShardSet) -> Access:
-        return Access(
-            shards,
-            store=data.store,
-            decoder=recipe.data.decoder,
-            pixel_limit=PixelLimit(recipe.data.max_image_pixels),
-            on_corrupt="substitute",
-        )
-
     shared = FewShotContext(
         engine=engine,
         ranks=ranks,
         plan=plan,
         workers=workers,
-        access=access,
+        access=lambda shards: replace(access_of(shards, data=data, recipe=recipe), on_corrupt="substitute"),
         transform=eval_transform(recipe.train_stage(stage)),
         beat=lambda step: watch.beat(step, doing="few-shot evaluation"),
         say=say,
