@@ -40,9 +40,8 @@ def tell_sweep(news: SweepNews) -> None:
     uri = store_uri(news.tracking_uri, home=home)
     client, experiment_id = open_client(uri, home=home, experiment=news.experiment)
     found = client.search_runs([experiment_id], f"tags.`shardvit.key` = '{state.key}'")
-    run = found[-1] if found else None
-    if run is None:
-        run = client.create_run(experiment_id, run_name=news.folder.name, tags={"shardvit.key": state.key})
+    tags = {"shardvit.key": state.key}
+    run = found[-1] if found else client.create_run(experiment_id, run_name=news.folder.name, tags=tags)
     state.run_id = str(run.info.run_id)
     state.save()
     set_tags(client, state.run_id, {**source_tags(), **news.tags})
