@@ -86,18 +86,14 @@ def draw_missing(folder: RunFolder, *, say: Say) -> None:
         demand_inside(folder.model(stage), folder=folder.boundary)
         drawn = _drawn(folder, stage=stage)
         due: list[tuple[Moment, int]] = [("begin", 0)]
-        if newest := _newest_evaluation(folder, stage=stage):
+        kept = [evaluated_step(each) for of_set in evaluations(folder.stage(stage)).values() for each in of_set]
+        if newest := max(kept, default=0):
             due.append(("evaluated", newest))
         if record.state == "done":
             due.append(("end", record.total_steps or record.last_saved_step))
         for moment, step in due:
             if drawn.get(moment, -1) < step:
                 draw(DrawRequest(folder, recipe, stage, step), moment=moment, say=say)
-
-
-def _newest_evaluation(folder: RunFolder, *, stage: StageName) -> int:
-    """The step of the newest one kept; 0: none."""
-    return max((evaluated_step(each) for kept in evaluations(folder.stage(stage)).values() for each in kept), default=0)
 
 
 def _drawn(folder: RunFolder, *, stage: StageName) -> dict[str, int]:

@@ -169,7 +169,8 @@ def _answered(rows: torch.Tensor) -> Answered:
     assert len(np.unique(table[:, 0])) == len(table), "a sample was evaluated twice"
     columns = [*table.T, *[np.zeros(0)] * (9 - table.shape[1])]
     sample, rank, true, predicted = (each.astype(np.int64) for each in (columns[0], *columns[4:7]))
-    return Answered(sample, *columns[1:4], rank, true, predicted, *columns[7:])
+    loss, right, predictions, probability, of_true = [*columns[1:4], *columns[7:]]
+    return Answered(sample, loss, right, predictions, rank, true, predicted, probability, of_true)
 
 
 def _classified(

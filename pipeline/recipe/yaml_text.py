@@ -145,11 +145,15 @@ class _Loader(yaml.SafeLoader):
         return made
 
 
+def _construct_whole(loader: _Loader, node: Any) -> int:
+    return _whole(loader.construct_scalar(node))
+
+
+_Loader.add_constructor(f"{_TAG}int", _construct_whole)
+
+
 def _whole(text: str) -> int:
     return int(text, 0 if text[1:2] in ("o", "x") else 10)
-
-
-_Loader.add_constructor(f"{_TAG}int", lambda loader, node: _whole(loader.construct_scalar(node)))
 
 
 def _demand_clear(text: str, *, line: int) -> None:

@@ -17,6 +17,7 @@ import os
 import re
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -163,12 +164,10 @@ def _wait_for_run(file: Path, *, wait_seconds: float) -> str:
 
 def _load(place: Path, *, run_id: str) -> SentThings:
     file = place / MLFLOW_SENT_FILE
-    try:
+    with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
         record = parse_json(read_inside(file, folder=file.parent))
         if record["run_id"] == run_id:
             return SentThings(file, run_id, {str(name): str(mark) for name, mark in record["marks"].items()})
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        pass
     return SentThings(file, run_id)
 
 
