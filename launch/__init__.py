@@ -14,5 +14,5 @@ if sys.argv[:1] == ["-m"] and not sys.flags.safe_path:
 
 if "OMP_WAIT_POLICY" not in os.environ:
     # How long torch's threads (libgomp's) spin while they wait for one another: its own number for more threads than
-    # cores, which nobody tells it. With the usual 300,000, whatever else runs on a core costs a factor of 10 to 50.
+    # cores, which nobody tells it. With the usual 300,000 they hold cores that the awaited thread could run on.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
