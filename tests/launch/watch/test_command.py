@@ -59,6 +59,11 @@ def test_on_a_terminal_it_is_drawn_anew_until_ctrl_c_which_is_no_failure(run: Ru
     assert b"\x1b[?25h" in whole  # the cursor is back
 
 
+def _on_a_terminal() -> None:
+    fcntl.ioctl(1, termios.TIOCSCTTY, 0)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which `nohup make test` ignores
+
+
 class Typed:
     """The command on a terminal of its own, which someone types at."""
 
@@ -73,7 +78,7 @@ class Typed:
             stderr=self.follower,
             env={**os.environ, "TERM": "xterm-256color", "LANG": "C.UTF-8"},
             start_new_session=True,
-            preexec_fn=lambda: fcntl.ioctl(1, termios.TIOCSCTTY, 0),
+            preexec_fn=_on_a_terminal,
         )
         self.shown = bytearray()
 

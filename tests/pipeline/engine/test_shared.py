@@ -119,8 +119,9 @@ def test_a_state_of_one_file_is_read_by_rank_0_alone(
 
     def load(ranks: Any) -> dict[str, Any]:
         as_rank(ranks)
-        _, other = state(2 + ranks.place.rank)
-        other.load(tmp_path, backend="deepspeed", zero_stage=0, processes=1, ranks=ranks)
+        model, other = state(2 + ranks.place.rank)
+        of_all: dict[str, Any] = {"backend": "deepspeed", "asks": "alike", "takes": other.takes}
+        other.put(open_shared(tmp_path, **of_all, zero_stage=0, processes=1, model=model, ranks=ranks))
         return {"weights": other.weights(), "optimizer": other.optimizer.state_dict()}
 
     for found in on_ranks(RANKS, load):
