@@ -36,5 +36,5 @@ def shardvit(case: Case, *arguments: str, faults: Sequence[Fault] = ()) -> Ended
 
 def pack_digits(case: Case, *, faults: Sequence[Fault] = ()) -> Ended:
     """Pack the suite's shards once more, into `case.folder / "packed"`."""
-    arguments = ("--classes", "0,1,2", "--holdout", "0.2", "--samples-per-shard", "100")
+    arguments = ("--name", "digits", "--classes", "0,1,2", "--holdout", "0.2", "--samples-per-shard", "100")
     return shardvit(case, "pack", "digits", "packed", *arguments, faults=faults)
