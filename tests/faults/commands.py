@@ -35,6 +35,7 @@ def shardvit(case: Case, *arguments: str, faults: Sequence[Fault] = ()) -> Ended
 
 
 def pack_digits(case: Case, *, faults: Sequence[Fault] = ()) -> Ended:
-    """Pack the suite's shards once more, into `case.folder / "packed"`."""
-    arguments = ("--name", "digits", "--classes", "0,1,2", "--holdout", "0.2", "--samples-per-shard", "100")
-    return shardvit(case, "pack", "digits", "packed", *arguments, faults=faults)
+    """Pack the suite's shards once more, into `case.folder / "packed/digits"`: files are named after the folder."""
+    (case.folder / "packed").mkdir(exist_ok=True)
+    arguments = ("--classes", "0,1,2", "--holdout", "0.2", "--samples-per-shard", "100")
+    return shardvit(case, "pack", "digits", "packed/digits", *arguments, faults=faults)
