@@ -10,9 +10,9 @@ from pathlib import Path
 
 _STAGES = ("masked_patch", "pretrain", "swap_head", "finetune")
 # Of a run or not by how it was started: overrides on the command line, SHARDVIT_PICTURES, no server, SLURM.
-BY_THE_START = ("recipe_difference.txt", "pictures.log", "*/pictures/*", "tracking/*", "slurm/*")
+BY_THE_START = ("recipe_difference.txt", "pictures.log", "*/pictures/*", "report.html", "tracking/*", "slurm/*")
 _OF_A_RUN = (
-    *(".run.lock*", ".train.lock*", "recipe.yaml", "report.html"),
+    *(".run.lock*", ".train.lock*", "recipe.yaml"),
     *("mlflow.json", "mlflow_facts.json", "mlflow_sent.json"),
 )
 _OF_A_STAGE = (
