@@ -53,20 +53,6 @@ def write_onnx(path: Path, model: nn.Module, *, meta: SavedModelMeta) -> None:
             program.save(beside)
 
 
-def read_onnx_meta(path: Path) -> SavedModelMeta:
-    """The record in a file that `write_onnx` wrote; reads the whole file, apart from weights beside it. Raises
-    ValueError if a package is missing, the file cannot be read, or has no record."""
-    _require("onnx")
-    import onnx
-    from google.protobuf.message import DecodeError
-
-    try:
-        properties = onnx.load(path, load_external_data=False).metadata_props
-    except (OSError, DecodeError) as error:
-        raise ValueError(f"{path} cannot be read as ONNX: {error}") from None
-    return parse_inside({each.key: each.value for each in properties}.get(RECORD_KEY), path=path)
-
-
 @dataclass(frozen=True)
 class OnnxModel:
     """A file that `write_onnx` wrote, ready to run."""

@@ -43,11 +43,6 @@ GoogleNames = Literal["vision_transformer", "big_vision"]
 _LAYOUTS: dict[GoogleNames, NpzLayout] = {"vision_transformer": VISION_TRANSFORMER, "big_vision": BIG_VISION}
 
 
-def is_google_npz(names: Collection[str]) -> bool:
-    """Whether arrays of these names are a Vision Transformer in one of Google's layouts."""
-    return find_layout(names) is not None
-
-
 def read_google_npz(path: Path, *, said: Said = NOTHING_SAID) -> Foreign:
     """The model in a file of either code base, in float32.
 

@@ -17,8 +17,8 @@ from model.config import ModelConfig
 from model.formats.export import export_model
 from model.formats.foreign import Said
 from model.formats.google.infer import infer_model
-from model.formats.google.names import BIG_VISION, VISION_TRANSFORMER, slots_of
-from model.formats.google.npz import GoogleNames, expected_arrays, is_google_npz, read_google_npz, write_google_npz
+from model.formats.google.names import BIG_VISION, VISION_TRANSFORMER, find_layout, slots_of
+from model.formats.google.npz import GoogleNames, expected_arrays, read_google_npz, write_google_npz
 from model.formats.record import side_path
 from model.positions.embedding import sincos_2d
 from model.variants import HYBRIDS, VARIANTS
@@ -385,10 +385,10 @@ def test_an_interrupted_export_leaves_the_earlier_file_with_its_record(
 def test_recognised_by_names() -> None:
     names = ["embedding/kernel", "Transformer/encoder_norm/scale"]
     for prefix in ("", "opt/target/", "params/", "target/"):
-        assert is_google_npz([prefix + name for name in names])
-    assert not is_google_npz(names[:1])
-    assert not is_google_npz(["params/embedding/kernel", "Transformer/encoder_norm/scale"])
-    assert not is_google_npz(["blocks.0.norm1.weight"])
+        assert find_layout([prefix + name for name in names]) is not None
+    assert find_layout(names[:1]) is None
+    assert find_layout(["params/embedding/kernel", "Transformer/encoder_norm/scale"]) is None
+    assert find_layout(["blocks.0.norm1.weight"]) is None
 
 
 def test_a_row_of_positions_that_is_lost_is_no_grid_without_class_position(tmp_path: Path) -> None:
