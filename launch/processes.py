@@ -68,7 +68,7 @@ def run_ranks(
     *,
     on_stop: Callable[[], None] = lambda: None,
 ) -> tuple[int, bool]:
-    """Run Python processes to their end, each in its own session and with its own environment, and this one's mark.
+    """Run Python processes to their end, each in its own session and environment, marked as this one's.
 
     SIGINT, SIGTERM, SIGHUP and SIGUSR1 make them save and leave (SIGTERM); so does the failure of one. Those that
     outlive the first one by too long are killed, with everything they started. `on_stop` is called at the first signal.

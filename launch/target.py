@@ -31,8 +31,8 @@ _STDOUT = Path("-")
 def demand_target(
     path: Path | None, *, flag: str, force: bool, mark: str = "", file: str = "", own_place: Path | None = None
 ) -> None:
-    """UserError, which names `flag`, if `path` is not to be written. `mark`: stands in what the same command writes, in
-    a folder in its `file`; empty: all that is there needs --force. `own_place`: the command's own in a run."""
+    """Raise UserError, which names `flag`, if `path` is not to be written. `mark`: text in whatever the same command
+    wrote (of a folder, in its `file`); empty: replacing anything needs --force. `own_place`: the command's in a run."""
     if path in (None, _STDOUT):
         return
     if path.is_symlink() or (path.exists() and not (path.is_file() or path.is_dir())):
@@ -43,10 +43,15 @@ def demand_target(
     if (run := next(filter(_is_run, (place, *place.parents)), None)) is not None:
         raise UserError(f"{flag} {path}: it lies in the run {run}, which has its own files: give another place")
     marked = path / file if path.is_dir() else path
-    is_small = marked.is_file() and marked.stat().st_size < _MOST_BYTES
-    is_ours = mark and is_small and mark.encode() in marked.read_bytes()
-    if not (force or is_ours) and (path.is_file() or (path.is_dir() and any(path.iterdir()))):
-        raise UserError(f"{flag} {path}: it is there, and this command did not write it: give another, or --force")
+    try:
+        is_small = marked.is_file() and marked.stat().st_size < _MOST_BYTES
+        is_ours = mark and is_small and mark.encode() in marked.read_bytes()
+        is_taken = path.is_file() or (path.is_dir() and any(path.iterdir()))
+    except OSError as error:
+        raise UserError(f"{flag} {path}: it cannot be read ({error.strerror}): give another place") from None
+    if is_taken and not (force or is_ours):
+        why = "this command did not write it" if mark else "it may be another model"
+        raise UserError(f"{flag} {path}: it exists, and {why}: give another place, or --force")
 
 
 def page_mark(command: Literal["report", "show", "figures"]) -> str:

@@ -121,7 +121,7 @@ _KINDS = {
     "equal-bytes": _Kind("problem", "", _SEEN),
     "equal-pixels": _Kind("problem", "", _SEEN),
     "near-duplicate": _Kind("problem", "", _SEEN),
-    "unsure": _Kind("info", "", "look at the pairs (--report shows them); they do not count as the same"),
+    "unsure": _Kind("info", "", "look at the pairs (--output shows them); they do not count as the same"),
     "not-compared": _Kind("info", ""),
     "class-list": _Kind(
         "problem",

@@ -112,7 +112,7 @@ def check(
         raise UserError("--against: it is followed by no shards; name the sets to compare with")
     if report is not None and not against:
         raise UserError("--output: it is for what --against finds; give that too")
-    limit_bytes = size_bytes("--cache-limit", cache_limit) or 50 * 10**9
+    limit_bytes = size_bytes("--cache-limit", cache_limit) or CacheConfig.limit_bytes
     if report is not None:  # before hours of reading
         demand_target(report, flag="--output", force=force, mark="<title>Duplicates</title>", file=PAGE_FILE)
         try:

@@ -23,7 +23,7 @@ def pack(
     out: Path,
     /,
     *,
-    name: Annotated[str | None, Parameter(help="Of the data set, in file names and results; default: OUT's.")] = None,
+    name: Annotated[str | None, Parameter(help="The data set's name, in file names too; default: OUT's.")] = None,
     labels: Annotated[
         Path | None, Parameter(help="CSV or JSONL file with path and label of each image, instead of class folders.")
     ] = None,
@@ -54,7 +54,7 @@ def pack(
         str | None, Parameter(help="Only these classes, comma separated; they get labels 0, 1, ...")
     ] = None,
     keep_classes: Annotated[
-        bool, Parameter(negative="", help="Classes that differ only by case or blanks, or one alone, are meant.")
+        bool, Parameter(negative="", help="Accept class names that differ only in case or spaces, and a single class.")
     ] = False,
     holdout: Annotated[float | None, Parameter(help="Share of each class kept apart as the split 'val'.")] = None,
     holdout_images: Annotated[
@@ -87,7 +87,8 @@ def pack(
         ),
     ] = None,
     verify: Annotated[
-        bool, Parameter(negative="", help="If packed before: compare all bytes, not times alone.")
+        bool,
+        Parameter(negative="", help="If OUT is packed already: compare all bytes, not just times."),
     ] = False,
     skip_unreadable: Annotated[
         bool,
@@ -166,7 +167,7 @@ def pack(
         labels=None
         if labels is None
         else LabelList(labels, path_column or "path", label_column or "label", class_names),
-        classes=[name.strip() for name in classes.split(",")] if classes else None,
+        classes=[each.strip() for each in classes.split(",")] if classes else None,
         doubtful_classes="keep" if keep_classes else "refuse",
         published=Published(val, val_labels, "coarse" if superclasses else "fine"),
         holdout=holdout if holdout_images is None else HoldoutCount(holdout_images),

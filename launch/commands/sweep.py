@@ -71,8 +71,8 @@ def sweep(
     from launch.sweep.points import plan_sweep, read_share
 
     # Mistakes are reported before anything slow is imported.
-    plan = partial(plan_sweep, recipe, overrides, runs_root=runs, paths=paths_file(data), stage=stage)
-    plan = partial(plan, hold_out=read_share(hold_out))
+    share = read_share(hold_out)
+    plan = partial(plan_sweep, recipe, overrides, runs_root=runs, paths=paths_file(data), stage=stage, hold_out=share)
     planned = plan()
     if max_restarts < 0:
         raise UserError(f"--max-restarts: it is {max_restarts}; give 0 or more")

@@ -31,9 +31,12 @@ def main(folder: Path) -> int:
         from pipeline.evaluation.of_model import evaluate_model
         from pipeline.evaluation.opening import open_set
         from pipeline.ranks.group import Ranks
+        from pipeline.threads import settle_threads
 
-        if not torch.cuda.is_available() and omp_num_threads() is None:
-            torch.set_num_threads(max(1, num_cores() // place.world_size))
+        if not torch.cuda.is_available():
+            too_many = settle_threads(cores=num_cores() / place.world_size, asked=omp_num_threads())
+            if too_many and place.is_main:
+                say(too_many)
         ranks = Ranks(place, timeout_seconds=_TIMEOUT_SECONDS)
         opened = open_set(request, report=lambda line: None)  # the command, which began this, has said it
         result = evaluate_model(request, opened, ranks=ranks)

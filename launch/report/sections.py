@@ -312,12 +312,8 @@ def _commands(history: RunHistory) -> PageSection:
     lines: list[str] = []
     if not done:
         lines += ["# go on", f"shardvit run {recipe} --runs {runs}", "# look on", f"shardvit watch {run}"]
-    names = history.recipe.stages.names if history.recipe else ()
-    trained: list[StageName] = [
-        each.name
-        for each in history.stages
-        if each.record.state == "done" and each.name in names and each.name != "swap_head"
-    ]
+    names = history.recipe.stages.trained if history.recipe else ()
+    trained = [each.name for each in history.stages if each.record.state == "done" and each.name in names]
     formats = formats_of(model_to_come(history.recipe, stage=trained[-1]))[0] if history.recipe and trained else []
     if formats:  # else it knows no classes
         lines += ["# use the model", f"shardvit predict {run} IMAGE_OR_FOLDER", f"shardvit eval {run} SHARDS"]

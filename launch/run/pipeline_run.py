@@ -71,7 +71,6 @@ class PipelineRun:
         """
         if restart is not None and restart not in recipe.stages.names:
             raise UserError(f"--restart {restart}: the recipe has only the stages {', '.join(recipe.stages.names)}")
-        tracking_uri()  # an address, where one is named
         processes = _processes_here(recipe) if fleet is None else _processes_of(fleet, recipe)
         folder = RunFolder(runs_root=runs_root, name=recipe.name)
         folder.check_recipe(recipe, restart=restart)
@@ -249,11 +248,12 @@ class PipelineRun:
         return f"{number} on this machine ({'GPU' if num_gpus() else 'CPU'})"
 
     def check_stages(self) -> list[str]:
-        """Check every stage's data, sizes, model and checkpoints; returns what was not checked."""
+        """Check MLflow's address and every stage's data, sizes, model and checkpoints; returns what was not checked."""
         from pipeline.recipe.stage_plan import plan_stage  # numpy and the network only for a recipe that was read
         from pipeline.stage_data import open_data, training_order
         from pipeline.transfer.few_shot_data import open_few_shot
 
+        tracking_uri()  # UserError: it is no address
         notes: list[str] = []
         for stage in self.recipe.stages.names:
             is_open = self._begins_again(stage) or self.folder.peek(stage).state != "done"

@@ -114,7 +114,7 @@ def show(
 
         if is_local(what) and (cache, cache_limit) != (None, None):
             raise UserError(f"--cache, --cache-limit: {what} is local and is not copied; leave them out")
-        limit_bytes = size_bytes("--cache-limit", cache_limit) or 50 * 10**9
+        limit_bytes = size_bytes("--cache-limit", cache_limit) or CacheConfig.limit_bytes
         cached = None if is_local(what) else CacheConfig(cache or default_cache_folder(), limit_bytes=limit_bytes)
         made: Shown = show_shards(
             ShardsSpec(what, label=label, kind="multi" if multi_label else "single", classes=classes),

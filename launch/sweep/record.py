@@ -176,7 +176,7 @@ def _worth(record: SweepRecord) -> list[str]:
     for key in record.grid:
         if (further := beyond({one.values[key] for one in record.points}, best.values[key])) is not None:
             edge = f"The best {key}, {best.values[key]}, lies at the edge of the grid"
-            lines.append(f"{edge}: a better one may lie beyond it; add {further}, or give --widen.")
+            lines.append(f"{edge}: a better one may lie beyond it; add {further}, as `shardvit sweep --widen` does.")
     return lines
 
 

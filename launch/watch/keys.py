@@ -16,10 +16,10 @@ _STDIN = 0
 
 @contextmanager
 def leaving_by_q() -> Iterator[Callable[[float], bool] | None]:
-    """Waits for so many seconds: whether `q` was typed. None: standard input is no terminal, or another program's.
+    """Yield a function that waits so many seconds for `q` and returns whether it was typed; None: no terminal of ours.
     SIGTERM and SIGHUP become KeyboardInterrupt, so that the terminal is put back."""
     with handled((signal.SIGTERM, signal.SIGHUP), signal.default_int_handler):
-        if not os.isatty(_STDIN) or os.tcgetpgrp(_STDIN) != os.getpgrp():
+        if not _is_ours():
             yield None
             return
         import termios
@@ -32,6 +32,13 @@ def leaving_by_q() -> Iterator[Callable[[float], bool] | None]:
         finally:
             with suppress(termios.error):  # the terminal is gone
                 termios.tcsetattr(_STDIN, termios.TCSADRAIN, before)
+
+
+def _is_ours() -> bool:
+    try:
+        return os.tcgetpgrp(_STDIN) == os.getpgrp()
+    except OSError:  # closed, no terminal, or another session's
+        return False
 
 
 def _typed(seconds: float) -> bool:
