@@ -129,13 +129,10 @@ class _Block:
                 streamed, indexed = rows[row] + first, self.hashed[there] + self.first
                 pairs = _pairs(streamed, indexed, near.distances, is_swapped=is_swapped)
                 pairs["mirrored"] = is_mirrored
-                if is_swapped:  # it is the other that was mirrored
-                    pairs["here"], pairs["there"] = theirs[their_window], own[window]
-                    if is_mirrored:
-                        for name in ("here", "there"):
-                            pairs[name][:, 1::2] = 1 - pairs[name][:, 3::-2]
-                else:
-                    pairs["here"], pairs["there"] = own[window], theirs[their_window]
+                windows = own[window], theirs[their_window]
+                pairs["here"], pairs["there"] = windows[::-1] if is_swapped else windows
+                if is_mirrored:  # the hashed window of the image, as its mirror image has it
+                    pairs["here"][:, 1::2] = 1 - pairs["here"][:, 3::-2]
                 yield pairs
 
     def _laid(self, pairs: Pairs, part: Fingerprints, first: int, is_swapped: bool) -> Pairs:

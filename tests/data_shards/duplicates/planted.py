@@ -19,7 +19,7 @@ from data_shards.errors import UnreadableImage
 _PART = 96  # pixels of a side
 
 EDITS = ("quality 50", "x 0.7", "x 1.4", "mirrored", "cropped")
-MORE_EDITS = ("grey", "square", "border", "cropped 80 %", "cropped 70 %")
+MORE_EDITS = ("grey", "square", "border", "cropped 80 %", "cropped 70 %", "mirrored, cropped 75 %")
 
 
 @cache
@@ -49,6 +49,10 @@ def photographs(number: int, *, side: int = 64, seed: int = 0) -> list[Image.Ima
 
 
 def edited(image: Image.Image, edit: str, *, seed: int = 0) -> Image.Image:
+    if ", " in edit:
+        for one in edit.split(", "):
+            image = edited(image, one, seed=seed)
+        return image
     width, height = image.size
     if edit.startswith("x "):
         return image.resize((round(width * float(edit[2:])), round(height * float(edit[2:]))), Image.Resampling.BICUBIC)
