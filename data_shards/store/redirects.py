@@ -27,7 +27,8 @@ def redirect_rule() -> Any:
 
 async def _demand_allowed(session: Any, context: Any, redirect: Any) -> None:
     url = redirect.url
-    place = url.join(type(url)(redirect.response.headers.get("Location", "")))
+    headers = redirect.response.headers
+    place = url.join(type(url)(headers.get("Location") or headers.get("URI") or ""))  # as aiohttp looks for it
     if place.scheme not in ("http", "https"):
         why = "which is no http or https"
     elif place.host != url.host and await _inner_addresses(place.host) - await _inner_addresses(url.host):

@@ -83,7 +83,8 @@ class _Handler(BaseHTTPRequestHandler):
             content = content[: int(number)]
             told_bytes = len(content) if kind == "short" else told_bytes
         if (place := told.redirects.get(path)) is not None:
-            status, headers, content, told_bytes = 302, [("Location", place)], b"", 0
+            name, _, value = place.rpartition(" ")  # "URI http://...": by the header that came before Location
+            status, headers, content, told_bytes = 302, [(name or "Location", value)], b"", 0
         self.send_response_only(status)
         for name, value in headers:
             self.send_header(name, value)

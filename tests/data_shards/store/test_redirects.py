@@ -23,6 +23,7 @@ MakeEntry = Callable[..., ShardEntry]
         ("//[::ffff:10.1.2.3]:80/", "within this machine or a private network"),
         ("http://0x0a010203/a.tar", "within this machine or a private network"),
         ("http://[nonsense/", "cannot be read"),
+        ("URI http://169.254.169.254/latest", "within this machine or a private network"),
         ("", "HTTP status 302"),
     ],
 )
