@@ -64,7 +64,7 @@ class SlowRanks:
                 self._told.discard(rank)
         news = {rank for rank in self._rows if self._lasts(rank, windows=_WINDOWS, times=1)} - self._told
         stopping = {rank for rank in self._rows if self._lasts(rank, windows=_STOP_WINDOWS, times=_STOP_TIMES)}
-        slowest = max(stopping or news or range(len(own_seconds)), key=lambda rank: own_seconds[rank])
+        slowest = max(news or stopping or range(len(own_seconds)), key=lambda rank: own_seconds[rank])
         self._told |= news & {slowest}
         waited, spent = map(sum, zip(*self._rows.get(slowest, [(0.0, seconds)]), strict=True))
         return Slowest(

@@ -79,7 +79,7 @@ def load_recipe(source: str, *, overrides: Sequence[str] = (), paths: Path | Non
     model = model_of(_overridden(tree, changes)[0])
     beside, said_by = (Path(), f"override {one_line(chosen[0])}") if chosen else (path.parent, str(path))
     tree, keys = _overridden(with_finetune(tree, beside=beside, model=model, said_by=said_by), changes)
-    if model is not None:
+    if tree.get("model") is None and model is not None:  # the folder's
         tree["model"] = model
     if paths is not None and lacks_paths(tree):  # a resolved recipe has its own, on hosts that have no such file, too
         tree = fill_paths(tree, read_paths(paths))

@@ -116,7 +116,9 @@ def role_of(config: TrainStage) -> Role | None:
     """What is known of the stage's data, without the images that it holds out; None: it names no role, or one of the
     user's own."""
     role = ROLES.get(config.data or "")
-    return role and replace(role, images=role.images - round((config.hold_out or 0) * role.images))
+    shares = [config.hold_out, *(one.hold_out for one in config.train or () if one.part == "rest")]
+    share = next((each for each in shares if each), 0.0)
+    return role and replace(role, images=role.images - round(share * role.images))
 
 
 def missing_paths(recipe: Recipe, *, stage: StageName) -> str | None:

@@ -83,6 +83,7 @@ def test_a_rank_that_is_excused_is_not_judged_but_still_compared_with() -> None:
 
 def test_each_of_two_slow_ranks_is_told() -> None:
     assert news([[0.1, 0.1, 0.1, 0.4, 0.1, 0.3]] * 6) == [None, None, None, 3, 5, None]
+    assert news([[0.1, 0.1, 0.4, 0.1]] * 10 + [[0.1, 0.1, 0.4, 0.3]] * 4)[-1] == 3  # when one may be stopped for
 
 
 def test_the_factor_decides() -> None:

@@ -9,6 +9,7 @@ import pytest
 from data_shards.errors import UserError
 from pipeline.recipe import sources
 from pipeline.recipe.io import load_recipe
+from pipeline.recipe.roles import role_of
 from pipeline.recipe.sources import find_recipe, finetune_sets, merge, read_source, shipped_recipes
 
 BASE = """
@@ -120,6 +121,19 @@ def test_a_set_may_be_a_file_of_the_users(folder: Path):
     for recipe in (load_recipe("mine.yaml"), load_recipe("base.yaml", overrides=["finetune=flowers2.yaml"])):
         finetune = recipe.stages.finetune
         assert finetune and (finetune.data, finetune.image_size, finetune.duration) == ("mine", 96, "500 steps")
+
+
+def test_what_a_set_says_of_the_model_counts(folder: Path):
+    (folder / "pooled.yaml").write_text("extends: finetune/flowers\nmodel: {pool: gap}")
+    write(folder, "extends: base\nfinetune: pooled")
+    assert load_recipe("mine.yaml").model.pool == "gap"
+
+
+def test_what_is_held_out_is_left_out_of_a_known_set_wherever_its_shards_lie():
+    for paths in ([], ["train=nowhere/a", "eval=nowhere/b"]):
+        config = load_recipe("augreg_b16_in1k", overrides=paths).train_stage("pretrain")
+        role = role_of(config)
+        assert role is not None and role.images == 1_281_167 - 12_812
 
 
 @pytest.mark.parametrize(
