@@ -41,7 +41,8 @@ def export_model(meta: SavedModelMeta, state: Mapping[str, Tensor], *, to: Expor
 
     `to`: npz (names of vision_transformer) or big_vision, both Google's npz; timm: a folder that timm and, by its
     TimmWrapper, transformers load; transformers: a folder of its own ViT; torchvision: a state dict; onnx and
-    torch_export: programs for any batch size. A file at `out` is replaced, and a folder that is an earlier export.
+    torch_export: programs for any batch size. A file replaces an earlier one at `out`, a folder only an
+    empty one or an earlier export.
 
     Raises:
         ValueError: the format cannot hold the model, the weights do not fit `meta`, or `out` has another ending or is
@@ -54,7 +55,10 @@ def export_model(meta: SavedModelMeta, state: Mapping[str, Tensor], *, to: Expor
         raise ValueError(f"{to} cannot hold this model: {objection}")
     check_state(state, meta=meta, says="the weights do not fit the model that its record describes")
     check_ending(out, to=to)
-    if to == "transformers" and out.is_dir() and any(out.iterdir()) and read_side_record(out / WEIGHTS_FILE) is None:
+    is_foreign = out.exists() and (
+        not out.is_dir() or (any(out.iterdir()) and read_side_record(out / WEIGHTS_FILE) is None)
+    )
+    if to == "transformers" and is_foreign:
         raise ValueError(f"{out} exists and is no earlier {to} export: remove it or choose another name")
     match to:
         case "npz" | "big_vision":

@@ -148,6 +148,14 @@ def test_programs_give_the_logits_of_the_model(tmp_path: Path, monkeypatch: pyte
     assert written == [tmp_path / "m.onnx"]
 
 
+def test_a_file_is_not_replaced_by_a_folder(tmp_path: Path) -> None:
+    meta = described()
+    (tmp_path / "mine").write_text("mine")
+    with pytest.raises(ValueError, match="mine exists"):
+        export_model(meta, random_model(meta).state_dict(), to="transformers", out=tmp_path / "mine")
+    assert (tmp_path / "mine").read_text() == "mine" and os.listdir(tmp_path) == ["mine"]
+
+
 @pytest.mark.parametrize("to", [to for to in FORMATS if to != "onnx"])
 def test_an_earlier_export_is_replaced(tmp_path: Path, to: ExportFormat) -> None:
     meta = described()
