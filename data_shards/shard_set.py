@@ -174,8 +174,8 @@ class ShardSet:
         if isinstance(self.shards, ColumnShards):
             shards = self.shards.with_damaged(numbers)
         else:
-            entries = enumerate(self.shards)
-            shards = tuple(replace(each, state="damaged" if at in set(numbers) else "whole") for at, each in entries)
+            damaged, entries = set(numbers), enumerate(self.shards)
+            shards = tuple(replace(each, state="damaged" if at in damaged else "whole") for at, each in entries)
         return replace(self, shards=shards, damage=damage, lost_samples=lost_samples)
 
 

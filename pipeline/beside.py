@@ -89,7 +89,7 @@ class Beside(AbstractContextManager["Beside"]):
                 self._say(f"no pictures for now ({error}): shardvit report draws them")
 
     def cpu_seconds(self) -> float:
-        """That the process has taken so far."""
+        """CPU time of the process so far; 0 before it starts and after it ends."""
         try:
             return 0.0 if self._child is None else sum(psutil.Process(self._child.pid).cpu_times()[:2])
         except psutil.Error:  # it has ended

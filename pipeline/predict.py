@@ -30,6 +30,7 @@ from model.loss import probabilities
 from model.saved import SavedModelMeta, build_described
 from pipeline.find_model import find_model
 from pipeline.task import model_input
+from pipeline.threads import settle_threads
 from pipeline.vocabulary import WeightsKind
 
 DeviceChoice = Literal["auto", "cpu", "cuda"]
@@ -77,7 +78,7 @@ def open_predictor(path: Path, *, device: DeviceChoice = "auto", weights: Weight
         UserError: there is no model, it is broken or no classifier, or there is no such device.
     """
     chosen = chosen_device(device)
-    torch.set_num_threads(min(torch.get_num_threads(), num_cores()))
+    settle_threads(cores=num_cores(), asked=None)
     if path.suffix == onnx_file.ENDING and path.is_file():
         if weights is not None:
             raise UserError(f"--weights {weights}: {path} is an ONNX file, which holds one model only: leave it out")

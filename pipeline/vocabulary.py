@@ -36,7 +36,7 @@ MLFLOW_FILE = "mlflow.json"  # of the run, and of each stage: which MLflow run i
 MLFLOW_FACTS_FILE = "mlflow_facts.json"  # beside it: what that run is to know, apart from the metrics
 MLFLOW_SENT_FILE = "mlflow_sent.json"  # of a stage: the pictures and the model that are in MLflow; of the run: its page
 TRACKING_FOLDER = "tracking"  # of the run: environment and changes, as MLflow keeps them
-PAGE_FILE = "report.html"  # of the run: all of this as one page
+PAGE_FILE = "report.html"  # of the run: everything about it on one page
 PICTURES_FOLDER = "pictures"  # STAGE/...: NAME/step-00000400.png, .svg, .json
 PICTURES_LOG = "pictures.log"  # what the process that draws them had to say
 COMPILED_FOLDER = "compiled"  # what torch has compiled
@@ -177,7 +177,7 @@ METRICS: dict[str, Metric] = {
     "perf/process_hours": Metric("h", "on CPUs: hours of the stage times its processes, over all attempts"),
     "perf/core_wait_frac": Metric(
         "share",
-        "on CPUs: of the time in which threads of rank 0's process could have run, what they waited for a core",
+        "on CPUs: share of the time in which threads of rank 0's process could have run that they waited for a core",
     ),
     "perf/data_wait_frac": Metric("share", "share of the time of perf/images_per_s in which rank 0 waited for a batch"),
     "perf/save_stall_frac": Metric(
@@ -186,9 +186,7 @@ METRICS: dict[str, Metric] = {
     "perf/slowest_rank_ratio": Metric("ratio", "the slowest rank's own time per step over the median rank's"),
     "val/loss": Metric("nats", "mean loss of the held-out set, without label smoothing"),
     "val/top1": Metric("share", "share of held-out images whose best class is right"),
-    "val/balanced_accuracy": Metric(
-        "share", "images with one label: val/top1 of each class, and the mean over the classes"
-    ),
+    "val/balanced_accuracy": Metric("share", "images with one label: the mean over the classes of each one's top-1"),
     "val/commonest_class_share": Metric(
         "share",
         "share of held-out images that have the commonest class: val/top1 of a model that gives all of them this one",
@@ -196,6 +194,7 @@ METRICS: dict[str, Metric] = {
     "val/accuracy": Metric("share", "masked patch prediction: share of held-out patches whose colour is right"),
     "val/ema_loss": Metric("nats", "val/loss of the moving average of the weights"),
     "val/ema_top1": Metric("share", "val/top1 of the moving average of the weights"),
+    "val/ema_balanced_accuracy": Metric("share", "val/balanced_accuracy of the moving average of the weights"),
     "val/ema_accuracy": Metric("share", "val/accuracy of the moving average of the weights"),
     "val/top5": Metric("share", "share of held-out images whose class is among the five best"),
     "val/calibration_error": Metric(

@@ -84,17 +84,19 @@ def _page(found: Sequence[Matches], limit: PixelLimit) -> Iterable[str]:
     for kind in MATCH_KINDS:
         pairs = [(one, match) for one in found for match in one.matches if match.kind == kind]
         pairs.sort(key=lambda pair: -pair[1].likeness)
-        if pairs:
-            yield f"<h2>{_TITLES[kind]}</h2>"
+        if not pairs:
+            continue
+        yield f"<h2>{_TITLES[kind]}</h2>"
         if len(pairs) > MOST_PICTURES:
             yield f"<p>The {MOST_PICTURES:,} most alike of {len(pairs):,}; the list beside this page has all.</p>"
         yield '<div class="pairs">'
         for one, match in pairs[:MOST_PICTURES]:
             image, other = one.place(match), one.other_place(match)
-            how = "" if kind.startswith("equal") else f"likeness {match.likeness:.3f}"
+            mirrored = ", mirrored" if match.mirrored else ""
+            how = "" if kind.startswith("equal") else f"likeness {match.likeness:.3f}{mirrored}<br>"
             yield f"<figure><div>{_picture(one.images, match.image, limit)}"
             yield f"{_picture(one.others[match.collection], match.other, limit)}</div>"
-            yield f"<figcaption>{how}{', mirrored' if match.mirrored else ''}<br>{_text(image.key)} in "
+            yield f"<figcaption>{how}{_text(image.key)} in "
             yield f"{_text(image.part)}<br>{_text(other.key)} in {_text(other.part)}</figcaption></figure>"
         yield "</div>"
     yield "</html>\n"

@@ -1,7 +1,7 @@
 """OUT/images.bin: what was seen of each image of the source, so that the same command notices one replaced since.
 
 24 bytes an image, in the source's order: 8 are a hash of its name, size and time of modification (in an archive: the
-archive's), 16 the digest of its bytes, zeros if it is not packed. Names and sizes are compared by
+archive's), 16 the digest of its bytes, zeros if they were not read. Names and sizes are compared by
 `Source.fingerprint`; here the times are, and the bytes of images with other times, or of all.
 """
 
@@ -40,15 +40,17 @@ def write_seen(folder: Path, source: Source, plan: PackPlan, digests: bytes) -> 
 
 
 def compare_seen(out: Path, source: Source, request: PackRequest, *, report: Report) -> str:
-    """What was compared, in how many images. Raises UserError if one has other bytes than it had."""
+    """Compare the source with what was packed from it; return what was compared. UserError: images differ."""
     now, file = _seen_now(source), out / SEEN_FILE
     before = np.fromfile(file, _SEEN) if file.is_file() else now[:0]
     if len(before) != len(now):
         if request.reread == "all":
-            raise UserError(f"{out}: no {SEEN_FILE} says what its images were; delete it and pack them again")
-        return f"names and sizes of {counted(len(now), 'image')}; it was packed before their times were kept"
+            raise UserError(
+                f"{out / SEEN_FILE} is missing or broken, so nothing can be verified: delete {out} and pack again"
+            )
+        return f"names and sizes of {counted(len(now), 'image')}, not times: {SEEN_FILE} is missing or broken"
     differs = before["stamp"] != now["stamp"]
-    is_read = (differs | (request.reread == "all")) & (before["digest"] != now["digest"])  # zeros: it is not packed
+    is_read = (differs | (request.reread == "all")) & (before["digest"] != now["digest"])  # zeros: it was not read
     with Progress(int(is_read.sum()), report, doing="comparing") as progress:
         first = 0
         for images in source.splits.values():

@@ -97,12 +97,12 @@ def read_source(path: Path) -> RecipeSource:
 
 
 def read_resolved(path: Path) -> Tree:
-    """The keys of a recipe that stands for itself in a run's folder; nothing else is read. UserError: it is no such."""
+    """Read the resolved recipe of a run, and no other file. UserError: it is no regular file there, or extends one."""
     if path.exists() and not (path.is_file() and is_inside(path, folder=path.parent)):
-        raise UserError(f"{path} is no file, or a link out of its folder: a run has its recipe beside its stages")
+        raise UserError(f"{path} is not a regular file in the run's folder: put the run's own recipe there")
     tree, parents = _own_keys(path)
     if parents:
-        raise UserError(f"{path} extends {one_line(parents[0])}, and the recipe of a run is whole and extends none")
+        raise UserError(f"{path} extends {one_line(parents[0])}, but a run's recipe must be complete by itself")
     return tree
 
 

@@ -57,7 +57,7 @@ class TrainStage(Strict):
     eval: OneSet | None = None
     """The held-out shards."""
     eval_overlap: Literal["refuse", "allow"] = "refuse"
-    """Whether images of eval may be trained on, too, as its scores then say how well they were memorised."""
+    """allow: images of eval may be trained on, too; their scores then measure memorisation."""
     hold_out: float | None = Field(default=None, gt=0, lt=1, strict=True)
     """Share of the training images that is evaluated beside eval, as also_eval.minival, and not trained on: 0.01 for
     big_vision's train[:99%]. Once train is known it becomes parts of that set."""

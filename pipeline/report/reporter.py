@@ -272,8 +272,8 @@ class Report:
             waits += f" | core wait {share:.0%}"
             if not self._is_crowded:
                 self.note(
-                    f"{threads} threads of torch wait {share:.0%} of their time for a core: fewer (OMP_NUM_THREADS), "
-                    "or fewer other programs beside them, may be faster"
+                    f"this process's threads wait {share:.0%} of their time for a core: fewer than torch's {threads} "
+                    "(OMP_NUM_THREADS), or fewer other programs on this machine, may be faster"
                 )
             self._is_crowded = True
         if self._progress is not None:

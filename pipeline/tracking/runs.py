@@ -31,7 +31,8 @@ def log_metrics(client: Any, run_id: str, metrics: Mapping[str, float]) -> None:
     """Send values of this moment."""
     from mlflow.entities import Metric
 
-    log_points(client, run_id, [Metric(name, value, now_ms(), 0) for name, value in metrics.items()])
+    now = now_ms()
+    log_points(client, run_id, [Metric(name, value, now, 0) for name, value in metrics.items()])
 
 
 def log_new_params(client: Any, run_id: str, params: Mapping[str, str]) -> dict[str, str]:

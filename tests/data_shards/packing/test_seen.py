@@ -98,6 +98,6 @@ def test_a_set_that_does_not_say_what_was_seen_still_opens(root: Path, content: 
     seen.unlink()
     if content is not None:
         seen.write_bytes(content)
-    assert again(root).compared.startswith("names and sizes of 4 images; ")
-    with pytest.raises(UserError, match=f"no {SEEN_FILE}"):
+    assert again(root).compared.startswith("names and sizes of 4 images, not times")
+    with pytest.raises(UserError, match=f"{SEEN_FILE} is missing"):
         again(root, reread="all")

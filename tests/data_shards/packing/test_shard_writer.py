@@ -90,9 +90,6 @@ class Written:
     def stamp(self, index: int) -> bytes:
         return b"%d" % index
 
-    def update_digest(self, digest: Any) -> None:
-        pass
-
 
 @pytest.mark.parametrize(
     ("labels", "sha256"),
