@@ -17,6 +17,7 @@ from data_shards.manifest import MANIFEST_FILE, Manifest, load_manifest, parse_m
 from data_shards.shard_set import Damaged, Report, ShardEntry, ShardSet, ShardsSpec
 from data_shards.store.location import PIPE, expand_braces, is_local, join, local_path, shown
 from data_shards.tars.tar_index import index_path, read_index, readable_index
+from data_shards.vocabulary import SPLIT_FOLDERS
 
 if TYPE_CHECKING:
     import numpy as np
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from data_shards.shard_table import ShardTable
     from data_shards.store.store import Store
 
-_SPLIT_NAMES = ("train", "val", "validation", "test")
 _MOST_MANIFEST_BYTES = 1 << 30  # 150 bytes a shard, and the classes
 
 
@@ -85,14 +85,14 @@ def splits_below(location: str, *, store: Store) -> dict[str, str]:
         folder = local_path(location)
         if not folder.is_dir() or (folder / MANIFEST_FILE).is_file() or any(folder.glob("*.tar")):
             return {}
-        names = [*_SPLIT_NAMES, *sorted(path.name for path in folder.iterdir() if path.name not in _SPLIT_NAMES)]
-        with_tars = [name for name in _SPLIT_NAMES if any((folder / name).glob("*.tar"))]
+        names = [*SPLIT_FOLDERS, *sorted(path.name for path in folder.iterdir() if path.name not in SPLIT_FOLDERS)]
+        with_tars = [name for name in SPLIT_FOLDERS if any((folder / name).glob("*.tar"))]
         return {
             name: str(folder / name) for name in names if name in with_tars or (folder / name / MANIFEST_FILE).is_file()
         }
     if not is_packed(location) or _is_there(join(location, MANIFEST_FILE), store=store):
         return {}
-    places = {name: join(location, name) for name in _SPLIT_NAMES}
+    places = {name: join(location, name) for name in SPLIT_FOLDERS}
     return {name: place for name, place in places.items() if _is_there(join(place, MANIFEST_FILE), store=store)}
 
 

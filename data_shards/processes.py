@@ -1,4 +1,4 @@
-"""Helper processes of a command: how many are useful, Ctrl-C is left to it, they end with it; work in parts on them."""
+"""Helper processes of a command: how many to start, leaving Ctrl-C to the command, ending with it, work in parts."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def deaf_to_interrupts() -> Iterator[None]:
 
 
 def end_with_parent() -> None:
-    """In a process that multiprocessing has started: end as soon as the one that asked for it is gone, however that
-    ended. Its work may still wait for a server."""
+    """In a process started by multiprocessing: exit as soon as the process that asked for it is gone, however it ended,
+    even while waiting for a server."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()

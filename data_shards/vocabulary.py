@@ -66,3 +66,6 @@ class Normalisation:
 
 
 GOOGLES = Normalisation()  # (x - 127.5) / 127.5, in vision_transformer and big_vision alike
+
+# Of a data set; val stands before test, whose labels are often not public.
+SPLIT_FOLDERS = ("train", "val", "validation", "test")

@@ -159,7 +159,7 @@ class ModelConfig(BaseModel):
 
     @property
     def with_learned_positions(self) -> Self:
-        """The model whose learned positions can be this one's fixed ones, sincos_2d or none; else this one itself."""
+        """This model with learned positions in place of fixed ones (sincos_2d, none); otherwise this model itself."""
         fixed = self.kind == "vit" and self.position in ("sincos_2d", "none")
         return self.model_copy(update={"position": "learned_1d"}) if fixed else self
 

@@ -54,7 +54,7 @@ class Beside(AbstractContextManager["Beside"]):
     Args:
         folder: of the run.
         environ: the process's environment, without a launcher's ranks.
-        module: run as the process; it calls `main`.
+        module: what the process runs (`python -m`); it calls `main`.
         moments: what else is asked for is passed over.
         say: prints a line.
     """

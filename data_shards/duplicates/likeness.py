@@ -1,7 +1,7 @@
 """The second look: whether two images are the same picture, decided on the area that both of them show.
 
-It is laid over each other (see `alignment`) at 64 x 64 pixels, or as many as the smaller one has; where one of the two
-has no colours, the greys are compared. Of 8 x 8 blocks those are counted that differ by more than encoding and resizing
+The two are aligned (see `alignment`) at 64 x 64 pixels, or fewer if the smaller image has fewer. If one of them has no
+colours, only the greys are compared. Of 8 x 8 blocks those are counted that differ by more than encoding and resizing
 explain: 4 grey levels (8 where the images have no more pixels than are compared) and 0.4 of the block's contrast, root
 mean square over all colours, after a small change of brightness and contrast is undone.
 

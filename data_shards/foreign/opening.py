@@ -21,6 +21,7 @@ from data_shards.shard_set import Damaged, Report, ShardSet, ShardsSpec
 from data_shards.store.location import is_local, local_path, shown
 from data_shards.tars.shard_index import default_index_folder
 from data_shards.text import parse_json
+from data_shards.vocabulary import SPLIT_FOLDERS
 
 if TYPE_CHECKING:
     from data_shards.store.store import Store
@@ -170,4 +171,4 @@ def _name(source: str) -> str:
     """The set's folder, of a split with the folder above, or the common beginning of its tars' names."""
     *above, last = re.split(r"[/\\]", source.partition("::")[0].rstrip("/"))
     parts = [*filter(None, (*above, re.sub(r"[-_.]?(\{.*|\d*)\.tar$", "", last)))] or [last]
-    return "-".join(parts[-2:] if parts[-1] in ("train", "val", "validation", "test") else parts[-1:])
+    return "-".join(parts[-2:] if parts[-1] in SPLIT_FOLDERS else parts[-1:])

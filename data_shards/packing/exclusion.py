@@ -96,9 +96,9 @@ class Excluded:
 
     def _sorted_out(self) -> tuple[list[Match], list[Match]]:
         """The matches of images that are left out, and the others."""
-        out = [match for match in self.found.matches if match.kind != "unsure"]
-        left_out = {match.image for match in out}
-        return out, [match for match in self.found.matches if match.image not in left_out]
+        out = _same(self.found)
+        images = {match.image for match in out}
+        return out, [match for match in self.found.matches if match.image not in images]
 
     def _line(self, match: Match) -> dict[str, Any]:
         shard, position = self.images.locate(match.image)
@@ -128,7 +128,12 @@ def find_excluded(plan: PackPlan, source: Source, request: PackRequest, *, repor
     marks: dict[SplitName, NDArray[np.bool_]] = {
         split: np.zeros(len(each), dtype=np.bool_) for split, each in source.splits.items()
     }
-    for match in [match for match in found.matches if match.kind != "unsure"]:
+    for match in _same(found):
         shard, position = images.locate(match.image)
         marks[shard.source_split][shard.indices[position]] = True
     return Excluded(plan, images, found, marks)
+
+
+def _same(found: Matches) -> list[Match]:
+    """The matches that leave an image out: all but the unsure."""
+    return [match for match in found.matches if match.kind != "unsure"]

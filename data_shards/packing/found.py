@@ -49,7 +49,7 @@ class Counts:
 
 @dataclass(frozen=True)
 class PackReport:
-    """What OUT holds. `compared`: what was, if it existed already, from the same request, and nothing was written."""
+    """What OUT holds. `compared`: what was compared with the source, if OUT was packed before; else empty."""
 
     out: Path
     manifests: tuple[Manifest, ...]

@@ -35,7 +35,7 @@ class PackRequest:
         labels: where the labels of a folder's images are, if not in the names of their folders.
         published: where the other parts of a published set are.
         classes: pack these classes only, labelled 0, 1, ... in the order given.
-        doubtful_classes: names alike but for case or blanks, and one class of several folders, end it, or are kept.
+        doubtful_classes: refuse or keep names that differ only by case or blanks, and a lone class of several folders.
         holdout: the fraction of each class (of all images, if they have several labels) that becomes val,
             a number of images, or a list.
         samples_per_shard: most images in a tar; 1000 unless `shard_size_bytes` is given.
@@ -44,7 +44,7 @@ class PackRequest:
         unreadable: such images end the packing, after all were read, or are left out and listed.
         duplicates: of images with the same bytes keep all, or the first in shard order, train before val.
         exclusion: leave images out of train that are also in other sets (see `exclusion`).
-        reread: if it was packed before, images that are read again to compare them: those with other times, or all.
+        reread: images to read again if OUT was packed before: those whose modification time changed, or all.
         seed: of the shuffle and of the held-out choice.
     """
 

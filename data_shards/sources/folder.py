@@ -16,9 +16,9 @@ import numpy as np
 from data_shards.errors import UserError
 from data_shards.sources.base import FileImages, ImageSet, Source, SplitName, is_image, left_out_notes, refuse_all
 from data_shards.text import named
+from data_shards.vocabulary import SPLIT_FOLDERS
 
-# In this order: val is preferred to test, whose labels are often not public.
-VAL_NAMES = ("val", "validation", "test")
+VAL_NAMES = SPLIT_FOLDERS[1:]
 
 
 @dataclass

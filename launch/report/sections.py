@@ -308,12 +308,13 @@ def _commands(history: RunHistory) -> PageSection:
     folder = history.folder
     run, recipe = shlex.quote(str(folder.path)), shlex.quote(str(folder.path / "recipe.yaml"))
     runs = shlex.quote(str(folder.runs_root))
-    done = bool(history.stages) and all(stage.record.state == "done" for stage in history.stages)
+    done = {each.name for each in history.stages if each.record.state == "done"}
     lines: list[str] = []
-    if not done:
+    if not done or len(done) < len(history.stages):
         lines += ["# go on", f"shardvit run {recipe} --runs {runs}", "# look on", f"shardvit watch {run}"]
-    names = history.recipe.stages.trained if history.recipe else ()
-    trained = [each.name for each in history.stages if each.record.state == "done" and each.name in names]
+    trained: list[StageName] = (
+        [name for name in history.recipe.stages.trained if name in done] if history.recipe else []
+    )
     formats = formats_of(model_to_come(history.recipe, stage=trained[-1]))[0] if history.recipe and trained else []
     if formats:  # else it knows no classes
         lines += ["# use the model", f"shardvit predict {run} IMAGE_OR_FOLDER", f"shardvit eval {run} SHARDS"]

@@ -100,8 +100,8 @@ def export_model(meta: SavedModelMeta, state: Mapping[str, Tensor], *, to: Expor
 
 
 def save_for_others(folder: Path, state: Mapping[str, Tensor], *, meta: SavedModelMeta) -> None:
-    """`saved.save_model`, whose errors it has, of what others are to load as it is. Where timm, and so transformers
-    through it, would have another epsilon, transformers' own files are added: twice the size."""
+    """Save a model as `saved.save_model` does (same errors), for other libraries to load as it is. Where timm, and
+    transformers through it, would use another LayerNorm epsilon, add transformers' own files: twice the size."""
     save_model(folder, state, meta=meta)
     if timm_norm_layer(meta.model) and not transformers_objection(meta):
         own = "transformers.safetensors"

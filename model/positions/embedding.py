@@ -141,8 +141,8 @@ def sincos_2d(grid_size: int, width: int) -> Tensor:
 
 
 def fixed_numbers(config: ModelConfig, *, image_size: int) -> dict[str, Tensor]:
-    """`pos_embed` [1, T, D] in float32 of fixed positions, as programs that know learned ones alone have them; empty:
-    they are not fixed."""
+    """`pos_embed` [1, T, D] in float32 with the values of fixed positions, for libraries that know only learned ones;
+    empty if the positions are not fixed."""
     learned = config.with_learned_positions
     if learned is config:
         return {}
@@ -152,7 +152,7 @@ def fixed_numbers(config: ModelConfig, *, image_size: int) -> dict[str, Tensor]:
 
 
 def without_numbers(state: Mapping[str, Tensor], *, config: ModelConfig, image_size: int) -> dict[str, Tensor]:
-    """A state dict without `fixed_numbers`; others, which somebody has trained, stay, and fit no model of `config`."""
+    """Drop `pos_embed` from a state dict if it equals `fixed_numbers`. One that was trained stays."""
     fixed, state = fixed_numbers(config, image_size=image_size), dict(state)
     for name in fixed.keys() & state.keys():
         if state[name].shape == fixed[name].shape and torch.allclose(state[name].float(), fixed[name], atol=1e-3):

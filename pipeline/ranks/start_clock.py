@@ -58,7 +58,7 @@ class StartClock:
             threading.Thread(target=self._tell_what_lasts, daemon=True, name="start-clock").start()
 
     def doing(self, part: str, far: str = "") -> None:
-        """From now on it is this, and so far; free once the first step is done."""
+        """Begin a part, or say how far (`far`) it is; free once the first step is done."""
         self._far = far
         if self._over.is_set() or part == self._part:
             return

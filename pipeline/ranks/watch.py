@@ -106,9 +106,8 @@ class Watch:
             make_folders(self._folder, below=self._folder.parent.parent)  # the run folder, which may be gone
             if self._place.is_main:
                 _forget(self._folder, ranks_from=self._place.world_size, said_but=said_file(self._attempt))
-                (self._folder / NEWS_FILE).open(
-                    "ab"
-                ).close()  # a file that was not there is not looked for again at once on NFS
+                # A file that was not there is not looked for again at once on NFS.
+                (self._folder / NEWS_FILE).open("ab").close()
         self._stacks.open()  # before the first heartbeat, after which the others may ask for a stack
         self._write("running")
         self._thread.start()

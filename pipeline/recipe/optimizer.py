@@ -18,8 +18,8 @@ class OptimizerConfig(Strict):
 
     name: OptimizerName
     """adamw: Adam with decoupled weight decay, the paper's. sgd: with momentum. adafactor: big_vision's variant. lamb,
-    muon: in timm's form, for which a block's q, k and v are one matrix: LAMB has one trust ratio for the three, where
-    flax, which keeps them apart, has three. The last three take whole parameters: engine.zero_stage 0."""
+    muon: in timm's form, which treats a block's q, k and v as one matrix, so that LAMB has one trust ratio for the
+    three; flax has three. The last three take whole parameters: engine.zero_stage 0."""
     lr: float = Field(gt=0)
     """Peak learning rate."""
     weight_decay: float = Field(default=0.0, ge=0)
