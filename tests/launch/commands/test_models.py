@@ -160,7 +160,7 @@ def test_class_names_of_imagenet(work: Path, call: Call, known: str, count: int,
         (("weights.pth", "out", "--width", "32"), "depth, heads, patch_size must be given too"),
         (("weights.pth", "out", *SIZES, "--gelu", "relu"), "relu"),
         (("ours", "out", "--layer-norm-eps", "-1"), "--layer-norm-eps: Input should be greater than 0"),
-        (("ours", "taken"), "OUT taken: it is there"),
+        (("ours", "taken"), "OUT taken: it exists"),
         (("ours", "taken", "--force"), "taken exists and is not a saved model of shardvit"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, tuple) else "",
@@ -212,7 +212,7 @@ def test_the_name_of_a_models_export_says_whose_it_is(work: Path, call: Call, fo
         (("ours",), "--format"),
         (("ours", "--format", "keras"), "keras"),
         (("ours", "--format", "npz", "--out", "model.bin"), "model.bin: the name of such a file must end in .npz"),
-        (("ours", "--format", "npz", "--out", "mine.npz"), "mine.npz: it is there"),
+        (("ours", "--format", "npz", "--out", "mine.npz"), "mine.npz: it exists"),
     ],
 )
 def test_mistakes_in_an_export(work: Path, call: Call, arguments: tuple[str, ...], message: str) -> None:
