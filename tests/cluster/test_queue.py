@@ -8,6 +8,7 @@ import signal
 import subprocess
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.cluster.conftest import GO_ON, SubmittedRun
@@ -75,6 +76,7 @@ def test_a_node_that_goes_down_takes_its_job_back_to_the_queue(stand_in_run: Sub
     run.slurm.run("scontrol", "update", "NodeName=node2", "State=DOWN", "Reason=test")
     run.wait_for_state(jobs["pretrain"], "PENDING")
     run.go_on()
+    run.wait_for(lambda: not _is_running(jobs["pretrain"]), what="end of what ran there, as of all on such a node")
     run.slurm.run("scontrol", "update", "NodeName=node2", "State=RESUME", check=False)  # it may be back by itself
     assert run.wait_for_state(jobs["pretrain"], "COMPLETED", "FAILED", "CANCELLED") == "COMPLETED"
     assert run.log("pretrain").count("rank 0 of 2 goes on from step") >= 2
@@ -213,3 +215,9 @@ def test_the_rendered_scripts_pass_sbatch_and_shellcheck(stand_in_run: Submitted
 
 def _again(run: SubmittedRun) -> list[str]:
     return [run.recipe, *run.overrides, "--nodes", "2", "--tasks-per-node", "1", "--time", "5"]
+
+
+def _is_running(job: str) -> bool:
+    """Whether a node still has processes of its first step, as SLURM's own process for it is the last to end."""
+    titles = (" ".join(each.info["cmdline"] or ()).strip() for each in psutil.process_iter(["cmdline"]))
+    return f"slurmstepd: [{job}.0]" in titles
