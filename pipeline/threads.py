@@ -33,7 +33,7 @@ class CoreWaits:
         self._ran, self._waited = self._read()
 
     def share(self) -> float:
-        """The share of the threads' runnable time since the last call that they waited for a core."""
+        """The share of the threads' runnable time since the last call that they spent waiting for a core."""
         ran, waited = self._ran, self._waited
         self._ran, self._waited = self._read()
         ran, waited = max(0, self._ran - ran), max(0, self._waited - waited)  # less: threads have ended

@@ -177,7 +177,7 @@ METRICS: dict[str, Metric] = {
     "perf/process_hours": Metric("h", "on CPUs: hours of the stage times its processes, over all attempts"),
     "perf/core_wait_frac": Metric(
         "share",
-        "on CPUs: share of the time in which threads of rank 0's process could have run that they waited for a core",
+        "on CPUs: share of their runnable time that threads of rank 0's process spent waiting for a core",
     ),
     "perf/data_wait_frac": Metric("share", "share of the time of perf/images_per_s in which rank 0 waited for a batch"),
     "perf/save_stall_frac": Metric(

@@ -76,7 +76,7 @@ def test_a_node_that_goes_down_takes_its_job_back_to_the_queue(stand_in_run: Sub
     run.slurm.run("scontrol", "update", "NodeName=node2", "State=DOWN", "Reason=test")
     run.wait_for_state(jobs["pretrain"], "PENDING")
     run.go_on()
-    run.wait_for(lambda: not _is_running(jobs["pretrain"]), what="end of what ran there, as of all on such a node")
+    run.wait_for(lambda: not _is_running(jobs["pretrain"]), what="end of the step, as on a node that is down")
     run.slurm.run("scontrol", "update", "NodeName=node2", "State=RESUME", check=False)  # it may be back by itself
     assert run.wait_for_state(jobs["pretrain"], "COMPLETED", "FAILED", "CANCELLED") == "COMPLETED"
     assert run.log("pretrain").count("rank 0 of 2 goes on from step") >= 2
@@ -218,6 +218,6 @@ def _again(run: SubmittedRun) -> list[str]:
 
 
 def _is_running(job: str) -> bool:
-    """Whether a node still has processes of its first step, as SLURM's own process for it is the last to end."""
+    """Whether a node still runs a job's first step: SLURM's own process for it is the last to end."""
     titles = (" ".join(each.info["cmdline"] or ()).strip() for each in psutil.process_iter(["cmdline"]))
     return f"slurmstepd: [{job}.0]" in titles
