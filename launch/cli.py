@@ -11,25 +11,25 @@ from data_shards.errors import UserError
 from data_shards.working_folder import leave_out
 from launch.commands.check import check
 from launch.commands.demo import demo
+from launch.commands.doctor import doctor
+from launch.commands.evaluate import evaluate
+from launch.commands.figures import figures
 from launch.commands.models import export_model, import_model
 from launch.commands.pack import pack
+from launch.commands.plan import plan
 from launch.commands.predict import predict
 from launch.commands.recipes import recipes
+from launch.commands.report import compare, report
 from launch.commands.run import run, train
+from launch.commands.show import show
+from launch.commands.slurm import cancel, status, submit
 from launch.commands.sweep import sweep
 from launch.commands.sync import sync
 from launch.commands.table8 import table8
-from launch.doctor.command import doctor
-from launch.evaluating.command import evaluate
-from launch.figures.command import figures
+from launch.commands.transfer import fewshot, knn, probe, transfer
+from launch.commands.watch import watch
 from launch.output import OutputLost, guard, say
-from launch.planning.command import plan
-from launch.report.command import compare, report
-from launch.show.command import show
-from launch.slurm.command_line import cancel, status, submit
-from launch.transfer.commands import fewshot, knn, probe, transfer
-from launch.watch.command import watch
-from pipeline.vocabulary import EXIT_FAILED, EXIT_READER_LEFT, EXIT_STOPPED, EXIT_USER_ERROR
+from pipeline.recipe.vocabulary import EXIT_FAILED, EXIT_READER_LEFT, EXIT_STOPPED, EXIT_USER_ERROR
 
 app = App(
     name="shardvit",

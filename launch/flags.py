@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from cyclopts import Parameter
 
 from data_shards.errors import UserError
-from pipeline.vocabulary import WeightsKind
+from pipeline.recipe.vocabulary import WeightsKind
 
 if TYPE_CHECKING:
     from pydantic import ValidationError

@@ -14,7 +14,7 @@ from cyclopts import Parameter
 
 from data_shards.durable import replace_text
 from data_shards.errors import UserError
-from pipeline.vocabulary import ALL_STAGES, RECIPE_FILE, STAGE_FILE
+from pipeline.recipe.vocabulary import ALL_STAGES, RECIPE_FILE, STAGE_FILE
 
 Force = Annotated[bool, Parameter(name="--force", negative="", help="Replace what is there, whatever wrote it.")]
 JsonFile = Annotated[

@@ -1,13 +1,13 @@
 """What every launcher starts on every rank: stages of a recipe, one after another in the same processes.
 
     PYTHONSAFEPATH=1 deepspeed --num_gpus 8 --no_local_rank --module launch.train RECIPE --stage pretrain
-    python -P -m launch.torchrun --nproc-per-node 8 -m launch.train RECIPE --stage pretrain --stage swap_head
+    python -P -m launch.local.torchrun --nproc-per-node 8 -m launch.train RECIPE --stage pretrain --stage swap_head
     python -P -m launch.train RECIPE --stage pretrain
 
 `shardvit run` does that by itself (`local`). Each stage has its own record, MLflow run and watch, and its result is to
-the last bit as in processes of its own (`pipeline.fresh`); imports and the meeting of the ranks are paid once. Several
+the last bit as in processes of its own (`pipeline.ranks.fresh`); imports and the meeting of the ranks are paid once. Several
 stages: those that are done are passed over; the first that does not come to its end ends the processes. Exit codes of
-a rank and of `launch.torchrun`: 0 done, 2 a user's mistake or a disk that is not writable, 75 stopped by a signal after
+a rank and of `launch.local.torchrun`: 0 done, 2 a user's mistake or a disk that is not writable, 75 stopped by a signal after
 saving (the same command resumes), 1 anything else.
 """
 
@@ -44,9 +44,9 @@ from launch.env import (
     tracking_uri,
     without_place,
 )
-from launch.local import run_node
+from launch.local.processes import RANK_COMMAND, handled
+from launch.local.start import run_node
 from launch.output import go_on, say
-from launch.processes import RANK_COMMAND, handled
 from launch.run.disk import Presence, disk_problem, gone
 from launch.run.lock import locked
 from launch.run.results import describe_results
@@ -57,12 +57,12 @@ from pipeline.ranks.place import Place
 from pipeline.ranks.start_clock import StartClock, seconds_since_start
 from pipeline.recipe.io import difference_to_parent, load_recipe
 from pipeline.recipe.schema import Recipe
-from pipeline.run_folder import RunFolder
-from pipeline.vocabulary import ALL_STAGES, EXIT_STOPPED, EXIT_USER_ERROR, StageName
+from pipeline.recipe.vocabulary import ALL_STAGES, EXIT_STOPPED, EXIT_USER_ERROR, StageName
+from pipeline.runs.run_folder import RunFolder
 
 if TYPE_CHECKING:
-    from pipeline.context import StageContext
     from pipeline.ranks.stopping import StopFlag
+    from pipeline.stage.context import StageContext
 
 _COLLATERAL_WAIT_SECONDS = 3.0  # a rank that notices another's end leaves later, so that the other's code is reported
 _WATCH_SECONDS = 1.0
@@ -201,15 +201,15 @@ def _run(
     from model.importing import import_timm
 
     import_timm()
-    from pipeline.beside import Beside
     from pipeline.checkpoint.saver import SaveFailed
-    from pipeline.context import StageContext, Tracking, draw_nothing
-    from pipeline.data_workers import cores_of
-    from pipeline.pictures.picture import Moment
+    from pipeline.pictures.draw_process import Beside
     from pipeline.ranks.group import Ranks
-    from pipeline.stages import run_stage  # noqa: F401 - while nobody waits in the process group
-    from pipeline.threads import settle_threads
-    from pipeline.train_loop import TrainingFailed
+    from pipeline.ranks.threads import settle_threads
+    from pipeline.runs.pictures import Moment
+    from pipeline.stage.context import StageContext, Tracking, draw_nothing
+    from pipeline.stage.data_workers import cores_of
+    from pipeline.training.stages import run_stage  # noqa: F401 - while nobody waits in the process group
+    from pipeline.training.train_loop import TrainingFailed
 
     with contextlib.ExitStack() as held:
         held.callback(clock.close)
@@ -235,7 +235,7 @@ def _run(
         beside = None
         if place.is_main and wants_pictures:
             moments = get_args(Moment) if recipe.pictures == "auto" else ("end",)
-            module = "launch.report.beside"
+            module = "launch.pages.draw_process"
             beside = Beside(folder, environ=without_place(), say=say, module=module, moments=moments)
             held.enter_context(beside)
         context = StageContext(
@@ -266,9 +266,9 @@ def _run(
 
 def _run_stages(context: StageContext, stages: Sequence[StageName], *, at: _At) -> None:
     """One after another; of several, those that are not done. Stopped: also between two stages."""
-    from pipeline.fresh import FreshProcess
+    from pipeline.ranks.fresh import FreshProcess
     from pipeline.ranks.stopping import Stopped
-    from pipeline.stages import run_stage
+    from pipeline.training.stages import run_stage
 
     fresh, say_start = FreshProcess(), context.start.say
     for stage in stages:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pipeline.vocabulary import METRICS
+from pipeline.recipe.vocabulary import METRICS
 
 PAGE = Path(__file__).with_name("README.md")
 BEGIN, END = "<!-- metrics: begin -->\n", "<!-- metrics: end -->"

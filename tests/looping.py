@@ -20,8 +20,8 @@ from pipeline.ranks.phases import Phases
 from pipeline.ranks.stopping import Requests, StopFlag, StopOrSave
 from pipeline.recipe.schedule import Schedule
 from pipeline.recipe.stage_plan import StagePlan
-from pipeline.task import Example, Tally
-from pipeline.train_loop import TrainJob
+from pipeline.stage.task import Example, Tally
+from pipeline.training.train_loop import TrainJob
 
 STEPS, MASKED = 6, 4
 ALL, HALF = 1 + 16, 1 + 8  # tokens

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from itertools import islice
 
 from data_shards.checking.findings import MOST_PLACES, Finding, FoundAt, finding
-from data_shards.duplicates.collection import Collection, ShardImages
-from data_shards.duplicates.matches import MATCH_KINDS, Match, Matches, MatchKind, find_matches
+from data_shards.checking.near_duplicates.collection import Collection, ShardImages
+from data_shards.checking.near_duplicates.matches import MATCH_KINDS, Match, Matches, MatchKind, find_matches
 from data_shards.images.decode import PixelLimit
-from data_shards.shard_set import ShardSet
+from data_shards.shards.shard_set import ShardSet
 from data_shards.store.store import Store
 
 _MEANING: dict[MatchKind, str] = {

@@ -22,15 +22,15 @@ from data_shards.checking.against import compare_splits, match_findings
 from data_shards.checking.findings import Finding, FoundAt, finding
 from data_shards.checking.fitness import Fitness, assess
 from data_shards.checking.judge import findings_across, split_findings
+from data_shards.checking.near_duplicates.matches import Matches
 from data_shards.checking.run import scan_set
 from data_shards.checking.scan import ScanRequest
 from data_shards.checking.split import SplitScan, SplitSummary
-from data_shards.duplicates.matches import Matches
 from data_shards.errors import UserError
 from data_shards.images.decode import USUAL_LIMIT, PixelLimit
-from data_shards.manifest import MANIFEST_FILE
-from data_shards.opening import open_all_splits, open_shards, splits_below
-from data_shards.shard_set import ShardSet, ShardsSpec
+from data_shards.reading.opening import open_all_splits, open_shards, splits_below
+from data_shards.shards.manifest import MANIFEST_FILE
+from data_shards.shards.shard_set import ShardSet, ShardsSpec
 from data_shards.store.location import is_local, local_path, shown
 from data_shards.store.store import Store, StoreError
 

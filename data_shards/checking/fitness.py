@@ -13,7 +13,7 @@ import numpy as np
 
 from data_shards.checking.findings import Finding, finding
 from data_shards.errors import UserError
-from data_shards.order import Int64s, Order, check_sizes
+from data_shards.order.sample_order import Int64s, Order, check_sizes
 from data_shards.text import counted, show_bytes
 
 DEFAULT_LANES = 256  # what `data.lanes: auto` comes to for batches that are multiples of 256

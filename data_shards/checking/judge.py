@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 
 from data_shards.checking.findings import MOST_PLACES, Finding, FoundAt, finding
 from data_shards.checking.split import SplitScan, spread
-from data_shards.labels import alike_names
-from data_shards.manifest import MANIFEST_FILE
-from data_shards.shard_set import ShardSet, class_difference
+from data_shards.shards.labels import alike_names
+from data_shards.shards.manifest import MANIFEST_FILE
+from data_shards.shards.shard_set import ShardSet, class_difference
 from data_shards.store.location import is_local, local_path
 
 Int64s = NDArray[np.int64]

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from data_shards.checking.findings import FoundAt
 from data_shards.checking.scan import SAMPLE, PartScan
-from data_shards.shard_set import ShardSet
+from data_shards.shards.shard_set import ShardSet
 
 _MOST_UNPACKED = 64  # parts
 

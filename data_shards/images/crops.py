@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_shards.images.box import Box
-from data_shards.randomness import uniforms
+from data_shards.order.randomness import uniforms
 from data_shards.vocabulary import RandomStream
 
 _TORCHVISION_ATTEMPTS = 10  # torchvision's RandomResizedCrop

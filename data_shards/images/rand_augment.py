@@ -32,7 +32,7 @@ import numpy as np
 from data_shards.errors import UserError
 from data_shards.images.big_vision_operations import OPERATIONS, Draw, apply
 from data_shards.images.box import Pixels
-from data_shards.randomness import uniforms
+from data_shards.order.randomness import uniforms
 from data_shards.vocabulary import RandAugmentRanges, RandomStream
 
 if TYPE_CHECKING:

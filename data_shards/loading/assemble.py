@@ -21,9 +21,9 @@ from data_shards.images.transforms import EvalTransform, Pixels, TrainTransform
 from data_shards.loading.batch import Batch, Fault
 from data_shards.loading.mixing import Mix
 from data_shards.loading.workers import empty_images, now_reading
-from data_shards.order import LaneStream, Visits
-from data_shards.shard_reader import ShardReader
-from data_shards.shard_set import ShardSet
+from data_shards.order.sample_order import LaneStream, Visits
+from data_shards.reading.shard_reader import ShardReader
+from data_shards.shards.shard_set import ShardSet
 from data_shards.store.store import Store
 from data_shards.vocabulary import DecoderName, OnCorrupt
 

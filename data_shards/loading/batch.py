@@ -1,4 +1,4 @@
-"""One micro-batch of uint8 pixels and labels; flip, normalisation and mixing happen later (`pipeline.task`)."""
+"""One micro-batch of uint8 pixels and labels; flip, normalisation and mixing happen later (`pipeline.stage.task`)."""
 
 from __future__ import annotations
 

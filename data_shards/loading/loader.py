@@ -23,9 +23,9 @@ from data_shards.loading.assemble import Access, Assembler
 from data_shards.loading.batch import Batch
 from data_shards.loading.mixing import MixupConfig, draw_mix
 from data_shards.loading.workers import iterate
-from data_shards.mixture import AnyOrder, upcoming_shards
-from data_shards.order import Int64s, Visits
-from data_shards.randomness import uniforms
+from data_shards.order.mixture import AnyOrder, upcoming_shards
+from data_shards.order.randomness import uniforms
+from data_shards.order.sample_order import Int64s, Visits
 from data_shards.store.prefetch import Prefetcher, start_prefetch
 from data_shards.vocabulary import RandomStream, WorkerKind
 

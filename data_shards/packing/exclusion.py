@@ -18,15 +18,15 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from data_shards.duplicates.collection import ImagePlace, ShardImages, UnreadNow
-from data_shards.duplicates.matches import Match, Matches, find_matches
-from data_shards.duplicates.page import write_page
+from data_shards.checking.near_duplicates.collection import ImagePlace, ShardImages, UnreadNow
+from data_shards.checking.near_duplicates.matches import Match, Matches, find_matches
+from data_shards.checking.near_duplicates.page import write_page
 from data_shards.packing.found import EXCLUDED_FILE, UNSURE_FILE, write_lines
 from data_shards.packing.request import PackRequest
 from data_shards.packing.shard_plan import PackPlan, ShardPlan
-from data_shards.shard_set import Report
-from data_shards.sources import Source
-from data_shards.sources.base import SplitName
+from data_shards.packing.sources import Source
+from data_shards.packing.sources.base import SplitName
+from data_shards.shards.shard_set import Report
 
 EXCLUDED_PAGE = "excluded.html"
 

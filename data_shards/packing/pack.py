@@ -32,7 +32,6 @@ import numpy as np
 
 from data_shards.durable import flush
 from data_shards.errors import UserError
-from data_shards.manifest import Manifest, read_manifest, write_json, write_manifest, write_timm_info
 from data_shards.packing.exclusion import find_excluded
 from data_shards.packing.found import (
     DUPLICATES_FILE,
@@ -53,14 +52,15 @@ from data_shards.packing.request import PackRequest
 from data_shards.packing.seen import compare_seen, write_seen
 from data_shards.packing.shard_plan import LABEL_SPECS, PackPlan, ShardPlan, class_numbers, make_plan, needed_bytes
 from data_shards.packing.shard_writer import plan_mark, read_digests, write_shards
+from data_shards.packing.sources import Source, Unpacking, open_source
+from data_shards.packing.sources.base import SplitName
 from data_shards.packing.split import read_holdout_list
 from data_shards.packing.work import ShardRecord, WorkFolder, open_work, unpacked_path, work_path
 from data_shards.processes import num_cores
 from data_shards.progress_line import Progress
-from data_shards.shard_set import Report
-from data_shards.sources import Source, Unpacking, open_source
-from data_shards.sources.base import SplitName
-from data_shards.tars.tar_index import index_path
+from data_shards.shards.manifest import Manifest, read_manifest, write_json, write_manifest, write_timm_info
+from data_shards.shards.shard_set import Report
+from data_shards.shards.tar_index import index_path
 from data_shards.text import counted, parse_json, printable, show_bytes
 
 PACK_FILE = "pack.json"

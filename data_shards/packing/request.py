@@ -10,9 +10,9 @@ from typing import Literal
 from data_shards.errors import UserError
 from data_shards.images.decode import PixelLimit
 from data_shards.packing.image import PACKED_LIMIT, Resize
+from data_shards.packing.sources import LabelList, Published, Source
 from data_shards.packing.split import Holdout, HoldoutCount, HoldoutList
-from data_shards.shard_set import ShardSet
-from data_shards.sources import LabelList, Published, Source
+from data_shards.shards.shard_set import ShardSet
 from data_shards.store.store import Store
 
 DEFAULT_SAMPLES_PER_SHARD = 1000  # ImageNet: about 110 MB a shard, within the 0.1 to 1 GB that object stores like

@@ -21,15 +21,15 @@ from numpy.typing import NDArray
 
 from data_shards.durable import flush
 from data_shards.errors import UnreadableImage
-from data_shards.manifest import Shard
 from data_shards.packing.image import prepare_image
 from data_shards.packing.request import PackRequest
 from data_shards.packing.shard_plan import LABEL_SPECS, ShardPlan
+from data_shards.packing.sources import ImageSet
 from data_shards.packing.work import DIGEST_BYTES, RefusedImage, ShardRecord
 from data_shards.progress_line import Progress
-from data_shards.sources import ImageSet
-from data_shards.tars.tar_index import build_index, index_path, write_index
-from data_shards.webdataset_parts import tar_writer
+from data_shards.shards.manifest import Shard
+from data_shards.shards.tar_index import build_index, index_path, write_index
+from data_shards.shards.webdataset_parts import tar_writer
 
 _BUFFER_BYTES = 1 << 20
 _Result = TypeVar("_Result")

@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_shards.errors import UserError
-from data_shards.sources import ImageSet, Source
-from data_shards.sources.base import SplitName
-from data_shards.sources.label_list import clean_path, read_lines
+from data_shards.packing.sources import ImageSet, Source
+from data_shards.packing.sources.base import SplitName
+from data_shards.packing.sources.label_list import clean_path, read_lines
 
 
 @dataclass(frozen=True)

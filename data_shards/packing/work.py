@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from data_shards.errors import UserError
-from data_shards.manifest import Shard, write_json
-from data_shards.tars.tar_index import index_path
+from data_shards.shards.manifest import Shard, write_json
+from data_shards.shards.tar_index import index_path
 from data_shards.text import parse_json
 
 DIGEST_BYTES = 16  # of an image

@@ -24,6 +24,7 @@ from typing import Literal
 
 from data_shards.control_groups import user_name
 from data_shards.errors import UserError
+from data_shards.shards.shard_index import ShardIndex, load_index, save_index
 from data_shards.store.cache_folder import (
     PART,
     TAR,
@@ -38,7 +39,6 @@ from data_shards.store.cache_folder import (
 )
 from data_shards.store.download import StoreError
 from data_shards.store.remote_errors import DownloadStopped, Stop, Transient
-from data_shards.tars.shard_index import ShardIndex, load_index, save_index
 from data_shards.text import show_bytes
 
 _GROWTH_BYTES = 64 * 2**20  # reserved at once, at most, where the size is not known beforehand

@@ -17,9 +17,9 @@ import time
 from collections.abc import Generator
 from typing import IO, Any
 
+from data_shards.shards.webdataset_parts import part
 from data_shards.store.location import PIPE, protocol, scrubbed
 from data_shards.store.remote_errors import DownloadStopped, Refused, Stop, Transient, Wrong, translated
-from data_shards.webdataset_parts import part
 from data_shards.working_folder import users_environment
 
 _PIECE_BYTES = 2**20

@@ -15,7 +15,7 @@ from typing import Literal
 from urllib.parse import quote
 
 from data_shards.errors import UserError
-from data_shards.webdataset_parts import expand_urls
+from data_shards.shards.webdataset_parts import expand_urls
 
 PIPE = "pipe:"
 Commands = Literal["run", "refuse"]

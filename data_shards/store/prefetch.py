@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from data_shards.shard_set import ColumnShards, ShardEntry
+from data_shards.shards.shard_set import ColumnShards, ShardEntry
 from data_shards.store.cache import NoRoom
 from data_shards.store.cache_folder import TOUCH_SECONDS
 from data_shards.store.location import is_local

@@ -26,6 +26,7 @@ from itertools import islice
 from typing import Any, Literal, TypeVar
 
 from data_shards.errors import UserError
+from data_shards.shards.webdataset_parts import part
 from data_shards.store.commands import gopen_pieces, pipe_pieces
 from data_shards.store.location import Commands, demand_no_command, protocol, scrubbed, shown
 from data_shards.store.redirects import redirect_rule
@@ -39,7 +40,6 @@ from data_shards.store.remote_errors import (
     of_status,
     translated,
 )
-from data_shards.webdataset_parts import part
 
 Result = TypeVar("Result")
 Pieces = Generator[bytes, None, None]

@@ -15,13 +15,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from data_shards.errors import UserError
-from data_shards.shard_set import ShardEntry
+from data_shards.shards.shard_index import ShardIndex
+from data_shards.shards.shard_set import ShardEntry
+from data_shards.shards.tar_index import build_index, open_index, read_index
 from data_shards.store.cache import Cache, CacheConfig, Evict, PartialShard
 from data_shards.store.download import Downloads, MissingObject, RetryPolicy, StoreError
 from data_shards.store.location import PIPE, Commands, demand_no_command, is_local, local_path, shown
 from data_shards.store.remote_errors import DownloadStopped, Stop, Wrong
-from data_shards.tars.shard_index import ShardIndex
-from data_shards.tars.tar_index import build_index, open_index, read_index
 
 __all__ = ["MissingObject", "OpenShard", "RetryPolicy", "Store", "StoreError"]
 

@@ -21,7 +21,7 @@ from pathlib import Path
 import yaml
 
 from data_shards.text import table
-from pipeline.metrics_log import read_metrics
+from pipeline.runs.metrics_log import read_metrics
 
 EPOCHS = 2
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from data_shards.loading.assemble import Access
 from data_shards.loading.batch import Batch
 from data_shards.loading.loader import Layout, TrainBatches, TrainLoader
-from data_shards.mixture import AnyOrder, make_order
-from data_shards.opening import open_shards
-from data_shards.shard_set import ShardSet
+from data_shards.order.mixture import AnyOrder, make_order
+from data_shards.reading.opening import open_shards
+from data_shards.shards.shard_set import ShardSet
 from launch.bench.data_fast import OURS
 from launch.bench.data_methods import BATCH_IMAGES, WORKERS, WorkerKind
 

@@ -21,9 +21,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from data_shards.errors import UserError
-from data_shards.manifest import read_manifest, write_manifest
 from data_shards.packing.image import Resize
 from data_shards.packing.pack import pack
+from data_shards.shards.manifest import read_manifest, write_manifest
 from launch.bench.data_methods import QUALITY, SHORT_SIDE, Work
 
 CLASSES = 10  # dealt out in turns; labels mean nothing here

@@ -23,13 +23,13 @@ import torch
 
 from data_shards.images.crops import DRAWS_PER_SAMPLE
 from data_shards.images.decode import read_image
-from data_shards.randomness import uniforms
+from data_shards.order.randomness import uniforms
 from launch.bench.data_fast import OURS
 from launch.bench.data_prepare import read_photographs
 
 _IMPORTS = {
     "torch": "import torch",
-    "the data path": "from data_shards.loading.loader import TrainLoader; from data_shards.opening import open_shards",
+    "the data path": "from data_shards.loading.loader import TrainLoader; from data_shards.reading.opening import open_shards",
 }
 _PARTS = {"decode": "decoding (libjpeg-turbo, by nvImageCodec)", "aten.": "resize (torch)"}
 

@@ -28,9 +28,9 @@ def measure_reading(folder: Path, *, samples: int, rounds: int) -> dict[str, lis
         samples: how many are read in a round; at most as many as there are.
         rounds: in which the ways take turns.
     """
-    from data_shards.opening import open_shards
-    from data_shards.shard_reader import ShardReader
-    from data_shards.tars.tar_index import open_index
+    from data_shards.reading.opening import open_shards
+    from data_shards.reading.shard_reader import ShardReader
+    from data_shards.shards.tar_index import open_index
     from launch.bench.data_ours import shuffled_places, stream_of
 
     shards = open_shards(str(folder), report=lambda _: None)

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from data_shards.images.box import Box, Pixels
 from data_shards.images.crops import DRAWS_PER_SAMPLE, torchvision_crop
 from data_shards.images.decode import read_image
-from data_shards.randomness import uniforms
+from data_shards.order.randomness import uniforms
 from launch.bench.crop_limit import NoLimit, compile_limit
 from launch.bench.measure import in_turns
 

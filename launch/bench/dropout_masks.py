@@ -25,7 +25,7 @@ from model.config import ModelConfig
 from model.dropout import words_of
 from model.init import initialise
 from model.regularisation import Regularisation
-from pipeline.dropout_masks import sample_words
+from pipeline.stage.dropout_masks import sample_words
 
 _CLASSES = 10
 _MODELS = {  # name: width, heads, depth (a few blocks of the variant: a step's parts grow alike), images

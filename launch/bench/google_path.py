@@ -125,7 +125,7 @@ def _places(boxes: np.ndarray, *, axis: int, side: int) -> np.ndarray:
 
 def _ours(height: int, width: int) -> np.ndarray:
     from data_shards.images.crops import DRAWS_PER_SAMPLE, google_crop
-    from data_shards.randomness import uniforms
+    from data_shards.order.randomness import uniforms
 
     boxes = []
     for draws in uniforms(7, np.arange(_BOXES), draws=DRAWS_PER_SAMPLE):

@@ -205,7 +205,7 @@ def _ours(size: work.Size, meter: Meter, device: torch.device) -> Note:
     from pipeline.ranks.place import Place
     from pipeline.ranks.stopping import StopOrSave
     from pipeline.recipe.stage_plan import plan_stage
-    from pipeline.task import make_task
+    from pipeline.stage.task import make_task
 
     recipe = recipe_of(size)
     ranks = Ranks(Place(), timeout_seconds=120)

@@ -1,4 +1,4 @@
-"""What it costs on a CPU to make the model's input of a batch: flip, normalise, mix; `pipeline.task` and the plain way.
+"""What it costs on a CPU to make the model's input of a batch: flip, normalise, mix; `pipeline.stage.task` and the plain way.
 
 Run `python -m launch.bench.model_input`; records/model_input.txt has what it printed. The plain way is a pass over
 memory for each operation, in the images' own layout, with the channels put first at the end. One thread; both take
@@ -20,7 +20,7 @@ from data_shards.loading.batch import Batch
 from data_shards.loading.mixing import Mix
 from data_shards.vocabulary import GOOGLES
 from launch.bench.measure import median_ratio
-from pipeline.task import model_input
+from pipeline.stage.task import model_input
 
 _CPU = torch.device("cpu")
 _SIZES = ((224, 32), (32, 64), (8, 128))  # pixels a side, images

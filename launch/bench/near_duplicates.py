@@ -41,11 +41,11 @@ from typing import Literal
 import numpy as np
 from PIL import Image
 
-from data_shards.duplicates.collection import ImagePlace
-from data_shards.duplicates.hash_index import HashIndex
-from data_shards.duplicates.matches import Matches, find_matches
-from data_shards.duplicates.page import write_report
-from data_shards.duplicates.perceptual_hash import PARTS, WHOLE
+from data_shards.checking.near_duplicates.collection import ImagePlace
+from data_shards.checking.near_duplicates.hash_index import HashIndex
+from data_shards.checking.near_duplicates.matches import Matches, find_matches
+from data_shards.checking.near_duplicates.page import write_report
+from data_shards.checking.near_duplicates.perceptual_hash import PARTS, WHOLE
 from data_shards.images.decode import USUAL_LIMIT
 from launch.bench.pictures import edited, plain_floors, scenes
 

@@ -35,7 +35,7 @@ def measure(samples: int, *, shards: int, lanes: int, batch_images: int, sets: i
     picked = random.Random(seed)
     sizes = [samples // shards] * shards
     begin = time.perf_counter()
-    from data_shards.mixture import make_order  # imports NumPy
+    from data_shards.order.mixture import make_order  # imports NumPy
 
     imported = time.perf_counter()
     order = make_order(

@@ -39,7 +39,7 @@ from pipeline.ranks.stopping import StopOrSave
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.stage_plan import plan_stage
 from pipeline.report.losses import LossWindow
-from pipeline.task import make_task
+from pipeline.stage.task import make_task
 
 DEPTH, WIDTH, HEADS, PATCH, SIZE, CLASSES, IMAGES = 24, 64, 2, 4, 8, 10, 2
 BUCKET_ELEMENTS = 100_000  # to this model as 25 million are to ViT-L

@@ -26,10 +26,10 @@ from pathlib import Path
 
 import numpy as np
 
-from pipeline.metrics_log import MetricRow
 from pipeline.recipe.io import load_recipe
-from pipeline.run_folder import RunFolder
-from pipeline.vocabulary import METRICS
+from pipeline.recipe.vocabulary import METRICS
+from pipeline.runs.metrics_log import MetricRow
+from pipeline.runs.run_folder import RunFolder
 
 _MOST_SECONDS, _MOST_BYTES = 20.0, 5_000_000
 _BATCH = 64

@@ -28,7 +28,7 @@ import psutil
 
 from data_shards.packing.pack import pack
 from launch.bench.measure import median_ratio
-from pipeline.metrics_log import iter_metrics
+from pipeline.runs.metrics_log import iter_metrics
 
 _TARGET = 1.5
 _SAVED_STEP = 20

@@ -41,6 +41,7 @@ from model.init import initialise
 from pipeline.checkpoint.room import estimate_bytes
 from pipeline.checkpoint.saver import CheckpointSaver
 from pipeline.checkpoint.store import Retention
+from pipeline.checkpoint.train_state import TrainState
 from pipeline.engine.host_copy import HostBuffer, HostCopy
 from pipeline.engine.open import open_engine
 from pipeline.engine.protocol import Engine
@@ -51,7 +52,6 @@ from pipeline.recipe.optimizer import OptimizerConfig
 from pipeline.recipe.schedule import Schedule
 from pipeline.recipe.schema import EngineConfig, Recipe
 from pipeline.recipe.stage_plan import StagePlan
-from pipeline.state import TrainState
 
 _PIECE_BYTES = 1 << 26
 _CLASSES = 10

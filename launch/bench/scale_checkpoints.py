@@ -24,13 +24,13 @@ from torch import nn
 from launch.bench.scale_rows import RANKS, Row
 from pipeline.checkpoint.saver import CheckpointSaver
 from pipeline.checkpoint.store import Retention, beside_of, commit_checkpoint, open_beside, shared_out
+from pipeline.checkpoint.train_state import TrainState
 from pipeline.engine.host_copy import Hold
 from pipeline.engine.portable import WEIGHT
 from pipeline.engine.shared import open_shared
 from pipeline.engine.state_files import Seal, StateFile, digest_of, piece_sizes
 from pipeline.ranks.group import Agreement
 from pipeline.ranks.place import Place
-from pipeline.state import TrainState
 
 _FOLDER = "deepspeed"
 _MODEL_FILE = "mp_rank_00_model_states.pt"

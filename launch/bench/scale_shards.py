@@ -55,7 +55,7 @@ def opening() -> list[Row]:
             f"{SHARDS + RANKS // 8 * 6:,} (calculated: rank 0 all, each host's first rank at most 6)",
             "",
             "On a shared folder; a host with other files behind the path looks at its own disk, once a host "
-            "(tests/pipeline/test_stage_data_once.py counts who opens).",
+            "(tests/pipeline/stage/test_data_once.py counts who opens).",
         ),
         Row(
             "sent to a worker process: MB; CPU s to pickle",
@@ -108,7 +108,7 @@ def _measure(what: str, folder: Path, wire: Path) -> dict[str, float]:
     from data_shards.images.transforms import EvalTransform
     from data_shards.loading.assemble import Access
     from data_shards.loading.loader import EvalBatches, eval_batches
-    from data_shards.opening import open_shards
+    from data_shards.reading.opening import open_shards
 
     start, before = time.process_time(), _peak_megabytes()
     sent = 0

@@ -1,7 +1,7 @@
 """Shuffle quality: how near the order of samples comes to a perfect permutation, beside webdataset's buffer shuffle.
 
 Run `python -m launch.bench.shuffle`; records/shuffle.txt has what it printed. No image is read, only sample numbers
-are shuffled: ours by data_shards.order, webdataset's by its own code (SimpleShardList's shuffle of the shards, then
+are shuffled: ours by data_shards.order.sample_order, webdataset's by its own code (SimpleShardList's shuffle of the shards, then
 filters.shuffle over each reader's samples), one epoch each.
 
 Measured, on equal shards that are sorted by class:
@@ -31,7 +31,7 @@ from importlib.metadata import version
 import numpy as np
 from numpy.typing import NDArray
 
-from data_shards.order import Order
+from data_shards.order.sample_order import Order
 
 Stream = NDArray[np.int64]  # the samples of one epoch, in the order of their visits
 
@@ -93,7 +93,7 @@ def expected_classes(num_samples: int, *, num_classes: int, batch_images: int) -
 
 
 def our_stream(shard_sizes: Sequence[int], *, lanes: int, window_images: int, batch_images: int, seed: int) -> Stream:
-    """One epoch of `data_shards.order`."""
+    """One epoch of `data_shards.order.sample_order`."""
     order = Order(shard_sizes, seed=seed, lanes=lanes, global_batch_images=batch_images, window_images=window_images)
     visits = [order.rank_batch(step, rank=0, world_size=1) for step in range(order.num_samples // batch_images + 2)]
     return np.concatenate([each.sample[each.epoch == 0] for each in visits])

@@ -159,13 +159,13 @@ def measure(*, steps: int) -> Costs:
 def child(folder: Path) -> None:
     """Train as a rank does, with clocks around what only looks."""
     from launch import train as rank
-    from pipeline import stage_training
-    from pipeline.beside import Beside
     from pipeline.engine.deepspeed_engine import DeepSpeedEngine
     from pipeline.engine.weight_norms import WeightNorms
+    from pipeline.pictures.draw_process import Beside
     from pipeline.report.reporter import Report
-    from pipeline.task import Classification
+    from pipeline.stage.task import Classification
     from pipeline.tracking.tracking_thread import Tracker
+    from pipeline.training import stage_training
 
     costs = Costs()
     training = threading.Event()

@@ -20,8 +20,8 @@ from launch.flags import RunsFolder
 from launch.output import go_on
 
 if TYPE_CHECKING:
-    from pipeline.run_folder import RunFolder
-    from pipeline.vocabulary import StageName
+    from pipeline.recipe.vocabulary import StageName
+    from pipeline.runs.run_folder import RunFolder
 
 DemoData = Literal["digits", "fashion-mnist"]
 
@@ -93,7 +93,7 @@ def demo(
         folders.append(run.folder)
     transferred, scratch = folders
     print(f"\n{comparison(transferred, scratch=scratch)}\n\n{next_commands(choice, runs_root=runs)}\n", flush=True)
-    from launch.report.command import report_beside
+    from launch.commands.report import report_beside
 
     print(f"report  {report_beside(transferred, others=[scratch])}")
     return 0

@@ -193,7 +193,7 @@ def export_model(
     demand_target(target, flag="--output", force=force)
 
     from model.formats.export import export_model as write
-    from pipeline.find_model import find_model
+    from pipeline.using.find_model import find_model
 
     found = find_model(model, weights=weights)
     with _mistakes(target):
@@ -217,7 +217,7 @@ def _mistakes(target: Path) -> Iterator[None]:
 
 def _name_of(model: Path) -> str:
     """The run's name, or that of its stage or checkpoint; a file's without its ending."""
-    from pipeline.vocabulary import ALL_STAGES
+    from pipeline.recipe.vocabulary import ALL_STAGES
 
     path = model.resolve()
     parts = [path.name if path.is_dir() else path.stem]

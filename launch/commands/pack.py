@@ -15,7 +15,7 @@ from launch.output import go_on
 
 if TYPE_CHECKING:
     from data_shards.packing.request import Exclusion
-    from data_shards.shard_set import Report
+    from data_shards.shards.shard_set import Report
 
 
 def pack(
@@ -142,8 +142,8 @@ def pack(
     """
     from data_shards.packing.image import DEFAULT_QUALITY, Resize
     from data_shards.packing.pack import pack as pack_images
+    from data_shards.packing.sources import LabelList, Published
     from data_shards.packing.split import HoldoutCount
-    from data_shards.sources import LabelList, Published
 
     go_on()
 
@@ -188,8 +188,8 @@ def pack(
 
 def open_exclusion(locations: list[str], *, report: Report) -> Exclusion:
     """Open the sets of --exclude-matches-of. Raises UserError if one is missing or damaged."""
-    from data_shards.opening import open_all_splits
     from data_shards.packing.request import Exclusion
+    from data_shards.reading.opening import open_all_splits
     from data_shards.store.cache import CacheConfig
     from data_shards.store.location import is_local
     from data_shards.store.store import Store

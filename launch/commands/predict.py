@@ -22,7 +22,7 @@ from launch.flags import Device, MaxImagePixels, WhichWeights, demand_counts, pi
 from launch.output import say
 
 if TYPE_CHECKING:
-    from pipeline.predict import ImagePrediction
+    from pipeline.using.predict import ImagePrediction
 
 _WIDEST_NAME = 48  # longer names are not aligned, so that one of them does not push all classes aside
 
@@ -62,12 +62,12 @@ def predict(
     demand_counts(top=top, batch_size=batch_size)
     if not images:
         raise UserError("predict: name at least one image or folder of images after the model")
-    from data_shards.sources.folder import image_files
-    from pipeline.find_model import find_record
+    from data_shards.packing.sources.folder import image_files
+    from pipeline.using.find_model import find_record
 
     find_record(model)
     files, limit = image_files(images), pixel_limit(max_image_pixels)
-    from pipeline.predict import open_predictor, predict_images
+    from pipeline.using.predict import open_predictor, predict_images
 
     predictor = open_predictor(model, device=device, weights=weights)
     if predictor.origin != str(model):

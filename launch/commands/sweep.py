@@ -12,7 +12,7 @@ from data_shards.errors import UserError
 from launch.env import paths_file
 from launch.flags import DataFile, RunsFolder
 from launch.output import go_on
-from pipeline.vocabulary import StageName
+from pipeline.recipe.vocabulary import StageName
 
 
 def sweep(

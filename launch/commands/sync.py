@@ -42,9 +42,9 @@ def sync(
     """
     from launch.run.lock import locked
     from pipeline.recipe.io import parse_recipe
-    from pipeline.report.history import run_folder_at
+    from pipeline.recipe.vocabulary import RECIPE_FILE
+    from pipeline.runs.history import run_folder_at
     from pipeline.tracking.sync import sync_run
-    from pipeline.vocabulary import RECIPE_FILE
 
     if to is not None and not to.startswith(_SCHEMES):
         raise UserError(f"--to {one_line(to)}: give the address of a server or database, such as http://mlflow:5000")

@@ -21,7 +21,7 @@ from launch.doctor.findings import Check, judge
 from launch.doctor.gpus import try_arithmetic, try_torch
 from launch.doctor.network import ALL_REDUCE_SECONDS, all_reduce
 from launch.env import num_gpus
-from launch.processes import place_here
+from launch.local.processes import place_here
 from pipeline.ranks.start_clock import StartClock
 
 Backend = Literal["gloo", "nccl"]

@@ -36,7 +36,7 @@ from data_shards.errors import UserError
 from launch.output import say as to_stderr
 from launch.run.disk import Presence, gone
 from pipeline.ranks.pid import process_started, this_machine
-from pipeline.vocabulary import EXIT_FAILED, EXIT_USER_ERROR
+from pipeline.recipe.vocabulary import EXIT_FAILED, EXIT_USER_ERROR
 
 _BEAT_SECONDS = 5.0
 _WATCH_SECONDS = 30.0  # file servers pause, too

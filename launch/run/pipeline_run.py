@@ -16,24 +16,24 @@ from typing import Literal
 
 from data_shards.errors import UserError
 from data_shards.store.location import CommandRefused, Commands
-from launch.endings import memory_kills, reason
 from launch.env import SUPERVISOR_PID, num_gpus, tracking_uri
 from launch.hosts.hostfile import Fleet
-from launch.local import Launch, run_stage_locally
+from launch.local.endings import memory_kills, reason
+from launch.local.processes import handled, kill_all
+from launch.local.start import Launch, run_stage_locally
 from launch.output import say
-from launch.processes import handled, kill_all
 from launch.run.disk import Presence, disk_problem
 from launch.run.lock import locked
 from launch.run.restarts import PAUSE_SECONDS, Restarts
 from launch.run.results import describe_results
 from pipeline.checkpoint.identity import check_newest, checkpoint_identity
 from pipeline.checkpoint.mend_record import mend_records
-from pipeline.data_record import check_data, has_record
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.stage import TrainStage
-from pipeline.run_folder import RunFolder
-from pipeline.stage_model import model_from_elsewhere
-from pipeline.vocabulary import EXIT_STOPPED, EXIT_USER_ERROR, StageName
+from pipeline.recipe.vocabulary import EXIT_STOPPED, EXIT_USER_ERROR, StageName
+from pipeline.runs.run_folder import RunFolder
+from pipeline.stage.data_record import check_data, has_record
+from pipeline.stage.initial_model import model_from_elsewhere
 
 _GONE_SECONDS = 20.0  # for the ranks, which notice by themselves, to say it and to end
 
@@ -112,7 +112,7 @@ class PipelineRun:
         if max_restarts < 0:
             raise UserError(f"--max-restarts: it is {max_restarts}; give 0 or more")
         if mode == "dry-run":
-            from launch.planning.dry_run import printed, summary
+            from launch.plan.dry_run import printed, summary
 
             self._start_function()  # which checks the hosts
             text = summary(
@@ -250,7 +250,7 @@ class PipelineRun:
     def check_stages(self) -> list[str]:
         """Check MLflow's address and every stage's data, sizes, model and checkpoints; returns what was not checked."""
         from pipeline.recipe.stage_plan import plan_stage  # numpy and the network only for a recipe that was read
-        from pipeline.stage_data import open_data, training_order
+        from pipeline.stage.data import open_data, training_order
         from pipeline.transfer.few_shot_data import open_few_shot
 
         tracking_uri()  # UserError: it is no address
@@ -263,7 +263,9 @@ class PipelineRun:
                     model_from_elsewhere(self.recipe)
                 continue
             if is_open and config.optimizer.frozen_needs_model:
-                from pipeline.stages import check_frozen  # 5 s for torch and timm, only where names of weights matter
+                from pipeline.training.stages import (
+                    check_frozen,  # 5 s for torch and timm, only where names of weights matter
+                )
 
                 check_frozen(self.recipe, stage=stage)
             data = None
@@ -288,7 +290,7 @@ class PipelineRun:
         """The stage's shards that a dry run does not open, a sentence each."""
         if self.shards == "needed" or stage not in self.recipe.stages.trained:
             return ()
-        from launch.planning.shards import look
+        from launch.plan.shards import look
 
         return look(self.recipe, stage=stage).unopened
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from pipeline.recipe.vocabulary import StageName
 from pipeline.report.best import AVERAGES_SCORES, SCORES, describe_best, show_score
-from pipeline.run_folder import RunFolder
-from pipeline.vocabulary import StageName
+from pipeline.runs.run_folder import RunFolder
 
 
 def describe_results(folder: RunFolder, *, stage: StageName) -> str:

@@ -21,12 +21,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from data_shards.errors import UserError
-from launch.endings import reason
+from launch.local.endings import reason
 from launch.output import say
 from launch.run.restarts import Restarts
 from launch.slurm.records import End, Kind, read_cancelled, read_ends, write_ends
-from pipeline.run_folder import RunFolder, StageRecord
-from pipeline.vocabulary import ALL_STAGES, EXIT_FAILED, EXIT_STOPPED, EXIT_USER_ERROR, StageName
+from pipeline.recipe.vocabulary import ALL_STAGES, EXIT_FAILED, EXIT_STOPPED, EXIT_USER_ERROR, StageName
+from pipeline.runs.run_folder import RunFolder, StageRecord
 
 _TIME_LIMIT = "TimeLimit"
 

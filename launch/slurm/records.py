@@ -17,7 +17,7 @@ from pydantic import TypeAdapter, ValidationError
 from data_shards.durable import break_links, replace_text
 from data_shards.errors import UserError
 from data_shards.inside import read_inside
-from pipeline.vocabulary import StageName
+from pipeline.recipe.vocabulary import StageName
 
 Kind = Literal["stopped", "failed", "taken away"]
 """How an attempt ended that did not finish its stage; taken away: by SLURM (preemption, a failed node, scancel)."""

@@ -13,7 +13,7 @@ from data_shards.errors import UserError
 from data_shards.working_folder import SAFE_PATH
 from launch.slurm.options import limit_seconds
 from launch.slurm.site import ContainerSite, SlurmJob
-from pipeline.vocabulary import EXIT_STOPPED, RECIPE_FILE, StageName
+from pipeline.recipe.vocabulary import EXIT_STOPPED, RECIPE_FILE, StageName
 
 _TEMPLATE = Path(__file__).with_name("templates") / "stage.sbatch.jinja"
 _STEP_TEMPLATE = _TEMPLATE.with_name("step.sbatch.jinja")

@@ -25,9 +25,9 @@ from launch.slurm.site import SlurmJob
 from pipeline.recipe.io import dump_recipe
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.stage_plan import plan_stage
-from pipeline.run_folder import RunFolder
-from pipeline.stage_data import open_data
-from pipeline.vocabulary import StageName
+from pipeline.recipe.vocabulary import StageName
+from pipeline.runs.run_folder import RunFolder
+from pipeline.stage.data import open_data
 
 
 @dataclass(frozen=True)

@@ -30,8 +30,8 @@ from launch.sweep.record import make_record
 from launch.sweep.stored import store_finals
 from pipeline.recipe.io import dump_recipe
 from pipeline.recipe.schema import Recipe
-from pipeline.run_folder import RunFolder
-from pipeline.vocabulary import RECIPE_FILE, StageName
+from pipeline.recipe.vocabulary import RECIPE_FILE, StageName
+from pipeline.runs.run_folder import RunFolder
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,1 @@
-"""`shardvit sweep`: a grid of runs, selection on held-out training images, and the final run on all of them.
-
-Imported by: commands, slurm.
-Imports: data_shards, files of launch, pipeline, planning, run.
-"""
+"""`shardvit sweep`: a grid of runs, selection on held-out training images, and the final run on all of them."""

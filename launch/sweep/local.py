@@ -10,8 +10,8 @@ import signal
 from collections.abc import Callable
 
 from data_shards.errors import UserError
+from launch.local.processes import handled
 from launch.output import say
-from launch.processes import handled
 from launch.run.lock import locked
 from launch.run.pipeline_run import PipelineRun
 from launch.sweep.points import FINAL, Earlier, Point, Sweep, link_earlier
@@ -20,7 +20,7 @@ from launch.sweep.tracking import tell
 from launch.sweep.worth import widened
 from pipeline.recipe.io import differences, parse_recipe
 from pipeline.recipe.schema import Recipe
-from pipeline.vocabulary import EXIT_FAILED, EXIT_STOPPED, EXIT_USER_ERROR, RECIPE_FILE
+from pipeline.recipe.vocabulary import EXIT_FAILED, EXIT_STOPPED, EXIT_USER_ERROR, RECIPE_FILE
 
 _MOST_WIDENINGS = 3
 

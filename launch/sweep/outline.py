@@ -7,15 +7,15 @@ from pathlib import Path
 
 from data_shards.errors import UserError
 from data_shards.text import show_duration, table
-from launch.planning.gathering import make_plan
-from launch.planning.options import PlanOptions
-from launch.planning.page import UNKNOWN, RecipeForecast
-from launch.planning.shards import look
+from launch.plan.gathering import make_plan
+from launch.plan.options import PlanOptions
+from launch.plan.page import UNKNOWN, RecipeForecast
+from launch.plan.shards import look
 from launch.run.pipeline_run import PipelineRun
 from launch.sweep.points import FINAL, Sweep
 from pipeline.recipe.schema import Recipe
-from pipeline.run_folder import RunFolder
-from pipeline.vocabulary import StageName
+from pipeline.recipe.vocabulary import StageName
+from pipeline.runs.run_folder import RunFolder
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,8 @@ from pipeline.recipe.io import differences, flatten, load_recipe, parse_recipe
 from pipeline.recipe.mistakes import mistakes
 from pipeline.recipe.roles import missing_paths
 from pipeline.recipe.schema import Recipe
-from pipeline.run_folder import RunFolder, recipe_digest
-from pipeline.vocabulary import RECIPE_FILE, StageName
+from pipeline.recipe.vocabulary import RECIPE_FILE, StageName
+from pipeline.runs.run_folder import RunFolder, recipe_digest
 
 FINAL = "final"  # the final run's folder
 

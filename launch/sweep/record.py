@@ -19,8 +19,8 @@ from data_shards.text import parse_json, table
 from launch.sweep.points import FINAL, Point, Sweep
 from launch.sweep.worth import beyond, standard_error
 from pipeline.recipe.schema import Recipe
-from pipeline.run_folder import RunFolder
-from pipeline.vocabulary import SWEEP_FILE, StageName
+from pipeline.recipe.vocabulary import SWEEP_FILE, StageName
+from pipeline.runs.run_folder import RunFolder
 
 RULE = "the best held-out score; at equal scores the lower loss, then the first"
 _SCORES = ("top1", "accuracy")

@@ -10,8 +10,8 @@ from data_shards.errors import UserError
 from data_shards.text import parse_json, printable, table
 from launch.sweep.record import RULE
 from pipeline.recipe.io import parse_recipe
-from pipeline.run_folder import RunFolder
-from pipeline.vocabulary import RECIPE_FILE, SWEEP_FILE
+from pipeline.recipe.vocabulary import RECIPE_FILE, SWEEP_FILE
+from pipeline.runs.run_folder import RunFolder
 
 
 def show_sweep(root: Path, *, form: Literal["text", "json"]) -> str:

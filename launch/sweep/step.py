@@ -22,7 +22,7 @@ from launch.sweep.record import SweepRecord, as_table, choose, make_record
 from launch.sweep.stored import read_sweep
 from launch.sweep.tracking import tell
 from pipeline.recipe.io import dump_recipe
-from pipeline.vocabulary import EXIT_FAILED, EXIT_USER_ERROR, RECIPE_FILE
+from pipeline.recipe.vocabulary import EXIT_FAILED, EXIT_USER_ERROR, RECIPE_FILE
 
 
 def choose_point(sweep: Sweep, record: SweepRecord) -> int:

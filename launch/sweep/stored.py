@@ -16,8 +16,8 @@ from data_shards.text import parse_json
 from launch.sweep.grid import Axis
 from launch.sweep.points import Earlier, Point, Sweep
 from pipeline.recipe.io import dump_recipe, parse_recipe
-from pipeline.run_folder import RunFolder
-from pipeline.vocabulary import RECIPE_FILE, SWEEP_FILE, StageName
+from pipeline.recipe.vocabulary import RECIPE_FILE, SWEEP_FILE, StageName
+from pipeline.runs.run_folder import RunFolder
 
 _FINALS = Path("slurm") / "finals"
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
-from launch.processes import handled
+from launch.local.processes import handled
 
 _STDIN = 0
 

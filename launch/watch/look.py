@@ -21,15 +21,23 @@ from data_shards.inside import open_inside
 from launch.slurm.commands import Queued, Slurm
 from launch.slurm.records import Submission, read_ends, read_submission
 from launch.slurm.status import SPEED_WINDOW_SECONDS, checkpoint_age
-from pipeline.metrics_log import follow_metrics
 from pipeline.ranks.heartbeat import Heartbeat, Sightings, heartbeat_file, read_heartbeat
+from pipeline.ranks.time_limit import requeues_needed
 from pipeline.recipe.io import parse_recipe
 from pipeline.recipe.schema import Recipe
-from pipeline.report.events import Event, read_events
+from pipeline.recipe.vocabulary import (
+    ALL_STAGES,
+    EVENTS_FILE,
+    METRICS_FILE,
+    RECIPE_FILE,
+    STAGE_FILE,
+    SWEEP_FILE,
+    StageName,
+)
 from pipeline.report.progress import RecentSpeed
-from pipeline.run_folder import RunFolder, StageRecord
-from pipeline.time_limit import requeues_needed
-from pipeline.vocabulary import ALL_STAGES, EVENTS_FILE, METRICS_FILE, RECIPE_FILE, STAGE_FILE, SWEEP_FILE, StageName
+from pipeline.runs.events import Event, read_events
+from pipeline.runs.metrics_log import follow_metrics
+from pipeline.runs.run_folder import RunFolder, StageRecord
 
 _QUEUE_SECONDS = 30.0
 _SILENT_SECONDS = 60.0  # a heartbeat comes every 2 seconds, or of many ranks less often

@@ -1,5 +1,1 @@
-"""Parameters, FLOPs and activation bytes of a model, by formula and without torch; begin at `flops.account`.
-
-Imported by: launch, pipeline.
-Imports: files of model.
-"""
+"""Parameters, FLOPs and activation bytes of a model, by formula and without torch; begin at `flops.account`."""

@@ -1,5 +1,1 @@
-"""Weights in other projects' formats: `detect` reads any of them, `export` writes them.
-
-Imported by: launch, pipeline.
-Imports: files of model, positions.
-"""
+"""Weights in other projects' formats: `detect` reads any of them, `export` writes them."""

@@ -1,5 +1,1 @@
-"""What a trained model attends to and has learnt, as tensors: attention, rollout, distances, filters, positions.
-
-Imported by: pipeline.
-Imports: files of model, positions, resnet.
-"""
+"""What a trained model attends to and has learnt, as tensors: attention, rollout, distances, filters, positions."""

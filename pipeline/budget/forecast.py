@@ -22,7 +22,7 @@ from pipeline.engine.zero_config import deepspeed_config, overlaps, reduces_at_o
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.stage import TrainStage
 from pipeline.recipe.stage_plan import StagePlan
-from pipeline.vocabulary import OPTIMIZERS, StageName
+from pipeline.recipe.vocabulary import OPTIMIZERS, StageName
 
 _ACTIVATIONS: tuple[Activations, ...] = ("all", "checkpointed")
 _FORWARD = 1 / 3  # of the arithmetic: what activation checkpointing of all blocks computes again

@@ -11,7 +11,7 @@ from pipeline.recipe.duration import parse_duration
 from pipeline.recipe.schedule import Schedule
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.stage_plan import StagePlan, plan_stage
-from pipeline.vocabulary import StageName
+from pipeline.recipe.vocabulary import StageName
 
 _ANY_IMAGES = 10**9  # for an unknown number, once nothing depends on it
 

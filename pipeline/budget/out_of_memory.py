@@ -13,7 +13,7 @@ from pipeline.budget.cost import stage_cost
 from pipeline.budget.length import stage_length
 from pipeline.budget.memory import ZeroStage, state_of
 from pipeline.recipe.schema import Recipe
-from pipeline.vocabulary import StageName
+from pipeline.recipe.vocabulary import StageName
 
 _CLASSES = 1000  # assumed: the head weighs little beside the rest
 

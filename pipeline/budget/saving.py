@@ -16,7 +16,7 @@ from pipeline.budget.memory import ZeroStage
 from pipeline.recipe.optimizer import OptimizerConfig
 from pipeline.recipe.schema import EngineConfig
 from pipeline.recipe.stage import EmaConfig
-from pipeline.vocabulary import AVERAGE_BYTES, MASTER_BYTES, WEIGHT_BYTES
+from pipeline.recipe.vocabulary import AVERAGE_BYTES, MASTER_BYTES, WEIGHT_BYTES
 
 # Of the data sheet's bytes a second in one direction, into page-locked memory: CUDA's bandwidthTest is often seen with
 # 11.1 to 11.4 GB/s on PCIe 3 (T4, V100; of 16); newer ones reach more.

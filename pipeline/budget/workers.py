@@ -15,7 +15,7 @@ from pipeline.budget.cost import stage_cost
 from pipeline.budget.gpus import Gpu
 from pipeline.budget.speed import nearest_anchor
 from pipeline.recipe.schema import Recipe
-from pipeline.vocabulary import StageName
+from pipeline.recipe.vocabulary import StageName
 
 MOST_WORKERS = 32  # that `auto` starts; more of them on one GPU is more than an image of 0.2 megapixels needs
 _MARGIN = 1.3  # of the workers that would just keep up: images differ, and so do a worker's turns

@@ -14,8 +14,8 @@ from typing import Any
 
 from data_shards.errors import UserError
 from pipeline.recipe.schema import FEW_PROCESSES, Recipe
-from pipeline.run_folder import recipe_digest
-from pipeline.vocabulary import StageName
+from pipeline.recipe.vocabulary import StageName
+from pipeline.runs.run_folder import recipe_digest
 
 STATE = "state.json"
 FOLDER_PREFIX = "step-"

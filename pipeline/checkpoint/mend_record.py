@@ -13,8 +13,8 @@ from pathlib import Path
 
 from data_shards.errors import UserError
 from pipeline.checkpoint.identity import checkpoint_folders, read_state_file
-from pipeline.run_folder import BrokenRecord, RunFolder, StageRecord
-from pipeline.vocabulary import StageName
+from pipeline.recipe.vocabulary import StageName
+from pipeline.runs.run_folder import BrokenRecord, RunFolder, StageRecord
 
 
 def mend_records(folder: RunFolder, stages: Iterable[StageName]) -> list[str]:

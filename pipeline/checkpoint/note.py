@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from data_shards.errors import UserError
-from data_shards.mixture import AnyOrder
-from data_shards.shard_set import ShardSet
+from data_shards.order.mixture import AnyOrder
+from data_shards.shards.shard_set import ShardSet
 from pipeline.checkpoint.store import Restored
 from pipeline.checkpoint.written_by import changed_since
 from pipeline.recipe.io import flatten, parse_recipe

@@ -17,7 +17,7 @@ from data_shards.text import show_bytes
 from pipeline.recipe.optimizer import OptimizerConfig
 from pipeline.recipe.schema import EngineConfig
 from pipeline.recipe.stage import EmaConfig
-from pipeline.vocabulary import AVERAGE_BYTES, MASTER_BYTES, WEIGHT_BYTES
+from pipeline.recipe.vocabulary import AVERAGE_BYTES, MASTER_BYTES, WEIGHT_BYTES
 
 _RESERVE_BYTES = 1 << 30
 _RESERVE_SHARE = 0.05  # of the memory; left for what training itself may still take

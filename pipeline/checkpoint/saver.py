@@ -37,12 +37,12 @@ from pipeline.checkpoint.store import (
     open_beside,
     prune_checkpoints,
 )
+from pipeline.checkpoint.train_state import TrainState
 from pipeline.engine.host_copy import HostBuffer, HostCopy, copy_bytes
 from pipeline.engine.protocol import Engine
 from pipeline.engine.state_files import Abandoned, Seal, StateFile, text_file, write_file
 from pipeline.ranks.group import Agreement, Ranks
-from pipeline.state import TrainState
-from pipeline.vocabulary import RECIPE_FILE
+from pipeline.recipe.vocabulary import RECIPE_FILE
 
 _BEAT_SECONDS = 5.0
 # A file server that is away, or one bad transfer: a retry may succeed without anybody's help.

@@ -15,7 +15,7 @@ from data_shards.errors import UserError
 from pipeline.checkpoint.identity import read_state_file
 from pipeline.engine.average import AVERAGE
 from pipeline.engine.portable import WEIGHT, open_state
-from pipeline.vocabulary import WeightsKind
+from pipeline.recipe.vocabulary import WeightsKind
 
 
 def checkpoint_weights(folder: Path, *, model: nn.Module, of: WeightsKind = "weights") -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ from pipeline.optimizers.eager import keep_compiler_out
 from pipeline.ranks.group import Ranks
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.stage_plan import StagePlan
-from pipeline.vocabulary import StageName
+from pipeline.recipe.vocabulary import StageName
 
 
 def open_engine(recipe: Recipe, *, stage: StageName, plan: StagePlan, model: nn.Module, ranks: Ranks) -> Engine:

@@ -25,7 +25,7 @@ from data_shards.errors import UserError
 from pipeline.engine.average import AVERAGE, average_file
 from pipeline.engine.frozen import read_frozen
 from pipeline.engine.reading import read_state
-from pipeline.vocabulary import OPTIMIZERS
+from pipeline.recipe.vocabulary import OPTIMIZERS
 
 # Of a checkpoint: what a backend, or a ZeRO stage, writes.
 ACCELERATE_FILE = "accelerate.pt"

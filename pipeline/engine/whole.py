@@ -38,7 +38,7 @@ from pipeline.ranks.stopping import StopOrSave
 from pipeline.recipe.optimizer import OptimizerConfig
 from pipeline.recipe.stage import EmaConfig
 from pipeline.recipe.stage_plan import StagePlan
-from pipeline.vocabulary import OPTIMIZERS
+from pipeline.recipe.vocabulary import OPTIMIZERS
 
 _NORM_EPS = 1e-6  # torch.nn.utils.clip_grad_norm_'s, and DeepSpeed's
 

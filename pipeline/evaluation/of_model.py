@@ -22,7 +22,7 @@ from data_shards.loading.assemble import Access
 from data_shards.loading.batch import Batch, Fault
 from data_shards.loading.device_prefetch import ahead_on_device
 from data_shards.loading.loader import EvalBatches, eval_batches
-from data_shards.shard_set import ShardSet
+from data_shards.shards.shard_set import ShardSet
 from data_shards.store.store import Store
 from data_shards.vocabulary import EvalProtocol, Normalisation
 from model.loss import loss_function
@@ -30,9 +30,9 @@ from pipeline.evaluation.evaluate import Exchange, evaluate
 from pipeline.evaluation.opening import what_is_asked
 from pipeline.evaluation.request import EvalRequest
 from pipeline.evaluation.result import Evaluation
-from pipeline.predict import Predictor, open_predictor
 from pipeline.ranks.place import Place
-from pipeline.task import Classification
+from pipeline.stage.task import Classification
+from pipeline.using.predict import Predictor, open_predictor
 
 
 @dataclass(frozen=True)

@@ -6,14 +6,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from data_shards.errors import UserError
-from data_shards.opening import open_shards
-from data_shards.shard_set import ShardSet, ShardsSpec
+from data_shards.reading.opening import open_shards
+from data_shards.shards.shard_set import ShardSet, ShardsSpec
 from data_shards.store.cache import CacheConfig
 from data_shards.store.store import Store
 from pipeline.evaluation.request import EvalRequest
 from pipeline.evaluation.truth import Truth, find_truth
 from pipeline.recipe.metrics import chosen_metrics
-from pipeline.vocabulary import EvalMetric
+from pipeline.recipe.vocabulary import EvalMetric
 
 
 def open_set(request: EvalRequest, *, report: Callable[[str], None]) -> tuple[ShardSet, Store]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from data_shards.vocabulary import EvalProtocol, LabelKind
-from pipeline.vocabulary import EvalMetric, WeightsKind
+from pipeline.recipe.vocabulary import EvalMetric, WeightsKind
 
 LabelSet = Literal["shards", "real", "imagenet_v2"]
 Matching = Literal["names", "index"]

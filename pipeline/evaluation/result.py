@@ -24,8 +24,8 @@ from data_shards.durable import make_folders
 from data_shards.inside import is_inside, open_inside, read_inside
 from data_shards.text import printable
 from data_shards.vocabulary import LabelKind
-from pipeline.vocabulary import OWN_SET as OWN_SET  # readers of evaluations find it here
-from pipeline.vocabulary import WeightsKind
+from pipeline.recipe.vocabulary import OWN_SET as OWN_SET  # readers of evaluations find it here
+from pipeline.recipe.vocabulary import WeightsKind
 
 EVALUATIONS_FOLDER = "evaluations"
 CALIBRATION_BINS = 15

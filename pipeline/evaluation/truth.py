@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from data_shards.errors import UserError
-from data_shards.shard_set import ShardSet
+from data_shards.shards.shard_set import ShardSet
 from data_shards.text import named, one_line
 from data_shards.vocabulary import LabelKind
 from pipeline.evaluation.imagenet import numbered_classes, real_labels, usual_classes

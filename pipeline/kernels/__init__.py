@@ -1,5 +1,1 @@
-"""How a stage's arithmetic runs on its device: compiled blocks, attention's kernel, TF32, FP8; settled at its start.
-
-Imported by: files of pipeline.
-Imports: data_shards, files of pipeline, model, recipe.
-"""
+"""How a stage's arithmetic runs on its device: compiled blocks, attention's kernel, TF32, FP8; settled at its start."""

@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from data_shards.errors import UserError
-from pipeline.vocabulary import AttentionKernel
+from pipeline.recipe.vocabulary import AttentionKernel
 
 _FIRST_CUDNN = 91_501  # 9.15.1
 _NODES = {  # the autograd node that a kernel leaves

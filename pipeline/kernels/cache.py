@@ -11,7 +11,7 @@ import os
 import secrets
 from pathlib import Path
 
-from pipeline.vocabulary import COMPILED_FOLDER
+from pipeline.recipe.vocabulary import COMPILED_FOLDER
 
 _NAME = "TORCHINDUCTOR_CACHE_DIR"  # torch reads it whenever it compiles; Triton's cache is inside
 

@@ -20,7 +20,7 @@ import torch
 
 from data_shards.errors import UserError
 from pipeline.kernels.attention import AttentionCase, order_of
-from pipeline.vocabulary import AttentionKernel
+from pipeline.recipe.vocabulary import AttentionKernel
 
 _TWO_TILES = 256  # tokens
 _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"  # cuBLAS's; torch demands one of two values

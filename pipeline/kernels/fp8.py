@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from data_shards.errors import UserError
-from pipeline.vocabulary import Fp8Scaling
+from pipeline.recipe.vocabulary import Fp8Scaling
 
 ALIGNMENT = 16  # of every side, in elements: torch._scaled_mm's
 _NEEDED = {"tensorwise": (8, 9), "rowwise": (9, 0)}  # compute capability

@@ -24,7 +24,7 @@ from pipeline.kernels.determinism import deterministic_algorithms, repeats_bits
 from pipeline.kernels.fp8 import use_fp8
 from pipeline.kernels.precision import fp32_products
 from pipeline.recipe.schema import EngineConfig, Recipe
-from pipeline.vocabulary import StageName
+from pipeline.recipe.vocabulary import StageName
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,1 @@
-"""The optimizers and their parameter groups: torch's and timm's, and our own where those differ from Google's.
-
-Imported by: engine.
-Imports: files of pipeline, recipe.
-"""
+"""The optimizers and their parameter groups: torch's and timm's, and our own where those differ from Google's."""

@@ -1,7 +1,7 @@
 """The optimizer of a stage, by its name in the recipe: torch's or timm's where they have it, else our own.
 
 The engine clips gradients, and sets each group's learning rate before a step: the schedule's times the group's
-`lr_scale`. To add an optimizer: an entry in `pipeline.vocabulary` and a case in `build_optimizer`.
+`lr_scale`. To add an optimizer: an entry in `pipeline.recipe.vocabulary` and a case in `build_optimizer`.
 """
 
 from __future__ import annotations

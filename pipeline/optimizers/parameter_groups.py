@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from pipeline.recipe.optimizer import OptimizerConfig
-from pipeline.vocabulary import OptimizerName
+from pipeline.recipe.vocabulary import OptimizerName
 
 _EMBEDDED = ("pos_embed", "position.", "cls_token", "mask_token")  # timm: no decay; the first layer
 _EMBEDDING = ("patch_embed.", "stem.")  # what sees the pixels: not Muon's

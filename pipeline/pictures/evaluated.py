@@ -13,9 +13,9 @@ from functools import wraps
 
 from data_shards.text import one_line
 from pipeline.evaluation.result import Evaluation, evaluated_step, evaluations, load_evaluation
-from pipeline.pictures.picture import DrawRequest
 from pipeline.pictures.style import plain
-from pipeline.vocabulary import OWN_SET
+from pipeline.recipe.vocabulary import OWN_SET
+from pipeline.runs.pictures import DrawRequest
 
 
 @dataclass(frozen=True)

@@ -17,14 +17,14 @@ from data_shards.images.decode import PixelLimit
 from data_shards.images.transforms import EvalTransform
 from data_shards.loading.assemble import Access, Assembler
 from data_shards.loading.batch import Batch
-from data_shards.opening import open_shards
-from data_shards.order import Visits
-from data_shards.shard_set import ShardSet
+from data_shards.order.sample_order import Visits
+from data_shards.reading.opening import open_shards
+from data_shards.shards.shard_set import ShardSet
 from data_shards.store.location import is_local
-from pipeline.pictures.picture import DrawRequest
-from pipeline.stage_batches import eval_transform
-from pipeline.stage_data import shards_spec, store_of
-from pipeline.vocabulary import OWN_SET
+from pipeline.recipe.vocabulary import OWN_SET
+from pipeline.runs.pictures import DrawRequest
+from pipeline.stage.batches import eval_transform
+from pipeline.stage.data import shards_spec, store_of
 
 
 def held_out_images(request: DrawRequest, *, set_name: str, samples: Sequence[int]) -> Batch:

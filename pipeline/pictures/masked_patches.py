@@ -15,9 +15,9 @@ from data_shards.text import counted
 from pipeline.pictures.evaluated import percent
 from pipeline.pictures.grid import Cell, image_grid
 from pipeline.pictures.held_out_images import held_out_images
-from pipeline.pictures.picture import DrawRequest, Picture, keep_picture
 from pipeline.recipe.stage import MaskedPatchStage
-from pipeline.vocabulary import OWN_SET
+from pipeline.recipe.vocabulary import OWN_SET
+from pipeline.runs.pictures import DrawRequest, Picture, keep_picture
 
 _IMAGES = 8
 _CELL_INCHES = 1.4
@@ -82,8 +82,8 @@ def fill_in(request: DrawRequest) -> FilledIn | None:
 
     from model.masked_patch import colour_classes
     from model.saved import build_from_saved
-    from pipeline.patch_corruption import corruption_held_out
-    from pipeline.task import model_input
+    from pipeline.stage.patch_corruption import corruption_held_out
+    from pipeline.stage.task import model_input
 
     recipe = request.recipe
     batch = held_out_images(request, set_name=OWN_SET, samples=range(_IMAGES))

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from data_shards.glance import Glance
+from data_shards.reading.glance import Glance
 from data_shards.text import show_bytes
 from pipeline.pictures.grid import Cell, image_grid, label_names, percent, shortened
-from pipeline.pictures.picture import Picture
 from pipeline.pictures.style import ACCENT, BAD, GRID, INK, MUTED, SERIES, new_figure
+from pipeline.runs.pictures import Picture
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

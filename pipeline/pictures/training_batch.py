@@ -17,27 +17,27 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from data_shards.glance import DrawnImage, reduced
 from data_shards.images.box import Pixels
 from data_shards.images.crops import DRAWS_PER_SAMPLE
 from data_shards.images.decode import PixelLimit, read_image
 from data_shards.loading.batch import Batch
 from data_shards.loading.mixing import Mix
-from data_shards.randomness import uniforms
-from data_shards.shard_reader import ShardReader
+from data_shards.order.randomness import uniforms
+from data_shards.reading.glance import DrawnImage, reduced
+from data_shards.reading.shard_reader import ShardReader
 from data_shards.text import counted
 from data_shards.vocabulary import GOOGLES, Normalisation, RandomStream
 from pipeline.pictures.grid import MOST_LABELS, Cell, image_grid, label_names, percent
-from pipeline.pictures.picture import DrawRequest, Picture, keep_picture, kept_pictures
 from pipeline.ranks.place import Place
 from pipeline.recipe.data import AugmentConfig
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.stage import MaskedPatchStage, TrainStage
 from pipeline.recipe.stage_plan import StagePlan, plan_stage
-from pipeline.stage_batches import eval_transform, train_stream, train_transform
-from pipeline.stage_data import StageData, open_data
-from pipeline.task import model_input, targets
-from pipeline.vocabulary import StageName
+from pipeline.recipe.vocabulary import StageName
+from pipeline.runs.pictures import DrawRequest, Picture, keep_picture, kept_pictures
+from pipeline.stage.batches import eval_transform, train_stream, train_transform
+from pipeline.stage.data import StageData, open_data
+from pipeline.stage.task import model_input, targets
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -9,7 +9,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, field_validator, mo
 
 from pipeline.recipe.data import OneSet
 from pipeline.recipe.duration import BytesText, DurationText, Strict
-from pipeline.vocabulary import FeatureLayer
+from pipeline.recipe.vocabulary import FeatureLayer
 
 _MOST_SHOTS = 10**6
 

@@ -28,8 +28,8 @@ from pipeline.recipe.sources import (
     read_source,
     with_finetune,
 )
+from pipeline.recipe.vocabulary import ALL_STAGES
 from pipeline.recipe.yaml_text import read_yaml, write_yaml
-from pipeline.vocabulary import ALL_STAGES
 
 # Keys that may differ when a run is resumed: they decide how it is carried out and reported, not what is learnt.
 FREE_KEYS = (

@@ -7,7 +7,7 @@ from typing import Literal
 
 from data_shards.errors import UserError
 from data_shards.vocabulary import LabelKind
-from pipeline.vocabulary import OF_ONE_LABEL, OF_SEVERAL_LABELS, EvalMetric
+from pipeline.recipe.vocabulary import OF_ONE_LABEL, OF_SEVERAL_LABELS, EvalMetric
 
 _TOP = 5
 _MOST_SCORE_BYTES = 5 * 10**9  # over all processes: 50,000 images of 21,843 classes just fit

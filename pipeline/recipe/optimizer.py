@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from pipeline.recipe.duration import DurationText, Strict, parse_duration
 from pipeline.recipe.schedule import Decay
-from pipeline.vocabulary import OPTIMIZERS, MomentType, OptimizerName
+from pipeline.recipe.vocabulary import OPTIMIZERS, MomentType, OptimizerName
 
 _Share = Annotated[float, Field(ge=0, lt=1)]
 

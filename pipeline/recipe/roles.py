@@ -21,8 +21,8 @@ from data_shards.errors import UserError
 from data_shards.text import one_line
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.stage import TrainStage
+from pipeline.recipe.vocabulary import StageName
 from pipeline.recipe.yaml_text import read_yaml_file
-from pipeline.vocabulary import StageName
 
 _KEYS = ("train", "eval")
 

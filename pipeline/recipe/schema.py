@@ -17,7 +17,7 @@ from pipeline.recipe.data import MOST_LANES, DataConfig
 from pipeline.recipe.duration import Strict
 from pipeline.recipe.stage import MOST_SECONDS, MaskedPatchStage, Stages, TrainStage
 from pipeline.recipe.tracking import TrackingConfig
-from pipeline.vocabulary import OPTIMIZERS, AttentionKernel, Fp8Scaling, OptimizerName, StageName
+from pipeline.recipe.vocabulary import OPTIMIZERS, AttentionKernel, Fp8Scaling, OptimizerName, StageName
 
 FEW_PROCESSES = 256  # up to here `data.lanes: auto` does not depend on their number
 _MANY_LANES = 4096  # for more processes

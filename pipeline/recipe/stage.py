@@ -12,7 +12,7 @@ from pipeline.recipe.data import MOST_SIDE, AugmentConfig, OneSet, SomeSets, sev
 from pipeline.recipe.duration import DurationText, Strict
 from pipeline.recipe.few_shot import FewShotConfig
 from pipeline.recipe.optimizer import OptimizerConfig, ScheduleConfig
-from pipeline.vocabulary import ALL_STAGES, OF_SEVERAL_LABELS, EvalMetric, StageName, WeightsKind
+from pipeline.recipe.vocabulary import ALL_STAGES, OF_SEVERAL_LABELS, EvalMetric, StageName, WeightsKind
 
 MOST_SECONDS = 10**7
 _MOST_IMAGES = 2**20  # of a batch

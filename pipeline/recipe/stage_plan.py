@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from data_shards.errors import UserError
-from data_shards.order import check_sizes, check_world_size
+from data_shards.order.sample_order import check_sizes, check_world_size
 from data_shards.text import counted
 from pipeline.recipe.duration import in_steps, parse_duration
 from pipeline.recipe.schedule import Schedule
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.stage import PretrainStage, RollbackConfig
-from pipeline.vocabulary import StageName
+from pipeline.recipe.vocabulary import StageName
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from pipeline.checkpoint.identity import FOLDER_PREFIX
-from pipeline.metrics_log import MetricRow
+from pipeline.runs.metrics_log import MetricRow
 
 SCORES = {"val/top1": "top-1", "val/accuracy": "accuracy"}  # on the screen
 AVERAGES_SCORES = {"val/ema_top1": "top-1", "val/ema_accuracy": "accuracy"}  # of the moving average of the weights

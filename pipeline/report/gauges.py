@@ -17,10 +17,10 @@ import torch
 
 from pipeline.budget.cost import stage_cost
 from pipeline.budget.gpus import gpu_of_driver
+from pipeline.ranks.threads import CoreWaits
 from pipeline.recipe.schema import EngineConfig, Recipe
 from pipeline.recipe.stage_plan import StagePlan
-from pipeline.threads import CoreWaits
-from pipeline.vocabulary import StageName
+from pipeline.recipe.vocabulary import StageName
 
 _GIB = 2**30
 _TERA = 10**12

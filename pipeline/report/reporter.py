@@ -17,28 +17,28 @@ import torch
 from data_shards.errors import UserError
 from data_shards.loading.batch import Fault
 from data_shards.text import counted
-from pipeline.context import StageContext
-from pipeline.metrics_log import MetricsLog, open_metrics_log
+from pipeline.checkpoint.train_state import TrainState
 from pipeline.ranks.gone import peer_is_gone
 from pipeline.ranks.phases import Phases
 from pipeline.ranks.stopping import Stopped
+from pipeline.ranks.threads import WORTH_A_WORD
 from pipeline.recipe.stage_plan import StagePlan
+from pipeline.recipe.vocabulary import EVENTS_FILE, METRICS_FILE, StageName
 from pipeline.report.best import AVERAGES_SCORES, SCORES, show_score
-from pipeline.report.events import EventKind, EventsLog
 from pipeline.report.gauges import Gauges, peak_flops, stage_work
 from pipeline.report.losses import Spike
 from pipeline.report.progress import TrainingProgress
-from pipeline.rollback import GoBack
-from pipeline.stage_data import StageData
-from pipeline.state import TrainState
-from pipeline.threads import WORTH_A_WORD
+from pipeline.runs.events import EventKind, EventsLog
+from pipeline.runs.metrics_log import MetricsLog, open_metrics_log
+from pipeline.stage.context import StageContext
+from pipeline.stage.data import StageData
+from pipeline.stage.rollback import GoBack
 from pipeline.tracking.describe import plan_params, stage_datasets
 from pipeline.tracking.facts import DatasetInput
 from pipeline.tracking.mlflow_store import Say, open_tracker
 from pipeline.tracking.settings import TrackerSettings
 from pipeline.tracking.system_metrics import node_metrics
 from pipeline.tracking.tracking_thread import FinalStatus
-from pipeline.vocabulary import EVENTS_FILE, METRICS_FILE, StageName
 
 _NAMED_FAULTS = 10
 

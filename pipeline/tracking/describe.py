@@ -18,12 +18,12 @@ from model.counting.flops import account
 from pipeline.recipe.io import flatten
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.stage import MaskedPatchStage, PretrainStage, TrainStage
-from pipeline.run_folder import RunFolder
+from pipeline.recipe.vocabulary import RECIPE_FILE, REPLACED_FOLDER, StageName
+from pipeline.runs.run_folder import RunFolder
 from pipeline.tracking.facts import DatasetInput
-from pipeline.vocabulary import RECIPE_FILE, REPLACED_FOLDER, StageName
 
 if TYPE_CHECKING:
-    from data_shards.shard_set import ShardSet
+    from data_shards.shards.shard_set import ShardSet
     from pipeline.recipe.stage_plan import StagePlan
 
 _STAGES = "stages."

@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from data_shards.inside import demand_inside
-from pipeline.metrics_log import iter_metrics
 from pipeline.recipe.schema import Recipe
-from pipeline.run_folder import RunFolder
-from pipeline.vocabulary import METRICS_FILE, StageName
+from pipeline.recipe.vocabulary import METRICS_FILE, StageName
+from pipeline.runs.metrics_log import iter_metrics
+from pipeline.runs.run_folder import RunFolder
 
 CLASSES_FILE = "classes.json"  # in the model's folder: the names, in the order of the probabilities
 _MOST_CLASSES = 1000  # whose names are in the metadata, too

@@ -23,7 +23,17 @@ from typing import Any, Literal
 
 from data_shards.inside import is_inside
 from pipeline.checkpoint.written_by import source_tags
-from pipeline.metrics_log import MetricRow, MetricsLog, iter_metrics
+from pipeline.recipe.vocabulary import (
+    CORRUPT_SAMPLES_FILE,
+    DIFFERENCE_FILE,
+    EVENTS_FILE,
+    METRICS_FILE,
+    MLFLOW_FACTS_FILE,
+    MLFLOW_FILE,
+    RECIPE_FILE,
+    TRACKING_FOLDER,
+)
+from pipeline.runs.metrics_log import MetricRow, MetricsLog, iter_metrics
 from pipeline.tracking.client import MODEL_TRAINING, open_client
 from pipeline.tracking.describe import (
     final_results,
@@ -40,16 +50,6 @@ from pipeline.tracking.runs import send_facts
 from pipeline.tracking.settings import TrackerSettings
 from pipeline.tracking.tracking_state import RunState, forget_run, load_run_state
 from pipeline.tracking.tracking_thread import Call, FinalStatus, Tracker, without_credentials
-from pipeline.vocabulary import (
-    CORRUPT_SAMPLES_FILE,
-    DIFFERENCE_FILE,
-    EVENTS_FILE,
-    METRICS_FILE,
-    MLFLOW_FACTS_FILE,
-    MLFLOW_FILE,
-    RECIPE_FILE,
-    TRACKING_FOLDER,
-)
 
 Say = Callable[[str], None]
 

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pipeline.checkpoint.written_by import source_tags
-from pipeline.run_folder import RunFolder
+from pipeline.recipe.vocabulary import MLFLOW_FILE
+from pipeline.runs.run_folder import RunFolder
 from pipeline.tracking.client import open_client, store_uri
 from pipeline.tracking.runs import DatasetInput, log_datasets, log_metrics, log_new_params
 from pipeline.tracking.settings import home_of
 from pipeline.tracking.tracking_state import load_run_state
 from pipeline.tracking.tracking_thread import without_credentials
-from pipeline.vocabulary import MLFLOW_FILE
 
 ResultKind = Literal["eval", "fewshot", "probe", "knn", "transfer"]
 RUNS_FOLDER = Path("runs")  # of a result that belongs to no run; the default of `shardvit run --runs`
@@ -46,7 +46,7 @@ def log_result(
         name: of the MLflow run, e.g. "eval-demo-imagenet-v2".
         kind: the command; the tag shardvit.kind has it.
         params: what the command was asked; None values are left out.
-        metrics: named as METRICS of `pipeline.vocabulary` does; what is not finite is left out.
+        metrics: named as METRICS of `pipeline.recipe.vocabulary` does; what is not finite is left out.
         datasets: what it was computed on.
         files: kept as artifacts.
         tables: columns by name, each shown as a table.

@@ -25,15 +25,15 @@ from typing import Any
 from data_shards.durable import replace_text
 from data_shards.inside import is_inside, read_inside
 from data_shards.text import one_line, parse_json
-from pipeline.pictures.picture import KeptPicture, kept_pictures, newest_pictures
 from pipeline.recipe.schema import Recipe
-from pipeline.run_folder import RunFolder
+from pipeline.recipe.vocabulary import MLFLOW_FILE, MLFLOW_SENT_FILE, PAGE_FILE, StageName
+from pipeline.runs.pictures import KeptPicture, kept_pictures, newest_pictures
+from pipeline.runs.run_folder import RunFolder
 from pipeline.tracking.client import client_of, store_uri
 from pipeline.tracking.logged_model import due_model, log_result_model
 from pipeline.tracking.settings import home_of
 from pipeline.tracking.tracking_state import load_run_state
 from pipeline.tracking.tracking_thread import without_credentials
-from pipeline.vocabulary import MLFLOW_FILE, MLFLOW_SENT_FILE, PAGE_FILE, StageName
 
 _WAIT_SECONDS = 20.0
 _POLL_SECONDS = 0.5

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from pipeline.recipe.schema import Recipe
-from pipeline.run_folder import RunFolder
+from pipeline.recipe.vocabulary import StageName
+from pipeline.runs.run_folder import RunFolder
 from pipeline.tracking.client import store_uri
 from pipeline.tracking.facts import DatasetInput
 from pipeline.tracking.tracking_thread import Timing
-from pipeline.vocabulary import StageName
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Literal
 
 from pipeline.checkpoint.written_by import source_tags
+from pipeline.recipe.vocabulary import MLFLOW_FILE
 from pipeline.tracking.client import open_client, store_uri
 from pipeline.tracking.runs import log_metrics, set_tags
 from pipeline.tracking.tracking_state import load_run_state
 from pipeline.tracking.tracking_thread import FinalStatus
-from pipeline.vocabulary import MLFLOW_FILE
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,14 +14,14 @@ from pathlib import Path
 
 from data_shards.errors import UserError
 from data_shards.inside import is_inside
-from pipeline.metrics_log import read_metrics
 from pipeline.recipe.schema import Recipe
-from pipeline.run_folder import RunFolder
+from pipeline.recipe.vocabulary import METRICS_FILE, StageName
+from pipeline.runs.metrics_log import read_metrics
+from pipeline.runs.run_folder import RunFolder
 from pipeline.tracking.mlflow_store import MlflowStore
 from pipeline.tracking.publish import PublishedStage, publish_page, publish_stage
 from pipeline.tracking.settings import TrackerSettings
 from pipeline.tracking.tracking_thread import without_credentials
-from pipeline.vocabulary import METRICS_FILE, StageName
 
 _ROWS_PER_CALL = 100
 _LONGEST_REASON = 300

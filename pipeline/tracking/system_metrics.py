@@ -17,15 +17,15 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.run_folder import RunFolder
+from pipeline.recipe.vocabulary import ALL_STAGES, MLFLOW_FILE, StageName
+from pipeline.runs.run_folder import RunFolder
 from pipeline.tracking.client import client_of, store_uri
 from pipeline.tracking.settings import home_of
 from pipeline.tracking.tracking_state import load_run_state
 from pipeline.tracking.tracking_thread import without_credentials
-from pipeline.vocabulary import ALL_STAGES, MLFLOW_FILE, StageName
 
 if TYPE_CHECKING:
-    from pipeline.context import StageContext
+    from pipeline.stage.context import StageContext
 
 _POLL_SECONDS = 1.0
 _AGAIN_SECONDS = 30.0  # after an outage, which ends MLflow's monitor

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol, TypeVar
 
-from pipeline.metrics_log import MetricRow, follow_metrics
+from pipeline.runs.metrics_log import MetricRow, follow_metrics
 from pipeline.tracking.tracking_state import RunState
 
 FinalStatus = Literal["FINISHED", "FAILED", "KILLED"]

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from model.head import MlpHead
-from pipeline.vocabulary import FeatureLayer
+from pipeline.recipe.vocabulary import FeatureLayer
 
 
 class Captured:

@@ -22,26 +22,26 @@ import torch
 
 from data_shards.errors import UserError
 from data_shards.images.transforms import EvalTransform
-from data_shards.label_column import UNKNOWN, label_column
 from data_shards.loading.assemble import Access
 from data_shards.loading.batch import Batch, batch_of
 from data_shards.loading.device_prefetch import ahead_on_device
 from data_shards.loading.loader import EvalBatches, eval_batches
-from data_shards.shard_set import ShardSet
+from data_shards.reading.label_column import UNKNOWN, label_column
+from data_shards.shards.shard_set import ShardSet
 from data_shards.text import parse_bytes
-from pipeline.data_workers import DataWorkers
 from pipeline.engine.protocol import Engine
 from pipeline.ranks.group import Ranks
 from pipeline.recipe.few_shot import FewShotConfig
 from pipeline.recipe.stage_plan import StagePlan
-from pipeline.task import model_input
+from pipeline.recipe.vocabulary import FeatureLayer
+from pipeline.stage.data_workers import DataWorkers
+from pipeline.stage.task import model_input
 from pipeline.transfer.capture import captured_features
 from pipeline.transfer.features import Features, merged, of_batch
 from pipeline.transfer.few_shot_data import TransferSet
 from pipeline.transfer.least_squares import LinearClassifier, fit_least_squares
 from pipeline.transfer.results import few_shot_name
 from pipeline.transfer.shots import Int64s, choose_shots
-from pipeline.vocabulary import FeatureLayer
 
 
 @dataclass(frozen=True)

@@ -31,15 +31,15 @@ from data_shards.loading.assemble import Access
 from data_shards.loading.batch import Batch, Fault
 from data_shards.loading.device_prefetch import ahead_on_device
 from data_shards.loading.loader import EvalBatches, eval_batches
-from data_shards.shard_set import ShardSet
+from data_shards.shards.shard_set import ShardSet
 from data_shards.store.store import Store
 from data_shards.vocabulary import Normalisation
-from pipeline.predict import Predictor
 from pipeline.ranks.start_clock import StartClock
-from pipeline.task import model_input
+from pipeline.recipe.vocabulary import FeatureLayer
+from pipeline.stage.task import model_input
 from pipeline.transfer.capture import Captured, captured_features
 from pipeline.transfer.shots import Int64s
-from pipeline.vocabulary import FeatureLayer
+from pipeline.using.predict import Predictor
 
 _FORMAT = 1
 _PART_SAMPLES = 16_384

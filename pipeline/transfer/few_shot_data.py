@@ -7,17 +7,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from data_shards.errors import UserError
-from data_shards.opening import open_shards
-from data_shards.shard_set import ShardSet
+from data_shards.reading.opening import open_shards
+from data_shards.shards.shard_set import ShardSet
 from data_shards.store.location import Commands
 from data_shards.store.store import Store
 from pipeline.recipe.data import ShardsConfig
 from pipeline.recipe.few_shot import FewShotConfig
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.stage import PretrainStage
-from pipeline.stage_data import shards_spec, store_of
+from pipeline.recipe.vocabulary import StageName
+from pipeline.stage.data import shards_spec, store_of
 from pipeline.transfer.results import SetGroup
-from pipeline.vocabulary import StageName
 
 Say = Callable[[str], None]
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from pipeline.context import StageContext
-from pipeline.data_workers import DataWorkers
 from pipeline.engine.protocol import Engine
 from pipeline.ranks.watch import Watch
 from pipeline.recipe.stage_plan import StagePlan
-from pipeline.stage_batches import access_of, eval_transform
-from pipeline.stage_data import StageData
+from pipeline.recipe.vocabulary import StageName
+from pipeline.stage.batches import access_of, eval_transform
+from pipeline.stage.context import StageContext
+from pipeline.stage.data import StageData
+from pipeline.stage.data_workers import DataWorkers
 from pipeline.transfer.few_shot_data import few_shot_of, open_few_shot
-from pipeline.vocabulary import StageName
 
 
 def few_shot_evaluation(

@@ -8,9 +8,9 @@ from typing import cast
 
 from data_shards.errors import UserError
 from pipeline.checkpoint.identity import FOLDER_PREFIX, read_state_file
-from pipeline.run_folder import RunFolder
+from pipeline.recipe.vocabulary import ALL_STAGES, CHECKPOINTS_FOLDER, MODEL_FOLDER, RECIPE_FILE, StageName
+from pipeline.runs.run_folder import RunFolder
 from pipeline.transfer.results import TRANSFER_FOLDER, file_name
-from pipeline.vocabulary import ALL_STAGES, CHECKPOINTS_FOLDER, MODEL_FOLDER, RECIPE_FILE, StageName
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from data_shards.durable import replace_text
 from data_shards.inside import is_inside, read_inside
-from pipeline.vocabulary import FeatureLayer
+from pipeline.recipe.vocabulary import FeatureLayer
 
 TRANSFER_FOLDER = "transfer"  # in the run's folder
 
@@ -164,7 +164,7 @@ def file_name(name: str) -> str:
 
 
 def metrics_of(record: TransferRecord) -> dict[str, float]:
-    """By their names in MLflow; see METRICS of `pipeline.vocabulary`."""
+    """By their names in MLflow; see METRICS of `pipeline.recipe.vocabulary`."""
     mean = {} if record.mean is None else {"val/transfer_mean": record.mean}
     return {f"val/{score_name(each)}": each.value for each in record.results} | mean
 

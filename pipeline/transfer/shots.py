@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from data_shards.randomness import hash_words
+from data_shards.order.randomness import hash_words
 from data_shards.vocabulary import RandomStream
 
 Int64s = NDArray[np.int64]

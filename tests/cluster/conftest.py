@@ -14,8 +14,8 @@ import pytest
 
 from data_shards.durable import replace_text
 from launch.slurm.records import End, read_ends
-from pipeline.run_folder import RunFolder, StageRecord
-from pipeline.vocabulary import StageName
+from pipeline.recipe.vocabulary import StageName
+from pipeline.runs.run_folder import RunFolder, StageRecord
 from tests.cluster.slurm_cluster import Done, SlurmCluster, missing
 from tests.launch.machine import make_shards
 

@@ -24,8 +24,8 @@ from types import FrameType
 
 from launch.env import read_place
 from pipeline.recipe.io import load_recipe
-from pipeline.run_folder import RunFolder
-from pipeline.vocabulary import ALL_STAGES, EXIT_STOPPED
+from pipeline.recipe.vocabulary import ALL_STAGES, EXIT_STOPPED
+from pipeline.runs.run_folder import RunFolder
 
 STEP_SECONDS = 0.1
 

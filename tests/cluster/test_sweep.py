@@ -6,7 +6,7 @@ import json
 import re
 
 from pipeline.recipe.io import parse_recipe
-from pipeline.run_folder import RunFolder
+from pipeline.runs.run_folder import RunFolder
 from tests.cluster.conftest import GO_ON, SubmittedRun
 
 LR = "stages.finetune.optimizer.lr"

@@ -13,8 +13,8 @@ import pytest
 import yaml
 
 from data_shards.packing.pack import pack
-from pipeline.metrics_log import read_metrics
-from pipeline.vocabulary import StageName
+from pipeline.recipe.vocabulary import StageName
+from pipeline.runs.metrics_log import read_metrics
 from tests.cluster.conftest import ROOT, SubmittedRun
 from tests.cluster.slurm_cluster import SlurmCluster
 from tests.faults.harness import INJECT, Case, Fault, recipe

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from data_shards.labels import LabelSpec
-from data_shards.shard_set import ShardEntry
+from data_shards.shards.labels import LabelSpec
+from data_shards.shards.shard_set import ShardEntry
 from data_shards.store.cache import CacheConfig
 from data_shards.store.store import RetryPolicy, Store
 from tests.data_shards.http_server import FaultServer, serve

@@ -5,9 +5,9 @@ import tarfile
 from pathlib import Path
 from typing import Any
 
-from data_shards.opening import open_shards
-from data_shards.shard_reader import RawSample, ShardReader
-from data_shards.shard_set import ShardSet, ShardsSpec
+from data_shards.reading.opening import open_shards
+from data_shards.reading.shard_reader import RawSample, ShardReader
+from data_shards.shards.shard_set import ShardSet, ShardsSpec
 
 Samples = list[dict[str, Any]]
 IMAGES = ("jpg", "jpeg", "png", "webp")

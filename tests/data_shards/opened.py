@@ -4,7 +4,7 @@ import os
 import time
 from collections.abc import Callable
 
-from data_shards.shard_set import ShardEntry
+from data_shards.shards.shard_set import ShardEntry
 from data_shards.store.store import Store
 from tests.data_shards.http_server import FaultServer
 

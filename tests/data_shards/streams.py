@@ -14,10 +14,10 @@ from data_shards.loading.assemble import Access
 from data_shards.loading.batch import Batch
 from data_shards.loading.loader import Layout, TrainBatches, TrainLoader
 from data_shards.loading.mixing import MixupConfig
-from data_shards.opening import open_shards
-from data_shards.order import Order
+from data_shards.order.sample_order import Order
 from data_shards.packing.pack import pack
-from data_shards.shard_set import ShardSet
+from data_shards.reading.opening import open_shards
+from data_shards.shards.shard_set import ShardSet
 from data_shards.vocabulary import WorkerKind
 
 LANES, GLOBAL_BATCH, STEPS, SEED, SIZE = 4, 8, 50, 11, 12

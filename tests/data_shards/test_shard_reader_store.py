@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from data_shards import shard_reader
 from data_shards.errors import SampleError
-from data_shards.manifest import Manifest
-from data_shards.opening import open_shards
-from data_shards.shard_reader import ShardReader
-from data_shards.shard_set import ShardEntry
+from data_shards.reading import shard_reader
+from data_shards.reading.opening import open_shards
+from data_shards.reading.shard_reader import ShardReader
+from data_shards.shards.manifest import Manifest
+from data_shards.shards.shard_set import ShardEntry
 from data_shards.store.cache import CacheConfig
 from data_shards.store.download import StoreError
 from data_shards.store.store import RetryPolicy, Store

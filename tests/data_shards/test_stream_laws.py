@@ -16,16 +16,16 @@ from PIL import Image
 
 from data_shards.errors import SampleError, UserError
 from data_shards.images.transforms import EvalTransform, TrainTransform
-from data_shards.labels import LabelSpec
 from data_shards.loading.assemble import Access
 from data_shards.loading.batch import Batch
 from data_shards.loading.loader import EvalBatches, Layout, TrainBatches, TrainLoader, eval_batches
 from data_shards.loading.mixing import MixupConfig
-from data_shards.mixture import PATTERN, AnyOrder, MixedOrder, make_order
-from data_shards.shard_set import ShardEntry, ShardSet, merge_shard_sets
-from data_shards.tars.tar_index import build_index, index_path, write_index
+from data_shards.order.mixture import PATTERN, AnyOrder, MixedOrder, make_order
+from data_shards.shards.labels import LabelSpec
+from data_shards.shards.shard_set import ShardEntry, ShardSet, merge_shard_sets
+from data_shards.shards.tar_index import build_index, index_path, write_index
 from data_shards.vocabulary import WorkerKind
-from pipeline.task import model_input, targets
+from pipeline.stage.task import model_input, targets
 from tests.data_shards.foreign_tars import write_tar
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
@@ -307,7 +307,7 @@ def test_each_set_has_its_share_of_the_stream(pool: list[ShardEntry], of: Data, 
     shares = weights / weights.sum()
     numbers = [[of.samples[row.sample][0] for row in step] for step in stream.rows]
     counts = np.array([np.bincount(step, minlength=len(of.sets)) for step in numbers])
-    # A global batch is one run of the pattern, and so is each lane's stream: see data_shards/mixture.py.
+    # A global batch is one run of the pattern, and so is each lane's stream: see data_shards/order/mixture.py.
     most_off = 2 * (1 + shares * max(0, len(of.sets) - 2)) + 0.01  # weights are rounded to 1 / PATTERN
     assert (abs(counts - shares * of.global_batch) <= most_off).all()
     expected = shares * of.global_batch * np.arange(1, steps + 1)[:, None]

@@ -10,7 +10,7 @@ import pytest
 from data_shards.checking.check import check
 from data_shards.checking.page import as_text
 from data_shards.errors import UserError
-from data_shards.shard_set import ShardsSpec
+from data_shards.shards.shard_set import ShardsSpec
 from data_shards.text import one_line, printable, show_duration, table
 
 HARMFUL = ["\x1b[2J", "\x07", "\r", "\b", "\x9b31m", "\u202e", "\u2066", "\u200b", "\x7f", "\udc80", "\t", "\x00"]

@@ -11,12 +11,12 @@ import pytest
 from PIL import Image
 
 from data_shards.errors import CorruptSample, UserError
-from data_shards.foreign.opening import read_classes
-from data_shards.manifest import read_manifest
 from data_shards.packing.pack import pack
-from data_shards.shard_reader import ShardReader
-from data_shards.shard_set import ShardsSpec
-from data_shards.sources import LabelList
+from data_shards.packing.sources import LabelList
+from data_shards.reading.foreign_opening import read_classes
+from data_shards.reading.shard_reader import ShardReader
+from data_shards.shards.manifest import read_manifest
+from data_shards.shards.shard_set import ShardsSpec
 from data_shards.text import parse_json
 from tests.data_shards.foreign_tars import opened, read_all, write_tar
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data_shards.randomness import hash_words
+from data_shards.order.randomness import hash_words
 from data_shards.vocabulary import RandomStream
 
 ROOT = Path(__file__).parents[2]

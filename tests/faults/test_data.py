@@ -16,8 +16,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from data_shards.tars.tar_index import open_index
-from pipeline.metrics_log import read_metrics
+from data_shards.shards.tar_index import open_index
+from pipeline.runs.metrics_log import read_metrics
 from tests.data_shards.http_server import FaultServer, serve
 from tests.faults.conftest import NewCase, Undisturbed
 from tests.faults.harness import Case, recipe, send

@@ -10,14 +10,14 @@ import time
 import traceback
 from pathlib import Path
 
-from pipeline.context import StageContext, Tracking
-from pipeline.metrics_log import read_metrics
 from pipeline.ranks.group import Ranks
 from pipeline.ranks.place import Place
 from pipeline.ranks.stopping import StopFlag
 from pipeline.recipe.io import parse_recipe
-from pipeline.run_folder import RunFolder
-from pipeline.stages import run_stage
+from pipeline.runs.metrics_log import read_metrics
+from pipeline.runs.run_folder import RunFolder
+from pipeline.stage.context import StageContext, Tracking
+from pipeline.training.stages import run_stage
 
 
 def main(out: Path, files: list[Path]) -> None:

@@ -9,8 +9,8 @@ import pytest
 import yaml
 
 from data_shards.packing.pack import pack
-from data_shards.tars.tar_index import open_index
-from pipeline.metrics_log import read_metrics
+from data_shards.shards.tar_index import open_index
+from pipeline.runs.metrics_log import read_metrics
 
 Damaged = tuple[Path, set[tuple[str, str]]]
 Run = Callable[..., subprocess.CompletedProcess[str]]

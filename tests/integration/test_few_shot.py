@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 from data_shards.packing.pack import pack
-from pipeline.metrics_log import read_metrics
-from pipeline.run_folder import RunFolder
+from pipeline.runs.metrics_log import read_metrics
+from pipeline.runs.run_folder import RunFolder
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from data_shards.packing.pack import pack
-from pipeline.pictures.picture import kept_pictures
+from pipeline.runs.pictures import kept_pictures
 from tests.left_behind import surprises
 
 Run = Callable[..., subprocess.CompletedProcess[str]]

@@ -16,12 +16,12 @@ from data_shards.errors import UserError
 from data_shards.images.transforms import EvalTransform
 from data_shards.loading.assemble import Access
 from data_shards.loading.loader import EvalBatches, eval_batches
-from data_shards.opening import open_shards
 from data_shards.packing.pack import pack
+from data_shards.reading.opening import open_shards
 from launch.cli import app
 from model.masked_patch import colour_classes
 from model.saved import load_model
-from pipeline.metrics_log import read_metrics
+from pipeline.runs.metrics_log import read_metrics
 
 STAGES = ("masked_patch", "swap_head", "finetune")
 STEPS, SAVED = 120, 60

@@ -22,12 +22,12 @@ import pytest
 from PIL import Image
 
 from data_shards.packing.pack import pack
-from data_shards.sources.label_list import LabelList
-from pipeline.metrics_log import read_metrics
+from data_shards.packing.sources.label_list import LabelList
 from pipeline.recipe.io import dump_recipe, flatten, load_recipe
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.sources import finetune_sets, shipped_recipes
 from pipeline.recipe.stage import TrainStage
+from pipeline.runs.metrics_log import read_metrics
 from tests.conftest import ROOT
 
 STEPS, SIDE = 3, 40

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
 
-from data_shards.manifest import Manifest, Shard, write_manifest
-from launch.local import Launch
+from data_shards.shards.manifest import Manifest, Shard, write_manifest
+from launch.local.start import Launch
 from launch.run.pipeline_run import PipelineRun
 from launch.run.results import describe_results
 from pipeline.recipe.io import load_recipe
-from pipeline.run_folder import RunFolder
-from pipeline.vocabulary import StageName
+from pipeline.recipe.vocabulary import StageName
+from pipeline.runs.run_folder import RunFolder
 
 
 def each_once(*overrides: str) -> list[str]:

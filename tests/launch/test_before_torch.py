@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.run_folder import RunFolder
+from pipeline.runs.run_folder import RunFolder
 from tests.conftest import ROOT, RunCli
 from tests.pipeline.transfer.small_model import pack_digits, save_small
 

@@ -18,7 +18,7 @@ from PIL import Image
 from launch.run import pipeline_run
 from pipeline.checkpoint.identity import STATE, checkpoint_identity
 from pipeline.recipe.io import load_recipe
-from pipeline.run_folder import RunFolder
+from pipeline.runs.run_folder import RunFolder
 
 # `main` reads sys.argv, which is what these tests set.
 pytestmark = pytest.mark.filterwarnings("ignore:Cyclopts application invoked without tokens")

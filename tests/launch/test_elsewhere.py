@@ -18,7 +18,7 @@ from packaging.specifiers import SpecifierSet
 from launch.cli import app
 from launch.slurm.site import read_site
 from launch.train import _parse
-from pipeline.vocabulary import EXIT_STOPPED, EXIT_USER_ERROR
+from pipeline.recipe.vocabulary import EXIT_STOPPED, EXIT_USER_ERROR
 
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCH = ROOT / "launch"
@@ -29,7 +29,7 @@ SKYPILOT = yaml.safe_load((LAUNCH / "skypilot/task.yaml").read_text(encoding="ut
 DOCKERFILE = (LAUNCH / "containers/Dockerfile").read_text(encoding="utf-8")
 APPTAINER = (LAUNCH / "containers/shardvit.def").read_text(encoding="utf-8")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-EXIT_TERMINATED = 143  # 128 + SIGTERM, of launch.torchrun: tests/launch/test_torchrun.py
+EXIT_TERMINATED = 143  # 128 + SIGTERM, of launch.local.torchrun: tests/launch/local/test_torchrun.py
 STAGES = ("pretrain", "swap_head", "finetune")
 
 
@@ -64,10 +64,10 @@ def pod_commands() -> list[str]:
 def launched(command: str) -> argparse.Namespace | None:
     """What `launch.train` makes of its part of a command, after the launcher's own parser has had the rest."""
     words = shlex.split(command, comments=True)
-    if "launch.torchrun" in words:
+    if "launch.local.torchrun" in words:
         from torch.distributed.run import get_args_parser
 
-        options = get_args_parser().parse_args(words[words.index("launch.torchrun") + 1 :])
+        options = get_args_parser().parse_args(words[words.index("launch.local.torchrun") + 1 :])
         assert options.module and options.training_script == "launch.train"
         return _parse(options.training_script_args)
     if words[:2] == ["accelerate", "launch"]:
@@ -128,7 +128,7 @@ def test_the_page_shows_every_launcher_and_every_file():
     shown = "\n".join(readme_commands())
     for words in (
         "deepspeed --",
-        "launch.torchrun",
+        "launch.local.torchrun",
         "accelerate launch",
         "srun --",
         "--hostfile",
@@ -263,7 +263,7 @@ def test_pods_have_time_to_save_and_shared_memory():
         mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
         assert volumes[mounts["/dev/shm"]]["emptyDir"]["medium"] == "Memory"
         assert container["workingDir"] in mounts and "persistentVolumeClaim" in volumes[mounts["/data"]]
-        if "launch.torchrun" in container["command"]:
+        if "launch.local.torchrun" in container["command"]:
             environment = {each["name"]: each.get("value") for each in container["env"]}
             saving = int(environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] or 0)
             assert 30 < saving < pod["terminationGracePeriodSeconds"], name
@@ -310,7 +310,7 @@ def test_the_skypilot_tasks_script_runs_the_stages_and_ends_with_their_code(tmp_
     assert done.returncode == code and len(lines) == (1 if code else 3), done.stderr
     for stage, line in zip(STAGES, lines, strict=False):
         assert line == (
-            f"{tmp_path}/data: -P -m launch.torchrun --nnodes 2 --node-rank 1 --nproc-per-node 8 "
+            f"{tmp_path}/data: -P -m launch.local.torchrun --nnodes 2 --node-rank 1 --nproc-per-node 8 "
             f"--master-addr 10.0.0.1 --master-port 29500 -m launch.train my.yaml --stage {stage}"
         )
 

@@ -50,13 +50,13 @@ def accelerate(processes: int) -> list[str]:
 
 
 SCRIPT = str(ROOT / "launch" / "train.py")
-QUICK = "launch.torchrun"
+QUICK = "launch.local.torchrun"
 LAUNCHERS: dict[str, Callable[[int], list[str]]] = {
     "deepspeed, module": lambda n: deepspeed(n, "--module", "launch.train"),  # --local_rank comes first
     "deepspeed, script": lambda n: deepspeed(n, SCRIPT),
     "deepspeed, without --local_rank": lambda n: deepspeed(n, "--no_local_rank", "--module", "launch.train"),
     "torchrun": lambda n: torchrun("torch.distributed.run", n),
-    "launch.torchrun": lambda n: torchrun("launch.torchrun", n),
+    "launch.local.torchrun": lambda n: torchrun("launch.local.torchrun", n),
     "accelerate launch": accelerate,
 }
 

@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 
-from launch import env, processes, train
+from launch import env, train
 from launch.env import NodeShare, node_share, read_place
-from launch.local import run_node
+from launch.local import processes
+from launch.local.start import run_node
 from pipeline.ranks.place import Place
-from pipeline.vocabulary import EXIT_STOPPED
+from pipeline.recipe.vocabulary import EXIT_STOPPED
 
 SHARE = NodeShare(node=1, nodes=2, processes=2, address="n1", port=20_001)
 STEP = {
@@ -132,7 +133,7 @@ def test_a_signal_while_they_are_being_started_reaches_all(tmp_path: Path, monke
             signal.raise_signal(signal.SIGUSR1)
         return started[-1]
 
-    monkeypatch.setattr("launch.processes.subprocess", SimpleNamespace(Popen=start, DEVNULL=subprocess.DEVNULL))
+    monkeypatch.setattr("launch.local.processes.subprocess", SimpleNamespace(Popen=start, DEVNULL=subprocess.DEVNULL))
     assert run_node(SHARE, ["-c", rank]) == 75
 
 
@@ -143,7 +144,7 @@ def test_signals_reach_all_processes(tmp_path: Path):
         "open('ready-' + os.environ['RANK'], 'w').close(); time.sleep(600)"
     )
     node = (
-        "import os; from launch.local import *; "
+        "import os; from launch.local.start import *; "
         f"raise SystemExit(run_node(NodeShare(0, 1, 2, 'a', 1), ['-c', {rank!r}]))"
     )
     root = Path(__file__).resolve().parents[2]

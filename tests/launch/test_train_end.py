@@ -22,8 +22,8 @@ from launch.run.disk import disk_problem
 from pipeline.checkpoint.saver import SaveFailed
 from pipeline.ranks.group import PeerGone
 from pipeline.ranks.stopping import StopFlag, Stopped
-from pipeline.train_loop import TrainingFailed
-from pipeline.vocabulary import EXIT_USER_ERROR
+from pipeline.recipe.vocabulary import EXIT_USER_ERROR
+from pipeline.training.train_loop import TrainingFailed
 
 ARGUMENTS = ["digits", "--stage", "pretrain", "--runs", "some runs"]
 
@@ -170,8 +170,8 @@ def test_what_ends_training_in_good_order_has_its_own_exit_code_and_no_traceback
         assert timeout_seconds == 7.0  # the recipe's
         return SimpleNamespace(leave=lambda: None, gather_objects=lambda value: [value])
 
-    monkeypatch.setattr("pipeline.threads.settle_threads", lambda **_: "")  # this process's are the tests'
-    monkeypatch.setattr("pipeline.stages.run_stage", run_stage)
+    monkeypatch.setattr("pipeline.ranks.threads.settle_threads", lambda **_: "")  # this process's are the tests'
+    monkeypatch.setattr("pipeline.training.stages.run_stage", run_stage)
     monkeypatch.setattr("pipeline.ranks.group.Ranks", alone)
     monkeypatch.setattr("pipeline.ranks.stopping.StopFlag.listen", lambda flag: None)
     monkeypatch.setattr(train, "_watch_parents", lambda flag: None)

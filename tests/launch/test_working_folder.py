@@ -86,7 +86,7 @@ def test_every_command_does(tmp_path: Path):
     run_all(tmp_path / "repository", (*FIRST, *MORE))
 
 
-@pytest.mark.parametrize("module", ["launch.cli", "launch.train", "launch.torchrun"])
+@pytest.mark.parametrize("module", ["launch.cli", "launch.train", "launch.local.torchrun"])
 def test_a_module_of_ours_drops_the_folder_when_python_has_put_it_there(module: str, tmp_path: Path):
     """Without -P, as a launcher starts it: all but what Python itself has looked for by then."""
     sprung = lay_traps(tmp_path / "folder", without=("launch",))

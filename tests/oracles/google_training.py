@@ -23,9 +23,9 @@ from data_shards.loading.batch import Batch
 from pipeline.ranks.place import Place
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.stage_plan import plan_stage
-from pipeline.stage_batches import train_stream
-from pipeline.stage_data import open_data
-from pipeline.vocabulary import StageName
+from pipeline.recipe.vocabulary import StageName
+from pipeline.stage.batches import train_stream
+from pipeline.stage.data import open_data
 from tests.oracles.flax_vit import CLASSES, FlaxVit
 
 Params = dict[str, Any]

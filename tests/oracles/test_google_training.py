@@ -23,9 +23,9 @@ from data_shards.packing.pack import pack
 from model.build import build_model
 from model.init import initialise
 from model.saved import load_model
-from pipeline.metrics_log import read_metrics
 from pipeline.recipe.schema import Recipe
-from pipeline.vocabulary import StageName
+from pipeline.recipe.vocabulary import StageName
+from pipeline.runs.metrics_log import read_metrics
 from tests.oracles.conftest import Measured
 from tests.oracles.flax_vit import CLASSES, FlaxVit, leaves, to_flax
 from tests.oracles.google_training import (

@@ -22,7 +22,7 @@ import torch
 from model.importing import import_timm
 
 import_timm()
-import pipeline.stages
+import pipeline.training.stages
 from model.build import build_model
 from model.init import initialise
 from pipeline.engine.open import open_engine

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from pipeline.metrics_table import PAGE, metrics_table, with_table
-from pipeline.vocabulary import METRICS
+from pipeline.recipe.vocabulary import METRICS
 
 UNITS = {
     *("nats", "share", "ratio", "epochs", "steps", "images", "images/s", "s", "h", "TFLOP/s", "GiB", "parameters"),

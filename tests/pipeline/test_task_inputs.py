@@ -13,7 +13,7 @@ from data_shards.images.box import Box
 from data_shards.loading.batch import Batch
 from data_shards.loading.mixing import Mix, MixupConfig, draw_mix
 from data_shards.vocabulary import LabelKind
-from pipeline.task import model_input, targets
+from pipeline.stage.task import model_input, targets
 
 law = settings(max_examples=60, deadline=None)  # a deadline measures how busy the machine is
 CPU = torch.device("cpu")

@@ -18,7 +18,7 @@ from launch.bench.operations import Operations
 from model.loss import loss_function
 from model.vocabulary import COLOURS, LossKind
 from pipeline.evaluation.evaluate import run_model
-from pipeline.task import Classification, MaskedPatches, Task, to_device
+from pipeline.stage.task import Classification, MaskedPatches, Task, to_device
 
 META = torch.device("meta")
 COUNT, SIZE, PATCH = 6, 12, 3

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from pipeline.checkpoint.train_state import TrainState
 from pipeline.engine.late_metrics import LateMetrics
 from pipeline.engine.protocol import StepResult
 from pipeline.ranks.stopping import Requests, StopFlag, Stopped
-from pipeline.state import TrainState
-from pipeline.train_loop import train
+from pipeline.training.train_loop import train
 from tests.looping import STEPS, saving, stepping
 
 
@@ -81,7 +81,7 @@ def test_a_step_is_waited_for_only_where_its_numbers_are_needed() -> None:
 
     whole.engine.step = lambda **how: stepping(applied=next(results))(**how)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pipeline.train_loop.LateMetrics", Noting)
+        patch.setattr("pipeline.training.train_loop.LateMetrics", Noting)
         train(replace(whole, plan=replace(whole.plan, max_skipped_steps=3)), TrainState())
     assert drained == [4, 6]  # after step 3, two are known to be skipped: the third is looked at
 

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from data_shards.loading.batch import Fault
-from pipeline.beside import Beside
-from pipeline.metrics_log import open_metrics_log
+from pipeline.pictures.draw_process import Beside
 from pipeline.ranks.gone import NEWS_FILE, tell_all_hosts
 from pipeline.ranks.heartbeat import Heartbeat, write_heartbeat
 from pipeline.ranks.stacks import StackDumps, stack_file
-from pipeline.report.events import EventsLog
-from pipeline.run_folder import RunFolder
-from tests.pipeline.test_faults import batch_with, ledger, settle_alone
+from pipeline.runs.events import EventsLog
+from pipeline.runs.metrics_log import open_metrics_log
+from pipeline.runs.run_folder import RunFolder
+from tests.pipeline.stage.test_damage import batch_with, ledger, settle_alone
 
 BEAT = Heartbeat(0, "1", "here", "x", 1, 0.0, 1, 1, 400, 1, "", 0.0, waiting=False, state="failed")
 
@@ -46,7 +46,7 @@ def faults(stage: Path) -> None:
 
 def pictures(stage: Path) -> None:
     folder = RunFolder(stage.parents[1], stage.parent.name)
-    with Beside(folder, environ=dict(os.environ), say=print, module="launch.report.beside") as beside:
+    with Beside(folder, environ=dict(os.environ), say=print, module="launch.pages.draw_process") as beside:
         beside.ask("masked_patch", "begin", 0)
         beside.close(patience_seconds=300)
 

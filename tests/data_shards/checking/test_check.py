@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from data_shards.checking.page import as_json, as_text
-from data_shards.shard_set import ShardEntry
+from data_shards.shards.shard_set import ShardEntry
+from data_shards.shards.tar_index import index_path
 from data_shards.store.store import Store
-from data_shards.tars.tar_index import index_path
 from tests.data_shards.checking.doctored import (
     CLASSES,
     by_kind,

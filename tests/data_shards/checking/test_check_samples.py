@@ -17,8 +17,8 @@ from data_shards.checking.findings import MOST_PLACES
 from data_shards.checking.page import as_json, as_text
 from data_shards.errors import UserError
 from data_shards.packing.pack import pack
-from data_shards.shard_set import ShardsSpec
-from data_shards.tars.tar_index import open_index
+from data_shards.shards.shard_set import ShardsSpec
+from data_shards.shards.tar_index import open_index
 from tests.data_shards.checking.doctored import (
     CLASSES,
     by_kind,

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from data_shards.checking.findings import Finding
 from data_shards.checking.fitness import Fitness, assess
-from data_shards.order import Order
+from data_shards.order.sample_order import Order
 
 
 @settings(deadline=None, max_examples=25)

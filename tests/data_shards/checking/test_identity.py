@@ -22,9 +22,9 @@ from data_shards.checking.identity import (
     identify,
     suspects,
 )
-from data_shards.foreign.tar import spread
-from data_shards.opening import open_shards
-from data_shards.shard_set import ShardsSpec
+from data_shards.reading.foreign_tar import spread
+from data_shards.reading.opening import open_shards
+from data_shards.shards.shard_set import ShardsSpec
 from data_shards.store.cache import CacheConfig
 from data_shards.store.store import RetryPolicy, Store
 from tests.data_shards.foreign_tars import opened, write_tar

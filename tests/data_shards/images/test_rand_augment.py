@@ -17,7 +17,7 @@ from data_shards.errors import UserError
 from data_shards.images import rand_augment
 from data_shards.images.big_vision_operations import OPERATIONS, Draw, apply
 from data_shards.images.rand_augment import RandAugment
-from data_shards.randomness import uniforms
+from data_shards.order.randomness import uniforms
 
 
 def picture(size: int = 48) -> np.ndarray:

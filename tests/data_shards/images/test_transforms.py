@@ -22,7 +22,7 @@ from data_shards.images.decode import EncodedImage, read_image
 from data_shards.images.rand_augment import RandAugment
 from data_shards.images.resizing import resize
 from data_shards.images.transforms import EvalTransform, TrainTransform
-from data_shards.randomness import uniforms
+from data_shards.order.randomness import uniforms
 from data_shards.vocabulary import Antialias, CropInterpolation, CropLaw, EvalProtocol
 from tests.data_shards.images.pictures import decibels_between as psnr
 from tests.data_shards.images.pictures import noise

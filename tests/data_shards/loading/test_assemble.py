@@ -18,11 +18,11 @@ from data_shards.loading.assemble import PADDING, Access
 from data_shards.loading.batch import Batch, Fault
 from data_shards.loading.loader import EvalBatches, eval_batches
 from data_shards.loading.mixing import MixupConfig
-from data_shards.opening import open_shards
-from data_shards.shard_set import ShardSet, ShardsSpec
-from data_shards.tars.tar_index import open_index, read_index
+from data_shards.reading.opening import open_shards
+from data_shards.shards.shard_set import ShardSet, ShardsSpec
+from data_shards.shards.tar_index import open_index, read_index
 from data_shards.vocabulary import WorkerKind
-from pipeline.task import model_input, targets
+from pipeline.stage.task import model_input, targets
 from tests.data_shards.foreign_tars import read_all
 from tests.data_shards.streams import GLOBAL_BATCH, SIZE, STEPS, global_batches, make_order, micro_batches, pack_noise
 

@@ -21,11 +21,11 @@ from data_shards.images.transforms import EvalTransform
 from data_shards.loading import loader
 from data_shards.loading.assemble import Access
 from data_shards.loading.loader import EvalBatches, TrainLoader, eval_batches
-from data_shards.order import Order
-from data_shards.randomness import uniforms
-from data_shards.shard_reader import ShardReader
-from data_shards.shard_set import ShardSet
-from data_shards.tars.tar_index import open_index
+from data_shards.order.randomness import uniforms
+from data_shards.order.sample_order import Order
+from data_shards.reading.shard_reader import ShardReader
+from data_shards.shards.shard_set import ShardSet
+from data_shards.shards.tar_index import open_index
 from tests.data_shards.streams import (
     GLOBAL_BATCH,
     SEED,

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from data_shards.order import Order, Visits
+from data_shards.order.sample_order import Order, Visits
 
 law = settings(max_examples=60, deadline=None)  # a deadline measures how busy the machine is
 

@@ -16,9 +16,9 @@ import pytest
 
 from data_shards.errors import WorkerDied
 from data_shards.loading.loader import TrainLoader
-from data_shards.packed_shards import PackedShards
-from data_shards.shard_set import ShardSet
-from data_shards.shard_table import ShardTable
+from data_shards.reading.shard_table import ShardTable
+from data_shards.shards.packed_shards import PackedShards
+from data_shards.shards.shard_set import ShardSet
 from tests.data_shards.opened import wait_until
 from tests.data_shards.streams import pack_noise, train_batches
 
@@ -94,7 +94,7 @@ def test_a_dead_worker_is_named_where_its_death_is_told_late(shards: ShardSet, t
 ENDLESS = """
 import sys
 from data_shards.loading.loader import TrainLoader
-from data_shards.opening import open_shards
+from data_shards.reading.opening import open_shards
 from tests.data_shards.streams import train_batches
 
 if __name__ == "__main__":

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from data_shards.errors import UserError
-from data_shards.labels import alike_names
 from data_shards.packing.pack import pack
-from data_shards.sources import LabelList
+from data_shards.packing.sources import LabelList
+from data_shards.shards.labels import alike_names
 from tests.data_shards.packing.folders import encoded, quiet
 
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from data_shards.manifest import read_manifest
+from data_shards.shards.manifest import read_manifest
 from launch import cli
-from tests.data_shards.sources.published.layouts import cifar100, write_tar
+from tests.data_shards.packing.sources.published.layouts import cifar100, write_tar
 
 pytestmark = pytest.mark.filterwarnings("ignore:Cyclopts application invoked without tokens")
 

@@ -7,11 +7,11 @@ import pytest
 
 from data_shards import open_shards
 from data_shards.errors import UserError
-from data_shards.manifest import load_manifest
 from data_shards.packing import pack as pack_module
 from data_shards.packing.request import Exclusion
+from data_shards.shards.manifest import load_manifest
 from data_shards.store.store import Store
-from tests.data_shards.duplicates.planted import edited, jpeg, photographs
+from tests.data_shards.checking.near_duplicates.planted import edited, jpeg, photographs
 from tests.data_shards.packing.folders import quiet, tree
 
 
@@ -106,7 +106,7 @@ def test_the_same_after_an_interruption_and_on_any_number_of_threads(
 
     original = pack_module.WorkFolder.save
     monkeypatch.setattr(pack_module.WorkFolder, "save", interrupted)
-    monkeypatch.setattr("data_shards.duplicates.matches.num_cores", lambda: 3)
+    monkeypatch.setattr("data_shards.checking.near_duplicates.matches.num_cores", lambda: 3)
     with pytest.raises(KeyboardInterrupt):
         quiet(str(source), tmp_path / "out", **options)
     monkeypatch.setattr(pack_module.WorkFolder, "save", original)

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from data_shards.errors import UserError
-from data_shards.manifest import Manifest
 from data_shards.packing.found import PackReport, equal_groups
 from data_shards.packing.pack import pack
-from data_shards.tars.tar_index import open_index
+from data_shards.shards.manifest import Manifest
+from data_shards.shards.tar_index import open_index
 
 
 def jpeg(seed: int) -> bytes:

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from data_shards.errors import UnreadableImage, UserError
-from data_shards.manifest import read_manifest
 from data_shards.packing import pack as pack_module
 from data_shards.packing.image import prepare_image
 from data_shards.packing.pack import pack
-from data_shards.tars.tar_index import open_index
+from data_shards.shards.manifest import read_manifest
+from data_shards.shards.tar_index import open_index
 from tests.data_shards.packing.folders import by_index, by_webdataset, encoded, quiet, tree, write_folder
 
 

@@ -12,14 +12,14 @@ import pytest
 from PIL import Image
 
 from data_shards.errors import UserError
-from data_shards.labels import LabelSpec, parse_label
-from data_shards.manifest import read_manifest
 from data_shards.packing import pack as pack_module
 from data_shards.packing.image import Resize
 from data_shards.packing.pack import pack
-from data_shards.sources import LabelList
-from data_shards.sources.base import FileImages
-from data_shards.tars.tar_index import open_index
+from data_shards.packing.sources import LabelList
+from data_shards.packing.sources.base import FileImages
+from data_shards.shards.labels import LabelSpec, parse_label
+from data_shards.shards.manifest import read_manifest
+from data_shards.shards.tar_index import open_index
 from tests.data_shards.packing.folders import by_index, encoded, quiet, tree, write_folder
 
 # ---- bad input, and what is there already
@@ -233,5 +233,5 @@ def test_too_little_space_is_said_before_anything_is_written(tmp_path: Path, mon
 
 def test_importing_needs_no_torch():
     heavy = "{'torch', 'webdataset', 'sklearn', 'PIL'}"
-    code = f"import sys, data_shards.packing.pack, data_shards.sources; print({heavy} & set(sys.modules))"
+    code = f"import sys, data_shards.packing.pack, data_shards.packing.sources; print({heavy} & set(sys.modules))"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "set()"

@@ -10,10 +10,10 @@ import pytest
 
 from data_shards.errors import UserError
 from data_shards.packing import pack as packing
+from data_shards.packing.sources import Published, archive
 from data_shards.packing.split import HoldoutCount
-from data_shards.sources import Published, archive
 from tests.data_shards.packing.folders import by_webdataset, quiet, tree
-from tests.data_shards.sources.published.layouts import (
+from tests.data_shards.packing.sources.published.layouts import (
     cifar10,
     class_tars,
     imagenet_train,
@@ -34,7 +34,7 @@ def _listings_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def contents(out: Path, split: str) -> list[tuple[bytes, int]]:
-    from data_shards.manifest import read_manifest
+    from data_shards.shards.manifest import read_manifest
 
     return sorted((data, label) for _, data, label in by_webdataset(read_manifest(out / split)))
 

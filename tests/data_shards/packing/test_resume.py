@@ -291,7 +291,7 @@ def test_another_request_starts_afresh_and_says_so(half: Path):
 
 def finished_images(half: Path) -> set[str]:
     """Stems of the images in the two finished shards."""
-    from data_shards.tars.tar_index import build_index
+    from data_shards.shards.tar_index import build_index
 
     tars = sorted((half / ".out.packing/result/train").glob("*.tar"))
     assert len(tars) == 2
@@ -372,7 +372,7 @@ def test_unreadable_images_left_out_in_the_second_try_cost_no_shard(tmp_path: Pa
 
 
 def test_a_file_that_could_not_be_opened_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    from data_shards.sources.base import FileImages
+    from data_shards.packing.sources.base import FileImages
 
     write_images(tmp_path / "in", count=20)
     read = FileImages.read

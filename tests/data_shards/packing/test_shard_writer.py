@@ -9,15 +9,15 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from data_shards.manifest import Shard
 from data_shards.packing.image import Resize
 from data_shards.packing.request import PackRequest
 from data_shards.packing.shard_plan import ShardPlan
 from data_shards.packing.shard_writer import image_digest, plan_mark, read_digests, write_shards
+from data_shards.packing.sources.base import ArrayImages
 from data_shards.packing.work import ShardRecord
 from data_shards.progress_line import Progress
-from data_shards.sources.base import ArrayImages
-from data_shards.tars.tar_index import build_index, index_path, read_index
+from data_shards.shards.manifest import Shard
+from data_shards.shards.tar_index import build_index, index_path, read_index
 
 
 def plan(count: int, *, kind: str = "single", file: str = "x-train-000000.tar", seed: int = 0) -> ShardPlan:

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_shards.errors import UserError
+from data_shards.packing.sources import Source
+from data_shards.packing.sources.base import ArrayImages
 from data_shards.packing.split import HoldoutCount, HoldoutList, hold_out, read_holdout_list
-from data_shards.sources import Source
-from data_shards.sources.base import ArrayImages
 
 
 def source(count: int, *, multi: bool = False, lists: bool = False) -> Source:

@@ -16,13 +16,13 @@ import numpy as np
 import pytest
 
 from data_shards.errors import UserError
-from data_shards.shard_set import ShardEntry
+from data_shards.shards.shard_index import ShardIndex, Texts
+from data_shards.shards.shard_set import ShardEntry
 from data_shards.store import cache as cache_module
 from data_shards.store import cache_folder
 from data_shards.store.cache import Cache, CacheConfig, NoRoom
 from data_shards.store.cache_folder import is_evicted, touch
 from data_shards.store.store import RetryPolicy, Store, StoreError
-from data_shards.tars.shard_index import ShardIndex, Texts
 from tests.data_shards.http_server import FaultServer
 
 MakeTar = Callable[..., bytes]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from data_shards.shard_set import ShardEntry
+from data_shards.shards.shard_set import ShardEntry
 from data_shards.store import cache_folder
 from data_shards.store import prefetch as prefetch_module
 from data_shards.store.cache import CacheConfig

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from data_shards.shard_set import ShardEntry
+from data_shards.shards.shard_set import ShardEntry
 from data_shards.store.store import Store, StoreError
 from tests.data_shards.http_server import FaultServer
 from tests.data_shards.opened import content_of

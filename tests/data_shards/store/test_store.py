@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from data_shards.errors import UserError
-from data_shards.shard_set import ShardEntry
+from data_shards.shards.shard_set import ShardEntry
 from data_shards.store import remote
 from data_shards.store.cache import CacheConfig
 from data_shards.store.store import MissingObject, RetryPolicy, Store, StoreError
@@ -316,8 +316,8 @@ PROCESS = """
 import os, sys
 from pathlib import Path
 from data_shards.store.cache import CacheConfig
-from data_shards.labels import LabelSpec
-from data_shards.shard_set import ShardEntry
+from data_shards.shards.labels import LabelSpec
+from data_shards.shards.shard_set import ShardEntry
 from data_shards.store.store import Store
 url, folder, num_bytes, sha256 = sys.argv[1:]
 entry = ShardEntry(url, "a", 4, int(num_bytes), sha256, None, LabelSpec())

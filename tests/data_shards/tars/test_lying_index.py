@@ -11,11 +11,11 @@ import pytest
 
 from data_shards.checking.identity import identify
 from data_shards.errors import CorruptSample, UserError
-from data_shards.manifest import Manifest
-from data_shards.opening import open_shards
-from data_shards.shard_reader import RawSample, ShardReader
-from data_shards.tars.tar_index import index_path
-from data_shards.tars.tar_walk import BLOCK_BYTES
+from data_shards.reading.opening import open_shards
+from data_shards.reading.shard_reader import RawSample, ShardReader
+from data_shards.shards.manifest import Manifest
+from data_shards.shards.tar_index import index_path
+from data_shards.shards.tar_walk import BLOCK_BYTES
 from tests.data_shards.foreign_tars import opened, read_all, write_tar
 from tests.data_shards.small_set import by_webdataset, pack_small
 

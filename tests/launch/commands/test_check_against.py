@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data_shards.manifest import load_manifest
 from data_shards.packing.pack import pack
+from data_shards.shards.manifest import load_manifest
 from launch.bench.pictures import drawn_floors, scenes
-from tests.data_shards.duplicates.planted import edited, jpeg, photographs
+from tests.data_shards.checking.near_duplicates.planted import edited, jpeg, photographs
 
 pytestmark = pytest.mark.filterwarnings("ignore:Cyclopts application invoked without tokens")
 Call = Callable[..., tuple[int, str, str]]

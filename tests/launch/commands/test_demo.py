@@ -6,7 +6,7 @@ from typing import get_args
 
 import pytest
 
-from data_shards.sources import open_source
+from data_shards.packing.sources import open_source
 from data_shards.vocabulary import GOOGLES
 from launch.commands.demo import CHOICES, comparison, next_commands
 from launch.commands.demo import _shard_paths as shard_paths
@@ -15,8 +15,8 @@ from model.vocabulary import ExportFormat
 from pipeline.recipe.io import load_recipe
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.stage import FinetuneStage
-from pipeline.run_folder import RunFolder
-from pipeline.stage_model import stage_model
+from pipeline.runs.run_folder import RunFolder
+from pipeline.stage.initial_model import stage_model
 from tests.conftest import ROOT
 
 

@@ -105,7 +105,7 @@ def test_a_shallow_model_of_a_known_width_is_imported_if_the_user_says_so(work: 
 
 
 def test_a_wrong_ending_is_told_before_anything_is_loaded(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("model.formats.export", "pipeline.find_model", "torch"):
+    for module in ("model.formats.export", "pipeline.using.find_model", "torch"):
         monkeypatch.setitem(sys.modules, module, None)  # importing it is an error
     code, _, error = call("export", "missing", "--format", "onnx", "--out", "x.pt")
     assert code == 2 and "--output x.pt: the name of such a file must end in .onnx" in error

@@ -17,7 +17,7 @@ from launch.commands import predict as predict_command
 from model.config import ModelConfig
 from model.formats.torch_export import write_torch_export
 from model.saved import SavedModelMeta, build_described, save_model
-from pipeline.run_folder import RunFolder
+from pipeline.runs.run_folder import RunFolder
 from tests.conftest import ROOT, RunCli
 from tests.launch.conftest import Call
 

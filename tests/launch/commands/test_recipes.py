@@ -12,8 +12,8 @@ import pytest
 import launch.train
 from data_shards.text import show_duration
 from launch.commands.recipes import listing
-from launch.planning.gathering import make_plan
-from launch.planning.options import PlanOptions
+from launch.plan.gathering import make_plan
+from launch.plan.options import PlanOptions
 from pipeline.recipe.header import RecipeHeader, read_header
 from pipeline.recipe.io import load_recipe, parse_recipe
 from pipeline.recipe.schema import Recipe

@@ -12,10 +12,10 @@ from cyclopts import App
 from data_shards.errors import UserError
 from launch.commands import table8
 from launch.commands.table8 import CELLS, RECIPE, Result, format_results, run_cells
-from launch.local import Launch
+from launch.local.start import Launch
 from launch.run import pipeline_run
 from pipeline.recipe.io import load_recipe
-from pipeline.run_folder import RunFolder
+from pipeline.runs.run_folder import RunFolder
 
 Outcome = Callable[[Launch], int]
 

@@ -13,7 +13,7 @@ from data_shards.packing.pack import pack
 from model.config import ModelConfig
 from model.saved import SavedModelMeta, build_described, save_model
 from pipeline.recipe.io import load_recipe
-from pipeline.run_folder import RunFolder
+from pipeline.runs.run_folder import RunFolder
 from tests.launch.conftest import Call
 from tests.model.comparing import randomise
 

@@ -25,9 +25,9 @@ from launch.hosts import stage as stage_module
 from launch.hosts.hostfile import Fleet, Host
 from launch.hosts.preflight import _MODULES, PACKAGES, Ready, folded, preflight
 from launch.hosts.stage import run_stage_on_hosts
-from launch.local import Launch
+from launch.local.start import Launch
 from pipeline.recipe.io import load_recipe
-from pipeline.vocabulary import EXIT_STOPPED
+from pipeline.recipe.vocabulary import EXIT_STOPPED
 
 HOSTS = 128
 FLEET = Fleet(tuple(Host(f"node-{number:03}", tuple(range(8))) for number in range(HOSTS)), Path("hosts"))

@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 from data_shards.errors import UserError
-from launch.endings import overall_code
 from launch.hosts.hostfile import Fleet, Host, open_fleet
 from launch.hosts.remote import ssh_command
 from launch.hosts.stage import node_command, shared_files
-from launch.local import Launch
+from launch.local.endings import overall_code
+from launch.local.start import Launch
 from launch.train import _parse
 from pipeline.recipe.io import load_recipe
-from pipeline.stage_data import open_data
+from pipeline.stage.data import open_data
 from tests.launch.machine import make_shards
 
 FLEET = Fleet((Host("a", (0, 1)), Host("b", (3,))), Path("hosts"))

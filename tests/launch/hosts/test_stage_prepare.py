@@ -10,11 +10,11 @@ from data_shards.errors import UserError
 from launch.hosts import stage
 from launch.hosts.hostfile import Fleet, Host
 from launch.hosts.preflight import Ready
-from launch.local import Launch
+from launch.local.start import Launch
 from launch.run import pipeline_run
 from launch.run.pipeline_run import PipelineRun
 from pipeline.recipe.io import load_recipe
-from pipeline.vocabulary import EXIT_STOPPED
+from pipeline.recipe.vocabulary import EXIT_STOPPED
 from tests.launch.machine import Machine, each_once, make_shards
 
 FLEET = Fleet((Host("a", (0, 1)), Host("b", (1, 2))), Path("hosts"))
@@ -37,7 +37,7 @@ class Cluster:
         return Ready("10.0.0.1", {})
 
     def run_there(self, launch: Launch, fleet: Fleet, ready: Ready, *, variables: dict[str, str]) -> int:
-        assert (fleet, ready.address, launch.processes) == (FLEET, "10.0.0.1", 4)
+        assert (fleet, ready.address, launch.local.processes) == (FLEET, "10.0.0.1", 4)
         self.log.append(f"{' '.join(launch.stages)} there")
         return self.machine.start(launch)
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from launch.report.command import write_report
-from pipeline.report.history import read_history
+from launch.commands.report import write_report
+from pipeline.runs.history import read_history
 from tests.launch.report.browser import FONT_SETS, Browser, font_config, open_browser, program
 from tests.launch.report.runs import HOSTILE, make_hostile, make_run
 

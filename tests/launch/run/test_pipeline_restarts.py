@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import pytest
 
 from data_shards.errors import UserError
-from launch.local import Launch
+from launch.local.start import Launch
 from launch.run import pipeline_run
 from launch.run.lock import locked
-from pipeline.vocabulary import EXIT_STOPPED
+from pipeline.recipe.vocabulary import EXIT_STOPPED
 from tests.launch.machine import Machine
 
 

@@ -13,14 +13,14 @@ from typing import Literal
 import pytest
 
 from data_shards.errors import UserError
-from launch.local import Launch
+from launch.local.start import Launch
 from launch.run import pipeline_run
 from launch.run.lock import locked
 from launch.run.pipeline_run import PipelineRun
 from model.saved import SavedModelMeta
 from pipeline.recipe.io import load_recipe
 from pipeline.recipe.schema import Recipe
-from pipeline.vocabulary import EXIT_STOPPED
+from pipeline.recipe.vocabulary import EXIT_STOPPED
 from tests.launch.machine import Machine
 from tests.saving import one_rank, save
 
@@ -32,7 +32,7 @@ def test_all_stages_in_order_then_nothing(machine: Machine, capsys: pytest.Captu
     assert not run.folder.path.exists()  # opening writes nothing
     assert run.execute() == 0
     assert machine.started == list(STAGES)
-    assert all(launch.processes == 2 for launch in machine.launches)  # the recipe's
+    assert all(launch.local.processes == 2 for launch in machine.launches)  # the recipe's
     assert "finetune: done, held-out top-1 0.7500 after 64 images" in capsys.readouterr().out
     assert machine.open().execute() == 0
     assert machine.started == list(STAGES)

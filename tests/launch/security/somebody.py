@@ -17,8 +17,8 @@ import torch
 import yaml
 
 from data_shards.images.decode import read_image
-from data_shards.manifest import load_manifest
 from data_shards.packing.pack import pack
+from data_shards.shards.manifest import load_manifest
 from data_shards.vocabulary import GOOGLES
 from model.build import build_model
 from model.saved import save_model
@@ -27,8 +27,8 @@ from pipeline.checkpoint.store import MANIFEST
 from pipeline.engine.state_files import Seal, digest_of
 from pipeline.recipe.io import dump_recipe
 from pipeline.recipe.schema import Recipe
-from pipeline.run_folder import RunFolder
-from pipeline.stage_model import stage_model
+from pipeline.runs.run_folder import RunFolder
+from pipeline.stage.initial_model import stage_model
 
 STEP = "step-00000002"
 

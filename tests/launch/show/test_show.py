@@ -13,8 +13,8 @@ import pytest
 import yaml
 from PIL import Image
 
-from data_shards.manifest import read_manifest
 from data_shards.packing.pack import pack
+from data_shards.shards.manifest import read_manifest
 
 # `main` reads sys.argv, which is what these tests set.
 pytestmark = pytest.mark.filterwarnings("ignore:Cyclopts application invoked without tokens")

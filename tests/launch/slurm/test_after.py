@@ -7,7 +7,7 @@ import pytest
 
 from launch.slurm.after import Ending, decide, main
 from launch.slurm.records import End, Kind, read_ends, write_cancelled
-from pipeline.run_folder import RunFolder, StageRecord
+from pipeline.runs.run_folder import RunFolder, StageRecord
 
 RUNNING = StageRecord(state="running", last_saved_step=40)
 

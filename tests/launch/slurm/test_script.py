@@ -15,7 +15,7 @@ from data_shards.errors import UserError
 from launch.slurm.options import JobOptions
 from launch.slurm.script import Paths, stage_script
 from launch.slurm.site import Site, SlurmJob, job_of
-from pipeline.vocabulary import StageName
+from pipeline.recipe.vocabulary import StageName
 
 OPTIONS = JobOptions(nodes=4, gpus_per_node=8, time="25:00:00")
 JOB = job_of(OPTIONS, site=Site())

@@ -11,9 +11,9 @@ from launch.bench.scale_ranks import counting
 from launch.slurm.commands import Queued
 from launch.slurm.records import End, Submission, write_ends, write_submission
 from launch.slurm.status import as_text, as_tree, run_status
-from pipeline.metrics_log import open_metrics_log
 from pipeline.recipe.io import dump_recipe, load_recipe
-from pipeline.run_folder import RunFolder
+from pipeline.runs.metrics_log import open_metrics_log
+from pipeline.runs.run_folder import RunFolder
 from pipeline.tracking.tracking_state import RunState
 from tests.launch.slurm.fake_slurm import FakeSlurm
 

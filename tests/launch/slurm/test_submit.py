@@ -12,7 +12,7 @@ from launch.slurm.records import read_submission, write_cancelled, write_ends
 from launch.slurm.site import Site, SlurmJob, job_of
 from launch.slurm.submit import SubmissionPlan, plan_submission, render, submit_plan
 from pipeline.recipe.io import load_recipe, parse_recipe
-from pipeline.run_folder import RunFolder
+from pipeline.runs.run_folder import RunFolder
 from tests.launch.machine import each_once, make_shards
 from tests.launch.slurm.fake_slurm import FakeSlurm
 

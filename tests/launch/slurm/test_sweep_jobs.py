@@ -24,8 +24,8 @@ from launch.sweep.points import Sweep, plan_sweep
 from launch.sweep.show import show_sweep
 from launch.sweep.stored import read_sweep
 from pipeline.recipe.io import parse_recipe
-from pipeline.run_folder import RunFolder
-from pipeline.vocabulary import StageName
+from pipeline.recipe.vocabulary import StageName
+from pipeline.runs.run_folder import RunFolder
 from tests.launch.machine import each_once, make_shards
 from tests.launch.slurm.fake_slurm import FakeSlurm
 
@@ -203,7 +203,7 @@ def test_a_task_trains_and_judges_its_own_run(tmp_path: Path, task: int):
 
 
 def test_what_means_nothing_without_a_sweep_is_refused(work: Path):
-    from launch.slurm.command_line import submit
+    from launch.commands.slurm import submit
 
     for flags in ({"hold_out": "1%"}, {"stage": "finetune"}, {"at_once": 2}):
         with pytest.raises(UserError, match="--sweep"):

@@ -10,7 +10,7 @@ import pytest
 
 from launch.sweep.record import Outcome, SweepRecord, as_table, choose, failures, outcome
 from pipeline.recipe.io import load_recipe
-from pipeline.run_folder import RunFolder
+from pipeline.runs.run_folder import RunFolder
 
 RECIPE = load_recipe("digits")
 

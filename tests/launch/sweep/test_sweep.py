@@ -10,15 +10,15 @@ from functools import partial
 import pytest
 
 from data_shards.errors import UserError
-from launch.local import Launch
+from launch.local.start import Launch
 from launch.run.lock import locked
 from launch.sweep import local
 from launch.sweep.local import run_sweep
 from launch.sweep.outline import outline
 from launch.sweep.points import PAPERS_SHARES, Sweep, link_earlier, plan_sweep
 from pipeline.recipe.io import load_recipe, parse_recipe
-from pipeline.run_folder import RunFolder, recipe_digest
-from pipeline.vocabulary import EXIT_STOPPED, EXIT_USER_ERROR
+from pipeline.recipe.vocabulary import EXIT_STOPPED, EXIT_USER_ERROR
+from pipeline.runs.run_folder import RunFolder, recipe_digest
 from tests.launch.machine import Machine, each_once
 
 # `main` reads sys.argv, which is what `call` sets.

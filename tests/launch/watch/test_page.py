@@ -18,12 +18,12 @@ from launch.slurm.commands import Queued
 from launch.slurm.records import Submission, write_submission
 from launch.watch.look import Watcher, last_lines
 from launch.watch.page import page
-from pipeline.metrics_log import open_metrics_log
 from pipeline.ranks.heartbeat import Heartbeat, heartbeat_file, write_heartbeat
 from pipeline.ranks.pid import process_started, this_machine
 from pipeline.recipe.io import load_recipe
-from pipeline.report.events import EventsLog
-from pipeline.run_folder import RunFolder
+from pipeline.runs.events import EventsLog
+from pipeline.runs.metrics_log import open_metrics_log
+from pipeline.runs.run_folder import RunFolder
 from tests.launch.slurm.fake_slurm import FakeSlurm
 
 NOW = 1_760_000_000.0

@@ -16,7 +16,7 @@ import torch
 from model.config import ModelConfig
 from model.saved import SavedModelMeta, build_described, load_model, save_model
 from pipeline.recipe.io import load_recipe
-from pipeline.run_folder import RunFolder
+from pipeline.runs.run_folder import RunFolder
 
 # What CPython tells its audit hooks; a write inside safetensors is one operation, which ends before the next.
 WRITING = {"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "shutil.rmtree", "os.truncate", "os.listdir"}

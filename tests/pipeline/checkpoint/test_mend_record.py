@@ -9,7 +9,7 @@ import pytest
 
 from data_shards.errors import UserError
 from pipeline.checkpoint.mend_record import mend_records
-from pipeline.run_folder import RunFolder, StageRecord
+from pipeline.runs.run_folder import RunFolder, StageRecord
 from tests.saving import one_rank, save
 
 BROKEN = [

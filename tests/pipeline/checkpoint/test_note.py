@@ -5,17 +5,17 @@ from pathlib import Path
 
 import pytest
 
-from data_shards.opening import open_shards
-from data_shards.order import Order
+from data_shards.order.sample_order import Order
 from data_shards.packing.pack import pack
-from data_shards.shard_set import ShardSet, ShardsSpec
+from data_shards.reading.opening import open_shards
+from data_shards.shards.shard_set import ShardSet, ShardsSpec
 from pipeline.checkpoint.identity import checkpoint_identity
 from pipeline.checkpoint.note import describe_changes, describe_restored
 from pipeline.checkpoint.store import Restored
+from pipeline.checkpoint.train_state import TrainState
 from pipeline.checkpoint.written_by import written_by
 from pipeline.recipe.io import dump_recipe, load_recipe
 from pipeline.recipe.stage_plan import plan_stage
-from pipeline.state import TrainState
 
 NOW = written_by()
 

@@ -13,8 +13,8 @@ import torch
 from data_shards.images.transforms import EvalTransform
 from data_shards.loading.assemble import Access
 from data_shards.loading.loader import EvalBatches, eval_batches
-from data_shards.opening import open_shards
-from data_shards.shard_set import ShardSet
+from data_shards.reading.opening import open_shards
+from data_shards.shards.shard_set import ShardSet
 from data_shards.vocabulary import GOOGLES
 from model.build import build_model
 from model.config import ModelConfig
@@ -22,7 +22,7 @@ from model.loss import loss_function
 from pipeline.evaluation.evaluate import Evaluated, evaluate
 from pipeline.ranks.group import Ranks
 from pipeline.ranks.place import Place
-from pipeline.task import Classification
+from pipeline.stage.task import Classification
 
 SIZE = 16
 

@@ -16,13 +16,13 @@ from sklearn import metrics as oracle
 
 from data_shards.errors import UserError
 from data_shards.loading.loader import eval_batches
-from data_shards.opening import open_shards
 from data_shards.packing.pack import pack
-from data_shards.sources.label_list import LabelList
+from data_shards.packing.sources.label_list import LabelList
+from data_shards.reading.opening import open_shards
 from pipeline.evaluation.evaluate import Evaluated, keep_evaluations
 from pipeline.evaluation.result import evaluations, load_evaluation
 from pipeline.recipe.metrics import chosen_metrics
-from pipeline.task import model_input
+from pipeline.stage.task import model_input
 from tests.pipeline.evaluation.test_result import same
 from tests.workers import run_ranks
 

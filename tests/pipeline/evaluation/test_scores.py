@@ -16,7 +16,7 @@ from model.vocabulary import LossKind
 from pipeline.evaluation import scores
 from pipeline.evaluation.average_precision import average_precision
 from pipeline.evaluation.scores import Answered
-from pipeline.task import answers
+from pipeline.stage.task import answers
 
 IMAGES, CLASSES = 400, 12
 

@@ -11,7 +11,7 @@ from timm.data.real_labels import RealLabelsImagenet
 
 from data_shards.errors import UserError
 from data_shards.loading.batch import Batch
-from data_shards.shard_set import ShardSet
+from data_shards.shards.shard_set import ShardSet
 from pipeline.evaluation.imagenet import real_labels, usual_classes, wordnet_numbers
 from pipeline.evaluation.truth import Truth, find_truth
 

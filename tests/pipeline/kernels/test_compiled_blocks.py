@@ -14,13 +14,13 @@ from model.checkpointing import checkpoint_blocks
 from model.dropout import words_of
 from model.masked_patch import build_masked_patch
 from model.vit import build_vit, set_patch_dropout
-from pipeline.dropout_masks import sample_words
 from pipeline.engine.frozen import freeze
 from pipeline.kernels import compiled_blocks
 from pipeline.kernels.compiled_blocks import CompiledBlocks, compile_blocks, why_not_compiled
 from pipeline.kernels.settle import settled_kernels
 from pipeline.recipe.schema import Recipe
-from pipeline.stages import regularisation
+from pipeline.stage.dropout_masks import sample_words
+from pipeline.training.stages import regularisation
 from tests.model.comparing import randomise
 
 # Dynamo looks at it, and hides the warning from what prints it, not from what makes it an error.

@@ -18,27 +18,27 @@ from data_shards.errors import UserError
 from data_shards.loading.assemble import Access
 from data_shards.loading.batch import Batch
 from data_shards.loading.loader import EvalBatches, eval_batches
-from data_shards.opening import open_shards
 from data_shards.packing.pack import pack
-from data_shards.shard_set import ShardsSpec
-from data_shards.tars.tar_index import index_path, read_index
+from data_shards.reading.opening import open_shards
+from data_shards.shards.shard_set import ShardsSpec
+from data_shards.shards.tar_index import index_path, read_index
 from data_shards.vocabulary import GOOGLES
 from model.init import initialise
 from model.masked_patch import build_masked_patch, colour_classes
 from model.saved import save_model
 from model.vocabulary import COLOURS
-from pipeline.drawing import draw, drawers
 from pipeline.evaluation.result import Evaluation, Judged, save_evaluation
 from pipeline.pictures import held_out_images as held_out_module
+from pipeline.pictures.drawing import draw, drawers
 from pipeline.pictures.evaluation_grid import draw_evaluation_grid, draw_worst_mistakes, is_right
 from pipeline.pictures.held_out_images import held_out_images
 from pipeline.pictures.masked_patches import colour_of, draw_masked_patches, fill_in
-from pipeline.pictures.picture import DrawRequest, kept_pictures
 from pipeline.recipe.schema import Recipe
-from pipeline.run_folder import RunFolder
-from pipeline.stage_batches import eval_transform
-from pipeline.stage_model import stage_model
-from pipeline.task import MaskedPatches
+from pipeline.runs.pictures import DrawRequest, kept_pictures
+from pipeline.runs.run_folder import RunFolder
+from pipeline.stage.batches import eval_transform
+from pipeline.stage.initial_model import stage_model
+from pipeline.stage.task import MaskedPatches
 from tests.pipeline.pictures.evaluated_sets import HOSTILE, evaluation_of
 
 IMAGES, DAMAGED = 40, 5

@@ -13,11 +13,10 @@ import torch
 from PIL import Image
 
 from data_shards.packing.pack import pack
-from data_shards.tars.tar_index import index_path, read_index
+from data_shards.shards.tar_index import index_path, read_index
 from data_shards.vocabulary import GOOGLES, Normalisation
-from pipeline.data_workers import DataWorkers
-from pipeline.drawing import draw
-from pipeline.pictures.picture import DrawRequest, kept_pictures
+from pipeline.checkpoint.train_state import TrainState
+from pipeline.pictures.drawing import draw
 from pipeline.pictures.training_batch import (
     SHOWN_EPOCHS,
     draw_training_batch,
@@ -29,12 +28,13 @@ from pipeline.ranks.place import Place
 from pipeline.recipe.io import dump_recipe
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.stage_plan import plan_stage
-from pipeline.run_folder import RunFolder, StageRecord
-from pipeline.stage_batches import train_loader, train_stream
-from pipeline.stage_data import StageData, open_data
-from pipeline.state import TrainState
-from pipeline.task import make_task
-from pipeline.train_loop import train
+from pipeline.runs.pictures import DrawRequest, kept_pictures
+from pipeline.runs.run_folder import RunFolder, StageRecord
+from pipeline.stage.batches import train_loader, train_stream
+from pipeline.stage.data import StageData, open_data
+from pipeline.stage.data_workers import DataWorkers
+from pipeline.stage.task import make_task
+from pipeline.training.train_loop import train
 from tests import looping
 
 CPU = torch.device("cpu")

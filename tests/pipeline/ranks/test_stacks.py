@@ -49,7 +49,7 @@ def test_lines_of_this_project_are_shown_however_deep_the_libraries_are():
             "",
             "Current thread 0x00000000000000bb [python] (most recent call first):",
             *[f'  File "/site-packages/library.py", line {number} in deep' for number in range(30)],
-            f'  File "{root}/pipeline/train_loop.py", line 91 in train',
+            f'  File "{root}/pipeline/training/train_loop.py", line 91 in train',
         ]
     )
     lines = stack_excerpt(dump, thread=0xBB)
@@ -88,7 +88,7 @@ def waits_inside(file: str, *, function: str) -> bool:
         ("/repository/pipeline/ranks/group.py", "result", True),
         ("/site-packages/torch/autograd/graph.py", "_engine_run_backward", True),
         ("/site-packages/deepspeed/runtime/zero/stage_1_and_2.py", "step", False),
-        ("/repository/pipeline/train_loop.py", "train", False),
+        ("/repository/pipeline/training/train_loop.py", "train", False),
         ("/site-packages/torch/nn/functional.py", "linear", False),
     ],
 )

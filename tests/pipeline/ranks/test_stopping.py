@@ -10,9 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from launch.processes import handled
+from launch.local.processes import handled
 from pipeline.ranks.stopping import Requests, StopFlag, StopOrSave
-from pipeline.vocabulary import EXIT_STOPPED
+from pipeline.recipe.vocabulary import EXIT_STOPPED
 
 ROOT = Path(__file__).resolve().parents[3]
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)

@@ -10,7 +10,7 @@ from data_shards.errors import UserError
 from pipeline.recipe.data import ShardsConfig
 from pipeline.recipe.io import differences, dump_recipe, load_recipe, parse_recipe
 from pipeline.recipe.schema import Recipe
-from pipeline.stage_batches import eval_transform, mixup, train_transform
+from pipeline.stage.batches import eval_transform, mixup, train_transform
 
 
 def recipe(

@@ -9,8 +9,8 @@ import pytest
 from data_shards.errors import UserError
 from pipeline.recipe.io import differences, dump_recipe, load_recipe, parse_recipe
 from pipeline.recipe.roles import ROLES, missing_paths, read_paths
-from pipeline.run_folder import recipe_digest
-from pipeline.stage_data import open_data
+from pipeline.runs.run_folder import recipe_digest
+from pipeline.stage.data import open_data
 
 PATHS = """
 imagenet21k: {train: big/train, eval: big/val}

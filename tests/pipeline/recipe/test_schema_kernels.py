@@ -6,7 +6,7 @@ import pytest
 
 from pipeline.recipe.io import flatten
 from pipeline.recipe.schema import Recipe
-from pipeline.run_folder import recipe_digest
+from pipeline.runs.run_folder import recipe_digest
 from tests.pipeline.recipe.test_schema import refusal, tree
 
 RESNET = {"model": {"variant": "R50x1"}, "stages__pretrain__image_size": 32, "stages__finetune__image_size": 32}

@@ -8,7 +8,7 @@ from pydantic import ValidationError
 from pipeline.recipe.io import load_recipe
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.stage import MaskedPatchStage
-from pipeline.run_folder import recipe_digest
+from pipeline.runs.run_folder import recipe_digest
 
 TRAIN: dict[str, Any] = {
     "train": "a/train",

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from pipeline.recipe.io import differences, flatten
 from pipeline.recipe.schema import Recipe
-from pipeline.run_folder import recipe_digest
+from pipeline.runs.run_folder import recipe_digest
 
 
 def recipe(*, stage: str = "pretrain", **keys: Any) -> Recipe:

@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data_shards.errors import UserError
-from data_shards.manifest import Manifest, Shard, write_manifest
+from data_shards.shards.manifest import Manifest, Shard, write_manifest
 from pipeline.recipe.schedule import Schedule
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.stage_plan import StagePlan, plan_stage
-from pipeline.stage_data import open_data
+from pipeline.stage.data import open_data
 
 
 def recipe(*, most: int = 256, lanes: int | str = "auto", stage: dict[str, Any] | None = None) -> Recipe:

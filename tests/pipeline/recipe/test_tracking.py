@@ -6,7 +6,7 @@ import pytest
 
 from data_shards.errors import UserError
 from pipeline.recipe.io import differences, load_recipe
-from pipeline.run_folder import recipe_digest
+from pipeline.runs.run_folder import recipe_digest
 
 ALL = ["tracking.register_as=digits", "tracking.alias=champion", "tracking.system_metrics=true"]
 

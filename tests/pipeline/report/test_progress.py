@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.ranks.time_limit import TimeLimit
 from pipeline.report.progress import RecentSpeed, TrainingProgress, format_count
-from pipeline.time_limit import TimeLimit
 from tests.terminal import terminal
 
 

@@ -10,17 +10,17 @@ from typing import Any
 import pytest
 
 from data_shards.errors import UserError
+from pipeline.checkpoint.train_state import TrainState
 from pipeline.ranks import phases
 from pipeline.ranks.phases import Phases
 from pipeline.ranks.place import Place
 from pipeline.ranks.stopping import Stopped
 from pipeline.report import reporter
-from pipeline.report.events import EventsLog, read_events
 from pipeline.report.losses import Spike
 from pipeline.report.reporter import Report, told_events
-from pipeline.rollback import GoBack, Trouble
-from pipeline.run_folder import RunFolder
-from pipeline.state import TrainState
+from pipeline.runs.events import EventsLog, read_events
+from pipeline.runs.run_folder import RunFolder
+from pipeline.stage.rollback import GoBack, Trouble
 
 
 class Notebook:

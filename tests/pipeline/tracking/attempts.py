@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from pipeline.metrics_log import open_metrics_log
+from pipeline.runs.metrics_log import open_metrics_log
 from pipeline.tracking.mlflow_store import open_tracker
 from pipeline.tracking.settings import TrackerSettings
 from pipeline.tracking.tracking_state import load_run_state

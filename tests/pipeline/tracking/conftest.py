@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pipeline.recipe.io import load_recipe
-from pipeline.run_folder import RunFolder
+from pipeline.runs.run_folder import RunFolder
 from pipeline.tracking import tracking_thread
 from pipeline.tracking.facts import DatasetInput
 from pipeline.tracking.settings import TrackerSettings

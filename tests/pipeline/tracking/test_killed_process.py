@@ -28,12 +28,12 @@ def test_a_killed_process_is_followed_by_one_that_completes_its_curve(
     code = """
         import os, signal, sys, time
         from pathlib import Path
-        from pipeline.metrics_log import open_metrics_log
+        from pipeline.runs.metrics_log import open_metrics_log
         from pipeline.tracking.mlflow_store import open_tracker
         from pipeline.tracking.settings import TrackerSettings
 
         from pipeline.recipe.io import load_recipe
-        from pipeline.run_folder import RunFolder
+        from pipeline.runs.run_folder import RunFolder
 
         folder = RunFolder(runs_root=Path(sys.argv[1]), name=sys.argv[2])
         log = open_metrics_log(folder.stage("pretrain") / "metrics.jsonl", resume_step=0)

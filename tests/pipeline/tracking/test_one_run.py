@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.run_folder import RunFolder
+from pipeline.runs.run_folder import RunFolder
 from pipeline.tracking import one_run
 from pipeline.tracking.one_run import log_result
 from pipeline.tracking.runs import DatasetInput

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.run_folder import RunFolder
+from pipeline.runs.run_folder import RunFolder
 from pipeline.tracking import system_metrics
 from pipeline.tracking.system_metrics import node_metrics
 from pipeline.tracking.tracking_state import load_run_state

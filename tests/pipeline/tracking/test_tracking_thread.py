@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.metrics_log import MetricRow, iter_metrics, open_metrics_log
+from pipeline.runs.metrics_log import MetricRow, iter_metrics, open_metrics_log
 from pipeline.tracking import tracking_thread
 from pipeline.tracking.tracking_state import RunState, load_run_state
 from pipeline.tracking.tracking_thread import Call, FinalStatus, Timing, Tracker, without_credentials

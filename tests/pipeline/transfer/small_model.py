@@ -8,15 +8,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data_shards.opening import open_shards
 from data_shards.packing.pack import pack
-from data_shards.shard_set import ShardSet
-from data_shards.tars.tar_index import index_path, read_index
+from data_shards.reading.opening import open_shards
+from data_shards.shards.shard_set import ShardSet
+from data_shards.shards.tar_index import index_path, read_index
 from model.config import ModelConfig
 from model.saved import SavedModelMeta, build_described, save_model
 from model.vocabulary import HeadKind
-from pipeline.predict import Predictor, open_predictor
 from pipeline.transfer.features import FeatureReading, FeatureStore
+from pipeline.using.predict import Predictor, open_predictor
 
 SIZE, CLASSES = 8, 4
 

@@ -12,13 +12,13 @@ import torch
 from data_shards.errors import UserError
 from data_shards.images.decode import read_image
 from data_shards.images.transforms import EvalTransform
-from data_shards.shard_reader import ShardReader
-from data_shards.shard_set import ShardSet
+from data_shards.reading.shard_reader import ShardReader
+from data_shards.shards.shard_set import ShardSet
 from model.vocabulary import HeadKind
-from pipeline.predict import Predictor
+from pipeline.recipe.vocabulary import FeatureLayer
 from pipeline.transfer import features as features_file
 from pipeline.transfer.features import Features, FeatureStore
-from pipeline.vocabulary import FeatureLayer
+from pipeline.using.predict import Predictor
 from tests.pipeline.transfer.small_model import (
     SIZE,
     damage,

@@ -63,7 +63,7 @@ def install() -> None:
         0,
         _AfterImport(
             {
-                "pipeline.state": _patch_state,
+                "pipeline.checkpoint.train_state": _patch_state,
                 "pipeline.engine.deepspeed_engine": lambda module: _patch_engine(module.DeepSpeedEngine),
                 "pipeline.engine.ddp_engine": lambda module: _patch_engine(module.DdpEngine),
                 "pipeline.engine.accelerate_engine": lambda module: _patch_engine(module.AccelerateEngine),

@@ -1,0 +1,261 @@
+"""Pairs that may be duplicates, from fingerprints alone: equal digests, and hashes near each other.
+
+Each image is looked for as a crop of the others, and they as crops of it (see `perceptual_hash`). Of an image's nearest
+64 by the hash the thumbnails are laid over each other (see `alignment`), and the 8 that fit best are its candidates:
+thousands that share a background are near each other by the hash.
+
+The smaller side is indexed, in blocks of 32,768 images (160 MB each), and the larger one streamed past every block,
+part by part and on all cores. So memory is constant but for what is found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from data_shards.checking.near_duplicates.alignment import align
+from data_shards.checking.near_duplicates.fingerprint import FingerprintRequest, Fingerprints, Kind
+from data_shards.checking.near_duplicates.hash_index import HashIndex, Int64s, expand
+from data_shards.checking.near_duplicates.perceptual_hash import (
+    NUM_WORDS,
+    PARTS,
+    WHOLE,
+    Windows,
+    Words,
+    hash_windows,
+    mirrored,
+)
+
+BLOCK_IMAGES = 1 << 15
+MOST_CANDIDATES = 8  # of one image, in one other collection
+EQUAL_BYTES, EQUAL_PIXELS = -2, -1  # in place of a distance
+_MOST_NEAR = 64  # of one image, whose thumbnails are laid over each other
+_MOST_DISTANCE = 0.3  # 1 less the correlation of the thumbnails
+_MOST_OF_ONE_HASH = 4  # images of the others with the very same hash: they stand for all
+_AT_ONCE = 128  # images looked up, and
+_PAIRS_AT_ONCE = 1024  # pairs laid over each other: 30 MB
+
+# Images are numbered through all parts. The window `here` of the image, or of its mirror image, shows what the window
+# `there` of the other one does (see `perceptual_hash`).
+PAIR = np.dtype(
+    [
+        ("image", np.int64),
+        ("other", np.int64),
+        ("distance", np.float32),  # bits, then 1 less the correlation
+        ("here", np.float32, 4),
+        ("there", np.float32, 4),
+        ("mirrored", np.bool_),
+    ]
+)
+Pairs = NDArray[Any]  # of PAIR
+
+
+def find_candidates(
+    images: FingerprintRequest,
+    others: FingerprintRequest,
+    *,
+    threads: int,
+    done: Callable[[int], None],
+    block_images: int = BLOCK_IMAGES,
+) -> Pairs:
+    """Candidates, the nearest of each image first; of a collection with itself, each pair once, the later image first.
+
+    `done` is told how many images were looked up in a block.
+    """
+    within = images.collection.digest == others.collection.digest
+    is_swapped = sum(images.collection.sizes) < sum(others.collection.sizes)
+    indexed, streamed = (images, others) if is_swapped else (others, images)
+    starts = np.cumsum([0, *streamed.collection.sizes])
+    found = np.empty(0, PAIR)
+    for block in _blocks(indexed, block_images, is_swapped=is_swapped):
+
+        def look_up(part: int, block: _Block = block) -> Pairs:
+            return block.look_up(streamed.load(part), first=int(starts[part]), is_swapped=is_swapped, within=within)
+
+        with ThreadPoolExecutor(threads) as pool:
+            waiting: list[Pairs] = [found]
+            for part, pairs in enumerate(pool.map(look_up, range(len(streamed.collection.sizes)))):
+                waiting.append(pairs)
+                done(streamed.collection.sizes[part])
+                if sum(map(len, waiting[1:])) > max(1 << 20, len(waiting[0])):
+                    waiting = [_nearest(np.concatenate(waiting), MOST_CANDIDATES)]
+            found = _nearest(np.concatenate(waiting), MOST_CANDIDATES)
+    return found
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Some images of the indexed side; `first` is the number of the first."""
+
+    first: int
+    parts: HashIndex
+    wholes: HashIndex
+    hashed: Int64s  # rows that have a hash
+    thumbnails: NDArray[np.uint8]  # of all rows
+    by_bytes: _Digests
+    by_pixels: _Digests
+
+    def look_up(self, part: Fingerprints, *, first: int, is_swapped: bool, within: bool) -> Pairs:
+        rows, kinds = part.rows, part.rows["kind"]
+        read, plain, hashed = map(np.flatnonzero, (kinds != Kind.UNREAD, kinds == Kind.PIXELS, kinds == Kind.HASH))
+        equal = [
+            (read, self.by_bytes, rows["bytes_digest"], EQUAL_BYTES),
+            (plain, self.by_pixels, rows["words"], EQUAL_PIXELS),
+        ]
+        pairs: list[Pairs] = []
+        is_done = np.zeros(len(rows), np.bool_)
+        for chosen, table, digests, distance in equal:
+            own, there = table.equal(digests[chosen], is_swapped=is_swapped)
+            own, there = chosen[own], there + self.first
+            is_done[own] = not is_swapped and (there < own + first if within else True)
+            pairs.append(_pairs(own + first, there, np.full(len(own), distance), is_swapped=is_swapped))
+        hashed = hashed[~is_done[hashed]]
+        if is_swapped:
+            hashed = _different(rows["words"], hashed)
+        for at in range(0, len(hashed), _AT_ONCE):
+            chosen = hashed[at : at + _AT_ONCE]
+            found = (_earlier(each) if within else each for each in self._near(part, chosen, first, is_swapped))
+            near = _nearest(np.concatenate([_nearest(each, _MOST_NEAR) for each in found]), _MOST_NEAR)
+            for start in range(0, len(near), _PAIRS_AT_ONCE):
+                pairs.append(self._laid(near[start : start + _PAIRS_AT_ONCE], part, first, is_swapped))
+        found = np.concatenate(pairs)
+        return _nearest(_earlier(found) if within else found, MOST_CANDIDATES)
+
+    def _near(self, part: Fingerprints, rows: Int64s, first: int, is_swapped: bool) -> Iterator[Pairs]:
+        """Pairs whose hashes are near each other."""
+        for own, index, theirs in ((WHOLE, self.parts, PARTS), (PARTS, self.wholes, WHOLE)):
+            hashes = hash_windows(part.thumbnails[rows], own).reshape(-1, NUM_WORDS)
+            for is_mirrored in (False, True):
+                near = index.near(mirrored(hashes) if is_mirrored else hashes)
+                row, window = np.divmod(near.queries, len(own))
+                there, their_window = np.divmod(near.hashes, len(theirs))
+                streamed, indexed = rows[row] + first, self.hashed[there] + self.first
+                pairs = _pairs(streamed, indexed, near.distances, is_swapped=is_swapped)
+                pairs["mirrored"] = is_mirrored
+                windows = own[window], theirs[their_window]
+                pairs["here"], pairs["there"] = windows[::-1] if is_swapped else windows
+                if is_mirrored:  # the hashed window of the image, as its mirror image has it
+                    pairs["here"][:, 1::2] = 1 - pairs["here"][:, 3::-2]
+                yield pairs
+
+    def _laid(self, pairs: Pairs, part: Fingerprints, first: int, is_swapped: bool) -> Pairs:
+        """Those that fit, laid over each other."""
+        streamed, indexed = ("other", "image") if is_swapped else ("image", "other")
+        thumbnails = {
+            streamed: part.thumbnails[pairs[streamed] - first],
+            indexed: self.thumbnails[pairs[indexed] - self.first],
+        }
+        is_mirrored = pairs["mirrored"][:, None, None]
+        images = np.where(is_mirrored, thumbnails["image"][..., ::-1], thumbnails["image"])
+        # What the larger window shows is wholly in both images; the smaller one, a part of its image, is moved.
+        sides = [np.ptp(pairs[name].reshape(-1, 2, 2), axis=1).sum(axis=1) for name in ("here", "there")]
+        is_part = (sides[0] < sides[1])[:, None]
+        windows = np.where(is_part, pairs["there"], pairs["here"]), np.where(is_part, pairs["here"], pairs["there"])
+        both = images, thumbnails["other"]
+        ones, others = (np.where(is_part[..., None], *order) for order in (both[::-1], both))
+        aligned = align(ones, others, *windows)
+        pairs["here"] = np.where(is_part, aligned.windows, pairs["here"])
+        pairs["there"] = np.where(is_part, pairs["there"], aligned.windows)
+        pairs["distance"] = np.maximum(0, 1 - aligned.correlations)
+        return pairs[pairs["distance"] <= _MOST_DISTANCE]
+
+
+@dataclass(frozen=True)
+class _Digests:
+    """Digests in order of their first word, and the row of each."""
+
+    words: Words
+    rows: Int64s
+
+    @classmethod
+    def of(cls, digests: Words, rows: Int64s) -> _Digests:
+        digests = digests[rows]
+        order = np.argsort(digests[:, 0], kind="stable")
+        return cls(digests[order], rows[order])
+
+    def equal(self, digests: Words, *, is_swapped: bool) -> tuple[Int64s, Int64s]:
+        """Pairs of equal ones: positions in `digests`, and rows.
+
+        One for each of `digests`; or, if these are the others', one for each row. A picture that says "not available",
+        a million times on both sides, would have 10^12 pairs.
+        """
+        own = np.unique(digests[:, 0], return_index=True)[1] if is_swapped else np.arange(len(digests))
+        first_words = digests[own, 0]
+        starts, stops = (np.searchsorted(self.words[:, 0], first_words, side=side) for side in ("left", "right"))
+        counts = stops - starts if is_swapped else np.minimum(stops - starts, 1)
+        own, places = np.repeat(own, counts), expand(starts, counts)
+        same = (self.words[places] == digests[own]).all(axis=1)
+        return own[same], self.rows[places[same]]
+
+
+def _blocks(request: FingerprintRequest, most_images: int, *, is_swapped: bool) -> Iterator[_Block]:
+    waiting: list[Fingerprints] = []
+    first = number = 0
+    for part, size in enumerate(request.collection.sizes):
+        waiting.append(request.load(part))
+        number += size
+        if number - first >= most_images or part == len(request.collection.sizes) - 1:
+            yield _block(waiting, first, is_swapped=is_swapped)
+            waiting, first = [], number
+
+
+def _block(parts: list[Fingerprints], first: int, *, is_swapped: bool) -> _Block:
+    rows, thumbnails = (np.concatenate(each) for each in zip(*parts, strict=True))
+    hashed = np.flatnonzero(rows["kind"] == Kind.HASH)
+    hashed = hashed if is_swapped else _different(rows["words"], hashed)
+
+    def index(windows: Windows) -> HashIndex:
+        chunks = (hashed[at : at + _AT_ONCE] for at in range(0, max(1, len(hashed)), _AT_ONCE))
+        hashes = [hash_windows(thumbnails[chunk], windows).reshape(-1, NUM_WORDS) for chunk in chunks]
+        return HashIndex(np.concatenate(hashes))
+
+    return _Block(
+        first=first,
+        parts=index(PARTS),
+        wholes=index(WHOLE),
+        hashed=hashed,
+        thumbnails=thumbnails,
+        by_bytes=_Digests.of(rows["bytes_digest"], np.flatnonzero(rows["kind"] != Kind.UNREAD)),
+        by_pixels=_Digests.of(rows["words"], np.flatnonzero(rows["kind"] == Kind.PIXELS)),
+    )
+
+
+def _different(hashes: Words, rows: Int64s) -> Int64s:
+    """Of the others' images with the same hash the first few: they stand for all, in ascending order."""
+    ordered = rows[np.lexsort((rows, hashes[rows, 1], hashes[rows, 0]))]
+    is_first = np.append(True, (hashes[ordered[1:]] != hashes[ordered[:-1]]).any(axis=1))[: len(ordered)]
+    return np.sort(ordered[_ranks(is_first) < _MOST_OF_ONE_HASH])
+
+
+def _pairs(streamed: Int64s, indexed: Int64s, found: NDArray[Any], *, is_swapped: bool) -> Pairs:
+    pairs = np.zeros(len(streamed), PAIR)
+    pairs["image"], pairs["other"] = (indexed, streamed) if is_swapped else (streamed, indexed)
+    pairs["distance"] = found
+    return pairs
+
+
+def _earlier(pairs: Pairs) -> Pairs:
+    """Of a collection with itself."""
+    return pairs[pairs["other"] < pairs["image"]]
+
+
+def _nearest(pairs: Pairs, most: int) -> Pairs:
+    """Each pair once, with its least distance, and at most so many of an image, the nearest first."""
+    pairs = pairs[np.lexsort((pairs["distance"], pairs["other"], pairs["image"]))]
+    if len(pairs):
+        again = (pairs["image"][1:] == pairs["image"][:-1]) & (pairs["other"][1:] == pairs["other"][:-1])
+        pairs = pairs[np.append(True, ~again)]
+    pairs = pairs[np.lexsort((pairs["other"], pairs["distance"], pairs["image"]))]
+    is_first = np.append(True, pairs["image"][1:] != pairs["image"][:-1])[: len(pairs)]
+    return pairs[_ranks(is_first) < most]
+
+
+def _ranks(is_first: NDArray[np.bool_]) -> Int64s:
+    """How far each is from the first of its group."""
+    starts = np.flatnonzero(is_first)
+    return np.arange(len(is_first)) - np.repeat(starts, np.diff(np.append(starts, len(is_first))))

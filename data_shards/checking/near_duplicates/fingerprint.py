@@ -1,0 +1,184 @@
+"""Fingerprints: what is kept of each image to find its duplicates; computed once, in parallel, and kept on the disk.
+
+A row has 40 bytes: 16 of SHA-256 of the image as stored; two words, which are the perceptual hash of the whole (see
+`perceptual_hash`) or, of an image that has none, 16 bytes of SHA-256 of its pixels; and which of them it is. Without a
+hash are images with hardly any contrast (the hash of a plain colour is noise) and those below 16 pixels a side: they
+are compared by equal pixels alone. Beside it lies the thumbnail that the hashes of all windows are taken from, 1,024
+bytes of grey.
+
+Files lie in `shardvit/fingerprints` of the user's cache folder, one per part, named by the part's digest: a second
+check of the same shards decodes nothing. 10^6 images take 1.1 GB. The folder can be deleted at any time. A photograph
+takes 1.2 ms on one core, most of it libjpeg-turbo, an image of 32 x 32 pixels 0.05. Memory is one part's rows per
+process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+import warnings
+import zipfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from data_shards.checking.near_duplicates.collection import Collection, UnreadablePart, UnreadNow
+from data_shards.checking.near_duplicates.perceptual_hash import NUM_WORDS, WHOLE, hash_windows
+from data_shards.checking.near_duplicates.thumbnail import THUMBNAIL_PIXELS, thumbnail
+from data_shards.durable import replaced
+from data_shards.errors import UnreadableImage
+from data_shards.images.decode import PixelLimit, read_image, read_reduced
+from data_shards.processes import run_parts
+
+_VERSION = 2  # raised when a file means something else
+_LEAST_PIXELS = 2 * THUMBNAIL_PIXELS  # of each side, that decoding leaves
+LEAST_SIDE = 16  # pixels; a smaller image has no hash
+LEAST_CONTRAST = 3.0  # standard deviation of the thumbnail's greys, 0 to 255
+
+ROW = np.dtype([("bytes_digest", np.uint64, 2), ("words", np.uint64, NUM_WORDS), ("kind", np.uint64)])
+
+
+class Kind(IntEnum):
+    """What a row's words are."""
+
+    HASH = 0
+    PIXELS = 1  # a digest of the pixels
+    NOTHING = 2  # it could not be decoded, only its bytes are known
+    UNREAD = 3  # not even those
+
+
+class Fingerprints(NamedTuple):
+    """Of one part: `rows` of `ROW`, [images], and `thumbnails`, uint8 [images, 32, 32]."""
+
+    rows: NDArray[Any]
+    thumbnails: NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class FingerprintRequest:
+    """What all parts have in common."""
+
+    collection: Collection
+    kept: Path  # folder of the files of parts that are known by a digest
+    scratch: Path  # of the others
+    pixel_limit: PixelLimit
+
+    def kept_path(self, part: int) -> Path | None:
+        """None for a part that is not known by a digest."""
+        digest = self.collection.part_digest(part)
+        key = repr((_VERSION, digest, self.pixel_limit.pixels))
+        return self.kept / f"{hashlib.sha256(key.encode()).hexdigest()[:40]}.npz" if digest else None
+
+    def scratch_path(self, part: int) -> Path:
+        return self.scratch / f"{self.collection.digest}-{part}.npz"
+
+    def load(self, part: int) -> Fingerprints:
+        """A part's fingerprints; those of a part whose process crashed are of kind `UNREAD`."""
+        return _read(self, part) or _nothing(self.collection.sizes[part])
+
+
+def default_fingerprint_folder() -> Path:
+    """In the user's cache folder (freedesktop.org's base directories)."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardvit" / "fingerprints"
+
+
+def make_fingerprints(request: FingerprintRequest, *, processes: int, done: Callable[[int], None]) -> None:
+    """Write the files of all parts that lack one; `done` is told how many images are dealt with, as they are.
+
+    Raises UserError if a part of the collection cannot be read.
+    """
+    missing: list[int] = []
+    for part, size in enumerate(request.collection.sizes):
+        if _read(request, part) is None:
+            missing.append(part)
+        else:
+            done(size)
+    if request.collection.read_by == "processes":
+        run_parts(_make_part, request, missing, processes=processes, done=done)
+        return
+    stop = threading.Event()
+    # Pillow warns of large photographs and odd metadata. The filter is process-wide, so it is set around all threads.
+    with warnings.catch_warnings(action="ignore"), ThreadPoolExecutor(processes) as pool:
+        futures = [pool.submit(_make_part, request, part, stop) for part in missing]
+        try:
+            for future in futures:
+                done(future.result())
+        except BaseException:  # Ctrl-C too: the threads would go on to their end otherwise
+            stop.set()
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def _make_part(request: FingerprintRequest, part: int, stop: threading.Event | None = None) -> int:
+    size = request.collection.sizes[part]
+    path = request.kept_path(part)
+    found = _nothing(size)
+    with warnings.catch_warnings(action="ignore"):
+        for row in range(size):
+            if stop is not None and stop.is_set():
+                return 0
+            try:
+                data = request.collection.read(part, row)
+            except UnreadablePart:
+                path = None
+                break
+            except UnreadNow:
+                path = None
+                continue
+            except UnreadableImage:
+                continue
+            _fill(found.rows[row], found.thumbnails[row], data, limit=request.pixel_limit)
+    hashed = np.flatnonzero(found.rows["kind"] == Kind.HASH)
+    found.rows["words"][hashed] = hash_windows(found.thumbnails[hashed], WHOLE[:1])[:, 0]
+    path = path or request.scratch_path(part)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replaced(path, sync="none", writers="several") as beside, open(beside, "wb") as stream:
+        np.savez(stream, allow_pickle=False, **found._asdict())
+    return size
+
+
+def _fill(row: Any, small: NDArray[np.uint8], data: bytes, *, limit: PixelLimit) -> None:
+    row["bytes_digest"] = np.frombuffer(hashlib.sha256(data).digest()[:16], np.uint64)
+    row["kind"] = Kind.NOTHING
+    try:
+        height, width, greys = read_reduced(data, least_pixels=_LEAST_PIXELS, colours="GRAY", limit=limit)
+        small[:] = thumbnail(greys)
+        if min(height, width) >= LEAST_SIDE and small.std() >= LEAST_CONTRAST:
+            row["kind"] = Kind.HASH
+            return
+        pixels = read_image(data, limit=limit).pixels()
+    except UnreadableImage:
+        return
+    digest = hashlib.sha256(f"{pixels.shape}".encode() + pixels.tobytes()).digest()
+    row["words"], row["kind"] = np.frombuffer(digest[:16], np.uint64), Kind.PIXELS
+
+
+def _nothing(size: int) -> Fingerprints:
+    rows = np.zeros(size, ROW)
+    rows["kind"] = Kind.UNREAD
+    return Fingerprints(rows, np.zeros((size, THUMBNAIL_PIXELS, THUMBNAIL_PIXELS), np.uint8))
+
+
+def _read(request: FingerprintRequest, part: int) -> Fingerprints | None:
+    """None where there is no such file, or it is not whole."""
+    for path in (request.kept_path(part), request.scratch_path(part)):
+        if path is None or not path.is_file():
+            continue
+        try:
+            # opened here, since numpy leaves a file open that is not whole
+            with open(path, "rb") as stream, np.load(stream, allow_pickle=False) as content:
+                found = Fingerprints(content["rows"], content["thumbnails"])
+        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+            continue
+        empty = _nothing(request.collection.sizes[part])
+        fits = all(a.dtype == b.dtype and a.shape == b.shape for a, b in zip(found, empty, strict=True))
+        if fits:
+            return found
+    return None

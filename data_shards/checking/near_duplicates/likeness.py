@@ -1,0 +1,150 @@
+"""The second look: whether two images are the same picture, decided on the area that both of them show.
+
+The two are aligned (see `alignment`) at 64 x 64 pixels, or fewer if the smaller image has fewer. If one of them has no
+colours, only the greys are compared. Of 8 x 8 blocks those are counted that differ by more than encoding and resizing
+explain: 4 grey levels (8 where the images have no more pixels than are compared) and 0.4 of the block's contrast, root
+mean square over all colours, after a small change of brightness and contrast is undone.
+
+    same       at most one block in 64 differs, and `likeness`, the correlation over all colours, is at least 0.94
+    unsure     up to an eighth of the blocks: something was added, or it is a series of one scene
+    different  more: what photographs of different things on one floor share is the floor
+
+Below 40 pixels a side blocks tell less. There two pictures are alike that have a likeness of 0.94 and a correlation of
+0.84 without coarse structure, which all pictures of a dark thing on a bright ground share, or whose detail differs by
+JPEG's noise alone; they are the same if at most a quarter of the blocks differs, and else unsure. These bounds were
+chosen on CIFAR-10's training images. Takes 4 ms a pair.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from data_shards.checking.near_duplicates.alignment import correlations, smooth, stepped
+from data_shards.checking.near_duplicates.perceptual_hash import Windows
+from data_shards.images.box import Pixels
+
+Answer = Literal["same", "unsure", "different"]
+
+DECODED_PIXELS = 128  # of each side, where there are so many
+_LEAST_LIKENESS, _LEAST_DETAIL = 0.94, 0.84
+_MOST_NOISE = 3.0  # grey levels
+_SAME_BLOCKS, _UNSURE_BLOCKS, _SAME_BLOCKS_OF_SMALL = 1 / 64, 1 / 8, 1 / 4  # shares of them that differ
+_SMALL = 40  # pixels of the area, on its shorter side
+_MOST_COMPARED, _COMPARED_OF_SMALL = 64, 28  # pixels, on each axis
+_BLOCKS, _BLOCKS_OF_SMALL = 8, 7  # on each axis
+_MARGINS = 0.08, 0.03  # of the area's sides, in two passes: the first tells better what the area is
+_STEPS = 4  # in each pass, at most
+_STILL = 5e-4  # shares of the sides
+_LEAST_TOLERANCE, _TOLERANCE, _OF_CONTRAST = 4.0, 8.0, 0.4
+_COLOURLESS = 3.0  # grey levels, root mean square
+_MOST_GAIN = 1.25
+_COARSE = 6  # times that an image is smoothed for its coarse structure
+_LUMA = np.array([0.299, 0.587, 0.114], np.float32)
+
+Floats = NDArray[Any]
+
+
+class Likeness(NamedTuple):
+    """What the images have in common where they fit best; correlations are -1 to 1."""
+
+    likeness: float
+    different_blocks: float  # share of them
+    detail: float  # correlation without coarse structure
+    difference: float  # root mean square in the detail, grey levels
+    is_small: bool
+
+    @property
+    def answer(self) -> Answer:
+        is_like = self.likeness >= _LEAST_LIKENESS
+        if self.is_small:
+            is_like = is_like and (self.detail >= _LEAST_DETAIL or self.difference <= _MOST_NOISE)
+        if is_like and self.different_blocks <= (_SAME_BLOCKS_OF_SMALL if self.is_small else _SAME_BLOCKS):
+            return "same"
+        is_unsure = is_like if self.is_small else self.different_blocks <= _UNSURE_BLOCKS
+        return "unsure" if is_unsure else "different"
+
+
+def compare(one: Pixels, other: Pixels, *, here: Windows, there: Windows) -> Likeness:
+    """Compare two images, uint8 [height, width, 3] of any sizes, of which two windows show about the same."""
+    if np.prod(here[2:] - here[:2]) < np.prod(there[2:] - there[:2]):  # what is wholly in both stays where it is
+        one, other, here, there = other, one, there, here
+    wanted = shown = np.empty(0)
+    pixels = compared = 0
+    for margin in _MARGINS:
+        here, there = _common(here, there, margin)
+        pixels = min(
+            int(((window[2:] - window[:2]) * each.shape[:2]).min()) for window, each in ((here, one), (there, other))
+        )
+        compared = min(_MOST_COMPARED, pixels // _BLOCKS * _BLOCKS) if pixels >= _SMALL else _COMPARED_OF_SMALL
+        wanted, shown = _shown(one, here, compared), _shown(other, there, compared)
+        for _ in range(_STEPS):
+            before, there = there, stepped((wanted @ _LUMA)[None], (shown @ _LUMA)[None], there[None])[0]
+            shown = _shown(other, there, compared)
+            if np.abs(there - before).max() < _STILL:
+                break
+    is_small = pixels < _SMALL
+    if min(_colour(wanted), _colour(shown)) < _COLOURLESS:
+        wanted, shown = ((each @ _LUMA)[..., None] for each in (wanted, shown))
+    tolerance = max(_LEAST_TOLERANCE, _TOLERANCE * compared / pixels)
+    num_blocks = _BLOCKS_OF_SMALL if is_small else _BLOCKS
+    detail, other_detail = (each - _smoothed(each, times=_COARSE) for each in (wanted, shown))
+    return Likeness(
+        likeness=float(correlations(wanted[None], shown[None])[0]),
+        different_blocks=_different_blocks(wanted, shown, num_blocks, tolerance=tolerance),
+        detail=float(correlations(detail[None], other_detail[None])[0]),
+        difference=float(np.sqrt(np.mean((detail - other_detail) ** 2))),
+        is_small=is_small,
+    )
+
+
+def _common(here: Windows, there: Windows, margin: float) -> tuple[Windows, Windows]:
+    """The same windows, extended to all that both images show, but for a margin."""
+    starts, sides = here[:2], here[2:] - here[:2]
+    their_starts, their_sides = there[:2], there[2:] - there[:2]
+    low = np.maximum(-starts / sides, -their_starts / their_sides)  # in sides of the windows
+    high = np.minimum((1 - starts) / sides, (1 - their_starts) / their_sides)
+    low, high = low + margin * (high - low), high - margin * (high - low)
+    here, there = (
+        np.concatenate([first + low * side, first + high * side]).astype(np.float32)
+        for first, side in ((starts, sides), (their_starts, their_sides))
+    )
+    return here, there
+
+
+def _different_blocks(one: Floats, other: Floats, num_blocks: int, *, tolerance: float) -> float:
+    """The share of them that differ."""
+    greys, other_greys = (each.mean(axis=-1) if each.shape[-1] == 1 else each @ _LUMA for each in (one, other))
+    gain = np.sqrt((greys.var() + 1) / (other_greys.var() + 1))
+    gain = np.clip(gain, 1 / _MOST_GAIN, _MOST_GAIN)
+    difference = _in_blocks((one - greys.mean() - gain * (other - other_greys.mean())) ** 2, num_blocks)
+    contrasts = [_in_blocks(each**2, num_blocks) - _in_blocks(each, num_blocks) ** 2 for each in (one, other)]
+    contrast = np.sqrt(np.maximum(*contrasts).clip(0).mean(axis=-1))
+    return float(np.mean(np.sqrt(difference.mean(axis=-1)) > tolerance + _OF_CONTRAST * contrast))
+
+
+def _in_blocks(pixels: Floats, num_blocks: int) -> Floats:
+    """Means: [side, side, channels] -> [blocks, blocks, channels]."""
+    side = len(pixels) // num_blocks
+    return pixels.reshape(num_blocks, side, num_blocks, side, -1).mean(axis=(1, 3))
+
+
+def _colour(pixels: Floats) -> float:
+    return float(np.sqrt(np.mean((pixels - pixels.mean(axis=-1, keepdims=True)) ** 2)))
+
+
+def _shown(pixels: Pixels, window: Windows, side: int) -> Floats:
+    """A window, float [side, side, 3], a little smoothed, so that the grid of pixels does not matter."""
+    from PIL import Image
+
+    height, width = pixels.shape[:2]
+    top, left, bottom, right = window.tolist()
+    box = left * width, top * height, right * width, bottom * height
+    shown = Image.fromarray(pixels).resize((side, side), Image.Resampling.BICUBIC, box=box)
+    return _smoothed(np.asarray(shown, np.float32), times=1)
+
+
+def _smoothed(pixels: Floats, *, times: int) -> Floats:
+    return smooth(pixels.transpose(2, 0, 1), times=times).transpose(1, 2, 0)

@@ -1,0 +1,131 @@
+"""The perceptual hash: 128 signs of the lowest frequencies of a window of an image, and the windows that are hashed.
+
+As pHash does, a grey thumbnail of 32 x 32 pixels is taken through a discrete cosine transform, here of a window, and
+each of the 128 lowest frequencies but the mean gives one bit, its sign. Contrast and brightness do not change it.
+Encoded again or resized, a photograph keeps all but 2 of the first 64 bits; a window that lies 3 % of its side too far
+down and to the right loses 11 and one that is 6 % too wide loses 6, so that is how finely they are laid.
+
+Where one image is a crop of the other, four windows of the smaller one (`WHOLE`, 88 % of its sides) are looked for
+among 68 windows of the larger one (`PARTS`): what the four would be of a crop to 100, 92, 84, 77 or 70 % of each side
+at any place, and of the centre square of usual shapes, whole or its inner 87.5 %. An image with a border is one that
+the other is a crop of. The mirror image's hash needs no pixels: frequencies that are odd from left to right change
+their sign. Of 88 photographs 97.7 % or more, by edit, have a window within 10 of the first 64 bits.
+
+A hash takes 2 us; 16 bytes each.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import product
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from data_shards.checking.near_duplicates.thumbnail import sampling
+
+Words = NDArray[np.uint64]
+Windows = NDArray[np.float32]  # [..., 4]: top, left, bottom, right, in shares of the sides
+
+NUM_WORDS = 2
+_INNER = 0.88  # share of the sides that a window of `WHOLE` shows
+_OFF_CENTRE = 0.03  # those windows, from the centre, each way
+_CROPS = (1.0, 0.92, 0.84, 0.77, 0.7)  # shares of each side
+_MIDDLES = (0.96, 0.88, 0.8, 0.735)  # shares of each side, between those: centre crops, and what a border surrounds
+_SQUARES = (0.76, 0.69, 0.62, 0.56)  # share of the longer side that the centre square is: 4:3, 3:2, 16:10, 16:9
+_OF_SQUARES = (1.0, 0.875)  # 224 of 256 pixels, as many evaluations take
+_FREQUENCIES = 16  # of each axis; the 128 lowest by their sum lie below
+_SAMPLES = 32  # of the window, on each axis
+_BITS = 64 * NUM_WORDS
+
+
+def hash_windows(thumbnails: NDArray[Any], windows: Windows) -> Words:
+    """The hash of each window of each grey thumbnail: [images, 32, 32], [windows, 4] -> uint64 [images, windows, 2]."""
+    greys = thumbnails.astype(np.float32)
+    axes = [tuple(map(tuple, window.reshape(2, 2).T.tolist())) for window in windows]  # (rows, columns) of each
+    rows = {vertical: _transform(*vertical) @ greys for vertical in {vertical for vertical, _ in axes}}
+    return np.stack([_signs(rows[vertical] @ _transform(*horizontal).T) for vertical, horizontal in axes], axis=1)
+
+
+def mirrored(hashes: Words) -> Words:
+    """The hashes of the mirror images: uint64 [..., 2]."""
+    return hashes ^ _mirror_mask()
+
+
+def distances(one: Words, other: Words) -> NDArray[np.uint8]:
+    """The number of bits that differ: uint64 [..., words] each, broadcast -> uint8 [...]."""
+    return np.bitwise_count(one ^ other).sum(axis=-1, dtype=np.uint8)
+
+
+def _axis_places(share: float) -> list[float]:
+    """Where the crops of a share of one side begin.
+
+    Each is as far from what it stands for as the windows of `WHOLE` are from their centre, so that of any crop some
+    window is less than 3 % of its side away, and of what was not cropped one is in place.
+    """
+    step, room = share * _OFF_CENTRE, 1 - share
+    number = max(1, int(np.ceil((room + 2 * step) / (4 * step) - 1e-6)))
+    return np.linspace(step, max(step, room - step), number).tolist()
+
+
+def _window(top: float, left: float, height: float, width: float) -> tuple[float, ...]:
+    """The inner part of a crop."""
+    margin = (1 - _INNER) / 2
+    inset_top, inset_left = top + margin * height, left + margin * width
+    return inset_top, inset_left, inset_top + _INNER * height, inset_left + _INNER * width
+
+
+def _parts() -> Windows:
+    found = [
+        _window(top, left, share, share)
+        for share in _CROPS
+        for top in _axis_places(share)
+        for left in _axis_places(share)
+    ]
+    middles = [(share, share) for share in _MIDDLES]
+    for of_square, square in product(_OF_SQUARES, _SQUARES):
+        middles += [(of_square, of_square * square), (of_square * square, of_square)]
+    for height, width in middles:
+        top, left = ((1 - side) / 2 + side * _OFF_CENTRE for side in (height, width))
+        found.append(_window(top, left, height, width))
+    return np.array(found, np.float32)
+
+
+PARTS: Windows = _parts()
+WHOLE: Windows = np.array(
+    [_window(top, left, 1, 1) for top in (_OFF_CENTRE, -_OFF_CENTRE) for left in (_OFF_CENTRE, -_OFF_CENTRE)],
+    np.float32,
+)
+
+
+@cache
+def _transform(low: float, high: float) -> NDArray[np.float32]:
+    """The cosine transform of a part of one axis: float [16, 32]; between pixels, values are interpolated."""
+    share = (np.arange(_SAMPLES) + 0.5) / _SAMPLES
+    cosines = np.cos(np.pi * np.arange(_FREQUENCIES)[:, None] * share)
+    return (cosines @ sampling(low, high, _SAMPLES)).astype(np.float32)
+
+
+@cache
+def _chosen() -> NDArray[np.int64]:
+    """Row and column of each bit's frequency, int64 [128, 2].
+
+    The 64 lowest make the first word; neighbours go to different quarters of it, so that no band of the index (see
+    `hash_index`) has the low frequencies, which are alike in many images, to itself.
+    """
+    pairs = [(y, x) for y in range(_FREQUENCIES) for x in range(_FREQUENCIES) if y + x]
+    pairs.sort(key=lambda pair: (sum(pair), abs(pair[0] - pair[1]), pair))
+    low, high = pairs[:64], pairs[64:_BITS]
+    return np.array([low[start::4] for start in range(4)] + [high[start::4] for start in range(4)]).reshape(-1, 2)
+
+
+def _signs(transformed: NDArray[Any]) -> Words:
+    rows, columns = _chosen().T
+    bits = transformed[..., rows, columns] > 0
+    return np.ascontiguousarray(np.packbits(bits, axis=-1, bitorder="little")).view(np.uint64)
+
+
+@cache
+def _mirror_mask() -> Words:
+    return np.packbits(_chosen()[:, 1] % 2 == 1, bitorder="little").view(np.uint64)

@@ -1,0 +1,1 @@
+"""Which sample stands at which position of which epoch: pure functions."""

@@ -1,0 +1,1 @@
+"""Open a shard set of any origin and read its samples."""

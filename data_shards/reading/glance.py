@@ -1,0 +1,251 @@
+"""A look at a set of shards before anything is trained on it: its labels, sizes of images, and a few of them.
+
+Which shards and images are looked at is a function of a seed. Of a local set, labels are read alone (a read of their
+few bytes each, some 10 us) and sizes from the first kilobytes of images; up to a number of labels all of them are, of a
+larger set those of so many shards as hold that number. A shard that is not local has to be fetched whole: of such a set
+a few are. What is damaged is named and left out. Needs no torch.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from data_shards.errors import CorruptSample, SampleError, UnreadableImage
+from data_shards.images.box import Pixels
+from data_shards.images.decode import USUAL_LIMIT, PixelLimit, peek_size, read_image
+from data_shards.order.randomness import hash_words
+from data_shards.order.sample_order import Int64s
+from data_shards.reading.shard_reader import ShardReader
+from data_shards.shards.shard_set import ShardSet
+from data_shards.store.location import is_local
+from data_shards.store.store import Store
+from data_shards.vocabulary import RandomStream
+
+MOST_LABELS = 200_000  # that are counted, unless told otherwise
+MOST_SIZES = 2_000  # images whose height and width are read
+_MOST_FETCHED = 4  # shards that are not local
+_HEAD_BYTES = (4096, 65_536)  # of an image, of which the size is wanted; the second where the first do not tell
+_LONGEST_SIDE = 512  # pixels of an image that is kept
+_SHARDS, _IMAGES, _SIZES, _CLASSES = range(4)  # what is drawn
+
+
+@dataclass(frozen=True)
+class DrawnImage:
+    """One of the images that were drawn."""
+
+    key: str
+    shard: int  # its number in the set, and the image's row in it
+    row: int
+    labels: tuple[int, ...]
+    pixels: Pixels  # uint8 [height, width, 3], perhaps reduced
+    height: int  # of the image as it is stored
+    width: int
+
+
+@dataclass(frozen=True)
+class DamagedImage:
+    """An image, or a shard (then without a key), that could not be read."""
+
+    shard: str
+    key: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Glance:
+    """What was seen of a set."""
+
+    shards: ShardSet
+    seed: int
+    images_of_class: Int64s  # [classes], of those whose labels were read; one with several labels counts several times
+    labelled: int  # images whose labels were read
+    without_label: int  # of these
+    opened: int  # shards that were looked into
+    sizes: Int64s  # [n, 3]: height, width and bytes of n images
+    images: tuple[DrawnImage, ...]  # by their class
+    damaged: tuple[DamagedImage, ...]
+    bytes_read: int  # of the shards' samples
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all labels were read."""
+        return self.opened == len(self.shards.shards)
+
+
+def glance(
+    shards: ShardSet,
+    *,
+    store: Store | None = None,
+    images: int,
+    seed: int = 0,
+    most_labels: int = MOST_LABELS,
+    limit: PixelLimit = USUAL_LIMIT,
+) -> Glance:
+    """Look at a set; `images` are drawn, from each class equally many as far as there are, each from any shard."""
+    look = _Look(shards, store=store, seed=seed, limit=limit)
+    try:
+        look.read_labels(most_labels)
+        sizes = look.sizes()
+        drawn = look.draw(images)
+    finally:
+        look.reader.close()
+    return Glance(
+        shards=shards,
+        seed=seed,
+        images_of_class=look.images_of_class,
+        labelled=len(look.places),
+        without_label=sum(not labels for labels in look.labels),
+        opened=look.opened,
+        sizes=sizes,
+        images=drawn,
+        damaged=tuple(look.damaged.values()),
+        bytes_read=look.bytes_read,
+    )
+
+
+class _Look:
+    def __init__(self, shards: ShardSet, *, store: Store | None, seed: int, limit: PixelLimit) -> None:
+        self.shards, self.seed, self.limit = shards, seed, limit
+        self.reader = ShardReader(shards, store=store)
+        self.places: list[tuple[int, int]] = []  # shard and row of each image whose label was read
+        self.labels: list[tuple[int, ...]] = []
+        self.images_of_class = np.zeros(shards.num_classes, np.int64)
+        self.damaged: dict[tuple[int, int], DamagedImage] = {}
+        self.opened = self.bytes_read = 0
+
+    def read_labels(self, most: int) -> None:
+        for shard in self._chosen_shards(most):
+            entry = self.shards.shards[shard]
+            self.opened += 1
+            try:
+                for row in range(entry.num_samples):
+                    self._read_label(shard, row)
+            except SampleError as error:
+                self.damaged[shard, -1] = DamagedImage(entry.name, "", str(error).removeprefix(f"{entry.name}: "))
+        for labels in self.labels:
+            self.images_of_class[list(labels)] += 1
+
+    def _read_label(self, shard: int, row: int) -> None:
+        try:
+            labels = self.reader.labels(shard, row=row)
+        except CorruptSample as error:
+            if self.shards.shards[shard].state == "whole":  # of others the set's `damage` tells
+                self.damaged[shard, row] = DamagedImage(error.shard, error.key, error.reason)
+            return
+        self.places.append((shard, row))
+        self.labels.append(labels)
+        self.bytes_read += 1024  # a header and a block
+
+    def _chosen_shards(self, most_labels: int) -> list[int]:
+        """All of them, or some by chance, in ascending order."""
+        sizes = self.shards.shard_sizes
+        chosen: list[int] = []
+        labels = fetched = 0
+        for shard in _shuffled(len(sizes), _SHARDS, seed=self.seed).tolist():
+            is_here = is_local(self.shards.shards[shard].url)
+            if labels and labels + sizes[shard] > most_labels:
+                break
+            if not is_here and fetched == _MOST_FETCHED:
+                continue
+            chosen.append(shard)
+            labels, fetched = labels + sizes[shard], fetched + (not is_here)
+        return sorted(chosen)
+
+    def sizes(self) -> Int64s:
+        """Of images by chance: [n, 3], height, width and bytes."""
+        found: list[tuple[int, int, int]] = []
+        for number in sorted(_shuffled(len(self.places), _SIZES, seed=self.seed)[:MOST_SIZES].tolist()):
+            shard, row = self.places[number]
+            try:
+                num_bytes = self.reader.image_bytes(shard, row=row)
+                size = next((size for most in _HEAD_BYTES if (size := self._peeked(shard, row, most=most))), None)
+                if size is None:
+                    image = read_image(self._whole(shard, row), limit=self.limit)
+                    size = image.height, image.width
+                found.append((*size, num_bytes))
+            except (CorruptSample, UnreadableImage, SampleError) as error:
+                self._note(shard, row, error)
+        return np.array(found, np.int64).reshape(-1, 3)
+
+    def _peeked(self, shard: int, row: int, *, most: int) -> tuple[int, int] | None:
+        start = self.reader.head(shard, row=row, most_bytes=most)
+        self.bytes_read += len(start)
+        return peek_size(start)
+
+    def _whole(self, shard: int, row: int) -> bytes:
+        image = self.reader.read(shard, row=row).image
+        self.bytes_read += len(image)
+        return image
+
+    def draw(self, count: int) -> tuple[DrawnImage, ...]:
+        """From each class in turn, until there are enough; damaged ones are passed over."""
+        queues = self._queues()
+        drawn: list[tuple[int, int, DrawnImage]] = []
+        while queues and len(drawn) < count:
+            for label in list(queues):
+                image = None
+                while image is None and queues[label]:
+                    number = queues[label].popleft()
+                    image = self._image(number)
+                if image is not None:
+                    drawn.append((label, len(drawn), image))
+                if not queues[label]:
+                    del queues[label]
+                if len(drawn) == count:
+                    break
+        return tuple(image for _, _, image in sorted(drawn, key=lambda each: each[:2]))
+
+    def _queues(self) -> dict[int, deque[int]]:
+        """The images of each class by chance, the classes likewise; one with several labels has its rarest, one without
+        is in a class of its own."""
+        of_class: dict[int, deque[int]] = {}
+        for number in _shuffled(len(self.labels), _IMAGES, seed=self.seed).tolist():
+            labels = self.labels[number]
+            label = min(labels, key=lambda each: (self.images_of_class[each], each), default=self.shards.num_classes)
+            of_class.setdefault(label, deque()).append(number)
+        by_number = sorted(of_class)
+        return {by_number[at]: of_class[by_number[at]] for at in _shuffled(len(by_number), _CLASSES, seed=self.seed)}
+
+    def _image(self, number: int) -> DrawnImage | None:
+        shard, row = self.places[number]
+        try:
+            image = read_image(self._whole(shard, row), limit=self.limit)
+            pixels = image.pixels()
+        except (CorruptSample, UnreadableImage, SampleError) as error:
+            self._note(shard, row, error)
+            return None
+        return DrawnImage(
+            key=self.reader.key(shard, row=row),
+            shard=shard,
+            row=row,
+            labels=self.labels[number],
+            pixels=reduced(pixels, longest_side=_LONGEST_SIDE),
+            height=image.height,
+            width=image.width,
+        )
+
+    def _note(self, shard: int, row: int, error: Exception) -> None:
+        reason = error.reason if isinstance(error, CorruptSample) else str(error)
+        name, key = self.shards.shards[shard].name, self.reader.key(shard, row=row)
+        self.damaged[shard, row] = DamagedImage(name, key, reason)
+
+
+def reduced(pixels: Pixels, *, longest_side: int) -> Pixels:
+    """An image no larger than that, with its proportions: uint8 [height, width, 3]."""
+    if max(pixels.shape) <= longest_side:
+        return pixels
+    from PIL import Image
+
+    picture = Image.fromarray(pixels)
+    picture.thumbnail((longest_side, longest_side))
+    return np.asarray(picture)
+
+
+def _shuffled(count: int, what: int, *, seed: int) -> NDArray[np.int64]:
+    """0 to count - 1 in random order."""
+    drawn = hash_words(RandomStream.GLANCE, seed, what, np.arange(count, dtype=np.uint64))
+    return np.argsort(drawn, kind="stable").astype(np.int64)

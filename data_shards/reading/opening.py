@@ -1,0 +1,193 @@
+"""Any location of shards -> `ShardSet`: a packed folder, local or remote, or tars that other tools made.
+
+A packed set costs its manifest and, locally, one `stat` per shard (in parallel); no shard is read. Tars without a
+manifest are indexed once (see `foreign`), and then open as fast. Needs no torch.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from data_shards.errors import UserError
+from data_shards.shards.manifest import MANIFEST_FILE, Manifest, load_manifest, parse_manifest, shard_files
+from data_shards.shards.shard_set import Damaged, Report, ShardEntry, ShardSet, ShardsSpec
+from data_shards.shards.tar_index import index_path, read_index, readable_index
+from data_shards.store.location import PIPE, expand_braces, is_local, join, local_path, shown
+from data_shards.vocabulary import SPLIT_FOLDERS
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from data_shards.reading.shard_table import ShardTable
+    from data_shards.store.store import Store
+
+_MOST_MANIFEST_BYTES = 1 << 30  # 150 bytes a shard, and the classes
+
+
+def open_shards(
+    spec: ShardsSpec | str,
+    *,
+    damaged: Damaged = "refuse",
+    index_folder: Path | None = None,
+    report: Report = print,
+    store: Store | None = None,
+) -> ShardSet:
+    """Open a set of shards; `spec` may be just a location.
+
+    Damage is refused, or reported in the set's `damage`. Indexes of tars without a manifest are kept in `index_folder`,
+    by default in the user's cache; `report` takes progress lines. `store` is for what is not local.
+
+    Raises:
+        UserError: nothing there, a broken manifest, damage that is refused, or ambiguous labels.
+        StoreError: the location cannot be reached.
+    """
+    if isinstance(spec, str):
+        spec = ShardsSpec(spec)
+    if spec.portion is not None:
+        whole = replace(spec, portion=None)
+        opened = open_shards(whole, damaged=damaged, index_folder=index_folder, report=report, store=store)
+        from data_shards.shards.hold_out import take_portion
+
+        return take_portion(opened, spec.portion)
+    location = spec.location
+    if store is None and not is_local(location):
+        from data_shards.store.store import Store
+
+        store = Store()
+    if is_packed(location):
+        for name in ("label", "classes"):
+            if getattr(spec, name) is not None:
+                raise UserError(f"{shown(location)} has a {MANIFEST_FILE}, which says it: leave out {name}")
+        if spec.kind != "single":
+            raise UserError(f"{shown(location)} has a {MANIFEST_FILE}, which says it: leave out kind")
+        return _open_local(location, damaged=damaged) if is_local(location) else _open_remote(location, store=store)
+    from data_shards.reading.foreign_opening import open_foreign
+
+    return open_foreign(
+        spec, urls=tar_urls(location), damaged=damaged, index_folder=index_folder, report=report, store=store
+    )
+
+
+def open_all_splits(locations: Sequence[str], *, store: Store, report: Report = print) -> list[ShardSet]:
+    """Open each set of shards, or of a folder with splits all of them. Raises what `open_shards` does."""
+    places = [place for each in locations for place in splits_below(each, store=store).values() or (each,)]
+    return [open_shards(place, store=store, report=report) for place in places]
+
+
+def splits_below(location: str, *, store: Store) -> dict[str, str]:
+    """{name: location} of the splits in a folder that is not a set of shards itself."""
+    if is_local(location):
+        folder = local_path(location)
+        if not folder.is_dir() or (folder / MANIFEST_FILE).is_file() or any(folder.glob("*.tar")):
+            return {}
+        names = [*SPLIT_FOLDERS, *sorted(path.name for path in folder.iterdir() if path.name not in SPLIT_FOLDERS)]
+        with_tars = [name for name in SPLIT_FOLDERS if any((folder / name).glob("*.tar"))]
+        return {
+            name: str(folder / name) for name in names if name in with_tars or (folder / name / MANIFEST_FILE).is_file()
+        }
+    if not is_packed(location) or _is_there(join(location, MANIFEST_FILE), store=store):
+        return {}
+    places = {name: join(location, name) for name in SPLIT_FOLDERS}
+    return {name: place for name, place in places.items() if _is_there(join(place, MANIFEST_FILE), store=store)}
+
+
+def _is_there(url: str, *, store: Store) -> bool:
+    from data_shards.store.download import MissingObject
+
+    try:
+        store.size(url)
+    except MissingObject:
+        return False
+    return True
+
+
+def is_packed(location: str) -> bool:
+    """Whether a manifest is required; not for a local folder with tars, a pattern or a tar."""
+    if location.startswith(PIPE):
+        return False
+    if is_local(location):
+        path = local_path(location)
+        if path.is_dir():
+            return (path / MANIFEST_FILE).is_file() or not any(path.glob("*.tar"))
+    return not location.partition("?")[0].endswith(".tar") and expand_braces(location) == [location]
+
+
+def tar_urls(location: str) -> list[str]:
+    """The tars of a location without a manifest."""
+    if is_local(location) and local_path(location).is_dir():
+        return [str(path.absolute()) for path in sorted(local_path(location).glob("*.tar"))]
+    return [str(local_path(url).absolute()) if is_local(url) else url for url in expand_braces(location)]
+
+
+def _open_local(location: str, *, damaged: Damaged) -> ShardSet:
+    manifest = load_manifest(local_path(location))  # not made absolute: messages show paths as the user typed them
+    files = shard_files(manifest)
+    found = list(files.damage.values())
+    if found and damaged == "refuse":
+        more = f" (and {len(found) - 1} more shards are damaged)" if len(found) > 1 else ""
+        raise UserError(found[0] + more)
+    folder = (str(manifest.root.absolute()), str(manifest.root))
+    table = _table(manifest, *folder, damaged=tuple(files.damage), stamps=files.stamps)
+    lost = sum(_lost_samples(table[number]) for number in files.damage)
+    return _packed(manifest, table, str(local_path(location)), damage=tuple(found), lost_samples=lost)
+
+
+def _lost_samples(entry: ShardEntry) -> int:
+    """Samples missing from a damaged local shard, by the index beside it, else by the tar's headers."""
+    try:
+        num_bytes = os.stat(entry.url).st_size
+    except OSError:
+        return entry.num_samples
+    try:
+        index = read_index(index_path(entry.url), label=entry.labels.part)
+    except (OSError, UserError):
+        return max(0, entry.num_samples - len(readable_index(entry.url, label=entry.labels.part).index))
+    ends = (index.image_offset + index.image_size, index.label_offset + index.label_size)
+    return int(((ends[0] > num_bytes) | (ends[1] > num_bytes)).sum())
+
+
+def _open_remote(location: str, *, store: Store | None) -> ShardSet:
+    from data_shards.store.download import MissingObject
+
+    assert store is not None
+    url = join(location, MANIFEST_FILE)
+    try:
+        content = store.read_small(url, most_bytes=_MOST_MANIFEST_BYTES)
+    except MissingObject as error:
+        pattern = shown(join(location, "x-")) + "{000..127}.tar"
+        raise UserError(f"{error}; tars without a manifest are given as a pattern, such as {pattern}") from None
+    manifest = parse_manifest(content, root=Path(), name=shown(url))
+    return _packed(manifest, _table(manifest, location, None), shown(location))
+
+
+def _table(
+    manifest: Manifest,
+    folder: str,
+    shown_folder: str | None,
+    *,
+    damaged: tuple[int, ...] = (),
+    stamps: NDArray[np.int64] | None = None,
+) -> ShardTable:
+    from data_shards.reading.shard_table import ShardTable, TableSource
+    from data_shards.shards.packed_shards import PackedShards
+
+    rows = PackedShards.of_shards(manifest.shards)
+    source = TableSource(folder, shown_folder, manifest.labels, num_shards=len(rows))
+    return ShardTable.of(source, rows, damaged=damaged, stamps=stamps)
+
+
+def _packed(
+    manifest: Manifest,
+    shards: ShardTable,
+    source: str,
+    *,
+    damage: tuple[str, ...] = (),
+    lost_samples: int = 0,
+) -> ShardSet:
+    about = (manifest.name, source, manifest.split, manifest.classes)
+    return ShardSet(*about, shards, manifest.digest, damage=damage, lost_samples=lost_samples)

@@ -1,0 +1,102 @@
+"""A set of shards as a plain `webdataset.WebDataset`, for custom training loops.
+
+It streams through whole tars, in webdataset's order and with its shuffling; no index is read or made, so tars of other
+tools open at once. README.md's promises about order and resuming hold for our own loader only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+from data_shards.errors import UserError
+from data_shards.reading.opening import is_packed, open_shards, tar_urls
+from data_shards.shards.labels import LabelSpec
+from data_shards.shards.shard_set import ShardEntry, ShardSet
+from data_shards.shards.webdataset_parts import library
+from data_shards.store.location import is_local, local_path, shown
+
+if TYPE_CHECKING:
+    from webdataset.compat import WebDataset
+
+    from data_shards.store.store import Store
+
+
+def as_webdataset(
+    shards: ShardSet | Path | str,
+    *,
+    shard_numbers: Iterable[int] | None = None,
+    store: Store | None = None,
+    shardshuffle: int | bool = False,
+    **options: Any,
+) -> WebDataset:
+    """Open shards as a `webdataset.WebDataset`: each sample once an epoch, its members undecoded.
+
+    Args:
+        shards: what `open_shards` returned, or a location: a folder, a pattern of tars, a URL.
+        shard_numbers: which of the shards, such as `range(10)`; None: all.
+        store: downloads, verifies and caches what is not local; None: webdataset streams it from its URL.
+        shardshuffle: how many shards are shuffled at a time; False: they come in order.
+        options: more arguments of `WebDataset`. Several processes need a `nodesplitter`, such as
+            `webdataset.split_by_node`; DataLoader's workers share the shards, so use at most as many workers.
+
+    Raises:
+        UserError: nothing there, a broken manifest, a shard of another size than its manifest says, an unknown shard,
+            both a store and a cache_dir.
+    """
+    if store is not None and options.get("cache_dir"):  # webdataset would read past the store
+        raise UserError("as_webdataset: give store or cache_dir, not both: the store has a cache of its own")
+    entries = _entries(shards, store=store)
+    if shard_numbers is not None:
+        try:
+            entries = [entries[number] for number in shard_numbers]
+        except IndexError:
+            raise UserError(f"shard_numbers: there are {len(entries)} shards, 0 to {len(entries) - 1}") from None
+    if not entries:
+        raise UserError(f"{shards if isinstance(shards, Path) else shown(str(shards))}: there is no tar to be opened")
+    webdataset = library()
+    dataset = webdataset.WebDataset([entry.url for entry in entries], shardshuffle=shardshuffle, **options)
+    for number, stage in enumerate(dataset.pipeline):
+        if isinstance(stage, webdataset.cache.StreamingOpen):
+            dataset.pipeline[number] = _Opener({entry.url: entry for entry in entries}, store=store, otherwise=stage)
+    return dataset
+
+
+def _entries(shards: ShardSet | Path | str, *, store: Store | None) -> list[ShardEntry]:
+    if isinstance(shards, ShardSet):
+        return list(shards.shards)
+    location = str(shards)
+    if is_packed(location):
+        return list(open_shards(location, store=store).shards)
+    return [
+        ShardEntry(url, shown(url), num_samples=0, num_bytes=None, sha256="", index=None, labels=LabelSpec())
+        for url in tar_urls(location)
+    ]
+
+
+class _Opener:
+    """Replaces webdataset's `StreamingOpen`, which cuts a path at "?" and "#" and leaves files open."""
+
+    def __init__(self, entries: Mapping[str, ShardEntry], *, store: Store | None, otherwise: Any) -> None:
+        self._entries, self._store, self._otherwise = entries, store, otherwise
+
+    def __call__(self, sources: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        for source in sources:
+            url: str = source["url"]
+            if self._store is None and not is_local(url):
+                yield from self._otherwise([source])
+                continue
+            try:
+                stream = self._open(url)
+            except Exception as error:  # noqa: BLE001 - as webdataset has it: its handler decides
+                if self._otherwise.handler(error):
+                    continue
+                break
+            with stream:
+                yield {"url": url, "stream": stream}
+
+    def _open(self, url: str) -> BinaryIO:
+        if self._store is None:
+            return open(local_path(url), "rb")
+        return open(self._store.open_file(self._entries[url]), "rb")

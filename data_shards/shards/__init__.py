@@ -1,0 +1,1 @@
+"""Shard sets: manifest, tar index, labels."""

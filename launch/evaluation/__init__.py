@@ -1,0 +1,1 @@
+"""What `shardvit eval` and `shardvit transfer` share with their processes."""

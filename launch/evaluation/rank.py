@@ -1,0 +1,54 @@
+"""One process of `shardvit eval --processes N`: reads the request, evaluates its part; the first writes the result.
+
+    python -m launch.evaluation.rank FOLDER
+
+FOLDER/request.json is what was asked. Exit codes: 0 done, 2 a user's mistake, which the first process says, 1 else.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from data_shards.errors import SampleError, UserError
+from data_shards.processes import num_cores
+from launch.env import omp_num_threads, read_place
+from launch.evaluation.exchanged import read_request, write_result
+from launch.output import go_on, say
+from pipeline.recipe.vocabulary import EXIT_USER_ERROR
+
+_TIMEOUT_SECONDS = 24 * 3600.0  # the first process may index tars for hours
+
+
+def main(folder: Path) -> int:
+    """Returns the exit code."""
+    go_on()
+    place = read_place()
+    try:
+        request = read_request(folder)
+        import torch
+
+        from pipeline.evaluation.of_model import evaluate_model
+        from pipeline.evaluation.opening import open_set
+        from pipeline.ranks.group import Ranks
+        from pipeline.ranks.threads import settle_threads
+
+        if not torch.cuda.is_available():
+            too_many = settle_threads(cores=num_cores() / place.world_size, asked=omp_num_threads())
+            if too_many and place.is_main:
+                say(too_many)
+        ranks = Ranks(place, timeout_seconds=_TIMEOUT_SECONDS)
+        opened = open_set(request, report=lambda line: None)  # the command, which began this, has said it
+        result = evaluate_model(request, opened, ranks=ranks)
+        if place.is_main:
+            write_result(folder, result)
+        ranks.leave()
+    except UserError as error:
+        if place.is_main or isinstance(error, SampleError):
+            say(str(error))
+        return EXIT_USER_ERROR
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

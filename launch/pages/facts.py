@@ -1,0 +1,275 @@
+"""What a run reached, in numbers and words: for the head of the page, its tables, and `shardvit compare`.
+
+Reads records alone, nothing of torch; what a hostile or damaged record says is shown or left out, never trusted.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+from data_shards.text import show_duration
+from launch.pages.blocks import PageCell, ShownNumber
+from launch.pages.curves import metric_words, unit_of
+from pipeline.pictures.paper.measured_runs import held_out_name
+from pipeline.recipe.schema import Recipe
+from pipeline.recipe.stage import TrainStage
+from pipeline.recipe.vocabulary import METRICS, OWN_SET, StageName
+from pipeline.report.best import SCORES
+from pipeline.runs.history import RunHistory, StageHistory
+
+_HEADS = ("mlp", "linear")
+BESIDE_SCORE = ("balanced accuracy", "commonest class")  # columns of tables
+_BALANCED, _COMMONEST = "balanced_accuracy", "commonest_class_share"
+_FIRST_METRICS = ("images", "top1", "ema_top1", "accuracy", "ema_accuracy", _BALANCED, _COMMONEST, "top5", "loss")
+_FEW_SHOT = re.compile(r"fewshot_(.+)_(\d+)shot")
+_MOST_OTHER_SETS = 2  # in the headline
+_SAID_SHARE = re.compile(r"(\btop-1|\baccuracy|\d-shot)((?: was)? )([01]\.\d{2,})")
+
+
+@dataclass(frozen=True)
+class StageResult:
+    """A stage as a row of a table; None: not known, or not begun."""
+
+    stage: StageName
+    state: str
+    images_seen: int
+    seconds: float
+    image_size: int | None
+    score: float | None  # top-1 or accuracy of the weights that became the model
+    best: float | None  # the best one while it trained
+    best_step: int | None
+    loss: float | None
+    beside: tuple[float | None, ...]  # what a top-1 is to be compared with, see `BESIDE_SCORE`
+
+
+def stage_result(history: RunHistory, stage: StageHistory) -> StageResult:
+    """What the stage's record says; of a stage that is not done, the curve's last evaluation."""
+    config = train_config(history.recipe, stage.name)
+    by = score_name(history.recipe, stage)
+    results = stage.record.results
+    last = stage.rows[-1] if stage.rows else None
+    is_done = stage.record.state == "done"
+    points = [value for _, value in stage.points(by) if math.isfinite(value)]
+    steps = [step for step, value in stage.points(by) if math.isfinite(value)]
+    best = max(points, default=None)
+    loss_name = f"{by.rpartition('/')[0]}/{'ema_' if '/ema_' in by else ''}loss"
+    return StageResult(
+        stage.name,
+        stage.record.state,
+        stage.record.images_seen if is_done or last is None else last.images_seen,
+        stage.record.seconds,
+        None if config is None else config.image_size,
+        results.get(by, stage.last(by)),
+        best,
+        None if best is None else steps[points.index(best)],
+        results.get(loss_name, stage.last(loss_name)),
+        tuple(
+            results.get(name, stage.last(name))
+            for name in (f"{by.removesuffix('top1')}{_BALANCED}", f"{OWN_SET}/{_COMMONEST}")
+        ),
+    )
+
+
+def score_name(recipe: Recipe | None, stage: StageHistory) -> str:
+    """The metric by which the stage is judged: val/top1, val/accuracy, or those of the moving average."""
+    config = train_config(recipe, stage.name)
+    present = {*stage.record.results, *stage.metrics}
+    for key in SCORES:
+        score = key.partition("/")[2]
+        name = key if config is None else config.judged_by(score)
+        if name in present or key in present:
+            return name if name in present else key
+    return "val/top1"
+
+
+def train_config(recipe: Recipe | None, stage: StageName) -> TrainStage | None:
+    """The recipe's keys of a stage that trains."""
+    return recipe.train_stage(stage) if recipe is not None and stage in recipe.stages.trained else None
+
+
+def last_trained(history: RunHistory) -> StageHistory | None:
+    """The last stage that has a held-out score, or else a curve."""
+    trained = [stage for stage in history.stages if stage.name != "swap_head" and (stage.rows or stage.record.results)]
+    judged = [stage for stage in trained if stage_result(history, stage).score is not None]
+    return next(reversed(judged or trained), None)
+
+
+def held_out_fact(history: RunHistory) -> tuple[str, str] | None:
+    """The last held-out score and what it is; None: there is none yet."""
+    stage = last_trained(history)
+    result = None if stage is None else stage_result(history, stage)
+    if stage is None or result is None or result.score is None:
+        return None
+    images = stage.record.results.get("val/images", stage.last("val/images"))
+    of = f" ({images:,.0f} images)" if images and math.isfinite(images) else ""
+    beside = zip(BESIDE_SCORE, result.beside, strict=True)
+    known = "".join(f"; {what} {show_share(value)}" for what, value in beside if value is not None)
+    return show_share(result.score), f"held-out {_score_word(history, stage)} after {stage.name}{of}{known}"
+
+
+def _score_word(history: RunHistory, stage: StageHistory) -> str:
+    return SCORES.get(score_name(history.recipe, stage).replace("/ema_", "/"), "score")
+
+
+def held_out(stage: StageHistory) -> dict[str, dict[str, float]]:
+    """What was found last of each held-out set, by the set's name ("val", its own one, first) and the metric's."""
+    names = [name for name in stage.metrics if name.startswith(OWN_SET)]
+    values = {name: value for name in names if (value := stage.last(name)) is not None}
+    found: dict[str, dict[str, float]] = {OWN_SET: {}}
+    for name, value in {**values, **stage.record.results}.items():
+        group, _, metric = name.partition("/")
+        if few := _FEW_SHOT.fullmatch(metric):
+            group, metric = f"{OWN_SET}_{few[1]}, {few[2]}-shot", "top1"
+        if group.partition("_")[0] == OWN_SET:
+            found.setdefault(group.removeprefix(f"{OWN_SET}_"), {})[metric] = value
+    return {name: metrics for name, metrics in found.items() if metrics}
+
+
+def set_label(history: RunHistory, stage: StageName, name: str = OWN_SET) -> str:
+    """What the page calls a held-out set: its name, or, of the stage's own, the last two folders of its place."""
+    return held_out_name(history, stage=stage) if name == OWN_SET else name
+
+
+def describe_model(recipe: Recipe) -> str:
+    """A few words: "ViT-B/16", "ViT 64 wide, 6 deep, patches of 4 px"."""
+    model = recipe.model
+    if model.variant is not None:
+        return model.variant if model.variant.startswith("R") else f"ViT-{model.variant}"
+    if model.kind == "resnet":
+        return f"ResNet {'-'.join(map(str, model.resnet.layers))}"
+    sizes = model.sizes
+    stem = "" if model.resnet_layers is None else ", convolutional stem"
+    return f"ViT {sizes.width} wide, {sizes.depth} deep, patches of {sizes.patch_size} px{stem}"
+
+
+def parameters(history: RunHistory, stage: StageHistory) -> int | None:
+    """Of the stage's model, head included; None: the record does not say enough."""
+    from model.counting.flops import account
+
+    saved = stage.record.model
+    head, classes, size = saved.get("head"), saved.get("num_classes"), saved.get("image_size")
+    if history.recipe is None or not isinstance(classes, int) or not isinstance(size, int) or head not in _HEADS:
+        return None
+    try:
+        return account(history.recipe.model, image_size=size, num_classes=classes, head=head).parameters
+    except (ValueError, OverflowError):
+        return None
+
+
+def headline(history: RunHistory) -> tuple[str, list[tuple[str, str]]]:
+    """A sentence, and the facts of the page's head, as (value, what it is)."""
+    stage = last_trained(history)
+    recipe = history.recipe
+    done = sum(each.record.state == "done" for each in history.stages)
+    state = "finished" if done == len(history.stages) and done else f"{done} of {len(history.stages)} stages done"
+    parts = [] if recipe is None else [describe_model(recipe)]
+    if recipe is not None:
+        parts.append(" → ".join(_set_names(recipe)))
+    lead = f"{'; '.join(part for part in parts if part)}. {state.capitalize()}."
+    if stage is None:
+        return lead, []
+    score = held_out_fact(history)
+    facts = [] if score is None else [score]
+    by = score_name(history.recipe, stage).partition("/")[2]
+    others = {name: metrics[by] for name, metrics in held_out(stage).items() if name != OWN_SET and by in metrics}
+    for name in sorted(others, key=lambda each: "test" not in each)[:_MOST_OTHER_SETS]:
+        facts.append((show_share(others[name]), f"{_score_word(history, stage)} on {name}"))
+    seen = sum(stage_result(history, each).images_seen for each in history.stages)
+    seconds = sum(each.record.seconds for each in history.stages)
+    facts.append((show_count(seen), "images seen, all stages"))
+    if seconds:
+        facts.append((show_duration(seconds), "training, evaluation and saving"))
+    speeds = sorted(value for _, value in stage.points("perf/images_per_s") if math.isfinite(value))
+    if speeds:
+        facts.append((show_count(speeds[len(speeds) // 2]), f"images/s in {stage.name}, the median"))
+    count = parameters(history, stage)
+    if count is not None:
+        facts.append((show_count(count), "parameters"))
+    return lead, facts
+
+
+def stage_brief(history: RunHistory, stage: StageHistory) -> str:
+    """A stage in a few words: what it reached, saw and took."""
+    result = stage_result(history, stage)
+    parts = [f"{show_share(result.score)} {_score_word(history, stage)}"] if result.score is not None else []
+    state = [] if result.state == "done" else [result.state]
+    return ", ".join([*parts, *state, f"{result.images_seen:,} images seen", show_duration(result.seconds)])
+
+
+def result_rows(history: RunHistory) -> tuple[tuple[str, ...], list[list[PageCell]]]:
+    """The table of held-out results, whichever metrics there are: headings and rows, the last stage first."""
+    found = [(stage, *each) for stage in reversed(history.stages) for each in held_out(stage).items()]
+    names = {metric for *_, metrics in found for metric in metrics}
+    shown = list(dict.fromkeys([*_FIRST_METRICS, *(name.removeprefix(f"{OWN_SET}/") for name in METRICS)]))
+    columns = [name for name in shown if name in names] + sorted(names.difference(shown))
+    rows: list[list[PageCell]] = []
+    for stage, name, metrics in found:
+        cells = [metric_cell(metrics.get(each), name=f"{OWN_SET}/{each}") for each in columns]
+        rows.append([stage.name, set_label(history, stage.name, name), *cells])
+    return ("stage", "held-out set", *map(metric_words, columns)), rows
+
+
+def stage_rows(history: RunHistory) -> tuple[tuple[str, ...], list[list[PageCell]]]:
+    """The table of stages: headings and rows, the last stage first."""
+    columns = ("stage", "state", "images seen", "time", "resolution", "best score", "after step")
+    rows: list[list[PageCell]] = []
+    for stage in reversed(history.stages):
+        result = stage_result(history, stage)
+        rows.append(
+            [
+                stage.name,
+                result.state,
+                None if result.image_size is None else result.images_seen,
+                duration_cell(result.seconds),
+                None if result.image_size is None else ShownNumber(f"{result.image_size} px", result.image_size),
+                metric_cell(result.best),
+                result.best_step,
+            ]
+        )
+    return columns, rows
+
+
+def duration_cell(seconds: float) -> PageCell:
+    """A duration for a table."""
+    return ShownNumber(show_duration(seconds), seconds)
+
+
+def metric_cell(value: float | None, *, name: str = "val/top1") -> PageCell:
+    """A metric for a table; by default it is a score. Shares are in per cent."""
+    return value if value is None or unit_of(name) != "share" else ShownNumber(show_share(value), value)
+
+
+def show_share(value: float) -> str:
+    """A share in per cent, as the whole page has them."""
+    return f"{100 * value:.2f} %" if math.isfinite(value) else "not a number"
+
+
+def in_per_cent(said: str) -> str:
+    """A line of a run, with its scores as the page has them."""
+    return _SAID_SHARE.sub(lambda found: f"{found[1]}{found[2]}{show_share(float(found[3]))}", said)
+
+
+def show_count(value: float) -> str:
+    """Three digits that matter: 512, 51.2 k, 1.28 M."""
+    for size, letter in ((1e12, " T"), (1e9, " G"), (1e6, " M"), (1e4, " k")):
+        if abs(value) >= size:
+            return f"{value / (1e3 if letter == ' k' else size):.3g}{letter}"
+    return f"{value:,.0f}"
+
+
+def _set_names(recipe: Recipe) -> list[str]:
+    """What the stages train on: the names of their shard folders."""
+    names: list[str] = []
+    for stage in recipe.stages.trained:
+        sets = recipe.train_stage(stage).train or ()
+        names.append(" + ".join(_short_name(each.shards) for each in sets) or "no shards")
+    return list(dict.fromkeys(names))
+
+
+def _short_name(shards: str) -> str:
+    parts = [part for part in shards.rstrip("/").split("/") if part]
+    if len(parts) > 1 and parts[-1] in ("train", "val", "test"):
+        return parts[-2]
+    return parts[-1] if parts else shards

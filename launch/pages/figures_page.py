@@ -1,0 +1,175 @@
+"""The page of `shardvit figures`: model and images are found, figures drawn one by one, all written to a folder."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from timm.models.vision_transformer import VisionTransformer
+
+from data_shards.durable import replaced
+from data_shards.errors import UserError
+from data_shards.images.decode import PixelLimit
+from data_shards.inside import demand_inside
+from data_shards.loading.assemble import Access
+from data_shards.loading.batch import Batch
+from data_shards.packing.sources.folder import image_files
+from data_shards.reading.opening import open_shards
+from data_shards.shards.shard_set import ShardsSpec
+from data_shards.store.cache import CacheConfig
+from data_shards.store.location import is_local
+from data_shards.store.store import Store
+from data_shards.text import one_line
+from launch.output import say
+from launch.pages.blocks import PageBlock, PageImage, PagePicture, PageSection, PageText
+from launch.pages.shards_page import Shown, write_page
+from model.saved import SavedModelMeta
+from pipeline.evaluation.result import OWN_SET
+from pipeline.pictures.held_out_images import held_out_access
+from pipeline.pictures.paper.attention import Drawn
+from pipeline.pictures.paper.attention_inputs import images_to_look_at, look
+from pipeline.pictures.paper.images import images_of_files, images_of_shards
+from pipeline.pictures.paper.model_figures import built, figures_of_attention, figures_of_weights, left_out, numbers_of
+from pipeline.recipe.io import parse_recipe
+from pipeline.recipe.vocabulary import RECIPE_FILE, WeightsKind
+from pipeline.runs.pictures import DrawRequest, rendered
+from pipeline.transfer.origin import model_origin
+from pipeline.using.find_model import FoundModel, find_model
+from pipeline.using.predict import DeviceChoice, chosen_device
+
+NUMBERS_FILE = "numbers.npz"
+_FAULTS_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What the user typed."""
+
+    model: Path
+    images: tuple[str, ...]
+    weights: WeightsKind | None
+    device: DeviceChoice
+    count: int | None
+    label: str | None
+    classes: Path | None
+
+
+def make_page(wanted: Wanted, *, limit: PixelLimit, folder: Path) -> Path:
+    """Draw and write everything; returns the page. UserError: model, images or folder will not do."""
+    device = chosen_device(wanted.device)
+    found = find_model(wanted.model, weights=wanted.weights)
+    meta = found.meta
+    if (run := model_origin(found.origin).run) is not None:
+        demand_inside(Path(found.origin), folder=run.boundary)
+    if found.origin != str(wanted.model):
+        say(f"the model is {found.origin}")
+    notes = [*found.notes, *left_out(meta)]
+    model = built(found, device=device)
+    seen = _images(wanted, found, limit=limit, notes=notes) if isinstance(model, VisionTransformer) else None
+    for note in notes:
+        say(f"note: {note}")
+    pictures: dict[str, tuple[bytes, bytes]] = {}
+    sections, looked = list[PageSection](), None
+    if seen is not None and isinstance(model, VisionTransformer):
+        batch, classes = seen
+        looked = look(model, batch, meta=meta)
+        blocks = [_block(each, pictures) for each in figures_of_attention(looked, batch, meta=meta, classes=classes)]
+        sections.append(PageSection("Where it looks", blocks))
+    blocks = [_block(each, pictures) for each in figures_of_weights(model, meta=meta)]
+    sections.append(PageSection("What its weights have learnt", blocks))
+    numbers = numbers_of(model, looked)
+    shapes = "\n".join(f"{name:20} {'x'.join(map(str, array.shape))}" for name, array in numbers.items())
+    sections.append(PageSection("Numbers", [PageText(shapes, kind="code", title=f"The arrays in {NUMBERS_FILE}")]))
+    page = write_page(
+        Shown(
+            title=f"Figures of {one_line(str(wanted.model))}",
+            lead="",
+            facts=_facts(meta, images=0 if looked is None else looked.images),
+            sections=tuple(sections),
+            pictures=pictures,
+            notes=tuple(notes),
+        ),
+        folder,
+        command="figures",
+    )
+    content = io.BytesIO()
+    np.savez(content, **numbers)  # pyright: ignore[reportArgumentType] -- its stub takes the names for flags
+    with replaced(folder / NUMBERS_FILE, sync="none", writers="several") as beside:
+        beside.write_bytes(content.getvalue())
+    return page
+
+
+def _block(drawn: Drawn, pictures: dict[str, tuple[bytes, bytes]]) -> PageBlock:
+    words, figure = drawn
+    png, svg = pictures[words.name] = rendered(figure)
+    return PagePicture(words.title, words.caption, words.alt, [PageImage(png, svg)])
+
+
+def _facts(meta: SavedModelMeta, *, images: int) -> tuple[tuple[str, str], ...]:
+    facts = [(f"{meta.image_size} px", "images of the model")]
+    if meta.model.kind == "vit":
+        sizes = meta.model.sizes
+        facts += [
+            (f"{sizes.depth} x {sizes.heads}", "blocks x heads"),
+            (f"{meta.model.grid_size(meta.image_size)} x {meta.model.grid_size(meta.image_size)}", "patches"),
+        ]
+    if images:
+        facts.append((f"{images:,}", "images looked at"))
+    return tuple(facts)
+
+
+def _images(
+    wanted: Wanted, found: FoundModel, *, limit: PixelLimit, notes: list[str]
+) -> tuple[Batch, tuple[str, ...]] | None:
+    """The images, and the classes of their labels; None: there are none to be had."""
+    meta = found.meta
+    count = wanted.count or images_to_look_at(meta)
+    if not wanted.images:
+        _refuse_of_tars(wanted, why="no shards are named")
+        origin = model_origin(found.origin)
+        if origin.run is None or origin.stage is None:
+            notes.append("the model is no run's: name images or shards after it for the figures of its attention")
+            return None
+        recipe = parse_recipe(origin.run.path / RECIPE_FILE)
+        if origin.stage == "swap_head":
+            raise UserError(f"{found.origin}: swap_head has no images of its own: name images or shards after it")
+        request = DrawRequest(origin.run, recipe, origin.stage, step=0)
+        access = held_out_access(request, set_name=OWN_SET)
+        return images_of_shards(access, meta=meta, count=count, fetch="missing"), access.shards.classes
+    if all(_is_image(place) for place in wanted.images):
+        _refuse_of_tars(wanted, why="the images are files")
+        files = image_files([Path(place) for place in wanted.images])
+        chosen = [files[number] for number in np.unique(np.linspace(0, len(files) - 1, count).round().astype(int))]
+        batch, faults = images_of_files(chosen, meta=meta, limit=limit)
+        notes += faults[:_FAULTS_SHOWN]
+        if len(faults) > _FAULTS_SHOWN:
+            notes.append(f"{len(faults) - _FAULTS_SHOWN:,} more images cannot be read")
+        return batch, ()
+    if len(wanted.images) != 1:
+        raise UserError("figures: name image files and folders of images, or one set of shards, after the model")
+    place = wanted.images[0]
+    store = Store(None if is_local(place) else CacheConfig())
+    spec = ShardsSpec(place, label=wanted.label, classes=wanted.classes)
+    shards = open_shards(spec, damaged="report", report=say, store=store)
+    notes += shards.damage[:_FAULTS_SHOWN]
+    access = Access(shards, store=store, pixel_limit=limit, on_corrupt="substitute")
+    return images_of_shards(access, meta=meta, count=count, fetch="missing"), shards.classes
+
+
+def _refuse_of_tars(wanted: Wanted, *, why: str) -> None:
+    given = {"--label": wanted.label, "--classes": wanted.classes}
+    for flag, value in given.items():
+        if value is not None:
+            raise UserError(f"{flag} is for tars without a manifest, and {why}: leave it out")
+
+
+def _is_image(place: str) -> bool:
+    """Whether it is a file or a folder of images, rather than shards."""
+    if not is_local(place):
+        return False
+    path = Path(place)
+    if path.is_dir():
+        return not (path / "manifest.json").exists() and not any(path.glob("*.tar"))
+    return path.suffix != ".tar" and path.exists()

@@ -1,0 +1,141 @@
+"""The pictures and tables that a run has kept, as sections of its page, and the paper's figures of several runs.
+
+Files are read one by one, 30 MB at the most each. Draws nothing of one run: `pipeline.pictures.drawing` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from data_shards.text import one_line
+from launch.pages.blocks import PageBlock, PageCell, PageImage, PagePicture, PageSection, PageTable
+from launch.pages.facts import set_label
+from pipeline.runs.history import RunHistory, StageHistory
+from pipeline.runs.pictures import KeptPicture, Picture, PictureGroup, kept_pictures, rendered
+
+MOST_ROWS = 1200  # of a table on the page
+_GROUPS: tuple[PictureGroup, ...] = ("evaluation", "data", "model", "paper")
+_ORDER = (  # of pictures in a group; others come after these
+    *("training_batch", "augmentation", "evaluation_grid", "worst_mistakes", "confusion_matrix", "confused_pairs"),
+    *("class_scores", "per_class", "reliability", "masked_patches", "attention_rollout", "attention_distance"),
+    *("embedding_filters", "position_similarity"),
+)
+_MOST_FILE_BYTES = 30_000_000
+LONG_TABLE = 25  # rows: folded
+
+
+def stage_pictures(history: RunHistory, stage: StageHistory, *, notes: list[str]) -> list[PageSection]:
+    """A fold for each held-out set of a stage, its own one first, then one for all else that was drawn; what cannot be
+    read is added to `notes`."""
+    pictures = _kept(stage, notes=notes)
+    names = {each.picture.name for each in pictures}
+    label, rest = set_label(history, stage.name), f"What the model saw and learned, {stage.name}"
+    own = f"Held-out set {label}, {stage.name}"
+    folds: dict[str, dict[str, list[KeptPicture]]] = {own: {}}
+    for each in sorted(pictures, key=lambda each: (each.picture.group != "evaluation", _place(each.picture))):
+        kind, _, of_set = each.picture.name.partition("__")
+        if kind == "class_scores" and f"per_class{each.picture.name.removeprefix(kind)}" in names:
+            continue  # the table of classes says the same
+        other = f"Held-out set {each.picture.title.rpartition(', set ')[2]}, {stage.name}"
+        fold = rest if each.picture.group != "evaluation" else other if of_set else own
+        folds.setdefault(fold, {}).setdefault(each.picture.name, []).append(each)
+    sections: list[PageSection] = []
+    for title, fold in folds.items():
+        of = f"{label}, {stage.name}" if title == own else stage.name
+        blocks = [_picture_block(steps, of=of, notes=notes) for steps in fold.values()]
+        state = "open" if title in (own, rest) else "closed"
+        sections.append(PageSection(title, [block for block in blocks if block is not None], state=state))
+    return [section for section in sections if section.blocks]
+
+
+def _place(picture: Picture) -> tuple[int, int]:
+    known = next((place for place, known in enumerate(_ORDER) if picture.name.startswith(known)), len(_ORDER))
+    return _GROUPS.index(picture.group), known
+
+
+def pictures_beside(histories: Sequence[RunHistory], *, names: Sequence[str], notes: list[str]) -> PageSection:
+    """The evaluation's and the paper's pictures of each run, those of one kind under one another."""
+    by_kind: dict[tuple[tuple[int, int], str], list[PageBlock]] = {}
+    for name, history in zip(names, histories, strict=True):
+        for stage in history.stages:
+            newest: dict[str, KeptPicture] = {
+                each.picture.name: each for each in _kept(stage, notes=notes) if each.table is None
+            }
+            for picture in newest.values():
+                if picture.picture.group in ("evaluation", "paper"):
+                    block = _picture_block([picture], of=f"{name}, {stage.name}", notes=notes)
+                    if block is not None:
+                        by_kind.setdefault((_place(picture.picture), picture.picture.name), []).append(block)
+    return PageSection("Pictures", [block for key in sorted(by_kind) for block in by_kind[key]], state="closed")
+
+
+def figures_across(histories: Sequence[RunHistory], *, notes: list[str]) -> list[PageBlock]:
+    """Few-shot accuracy over size, transfer over cost, and Table 8, as far as they have been measured."""
+    from pipeline.pictures.paper.across_runs import few_shot_over_size, transfer_over_cost
+    from pipeline.pictures.paper.measured_runs import table8_rows
+
+    blocks: list[PageBlock] = []
+    for draw in (few_shot_over_size, transfer_over_cost):
+        try:
+            found = draw(histories)
+        except Exception as error:  # noqa: BLE001 - a picture is never worth the page
+            notes.append(one_line(f"{draw.__name__} failed: {type(error).__name__}: {error}")[:300])
+            continue
+        if found is not None:
+            words, (png, svg) = found.picture, rendered(found.figure)
+            blocks.append(PagePicture(words.title, words.caption, words.alt, [PageImage(png, svg)]))
+            blocks.append(_columns(found.table, title=f"{words.title}: the numbers", caption="", folded=True))
+    for root in {history.folder.runs_root: None for history in histories}:
+        table8 = table8_rows(root)
+        if table8 is not None:
+            caption = f"Position embeddings, by shardvit table8 in {root}, beside the paper's Table 8."
+            blocks.append(_columns(table8, title="Position embeddings (Table 8)", caption=caption, folded=False))
+    return blocks
+
+
+def _columns(
+    columns: Mapping[str, Sequence[object]], *, title: str, caption: str, folded: bool, of: str = ""
+) -> PageTable:
+    rows = [[_cell(cell) for cell in row] for row in zip(*columns.values(), strict=True)]
+    more = f" The first {MOST_ROWS:,} of {len(rows):,} rows." if len(rows) > MOST_ROWS else ""
+    return PageTable(tuple(columns), rows[:MOST_ROWS], title, f"{caption}{more}", folded=folded, of=of)
+
+
+def _kept(stage: StageHistory, *, notes: list[str]) -> list[KeptPicture]:
+    try:
+        return kept_pictures(stage.folder)
+    except (OSError, ValueError, RecursionError) as error:
+        notes.append(one_line(f"the pictures of {stage.folder} cannot be read ({error})"))
+        return []
+
+
+def _picture_block(steps: Sequence[KeptPicture], *, of: str, notes: list[str]) -> PageBlock | None:
+    newest = steps[-1]
+    words = newest.picture
+    if newest.table is not None:
+        length = len(next(iter(newest.table.values()), ()))
+        return _columns(newest.table, title=words.title, caption=words.caption, folded=length > LONG_TABLE, of=of)
+    images: list[PageImage] = []
+    for kept in steps:
+        try:
+            png = _content(kept.png)
+            if png is not None:
+                images.append(PageImage(png, _content(kept.svg), kept.step))
+        except OSError as error:
+            notes.append(one_line(f"{kept.png} cannot be read ({error.strerror})"))
+    if not images:
+        return None
+    return PagePicture(words.title, words.caption, words.alt, images, of)
+
+
+def _content(path: Path | None) -> bytes | None:
+    if path is None or not path.is_file() or path.stat().st_size > _MOST_FILE_BYTES:
+        return None
+    return path.read_bytes()
+
+
+def _cell(value: object) -> PageCell:
+    if value is None or isinstance(value, str | int | float):
+        return str(value) if isinstance(value, bool) else value
+    return str(value)

@@ -1,0 +1,155 @@
+"""One HTML file with text, tables, pictures and curves, that needs no network and no other file.
+
+`render_page` takes what is on the page as `blocks` and nothing as markup: all text is escaped, control
+characters are shown, pictures are data in <img> (in which no script of an SVG runs), and the page's own policy (CSP)
+lets a browser run the one script and use the one style sheet whose digests it names. Without that script the page
+shows the same, less hovering, zooming and sorting. Costs a few milliseconds, and those of `embedding` for pictures.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from data_shards.text import one_line, printable
+from launch.pages.blocks import ChartBlock, PagePicture, PageSection, ShownNumber
+from launch.pages.embedding import embedded
+from launch.pages.fitting import Fitting
+from pipeline.pictures import style
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
+MOST_BYTES = 5_000_000  # of a page
+_FOR_THE_REST = 250_000  # of them: style, script, notes
+_MOST_NOTES, _LONGEST_NOTE = 100, 500
+_TEMPLATES = Path(__file__).with_name("templates")
+
+
+@dataclass(frozen=True)
+class Page:
+    """A rendered page, and what of it had to be left out."""
+
+    html: str
+    notes: tuple[str, ...] = ()
+
+
+def render_page(
+    title: str,
+    *,
+    sections: Sequence[PageSection],
+    lead: str = "",
+    facts: Sequence[tuple[str, str]] = (),
+    notes: Sequence[str] = (),
+    legend: Sequence[str] = (),
+    foot: str = "",
+) -> Page:
+    """The page as HTML text below `MOST_BYTES`.
+
+    `lead`: a sentence below the title. `facts`: (value, label) of the headline. `notes`: what could not be read, a line
+    each. `legend`: names of the runs, in the order of their colours. `foot`: the last line.
+    """
+    fitting = Fitting(MOST_BYTES - _FOR_THE_REST)
+    sections = [fitting.section(section) for section in sections if section.blocks]
+    blocks = list(_within(sections))
+    data = script_json({"groups": [block.data for block in blocks if isinstance(block, ChartBlock)]})
+    pictures = [block for block in blocks if isinstance(block, PagePicture)]
+    shown, left_out = embedded(pictures, budget_bytes=max(0, fitting.left_bytes))
+    left_out = [*fitting.notes, *left_out]
+    environment = _environment()
+    css = environment.get_template("page.css.jinja").render(_palette())
+    script = (_TEMPLATES / "page.js").read_text(encoding="utf-8")
+    html = environment.get_template("page.html.jinja").render(
+        title=title,
+        lead=lead,
+        facts=facts,
+        sections=[(f"s{number}", section) for number, section in enumerate(sections, start=1)],
+        notes=[note[:_LONGEST_NOTE] for note in [*left_out, *notes][:_MOST_NOTES]],
+        runs=legend,
+        foot=foot,
+        shown={id(picture): images for picture, images in zip(pictures, shown, strict=True)},
+        data=data,
+        css=css,
+        script=script,
+        policy=(
+            f"default-src 'none'; img-src data:; style-src '{_digest(css)}'; script-src '{_digest(script)}'; "
+            "base-uri 'none'; form-action 'none'"
+        ),
+    )
+    return Page(html, tuple(left_out))
+
+
+def script_json(value: object) -> str:
+    """JSON that may stand in a <script> block: ASCII, nothing that looks like markup, and null for NaN."""
+    text = json.dumps(_finite(value), separators=(",", ":"), allow_nan=False)
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def show_number(value: float) -> str:
+    """A number for a table: thousands apart, four digits of a fraction, powers of ten where they are shorter."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return str(value)
+    if isinstance(value, int) or (value == int(value) and abs(value) >= 1000):
+        return f"{int(value):,}" if abs(value) < 1e15 else f"{float(value):.4g}"
+    if value == 0:
+        return "0"
+    if abs(value) >= 1000:
+        return f"{value:,.0f}" if abs(value) < 1e9 else f"{value:.4g}"
+    if abs(value) < 1e-3:
+        return f"{value:.3g}"
+    return f"{value:.4f}" if abs(value) < 1 else f"{value:.5g}"
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): _finite(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    return value
+
+
+def _within(folds: Sequence[PageSection]) -> Iterator[Any]:
+    for block in (block for fold in folds for block in fold.blocks):
+        yield from _within([block]) if isinstance(block, PageSection) else [block]
+
+
+def _digest(text: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode("ascii")
+
+
+def _palette() -> dict[str, object]:
+    light = {"ink": style.INK, "muted": style.MUTED, "grid": style.GRID, "paper": style.PAPER, "accent": style.ACCENT}
+    light |= {"good": style.GOOD, "bad": style.BAD}
+    light |= {f"s{number}": colour for number, colour in enumerate(style.SERIES)}
+    return {"light": light, "dark": {name: style.DARK[colour] for name, colour in light.items()}}
+
+
+@cache
+def _environment() -> Environment:
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    environment = Environment(
+        loader=FileSystemLoader(_TEMPLATES),
+        undefined=StrictUndefined,
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        # Markup, which `safe` and macros return, is whole already
+        finalize=lambda value: printable(value) if isinstance(value, str) and not hasattr(value, "__html__") else value,
+    )
+    environment.filters["number"] = lambda value: value if isinstance(value, str) else show_number(value)
+    environment.filters["line"] = one_line
+    environment.filters["identity"] = id
+    environment.tests["shown"] = lambda value: isinstance(value, ShownNumber)
+    environment.tests["text"] = lambda value: isinstance(value, str)
+    environment.filters["kind"] = lambda block: type(block).__name__
+    return environment

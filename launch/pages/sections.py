@@ -1,0 +1,324 @@
+"""The page of one run or of several: results, then the last stage, then the earlier ones, then what they were made of.
+
+Everything is read from the run's folder as far as it can be; what cannot is a line at the head of the page.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from data_shards.errors import UserError
+from data_shards.inside import open_inside, read_inside
+from data_shards.text import one_line, parse_json, printable
+from launch.pages.blocks import PageBlock, PageCell, PageSection, PageTable, PageText
+from launch.pages.charts import DATA_BYTES, stage_charts
+from launch.pages.curves import metric_words
+from launch.pages.facts import (
+    BESIDE_SCORE,
+    duration_cell,
+    headline,
+    held_out_fact,
+    metric_cell,
+    result_rows,
+    stage_brief,
+    stage_result,
+    stage_rows,
+)
+from launch.pages.kept import LONG_TABLE, MOST_ROWS, figures_across, pictures_beside, stage_pictures
+from launch.pages.page import Page, render_page
+from launch.pages.timeline import event_table, time_line
+from model.formats.export import formats_of
+from pipeline.checkpoint.identity import STATE, checkpoint_folders
+from pipeline.recipe.io import differences, dump_recipe, flatten
+from pipeline.recipe.vocabulary import ALL_STAGES, DIFFERENCE_FILE, StageName
+from pipeline.runs.history import RunHistory
+from pipeline.stage.initial_model import model_to_come
+from pipeline.transfer.results import TransferRecord, transfer_records
+
+_MOST_TEXT_BYTES = 100_000
+_ONE_RUN = "Lines are training, lines with dots held-out images. Dotted rules mark restarts and trouble."
+_OVER_ONE_ANOTHER = "Pale lines are training, lines with dots held-out images; a colour and its dashes are one run."
+
+
+def run_page(history: RunHistory, *, beside: Sequence[RunHistory] = (), names: Sequence[str] = ()) -> Page:
+    """The page of one run; `beside`: others that its stages are compared with in a section of it, `names`: what all are
+    called there, this one first."""
+    notes = list(history.notes)
+    lead, facts = headline(history)
+    sections = [
+        _results(history, beside=beside, names=names, notes=notes),
+        *_stages(history, notes=notes),
+        *(_beside([history, *beside], names=names, notes=notes) if beside else ()),
+        _recipe(history),
+        _environment(history),
+        _commands(history),
+    ]
+    foot = f"Made by shardvit report from {history.folder.path}."
+    return render_page(history.name, lead=lead, facts=facts, sections=sections, notes=notes, foot=foot)
+
+
+def runs_page(histories: Sequence[RunHistory], names: Sequence[str]) -> Page:
+    """The page of several runs over one another; `names`: what each is called, no two alike."""
+    notes = [f"{name}: {note}" for name, history in zip(names, histories, strict=True) for note in history.notes]
+    lines = [time_line(history, title=f"Time line of {name}") for name, history in zip(names, histories, strict=True)]
+    tables = [*_comparison_tables(histories, names), *_transfer(histories, names=names)]
+    sections = [
+        PageSection("Results", [*tables, *(line for line in lines if line is not None)]),
+        PageSection("Recipes", [_recipe_table(histories, names)]),
+        *(
+            PageSection(stage, curves, intro=_OVER_ONE_ANOTHER, state="open" if number == 0 else "closed")
+            for number, (stage, curves) in enumerate(_curves(histories, names=names, notes=notes))
+        ),
+        PageSection("The paper's figures of these runs", figures_across(histories, notes=notes), state="closed"),
+        pictures_beside(histories, names=names, notes=notes),
+    ]
+    return render_page(
+        " · ".join(names) if len(names) <= 3 else f"{len(names)} runs",
+        lead=f"{len(names)} runs over one another.",
+        facts=[
+            (found[0], f"{name}: {found[1]}")
+            for name, history in zip(names, histories, strict=True)
+            if (found := held_out_fact(history)) is not None
+        ],
+        legend=names,
+        sections=sections,
+        notes=notes,
+        foot=f"Made by shardvit report from {', '.join(str(history.folder.path) for history in histories)}.",
+    )
+
+
+# ---- results and curves ----
+
+
+def _results(
+    history: RunHistory, *, beside: Sequence[RunHistory], names: Sequence[str], notes: list[str]
+) -> PageSection:
+    columns, rows = result_rows(history)
+    blocks: list[PageBlock] = [PageTable(columns, rows, title="Held-out sets")] if rows else []
+    if beside:
+        histories = [history, *beside]
+        blocks += _comparison_tables(histories, names, only=_shared(histories))
+    columns, rows = stage_rows(history)
+    blocks += [*_transfer([history]), PageTable(columns, rows, title="Stages")]
+    try:
+        line, events = time_line(history, title="Time line"), event_table(history)
+    except (ValueError, OverflowError, OSError) as error:  # a hostile file's times
+        notes.append(one_line(f"the time line cannot be drawn ({error})"))
+        line = events = None
+    blocks += [block for block in (line, events) if block is not None]
+    return PageSection("Results", blocks)
+
+
+def _stages(history: RunHistory, *, notes: list[str]) -> list[PageSection]:
+    """A fold for each stage that there is something to show of, the last one first and open."""
+    curves, sections = dict(_curves([history], notes=notes)), list[PageSection]()
+    for stage in reversed(history.stages):
+        blocks = [*curves.get(stage.name, ()), *stage_pictures(history, stage, notes=notes)]
+        if blocks:
+            intro, state = _ONE_RUN if stage.name in curves else "", "closed" if sections else "open"
+            sections.append(PageSection(stage.name, blocks, intro, stage_brief(history, stage), state))
+    return sections
+
+
+def _curves(
+    histories: Sequence[RunHistory],
+    *,
+    names: Sequence[str] = ("",),
+    notes: list[str],
+    only: Sequence[StageName] = ALL_STAGES,
+) -> list[tuple[StageName, list[PageBlock]]]:
+    """The curves of each stage that has any, the last one first."""
+    present = {stage.name for history in histories for stage in history.stages if stage.rows}
+    stages: list[StageName] = [name for name in reversed(only) if name in present]
+    found: list[tuple[StageName, list[PageBlock]]] = []
+    for name in stages:
+        of_runs = {
+            run: stage
+            for run, history in zip(names, histories, strict=True)
+            if (stage := history.stage(name)) is not None
+        }
+        key, title = f"{name}-{len(histories)}", f"Curves of {name}"
+        try:
+            block, zero = stage_charts(of_runs, key=key, title=title, runs=names, data_bytes=DATA_BYTES // len(stages))
+        except (ValueError, OverflowError) as error:  # numbers of a hostile file
+            notes.append(one_line(f"the curves of {name} cannot be drawn ({error})"))
+            continue
+        blocks: list[PageBlock] = [] if block is None else [block]
+        if zero and len(histories) == 1:
+            blocks.append(PageText(f"Always zero, and not drawn: {', '.join(each.lower() for each in zero)}.", "note"))
+        found.append((name, blocks))
+    return found
+
+
+def _shared(histories: Sequence[RunHistory]) -> list[StageName]:
+    """The stages that several of these runs have."""
+    counts = [stage.name for history in histories for stage in history.stages if stage.rows]
+    return [name for name in ALL_STAGES if counts.count(name) > 1]
+
+
+def _beside(histories: Sequence[RunHistory], *, names: Sequence[str], notes: list[str]) -> list[PageSection]:
+    """The stages that several of these runs have, over one another."""
+    shared = _shared(histories)
+    blocks = [block for _, of_stage in _curves(histories, names=names, notes=notes, only=shared) for block in of_stage]
+    blocks += [_recipe_table(histories, names), *figures_across(histories, notes=notes)]
+    title = f"Beside {', '.join(names[1:])}"
+    return [PageSection(title, blocks, intro=_OVER_ONE_ANOTHER, state="closed")] if shared else []
+
+
+# ---- transfer ----
+
+
+def _transfer(histories: Sequence[RunHistory], *, names: Sequence[str] = ("",)) -> list[PageBlock]:
+    """The model's features on data that it was not trained on."""
+    rows: list[list[PageCell]] = []
+    means: list[list[PageCell]] = []
+    for name, history in zip(names, histories, strict=True):
+        for record in _records(history):
+            what = [name] if len(histories) > 1 else []
+            images = {each.name: each.eval_images for each in record.data_sets}
+            for score in record.results:
+                settings = ", ".join(f"{key} {value}" for key, value in score.settings.items())
+                at = f"{record.stage or ''}{'' if record.step is None else f', step {record.step:,}'}"
+                cells = (score.data_set, score.method, settings, at, images.get(score.data_set))
+                value = metric_cell(score.value, name=f"val/{score.metric}")
+                rows.append([*what, *cells, metric_words(score.metric), value])
+            if record.mean is not None:
+                means.append([*what, record.name, len(record.data_sets), metric_cell(record.mean)])
+    first = ("run",) if len(histories) > 1 else ()
+    title, blocks = "Transfer to other data", list[PageBlock]()
+    if means:
+        blocks.append(PageTable((*first, "table", "data sets", "mean"), means, title=f"{title}: tables"))
+    if rows:
+        columns = (*first, "data set", "method", "settings", "stage", "held-out images", "metric", "value")
+        folded = len(rows) > LONG_TABLE
+        blocks.append(PageTable(columns, rows[:MOST_ROWS], title=title, folded=folded, highlight="last_column"))
+    return blocks
+
+
+def _records(history: RunHistory) -> list[TransferRecord]:
+    try:
+        return transfer_records(history.folder.path)
+    except (OSError, ValueError, RecursionError):
+        return []
+
+
+# ---- several runs ----
+
+
+def _recipe_table(histories: Sequence[RunHistory], names: Sequence[str]) -> PageBlock:
+    rows = recipe_rows(histories)
+    if rows is None:
+        return PageText("A recipe cannot be read: see above.")
+    if not rows:
+        return PageText("None: the recipes are alike, but for names and keys that do not affect the result.")
+    return PageTable(("key", *names), rows, title="Difference of the recipes")
+
+
+def recipe_rows(histories: Sequence[RunHistory]) -> list[list[str]] | None:
+    """The keys that affect the result and differ, with each run's value; None: a recipe cannot be read."""
+    known = [history.recipe for history in histories if history.recipe is not None]
+    if len(known) < len(histories):
+        return None
+    keys = dict.fromkeys(key for other in known[1:] for key in differences(known[0], other) if key != "name")
+    leaves = [flatten(recipe) for recipe in known]
+    missing = {f"stages.{name}": [getattr(recipe.stages, name) is None for recipe in known] for name in ALL_STAGES}
+    missing = {key: absent for key, absent in missing.items() if any(absent) and not all(absent)}
+    rows = [[key, *("—" if each else "has it" for each in absent)] for key, absent in missing.items()]
+    for key in keys:  # what one has not at all is one line
+        if not any(f"{key}.".startswith(f"{stage}.") for stage in missing):
+            rows.append([key, *(each.get(key, "—") for each in leaves)])
+    return rows
+
+
+def _comparison_tables(
+    histories: Sequence[RunHistory], names: Sequence[str], *, only: Sequence[StageName] = ALL_STAGES
+) -> list[PageBlock]:
+    blocks: list[PageBlock] = []
+    for stage in reversed(only):
+        rows: list[list[PageCell]] = []
+        for name, history in zip(names, histories, strict=True):
+            of_run = history.stage(stage)
+            if of_run is None or of_run.record.state == "new" or stage == "swap_head":
+                continue
+            result = stage_result(history, of_run)
+            reached = (*map(metric_cell, (result.score, *result.beside, result.best)), result.best_step, result.loss)
+            rows.append([name, result.state, result.images_seen, duration_cell(result.seconds), *reached])
+        if rows:
+            more = (*BESIDE_SCORE, "best", "after step", "held-out loss")
+            columns = ("run", "state", "images seen", "time", "score", *more)
+            blocks.append(PageTable(columns, rows, title=f"{stage}, run by run"))
+    return blocks
+
+
+# ---- recipe, environment, commands ----
+
+
+def _recipe(history: RunHistory) -> PageSection:
+    recipe = history.recipe
+    if recipe is None:
+        return PageSection("Recipe", [])
+    blocks: list[PageBlock] = []
+    if difference := _text(history.folder.path / DIFFERENCE_FILE):
+        blocks.append(PageText(difference, "code", title="What was changed of its parent"))
+    blocks.append(PageText(dump_recipe(recipe, keys="changed"), "code", title="Keys that differ from their defaults"))
+    rows = [[key, value] for key, value in flatten(recipe).items()]
+    blocks.append(PageTable(("key", "value"), rows, title="All keys", folded=True))
+    return PageSection("Recipe", blocks, state="closed")
+
+
+def _text(file: Path) -> str:
+    """A short text file's content; empty: there is none that can be read."""
+    try:
+        with open_inside(file, folder=file.parent) as opened:
+            return printable(opened.read(_MOST_TEXT_BYTES).decode(errors="replace"))
+    except OSError:
+        return ""
+
+
+def _environment(history: RunHistory) -> PageSection:
+    """Versions, code revision and host, as the newest checkpoint of each stage says."""
+    columns: list[str] = []
+    written: list[dict[str, str]] = []
+    for stage in history.stages:
+        try:
+            folders = checkpoint_folders(history.folder.checkpoints(stage.name))
+            state = parse_json(read_inside(folders[0] / STATE, folder=stage.folder)) if folders else {}
+            by = state.get("written_by", {})
+            if isinstance(by, dict) and by:
+                columns.append(stage.name)
+                identity = state.get("identity", {})
+                more = {key: identity[key] for key in ("processes", "backend", "zero_stage") if key in identity}
+                written.append({str(key): _short(str(key), str(value)) for key, value in {**by, **more}.items()})
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, UserError):
+            continue
+    if not written:
+        return PageSection("Environment", [])
+    names = dict.fromkeys(name for each in written for name in each)
+    rows = [[name.replace("_", " "), *(each.get(name, "") for each in written)] for name in names]
+    return PageSection("Environment", [PageTable(("of the newest checkpoint", *columns), rows)], state="closed")
+
+
+def _short(key: str, value: str) -> str:
+    return value[:12] if key == "revision" else value[:200].replace("T", " ") if key == "time" else value[:200]
+
+
+def _commands(history: RunHistory) -> PageSection:
+    folder = history.folder
+    run, recipe = shlex.quote(str(folder.path)), shlex.quote(str(folder.path / "recipe.yaml"))
+    runs = shlex.quote(str(folder.runs_root))
+    done = {each.name for each in history.stages if each.record.state == "done"}
+    lines: list[str] = []
+    if not done or len(done) < len(history.stages):
+        lines += ["# go on", f"shardvit run {recipe} --runs {runs}", "# look on", f"shardvit watch {run}"]
+    trained: list[StageName] = (
+        [name for name in history.recipe.stages.trained if name in done] if history.recipe else []
+    )
+    formats = formats_of(model_to_come(history.recipe, stage=trained[-1]))[0] if history.recipe and trained else []
+    if formats:  # else it knows no classes
+        lines += ["# use the model", f"shardvit predict {run} IMAGE_OR_FOLDER", f"shardvit eval {run} SHARDS"]
+        first, *others = sorted(formats, key=lambda each: each != "timm")
+        lines += [f"shardvit export {run} --format {first}  # or {', '.join(others)}"]
+    lines += ["# make this page again", f"shardvit report {run}"]
+    return PageSection("Commands to go on", [PageText("\n".join(lines), "code")], state="closed")

@@ -1,0 +1,102 @@
+"""Which of a stage's shards exist before a run; no `pipe:` is opened, because it is a command.
+
+Tars without a manifest are indexed, as a run would. Gives up on a silent bucket after half a minute.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from data_shards.reading.opening import open_shards
+from data_shards.shards.manifest import MANIFEST_FILE
+from data_shards.shards.shard_set import ShardSet, merge_shard_sets
+from data_shards.store.download import MissingObject, RetryPolicy
+from data_shards.store.location import expand_braces, is_local, join, local_path, shown, why_command
+from data_shards.store.store import Store
+from data_shards.text import printable
+from pipeline.recipe.data import ShardsConfig
+from pipeline.recipe.roles import Role, missing_paths, role_of
+from pipeline.recipe.schema import Recipe
+from pipeline.recipe.vocabulary import StageName
+from pipeline.stage.data import shards_spec
+from pipeline.transfer.few_shot_data import few_shot_of
+
+GIVE_UP_SECONDS = 30.0  # the user is waiting
+_MOST_MANIFEST_BYTES = 1 << 30
+
+
+@dataclass(frozen=True)
+class ShardsBefore:
+    """A stage's shards."""
+
+    unopened: tuple[str, ...]  # a sentence for each set that was not opened
+    train: ShardSet | None  # the training sets, concatenated; None: one of them was not opened
+    held_out: ShardSet | None = None  # None: it was not opened, or not asked for
+    also_eval: Mapping[str, ShardSet] = field(default_factory=dict)  # those that were opened
+    role: Role | None = None  # what is published of the set, where `train` is unknown
+
+    @property
+    def num_images(self) -> int | None:
+        """Training images: counted, or as published."""
+        return self.train.num_samples if self.train else self.role.images if self.role else None
+
+    @property
+    def num_classes(self) -> int | None:
+        return self.train.num_classes if self.train else self.role.classes if self.role else None
+
+
+def look(recipe: Recipe, *, stage: StageName, at: Literal["training", "all"] = "all") -> ShardsBefore:
+    """Open a training stage's sets that exist, and name those that do not; `at`: "training" leaves out the held-out
+    set. Raises UserError if shards exist and are broken, and StoreError if a place cannot be reached."""
+    config, store = recipe.train_stage(stage), Store(None, retry=RetryPolicy(give_up_seconds=GIVE_UP_SECONDS))
+    missing = [text for each in config.train or () if (text := _unopened(each, store=store))]
+    train = None
+    if config.train and not missing:
+        train = merge_shard_sets([_open(each, store=store) for each in config.train])
+    held_out = None
+    if at == "all" and config.eval:
+        if text := _unopened(config.eval, store=store):
+            missing.append(text)
+        else:
+            held_out = _open(config.eval, store=store)
+    also_eval: dict[str, ShardSet] = {}
+    for name, each in config.also_eval.items() if at == "all" else ():
+        if text := _unopened(each, store=store):
+            missing.append(text)
+        else:
+            also_eval[name] = _open(each, store=store)
+    few_shot = few_shot_of(recipe, stage=stage) if at == "all" else ()
+    missing += [text for each in few_shot for one in (each.train, each.eval) if (text := _unopened(one, store=store))]
+    if text := missing_paths(recipe, stage=stage):
+        missing.append(text)
+    return ShardsBefore(tuple(missing), train, held_out, also_eval, role=None if train else role_of(config))
+
+
+def _unopened(shards: ShardsConfig, *, store: Store) -> str | None:
+    """Why a set is not opened; None: it exists."""
+    location = shards.shards
+    if why := why_command(location):
+        return f"{shown(location)} {why}, and none is started"
+    if is_local(location):
+        paths = map(local_path, expand_braces(location))
+        there = any(any(path.iterdir()) if path.is_dir() else path.exists() for path in paths)
+    elif location.partition("?")[0].endswith(".tar") or expand_braces(location) != [location]:
+        return None
+    else:
+        try:
+            there = bool(store.read_small(join(location, MANIFEST_FILE), most_bytes=_MOST_MANIFEST_BYTES))
+        except MissingObject:
+            there = False
+    return None if there else f"{shown(location)} is not there yet"
+
+
+def _open(shards: ShardsConfig, *, store: Store) -> ShardSet:
+    return open_shards(
+        shards_spec(shards),
+        damaged="report",
+        report=lambda line: print(printable(line), file=sys.stderr),
+        store=store,
+    )

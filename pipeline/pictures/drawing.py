@@ -1,0 +1,124 @@
+"""Which pictures are drawn at which moment of a stage, and those that are missing. A failure is told, and costs one.
+
+A drawer is a function of a `DrawRequest` that reads what is on disk (the recipe, shards, STAGE/evaluations, the model)
+and keeps pictures in the stage's folder. What has been drawn is in STAGE/pictures/drawn.json.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+
+from data_shards.durable import make_folders, replace_text
+from data_shards.errors import UserError
+from data_shards.inside import demand_inside, read_inside
+from data_shards.text import one_line, parse_json, show_duration
+from pipeline.evaluation.result import evaluated_step, evaluations
+from pipeline.recipe.io import parse_recipe
+from pipeline.recipe.vocabulary import ALL_STAGES, PICTURES_FOLDER, RECIPE_FILE, StageName
+from pipeline.runs.pictures import DrawRequest, Moment
+from pipeline.runs.run_folder import RunFolder
+
+Drawer = Callable[[DrawRequest], None]
+Say = Callable[[str], None]
+
+_DRAWN_FILE = "drawn.json"
+_LONGEST_REASON = 300
+_SHOWN: dict[Moment, str] = {"begin": "beginning", "evaluated": "evaluation", "end": "end"}
+
+
+def drawers(moment: Moment) -> Sequence[Drawer]:
+    """What is drawn then, in this order; imported when it is due.
+
+    begin: the data as the model will see them. evaluated: what an evaluation found. end: the model itself.
+    """
+    match moment:
+        case "begin":
+            from pipeline.pictures.training_batch import draw_training_batch
+
+            return (draw_training_batch,)
+        case "evaluated":
+            from pipeline.pictures.calibration import draw_reliability
+            from pipeline.pictures.confusion import draw_confused_pairs, draw_confusion_matrix
+            from pipeline.pictures.evaluation_grid import draw_evaluation_grid, draw_worst_mistakes
+            from pipeline.pictures.per_class import draw_per_class, draw_per_class_table
+
+            return (
+                draw_evaluation_grid,
+                draw_worst_mistakes,
+                draw_confused_pairs,
+                draw_confusion_matrix,
+                draw_reliability,
+                draw_per_class,
+                draw_per_class_table,
+            )
+        case "end":
+            from pipeline.pictures.masked_patches import draw_masked_patches
+            from pipeline.pictures.paper.stage_figures import draw_paper_figures
+
+            return (draw_paper_figures, draw_masked_patches)
+
+
+def draw(request: DrawRequest, *, moment: Moment, say: Say) -> None:
+    """Draw all that is due then; a drawer that fails is named, and the others go on."""
+    begun, at, failed = time.monotonic(), f"{request.stage}, step {request.step}", 0
+    for drawer in drawers(moment):
+        try:
+            drawer(request)
+        except Exception as error:  # noqa: BLE001 - a picture is never worth a run
+            failed += 1
+            reason = one_line(f"{type(error).__name__}: {error}")[:_LONGEST_REASON]
+            say(f"{at}: {drawer.__name__} failed: {reason}")
+    say(f"{at}: what is due at its {_SHOWN[moment]} was drawn in {show_duration(time.monotonic() - begun)}")
+    if not failed:
+        _note_drawn(request, moment=moment)
+
+
+def draw_missing(folder: RunFolder, *, say: Say) -> None:
+    """Draw what was not drawn while the run trained: it ended too early, or was told to draw nothing. UserError: its
+    recipe cannot be read, or a model is a link out of the run."""
+    recipe = parse_recipe(folder.path / RECIPE_FILE)
+    for stage in recipe.stages.names:
+        record = folder.peek(stage)
+        if stage == "swap_head" or folder.leads_out(stage) or record.state == "new":
+            continue
+        demand_inside(folder.model(stage), folder=folder.boundary)
+        drawn = _drawn(folder, stage=stage)
+        due: list[tuple[Moment, int]] = [("begin", 0)]
+        kept = [evaluated_step(each) for of_set in evaluations(folder.stage(stage)).values() for each in of_set]
+        if newest := max(kept, default=0):
+            due.append(("evaluated", newest))
+        if record.state == "done":
+            due.append(("end", record.total_steps or record.last_saved_step))
+        for moment, step in due:
+            if drawn.get(moment, -1) < step:
+                draw(DrawRequest(folder, recipe, stage, step), moment=moment, say=say)
+
+
+def _drawn(folder: RunFolder, *, stage: StageName) -> dict[str, int]:
+    """The last step drawn of each moment; empty if it cannot be read, as to draw once more does no harm."""
+    try:
+        record = parse_json(
+            read_inside(folder.stage(stage) / PICTURES_FOLDER / _DRAWN_FILE, folder=folder.stage(stage))
+        )
+        return {str(moment): int(step) for moment, step in record.items()}
+    except (OSError, ValueError, TypeError, AttributeError):
+        return {}
+
+
+def _note_drawn(request: DrawRequest, *, moment: Moment) -> None:
+    file = request.stage_folder / PICTURES_FOLDER / _DRAWN_FILE
+    drawn = _drawn(request.folder, stage=request.stage)
+    make_folders(file.parent, below=request.stage_folder)
+    text = json.dumps({**drawn, moment: max(request.step, drawn.get(moment, -1))})
+    replace_text(file, text + "\n", sync="none", writers="several")
+
+
+def request_of(folder: RunFolder, *, stage: str, step: int) -> DrawRequest:
+    """What to draw of a run as it is on disk; UserError: the recipe cannot be read, or has no such stage."""
+    recipe = parse_recipe(folder.path / RECIPE_FILE)
+    for name in ALL_STAGES:
+        if name == stage and name in recipe.stages.names:
+            return DrawRequest(folder, recipe, name, step)
+    raise UserError(f"{folder.path}: its recipe has no stage {stage}")

@@ -1,0 +1,215 @@
+"""What runs have in numbers for the paper's figures over size and cost; read from their folders alone.
+
+    few-shot accuracy     val/fewshot_SET_5shot of a pre-training stage's curve, and RUN/transfer/*.json
+    size                  images seen by then, and the images of the training set (data.json)
+    cost                  FLOPs of pre-training, forwards and backwards: images seen times `model.counting`'s
+    transfer accuracy     top-1 after fine-tuning, and RUN/transfer/*.json
+
+What is missing or damaged is left out. Costs reading the records; no torch.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from data_shards.inside import read_inside
+from data_shards.text import parse_json
+from model.config import ModelConfig
+from model.counting.flops import account
+from model.saved import SavedModelMeta
+from pipeline.pictures.style import plain
+from pipeline.recipe.vocabulary import DATA_FILE, StageName
+from pipeline.runs.history import RunHistory, StageHistory
+from pipeline.transfer.results import TransferRecord, score_name, transfer_records
+
+PRETRAINING: tuple[StageName, ...] = ("masked_patch", "pretrain")
+Family = Literal["ViT", "hybrid", "ResNet"]
+_EXA = 1e18
+_FEW_SHOT = re.compile(r"val/fewshot_(.+)_(\d{1,6})shot")
+
+
+@dataclass(frozen=True)
+class FewShotPoint:
+    """Few-shot accuracy of a run's pre-trained model at one moment."""
+
+    run: str
+    model: str
+    data_set: str
+    shots: int
+    images_seen: int
+    training_images: int | None  # of the set that it was pre-trained on
+    top1: float
+
+    @property
+    def measure(self) -> str:
+        return f"{self.data_set}, {self.shots}-shot"
+
+
+@dataclass(frozen=True)
+class CostPoint:
+    """What a run's pre-training cost, and one accuracy after it."""
+
+    run: str
+    model: str
+    family: Family
+    images_seen: int
+    exaflops: float | None  # 0: nothing was pre-trained; None: it was elsewhere
+    hours: float | None  # of GPUs, or of processes on CPUs, as the curve has them
+    measure: str  # what was transferred to, and how
+    top1: float
+
+
+def few_shot_points(run: RunHistory, *, name: str) -> Iterator[FewShotPoint]:
+    """All of a run, called `name`, by images seen; a moment that was measured twice has one point."""
+    stage = run.stage("pretrain")
+    found: dict[tuple[str, int, int], float] = {}
+    for row in () if stage is None else stage.rows:
+        for metric, value in row.metrics.items():
+            if (match := _FEW_SHOT.fullmatch(metric)) and math.isfinite(value):
+                found[match[1], int(match[2]), row.images_seen] = value
+    for record in _records(run, stages=("pretrain",)):
+        for score in record.results:
+            if score.method == "fewshot" and score.metric == "top1" and record.images_seen and _is_share(score.value):
+                try:
+                    shots = int(str(score.settings["shots"]))
+                except (KeyError, ValueError):
+                    continue
+                found[score.data_set, shots, record.images_seen] = score.value
+    images, model = _training_images(stage), model_name(run)
+    for (data_set, shots, seen), value in sorted(found.items(), key=lambda item: (item[0][2], item[0])):
+        yield FewShotPoint(plain(name), model, plain(data_set), shots, seen, images, value)
+
+
+def cost_points(run: RunHistory, *, name: str) -> Iterator[CostPoint]:
+    """All of a run, called `name`: fine-tuning's, then what was measured of the pre-trained model."""
+    if run.recipe is None:
+        return
+    begun = [stage for each in PRETRAINING if (stage := run.stage(each)) and stage.record.images_seen]
+    seen = sum(stage.record.images_seen for stage in begun)
+    costs = [_exaflops(run, stage) for stage in begun]
+    exaflops = None if None in costs else sum(cost for cost in costs if cost is not None)
+    swap = run.recipe.stages.swap_head
+    if not begun and swap is not None and getattr(swap, "model", None):
+        exaflops = None  # its model comes from elsewhere
+    hours = [last for stage in begun if (last := stage.last("perf/gpu_hours") or stage.last("perf/process_hours"))]
+
+    def point(measure: str, top1: float) -> CostPoint:
+        return CostPoint(
+            run=plain(name),
+            model=model_name(run),
+            family=_family(run.recipe.model if run.recipe else None),
+            images_seen=seen,
+            exaflops=exaflops,
+            hours=sum(hours) if hours else None,
+            measure=measure,
+            top1=top1,
+        )
+
+    finetune = run.stage("finetune")
+    if finetune is not None and run.recipe.stages.finetune is not None:
+        top1 = finetune.record.results.get(run.recipe.train_stage("finetune").judged_by("top1"))
+        if top1 is not None and _is_share(top1):
+            yield point(f"fine-tuned, {held_out_name(run, stage='finetune')}", top1)
+    for record in _records(run, stages=PRETRAINING):
+        if record.images_seen not in (None, seen) and record.step is not None:
+            continue  # of a checkpoint before the end
+        if record.mean is not None and _is_share(record.mean):
+            yield point(f"mean of {plain(record.name)}", record.mean)
+        for score in record.results:
+            if score.metric == "top1" and _is_share(score.value):
+                yield point(_measure(record, score_name(score)), score.value)
+
+
+def table8_rows(runs_root: Path) -> dict[str, list[str | float | None]] | None:
+    """The table that `shardvit table8` left beside its runs, by its columns: ours, and the paper's 5-shot accuracy on
+    ImageNet of a B/16 from JFT-300M. None: there is none, or it is damaged."""
+    try:
+        cells = parse_json(read_inside(runs_root / "table8.json", folder=runs_root))
+        rows = [
+            (str(cell["position"]), str(cell["position_at"]), float(cell["top1"]), cell["paper_5_shot"])
+            for cell in cells
+        ]
+        paper = [None if value is None else round(100 * float(value), 2) for *_, value in rows]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    if not rows:
+        return None
+    return {
+        "position": [plain(position) for position, *_ in rows],
+        "position_at": [plain(at) for _, at, *_ in rows],
+        "top-1, %": [round(100 * top1, 2) for _, _, top1, _ in rows],
+        "paper, 5-shot, %": [*paper],
+    }
+
+
+def model_name(run: RunHistory) -> str:
+    """A few words: the variant, or sizes."""
+    if run.recipe is None:
+        return "?"
+    config = run.recipe.model
+    if config.variant is not None:
+        return config.variant
+    if config.kind == "resnet":
+        return f"ResNet {'-'.join(map(str, config.resnet.layers))}x{config.resnet.width_factor}"
+    sizes = config.sizes
+    return f"{'ViT' if sizes.resnet_layers is None else 'hybrid'} {sizes.depth}x{sizes.width}/{sizes.patch_size}"
+
+
+def _family(config: ModelConfig | None) -> Family:
+    if config is None or (config.kind == "vit" and config.sizes.resnet_layers is None):
+        return "ViT"
+    return "ResNet" if config.kind == "resnet" else "hybrid"
+
+
+def _measure(record: TransferRecord, name: str) -> str:
+    return plain(name.replace("_", " ")) if record.command != "transfer" else plain(f"{record.name}: {name}")
+
+
+def _records(run: RunHistory, *, stages: tuple[StageName, ...]) -> list[TransferRecord]:
+    return [each for each in transfer_records(run.folder.path) if each.stage in stages]
+
+
+def _is_share(value: float) -> bool:
+    return math.isfinite(value) and 0 <= value <= 1
+
+
+def _training_images(stage: StageHistory | None) -> int | None:
+    """Of the set that a stage began with."""
+    try:
+        assert stage is not None
+        record = parse_json(read_inside(stage.folder / DATA_FILE, folder=stage.folder))
+        sizes = record["sets"]["training images"]["num_samples"]
+        return sum(int(size) for size in sizes)
+    except (AssertionError, OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _exaflops(run: RunHistory, stage: StageHistory) -> float | None:
+    """Of a stage so far; None: stage.json does not say what its model is."""
+    try:
+        meta = SavedModelMeta.model_validate(stage.record.model)
+        config = None if run.recipe is None else run.recipe.train_stage(stage.name)
+        cost = account(
+            meta.model,
+            image_size=meta.image_size,
+            num_classes=meta.num_classes,
+            head="linear" if meta.head == "masked_patch" else meta.head,
+            patch_dropout=0.0 if config is None else config.patch_dropout,
+        )
+    except (ValueError, AssertionError, AttributeError):
+        return None
+    return stage.record.images_seen * cost.training_flops / _EXA
+
+
+def held_out_name(run: RunHistory, *, stage: StageName) -> str:
+    """What the recipe calls a stage's held-out set: the last two folders of its place."""
+    config = getattr(run.recipe.stages, stage) if run.recipe else None
+    named = getattr(config, "eval", None)
+    if named is None:
+        return "held-out images"
+    return plain("/".join(named.shards.rstrip("/").split("/")[-2:]))

@@ -1,0 +1,73 @@
+"""All of the paper's figures that a model has, one after the other; and why it lacks the others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from numpy.typing import NDArray
+from timm.models.vision_transformer import VisionTransformer
+
+from data_shards.loading.batch import Batch
+from model.looking.learnt import first_filters, patch_positions, position_similarity
+from model.resnet.bit import BitResnet
+from model.saved import SavedModelMeta, build_described
+from pipeline.pictures.paper.attention import Drawn, draw_distance, draw_maps, draw_rollout
+from pipeline.pictures.paper.attention_inputs import LookedAt
+from pipeline.pictures.paper.weights import draw_filters, draw_positions
+from pipeline.using.find_model import FoundModel
+
+
+def built(found: FoundModel, *, device: torch.device) -> VisionTransformer | BitResnet:
+    """The model, for looking at: in evaluation mode, without gradients. It takes the tensors of `found` as its own."""
+    with torch.device("meta"):
+        frame = build_described(found.meta)
+    buffers = {name: buffer for name, buffer in frame.named_buffers()}
+    model = build_described(found.meta) if buffers else frame
+    model.load_state_dict(found.state, assign=True)
+    return model.requires_grad_(False).eval().float().to(device)
+
+
+def figures_of_weights(model: VisionTransformer | BitResnet, *, meta: SavedModelMeta) -> Iterator[Drawn]:
+    """Those that need no images."""
+    yield draw_filters(first_filters(model), meta=meta)
+    if isinstance(model, VisionTransformer) and (positions := patch_positions(model)) is not None:
+        yield draw_positions(model, position_similarity(positions).numpy(), meta=meta)
+
+
+def figures_of_attention(
+    looked: LookedAt, batch: Batch, *, meta: SavedModelMeta, classes: Sequence[str] = ()
+) -> Iterator[Drawn]:
+    """Those of what was seen in the images of `batch`; `classes` are those of its labels, if it has any."""
+    yield draw_rollout(looked, batch, meta=meta, classes=classes)
+    yield draw_maps(looked, batch, meta=meta)
+    yield draw_distance(looked, meta=meta)
+
+
+def numbers_of(model: VisionTransformer | BitResnet, looked: LookedAt | None) -> dict[str, NDArray[Any]]:
+    """What the figures show, as arrays by the figures' names."""
+    numbers: dict[str, NDArray[Any]] = {"embedding_filters": first_filters(model).filters.numpy()}
+    if isinstance(model, VisionTransformer) and (positions := patch_positions(model)) is not None:
+        numbers["position_similarity"] = position_similarity(positions).numpy()
+    if looked is not None:
+        numbers |= {
+            "attention_rollout": looked.rollout.numpy(),
+            "attention_maps": looked.maps.numpy(),
+            "attention_distance": looked.distances.numpy(),
+        }
+    return numbers
+
+
+def left_out(meta: SavedModelMeta) -> tuple[str, ...]:
+    """Which figures such a model has not, and why, a sentence each."""
+    if meta.model.kind == "resnet":
+        return ("attention and position embeddings: a ResNet has none; its root's filters are shown",)
+    if meta.model.position == "none":
+        return ("position_similarity: the model adds no position embeddings",)
+    if meta.model.position == "relative":
+        return (
+            "position_similarity: relative positions belong to pairs of patches, so that no patch has an embedding of "
+            "its own to compare",
+        )
+    return ()

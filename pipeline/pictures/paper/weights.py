@@ -1,0 +1,105 @@
+"""Figures of what the weights alone tell: filters of the first layer, similarity of position embeddings."""
+
+from __future__ import annotations
+
+import numpy as np
+from timm.models.vision_transformer import VisionTransformer
+
+from model.looking.learnt import FirstFilters
+from model.saved import SavedModelMeta
+from pipeline.pictures.paper.attention import Drawn
+from pipeline.pictures.paper.tiles import evenly, show_tiles, tiled
+from pipeline.pictures.style import MUTED, new_figure, sequential
+from pipeline.runs.pictures import Picture
+
+_COLUMNS = 7  # as in the paper: 4 rows of 7
+_MOST_PLACES = 14  # of patches along a side of the grid whose similarities are shown
+_MOST_TABLES = 3
+
+
+def draw_filters(found: FirstFilters, *, meta: SavedModelMeta) -> Drawn:
+    """The first layer's filters as colours: grey is no weight, and each is stretched to its largest weight."""
+    filters = found.filters.numpy()
+    count, _, side, _ = filters.shape
+    largest = np.maximum(np.abs(filters).max(axis=(1, 2, 3), keepdims=True), np.finfo(np.float32).tiny)
+    colours = (0.5 + 0.5 * filters / largest).transpose(0, 2, 3, 1)
+    columns = min(_COLUMNS, count)
+    rows = -(-count // columns)
+    blank = np.full((rows * columns - count, side, side, 3), np.nan)
+    maps = np.concatenate([colours, blank]).reshape(rows, columns, side, side, 3)
+    tiles = tiled(maps)
+    tiles.raster[np.isnan(tiles.raster).any(axis=-1)] = 0.0  # transparent
+    width = 5.6 * columns / _COLUMNS
+    figure, axes = new_figure(width=max(width, 2.0), height=max(width, 2.0) * rows / columns)
+    show_tiles(axes[0, 0], tiles)
+    axes[0, 0].set(xticks=[], yticks=[])
+    if found.kind == "components":
+        first, total = 100 * found.shares[0], 100 * sum(found.shares)
+        title = f"RGB embedding filters: first {count} principal components"
+        caption = (
+            f"Principal components of the {meta.model.sizes.width} filters that turn a patch of {side} x {side} px "
+            "into a token, the strongest first, row by row (ViT paper, Figure 7, left). Grey is no weight; each is "
+            "stretched to its largest. Smooth waves and edges: a basis for what is in a patch; noise: not learnt yet."
+        )
+        alt = f"{count} small colour patterns; the first explains {first:.0f} % of the variance, all {total:.0f} %."
+    else:
+        title = f"Filters of the root: the first {count}"
+        caption = (
+            f"The {side} x {side} kernels of the ResNet's first convolution, standardised as they are applied. Grey is "
+            "no weight; each is stretched to its largest. Edges and colour blobs: learnt; noise: not learnt yet."
+        )
+        alt = f"{count} colour patterns of {side} x {side} pixels."
+    return Picture("embedding_filters", title, caption, alt, "paper"), figure
+
+
+def draw_positions(model: VisionTransformer, positions: np.ndarray, *, meta: SavedModelMeta) -> Drawn:
+    """Cosine similarities [tables, N, N] as a map for each place of the grid, at its place."""
+    grid = meta.model.grid_size(meta.image_size)
+    tables = evenly(len(positions), most=_MOST_TABLES)
+    places = evenly(grid, most=_MOST_PLACES)
+    width = {1: 5.2}.get(len(tables), 3.2 * len(tables))
+    figure, axes = new_figure(width=width, height=width / len(tables) * 0.9, columns=len(tables))
+    figure.set_layout_engine("compressed")
+    lowest = min(float(positions.min()), 0.99)  # fixed embeddings are alike by nine tenths
+    for column, table in enumerate(tables):
+        maps = positions[table].reshape(grid, grid, grid, grid)[np.ix_(places, places)]
+        tiles = tiled(maps)
+        plot = axes[0, column]
+        show_tiles(plot, tiles, cmap=sequential(), vmin=lowest, vmax=1.0)
+        labels = [str(place + 1) for place in places]
+        plot.set_xticks(*tiles.ticks("columns", names=labels))
+        plot.set_yticks(*tiles.ticks("rows", names=labels))
+        plot.set_xlabel("patch column")
+        if column == 0:
+            plot.set_ylabel("patch row")
+        if len(tables) > 1:
+            plot.set_title(f"before block {table + 1}")
+    bar = figure.colorbar(axes[0, 0].get_images()[0], ax=list(axes[0]), shrink=0.8, aspect=28, pad=0.02)
+    bar.outline.set_visible(False)
+    bar.set_label("cosine similarity", color=MUTED)
+    near, far = _near_and_far(positions[0], grid=grid)
+    more = "" if len(places) == grid else f" {len(places)} x {len(places)} of the {grid} x {grid} places are shown."
+    picture = Picture(
+        name="position_similarity",
+        title="Similarity of position embeddings",
+        caption="Each small map is one patch's place in the image: how like its position embedding is to those of all "
+        f"patches, as the cosine (ViT paper, Figure 7, centre).{more} A dark spot that moves with the map's place: "
+        "the model knows which patches are near; rows and columns show as a cross.",
+        alt=f"A grid of {len(places)} x {len(places)} maps. Neighbouring patches have a mean cosine of {near:.2f}, "
+        f"patches at opposite ends of a row or column {far:.2f}.",
+        group="paper",
+    )
+    return picture, figure
+
+
+def _near_and_far(similarity: np.ndarray, *, grid: int) -> tuple[float, float]:
+    """Mean cosine of patches beside or below one another; of those at both ends of a row or column."""
+    if grid < 2:
+        return 1.0, 1.0
+    by_place = similarity.reshape(grid, grid, grid, grid)
+    near, far = [], []
+    for line in range(grid):
+        near += [by_place[line, at, line, at + 1] for at in range(grid - 1)]
+        near += [by_place[at, line, at + 1, line] for at in range(grid - 1)]
+        far += [by_place[line, 0, line, -1], by_place[0, line, -1, line]]
+    return float(np.mean(near)), float(np.mean(far))

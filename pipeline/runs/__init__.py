@@ -1,0 +1,1 @@
+"""THE reader of a run folder: stages, attempts, metrics, events, pictures."""

@@ -1,0 +1,181 @@
+"""What a picture is, and how a stage keeps it: STAGE/pictures/NAME/step-00000400.png, .svg and .json.
+
+The .json comes last and has the words: a picture without it is not there. A table has its rows in the .json and no
+image. All steps stay; the report shows the newest. No torch here, and matplotlib only where a figure is written.
+"""
+
+from __future__ import annotations
+
+import base64
+import errno
+import io
+import json
+import re
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, get_args
+
+from data_shards.durable import make_folders, replaced
+from data_shards.inside import is_inside, read_inside
+from data_shards.text import parse_json
+from pipeline.pictures.style import finished_svg
+from pipeline.recipe.schema import Recipe
+from pipeline.recipe.vocabulary import PICTURES_FOLDER, StageName
+from pipeline.runs.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+PictureGroup = Literal["data", "evaluation", "model", "paper"]
+Moment = Literal["begin", "evaluated", "end"]
+Cell = str | int | float | None
+
+_EMBEDDED = re.compile(r"data:image/png;base64,([A-Za-z0-9+/=\s]+)")
+_WORTH_JPEG_BYTES, _MOST_COLOURS, _JPEG_QUALITY = 8_000, 4096, 85
+_STEP = "step-{:08d}"
+_FILE = re.compile(r"step-(\d{8,18})\.json")
+
+
+@dataclass(frozen=True)
+class DrawRequest:
+    """What is to be drawn: a stage of a run, as it is after `step` optimizer steps."""
+
+    folder: RunFolder
+    recipe: Recipe
+    stage: StageName
+    step: int
+
+    @property
+    def stage_folder(self) -> Path:
+        return self.folder.stage(self.stage)
+
+
+@dataclass(frozen=True)
+class Picture:
+    """What a picture is called and says.
+
+    Attributes:
+        name: of its folder, [a-z0-9_]+.
+        title: a few words.
+        caption: how to read it, with units.
+        alt: the same for people who cannot see it, with the numbers that matter.
+    """
+
+    name: str
+    title: str
+    caption: str
+    alt: str
+    group: PictureGroup
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch("[a-z0-9_]+", self.name) or self.group not in get_args(PictureGroup):
+            raise ValueError(f"{self.name!r} in group {self.group!r} is no picture's name")
+
+
+@dataclass(frozen=True)
+class KeptPicture:
+    """A picture on disk: an image, or a table's columns."""
+
+    picture: Picture
+    step: int
+    png: Path | None
+    svg: Path | None
+    table: Mapping[str, Sequence[Cell]] | None
+    words: Path  # the .json
+
+
+def keep_picture(stage_folder: Path, picture: Picture, *, figure: Figure, step: int) -> Path:
+    """Write a figure as PNG and SVG, then its words; returns these. FileNotFoundError: the stage's folder is gone;
+    other OSError: the disk is full or fails."""
+    png, svg = rendered(figure)
+    words = _words_file(stage_folder, picture, step=step)
+    for ending, content in ((".png", png), (".svg", svg)):
+        with replaced(words.with_suffix(ending), sync="none", writers="several") as beside:
+            beside.write_bytes(content)
+    return _keep_words(words, picture, step=step, more={})
+
+
+def rendered(figure: Figure) -> tuple[bytes, bytes]:
+    """A figure as PNG and as SVG."""
+    png, svg = io.BytesIO(), io.StringIO()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=r"Glyph .* missing from")  # a class may have any name; the SVG has it
+        figure.savefig(png, format="png")
+        figure.suppressComposite = True  # several images as such, not as one with holes
+        figure.savefig(svg, format="svg", metadata={"Date": None, "Creator": None})
+    return png.getvalue(), finished_svg(_EMBEDDED.sub(_smaller, svg.getvalue())).encode()
+
+
+def _smaller(found: re.Match[str]) -> str:
+    """An embedded image, as a JPEG if it is a photograph: opaque, and of more colours than any palette has."""
+    from PIL import Image
+
+    content = base64.b64decode(found[1])
+    if len(content) < _WORTH_JPEG_BYTES:
+        return found[0]
+    with Image.open(io.BytesIO(content), formats=["PNG"]) as image:
+        rgba = image.convert("RGBA")
+    if rgba.getchannel("A").getextrema() != (255, 255) or rgba.getcolors(maxcolors=_MOST_COLOURS) is not None:
+        return found[0]
+    jpeg = io.BytesIO()
+    rgba.convert("RGB").save(jpeg, "JPEG", quality=_JPEG_QUALITY)
+    return f"data:image/jpeg;base64,{base64.b64encode(jpeg.getvalue()).decode('ascii')}"
+
+
+def keep_table(stage_folder: Path, picture: Picture, *, columns: Mapping[str, Sequence[Cell]], step: int) -> Path:
+    """Write a table, columns of one length by their headings, with its words; returns the file. Raises as above."""
+    if len({len(each) for each in columns.values()}) != 1:
+        raise ValueError(f"{picture.name}: the columns are of different lengths")
+    more = {"table": {name: list(values) for name, values in columns.items()}}
+    return _keep_words(_words_file(stage_folder, picture, step=step), picture, step=step, more=more)
+
+
+def kept_pictures(stage_folder: Path) -> list[KeptPicture]:
+    """All that are whole, by name and step; damaged ones are left out."""
+    found: list[KeptPicture] = []
+    for words in (stage_folder / PICTURES_FOLDER).glob("*/step-*.json"):
+        if _FILE.fullmatch(words.name) and (picture := _read(words)) is not None:
+            found.append(picture)
+    return sorted(found, key=lambda each: (each.picture.name, each.step))
+
+
+def newest_pictures(kept: Sequence[KeptPicture]) -> list[KeptPicture]:
+    """Of each name the last step's, in the order of `kept_pictures`."""
+    return list({each.picture.name: each for each in kept}.values())
+
+
+def _words_file(stage_folder: Path, picture: Picture, *, step: int) -> Path:
+    words = stage_folder / PICTURES_FOLDER / picture.name / f"{_STEP.format(step)}.json"
+    if not is_inside(words, folder=stage_folder):
+        raise OSError(errno.ELOOP, f"a link leads out of {stage_folder}", str(words.parent))
+    make_folders(words.parent, below=stage_folder)
+    return words
+
+
+def _keep_words(words: Path, picture: Picture, *, step: int, more: Mapping[str, object]) -> Path:
+    said = {name: value for name, value in vars(picture).items() if name != "name"}  # its folder has that
+    with replaced(words, sync="none", writers="several") as beside:
+        beside.write_text(json.dumps({**said, "step": step, **more}) + "\n", encoding="utf-8")
+    return words
+
+
+def _read(words: Path) -> KeptPicture | None:
+    png, svg = words.with_suffix(".png"), words.with_suffix(".svg")
+    try:
+        record = parse_json(read_inside(words, folder=words.parents[2]))
+        texts = {name: str(record[name]) for name in ("title", "caption", "alt")}
+        picture = Picture(words.parent.name, **texts, group=record["group"])
+        table = record.get("table")
+        if table is not None:
+            table = {str(name): list(values) for name, values in table.items()}
+            if len({len(each) for each in table.values()}) != 1:
+                return None
+        elif not all(each.is_file() and is_inside(each, folder=words.parents[2]) for each in (png, svg)):
+            return None
+        step = int(record["step"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    has_image = table is None
+    return KeptPicture(picture, step, png if has_image else None, svg if has_image else None, table, words)

@@ -1,0 +1,1 @@
+"""What one stage is made of: data, batches, task, description, rollback."""

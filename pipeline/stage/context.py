@@ -1,0 +1,89 @@
+"""What every stage is given: recipe, run folder, process group, MLflow's address, stop flag, clock of its start."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal, TypeVar
+
+from data_shards.errors import AgreedError, UserError
+from data_shards.text import printable
+from pipeline.ranks.group import Ranks
+from pipeline.ranks.start_clock import StartClock
+from pipeline.ranks.stopping import StopFlag
+from pipeline.ranks.time_limit import TimeLimit
+from pipeline.ranks.waiting import while_others_wait
+from pipeline.ranks.watch import Watch
+from pipeline.recipe.schema import Recipe
+from pipeline.recipe.vocabulary import StageName
+from pipeline.runs.pictures import Moment
+from pipeline.runs.run_folder import RunFolder
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Tracking:
+    """Where MLflow's records go."""
+
+    uri: str | None  # None: mlflow.db in the folder of all runs
+    experiment: str
+
+
+def draw_nothing(stage: StageName, moment: Moment, step: int) -> None:
+    """Where no pictures are wanted."""
+
+
+@dataclass(frozen=True)
+class StageContext:
+    """Handed to each stage by `launch.train`."""
+
+    recipe: Recipe
+    folder: RunFolder
+    ranks: Ranks
+    tracking: Tracking
+    stop: StopFlag
+    job_tags: dict[str, str]  # facts of this attempt: host, launcher, job id
+    start: StartClock = field(default_factory=StartClock)  # until the stage's first step
+    time_limit: TimeLimit | None = None  # of the job; None: none is known
+    draw: Callable[[StageName, Moment, int], None] = draw_nothing  # has a moment's pictures drawn; on rank 0
+    drawing_seconds: Callable[[], float] = lambda: 0.0  # of CPU that this has taken so far
+
+    def on_main(self, task: Callable[[], T], *, takes: Literal["a moment", "long"] = "a moment") -> T | None:
+        """`task`'s result on rank 0, None elsewhere; collective. Its `UserError` is raised on all ranks. What takes
+        "long" may take longer than a collective is allowed to."""
+        result: T | None = None
+        problem = ""
+
+        def work() -> None:
+            nonlocal result, problem
+            try:
+                result = task()
+            except UserError as error:
+                problem = str(error)
+
+        if takes == "long":
+            while_others_wait(self.ranks, work)
+        elif self.ranks.place.is_main:
+            work()
+        problem = self.ranks.from_main(problem)
+        if problem:
+            raise AgreedError(problem)
+        return result
+
+    def watch(self, stage: StageName) -> Watch:
+        """What watches the ranks during a stage; collective."""
+        return Watch(
+            self.folder.ranks(stage),
+            place=self.ranks.place,
+            attempt=self.ranks.from_main(f"{os.getpid()} {time.time_ns()}"),
+            hang_seconds=self.recipe.engine.hang_seconds,
+            say=lambda text: print(f"shardvit: {text}", file=sys.stderr, flush=True),
+        )
+
+    def say(self, line: str) -> None:
+        if self.ranks.place.is_main:
+            print(printable(line), flush=True)

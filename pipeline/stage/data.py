@@ -1,0 +1,202 @@
+"""A stage's shards, opened and checked against each other, and the order of their samples.
+
+Needs no torch: `shardvit run` opens the shards before it starts any process, and each rank opens them again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from data_shards.checking.fitness import assess
+from data_shards.errors import UserError
+from data_shards.order.mixture import AnyOrder, make_order
+from data_shards.reading.opening import open_shards
+from data_shards.shards.hold_out import shared_images
+from data_shards.shards.shard_set import Portion, ShardSet, ShardsSpec, merge_shard_sets
+from data_shards.store.cache import CacheConfig, default_cache_folder
+from data_shards.store.location import CommandRefused, Commands
+from data_shards.store.prefetch import all_local
+from data_shards.store.store import Store
+from data_shards.text import counted, named, parse_bytes, show_bytes
+from pipeline.recipe.data import ShardsConfig
+from pipeline.recipe.metrics import chosen_metrics
+from pipeline.recipe.roles import missing_paths
+from pipeline.recipe.schema import Recipe
+from pipeline.recipe.stage import MaskedPatchStage, TrainStage
+from pipeline.recipe.stage_plan import StagePlan
+from pipeline.recipe.vocabulary import OWN_SET, EvalMetric, StageName
+
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class StageData:
+    """The data sets of one training stage."""
+
+    train: ShardSet  # several sets laid end to end, if they are mixed
+    train_sizes: tuple[tuple[int, ...], ...]  # of each mixed set: samples of its shards
+    weights: tuple[float, ...] | None  # of the mixed sets
+    eval: ShardSet
+    store: Store
+    also_eval: Mapping[str, ShardSet] = field(default_factory=dict)  # more held-out sets, by name
+
+    @property
+    def held_out(self) -> dict[str, ShardSet]:
+        """All held-out sets by name, the stage's own first, as "val"."""
+        return {OWN_SET: self.eval, **self.also_eval}
+
+
+def shards_spec(config: ShardsConfig) -> ShardsSpec:
+    """What the recipe says of a set, in the data path's terms."""
+    portion = None
+    if config.part is not None:
+        assert config.hold_out is not None  # held by the recipe's validator
+        portion = Portion(config.part, hold_out=config.hold_out)
+    return ShardsSpec(
+        location=config.shards,
+        label=config.label,
+        kind=config.kind,
+        classes=Path(config.classes) if config.classes else None,
+        portion=portion,
+    )
+
+
+def training_order(recipe: Recipe, *, data: StageData, plan: StagePlan) -> AnyOrder:
+    """The order of the training stream; UserError if sizes do not fit (a mixed set with fewer images than lanes)."""
+    return make_order(
+        data.train_sizes,
+        weights=data.weights,
+        seed=recipe.seed,
+        lanes=plan.lanes,
+        global_batch_images=plan.global_batch_images,
+        window_images=recipe.data.shuffle_window_images,
+    )
+
+
+def open_data(recipe: Recipe, *, stage: StageName, report: Report = print, commands: Commands = "refuse") -> StageData:
+    """Open a stage's shards and check them against each other; `commands="run"` executes `pipe:` commands, only for
+    training the user's own recipe.
+
+    Raises:
+        CommandRefused: one is a command; the other sets were opened and are good.
+        UserError: shards are missing or were not named, or are damaged beyond the recipe's limit; an evaluation set
+            has other classes, or images that are trained on; the loss cannot use the labels.
+    """
+    config = recipe.train_stage(stage)
+    if config.train is None or config.eval is None:
+        raise UserError(missing_paths(recipe, stage=stage) or "")
+    store = store_of(recipe, commands=commands)
+    refused: list[CommandRefused] = []
+
+    def open_one(shards: ShardsConfig) -> list[ShardSet]:
+        spec = shards_spec(shards)
+        damaged = "report" if recipe.data.max_corrupt_share > 0 else "refuse"
+        try:
+            return [open_shards(spec, damaged=damaged, report=report, store=store)]
+        except CommandRefused as error:
+            refused.append(error)
+            return []
+
+    parts = [opened for each in config.train for opened in open_one(each)]
+    weights = [each.weight for each in config.train if each.weight is not None]
+    held_outs = {OWN_SET: open_one(config.eval), **{name: open_one(each) for name, each in config.also_eval.items()}}
+    if refused:
+        raise CommandRefused("; ".join(dict.fromkeys(map(str, refused))))
+    train, held_out = merge_shard_sets(parts), {name: found[0] for name, found in held_outs.items()}
+    for shards in (train, *held_out.values()):
+        _demand_few_lost(shards, max_share=recipe.data.max_corrupt_share)
+    _demand_apart(train, held_out[OWN_SET], config=config, stage=stage)
+    if not isinstance(config, MaskedPatchStage):  # which does not look at labels
+        for name, each in held_out.items():
+            key = "eval" if name == OWN_SET else f"also_eval.{name}"
+            _demand_like_labels(train, each, config=config, stage=stage, key=key)
+            asked_metrics(config, shards=each, stage=stage)
+    return StageData(
+        train=train,
+        train_sizes=tuple(part.shard_sizes for part in parts),
+        weights=tuple(weights) or None,
+        eval=held_out.pop(OWN_SET),
+        store=store,
+        also_eval=held_out,
+    )
+
+
+def store_of(recipe: Recipe, *, commands: Commands) -> Store:
+    """What reads shards, with this host's cache for those that are not local."""
+    folder = recipe.data.cache.folder
+    cache = CacheConfig(
+        folder=Path(folder) if folder else default_cache_folder(), limit_bytes=parse_bytes(recipe.data.cache.limit)
+    )
+    return Store(cache, commands=commands)
+
+
+def _demand_apart(train: ShardSet, held_out: ShardSet, *, config: TrainStage, stage: StageName) -> None:
+    """UserError if images of eval are trained on, by the shards that both name, unless the recipe allows it."""
+    if config.eval_overlap == "refuse" and (shared := shared_images(held_out, train)):
+        raise UserError(
+            f"stages.{stage}: {shared:,} of the {counted(held_out.num_samples, 'image')} of eval, {held_out.source}, "
+            f"are trained on, too (train is {train.source}): name other shards, hold out a part (part, hold_out), or, "
+            f"if it is meant, set stages.{stage}.eval_overlap=allow"
+        )
+
+
+def _demand_like_labels(train: ShardSet, held_out: ShardSet, *, config: TrainStage, stage: StageName, key: str) -> None:
+    if train.classes != held_out.classes:
+        raise UserError(
+            f"stages.{stage}: the classes of train ({train.source}: {named(train.classes)}) and {key} "
+            f"({held_out.source}: {named(held_out.classes)}) differ: pack both from the same list of classes"
+        )
+    if train.is_multi_label != held_out.is_multi_label:
+        raise UserError(
+            f"stages.{stage}: one of train and {key} has a list of labels for each image, the other has one"
+        )
+    if train.is_multi_label and config.loss != "sigmoid":
+        raise UserError(f"stages.{stage}.loss is {config.loss}, but the images have several labels each: use sigmoid")
+
+
+def asked_metrics(config: TrainStage, *, shards: ShardSet, stage: StageName) -> tuple[EvalMetric, ...]:
+    """What is computed beside loss and score of a held-out set; UserError: it means nothing for its labels."""
+    if isinstance(config, MaskedPatchStage):
+        return ()
+    return chosen_metrics(
+        config.metrics,
+        label_kind="multi" if shards.is_multi_label else "single",
+        num_classes=shards.num_classes,
+        num_images=shards.num_samples,
+        flag=f"stages.{stage}.metrics",
+    )
+
+
+def cache_advice(recipe: Recipe, *, data: StageData, plan: StagePlan, processes_per_node: int) -> str | None:
+    """One sentence, if the cache is too small for the shuffle, so that shards would be fetched again."""
+    if all_local(data.train.shards) or None in (sizes := [shard.num_bytes for shard in data.train.shards]):
+        return None
+    fitness, _ = assess(
+        data.train.shard_sizes,
+        shard_bytes=[size or 0 for size in sizes],
+        split=data.train.split,
+        world_size=plan.world_size,
+        lanes=plan.lanes,
+        processes_per_node=processes_per_node,
+        window_images=recipe.data.shuffle_window_images,
+    )
+    limit = parse_bytes(recipe.data.cache.limit)
+    # What is fetched ahead needs room as well: see store/prefetch.py.
+    if fitness is None or fitness.window_bytes * 4 / 3 <= limit or data.train.num_bytes in range(limit):
+        return None
+    return (
+        f"the shuffle reads {fitness.window_shards:,} shards ({show_bytes(fitness.window_bytes)}) at a time on a node, "
+        f"and data.cache.limit is {recipe.data.cache.limit}: shards will be fetched more than once; raise the limit, "
+        f"or lower data.shuffle_window_images ({recipe.data.shuffle_window_images:,}) or data.lanes ({plan.lanes})"
+    )
+
+
+def _demand_few_lost(shards: ShardSet, *, max_share: float) -> None:
+    """Refuse at the start what `faults` would stop for later."""
+    if shards.lost_samples > max_share * shards.num_samples:
+        raise UserError(
+            f"{shards.damage[0]}; {shards.lost_samples:,} of {shards.num_samples:,} images count as lost, more than "
+            f"data.max_corrupt_share {max_share:g} allows: bring the shards back, or raise it"
+        )

@@ -1,0 +1,118 @@
+"""STAGE/data.json: the data that a stage began with; it resumes with the same, and differences are named.
+
+`shardvit run` compares before it starts any process, rank 0 again (`data_shards.checking.identity`). stage.json keeps
+the digest, so a lost or altered data.json is noticed. No torch here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from data_shards.checking.identity import SetIdentity, compare_suspects, differences, identify, suspects
+from data_shards.durable import replace_text
+from data_shards.errors import UserError
+from data_shards.shards.shard_set import ShardSet
+from data_shards.text import named, parse_json
+from pipeline.recipe.vocabulary import DATA_FILE, StageName
+from pipeline.runs.run_folder import RunFolder
+from pipeline.stage.data import StageData
+
+_VERSION = 1  # of the file; others are ignored
+_SETS = ("training images", "held-out images")
+
+
+@dataclass(frozen=True)
+class DataRecord:
+    """A stage's data when it began, and now: `sets` goes into data.json."""
+
+    sets: Mapping[str, SetIdentity]  # "training images", "held-out images", and "held-out images NAME" of more sets
+    notes: tuple[str, ...] = ()  # what there is to say, a sentence each
+
+    @property
+    def digest(self) -> str:
+        """Of all that matters; the same for a copy elsewhere."""
+        return "-".join(one.content_digest[:16] for one in self.sets.values())
+
+
+def held_out_name(name: str) -> str:
+    """What a set of the recipe's also_eval is called in records."""
+    return f"held-out images {name}"
+
+
+def has_record(folder: RunFolder, *, stage: StageName) -> bool:
+    """Whether there is anything to compare the data with."""
+    return bool(folder.peek(stage).data_digest) or (folder.stage(stage) / DATA_FILE).exists()
+
+
+def check_data(folder: RunFolder, *, stage: StageName, data: StageData) -> DataRecord:
+    """Compare a stage's data with those that it began with, writing nothing; UserError names what differs, or a shard
+    that cannot be read."""
+    sets: dict[str, ShardSet] = dict(zip(_SETS, (data.train, data.eval), strict=True))
+    sets |= {held_out_name(name): one for name, one in data.also_eval.items()}
+    now = DataRecord({name: identify(one) for name, one in sets.items()})
+    path, digest = folder.stage(stage) / DATA_FILE, folder.peek(stage).data_digest
+    before = _read(path, digest=digest)
+    if before is None:
+        if digest and digest != now.digest:
+            raise _changed(folder, stage, f"its data as a whole ({path} is gone or altered, and cannot say which)")
+        return now
+    notes: list[str] = []
+    kept = dict(now.sets)
+    for name, old in before.sets.items():
+        if name not in now.sets:  # no longer evaluated
+            continue
+        found = differences(old, now.sets[name])
+        if found:
+            raise _changed(folder, stage, f"{name}: {'; '.join(found)}")
+        kept[name], note = _compare_suspects(folder, stage, name=name, shards=sets[name], old=old, new=now.sets[name])
+        notes += note
+    return DataRecord(kept, notes=tuple(notes))
+
+
+def keep_data(folder: RunFolder, record: DataRecord, *, stage: StageName) -> None:
+    """Write data.json atomically, before stage.json gets `record.digest`; OSError if the disk is full or fails."""
+    content = {"version": _VERSION, "sets": {name: vars(one) for name, one in record.sets.items()}}
+    folder.stage(stage).mkdir(exist_ok=True)
+    replace_text(folder.stage(stage) / DATA_FILE, json.dumps(content) + "\n")
+
+
+def _compare_suspects(
+    folder: RunFolder, stage: StageName, *, name: str, shards: ShardSet, old: SetIdentity, new: SetIdentity
+) -> tuple[SetIdentity, list[str]]:
+    """What to keep and to report of a set in which only the files' times differ."""
+    touched = suspects(old, new)
+    alike = compare_suspects(shards, old, touched)
+    unseen = [shard for shard in touched if shard not in alike]
+    if unlike := [shard for shard, same in alike.items() if not same]:
+        names = named([new.names[shard] for shard in unlike], most=3)
+        raise _changed(folder, stage, f"{name}: {names} has the size it had but other bytes")
+    note: list[str] = []
+    if unseen:
+        note = [
+            f"{stage}: {len(touched):,} shards of the {name} have other times than before; the content of "
+            f"{len(alike):,} was compared and is the same, of the others only what is read at each start"
+        ]
+    local_unseen = [shard for shard in unseen if new.sha256[shard] or new.pixels[shard]]
+    return old.seen_as(new, unseen=local_unseen), note
+
+
+def _changed(folder: RunFolder, stage: StageName, what: str) -> UserError:
+    return UserError(
+        f"{folder.stage(stage)} was begun with other data than there are now: {what}: bring the old ones back, or "
+        f"begin again with --restart {stage}"
+    )
+
+
+def _read(path: Path, *, digest: str) -> DataRecord | None:
+    """None if it is absent, broken, or does not match `digest` (unless that is empty)."""
+    try:
+        content = parse_json(path.read_bytes())
+        if content["version"] != _VERSION or list(content["sets"])[: len(_SETS)] != list(_SETS):
+            return None
+        record = DataRecord({name: SetIdentity.from_json(one) for name, one in content["sets"].items()})
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return record if digest in ("", record.digest) else None

@@ -1,0 +1,112 @@
+"""`data.workers` of one rank: as the recipe says, or decided at the start of a stage, and told in a line.
+
+auto decodes a few dozen of the stage's own first images (half a second on an idle core, and what they need of the
+shards is read anyway); the order of the samples does not depend on it. On a CPU there is nothing to decide: workers
+would take the cores that train.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from data_shards.control_groups import core_quota
+from data_shards.loading.loader import TrainBatches
+from data_shards.loading.workers import start_fork_server
+from data_shards.vocabulary import WorkerKind
+from pipeline.budget.gpus import gpu_of_driver
+from pipeline.budget.workers import anchored_speed, own_cores, workers_needed, workers_within
+from pipeline.ranks.group import Ranks
+from pipeline.recipe.schema import Recipe
+from pipeline.recipe.vocabulary import StageName
+
+
+@dataclass(frozen=True)
+class DataWorkers:
+    """What reads and decodes ahead of a rank."""
+
+    count: int
+    kind: WorkerKind
+
+
+def expect_data_workers(recipe: Recipe) -> None:
+    """Begin to load what worker processes need, where it is known that there will be some; returns at once."""
+    count = recipe.data.workers
+    if count not in ("auto", 0) and recipe.data.kind_of_workers(count) == "process":
+        start_fork_server()
+
+
+def data_workers(
+    recipe: Recipe,
+    *,
+    stage: StageName,
+    batches: TrainBatches,
+    step: int,
+    device: torch.device,
+    ranks: Ranks,
+    say: Callable[[str], None],
+) -> DataWorkers:
+    """For a stage that goes on from `step`; collective where auto has to look."""
+    count = recipe.data.workers
+    if count == "auto":
+        count = 0
+        if device.type != "cpu":
+            decode_seconds = _decode_seconds(batches, step=step)
+            name = torch.cuda.get_device_name(device)
+            count, why = choose(
+                recipe,
+                stage=stage,
+                num_classes=len(batches.access.shards.classes),
+                decode_seconds=decode_seconds,
+                gpu_name=name,
+                cores=cores_of(ranks),
+            )
+            say(f"{stage}: data.workers auto: {why}")
+    return DataWorkers(count, recipe.data.kind_of_workers(count))
+
+
+def choose(
+    recipe: Recipe,
+    *,
+    stage: StageName,
+    num_classes: int,
+    decode_seconds: float | None,
+    gpu_name: str,
+    cores: float,
+) -> tuple[int, str]:
+    """How many, and one line that says why; `decode_seconds`: None if the first images cannot be decoded."""
+    gpu = gpu_of_driver(gpu_name)
+    needed, why = None, f"how fast {gpu_name} trains is not known"
+    if decode_seconds is None:
+        why = "the first images cannot be decoded"
+    elif gpu is not None:
+        speed, basis = anchored_speed(recipe, stage=stage, num_classes=num_classes, gpu=gpu)
+        needed = workers_needed(decode_seconds=decode_seconds, images_per_second=speed)
+        why = f"{gpu.name} is expected to take {speed:,.0f} images/s ({basis})"
+    count = workers_within(cores, needed=needed)
+    of = f" of {needed} that would keep up" if needed is not None and needed > count else ""
+    cost = f"{1000 * decode_seconds:.2f} ms of a core an image; " if decode_seconds is not None else ""
+    kind = {"thread": "threads", "process": "processes"}[recipe.data.kind_of_workers(count)]
+    return count, f"{count}{of} ({kind}): {cost}{why}; {cores:.3g} cores for each process of the run"
+
+
+def _decode_seconds(batches: TrainBatches, *, step: int) -> float | None:
+    """Of one thread, as in a worker."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return batches.decode_seconds(step * batches.layout.accumulation_steps)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def cores_of(ranks: Ranks) -> float:
+    """This rank's share of its host's cores; collective."""
+    mine = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+    everyone = ranks.gather_objects((platform.node(), mine))
+    here = [cores for host, cores in everyone if host == platform.node()]
+    return own_cores(mine, on_this_host=here, quota_cores=core_quota())

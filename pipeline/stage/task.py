@@ -1,0 +1,298 @@
+"""What is trained for: how a batch becomes the model's inputs and targets, its loss and its metrics.
+
+A `Task` is all that the loop and the evaluation know of the kind of training: classification (pre-training and
+fine-tuning) or masked patch prediction. It is stateless, a function of batch and seed. Flip, normalisation and mixing
+are done here, on the device: on a GPU they read and write 24 bytes a value (44 with mixup), 0.3 ms for 256 images of
+224 px at 3 TB/s [arithmetic, not measured]; on a CPU the channels come first while a value is still one byte, since
+that is the expensive pass (`launch/bench/model_input.py`). Nothing here makes the host wait for a GPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal, Protocol
+
+import torch
+
+from data_shards.loading.batch import Batch
+from data_shards.loading.mixing import Mix
+from data_shards.vocabulary import GOOGLES, LabelKind, Normalisation
+from model.loss import LossFunction, image_losses, loss_function, probabilities, softmax_cross_entropy
+from model.masked_patch import colour_classes
+from model.vocabulary import COLOURS, LossKind
+from pipeline.engine.protocol import Engine
+from pipeline.recipe.schema import Recipe
+from pipeline.recipe.stage import MaskedPatchStage
+from pipeline.recipe.vocabulary import StageName
+from pipeline.stage.data import StageData
+from pipeline.stage.patch_corruption import corruption_held_out, corruption_in_training
+
+Use = Literal["train", "eval"]
+TOP = 5  # classes that are kept of an answer
+
+
+@dataclass(frozen=True)
+class Example:
+    """A micro-batch of n images, as the model and the loss take it."""
+
+    inputs: tuple[torch.Tensor, ...]  # of the model's forward pass; each has n rows
+    targets: torch.Tensor  # of the loss; n rows
+
+
+class Task(Protocol):
+    """What the loop and the evaluation need to know of the kind of training."""
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """What each of the model's outputs stands for."""
+        ...
+
+    @property
+    def kind_of_output(self) -> str:
+        """What these are, in the plural."""
+        ...
+
+    @property
+    def score(self) -> str:
+        """The name of the held-out accuracy, logged as val/SCORE."""
+        ...
+
+    def example(self, batch: Batch, *, use: Use) -> Example: ...
+
+    def loss(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """The mean training loss, in float32; images weigh alike."""
+        ...
+
+    @property
+    def train_metric(self) -> str:
+        """What `train_score` is logged as."""
+        ...
+
+    def train_score(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """The accuracy on a training batch, a share, 0-dimensional on its device, without gradient."""
+        ...
+
+    def tally(self, outputs: torch.Tensor, targets: torch.Tensor) -> Tally:
+        """What is counted of each held-out image; it does not depend on the other images."""
+        ...
+
+
+@dataclass(frozen=True)
+class Answers:
+    """A classifier's answer to each of n images, on the device."""
+
+    rank: torch.Tensor  # int64 [n]: classes above the best-scored true one, 0 if it is right; C without a true class
+    true: torch.Tensor  # int64 [n]: that class
+    probability_of_true: torch.Tensor  # float32 [n]
+    top: torch.Tensor  # int64 [n, 5 or all]: the best-scored classes, best first, of equal ones the first
+    probabilities: torch.Tensor  # float32 [n, 5 or all], of these
+
+
+@dataclass(frozen=True)
+class Tally:
+    """What is counted of n held-out images, on the device; float64 [n] each."""
+
+    loss: torch.Tensor  # summed over the image's predictions
+    right: torch.Tensor  # right predictions
+    predictions: torch.Tensor
+    answers: Answers | None = None  # None: there are no classes
+
+
+@dataclass(frozen=True)
+class Classification:
+    """An image's labels, from all of it."""
+
+    engine: Engine
+    classes: tuple[str, ...]
+    label_kind: LabelKind
+    normalisation: Normalisation
+    train_loss: LossFunction
+    loss_kind: LossKind  # held-out losses are without smoothing, so that they compare across recipes
+
+    kind_of_output = "classes"
+    score = "top1"
+    train_metric = "train/top1"
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        return self.classes
+
+    def example(self, batch: Batch, *, use: Use) -> Example:
+        """Images, and classes or shares of classes; mixed if the batch says so."""
+        engine = self.engine
+        return Example(
+            (model_input(batch, device=engine.device, dtype=engine.input_dtype, normalisation=self.normalisation),),
+            targets(batch, device=engine.device, num_classes=len(self.classes), label_kind=self.label_kind),
+        )
+
+    def loss(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """The recipe's, of logits [n, classes]."""
+        return self.train_loss(outputs, targets)
+
+    def train_score(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Top-1 as `tally` has it; of a mixed image the share that its best class has in it."""
+        best = outputs.detach().argmax(dim=1)
+        hit = targets.gather(1, best[:, None]) if targets.is_floating_point() else best == targets
+        return hit.float().mean()
+
+    def tally(self, outputs: torch.Tensor, targets: torch.Tensor) -> Tally:
+        """Top-1; with several labels an image, whether its best class is one of them (big_vision's prec@1)."""
+        found = answers(outputs, targets, kind=self.loss_kind)
+        loss = image_losses(outputs, targets, kind=self.loss_kind).double()
+        return Tally(loss, (found.rank == 0).double(), torch.ones_like(loss), found)
+
+
+@dataclass(frozen=True)
+class MaskedPatches:
+    """The mean colour of each corrupted patch, from the others: see `model.masked_patch`."""
+
+    engine: Engine
+    seed: int
+    patch_size: int
+
+    outputs = COLOURS
+    kind_of_output = "colours"
+    score = "accuracy"
+    train_metric = "train/accuracy"
+
+    def example(self, batch: Batch, *, use: Use) -> Example:
+        """Images and their corruption; classes [n, K] of the corrupted patches."""
+        engine = self.engine
+        pixels = _flipped(batch, device=engine.device)
+        colours = colour_classes(pixels.permute(0, 2, 3, 1), patch_size=self.patch_size)
+
+        corruption_of = {"train": corruption_in_training, "eval": corruption_held_out}[use]
+        corruption = corruption_of(batch, seed=self.seed, num_patches=colours.shape[1])
+        source = to_device(corruption.source, engine.device)
+        corrupted = to_device(corruption.corrupted, engine.device)
+        images = _normalised(pixels, GOOGLES).to(engine.input_dtype)
+        return Example((images, source, corrupted), colours.gather(1, corrupted))
+
+    def loss(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Cross-entropy of logits [n, K, 512], mean over all corrupted patches; every image has equally many."""
+        return softmax_cross_entropy(outputs.flatten(0, 1), targets.flatten())
+
+    def train_score(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """The share of corrupted patches whose colour is right."""
+        return (outputs.detach().argmax(dim=-1) == targets).float().mean()
+
+    def tally(self, outputs: torch.Tensor, targets: torch.Tensor) -> Tally:
+        """Counts patches, not images."""
+        losses = image_losses(outputs.flatten(0, 1), targets.flatten(), kind="softmax")
+        loss = losses.double().view(targets.shape).sum(dim=1)
+        right = (outputs.argmax(dim=-1) == targets).sum(dim=1).double()
+        return Tally(loss, right, torch.full_like(loss, targets.shape[1]))
+
+
+def answers(logits: torch.Tensor, targets: torch.Tensor, *, kind: LossKind) -> Answers:
+    """Of logits [n, C] and targets as the loss takes them. Equal scores go to the first class; an image with a score
+    that is NaN is not right."""
+    count, classes = logits.shape
+    if targets.is_floating_point():
+        of_true = logits.masked_fill(targets <= 0, -torch.inf)
+        true, unlabelled = of_true.argmax(dim=1), (targets > 0).sum(dim=1) == 0
+    else:
+        true, unlabelled = targets, torch.zeros(count, dtype=torch.bool, device=logits.device)
+    score = logits.gather(1, true[:, None])
+    numbers = torch.arange(classes, device=logits.device)
+    above = (logits > score) | ((logits == score) & (numbers < true[:, None]))
+    never = unlabelled | logits.isnan().any(dim=1)
+    rank = above.sum(dim=1).masked_fill(never, classes)
+
+    shares = probabilities(logits, kind)
+    top: list[torch.Tensor] = []
+    left = logits.clone()
+    for _ in range(min(TOP, classes)):  # topk gives equal ones in any order
+        top.append(left.argmax(dim=1))
+        left.scatter_(1, top[-1][:, None], -torch.inf)
+    best = torch.stack(top, dim=1)
+    return Answers(rank, true, shares.gather(1, true[:, None])[:, 0], best, shares.gather(1, best))
+
+
+def make_task(
+    recipe: Recipe, *, stage: StageName, data: StageData, normalisation: Normalisation, engine: Engine
+) -> Task:
+    """The task of a stage."""
+    config = recipe.train_stage(stage)
+    if isinstance(config, MaskedPatchStage):
+        return MaskedPatches(engine=engine, seed=recipe.seed, patch_size=recipe.model.sizes.patch_size)
+    return Classification(
+        engine=engine,
+        classes=data.train.classes,
+        label_kind="multi" if data.train.is_multi_label else "single",
+        normalisation=normalisation,
+        train_loss=loss_function(config.loss, label_smoothing=config.label_smoothing),
+        loss_kind=config.loss,
+    )
+
+
+def model_input(
+    batch: Batch, *, device: torch.device, dtype: torch.dtype, normalisation: Normalisation = GOOGLES
+) -> torch.Tensor:
+    """Flip, normalise and mix on the device: -> [n, 3, size, size] of `dtype`; computed in float32, rounded once."""
+    values = _normalised(_flipped(batch, device=device), normalisation)
+    if batch.mix is not None:
+        values = _mixed_images(values, batch.mix)
+    return values.to(dtype)
+
+
+def to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """From the host; a GPU's stream gets to it when it does, and the host does not wait. For small tensors: torch keeps
+    as much page-locked memory as is ever on its way at once."""
+    source = values.pin_memory() if device.type == "cuda" else values
+    return source.to(device, non_blocking=True)
+
+
+def _flipped(batch: Batch, *, device: torch.device) -> torch.Tensor:
+    """uint8 [n, 3, size, size], contiguous."""
+    pixels = batch.images.to(device, non_blocking=True).permute(0, 3, 1, 2)
+    mirrored = batch.mirrored.to(device, non_blocking=True)
+    flipped = torch.empty(pixels.shape, dtype=torch.uint8, device=device)
+    return torch.where(mirrored[:, None, None, None], pixels.flip(3), pixels, out=flipped)
+
+
+def _normalised(pixels: torch.Tensor, normalisation: Normalisation) -> torch.Tensor:
+    """In float32."""
+    mean, std = _mean_and_std(normalisation, device=pixels.device)
+    return torch.sub(pixels, mean).div_(std)
+
+
+@lru_cache(maxsize=8)
+def _mean_and_std(normalisation: Normalisation, *, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Float32 [3, 1, 1] each; made once, as to copy them makes the host wait."""
+    mean, std = (
+        torch.tensor(each, dtype=torch.float64).mul(255).float().to(device)[:, None, None]
+        for each in (normalisation.mean, normalisation.std)
+    )
+    return mean, std
+
+
+def targets(batch: Batch, *, device: torch.device, num_classes: int, label_kind: LabelKind) -> torch.Tensor:
+    """The loss's targets: int64 [n], the classes, if each image has one and nothing is mixed; otherwise float32
+    [n, num_classes]: 1 for each label of an image, or the share of each after mixing."""
+    labels = batch.labels.to(device, non_blocking=True)
+    if label_kind == "single" and batch.mix is None:
+        return labels
+    if label_kind == "single":
+        labels = labels[:, None]
+    # An extra class absorbs the padding of rows.
+    table = torch.zeros(len(labels), num_classes + 1, device=device)
+    table.scatter_(1, torch.where(labels < 0, num_classes, labels), 1.0)
+    shares = table[:, :num_classes]
+    return shares.contiguous() if batch.mix is None else _weighted(shares, keep=batch.mix.keep)
+
+
+def _mixed_images(images: torch.Tensor, mix: Mix) -> torch.Tensor:
+    """All but the last row; uses up `images`."""
+    if mix.kind == "mixup":
+        return _weighted(images, keep=mix.keep)
+    if mix.box is not None:
+        rows, columns = slice(mix.box.top, mix.box.bottom), slice(mix.box.left, mix.box.right)
+        images[:-1, :, rows, columns] = images[1:, :, rows, columns].clone()  # before any of it is pasted over
+    return images[:-1]
+
+
+def _weighted(rows: torch.Tensor, *, keep: float) -> torch.Tensor:
+    """Each row and the next; two products and a sum, each rounded, so that the bits do not depend on the shape."""
+    return (rows[:-1] * keep).add_(rows[1:] * (1 - keep))

@@ -1,0 +1,172 @@
+"""The paper's stages: masked_patch or pretrain, swap_head, finetune. Each function builds its stage's initial model.
+
+A stage starts only from the last one's `STAGE/model/`: no optimizer state, learning rate or clipping is carried over.
+
+    masked_patch  random weights + mask token + Linear for tokens    -> trained on the colours of corrupted patches
+    pretrain      random weights + MLP head (Linear, tanh, Linear)   -> trained on the pre-training classes
+    swap_head     all that comes after the trunk dropped             -> one zero-initialised Linear for the new classes
+    finetune      position embeddings interpolated to the new grid   -> trained at the higher resolution
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import torch
+from torch import nn
+
+from data_shards.durable import make_folders
+from data_shards.errors import UserError
+from data_shards.vocabulary import Normalisation
+from model.build import build_model
+from model.head import replace_head
+from model.init import initialise
+from model.masked_patch import MaskedPatchVit, build_masked_patch, classifier_of
+from model.positions.interpolation import resize_state
+from model.regularisation import Regularisation
+from model.saved import build_from_saved, load_model, save_model
+from model.vocabulary import HeadKind
+from pipeline.checkpoint.train_state import TrainState
+from pipeline.engine.frozen import freeze
+from pipeline.recipe.schema import Recipe
+from pipeline.recipe.stage import FinetuneStage, MaskedPatchStage, PretrainStage, TrainStage
+from pipeline.recipe.vocabulary import StageName
+from pipeline.report.reporter import told_events, tracked_log
+from pipeline.runs.run_folder import check_model, weights_digest
+from pipeline.stage.context import StageContext
+from pipeline.stage.data import open_data
+from pipeline.stage.data_once import open_data_once
+from pipeline.stage.initial_model import model_from_elsewhere
+from pipeline.training.stage_training import StageStart, train_stage
+
+
+def run_stage(context: StageContext, *, stage: StageName) -> None:
+    """Run or resume one stage; collective. UserError: an earlier stage is not done, or an input has changed; Stopped:
+    by a signal, after saving."""
+    earlier = context.recipe.stages.names[: context.recipe.stages.names.index(stage)]
+    missing = [name for name in earlier if context.folder.record(name).state != "done"]
+    if missing:
+        raise UserError(f"stage {stage} needs {' and '.join(missing)} first: run the recipe without --stage")
+    if stage == "swap_head":
+        with context.watch(stage) if context.ranks.place.world_size > 1 else nullcontext():
+            context.on_main(lambda: swap_head(context), takes="long")
+        return
+    recipe, config = context.recipe, context.recipe.train_stage(stage)
+    context.start.doing("opening shards")
+    data = open_data_once(context, stage=stage)
+    context.start.doing("building the model")
+    match config:
+        case MaskedPatchStage():
+            model, start = masked_patch(recipe, config)
+        case PretrainStage():
+            model, start = pretrain(recipe, config, num_classes=data.train.num_classes)
+        case _:
+            assert isinstance(config, FinetuneStage)
+            model, start = finetune(context, config, num_classes=data.train.num_classes)
+    train_stage(context, stage=stage, data=data, model=model, start=start)
+
+
+def masked_patch(recipe: Recipe, config: MaskedPatchStage) -> tuple[nn.Module, StageStart]:
+    """Self-supervised, from random weights: predicts the mean colours of corrupted patches."""
+    model = build_masked_patch(recipe.model, image_size=config.image_size, regularisation=regularisation(config))
+    initialise(model, seed=recipe.seed, style=config.init)
+    return model, StageStart(head="masked_patch", weights="random")
+
+
+def pretrain(recipe: Recipe, config: PretrainStage, *, num_classes: int) -> tuple[nn.Module, StageStart]:
+    """Supervised, from random weights, with a head of one hidden layer."""
+    model = _classifier(recipe, config, num_classes=num_classes, head=config.head)
+    initialise(model, seed=recipe.seed, head_bias=config.head_bias, style=config.init)
+    return model, StageStart(head=config.head, weights="random")
+
+
+def finetune(context: StageContext, config: FinetuneStage, *, num_classes: int) -> tuple[nn.Module, StageStart]:
+    """From swap_head's model, or from scratch to compare; normalised as its starting model."""
+    recipe, folder = context.recipe, context.folder
+    model = _classifier(recipe, config, num_classes=num_classes, head="linear")
+    if config.start == "scratch":
+        initialise(model, seed=recipe.seed, style=config.init)
+        return model, StageStart(head="linear", weights="random")
+    meta, state = load_model(check_model(folder, stage="swap_head"))
+    model.load_state_dict(
+        resize_state(state, config=recipe.model, from_image_size=meta.image_size, to_image_size=config.image_size)
+    )
+    return model, StageStart(
+        head="linear",
+        weights=folder.record("swap_head").model_digest,
+        normalisation=Normalisation(mean=meta.mean, std=meta.std),
+    )
+
+
+def check_frozen(recipe: Recipe, *, stage: StageName) -> None:
+    """UserError if `optimizer.frozen` names what the stage's model lacks, or all of it; the model is built on torch's
+    device meta."""
+    config = recipe.train_stage(stage)
+    with torch.device("meta"):
+        if isinstance(config, MaskedPatchStage):
+            model = build_masked_patch(recipe.model, image_size=config.image_size)
+        else:
+            head = config.head if isinstance(config, PretrainStage) else "linear"
+            model = build_model(recipe.model, image_size=config.image_size, num_classes=1, head=head)
+    freeze(model, config.optimizer.frozen, key=f"stages.{stage}.optimizer.frozen")
+
+
+def swap_head(context: StageContext) -> None:
+    """Replace the pre-training head by one zero Linear for fine-tuning's classes; on rank 0."""
+    recipe, folder = context.recipe, context.folder
+    classes = open_data(recipe, stage="finetune", report=context.say, commands="run").train.classes
+    source = model_from_elsewhere(recipe)
+    if source is None:
+        source = check_model(folder, stage="masked_patch" if recipe.stages.masked_patch else "pretrain")
+    folder.update("swap_head", state="running", inputs={"weights": weights_digest(source)})
+    with (
+        tracked_log(context, stage="swap_head") as log,
+        told_events(context, stage="swap_head", state=TrainState(), say=context.say),
+    ):
+        try:
+            old, model = build_from_saved(source)
+        except ValueError as error:
+            raise UserError(f"stages.swap_head: {error}") from None
+        dropped = _num_parameters(model.get_submodule("head"))
+        if isinstance(model, MaskedPatchVit):
+            dropped += model.mask_token.numel()
+            model = classifier_of(
+                model, config=old.model, image_size=old.image_size, num_classes=len(classes), seed=recipe.seed
+            )
+        else:
+            replace_head(model, len(classes))
+        attached = _num_parameters(model.get_submodule("head"))
+        values = {
+            "model/head_parameters_dropped": float(dropped),
+            "model/head_parameters_attached": float(attached),
+            "model/parameters": float(_num_parameters(model)),
+        }
+        log.append(step=0, images_seen=0, metrics=values)
+        meta = old.model_copy(update={"num_classes": len(classes), "class_names": classes, "head": "linear"})
+        make_folders(folder.stage("swap_head"), below=folder.path)  # fails where the run folder is gone
+        save_model(folder.model("swap_head"), model.state_dict(), meta=meta)
+        folder.update("swap_head", state="done", results=values, model_digest=weights_digest(folder.model("swap_head")))
+    print(
+        f"swap_head: dropped the pre-training head ({dropped:,} parameters), attached a zero-initialised linear "
+        f"layer ({attached:,} parameters) for {len(classes)} classes",
+        flush=True,
+    )
+
+
+def regularisation(config: TrainStage) -> Regularisation:
+    """A training stage's `Regularisation`."""
+    return Regularisation(config.dropout, config.stochastic_depth, config.patch_dropout, masks=config.dropout_masks)
+
+
+def _classifier(recipe: Recipe, config: TrainStage, *, num_classes: int, head: HeadKind) -> nn.Module:
+    return build_model(
+        recipe.model,
+        image_size=config.image_size,
+        num_classes=num_classes,
+        head=head,
+        regularisation=regularisation(config),
+    )
+
+
+def _num_parameters(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())

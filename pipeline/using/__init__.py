@@ -1,0 +1,1 @@
+"""Find a trained model and use it: any run, stage, checkpoint or file of weights."""

@@ -1,0 +1,183 @@
+"""The model meant by a path: a run, a stage, a checkpoint, or any file of weights. Reads weights on the CPU.
+
+RUNS/NAME                                  the model of its last finished training stage
+RUNS/NAME/STAGE                            that stage's model; before it is done, its newest good checkpoint
+RUNS/NAME/STAGE/checkpoints/step-00000400  that checkpoint, put together from its shards
+FOLDER or FILE                             a model of ours, or of any format that `model.formats` reads
+
+A checkpoint of a stage with a moving average (EMA) has two models: its stage says which it stands for, or the caller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from data_shards.errors import UserError
+from model.saved import CONFIG_FILE, SavedModelMeta, build_described, load_model, read_meta
+from pipeline.checkpoint.identity import FOLDER_PREFIX, checkpoint_folders
+from pipeline.recipe.io import parse_recipe
+from pipeline.recipe.vocabulary import ALL_STAGES, CHECKPOINTS_FOLDER, RECIPE_FILE, STAGE_FILE, StageName, WeightsKind
+from pipeline.runs.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+_SHOWN: dict[WeightsKind, str] = {"weights": "the weights as trained", "ema": "their moving average"}
+
+
+@dataclass(frozen=True)
+class FoundModel:
+    """A model and where it was found."""
+
+    meta: SavedModelMeta  # its record
+    state: dict[str, Tensor]  # its weights under our names, on the CPU
+    origin: str  # where it is from, for people
+    notes: tuple[str, ...] = ()  # what was assumed, a sentence each
+
+
+def find_model(path: Path, *, weights: WeightsKind | None = None) -> FoundModel:
+    """The model at `path`, see above; `weights`: as trained, or their moving average; None: what the stage says.
+    UserError: none or a broken one, with what was looked for, or it has not those weights."""
+    found = _find(path, weights=weights)
+    if weights is not None and weights != _kind(found.meta):
+        here, wanted = _SHOWN[_kind(found.meta)], _SHOWN[weights]
+        raise UserError(
+            f"--weights {weights}: {found.origin} holds {here}, not {wanted}: only the checkpoints of a stage with "
+            "ema, RUN/STAGE/checkpoints/step-..., hold both"
+        )
+    return found
+
+
+def _kind(meta: SavedModelMeta) -> WeightsKind:
+    return "weights" if meta.ema_decay is None else "ema"
+
+
+def find_record(path: Path) -> SavedModelMeta | None:
+    """The record of the model at `path`, at once and without torch; None: only its weights tell. UserError as above,
+    where there is none."""
+    place = _there(path).absolute()
+    if (path / RECIPE_FILE).is_file():
+        place = _model_of_run(path)
+    stage = place.parent.parent if place.parent.name == CHECKPOINTS_FOLDER else place
+    try:
+        if stage.name in ALL_STAGES and (stage.parent / RECIPE_FILE).is_file():
+            folder = RunFolder(runs_root=stage.parent.parent, name=stage.parent.name)
+            return SavedModelMeta.model_validate(folder.record(stage.name).model)
+        return read_meta(place)
+    except ValueError:
+        return None
+
+
+def _there(path: Path) -> Path:
+    if not path.exists():
+        raise UserError(f"{path} is not there: give a run's folder, a checkpoint, or a file of weights")
+    return path
+
+
+def _find(path: Path, *, weights: WeightsKind | None) -> FoundModel:
+    place = _there(path).absolute()  # also for "." and for a folder's bare name within its run
+    if place.name.startswith(FOLDER_PREFIX) and place.parent.name == CHECKPOINTS_FOLDER:  # has a recipe too
+        return _of_checkpoint(path, weights=weights)
+    if (path / RECIPE_FILE).is_file():
+        return _of_folder(_model_of_run(path))
+    if place.name in ALL_STAGES and (place.parent / RECIPE_FILE).is_file():
+        return _of_stage(path.parent if path.name else place.parent, stage=place.name, weights=weights)
+    if (path / CONFIG_FILE).is_file():
+        try:
+            read_meta(path)
+        except ValueError:
+            pass  # timm's or transformers': below
+        else:
+            return _of_folder(path)
+    from model.formats.detect import import_file
+
+    return _read(path, import_file)
+
+
+def _model_of_run(run: Path) -> Path:
+    folder = RunFolder(runs_root=run.parent, name=run.name)
+    done: list[StageName] = [name for name in ALL_STAGES if name != "swap_head" and folder.record(name).state == "done"]
+    if done:
+        return folder.model(done[-1])
+    begun = [name for name in ALL_STAGES if checkpoint_folders(folder.checkpoints(name))]
+    advice = f"give {run / begun[-1]} for its newest checkpoint" if begun else "run it first"
+    raise UserError(f"{run}: none of its stages is done: {advice}")
+
+
+def _of_stage(run: Path, *, stage: StageName, weights: WeightsKind | None) -> FoundModel:
+    from pipeline.checkpoint.store import damage_of
+
+    folder = RunFolder(runs_root=run.parent, name=run.name)
+    if folder.record(stage).state == "done":
+        return _of_folder(folder.model(stage))
+    damaged: list[str] = []
+    for checkpoint in checkpoint_folders(folder.checkpoints(stage)):
+        damage = damage_of(checkpoint)
+        if not damage:
+            found = _of_whole_checkpoint(checkpoint, weights=weights)
+            notes = (f"{stage} is not done: this is its checkpoint {checkpoint.name}", *damaged, *found.notes)
+            return FoundModel(found.meta, found.state, found.origin, notes)
+        damaged.append(f"{checkpoint} is damaged ({damage})")
+    why = f" ({'; '.join(damaged)})" if damaged else ""
+    raise UserError(f"{run / stage} is not done and has no whole checkpoint{why}: run it first")
+
+
+def _of_folder(folder: Path) -> FoundModel:
+    return _read(folder, load_model)
+
+
+def _read(path: Path, reader: Callable[[Path], tuple[SavedModelMeta, dict[str, Tensor]]]) -> FoundModel:
+    try:
+        meta, state = reader(path)
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    return FoundModel(meta, state, origin=str(path))
+
+
+def _of_checkpoint(checkpoint: Path, *, weights: WeightsKind | None) -> FoundModel:
+    from pipeline.checkpoint.store import damage_of
+
+    damage = damage_of(checkpoint)
+    if damage:
+        raise UserError(f"checkpoint {checkpoint} is damaged ({damage}): take another one")
+    return _of_whole_checkpoint(checkpoint, weights=weights)
+
+
+def _of_whole_checkpoint(checkpoint: Path, *, weights: WeightsKind | None) -> FoundModel:
+    import torch
+
+    from pipeline.checkpoint.weights import checkpoint_weights
+
+    stage_folder = checkpoint.absolute().parent.parent
+    run, stage = stage_folder.parent, stage_folder.name
+    if stage not in ALL_STAGES or not (run / RECIPE_FILE).is_file():
+        raise UserError(f"{checkpoint} is not in a run's folder RUNS/NAME/STAGE/checkpoints: its recipe.yaml is needed")
+    meta = _describe_stage(run, stage=stage)
+    if weights is not None and weights != _kind(meta):
+        ema = parse_recipe(run / RECIPE_FILE).train_stage(stage).ema
+        if ema is None:
+            raise UserError(
+                f"--weights ema: {checkpoint} has no moving average: stages.{stage} was trained without ema"
+            )
+        meta = meta.model_copy(update={"ema_decay": ema.decay if weights == "ema" else None})
+    with torch.device("meta"):
+        model = build_described(meta)
+    state = checkpoint_weights(checkpoint, model=model, of=_kind(meta))
+    return FoundModel(meta, state, origin=str(checkpoint))
+
+
+def _describe_stage(run: Path, *, stage: StageName) -> SavedModelMeta:
+    """The record that the stage will save its model with, from its stage.json."""
+    folder = RunFolder(runs_root=run.parent, name=run.name)
+    file = folder.stage(stage) / STAGE_FILE
+    described = folder.record(stage).model
+    if not described:
+        raise UserError(f"{file} does not say what its model is: run the recipe again, which writes it down")
+    try:
+        return SavedModelMeta.model_validate(described)
+    except ValueError as error:
+        raise UserError(f"{file}: its model cannot be understood: {'; '.join(str(error).splitlines())}") from None

@@ -1,0 +1,381 @@
+"""Mixtures: each set exact in itself, shares kept everywhere, the same stream for any layout; what is read next."""
+
+import itertools
+from collections import Counter
+from dataclasses import dataclass, fields
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data_shards.errors import UserError
+from data_shards.order.mixture import (
+    MOST_SETS,
+    PATTERN,
+    MixedOrder,
+    make_order,
+    pattern_quotas,
+    set_seed,
+    upcoming_shards,
+)
+from data_shards.order.sample_order import LaneStream, Order, Visits
+
+law = settings(max_examples=40, deadline=None)  # a deadline measures how busy the machine is
+
+
+def mixed(sizes: list[list[int]], *, weights: list[float] | None, seed: int, **cut: int) -> MixedOrder:
+    """Also of a single set."""
+    orders = [Order(each, seed=set_seed(seed, number=number), **cut) for number, each in enumerate(sizes)]
+    return MixedOrder(orders, weights=weights, seed=seed)
+
+
+@dataclass(frozen=True)
+class Case:
+    sizes: list[list[int]]
+    weights: list[float] | None
+    seed: int
+    lanes: int
+    images_per_lane: int
+    window_images: int
+
+    def order(self) -> MixedOrder:
+        return mixed(
+            self.sizes,
+            weights=self.weights,
+            seed=self.seed,
+            lanes=self.lanes,
+            global_batch_images=self.lanes * self.images_per_lane,
+            window_images=self.window_images,
+        )
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    """One to four sets of a few shards, empty ones too, whose weights differ by a factor of 100 at the most."""
+    shards = st.lists(st.integers(0, 13), min_size=1, max_size=5).filter(any)
+    sizes = draw(st.lists(shards, min_size=1, max_size=4))
+    weights = st.lists(st.floats(0.05, 5), min_size=len(sizes), max_size=len(sizes))
+    return Case(
+        sizes=sizes,
+        weights=draw(st.none() | weights),
+        seed=draw(st.integers(0, 2**32)),
+        lanes=draw(st.integers(1, min(8, *(sum(each) for each in sizes)))),
+        images_per_lane=draw(st.integers(1, 7)),
+        window_images=draw(st.integers(1, 20)),
+    )
+
+
+def rows(visits: Visits) -> list[tuple[int, ...]]:
+    return list(zip(*(getattr(visits, each.name).tolist() for each in fields(Visits)), strict=True))
+
+
+def batch(order: LaneStream, step: int) -> Visits:
+    return order.rank_batch(step, rank=0, world_size=1)
+
+
+def set_of(case: Case, shard: np.ndarray) -> np.ndarray:
+    return np.repeat(np.arange(len(case.sizes)), [len(each) for each in case.sizes])[shard]
+
+
+def lane_visits(order: LaneStream, lane: int, *, start: int, stop: int) -> Visits:
+    position = np.arange(start, stop)
+    return order.visits(np.full_like(position, lane), position)
+
+
+def most_off(case: Case, order: MixedOrder) -> np.ndarray:
+    """By how many positions the count of each set in a run of the pattern may be off: the law in the docstring."""
+    return 2 * (1 + order.quotas / PATTERN * (len(case.sizes) - 2))
+
+
+# ---- every sample of a set exactly once in each of the set's own epochs
+
+
+@law
+@given(cases())
+def test_every_epoch_of_every_set_is_a_permutation_of_it(case: Case):
+    order, epochs = case.order(), 2
+    # Until the rarest set has gone through its epochs in every lane.
+    share = order.quotas / PATTERN
+    own = np.array([sum(each) for each in case.sizes])
+    positions = int(np.max((epochs * own / order.lanes + 8) / share)) + 1
+    seen = [rows(lane_visits(order, lane, start=0, stop=positions)) for lane in range(order.lanes)]
+    counts = Counter((epoch, sample) for epoch, _, _, sample, *_ in itertools.chain.from_iterable(seen))
+    assert set(counts.values()) == {1}
+    first = np.cumsum([0, *own])
+    for number in range(len(case.sizes)):
+        everything = list(range(first[number], first[number + 1]))
+        for epoch in range(epochs):
+            assert (
+                sorted(s for e, s in counts if e == epoch and s in range(first[number], first[number + 1]))
+                == everything
+            )
+    first_of_shard = np.cumsum([0, *itertools.chain.from_iterable(case.sizes)])
+    for _, shard, row, sample, *_ in itertools.chain.from_iterable(seen):
+        assert first_of_shard[shard] + row == sample < first_of_shard[shard + 1]
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.lists(st.floats(0.01, 5), min_size=3, max_size=3), st.integers(1, 40_000), st.integers(0, 10**12))
+def test_a_lane_takes_each_sets_own_order_without_a_gap(weights: list[float], images_per_lane: int, far: int):
+    """From the start, across the pattern's end and far away: a set's visits are n, n + 1, ... of its own order."""
+    case = Case([[4000, 2000], [30_000], [7000, 5000, 1]], weights, 3, 8, images_per_lane, window_images=50)
+    order = case.order()
+    pattern = set_of(case, lane_visits(order, 0, start=0, stop=PATTERN).shard)  # lane 0 begins where the pattern does
+    first_sample = np.cumsum([0, *map(sum, case.sizes)])
+    for lane in (0, order.lanes - 1):
+        for start in (0, PATTERN - 100, far):
+            visits = lane_visits(order, lane, start=start, stop=start + 200)
+            which = set_of(case, visits.shard)
+            shift = lane * order.images_per_lane
+            assert which.tolist() == pattern[(shift + start + np.arange(200)) % PATTERN].tolist()
+            for number, own_order in enumerate(order.orders):
+                ours = pattern == number
+
+                def before(at: int, ours: np.ndarray = ours) -> int:  # of this set in the first `at` positions
+                    return at // PATTERN * int(ours.sum()) + int(ours[: at % PATTERN].sum())
+
+                begin = before(start + shift) - before(shift)
+                own = lane_visits(own_order, lane, start=begin, stop=begin + int((which == number).sum()))
+                assert (own.sample + first_sample[number]).tolist() == visits.sample[which == number].tolist()
+                assert own.epoch.tolist() == visits.epoch[which == number].tolist()
+
+
+@law
+@given(cases())
+def test_a_mixture_of_one_is_the_order_itself(case: Case):
+    one = Case(case.sizes[:1], None, case.seed, case.lanes, case.images_per_lane, case.window_images)
+    mixed = one.order()
+    plain = make_order(
+        one.sizes,
+        weights=[0.3],
+        seed=one.seed,
+        lanes=one.lanes,
+        global_batch_images=mixed.global_batch_images,
+        window_images=one.window_images,
+    )
+    assert isinstance(plain, Order)
+    for step in (0, 3, 10**6):
+        assert rows(batch(mixed, step)) == rows(batch(plain, step))
+        for attempt in (1, 5):
+            substitutes = (order.substitute(batch(order, step), attempt=attempt) for order in (mixed, plain))
+            assert rows(next(substitutes)) == rows(next(substitutes))
+
+
+def test_make_order_mixes_several():
+    order = make_order([[20], [30, 5]], weights=None, seed=0, lanes=4, global_batch_images=8, window_images=10)
+    assert isinstance(order, MixedOrder)
+    assert (order.num_samples, order.num_shards, order.lanes) == (55, 3, 4)
+    assert (order.global_batch_images, order.images_per_lane) == (8, 2)
+
+
+def test_equal_sets_are_not_shuffled_alike():
+    order = mixed([[500], [500]], weights=None, seed=0, lanes=1, global_batch_images=1, window_images=500)
+    first, second = (lane_visits(each, 0, start=0, stop=500).sample for each in order.orders)
+    assert np.count_nonzero(first == second) < 10
+
+
+# ---- shares
+
+
+@law
+@given(cases(), st.integers(0, 10**9))
+def test_shares_hold_in_every_prefix_of_every_lane(case: Case, start: int):
+    order = case.order()
+    for lane in range(order.lanes):
+        for begin in (0, start):
+            visits = lane_visits(order, lane, start=begin, stop=begin + 400)
+            got = set_of(case, visits.shard)[:, None] == np.arange(len(case.sizes))
+            wanted = np.arange(1, 401)[:, None] * order.quotas / PATTERN
+            assert (np.abs(np.cumsum(got, axis=0) - wanted) < most_off(case, order) + 1e-9).all()
+
+
+@law
+@given(cases(), st.integers(0, 10**9), st.data())
+def test_shares_hold_in_every_batch_and_every_slice_of_one(case: Case, step: int, data: st.DataObject):
+    order = case.order()
+    start = data.draw(st.integers(0, order.global_batch_images))
+    stop = data.draw(st.integers(start, order.global_batch_images))
+    for a, b in ((0, order.global_batch_images), (start, stop)):
+        part = order.rank_batch(step, rank=0, world_size=1, start=a, stop=b)
+        got = np.bincount(set_of(case, part.shard), minlength=len(case.sizes))
+        assert (np.abs(got - (b - a) * order.quotas / PATTERN) < most_off(case, order) + 1e-9).all()
+
+
+def test_two_sets_are_within_two_of_their_share_even_in_large_batches():
+    order = mixed(
+        [[1000] * 30, [1000] * 70], weights=[0.29, 0.71], seed=5, lanes=64, global_batch_images=4096, window_images=500
+    )
+    for step in (0, 1, 7, 10**5):
+        assert abs(np.count_nonzero(batch(order, step).shard < 30) - 0.29 * 4096) < 2
+
+
+def test_neighbours_in_a_batch_are_not_always_of_different_sets():
+    """Mixup pairs neighbours; a strictly alternating pattern would never mix two samples of one set."""
+    order = mixed([[1000], [1000]], weights=None, seed=0, lanes=8, global_batch_images=512, window_images=100)
+    which = np.concatenate([batch(order, step).shard for step in range(0, 640, 64)])
+    different = np.mean(which[1:] != which[:-1])
+    assert 0.7 < different < 0.8  # 3 in 4: always in the span of a pair, half of the time across
+
+
+def test_shares_without_weights_are_those_of_the_sizes():
+    assert pattern_quotas([100, 300], weights=None).tolist() == [25_000, 75_000]
+    assert pattern_quotas([1, 10**9], weights=None).tolist() == [1, PATTERN - 1]
+
+
+@law
+@given(st.lists(st.floats(1e-12, 1e12), min_size=1, max_size=MOST_SETS))
+def test_weights_are_rounded_to_whole_positions(weights: list[float]):
+    quotas = pattern_quotas([1] * len(weights), weights=weights)
+    exact = np.array(weights) / sum(weights) * PATTERN
+    assert quotas.sum() == PATTERN and quotas.min() >= 1
+    rounded_up = np.count_nonzero(exact < 1)  # to 1, at the expense of the largest
+    assert (np.abs(quotas - exact) < 1 + rounded_up + 1e-9).all()
+
+
+def test_decimal_weights_are_exact():
+    for weights in ([0.29, 0.71], [29, 71], [0.1, 0.2, 0.7], [1e-5, 1 - 1e-5]):
+        quotas = pattern_quotas([7] * len(weights), weights=weights)
+        assert quotas.tolist() == [round(weight / sum(weights) * PATTERN) for weight in weights]
+
+
+# ---- the same stream for any number of processes, micro-batches and restarts
+
+
+@law
+@given(cases(), st.integers(0, 10**6), st.data())
+def test_ranks_and_micro_batches_make_up_the_global_batch(case: Case, step: int, data: st.DataObject):
+    order = case.order()
+    whole = rows(batch(order, step))
+    assert len(whole) == order.global_batch_images
+    for world_size in (n for n in range(1, order.lanes + 1) if order.lanes % n == 0):
+        part_images = order.global_batch_images // world_size
+        micro = data.draw(st.integers(1, part_images))
+        parts = [
+            rows(order.rank_batch(step, rank=rank, world_size=world_size, start=at, stop=min(at + micro, part_images)))
+            for rank in range(world_size)
+            for at in range(0, part_images, micro)
+        ]
+        assert list(itertools.chain.from_iterable(parts)) == whole
+
+
+@law
+@given(cases(), st.lists(st.integers(0, 10**9), min_size=1, max_size=5))
+def test_a_restart_at_any_step_goes_on_with_the_same_stream(case: Case, steps: list[int]):
+    continued = case.order()
+    going_on = [rows(batch(continued, step + more)) for step in steps for more in range(3)]
+    restarted = [rows(batch(case.order(), step + more)) for step in steps for more in range(3)]
+    assert going_on == restarted
+
+
+def test_processes_that_do_not_divide_the_lanes_are_refused():
+    order = mixed([[20], [20]], weights=None, seed=0, lanes=6, global_batch_images=6, window_images=5)
+    with pytest.raises(UserError, match=r"4 processes .* data\.lanes 6 evenly: use one of 1, 2, 3, 6 processes"):
+        order.rank_batch(0, rank=0, world_size=4)
+    with pytest.raises(UserError, match="4 processes"):
+        next(upcoming_shards(order, rank=0, world_size=4, start_step=0))
+
+
+# ---- substitutes
+
+
+@law
+@given(cases(), st.integers(0, 10**6), st.integers(1, 20))
+def test_a_substitute_is_another_sample_of_the_same_set_window_and_lane(case: Case, step: int, attempt: int):
+    order = case.order()
+    visits = batch(order, step)
+    others = order.substitute(visits, attempt=attempt)
+    assert rows(others) == rows(case.order().substitute(visits, attempt=attempt))
+    for name in ("epoch", "lane", "position"):
+        assert getattr(others, name).tolist() == getattr(visits, name).tolist()
+    which = set_of(case, visits.shard)
+    assert which.tolist() == set_of(case, others.shard).tolist()
+    first_of_shard = np.cumsum([0, *itertools.chain.from_iterable(case.sizes)])
+    assert (others.sample == first_of_shard[others.shard] + others.row).all()
+    for slot, number in enumerate(which):
+        own_samples, own_order = sum(case.sizes[number]), order.orders[number]
+        if own_samples > 1:
+            assert others.sample[slot] != visits.sample[slot]
+        # The set's own samples of this lane's window in this epoch, by its own order.
+        lane, epoch = int(visits.lane[slot]), int(visits.epoch[slot])
+        first, last = ((e * own_samples + lane) // case.lanes for e in (epoch, epoch + 1))
+        span = lane_visits(own_order, lane, start=first, stop=last).sample + sum(map(sum, case.sizes[:number]))
+        at = span.tolist().index(visits.sample[slot]) // case.window_images * case.window_images
+        window = span[at : at + case.window_images].tolist()
+        if len(span) > 1:
+            assert others.sample[slot] in (window if len(window) > 1 else span.tolist())
+
+
+# ---- what is read next
+
+
+@law
+@given(cases(), st.integers(0, 50), st.data())
+def test_upcoming_shards_are_named_once_an_epoch_in_the_step_that_needs_them(
+    case: Case, start_step: int, data: st.DataObject
+):
+    order = case.order()
+    world_size = data.draw(st.sampled_from([n for n in range(1, order.lanes + 1) if order.lanes % n == 0]))
+    rank = data.draw(st.integers(0, world_size - 1))
+    last_read: dict[int, int] = {}  # shard -> the last epoch in which the rank has read from it
+    upcoming = upcoming_shards(order, rank=rank, world_size=world_size, start_step=start_step)
+    for step, (number, shards) in enumerate(itertools.islice(upcoming, 30), start=start_step):
+        visits = order.rank_batch(step, rank=rank, world_size=world_size)
+        read = list(zip(visits.shard.tolist(), visits.epoch.tolist(), strict=True))
+        new = [shard for shard, epoch in read if epoch > last_read.get(shard, -1)]
+        assert (number, shards) == (step, sorted(set(new), key=new.index))
+        for shard, epoch in read:
+            last_read[shard] = max(epoch, last_read.get(shard, -1))
+
+
+def test_upcoming_shards_come_again_in_the_next_epoch():
+    order = make_order([[10] * 6], weights=None, seed=0, lanes=1, global_batch_images=10, window_images=10)
+    upcoming = list(itertools.islice(upcoming_shards(order, rank=0, world_size=1, start_step=0), 12))
+    assert [step for step, _ in upcoming] == list(range(12))
+    assert all(len(shards) == 1 for _, shards in upcoming)
+    assert (
+        sorted(shard for _, (shard,) in upcoming[:6]) == sorted(shard for _, (shard,) in upcoming[6:]) == list(range(6))
+    )
+
+
+# ---- what is refused
+
+
+def test_weights_and_sizes_that_do_not_fit_are_refused():
+    fitting = dict(seed=0, lanes=4, global_batch_images=8, window_images=5)
+    for sizes, weights, message in (
+        ([[9], [9]], [1.0], "^1 of 2 mixed data sets have a weight: give one to each of them, or to none"),
+        ([[9], [9]], [1.0, 0.0], r"the weight of data set 2 of the mixture is 0\.0: make it a number above 0"),
+        ([[9], [9]], [-1.0, 1.0], "data set 1 of the mixture is -1"),
+        ([[9], [9]], [1.0, float("nan")], "data set 2 of the mixture is nan"),
+        ([[9], [9]], [float("inf"), 1.0], "data set 1 of the mixture is inf"),
+        (
+            [[9], [3]],
+            None,
+            r"data\.lanes is 4, but data set 2 of the mixture holds only 3 images: set data\.lanes to 2,",
+        ),
+        ([[9], [0]], None, "data set 2 of the mixture holds only 0 images: pack some"),
+        ([[9]] * 257, None, "257 data sets are mixed, 256 at the most"),
+    ):
+        with pytest.raises(UserError, match=message):
+            make_order(sizes, weights=weights, **fitting)
+
+
+# ---- pinned
+
+
+def test_pinned_batches():
+    """A change of these numbers is a change of every mixed run's order: no run could be resumed across it."""
+    order = mixed(
+        [[7, 1, 12], [5, 9], [30]], weights=[2, 1, 1], seed=3, lanes=4, global_batch_images=12, window_images=5
+    )
+    assert {step: batch(order, step).sample.tolist() for step in GOLDEN_SAMPLES} == GOLDEN_SAMPLES
+    assert order.substitute(batch(order, 2), attempt=1).sample.tolist() == GOLDEN_SUBSTITUTES_OF_STEP_2
+
+
+GOLDEN_SAMPLES = {
+    0: [35, 26, 8, 16, 45, 14, 32, 19, 1, 56, 4, 22],
+    2: [25, 9, 11, 41, 15, 29, 0, 33, 52, 6, 57, 5],
+    100_000: [34, 26, 10, 14, 44, 16, 31, 0, 17, 60, 3, 21],
+}
+GOLDEN_SUBSTITUTES_OF_STEP_2 = [27, 10, 9, 43, 14, 28, 2, 20, 50, 3, 56, 7]

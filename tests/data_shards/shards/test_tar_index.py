@@ -1,0 +1,306 @@
+"""The index points at exactly the bytes that tarfile and webdataset find, and damage is never passed over."""
+
+import os
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from data_shards.errors import UserError
+from data_shards.shards import tar_index
+from data_shards.shards.shard_index import ShardIndex, save_index
+from data_shards.shards.tar_index import build_index, index_path, open_index, read_index, readable_index, write_index
+from data_shards.vocabulary import LabelPart
+from tests.data_shards.foreign_tars import write_tar
+
+Members = list[tuple[str, bytes]]
+
+
+def samples(count: int = 3) -> Members:
+    members: Members = []
+    for i in range(count):
+        members += [(f"k{i}.cls", str(i).encode()), (f"k{i}.jpg", bytes([i]) * (100 + 500 * i))]
+    return members
+
+
+def read_back(path: Path, index: ShardIndex) -> Members:
+    """What a reader with nothing but the index sees."""
+    found: Members = []
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        for i, key in enumerate(index.keys):
+            for name, offset, size in (
+                (f"{key}.cls", index.label_offset[i], index.label_size[i]),
+                (f"{key}.{index.image_extension[i]}", index.image_offset[i], index.image_size[i]),
+            ):
+                found.append((name, os.pread(handle, int(size), int(offset))))
+    finally:
+        os.close(handle)
+    return found
+
+
+def equal(a: ShardIndex, b: ShardIndex) -> bool:
+    return all(np.array_equal(value, getattr(b, name)) for name, value in vars(a).items())
+
+
+@given(st.lists(st.tuples(st.binary(max_size=1200), st.sampled_from(["jpg", "png", "webp"])), max_size=8))
+def test_pread_at_the_offsets_gives_the_bytes(
+    tmp_path_factory: pytest.TempPathFactory, images: list[tuple[bytes, str]]
+):
+    path = tmp_path_factory.mktemp("t") / "a.tar"
+    members = [m for i, (data, ext) in enumerate(images) for m in ((f"k{i}.cls", b"%d" % i), (f"k{i}.{ext}", data))]
+    write_tar(path, members)
+    index = build_index(path)
+    assert read_back(path, index) == members
+    write_index(index, index_path(path))
+    assert equal(read_index(index_path(path)), index)
+    assert equal(open_index(path), index)
+    assert all(getattr(index, name).dtype == np.int64 for name in ("image_offset", "label_size"))
+
+
+def test_text_form_is_that_of_wds2idx(tmp_path: Path):
+    path = write_tar(tmp_path / "a.tar", samples(2))
+    write_index(build_index(path), tmp_path / "a.idx")
+    assert (tmp_path / "a.idx").read_text() == (
+        "v1.2 2\ncls 512 1 k0.cls jpg 1536 100 k0.jpg\ncls 2560 1 k1.cls jpg 3584 600 k1.jpg\n"
+    )
+
+
+def test_parts_that_are_neither_image_nor_label_are_left_out(tmp_path: Path):
+    members = [
+        ("d/k.JPG", b"image"),
+        ("d/k.json", b"{}"),
+        ("d/k.cls", b"7"),
+        ("README", b"x"),
+        (".hidden.cls", b"x"),
+    ]
+    path = write_tar(tmp_path / "a.tar", members)
+    index = build_index(path)
+    assert list(index.keys) == ["d/k"] and list(index.image_extension) == ["jpg"]
+    assert read_back(path, index) == [("d/k.cls", b"7"), ("d/k.jpg", b"image")]
+
+
+def test_an_index_with_more_parts_reads_as_dali_writes_it(tmp_path: Path):
+    text = "v1.2 1\njpg 512 5 d/k.jpg json 1536 2 d/k.json cls 2560 1 d/k.cls\n"
+    (tmp_path / "a.idx").write_text(text)
+    index = read_index(tmp_path / "a.idx")
+    assert (list(index.keys), index.image_offset.tolist(), index.label_offset.tolist()) == (["d/k"], [512], [2560])
+
+
+@pytest.mark.parametrize("format", [tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+def test_long_names_of_other_tar_dialects(tmp_path: Path, format: int):
+    key = "d/" + "k" * 200
+    members = [(f"{key}.cls", b"1"), (f"{key}.png", b"pixels")]
+    path = write_tar(tmp_path / "a.tar", members, format=format)
+    assert read_back(path, build_index(path)) == members
+
+
+@pytest.mark.parametrize(
+    "members",
+    [
+        [("k.jpg", b"x")],
+        [("k.cls", b"1")],
+        [("k.jpg", b"x"), ("k.png", b"y"), ("k.cls", b"1")],
+        [("k.jpg", b"x"), ("other.txt", b"y"), ("k.cls", b"1")],
+        [("k.jpg", b"x"), ("k.cls", b"1"), ("k.cls", b"1")],
+    ],
+)
+def test_a_sample_needs_one_image_and_one_label(tmp_path: Path, members: Members):
+    path = write_tar(tmp_path / "a.tar", members)
+    with pytest.raises(UserError, match=r"a\.tar: the sample"):
+        build_index(path)
+
+
+def test_every_truncation_is_noticed(tmp_path: Path):
+    whole = write_tar(tmp_path / "a.tar", samples()).read_bytes()
+    content_end = len(whole.rstrip(b"\0"))
+    cut = tmp_path / "cut.tar"
+    for length in range(0, content_end, 256):
+        cut.write_bytes(whole[:length])
+        with pytest.raises(UserError, match=r"cut\.tar"):
+            build_index(cut)
+
+
+def test_every_damaged_header_is_noticed(tmp_path: Path):
+    path = write_tar(tmp_path / "a.tar", samples())
+    whole = path.read_bytes()
+    with tarfile.open(path) as tar:
+        headers = [member.offset for member in tar]
+    for offset in headers:
+        damaged = bytearray(whole)
+        damaged[offset : offset + 64] = b"\xff" * 64
+        path.write_bytes(damaged)
+        with pytest.raises(UserError, match=r"a\.tar"):
+            build_index(path)
+
+
+@pytest.mark.parametrize("mode", ["w:gz", "w:xz"])
+def test_compressed_tars_are_refused(tmp_path: Path, mode: str):
+    with tarfile.open(tmp_path / "a.tar", mode) as tar:  # type: ignore[call-overload]
+        tar.addfile(tarfile.TarInfo("k.jpg"))
+    with pytest.raises(UserError, match="uncompressed"):
+        build_index(tmp_path / "a.tar")
+
+
+def test_missing_files(tmp_path: Path):
+    with pytest.raises(UserError, match=r"a\.tar"):
+        build_index(tmp_path / "a.tar")
+    with pytest.raises(UserError, match=r"a\.idx"):
+        read_index(tmp_path / "a.idx")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "v1.1 1\njpg 0 1 k.jpg cls 0 1 k.cls\n",
+        "v1.2 2\njpg 0 1 k.jpg cls 0 1 k.cls\n",
+        "v1.2 1\njpg 0 1 k.jpg cls 0 1\n",
+        "v1.2 1\njpg a 1 k.jpg cls 0 1 k.cls\n",
+        "v1.2 1\njpg -5 1 k.jpg cls 0 1 k.cls\n",
+        "v1.2 1\njpg 0 1 k.jpg cls 0 1 l.cls\n",
+        "v1.2 1\njpg 0 1 k.jpg\n",
+        "v1.2 1\n\n",
+    ],
+)
+def test_broken_index_files(tmp_path: Path, text: str):
+    (tmp_path / "a.idx").write_text(text)
+    with pytest.raises(UserError, match=r"a\.idx"):
+        read_index(tmp_path / "a.idx")
+
+
+def test_an_index_that_points_behind_the_tar_is_refused(tmp_path: Path):
+    path = write_tar(tmp_path / "a.tar", samples())
+    write_index(build_index(path), index_path(path))
+    path.write_bytes(path.read_bytes()[:2048])
+    with pytest.raises(UserError, match=r"a\.idx: this index is not that of"):
+        open_index(path)
+
+
+def test_without_an_index_file_the_tar_is_read_and_nothing_written(tmp_path: Path):
+    path = write_tar(tmp_path / "a.tar", samples())
+    assert list(open_index(path).keys) == ["k0", "k1", "k2"]
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_white_space_in_a_key_can_be_indexed_but_not_written(tmp_path: Path):
+    path = write_tar(tmp_path / "a.tar", [("a b.jpg", b"x"), ("a b.cls", b"1")])
+    index = build_index(path)
+    assert list(index.keys) == ["a b"]
+    with pytest.raises(UserError, match="white space"):
+        write_index(index, tmp_path / "a.idx")
+
+
+@pytest.mark.parametrize("label", ["cls", "json", "txt"])
+def test_the_label_is_the_part_that_is_asked_for(tmp_path: Path, label: LabelPart):
+    members = [("k.json", b'{"l": 1}'), ("k.jpg", b"image"), ("k.txt", b"cat"), ("k.cls", b"1")]
+    path = write_tar(tmp_path / "a.tar", members)
+    index = build_index(path, label=label)
+    content = path.read_bytes()
+    start = int(index.label_offset[0])
+    assert content[start : start + int(index.label_size[0])] == dict(members)[f"k.{label}"]
+    write_index(index, index_path(path), label=label)
+    assert equal(open_index(path, label=label), index)
+    if label != "cls":
+        with pytest.raises(UserError, match=r"a\.idx: the sample k has 1 images and 0 \.cls"):
+            open_index(path)
+    save_index(index, tmp_path / "elsewhere.npz")
+    assert equal(open_index(path, label=label, index=tmp_path / "elsewhere.npz"), index)
+    with pytest.raises(UserError, match=r"gone\.npz: there is no such index"):
+        open_index(path, label=label, index=tmp_path / "gone.npz")
+
+
+def test_an_index_of_webdatasets_tool_has_all_parts_in_any_order(tmp_path: Path):
+    """As its `widsindex`, and DALI's `wds2idx`, write them; each label is found in the same file."""
+    members = [
+        ("k0.txt", b"a"),
+        ("k0.jpg", b"0"),
+        ("k0.cls", b"1"),
+        ("k1.cls", b"2"),
+        ("k1.txt", b"b"),
+        ("k1.png", b"1"),
+    ]
+    path = write_tar(tmp_path / "a.tar", members)
+    with tarfile.open(path) as tar:
+        lines: dict[str, list[str]] = {}
+        for each in tar:
+            key, _, extension = each.name.partition(".")
+            lines.setdefault(key, []).append(f"{extension} {each.offset_data} {each.size} {each.name}")
+    index_path(path).write_text("v1.2 2\n" + "".join(" ".join(reversed(line)) + "\n" for line in lines.values()))
+    labels: list[LabelPart] = ["cls", "txt"]
+    for label in labels:
+        assert equal(open_index(path, label=label), build_index(path, label=label))
+
+
+def test_a_readable_index_has_what_is_before_the_damage(tmp_path: Path):
+    path = write_tar(tmp_path / "a.tar", [("x.cls", b"0"), *samples(4)])
+    whole = readable_index(path)
+    assert (whole.damage, whole.left_out) == ("", (("x", "has 0 images and 1 .cls members"),))
+    assert list(whole.index.keys) == ["k0", "k1", "k2", "k3"]
+    with pytest.raises(UserError, match="the sample x has 0 images"):
+        build_index(path)
+    data = path.read_bytes()
+    for length in range(512, int(whole.index.end), 256):
+        path.write_bytes(data[:length])
+        part = readable_index(path)
+        ends = np.maximum(whole.index.image_offset + whole.index.image_size, whole.index.label_offset + 1)
+        assert list(part.index.keys) == list(whole.index.keys)[: int((ends <= length).sum())]
+        assert f"cut short at byte {length}," in part.damage
+        assert set(part.left_out) <= set(whole.left_out)  # the sample that the cut goes through is the damage's
+        with pytest.raises(UserError, match="cut short"):
+            build_index(path, name="shown")
+    with pytest.raises(UserError, match=r"^shown: there is no such tar"):
+        readable_index(tmp_path / "gone.tar", name="shown")
+
+
+_TEXTS = ["", " ", "cls", "jpg", "JPG", "txt", "k1.cls", "k0.jpg"]
+_TEXTS += ["a\u00a0b.cls", "a\tb.jpg", "k9.cls 512 1 k9.jpg", "\udcff.cls"]
+ODD = st.sampled_from(["-5", "+7", "007", "9" * 18, "9" * 19, "1" * 30, "\u0665", "1_0", "512.0", *_TEXTS])
+
+
+@given(
+    st.integers(0, 4),
+    st.booleans(),
+    st.lists(st.tuples(st.integers(0, 31), st.sampled_from(["put", "insert", "take"]), ODD), max_size=2),
+)
+def test_a_plain_index_is_read_at_once_and_to_the_same_result(
+    tmp_path_factory: pytest.TempPathFactory, count: int, label_first: bool, changes: list[tuple[int, str, str]]
+):
+    """Of any text the quick way makes what the slow one makes, an error included, or leaves it to that."""
+    lines = []
+    for row in range(count):
+        parts = [f"cls {1024 * row + 512} 1 k{row}.cls", f"jpg {1024 * row + 700} 90 k{row}.jpg"]
+        lines.append(" ".join(parts if label_first else parts[::-1]))
+    fields = " \n ".join(lines).split(" ")
+    for place, how, text in changes:
+        fields[place : place + (how != "insert")] = [] if how == "take" else [text]
+    text = "\n".join(line.strip(" ") for line in " ".join(fields).split("\n"))
+    path = tmp_path_factory.mktemp("t") / "a.idx"
+    path.write_text(f"v1.2 {count}\n{text}\n" if count else "v1.2 0\n", encoding="utf-8", errors="surrogateescape")
+
+    def outcome() -> ShardIndex | None:
+        try:
+            return read_index(path)
+        except UserError:
+            return None
+
+    quick = outcome()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(tar_index, "_plain_table", lambda lines, *, label: None)
+        slow = outcome()
+    assert (quick is None) == (slow is None)
+    if quick is not None and slow is not None:
+        assert [*quick.keys] == [*slow.keys] and [*quick.image_extension] == [*slow.image_extension]
+        for row in range(len(quick)):
+            assert quick.places(row) == slow.places(row)
+        assert changes or count == 0 or len(quick) == count
+
+
+def test_the_usual_index_takes_the_quick_way(tmp_path: Path):
+    write_tar(tmp_path / "a.tar", samples())
+    write_index(build_index(tmp_path / "a.tar"), tmp_path / "a.idx")
+    lines = (tmp_path / "a.idx").read_text().splitlines()[1:]
+    assert tar_index._plain_table(lines, label="cls") is not None

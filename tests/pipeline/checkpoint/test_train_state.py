@@ -1,0 +1,44 @@
+"""The loop's state survives JSON to the last bit, and randomness is a function of (seed, step, rank)."""
+
+import json
+import math
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.checkpoint.train_state import TrainState, seed_step
+
+FLOATS = st.floats(allow_nan=False)
+
+
+@given(st.lists(FLOATS), FLOATS, st.integers(0, 2**40))
+def test_every_bit_survives_json(losses: list[float], seconds: float, step: int):
+    state = TrainState(step=step, training_seconds=seconds, losses_since_log=losses, evaluation={"val/loss": seconds})
+    again = TrainState.from_json(json.loads(json.dumps(state.to_json())))
+    assert again == state
+    assert [value.hex() for value in again.losses_since_log] == [value.hex() for value in losses]
+
+
+def test_a_loss_that_is_no_number_survives_too():
+    again = TrainState.from_json(json.loads(json.dumps(TrainState(losses_since_log=[math.nan, math.inf]).to_json())))
+    assert math.isnan(again.losses_since_log[0]) and again.losses_since_log[1] == math.inf
+
+
+def test_two_states_share_no_list():
+    first, second = TrainState(), TrainState()
+    first.losses_since_log.append(1.0)
+    assert second.losses_since_log == []
+
+
+def draw(seed: int, step: int, rank: int) -> tuple[float, ...]:
+    seed_step(seed, step=step, rank=rank)
+    return tuple(torch.rand(4).tolist())
+
+
+def test_randomness_depends_on_seed_step_and_rank_and_on_nothing_before():
+    keys = [(seed, step, rank) for seed in (0, 1) for step in (0, 1, 2, 1000) for rank in (0, 1, 2)]
+    drawn = {key: draw(*key) for key in keys}
+    assert len(set(drawn.values())) == len(keys)
+    for key in reversed(keys):  # in another order, after other draws
+        assert draw(*key) == drawn[key]

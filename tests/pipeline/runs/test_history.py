@@ -1,0 +1,83 @@
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from data_shards.errors import UserError
+from pipeline.recipe.io import load_recipe
+from pipeline.runs.history import read_history, run_folder_at
+from pipeline.runs.metrics_log import open_metrics_log
+from pipeline.runs.run_folder import RunFolder
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    folder = RunFolder(tmp_path, "digits")
+    folder.open(load_recipe("digits"))
+    folder.update("pretrain", state="done", images_seen=640, seconds=2.5, results={"val/top1": 0.75})
+    with open_metrics_log(folder.stage("pretrain") / "metrics.jsonl", resume_step=-1) as log:
+        for step in range(1, 11):
+            log.append(step=step, images_seen=64 * step, metrics={"train/loss": 1 / step})
+        log.append(step=10, images_seen=640, metrics={"val/top1": 0.75})
+    return folder
+
+
+def test_a_run_is_read_with_the_stages_that_have_not_begun(folder: RunFolder) -> None:
+    history = read_history(folder)
+    assert history.recipe == load_recipe("digits") and history.notes == ()
+    assert [stage.name for stage in history.stages] == ["pretrain", "swap_head", "finetune"]
+    pretrain = history.stages[0]
+    assert pretrain.record.results == {"val/top1": 0.75} and pretrain.metrics == ("train/loss", "val/top1")
+    assert pretrain.points("train/loss") == [(step, 1 / step) for step in range(1, 11)]
+    assert pretrain.last("val/top1") == 0.75 and pretrain.last("val/top5") is None
+    assert history.stages[2].record.state == "new" and history.stages[2].rows == ()
+
+
+def test_what_is_damaged_is_named_and_the_rest_is_read(folder: RunFolder) -> None:
+    file = folder.stage("pretrain") / "metrics.jsonl"
+    huge = json.dumps({"step": 10**400, "images_seen": 1, "time": 1.0, "metrics": {}})
+    lines = file.read_bytes().splitlines(keepends=True)
+    file.write_bytes(b"".join([*lines[:3], b"\xff\xfe{\n", huge.encode() + b"\n", *lines[3:], b'{"step": 11']))
+    (folder.stage("pretrain") / "stage.json").write_text("[]")
+    (folder.path / "recipe.yaml").write_text("name: [\x1b[2J")
+    os.mkfifo(folder.path / "fifo")
+    folder.stage("finetune").mkdir()
+    os.mkfifo(folder.stage("finetune") / "metrics.jsonl")
+    history = read_history(folder)
+    assert history.recipe is None
+    assert [stage.name for stage in history.stages] == ["pretrain", "finetune"]
+    assert len(history.stages[0].points("train/loss")) == 10  # the torn last line is still being written
+    assert len(history.notes) == 4
+    assert all(note.isprintable() for note in history.notes)
+    for note, name in zip(history.notes, ("recipe.yaml", "stage.json", "metrics.jsonl", "metrics.jsonl"), strict=True):
+        assert name in note
+    assert "2 damaged lines" in history.notes[2]
+
+
+def test_a_stage_that_is_a_link_is_read_if_it_leads_to_a_run_of_the_same_sweep(
+    tmp_path: Path, folder: RunFolder
+) -> None:
+    sweep = tmp_path / "digits-sweep"
+    for name, to in (("inside", "../pretrain-1a2b/pretrain"), ("outside", "../../digits/pretrain")):
+        point = RunFolder(sweep, name)
+        point.open(load_recipe("digits"))
+        point.stage("pretrain").symlink_to(to)
+    (sweep / "sweep.json").write_text("{}")
+    (sweep / "pretrain-1a2b").mkdir()
+    folder.stage("pretrain").rename(sweep / "pretrain-1a2b/pretrain")
+    folder.stage("pretrain").symlink_to(sweep / "pretrain-1a2b/pretrain")
+    inside, outside, alone = (read_history(each) for each in (RunFolder(sweep, "inside"), point, folder))
+    assert inside.stages[0].name == "pretrain" and inside.notes == ()
+    assert inside.stages[0].last("val/top1") == 0.75
+    (sweep / "sweep.json").unlink()
+    for history in (read_history(RunFolder(sweep, "inside")), alone):
+        assert [stage.name for stage in history.stages] == ["swap_head", "finetune"]
+        assert "pretrain is a link out of the run" in history.notes[0]
+    assert outside.stages[0].name == "pretrain"  # it leads back into the sweep
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path: Path, folder: RunFolder) -> None:
+    assert run_folder_at(folder.path) == RunFolder(tmp_path.resolve(), "digits")
+    with pytest.raises(UserError, match="no run"):
+        run_folder_at(tmp_path)

@@ -1,0 +1,294 @@
+"""A stage goes on with the data that it began with: what has changed is named, what was merely copied goes on."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from data_shards.checking import identity
+from data_shards.errors import UserError
+from data_shards.packing.pack import pack
+from data_shards.shards.manifest import read_manifest, write_manifest
+from data_shards.shards.tar_index import read_index
+from pipeline.recipe.schema import Recipe
+from pipeline.runs.run_folder import RunFolder
+from pipeline.stage.data import open_data
+from pipeline.stage.data_record import check_data, has_record, keep_data
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Images of one size without compression, so that any two of them are equally long."""
+    root = tmp_path_factory.mktemp("packed")
+    draw = np.random.default_rng(0)
+    for number in range(40):
+        folder = root / "images" / f"class{number % 2}"
+        folder.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(draw.integers(0, 256, (6, 6, 3), dtype=np.uint8)).save(folder / f"{number}.bmp")
+    pack(str(root / "images"), root / "set", samples_per_shard=8, holdout=0.2, report=lambda line: None)
+    return root / "set"
+
+
+class Run:
+    """A stage, and its data in a folder that a test may do with as it likes."""
+
+    def __init__(self, root: Path, packed: Path) -> None:
+        self.shards = root / "data"
+        self.folder = RunFolder(runs_root=root / "runs", name="r")
+        self.folder.path.mkdir(parents=True)
+        shutil.copytree(packed, self.shards)
+
+    def attempt(self, train: object = None, *, eval_set: str = "") -> tuple[str, ...]:
+        """Begin the stage, or go on with it; what was said."""
+        stage = {
+            "train": train or str(self.shards / "train"),
+            "eval": eval_set or str(self.shards / "val"),
+            "image_size": 8,
+            "global_batch_size": 8,
+            "duration": "1 steps",
+            "optimizer": {"name": "adamw", "lr": 0.001},
+        }
+        model = {"width": 16, "depth": 1, "heads": 2, "patch_size": 4}
+        recipe = Recipe.model_validate({"name": "r", "model": model, "stages": {"pretrain": stage}})
+        data = open_data(recipe, stage="pretrain", report=lambda line: None)
+        record = check_data(self.folder, stage="pretrain", data=data)
+        keep_data(self.folder, record, stage="pretrain")
+        self.folder.update("pretrain", state="running", data_digest=record.digest)
+        return record.notes
+
+    @property
+    def file(self) -> Path:
+        return self.folder.stage("pretrain") / "data.json"
+
+    def shard(self, number: int, *, split: str = "train") -> Path:
+        return read_manifest(self.shards / split).shard_paths[number]
+
+    def forget_times(self) -> None:
+        """As if the files' times had been these when the stage began: those of inodes cannot be set back."""
+        content = json.loads(self.file.read_text())
+        for one in content["sets"].values():
+            one["stamps"] = ["" for _ in one["stamps"]]
+        self.file.write_text(json.dumps(content))
+
+
+@pytest.fixture
+def run(tmp_path: Path, packed: Path) -> Run:
+    return Run(tmp_path, packed)
+
+
+def swap_images(tar: Path, one: int, other: int) -> None:
+    """Exchange two images; size and time of the tar stay."""
+    before = tar.stat()
+    content, index = bytearray(tar.read_bytes()), read_index(tar.with_suffix(".idx"))
+    first, second = (slice(int(o), int(o) + int(index.image_size[0])) for o in index.image_offset[[one, other]])
+    assert len(set(index.image_size.tolist())) == 1 and content[first] != content[second]
+    content[first], content[second] = content[second], content[first]
+    tar.write_bytes(content)
+    os.utime(tar, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert (tar.stat().st_size, tar.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+@pytest.mark.parametrize("noticed_by", ["time of the inode", "samples"])
+def test_two_images_swapped_in_a_tar_that_keeps_size_and_time(
+    run: Run, monkeypatch: pytest.MonkeyPatch, split: str, noticed_by: str
+):
+    run.attempt()
+    swap_images(run.shard(1 if split == "train" else 0, split=split), 2, 5)
+    if noticed_by == "samples":
+        run.forget_times()
+    else:
+        monkeypatch.setattr(identity, "MOST_SAMPLES", 0)
+        forget_samples(run)
+    name = {"train": r"training images: .*train-000001\.tar", "val": r"held-out images: .*val-000000\.tar"}[split]
+    for _ in range(2):  # what was refused is refused again
+        with pytest.raises(UserError, match=rf"pretrain was begun with other data .*{name} .*--restart pretrain"):
+            run.attempt()
+    swap_images(run.shard(1 if split == "train" else 0, split=split), 2, 5)
+    run.attempt()  # brought back
+
+
+def forget_samples(run: Run) -> None:
+    content = json.loads(run.file.read_text())
+    for one in content["sets"].values():
+        one["spots"] = {}
+    run.file.write_text(json.dumps(content))
+    run.folder.update("pretrain", data_digest="")
+
+
+def test_a_touch_a_copy_and_a_move_go_on(run: Run, tmp_path: Path):
+    run.attempt()
+    digest = run.folder.record("pretrain").data_digest
+    for number in (0, 2):
+        os.utime(run.shard(number), (1, 1))
+    assert run.attempt() == ()
+    shutil.copytree(run.shards, tmp_path / "copy")
+    for path in (tmp_path / "copy").rglob("*.tar"):
+        os.utime(path, (5, 5))
+    shutil.rmtree(run.shards)
+    run.shards = tmp_path / "copy"
+    assert run.attempt() == ()
+    assert run.folder.record("pretrain").data_digest == digest
+    stamps = json.loads(run.file.read_text())["sets"]["training images"]["stamps"]
+    assert all(stamp.startswith("5000000000 ") for stamp in stamps)  # the next attempt reads nothing again
+
+
+def edit(folder: Path, change: Callable[[list[dict[str, object]]], None]) -> None:
+    path = folder / "manifest.json"
+    content = json.loads(path.read_text())
+    change(content["shards"])
+    content["num_samples"] = sum(shard["num_samples"] for shard in content["shards"])
+    path.write_text(json.dumps(content))
+
+
+def test_other_shards_their_order_their_number_and_other_classes_are_named(run: Run, packed: Path):
+    run.attempt()
+
+    def refused(message: str) -> None:
+        with pytest.raises(UserError, match=rf"training images: .*{message}"):
+            run.attempt()
+        shutil.rmtree(run.shards)
+        shutil.copytree(packed, run.shards)
+        run.attempt()
+
+    edit(run.shards / "train", lambda shards: shards.reverse())
+    refused(r"another order \(.*train-00000\d\.tar")
+    edit(run.shards / "train", lambda shards: shards.pop())
+    refused(r"3 shards, not 4; .*train-000003\.tar is gone")
+    edit(run.shards / "train", lambda shards: shards[2].update(sha256="0" * 64))
+    refused(r"train-000002\.tar .*SHA-256")
+    tar = run.shard(3)
+    with tar.open("ab") as file:
+        file.write(bytes(10_240))
+    edit(run.shards / "train", lambda shards: shards[3].update(num_bytes=tar.stat().st_size))
+    refused(r"train-000003\.tar has [\d,]+ bytes, not [\d,]+")
+    for split in ("train", "val"):
+        text = (run.shards / split / "manifest.json").read_text().replace("class1", "klasse1")
+        (run.shards / split / "manifest.json").write_text(text)
+    refused("its classes differ")
+
+
+def test_each_set_of_a_mixture_counts(run: Run, packed: Path, tmp_path: Path):
+    shutil.copytree(packed / "train", tmp_path / "second")
+    mixture = [str(run.shards / "train"), str(tmp_path / "second")]
+    run.attempt(mixture)
+    run.attempt(mixture)
+    swap_images(read_manifest(tmp_path / "second").shard_paths[3], 0, 1)
+    with pytest.raises(UserError, match=r"second/.*000003\.tar "):
+        run.attempt(mixture)
+
+
+def test_tars_without_a_manifest(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    tar = run.shard(2)
+    for path in run.shards.rglob("*.json"):
+        path.unlink()
+    run.attempt()
+
+    os.utime(tar, (1, 1))
+    assert run.attempt() == ()
+    swap_images(tar, 1, 2)
+    with pytest.raises(UserError, match=r"train-000002\.tar has"):
+        run.attempt()
+    swap_images(tar, 1, 2)
+    run.attempt()
+    swap_images(tar, 1, 2)
+    os.utime(tar, (2, 2))  # it is indexed again
+    with pytest.raises(UserError, match=r"train-000002\.tar has"):
+        run.attempt()
+    swap_images(tar, 1, 2)
+    members: list[tuple[str, bytes]] = []
+    with tarfile.open(tar) as old:
+        for member in old:
+            stream = old.extractfile(member)
+            assert stream is not None
+            members.append((member.name, stream.read()))
+    with tarfile.open(tar, "w") as new:
+        for name, content in members[2:] + members[:2]:
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            new.addfile(info, io.BytesIO(content))
+    with pytest.raises(UserError, match=r"train-000002\.tar has other samples, or in another order"):
+        run.attempt()
+
+
+def test_a_run_from_before_gets_a_record_and_goes_on(run: Run):
+    run.folder.update("pretrain", state="running")
+    content = json.loads((run.folder.stage("pretrain") / "stage.json").read_text())
+    del content["data_digest"]
+    (run.folder.stage("pretrain") / "stage.json").write_text(json.dumps(content))
+    assert not has_record(run.folder, stage="pretrain")
+    run.attempt()
+    assert has_record(run.folder, stage="pretrain")
+    swap_images(run.shard(0), 0, 1)
+    with pytest.raises(UserError, match=r"000000\.tar"):
+        run.attempt()
+
+
+@pytest.mark.parametrize("damage", ["gone", "{", "[" * 3000, "[]", '{"version": 1, "sets": 3}', "altered"])
+def test_a_record_that_is_lost_or_altered_does_not_stop_the_same_data_nor_let_others_pass(run: Run, damage: str):
+    run.attempt()
+    whole = run.file.read_text()
+    match damage:
+        case "gone":
+            run.file.unlink()
+        case "altered":
+            content = json.loads(whole)
+            content["sets"]["training images"]["num_bytes"][0] += 1
+            run.file.write_text(json.dumps(content))
+        case _:
+            run.file.write_text(damage)
+    broken = run.file.read_bytes() if run.file.exists() else None
+    run.attempt()
+    assert json.loads(run.file.read_text()) == json.loads(whole)
+    if broken is None:
+        run.file.unlink()
+    else:
+        run.file.write_bytes(broken)
+    swap_images(run.shard(0), 0, 1)
+    with pytest.raises(UserError, match="gone or altered"):
+        run.attempt()
+
+
+def test_more_suspects_than_are_read_at_a_time_are_read_attempt_by_attempt(run: Run, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(identity, "MOST_SUSPECT_BYTES", run.shard(0).stat().st_size)
+    monkeypatch.setattr(identity, "MOST_SAMPLES", 0)
+    run.attempt()
+    for number in range(3):
+        os.utime(run.shard(number), (1, 1))
+    swap_images(run.shard(2), 0, 1)
+    assert len(run.attempt()) == 1 and len(run.attempt()) == 1  # which say that not all was compared
+    with pytest.raises(UserError, match=r"000002\.tar"):
+        run.attempt()
+
+
+def test_one_that_was_damaged_then_and_is_whole_now_goes_on(run: Run):
+    tar = run.shard(1)
+    whole = tar.read_bytes()
+    content = bytearray(whole)
+    content[int(read_index(tar.with_suffix(".idx")).label_offset[3])] = ord("x")  # a label that cannot be read
+    tar.write_bytes(content)
+    run.attempt()
+    tar.write_bytes(whole)
+    run.attempt()
+
+
+def test_a_manifest_without_digests_is_known_by_names_sizes_and_samples(run: Run):
+    manifest = read_manifest(run.shards / "train")
+    shards = tuple(type(shard)(shard.file, shard.num_samples, shard.num_bytes, "") for shard in manifest.shards)
+    write_manifest(type(manifest)(**{**vars(manifest), "shards": shards}))
+    run.attempt()
+    os.utime(run.shard(0), (1, 1))
+    run.attempt()
+    swap_images(run.shard(0), 0, 1)
+    with pytest.raises(UserError, match=r"000000\.tar has other samples: 2 of the 8"):
+        run.attempt()
