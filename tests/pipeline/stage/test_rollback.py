@@ -12,7 +12,7 @@ from pipeline.checkpoint.train_state import TrainState
 from pipeline.stage.rollback import GoBack, Trouble
 from pipeline.training import stage_training
 from pipeline.training.train_loop import TrainJob
-from tests.pipeline import test_stage_training
+from tests.pipeline.training import test_stage_training
 from tests.pipeline.training.test_stage_training import TOTAL_STEPS, Stage
 from tests.saving import state_at, steps
 
