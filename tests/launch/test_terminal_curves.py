@@ -8,7 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launch.watch.chart import bar, chart
+from launch.terminal_curves import bar, draw_curves
+
+def chart(points: list[tuple[int, float]], *, width: int, height: int, mark: str = "") -> list[str]:
+    steps, values = zip(*points, strict=True) if points else ((), ())
+    return draw_curves([(steps, values)], width=width, height=height, marks=[mark])
+
 
 POINTS = st.lists(st.tuples(st.integers(0, 2**62), st.floats()), max_size=40)
 
@@ -26,11 +31,11 @@ def dots(lines: list[str], *, first_column: int) -> set[tuple[int, int]]:
     return found
 
 
-@given(POINTS, st.integers(20, 90), st.integers(3, 12), st.sampled_from(["braille", "ascii"]))
-def test_any_points_make_so_many_lines_of_at_most_that_width(points, width, height, glyphs) -> None:
-    lines = chart(points, width=width, height=height, glyphs=glyphs)
+@given(POINTS, st.integers(20, 90), st.integers(3, 12), st.sampled_from(["", "*"]))
+def test_any_points_make_so_many_lines_of_at_most_that_width(points, width, height, mark) -> None:
+    lines = chart(points, width=width, height=height, mark=mark)
     assert len(lines) == height and max(map(len, lines)) <= width
-    if glyphs == "ascii":
+    if mark:
         assert "".join(lines).isascii()
 
 
