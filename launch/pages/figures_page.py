@@ -32,9 +32,10 @@ from pipeline.pictures.paper.attention import Drawn
 from pipeline.pictures.paper.attention_inputs import images_to_look_at, look
 from pipeline.pictures.paper.images import images_of_files, images_of_shards
 from pipeline.pictures.paper.model_figures import built, figures_of_attention, figures_of_weights, left_out, numbers_of
+from pipeline.pictures.style import rendered
 from pipeline.recipe.io import parse_recipe
 from pipeline.recipe.vocabulary import RECIPE_FILE, WeightsKind
-from pipeline.runs.pictures import DrawRequest, rendered
+from pipeline.runs.pictures import DrawRequest
 from pipeline.transfer.origin import model_origin
 from pipeline.using.find_model import FoundModel, find_model
 from pipeline.using.predict import DeviceChoice, chosen_device
