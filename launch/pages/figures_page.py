@@ -26,7 +26,6 @@ from launch.output import say
 from launch.pages.blocks import PageBlock, PageImage, PagePicture, PageSection, PageText
 from launch.pages.shards_page import Shown, write_page
 from model.saved import SavedModelMeta
-from pipeline.evaluation.result import OWN_SET
 from pipeline.pictures.held_out_images import held_out_access
 from pipeline.pictures.paper.attention import Drawn
 from pipeline.pictures.paper.attention_inputs import images_to_look_at, look
@@ -35,6 +34,7 @@ from pipeline.pictures.paper.model_figures import built, figures_of_attention, f
 from pipeline.pictures.style import rendered
 from pipeline.recipe.io import parse_recipe
 from pipeline.recipe.vocabulary import RECIPE_FILE, WeightsKind
+from pipeline.runs.evaluations import OWN_SET
 from pipeline.runs.pictures import DrawRequest
 from pipeline.transfer.origin import model_origin
 from pipeline.using.find_model import FoundModel, find_model
