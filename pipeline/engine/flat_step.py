@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, distributed
 from torch._utils import _flatten_dense_tensors
 
-from pipeline.optimizers.flat import GradientVerdict
 from pipeline.engine.protocol import Flags
+from pipeline.optimizers.flat import GradientVerdict
 
 _EPS = 1e-6  # torch.nn.utils.clip_grad_norm_'s
 _ROW_ELEMENTS = 1 << 16
