@@ -4,11 +4,11 @@
     python -P -m launch.local.torchrun --nproc-per-node 8 -m launch.train RECIPE --stage pretrain --stage swap_head
     python -P -m launch.train RECIPE --stage pretrain
 
-`shardvit run` does that by itself (`local`). Each stage has its own record, MLflow run and watch, and its result is to
-the last bit as in processes of its own (`pipeline.ranks.fresh`); imports and the meeting of the ranks are paid once. Several
-stages: those that are done are passed over; the first that does not come to its end ends the processes. Exit codes of
-a rank and of `launch.local.torchrun`: 0 done, 2 a user's mistake or a disk that is not writable, 75 stopped by a signal after
-saving (the same command resumes), 1 anything else.
+`shardvit run` does that by itself (`local`). Each stage has its own record, MLflow run and watch, and its result is
+to the last bit as in processes of its own (`pipeline.ranks.fresh`); imports and the meeting of the ranks are paid
+once. Several stages: those that are done are passed over; the first that does not come to its end ends the processes.
+Exit codes of a rank and of `launch.local.torchrun`: 0 done, 2 a user's mistake or a disk that is not writable, 75
+stopped by a signal after saving (the same command resumes), 1 anything else.
 """
 
 from __future__ import annotations

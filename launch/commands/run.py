@@ -127,7 +127,7 @@ def train(
     """Run one stage of a recipe on this rank: what every launcher starts (`shardvit run` does it for you).
 
     Some examples:
-        python -P -m launch.local.torchrun --nproc-per-node 8 -m launch.train my.yaml --stage pretrain --runs runs key=value
+        python -P -m launch.local.torchrun --nproc-per-node 8 -m launch.train my.yaml --stage pretrain --runs runs
 
         shardvit train my.yaml --stage swap_head
     """
