@@ -184,7 +184,7 @@ def _run(
         earlier_seconds=seconds_since_start(),
         earlier_cpu_seconds=time.process_time(),
     )
-    clock.doing("importing libraries")
+    clock.set_status("importing libraries")
     wants_pictures, mlflow_uri = pictures_wanted(), tracking_uri()
     from pipeline.ranks.stopping import StopFlag, Stopped
 
@@ -225,7 +225,7 @@ def _run(
                 folder.note_difference(difference)
                 for note in mend_records(folder, recipe.stages.names):
                     say(note)
-            clock.doing("meeting the other ranks")
+            clock.set_status("meeting the other ranks")
             ranks = Ranks(place, timeout_seconds=recipe.engine.collective_timeout_seconds)
             if not torch.cuda.is_available():
                 too_many = settle_threads(cores=cores_of(ranks), asked=omp_num_threads())

@@ -194,7 +194,7 @@ def _finish(
 ) -> int:
     """Show, keep and track the result; returns the exit code."""
     from pipeline.evaluation.one_answer import one_answer
-    from pipeline.evaluation.result import write_evaluation
+    from pipeline.runs.evaluations import write_evaluation
 
     if result.origin != request.model:
         say(f"the model is {result.origin}")

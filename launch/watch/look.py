@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from data_shards.errors import UserError
-from data_shards.inside import open_inside
+from data_shards.safe_paths import open_inside
 from launch.slurm.commands import Queued, Slurm
 from launch.slurm.records import Submission, read_ends, read_submission
 from launch.slurm.status import SPEED_WINDOW_SECONDS, checkpoint_age
@@ -61,7 +61,7 @@ class RankView:
     name: str
     state: RankState
     step: int
-    doing: str
+    status: str
     idle_seconds: float  # without progress
     silent_seconds: float  # without a heartbeat
     note: str
@@ -138,7 +138,9 @@ class Watcher:
                 queued=queued.get(jobs.get(name, "")),
                 submission=submission,
             )
-            for name in self._folder.shown_stages(recipe, notes=notes)
+            for name in [
+                n for n in ALL_STAGES if n in ((recipe and recipe.stages.names) or ()) or self._folder.stage(n).is_dir()
+            ]
         )
         begun = [stage for stage in stages if stage.state != "waits"]
         open_ones = [stage for stage in begun if stage.state != "done"]
@@ -190,7 +192,11 @@ class _Follower:
         self._curves: dict[str, list[tuple[int, float]]] = {name: [] for name in ("train/loss", *_SCORES)}
 
     def look(self, notes: list[str], *, job: str, queued: Queued | None, submission: Submission | None) -> StageView:
-        record = self._folder.shown_record(self._name, notes=notes)
+        record = self._folder.peek(self._name)
+        try:
+            self._folder.record(self._name)
+        except UserError as error:
+            notes.append(str(error))
         self._read_curve(notes)
         self._read_events()
         ranks = self._ranks()
@@ -287,7 +293,7 @@ class _Follower:
         elif silent > limit:
             state = "silent"
         idle = self._sightings.idle_seconds(beat.rank, now=now)
-        return RankView(beat.name, state, beat.step, beat.doing, idle, silent, beat.note)
+        return RankView(beat.name, state, beat.step, beat.status, idle, silent, beat.note)
 
     def _last_end(self, notes: list[str]) -> str:
         try:
@@ -300,7 +306,7 @@ class _Follower:
 
 def _is_sound(beat: Heartbeat, *, rank: int) -> bool:
     """Of this rank, and of the types that it says: the file may be anybody's."""
-    texts = (beat.attempt, beat.host, beat.machine, beat.doing, beat.state, beat.note)
+    texts = (beat.attempt, beat.host, beat.machine, beat.status, beat.state, beat.note)
     numbers = (beat.pid, beat.sequence, beat.step, beat.turn)
     return (
         beat.rank == rank

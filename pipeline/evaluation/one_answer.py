@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from data_shards.text import one_line
-from pipeline.evaluation.result import OWN_SET, Evaluation
+from pipeline.runs.evaluations import OWN_SET, Evaluation
 
 _MOST = 0.95  # of the answers
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.evaluation.result import CALIBRATION_BINS, MOST_CONFUSED_CLASSES, Calibration, Counts, Floats, PerClass
+from pipeline.runs.evaluations import CALIBRATION_BINS, MOST_CONFUSED_CLASSES, Calibration, Counts, Floats, PerClass
 
 
 @dataclass(frozen=True)

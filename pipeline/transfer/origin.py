@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import cast
 
 from data_shards.errors import UserError
-from pipeline.checkpoint.identity import FOLDER_PREFIX, read_state_file
+from pipeline.checkpoint.identity import read_state_file
 from pipeline.recipe.vocabulary import ALL_STAGES, CHECKPOINTS_FOLDER, MODEL_FOLDER, RECIPE_FILE, StageName
-from pipeline.runs.run_folder import RunFolder
+from pipeline.runs.run_folder import FOLDER_PREFIX, RunFolder
 from pipeline.transfer.results import TRANSFER_FOLDER, file_name
 
 
