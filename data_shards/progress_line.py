@@ -22,18 +22,18 @@ class Progress(AbstractContextManager["Progress"]):
     """
 
     def __init__(
-        self, total_images: int, report: Callable[[str], None], *, doing: str = "packing", done_images: int = 0
+        self, total_images: int, report: Callable[[str], None], *, status: str = "packing", done_images: int = 0
     ) -> None:
         self._total = total_images
         self._report = report
-        self._doing = doing
+        self._status = status
         self._lock = threading.Lock()
         self._before = self._done = done_images
         self._start = self._last_line = time.monotonic()
         self._bar = None
         if sys.stderr.isatty():
             self._bar = open_bar(
-                sys.stderr, total=total_images, initial=done_images, unit="img", desc=doing, leave=False
+                sys.stderr, total=total_images, initial=done_images, unit="img", desc=status, leave=False
             )
 
     def __exit__(self, *error: object) -> None:
@@ -52,7 +52,7 @@ class Progress(AbstractContextManager["Progress"]):
                 speed = (self._done - self._before) / (now - self._start)
                 left = show_duration((self._total - self._done) / speed)
                 self._report(
-                    f"{self._doing}: {self._done:,} of {self._total:,} images, {speed:,.0f} images/s, {left} left"
+                    f"{self._status}: {self._done:,} of {self._total:,} images, {speed:,.0f} images/s, {left} left"
                 )
 
 

@@ -84,8 +84,8 @@ _GROUPS: dict[str, dict[str, Callable[..., int | None]]] = {
 }
 for order, (title, commands) in enumerate(_GROUPS.items()):
     group = Group(title, sort_key=order)
-    for name, command in commands.items():
-        app.command(command, name=name, group=group)
+    for place, (name, command) in enumerate(commands.items()):
+        app.command(command, name=name, group=group, sort_key=place)
 
 
 if __name__ == "__main__":

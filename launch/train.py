@@ -4,11 +4,11 @@
     python -P -m launch.local.torchrun --nproc-per-node 8 -m launch.train RECIPE --stage pretrain --stage swap_head
     python -P -m launch.train RECIPE --stage pretrain
 
-`shardvit run` does that by itself (`local`). Each stage has its own record, MLflow run and watch, and its result is to
-the last bit as in processes of its own (`pipeline.ranks.fresh`); imports and the meeting of the ranks are paid once. Several
-stages: those that are done are passed over; the first that does not come to its end ends the processes. Exit codes of
-a rank and of `launch.local.torchrun`: 0 done, 2 a user's mistake or a disk that is not writable, 75 stopped by a signal after
-saving (the same command resumes), 1 anything else.
+`shardvit run` does that by itself (`local`). Each stage has its own record, MLflow run and watch, and its result is
+to the last bit as in processes of its own (`pipeline.ranks.fresh`); imports and the meeting of the ranks are paid
+once. Several stages: those that are done are passed over; the first that does not come to its end ends the processes.
+Exit codes of a rank and of `launch.local.torchrun`: 0 done, 2 a user's mistake or a disk that is not writable, 75
+stopped by a signal after saving (the same command resumes), 1 anything else.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ def _run(
         earlier_seconds=seconds_since_start(),
         earlier_cpu_seconds=time.process_time(),
     )
-    clock.doing("importing libraries")
+    clock.set_status("importing libraries")
     wants_pictures, mlflow_uri = pictures_wanted(), tracking_uri()
     from pipeline.ranks.stopping import StopFlag, Stopped
 
@@ -225,7 +225,7 @@ def _run(
                 folder.note_difference(difference)
                 for note in mend_records(folder, recipe.stages.names):
                     say(note)
-            clock.doing("meeting the other ranks")
+            clock.set_status("meeting the other ranks")
             ranks = Ranks(place, timeout_seconds=recipe.engine.collective_timeout_seconds)
             if not torch.cuda.is_available():
                 too_many = settle_threads(cores=cores_of(ranks), asked=omp_num_threads())

@@ -11,7 +11,7 @@ an element is dropped with probability `rate`, rounded to a multiple of 2^-32 (k
 share that is kept). Since f is random, the masks of two samples resemble one another (by 1 %) in one pair of 10^6, and
 no more than that is asked of them.
 
-Cost: measured by launch/bench/dropout_masks.py; nothing is kept for the backward pass, which draws the mask again.
+Nothing is kept for the backward pass, which draws the mask again.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ def job(*, patch_dropout: float, first_step: int) -> tuple[Any, list[tuple[str, 
         settle=lambda ranks: SimpleNamespace(substituted_images=0, new=()),
     )
     phases = Phases(
-        watch=SimpleNamespace(**quiet("beat")),  # pyright: ignore[reportArgumentType]
+        watch=SimpleNamespace(**quiet("progress")),  # pyright: ignore[reportArgumentType]
         pace=SimpleNamespace(  # pyright: ignore[reportArgumentType]
             measuring=lambda phase: contextlib.nullcontext(), **quiet("compare")
         ),

@@ -149,7 +149,7 @@ def saver_of(
     retention: Retention = KEEP_ALL,
     said: list[str] | None = None,
     committed: list[TrainState] | None = None,
-    beat: Callable[[int], None] = lambda step: None,
+    progress: Callable[[int], None] = lambda step: None,
 ) -> CheckpointSaver:
     return CheckpointSaver(
         root,
@@ -163,7 +163,7 @@ def saver_of(
         mode=mode,
         say=(said if said is not None else []).append,
         on_commit=(committed if committed is not None else []).append,
-        beat=beat,
+        progress=progress,
     )
 
 

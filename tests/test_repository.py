@@ -92,7 +92,6 @@ EXTRAS = {"google": "onnx", "onnx": "onnx", "onnxruntime": "onnx", "onnxscript":
 BENCH_PEERS = (
     "launch/bench/data_peers.py",
     "launch/bench/data_fast.py",
-    "launch/bench/google_path.py",
     "launch/bench/gpu_contenders.py",
 )
 

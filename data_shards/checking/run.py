@@ -26,7 +26,7 @@ def scan_set(request: ScanRequest, *, processes: int | None, report: Callable[[s
         processes = num_cores() if request.decode or seconds >= _LITTLE_SECONDS else 1
     num_parts = max(1, _PARTS_PER_PROCESS * processes // max(1, len(shards.shards))) if processes > 1 else 1
     parts = [ShardPart(shard, number, num_parts) for shard in range(len(shards.shards)) for number in range(num_parts)]
-    with Progress(shards.num_samples, report, doing=f"checking {shards.split or shards.name}") as progress:
+    with Progress(shards.num_samples, report, status=f"checking {shards.split or shards.name}") as progress:
         scans = run_parts(
             scan_part, request, parts, processes=processes, done=lambda scan: progress.add(len(scan.samples))
         )

@@ -10,9 +10,8 @@ does not divide N, the lanes take turns with a span longer by one sample: after 
 floor((e*N + l) / lanes) samples, which sums to exactly e*N over the lanes (Hermite's identity). So each sample is
 visited exactly once an epoch; only the batch on the boundary may mix samples of two epochs.
 
-Cost: constant time and memory a sample; 16 bytes a shard for each epoch in use (launch/bench/order.py measures 10^9
-samples in 10^5 shards). Every product is at most the number of images seen, so 64-bit integers last for `MOST_IMAGES`
-(4 * 10^9 epochs of 10^9 samples). No I/O here.
+Cost: constant time and memory a sample; 16 bytes a shard for each epoch in use. Every product is at most the number
+of images seen, so 64-bit integers last for `MOST_IMAGES` (4 * 10^9 epochs of 10^9 samples). No I/O here.
 """
 
 from __future__ import annotations

@@ -133,7 +133,7 @@ def _pack(source: Source, out: Path, request: PackRequest, content: dict[str, ob
     whole_plan = plan = make_plan(source, request, without=left_out) if left_out else plan
     digests = None
     if request.duplicates == "drop":
-        with Progress(plan.num_images, report, doing="looking for duplicates") as progress:
+        with Progress(plan.num_images, report, status="looking for duplicates") as progress:
             parts = [(shard.images, shard.indices) for shard in plan.shards]
             digests = read_digests(parts, num_threads=num_cores(), progress=progress)
         marks = repeated(plan, source, digests)

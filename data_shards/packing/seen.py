@@ -51,7 +51,7 @@ def compare_seen(out: Path, source: Source, request: PackRequest, *, report: Rep
         return f"names and sizes of {counted(len(now), 'image')}, not times: {SEEN_FILE} is missing or broken"
     differs = before["stamp"] != now["stamp"]
     is_read = (differs | (request.reread == "all")) & (before["digest"] != now["digest"])  # zeros: it was not read
-    with Progress(int(is_read.sum()), report, doing="comparing") as progress:
+    with Progress(int(is_read.sum()), report, status="comparing") as progress:
         first = 0
         for images in source.splits.values():
             rows = np.flatnonzero(is_read[first : first + len(images)])

@@ -1,10 +1,10 @@
 """A set of shards in two parts, one held out and the rest: which samples are in which, as a pure function.
 
-Each sample is in exactly one of the two parts, which `data_shards.order.sample_order`, the readers and the digests then see as sets
-of their own. Chosen by hash, so that neither classes nor their order in the shards matter, and with a fixed seed, so
+Each sample is in exactly one of the two parts, which `order.sample_order`, the readers and the digests see as sets of
+their own. Chosen by hash, so that neither classes nor their order in the shards matter, and with a fixed seed, so
 that every run on the same shards holds out the same samples. Of N samples round(share * N) are held out, at least one
-and not all; a shard's number is its share rounded up or down (systematic sampling over the shards in random order), so
-that each sample has the same chance, in shards of one image too.
+and not all; a shard's number is its share rounded up or down (systematic sampling over the shards in random order),
+so that each sample has the same chance, in shards of one image too.
 
 Cost: a second when a set of 10^5 shards is opened, of any number of samples; half a microsecond a sample when a shard
 is, whose index then has the part's samples alone. Every shard of the set is read for the held-out part, too: shards

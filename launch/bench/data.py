@@ -2,11 +2,11 @@
 
     python -m launch.bench.data FOLDER_OR_TAR [--images 4000] [--rounds 3] [--record FILE] [--quick]
 
-Measures the training transform alone (one core) beside stock torchvision and the limit; whole loaders with two workers,
-each in a fresh process, in rounds, so that the machine's moods hit all alike; reading without decoding; the time to
-resume in a set of 1,000 shards; and our memory over several epochs. A peer that is not installed, or that fails, is
-skipped with a line. None is a dependency: `pip install nvidia-dali-cuda130 grain mosaicml-streaming litdata` into
-an environment on top of this one. All on the CPU; a GPU is hidden from everyone.
+Measures the training transform alone (one core) beside stock torchvision; whole loaders with two workers, each in a
+fresh process, in rounds, so that the machine's moods hit all alike; the time to resume in a set of 1,000 shards; and
+our memory over several epochs. A peer that is not installed, or that fails, is skipped with a line. None is a
+dependency: `pip install nvidia-dali-cuda130 grain mosaicml-streaming litdata` into an environment on top of this one.
+All on the CPU; a GPU is hidden from everyone.
 
 Costs about 8 minutes on two cores (2 with --quick) and 2.5 GB in the folder for temporary files. Files lie in the page
 cache: what a disk or a network costs is not measured here.
@@ -36,12 +36,11 @@ from launch.bench.data_results import LoaderRound, Results, find_targets, report
 from launch.bench.measure import Told, run_told
 from launch.local.env import without_place
 
-Part = Literal["transform", "loaders", "reading", "resume", "memory"]
+Part = Literal["transform", "loaders", "resume", "memory"]
 
 _QUICK_METHODS = (STOCK, "dali-uint8", "webdataset-fast", "grain-fast", OURS, OURS_PROCESSES, OURS_RESIZED)
 _QUICK_IMAGES, _QUICK_ROUNDS = 1000, 1
 _LEAST_IMAGES = 8 * BATCH_IMAGES  # a batch a shard; and webdataset's workers need whole shards
-_READ_SAMPLES = 4000
 _RESUME_POSITIONS, _RESUME_EPOCHS = 3, 10
 _MEMORY_EPOCHS = 3
 _TIMEOUT_SECONDS = 300.0
@@ -87,11 +86,9 @@ def bench(
         for part in wanted_parts:
             match part:
                 case "transform":
-                    _transform(results, photographs.contents, work=work, rounds=2 * rounds)
+                    _transform(results, photographs.contents, rounds=2 * rounds)
                 case "loaders":
                     _loaders(results, wanted, work=work, images=images, rounds=rounds)
-                case "reading":
-                    _reading(results, work=work, samples=min(images, _READ_SAMPLES), rounds=2 * rounds + 1)
                 case "resume":
                     _resume(results, work=work, rounds=rounds)
                 case "memory":
@@ -107,14 +104,12 @@ def bench(
     return results
 
 
-def _transform(results: Results, contents: list[bytes], *, work: Work, rounds: int) -> None:
+def _transform(results: Results, contents: list[bytes], *, rounds: int) -> None:
     from launch.bench.data_transform import measure_transform, psnr_summary
 
     print("the transform alone", flush=True)
-    found = measure_transform(contents, rounds=rounds, folder=work.root)
+    found = measure_transform(contents, rounds=rounds)
     results.transform_ms, results.psnr = found.milliseconds, psnr_summary(found.psnr)
-    if found.no_limit:
-        results.skipped["limit"] = found.no_limit
 
 
 def _loaders(results: Results, wanted: tuple[str, ...], *, work: Work, images: int, rounds: int) -> None:
@@ -160,14 +155,6 @@ def _loader_round(told: Told, *, images: int) -> LoaderRound:
         peak_pss_mib=told.peak_pss_mib,
         processes=told.processes,
     )
-
-
-def _reading(results: Results, *, work: Work, samples: int, rounds: int) -> None:
-    from launch.bench.data_reading import measure_reading
-
-    print("reading without decoding", flush=True)
-    for what, folder in (("photographs", work.shards), ("32 px", work.small)):
-        results.reading_us[what] = measure_reading(folder, samples=samples, rounds=rounds)
 
 
 def _resume(results: Results, *, work: Work, rounds: int) -> None:

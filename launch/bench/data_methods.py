@@ -30,10 +30,6 @@ class Work:
         return self.root / "shards-320" / "train"
 
     @property
-    def small(self) -> Path:
-        return self.root / "small" / "train"
-
-    @property
     def many(self) -> Path:
         return self.root / "many"
 

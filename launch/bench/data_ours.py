@@ -8,7 +8,7 @@ from pathlib import Path
 from data_shards.loading.assemble import Access
 from data_shards.loading.batch import Batch
 from data_shards.loading.loader import Layout, TrainBatches, TrainLoader
-from data_shards.order.mixture import AnyOrder, make_order
+from data_shards.order.mixture import make_order
 from data_shards.reading.opening import open_shards
 from data_shards.shards.shard_set import ShardSet
 from launch.bench.data_fast import OURS
@@ -19,23 +19,18 @@ _LANES = 64  # what `data.lanes: auto` makes of this batch
 _WINDOW_IMAGES = 16384  # the recipe's default
 
 
-def order_of(shards: ShardSet) -> AnyOrder:
-    """The order that a recipe with a batch of 64 has."""
-    return make_order(
-        [shards.shard_sizes],
-        weights=None,
-        seed=_SEED,
-        lanes=_LANES,
-        global_batch_images=BATCH_IMAGES,
-        window_images=_WINDOW_IMAGES,
-    )
-
-
 def stream_of(shards: ShardSet) -> TrainBatches:
     """The training stream that such a recipe has."""
     return TrainBatches(
         Access(shards),
-        order=order_of(shards),
+        order=make_order(
+            [shards.shard_sizes],
+            weights=None,
+            seed=_SEED,
+            lanes=_LANES,
+            global_batch_images=BATCH_IMAGES,
+            window_images=_WINDOW_IMAGES,
+        ),
         transform=OURS,
         layout=Layout(rank=0, world_size=1, micro_batch_size=BATCH_IMAGES, accumulation_steps=1),
         seed=_SEED,
@@ -51,9 +46,3 @@ def batches(folder: Path, *, kind: WorkerKind = "thread", start_step: int = 0) -
 def steps_of_epoch(folder: Path) -> int:
     """Batches that make an epoch, rounded down."""
     return open_shards(str(folder), report=lambda _: None).num_samples // BATCH_IMAGES
-
-
-def shuffled_places(stream: TrainBatches, *, samples: int) -> list[tuple[int, int]]:
-    """(shard, row) of the first samples of a stream."""
-    visits = [stream.plan(number)[0] for number in range(-(-samples // BATCH_IMAGES))]
-    return [place for each in visits for place in zip(each.shard.tolist(), each.row.tolist(), strict=True)][:samples]

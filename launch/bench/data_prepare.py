@@ -3,7 +3,6 @@
     WORK/images/CLASS/N.jpg     class folders, for torchvision and timm
     WORK/shards/train/          the same bytes packed into 8 shards
     WORK/shards-320/train/      packed with --resize-short 320 --quality 90
-    WORK/small/train/           shrunk to 32 px, the size of CIFAR's
     WORK/many/                  a set of 1,000 shards that are hard links to the 8: as much to open, nothing to copy
     WORK/mosaic/, WORK/litdata/ in the peers' own formats
 
@@ -29,7 +28,6 @@ from launch.bench.data_methods import QUALITY, SHORT_SIDE, Work
 CLASSES = 10  # dealt out in turns; labels mean nothing here
 SHARDS = 8
 MANY_SHARDS = 1000
-SMALL_PIXELS = 32
 
 _JPEG_MAGIC = b"\xff\xd8\xff"
 
@@ -80,15 +78,7 @@ def prepare(photographs: Photographs, work: Work, *, images: int) -> None:
     _lay_out(photographs.contents, work.images, images=images)
     _pack(work.images, work.shards.parent, images=images)
     _pack(work.images, work.resized.parent, images=images, resize=Resize(SHORT_SIDE, quality=QUALITY))
-    shrunk = work.root / "images-small"
-    _lay_out([_shrink(content) for content in photographs.contents], shrunk, images=images)
-    _pack(shrunk, work.small.parent, images=images)
     _link_many(work)
-
-
-def bytes_of_shards(folder: Path) -> int:
-    """Bytes of all tars of a packed set."""
-    return read_manifest(folder).num_bytes
 
 
 def _files(source: Path) -> Iterator[bytes]:
@@ -123,16 +113,6 @@ def _lay_out(contents: list[bytes], folder: Path, *, images: int) -> None:
 
 def _pack(source: Path, out: Path, *, images: int, resize: Resize | None = None) -> None:
     pack(str(source), out, samples_per_shard=-(-images // SHARDS), resize=resize, report=lambda _: None)
-
-
-def _shrink(content: bytes) -> bytes:
-    from PIL import Image
-
-    with Image.open(io.BytesIO(content)) as image:
-        small = image.convert("RGB").resize((SMALL_PIXELS, SMALL_PIXELS), Image.Resampling.BICUBIC)
-    out = io.BytesIO()
-    small.save(out, format="JPEG", quality=QUALITY)
-    return out.getvalue()
 
 
 def _link_many(work: Work) -> None:

@@ -12,9 +12,8 @@ from launch.bench.measure import median_ratio
 
 # The targets of the project's third issue. The yardsticks were first measured on a Cascade Lake of 2.5 GHz, where
 # stock took 6.9 ms an image; ratios between methods differ by up to a third from one kind of CPU to another.
-TRANSFORM_TO_STOCK, TRANSFORM_TO_LIMIT, PSNR_DECIBELS = 2.8, 0.65, 55.0
+TRANSFORM_TO_STOCK, PSNR_DECIBELS = 2.8, 55.0
 LOADER_CPU_SHARE, RESIZED_TO_STOCK = 0.3, 5.0
-READING_TO_WEBDATASET = {"photographs": 8.0, "32 px": 30.0}
 RESUME_SECONDS = 2.0
 MEMORY_GROWTH = 0.03  # what the allocator does from one epoch to the next
 
@@ -48,7 +47,6 @@ class Results:
     transform_ms: dict[str, list[float]] = field(default_factory=dict)
     psnr: dict[str, float] = field(default_factory=dict)
     loaders: dict[str, list[LoaderRound]] = field(default_factory=dict)
-    reading_us: dict[str, dict[str, list[float]]] = field(default_factory=dict)
     resume: list[dict[str, float]] = field(default_factory=list)
     memory_mib: list[float] = field(default_factory=list)  # after each tenth of an epoch
 
@@ -63,9 +61,6 @@ def _transform_targets(results: Results) -> Iterator[Target]:
     if costs:
         ratio = median_ratio(costs["stock"], costs["ours"])
         yield _at_least("training transform to stock torchvision", ratio, TRANSFORM_TO_STOCK, unit="x")
-        if "limit" in costs:
-            share = median_ratio(costs["limit"], costs["ours"])
-            yield _at_least("training transform to the limit (libjpeg-turbo alone)", share, TRANSFORM_TO_LIMIT)
     if results.psnr:
         yield _at_least("pixels of the worst image, PSNR", results.psnr["worst"], PSNR_DECIBELS, unit=" dB")
 
@@ -94,9 +89,6 @@ def _loader_targets(results: Results) -> Iterator[Target]:
 
 
 def _other_targets(results: Results) -> Iterator[Target]:
-    for what, costs in results.reading_us.items():
-        ratio = median_ratio(costs["webdataset"], costs["ours"])
-        yield _at_least(f"reading {what} to webdataset's iterator", ratio, READING_TO_WEBDATASET[what], unit="x")
     if results.resume:
         slowest = max(each["first_seconds"] for each in results.resume)
         yield _at_most("resume in 1,000 shards, slowest position", slowest, RESUME_SECONDS, unit=" s")
@@ -109,7 +101,7 @@ def _other_targets(results: Results) -> Iterator[Target]:
 def report_lines(results: Results) -> list[str]:
     """The whole report."""
     sections: list[Callable[[Results], Sequence[str]]] = [
-        _transform_lines, _loader_lines, _reading_lines, _resume_lines, _memory_lines, _target_lines,
+        _transform_lines, _loader_lines, _resume_lines, _memory_lines, _target_lines,
     ]  # fmt: skip
     lines = [f"{name}: {value}" for name, value in results.setting.items() if name != "versions"]
     lines.append("versions: " + ", ".join(f"{name} {value}" for name, value in results.setting["versions"].items()))
@@ -129,7 +121,6 @@ def _transform_lines(results: Results) -> list[str]:
         "stock": "torchvision on Pillow, bicubic, float32",
         "ours": "ours, uint8 (flip and normalisation are the device's)",
         "decode": "of that, decoding the box (the rest is the resize)",
-        "limit": "libjpeg-turbo alone on the boxes of ours",
     }
     rows = [("transform, one core", "ms/image", "images/s", "to stock")]
     for name, values in costs.items():
@@ -156,22 +147,6 @@ def _loader_lines(results: Results) -> list[str]:
                 f"{_processes(rounds):.0f}",
             )
         )
-    return _table(rows)
-
-
-def _reading_lines(results: Results) -> list[str]:
-    if not results.reading_us:
-        return []
-    rows = [("reading, CPU us/sample", *results.reading_us)]
-    labels = {
-        "webdataset": "webdataset's iterator, in order",
-        "webdataset-shuffled": "webdataset with shuffle(1000)",
-        "ours": "ours, shuffled order",
-        "pread": "copying the same bytes, nothing else",
-        "planning": "planning that order",
-    }
-    for name, label in labels.items():
-        rows.append((label, *(f"{statistics.median(costs[name]):.1f}" for costs in results.reading_us.values())))
     return _table(rows)
 
 

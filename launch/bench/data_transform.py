@@ -1,6 +1,5 @@
-"""The training transform alone, on one core in this process: stock, ours, and the limit; and how near our pixels are.
+"""The training transform alone, on one core in this process: stock and ours; and how near our pixels are.
 
-The limit decodes just the boxes that ours decodes, with libjpeg-turbo from C (see `crop_limit`): no resize, no Python.
 Stock draws boxes of its own from the same distribution. The yardstick of the pixels is the whole image decoded by
 Pillow, the same box cut out, and torch's antialiased bilinear resize in float32, not rounded.
 """
@@ -12,7 +11,6 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +19,6 @@ from data_shards.images.box import Box, Pixels
 from data_shards.images.crops import DRAWS_PER_SAMPLE, torchvision_crop
 from data_shards.images.decode import read_image
 from data_shards.order.randomness import uniforms
-from launch.bench.crop_limit import NoLimit, compile_limit
 from launch.bench.measure import in_turns
 
 _SEED = 2
@@ -33,7 +30,6 @@ class TransformResult:
 
     milliseconds: dict[str, list[float]]
     psnr: list[float]
-    no_limit: str | None  # why there is no limit
 
 
 @dataclass(frozen=True)
@@ -43,8 +39,8 @@ class _Item:
     draws: NDArray[np.float64]
 
 
-def measure_transform(contents: Sequence[bytes], *, rounds: int, folder: Path) -> TransformResult:
-    """Measure on these JPEGs; `folder` is for what is compiled."""
+def measure_transform(contents: Sequence[bytes], *, rounds: int) -> TransformResult:
+    """Measure on these JPEGs."""
     import torch
 
     from launch.bench.data_fast import OURS
@@ -58,18 +54,11 @@ def measure_transform(contents: Sequence[bytes], *, rounds: int, folder: Path) -
         "ours": lambda item: OURS(read_image(item.content), draws=item.draws),
         "decode": lambda item: read_image(item.content).pixels(item.box),
     }
-    no_limit = None
-    try:
-        limit = compile_limit(folder)
-        methods["limit"] = lambda item: limit(item.content, item.box)
-    except NoLimit as reason:
-        no_limit = str(reason)
     in_turns(methods, items[:20], rounds=1)  # first calls load libraries
     seconds = in_turns(methods, items, rounds=rounds)
     return TransformResult(
         milliseconds={name: [1000 * value for value in values] for name, values in seconds.items()},
         psnr=[_psnr(OURS(read_image(item.content), draws=item.draws)[0], item) for item in items],
-        no_limit=no_limit,
     )
 
 

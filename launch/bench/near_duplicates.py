@@ -1,27 +1,15 @@
-"""Near-duplicates planted into a data set: how many `check --against` finds, how many of those are true, and the cost.
+"""Plant near-duplicates into photographs: how many `check --against` finds, how many of those are true, and the cost.
 
-Run `python -m launch.bench.near_duplicates DATA`; records/near_duplicates.txt has what it printed.
-
-DATA with train/CLASS/*.jpg and test/CLASS/*.jpg, such as CIFAR-10 as images:
-
-- Planted: test images, edited in one way each, among all training images: encoded again at quality 50, resized by 0.7
-  or 1.4, mirrored, cropped by 5 % of each side. Beyond what is asked for: all of these together, and crops by 3 and
-  10 %. All edited images but the first are JPEGs of quality 90.
-- Recall: the share of planted images that are found with the image that they were made from, or with another test image
-  that is itself found as a near-duplicate of that one.
-- Precision: of what is found, the share that is planted or natural. Natural pairs are those that the same training set
-  shows without anything planted; WORK/natural has them as pictures to look at, and --wrong takes how many of them
-  are different pictures.
-
-DATA a folder or a tar of photographs, a few hundred of any kind but none twice:
+Run `python -m launch.bench.near_duplicates DATA`; records/near_duplicates.txt has what it printed. DATA is a folder
+or a tar of photographs, a few hundred of any kind but none twice.
 
 - Others: the photographs, and as many scenes (see `pictures`) on ten floors, which are plain areas of theirs.
 - Images: copies of both, edited in one way each; and --scenes more scenes on the same floors, a third of them twins of
   the others: hard negatives, every two of a floor.
-- Recall: the share of the copies of each edit that are found to be the same as the image that they were made from.
-- Precision: of what is found to be the same, the share that is right. WORK/report has all as pictures.
+- Recall: the share of the copies of each edit that are found to be the same as their original.
+- Precision: the share of what is found to be the same that is right. WORK/report shows all as pictures.
 
-Time: of each part, on one core and on all; the index with as many random hashes as --hashes says.
+Time: the whole comparison, and look-ups in an index of random hashes (--hashes).
 """
 
 from __future__ import annotations
@@ -49,8 +37,6 @@ from data_shards.checking.near_duplicates.perceptual_hash import PARTS, WHOLE
 from data_shards.images.decode import USUAL_LIMIT
 from launch.bench.pictures import edited, plain_floors, scenes
 
-_EDITS = ("quality 50", "x 0.7", "x 1.4", "mirrored", "cropped 5 %", "all together", "cropped 3 %", "cropped 10 %")
-_ASKED = 5
 _OF_PHOTOGRAPHS = (
     *("quality 50", "quality 30", "x 0.5", "x 1.5", "mirrored", "grey", "square", "border"),
     *("cropped 5 %", "cropped 10 %", "cropped 20 %", "cropped 30 %"),
@@ -62,23 +48,6 @@ _BEYOND = (
 _FLOORS = 10
 _SIZE = (360, 480)  # of a scene
 _PART = 1000  # files
-
-
-def plant(folder: Path, out: Path, *, each: int, seed: int) -> dict[str, tuple[str, Path]]:
-    """Write edited test images into OUT; {name: (edit, original)}."""
-    draw = np.random.default_rng(seed)
-    originals = sorted((folder / "test").glob("*/*"))
-    chosen = draw.permutation(len(originals))[: each * len(_EDITS)].reshape(len(_EDITS), each)
-    planted: dict[str, tuple[str, Path]] = {}
-    for edit, numbers in zip(_EDITS, chosen, strict=True):
-        for number in numbers.tolist():
-            original = originals[number]
-            file = out / "planted" / f"{number:06d}.jpg"
-            file.parent.mkdir(parents=True, exist_ok=True)
-            with Image.open(original) as image:
-                file.write_bytes(edited(image, edit, draw))
-            planted[_name(file)] = edit, original
-    return planted
 
 
 class _Files:
@@ -182,12 +151,6 @@ def compare(images: _Files, other: _Files, folder: Path) -> tuple[Matches, float
     return find_matches(images, [other], folder=folder, report=lambda line: None), time.perf_counter() - begin
 
 
-def by_name(found: Matches) -> dict[str, str]:
-    """The name of each image that is the same as one of the others, and of that one."""
-    same = (match for match in found.matches if match.kind != "unsure")
-    return {found.place(match).key: found.other_place(match).key for match in same}
-
-
 def _name(file: Path) -> str:
     return f"{file.parent.name}_{file.stem}"
 
@@ -217,67 +180,16 @@ def measure_index(hashes: int, *, indexed: int) -> None:
 def main() -> None:
     """Print recall, precision and cost."""
     parser = argparse.ArgumentParser(description="Recall and precision of near-duplicates that are planted.")
-    parser.add_argument("data", type=Path, help="with train/CLASS/*.jpg and test/CLASS/*.jpg, or photographs")
+    parser.add_argument("data", type=Path, help="a folder or a tar of photographs")
     parser.add_argument("--work", type=Path, default=Path("near-duplicates"), help="folder to work in (%(default)s)")
-    parser.add_argument("--each", type=int, default=1000, help="images planted with each edit (%(default)s)")
-    parser.add_argument("--scenes", type=int, default=3000, help="hard negatives, with photographs (%(default)s)")
+    parser.add_argument("--scenes", type=int, default=3000, help="hard negatives (%(default)s)")
     parser.add_argument("--hashes", type=int, default=10**6, help="random ones to look up (%(default)s)")
-    parser.add_argument("--wrong", type=int, default=0, help="natural pairs that are different pictures (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the choice and of the crops (%(default)s)")
     args = parser.parse_args()
     print(f"Python {platform.python_version()}, NumPy {version('numpy')}, {os.cpu_count()} cores")
     shutil.rmtree(args.work, ignore_errors=True)
-    if not (args.data / "train").is_dir():
-        measure_photographs(args.data, args.work, num_scenes=args.scenes, seed=args.seed)
-        return
-    planted = plant(args.data, args.work / "images", each=args.each, seed=args.seed)
-    train, test = (sorted((args.data / split).glob("*/*")) for split in ("train", "test"))
-    more = sorted((args.work / "images").glob("*/*"))
-    hashes = args.work / "fingerprints"
-    test_images, with_planted = _Files("test", test), _Files("train and planted", [*train, *more])
-    found, seconds = compare(with_planted, test_images, hashes)
-    _, again = compare(with_planted, test_images, hashes)
-    natural, _ = compare(_Files("train", train), test_images, hashes)
-    within, _ = compare(test_images, test_images, hashes)
-    write_report(args.work / "natural", [natural], limit=USUAL_LIMIT)
-    _print(found, natural, within, planted, wrong=args.wrong)
-    images = sum(found.images.sizes)
-    print(f"{images:,} images hashed and compared in {seconds:.0f} s on {os.cpu_count()} cores")
-    print(f"again, with the hashes kept: {again:.0f} s")
+    measure_photographs(args.data, args.work, num_scenes=args.scenes, seed=args.seed)
     measure_index(args.hashes, indexed=50_000)
-
-
-def _print(
-    found: Matches, natural: Matches, within: Matches, planted: dict[str, tuple[str, Path]], *, wrong: int
-) -> None:
-    matched, naturally, alike = by_name(found), by_name(natural), by_name(within)
-    unsure = sum(match.kind == "unsure" for match in found.matches)
-    print(
-        f"found: {len(matched):,} ({unsure:,} more unsure), of them planted {len(matched.keys() & planted.keys()):,}; ",
-        end="",
-    )
-    print("without planting ", end="")
-    print(f"{len(naturally):,} natural pairs, {wrong:,} of them different pictures when looked at")
-    print(f"\n{'edit':14}{'planted':>9}{'found':>9}{'right':>9}{'recall':>9}")
-    right_of_all = 0
-    right_of_asked = planted_of_asked = 0
-    for number, edit in enumerate(_EDITS):
-        names = [name for name, (its, _) in planted.items() if its == edit]
-        right = sum(_is_right(matched.get(name), _name(planted[name][1]), alike) for name in names)
-        hit = sum(name in matched for name in names)
-        right_of_all += right
-        if number < _ASKED:
-            right_of_asked, planted_of_asked = right_of_asked + right, planted_of_asked + len(names)
-        print(f"{edit:14}{len(names):9,}{hit:9,}{right:9,}{right / len(names):9.4f}")
-    others = matched.keys() - planted.keys()
-    true = right_of_all + len(others & naturally.keys()) - wrong
-    print(f"\nrecall of the first five: {right_of_asked / planted_of_asked:.4f}")
-    print(f"precision: {true / len(matched):.4f} ({len(matched) - true:,} of {len(matched):,} are wrong)")
-
-
-def _is_right(other: str | None, original: str, alike: dict[str, str]) -> bool:
-    group: Sequence[str | None] = (original, alike.get(original))
-    return other is not None and (other in group or alike.get(other) in group)
 
 
 if __name__ == "__main__":

@@ -83,7 +83,7 @@ def beat_of(rank: int, *, per_host: int, **changes: Any) -> Heartbeat:
         sequence=1,
         step=412,
         turn=0,
-        doing="the backward pass",
+        status="the backward pass",
         idle_seconds=0.0,
         waiting=False,
     )

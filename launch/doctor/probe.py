@@ -139,7 +139,7 @@ def try_parts(
     def told(output: str) -> None:
         if clock and (messages := Answer(None, output, "", 0.0).messages):
             part = messages[-1]["part"]
-            clock.doing(f"trying {PARTS[part].name}", f"{parts.index(part) + 1} of {len(parts)}")
+            clock.set_status(f"trying {PARTS[part].name}", f"{parts.index(part) + 1} of {len(parts)}")
 
     while left := [name for name in parts if name not in found]:
         [answer] = run_children([[*command, *left]], environments=[environment], limit_seconds=limit_seconds, told=told)

@@ -31,7 +31,7 @@ class Session:
     """One command on one model, whose features are in `features`."""
 
     def __init__(self, model: Path, *, command: Command, options: TransferOptions, clock: StartClock) -> None:
-        clock.doing("loading the model")
+        clock.set_status("loading the model")
         predictor = open_predictor(model, device=options.device, weights=options.weights)
         self.features = FeatureStore(
             predictor,
@@ -99,7 +99,7 @@ class Session:
         tell_result(shown, as_json=text, json_file=self._options.json_file)
         say(f"the result is in {file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file}")
         if self._options.tracking:
-            self.features.clock.doing("telling MLflow")
+            self.features.clock.set_status("telling MLflow")
             self._log(record, file, params=params)
         return 0
 

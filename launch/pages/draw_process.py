@@ -1,4 +1,4 @@
-"""The process that `pipeline.pictures.draw_process` starts: it draws beside rank 0, and writes the run's page after each stage."""
+"""The process that `pipeline.pictures.draw_process` starts: draws, and writes the run's page after each stage."""
 
 import sys
 

@@ -61,7 +61,7 @@ class RankView:
     name: str
     state: RankState
     step: int
-    doing: str
+    status: str
     idle_seconds: float  # without progress
     silent_seconds: float  # without a heartbeat
     note: str
@@ -287,7 +287,7 @@ class _Follower:
         elif silent > limit:
             state = "silent"
         idle = self._sightings.idle_seconds(beat.rank, now=now)
-        return RankView(beat.name, state, beat.step, beat.doing, idle, silent, beat.note)
+        return RankView(beat.name, state, beat.step, beat.status, idle, silent, beat.note)
 
     def _last_end(self, notes: list[str]) -> str:
         try:
@@ -300,7 +300,7 @@ class _Follower:
 
 def _is_sound(beat: Heartbeat, *, rank: int) -> bool:
     """Of this rank, and of the types that it says: the file may be anybody's."""
-    texts = (beat.attempt, beat.host, beat.machine, beat.doing, beat.state, beat.note)
+    texts = (beat.attempt, beat.host, beat.machine, beat.status, beat.state, beat.note)
     numbers = (beat.pid, beat.sequence, beat.step, beat.turn)
     return (
         beat.rank == rank

@@ -139,9 +139,9 @@ def _rank_lines(ranks: Sequence[RankView]) -> Iterator[Text]:
     if running:
         steps = sorted({rank.step for rank in running})
         where = f"step {steps[0]:,}" if len(steps) == 1 else f"steps {steps[0]:,} to {steps[-1]:,}"
-        doing = Counter(one_line(rank.doing).removeprefix("the ") for rank in running).most_common(3)
+        statuses = Counter(one_line(rank.status).removeprefix("the ") for rank in running).most_common(3)
         yield Text(
-            f"{len(running)} of {len(ranks)} processes run, after {where}: {', '.join(what for what, _ in doing)}"
+            f"{len(running)} of {len(ranks)} processes run, after {where}: {', '.join(what for what, _ in statuses)}"
         )
     else:
         states = Counter(rank.state for rank in ranks)
@@ -159,13 +159,13 @@ def _rank_lines(ranks: Sequence[RankView]) -> Iterator[Text]:
 def _problem(rank: RankView) -> str:
     match rank.state:
         case "dead":
-            return f"is dead, after step {rank.step:,}, in {one_line(rank.doing)}"
+            return f"is dead, after step {rank.step:,}, in {one_line(rank.status)}"
         case "silent":
             return f"no sign of life for {show_duration(rank.silent_seconds)}, after step {rank.step:,}"
         case "failed":
             return f"failed after step {rank.step:,}"
         case "runs" if rank.idle_seconds > _STUCK_SECONDS:
-            return f"no progress for {show_duration(rank.idle_seconds)}, in {one_line(rank.doing)}"
+            return f"no progress for {show_duration(rank.idle_seconds)}, in {one_line(rank.status)}"
         case _:
             return ""
 

@@ -19,7 +19,7 @@ N parameters, n processes, w bytes of a weight in the forward pass (2, or 4 in f
 
 (*) with accumulation. 3b: two buckets that are filled in turn (one with `engine.overlap: off`) and the message. At
 once: averaged after the backward pass (ZeRO 1 where nothing overlaps), from one flat copy. 12N: float32 masters (4) and
-AdamW's two moments (8); others: `pipeline.recipe.vocabulary`. A moving average of the weights (the stage's `ema`) is one
+AdamW's two moments (8); others: `recipe.vocabulary`. A moving average of the weights (the stage's `ema`) is one
 moment more. With `engine.offload` the share of 12N is in host memory, and in float32 the gradients of a step; with
 parameters wN/n too. That part is read in DeepSpeed's source alone: on a CPU nothing tells its host memory from its
 device's. One process of ZeRO 0 has no DDP, which keeps the gradients.

@@ -27,7 +27,7 @@ def estimate_bytes(
     num_parameters: int, *, engine: EngineConfig, optimizer: OptimizerConfig, ema: EmaConfig | None = None
 ) -> int:
     """Size of one checkpoint of all processes together, estimated from the bytes of each parameter.
-    For bf16 and ZeRO 1 that is what DeepSpeed writes, to 1 % (measured: launch/bench/records/save_stall.txt).
+    For bf16 and ZeRO 1 that is what DeepSpeed writes, to 1 %.
     `accelerate` and ZeRO 0 write float32 weights alone."""
     optimizer_bytes = optimizer.bytes_per_parameter + (AVERAGE_BYTES if ema else 0)
     if engine.backend == "accelerate" or engine.zero_stage == 0:

@@ -89,7 +89,7 @@ class CheckpointSaver:
         mode: whether training goes on while the files are written.
         say: prints a line; called on rank 0.
         on_commit: called on every rank with the committed state.
-        beat: called with the step of a blocking save that makes progress.
+        progress: called with the step of a blocking save that makes progress.
 
     Attributes:
         stall_seconds: how long training stood still for saves of this process so far; without what a GPU's stream, not
@@ -110,7 +110,7 @@ class CheckpointSaver:
         mode: Literal["background", "blocking"],
         say: Callable[[str], None],
         on_commit: Callable[[TrainState], None],
-        beat: Callable[[int], None] = lambda step: None,
+        progress: Callable[[int], None] = lambda step: None,
     ) -> None:
         self.stall_seconds = 0.0
         self._root = root
@@ -122,7 +122,7 @@ class CheckpointSaver:
         self._mode = mode
         self._say = say
         self._on_commit = on_commit
-        self._beat = beat
+        self._progress = progress
         self._writing: _Writing | None = None
         self._committing: _Committing | None = None  # what `_writing` wrote
         self._pending: Agreement | None = None
@@ -232,7 +232,7 @@ class CheckpointSaver:
         while writing.is_alive():
             if writing.moved_bytes > moved_bytes:  # a disk that takes nothing more is a hang
                 moved_bytes = writing.moved_bytes
-                self._beat(step)
+                self._progress(step)
             writing.join(_BEAT_SECONDS)
         parts = self._ranks.gather_objects((writing.seals, writing.failure))
         failures = [(rank, failure) for rank, (_, failure) in enumerate(parts) if failure]

@@ -90,11 +90,11 @@ def evaluate(
     of: WeightsKind = "weights",
     set_name: str = OWN_SET,
     metrics: Sequence[EvalMetric] = (),
-    beat: Callable[[], None] = lambda: None,
+    progress: Callable[[], None] = lambda: None,
 ) -> Evaluated:
     """Evaluate `batches`, padded so that all ranks have equally many; collective.
 
-    Damaged images go to `faults` and are not counted; `beat` is called at each batch. The metrics are "val/loss" and
+    Damaged images go to `faults`, uncounted; `progress` is called at each batch. The metrics are "val/loss" and
     "val/SCORE" (`task.score`), means over all predictions, for a classifier what a score is to be compared with,
     `metrics` in the same way, and "val/images", the readable samples; of another set than the stage's own,
     "val_NAME/loss". `of` names them: of the moving average ("ema") they are "val/ema_loss" and "val/ema_SCORE";
@@ -102,7 +102,7 @@ def evaluate(
     """
     keeps: Literal["scores", "tallies"] = "scores" if "mean_average_precision" in metrics else "tallies"
     use = "eval" if set_name == OWN_SET else f"eval {set_name}"
-    kept = run_model(batches, task=task, engine=engine, faults=faults, use=use, keeps=keeps, beat=beat)
+    kept = run_model(batches, task=task, engine=engine, faults=faults, use=use, keeps=keeps, progress=progress)
     # Of this rank, on the host: float64 [rows, 1 + columns], the first the sample's number. Here the host waits.
     mine = torch.cat([torch.cat(kept.samples)[:, None].double(), torch.cat(kept.columns).cpu()], dim=1)
     answered = _answered(ranks.gather(mine.flatten()).view(-1, mine.shape[1]))
@@ -138,14 +138,14 @@ def run_model(
     faults: Notes,
     use: str = "eval",
     keeps: Literal["scores", "tallies"] = "tallies",
-    beat: Callable[[], None] = lambda: None,
+    progress: Callable[[], None] = lambda: None,
 ) -> Kept:
     """The forward passes of this rank, and what is known of each image; the host waits for nothing. `use`: what the
     set is called in `faults`."""
     kept = Kept()
     engine.module.eval()
     for batch in batches:
-        beat()
+        progress()
         faults.note(batch, use=use, rows=len(batch.counted))
         example = task.example(batch, use="eval")
         outputs = engine.predict(*example.inputs).float()

@@ -176,7 +176,7 @@ def ranks_of_host(place: Place) -> range:
 
 def last_step(beat: Heartbeat) -> str:
     """Of its last heartbeat: a process that was killed may have done a few more."""
-    return f"its last known step was {beat.step}, while {beat.doing}"
+    return f"its last known step was {beat.step}, while {beat.status}"
 
 
 def gone(beat: Heartbeat) -> str:

@@ -25,7 +25,7 @@ State = Literal["running", "left", "failed", "ended"]
 Why = Literal["failed", "silent", "behind"]
 
 _FILE_BYTES = 4096
-_LONGEST_DOING, _LONGEST_NOTE = 60, 240  # characters; at most twelve bytes each as JSON
+_LONGEST_STATUS, _LONGEST_NOTE = 60, 240  # characters; at most twelve bytes each as JSON
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Heartbeat:
     sequence: int  # of this file
     step: int
     turn: int  # how many signs of progress there have been in this step
-    doing: str
+    status: str
     idle_seconds: float  # since the last progress
     waiting: bool  # inside a call that waits for other ranks
     state: State = "running"
@@ -84,7 +84,7 @@ def write_heartbeat(folder: Path, beat: Heartbeat) -> None:
 
 def write_beat(file: Path, beat: Heartbeat) -> None:
     """As `write_heartbeat`, into any file."""
-    content = asdict(beat) | {"doing": beat.doing[:_LONGEST_DOING], "note": beat.note[:_LONGEST_NOTE]}
+    content = asdict(beat) | {"status": beat.status[:_LONGEST_STATUS], "note": beat.note[:_LONGEST_NOTE]}
     line = json.dumps(content).encode().ljust(_FILE_BYTES - 1) + b"\n"
     break_links(file)
     descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)

@@ -18,7 +18,7 @@ from pipeline.ranks.start_clock import StartClock
 from pipeline.ranks.watch import Watch
 
 Phase = Literal["reading", "forward", "backward", "step", "evaluating", "saving"]
-_DOING: dict[Phase, str] = {  # as a rank that hangs is described
+_STATUS: dict[Phase, str] = {  # as a rank that hangs is described
     "reading": "reading a batch",
     "forward": "the forward pass",
     "backward": "the backward pass",
@@ -40,14 +40,14 @@ class Phases:
         self._watch = watch
         self.pace = pace
         self._start = start
-        self._seconds: dict[Phase, float] = dict.fromkeys(_DOING, 0.0)
+        self._seconds: dict[Phase, float] = dict.fromkeys(_STATUS, 0.0)
         self.aside_seconds = 0.0
 
     @contextmanager
     def __call__(self, name: Phase, *, step: int) -> Iterator[None]:
-        self._watch.beat(step, doing=_DOING[name])
+        self._watch.progress(step, status=_STATUS[name])
         if self._start is not None:
-            self._start.doing(_DOING[name])
+            self._start.set_status(_STATUS[name])
         begin = time.perf_counter()
         with self.pace.measuring(name):
             yield
@@ -60,7 +60,7 @@ class Phases:
             start.first_step_done()
 
     def take_seconds(self) -> dict[Phase, float]:
-        taken, self._seconds = self._seconds, dict.fromkeys(_DOING, 0.0)
+        taken, self._seconds = self._seconds, dict.fromkeys(_STATUS, 0.0)
         return taken
 
     def slowest(self, ranks: Ranks) -> Slowest | None:

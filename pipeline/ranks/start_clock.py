@@ -57,7 +57,7 @@ class StartClock:
         if say is not None:
             threading.Thread(target=self._tell_what_lasts, daemon=True, name="start-clock").start()
 
-    def doing(self, part: str, far: str = "") -> None:
+    def set_status(self, part: str, far: str = "") -> None:
         """Begin a part, or say how far (`far`) it is; free once the first step is done."""
         self._far = far
         if self._over.is_set() or part == self._part:

@@ -87,7 +87,7 @@ class Watch:
         self._others = [rank for rank in range(place.world_size) if rank not in (place.rank, *self._siblings)]
         self._clock = WakingClock(most_seconds=4 * self._look_seconds)
         self._sightings = Sightings()
-        self._progress = (0, 0, "starting")  # step, turn, doing: replaced as a whole by the main thread
+        self._progress = (0, 0, "starting")  # step, turn, status: replaced as a whole by the main thread
         self._seen_progress = self._progress
         self._progressed_at = self._next_write = 0.0
         self._looked_at = -math.inf  # at all heartbeats
@@ -120,10 +120,10 @@ class Watch:
         innocent = error is None or peer_is_gone(error) or type(error).__name__ == "Stopped"
         self.close(failure="" if innocent else f"{type(error).__name__}: {error}")
 
-    def beat(self, step: int, *, doing: str = "training") -> None:
+    def progress(self, step: int, *, status: str = "training") -> None:
         """Report progress from the main thread, after `step` steps; not while waiting for other ranks. Free."""
         last_step, turn, _ = self._progress
-        self._progress = (step, turn + 1 if step == last_step else 0, doing)
+        self._progress = (step, turn + 1 if step == last_step else 0, status)
         if step == last_step + 1:
             self._patience_seconds = self._hang_seconds
 
@@ -302,7 +302,7 @@ class Watch:
         return not self._folder.parent.exists()  # deleted or renamed: reported elsewhere, and ends all ranks
 
     def _beat(self, state: State, *, note: str = "") -> Heartbeat:
-        step, turn, doing = self._progress
+        step, turn, status = self._progress
         idle = self._clock.now - self._progressed_at
         return Heartbeat(
             rank=self._place.rank,
@@ -315,7 +315,7 @@ class Watch:
             sequence=self._sequence,
             step=step,
             turn=turn,
-            doing=doing,
+            status=status,
             idle_seconds=idle,
             waiting=idle > 2 * self._look_seconds and main_thread_waits(),
             state=state,

@@ -4,7 +4,7 @@ A `Task` is all that the loop and the evaluation know of the kind of training: c
 fine-tuning) or masked patch prediction. It is stateless, a function of batch and seed. Flip, normalisation and mixing
 are done here, on the device: on a GPU they read and write 24 bytes a value (44 with mixup), 0.3 ms for 256 images of
 224 px at 3 TB/s [arithmetic, not measured]; on a CPU the channels come first while a value is still one byte, since
-that is the expensive pass (`launch/bench/model_input.py`). Nothing here makes the host wait for a GPU.
+that is the expensive pass. Nothing here makes the host wait for a GPU.
 """
 
 from __future__ import annotations

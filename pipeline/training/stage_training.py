@@ -87,8 +87,8 @@ def train_stage(
         context.say(note)
     check_inputs(folder, stage=stage, inputs=inputs)
     with context.watch(stage) as watch, settled_kernels(recipe, stage=stage, model=model, run=folder.path) as kernels:
-        watch.beat(0, doing="opening the engine")
-        context.start.doing("opening the engine")
+        watch.progress(0, status="opening the engine")
+        context.start.set_status("opening the engine")
         checkpoint_blocks(model, every=recipe.engine.checkpointed_every)
         if record.last_saved_step < plan.total_steps:
             context.on_main(lambda: _check_disk(context, stage=stage, model=model))
@@ -139,8 +139,8 @@ def _restore(
     """The newest undamaged checkpoint that has seen nothing of what is passed over now, and the state to go on from;
     collective."""
     recipe, folder, ranks = context.recipe, context.folder, context.ranks
-    watch.beat(0, doing="restoring a checkpoint")
-    context.start.doing("restoring a checkpoint")
+    watch.progress(0, status="restoring a checkpoint")
+    context.start.set_status("restoring a checkpoint")
     abandoned = abandoned_checkpoints(context, stage=stage)
     record: StageRecord = ranks.from_main(folder.record(stage))
     identity = checkpoint_identity(recipe, stage=stage, processes=ranks.place.world_size)
@@ -182,7 +182,7 @@ def _train(
     recipe, folder, ranks = context.recipe, context.folder, context.ranks
     pace = make_pace(recipe.engine, device=engine.device, drawing_seconds=context.drawing_seconds)
     phases = Phases(watch=watch, pace=pace, start=context.start)
-    context.start.doing("preparing data and records")
+    context.start.set_status("preparing data and records")
     with stage_report(
         context, stage=stage, data=data, plan=plan, state=state, phases=phases, tags=kernels.tags
     ) as report:
@@ -230,7 +230,7 @@ def _train(
             f"{stage}: training stood still for its checkpoints for {job.saver.stall_seconds:.1f} s, "
             f"{job.saver.stall_seconds / report.attempt_seconds:.1%} of the time"
         )
-        watch.beat(state.step, doing="writing the model")
+        watch.progress(state.step, status="writing the model")
         with engine.averaged() if config.ema and config.ema.model == "ema" else nullcontext():
             weights = engine.weights()
         if ranks.place.is_main:
@@ -311,7 +311,7 @@ def make_job(
                         of=of,
                         set_name=name,
                         metrics=asked_metrics(config, shards=data.held_out[name], stage=stage),
-                        beat=lambda: watch.beat(at_step, doing="evaluation"),
+                        progress=lambda: watch.progress(at_step, status="evaluation"),
                     )
                 )
         return found
@@ -372,7 +372,7 @@ def make_job(
             mode=recipe.engine.saving,
             say=report.note,
             on_commit=committed,
-            beat=lambda step: watch.beat(step, doing="saving a checkpoint"),
+            progress=lambda step: watch.progress(step, status="saving a checkpoint"),
         ),
         faults=faults,
         report=report,

@@ -52,9 +52,9 @@ def run_stage(context: StageContext, *, stage: StageName) -> None:
             context.on_main(lambda: swap_head(context), takes="long")
         return
     recipe, config = context.recipe, context.recipe.train_stage(stage)
-    context.start.doing("opening shards")
+    context.start.set_status("opening shards")
     data = open_data_once(context, stage=stage)
-    context.start.doing("building the model")
+    context.start.set_status("building the model")
     match config:
         case MaskedPatchStage():
             model, start = masked_patch(recipe, config)

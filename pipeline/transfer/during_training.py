@@ -54,7 +54,7 @@ class FewShotContext:
     workers: DataWorkers
     access: Callable[[ShardSet], Access]  # how a set's samples are read; damaged ones are left out
     transform: EvalTransform
-    beat: Callable[[int], None]  # told the step at each batch
+    progress: Callable[[int], None]  # told the step at each batch
     say: Callable[[str], None]
 
 
@@ -131,7 +131,7 @@ class _FewShotSet:
         cases = [(shots, seed) for shots in config.shots for seed in range(config.seeds)]
         mine, problem = dict[tuple[int, int], LinearClassifier](), ""
         for shots, seed in cases[ranks.place.rank :: ranks.place.world_size]:
-            context.beat(step)
+            context.progress(step)
             rows = train.rows_of(choose_shots(self._labels, shots=shots, seed=seed))
             try:
                 mine[shots, seed] = self._fit(train.values[rows], train.labels[rows])
@@ -247,7 +247,7 @@ class _DecodedPart:
             captured_features(engine.module, layer=self._layer) as captured,
         ):
             for batch in batches:
-                context.beat(step)
+                context.progress(step)
                 engine.predict(model_input(batch, device=engine.device, dtype=engine.input_dtype))
                 yield of_batch(batch, captured.take())
 

@@ -155,7 +155,7 @@ class FeatureStore:
         with closing(stream) as batches, captured_features(self._model, layer=self.layer) as captured:
             for batch in batches:
                 done = sum(len(each.samples) for each in parts)
-                self.clock.doing(f"computing features of {shards.source}", f"{done:,} of {len(samples):,} images")
+                self.clock.set_status(f"computing features of {shards.source}", f"{done:,} of {len(samples):,} images")
                 parts.append(self._of_batch(batch, captured))
         return merged(parts, samples=samples)
 

@@ -49,7 +49,7 @@ def few_shot_evaluation(
         workers=workers,
         access=lambda shards: replace(access_of(shards, data=data, recipe=recipe), on_corrupt="substitute"),
         transform=eval_transform(recipe.train_stage(stage)),
-        beat=lambda step: watch.beat(step, doing="few-shot evaluation"),
+        progress=lambda step: watch.progress(step, status="few-shot evaluation"),
         say=say,
     )
     measures = FewShotMeasures(few_shot_of(recipe, stage=stage), sets, shared)

@@ -135,7 +135,7 @@ def _probe(
             c=settings.c,
             hold_out=settings.hold_out,
             device=features.predictor.device,
-            told=lambda far: features.clock.doing("fitting", far),
+            told=lambda far: features.clock.set_status("fitting", far),
         )
     except ValueError as error:
         raise UserError(f"{data.train.source}: {error}") from None
@@ -164,7 +164,7 @@ def _knn(
         k=settings.k,
         temperature=settings.temperature,
         device=features.predictor.device,
-        told=lambda far: features.clock.doing("finding neighbours", far),
+        told=lambda far: features.clock.set_status("finding neighbours", far),
     )
     scores: list[TransferScore] = []
     for k, table in zip(settings.k, votes, strict=True):

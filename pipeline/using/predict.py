@@ -71,7 +71,7 @@ class ImagePrediction:
 
 
 def open_predictor(path: Path, *, device: DeviceChoice = "auto", weights: WeightsKind | None = None) -> Predictor:
-    """Load an ONNX file of ours, or anything that `pipeline.using.find_model` finds; auto: the GPU if there is one. ONNX runs
+    """Load an ONNX file of ours, or anything that `find_model` finds; auto: the GPU if there is one. ONNX runs
     on the CPU. `weights`: see there.
 
     Raises:

@@ -40,7 +40,7 @@ def test_a_line_every_few_seconds_with_speed_and_time_left(clock: Clock):
 
 def test_what_was_done_before_does_not_count_for_the_speed(clock: Clock):
     lines: list[str] = []
-    with Progress(10_000, lines.append, doing="looking", done_images=9_000) as progress:
+    with Progress(10_000, lines.append, status="looking", done_images=9_000) as progress:
         clock.now += 10
         progress.add(500)
     assert lines == ["looking: 9,500 of 10,000 images, 50 images/s, 10.0 s left"]

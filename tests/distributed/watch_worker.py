@@ -46,9 +46,9 @@ if follow_seconds:
     watch_module._FOLLOW_SECONDS = follow_seconds
 
 
-def beat(doing):
+def progress(status):
     global beats
-    watch.beat(step, doing=doing)
+    watch.progress(step, status=status)
     beats += 1
     put(f"beats-{rank}", beats)
 
@@ -72,7 +72,7 @@ def do_fault(watch):
             sleep_with_the_lock()
         case "slow":  # beats, and so does not hang
             for part in range(16):
-                beat(f"part {part}")
+                progress(f"part {part}")
                 while now() < begin + (part + 1) * hang_seconds / 8:
                     time.sleep(0.01)
         case "clock":
@@ -114,11 +114,11 @@ step = 0
 with Watch(folder / "ranks", place=place, attempt="one", hang_seconds=hang_seconds, say=say) as watch:
     done = False
     while not is_over():
-        beat("forward")
+        progress("forward")
         if not done and (folder / f"go-{rank}").exists():
             done = True
             do_fault(watch)
-        beat("backward")
+        progress("backward")
         put(f"step-{rank}", step)
         wait_for_the_others(step)
         step += 1

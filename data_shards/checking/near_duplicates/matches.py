@@ -98,7 +98,7 @@ def find_matches(
         def fingerprints(collection: Collection) -> FingerprintRequest:
             kept = folder or default_fingerprint_folder()
             request = FingerprintRequest(collection, kept, Path(scratch), pixel_limit)
-            with Progress(sum(collection.sizes), report, doing=f"hashing {collection.name}") as progress:
+            with Progress(sum(collection.sizes), report, status=f"hashing {collection.name}") as progress:
                 make_fingerprints(request, processes=processes, done=progress.add)
             if bad := sum(_undecoded(request)):
                 undecoded[collection.name] = bad
@@ -108,7 +108,7 @@ def find_matches(
         for number, other in enumerate(others):
             theirs = fingerprints(other)
             streamed = max(sum(images.sizes), sum(other.sizes))
-            with Progress(streamed, report, doing=f"comparing with {other.name}") as progress:
+            with Progress(streamed, report, status=f"comparing with {other.name}") as progress:
                 pairs = find_candidates(own, theirs, threads=processes, done=progress.add)
             request = _Comparing(images, other, number, pixel_limit)
             compared, crashed = _compared(request, pairs, processes=processes, report=report)
@@ -170,7 +170,7 @@ def _compared(
     chunks = [chunk.tobytes() for chunk in np.split(candidates, starts[_IMAGES_AT_ONCE::_IMAGES_AT_ONCE])]
     if "threads" in (request.images.read_by, request.other.read_by) or len(starts) < _WORTH_PROCESSES:
         processes = 1
-    with Progress(len(starts), report, doing="comparing candidates") as progress:
+    with Progress(len(starts), report, status="comparing candidates") as progress:
         found = run_parts(
             _compare_chunk, request, chunks, processes=processes, done=lambda done: progress.add(done.images)
         )

@@ -97,7 +97,7 @@ def examine(*, runs: Path, cache: Path, depth: Literal["all", "quick"], clock: S
     }
     checks: dict[str, Sequence[Check]] = {}
     for subject, look in looks.items():
-        clock.doing(f"looking at the {subject}")
+        clock.set_status(f"looking at the {subject}")
         checks[subject] = _guarded(subject, look)
     return Diagnosis(checks, left_out=_LEFT_OUT if depth == "quick" else (), seconds=time.monotonic() - begin)
 

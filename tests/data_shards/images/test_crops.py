@@ -1,7 +1,7 @@
 """Where crops lie: torchvision's law against its own code fed with the same numbers; Google's against a slow reference.
 
 The reference is written from the description of TensorFlow's op (its documentation and kernel), counting in whole
-numbers and exact fractions; `launch/bench/google_path.py` compares with the op itself.
+numbers and exact fractions; `launch/bench/records/google_path.txt` has a comparison with the op itself.
 """
 
 from collections.abc import Iterator

@@ -71,7 +71,7 @@ def test_what_is_tried_is_told_meanwhile(tmp_path: Path, monkeypatch: pytest.Mon
     told: list[tuple[str, str]] = []
 
     class Clock(StartClock):
-        def doing(self, part: str, far: str = "") -> None:
+        def set_status(self, part: str, far: str = "") -> None:
             told.append((part, far))
             Path("told").touch()
 

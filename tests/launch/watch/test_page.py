@@ -76,7 +76,7 @@ class Run:
                 "sequence": 1,
                 "step": 400,
                 "turn": 1,
-                "doing": "the forward pass",
+                "status": "the forward pass",
                 "idle_seconds": 0.0,
                 "waiting": False,
             }
@@ -151,7 +151,7 @@ def test_ranks_in_trouble_are_named(run: Run) -> None:
     run.beat(1, pid=gone.pid, started=1.0, step=377)
     run.beat(2, host="far", machine="another", pid=77)
     run.beat(3, state="failed", note="ValueError: no")
-    run.beat(4, idle_seconds=500.0, doing="reading a batch")
+    run.beat(4, idle_seconds=500.0, status="reading a batch")
     old = time.time() - 1000
     os.utime(heartbeat_file(run.stage / "ranks", 2), (old, old))
     text = run.text(width=100)
@@ -229,7 +229,7 @@ def test_a_submitted_run_that_has_not_begun_is_shown(run: Run) -> None:
 
 def test_hostile_and_damaged_files_are_shown_as_text_as_far_as_they_go(run: Run) -> None:
     evil = "\x1b[31m[red]<b>$x$\u202e\nnext"
-    run.beat(0, host=evil, doing=evil)
+    run.beat(0, host=evil, status=evil)
     run.beat(1, state="failed", note=evil)
     (run.stage / "ranks" / "rank-2.json").write_text('{"rank": 2}')
     (run.stage / "ranks" / "rank-3.json").write_text(

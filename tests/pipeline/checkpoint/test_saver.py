@@ -319,23 +319,23 @@ def test_what_is_safe_is_told_before_old_checkpoints_go(tmp_path: Path, monkeypa
 def test_while_training_stands_still_it_says_that_it_gets_on_and_only_then(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    beats: list[int] = []
+    told: list[int] = []
     at_the_standstill: list[int] = []
 
     def slow(folder: Path, file: StateFile, *, abandoned: threading.Event, on_bytes: Callable[[int], None]) -> Any:
         for _ in range(3):
-            before, deadline = len(beats), time.monotonic() + 240
+            before, deadline = len(told), time.monotonic() + 240
             on_bytes(1)
-            while len(beats) == before and time.monotonic() < deadline:
+            while len(told) == before and time.monotonic() < deadline:
                 time.sleep(0.01)
-        at_the_standstill.append(len(beats))
+        at_the_standstill.append(len(told))
         time.sleep(0.5)  # the disk takes nothing: a hang, if it lasts
-        at_the_standstill.append(len(beats))
+        at_the_standstill.append(len(told))
         return write_file(folder, file, abandoned=abandoned)
 
     monkeypatch.setattr(saver, "_BEAT_SECONDS", 0.01)
     monkeypatch.setattr(saver, "write_file", slow)
-    saver_of(tmp_path, ranks=one_rank(), engine=TinyEngine(), beat=beats.append).save(state_at(4))
-    assert beats and set(beats) == {4}
+    saver_of(tmp_path, ranks=one_rank(), engine=TinyEngine(), progress=told.append).save(state_at(4))
+    assert told and set(told) == {4}
     stuck = zip(at_the_standstill[::2], at_the_standstill[1::2], strict=True)
     assert all(after - before <= 1 for before, after in stuck)

@@ -18,12 +18,12 @@ PATIENCE_SECONDS = 240.0
 def test_the_parts_add_up_and_are_told_once():
     said: list[str] = []
     clock = StartClock("pretrain", say=said.append, earlier_seconds=2.0, earlier_cpu_seconds=1.5)
-    clock.doing("importing libraries")
-    clock.doing("opening the engine")
-    clock.doing("importing libraries")  # some come later
+    clock.set_status("importing libraries")
+    clock.set_status("opening the engine")
+    clock.set_status("importing libraries")  # some come later
     clock.first_step_done()
     clock.first_step_done()
-    clock.doing("opening the engine")
+    clock.set_status("opening the engine")
     told = [line for line in said if "first step" in line]
     assert len(told) == 1 and told[0].startswith("pretrain: first step after ")
     assert "starting Python 2." in told[0]
@@ -40,7 +40,7 @@ def test_what_lasts_is_said_while_it_lasts():
         aloud.set()
 
     clock = StartClock("finetune", say=say)
-    clock.doing("opening shards")
+    clock.set_status("opening shards")
     assert aloud.wait(PATIENCE_SECONDS) and said == ["finetune: opening shards ..."]
     clock.close()
 
@@ -51,7 +51,7 @@ def test_what_goes_on_is_said_again_with_how_far_it_is(monkeypatch: pytest.Monke
     said: queue.Queue[str] = queue.Queue()
     with closing(StartClock("probe", say=said.put, part="fitting")) as clock:
         for number in range(3):
-            clock.doing("fitting", f"{number} of 9")
+            clock.set_status("fitting", f"{number} of 9")
             while said.get(timeout=PATIENCE_SECONDS) != f"probe: fitting, {number} of 9 ...":
                 pass  # of before
 
@@ -59,7 +59,7 @@ def test_what_goes_on_is_said_again_with_how_far_it_is(monkeypatch: pytest.Monke
 def test_a_rank_above_0_counts_in_silence():
     before = {thread.name for thread in threading.enumerate()}
     clock = StartClock("pretrain")
-    clock.doing("opening shards")
+    clock.set_status("opening shards")
     clock.first_step_done()
     assert {thread.name for thread in threading.enumerate()} == before
     assert "first step after" in clock.describe()

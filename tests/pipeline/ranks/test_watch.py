@@ -41,7 +41,7 @@ def make_beat(rank: int, **changes) -> Heartbeat:
         sequence=1,
         step=412,
         turn=0,
-        doing="forward",
+        status="forward",
         idle_seconds=0.0,
         waiting=False,
     )
@@ -76,9 +76,9 @@ def signal_as_before():
 
 
 def test_a_heartbeat_is_read_as_it_was_written_and_its_file_never_changes_its_size(tmp_path):
-    for beat in (make_beat(3), make_beat(3, note="\U0001f4a5" * 10_000, doing="\U0001f4a5" * 500)):
+    for beat in (make_beat(3), make_beat(3, note="\U0001f4a5" * 10_000, status="\U0001f4a5" * 500)):
         write_heartbeat(tmp_path, beat)
-        kept = replace(beat, note=beat.note[:240], doing=beat.doing[:60])
+        kept = replace(beat, note=beat.note[:240], status=beat.status[:60])
         assert read_heartbeat(tmp_path, 3) == kept
         assert heartbeat_file(tmp_path, 3).stat().st_size == 4096
     write_heartbeat(tmp_path, make_beat(3))  # shorter than the one before
@@ -267,12 +267,12 @@ def test_how_a_rank_ends_is_in_its_heartbeat(tmp_path):
     ):
         said = []
         with pytest.raises(type(error)) if error else nullcontext(), make_watch(tmp_path, said) as watch:
-            watch.beat(7, doing="reading")
+            watch.progress(7, status="reading")
             assert read_heartbeat(tmp_path, 0).state == "running"
             if error:
                 raise error
         beat = read_heartbeat(tmp_path, 0)
-        assert (beat.state, beat.step, beat.doing, said) == (state, 7, "reading", [])
+        assert (beat.state, beat.step, beat.status, said) == (state, 7, "reading", [])
     assert beat.note == "OSError: no space"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["news.json", "rank-0.json"]
 
@@ -281,7 +281,7 @@ def test_progress_within_a_step_is_counted(tmp_path):
     watch = make_watch(tmp_path, [])
     positions = []
     for step in (3, 3, 3, 4, 4):
-        watch.beat(step)
+        watch.progress(step)
         positions.append(watch._beat("running").position)
     assert positions == [(3, 0), (3, 1), (3, 2), (4, 0), (4, 1)]
 
@@ -290,7 +290,7 @@ def test_the_first_step_may_take_ten_minutes_whatever_the_limit(tmp_path):
     watch = make_watch(tmp_path, [], hang_seconds=5.0)
     patience = []
     for step in (0, 0, 400, 400, 401, 402):  # goes on from step 400
-        watch.beat(step)
+        watch.progress(step)
         patience.append(watch._patience_seconds)
     assert patience == [600, 600, 600, 600, 5, 5]
     assert make_watch(tmp_path, [])._patience_seconds == 900
@@ -300,7 +300,7 @@ def test_a_folder_that_cannot_be_written_is_told_once_and_training_goes_on(tmp_p
     (tmp_path / "file").touch()
     said = []
     with make_watch(tmp_path / "file" / "ranks", said) as watch:
-        watch.beat(1)
+        watch.progress(1)
         watch._write("running")
     assert len(said) == 1 and "training goes on" in said[0]
 

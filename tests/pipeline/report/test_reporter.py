@@ -48,7 +48,7 @@ class Notebook:
 def report_to(
     kept: Any, *, training_seconds: float = 0.0, events: EventsLog | None = None, gauges: Any = None
 ) -> Report:
-    watch: Any = SimpleNamespace(beat=lambda step, *, doing: None)
+    watch: Any = SimpleNamespace(progress=lambda step, *, status: None)
     pace: Any = SimpleNamespace(measuring=lambda phase: contextlib.nullcontext())
     parts = Phases(watch=watch, pace=pace)
     plan: Any = SimpleNamespace(samples_per_epoch=128, global_batch_images=64)

@@ -223,16 +223,16 @@ def test_what_is_committed_is_on_record_with_its_writer_its_recipe_and_its_ident
 
 
 def test_a_save_that_takes_long_is_no_hang_to_the_watch(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    beats: set[tuple[int, str]] = set()
+    told: set[tuple[int, str]] = set()
     gate = Gate(monkeypatch)
 
-    def beat(step: int, *, doing: str) -> None:
-        beats.add((step, doing))
+    def progress(step: int, *, status: str) -> None:
+        told.add((step, status))
         gate.opened.set()
 
     monkeypatch.setattr("pipeline.checkpoint.saver._BEAT_SECONDS", 0.01)
-    stage.job(watch=SimpleNamespace(beat=beat)).saver.save(state_at(4))
-    assert beats == {(4, "saving a checkpoint")}
+    stage.job(watch=SimpleNamespace(progress=progress)).saver.save(state_at(4))
+    assert told == {(4, "saving a checkpoint")}
 
 
 def test_what_happens_to_a_slow_rank_is_the_recipes_wish(stage: Stage) -> None:

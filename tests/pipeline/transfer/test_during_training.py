@@ -93,7 +93,7 @@ class Rank:
         assert isinstance(model, nn.Module)
         self.engine: Any = EvaluatingEngine(model.train())
         self.said: list[str] = []
-        self.beats: list[int] = []
+        self.progress: list[int] = []
         ranks.__class__ = CountingRanks
         plan: Any = Due(every=every)
 
@@ -107,7 +107,7 @@ class Rank:
             workers=DataWorkers(0, "thread"),
             access=access,
             transform=EvalTransform(SIZE),
-            beat=self.beats.append,
+            progress=self.progress.append,
             say=self.said.append,
         )
         self.measures = FewShotMeasures((config(**more),), (data,), context)
@@ -192,7 +192,7 @@ def test_nothing_of_it_is_left(work: Path) -> None:
         assert torch.equal(state, torch.get_rng_state())
         assert all(torch.equal(value, weights[name]) for name, value in module.state_dict().items())
         assert not any(each._forward_pre_hooks for each in module.modules())
-        assert rank.beats
+        assert rank.progress
 
     everywhere(1, work, sets(work / "shards"), do)
 

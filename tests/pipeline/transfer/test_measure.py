@@ -70,7 +70,7 @@ class Heard(StartClock):
         super().__init__()
         self.parts: dict[str, list[str]] = {}
 
-    def doing(self, part: str, far: str = "") -> None:
+    def set_status(self, part: str, far: str = "") -> None:
         self.parts.setdefault(part.split(" of ")[0], []).append(far)
 
 
