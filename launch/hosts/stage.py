@@ -26,9 +26,9 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
+from data_shards.shards.location import Commands, is_local, local_path
 from data_shards.shards.manifest import MANIFEST_FILE
 from data_shards.shards.shard_set import ShardSet
-from data_shards.store.location import Commands, is_local, local_path
 from launch.hosts import pdsh
 from launch.hosts.agent import AgentOrder, rendezvous_name
 from launch.hosts.hostfile import Fleet, Host

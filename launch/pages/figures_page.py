@@ -12,14 +12,14 @@ from timm.models.vision_transformer import VisionTransformer
 from data_shards.durable import replaced
 from data_shards.errors import UserError
 from data_shards.images.decode import PixelLimit
-from data_shards.inside import demand_inside
 from data_shards.loading.assemble import Access
 from data_shards.loading.batch import Batch
 from data_shards.packing.sources.folder import image_files
 from data_shards.reading.opening import open_shards
+from data_shards.safe_paths import require_inside
+from data_shards.shards.location import is_local
 from data_shards.shards.shard_set import ShardsSpec
 from data_shards.store.cache import CacheConfig
-from data_shards.store.location import is_local
 from data_shards.store.store import Store
 from data_shards.text import one_line
 from launch.local.output import say
@@ -62,7 +62,7 @@ def make_page(wanted: Wanted, *, limit: PixelLimit, folder: Path) -> Path:
     found = find_model(wanted.model, weights=wanted.weights)
     meta = found.meta
     if (run := model_origin(found.origin).run) is not None:
-        demand_inside(Path(found.origin), folder=run.boundary)
+        require_inside(Path(found.origin), folder=run.boundary)
     if found.origin != str(wanted.model):
         say(f"the model is {found.origin}")
     notes = [*found.notes, *left_out(meta)]

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from data_shards.errors import UserError
-from data_shards.inside import open_inside, read_inside
+from data_shards.safe_paths import open_inside, read_inside
 from data_shards.text import one_line, parse_json, printable
 from launch.pages.blocks import PageBlock, PageCell, PageSection, PageTable, PageText
 from launch.pages.charts import DATA_BYTES, stage_charts

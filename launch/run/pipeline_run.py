@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from data_shards.errors import UserError
-from data_shards.store.location import CommandRefused, Commands
+from data_shards.shards.location import CommandRefused, Commands
 from launch.hosts.hostfile import Fleet
 from launch.local.endings import memory_kills, reason
 from launch.local.env import SUPERVISOR_PID, num_gpus, tracking_uri

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from data_shards.errors import UserError
-from data_shards.inside import open_inside
+from data_shards.safe_paths import open_inside
 from launch.slurm.commands import Queued, Slurm
 from launch.slurm.records import Submission, read_ends, read_submission
 from launch.slurm.status import SPEED_WINDOW_SECONDS, checkpoint_age

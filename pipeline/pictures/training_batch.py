@@ -23,7 +23,7 @@ from data_shards.images.decode import PixelLimit, read_image
 from data_shards.loading.batch import Batch
 from data_shards.loading.mixing import Mix
 from data_shards.order.randomness import uniforms
-from data_shards.reading.glance import DrawnImage, reduced
+from data_shards.reading.overview import DrawnImage, reduced
 from data_shards.reading.shard_reader import ShardReader
 from data_shards.text import counted
 from data_shards.vocabulary import GOOGLES, Normalisation, RandomStream

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PlainSerializer, field_validator, model_validator
 
-from data_shards.store.location import shown
+from data_shards.shards.location import redacted
 from data_shards.vocabulary import (
     MOST_PIXELS,
     USUAL_MOST_PIXELS,
@@ -56,9 +56,9 @@ class ShardsConfig(Strict):
     @field_validator("shards")
     @classmethod
     def _no_secrets(cls, shards: str) -> str:
-        if not shards.startswith("pipe:") and shown(shards) != shards:
+        if not shards.startswith("pipe:") and redacted(shards) != shards:
             raise ValueError(
-                f"{shown(shards)} was given with a password or a query string, which would be written into the run "
+                f"{redacted(shards)} was given with a password or a query string, which would be written into the run "
                 "folder and MLflow: leave it out, and give credentials in the environment, ~/.netrc or ~/.aws"
             )
         return shards

@@ -23,7 +23,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from data_shards.errors import UserError
-from data_shards.inside import is_inside
+from data_shards.safe_paths import is_inside
 from data_shards.text import one_line
 from model.config import ModelConfig
 from model.saved import CONFIG_FILE, SavedModelMeta, read_meta

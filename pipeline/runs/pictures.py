@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
 from data_shards.durable import make_folders, replaced
-from data_shards.inside import is_inside, read_inside
+from data_shards.safe_paths import is_inside, read_inside
 from data_shards.text import parse_json
 from pipeline.pictures.style import finished_svg
 from pipeline.recipe.schema import Recipe

@@ -34,7 +34,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from data_shards.durable import replace_text
 from data_shards.errors import UserError
-from data_shards.inside import is_inside, read_inside
+from data_shards.safe_paths import is_inside, read_inside
 from data_shards.text import one_line
 from pipeline.recipe.io import differences, dump_recipe, flatten, parse_recipe, without_free_keys
 from pipeline.recipe.schema import Recipe

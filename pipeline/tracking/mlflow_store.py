@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from data_shards.inside import is_inside
+from data_shards.safe_paths import is_inside
 from pipeline.checkpoint.written_by import source_tags
 from pipeline.recipe.vocabulary import (
     CORRUPT_SAMPLES_FILE,

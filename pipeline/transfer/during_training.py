@@ -24,7 +24,7 @@ from data_shards.errors import UserError
 from data_shards.images.transforms import EvalTransform
 from data_shards.loading.assemble import Access
 from data_shards.loading.batch import Batch, batch_of
-from data_shards.loading.device_prefetch import ahead_on_device
+from data_shards.loading.device_prefetch import prefetch_to_device
 from data_shards.loading.loader import EvalBatches, eval_batches
 from data_shards.reading.label_column import UNKNOWN, label_column
 from data_shards.shards.shard_set import ShardSet
@@ -243,7 +243,7 @@ class _DecodedPart:
         context, engine = self._context, self._context.engine
         self.problem = ""
         with (
-            closing(ahead_on_device(self._batches(), device=engine.device)) as batches,
+            closing(prefetch_to_device(self._batches(), device=engine.device)) as batches,
             captured_features(engine.module, layer=self._layer) as captured,
         ):
             for batch in batches:

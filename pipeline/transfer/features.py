@@ -29,7 +29,7 @@ from data_shards.images.decode import USUAL_LIMIT, PixelLimit
 from data_shards.images.transforms import EvalTransform
 from data_shards.loading.assemble import Access
 from data_shards.loading.batch import Batch, Fault
-from data_shards.loading.device_prefetch import ahead_on_device
+from data_shards.loading.device_prefetch import prefetch_to_device
 from data_shards.loading.loader import EvalBatches, eval_batches
 from data_shards.shards.shard_set import ShardSet
 from data_shards.store.store import Store
@@ -151,7 +151,7 @@ class FeatureStore:
             access, transform=self.transform, rank=0, world_size=1, batch_size=reading.batch_images, samples=samples
         )
         parts: list[Features] = []
-        stream = ahead_on_device(eval_batches(part, workers=reading.workers, kind="thread"), device=device)
+        stream = prefetch_to_device(eval_batches(part, workers=reading.workers, kind="thread"), device=device)
         with closing(stream) as batches, captured_features(self._model, layer=self.layer) as captured:
             for batch in batches:
                 done = sum(len(each.samples) for each in parts)

@@ -39,7 +39,7 @@ from typing import Annotated, Literal
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from data_shards.durable import replace_text
-from data_shards.inside import is_inside, read_inside
+from data_shards.safe_paths import is_inside, read_inside
 from pipeline.recipe.vocabulary import FeatureLayer
 
 TRANSFER_FOLDER = "transfer"  # in the run's folder
