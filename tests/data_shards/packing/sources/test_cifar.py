@@ -130,7 +130,7 @@ class Evil:
 
 
 @pytest.mark.parametrize("part", ["data_batch_2", "batches.meta"])
-def test_a_pickle_that_is_not_the_published_one_is_not_opened(
+def test_a_pickle_that_is_not_published_is_not_opened(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str
 ):
     marker, files = tmp_path / "ran", cifar10()
