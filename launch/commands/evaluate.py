@@ -143,7 +143,7 @@ def evaluate(
         workers=max(1, min(_MOST_WORKERS, cores // processes)) if on_gpus else 1,
         device=device,
     )
-    from pipeline.evaluation.opening import open_set, what_is_asked
+    from pipeline.evaluation.truth import open_set, what_is_asked
     from pipeline.using.find_model import find_record
 
     record, opened = find_record(model), open_set(request, report=say)
@@ -193,7 +193,7 @@ def _finish(
     processes: int,
 ) -> int:
     """Show, keep and track the result; returns the exit code."""
-    from pipeline.evaluation.one_answer import one_answer
+    from pipeline.evaluation.scores import one_answer
     from pipeline.runs.evaluations import write_evaluation
 
     if result.origin != request.model:
@@ -299,7 +299,7 @@ def _confused(result: ModelEvaluated) -> list[dict[str, object]]:
 def _track(result: ModelEvaluated, request: EvalRequest, *, processes: int) -> None:
     from pipeline.tracking.one_run import log_result
     from pipeline.tracking.runs import DatasetInput
-    from pipeline.transfer.origin import model_origin
+    from pipeline.transfer.results import model_origin
 
     counts, evaluation = result.evaluation.per_class, result.evaluation
     origin = model_origin(result.origin)

@@ -29,7 +29,7 @@ def main(folder: Path) -> int:
         import torch
 
         from pipeline.evaluation.of_model import evaluate_model
-        from pipeline.evaluation.opening import open_set
+        from pipeline.evaluation.truth import open_set
         from pipeline.ranks.group import Ranks
         from pipeline.ranks.threads import settle_threads
 

@@ -36,7 +36,7 @@ from pipeline.recipe.io import parse_recipe
 from pipeline.recipe.vocabulary import RECIPE_FILE, WeightsKind
 from pipeline.runs.evaluations import OWN_SET
 from pipeline.runs.pictures import DrawRequest
-from pipeline.transfer.origin import model_origin
+from pipeline.transfer.results import model_origin
 from pipeline.using.find_model import FoundModel, find_model
 from pipeline.using.predict import DeviceChoice, chosen_device
 

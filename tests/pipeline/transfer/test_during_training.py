@@ -16,7 +16,7 @@ from data_shards.images.transforms import EvalTransform
 from data_shards.loading.assemble import Access
 from data_shards.reading.shard_reader import ShardReader
 from data_shards.shards.shard_set import ShardSet
-from pipeline.recipe.few_shot import FewShotConfig
+from pipeline.recipe.data import FewShotConfig
 from pipeline.stage.data_workers import DataWorkers
 from pipeline.transfer.during_training import FewShotContext, FewShotMeasures
 from pipeline.transfer.few_shot_data import TransferSet
