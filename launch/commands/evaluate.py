@@ -32,7 +32,7 @@ from pipeline.evaluation.request import Among, EvalRequest, LabelSet, Matching
 from pipeline.recipe.vocabulary import EXIT_USER_ERROR, EvalMetric
 
 if TYPE_CHECKING:
-    from pipeline.evaluation.of_model import ModelEvaluated
+    from pipeline.evaluation.evaluate_file import ModelEvaluated
 
 _MOST_WORKERS = 8  # threads that read ahead, of a process
 _NAMED_FAULTS = 5
@@ -150,7 +150,7 @@ def evaluate(
     if record is not None:  # else the weights tell, seconds later
         what_is_asked(request, class_names=record.class_names, shards=opened[0])
     if processes == 1:
-        from pipeline.evaluation.of_model import NoPeers, evaluate_model
+        from pipeline.evaluation.evaluate_file import NoPeers, evaluate_model
 
         result = evaluate_model(request, opened, ranks=NoPeers())
     else:

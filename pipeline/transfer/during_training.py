@@ -40,8 +40,8 @@ from pipeline.stage.context import StageContext
 from pipeline.stage.data import StageData
 from pipeline.stage.data_workers import DataWorkers
 from pipeline.stage.task import model_input
+from pipeline.transfer.data_sets import TransferSet, few_shot_of, open_few_shot
 from pipeline.transfer.features import Features, captured_features, merged, of_batch
-from pipeline.transfer.few_shot_data import TransferSet, few_shot_of, open_few_shot
 from pipeline.transfer.least_squares import LinearClassifier, fit_least_squares
 from pipeline.transfer.results import few_shot_name
 from pipeline.transfer.shots import Int64s, choose_shots
