@@ -31,7 +31,7 @@ def num_cores() -> int:
 
 
 @contextmanager
-def deaf_to_interrupts() -> Iterator[None]:
+def block_interrupts() -> Iterator[None]:
     """Block SIGINT, which a terminal sends to all processes of a command, for processes started meanwhile.
 
     This process gets it afterwards. Ignoring it in the children is too late: they would print a traceback on startup.
@@ -85,7 +85,7 @@ def _run_in_pool(
 ) -> dict[_Part, _Result]:
     results: dict[_Part, _Result] = {}
     try:
-        with deaf_to_interrupts():
+        with block_interrupts():
             futures = {pool.submit(_work_in_worker, part): part for part in parts}
         for future in as_completed(futures):
             results[futures.pop(future)] = future.result()
@@ -100,7 +100,7 @@ def _run_in_pool(
 def _can_start_processes(work: Callable[[Any, Any], Any], request: Any) -> bool:
     """False for a program that is read from standard input."""
     try:
-        with deaf_to_interrupts(), _pool(work, request, processes=1) as pool:
+        with block_interrupts(), _pool(work, request, processes=1) as pool:
             return pool.submit(os.getpid).result() > 0
     except BrokenProcessPool:
         return False

@@ -37,7 +37,7 @@ class RandomStream(IntEnum):
     FEW_SHOT = 51
     TRANSFER_IMAGES = 52
     TRANSFER_HOLD_OUT = 53
-    GLANCE = 61
+    OVERVIEW = 61
 
 
 DecoderName = Literal["auto", "nvimgcodec", "gpu", "simplejpeg", "pillow"]

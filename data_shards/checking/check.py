@@ -29,9 +29,9 @@ from data_shards.checking.split import SplitScan, SplitSummary
 from data_shards.errors import UserError
 from data_shards.images.decode import USUAL_LIMIT, PixelLimit
 from data_shards.reading.opening import open_all_splits, open_shards, splits_below
+from data_shards.shards.location import is_local, local_path, redacted
 from data_shards.shards.manifest import MANIFEST_FILE
 from data_shards.shards.shard_set import ShardSet, ShardsSpec
-from data_shards.store.location import is_local, local_path, shown
 from data_shards.store.store import Store, StoreError
 
 
@@ -114,7 +114,7 @@ def check(
         findings += more
     ranks = {"problem": 0, "warning": 1, "info": 2}
     return CheckResult(
-        location=shown(spec.location),
+        location=redacted(spec.location),
         splits=tuple(scan.summary() for scan in scans),
         fitness=fitness,
         findings=tuple(sorted(findings, key=lambda each: ranks[each.severity])),

@@ -110,7 +110,7 @@ def _fitness(
     position = np.minimum(position, spans[lane] - 1)
     # A window of one image leaves the places unshuffled; which shards a true window touches is the same.
     order = Order(sizes.tolist(), seed=0, lanes=lanes, global_batch_images=lanes, window_images=1)
-    shard = order.visits(lane, position).shard
+    shard = order.resolve(lane, position).shard
 
     process = lane // own_lanes
     node, window = process // processes_per_node, position // window_images

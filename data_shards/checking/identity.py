@@ -25,11 +25,11 @@ from typing import Any
 
 from data_shards.errors import CorruptSample, UserError
 from data_shards.processes import num_cores
-from data_shards.reading.foreign_tar import pixels_digest, spread
 from data_shards.reading.shard_reader import ShardReader
+from data_shards.reading.tar_summary import pixels_digest, spread
+from data_shards.shards.location import is_local, local_path
 from data_shards.shards.shard_index import load_index
 from data_shards.shards.shard_set import ShardEntry, ShardSet
-from data_shards.store.location import is_local, local_path
 
 MOST_SHARDS = 64
 MOST_SAMPLES = 2048

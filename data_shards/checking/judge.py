@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 
 from data_shards.checking.findings import MOST_PLACES, Finding, FoundAt, finding
 from data_shards.checking.split import SplitScan, spread
-from data_shards.shards.labels import alike_names
+from data_shards.shards.labels import similar_names
+from data_shards.shards.location import is_local, local_path
 from data_shards.shards.manifest import MANIFEST_FILE
 from data_shards.shards.shard_set import ShardSet, class_difference
-from data_shards.store.location import is_local, local_path
 
 Int64s = NDArray[np.int64]
 
@@ -53,7 +53,7 @@ def split_findings(scan: SplitScan, *, digests: bool) -> list[Finding]:
     if len(scan.samples) >= shards.num_samples:  # or else the classes may be those of lost samples
         counted = zip(shards.classes, scan.class_counts, strict=True)
         add("empty-class", [FoundAt("", "", name) for name, count in counted if not count])
-    add("alike-classes", [FoundAt("", "", ", ".join(map(repr, names))) for names in alike_names(shards.classes)])
+    add("alike-classes", [FoundAt("", "", ", ".join(map(repr, names))) for names in similar_names(shards.classes)])
     add(
         "one-class", [FoundAt("", "", *shards.classes)] if shards.num_classes == 1 and not shards.is_multi_label else []
     )

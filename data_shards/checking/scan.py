@@ -24,10 +24,10 @@ from data_shards.checking.findings import MOST_PLACES, FoundAt
 from data_shards.errors import UnreadableImage, UserError
 from data_shards.images.decode import PixelLimit, read_image
 from data_shards.shards.labels import parse_label
+from data_shards.shards.location import is_local, local_path
 from data_shards.shards.shard_index import ShardIndex
 from data_shards.shards.shard_set import ShardEntry, ShardSet
 from data_shards.shards.tar_index import ReadableIndex, index_path, read_index, readable_index
-from data_shards.store.location import is_local, local_path
 from data_shards.store.store import Store
 
 _FORMATS = {

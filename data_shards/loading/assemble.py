@@ -1,4 +1,4 @@
-"""Visits -> `Batch`: read, decode and transform the samples, and handle damaged ones.
+"""SampleRefs -> `Batch`: read, decode and transform the samples, and handle damaged ones.
 
 A damaged training image is replaced by another one of the same window of its lane, chosen by a hash of (seed, epoch,
 sample, attempt): the same for any world size and after any restart, with the damaged one's crop and flip. A damaged
@@ -20,8 +20,8 @@ from data_shards.images.decode import USUAL_LIMIT, EncodedImage, PixelLimit, rea
 from data_shards.images.transforms import EvalTransform, Pixels, TrainTransform
 from data_shards.loading.batch import Batch, Fault
 from data_shards.loading.mixing import Mix
-from data_shards.loading.workers import empty_images, now_reading
-from data_shards.order.sample_order import LaneStream, Visits
+from data_shards.loading.workers import empty_images, note_sample
+from data_shards.order.sample_order import LaneStream, SampleRefs
 from data_shards.reading.shard_reader import ShardReader
 from data_shards.shards.shard_set import ShardSet
 from data_shards.store.store import Store
@@ -49,13 +49,13 @@ class Access:
 class _Rows:
     """A batch in the making; images are written directly to their place."""
 
-    def __init__(self, visits: Visits, *, image_size: int) -> None:
-        count = len(visits.sample)
+    def __init__(self, refs: SampleRefs, *, image_size: int) -> None:
+        count = len(refs.sample)
         self.images = empty_images(count, image_size)
         self.pixels: Pixels = self.images.numpy()
         self.labels: list[tuple[int, ...]] = [(0,)] * count
         self.keys = [""] * count
-        self.samples: list[int] = visits.sample.tolist()
+        self.samples: list[int] = refs.sample.tolist()
         self.mirrored = [False] * count
         self.counted = [True] * count
         self.substituted = [False] * count
@@ -95,7 +95,7 @@ class Assembler:
 
     def train(
         self,
-        visits: Visits,
+        refs: SampleRefs,
         *,
         order: LaneStream,
         transform: TrainTransform,
@@ -107,18 +107,20 @@ class Assembler:
         With `mix` the last row is only mixed into the one before it. Raises SampleError for a damaged sample where none
         is allowed, or if no substitute is whole.
         """
-        rows = _Rows(visits, image_size=transform.image_size)
-        for slot, (shard, row) in enumerate(zip(visits.shard.tolist(), visits.row.tolist(), strict=True)):
+        rows = _Rows(refs, image_size=transform.image_size)
+        for slot, (shard, row) in enumerate(zip(refs.shard.tolist(), refs.row.tolist(), strict=True)):
 
             def crop(image: EncodedImage, into: Pixels, slot: int = slot) -> None:
                 rows.mirrored[slot] = transform(image, draws=draws[slot], into=into)[1]
 
             if not self._fill(rows, slot, shard=shard, row=row, transform=crop):
-                self._substitute(rows, slot, visits, order=order, transform=crop)
-        return rows.batch(epochs=visits.epoch, is_multi_label=self._is_multi_label, mix=mix)
+                self._substitute(rows, slot, refs, order=order, transform=crop)
+        return rows.batch(epochs=refs.epoch, is_multi_label=self._is_multi_label, mix=mix)
 
-    def _substitute(self, rows: _Rows, slot: int, visits: Visits, *, order: LaneStream, transform: _Transform) -> None:
-        first, wanted = rows.faults[-1], visits.part(slice(slot, slot + 1))
+    def _substitute(
+        self, rows: _Rows, slot: int, refs: SampleRefs, *, order: LaneStream, transform: _Transform
+    ) -> None:
+        first, wanted = rows.faults[-1], refs.part(slice(slot, slot + 1))
         for attempt in range(1, _MOST_ATTEMPTS + 1):
             other = order.substitute(wanted, attempt=attempt)
             if self._fill(rows, slot, shard=int(other.shard[0]), row=int(other.row[0]), transform=transform):
@@ -129,30 +131,30 @@ class Assembler:
             "substitutes that were tried: run `shardvit check` on these shards, and restore whole copies"
         )
 
-    def evaluate(self, visits: Visits, *, counted: NDArray[np.bool_], transform: EvalTransform) -> Batch:
+    def evaluate(self, refs: SampleRefs, *, counted: NDArray[np.bool_], transform: EvalTransform) -> Batch:
         """A held-out batch; what is not `counted` is padding, and damaged images are not counted either.
 
         Raises SampleError for a damaged sample where none is allowed.
         """
-        rows = _Rows(visits, image_size=transform.image_size)
+        rows = _Rows(refs, image_size=transform.image_size)
 
         def centre(image: EncodedImage, into: Pixels) -> None:
             transform(image, into=into)
 
-        for slot, (shard, row) in enumerate(zip(visits.shard.tolist(), visits.row.tolist(), strict=True)):
+        for slot, (shard, row) in enumerate(zip(refs.shard.tolist(), refs.row.tolist(), strict=True)):
             whole = self._fill(rows, slot, shard=shard, row=row, transform=centre)
             if not whole:
                 rows.keys[slot] = rows.faults[-1].key
                 rows.pixels[slot] = 0
             rows.counted[slot] = whole and bool(counted[slot])
-        return rows.batch(epochs=visits.epoch, is_multi_label=self._is_multi_label)
+        return rows.batch(epochs=refs.epoch, is_multi_label=self._is_multi_label)
 
     def describe(self, shard: int, *, row: int) -> str:
         return self._reader.describe(shard, row=row)
 
     def _fill(self, rows: _Rows, slot: int, *, shard: int, row: int, transform: _Transform) -> bool:
         """Read and transform one sample into a row; False, and a fault in `rows`, if it is damaged."""
-        now_reading(shard, row=row)
+        note_sample(shard, row=row)
         access = self._access
         try:
             raw = self._reader.read(shard, row=row)

@@ -46,7 +46,7 @@ class Copies(Protocol):
         ...
 
 
-def ahead_on_device(batches: Batches, *, device: torch.device) -> Batches:
+def prefetch_to_device(batches: Batches, *, device: torch.device) -> Batches:
     """The same batches, on a GPU one of them ahead; `close` closes both. Elsewhere it is `batches` itself."""
     return DevicePrefetch(batches, copies=CudaCopies(device)) if device.type == "cuda" else batches
 

@@ -25,7 +25,7 @@ from data_shards.loading.mixing import MixupConfig, draw_mix
 from data_shards.loading.workers import iterate
 from data_shards.order.mixture import AnyOrder, upcoming_shards
 from data_shards.order.randomness import uniforms
-from data_shards.order.sample_order import Int64s, Visits
+from data_shards.order.sample_order import Int64s, SampleRefs
 from data_shards.store.prefetch import Prefetcher, start_prefetch
 from data_shards.vocabulary import RandomStream, WorkerKind
 
@@ -72,27 +72,27 @@ class TrainBatches(_Batches):
         self._mixup = mixup
         is_mixing = draw_mix(mixup, seed=seed, step=0, image_size=transform.image_size) is not None
         self._rows = layout.micro_batch_size + is_mixing  # of a micro-batch; the last is the next slot's sample
-        self._plans: dict[int, tuple[Visits, NDArray[np.float64]]] = {}
+        self._plans: dict[int, tuple[SampleRefs, NDArray[np.float64]]] = {}
 
     def __getitem__(self, number: int) -> Batch:
         """One micro-batch; with mixing it has one row more, the next slot's sample."""
         step = number // self.layout.accumulation_steps
         mix = draw_mix(self._mixup, seed=self.seed, step=step, image_size=self._transform.image_size)
-        visits, draws = self.plan(number)
-        return self._assembler.train(visits, order=self.order, transform=self._transform, draws=draws, mix=mix)
+        refs, draws = self.plan(number)
+        return self._assembler.train(refs, order=self.order, transform=self._transform, draws=draws, mix=mix)
 
     def decode_seconds(self, number: int) -> float | None:
         """Processor time of this process for an image of micro-batch `number`, reading included: of its first few
         dozen, in half a second at most on an idle core. None if one of them cannot be read, which is the stream's own
         business to tell."""
-        visits, draws = self.plan(number)
+        refs, draws = self.plan(number)
         spent, count = 0.0, 0
         try:
             for first in range(0, min(self._rows, _TRIED_IMAGES), _TRIED_AT_ONCE):
                 part = slice(first, first + _TRIED_AT_ONCE)
                 before = time.process_time()
                 batch = self._assembler.train(
-                    visits.part(part), order=self.order, transform=self._transform, draws=draws[part]
+                    refs.part(part), order=self.order, transform=self._transform, draws=draws[part]
                 )
                 if first or self._rows <= _TRIED_AT_ONCE:  # the first ones load the decoder and open shards
                     spent, count = spent + time.process_time() - before, count + len(batch.keys)
@@ -102,7 +102,7 @@ class TrainBatches(_Batches):
             return None
         return spent / count
 
-    def plan(self, number: int) -> tuple[Visits, NDArray[np.float64]]:
+    def plan(self, number: int) -> tuple[SampleRefs, NDArray[np.float64]]:
         """The samples of a micro-batch, [rows], and their random numbers, [rows, `DRAWS_PER_SAMPLE`]."""
         rows = self._rows
         batches = max(1, _PLANNED_IMAGES // rows)
@@ -113,20 +113,20 @@ class TrainBatches(_Batches):
             if len(self._plans) >= 4:  # workers are a few micro-batches apart
                 self._plans.pop(min(self._plans), None)  # another thread may have been here
             self._plans[block] = plan
-        visits, draws = plan
+        refs, draws = plan
         own = slice(place * rows, (place + 1) * rows)
-        return visits.part(own), draws[own]
+        return refs.part(own), draws[own]
 
-    def _planned(self, numbers: Int64s) -> tuple[Visits, NDArray[np.float64]]:
+    def _planned(self, numbers: Int64s) -> tuple[SampleRefs, NDArray[np.float64]]:
         layout, order = self.layout, self.order
         step, micro = np.divmod(numbers[:, None], layout.accumulation_steps)
         part_images = order.global_batch_images // layout.world_size
         start = layout.rank * part_images + micro * layout.micro_batch_size
         slot = (start + np.arange(self._rows, dtype=np.int64)) % order.global_batch_images
         per_lane = order.images_per_lane
-        visits = order.visits((slot // per_lane).ravel(), (step * per_lane + slot % per_lane).ravel())
-        draws = uniforms(RandomStream.AUGMENT, self.seed, visits.epoch, visits.sample, draws=DRAWS_PER_SAMPLE)
-        return visits, draws
+        refs = order.resolve((slot // per_lane).ravel(), (step * per_lane + slot % per_lane).ravel())
+        draws = uniforms(RandomStream.AUGMENT, self.seed, refs.epoch, refs.sample, draws=DRAWS_PER_SAMPLE)
+        return refs, draws
 
     def upcoming(self, start_step: int) -> Iterator[tuple[int, list[int]]]:
         """The shards that each step is the first to touch, for the prefetcher."""
@@ -172,8 +172,8 @@ class EvalBatches(_Batches):
 
     def __getitem__(self, number: int) -> Batch:
         """Always `batch_size` long, so that compiled shapes stay the same."""
-        visits, counted = self._visits(number)
-        return self._assembler.evaluate(visits, counted=counted, transform=self._transform)
+        refs, counted = self._visits(number)
+        return self._assembler.evaluate(refs, counted=counted, transform=self._transform)
 
     def upcoming(self) -> Iterator[tuple[int, list[int]]]:
         """The shards that each batch is the first to touch, for the prefetcher."""
@@ -183,7 +183,7 @@ class EvalBatches(_Batches):
             last = max([last, *shards])
             yield number, shards
 
-    def _visits(self, number: int) -> tuple[Visits, NDArray[np.bool_]]:
+    def _visits(self, number: int) -> tuple[SampleRefs, NDArray[np.bool_]]:
         in_block = np.arange(number * self._batch_size, (number + 1) * self._batch_size, dtype=np.int64)
         wanted = self._first + in_block
         counted = wanted < self._num_samples
@@ -192,7 +192,7 @@ class EvalBatches(_Batches):
             sample = self._samples[sample]
         shard = np.searchsorted(self._first_of_shard, sample, side="right") - 1
         row, zeros = sample - self._first_of_shard[shard], np.zeros_like(sample)
-        return Visits(epoch=zeros, shard=shard, row=row, sample=sample, lane=zeros, position=sample), counted
+        return SampleRefs(epoch=zeros, shard=shard, row=row, sample=sample, lane=zeros, position=sample), counted
 
 
 class TrainLoader:
@@ -297,8 +297,8 @@ class TrainLoader:
 def _probe(order: AnyOrder) -> str:
     """16 hex digits that change with whatever the order depends on, including windows and mixture weights."""
     spread = np.arange(256, dtype=np.int64)
-    visits = order.visits(spread * 37 % order.lanes, spread * 1009)
-    return hashlib.blake2b(visits.sample.tobytes() + visits.epoch.tobytes(), digest_size=8).hexdigest()
+    refs = order.resolve(spread * 37 % order.lanes, spread * 1009)
+    return hashlib.blake2b(refs.sample.tobytes() + refs.epoch.tobytes(), digest_size=8).hexdigest()
 
 
 def eval_batches(

@@ -59,7 +59,7 @@ _notes: Any = None
 _worker = -1  # this worker's number
 
 
-def now_reading(shard: int, *, row: int) -> None:
+def note_sample(shard: int, *, row: int) -> None:
     """Note, in a worker, which sample comes next, so that a report of its death can name it."""
     if _notes is not None:
         _notes[2 * _worker], _notes[2 * _worker + 1] = shard, row

@@ -23,7 +23,7 @@ import numpy as np
 
 from data_shards.errors import UserError
 from data_shards.order.randomness import hash_words, uniforms
-from data_shards.order.sample_order import Int64s, LaneStream, Order, Visits
+from data_shards.order.sample_order import Int64s, LaneStream, Order, SampleRefs
 from data_shards.vocabulary import RandomStream
 
 PATTERN = 100_000  # positions until the pattern repeats: weights are rounded to multiples of 1 / PATTERN
@@ -60,7 +60,7 @@ class MixedOrder(LaneStream):
             self._earlier[own] = np.arange(quota)
             self._before_lane[number] = rounds * quota + np.searchsorted(own, start)
 
-    def visits(self, lane: Int64s, position: Int64s, *, attempt: int = 0) -> Visits:
+    def resolve(self, lane: Int64s, position: Int64s, *, attempt: int = 0) -> SampleRefs:
         """See `LaneStream.visits`; substitutes are of the same data set."""
         rounds, at = np.divmod(position + lane * self.images_per_lane, PATTERN)
         component = self._pattern[at]
@@ -68,11 +68,11 @@ class MixedOrder(LaneStream):
         epoch, shard, row, sample = (np.empty_like(position) for _ in range(4))
         for number in np.unique(component):
             here = component == number
-            own = self.orders[number].visits(lane[here], own_position[here], attempt=attempt)
+            own = self.orders[number].resolve(lane[here], own_position[here], attempt=attempt)
             epoch[here], row[here] = own.epoch, own.row
             shard[here] = self._first_shard[number] + own.shard
             sample[here] = self._first_sample[number] + own.sample
-        return Visits(epoch=epoch, shard=shard, row=row, sample=sample, lane=lane, position=position)
+        return SampleRefs(epoch=epoch, shard=shard, row=row, sample=sample, lane=lane, position=position)
 
 
 AnyOrder = Order | MixedOrder
@@ -117,8 +117,8 @@ def upcoming_shards(
     """
     last_epoch = np.full(order.num_shards, -1, dtype=np.int64)
     for step in count(start_step):
-        visits = order.rank_batch(step, rank=rank, world_size=world_size)
-        shard, epoch = visits.shard, visits.epoch
+        refs = order.rank_batch(step, rank=rank, world_size=world_size)
+        shard, epoch = refs.shard, refs.epoch
         if beyond:
             more = order.rank_batch(step, rank=(rank + 1) % world_size, world_size=world_size, start=0, stop=beyond)
             shard, epoch = np.concatenate([shard, more.shard]), np.concatenate([epoch, more.epoch])

@@ -33,7 +33,7 @@ MOST_IMAGES = 2**62  # that a stream can be resolved for; sums of two such numbe
 
 
 @dataclass(frozen=True)
-class Visits:
+class SampleRefs:
     """Resolved positions of the stream; all arrays have shape [n]."""
 
     epoch: Int64s  # counted from 0
@@ -43,8 +43,8 @@ class Visits:
     lane: Int64s  # the place in the stream that was asked for ...
     position: Int64s  # ... and the position in that lane's stream
 
-    def part(self, slots: slice) -> Visits:
-        return Visits(**{each.name: getattr(self, each.name)[slots] for each in fields(self)})
+    def part(self, slots: slice) -> SampleRefs:
+        return SampleRefs(**{each.name: getattr(self, each.name)[slots] for each in fields(self)})
 
 
 class LaneStream(ABC):
@@ -61,14 +61,14 @@ class LaneStream(ABC):
         self.images_per_lane = global_batch_images // lanes
 
     @abstractmethod
-    def visits(self, lane: Int64s, position: Int64s, *, attempt: int = 0) -> Visits:
+    def resolve(self, lane: Int64s, position: Int64s, *, attempt: int = 0) -> SampleRefs:
         """Resolve positions of lanes' streams; `lane` and `position` have shape [n], in any order.
 
         Positions count from 0; the images of all lanes together must stay below `MOST_IMAGES`. `attempt` is 0 for the
         visits themselves, above 0 for their substitutes.
         """
 
-    def substitute(self, visits: Visits, *, attempt: int) -> Visits:
+    def substitute(self, refs: SampleRefs, *, attempt: int) -> SampleRefs:
         """Other samples for the same epochs, lanes and positions, for visits whose own sample is damaged.
 
         Drawn by a hash of (seed, epoch, sample) and `attempt` (from 1) from the place's window, so that the rank has
@@ -76,9 +76,11 @@ class LaneStream(ABC):
         Never the visit's own sample if there is another, and never one twice before all were tried.
         """
         assert attempt >= 1, "attempt 0 is the visit itself"
-        return self.visits(visits.lane, visits.position, attempt=attempt)
+        return self.resolve(refs.lane, refs.position, attempt=attempt)
 
-    def rank_batch(self, step: int, *, rank: int, world_size: int, start: int = 0, stop: int | None = None) -> Visits:
+    def rank_batch(
+        self, step: int, *, rank: int, world_size: int, start: int = 0, stop: int | None = None
+    ) -> SampleRefs:
         """The visits of one rank in global batch `step`, in lane order; `start` and `stop` select a micro-batch.
 
         The ranks' parts, one after another, are the global batch, for every `world_size` that divides the lanes;
@@ -91,7 +93,7 @@ class LaneStream(ABC):
         assert 0 <= rank < world_size and 0 <= start <= stop <= part_images, "a slice of somebody else's part"
         in_part = np.arange(start, stop, dtype=np.int64)
         lane = rank * own_lanes + in_part // self.images_per_lane
-        return self.visits(lane, step * self.images_per_lane + in_part % self.images_per_lane)
+        return self.resolve(lane, step * self.images_per_lane + in_part % self.images_per_lane)
 
 
 class Order(LaneStream):
@@ -121,7 +123,7 @@ class Order(LaneStream):
         self._first_sample = np.cumsum(self._sizes) - self._sizes
         self._layouts: dict[int, tuple[Int64s, Int64s]] = {}
 
-    def visits(self, lane: Int64s, position: Int64s, *, attempt: int = 0) -> Visits:
+    def resolve(self, lane: Int64s, position: Int64s, *, attempt: int = 0) -> SampleRefs:
         assert int(position.max(initial=0)) * self.lanes < MOST_IMAGES, "more images than 64-bit integers count"
         # The last epoch e that lane l has reached, floor((e*N + l) / lanes) <= position.
         epoch = (position * self.lanes + self.lanes - 1 - lane) // self.num_samples
@@ -143,7 +145,7 @@ class Order(LaneStream):
             key = hash_words(RandomStream.SUBSTITUTE, self.seed, epoch, self._first_sample[shard] + row)
             shard, row = self._laid(epoch, _another(place, low=low, size=size, key=key, attempt=attempt))
         sample = self._first_sample[shard] + row
-        return Visits(epoch=epoch, shard=shard, row=row, sample=sample, lane=lane, position=position)
+        return SampleRefs(epoch=epoch, shard=shard, row=row, sample=sample, lane=lane, position=position)
 
     def _given(self, lane: Int64s, epoch: Int64s) -> Int64s:
         """Samples that the lane has been given after `epoch` epochs."""

@@ -22,7 +22,7 @@ from data_shards.errors import UserError
 from data_shards.packing.request import PackRequest
 from data_shards.packing.sources.base import ImageSet, Source, SplitName
 from data_shards.packing.split import HoldoutCount, hash_order, hold_out
-from data_shards.shards.labels import LabelSpec, alike_names
+from data_shards.shards.labels import LabelSpec, similar_names
 from data_shards.text import named
 from data_shards.vocabulary import LabelKind
 
@@ -213,7 +213,7 @@ def _doubts(source: Source, request: PackRequest) -> list[str]:
     for names that differ only by case or blanks, unless the request names its classes or keeps those that there are."""
     if request.classes is not None or request.doubtful_classes == "keep":
         return []
-    for names in alike_names(source.classes):
+    for names in similar_names(source.classes):
         raise UserError(
             f"{source.spec}: the classes {', '.join(map(repr, names))} differ only by case or blanks: give them one "
             "name, or add --keep-classes if they are meant"

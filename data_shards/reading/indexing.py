@@ -22,12 +22,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from data_shards.errors import UserError
-from data_shards.processes import deaf_to_interrupts, end_with_parent, num_cores
-from data_shards.reading.foreign_tar import FoundLabels, TarFacts, facts_from, index_tar, labels_from, peek
+from data_shards.processes import block_interrupts, end_with_parent, num_cores
+from data_shards.reading.tar_summary import FoundLabels, TarSummary, index_tar, labels_from, peek, summary_from
 from data_shards.shards.labels import LabelSpec
+from data_shards.shards.location import PIPE, is_local, local_path, redacted
 from data_shards.shards.manifest import write_json
 from data_shards.shards.shard_set import Report, ShardEntry, ShardsSpec
-from data_shards.store.location import PIPE, is_local, local_path, shown
 from data_shards.text import parse_json, show_duration
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ _STAT_THREADS = 32
 _PROGRESS_SECONDS = 5.0
 _PEEKED_TARS = 3
 
-_ABSENT = TarFacts(0, 0, "there is no such tar", 0, (), "", "")
+_ABSENT = TarSummary(0, 0, "there is no such tar", 0, (), "", "")
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Tar:
     """One tar and what was found in it."""
 
     entry: ShardEntry
-    facts: TarFacts
+    facts: TarSummary
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class Indexing:
             if files != [self._target(number).name for number in range(len(self.urls))]:
                 return None
             labels = LabelSpec(**content["label"])
-            facts = [facts_from(entry["facts"]) for entry in content["tars"]]
+            facts = [summary_from(entry["facts"]) for entry in content["tars"]]
             return self._result(facts, labels, labels_from(content["found"]))
         except (FileNotFoundError, ValueError, KeyError, TypeError):
             return None
@@ -120,15 +120,15 @@ class Indexing:
         write_json(self._folder / "set.json", content)
         return self._result(facts, labels, found)
 
-    def _result(self, facts: Sequence[TarFacts], labels: LabelSpec, found: FoundLabels) -> Indexed:
+    def _result(self, facts: Sequence[TarSummary], labels: LabelSpec, found: FoundLabels) -> Indexed:
         tars = [Tar(self._entry(number, labels, one), one) for number, one in enumerate(facts)]
         return Indexed(tuple(tars), labels, found)
 
-    def _entry(self, number: int, labels: LabelSpec, facts: TarFacts) -> ShardEntry:
+    def _entry(self, number: int, labels: LabelSpec, facts: TarSummary) -> ShardEntry:
         url = self.urls[number]
         return ShardEntry(
             url=url,
-            name=shown(url),
+            name=redacted(url),
             num_samples=facts.num_samples,
             # The store's cache key depends on it, and a pipe's size is not known beforehand.
             num_bytes=facts.num_bytes if is_local(url) else None,
@@ -173,7 +173,7 @@ class Indexing:
         content = repr((self.urls[number], self._found[number][0]))
         return self._folder / (hashlib.sha256(content.encode("utf-8", "surrogateescape")).hexdigest()[:32] + ".npz")
 
-    def _index_all(self, labels: LabelSpec) -> tuple[list[TarFacts], FoundLabels]:
+    def _index_all(self, labels: LabelSpec) -> tuple[list[TarSummary], FoundLabels]:
         count = len(self.urls)
         begun = last_line = time.monotonic()
         tars = "1 tar" if count == 1 else f"{count:,} tars"
@@ -193,7 +193,7 @@ class Indexing:
         self.report(f"{self.source}: {num_samples:,} samples, {found} in {labels.text}")
         return [facts[number] for number in range(count)], found
 
-    def _each(self, todo: list[int], labels: LabelSpec) -> Iterator[tuple[int, tuple[TarFacts, FoundLabels]]]:
+    def _each(self, todo: list[int], labels: LabelSpec) -> Iterator[tuple[int, tuple[TarSummary, FoundLabels]]]:
         """(tar number, what was found in it), in the order of completion."""
         pool: Executor
         if all(map(is_local, self.urls)):
@@ -213,23 +213,23 @@ class Indexing:
         else:
             pool = ThreadPoolExecutor(_REMOTE_THREADS)
         try:
-            with deaf_to_interrupts():
+            with block_interrupts():
                 futures = {self._submit(pool, number, labels): number for number in todo}
             for future in as_completed(futures):
                 yield futures[future], future.result()
         finally:
             pool.shutdown(cancel_futures=True)
 
-    def _submit(self, pool: Executor, number: int, labels: LabelSpec) -> Future[tuple[TarFacts, FoundLabels]]:
+    def _submit(self, pool: Executor, number: int, labels: LabelSpec) -> Future[tuple[TarSummary, FoundLabels]]:
         url = self.urls[number]
         if is_local(url):
             target = self._target(number)
-            return pool.submit(index_tar, str(local_path(url)), target=target, labels=labels, name=shown(url))
+            return pool.submit(index_tar, str(local_path(url)), target=target, labels=labels, name=redacted(url))
         return pool.submit(self._index_one, number, labels)
 
-    def _index_one(self, number: int, labels: LabelSpec) -> tuple[TarFacts, FoundLabels]:
+    def _index_one(self, number: int, labels: LabelSpec) -> tuple[TarSummary, FoundLabels]:
         with self._local_copy(number, labels) as path:
-            return index_tar(path, target=self._target(number), labels=labels, name=shown(self.urls[number]))
+            return index_tar(path, target=self._target(number), labels=labels, name=redacted(self.urls[number]))
 
     @contextmanager
     def _local_copy(self, number: int, labels: LabelSpec) -> Iterator[str]:

@@ -13,17 +13,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from data_shards.errors import UserError
+from data_shards.shards.location import PIPE, expand_braces, is_local, join, local_path, redacted
 from data_shards.shards.manifest import MANIFEST_FILE, Manifest, load_manifest, parse_manifest, shard_files
 from data_shards.shards.shard_set import Damaged, Report, ShardEntry, ShardSet, ShardsSpec
 from data_shards.shards.tar_index import index_path, read_index, readable_index
-from data_shards.store.location import PIPE, expand_braces, is_local, join, local_path, shown
 from data_shards.vocabulary import SPLIT_FOLDERS
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from data_shards.reading.shard_table import ShardTable
+    from data_shards.shards.shard_table import ShardTable
     from data_shards.store.store import Store
 
 _MOST_MANIFEST_BYTES = 1 << 30  # 150 bytes a shard, and the classes
@@ -51,7 +51,7 @@ def open_shards(
     if spec.portion is not None:
         whole = replace(spec, portion=None)
         opened = open_shards(whole, damaged=damaged, index_folder=index_folder, report=report, store=store)
-        from data_shards.shards.hold_out import take_portion
+        from data_shards.shards.holdout import take_portion
 
         return take_portion(opened, spec.portion)
     location = spec.location
@@ -62,13 +62,13 @@ def open_shards(
     if is_packed(location):
         for name in ("label", "classes"):
             if getattr(spec, name) is not None:
-                raise UserError(f"{shown(location)} has a {MANIFEST_FILE}, which says it: leave out {name}")
+                raise UserError(f"{redacted(location)} has a {MANIFEST_FILE}, which says it: leave out {name}")
         if spec.kind != "single":
-            raise UserError(f"{shown(location)} has a {MANIFEST_FILE}, which says it: leave out kind")
+            raise UserError(f"{redacted(location)} has a {MANIFEST_FILE}, which says it: leave out kind")
         return _open_local(location, damaged=damaged) if is_local(location) else _open_remote(location, store=store)
-    from data_shards.reading.foreign_opening import open_foreign
+    from data_shards.reading.external_shards import open_external
 
-    return open_foreign(
+    return open_external(
         spec, urls=tar_urls(location), damaged=damaged, index_folder=index_folder, report=report, store=store
     )
 
@@ -159,10 +159,10 @@ def _open_remote(location: str, *, store: Store | None) -> ShardSet:
     try:
         content = store.read_small(url, most_bytes=_MOST_MANIFEST_BYTES)
     except MissingObject as error:
-        pattern = shown(join(location, "x-")) + "{000..127}.tar"
+        pattern = redacted(join(location, "x-")) + "{000..127}.tar"
         raise UserError(f"{error}; tars without a manifest are given as a pattern, such as {pattern}") from None
-    manifest = parse_manifest(content, root=Path(), name=shown(url))
-    return _packed(manifest, _table(manifest, location, None), shown(location))
+    manifest = parse_manifest(content, root=Path(), name=redacted(url))
+    return _packed(manifest, _table(manifest, location, None), redacted(location))
 
 
 def _table(
@@ -173,8 +173,8 @@ def _table(
     damaged: tuple[int, ...] = (),
     stamps: NDArray[np.int64] | None = None,
 ) -> ShardTable:
-    from data_shards.reading.shard_table import ShardTable, TableSource
     from data_shards.shards.packed_shards import PackedShards
+    from data_shards.shards.shard_table import ShardTable, TableSource
 
     rows = PackedShards.of_shards(manifest.shards)
     source = TableSource(folder, shown_folder, manifest.labels, num_shards=len(rows))

@@ -14,15 +14,15 @@ from collections import OrderedDict
 from typing import NamedTuple
 
 from data_shards.errors import CorruptSample, SampleError, UserError
-from data_shards.shards.hold_out import index_of
+from data_shards.shards.holdout import index_of
 from data_shards.shards.labels import LabelSpec, parse_label
+from data_shards.shards.location import is_local, local_path
 from data_shards.shards.shard_index import ShardIndex
 from data_shards.shards.shard_set import ShardEntry, ShardSet
 from data_shards.shards.tar_index import ReadableIndex, index_path, read_index, readable_index, readable_open
 from data_shards.shards.tar_walk import BLOCK_BYTES, stated_member
 from data_shards.store.cache_folder import TOUCH_SECONDS, is_evicted, touch
 from data_shards.store.download import StoreError
-from data_shards.store.location import is_local, local_path
 from data_shards.store.store import Store
 
 # Image and label are read at once if they lie within so many bytes; splitting them copies them once more, which beyond

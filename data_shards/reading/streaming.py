@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from data_shards.errors import UserError
 from data_shards.reading.opening import is_packed, open_shards, tar_urls
 from data_shards.shards.labels import LabelSpec
+from data_shards.shards.location import is_local, local_path, redacted
 from data_shards.shards.shard_set import ShardEntry, ShardSet
 from data_shards.shards.webdataset_parts import library
-from data_shards.store.location import is_local, local_path, shown
 
 if TYPE_CHECKING:
     from webdataset.compat import WebDataset
@@ -54,7 +54,9 @@ def as_webdataset(
         except IndexError:
             raise UserError(f"shard_numbers: there are {len(entries)} shards, 0 to {len(entries) - 1}") from None
     if not entries:
-        raise UserError(f"{shards if isinstance(shards, Path) else shown(str(shards))}: there is no tar to be opened")
+        raise UserError(
+            f"{shards if isinstance(shards, Path) else redacted(str(shards))}: there is no tar to be opened"
+        )
     webdataset = library()
     dataset = webdataset.WebDataset([entry.url for entry in entries], shardshuffle=shardshuffle, **options)
     for number, stage in enumerate(dataset.pipeline):
@@ -70,7 +72,7 @@ def _entries(shards: ShardSet | Path | str, *, store: Store | None) -> list[Shar
     if is_packed(location):
         return list(open_shards(location, store=store).shards)
     return [
-        ShardEntry(url, shown(url), num_samples=0, num_bytes=None, sha256="", index=None, labels=LabelSpec())
+        ShardEntry(url, redacted(url), num_samples=0, num_bytes=None, sha256="", index=None, labels=LabelSpec())
         for url in tar_urls(location)
     ]
 

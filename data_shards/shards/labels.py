@@ -51,7 +51,7 @@ class LabelSpec:
         return self.part if self.key is None else f"{self.part}:{self.key}"
 
 
-def alike_names(classes: Sequence[str]) -> list[list[str]]:
+def similar_names(classes: Sequence[str]) -> list[list[str]]:
     """Groups of names that differ only by case or blanks."""
     groups: dict[str, list[str]] = {}
     for name in classes:

@@ -17,8 +17,8 @@ import time
 from collections.abc import Generator
 from typing import IO, Any
 
+from data_shards.shards.location import PIPE, protocol, redact_text
 from data_shards.shards.webdataset_parts import part
-from data_shards.store.location import PIPE, protocol, scrubbed
 from data_shards.store.remote_errors import DownloadStopped, Refused, Stop, Transient, Wrong, translated
 from data_shards.working_folder import users_environment
 
@@ -118,4 +118,4 @@ def _last_line(errors: IO[bytes], url: str) -> str:
     errors.seek(max(0, errors.seek(0, os.SEEK_END) - 4096))
     lines = errors.read().decode(errors="replace").split("\n")
     last = next((line.strip() for line in reversed(lines) if line.strip()), "")
-    return f" ({scrubbed(last, url=url)[:300]})" if last else ""
+    return f" ({redact_text(last, url=url)[:300]})" if last else ""

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from data_shards.errors import SampleError
-from data_shards.store.location import PIPE, Commands, shown
+from data_shards.shards.location import PIPE, Commands, redacted
 from data_shards.store.remote import RANGE_BYTES, Output, Remotes, Stored
 from data_shards.store.remote_errors import DownloadStopped, Failure, Missing, Refused, Stop, Transient, Wrong
 
@@ -84,7 +84,7 @@ class Patience:
 
     def wait(self, failure: Failure, *, spent_seconds: float) -> None:
         """Wait after an attempt of `spent_seconds`; raises StoreError if it was the last one."""
-        url = shown(self._url)
+        url = redacted(self._url)
         if isinstance(failure, Missing):
             raise MissingObject(f"{url} is not there ({failure}): check the location, or copy it there")
         if isinstance(failure, Refused):

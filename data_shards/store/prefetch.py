@@ -11,10 +11,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 
+from data_shards.shards.location import is_local
 from data_shards.shards.shard_set import ColumnShards, ShardEntry
 from data_shards.store.cache import NoRoom
 from data_shards.store.cache_folder import TOUCH_SECONDS
-from data_shards.store.location import is_local
 from data_shards.store.remote_errors import DownloadStopped
 from data_shards.store.store import Store
 

@@ -12,7 +12,7 @@ import ipaddress
 import socket
 from typing import Any
 
-from data_shards.store.location import scrubbed
+from data_shards.shards.location import redact_text
 from data_shards.store.remote_errors import Refused
 
 
@@ -36,7 +36,7 @@ async def _demand_allowed(session: Any, context: Any, redirect: Any) -> None:
     else:
         return
     redirect.response.close()
-    raise Refused(f"it redirects to {scrubbed(str(place))[:300]}, {why}")
+    raise Refused(f"it redirects to {redact_text(str(place))[:300]}, {why}")
 
 
 async def _inner_addresses(host: str) -> set[str]:

@@ -26,9 +26,9 @@ from itertools import islice
 from typing import Any, Literal, TypeVar
 
 from data_shards.errors import UserError
+from data_shards.shards.location import Commands, protocol, redact_text, redacted, require_no_command
 from data_shards.shards.webdataset_parts import part
 from data_shards.store.commands import gopen_pieces, pipe_pieces
-from data_shards.store.location import Commands, demand_no_command, protocol, scrubbed, shown
 from data_shards.store.redirects import redirect_rule
 from data_shards.store.remote_errors import (
     DownloadStopped,
@@ -84,7 +84,7 @@ class Remotes:
 
         Raises UserError if the package for this kind of URL is not installed, or if it may run a program.
         """
-        demand_no_command(url, commands=self._commands)
+        require_no_command(url, commands=self._commands)
         kind = protocol(url)
         if kind == "pipe":
             return Output(partial(pipe_pieces, url, stall_seconds=self._stall_seconds, stop=stop))
@@ -111,9 +111,9 @@ class Remotes:
                 if kind in ("s3", "s3a"):
                     self._file_systems[key].retries = 1  # trying again is `download`'s business
         except ImportError as error:
-            raise UserError(f"{shown(url)}: for {kind}:// a Python package is missing: {error}") from None
+            raise UserError(f"{redacted(url)}: for {kind}:// a Python package is missing: {error}") from None
         except ValueError as error:
-            raise UserError(f"{shown(url)}: {scrubbed(str(error))}: check the part before ://") from None
+            raise UserError(f"{redacted(url)}: {redact_text(str(error))}: check the part before ://") from None
         return self._file_systems[key]
 
     def _options(self, kind: str, configured: dict[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from data_shards.errors import UserError
-from data_shards.store.location import scrubbed
+from data_shards.shards.location import redact_text
 
 Stop = Callable[[], bool]
 
@@ -64,7 +64,7 @@ def failure_of(error: Exception) -> Failure:
     status = getattr(error, "status", None) or getattr(error, "code", None)
     if isinstance(status, int) and 400 <= status < 600:
         return of_status(status)
-    text = scrubbed(" ".join(str(error).split()))[:300]
+    text = redact_text(" ".join(str(error).split()))[:300]
     reason = f"{type(error).__name__}: {text}" if text else type(error).__name__
     if isinstance(error, FileNotFoundError | IsADirectoryError | NotADirectoryError):
         return Missing(reason)

@@ -15,12 +15,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from data_shards.errors import UserError
+from data_shards.shards.location import PIPE, Commands, is_local, local_path, redacted, require_no_command
 from data_shards.shards.shard_index import ShardIndex
 from data_shards.shards.shard_set import ShardEntry
 from data_shards.shards.tar_index import build_index, open_index, read_index
 from data_shards.store.cache import Cache, CacheConfig, Evict, PartialShard
 from data_shards.store.download import Downloads, MissingObject, RetryPolicy, StoreError
-from data_shards.store.location import PIPE, Commands, demand_no_command, is_local, local_path, shown
 from data_shards.store.remote_errors import DownloadStopped, Stop, Wrong
 
 __all__ = ["MissingObject", "OpenShard", "RetryPolicy", "Store", "StoreError"]
@@ -152,7 +152,7 @@ class Store:
     ) -> tuple[int, str, ShardIndex | None]:
         """A shard's descriptor, its name in the cache, and its index if it had to be built."""
         if self._cache is None:
-            demand_no_command(entry.url, commands=self._commands)
+            require_no_command(entry.url, commands=self._commands)
             raise UserError(f"{entry.name} is no local file: set data.cache.folder to a folder for such shards")
         name = self._name(entry, evict=evict, stop=stop)
         while True:
@@ -228,7 +228,7 @@ class Store:
     def _name(self, entry: ShardEntry, *, evict: Evict, stop: Stop = lambda: False) -> str:
         """The shard's name in the cache, which depends on the content, but not on passwords."""
         if entry.sha256:
-            identity = [entry.sha256, shown(entry.url)]
+            identity = [entry.sha256, redacted(entry.url)]
         else:
             # The query stays: it may be all that identifies the file.
             url = re.sub(r"(?<=://)[^/?#]*@", "", entry.url)
@@ -236,7 +236,7 @@ class Store:
         # Of a pipe only the program and the tar are shown, and neither need be there or differ.
         if entry.url.startswith(PIPE):
             identity.append(entry.url)
-        stem = re.sub(r"[^A-Za-z0-9_.+-]", "_", shown(entry.url).rstrip("/").rpartition("/")[2]).removesuffix(".tar")
+        stem = re.sub(r"[^A-Za-z0-9_.+-]", "_", redacted(entry.url).rstrip("/").rpartition("/")[2]).removesuffix(".tar")
         return f"{stem[-80:]}-{hashlib.sha256(repr(identity).encode()).hexdigest()[:32]}"
 
     def _fingerprint(self, url: str, *, evict: Evict, stop: Stop) -> str:
@@ -262,7 +262,7 @@ class _Memory:
     def _check(self, num_bytes: int) -> None:
         if num_bytes > self._most_bytes:
             raise UserError(
-                f"{shown(self._url)} has more than {self._most_bytes} bytes, which such a file never has: "
+                f"{redacted(self._url)} has more than {self._most_bytes} bytes, which such a file never has: "
                 "check the location"
             )
 

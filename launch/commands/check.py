@@ -97,9 +97,9 @@ def check(
     from data_shards.checking.check import check as check_shards
     from data_shards.checking.near_duplicates.page import PAGE_FILE, write_report
     from data_shards.checking.page import as_json, as_text
+    from data_shards.shards.location import is_local
     from data_shards.shards.shard_set import ShardsSpec
     from data_shards.store.cache import CacheConfig, default_cache_folder
-    from data_shards.store.location import is_local
     from data_shards.store.store import RetryPolicy, Store
 
     demand_counts(world_size=world_size, lanes=lanes, gpus_per_node=gpus_per_node)

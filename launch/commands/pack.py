@@ -191,8 +191,8 @@ def open_exclusion(locations: list[str], *, report: Report) -> Exclusion:
     """Open the sets of --exclude-matches-of. Raises UserError if one is missing or damaged."""
     from data_shards.packing.request import Exclusion
     from data_shards.reading.opening import open_all_splits
+    from data_shards.shards.location import is_local
     from data_shards.store.cache import CacheConfig
-    from data_shards.store.location import is_local
     from data_shards.store.store import Store
 
     store = Store(None if all(map(is_local, locations)) else CacheConfig(), commands="run")  # as the user typed them

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from data_shards.errors import UserError
-from data_shards.store.location import shown
+from data_shards.shards.location import redacted
 from data_shards.text import printable
 from data_shards.vocabulary import USUAL_MOST_PIXELS
 from launch.env import paths_file
@@ -91,7 +91,7 @@ def show(
     if not 0 <= seed < 2**63:
         raise UserError(f"--seed: it is {seed}; give 0 or more")
     recipe = _recipe(what, overrides, data=data)
-    output = output or Path("show") / (_folder_name(shown(what)) if recipe is None else recipe.name)
+    output = output or Path("show") / (_folder_name(redacted(what)) if recipe is None else recipe.name)
     demand_target(output, flag="--output", force=force, mark=page_mark("show"), file=INDEX_FILE)
     if recipe is None:
         given = {"OVERRIDES": bool(overrides), "--stage": stage is not None, "--step": step is not None}
@@ -106,10 +106,10 @@ def show(
 
     looking = Looking(images=images, most_labels=labels, seed=seed, report=_report)
     if recipe is None:
+        from data_shards.shards.location import is_local
         from data_shards.shards.shard_set import ShardsSpec
         from data_shards.store.cache import CacheConfig, default_cache_folder
         from data_shards.store.download import RetryPolicy
-        from data_shards.store.location import is_local
         from data_shards.store.store import Store
 
         if is_local(what) and (cache, cache_limit) != (None, None):

@@ -26,9 +26,9 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
+from data_shards.shards.location import Commands, is_local, local_path
 from data_shards.shards.manifest import MANIFEST_FILE
 from data_shards.shards.shard_set import ShardSet
-from data_shards.store.location import Commands, is_local, local_path
 from launch.env import RENDEZVOUS, RUN_MARK, without_place
 from launch.hosts import pdsh
 from launch.hosts.agent import AgentOrder, rendezvous_name
@@ -43,7 +43,7 @@ from launch.output import say
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.vocabulary import EXIT_STOPPED, StageName
 from pipeline.stage.data import open_data
-from pipeline.transfer.few_shot_data import open_few_shot
+from pipeline.transfer.data_sets import open_few_shot
 
 _HEARTBEAT_SECONDS = 5.0  # to the agents
 _SILENCE_SECONDS = 45.0  # longer than ssh's own timeout: both sides notice

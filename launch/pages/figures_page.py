@@ -12,30 +12,31 @@ from timm.models.vision_transformer import VisionTransformer
 from data_shards.durable import replaced
 from data_shards.errors import UserError
 from data_shards.images.decode import PixelLimit
-from data_shards.inside import demand_inside
 from data_shards.loading.assemble import Access
 from data_shards.loading.batch import Batch
 from data_shards.packing.sources.folder import image_files
 from data_shards.reading.opening import open_shards
+from data_shards.safe_paths import require_inside
+from data_shards.shards.location import is_local
 from data_shards.shards.shard_set import ShardsSpec
 from data_shards.store.cache import CacheConfig
-from data_shards.store.location import is_local
 from data_shards.store.store import Store
 from data_shards.text import one_line
 from launch.output import say
 from launch.pages.blocks import PageBlock, PageImage, PagePicture, PageSection, PageText
 from launch.pages.shards_page import Shown, write_page
 from model.saved import SavedModelMeta
-from pipeline.evaluation.result import OWN_SET
 from pipeline.pictures.held_out_images import held_out_access
 from pipeline.pictures.paper.attention import Drawn
 from pipeline.pictures.paper.attention_inputs import images_to_look_at, look
 from pipeline.pictures.paper.images import images_of_files, images_of_shards
 from pipeline.pictures.paper.model_figures import built, figures_of_attention, figures_of_weights, left_out, numbers_of
+from pipeline.pictures.style import rendered
 from pipeline.recipe.io import parse_recipe
 from pipeline.recipe.vocabulary import RECIPE_FILE, WeightsKind
-from pipeline.runs.pictures import DrawRequest, rendered
-from pipeline.transfer.origin import model_origin
+from pipeline.runs.evaluations import OWN_SET
+from pipeline.runs.pictures import DrawRequest
+from pipeline.transfer.results import model_origin
 from pipeline.using.find_model import FoundModel, find_model
 from pipeline.using.predict import DeviceChoice, chosen_device
 
@@ -62,7 +63,7 @@ def make_page(wanted: Wanted, *, limit: PixelLimit, folder: Path) -> Path:
     found = find_model(wanted.model, weights=wanted.weights)
     meta = found.meta
     if (run := model_origin(found.origin).run) is not None:
-        demand_inside(Path(found.origin), folder=run.boundary)
+        require_inside(Path(found.origin), folder=run.boundary)
     if found.origin != str(wanted.model):
         say(f"the model is {found.origin}")
     notes = [*found.notes, *left_out(meta)]

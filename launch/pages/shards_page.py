@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Literal
 from data_shards.durable import replaced
 from data_shards.errors import UserError
 from data_shards.images.decode import PixelLimit
-from data_shards.reading.glance import Glance, glance
 from data_shards.reading.opening import open_shards, splits_below
+from data_shards.reading.overview import Overview, inspect_shards
+from data_shards.shards.location import redacted
 from data_shards.shards.shard_set import ShardSet, ShardsSpec
-from data_shards.store.location import shown
 from data_shards.store.prefetch import all_local
 from data_shards.store.store import Store
 from data_shards.text import counted, one_line, show_bytes
@@ -25,10 +25,11 @@ from launch.pages.blocks import PageBlock, PageImage, PagePicture, PageSection, 
 from launch.pages.page import render_page
 from launch.target import INDEX_FILE, page_mark
 from pipeline.pictures.set_figures import contact_sheet, image_sizes, label_histogram
+from pipeline.pictures.style import rendered
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.stage_plan import StagePlan
 from pipeline.recipe.vocabulary import StageName
-from pipeline.runs.pictures import Picture, rendered
+from pipeline.runs.pictures import Picture
 from pipeline.stage.data import StageData, open_data
 
 if TYPE_CHECKING:
@@ -80,10 +81,10 @@ def show_shards(spec: ShardsSpec, *, store: Store, limit: PixelLimit, looking: L
     """A set of shards, or the splits in a folder; UserError if there are none, or they cannot be opened."""
     splits = splits_below(spec.location, store=store) or {"": spec.location}
     making = _Making()
-    seen: dict[str, Glance] = {}
+    seen: dict[str, Overview] = {}
     for split, location in splits.items():
         opened = open_shards(replace(spec, location=location), damaged="report", store=store, report=looking.report)
-        seen[split] = _glance(opened, store=store, limit=limit, looking=looking)
+        seen[split] = _inspected(opened, store=store, limit=limit, looking=looking)
     sections = [
         _set_section(making, each, title=split or "The set", prefix=f"{_file(split)}_" if split else "")
         for split, each in seen.items()
@@ -91,7 +92,7 @@ def show_shards(spec: ShardsSpec, *, store: Store, limit: PixelLimit, looking: L
     names = dict.fromkeys(each.shards.name for each in seen.values())
     return Shown(
         title=f"{' and '.join(names)}: what is in the shards",
-        lead=f"{shown(spec.location)}, looked at before training.",
+        lead=f"{redacted(spec.location)}, looked at before training.",
         facts=_facts([(split, each.shards) for split, each in seen.items()]),
         sections=tuple(sections),
         pictures=making.pictures,
@@ -113,7 +114,7 @@ def show_recipe(recipe: Recipe, *, stage: StageName, step: int, looking: Looking
     limit = PixelLimit(recipe.data.max_image_pixels)
     making = _Making()
     train, held_out = (
-        _glance(shards, store=data.store, limit=limit, looking=looking) for shards in (data.train, data.eval)
+        _inspected(shards, store=data.store, limit=limit, looking=looking) for shards in (data.train, data.eval)
     )
     sections = [
         _model_section(making, recipe, stage=stage, data=data, step=step, held_out=held_out),
@@ -148,8 +149,8 @@ def write_page(made: Shown, folder: Path, *, command: Literal["show", "figures"]
     return folder / INDEX_FILE
 
 
-def _glance(shards: ShardSet, *, store: Store, limit: PixelLimit, looking: Looking) -> Glance:
-    return glance(
+def _inspected(shards: ShardSet, *, store: Store, limit: PixelLimit, looking: Looking) -> Overview:
+    return inspect_shards(
         shards,
         store=store,
         images=looking.images,
@@ -160,7 +161,7 @@ def _glance(shards: ShardSet, *, store: Store, limit: PixelLimit, looking: Looki
 
 
 def _model_section(
-    making: _Making, recipe: Recipe, *, stage: StageName, data: StageData, step: int, held_out: Glance
+    making: _Making, recipe: Recipe, *, stage: StageName, data: StageData, step: int, held_out: Overview
 ) -> PageSection:
     from pipeline.pictures.training_batch import (
         batch_figure,
@@ -187,7 +188,7 @@ def _model_section(
 
 
 def _set_section(
-    making: _Making, seen: Glance, *, title: str, prefix: str, image_size: int | None = None
+    making: _Making, seen: Overview, *, title: str, prefix: str, image_size: int | None = None
 ) -> PageSection:
     shards = seen.shards
     damaged = list(shards.damage)

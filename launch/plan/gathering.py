@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from data_shards.errors import UserError
-from data_shards.store.location import is_local
+from data_shards.shards.location import is_local
 from launch.env import num_gpus
 from launch.plan.options import PlanOptions
 from launch.plan.page import RecipeForecast

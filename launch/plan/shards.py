@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from data_shards.reading.opening import open_shards
+from data_shards.shards.location import command_reason, expand_braces, is_local, join, local_path, redacted
 from data_shards.shards.manifest import MANIFEST_FILE
 from data_shards.shards.shard_set import ShardSet, merge_shard_sets
 from data_shards.store.download import MissingObject, RetryPolicy
-from data_shards.store.location import expand_braces, is_local, join, local_path, shown, why_command
 from data_shards.store.store import Store
 from data_shards.text import printable
 from pipeline.recipe.data import ShardsConfig
@@ -22,7 +22,7 @@ from pipeline.recipe.roles import Role, missing_paths, role_of
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.vocabulary import StageName
 from pipeline.stage.data import shards_spec
-from pipeline.transfer.few_shot_data import few_shot_of
+from pipeline.transfer.data_sets import few_shot_of
 
 GIVE_UP_SECONDS = 30.0  # the user is waiting
 _MOST_MANIFEST_BYTES = 1 << 30
@@ -78,8 +78,8 @@ def look(recipe: Recipe, *, stage: StageName, at: Literal["training", "all"] = "
 def _unopened(shards: ShardsConfig, *, store: Store) -> str | None:
     """Why a set is not opened; None: it exists."""
     location = shards.shards
-    if why := why_command(location):
-        return f"{shown(location)} {why}, and none is started"
+    if why := command_reason(location):
+        return f"{redacted(location)} {why}, and none is started"
     if is_local(location):
         paths = map(local_path, expand_braces(location))
         there = any(any(path.iterdir()) if path.is_dir() else path.exists() for path in paths)
@@ -90,7 +90,7 @@ def _unopened(shards: ShardsConfig, *, store: Store) -> str | None:
             there = bool(store.read_small(join(location, MANIFEST_FILE), most_bytes=_MOST_MANIFEST_BYTES))
         except MissingObject:
             there = False
-    return None if there else f"{shown(location)} is not there yet"
+    return None if there else f"{redacted(location)} is not there yet"
 
 
 def _open(shards: ShardsConfig, *, store: Store) -> ShardSet:

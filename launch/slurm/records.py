@@ -16,7 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from data_shards.durable import break_links, replace_text
 from data_shards.errors import UserError
-from data_shards.inside import read_inside
+from data_shards.safe_paths import read_inside
 from pipeline.recipe.vocabulary import StageName
 
 Kind = Literal["stopped", "failed", "taken away"]

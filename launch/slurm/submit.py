@@ -16,7 +16,7 @@ from pathlib import Path
 import launch
 from data_shards.durable import replace_text
 from data_shards.errors import UserError
-from data_shards.store.location import Commands
+from data_shards.shards.location import Commands
 from launch.run.pipeline_run import PipelineRun
 from launch.slurm.commands import After, Slurm, submit_command
 from launch.slurm.records import Submission, begin_jobs, read_submission, write_ends, write_submission

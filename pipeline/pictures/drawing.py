@@ -12,11 +12,11 @@ from collections.abc import Callable, Sequence
 
 from data_shards.durable import make_folders, replace_text
 from data_shards.errors import UserError
-from data_shards.inside import demand_inside, read_inside
+from data_shards.safe_paths import read_inside, require_inside
 from data_shards.text import one_line, parse_json, show_duration
-from pipeline.evaluation.result import evaluated_step, evaluations
 from pipeline.recipe.io import parse_recipe
 from pipeline.recipe.vocabulary import ALL_STAGES, PICTURES_FOLDER, RECIPE_FILE, StageName
+from pipeline.runs.evaluations import evaluated_step, evaluations
 from pipeline.runs.pictures import DrawRequest, Moment
 from pipeline.runs.run_folder import RunFolder
 
@@ -83,7 +83,7 @@ def draw_missing(folder: RunFolder, *, say: Say) -> None:
         record = folder.peek(stage)
         if stage == "swap_head" or folder.leads_out(stage) or record.state == "new":
             continue
-        demand_inside(folder.model(stage), folder=folder.boundary)
+        require_inside(folder.model(stage), folder=folder.boundary)
         drawn = _drawn(folder, stage=stage)
         due: list[tuple[Moment, int]] = [("begin", 0)]
         kept = [evaluated_step(each) for of_set in evaluations(folder.stage(stage)).values() for each in of_set]

@@ -17,10 +17,10 @@ from data_shards.images.decode import PixelLimit
 from data_shards.images.transforms import EvalTransform
 from data_shards.loading.assemble import Access, Assembler
 from data_shards.loading.batch import Batch
-from data_shards.order.sample_order import Visits
+from data_shards.order.sample_order import SampleRefs
 from data_shards.reading.opening import open_shards
+from data_shards.shards.location import is_local
 from data_shards.shards.shard_set import ShardSet
-from data_shards.store.location import is_local
 from pipeline.recipe.vocabulary import OWN_SET
 from pipeline.runs.pictures import DrawRequest
 from pipeline.stage.batches import eval_transform
@@ -60,12 +60,12 @@ def read_samples(
 ) -> Batch:
     """Those of the `samples` that are whole, in this order; it may be none. `fetch`: shards that are not here, or leave
     their samples out. ValueError: the set has no such sample."""
-    visits = _visits(access.shards, np.asarray(samples, dtype=np.int64))
+    refs = _visits(access.shards, np.asarray(samples, dtype=np.int64))
     if fetch == "never":
-        is_here = {number: _is_here(access, number) for number in np.unique(visits.shard).tolist()}
-        visits = _only(visits, np.array([is_here[number] for number in visits.shard.tolist()], dtype=np.bool_))
-    everything = np.ones(len(visits.sample), dtype=np.bool_)
-    batch = Assembler(access).evaluate(visits, counted=everything, transform=transform)
+        is_here = {number: _is_here(access, number) for number in np.unique(refs.shard).tolist()}
+        refs = _only(refs, np.array([is_here[number] for number in refs.shard.tolist()], dtype=np.bool_))
+    everything = np.ones(len(refs.sample), dtype=np.bool_)
+    batch = Assembler(access).evaluate(refs, counted=everything, transform=transform)
     whole = batch.counted
     rows = {name: getattr(batch, name)[whole] for name in _ROWS}
     keys = tuple(key for key, is_whole in zip(batch.keys, whole.tolist(), strict=True) if is_whole)
@@ -75,17 +75,17 @@ def read_samples(
 _ROWS = ("images", "mirrored", "labels", "counted", "substituted", "samples", "epochs")
 
 
-def _visits(shards: ShardSet, samples: NDArray[np.int64]) -> Visits:
+def _visits(shards: ShardSet, samples: NDArray[np.int64]) -> SampleRefs:
     ends = np.cumsum([0, *shards.shard_sizes], dtype=np.int64)
     if len(samples) and not 0 <= samples.min() <= samples.max() < ends[-1]:
         raise ValueError(f"{shards.source} has no sample {samples.max()}: it is another set than was evaluated")
     shard = np.searchsorted(ends, samples, side="right") - 1
     zeros = np.zeros_like(samples)
-    return Visits(epoch=zeros, shard=shard, row=samples - ends[shard], sample=samples, lane=zeros, position=samples)
+    return SampleRefs(epoch=zeros, shard=shard, row=samples - ends[shard], sample=samples, lane=zeros, position=samples)
 
 
-def _only(visits: Visits, which: NDArray[np.bool_]) -> Visits:
-    return Visits(**{name: values[which] for name, values in vars(visits).items()})
+def _only(refs: SampleRefs, which: NDArray[np.bool_]) -> SampleRefs:
+    return SampleRefs(**{name: values[which] for name, values in vars(refs).items()})
 
 
 def _is_here(access: Access, number: int) -> bool:

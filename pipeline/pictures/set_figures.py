@@ -1,6 +1,6 @@
 """What is in a set of shards, as figures: a contact sheet, the images of each class, and the images' sizes.
 
-Of what a `Glance` has seen; each comes with its words, which say how many images or labels it is drawn from.
+Of what a `Overview` has seen; each comes with its words, which say how many images or labels it is drawn from.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from data_shards.reading.glance import Glance
+from data_shards.reading.overview import Overview
 from data_shards.text import show_bytes
 from pipeline.pictures.grid import Cell, image_grid, label_names, percent, shortened
 from pipeline.pictures.style import ACCENT, BAD, GRID, INK, MUTED, SERIES, new_figure
@@ -27,7 +27,7 @@ _NAME_POINTS = 150.0
 _SPREAD = 20  # of values: beyond it their axis is logarithmic
 
 
-def contact_sheet(seen: Glance) -> tuple[Picture, Figure] | None:
+def contact_sheet(seen: Overview) -> tuple[Picture, Figure] | None:
     """The images that were drawn, by class; None if there are none."""
     if not seen.images:
         return None
@@ -51,7 +51,7 @@ def contact_sheet(seen: Glance) -> tuple[Picture, Figure] | None:
     return words, image_grid(cells, columns=_COLUMNS, cell_inches=1.08)
 
 
-def label_histogram(seen: Glance) -> tuple[Picture, Figure] | None:
+def label_histogram(seen: Overview) -> tuple[Picture, Figure] | None:
     """How many images each class has, the largest first; None if no label was read."""
     if not seen.labelled:
         return None
@@ -84,7 +84,7 @@ def label_histogram(seen: Glance) -> tuple[Picture, Figure] | None:
     return words, figure
 
 
-def image_sizes(seen: Glance, *, image_size: int | None = None) -> tuple[Picture, Figure] | None:
+def image_sizes(seen: Overview, *, image_size: int | None = None) -> tuple[Picture, Figure] | None:
     """Widths, heights, proportions and bytes of images; `image_size`: what the model takes, drawn as a line. None if no
     size could be read."""
     if not len(seen.sizes):

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from data_shards.durable import break_links
-from data_shards.inside import read_inside
+from data_shards.safe_paths import read_inside
 from pipeline.ranks.pid import process_started, this_machine
 
 State = Literal["running", "left", "failed", "ended"]

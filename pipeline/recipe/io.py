@@ -13,7 +13,7 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from data_shards.errors import UserError
-from data_shards.store.location import scrubbed
+from data_shards.shards.location import redact_text
 from data_shards.text import one_line
 from pipeline.recipe.mistakes import mistakes, truths
 from pipeline.recipe.roles import fill_paths, lacks_paths, read_paths
@@ -231,7 +231,7 @@ def _validate(tree: dict[str, Any], *, origin: str, overridden: Sequence[str] = 
         else:
             place = origin
         by_place.setdefault(place, []).append(mistake.text)
-    raise UserError(scrubbed("; ".join(f"{place}: {_some(texts)}" for place, texts in by_place.items())))
+    raise UserError(redact_text("; ".join(f"{place}: {_some(texts)}" for place, texts in by_place.items())))
 
 
 def _some(texts: Sequence[str]) -> str:

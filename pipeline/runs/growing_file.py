@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from data_shards.durable import break_links
-from data_shards.inside import open_inside
+from data_shards.safe_paths import open_inside
 
 
 class GrowingFile:

@@ -10,7 +10,7 @@ from data_shards.images.decode import PixelLimit
 from data_shards.images.rand_augment import RandAugment
 from data_shards.images.transforms import EvalTransform, TrainTransform
 from data_shards.loading.assemble import Access
-from data_shards.loading.device_prefetch import Batches, ahead_on_device
+from data_shards.loading.device_prefetch import Batches, prefetch_to_device
 from data_shards.loading.loader import EvalBatches, Layout, TrainBatches, TrainLoader, eval_batches
 from data_shards.loading.mixing import MixupConfig
 from data_shards.shards.shard_set import ShardSet
@@ -59,12 +59,12 @@ def train_loader(
         workers=workers.count,
         kind=workers.kind,
     )
-    return ahead_on_device(loader, device=device)
+    return prefetch_to_device(loader, device=device)
 
 
 def held_out_loader(part: EvalBatches, *, workers: DataWorkers, device: torch.device) -> Batches:
     """An evaluation's batches; on a GPU one ahead. To be closed."""
-    return ahead_on_device(eval_batches(part, workers=workers.count, kind=workers.kind), device=device)
+    return prefetch_to_device(eval_batches(part, workers=workers.count, kind=workers.kind), device=device)
 
 
 def held_out(

@@ -13,19 +13,18 @@ from data_shards.checking.fitness import assess
 from data_shards.errors import UserError
 from data_shards.order.mixture import AnyOrder, make_order
 from data_shards.reading.opening import open_shards
-from data_shards.shards.hold_out import shared_images
+from data_shards.shards.holdout import shared_images
+from data_shards.shards.location import CommandRefused, Commands
 from data_shards.shards.shard_set import Portion, ShardSet, ShardsSpec, merge_shard_sets
 from data_shards.store.cache import CacheConfig, default_cache_folder
-from data_shards.store.location import CommandRefused, Commands
 from data_shards.store.prefetch import all_local
 from data_shards.store.store import Store
 from data_shards.text import counted, named, parse_bytes, show_bytes
 from pipeline.recipe.data import ShardsConfig
-from pipeline.recipe.metrics import chosen_metrics
 from pipeline.recipe.roles import missing_paths
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.stage import MaskedPatchStage, TrainStage
-from pipeline.recipe.stage_plan import StagePlan
+from pipeline.recipe.stage_plan import StagePlan, chosen_metrics
 from pipeline.recipe.vocabulary import OWN_SET, EvalMetric, StageName
 
 Report = Callable[[str], None]

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from data_shards.errors import AgreedError, UserError
-from data_shards.reading.shard_table import ShardTable
+from data_shards.shards.location import is_local, local_path
 from data_shards.shards.shard_set import ShardEntry, ShardSet
-from data_shards.store.location import is_local, local_path
+from data_shards.shards.shard_table import ShardTable
 from pipeline.ranks.pid import this_machine
 from pipeline.recipe.vocabulary import StageName
 from pipeline.stage.context import StageContext

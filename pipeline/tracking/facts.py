@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from data_shards.durable import replace_text
-from data_shards.inside import read_inside
+from data_shards.safe_paths import read_inside
 from pipeline.tracking.tracking_thread import FinalStatus, without_credentials
 
 Milliseconds = Annotated[int, Field(ge=0, lt=2**53)]  # of unix time

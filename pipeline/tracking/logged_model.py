@@ -17,7 +17,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from data_shards.inside import demand_inside
+from data_shards.safe_paths import require_inside
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.vocabulary import METRICS_FILE, StageName
 from pipeline.runs.metrics_log import iter_metrics
@@ -57,7 +57,7 @@ def log_result_model(
     from model.formats.served import PixelsToProbabilities
     from model.saved import build_described, load_model
 
-    demand_inside(folder.model(stage), folder=folder.boundary)
+    require_inside(folder.model(stage), folder=folder.boundary)
     meta, state = load_model(folder.model(stage))
     model = build_described(meta)
     model.load_state_dict(state)

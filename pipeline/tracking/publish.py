@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from data_shards.durable import replace_text
-from data_shards.inside import is_inside, read_inside
+from data_shards.safe_paths import is_inside, read_inside
 from data_shards.text import one_line, parse_json
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.vocabulary import MLFLOW_FILE, MLFLOW_SENT_FILE, PAGE_FILE, StageName

@@ -13,7 +13,7 @@ from itertools import islice
 from pathlib import Path
 
 from data_shards.errors import UserError
-from data_shards.inside import is_inside
+from data_shards.safe_paths import is_inside
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.vocabulary import METRICS_FILE, StageName
 from pipeline.runs.metrics_log import read_metrics

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from data_shards.durable import replace_text
-from data_shards.inside import read_inside
+from data_shards.safe_paths import read_inside
 from data_shards.text import parse_json
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from data_shards import processes
-from data_shards.processes import deaf_to_interrupts, num_cores
+from data_shards.processes import block_interrupts, num_cores
 from tests.data_shards.opened import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,7 +34,7 @@ def test_cores_are_those_that_affinity_and_control_group_leave(
 
 
 def test_what_is_started_meanwhile_is_deaf():
-    with deaf_to_interrupts():
+    with block_interrupts():
         assert child(INTERRUPTS_ITSELF) == "still here\n"
     assert child(INTERRUPTS_ITSELF) == ""
 
@@ -45,9 +45,9 @@ import os, signal, time
 import pytest
 
 from data_shards import processes
-from data_shards.processes import deaf_to_interrupts
+from data_shards.processes import block_interrupts
 try:
-    with deaf_to_interrupts():
+    with block_interrupts():
         os.kill(os.getpid(), signal.SIGINT)
         print("reached")
     time.sleep(200)

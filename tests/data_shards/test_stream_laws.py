@@ -26,7 +26,7 @@ from data_shards.shards.shard_set import ShardEntry, ShardSet, merge_shard_sets
 from data_shards.shards.tar_index import build_index, index_path, write_index
 from data_shards.vocabulary import WorkerKind
 from pipeline.stage.task import model_input, targets
-from tests.data_shards.foreign_tars import write_tar
+from tests.data_shards.external_tars import write_tar
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
@@ -285,12 +285,12 @@ def test_every_sample_once_in_each_epoch_of_its_set(pool: list[ShardEntry], draw
     for number, sizes in enumerate(of.sizes):
         own = [row for row in seen if of.samples[row.sample][0] == number]
         spoilt = sum((tar, at) in SPOILT for each, tar, at in of.samples if each == number)
-        visits = Counter((row.epoch, row.sample) for row in own if not row.substituted)
-        assert not visits or max(visits.values()) == 1
+        refs = Counter((row.epoch, row.sample) for row in own if not row.substituted)
+        assert not refs or max(refs.values()) == 1
         # Lanes go through their spans at their own pace: an epoch is over when the next but one has begun.
         finished = max((row.epoch for row in own), default=0) - 1
         for epoch in range(finished):
-            assert sum(each == epoch for each, _ in visits) == sum(sizes) - spoilt
+            assert sum(each == epoch for each, _ in refs) == sum(sizes) - spoilt
             assert sum(row.epoch == epoch and row.substituted for row in own) == spoilt
     if len(of.sets) == 1:  # two epochs were read
         assert {row.epoch for row in seen} >= {0, 1}

@@ -13,12 +13,12 @@ from PIL import Image
 from data_shards.errors import CorruptSample, UserError
 from data_shards.packing.pack import pack
 from data_shards.packing.sources.label_list import LabelList
-from data_shards.reading.foreign_opening import read_classes
+from data_shards.reading.external_shards import read_classes
 from data_shards.reading.shard_reader import ShardReader
 from data_shards.shards.manifest import read_manifest
 from data_shards.shards.shard_set import ShardsSpec
 from data_shards.text import parse_json
-from tests.data_shards.foreign_tars import opened, read_all, write_tar
+from tests.data_shards.external_tars import opened, read_all, write_tar
 
 HOSTILE = {
     "nothing": b"",

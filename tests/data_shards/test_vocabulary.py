@@ -31,7 +31,7 @@ def test_the_numbers_of_the_streams_never_change():
         "FEW_SHOT": 51,
         "TRANSFER_IMAGES": 52,
         "TRANSFER_HOLD_OUT": 53,
-        "GLANCE": 61,
+        "OVERVIEW": 61,
     }
     assert len(set(map(int, RandomStream))) == len(RandomStream)
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from data_shards.inside import read_inside
+from data_shards.safe_paths import read_inside
 from data_shards.text import parse_json
 from model.config import ModelConfig
 from model.counting.flops import account

@@ -16,7 +16,7 @@ from data_shards.checking.check import CheckResult, check
 from data_shards.checking.findings import Finding
 from data_shards.shards.shard_set import ShardsSpec
 from data_shards.shards.tar_index import index_path, open_index
-from tests.data_shards.foreign_tars import write_tar
+from tests.data_shards.external_tars import write_tar
 
 CLASSES = ("ant", "bee", "cow")
 

@@ -33,7 +33,7 @@ from tests.data_shards.checking.doctored import (
     part_of,
     tars,
 )
-from tests.data_shards.foreign_tars import write_tar
+from tests.data_shards.external_tars import write_tar
 
 
 def test_images_that_are_none(shards: Path):

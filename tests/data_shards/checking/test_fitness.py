@@ -42,8 +42,8 @@ def test_fitness_is_what_the_order_does(sizes: list[int], layout: tuple[int, int
     images = dict.fromkeys(range(world_size), 0)
     for step in range(sum(sizes) // lanes + 1):
         for rank in range(world_size):
-            visits = order.rank_batch(step, rank=rank, world_size=world_size)
-            for shard in visits.shard[visits.epoch == 0].tolist():
+            refs = order.rank_batch(step, rank=rank, world_size=world_size)
+            for shard in refs.shard[refs.epoch == 0].tolist():
                 images[rank] += 1
                 by_process.setdefault(rank, set()).add(shard)
                 by_node.setdefault(rank // per_node, set()).add(shard)

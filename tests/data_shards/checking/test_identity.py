@@ -22,12 +22,12 @@ from data_shards.checking.identity import (
     identify,
     suspects,
 )
-from data_shards.reading.foreign_tar import spread
 from data_shards.reading.opening import open_shards
+from data_shards.reading.tar_summary import spread
 from data_shards.shards.shard_set import ShardsSpec
 from data_shards.store.cache import CacheConfig
 from data_shards.store.store import RetryPolicy, Store
-from tests.data_shards.foreign_tars import opened, write_tar
+from tests.data_shards.external_tars import opened, write_tar
 from tests.data_shards.http_server import FaultServer
 from tests.data_shards.small_set import touch_up
 

@@ -23,7 +23,7 @@ from data_shards.shards.shard_set import ShardSet, ShardsSpec
 from data_shards.shards.tar_index import open_index, read_index
 from data_shards.vocabulary import WorkerKind
 from pipeline.stage.task import model_input, targets
-from tests.data_shards.foreign_tars import read_all
+from tests.data_shards.external_tars import read_all
 from tests.data_shards.streams import GLOBAL_BATCH, SIZE, STEPS, global_batches, make_order, micro_batches, pack_noise
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")

@@ -15,7 +15,7 @@ import torch
 from data_shards.errors import UserError
 from data_shards.loading import device_prefetch
 from data_shards.loading.batch import Batch, Fault
-from data_shards.loading.device_prefetch import CudaCopies, DevicePrefetch, _Buffer, ahead_on_device, unpacked
+from data_shards.loading.device_prefetch import CudaCopies, DevicePrefetch, _Buffer, prefetch_to_device, unpacked
 from data_shards.loading.memory import STAGES, staged_bytes
 
 MINE = pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
@@ -155,7 +155,7 @@ def test_one_that_was_never_used_is_closed_and_starts_no_thread():
 
 def test_on_a_cpu_it_is_the_stream_itself():
     stream = Stream(3)
-    assert ahead_on_device(stream, device=CPU) is stream
+    assert prefetch_to_device(stream, device=CPU) is stream
 
 
 def test_the_calls_to_a_gpu_are_in_the_order_that_makes_them_safe(monkeypatch: pytest.MonkeyPatch):
@@ -216,7 +216,7 @@ def test_the_stated_page_locked_memory_is_enough():
 @pytest.mark.gpu
 def test_batches_come_to_a_gpu():
     device = torch.device("cuda", torch.cuda.current_device())
-    prefetch = ahead_on_device(Stream(20), device=device)
+    prefetch = prefetch_to_device(Stream(20), device=device)
     for number, (one, other) in enumerate(zip(prefetch, Stream(20), strict=True)):
         assert one.images.device == one.labels.device == one.mirrored.device == device, number
         for name in ("images", "mirrored", "labels"):

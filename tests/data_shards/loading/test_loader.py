@@ -56,11 +56,9 @@ def reference(shards: ShardSet) -> list[list[Seen]]:
     """Computed without a loader, batch or rank, a sample at a time."""
     order, reader, steps = make_order(shards), ShardReader(shards), []
     for step in range(STEPS):
-        visits, batch = order.rank_batch(step, rank=0, world_size=1), []
+        refs, batch = order.rank_batch(step, rank=0, world_size=1), []
         for at in range(GLOBAL_BATCH):
-            shard, row, epoch, sample = (
-                int(column[at]) for column in (visits.shard, visits.row, visits.epoch, visits.sample)
-            )
+            shard, row, epoch, sample = (int(column[at]) for column in (refs.shard, refs.row, refs.epoch, refs.sample))
             raw = reader.read(shard, row=row)
             draws = uniforms(3, SEED, epoch, sample, draws=DRAWS_PER_SAMPLE)[0]
             square, mirrored = TRANSFORM(read_image(raw.image), draws=draws)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from data_shards.order.sample_order import Order, Visits
+from data_shards.order.sample_order import Order, SampleRefs
 
 law = settings(max_examples=60, deadline=None)  # a deadline measures how busy the machine is
 
@@ -49,8 +49,8 @@ def make_order(sizes: list[int], *, lanes: int = 4, batch: int = 8, seed: int = 
     return Order(sizes, seed=seed, lanes=lanes, global_batch_images=batch, window_images=window_images)
 
 
-def rows(visits: Visits) -> list[tuple[int, ...]]:
-    columns = (visits.epoch, visits.shard, visits.row, visits.sample)
+def rows(refs: SampleRefs) -> list[tuple[int, ...]]:
+    columns = (refs.epoch, refs.shard, refs.row, refs.sample)
     return list(zip(*(column.tolist() for column in columns), strict=True))
 
 
@@ -70,16 +70,16 @@ def places(order: Order, *, epochs: tuple[int, ...], window_images: int) -> dict
 def test_a_substitute_is_another_sample_of_the_same_window(case: Case, attempt: int):
     order = case.order
     for (epoch, lane, _), positions in places(order, epochs=(0, 3), window_images=case.window_images).items():
-        visits = order.visits(np.full(len(positions), lane), np.array(positions))
-        others = order.substitute(visits, attempt=attempt)
+        refs = order.resolve(np.full(len(positions), lane), np.array(positions))
+        others = order.substitute(refs, attempt=attempt)
         assert others.epoch.tolist() == [epoch] * len(positions)
         assert others.lane.tolist() == [lane] * len(positions) and others.position.tolist() == positions
         first_of_shard = np.cumsum([0, *case.shard_sizes])
         assert (others.sample == first_of_shard[others.shard] + others.row).all()
         if len(positions) > 1:
-            assert set(others.sample.tolist()) <= set(visits.sample.tolist())
+            assert set(others.sample.tolist()) <= set(refs.sample.tolist())
         if order.num_samples > 1:
-            assert (others.sample != visits.sample).all()
+            assert (others.sample != refs.sample).all()
 
 
 @law
@@ -88,21 +88,21 @@ def test_every_other_sample_of_the_window_is_tried_before_one_is_tried_again(cas
     order = case.order
     for (_, lane, _), positions in places(order, epochs=(1,), window_images=case.window_images).items():
         if len(positions) > 1:
-            visits = order.visits(np.full(len(positions), lane), np.array(positions))
-            tried = [order.substitute(visits, attempt=attempt).sample for attempt in range(1, len(positions))]
-            for wanted, substitutes in zip(visits.sample, np.stack(tried, axis=1), strict=True):
-                assert sorted([wanted, *substitutes]) == sorted(visits.sample)
+            refs = order.resolve(np.full(len(positions), lane), np.array(positions))
+            tried = [order.substitute(refs, attempt=attempt).sample for attempt in range(1, len(positions))]
+            for wanted, substitutes in zip(refs.sample, np.stack(tried, axis=1), strict=True):
+                assert sorted([wanted, *substitutes]) == sorted(refs.sample)
 
 
 def test_windows_and_lanes_of_one_place_borrow_from_the_lane_and_the_epoch():
     lonely_window = make_order([12], lanes=2, batch=2, window_images=1)
-    visits = lonely_window.visits(np.full(6, 1), np.arange(6))
-    tried = {int(s) for a in range(1, 6) for s in lonely_window.substitute(visits, attempt=a).sample}
-    assert tried == set(visits.sample.tolist())  # the lane's own samples
+    refs = lonely_window.resolve(np.full(6, 1), np.arange(6))
+    tried = {int(s) for a in range(1, 6) for s in lonely_window.substitute(refs, attempt=a).sample}
+    assert tried == set(refs.sample.tolist())  # the lane's own samples
     lonely_lane = make_order([2, 2], lanes=4, batch=4)
-    visits = lonely_lane.visits(np.arange(4), np.zeros(4, dtype=np.int64))
-    tried = np.stack([lonely_lane.substitute(visits, attempt=a).sample for a in (1, 2, 3)], axis=1)
-    for wanted, substitutes in zip(visits.sample, tried, strict=True):
+    refs = lonely_lane.resolve(np.arange(4), np.zeros(4, dtype=np.int64))
+    tried = np.stack([lonely_lane.substitute(refs, attempt=a).sample for a in (1, 2, 3)], axis=1)
+    for wanted, substitutes in zip(refs.sample, tried, strict=True):
         assert sorted([wanted, *substitutes]) == [0, 1, 2, 3]
     single = make_order([1], lanes=1, batch=1)
     assert single.substitute(single.rank_batch(5, rank=0, world_size=1), attempt=1).sample.tolist() == [0]
@@ -128,9 +128,9 @@ def test_substitutes_are_spread_evenly_and_differ_between_epochs_and_seeds():
     for seed in range(200):
         order = make_order([30], lanes=1, batch=1, seed=seed)
         position = np.arange(30 * 20)
-        visits = order.visits(np.zeros_like(position), position)
-        others = order.substitute(visits, attempt=1)
-        for epoch, wanted, other in zip(visits.epoch, visits.sample, others.sample, strict=True):
+        refs = order.resolve(np.zeros_like(position), position)
+        others = order.substitute(refs, attempt=1)
+        for epoch, wanted, other in zip(refs.epoch, refs.sample, others.sample, strict=True):
             if wanted == 7:
                 visited[seed, int(epoch)] = int(other)
     counts = np.bincount(list(visited.values()), minlength=30)

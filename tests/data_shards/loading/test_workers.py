@@ -16,9 +16,9 @@ import pytest
 
 from data_shards.errors import WorkerDied
 from data_shards.loading.loader import TrainLoader
-from data_shards.reading.shard_table import ShardTable
 from data_shards.shards.packed_shards import PackedShards
 from data_shards.shards.shard_set import ShardSet
+from data_shards.shards.shard_table import ShardTable
 from tests.data_shards.opened import wait_until
 from tests.data_shards.streams import pack_noise, train_batches
 
@@ -55,8 +55,8 @@ def test_a_dead_worker_is_named_with_the_sample_it_was_at(shards: ShardSet, numb
     loader = TrainLoader(deadly, stop_step=50, workers=2)  # pyright: ignore[reportArgumentType]
     with pytest.raises(WorkerDied) as caught:
         list(loader)
-    visits = deadly.order.rank_batch(3, rank=0, world_size=1)
-    last = deadly.describe(int(visits.shard[-1]), row=int(visits.row[-1]))
+    refs = deadly.order.rank_batch(3, rank=0, world_size=1)
+    last = deadly.describe(int(refs.shard[-1]), row=int(refs.row[-1]))
     assert f"killed by signal {int(number)} while reading sample {last}" in str(caught.value)
     assert str(caught.value).count("data worker") == 1
 

@@ -19,7 +19,7 @@ from data_shards.order.mixture import (
     set_seed,
     upcoming_shards,
 )
-from data_shards.order.sample_order import LaneStream, Order, Visits
+from data_shards.order.sample_order import LaneStream, Order, SampleRefs
 
 law = settings(max_examples=40, deadline=None)  # a deadline measures how busy the machine is
 
@@ -66,11 +66,11 @@ def cases(draw: st.DrawFn) -> Case:
     )
 
 
-def rows(visits: Visits) -> list[tuple[int, ...]]:
-    return list(zip(*(getattr(visits, each.name).tolist() for each in fields(Visits)), strict=True))
+def rows(refs: SampleRefs) -> list[tuple[int, ...]]:
+    return list(zip(*(getattr(refs, each.name).tolist() for each in fields(SampleRefs)), strict=True))
 
 
-def batch(order: LaneStream, step: int) -> Visits:
+def batch(order: LaneStream, step: int) -> SampleRefs:
     return order.rank_batch(step, rank=0, world_size=1)
 
 
@@ -78,9 +78,9 @@ def set_of(case: Case, shard: np.ndarray) -> np.ndarray:
     return np.repeat(np.arange(len(case.sizes)), [len(each) for each in case.sizes])[shard]
 
 
-def lane_visits(order: LaneStream, lane: int, *, start: int, stop: int) -> Visits:
+def lane_visits(order: LaneStream, lane: int, *, start: int, stop: int) -> SampleRefs:
     position = np.arange(start, stop)
-    return order.visits(np.full_like(position, lane), position)
+    return order.resolve(np.full_like(position, lane), position)
 
 
 def most_off(case: Case, order: MixedOrder) -> np.ndarray:
@@ -125,8 +125,8 @@ def test_a_lane_takes_each_sets_own_order_without_a_gap(weights: list[float], im
     first_sample = np.cumsum([0, *map(sum, case.sizes)])
     for lane in (0, order.lanes - 1):
         for start in (0, PATTERN - 100, far):
-            visits = lane_visits(order, lane, start=start, stop=start + 200)
-            which = set_of(case, visits.shard)
+            refs = lane_visits(order, lane, start=start, stop=start + 200)
+            which = set_of(case, refs.shard)
             shift = lane * order.images_per_lane
             assert which.tolist() == pattern[(shift + start + np.arange(200)) % PATTERN].tolist()
             for number, own_order in enumerate(order.orders):
@@ -137,8 +137,8 @@ def test_a_lane_takes_each_sets_own_order_without_a_gap(weights: list[float], im
 
                 begin = before(start + shift) - before(shift)
                 own = lane_visits(own_order, lane, start=begin, stop=begin + int((which == number).sum()))
-                assert (own.sample + first_sample[number]).tolist() == visits.sample[which == number].tolist()
-                assert own.epoch.tolist() == visits.epoch[which == number].tolist()
+                assert (own.sample + first_sample[number]).tolist() == refs.sample[which == number].tolist()
+                assert own.epoch.tolist() == refs.epoch[which == number].tolist()
 
 
 @law
@@ -184,8 +184,8 @@ def test_shares_hold_in_every_prefix_of_every_lane(case: Case, start: int):
     order = case.order()
     for lane in range(order.lanes):
         for begin in (0, start):
-            visits = lane_visits(order, lane, start=begin, stop=begin + 400)
-            got = set_of(case, visits.shard)[:, None] == np.arange(len(case.sizes))
+            refs = lane_visits(order, lane, start=begin, stop=begin + 400)
+            got = set_of(case, refs.shard)[:, None] == np.arange(len(case.sizes))
             wanted = np.arange(1, 401)[:, None] * order.quotas / PATTERN
             assert (np.abs(np.cumsum(got, axis=0) - wanted) < most_off(case, order) + 1e-9).all()
 
@@ -283,24 +283,24 @@ def test_processes_that_do_not_divide_the_lanes_are_refused():
 @given(cases(), st.integers(0, 10**6), st.integers(1, 20))
 def test_a_substitute_is_another_sample_of_the_same_set_window_and_lane(case: Case, step: int, attempt: int):
     order = case.order()
-    visits = batch(order, step)
-    others = order.substitute(visits, attempt=attempt)
-    assert rows(others) == rows(case.order().substitute(visits, attempt=attempt))
+    refs = batch(order, step)
+    others = order.substitute(refs, attempt=attempt)
+    assert rows(others) == rows(case.order().substitute(refs, attempt=attempt))
     for name in ("epoch", "lane", "position"):
-        assert getattr(others, name).tolist() == getattr(visits, name).tolist()
-    which = set_of(case, visits.shard)
+        assert getattr(others, name).tolist() == getattr(refs, name).tolist()
+    which = set_of(case, refs.shard)
     assert which.tolist() == set_of(case, others.shard).tolist()
     first_of_shard = np.cumsum([0, *itertools.chain.from_iterable(case.sizes)])
     assert (others.sample == first_of_shard[others.shard] + others.row).all()
     for slot, number in enumerate(which):
         own_samples, own_order = sum(case.sizes[number]), order.orders[number]
         if own_samples > 1:
-            assert others.sample[slot] != visits.sample[slot]
+            assert others.sample[slot] != refs.sample[slot]
         # The set's own samples of this lane's window in this epoch, by its own order.
-        lane, epoch = int(visits.lane[slot]), int(visits.epoch[slot])
+        lane, epoch = int(refs.lane[slot]), int(refs.epoch[slot])
         first, last = ((e * own_samples + lane) // case.lanes for e in (epoch, epoch + 1))
         span = lane_visits(own_order, lane, start=first, stop=last).sample + sum(map(sum, case.sizes[:number]))
-        at = span.tolist().index(visits.sample[slot]) // case.window_images * case.window_images
+        at = span.tolist().index(refs.sample[slot]) // case.window_images * case.window_images
         window = span[at : at + case.window_images].tolist()
         if len(span) > 1:
             assert others.sample[slot] in (window if len(window) > 1 else span.tolist())
@@ -320,8 +320,8 @@ def test_upcoming_shards_are_named_once_an_epoch_in_the_step_that_needs_them(
     last_read: dict[int, int] = {}  # shard -> the last epoch in which the rank has read from it
     upcoming = upcoming_shards(order, rank=rank, world_size=world_size, start_step=start_step)
     for step, (number, shards) in enumerate(itertools.islice(upcoming, 30), start=start_step):
-        visits = order.rank_batch(step, rank=rank, world_size=world_size)
-        read = list(zip(visits.shard.tolist(), visits.epoch.tolist(), strict=True))
+        refs = order.rank_batch(step, rank=rank, world_size=world_size)
+        read = list(zip(refs.shard.tolist(), refs.epoch.tolist(), strict=True))
         new = [shard for shard, epoch in read if epoch > last_read.get(shard, -1)]
         assert (number, shards) == (step, sorted(set(new), key=new.index))
         for shard, epoch in read:

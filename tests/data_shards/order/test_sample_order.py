@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from data_shards.errors import UserError
-from data_shards.order.sample_order import Order, Visits, check_sizes, check_world_size
+from data_shards.order.sample_order import Order, SampleRefs, check_sizes, check_world_size
 
 law = settings(max_examples=60, deadline=None)  # a deadline measures how busy the machine is
 
@@ -53,8 +53,8 @@ def make_order(sizes: list[int], *, lanes: int = 4, batch: int = 8, seed: int = 
     return Order(sizes, seed=seed, lanes=lanes, global_batch_images=batch, window_images=window_images)
 
 
-def rows(visits: Visits) -> list[tuple[int, ...]]:
-    columns = (visits.epoch, visits.shard, visits.row, visits.sample)
+def rows(refs: SampleRefs) -> list[tuple[int, ...]]:
+    columns = (refs.epoch, refs.shard, refs.row, refs.sample)
     return list(zip(*(column.tolist() for column in columns), strict=True))
 
 
@@ -78,12 +78,12 @@ def test_every_epoch_is_a_permutation_of_all_samples(case: Case):
     first_of_shard = np.concatenate([[0], np.cumsum(case.shard_sizes)])
     # A lane is at most one sample ahead of another: after these steps three epochs are over in every lane.
     steps = -(-(epochs * order.num_samples + 2 * order.lanes) // order.global_batch_images) + 1
-    visits = stream(order, steps=steps)
-    counts = Counter((epoch, sample) for epoch, _, _, sample in visits)
+    refs = stream(order, steps=steps)
+    counts = Counter((epoch, sample) for epoch, _, _, sample in refs)
     assert set(counts.values()) == {1}
     for epoch in range(epochs):
         assert sorted(s for e, s in counts if e == epoch) == list(range(order.num_samples))
-    for _, shard, row, sample in visits:
+    for _, shard, row, sample in refs:
         assert 0 <= row < case.shard_sizes[shard] and sample == first_of_shard[shard] + row
 
 
@@ -93,9 +93,9 @@ def test_epochs_follow_one_another_without_a_gap(case: Case):
     """In a lane epochs never go back; over the lanes, at most one sample a lane is visited early or late."""
     order = case.order
     steps = -(-2 * order.num_samples // order.global_batch_images)
-    visits = stream(order, steps=steps)
-    lanes = np.arange(len(visits)) % order.global_batch_images // order.images_per_lane
-    epochs = np.array([epoch for epoch, *_ in visits])
+    refs = stream(order, steps=steps)
+    lanes = np.arange(len(refs)) % order.global_batch_images // order.images_per_lane
+    epochs = np.array([epoch for epoch, *_ in refs])
     for lane in range(order.lanes):
         steps_up = np.diff(epochs[lanes == lane])
         assert ((steps_up == 0) | (steps_up == 1)).all()
@@ -113,8 +113,8 @@ def test_epochs_far_away_are_whole_as_well(case: Case, epoch: int):
     first = max(0, epoch * order.num_samples // order.lanes - 2)
     position = np.arange(first, first + order.num_samples // order.lanes + 6)
     lane = np.repeat(np.arange(order.lanes), len(position))
-    visits = order.visits(lane, np.tile(position, order.lanes))
-    assert sorted(visits.sample[visits.epoch == epoch].tolist()) == list(range(order.num_samples))
+    refs = order.resolve(lane, np.tile(position, order.lanes))
+    assert sorted(refs.sample[refs.epoch == epoch].tolist()) == list(range(order.num_samples))
 
 
 # ---- the same stream for any number of processes, micro-batches and restarts
@@ -172,9 +172,9 @@ def test_another_seed_and_another_epoch_are_another_order():
     sizes = [25] * 40
     samples = {}
     for seed in (0, 1, 2**40):
-        visits = stream(make_order(sizes, seed=seed, batch=1000), steps=2)
+        refs = stream(make_order(sizes, seed=seed, batch=1000), steps=2)
         for epoch in (0, 1):
-            samples[seed, epoch] = [sample for e, _, _, sample in visits if e == epoch]
+            samples[seed, epoch] = [sample for e, _, _, sample in refs if e == epoch]
     for one, a in samples.items():
         for other, b in samples.items():
             if one != other:  # one place in a thousand agrees by chance
@@ -186,10 +186,10 @@ def test_any_place_of_the_stream_may_hold_any_shard_and_any_row():
     sizes = [10] * 12
     order = make_order(sizes, lanes=4, batch=4, window_images=30)
     position = np.arange(0, 30 * 2000, 30)  # the first visit of each epoch: N / lanes = 30
-    visits = order.visits(np.full(2000, 2), position)
-    assert visits.epoch.tolist() == list(range(2000))
-    assert stats.chisquare(np.bincount(visits.shard, minlength=12)).pvalue > 1e-3
-    assert stats.chisquare(np.bincount(visits.row, minlength=10)).pvalue > 1e-3
+    refs = order.resolve(np.full(2000, 2), position)
+    assert refs.epoch.tolist() == list(range(2000))
+    assert stats.chisquare(np.bincount(refs.shard, minlength=12)).pvalue > 1e-3
+    assert stats.chisquare(np.bincount(refs.row, minlength=10)).pvalue > 1e-3
 
 
 # ---- windows and locality
@@ -208,7 +208,7 @@ def test_shuffling_stays_inside_the_window_of_the_lanes_span(case: Case):
         for lane, (start, end) in enumerate(zip(edges, ends, strict=True)):
             position = np.arange(start, end)
             lanes = np.full_like(position, lane)
-            unshuffled, shuffled = (order.visits(lanes, position).sample for order in (plain, wide))
+            unshuffled, shuffled = (order.resolve(lanes, position).sample for order in (plain, wide))
             laid += unshuffled.tolist()
             for at in range(0, len(position), case.window_images):
                 window = slice(at, at + case.window_images)
@@ -226,7 +226,7 @@ def test_windows_are_shuffled_anew_in_every_epoch_lane_and_window():
     for epoch in (0, 1):
         for lane in (0, 1):
             position = np.arange(200) + 200 * epoch
-            row = order.visits(np.full(200, lane), position).row.reshape(4, 50)
+            row = order.resolve(np.full(200, lane), position).row.reshape(4, 50)
             permutations |= {tuple((window - window.min()).tolist()) for window in row}
     assert len(permutations) == 2 * 2 * 4
     assert all(sorted(permutation) == list(range(50)) for permutation in permutations)
@@ -265,9 +265,9 @@ def test_no_overflow_with_most_samples_lanes_and_epochs(num_samples: int):
     order = Order([num_samples], seed=0, lanes=4096, global_batch_images=4096, window_images=16_384)
     for position in (0, 10**6, num_samples * 5000 // 4096, 2**62 // 4096 - 1):
         lane = np.array([0, 1, 2047, 4095])
-        visits = order.visits(lane, np.full(4, position))
-        others = order.substitute(visits, attempt=3)
-        for number, epoch, sample, other in zip(lane.tolist(), visits.epoch, visits.sample, others.sample, strict=True):
+        refs = order.resolve(lane, np.full(4, position))
+        others = order.substitute(refs, attempt=3)
+        for number, epoch, sample, other in zip(lane.tolist(), refs.epoch, refs.sample, others.sample, strict=True):
             e = int(epoch)
             begin, end = ((e_ * num_samples + number) // 4096 for e_ in (e, e + 1))
             assert begin <= position < end
@@ -277,7 +277,7 @@ def test_no_overflow_with_most_samples_lanes_and_epochs(num_samples: int):
                 below + window <= min(sample, other) <= max(sample, other) < below + min(window + 16_384, end - begin)
             )
     with pytest.raises(AssertionError, match="64-bit"):
-        order.visits(np.array([0]), np.array([2**62 // 4096]))
+        order.resolve(np.array([0]), np.array([2**62 // 4096]))
 
 
 def test_memory_does_not_grow_with_the_samples():

@@ -7,7 +7,7 @@ import pytest
 from data_shards.errors import UserError
 from data_shards.packing.pack import pack
 from data_shards.packing.sources.label_list import LabelList
-from data_shards.shards.labels import alike_names
+from data_shards.shards.labels import similar_names
 from tests.data_shards.packing.folders import encoded, quiet
 
 
@@ -20,7 +20,7 @@ def write(root: Path, *files: str) -> str:
 
 @pytest.mark.parametrize("other", ["CAT", "cat ", "c at", "Cat\u3000"])
 def test_names_that_differ_only_by_case_or_blanks(tmp_path: Path, other: str):
-    assert alike_names(["dog", "cat", "cart", other]) == [["cat", other]]
+    assert similar_names(["dog", "cat", "cart", other]) == [["cat", other]]
     spec = write(tmp_path / "in", "dog/1.png", "cat/2.png", f"{other}/3.png")
     if other.isprintable():
         with pytest.raises(UserError, match=rf"classes .*'{other}'.* differ only by case or blanks.*--keep-classes"):

@@ -19,7 +19,7 @@ from data_shards.shards import tar_walk
 from data_shards.shards.shard_set import ShardsSpec
 from data_shards.store.cache import CacheConfig
 from data_shards.store.store import RetryPolicy, Store
-from tests.data_shards.foreign_tars import IMAGES, Samples, by_shard_writer, numbered, opened, read_all, write_tar
+from tests.data_shards.external_tars import IMAGES, Samples, by_shard_writer, numbered, opened, read_all, write_tar
 from tests.data_shards.http_server import FaultServer
 
 

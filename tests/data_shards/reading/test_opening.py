@@ -207,7 +207,8 @@ def test_sets_that_do_not_fit_together(tmp_path: Path):
 def test_needs_no_torch(tmp_path: Path):
     pack_by_hand(tmp_path / "a")
     code = (
-        "import sys; from data_shards.reading.opening import open_shards; from data_shards.foreign import opening;"
+        "import sys; from data_shards.reading.opening import open_shards; "
+        "import data_shards.reading.external_shards;"
         "open_shards(sys.argv[1]); open_shards(sys.argv[1] + '/x-000000.tar', report=str);"
         "print({'torch', 'fsspec', 'PIL', 'webdataset'} & set(sys.modules))"
     )

@@ -14,7 +14,7 @@ from data_shards.shards import tar_index
 from data_shards.shards.shard_index import ShardIndex, save_index
 from data_shards.shards.tar_index import build_index, index_path, open_index, read_index, readable_index, write_index
 from data_shards.vocabulary import LabelPart
-from tests.data_shards.foreign_tars import write_tar
+from tests.data_shards.external_tars import write_tar
 
 Members = list[tuple[str, bytes]]
 

@@ -16,7 +16,7 @@ from data_shards.reading.shard_reader import RawSample, ShardReader
 from data_shards.shards.manifest import Manifest
 from data_shards.shards.tar_index import index_path
 from data_shards.shards.tar_walk import BLOCK_BYTES
-from tests.data_shards.foreign_tars import opened, read_all, write_tar
+from tests.data_shards.external_tars import opened, read_all, write_tar
 from tests.data_shards.small_set import by_webdataset, pack_small
 
 SHARD = 2

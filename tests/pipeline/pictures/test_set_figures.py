@@ -9,16 +9,16 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from data_shards.reading.glance import DrawnImage, Glance
+from data_shards.reading.overview import DrawnImage, Overview
 from data_shards.shards.labels import LabelSpec
 from data_shards.shards.shard_set import ShardEntry, ShardSet
 from pipeline.pictures.set_figures import contact_sheet, image_sizes, label_histogram
-from pipeline.runs.pictures import rendered
+from pipeline.pictures.style import rendered
 
 HOSTILE = ("<script>alert(1)</script>", "$x^2$", "a\x1b[2J\nb")
 
 
-def seen(counts: list[int], *, names: tuple[str, ...] = (), sizes: Any = (), **more: Any) -> Glance:
+def seen(counts: list[int], *, names: tuple[str, ...] = (), sizes: Any = (), **more: Any) -> Overview:
     classes = names + tuple(f"class {number}" for number in range(len(names), len(counts)))
     shards = ShardSet("set", "somewhere", "train", classes, (), "digest")
     draw = np.random.default_rng(0)
@@ -26,7 +26,7 @@ def seen(counts: list[int], *, names: tuple[str, ...] = (), sizes: Any = (), **m
         DrawnImage("k", 0, 0, (number % len(counts),), draw.integers(0, 255, (9, 7, 3), dtype=np.uint8), 9, 7)
         for number in range(5)
     )
-    return Glance(
+    return Overview(
         **{
             "shards": shards,
             "seed": 3,

@@ -14,7 +14,7 @@ import pytest
 
 from data_shards.errors import AgreedError
 from data_shards.packing.pack import pack
-from data_shards.reading.shard_table import ShardTable
+from data_shards.shards.shard_table import ShardTable
 from pipeline.ranks.place import Place
 from pipeline.ranks.stopping import StopFlag
 from pipeline.recipe.schema import Recipe

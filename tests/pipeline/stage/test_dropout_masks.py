@@ -13,7 +13,7 @@ from model.build import build_model
 from model.config import ModelConfig
 from model.dropout import SampleDropout, SampleDropPath, SamplePatchDropout, SampleWords
 from model.regularisation import Regularisation
-from pipeline.recipe.schedule import Schedule
+from pipeline.recipe.optimizer import Schedule
 from pipeline.recipe.stage_plan import StagePlan
 from pipeline.stage.dropout_masks import draw_masks, sample_words
 
@@ -78,9 +78,7 @@ def test_places_are_the_loaders(world_size: int, accumulation: int) -> None:
     order: Any = SimpleNamespace(
         global_batch_images=GLOBAL_BATCH,
         images_per_lane=1,
-        visits=lambda lane, position: SimpleNamespace(
-            lane=lane, epoch=0 * lane, sample=lane, part=lambda own: lane[own]
-        ),
+        refs=lambda lane, position: SimpleNamespace(lane=lane, epoch=0 * lane, sample=lane, part=lambda own: lane[own]),
     )
     for rank in range(world_size):
         batches = TrainBatches.__new__(TrainBatches)

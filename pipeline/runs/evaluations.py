@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_shards.durable import make_folders
-from data_shards.inside import is_inside, open_inside, read_inside
+from data_shards.safe_paths import is_inside, open_inside, read_inside
 from data_shards.text import printable
 from data_shards.vocabulary import LabelKind
 from pipeline.recipe.vocabulary import OWN_SET as OWN_SET  # readers of evaluations find it here

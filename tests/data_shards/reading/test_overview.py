@@ -15,14 +15,14 @@ from PIL import Image
 
 from data_shards.images.decode import read_image
 from data_shards.packing.pack import pack
-from data_shards.reading.glance import Glance, glance
 from data_shards.reading.opening import open_shards
+from data_shards.reading.overview import Overview, inspect_shards
 from data_shards.reading.shard_reader import RawSample
 from data_shards.shards.manifest import Manifest
 from data_shards.shards.shard_set import ShardsSpec
 from data_shards.shards.tar_index import index_path, read_index
 from data_shards.store.store import Store
-from tests.data_shards.foreign_tars import by_shard_writer, opened
+from tests.data_shards.external_tars import by_shard_writer, opened
 from tests.data_shards.http_server import FaultServer
 from tests.data_shards.small_set import by_webdataset, pack_small
 
@@ -38,11 +38,11 @@ def samples(manifest: Manifest) -> list[RawSample]:
     return by_webdataset(manifest)
 
 
-def look(manifest: Manifest, **options: Any) -> Glance:
-    return glance(open_shards(str(manifest.root)), **{"images": 12, **options})
+def look(manifest: Manifest, **options: Any) -> Overview:
+    return inspect_shards(open_shards(str(manifest.root)), **{"images": 12, **options})
 
 
-def keys(seen: Glance) -> list[str]:
+def keys(seen: Overview) -> list[str]:
     return [image.key for image in seen.images]
 
 
@@ -108,7 +108,7 @@ def test_few_bytes_are_read_of_large_images(tmp_path: Path, monkeypatch: pytest.
         return pread(descriptor, size, offset)
 
     monkeypatch.setattr(os, "pread", counting)
-    seen = glance(open_shards(str(manifest.root)), images=4)
+    seen = inspect_shards(open_shards(str(manifest.root)), images=4)
     assert len(seen.images) == 4 and len(seen.sizes) == seen.labelled == 40
     assert read[0] < 4 * 75_000 + 40 * 6_000 < manifest.num_bytes / 4
     assert seen.bytes_read < 1.2 * read[0]
@@ -123,7 +123,7 @@ def test_damage_is_named_and_passed_over(tmp_path: Path) -> None:
     content[label : label + 1] = b"9"
     tars[0].write_bytes(content)
     tars[2].unlink()
-    seen = glance(open_shards(str(manifest.root), damaged="report"), images=99)
+    seen = inspect_shards(open_shards(str(manifest.root), damaged="report"), images=99)
     assert {(each.shard, each.key) for each in seen.damaged} == {
         (str(tars[0]), index.keys[1]),
         (str(tars[0]), index.keys[3]),
@@ -137,7 +137,7 @@ def test_of_shards_that_are_not_local_few_are_fetched(
     manifest: Manifest, server: FaultServer, store: Store, samples: list[RawSample]
 ) -> None:
     server.files = {f"/{path.name}": path.read_bytes() for path in manifest.root.iterdir() if path.suffix != ".idx"}
-    seen = glance(open_shards(server.url, store=store), store=store, images=6)
+    seen = inspect_shards(open_shards(server.url, store=store), store=store, images=6)
     fetched = [path for path, count in server.totals().items() if path.endswith(".tar") and count]
     assert len(fetched) == seen.opened == 4
     assert seen.labelled == 20 and len(seen.images) == 6
@@ -155,7 +155,7 @@ def test_several_labels_count_each_and_an_image_stands_for_its_rarest(tmp_path: 
         per_shard=2,
     )
     shards = opened(ShardsSpec(str(folder), label="json:label", kind="multi"), index_folder=tmp_path / "indexes")
-    seen = glance(shards, images=3)
+    seen = inspect_shards(shards, images=3)
     assert dict(zip(shards.classes, seen.images_of_class.tolist(), strict=True)) == {"a": 4, "b": 2, "c": 1}
     assert seen.without_label == 1
     assert len({image.labels for image in seen.images}) == 3

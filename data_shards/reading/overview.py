@@ -20,8 +20,8 @@ from data_shards.images.decode import USUAL_LIMIT, PixelLimit, peek_size, read_i
 from data_shards.order.randomness import hash_words
 from data_shards.order.sample_order import Int64s
 from data_shards.reading.shard_reader import ShardReader
+from data_shards.shards.location import is_local
 from data_shards.shards.shard_set import ShardSet
-from data_shards.store.location import is_local
 from data_shards.store.store import Store
 from data_shards.vocabulary import RandomStream
 
@@ -56,7 +56,7 @@ class DamagedImage:
 
 
 @dataclass(frozen=True)
-class Glance:
+class Overview:
     """What was seen of a set."""
 
     shards: ShardSet
@@ -76,7 +76,7 @@ class Glance:
         return self.opened == len(self.shards.shards)
 
 
-def glance(
+def inspect_shards(
     shards: ShardSet,
     *,
     store: Store | None = None,
@@ -84,7 +84,7 @@ def glance(
     seed: int = 0,
     most_labels: int = MOST_LABELS,
     limit: PixelLimit = USUAL_LIMIT,
-) -> Glance:
+) -> Overview:
     """Look at a set; `images` are drawn, from each class equally many as far as there are, each from any shard."""
     look = _Look(shards, store=store, seed=seed, limit=limit)
     try:
@@ -93,7 +93,7 @@ def glance(
         drawn = look.draw(images)
     finally:
         look.reader.close()
-    return Glance(
+    return Overview(
         shards=shards,
         seed=seed,
         images_of_class=look.images_of_class,
@@ -247,5 +247,5 @@ def reduced(pixels: Pixels, *, longest_side: int) -> Pixels:
 
 def _shuffled(count: int, what: int, *, seed: int) -> NDArray[np.int64]:
     """0 to count - 1 in random order."""
-    drawn = hash_words(RandomStream.GLANCE, seed, what, np.arange(count, dtype=np.uint64))
+    drawn = hash_words(RandomStream.OVERVIEW, seed, what, np.arange(count, dtype=np.uint64))
     return np.argsort(drawn, kind="stable").astype(np.int64)

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from data_shards.errors import UserError
-from data_shards.reading.foreign_tar import FoundLabels
 from data_shards.reading.indexing import Indexed, Indexing, Tar
+from data_shards.reading.tar_summary import FoundLabels
 from data_shards.shards.labels import LabelSpec
+from data_shards.shards.location import is_local, local_path, redacted
 from data_shards.shards.shard_index import default_index_folder
 from data_shards.shards.shard_set import Damaged, Report, ShardSet, ShardsSpec
-from data_shards.store.location import is_local, local_path, shown
 from data_shards.text import parse_json
 from data_shards.vocabulary import SPLIT_FOLDERS
 
@@ -30,7 +30,7 @@ _MOST_CLASSES = 1_000_000  # far beyond any list of classes: then it is an ident
 _MOST_NAMES_OF_FEW_SAMPLES = 100
 
 
-def open_foreign(
+def open_external(
     spec: ShardsSpec,
     *,
     urls: Sequence[str],
@@ -40,7 +40,7 @@ def open_foreign(
     store: Store | None,
 ) -> ShardSet:
     """Open the tars `urls`, which have no manifest; arguments and errors as for `opening.open_shards`."""
-    source = str(local_path(spec.location)) if is_local(spec.location) else shown(spec.location)
+    source = str(local_path(spec.location)) if is_local(spec.location) else redacted(spec.location)
     indexed = Indexing(spec, urls, source, index_folder or default_index_folder(), report, store).result()
     damage = [sentence for tar in indexed.tars for sentence in _damage(tar)]
     if damage and damaged == "refuse":

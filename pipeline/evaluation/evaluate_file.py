@@ -20,17 +20,17 @@ from data_shards.images.decode import PixelLimit
 from data_shards.images.transforms import EvalTransform
 from data_shards.loading.assemble import Access
 from data_shards.loading.batch import Batch, Fault
-from data_shards.loading.device_prefetch import ahead_on_device
+from data_shards.loading.device_prefetch import prefetch_to_device
 from data_shards.loading.loader import EvalBatches, eval_batches
 from data_shards.shards.shard_set import ShardSet
 from data_shards.store.store import Store
 from data_shards.vocabulary import EvalProtocol, Normalisation
 from model.loss import loss_function
 from pipeline.evaluation.evaluate import Exchange, evaluate
-from pipeline.evaluation.opening import what_is_asked
 from pipeline.evaluation.request import EvalRequest
-from pipeline.evaluation.result import Evaluation
+from pipeline.evaluation.truth import what_is_asked
 from pipeline.ranks.place import Place
+from pipeline.runs.evaluations import Evaluation
 from pipeline.stage.task import Classification
 from pipeline.using.predict import Predictor, open_predictor
 
@@ -134,7 +134,7 @@ def evaluate_model(request: EvalRequest, opened: tuple[ShardSet, Store], *, rank
                 unlabelled[0] += before.pop() - int(batch.counted.sum())
                 yield batch
 
-    with closing(ahead_on_device(batches(), device=predictor.device)) as read:  # pyright: ignore[reportArgumentType]
+    with closing(prefetch_to_device(batches(), device=predictor.device)) as read:  # pyright: ignore[reportArgumentType]
         found = evaluate(
             read,
             task=task,

@@ -30,7 +30,7 @@ _PIXELS_ROWS, _PIXELS_BYTES = 16, 1 << 16
 
 
 @dataclass(frozen=True)
-class TarFacts:
+class TarSummary:
     """What was found in a tar."""
 
     num_samples: int  # in its index
@@ -62,7 +62,7 @@ class FoundLabels:
         return f"{len(self.names):,} different names of classes ({min(self.names)[:40]!r}, ...){numbers}"
 
 
-def index_tar(path: str, *, target: Path, labels: LabelSpec, name: str) -> tuple[TarFacts, FoundLabels]:
+def index_tar(path: str, *, target: Path, labels: LabelSpec, name: str) -> tuple[TarSummary, FoundLabels]:
     """Index a local tar into the .npz `target`, unless that exists: its name stands for the tar's content.
 
     Raises:
@@ -85,7 +85,7 @@ def index_tar(path: str, *, target: Path, labels: LabelSpec, name: str) -> tuple
     except OSError as error:
         raise UserError(f"{name}: cannot be read ({error.strerror})") from None
     examples = tuple(left_out[:_MOST_NAMED])
-    facts = TarFacts(len(index), num_bytes, readable.damage, len(left_out), examples, digest, pixels)
+    facts = TarSummary(len(index), num_bytes, readable.damage, len(left_out), examples, digest, pixels)
     note = {"facts": asdict(facts), "labels": {**asdict(found), "names": sorted(found.names)}}
     save_index(index, target, note=json.dumps(note))
     return facts, found
@@ -108,17 +108,17 @@ def spread(count: int, *, most: int) -> list[int]:
     return [number * (count - 1) // max(1, most - 1) for number in range(most)]
 
 
-def _from_note(note: str) -> tuple[TarFacts, FoundLabels]:
+def _from_note(note: str) -> tuple[TarSummary, FoundLabels]:
     try:
         content = parse_json(note)
-        return facts_from(content["facts"]), labels_from(content["labels"])
+        return summary_from(content["facts"]), labels_from(content["labels"])
     except (KeyError, TypeError) as error:
         raise ValueError(f"not a note of ours ({error})") from None
 
 
-def facts_from(content: dict[str, Any]) -> TarFacts:
+def summary_from(content: dict[str, Any]) -> TarSummary:
     """From JSON; raises KeyError, TypeError or ValueError for anything else."""
-    facts = TarFacts(**{**content, "examples": tuple(content["examples"])})
+    facts = TarSummary(**{**content, "examples": tuple(content["examples"])})
     numbers = (facts.num_samples, facts.num_bytes, facts.left_out)
     if not all(type(number) is int and 0 <= number < MOST_TAR_BYTES for number in numbers):
         raise ValueError("numbers that no tar has")
@@ -128,7 +128,7 @@ def facts_from(content: dict[str, Any]) -> TarFacts:
 
 
 def labels_from(content: dict[str, Any]) -> FoundLabels:
-    """As `facts_from`."""
+    """As `summary_from`."""
     found = FoundLabels(**{**content, "names": frozenset(content["names"])})
     if not all(type(number) is int for number in (found.numbers_below, found.num_values)):
         raise TypeError("no numbers")

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data_shards.errors import UserError
-from data_shards.store.location import expand_braces, is_local, join, local_path, protocol, scrubbed, shown
+from data_shards.shards.location import expand_braces, is_local, join, local_path, protocol, redact_text, redacted
 
 # Marked, so that its letters cannot be in the rest of the URL by chance.
 secrets = st.text(string.ascii_letters + string.digits + "!$&()*+,;=._~%-", min_size=2, max_size=12).map(
@@ -18,14 +18,14 @@ secrets = st.text(string.ascii_letters + string.digits + "!$&()*+,;=._~%-", min_
 @given(user=secrets, password=secrets, signature=secrets, scheme=st.sampled_from(["http", "https", "s3", "sftp"]))
 def test_no_secret_of_a_url_is_shown(user: str, password: str, signature: str, scheme: str):
     url = f"{scheme}://{user}:{password}@host:8080/a/b@2.tar?sig={signature}#{signature}"
-    assert shown(url) == f"{scheme}://host:8080/a/b@2.tar"
-    assert shown(f"x.tar::{url}::{url}") == f"x.tar::{shown(url)}::{shown(url)}"
-    assert "ZZ" not in scrubbed(f"cannot get '{url}' (403), tried {url}")
+    assert redacted(url) == f"{scheme}://host:8080/a/b@2.tar"
+    assert redacted(f"x.tar::{url}::{url}") == f"x.tar::{redacted(url)}::{redacted(url)}"
+    assert "ZZ" not in redact_text(f"cannot get '{url}' (403), tried {url}")
 
 
 @given(password=st.text(string.ascii_letters + "/?#", min_size=1, max_size=8).map(lambda text: f"ZZ{text}ZZ"))
 def test_no_password_is_shown_that_is_not_quoted_as_it_should(password: str):
-    assert shown(f"https://user:{password}@host/x.tar") == "https://host/x.tar"
+    assert redacted(f"https://user:{password}@host/x.tar") == "https://host/x.tar"
 
 
 @given(token=secrets)
@@ -33,9 +33,9 @@ def test_no_word_of_a_pipe_is_shown_but_the_program_and_the_tar(token: str):
     url = (
         f"pipe:TOKEN={token} curl -s -H 'Authorization: Bearer {token}' https://u:{token}@host/train-007.tar?s={token}"
     )
-    assert shown(url) == "pipe:curl ... train-007.tar"
-    assert "ZZ" not in scrubbed(f"sh: curl -H 'Authorization: Bearer {token}': not found", url=url)
-    assert "curl" in scrubbed("sh: curl: not found", url=url)
+    assert redacted(url) == "pipe:curl ... train-007.tar"
+    assert "ZZ" not in redact_text(f"sh: curl -H 'Authorization: Bearer {token}': not found", url=url)
+    assert "curl" in redact_text("sh: curl: not found", url=url)
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_no_word_of_a_pipe_is_shown_but_the_program_and_the_tar(token: str):
     ],
 )
 def test_what_holds_no_secret_is_shown_as_it_is(location: str):
-    assert shown(location) == location
+    assert redacted(location) == location
 
 
 @pytest.mark.parametrize(

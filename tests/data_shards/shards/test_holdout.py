@@ -22,10 +22,10 @@ from data_shards.loading.loader import EvalBatches, Layout, TrainBatches, TrainL
 from data_shards.order.mixture import make_order
 from data_shards.reading.opening import open_shards
 from data_shards.reading.shard_reader import ShardReader
-from data_shards.shards.hold_out import held_out_images, rows_of, shared_images, take_portion
+from data_shards.shards.holdout import held_out_images, rows_of, shared_images, take_portion
 from data_shards.shards.labels import LabelSpec
 from data_shards.shards.shard_set import Portion, ShardEntry, ShardSet, ShardsSpec, merge_shard_sets
-from tests.data_shards.foreign_tars import write_tar
+from tests.data_shards.external_tars import write_tar
 
 law = settings(max_examples=25, deadline=None)
 SIZES = st.lists(st.integers(0, 40), min_size=1, max_size=20).filter(lambda sizes: sum(sizes) >= 2)
@@ -136,7 +136,7 @@ def test_every_sample_has_the_same_chance_and_classes_do_not_matter():
 
 def test_another_process_holds_out_the_same():
     code = (
-        "from tests.data_shards.shards.test_hold_out import parts, shard_set, stored_rows\n"
+        "from tests.data_shards.shards.test_holdout import parts, shard_set, stored_rows\n"
         "print(stored_rows(parts(shard_set([5, 1, 30, 2]), 0.3)[0]))"
     )
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout

@@ -2,7 +2,7 @@
 
 No file or network is touched. A location is a local path (or "file:PATH"), a URL that fsspec opens
 ("s3://bucket/x.tar"), or "pipe:COMMAND", whose output is the shard. URLs and commands may hold passwords and
-signatures: whatever is printed, logged or stored goes through `shown` first.
+signatures: whatever is printed, logged or stored goes through `redacted` first.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def is_local(location: str) -> bool:
     return protocol(location) == "file"
 
 
-def why_command(location: str) -> str | None:
+def command_reason(location: str) -> str | None:
     """Why reading it, a pattern or a part of one, may run a program, in a few words; None if it only moves bytes."""
     kinds = [kind for each in expand_braces(location) if (kind := protocol(each)) not in _PLAIN]
     if not kinds:
@@ -59,7 +59,7 @@ def why_command(location: str) -> str | None:
 
 def local_path(location: str) -> Path:
     """The path of a local location, without "file:" or "file://"."""
-    assert is_local(location), shown(location)
+    assert is_local(location), redacted(location)
     return Path(re.sub(r"^file:(//)?", "", location))
 
 
@@ -67,19 +67,19 @@ class CommandRefused(UserError):
     """A location that may run a program, where the caller only looks."""
 
 
-def demand_no_command(location: str, *, commands: Commands) -> None:
+def require_no_command(location: str, *, commands: Commands) -> None:
     """Raise CommandRefused for what may run a program (a pipe, an unknown kind of URL), unless `commands` is "run"."""
-    if commands == "refuse" and (why := why_command(location)):
-        raise CommandRefused(f"{shown(location)} {why}: it is run to train or check, never to look")
+    if commands == "refuse" and (why := command_reason(location)):
+        raise CommandRefused(f"{redacted(location)} {why}: it is run to train or check, never to look")
 
 
-def shown(url: str) -> str:
+def redacted(url: str) -> str:
     """`url` without user, password, query and fragment; of a pipe, the program and the tar's name. Printable.
 
     Without a secret it is unchanged. Each part of a pattern with "::" is treated like this.
     """
     first, *others = _NEXT_URL.split(url, maxsplit=1)
-    return "::".join([_shown_one(first), *map(shown, others)])
+    return "::".join([_shown_one(first), *map(redacted, others)])
 
 
 def _shown_one(url: str) -> str:
@@ -104,11 +104,11 @@ def _shown_pipe(command: str) -> str:
     return " ".join([PIPE + program, "...", *tars[-1:]])
 
 
-def scrubbed(text: str, *, url: str = "") -> str:
-    """A library's or a program's message with the URLs in it as `shown`, and without words of a `pipe:` command."""
-    text = re.sub(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s'\"<>]+", lambda match: shown(match[0]), text)
+def redact_text(text: str, *, url: str = "") -> str:
+    """A library's or a program's message with the URLs in it as `redacted`, and without words of a `pipe:` command."""
+    text = re.sub(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s'\"<>]+", lambda match: redacted(match[0]), text)
     if url.startswith(PIPE):
-        allowed = shown(url).removeprefix(PIPE).split()
+        allowed = redacted(url).removeprefix(PIPE).split()
         words = {word for pattern in _WORD_ENDS for word in re.split(pattern, url.removeprefix(PIPE))}
         for word in sorted(words, key=len, reverse=True):
             if len(word) >= 6 and not any(word in each for each in allowed):
@@ -120,7 +120,7 @@ def join(location: str, file: str) -> str:
     """`file`, a relative path with "/", in the folder `location`, before any query; UserError for a pipe."""
     kind = protocol(location)
     if kind == "pipe":
-        raise UserError(f"{shown(location)} is a command, not a folder: name the shards themselves, pipe:... each")
+        raise UserError(f"{redacted(location)} is a command, not a folder: name the shards themselves, pipe:... each")
     if kind == "file":
         return os.path.join(local_path(location), file)
     match = re.fullmatch(r"([^?#]*)(.*)", location, re.DOTALL)
@@ -140,20 +140,20 @@ def expand_braces(pattern: str) -> list[str]:
     locations: list[str] = []
     for part in separator.split(pattern):
         if _most_numbers(part) > _MOST_LOCATIONS:
-            raise UserError(f"{shown(part)}: it stands for more than {_MOST_LOCATIONS:,} tars: name fewer")
+            raise UserError(f"{redacted(part)}: it stands for more than {_MOST_LOCATIONS:,} tars: name fewer")
         try:
             # Without a brace there is nothing to expand, and backslashes are literal.
             expanded = expand_urls(part) if "{" in part or "}" in part else [part]
         except KeyError as error:
             raise UserError(
-                f"{shown(part)}: set the environment variable {error.args[0]}, or write what it stands for"
+                f"{redacted(part)}: set the environment variable {error.args[0]}, or write what it stands for"
             ) from None
         except ValueError:
             raise UserError(
-                f"{shown(part)}: a brace has no partner; patterns look like train-{{000..127}}.tar"
+                f"{redacted(part)}: a brace has no partner; patterns look like train-{{000..127}}.tar"
             ) from None
         if part.startswith("${") and any(map(_SCHEME.match, expanded)):  # the text says whether it is a local path
-            raise UserError(f"{shown(part)}: write the scheme (such as s3://) before ${{NAME}}, not in the variable")
+            raise UserError(f"{redacted(part)}: write the scheme (such as s3://) before ${{NAME}}, not in the variable")
         locations += expanded
     return locations
 

@@ -8,11 +8,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from data_shards.reading.shard_table import ShardTable, TableSource
-from data_shards.shards.hold_out import take_portion
+from data_shards.shards.holdout import take_portion
 from data_shards.shards.labels import LabelSpec
 from data_shards.shards.packed_shards import PackedShards, Shard, TextColumn
 from data_shards.shards.shard_set import Portion, ShardEntry, ShardSet, merge_shard_sets
+from data_shards.shards.shard_table import ShardTable, TableSource
 from data_shards.store.prefetch import all_local
 
 NAMES = ["a.tar", "", "sub/ü.tar", "c" * 300, "日本.tar"]

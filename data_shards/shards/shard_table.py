@@ -14,10 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_shards.shards.labels import LabelSpec
+from data_shards.shards.location import join, redacted
 from data_shards.shards.manifest import MANIFEST_FILE
 from data_shards.shards.packed_shards import PackedShards, in_range
 from data_shards.shards.shard_set import ColumnShards, Portion, ShardEntry, ShardRows
-from data_shards.store.location import join, shown
 
 _PIECE = 1024  # entries in the making
 UNKNOWN = -1  # times of a file that is not there, or not local
@@ -93,7 +93,7 @@ class ShardTable(ColumnShards):
         for number, (row, count, held_out, damaged, (mtime, ctime)) in enumerate(columns, start=part.start - first):
             if source.shown_folder is None:
                 url = join(source.folder, row.file)
-                name = shown(url)
+                name = redacted(url)
             else:
                 url, name = os.path.join(source.folder, row.file), os.path.join(source.shown_folder, row.file)
             portion = source.portion

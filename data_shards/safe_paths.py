@@ -19,7 +19,7 @@ def is_inside(path: Path, *, folder: Path) -> bool:
     return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder))
 
 
-def demand_inside(path: Path, *, folder: Path) -> None:
+def require_inside(path: Path, *, folder: Path) -> None:
     """UserError if `path`, or what is below it, is a link out of `folder`."""
     for each in (path, *path.rglob("*")):
         if not is_inside(each, folder=folder):
